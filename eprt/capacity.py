@@ -1,0 +1,54 @@
+"""Tokens-per-rank geometry: one verdict for all ranks, in Python, before any launch.
+
+T (a rank's own tokens) <= R (agreed by all ranks for this call) <= capacity (what the buffers were sized for).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eprt.errors import CapacityError
+
+KNOB = "RuntimeConfig.max_tokens_per_rank"
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a dispatcher's buffers were sized for.
+
+    Attributes:
+        max_tokens_per_rank: the knob `RuntimeConfig.max_tokens_per_rank`.
+        bytes_per_token: bytes of buffers a rank pays for each unit of the knob (0: buffers aren't kept).
+    """
+
+    max_tokens_per_rank: int
+    bytes_per_token: int = 0
+
+    def check_local(self, num_tokens: int) -> None:
+        """Raises CapacityError unless T fits."""
+        self._check("this rank has", num_tokens)
+
+    def agree(self, tokens: list[int], agreed: list[int]) -> int:
+        """R from every rank's (T, R) pair; 0 in `agreed` means "derive it". Same verdict on every rank.
+
+        Raises CapacityError. The ranks' R were already found equal.
+        """
+        largest = max(tokens)
+        rows = agreed[0] or max(largest, 1)
+        if largest > rows:
+            rank = tokens.index(largest)
+            raise CapacityError(
+                f"rank {rank} has {largest} tokens, the agreed tokens_per_rank is {rows}: "
+                f"pass tokens_per_rank >= {largest} on every rank, or None to let the ranks agree"
+            )
+        self._check(f"rank {tokens.index(largest)} has" if not agreed[0] else "tokens_per_rank is", rows)
+        return rows
+
+    def _check(self, who: str, needed: int) -> None:
+        if needed <= self.max_tokens_per_rank:
+            return
+        cost = f" ({needed * self.bytes_per_token:,} bytes a rank)" if self.bytes_per_token else ""
+        raise CapacityError(
+            f"{who} {needed} tokens, over the capacity of {self.max_tokens_per_rank}: "
+            f"set {KNOB} >= {needed}{cost} or split the batch"
+        )

@@ -1,0 +1,201 @@
+"""What the layer computes (`MoEConfig`), how ranks share it (`ParallelConfig`), how to run it (`RuntimeConfig`).
+
+All three are frozen and validate themselves: an instance that exists is consistent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from eprt.errors import ConfigError
+
+WeightFormat = Literal["f32", "bf16", "mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "mxfp8"]
+PayloadFormat = Literal["f32", "bf16", "fp8_block", "nvfp4"]
+TokenFormat = Literal["flat", "expert_major"]
+RoutingMethod = Literal["softmax_topk", "topk_softmax", "grouped_sigmoid", "sqrt_softplus", "hash"]
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The function between the two matrices of an expert.
+
+    `swiglu` (gated): `g = min(gate, limit)`, `u = clamp(up, -limit, limit)`,
+    `out = g * sigmoid(alpha * g) * (u + beta)`. gpt-oss: 1.702, 1, 7. DeepSeek-V4: 1, 0, 10.
+    SiLU-gated models (Qwen, DeepSeek-V3): 1, 0, no limit.
+    `relu2` (not gated, Nemotron-H): `out = relu(up) ** 2`.
+    """
+
+    kind: Literal["swiglu", "relu2"] = "swiglu"
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.kind in ("swiglu", "relu2"), f"activation kind {self.kind!r}: expected 'swiglu' or 'relu2'")
+        _require(self.limit is None or self.limit > 0, f"activation limit {self.limit}: must be positive, or None")
+
+    @property
+    def gated(self) -> bool:
+        return self.kind == "swiglu"
+
+    @property
+    def parts(self) -> int:
+        """How many halves the first matrix has: 2 (gate, up) or 1."""
+        return 2 if self.gated else 1
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How router logits become a TopK.
+
+    Attributes:
+        method: `softmax_topk` (Qwen), `topk_softmax` (gpt-oss), `grouped_sigmoid` (DeepSeek-V3, Nemotron-H),
+            `sqrt_softplus` (DeepSeek-V4), `hash` (DeepSeek-V4's first layers: ids from a token-id table).
+        renormalize: divide the chosen weights by their sum (`topk_softmax` always sums to 1).
+        num_groups, topk_groups: group-limited choice of `grouped_sigmoid`.
+        scaling_factor: routed scaling, applied to the weights here and nowhere else.
+    """
+
+    method: RoutingMethod = "softmax_topk"
+    renormalize: bool = True
+    num_groups: int = 1
+    topk_groups: int = 1
+    scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(
+            1 <= self.topk_groups <= self.num_groups,
+            f"topk_groups {self.topk_groups}: must lie between 1 and num_groups ({self.num_groups})",
+        )
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """The dense expert every token visits, on local tokens. `gate`: scaled by `sigmoid(x @ gate_weight)`."""
+
+    intermediate_size: int
+    gate: bool = False
+    activation: Activation = field(default_factory=Activation)
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The maths of one MoE layer; nothing about ranks or devices.
+
+    Attributes:
+        num_experts: E, over all ranks.
+        top_k: K, experts a token visits.
+        hidden_size: H, the width experts see (the latent width where `model_hidden_size` is set).
+        intermediate_size: I, of one expert, before any sharding.
+        model_hidden_size: the model's own width if the experts live in a latent dimension (Nemotron-H), else None.
+        bias: both expert matrices carry a bias (gpt-oss).
+        weight_format: the number format of the expert matrices in the checkpoint.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation = field(default_factory=Activation)
+    routing: Routing = field(default_factory=Routing)
+    bias: bool = False
+    weight_format: WeightFormat = "bf16"
+    shared: SharedExpert | None = None
+    model_hidden_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
+            value = getattr(self, name)
+            _require(isinstance(value, int) and value > 0, f"{name} {value!r}: must be a positive integer")
+        _require(
+            self.top_k <= self.num_experts,
+            f"top_k {self.top_k} is larger than num_experts {self.num_experts}: a token can't visit more experts than exist",
+        )
+        _require(
+            self.num_experts % self.routing.num_groups == 0,
+            f"num_experts {self.num_experts} can't be split into {self.routing.num_groups} routing groups",
+        )
+
+    @property
+    def gate_up_rows(self) -> int:
+        return self.activation.parts * self.intermediate_size
+
+    @property
+    def input_size(self) -> int:
+        """Width of the layer's input and output: the model's hidden size."""
+        return self.model_hidden_size or self.hidden_size
+
+    def fingerprint(self) -> int:
+        """63-bit hash that the ranks compare before payload moves."""
+        digest = hashlib.sha256(repr(sorted(asdict(self).items())).encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How `world_size` ranks are shared: DP x attention-TP before the layer, EP x MoE-TP inside it.
+
+    Rank r is `dp_rank * attention_tp_size + attention_tp_rank` and also `ep_rank * moe_tp_size + moe_tp_rank`.
+    """
+
+    world_size: int = 1
+    attention_tp_size: int = 1
+    moe_tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "attention_tp_size", "moe_tp_size"):
+            value = getattr(self, name)
+            _require(value >= 1, f"{name} {value}: must be at least 1")
+        for name in ("attention_tp_size", "moe_tp_size"):
+            value = getattr(self, name)
+            _require(
+                self.world_size % value == 0,
+                f"{name} {value} doesn't divide world_size {self.world_size}; use a divisor",
+            )
+
+    @property
+    def ep_size(self) -> int:
+        return self.world_size // self.moe_tp_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.attention_tp_size
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """How to run the layer; nothing here changes its maths beyond the stated payload precision.
+
+    Attributes:
+        dispatcher, executor: a name from their tables, or "auto" (`eprt explain` shows the choice).
+        max_tokens_per_rank: capacity; every buffer is sized from it. T <= R <= max_tokens_per_rank.
+        payload: number format in which tokens travel to the experts.
+        token_format: force the format between dispatcher and executor; None lets the plan choose.
+        validate: "cheap" checks what the host knows without a device sync; "full" also checks values (ids in range,
+            finite weights) and compares all ranks' headers before payload moves. gloo worlds always compare headers.
+        phase: which row of the measured tables the automatic choice uses.
+        deterministic: ask executors for run-to-run identical sums.
+        low_precision_activations: let an executor quantise activations to FP8 (an explicit accuracy trade).
+    """
+
+    dispatcher: str = "auto"
+    executor: str = "auto"
+    max_tokens_per_rank: int = 4096
+    payload: PayloadFormat | None = None
+    token_format: TokenFormat | None = None
+    validate: Literal["cheap", "full"] = "cheap"
+    phase: Literal["prefill", "decode"] = "decode"
+    deterministic: bool = False
+    low_precision_activations: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens_per_rank >= 1, f"max_tokens_per_rank {self.max_tokens_per_rank}: must be at least 1")
+        _require(self.validate in ("cheap", "full"), f"validate {self.validate!r}: expected 'cheap' or 'full'")
+        _require(self.phase in ("prefill", "decode"), f"phase {self.phase!r}: expected 'prefill' or 'decode'")

@@ -1,0 +1,108 @@
+"""The table of dispatchers. A new one is a new file and one row here; nothing is imported until it is chosen."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from eprt.dispatch.base import Dispatched, Dispatcher, DispatcherSpec, Handle, Traffic
+from eprt.errors import ConfigError
+from eprt.support import Requirement
+
+if TYPE_CHECKING:
+    from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
+    from eprt.world import World
+
+__all__ = ["DISPATCHERS", "Dispatched", "Dispatcher", "DispatcherSpec", "Handle", "Traffic", "make_dispatcher"]
+
+DISPATCHERS: dict[str, DispatcherSpec] = {
+    spec.name: spec
+    for spec in (
+        DispatcherSpec(
+            name="none",
+            path="eprt.dispatch.none:AllGatherDispatcher",
+            summary="all-gather + reduce-scatter; every rank sees every token",
+            formats=("flat",),
+            payloads=("bf16", "f32", "fp8_block", "nvfp4"),
+            devices=("cpu", "cuda"),
+            graph_safe=True,
+        ),
+        DispatcherSpec(
+            name="torch",
+            path="eprt.dispatch.torch_alltoall:AllToAllDispatcher",
+            summary="all_to_all_single; a token travels once to each rank that needs it",
+            formats=("flat", "expert_major"),
+            payloads=("bf16", "f32", "fp8_block", "nvfp4"),
+            devices=("cpu", "cuda"),
+            graph_safe=False,
+        ),
+        DispatcherSpec(
+            name="symm",
+            path="eprt.dispatch.symm:SymmetricMemoryDispatcher",
+            summary="Triton kernels over torch symmetric memory, one NVLink host",
+            formats=("flat",),
+            payloads=("bf16", "fp8_block", "nvfp4"),
+            devices=("cuda",),
+            graph_safe=True,
+            max_ranks=8,
+            single_host=True,
+            requirement=Requirement("triton", ("triton",), "3.4"),
+            todo="Triton kernels over torch symmetric memory",
+        ),
+        DispatcherSpec(
+            name="flashinfer",
+            path="eprt.dispatch.flashinfer:FlashInferDispatcher",
+            summary="FlashInfer one-sided all-to-all over NVLink",
+            formats=("flat",),
+            payloads=("bf16", "fp8_block", "nvfp4"),
+            devices=("cuda",),
+            graph_safe=True,
+            max_ranks=64,  # FlashInfer 0.7.2 moeAlltoAllKernels.h kMaxRanks
+            top_k_sizes=(1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22),  # the kernel's switch over top-k, same file
+            moe_tp=False,
+            requirement=Requirement("flashinfer", ("flashinfer-python",), "0.6.18"),
+            todo="the one-sided all-to-all",
+        ),
+        DispatcherSpec(
+            name="deepep",
+            path="eprt.dispatch.deepep:DeepEPDispatcher",
+            summary="DeepEP low latency",
+            formats=("expert_major",),
+            payloads=("bf16", "fp8_block"),
+            devices=("cuda",),
+            graph_safe=True,
+            top_k_sizes=tuple(range(1, 12)),
+            hidden_sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192),  # deep_ep 1.2.1 SWITCH_HIDDEN
+            max_tokens=1024,  # deep_ep 1.2.1 low latency: FINISHED_SUM_TAG
+            moe_tp=False,
+            requirement=Requirement("deep_ep", ("tokenspeed-deepep",), "1.2.1"),
+            todo="the low-latency kernels",
+        ),
+    )
+}
+
+
+def dispatcher_spec(name: str) -> DispatcherSpec:
+    """Raises ConfigError for a name that isn't in the table."""
+    if name not in DISPATCHERS:
+        raise ConfigError(f"dispatcher {name!r} doesn't exist; choose from {', '.join(DISPATCHERS)} or 'auto'")
+    return DISPATCHERS[name]
+
+
+def make_dispatcher(
+    name: str,
+    world: World,
+    config: MoEConfig,
+    runtime: RuntimeConfig,
+    token_format: TokenFormat | None = None,
+    layer: int = 0,
+) -> Dispatcher:
+    """Import and build the dispatcher `name`. Raises ConfigError for an unknown name or format."""
+    spec = dispatcher_spec(name)
+    chosen = token_format or runtime.token_format or spec.formats[0]
+    if chosen not in spec.formats:
+        raise ConfigError(f"{name} emits {', '.join(spec.formats)}, not {chosen}")
+    module, _, attribute = spec.path.partition(":")
+    kind: type[Dispatcher] = getattr(importlib.import_module(module), attribute)
+    kind.spec = spec
+    return kind(world, config, runtime, chosen, layer)

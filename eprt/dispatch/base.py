@@ -1,0 +1,359 @@
+"""How tokens travel: the contract every dispatcher keeps.
+
+`dispatch` checks, agrees on R with the peers, moves payload; `combine` brings the weighted sums back. The two public
+verbs are written once, here; a dispatcher fills in `_dispatch` and `_combine` and describes itself in a
+`DispatcherSpec` of the table in `eprt/dispatch/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from eprt.capacity import Capacity
+from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
+from eprt.errors import EprtError, InputError, UsageError
+from eprt.header import Header, exchange
+from eprt.placement import ExpertPlacement
+from eprt.support import Device, Requirement, Support, refuse
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
+
+if TYPE_CHECKING:
+    from eprt.world import World
+
+
+@dataclass(frozen=True)
+class DispatcherSpec:
+    """Static facts of a dispatcher: readable without importing its kernels or owning its device.
+
+    Attributes:
+        name, path, summary: table key, "module:class", one line for `eprt explain`.
+        formats, payloads: what it can emit; the first format is its native one.
+        devices: device kinds it runs on.
+        graph_safe: capture once, replay with new data, counts <= R and idle ranks.
+        max_ranks: None means no limit of its own.
+        top_k_sizes: instantiated K; another K is padded up with invalid slots of weight 0. None: any.
+        hidden_sizes: instantiated H; another H is padded up and trimmed. None: any.
+        max_tokens: largest max_tokens_per_rank it can be sized for. None: memory is the limit.
+        moe_tp: can deliver one token to the several ranks that share an expert.
+        single_host: needs every rank on one NVLink host.
+        requirement: package it needs, or None.
+        todo: what is missing while it is not built yet, else empty.
+    """
+
+    name: str
+    path: str
+    summary: str
+    formats: tuple[TokenFormat, ...]
+    payloads: tuple[PayloadFormat, ...]
+    devices: tuple[str, ...]
+    graph_safe: bool
+    max_ranks: int | None = None
+    top_k_sizes: tuple[int, ...] | None = None
+    hidden_sizes: tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    moe_tp: bool = True
+    single_host: bool = False
+    requirement: Requirement | None = None
+    todo: str = ""
+
+    def supports(self, config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device) -> Support:
+        """Whether this dispatcher can carry that layer there; needs no tensors, no GPU, no package (unless
+        `device.installed`)."""
+        refusals = [
+            (bool(self.todo), f"not built yet: {self.todo}"),
+            (device.kind not in self.devices, f"runs on {', '.join(self.devices)}, not on {device}"),
+            (
+                runtime.payload is not None and runtime.payload not in self.payloads,
+                f"payload {runtime.payload}: carries {', '.join(self.payloads)} only",
+            ),
+            (
+                runtime.token_format is not None and runtime.token_format not in self.formats,
+                f"emits {', '.join(self.formats)} only, {runtime.token_format} was asked for",
+            ),
+            (
+                self.max_ranks is not None and parallel.world_size > self.max_ranks,
+                f"at most {self.max_ranks} ranks, the world has {parallel.world_size}",
+            ),
+            (
+                self.max_tokens is not None and runtime.max_tokens_per_rank > self.max_tokens,
+                f"at most {self.max_tokens} tokens a rank, max_tokens_per_rank is {runtime.max_tokens_per_rank}",
+            ),
+            (
+                parallel.moe_tp_size > 1 and not self.moe_tp,
+                f"can't send one token to the {parallel.moe_tp_size} MoE-TP ranks that share an expert",
+            ),
+            (
+                self.top_k_sizes is not None and config.top_k > max(self.top_k_sizes),
+                f"top-k at most {max(self.top_k_sizes or (0,))}, the model has {config.top_k}",
+            ),
+            (
+                self.hidden_sizes is not None and config.hidden_size > max(self.hidden_sizes),
+                f"hidden size at most {max(self.hidden_sizes or (0,))}, the model has {config.hidden_size}",
+            ),
+        ]
+        for failed, reason in refusals:
+            if failed:
+                return refuse(reason)
+        if device.installed and self.requirement is not None and not (found := self.requirement.check()):
+            return found
+        return Support(True, "; ".join(self._remarks(config)))
+
+    def padded_top_k(self, top_k: int) -> int:
+        return top_k if self.top_k_sizes is None else min(k for k in self.top_k_sizes if k >= top_k)
+
+    def padded_hidden(self, hidden_size: int) -> int:
+        return hidden_size if self.hidden_sizes is None else min(h for h in self.hidden_sizes if h >= hidden_size)
+
+    def _remarks(self, config: MoEConfig) -> list[str]:
+        top_k, hidden = self.padded_top_k(config.top_k), self.padded_hidden(config.hidden_size)
+        return [f"top-k {config.top_k} padded to {top_k}"] * (top_k != config.top_k) + [
+            f"hidden {config.hidden_size} padded to {hidden}"
+        ] * (hidden != config.hidden_size)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one call moved between this rank and others (local copies don't count), dispatch and combine together."""
+
+    rows_sent: int = 0
+    rows_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+@dataclass
+class Handle:
+    """State of one call. `combine` consumes it once; `close` (in a `finally`) frees what a failed call left.
+
+    Attributes:
+        call: number of this dispatch on its dispatcher, equal on all ranks.
+        num_tokens, tokens_per_rank: this rank's T and the agreed R.
+        state: the dispatcher's own; dropped on close.
+        traffic: what moved, where the host knows it; else None.
+    """
+
+    owner: Dispatcher
+    call: int
+    num_tokens: int
+    tokens_per_rank: int
+    dtype: torch.dtype
+    state: Any = None
+    traffic: Traffic | None = None
+    status: str = field(default="open", compare=False)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.status == "open":
+            self.owner._release(self)
+            self.status = "closed"
+        self.state = None
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What `dispatch` returns: tokens for the executor, and the handle for `combine`."""
+
+    tokens: FlatTokens | ExpertMajorTokens
+    handle: Handle
+
+
+class Dispatcher(ABC):
+    """Carries one layer's tokens over a World.
+
+    Every rank makes the same calls in the same order; several handles may be open at once. A rank without tokens
+    calls with T = 0.
+
+    Args:
+        spec: this dispatcher's row of the table.
+        world: who takes part; owns all shared memory.
+        config: the layer's maths.
+        runtime: capacity, payload, validation.
+        token_format: one of `spec.formats`.
+        layer: number that the ranks compare, so that a wrong layer order is caught.
+    """
+
+    spec: ClassVar[DispatcherSpec]
+
+    def __init__(
+        self,
+        world: World,
+        config: MoEConfig,
+        runtime: RuntimeConfig,
+        token_format: TokenFormat = "flat",
+        layer: int = 0,
+    ) -> None:
+        self.world = world
+        self.config = config
+        self.runtime = runtime
+        self.token_format: TokenFormat = token_format
+        self.layer = layer
+        self.placement = ExpertPlacement(config.num_experts, world.parallel)
+        self.shard = self.placement.shard(world.rank)
+        self.capacity = Capacity(runtime.max_tokens_per_rank, self.bytes_per_token())
+        self.closed = False
+        self._calls = 0
+        self._fingerprint = config.fingerprint()
+
+    # ---- what a dispatcher fills in -------------------------------------------------------------------------
+
+    @abstractmethod
+    def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens | ExpertMajorTokens:
+        """Move payload; keep what combine needs in `handle.state`. All checks are done, R is agreed."""
+
+    @abstractmethod
+    def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """Bring the sums back: [T, H] in `handle.dtype`."""
+
+    def bytes_per_token(self) -> int:
+        """Bytes of kept buffers a rank pays per unit of max_tokens_per_rank. 0: nothing is kept."""
+        return 0
+
+    def output_buffer(self, handle: Handle) -> torch.Tensor | None:
+        """Where the executor may write its output so that combine needs no copy, or None."""
+        return None
+
+    def warmup(self) -> None:
+        """Collective: compile, allocate, tune. After `World.warmup()` doing so lazily is an error."""
+
+    def _release(self, handle: Handle) -> None:
+        """A handle closes without having been combined: give back what it held."""
+
+    def _close(self) -> None:
+        """Give back what the dispatcher holds."""
+
+    # ---- the two verbs --------------------------------------------------------------------------------------
+
+    def dispatch(self, hidden_states: torch.Tensor, topk: TopK, tokens_per_rank: int | None = None) -> Dispatched:
+        """Send T tokens to the ranks that hold their experts.
+
+        Args:
+            hidden_states: [T, H] bf16 or float32 on the world's device, T >= 0. Read until combine returns.
+            topk: their routing.
+            tokens_per_rank: R, the same on every rank, T <= R <= capacity; None agrees on it by a small collective
+                (CUDA graphs need it given).
+
+        Raises:
+            InputError, CapacityError: bad input on some rank; the same error on every rank that compares headers.
+            WorldMismatch: the ranks make different calls.
+            RankLost: a peer is gone.
+            UsageError: the dispatcher or its world is closed.
+        """
+        self._require_open()
+        error: EprtError | None = None
+        try:
+            self._check_call(hidden_states, topk, tokens_per_rank)
+        except EprtError as found:
+            error = found
+        num_tokens = 0 if error else hidden_states.shape[0]
+        rows = self._agree("dispatch", self._calls, num_tokens, tokens_per_rank, hidden_states.dtype, error)
+        handle = Handle(self, self._calls, num_tokens, rows, hidden_states.dtype)
+        self._calls += 1
+        tokens = self._dispatch(self._encode(hidden_states), topk, handle)
+        return Dispatched(tokens, handle)
+
+    def combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """Weighted sums of this rank's tokens: [T, H] in the dtype that was dispatched. Consumes the handle.
+
+        Args:
+            expert_output: FlatTokens: [N, H], row for row. ExpertMajorTokens: [L, M, H], unweighted.
+
+        Raises:
+            UsageError: the handle is another dispatcher's, was combined before, or is closed.
+            InputError, WorldMismatch, RankLost: as in dispatch.
+        """
+        self._require_open()
+        if handle.owner is not self:
+            raise UsageError("combine got a handle of another dispatcher: pass the one that the same dispatch returned")
+        if handle.status != "open":
+            raise UsageError(f"combine on a handle that is already {handle.status}: dispatch again for a new one")
+        self._agree("combine", handle.call, handle.num_tokens, handle.tokens_per_rank, expert_output.dtype, None)
+        output = self._combine(expert_output, handle)
+        handle.status = "combined"
+        handle.state = None
+        return output
+
+    def refuse(self, error: EprtError) -> None:
+        """Tell the peers that this rank can't make its next dispatch, so that all raise `error`. Always raises."""
+        self._agree("dispatch", self._calls, 0, None, torch.bfloat16, error)
+        raise error
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._close()
+
+    # ---- shared steps ---------------------------------------------------------------------------------------
+
+    @property
+    def full_validation(self) -> bool:
+        return self.runtime.validate == "full"
+
+    def _require_open(self) -> None:
+        if self.closed or self.world.closed:
+            what = "world" if self.world.closed else "dispatcher"
+            raise UsageError(f"{self.spec.name}: the {what} is closed; make a new one")
+
+    def _check_call(self, hidden_states: torch.Tensor, topk: TopK, tokens_per_rank: int | None) -> None:
+        H, device = self.config.hidden_size, self.world.device
+        found = f"hidden_states is {tuple(hidden_states.shape)} {hidden_states.dtype} on {hidden_states.device}"
+        if hidden_states.dim() != 2 or hidden_states.shape[1] != H:
+            raise InputError(f"{found}: expected [T, {H}] (the hidden size the experts see)")
+        if hidden_states.dtype not in (torch.bfloat16, torch.float32):
+            raise InputError(f"{found}: expected bfloat16 or float32")
+        if hidden_states.device.type != device.type:
+            raise InputError(f"{found}: the world runs on {device}; move it there")
+        topk.check(self.config.num_experts, self.config.top_k)
+        if topk.ids.device != hidden_states.device or topk.ids.shape[0] != hidden_states.shape[0]:
+            raise InputError(
+                f"topk is for {topk.ids.shape[0]} tokens on {topk.ids.device}, hidden_states for "
+                f"{hidden_states.shape[0]} on {hidden_states.device}: they must agree"
+            )
+        if tokens_per_rank is not None and tokens_per_rank < 1:
+            raise InputError(f"tokens_per_rank {tokens_per_rank}: must be at least 1, also when every rank is idle")
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not capturing and (device.type == "cpu" or self.full_validation):
+            topk.check_ids(self.config.num_experts)
+        if not capturing and self.full_validation:
+            topk.check_weights()
+
+    def _agree(
+        self,
+        operation: str,
+        call: int,
+        num_tokens: int,
+        tokens_per_rank: int | None,
+        dtype: torch.dtype,
+        error: EprtError | None,
+    ) -> int:
+        """R for this call. Compares headers with the peers where the world asks for it, else checks locally."""
+        compare = self.world.compares_headers(self.full_validation) or (
+            self.world.size > 1 and tokens_per_rank is None and operation == "dispatch"
+        )
+        if not compare:
+            if error is not None:
+                raise error
+            return self.capacity.agree([num_tokens], [tokens_per_rank or 0])
+        header = Header(
+            operation=operation,
+            layer=self.layer,
+            call=call,
+            num_tokens=num_tokens,
+            tokens_per_rank=tokens_per_rank or 0,
+            dtype=dtype,
+            fingerprint=self._fingerprint,
+        )
+        peers = exchange(self.world, header, error)
+        return self.capacity.agree([p.num_tokens for p in peers], [p.tokens_per_rank for p in peers])
+
+    def _encode(self, hidden_states: torch.Tensor) -> Payload:
+        """The number format that travels: `runtime.payload`, or the input's own."""
+        if self.runtime.payload in (None, "bf16", "f32"):
+            return Payload.plain(hidden_states)
+        from eprt.quant import encode_payload
+
+        return encode_payload(hidden_states, self.runtime.payload)

@@ -1,0 +1,64 @@
+"""Every error a user can meet. Each names the value, the limit and the remedy, and is the same on every rank.
+
+An error is also a `ValueError` (the input or configuration is wrong) or a `RuntimeError` (the call
+came at the wrong time, or the world broke), so callers may catch either family.
+"""
+
+from __future__ import annotations
+
+
+class EprtError(Exception):
+    """Parent of every error that eprt raises on purpose."""
+
+
+class ConfigError(EprtError, ValueError):
+    """A configuration, weight or placement value that can't work, whatever the input."""
+
+
+class InputError(EprtError, ValueError):
+    """A tensor given to one call has a wrong shape, dtype, device or value."""
+
+
+class CapacityError(EprtError, ValueError):
+    """More tokens than the buffers were sized for."""
+
+
+class CheckpointError(EprtError, ValueError):
+    """A checkpoint file or tensor that isn't what its config says. Names file and tensor."""
+
+
+class UnsupportedError(EprtError, ValueError):
+    """No dispatcher/executor pair can do what was asked; the message is the table of every candidate's reason."""
+
+
+class UsageError(EprtError, RuntimeError):
+    """A correct call at the wrong time: combine twice, use after close, lazy work after warm-up."""
+
+
+class WorldMismatch(EprtError, RuntimeError):
+    """The ranks disagree about the call they are making; the message is the per-rank table."""
+
+
+class RankLost(EprtError, RuntimeError):
+    """A peer died, went silent, raised or fell behind. Outputs of the step are discarded.
+
+    Attributes:
+        rank: the lost rank (in the World's numbering), or -1 if the control store itself is gone.
+        why: `silent` | `exited` | `raised` | `left` | `behind` | `store`.
+    """
+
+    def __init__(self, message: str, rank: int = -1, why: str = "silent") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.why = why
+
+
+_BY_NAME: dict[str, type[EprtError]] = {
+    kind.__name__: kind
+    for kind in (ConfigError, InputError, CapacityError, CheckpointError, UnsupportedError, UsageError, WorldMismatch)
+}
+
+
+def rebuild_error(name: str, message: str) -> EprtError:
+    """The error a peer reported, as the same type here. Unknown names become `EprtError`."""
+    return _BY_NAME.get(name, EprtError)(message)

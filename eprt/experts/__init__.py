@@ -1,0 +1,127 @@
+"""The table of executors. A new one is a new file and one row here; nothing is imported until it is chosen."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from eprt.errors import ConfigError
+from eprt.experts.base import Executor, ExecutorSpec
+from eprt.support import Requirement
+
+if TYPE_CHECKING:
+    import torch
+
+    from eprt.config import MoEConfig, RuntimeConfig
+    from eprt.placement import ExpertShard
+    from eprt.weights import ExpertWeights
+
+__all__ = ["EXECUTORS", "Executor", "ExecutorSpec", "executor_spec", "make_executor"]
+
+_FLASHINFER = Requirement("flashinfer", ("flashinfer-python",), "0.6.18")
+_ALL_FORMATS = ("f32", "bf16", "mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "mxfp8")
+
+EXECUTORS: dict[str, ExecutorSpec] = {
+    spec.name: spec
+    for spec in (
+        ExecutorSpec(
+            name="reference",
+            path="eprt.experts.reference:ReferenceExecutor",
+            summary="plain torch in float32, written from the formats' definitions; the witness, not the fast path",
+            formats=("flat", "expert_major"),
+            weights=_ALL_FORMATS,
+            payloads=("bf16", "f32", "fp8_block", "nvfp4"),
+            devices=("cpu", "cuda"),
+        ),
+        ExecutorSpec(
+            name="torch_grouped",
+            path="eprt.experts.torch_grouped:GroupedExecutor",
+            summary="torch grouped_mm; unquantised weights anywhere",
+            formats=("flat", "expert_major"),
+            weights=("bf16", "f32"),
+            decodes=("mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "mxfp8"),
+            payloads=("bf16", "f32", "fp8_block", "nvfp4"),
+            devices=("cpu", "cuda"),
+            sm=(80, 999),
+            graph_safe=True,
+        ),
+        ExecutorSpec(
+            name="humming",
+            path="eprt.experts.humming:HummingExecutor",
+            summary="humming's JIT grouped GEMMs for low-bit weights",
+            formats=("flat", "expert_major"),
+            weights=("mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "bf16"),
+            devices=("cuda",),
+            sm=(75, 99),
+            graph_safe=True,
+            requirement=Requirement("humming", ("humming-kernels",), "0.1.19"),
+            todo="the humming executor",
+        ),
+        ExecutorSpec(
+            name="cutlass_mxfp4",
+            path="eprt.experts.cutlass_mxfp4:CutlassMxfp4Executor",
+            summary="FlashInfer's fused cutlass MoE, MXFP4 weights on Hopper",
+            formats=("flat",),
+            weights=("mxfp4",),
+            devices=("cuda",),
+            sm=(90, 90),
+            activations=("swiglu",),
+            graph_safe=True,
+            requirement=_FLASHINFER,
+            todo="the cutlass SM90 executor",
+        ),
+        ExecutorSpec(
+            name="cutedsl_nvfp4",
+            path="eprt.experts.cutedsl_nvfp4:CuteDslExecutor",
+            summary="FlashInfer's CuteDSL NVFP4 grouped GEMMs on Blackwell",
+            formats=("flat", "expert_major"),
+            weights=("nvfp4",),
+            payloads=("bf16", "nvfp4"),
+            devices=("cuda",),
+            sm=(100, 103),
+            activations=("swiglu",),
+            clamped_swiglu=False,
+            bias=False,
+            graph_safe=True,
+            requirement=_FLASHINFER,
+            todo="the CuteDSL executor",
+        ),
+        ExecutorSpec(
+            name="trtllm_gen",
+            path="eprt.experts.trtllm_gen:TrtllmGenExecutor",
+            summary="FlashInfer's TRTLLM-Gen fused MoE on Blackwell",
+            formats=("flat",),
+            weights=("nvfp4", "fp8_tensor", "fp8_block", "mxfp8"),
+            payloads=("bf16", "nvfp4"),
+            devices=("cuda",),
+            sm=(100, 103),
+            bias=False,
+            graph_safe=True,
+            requirement=_FLASHINFER,
+            todo="the TRTLLM-Gen executor",
+        ),
+    )
+}
+
+
+def executor_spec(name: str) -> ExecutorSpec:
+    """Raises ConfigError for a name that isn't in the table."""
+    if name not in EXECUTORS:
+        raise ConfigError(f"executor {name!r} doesn't exist; choose from {', '.join(EXECUTORS)} or 'auto'")
+    return EXECUTORS[name]
+
+
+def make_executor(
+    name: str,
+    config: MoEConfig,
+    shard: ExpertShard,
+    weights: ExpertWeights,
+    device: torch.device,
+    runtime: RuntimeConfig,
+) -> Executor:
+    """Import and build the executor `name`. Raises ConfigError for an unknown name or weights that don't fit."""
+    spec = executor_spec(name)
+    module, _, attribute = spec.path.partition(":")
+    kind: type[Executor] = getattr(importlib.import_module(module), attribute)
+    kind.spec = spec
+    return kind(config, shard, weights, device, runtime)

@@ -1,0 +1,181 @@
+"""What is computed on received tokens: the contract every executor keeps.
+
+An executor is built once from canonical weights (its own layout is made then, expert by expert) and called with
+tokens of a format in its spec. It describes itself in an `ExecutorSpec` of the table in `eprt/experts/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat, WeightFormat
+from eprt.errors import ConfigError, InputError
+from eprt.placement import ExpertShard
+from eprt.support import Device, Requirement, Support, refuse
+from eprt.tokens import ExpertMajorTokens, FlatTokens
+from eprt.weights import ExpertWeights
+
+
+@dataclass(frozen=True)
+class ExecutorSpec:
+    """Static facts of an executor: readable without importing its kernels or owning its device.
+
+    Attributes:
+        name, path, summary: table key, "module:class", one line for `eprt explain`.
+        formats: token formats it takes natively; an adapter bridges the other one.
+        weights: number formats its kernels take natively.
+        decodes: number formats it takes by decoding to bf16 when weights are loaded (more memory; `explain` says so).
+        payloads: packed tokens it takes; plain bf16 and f32 always.
+        devices, sm: device kinds; for CUDA the inclusive range of compute capabilities times ten.
+        activations: kinds of `Activation` it computes.
+        clamped_swiglu: alpha, beta and limit other than 1, 0, None are honoured.
+        bias: expert biases are honoured.
+        graph_safe: no host sync and static shapes for fixed N or M.
+        requirement: package it needs, or None.
+        multiples: (name of a MoEConfig size, divisor) pairs that must hold because padding can't help.
+        todo: what is missing while it is not built yet, else empty.
+    """
+
+    name: str
+    path: str
+    summary: str
+    formats: tuple[TokenFormat, ...]
+    weights: tuple[WeightFormat, ...]
+    devices: tuple[str, ...]
+    decodes: tuple[WeightFormat, ...] = ()
+    payloads: tuple[PayloadFormat, ...] = ("bf16", "f32")
+    sm: tuple[int, int] = (0, 999)
+    activations: tuple[str, ...] = ("swiglu", "relu2")
+    clamped_swiglu: bool = True
+    bias: bool = True
+    graph_safe: bool = False
+    requirement: Requirement | None = None
+    multiples: tuple[tuple[str, int], ...] = ()
+    todo: str = ""
+
+    def supports(
+        self,
+        config: MoEConfig,
+        parallel: ParallelConfig,
+        runtime: RuntimeConfig,
+        device: Device,
+        payload: PayloadFormat,
+    ) -> Support:
+        """Whether this executor can compute that layer there; needs no tensors, no GPU, no package (unless
+        `device.installed`)."""
+        known = (*self.weights, *self.decodes)
+        activation = config.activation
+        plain = (activation.alpha, activation.beta, activation.limit) == (1.0, 0.0, None)
+        refusals = [
+            (bool(self.todo), f"not built yet: {self.todo}"),
+            (device.kind not in self.devices, f"runs on {', '.join(self.devices)}, not on {device}"),
+            (
+                device.kind == "cuda" and not self.sm[0] <= device.sm <= self.sm[1],
+                f"needs sm{self.sm[0]}"
+                + (f" to sm{self.sm[1]}" if self.sm[1] < 999 else " or later")
+                + f", not {device}",
+            ),
+            (config.weight_format not in known, f"takes {', '.join(known)} weights, not {config.weight_format}"),
+            (payload not in self.payloads, f"takes {', '.join(self.payloads)} tokens, not {payload}"),
+            (activation.kind not in self.activations, f"computes {', '.join(self.activations)}, not {activation.kind}"),
+            (
+                activation.gated and not plain and not self.clamped_swiglu,
+                "computes plain SiLU-gated experts only, not alpha/beta/limit",
+            ),
+            (config.bias and not self.bias, "has no expert biases"),
+        ]
+        for failed, reason in refusals:
+            if failed:
+                return refuse(reason)
+        for name, divisor in self.multiples:
+            size = getattr(config, name) // (parallel.moe_tp_size if name == "intermediate_size" else 1)
+            if size % divisor:
+                return refuse(f"{name} {size} (a rank's share) is not a multiple of {divisor}")
+        if device.installed and self.requirement is not None and not (found := self.requirement.check()):
+            return found
+        decoded = config.weight_format not in self.weights
+        return Support(True, f"decodes {config.weight_format} to bf16 at load" if decoded else "")
+
+
+class Executor(ABC):
+    """The local experts' function.
+
+    Args:
+        config: the layer's maths.
+        shard: which experts, which slice of each.
+        weights: canonical weights of that shard, on any device; not kept after construction.
+        device: where to compute.
+        runtime: determinism, precision.
+
+    Raises:
+        ConfigError: weights aren't what config and shard say.
+    """
+
+    spec: ClassVar[ExecutorSpec]
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        shard: ExpertShard,
+        weights: ExpertWeights,
+        device: torch.device,
+        runtime: RuntimeConfig,
+    ) -> None:
+        weights.check(config, shard)
+        self.config = config
+        self.shard = shard
+        self.device = device
+        self.runtime = runtime
+        self._prepare(weights)
+
+    @abstractmethod
+    def _prepare(self, weights: ExpertWeights) -> None:
+        """Make the kernel's layout on `self.device`, expert by expert. `weights` are already checked."""
+
+    @abstractmethod
+    def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
+        """Write [N, H] into `out`: weights applied, summed over K."""
+
+    @abstractmethod
+    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
+        """Write [L, M, H] into `out`: rows below the counts, no weights."""
+
+    def warmup(self, max_rows: int) -> None:
+        """Compile and tune for up to `max_rows` rows. Called by every rank inside `World.warmup()`."""
+
+    def __call__(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the experts.
+
+        Args:
+            tokens: as a dispatcher emitted them.
+            out: where to write: [N, H] or [L, M, H] in the tokens' plain dtype (bf16 for packed payloads). Allocated
+                if None.
+
+        Returns:
+            FlatTokens: [N, H]. ExpertMajorTokens: [L, M, H]. Zero rows: returned without a launch.
+        """
+        hidden = tokens.hidden
+        shape = (*hidden.data.shape[:-1], hidden.hidden_size)
+        if shape[-1] != self.config.hidden_size:
+            raise InputError(f"tokens have hidden size {shape[-1]}: the experts have {self.config.hidden_size}")
+        dtype = torch.float32 if hidden.format == "f32" else torch.bfloat16
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device=hidden.data.device)
+        elif tuple(out.shape) != shape or out.dtype != dtype:
+            raise InputError(f"out is {tuple(out.shape)} {out.dtype}: expected {shape} {dtype}")
+        if out.numel() == 0:
+            return out
+        if isinstance(tokens, FlatTokens):
+            self._flat(tokens, out)
+        else:
+            self._expert_major(tokens, out)
+        return out
+
+
+def unsupported_format(executor: str, token_format: TokenFormat) -> ConfigError:
+    """For an executor whose kernels take one token format only; the plan puts an adapter in front of it."""
+    return ConfigError(f"{executor} has no native {token_format} path; build it through eprt.experts.make_executor")

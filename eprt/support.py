@@ -1,0 +1,100 @@
+"""What a backend says of itself: `Support` (can it, and why not), `Device` (what it would run on), `Requirement`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+from dataclasses import dataclass
+
+from eprt.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Support:
+    """A verdict and its reason. The reason of a yes is a remark worth printing (padding, cost) or empty."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def refuse(reason: str) -> Support:
+    return Support(ok=False, reason=reason)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device, described by facts, so that a plan for an SM100 can be made on a laptop.
+
+    Attributes:
+        kind: "cpu" or "cuda".
+        sm: compute capability times ten (90 for Hopper, 100 for B200), 0 for CPU.
+        installed: also require that the backend's packages are installed here.
+    """
+
+    kind: str
+    sm: int = 0
+    installed: bool = False
+
+    @classmethod
+    def parse(cls, text: str, *, installed: bool = False) -> Device:
+        """`cpu`, `sm90`, `sm100`, ... Raises ConfigError."""
+        if text == "cpu":
+            return cls("cpu", 0, installed)
+        if text.startswith("sm") and text[2:].isdigit():
+            return cls("cuda", int(text[2:]), installed)
+        raise ConfigError(f"device {text!r}: expected 'cpu' or 'sm<number>' such as sm90 or sm100")
+
+    def __str__(self) -> str:
+        return "cpu" if self.kind == "cpu" else f"sm{self.sm}"
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A package a backend needs at run time: import name, distributions that provide it, oldest version."""
+
+    module: str
+    distributions: tuple[str, ...]
+    minimum: str
+    linux_only: bool = True
+
+    def check(self) -> Support:
+        """Whether the installed package satisfies this. Imports nothing."""
+        if self.linux_only and platform.system() != "Linux":
+            return refuse(f"{self.module} runs on Linux only")
+        wanted = f"{self.distributions[0]}>={self.minimum}"
+        if importlib.util.find_spec(self.module) is None:
+            return refuse(f"{self.module} is not installed: pip install '{wanted}'")
+        found = self.version()
+        if found is not None and _version_key(found) < _version_key(self.minimum):
+            return refuse(f"{self.module} {found} is older than {self.minimum}: pip install '{wanted}'")
+        return Support(True)
+
+    def version(self) -> str | None:
+        """Installed version, or None if no distribution metadata names it (a bare folder on the path)."""
+        for name in self.distributions:
+            try:
+                return importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return None
+
+
+def _version_key(text: str) -> tuple[int, ...]:
+    """Release numbers of a PEP 440 version; suffixes (post, rc, +cu130) don't count."""
+    numbers: list[int] = []
+    for part in text.split("+")[0].split("."):
+        digits = ""
+        for char in part:
+            if not char.isdigit():
+                break
+            digits += char
+        if not digits:
+            break
+        numbers.append(int(digits))
+        if digits != part:
+            break
+    return tuple(numbers)

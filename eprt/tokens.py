@@ -1,0 +1,281 @@
+"""The language that dispatchers and executors share.
+
+Letters used everywhere: T local tokens, R agreed tokens a rank, W ranks, K top-k, E experts, L local experts,
+H hidden size the experts see (a latent width in latent MoE), I intermediate size, N rows a rank received,
+M rows an expert's slab holds.
+
+| format              | executor does                             | combine does                  |
+|---------------------|-------------------------------------------|-------------------------------|
+| `FlatTokens`        | applies weights, sums over K: row in, row out | sums a token's rows over ranks |
+| `ExpertMajorTokens` | one output row per input row, **no** weights | applies weights, sums over K and ranks |
+
+So each reduction has exactly one owner. `check()` tests what the fields' text says, without reading values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from eprt.config import PayloadFormat
+from eprt.errors import InputError
+from eprt.placement import ExpertShard
+
+
+def _expect(ok: bool, message: str) -> None:
+    if not ok:
+        raise InputError(message)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+@dataclass(frozen=True)
+class TopK:
+    """A routing decision for T local tokens.
+
+    Attributes:
+        ids: [T, K] int32, global expert ids in [0, E), or E (`invalid_expert_id`) for "no expert": such a slot
+            computes nothing whatever its weight. Owned by the caller; read until combine returns.
+        weights: [T, K] float32, finite; routed scaling already applied.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        """Raises InputError on a wrong shape, dtype or device. Reads no values."""
+        _expect(
+            self.ids.dim() == 2 and self.ids.shape[1] == top_k,
+            f"topk_ids is {_describe(self.ids)}: expected [T, {top_k}] (the config's top_k)",
+        )
+        _expect(
+            self.ids.dtype == torch.int32, f"topk_ids is {_describe(self.ids)}: expected int32; use .to(torch.int32)"
+        )
+        _expect(
+            self.weights.shape == self.ids.shape,
+            f"topk_weights is {_describe(self.weights)}: expected the shape of topk_ids, {tuple(self.ids.shape)}",
+        )
+        _expect(
+            self.weights.dtype == torch.float32,
+            f"topk_weights is {_describe(self.weights)}: expected float32; use .float()",
+        )
+        _expect(
+            self.weights.device == self.ids.device,
+            f"topk_weights is on {self.weights.device}, topk_ids on {self.ids.device}: put both on one device",
+        )
+
+    def check_ids(self, num_experts: int) -> None:
+        """Raises InputError if an id lies outside [0, E]. Synchronises a GPU."""
+        if self.ids.numel() == 0:
+            return
+        low, high = (int(v) for v in torch.aminmax(self.ids))
+        _expect(
+            low >= 0 and high <= num_experts,
+            f"topk_ids spans [{low}, {high}]: expected [0, {num_experts}), or {num_experts} for 'no expert'",
+        )
+
+    def check_weights(self) -> None:
+        """Raises InputError if a weight isn't finite. Synchronises a GPU."""
+        bad = int((~torch.isfinite(self.weights)).sum())
+        _expect(bad == 0, f"topk_weights holds {bad} non-finite values of {self.weights.numel()}: check the router")
+
+    def narrow(self, start: int, length: int) -> TopK:
+        return TopK(self.ids[start : start + length], self.weights[start : start + length])
+
+
+@dataclass(frozen=True)
+class RouterLogits:
+    """Router output before the choice of experts: [T, E], any float dtype. `routing.route` makes it a TopK."""
+
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Hidden states as they travelled: plain numbers, or packed codes with their scales.
+
+    Attributes:
+        data: last dimension H for `f32`, `bf16` and `fp8_block` (e4m3), H/2 bytes for `nvfp4` (low nibble first).
+        format: number format of `data`.
+        scale: `fp8_block`: float32 [..., ceil(H/128)]; `nvfp4`: e4m3 [..., H/16], linear; else None.
+        global_scale: `nvfp4`: float32 [1], the second-level factor: value = code * scale * global_scale; else None.
+    """
+
+    data: torch.Tensor
+    format: PayloadFormat = "bf16"
+    scale: torch.Tensor | None = None
+    global_scale: torch.Tensor | None = None
+
+    @classmethod
+    def plain(cls, data: torch.Tensor) -> Payload:
+        return cls(data, "f32" if data.dtype == torch.float32 else "bf16")
+
+    @property
+    def hidden_size(self) -> int:
+        return self.data.shape[-1] * (2 if self.format == "nvfp4" else 1)
+
+    def check(self) -> None:
+        """Raises InputError unless dtype and scale fit the format."""
+        dtypes = {"f32": torch.float32, "bf16": torch.bfloat16, "fp8_block": torch.float8_e4m3fn, "nvfp4": torch.uint8}
+        _expect(
+            self.data.dtype == dtypes[self.format],
+            f"{self.format} payload is {_describe(self.data)}: expected {dtypes[self.format]}",
+        )
+        block = {"fp8_block": 128, "nvfp4": 16}.get(self.format)
+        if block is None:
+            _expect(self.scale is None, f"{self.format} payload carries a scale: only packed formats have one")
+            return
+        groups = -(-self.hidden_size // block)
+        _expect(
+            self.scale is not None and self.scale.shape == (*self.data.shape[:-1], groups),
+            f"{self.format} payload of {_describe(self.data)} needs a scale of shape "
+            f"{(*self.data.shape[:-1], groups)}, got {None if self.scale is None else _describe(self.scale)}",
+        )
+
+
+@dataclass(frozen=True)
+class FlatTokens:
+    """One row per received token, with its routing.
+
+    Attributes:
+        hidden: payload with leading dimension [N]. Rows without a valid id are garbage.
+        ids: [N, K] int32 **global** expert ids. A slot that isn't for this rank, or that holds no token, is E.
+        weights: [N, K] float32; garbage where the id is E.
+        num_experts: E, which is also the invalid id.
+        every_row_read: combine reads all N output rows, so the executor must write zeros into rows that have no
+            valid id. False: such rows need not be written at all.
+
+    Owned by the dispatcher; valid until combine of the same handle returns.
+    """
+
+    hidden: Payload
+    ids: torch.Tensor
+    weights: torch.Tensor
+    num_experts: int
+    every_row_read: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return self.ids.shape[0]
+
+    def check(self) -> None:
+        """Raises InputError unless shapes, dtypes and devices are as documented."""
+        self.hidden.check()
+        rows = self.hidden.data.shape[0]
+        _expect(
+            self.ids.dim() == 2 and self.ids.shape[0] == rows and self.ids.dtype == torch.int32,
+            f"flat ids are {_describe(self.ids)}: expected [{rows}, K] int32",
+        )
+        _expect(
+            self.weights.shape == self.ids.shape and self.weights.dtype == torch.float32,
+            f"flat weights are {_describe(self.weights)}: expected {tuple(self.ids.shape)} float32",
+        )
+        _expect(
+            self.hidden.data.device == self.ids.device == self.weights.device,
+            f"flat tokens span devices {self.hidden.data.device}, {self.ids.device}, {self.weights.device}",
+        )
+
+
+@dataclass(frozen=True)
+class ExpertMajorTokens:
+    """One slab of rows per local expert.
+
+    Attributes:
+        hidden: payload with leading dimensions [L, M].
+        counts: [L] int32, valid rows of each slab, on the tokens' device. Rows at and past `counts[e]` are garbage:
+            never read by an executor, never required to be written.
+
+    Owned by the dispatcher; valid until combine of the same handle returns.
+    """
+
+    hidden: Payload
+    counts: torch.Tensor
+
+    def check(self) -> None:
+        """Raises InputError unless shapes, dtypes and devices are as documented."""
+        self.hidden.check()
+        _expect(
+            self.hidden.data.dim() == 3, f"expert-major hidden is {_describe(self.hidden.data)}: expected [L, M, H]"
+        )
+        _expect(
+            self.counts.shape == (self.hidden.data.shape[0],) and self.counts.dtype == torch.int32,
+            f"expert-major counts are {_describe(self.counts)}: expected [{self.hidden.data.shape[0]}] int32",
+        )
+
+
+Tokens = FlatTokens | ExpertMajorTokens
+
+
+@dataclass(frozen=True)
+class ExpertMajorIndex:
+    """Where each (row, slot) of a FlatTokens went: `slab_row` [N, K] int64 into [L * M], -1 where not local."""
+
+    slab_row: torch.Tensor
+    weights: torch.Tensor
+
+
+def expert_major_from_flat(
+    flat: FlatTokens, shard: ExpertShard, rows_per_expert: int
+) -> tuple[ExpertMajorTokens, ExpertMajorIndex]:
+    """Lay flat rows out by expert, in row order. Static shapes, no host sync.
+
+    `rows_per_expert` (M) must be at least the largest count; N * K always suffices.
+    """
+    num_local = shard.num_local_experts
+    local = flat.ids.long() - shard.first_expert
+    mine = (local >= 0) & (local < num_local)
+    slot_expert = torch.where(mine, local, num_local).flatten()
+    one_hot = torch.nn.functional.one_hot(slot_expert, num_local + 1)
+    position = (one_hot.cumsum(0) - one_hot).gather(1, slot_expert[:, None])[:, 0]
+    slab_row = torch.where(slot_expert < num_local, slot_expert * rows_per_expert + position, -1)
+    counts = one_hot[:, :num_local].sum(0).to(torch.int32)
+    # One spare row swallows the slots that aren't local, so the scatter needs no mask and no sync.
+    target = torch.where(slab_row >= 0, slab_row, num_local * rows_per_expert)
+    source = torch.arange(flat.num_rows, device=flat.ids.device).repeat_interleave(flat.ids.shape[1])
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        slab = tensor.new_empty((num_local * rows_per_expert + 1, *tensor.shape[1:]))
+        as_bytes = slab.view(torch.uint8) if slab.dtype.itemsize == 1 else slab
+        values = tensor.view(torch.uint8) if slab.dtype.itemsize == 1 else tensor
+        as_bytes.index_copy_(0, target, values.index_select(0, source))
+        return slab[:-1].view(num_local, rows_per_expert, *tensor.shape[1:])
+
+    hidden = replace(
+        flat.hidden,
+        data=spread(flat.hidden.data),
+        scale=None if flat.hidden.scale is None else spread(flat.hidden.scale),
+    )
+    index = ExpertMajorIndex(slab_row.view(flat.ids.shape), flat.weights)
+    return ExpertMajorTokens(hidden, counts), index
+
+
+def weighted_sum_to_flat(expert_output: torch.Tensor, index: ExpertMajorIndex) -> torch.Tensor:
+    """[L, M, H] expert outputs -> [N, H] float32 rows: weights applied, summed over K. Rows with nothing local are 0."""
+    rows = expert_output.flatten(0, 1)
+    num_rows, top_k = index.slab_row.shape
+    total = torch.zeros(num_rows, rows.shape[1], dtype=torch.float32, device=rows.device)
+    if rows.shape[0] == 0:
+        return total
+    for k in range(top_k):
+        here = index.slab_row[:, k]
+        taken = rows.index_select(0, here.clamp(min=0)).float() * index.weights[:, k, None]
+        total += torch.where((here >= 0)[:, None], taken, 0.0)
+    return total
+
+
+def flat_from_expert_major(tokens: ExpertMajorTokens, shard: ExpertShard) -> FlatTokens:
+    """View slabs as L*M flat rows of one slot and weight 1: rows past the counts get the invalid id. No host sync."""
+    num_local, rows = tokens.hidden.data.shape[:2]
+    row = torch.arange(rows, device=tokens.counts.device)
+    expert = torch.arange(num_local, device=tokens.counts.device, dtype=torch.int32) + shard.first_expert
+    ids = torch.where(row[None, :] < tokens.counts[:, None], expert[:, None], shard.num_experts).to(torch.int32)
+    hidden = replace(
+        tokens.hidden,
+        data=tokens.hidden.data.flatten(0, 1),
+        scale=None if tokens.hidden.scale is None else tokens.hidden.scale.flatten(0, 1),
+    )
+    weights = torch.ones(num_local * rows, 1, dtype=torch.float32, device=ids.device)
+    return FlatTokens(hidden, ids.view(-1, 1), weights, shard.num_experts)

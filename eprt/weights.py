@@ -1,0 +1,276 @@
+"""Expert weights in the checkpoint's own numbers, in one canonical order, unpadded.
+
+A matrix is a stack of `[L, rows, cols]` (L local experts, rows = outputs, cols = inputs) in one of the number formats
+below. The first matrix of a gated expert stacks `[gate; up]` along its rows: `parts` is 2 there, else 1. Whatever a
+checkpoint's order or interleaving, `models/` brings it to this one; each executor's preparation starts from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+import torch
+
+from eprt.config import MoEConfig, WeightFormat
+from eprt.errors import ConfigError
+from eprt.placement import ExpertShard
+
+MX_BLOCK = 32  # OCP Microscaling v1.0, section 5.2: one E8M0 scale for 32 elements along the columns
+NVFP4_BLOCK = 16  # one E4M3 scale for 16 elements along the columns
+FP8_BLOCK = 128  # DeepSeek's 128 x 128 float32 block scales
+
+M = TypeVar("M", bound="Matrix")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Common part of the number formats. Subclasses list their tensors; the leading dimension is always L."""
+
+    format: ClassVar[tuple[WeightFormat, ...]]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Logical (L, rows, cols)."""
+        raise NotImplementedError
+
+    def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Field name -> (shape without L, dtype) for a logical [rows, cols] matrix."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The fields that hold tensors and are set."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+    def map(self: M, change: Callable[[torch.Tensor], torch.Tensor]) -> M:
+        """A copy with every tensor changed (moved, sliced along L)."""
+        return dataclasses.replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})
+
+    def expert(self: M, index: int) -> M:
+        """One expert, still with a leading dimension of 1. A view."""
+        return self.map(lambda tensor: tensor[index : index + 1])
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors().values())).device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+
+    def check(self, name: str, num_local: int, rows: int, cols: int, parts: int) -> None:
+        """Raises ConfigError naming the tensor unless every field has the documented shape and dtype."""
+        tensors = self.tensors()
+        for field, (shape, dtype) in self.expected(rows, cols, parts).items():
+            tensor = tensors.get(field)
+            if tensor is None:
+                raise ConfigError(f"{name}.{field} is missing: {type(self).__name__} weights need it")
+            if tuple(tensor.shape) != (num_local, *shape) or tensor.dtype != dtype:
+                raise ConfigError(
+                    f"{name}.{field} is {tuple(tensor.shape)} {tensor.dtype}: expected {(num_local, *shape)} {dtype}"
+                )
+
+
+@dataclass(frozen=True)
+class Dense(Matrix):
+    """Plain numbers: data [L, rows, cols], bf16 or f32."""
+
+    data: torch.Tensor
+    format = ("bf16", "f32")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        L, rows, cols = self.data.shape
+        return L, rows, cols
+
+    def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"data": ((rows, cols), self.data.dtype)}
+
+
+@dataclass(frozen=True)
+class Mxfp4(Matrix):
+    """OCP MXFP4: `codes` u8 [L, rows, cols/2] (two E2M1, low nibble first), `scales` u8 E8M0 [L, rows, cols/32].
+
+    value = e2m1(code) * 2 ** (scale - 127); scale 255 is NaN.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    format = ("mxfp4",)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        L, rows, half = self.codes.shape
+        return L, rows, 2 * half
+
+    def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {
+            "codes": ((rows, cols // 2), torch.uint8),
+            "scales": ((rows, cols // MX_BLOCK), torch.uint8),
+        }
+
+
+@dataclass(frozen=True)
+class Nvfp4(Matrix):
+    """NVFP4: `codes` u8 [L, rows, cols/2], `scales` e4m3 [L, rows, cols/16], `global_scale` f32 [L, parts].
+
+    value = e2m1(code) * scale * global_scale[part of the row]; gate and up may have different global scales.
+    `input_scale` f32 [L, parts]: the checkpoint's calibrated activation scale (ModelOpt), or None (weight-only).
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    global_scale: torch.Tensor
+    input_scale: torch.Tensor | None = None
+    format = ("nvfp4",)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        L, rows, half = self.codes.shape
+        return L, rows, 2 * half
+
+    def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        fields = {
+            "codes": ((rows, cols // 2), torch.uint8),
+            "scales": ((rows, cols // NVFP4_BLOCK), torch.float8_e4m3fn),
+            "global_scale": ((parts,), torch.float32),
+        }
+        return fields | ({} if self.input_scale is None else {"input_scale": ((parts,), torch.float32)})
+
+
+@dataclass(frozen=True)
+class Fp8Tensor(Matrix):
+    """FP8 with one scale a matrix: `data` e4m3 [L, rows, cols], `scale` f32 [L, parts]; value = data * scale."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    input_scale: torch.Tensor | None = None
+    format = ("fp8_tensor",)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        L, rows, cols = self.data.shape
+        return L, rows, cols
+
+    def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        fields = {
+            "data": ((rows, cols), torch.float8_e4m3fn),
+            "scale": ((parts,), torch.float32),
+        }
+        return fields | ({} if self.input_scale is None else {"input_scale": ((parts,), torch.float32)})
+
+
+@dataclass(frozen=True)
+class Fp8Block(Matrix):
+    """DeepSeek's block FP8: `data` e4m3 [L, rows, cols], `scale` f32 [L, parts * ceil(rows/parts/128), ceil(cols/128)].
+
+    Each part (gate, up) has a block grid of its own, so halves that aren't multiples of 128 keep their blocks.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    format = ("fp8_block",)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        L, rows, cols = self.data.shape
+        return L, rows, cols
+
+    def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        grid = (parts * -(-(rows // parts) // FP8_BLOCK), -(-cols // FP8_BLOCK))
+        return {"data": ((rows, cols), torch.float8_e4m3fn), "scale": (grid, torch.float32)}
+
+
+@dataclass(frozen=True)
+class Mxfp8(Matrix):
+    """OCP MXFP8: `data` e4m3 [L, rows, cols], `scales` u8 E8M0 [L, rows, cols/32]."""
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    format = ("mxfp8",)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        L, rows, cols = self.data.shape
+        return L, rows, cols
+
+    def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {
+            "data": ((rows, cols), torch.float8_e4m3fn),
+            "scales": ((rows, cols // MX_BLOCK), torch.uint8),
+        }
+
+
+# Columns that must stay together when a matrix is cut along its columns (MoE-TP), by format.
+COLUMN_BLOCK: dict[WeightFormat, int] = {
+    "f32": 1,
+    "bf16": 1,
+    "fp8_tensor": 1,
+    "mxfp4": MX_BLOCK,
+    "mxfp8": MX_BLOCK,
+    "nvfp4": NVFP4_BLOCK,
+    "fp8_block": FP8_BLOCK,
+}
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One rank's share of a layer's experts.
+
+    Attributes:
+        gate_up: [L, parts * I', H], rows [gate; up] (or up alone); I' is this rank's slice of I under MoE-TP.
+        down: [L, H, I'].
+        gate_up_bias: [L, parts * I'] float32 or bf16, or None.
+        down_bias: [L, H], whole on every MoE-TP rank; executors add it on moe_tp_rank 0 only. Or None.
+    """
+
+    gate_up: Matrix
+    down: Matrix
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.gate_up.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.gate_up.device
+
+    @property
+    def nbytes(self) -> int:
+        biases = [b for b in (self.gate_up_bias, self.down_bias) if b is not None]
+        return self.gate_up.nbytes + self.down.nbytes + sum(b.numel() * b.element_size() for b in biases)
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ExpertWeights:
+        """A copy with every tensor changed (moved, sliced along L)."""
+        bias = [None if b is None else change(b) for b in (self.gate_up_bias, self.down_bias)]
+        return ExpertWeights(self.gate_up.map(change), self.down.map(change), bias[0], bias[1])
+
+    def to(self, device: torch.device | str) -> ExpertWeights:
+        return self.map(lambda tensor: tensor.to(device))
+
+    def check(self, config: MoEConfig, shard: ExpertShard) -> None:
+        """Raises ConfigError naming the tensor unless shapes, dtypes and format are the config's for this shard."""
+        width = shard.slice_intermediate(config.intermediate_size)
+        intermediate = width.stop - width.start
+        parts = config.activation.parts
+        for name, matrix in (("gate_up", self.gate_up), ("down", self.down)):
+            if config.weight_format not in matrix.format:
+                raise ConfigError(
+                    f"{name} is {type(matrix).__name__}: the config's weight_format is {config.weight_format!r}"
+                )
+        L, H = shard.num_local_experts, config.hidden_size
+        self.gate_up.check("gate_up", L, parts * intermediate, H, parts)
+        self.down.check("down", L, H, intermediate, 1)
+        for name, bias, cols in (
+            ("gate_up_bias", self.gate_up_bias, parts * intermediate),
+            ("down_bias", self.down_bias, H),
+        ):
+            if (bias is not None) != config.bias:
+                raise ConfigError(f"{name} is {'set' if bias is not None else 'missing'}: config.bias is {config.bias}")
+            if bias is not None and tuple(bias.shape) != (L, cols):
+                raise ConfigError(f"{name} is {tuple(bias.shape)}: expected {(L, cols)}")
