@@ -1,0 +1,217 @@
+"""Router logits -> TopK, once for every model family.
+
+The formulas are those of the models' own code (transformers: `GptOssTopKRouter`, `Qwen3MoeTopKRouter`,
+`DeepseekV3TopkRouter`, `DeepseekV4TopKRouter`, `DeepseekV4HashRouter`, `NemotronHTopkRouter`), rounding included:
+each works in the dtype its model works in, so the choice of experts is the model's own, ties aside.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from eprt.config import Routing
+from eprt.errors import ConfigError, InputError
+from eprt.tokens import RouterLogits, TopK
+
+# DeepSeek's guard against a zero denominator when the chosen weights are normalised.
+_EPSILON = 1e-20
+
+
+def route(
+    logits: torch.Tensor | RouterLogits,
+    routing: Routing,
+    top_k: int,
+    *,
+    correction_bias: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None,
+    token_table: torch.Tensor | None = None,
+) -> TopK:
+    """Choose `top_k` experts a token. No host sync on CUDA; T = 0 is ordinary input.
+
+    Args:
+        logits: [T, E], any float dtype: `F.linear(hidden, router.weight, router.bias)`.
+        routing: the method and its numbers.
+        top_k: K.
+        correction_bias: [E], added to the scores for the choice alone (`grouped_sigmoid`, `sqrt_softplus`).
+        token_ids: [T] integer vocabulary ids (`hash`).
+        token_table: [V, K] integer expert ids of each vocabulary id (`hash`).
+
+    Returns:
+        TopK: ids [T, K] int32, weights [T, K] float32 with `routing.scaling_factor` applied.
+
+    Raises:
+        ConfigError: top_k outside [1, E], groups that can't hold top_k experts.
+        InputError: a missing or wrongly shaped tensor; on CPU, a token id outside the table (a CUDA kernel asserts
+            on that by itself, since reading the ids here would synchronise).
+    """
+    values = logits.logits if isinstance(logits, RouterLogits) else logits
+    if values.dim() != 2 or not values.is_floating_point():
+        raise InputError(f"router logits are {tuple(values.shape)} {values.dtype}: expected a float [T, E]")
+    num_experts = values.shape[1]
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError(f"top_k {top_k}: must lie between 1 and the {num_experts} experts that have logits")
+    if correction_bias is not None and correction_bias.shape != (num_experts,):
+        raise InputError(f"correction_bias is {tuple(correction_bias.shape)}: expected ({num_experts},)")
+    if routing.method == "softmax_topk":
+        ids, weights = _softmax_topk(values, routing, top_k)
+    elif routing.method == "topk_softmax":
+        chosen, ids = torch.topk(values, top_k, dim=-1)
+        weights = torch.softmax(chosen, dim=-1)
+    elif routing.method == "grouped_sigmoid":
+        ids, weights = _grouped_sigmoid(values, routing, top_k, correction_bias)
+    elif routing.method == "sqrt_softplus":
+        scores = F.softplus(values).sqrt()
+        for_choice = scores if correction_bias is None else scores + correction_bias
+        ids = torch.topk(for_choice, top_k, dim=-1, sorted=False).indices
+        weights = _normalized(scores.gather(1, ids), routing)
+    elif routing.method == "hash":
+        ids = _table_lookup(values, top_k, token_ids, token_table)
+        weights = _normalized(F.softplus(values).sqrt().gather(1, ids), routing)
+    else:
+        raise ConfigError(f"routing method {routing.method!r} is unknown; see eprt.config.RoutingMethod")
+    return TopK(ids.to(torch.int32), (weights * routing.scaling_factor).float())
+
+
+def check_token_ids(token_ids: torch.Tensor, vocabulary: int) -> None:
+    """Raises InputError if an id lies outside [0, vocabulary). Synchronises a GPU."""
+    if token_ids.numel() == 0:
+        return
+    low, high = (int(v) for v in torch.aminmax(token_ids))
+    if low < 0 or high >= vocabulary:
+        raise InputError(f"token_ids span [{low}, {high}]: the hash table has rows [0, {vocabulary})")
+
+
+def _softmax_topk(logits: torch.Tensor, routing: Routing, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, ids = torch.topk(torch.softmax(logits, dim=-1, dtype=torch.float32), top_k, dim=-1)
+    if routing.renormalize:
+        chosen = chosen / chosen.sum(dim=-1, keepdim=True)
+    return ids, chosen.to(logits.dtype)
+
+
+def _grouped_sigmoid(
+    logits: torch.Tensor, routing: Routing, top_k: int, correction_bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = logits.float().sigmoid()
+    for_choice = scores if correction_bias is None else scores + correction_bias
+    if routing.num_groups > 1:
+        for_choice = _keep_best_groups(for_choice, routing, top_k)
+    ids = torch.topk(for_choice, top_k, dim=-1, sorted=False).indices
+    return ids, _normalized(scores.gather(1, ids), routing)
+
+
+def _keep_best_groups(scores: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
+    """Scores with -inf outside the `topk_groups` best groups; a group counts as the sum of its two best scores."""
+    num_tokens, num_experts = scores.shape
+    size, remainder = divmod(num_experts, routing.num_groups)
+    if remainder or size < 2:
+        raise ConfigError(
+            f"{num_experts} experts in {routing.num_groups} groups: groups need an equal size of 2 or more"
+        )
+    if top_k > size * routing.topk_groups:
+        raise ConfigError(f"top_k {top_k} is larger than the {size * routing.topk_groups} experts of the chosen groups")
+    grouped = scores.view(num_tokens, routing.num_groups, size)
+    group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    best = torch.topk(group_scores, routing.topk_groups, dim=-1, sorted=False).indices
+    dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
+    return grouped.masked_fill(dropped[:, :, None], float("-inf")).view(num_tokens, num_experts)
+
+
+def _table_lookup(
+    logits: torch.Tensor, top_k: int, token_ids: torch.Tensor | None, token_table: torch.Tensor | None
+) -> torch.Tensor:
+    if token_ids is None or token_table is None:
+        missing = "token_ids" if token_ids is None else "token_table"
+        raise InputError(f"hash routing needs {missing}: pass the vocabulary ids of the T tokens and the table [V, K]")
+    if token_table.dim() != 2 or token_table.shape[1] != top_k or token_table.is_floating_point():
+        raise InputError(
+            f"token_table is {tuple(token_table.shape)} {token_table.dtype}: expected an integer [V, {top_k}]"
+        )
+    if token_ids.shape != (logits.shape[0],) or token_ids.dtype not in (torch.int32, torch.int64):
+        raise InputError(
+            f"token_ids is {tuple(token_ids.shape)} {token_ids.dtype}: expected ({logits.shape[0]},) int32 or int64"
+        )
+    if token_ids.device.type == "cpu":
+        check_token_ids(token_ids, token_table.shape[0])
+    return token_table[token_ids].long()
+
+
+def _normalized(weights: torch.Tensor, routing: Routing) -> torch.Tensor:
+    return weights / (weights.sum(dim=-1, keepdim=True) + _EPSILON) if routing.renormalize else weights
+
+
+class Router(nn.Module):
+    """Logits and choice of experts of one layer.
+
+    Args:
+        weight: [E, H] of the model's hidden size (not the latent one).
+        routing, top_k: as in MoEConfig.
+        bias: [E], added to the logits (gpt-oss), or None.
+        correction_bias: [E], see `route`, or None.
+        token_table: [V, K] integers, see `route`, or None.
+        float32_logits: multiply in float32 whatever the dtypes. None: as the model of that method does, which is
+            float32 for `grouped_sigmoid` (DeepSeek-V3, Nemotron-H) and the model's dtype for the others.
+
+    Raises:
+        ConfigError: shapes that don't fit each other.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    correction_bias: torch.Tensor | None
+    token_table: torch.Tensor | None
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        routing: Routing,
+        top_k: int,
+        *,
+        bias: torch.Tensor | None = None,
+        correction_bias: torch.Tensor | None = None,
+        token_table: torch.Tensor | None = None,
+        float32_logits: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if weight.dim() != 2:
+            raise ConfigError(f"router weight is {tuple(weight.shape)}: expected [E, H]")
+        for name, tensor in (("bias", bias), ("correction_bias", correction_bias)):
+            if tensor is not None and tensor.shape != weight.shape[:1]:
+                raise ConfigError(f"router {name} is {tuple(tensor.shape)}: expected ({weight.shape[0]},)")
+        if (routing.method == "hash") != (token_table is not None):
+            raise ConfigError(
+                f"routing method {routing.method!r} "
+                + ("needs a token_table [V, K]" if token_table is None else "takes no token_table")
+            )
+        self.routing = routing
+        self.top_k = top_k
+        self.float32_logits = routing.method == "grouped_sigmoid" if float32_logits is None else float32_logits
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+        self.register_buffer("correction_bias", correction_bias)
+        self.register_buffer("token_table", token_table)
+
+    def logits(self, hidden: torch.Tensor) -> RouterLogits:
+        """[..., H] hidden states -> RouterLogits [T, E]. Raises InputError on a wrong width or dtype."""
+        weight, bias = self.weight, self.bias
+        if hidden.shape[-1] != weight.shape[1]:
+            raise InputError(f"hidden is {tuple(hidden.shape)}: the router's weight is {tuple(weight.shape)}")
+        hidden = hidden.reshape(-1, weight.shape[1])
+        if self.float32_logits:
+            hidden, weight = hidden.float(), weight.float()
+            bias = None if bias is None else bias.float()
+        elif hidden.dtype != weight.dtype:
+            raise InputError(f"hidden is {hidden.dtype}, the router {weight.dtype}: use router.to(hidden.dtype)")
+        return RouterLogits(F.linear(hidden, weight, bias))
+
+    def forward(self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None) -> TopK:
+        """[..., H] hidden states (and their [...] vocabulary ids for `hash`) -> TopK of T rows. Raises as `route`."""
+        return route(
+            self.logits(hidden),
+            self.routing,
+            self.top_k,
+            correction_bias=self.correction_bias,
+            token_ids=None if token_ids is None else token_ids.reshape(-1),
+            token_table=self.token_table,
+        )

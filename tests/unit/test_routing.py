@@ -1,0 +1,176 @@
+"""Routing against transformers' own routers, on the same weights and in the same dtype; then each refusal."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from eprt.config import Routing
+from eprt.errors import ConfigError, InputError
+from eprt.routing import Router, check_token_ids, route
+from eprt.tokens import RouterLogits
+
+T, E, K, H, V = 37, 16, 4, 32, 50
+HF_CONFIG = SimpleNamespace(
+    num_experts_per_tok=K,
+    num_local_experts=E,
+    num_experts=E,
+    hidden_size=H,
+    norm_topk_prob=True,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    scoring_func="sqrtsoftplus",
+    vocab_size=V,
+)
+GROUPED = Routing("grouped_sigmoid", num_groups=4, topk_groups=2, scaling_factor=2.5)
+
+# transformers' module and class, our Routing, changes to the Hugging Face config
+ROUTERS = {
+    "gpt_oss": ("gpt_oss", "GptOssTopKRouter", Routing("topk_softmax"), {}),
+    "qwen3": ("qwen3_moe", "Qwen3MoeTopKRouter", Routing("softmax_topk"), {}),
+    "qwen3_raw": ("qwen3_moe", "Qwen3MoeTopKRouter", Routing("softmax_topk", False), {"norm_topk_prob": False}),
+    "qwen3_5": ("qwen3_5_moe", "Qwen3_5MoeTopKRouter", Routing("softmax_topk"), {}),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3TopkRouter", GROUPED, {}),
+    "deepseek_v3_raw": (
+        "deepseek_v3",
+        "DeepseekV3TopkRouter",
+        Routing("grouped_sigmoid", False, 4, 2, 2.5),
+        {"norm_topk_prob": False},
+    ),
+    "deepseek_v4": ("deepseek_v4", "DeepseekV4TopKRouter", Routing("sqrt_softplus", scaling_factor=2.5), {}),
+    "deepseek_v4_hash": ("deepseek_v4", "DeepseekV4HashRouter", Routing("hash", scaling_factor=2.5), {}),
+    "nemotron_h": (
+        "nemotron_h",
+        "NemotronHTopkRouter",
+        Routing("grouped_sigmoid", scaling_factor=2.5),
+        {"n_group": 1, "topk_group": 1},
+    ),
+}
+
+
+def theirs_and_ours(name, dtype):
+    module, cls, routing, changes = ROUTERS[name]
+    modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    generator = torch.Generator().manual_seed(7)
+    theirs = getattr(modeling, cls)(SimpleNamespace(**{**vars(HF_CONFIG), **changes})).requires_grad_(False)
+    for tensor in theirs.state_dict().values():
+        if tensor.is_floating_point():
+            # Wide enough that the correction bias changes choices.
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
+        else:
+            tensor.copy_(torch.rand(V, E, generator=generator).argsort(dim=1)[:, :K])
+    bias = getattr(theirs, "e_score_correction_bias", None)
+    theirs.to(dtype)
+    if bias is not None:
+        theirs.e_score_correction_bias = bias.float()  # transformers keeps it in float32
+    ours = Router(
+        theirs.weight.data,
+        routing,
+        K,
+        bias=getattr(theirs, "bias", None),
+        correction_bias=getattr(theirs, "e_score_correction_bias", None),
+        token_table=getattr(theirs, "tid2eid", None),
+    )
+    return theirs, ours
+
+
+def dense(ids, weights):
+    """[T, E] weight of each expert: equal whatever the order of the slots."""
+    return torch.zeros(ids.shape[0], E).scatter(1, ids.long(), weights.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_equals_transformers(name, dtype):
+    theirs, ours = theirs_and_ours(name, dtype)
+    hidden = torch.randn(T, H, generator=torch.Generator().manual_seed(3)).to(dtype)
+    token_ids = torch.arange(T) % V
+    arguments = (hidden, token_ids) if ours.routing.method == "hash" else (hidden,)
+    logits, weights, ids = theirs(*arguments)
+    found = ours(*arguments)
+    assert torch.equal(ours.logits(hidden).logits, logits)
+    assert torch.equal(dense(found.ids, found.weights), dense(ids, weights))
+    assert found.ids.dtype == torch.int32
+    assert found.weights.dtype == torch.float32
+    found.check(E, K)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_no_tokens(name):
+    _, ours = theirs_and_ours(name, torch.bfloat16)
+    found = ours(torch.empty(0, H, dtype=torch.bfloat16), torch.empty(0, dtype=torch.long))
+    assert found.ids.shape == found.weights.shape == (0, K)
+    assert found.ids.dtype == torch.int32
+
+
+def test_correction_bias_changes_the_choice_and_not_the_weight():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    bias = torch.tensor([-1.0, 0.0, 0.0, 1.0])
+    for method in ("grouped_sigmoid", "sqrt_softplus"):
+        plain = route(logits, Routing(method), 1)
+        biased = route(logits, Routing(method, renormalize=False), 1, correction_bias=bias)
+        assert plain.ids.item() == 0
+        assert biased.ids.item() == 3
+    assert biased.weights.item() == pytest.approx(0.5597, abs=1e-4)  # sqrt(log(1 + e**-1))
+
+
+def test_groups_limit_the_choice():
+    # Expert 0 is the best alone, but group 1 (experts 2, 3) wins on the sum of its two best.
+    logits = torch.tensor([[3.0, -9.0, 1.0, 1.5]])
+    found = route(logits, Routing("grouped_sigmoid", num_groups=2, topk_groups=1), 2)
+    assert sorted(found.ids[0].tolist()) == [2, 3]
+
+
+def test_scaling_is_applied_once_and_leading_dimensions_are_flattened():
+    weight = torch.randn(E, H)
+    hidden = torch.randn(2, 3, H)
+    once = Router(weight, Routing("softmax_topk"), K)(hidden)
+    scaled = Router(weight, Routing("softmax_topk", scaling_factor=3.0), K)(hidden)
+    assert once.ids.shape == (6, K)
+    assert torch.equal(scaled.weights, once.weights * 3.0)
+    assert torch.allclose(once.weights.sum(1), torch.ones(6))
+
+
+def test_router_moves_its_buffers():
+    router = Router(torch.randn(E, H), Routing("hash"), K, token_table=torch.zeros(V, K, dtype=torch.long)).bfloat16()
+    assert router.weight.dtype == torch.bfloat16
+    assert router.token_table.dtype == torch.long
+    assert list(router.parameters()) == []
+
+
+LOGITS = torch.zeros(3, E)
+IDS, TABLE = torch.tensor([0, 1, 2]), torch.zeros(V, K, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "call"),
+    [
+        (ConfigError, "top_k 17", lambda: route(LOGITS, Routing(), E + 1)),
+        (ConfigError, "top_k 0", lambda: route(LOGITS, Routing(), 0)),
+        (InputError, "expected a float", lambda: route(LOGITS[0], Routing(), K)),
+        (InputError, "expected a float", lambda: route(RouterLogits(LOGITS.int()), Routing(), K)),
+        (InputError, "correction_bias", lambda: route(LOGITS, GROUPED, K, correction_bias=torch.zeros(3))),
+        (ConfigError, "8 experts of the chosen", lambda: route(LOGITS, GROUPED, 9)),
+        (ConfigError, "equal size", lambda: route(LOGITS, Routing("grouped_sigmoid", num_groups=16), 1)),
+        (InputError, "needs token_ids", lambda: route(LOGITS, Routing("hash"), K, token_table=TABLE)),
+        (InputError, "needs token_table", lambda: route(LOGITS, Routing("hash"), K, token_ids=IDS)),
+        (InputError, "token_ids is", lambda: route(LOGITS, Routing("hash"), K, token_ids=IDS[:2], token_table=TABLE)),
+        (InputError, "token_table is", lambda: route(LOGITS, Routing("hash"), 2, token_ids=IDS, token_table=TABLE)),
+        (InputError, "span", lambda: route(LOGITS, Routing("hash"), K, token_ids=IDS + V - 2, token_table=TABLE)),
+        (InputError, "span", lambda: route(LOGITS, Routing("hash"), K, token_ids=IDS - 1, token_table=TABLE)),
+        (InputError, r"rows \[0, 2\)", lambda: check_token_ids(IDS, 2)),
+        (ConfigError, "expected \\[E, H\\]", lambda: Router(LOGITS[0], Routing(), K)),
+        (ConfigError, "router bias", lambda: Router(LOGITS, Routing(), 1, bias=torch.zeros(4))),
+        (ConfigError, "needs a token_table", lambda: Router(LOGITS, Routing("hash"), 1)),
+        (ConfigError, "takes no token_table", lambda: Router(LOGITS, Routing(), 1, token_table=TABLE)),
+        (InputError, "hidden is", lambda: Router(LOGITS, Routing(), 1)(torch.zeros(2, E + 1))),
+        (InputError, "router.to", lambda: Router(LOGITS, Routing(), 1)(torch.zeros(2, E).bfloat16())),
+    ],
+)
+def test_refusals(error, text, call):
+    with pytest.raises(error, match=text):
+        call()
