@@ -1,0 +1,64 @@
+"""FP8 (E4M3) with a float32 scale for a matrix, a 128 x 128 block or 128 values of a token; and OCP MXFP8."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from eprt.quant.elements import E4M3_EMAX, E4M3_MAX, TINY, decode_e8m0, encode_e4m3, shared_scale
+from eprt.weights import FP8_BLOCK, MX_BLOCK
+
+
+def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
+    """float32 scale that maps `amax` to 448, E4M3's largest value; never 0."""
+    return (amax.float() / E4M3_MAX).clamp(min=TINY)
+
+
+def encode_fp8_tensor(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., rows, cols] float -> (e4m3 of the same shape, scale f32 [...]): one scale a matrix."""
+    values = values.float()
+    scale = fp8_scale(values.abs().amax((-2, -1)))
+    return encode_e4m3(values / scale[..., None, None]), scale
+
+
+def encode_fp8_block(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., rows, cols] float -> (e4m3 of the same shape, scale f32 [..., ceil(rows/128), ceil(cols/128)])."""
+    values = values.float()
+    rows, cols = values.shape[-2:]
+    whole = pad(values.abs(), (0, -cols % FP8_BLOCK, 0, -rows % FP8_BLOCK))
+    grid = whole.shape[-2] // FP8_BLOCK, whole.shape[-1] // FP8_BLOCK
+    scale = fp8_scale(whole.unflatten(-1, (grid[1], FP8_BLOCK)).unflatten(-3, (grid[0], FP8_BLOCK)).amax((-3, -1)))
+    return encode_e4m3(values / spread_blocks(scale, rows, cols)), scale
+
+
+def spread_blocks(scale: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """Each block's scale on each of its elements: [..., ceil(rows/128), ceil(cols/128)] -> [..., rows, cols]."""
+    tall = scale.repeat_interleave(FP8_BLOCK, dim=-2)[..., :rows, :]
+    return tall.repeat_interleave(FP8_BLOCK, dim=-1)[..., :cols]
+
+
+def encode_fp8_groups(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., H] float -> (e4m3 [..., H], scale f32 [..., ceil(H/128)]). The last group of 128 may be short."""
+    values = values.float()
+    H = values.shape[-1]
+    groups = -(-H // FP8_BLOCK)
+    scale = fp8_scale(pad(values.abs(), (0, -H % FP8_BLOCK)).unflatten(-1, (groups, FP8_BLOCK)).amax(-1))
+    return encode_e4m3(values / spread_groups(scale, H)), scale
+
+
+def spread_groups(scale: torch.Tensor, H: int) -> torch.Tensor:
+    """Each group's scale on each of its values: [..., ceil(H/128)] -> [..., H]."""
+    return scale.repeat_interleave(FP8_BLOCK, dim=-1)[..., :H]
+
+
+def encode_mxfp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., C] float -> (e4m3 [..., C], scales u8 E8M0 [..., C/32]). C must be a multiple of 32."""
+    blocks = values.float().unflatten(-1, (values.shape[-1] // MX_BLOCK, MX_BLOCK))
+    scales = shared_scale(blocks.abs().amax(-1), E4M3_EMAX)
+    return encode_e4m3(blocks / decode_e8m0(scales)[..., None]).flatten(-2), scales
+
+
+def decode_mxfp8(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """(e4m3 [..., C], scales u8 [..., C/32]) -> float32 [..., C]."""
+    blocks = data.float().unflatten(-1, (scales.shape[-1], MX_BLOCK))
+    return (blocks * decode_e8m0(scales)[..., None]).flatten(-2)
