@@ -116,7 +116,7 @@ class MoEConfig:
             _require(isinstance(value, int) and value > 0, f"{name} {value!r}: must be a positive integer")
         _require(
             self.top_k <= self.num_experts,
-            f"top_k {self.top_k} is larger than num_experts {self.num_experts}: a token can't visit more experts than exist",
+            f"top_k {self.top_k} is larger than num_experts {self.num_experts}: a token visits distinct experts",
         )
         _require(
             self.num_experts % self.routing.num_groups == 0,

@@ -222,7 +222,7 @@ def expert_major_from_flat(
 ) -> tuple[ExpertMajorTokens, ExpertMajorIndex]:
     """Lay flat rows out by expert, in row order. Static shapes, no host sync.
 
-    `rows_per_expert` (M) must be at least the largest count; N * K always suffices.
+    `rows_per_expert` (M) must be at least the largest count: N suffices if no row names an expert twice, N * K always.
     """
     num_local = shard.num_local_experts
     local = flat.ids.long() - shard.first_expert
@@ -253,16 +253,19 @@ def expert_major_from_flat(
 
 
 def weighted_sum_to_flat(expert_output: torch.Tensor, index: ExpertMajorIndex) -> torch.Tensor:
-    """[L, M, H] expert outputs -> [N, H] float32 rows: weights applied, summed over K. Rows with nothing local are 0."""
+    """[L, M, H] expert outputs -> [N, H] float32 rows: weighted, summed over K. Rows with nothing local are 0."""
     rows = expert_output.flatten(0, 1)
     num_rows, top_k = index.slab_row.shape
     total = torch.zeros(num_rows, rows.shape[1], dtype=torch.float32, device=rows.device)
     if rows.shape[0] == 0:
         return total
+    local = index.slab_row >= 0
+    source = index.slab_row.clamp(min=0)
+    # Masked twice: a slot that isn't local may hold any weight, and row 0 of the slabs may be garbage.
+    weights = torch.where(local, index.weights, 0.0)
     for k in range(top_k):
-        here = index.slab_row[:, k]
-        taken = rows.index_select(0, here.clamp(min=0)).float() * index.weights[:, k, None]
-        total += torch.where((here >= 0)[:, None], taken, 0.0)
+        taken = torch.where(local[:, k, None], rows.index_select(0, source[:, k]), 0.0)
+        total.addcmul_(taken, weights[:, k, None])
     return total
 
 

@@ -30,6 +30,7 @@ class Matrix:
     """Common part of the number formats. Subclasses list their tensors; the leading dimension is always L."""
 
     format: ClassVar[tuple[WeightFormat, ...]]
+    whole_columns: ClassVar[int] = 1  # the format has no way to write a number of columns that this doesn't divide
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -63,6 +64,11 @@ class Matrix:
 
     def check(self, name: str, num_local: int, rows: int, cols: int, parts: int) -> None:
         """Raises ConfigError naming the tensor unless every field has the documented shape and dtype."""
+        if cols % self.whole_columns:
+            raise ConfigError(
+                f"{name} has {cols} columns: {type(self).__name__} needs a multiple of {self.whole_columns}, "
+                "one scale's worth"
+            )
         tensors = self.tensors()
         for field, (shape, dtype) in self.expected(rows, cols, parts).items():
             tensor = tensors.get(field)
@@ -100,6 +106,7 @@ class Mxfp4(Matrix):
     codes: torch.Tensor
     scales: torch.Tensor
     format = ("mxfp4",)
+    whole_columns = MX_BLOCK
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -126,6 +133,7 @@ class Nvfp4(Matrix):
     global_scale: torch.Tensor
     input_scale: torch.Tensor | None = None
     format = ("nvfp4",)
+    whole_columns = NVFP4_BLOCK
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -191,6 +199,7 @@ class Mxfp8(Matrix):
     data: torch.Tensor
     scales: torch.Tensor
     format = ("mxfp8",)
+    whole_columns = MX_BLOCK
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -1,0 +1,57 @@
+"""Making process groups and stores: the part of a World that touches torchrun's environment."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from eprt.errors import ConfigError
+
+
+def local_device(device: str | None) -> torch.device:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    available = torch.cuda.device_count()
+    kind = device or ("cuda" if available >= max(local_size, local_rank + 1) else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda" or local_rank >= available:
+        raise ConfigError(f"device {kind!r} for local rank {local_rank}: {available} CUDA devices here; use 'cpu'")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def init_default_group(rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    """torch's default group over a store of our own prefix: a restarted attempt must not meet the last one's keys."""
+    timeout = timedelta(seconds=2 * timeout_s)
+    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        int(os.environ["MASTER_PORT"]),
+        size,
+        is_master=rank == 0 and not agent_store,
+        timeout=timeout,
+        wait_for_workers=False,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"attempt_{attempt}", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def new_group(ranks: list[int], backend: str | None, timeout_s: float) -> dist.ProcessGroup:
+    """A group of exactly these global ranks; only they take part in making it."""
+    timeout = timedelta(seconds=2 * timeout_s)
+    made = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
+    if not isinstance(made, dist.ProcessGroup):
+        raise ConfigError(f"this rank is not one of {ranks}: make the World on the group's own ranks")
+    return made

@@ -1,0 +1,480 @@
+"""Who takes part: ranks, groups, and the memory they share.
+
+A `World` numbers its ranks from 0 whatever the host engine's numbering is. Rank r is
+`dp_rank * attention_tp_size + attention_tp_rank` before the layer and `ep_rank * moe_tp_size + moe_tp_rank` inside it.
+Payload moves over `group` (NCCL on CUDA, gloo on CPU), agreement over a gloo control group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Hashable, Sequence
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from eprt.config import ParallelConfig
+from eprt.errors import ConfigError, RankLost, UsageError
+from eprt.groups import init_default_group, local_device, new_group
+from eprt.guard import EXIT_CODE, Guard
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_S = 60.0
+SILENT_AFTER_S = 10.0
+
+# torch 2.13 renamed these; 2.10 has the old names only.
+_all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Warmable(Protocol):
+    """Anything `World.warmup` can prepare: a layer, a dispatcher."""
+
+    def warmup(self) -> None: ...
+
+
+class World:
+    """The ranks that share one layer's experts. Make one with `from_env`, `from_group` or `from_mesh`.
+
+    One timeout holds for everything: an operation that a peer doesn't join within `timeout_s` raises RankLost naming
+    that peer; a peer without a sign of life raises after min(10 s, timeout_s). The process groups' own timeouts lie
+    at twice that, as a last net.
+
+    Attributes:
+        rank, size: in the World's numbering.
+        parallel: DP x attention-TP and EP x MoE-TP sizes.
+        device: where payload lives.
+        group: process group of all ranks, for payload.
+        generation: how often the job was restarted; handles of another generation are refused.
+        step: the caller's step number, compared between ranks in every header; set it to catch skipped calls.
+        attention_mesh, moe_mesh: DeviceMesh views ("dp", "attention_tp") and ("ep", "moe_tp"); None in a world of one
+            and around a group that the host engine owns.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        parallel: ParallelConfig,
+        group: dist.ProcessGroup | None,
+        control: dist.ProcessGroup | None,
+        attention_tp_group: dist.ProcessGroup | None,
+        store: dist.Store | None,
+        timeout_s: float,
+        owned: Sequence[dist.ProcessGroup] = (),
+        owns_default: bool = False,
+    ) -> None:
+        self.rank, self.size, self.device, self.parallel = rank, size, device, parallel
+        self.group = group
+        self.timeout_s = timeout_s
+        self.step = 0
+        self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.closed = False
+        self.warm = False
+        self.attention_mesh: DeviceMesh | None = None
+        self.moe_mesh: DeviceMesh | None = None
+        self._control = control
+        self._attention_tp_group = attention_tp_group
+        self._owned, self._owns_default = list(owned), owns_default
+        self._resources: dict[Hashable, tuple[Any, Callable[[Any], None] | None, int]] = {}
+        self._guard: Guard | None = None
+        self._excepthook = sys.excepthook
+        if store is not None and size > 1:
+            self._start_guard(store)
+
+    # ---- making one -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_env(
+        cls,
+        device: str | None = None,
+        *,
+        attention_tp_size: int = 1,
+        moe_tp_size: int = 1,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> World:
+        """From torchrun's environment, or a world of one without it.
+
+        Initialises torch.distributed (and ends it in `close`) unless the host already did; then the host's default
+        group is used and left alone.
+
+        Args:
+            device: "cpu" or "cuda"; None takes CUDA where there is one GPU for each local rank.
+
+        Raises:
+            ConfigError: sizes that don't divide, or a GPU that isn't there.
+        """
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        parallel = ParallelConfig(size, attention_tp_size, moe_tp_size)
+        where = local_device(device)
+        if size == 1 and not dist.is_initialized():
+            return cls(
+                rank=0,
+                size=1,
+                device=where,
+                parallel=parallel,
+                group=None,
+                control=None,
+                attention_tp_group=None,
+                store=None,
+                timeout_s=timeout_s,
+            )
+        owns_default = not dist.is_initialized()
+        if owns_default:
+            init_default_group(rank, size, where, timeout_s)
+        meshes = [
+            init_device_mesh(where.type, shape, mesh_dim_names=names)
+            for shape, names in (
+                ((parallel.dp_size, attention_tp_size), ("dp", "attention_tp")),
+                ((parallel.ep_size, moe_tp_size), ("ep", "moe_tp")),
+            )
+        ]
+        group = dist.distributed_c10d._get_default_group()
+        control = (
+            group
+            if where.type == "cpu" and owns_default
+            else new_group(dist.get_process_group_ranks(group), "gloo", timeout_s)
+        )
+        world = cls(
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+            device=where,
+            parallel=parallel,
+            group=group,
+            control=control,
+            attention_tp_group=meshes[0]["attention_tp"].get_group(),
+            store=dist.distributed_c10d._get_default_store(),
+            timeout_s=timeout_s,
+            owned=[] if control is group else [control],
+            owns_default=owns_default,
+        )
+        world.attention_mesh, world.moe_mesh = meshes
+        return world
+
+    @classmethod
+    def from_group(
+        cls,
+        group: dist.ProcessGroup,
+        device: torch.device | str,
+        *,
+        attention_tp_group: dist.ProcessGroup | None = None,
+        moe_tp_size: int = 1,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> World:
+        """Around a process group that a host engine owns; the group is used and left alone. Collective over `group`.
+
+        Args:
+            attention_tp_group: ranks that hold the same tokens, consecutive in `group`; None: every rank has its own.
+
+        Raises:
+            ConfigError: attention-TP ranks that aren't consecutive, or sizes that don't divide.
+        """
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        attention_tp_size = 1 if attention_tp_group is None else dist.get_world_size(attention_tp_group)
+        parallel = ParallelConfig(size, attention_tp_size, moe_tp_size)
+        if attention_tp_group is not None:
+            ranks = [dist.get_group_rank(group, r) for r in dist.get_process_group_ranks(attention_tp_group)]
+            first = rank // attention_tp_size * attention_tp_size
+            if ranks != list(range(first, first + attention_tp_size)):
+                raise ConfigError(
+                    f"attention_tp_group holds ranks {ranks} of the world: expected the consecutive ranks "
+                    f"{first}..{first + attention_tp_size - 1}; order the mesh as (dp, attention_tp)"
+                )
+        control = new_group(dist.get_process_group_ranks(group), "gloo", timeout_s)
+        return cls(
+            rank=rank,
+            size=size,
+            device=torch.device(device),
+            parallel=parallel,
+            group=group,
+            control=control,
+            attention_tp_group=attention_tp_group,
+            store=dist.distributed_c10d._get_default_store(),
+            timeout_s=timeout_s,
+            owned=[control],
+        )
+
+    @classmethod
+    def from_mesh(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        attention_tp_dim: str | None = None,
+        moe_tp_size: int = 1,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> World:
+        """Around a DeviceMesh that a host engine owns. Collective over the mesh's ranks.
+
+        Args:
+            mesh: 1-D (every rank has its own tokens) or 2-D with the attention-TP dimension last.
+            attention_tp_dim: name of that last dimension.
+
+        Raises:
+            ConfigError: another number of dimensions, or the named dimension isn't the last.
+        """
+        names = mesh.mesh_dim_names or ()
+        if mesh.ndim == 1 and attention_tp_dim is None:
+            group, attention = mesh.get_group(), None
+        elif mesh.ndim == 2 and attention_tp_dim is not None and names[-1:] == (attention_tp_dim,):
+            ranks = mesh.mesh.flatten().tolist()
+            group = new_group(ranks, None, timeout_s)
+            attention = mesh[attention_tp_dim].get_group()
+        else:
+            raise ConfigError(
+                f"mesh has dimensions {names or mesh.ndim}, attention_tp_dim is {attention_tp_dim!r}: expected a 1-D "
+                "mesh, or a 2-D mesh whose last dimension is attention_tp_dim"
+            )
+        device = local_device(mesh.device_type)
+        world = cls.from_group(
+            group, device, attention_tp_group=attention, moe_tp_size=moe_tp_size, timeout_s=timeout_s
+        )
+        if attention is not None:
+            world._owned.append(group)
+        return world
+
+    # ---- coordinates ----------------------------------------------------------------------------------------
+
+    @property
+    def ep_rank(self) -> int:
+        return self.rank // self.parallel.moe_tp_size
+
+    @property
+    def moe_tp_rank(self) -> int:
+        return self.rank % self.parallel.moe_tp_size
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.parallel.attention_tp_size
+
+    @property
+    def attention_tp_rank(self) -> int:
+        return self.rank % self.parallel.attention_tp_size
+
+    # ---- payload --------------------------------------------------------------------------------------------
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """out[W * n] = every rank's x[n], in rank order; equal n everywhere."""
+        if self.size == 1:
+            out.copy_(x)
+            return
+        self._run(_all_gather(_wire(out), _wire(x), group=self.group, async_op=True))
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """out[n] = sum over ranks of their x[W * n], this rank's n rows."""
+        if self.size == 1:
+            out.copy_(x)
+        elif self.device.type == "cuda":
+            _reduce_scatter(out, x, group=self.group)
+        else:
+            # gloo's reduce-scatter work never reports completion (torch 2.13), so it can't be bounded. The same bytes
+            # as an all-to-all can, and the sum is then made in float32.
+            parts = torch.empty_like(x)
+            n = out.shape[0]
+            self.all_to_all(parts, x, [n] * self.size, [n] * self.size)
+            out.copy_(parts.view(self.size, *out.shape).sum(0, dtype=torch.float32))
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_splits: list[int], in_splits: list[int]) -> None:
+        """Rows of x go to ranks by in_splits; out holds what they sent, by out_splits (which must be their truth)."""
+        if self.size == 1:
+            out.copy_(x)
+            return
+        self._run(dist.all_to_all_single(_wire(out), _wire(x), out_splits, in_splits, group=self.group, async_op=True))
+
+    def gather_attention_tp(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, ...] on each attention-TP rank -> [attention_tp_size * n, ...] on all of them."""
+        size = self.parallel.attention_tp_size
+        out = x.new_empty((size * x.shape[0], *x.shape[1:]))
+        if size == 1:
+            return x
+        self._run(_all_gather(out, x.contiguous(), group=self._attention_tp_group, async_op=True))
+        return out
+
+    # ---- agreement ------------------------------------------------------------------------------------------
+
+    def compares_headers(self, full: bool) -> bool:
+        """Whether calls compare headers: always on gloo, on GPUs with full validation, never under graph capture."""
+        if self.size == 1:
+            return False
+        if self.device.type == "cpu":
+            return True
+        return full and not torch.cuda.is_current_stream_capturing()
+
+    def gather_control(self, x: torch.Tensor) -> torch.Tensor:
+        """CPU tensor x[n] -> [W, n], over the control group."""
+        self.require_open()
+        if self.size == 1:
+            return x[None]
+        out = x.new_empty((self.size, *x.shape))
+        self._wait(_all_gather(out.view(-1), x.flatten(), group=self._control, async_op=True))
+        return out
+
+    def barrier(self) -> None:
+        """Every rank is here."""
+        self.gather_control(torch.zeros(1, dtype=torch.int64))
+
+    def note(self, where: str, layer: int | None = None) -> None:
+        """Progress, as peers will read it in a RankLost."""
+        if self._guard is not None:
+            self._guard.note(where if layer is None else f"{where} of layer {layer}, step {self.step}")
+
+    def raise_if_lost(self) -> None:
+        """Raises RankLost if the world already has a verdict."""
+        if self._guard is not None:
+            self._guard.raise_if_lost()
+
+    def require_open(self) -> None:
+        """Raises UsageError after `close`."""
+        if self.closed:
+            raise UsageError("the world is closed; make a new one")
+
+    # ---- shared memory --------------------------------------------------------------------------------------
+
+    def resource(self, key: Hashable, make: Callable[[], T], close: Callable[[T], None] | None = None) -> T:
+        """Memory shared by ranks, made once per key and counted; `key` must name all that is baked into it.
+
+        Making is usually collective, so every rank must ask in the same order. Freed by the last `release`, or by
+        `close`.
+        """
+        self.require_open()
+        if key in self._resources:
+            value, closer, users = self._resources[key]
+        else:
+            value, closer, users = make(), close, 0
+        self._resources[key] = (value, closer, users + 1)
+        return value
+
+    def release(self, key: Hashable) -> None:
+        """Give one `resource(key)` back. A key that `close` already freed is ignored."""
+        if key not in self._resources:
+            return
+        value, closer, users = self._resources.pop(key)
+        if users > 1:
+            self._resources[key] = (value, closer, users - 1)
+        elif closer is not None:
+            closer(value)
+
+    def warmup(self, *things: Warmable) -> None:
+        """Collective: compile, tune, allocate now on every rank, then a barrier. Lazy work afterwards is an error."""
+        self.require_open()
+        self.warm = False
+        for thing in things:
+            thing.warmup()
+        self.barrier()
+        self.warm = True
+
+    def require_cold(self, what: str) -> None:
+        """Raises UsageError if `what` (compiling, allocating) is attempted after `warmup`."""
+        if self.warm:
+            raise UsageError(
+                f"{what} after World.warmup(): pass this layer to warmup() so that no rank stalls its peers"
+            )
+
+    # ---- end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free shared memory, stop the guard, end what this World started. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        for key in list(self._resources):
+            value, closer, _ = self._resources.pop(key)
+            if closer is not None:
+                closer(value)
+        if self._guard is not None:
+            broken = self._guard.verdict is not None
+            self._guard.close()
+            sys.excepthook = self._excepthook
+            if broken:
+                return  # groups with abandoned work can't be destroyed; the atexit hook ends the process
+        for group in self._owned:
+            dist.destroy_process_group(group)
+        if self._owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+        atexit.unregister(self._at_exit)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None and self._guard is not None:
+            self._guard.leave(f"raised: {type(error).__name__}: {error}")
+        self.close()
+
+    def _start_guard(self, store: dist.Store) -> None:
+        run = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
+        prefix = bytes(self.gather_control(run)[0].tolist()).hex()
+        own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        on_gpu = self.device.type == "cuda"
+        guard = Guard(
+            dist.PrefixStore(f"eprt/{prefix}", own),
+            self.rank,
+            self.size,
+            min(SILENT_AFTER_S, self.timeout_s),
+            2.0 if on_gpu else None,
+        )
+        self.barrier()
+        guard.start()
+        self._guard = guard
+        sys.excepthook = self._on_exception
+        atexit.register(self._at_exit)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """An uncaught exception: tell the peers before the interpreter goes."""
+        if self._guard is not None:
+            self._guard.leave(f"raised: {kind.__name__}: {error}")
+        self._excepthook(kind, error, trace)
+
+    def _at_exit(self) -> None:
+        """Interpreter exit without `close`. After a verdict, abandoned work would hold the process: leave hard."""
+        if self._guard is None:
+            return
+        self._guard.close()
+        if self._guard.verdict is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_CODE)
+
+    # ---- waiting --------------------------------------------------------------------------------------------
+
+    def _run(self, work: dist.Work | None) -> None:
+        """Payload: on CUDA the stream waits, on CPU the host does."""
+        if work is None:
+            return
+        if self.device.type == "cuda":
+            work.wait()
+        else:
+            self._wait(work)
+
+    def _wait(self, work: dist.Work | None) -> None:
+        """Bounded: returns, or raises RankLost naming a peer."""
+        if work is None:
+            return
+        start = time.monotonic()
+        while not work.is_completed():
+            waited = time.monotonic() - start
+            if self._guard is not None:
+                self._guard.raise_if_lost(waiting=True)
+                if waited > self.timeout_s:
+                    self._guard.raise_behind(waited)
+            time.sleep(20e-6 if waited < 0.01 else 1e-3)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if self._guard is None:
+                raise RankLost(f"a collective failed before the guard started: {error}", -1, "unknown") from error
+            self._guard.raise_broken(error)
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """gloo and NCCL move FP8 as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
