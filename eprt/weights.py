@@ -283,3 +283,65 @@ class ExpertWeights:
                 raise ConfigError(f"{name} is {'set' if bias is not None else 'missing'}: config.bias is {config.bias}")
             if bias is not None and tuple(bias.shape) != (L, cols):
                 raise ConfigError(f"{name} is {tuple(bias.shape)}: expected {(L, cols)}")
+
+
+@dataclass(frozen=True)
+class SharedExpertWeights:
+    """The dense expert that every token visits: whole on every rank, plain numbers.
+
+    Attributes:
+        up: [I_shared, H_model].
+        down: [H_model, I_shared].
+        gate: [I_shared, H_model] where its activation is gated, else None.
+        output_gate: [1, H_model] where the output is scaled by sigmoid(x @ output_gate.T) (Qwen3.5), else None.
+    """
+
+    up: torch.Tensor
+    down: torch.Tensor
+    gate: torch.Tensor | None = None
+    output_gate: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LatentWeights:
+    """Projections into and out of the width the experts live in (Nemotron-H).
+
+    Attributes:
+        into: [H, H_model], applied before dispatch; `into_bias` [H] or None.
+        out_of: [H_model, H], applied after combine; `out_of_bias` [H_model] or None.
+    """
+
+    into: torch.Tensor
+    out_of: torch.Tensor
+    into_bias: torch.Tensor | None = None
+    out_of_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SharedExpertWeights:
+    """The dense expert every token visits; the same on every rank. bf16 or f32, decoded if the checkpoint packs them.
+
+    Attributes:
+        gate: [I_shared, H] of the model's hidden size, or None if the activation isn't gated.
+        up: [I_shared, H].
+        down: [H, I_shared].
+        gate_weight: [1, H]: the output is scaled by `sigmoid(x @ gate_weight.T)` (Qwen3.5), or None.
+    """
+
+    gate: torch.Tensor | None
+    up: torch.Tensor
+    down: torch.Tensor
+    gate_weight: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LatentProjections:
+    """Into and out of the width the experts live in (Nemotron-H); the same on every rank. bf16 or f32.
+
+    Attributes:
+        down: [H, H_model], before dispatch: `x @ down.T`.
+        up: [H_model, H], after combine.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor

@@ -12,7 +12,7 @@ from eprt.support import Requirement
 if TYPE_CHECKING:
     import torch
 
-    from eprt.config import MoEConfig, RuntimeConfig
+    from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
     from eprt.placement import ExpertShard
     from eprt.weights import ExpertWeights
 
@@ -118,10 +118,24 @@ def make_executor(
     weights: ExpertWeights,
     device: torch.device,
     runtime: RuntimeConfig,
+    token_format: TokenFormat | None = None,
 ) -> Executor:
-    """Import and build the executor `name`. Raises ConfigError for an unknown name or weights that don't fit."""
+    """Import and build the executor `name`.
+
+    Args:
+        token_format: what the dispatcher emits. An executor whose kernels don't take it is built behind an adapter
+            (`eprt.experts.adapters`), which takes both. None: the executor's native formats will do.
+
+    Raises:
+        ConfigError: unknown name, or weights that don't fit.
+    """
     spec = executor_spec(name)
     module, _, attribute = spec.path.partition(":")
     kind: type[Executor] = getattr(importlib.import_module(module), attribute)
     kind.spec = spec
-    return kind(config, shard, weights, device, runtime)
+    executor = kind(config, shard, weights, device, runtime)
+    if token_format is None or token_format in spec.formats:
+        return executor
+    from eprt.experts.adapters import AdaptedExecutor
+
+    return AdaptedExecutor(executor)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -115,7 +114,7 @@ class Executor(ABC):
         ConfigError: weights aren't what config and shard say.
     """
 
-    spec: ClassVar[ExecutorSpec]
+    spec: ExecutorSpec  # make_executor sets it on the class; an adapter has one of its own
 
     def __init__(
         self,

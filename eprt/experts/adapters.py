@@ -1,0 +1,67 @@
+"""Both token formats from an executor whose kernels take one of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from eprt.errors import ConfigError
+from eprt.experts.base import Executor
+from eprt.tokens import (
+    ExpertMajorTokens,
+    FlatTokens,
+    expert_major_from_flat,
+    flat_from_expert_major,
+    weighted_sum_to_flat,
+)
+from eprt.weights import ExpertWeights
+
+
+class AdaptedExecutor(Executor):
+    """Stands in front of an executor and takes both formats; graph-safe if the inner one is (no host sync).
+
+    The foreign format costs a copy: FlatTokens are laid out as slabs of N rows for each of the L local experts,
+    ExpertMajorTokens are handed on as L * M flat rows of one slot and weight 1.
+
+    Args:
+        inner: a built executor. The adapter owns nothing else.
+    """
+
+    def __init__(self, inner: Executor) -> None:
+        # Executor.__init__ would prepare weights; the inner executor did.
+        self.inner = inner
+        self.config = inner.config
+        self.shard = inner.shard
+        self.device = inner.device
+        self.runtime = inner.runtime
+        self.native_formats = inner.spec.formats
+        self.spec = replace(inner.spec, formats=("flat", "expert_major"))
+
+    def _prepare(self, weights: ExpertWeights) -> None:
+        raise ConfigError("an adapter holds no weights: build the inner executor with them")
+
+    def warmup(self, max_rows: int) -> None:
+        self.inner.warmup(max_rows)
+
+    def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
+        if "flat" in self.native_formats:
+            self.inner(tokens, out)
+            return
+        # Without repeats in a row, no expert can get more than N rows.
+        slabs, index = expert_major_from_flat(merge_repeats(tokens), self.shard, tokens.num_rows)
+        out.copy_(weighted_sum_to_flat(self.inner(slabs), index))
+
+    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
+        if "expert_major" in self.native_formats:
+            self.inner(tokens, out)
+            return
+        out.copy_(self.inner(flat_from_expert_major(tokens, self.shard)).view_as(out))
+
+
+def merge_repeats(tokens: FlatTokens) -> FlatTokens:
+    """An expert that a row names twice keeps its first slot, with both weights; the other slot becomes invalid."""
+    same = tokens.ids[:, :, None] == tokens.ids[:, None, :]
+    repeat = same.tril(-1).any(dim=2)
+    weights = torch.where(same, tokens.weights[:, None, :], 0.0).sum(dim=2)
+    return replace(tokens, ids=torch.where(repeat, tokens.num_experts, tokens.ids), weights=weights)
