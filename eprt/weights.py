@@ -315,33 +315,3 @@ class LatentWeights:
     out_of: torch.Tensor
     into_bias: torch.Tensor | None = None
     out_of_bias: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class SharedExpertWeights:
-    """The dense expert every token visits; the same on every rank. bf16 or f32, decoded if the checkpoint packs them.
-
-    Attributes:
-        gate: [I_shared, H] of the model's hidden size, or None if the activation isn't gated.
-        up: [I_shared, H].
-        down: [H, I_shared].
-        gate_weight: [1, H]: the output is scaled by `sigmoid(x @ gate_weight.T)` (Qwen3.5), or None.
-    """
-
-    gate: torch.Tensor | None
-    up: torch.Tensor
-    down: torch.Tensor
-    gate_weight: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class LatentProjections:
-    """Into and out of the width the experts live in (Nemotron-H); the same on every rank. bf16 or f32.
-
-    Attributes:
-        down: [H, H_model], before dispatch: `x @ down.T`.
-        up: [H_model, H], after combine.
-    """
-
-    down: torch.Tensor
-    up: torch.Tensor
