@@ -1,0 +1,150 @@
+"""What became of each rank of a failed world, and who is to blame."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eprt.conformance.rank_process import Raised
+from eprt.errors import EprtError
+
+# Python files whose frames mean "waits for other ranks" (or for a kernel that does).
+_WAITING = ("/torch/distributed/", "/eprt/world", "/eprt/guard", "/eprt/header", "/torch/cuda/")
+_STATES = {"R": "running", "S": "sleeping", "D": "in an uninterruptible wait", "T": "stopped", "t": "stopped"}
+_TAIL_LINES = 15
+_TAIL_BYTES = 16384
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """How one rank ended.
+
+    Attributes:
+        outcome: "ok" | "raised" | "died" (signal, or exit before the job's end) | "unfinished".
+        state: of an unfinished rank: "running", "sleeping", "stopped", ...
+        exit_code: of a rank that died: >= 0 an exit code, < 0 minus a signal number.
+        raised: what it raised, if that is how it ended.
+        stack: traceback of `raised`, or all threads of an unfinished rank, or what a crash left.
+        waits_for_others: it is unfinished, and its main thread is inside a collective.
+        log_tail: last lines of its stdout and stderr.
+    """
+
+    rank: int
+    outcome: str
+    state: str = ""
+    exit_code: int | None = None
+    raised: Raised | None = None
+    stack: str = ""
+    waits_for_others: bool = False
+    log_tail: str = ""
+
+    @property
+    def lost_rank(self) -> int | None:
+        """The peer that this rank's RankLost names."""
+        named = self.raised.lost_rank if self.raised else None
+        return named if named is not None and named >= 0 else None
+
+    @property
+    def aborted(self) -> bool:
+        return self.exit_code == -signal.SIGABRT
+
+    def describe(self) -> str:
+        if self.outcome == "ok":
+            return "finished"
+        if self.raised is not None:
+            return f"raised {self.raised.error}: {self.raised.message.splitlines()[0] if self.raised.message else ''}"
+        if self.outcome == "died":
+            code = self.exit_code
+            if code is not None and code < 0:
+                return f"was killed by {signal.Signals(-code).name}"
+            return f"exited with code {code} before it finished"
+        where = "waits for other ranks" if self.waits_for_others else "does not wait for other ranks"
+        return f"did not finish: {self.state}" + ("" if self.state == "stopped" else f", {where}")
+
+
+class WorldFailed(EprtError, RuntimeError):
+    """A world of the harness broke: names the culprit, shows every rank's stack.
+
+    Attributes:
+        culprits: ranks to blame (all unfinished ones if nothing tells them apart).
+        reports: one per rank, in rank order.
+    """
+
+    def __init__(self, reports: Sequence[RankReport], seconds: float, timeout_s: float) -> None:
+        self.reports = tuple(reports)
+        self.culprits = find_culprits(reports)
+        blamed = "; ".join(self._blame(rank) for rank in self.culprits)
+        late = f" (limit {timeout_s:g} s)" if seconds >= timeout_s else ""
+        text = [f"a world of {len(reports)} ranks failed after {seconds:.1f} s{late}: {blamed}"]
+        for report in reports:
+            text.append(f"--- rank {report.rank} {report.describe()}")
+            text.append(_indent(report.stack or "no stack: the process is gone or has finished"))
+            if report.log_tail:
+                text += ["  log:", _indent(report.log_tail)]
+        super().__init__("\n".join(text))
+
+    def _blame(self, rank: int) -> str:
+        if not 0 <= rank < len(self.reports):
+            return f"rank {rank}"
+        witnesses = [r.rank for r in self.reports if r.lost_rank == rank and r.rank != rank]
+        said = f" (named by rank {', '.join(map(str, witnesses))})" if witnesses else ""
+        return f"rank {rank} {self.reports[rank].describe()}{said}"
+
+
+def find_culprits(reports: Sequence[RankReport]) -> tuple[int, ...]:
+    """Who broke the world: the strongest kind of evidence that exists decides.
+
+    A rank that was killed or left early; a stopped one; one that the survivors' RankLost names; the first that
+    raised; one that aborted (gloo aborts the innocent receiver of a wrong size, so this is weak); one that didn't
+    finish without waiting for the others; at last all that didn't finish.
+    """
+    raised = [r for r in reports if r.raised is not None and r.raised.error != "RankLost"]
+    first = min(raised, key=lambda r: r.raised.at if r.raised else 0.0, default=None)
+    unfinished = [r for r in reports if r.outcome == "unfinished"]
+    evidence: tuple[list[int], ...] = (
+        [r.rank for r in reports if r.outcome == "died" and not r.aborted],
+        [r.rank for r in unfinished if r.state == "stopped"],
+        sorted({r.lost_rank for r in reports if r.lost_rank is not None}),
+        [first.rank] if first else [],
+        [r.rank for r in reports if r.aborted],
+        [r.rank for r in unfinished if not r.waits_for_others],
+        [r.rank for r in unfinished],
+        [r.rank for r in reports if r.outcome != "ok"],
+    )
+    return tuple(next((ranks for ranks in evidence if ranks), []))
+
+
+def state_of(pid: int) -> str:
+    """A process's state in words, from /proc/PID/stat (the field after the parenthesised name)."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+    return _STATES.get(letter, letter)
+
+
+def read_stack(path: Path) -> tuple[str, bool]:
+    """What faulthandler dumped, and whether the main thread was inside a collective. The file's first line is the
+    main thread's id."""
+    if not path.exists():
+        return "", False
+    main, _, dump = path.read_text(errors="replace").partition("\n")
+    threads = dump.split("\n\n")
+    of_main = [t for t in threads if f"0x{main}" in t.lstrip().split("\n", 1)[0]]
+    return dump.strip(), any(mark in of_main[-1] for mark in _WAITING) if of_main else False
+
+
+def tail(path: Path) -> str:
+    """The last lines of a log."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-_TAIL_LINES:])
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.strip().splitlines())

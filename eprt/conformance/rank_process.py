@@ -1,0 +1,174 @@
+"""What runs inside each rank process of the harness: the environment of a torchrun rank, and a loop over jobs.
+
+Messages on the pipe are a few bytes; jobs and results travel as files in the world's folder, so neither side can
+block on a peer that stopped reading.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eprt.world import World
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """What a rank process is started with; `folder` holds its log, its stacks, its jobs and results."""
+
+    rank: int
+    size: int
+    device: str
+    folder: Path
+    environment: dict[str, str]
+
+    def path(self, kind: str) -> Path:
+        return self.folder / f"rank{self.rank}.{kind}"
+
+
+@dataclass
+class RankContext:
+    """A job's first argument: who this rank is, and the Worlds it keeps between jobs.
+
+    Attributes:
+        rank, size, device: as in the pool that runs the job.
+        cache: kept from job to job until the pool is rebuilt; for what is costly to make.
+    """
+
+    rank: int
+    size: int
+    device: str
+    cache: dict[Any, Any] = field(default_factory=dict)
+    _worlds: dict[tuple[int, int, float], World] = field(default_factory=dict)
+
+    def world(self, attention_tp_size: int = 1, moe_tp_size: int = 1, timeout_s: float = 60.0) -> World:
+        """The World of all ranks with these sizes: made on first use (collective), kept until the pool ends."""
+        from eprt.world import World
+
+        key = (attention_tp_size, moe_tp_size, timeout_s)
+        found = self._worlds.get(key)
+        if found is None or found.closed:
+            found = World.from_env(
+                device=self.device,
+                attention_tp_size=attention_tp_size,
+                moe_tp_size=moe_tp_size,
+                timeout_s=timeout_s,
+            )
+            self._worlds[key] = found
+        return found
+
+    def close(self) -> None:
+        """Close every World, newest first. Collective."""
+        self.cache.clear()
+        while self._worlds:
+            self._worlds.popitem()[1].close()
+
+
+@dataclass(frozen=True)
+class Raised:
+    """How a job ended in an exception. `lost_rank` is what a RankLost names, else None."""
+
+    error: str
+    message: str
+    stack: str
+    at: float
+    lost_rank: int | None = None
+    why: str = ""
+
+
+def close_worlds(context: RankContext) -> None:
+    """The last job of a healthy pool."""
+    context.close()
+
+
+def serve(setup: RankSetup, jobs: Connection) -> None:
+    """Process entry: take jobs until the parent closes the pipe. Any exception ends this process, as it would end a
+    rank of torchrun; the parent is told first."""
+    _settle(setup)
+    context = RankContext(setup.rank, setup.size, setup.device)
+    while True:
+        try:
+            name = jobs.recv()
+        except EOFError:
+            return
+        try:
+            _work(context, setup, name)
+        except SystemExit:
+            atexit._run_exitfuncs()  # multiprocessing's children skip them; a rank of torchrun doesn't
+            raise
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            _save(setup.path("result"), _describe(error))
+            jobs.send("raised")
+            atexit._run_exitfuncs()
+            raise
+        jobs.send("ok")
+
+
+def _work(context: RankContext, setup: RankSetup, name: str) -> None:
+    path, arguments = pickle.loads((setup.folder / name).read_bytes())
+    sys.path[:] = path
+    function: Callable[..., Any]
+    function, kwargs = pickle.loads(arguments)
+    _save(setup.path("result"), function(context, **kwargs))
+
+
+def _save(path: Path, value: object) -> None:
+    path.write_bytes(pickle.dumps(value))
+
+
+def _describe(error: Exception) -> Raised:
+    from eprt.errors import RankLost
+
+    lost = error if isinstance(error, RankLost) else None
+    return Raised(
+        error=type(error).__name__,
+        message=str(error),
+        stack="".join(traceback.format_exception(error)),
+        at=time.monotonic(),
+        lost_rank=lost.rank if lost else None,
+        why=lost.why if lost else "",
+    )
+
+
+def _settle(setup: RankSetup) -> None:
+    """Own session and log, dies with its parent, dumps its stacks on SIGUSR1."""
+    os.setsid()
+    # multiprocessing gives each child the pipe end that keeps the fork server alive, so the server outlived a killed
+    # parent as long as a rank hung. Without it: parent gone, server gone, SIGKILL here.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # pyright: ignore[reportAttributeAccessIssue]
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)
+    log = setup.path("log").open("ab", buffering=0)
+    for stream in (1, 2):
+        os.dup2(log.fileno(), stream)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    stacks = setup.path("stack").open("w")
+    stacks.write(f"{threading.get_ident():016x}\n")
+    stacks.flush()
+    faulthandler.enable(file=stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+    os.environ.update(setup.environment)
+    import torch
+
+    torch.set_num_threads(1)

@@ -1,0 +1,99 @@
+"""Jobs for test_harness.py: what each faulty rank does while the others wait for it in a gloo collective."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from eprt.errors import RankLost
+
+
+def echo(context, word="hi"):
+    return (word, context.rank, context.size, os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"])
+
+
+def pid(context):
+    return os.getpid()
+
+
+def threads(context):
+    return torch.get_num_threads()
+
+
+def total(context):
+    """Sum of ranks through gloo, so that the group is really there."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    value = torch.tensor([context.rank + 1])
+    dist.all_reduce(value)
+    return int(value)
+
+
+def big(context, size):
+    return bytes(size)
+
+
+def unpicklable(context):
+    return lambda: None
+
+
+def remembers(context):
+    context.cache["n"] = context.cache.get("n", 0) + 1
+    return context.cache["n"]
+
+
+def fault(context, kind, victim):
+    """`victim` does `kind`; everybody else enters a collective that can't finish."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.barrier()
+    if context.rank == victim:
+        FAULTS[kind]()
+    dist.all_reduce(torch.ones(1))
+    dist.barrier()
+    return context.rank
+
+
+def blames(context, victim):
+    """Survivors raise RankLost, the victim sleeps."""
+    if context.rank == victim:
+        time.sleep(600)
+    raise RankLost(f"rank {victim} is silent", rank=victim)
+
+
+def _raise():
+    raise ValueError("the victim's own words")
+
+
+def _with_child():
+    """Leave a grandchild that must not survive."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    sys.stderr.write(f"grandchild {child.pid}\n")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _hold_gil():
+    libc = ctypes.PyDLL(None)
+    while True:
+        libc.sleep(600)
+
+
+FAULTS = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exits": lambda: sys.exit(0),
+    "raises": _raise,
+    "sleeps": lambda: time.sleep(600),
+    "holds_gil": _hold_gil,
+    "crashes": lambda: ctypes.string_at(1),
+    "stopped_with_child": _with_child,
+    "nothing": lambda: None,
+}

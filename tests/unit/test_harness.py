@@ -1,0 +1,220 @@
+"""The harness finds every kind of failure, names the culprit, shows every stack, leaves no process, and can pass."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import harness_jobs as jobs
+import pytest
+
+from eprt.conformance.autopsy import RankReport, find_culprits
+from eprt.conformance.harness import WorldFailed, WorldPool, launch
+from eprt.conformance.rank_process import Raised
+from eprt.errors import ConfigError, EprtError, UsageError
+
+VICTIM = 2
+LIMIT_S = 2.0
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_gone(pids: list[int], seconds: float = 5.0) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorldPool(4, timeout_s=60, grace_s=0.3) as pool:
+        yield pool
+
+
+class TestHealthy:
+    def test_results_come_in_rank_order_with_torchruns_environment(self, pool):
+        found = pool.run(jobs.echo, word="ho")
+        assert found == [("ho", rank, 4, str(rank), str(rank), "4") for rank in range(4)]
+
+    def test_collectives_work_and_processes_are_reused(self, pool):
+        pids = pool.run(jobs.pid)
+        assert pool.run(jobs.total) == [10] * 4
+        assert pool.run(jobs.total) == [10] * 4
+        assert pool.run(jobs.pid) == pids == pool.pids
+
+    def test_a_fault_that_does_nothing_is_no_failure(self, pool):
+        assert pool.run(jobs.fault, kind="nothing", victim=VICTIM) == [0, 1, 2, 3]
+
+    def test_one_thread_a_rank(self, pool):
+        assert pool.run(jobs.threads) == [1] * 4
+
+    def test_results_larger_than_a_pipe(self, pool):
+        assert [len(r) for r in pool.run(jobs.big, size=5_000_000)] == [5_000_000] * 4
+
+    def test_two_pools_at_once(self, pool):
+        with WorldPool(2) as other:
+            assert other.run(jobs.total) == [3, 3]
+            assert pool.run(jobs.total) == [10] * 4
+
+    def test_the_cache_lives_from_job_to_job(self):
+        with WorldPool(2) as pool:
+            assert [pool.run(jobs.remembers) for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
+
+    def test_no_process_after_close(self):
+        with WorldPool(3) as pool:
+            pids = pool.run(jobs.pid)
+        assert len(set(pids)) == 3
+        assert wait_gone(pids) == []
+        with pytest.raises(UsageError, match="closed"):
+            pool.run(jobs.pid)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says", "fast"),
+    [
+        ("killed", "killed by SIGKILL", True),
+        ("crashes", "killed by SIGSEGV", True),
+        ("exits", "exited with code 0 before it finished", True),
+        ("raises", "raised ValueError: the victim's own words", True),
+        ("stopped", "did not finish: stopped", False),
+        ("sleeps", "does not wait for other ranks", False),
+        ("holds_gil", "does not wait for other ranks", False),
+    ],
+)
+def test_a_faulty_rank_is_named_in_bounded_time(pool, kind, says, fast):
+    pids = pool.run(jobs.pid)
+    start = time.monotonic()
+    with pytest.raises(WorldFailed) as failure:
+        pool.run(jobs.fault, kind=kind, victim=VICTIM, timeout_s=LIMIT_S)
+    # Death and exceptions are seen at once; only a silent rank costs the limit. 4 s cover dumps and a busy machine.
+    assert time.monotonic() - start < (0 if fast else LIMIT_S) + 4
+    error = failure.value
+    assert error.culprits == (VICTIM,)
+    first_line = str(error).splitlines()[0]
+    assert f"rank {VICTIM}" in first_line
+    assert says in first_line
+    assert wait_gone(pids) == []
+    # Every rank is in the report; whoever can still speak shows where it is.
+    assert [report.rank for report in error.reports] == [0, 1, 2, 3]
+    for report in error.reports:
+        assert f"--- rank {report.rank} " in str(error)
+        if report.outcome != "died":
+            assert "harness_jobs.py" in report.stack
+            assert report.stack.splitlines()[0].strip() in str(error)
+    if kind == "crashes":
+        assert "Segmentation fault" in error.reports[VICTIM].stack
+    if not fast:
+        assert all(r.waits_for_others for r in error.reports if r.rank != VICTIM)
+    # The pool starts over by itself.
+    assert pool.run(jobs.total) == [10] * 4
+
+
+def test_a_stopped_ranks_children_go_too(pool):
+    with pytest.raises(WorldFailed) as failure:
+        pool.run(jobs.fault, kind="stopped_with_child", victim=VICTIM, timeout_s=LIMIT_S)
+    [child] = re.findall(r"grandchild (\d+)", failure.value.reports[VICTIM].log_tail)
+    assert wait_gone([int(child)]) == []
+
+
+def test_survivors_that_name_a_rank_are_believed(pool):
+    with pytest.raises(WorldFailed) as failure:
+        pool.run(jobs.blames, victim=1, timeout_s=LIMIT_S)
+    assert failure.value.culprits == (1,)
+    assert "named by rank 0, 2, 3" in str(failure.value)
+
+
+def test_a_rank_that_dies_between_jobs_is_found_by_the_next(pool):
+    pids = pool.run(jobs.pid)
+    os.kill(pids[3], signal.SIGKILL)
+    assert wait_gone([pids[3]]) == []
+    with pytest.raises(WorldFailed, match="rank 3 was killed by SIGKILL"):
+        pool.run(jobs.echo)
+
+
+def test_a_result_that_cannot_travel_is_a_failure_with_its_reason(pool):
+    with pytest.raises(WorldFailed, match=r"PicklingError|AttributeError"):
+        pool.run(jobs.unpicklable)
+
+
+def test_launch_is_a_world_for_one_job():
+    assert launch(jobs.total, 2) == [3, 3]
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.fault, 2, timeout_s=LIMIT_S, kind="raises", victim=1)
+    assert isinstance(failure.value, EprtError)
+    assert isinstance(failure.value, RuntimeError)
+
+
+@pytest.mark.parametrize(("size", "device"), [(0, "cpu"), (2, "tpu")])
+def test_a_world_that_cannot_be_is_refused(size, device):
+    with pytest.raises(ConfigError):
+        WorldPool(size, device)
+
+
+PARENT = """
+import sys
+sys.path.insert(0, {tests!r})
+import harness_jobs as jobs
+from eprt.conformance.harness import WorldPool
+if __name__ == "__main__":
+    pool = WorldPool(2, timeout_s=100)
+    print(*pool.run(jobs.pid), flush=True)
+    pool.run(jobs.fault, kind="sleeps", victim=1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_ranks_end_with_their_parent(tmp_path, number):
+    """Also when it has no chance to clean up (SIGKILL), and on Ctrl-C while a job hangs."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT.format(tests=str(Path(jobs.__file__).parent)))
+    parent = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    try:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        time.sleep(0.3)  # now the second job hangs
+        parent.send_signal(number)
+        assert parent.wait(timeout=20) != 0
+        assert wait_gone(pids) == []
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+
+
+class TestVerdict:
+    """Which evidence decides, without processes."""
+
+    RAISED = Raised("ValueError", "own", "stack", at=1.0)
+    PEER = Raised("RuntimeError", "Connection closed by peer", "stack", at=2.0)
+    LOST = Raised("RankLost", "rank 1 is silent", "stack", at=0.5, lost_rank=1, why="silent")
+    STORE = Raised("RankLost", "the store is gone", "stack", at=0.5, lost_rank=-1, why="store")
+
+    @pytest.mark.parametrize(
+        ("reports", "culprits"),
+        [
+            ([RankReport(0, "raised", raised=PEER), RankReport(1, "died", exit_code=-9)], (1,)),
+            ([RankReport(0, "died", exit_code=-6), RankReport(1, "died", exit_code=0)], (1,)),
+            ([RankReport(0, "died", exit_code=-6), RankReport(1, "raised", raised=RAISED)], (1,)),
+            ([RankReport(0, "raised", raised=PEER), RankReport(1, "raised", raised=RAISED)], (1,)),
+            ([RankReport(0, "raised", raised=LOST), RankReport(1, "unfinished", state="sleeping")], (1,)),
+            ([RankReport(0, "unfinished", waits_for_others=True), RankReport(1, "unfinished")], (1,)),
+            ([RankReport(0, "ok"), RankReport(1, "unfinished", waits_for_others=True)], (1,)),
+            ([RankReport(r, "unfinished", waits_for_others=True) for r in range(2)], (0, 1)),
+            ([RankReport(0, "raised", raised=STORE), RankReport(1, "ok")], (0,)),
+        ],
+    )
+    def test_strongest_evidence_wins(self, reports, culprits):
+        assert find_culprits(reports) == culprits
