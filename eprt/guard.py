@@ -7,8 +7,8 @@ rank's progress, reads the peers' heartbeats, and the first rank that finds a fa
 Faults and how they are found, measured from the moment they happen:
     exited  a process on this host is gone                          one beat
     silent  no heartbeat (stopped, killed elsewhere, GIL held)      silent_after_s
-    raised  the rank left its World through an exception            one beat, once somebody waits for it
-    left    the rank closed its World or exited                     one beat, once somebody waits for it
+    raised  the rank left its World through an exception            1.3 s, once somebody waits for it
+    left    the rank closed its World or exited                     1.3 s, once somebody waits for it
     behind  alive, but not in the operation others wait in          the World's timeout
     store   the control store itself is gone                        one beat
 """
@@ -33,6 +33,7 @@ from eprt.errors import RankLost
 logger = logging.getLogger("eprt")
 
 BEAT_S = 0.25
+ENDED_GRACE_S = 1.0
 EXIT_CODE = 75  # EX_TEMPFAIL: the job may be started again
 
 
@@ -47,6 +48,7 @@ class _Peer:
     ops: int = 0
     where: str = "start-up"
     ending: str = ""
+    ended_at: float = 0.0
 
 
 class Guard:
@@ -97,8 +99,10 @@ class Guard:
     def raise_if_lost(self, waiting: bool = False) -> None:
         """Raises RankLost if there is a verdict, or, when `waiting` for peers, if one has ended."""
         if self._verdict is None and waiting:
+            # What a peer sent before it ended may still be on its way: leave it a moment to complete our work.
+            now = time.monotonic()
             for rank, peer in self._peers.items():
-                if peer.ending:
+                if peer.ending and now - peer.ended_at > ENDED_GRACE_S:
                     why, _, detail = peer.ending.partition(":")
                     self._accuse(rank, why, f"{detail.strip() or 'closed its World'}; others still wait for it")
         if self._verdict is not None:
@@ -172,6 +176,7 @@ class Guard:
             if beat != peer.beat:
                 peer.beat, peer.heard_at = beat, now
                 _, peer.host, peer.pid, peer.ops, peer.where, peer.ending = json.loads(beat)
+                peer.ended_at = peer.ended_at or (now if peer.ending else 0.0)
             elif not peer.ending and _gone(peer):
                 self._accuse(rank, "exited", f"process {peer.pid} on {peer.host} is gone")
             elif not peer.ending and now - peer.heard_at > self._silent_after_s:

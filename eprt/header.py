@@ -26,7 +26,8 @@ _TEXT_BYTES = 2048
 
 @dataclass(frozen=True)
 class Header:
-    """One rank's view of the call. `num_tokens` may differ between ranks; everything else must be equal."""
+    """One rank's view of the call. `num_tokens` may differ between ranks, `replicas` (tokens that an attention-TP
+    group holds together) between groups; everything else must be equal."""
 
     operation: str
     layer: int
@@ -35,6 +36,7 @@ class Header:
     tokens_per_rank: int = 0
     dtype: torch.dtype = torch.bfloat16
     fingerprint: int = 0
+    replicas: int = 0
     generation: int = 0
     step: int = 0
 
@@ -52,12 +54,24 @@ class Header:
             self.tokens_per_rank,
             dtype,
             self.fingerprint,
+            self.replicas,
         ]
 
     @classmethod
     def decode(cls, row: list[int]) -> Header:
-        _, _, generation, step, operation, layer, call, tokens, agreed, dtype, fingerprint = row
-        return cls(_OPERATIONS[operation], layer, call, tokens, agreed, _DTYPES[dtype], fingerprint, generation, step)
+        _, _, generation, step, operation, layer, call, tokens, agreed, dtype, fingerprint, replicas = row
+        return cls(
+            operation=_OPERATIONS[operation],
+            layer=layer,
+            call=call,
+            num_tokens=tokens,
+            tokens_per_rank=agreed,
+            dtype=_DTYPES[dtype],
+            fingerprint=fingerprint,
+            replicas=replicas,
+            generation=generation,
+            step=step,
+        )
 
 
 _COMPARED = ("generation", "step", "operation", "layer", "call", "tokens_per_rank", "dtype", "fingerprint")
@@ -78,6 +92,10 @@ def exchange(world: World, header: Header, error: EprtError | None = None) -> li
     if failed:
         raise _shared_error(world, failed[0], error)
     differing = [name for name in _COMPARED if len({getattr(h, name) for h in headers}) > 1]
+    size = world.parallel.attention_tp_size
+    groups = [{h.replicas for h in headers[first : first + size]} for first in range(0, len(headers), size)]
+    if any(len(group) > 1 for group in groups):
+        differing.append("replicas")
     if differing:
         raise WorldMismatch(_table(headers, differing))
     return headers

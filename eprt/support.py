@@ -7,6 +7,8 @@ import importlib.util
 import platform
 from dataclasses import dataclass
 
+import torch
+
 from eprt.errors import ConfigError
 
 
@@ -47,6 +49,14 @@ class Device:
         if text.startswith("sm") and text[2:].isdigit():
             return cls("cuda", int(text[2:]), installed)
         raise ConfigError(f"device {text!r}: expected 'cpu' or 'sm<number>' such as sm90 or sm100")
+
+    @classmethod
+    def of(cls, device: torch.device) -> Device:
+        """The device a World runs on; packages must then be installed."""
+        if device.type == "cpu":
+            return cls("cpu", 0, installed=True)
+        major, minor = torch.cuda.get_device_capability(device)
+        return cls("cuda", 10 * major + minor, installed=True)
 
     def __str__(self) -> str:
         return "cpu" if self.kind == "cpu" else f"sm{self.sm}"

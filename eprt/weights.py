@@ -304,38 +304,6 @@ class SharedExpertWeights:
 
 @dataclass(frozen=True)
 class LatentWeights:
-    """Projections into and out of the width the experts live in (Nemotron-H).
-
-    Attributes:
-        into: [H, H_model], applied before dispatch; `into_bias` [H] or None.
-        out_of: [H_model, H], applied after combine; `out_of_bias` [H_model] or None.
-    """
-
-    into: torch.Tensor
-    out_of: torch.Tensor
-    into_bias: torch.Tensor | None = None
-    out_of_bias: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class SharedExpertWeights:
-    """The dense expert that every token visits: whole on every rank, plain numbers.
-
-    Attributes:
-        up: [I_shared, H_model].
-        down: [H_model, I_shared].
-        gate: [I_shared, H_model] where its activation is gated, else None.
-        output_gate: [1, H_model] where the output is scaled by sigmoid(x @ output_gate.T) (Qwen3.5), else None.
-    """
-
-    up: torch.Tensor
-    down: torch.Tensor
-    gate: torch.Tensor | None = None
-    output_gate: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class LatentWeights:
     """Projections into and out of the width the experts live in (Nemotron-H): whole on every rank, plain numbers.
 
     Attributes:

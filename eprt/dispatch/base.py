@@ -212,6 +212,10 @@ class Dispatcher(ABC):
         """Bytes of kept buffers a rank pays per unit of max_tokens_per_rank. 0: nothing is kept."""
         return 0
 
+    def max_rows(self) -> int:
+        """Most rows an executor can be given: FlatTokens N, or M of ExpertMajorTokens."""
+        return self.world.size * self.runtime.max_tokens_per_rank
+
     def output_buffer(self, handle: Handle) -> torch.Tensor | None:
         """Where the executor may write its output so that combine needs no copy, or None."""
         return None
@@ -227,7 +231,9 @@ class Dispatcher(ABC):
 
     # ---- the two verbs --------------------------------------------------------------------------------------
 
-    def dispatch(self, hidden_states: torch.Tensor, topk: TopK, tokens_per_rank: int | None = None) -> Dispatched:
+    def dispatch(
+        self, hidden_states: torch.Tensor, topk: TopK, tokens_per_rank: int | None = None, *, replicas: int = 0
+    ) -> Dispatched:
         """Send T tokens to the ranks that hold their experts.
 
         Args:
@@ -235,6 +241,7 @@ class Dispatcher(ABC):
             topk: their routing.
             tokens_per_rank: R, the same on every rank, T <= R <= capacity; None agrees on it by a small collective
                 (CUDA graphs need it given).
+            replicas: tokens that this rank's attention-TP group holds together, compared within the group.
 
         Raises:
             InputError, CapacityError: bad input on some rank; the same error on every rank that compares headers.
@@ -249,7 +256,7 @@ class Dispatcher(ABC):
         except EprtError as found:
             error = found
         num_tokens = 0 if error else hidden_states.shape[0]
-        rows = self._agree("dispatch", self._calls, num_tokens, tokens_per_rank, hidden_states.dtype, error)
+        rows = self._agree("dispatch", self._calls, num_tokens, tokens_per_rank, hidden_states.dtype, error, replicas)
         handle = Handle(self, self._calls, num_tokens, rows, hidden_states.dtype)
         self._calls += 1
         tokens = self._dispatch(self._encode(hidden_states), topk, handle)
@@ -329,6 +336,7 @@ class Dispatcher(ABC):
         tokens_per_rank: int | None,
         dtype: torch.dtype,
         error: EprtError | None,
+        replicas: int = 0,
     ) -> int:
         """R for this call. Compares headers with the peers where the world asks for it, else checks locally."""
         compare = self.world.compares_headers(self.full_validation) or (
@@ -346,6 +354,7 @@ class Dispatcher(ABC):
             tokens_per_rank=tokens_per_rank or 0,
             dtype=dtype,
             fingerprint=self._fingerprint,
+            replicas=replicas,
         )
         peers = exchange(self.world, header, error)
         return self.capacity.agree([p.num_tokens for p in peers], [p.tokens_per_rank for p in peers])

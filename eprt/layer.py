@@ -1,0 +1,261 @@
+"""`ExpertParallelMoE`: route -> dispatch -> experts -> combine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from eprt.config import Activation, MoEConfig, RuntimeConfig, SharedExpert
+from eprt.dispatch import make_dispatcher
+from eprt.errors import ConfigError, EprtError, InputError
+from eprt.experts import make_executor
+from eprt.plan import Plan, make_plan
+from eprt.routing import Router, route
+from eprt.support import Device
+from eprt.tokens import RouterLogits, TopK
+from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
+from eprt.world import World
+
+
+class ExpertParallelMoE(nn.Module):
+    """One MoE layer whose experts are spread over a World. Every rank calls it in the same order, T = 0 included.
+
+    Args:
+        config: the layer's maths.
+        world: who takes part.
+        experts: this rank's share, canonical (`models.load_layer` or your own); not kept.
+        runtime: how to run it; "auto" names are resolved by `plan.make_plan`.
+        router: used where `forward` gets no routing.
+        shared: weights of the shared expert if `config.shared` is set.
+        latent: projections if `config.model_hidden_size` is set.
+        layer: this layer's number; ranks that call layers in different orders raise WorldMismatch.
+
+    Attributes:
+        plan: what was chosen, and every candidate's reason.
+        observe: `observe(phase)` returns a context manager entered around each of "route", "dispatch", "experts",
+            "shared", "combine". Replace it to time, trace (`torch.profiler.record_function`) or check; default nothing.
+
+    Raises:
+        ConfigError: weights that don't fit the config; UnsupportedError: no pair can run it, with every reason.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        world: World,
+        experts: ExpertWeights,
+        *,
+        runtime: RuntimeConfig | None = None,
+        router: Router | None = None,
+        shared: SharedExpertWeights | None = None,
+        latent: LatentWeights | None = None,
+        layer: int = 0,
+    ) -> None:
+        super().__init__()
+        runtime = runtime or RuntimeConfig()
+        _require_pair("shared", config.shared, shared)
+        _require_pair("latent", config.model_hidden_size, latent)
+        self.config = config
+        self.world = world
+        self.observe: Callable[[str], AbstractContextManager[Any]] = _no_observer
+        self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device))
+        self.dispatcher = make_dispatcher(self.plan.dispatcher, world, config, runtime, self.plan.token_format, layer)
+        self.executor = make_executor(
+            self.plan.executor,
+            config,
+            self.dispatcher.shard,
+            experts,
+            world.device,
+            runtime,
+            self.plan.token_format,
+        )
+        self.router = None if router is None else router.to(world.device)
+        self.shared: SharedExpertMLP | None = None
+        if config.shared is not None and shared is not None:
+            self.shared = SharedExpertMLP(config.shared, shared).to(world.device)
+        self.latent = None if latent is None else LatentProjection(latent).to(world.device)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        routing: TopK | RouterLogits | None = None,
+        *,
+        token_ids: torch.Tensor | None = None,
+        tokens_per_rank: int | None = None,
+    ) -> torch.Tensor:
+        """The layer's output for this rank's tokens.
+
+        Args:
+            hidden_states: [..., H_model] bf16 or float32; T rows in all, T = 0 allowed. Under attention TP the T
+                tokens are the same on each of its ranks; each sends its own slice and gets the whole result back.
+            routing: TopK or RouterLogits of the T tokens; None asks the layer's own router.
+            token_ids: [...] vocabulary ids, for hash routing.
+            tokens_per_rank: largest T of any rank, equal on all; None lets the ranks agree (CUDA graphs need it).
+
+        Returns:
+            Shape and dtype of `hidden_states`.
+
+        Raises:
+            InputError, CapacityError, WorldMismatch, RankLost, UsageError: see `Dispatcher.dispatch`.
+        """
+        try:
+            own = self._own_slice(hidden_states, routing, token_ids)
+            with self.observe("route"):
+                topk = self._route(*own)
+        except EprtError as error:
+            self.dispatcher.refuse(error)
+            raise
+        x = own[0]
+        replicas = hidden_states.numel() // self.config.input_size
+        with self.observe("dispatch"):
+            inside = x if self.latent is None else self.latent.into(x)
+            sent = self.dispatcher.dispatch(inside, topk, self._per_slice(tokens_per_rank), replicas=replicas)
+        try:
+            with self.observe("experts"):
+                y = self.executor(sent.tokens, out=self.dispatcher.output_buffer(sent.handle))
+            with self.observe("shared"):
+                dense = None if self.shared is None else self.shared(x)
+            with self.observe("combine"):
+                y = self.dispatcher.combine(y, sent.handle)
+        finally:
+            sent.handle.close()
+        y = y if self.latent is None else self.latent.out_of(y)
+        y = y if dense is None else y + dense
+        return self._whole(y, replicas).view(hidden_states.shape)
+
+    def warmup(self) -> None:
+        """Collective; called by `World.warmup(layer)`."""
+        self.dispatcher.warmup()
+        self.executor.warmup(self.dispatcher.max_rows())
+
+    def close(self) -> None:
+        """Give back the dispatcher's shared memory. Idempotent."""
+        self.dispatcher.close()
+
+    # ---- the steps ------------------------------------------------------------------------------------------
+
+    def _own_slice(
+        self, hidden_states: torch.Tensor, routing: TopK | RouterLogits | None, token_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, TopK | RouterLogits | None, torch.Tensor | None]:
+        """Rows this rank sends: all of its own, or its part of what its attention-TP group holds together."""
+        width = self.config.input_size
+        if hidden_states.dim() < 2 or hidden_states.shape[-1] != width:
+            raise InputError(
+                f"hidden_states is {tuple(hidden_states.shape)}: expected [..., {width}] (the model's hidden)"
+            )
+        if not hidden_states.is_floating_point():
+            raise InputError(f"hidden_states is {hidden_states.dtype}: expected bfloat16 or float32")
+        x = hidden_states.reshape(-1, width)
+        ids = None if token_ids is None else token_ids.reshape(-1)
+        size = self.world.parallel.attention_tp_size
+        if size == 1:
+            return x, routing, ids
+        part = -(-x.shape[0] // size)
+        rows = slice(self.world.attention_tp_rank * part, (self.world.attention_tp_rank + 1) * part)
+        if isinstance(routing, TopK):
+            routing = TopK(routing.ids[rows], routing.weights[rows])
+        elif routing is not None:
+            routing = RouterLogits(routing.logits[rows])
+        return x[rows], routing, None if ids is None else ids[rows]
+
+    def _route(self, x: torch.Tensor, routing: TopK | RouterLogits | None, token_ids: torch.Tensor | None) -> TopK:
+        if isinstance(routing, TopK):
+            return routing
+        if isinstance(routing, RouterLogits):
+            bias, table = (
+                (None, None) if self.router is None else (self.router.correction_bias, self.router.token_table)
+            )
+            return route(
+                routing,
+                self.config.routing,
+                self.config.top_k,
+                correction_bias=bias,
+                token_ids=token_ids,
+                token_table=table,
+            )
+        if self.router is None:
+            raise InputError("the layer has no router of its own: pass routing=TopK(...) or RouterLogits(...)")
+        return self.router(x, token_ids)
+
+    def _per_slice(self, tokens_per_rank: int | None) -> int | None:
+        size = self.world.parallel.attention_tp_size
+        return tokens_per_rank if tokens_per_rank is None else -(-tokens_per_rank // size)
+
+    def _whole(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """The attention-TP group's slices back together; equal on each of its ranks."""
+        size = self.world.parallel.attention_tp_size
+        if size == 1:
+            return y
+        part = -(-num_tokens // size)
+        padded = y if y.shape[0] == part else F.pad(y, (0, 0, 0, part - y.shape[0]))
+        return self.world.gather_attention_tp(padded)[:num_tokens]
+
+
+class SharedExpertMLP(nn.Module):
+    """The shared expert on local tokens: `down(act(gate(x)) * up(x))`, scaled by a sigmoid gate where there is one."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    gate: torch.Tensor | None
+    output_gate: torch.Tensor | None
+
+    def __init__(self, config: SharedExpert, weights: SharedExpertWeights) -> None:
+        super().__init__()
+        self.activation = config.activation
+        for name in ("up", "down", "gate", "output_gate"):
+            self.register_buffer(name, getattr(weights, name))
+        _require_pair("shared.output_gate", config.gate or None, weights.output_gate)
+        _require_pair("shared.gate", config.activation.gated or None, weights.gate)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = F.linear(x, self.up)
+        gate = None if self.gate is None else F.linear(x, self.gate)
+        y = F.linear(activate(self.activation, gate, up), self.down)
+        return y if self.output_gate is None else torch.sigmoid(F.linear(x, self.output_gate)) * y
+
+
+class LatentProjection(nn.Module):
+    """Into and out of the width the experts live in."""
+
+    inward: torch.Tensor
+    outward: torch.Tensor
+    inward_bias: torch.Tensor | None
+    outward_bias: torch.Tensor | None
+
+    def __init__(self, weights: LatentWeights) -> None:
+        super().__init__()
+        self.register_buffer("inward", weights.into)
+        self.register_buffer("outward", weights.out_of)
+        self.register_buffer("inward_bias", weights.into_bias)
+        self.register_buffer("outward_bias", weights.out_of_bias)
+
+    def into(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.inward, self.inward_bias)
+
+    def out_of(self, y: torch.Tensor) -> torch.Tensor:
+        return F.linear(y, self.outward, self.outward_bias)
+
+
+def activate(activation: Activation, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
+    """`Activation` on whole tensors, in their dtype; formula in its docstring."""
+    if gate is None:
+        return F.relu(up).square()
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    if (activation.alpha, activation.beta) == (1.0, 0.0):
+        return F.silu(gate) * up
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
+
+
+def _require_pair(name: str, wanted: object, given: object) -> None:
+    if (wanted is None) != (given is None):
+        raise ConfigError(f"{name} weights are {'missing' if given is None else 'given'}, the config says otherwise")
+
+
+def _no_observer(phase: str) -> AbstractContextManager[Any]:
+    return nullcontext()

@@ -1,0 +1,141 @@
+"""Choosing a dispatcher and an executor: every candidate pair with its reason, then the choice.
+
+Needs no tensors, no GPU and no kernel library, so a plan for eight B200 can be made on a laptop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
+from eprt.dispatch import DISPATCHERS, DispatcherSpec, dispatcher_spec
+from eprt.errors import UnsupportedError
+from eprt.experts import EXECUTORS, ExecutorSpec, executor_spec
+from eprt.placement import ExpertPlacement
+from eprt.support import Device, Support, refuse
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One dispatcher/executor pair and the verdict on it.
+
+    Attributes:
+        token_format: what the dispatcher would emit; `adapted` says that an adapter bridges it to the executor.
+    """
+
+    dispatcher: str
+    executor: str
+    token_format: TokenFormat
+    adapted: bool
+    support: Support
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choice, why, and what was turned down."""
+
+    dispatcher: str
+    executor: str
+    token_format: TokenFormat
+    payload: PayloadFormat | None
+    reason: str
+    candidates: tuple[Candidate, ...]
+
+    def table(self) -> str:
+        """Plain text: one line a candidate."""
+        return _table(self.candidates, (self.dispatcher, self.executor, self.token_format))
+
+
+def make_plan(config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device) -> Plan:
+    """Choose for a layer, a world and a device.
+
+    Raises:
+        UnsupportedError: nothing can; the message is the table.
+        ConfigError: an unknown name, or experts that don't divide over the ranks.
+    """
+    ExpertPlacement(config.num_experts, parallel).shard(0).slice_intermediate(config.intermediate_size)
+    dispatchers = list(DISPATCHERS.values()) if runtime.dispatcher == "auto" else [dispatcher_spec(runtime.dispatcher)]
+    executors = list(EXECUTORS.values()) if runtime.executor == "auto" else [executor_spec(runtime.executor)]
+    candidates = tuple(
+        candidate
+        for d in dispatchers
+        for e in executors
+        for candidate in _pair(d, e, config, parallel, runtime, device)
+    )
+    possible = [c for c in candidates if c.support]
+    if not possible:
+        raise UnsupportedError(
+            f"no dispatcher/executor pair can run this layer on {parallel.world_size} x {device}:\n"
+            + _table(candidates)
+        )
+    best = min(possible, key=lambda c: _preference(c, parallel, device))
+    return Plan(
+        dispatcher=best.dispatcher,
+        executor=best.executor,
+        token_format=best.token_format,
+        payload=runtime.payload,
+        reason=_why(best, parallel, device),
+        candidates=candidates,
+    )
+
+
+# Order of preference where several pairs can do it, best first, by device kind.
+_DISPATCHER_ORDER = {
+    "cpu": ("torch", "none"),
+    "cuda": ("symm", "flashinfer", "deepep", "torch", "none"),
+}
+_EXECUTOR_ORDER = {
+    "cpu": ("torch_grouped", "reference"),
+    "cuda": ("trtllm_gen", "cutedsl_nvfp4", "humming", "cutlass_mxfp4", "torch_grouped", "reference"),
+}
+
+
+def _pair(
+    d: DispatcherSpec,
+    e: ExecutorSpec,
+    config: MoEConfig,
+    parallel: ParallelConfig,
+    runtime: RuntimeConfig,
+    device: Device,
+) -> list[Candidate]:
+    """The pair in every token format it could use: native ones, or one adapted."""
+    carries = d.supports(config, parallel, runtime, device)
+    formats: list[TokenFormat] = [f for f in d.formats if runtime.token_format in (None, f)] or list(d.formats)
+    native: list[TokenFormat] = [f for f in formats if f in e.formats]
+    computes = e.supports(config, parallel, runtime, device, runtime.payload or "bf16")
+    found: list[Candidate] = []
+    for token_format in native or formats[:1]:
+        adapted = token_format not in native
+        if not carries:
+            support = refuse(f"{d.name}: {carries.reason}")
+        elif not computes:
+            support = refuse(f"{e.name}: {computes.reason}")
+        else:
+            remarks = [carries.reason, computes.reason, f"adapter from {token_format}" if adapted else ""]
+            support = Support(True, "; ".join(r for r in remarks if r))
+        found.append(Candidate(d.name, e.name, token_format, adapted, support))
+    return found
+
+
+def _preference(c: Candidate, parallel: ParallelConfig, device: Device) -> tuple[bool, int, int]:
+    dispatchers = _DISPATCHER_ORDER[device.kind]
+    # A world of one has nothing to carry: the dispatcher that moves nothing wins.
+    rank = 0 if parallel.world_size == 1 and c.dispatcher == "none" else 1 + dispatchers.index(c.dispatcher)
+    return c.adapted, _EXECUTOR_ORDER[device.kind].index(c.executor), rank
+
+
+def _why(c: Candidate, parallel: ParallelConfig, device: Device) -> str:
+    if parallel.world_size == 1:
+        return f"a world of one moves nothing; {c.executor} is the fastest executor that can"
+    return f"first pair in {device.kind} order of preference without an adapter"
+
+
+def _table(candidates: tuple[Candidate, ...], chosen: tuple[str, str, str] | None = None) -> str:
+    rows = [("", "dispatcher", "executor", "tokens", "reason")]
+    for c in candidates:
+        mark = "->" if chosen == (c.dispatcher, c.executor, c.token_format) else ("ok" if c.support else "no")
+        rows.append((mark, c.dispatcher, c.executor, c.token_format, c.support.reason))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[4] for row in rows
+    )
