@@ -1,0 +1,70 @@
+"""Row order and padding that the Hopper kernels want, as pure functions with inverses. No kernel library is needed.
+
+A stack of expert matrices is `[n, parts * rows, cols]`: gate over up (or up alone), as in `eprt.weights`. The kernels
+split its rows in the middle, so every half is padded on its own: padding the stack as a whole would move the boundary
+between gate and up. Columns may be packed (bytes of two codes, scales of a block): sizes are the tensor's own.
+
+Zero padding is neutral for every format: a zero code is 0 whatever its scale, so a padded gate row gives
+swiglu(0, 0) = 0 or relu2(0) = 0, and a padded column multiplies that 0.
+"""
+
+from __future__ import annotations
+
+import torch
+
+TILE = 128  # rows and columns of the smallest tile that both kernels accept
+
+
+def round_up(size: int, multiple: int = TILE) -> int:
+    """Smallest multiple that holds `size`."""
+    return -(-size // multiple) * multiple
+
+
+def pad_parts(
+    stack: torch.Tensor, parts: int, rows: int, cols: int | None = None, *, reverse: bool = False
+) -> torch.Tensor:
+    """Pad each part of a stack to `rows` rows (and `cols` columns) with zeros; `reverse` puts [gate; up] as [up; gate].
+
+    Args:
+        stack: [n, parts * r, c] with r <= rows and c <= cols, or a bias [n, parts * r].
+        cols: None keeps the columns.
+
+    Returns:
+        [n, parts * rows, cols] (a bias stays [n, parts * rows]), contiguous, same dtype and device.
+    """
+    if stack.dim() == 2:
+        return pad_parts(stack[..., None], parts, rows, reverse=reverse)[..., 0]
+    n, height, width = stack.shape
+    halves = stack.view(n, parts, height // parts, width)
+    if reverse:
+        halves = halves.flip(1)
+    # Formats of one byte have no zero-fill of their own everywhere (float8): their bytes do, and byte 0 is their 0.
+    padded = torch.zeros((n, parts, rows, width if cols is None else cols), dtype=_as_bytes(stack), device=stack.device)
+    padded[:, :, : height // parts, :width] = halves.view(_as_bytes(stack))
+    return padded.flatten(1, 2).view(stack.dtype)
+
+
+def unpad_parts(
+    padded: torch.Tensor, parts: int, rows: int, cols: int | None = None, *, reverse: bool = False
+) -> torch.Tensor:
+    """Inverse of `pad_parts`: the first `rows` rows and `cols` columns of each part, as [gate; up]."""
+    if padded.dim() == 2:
+        return unpad_parts(padded[..., None], parts, rows, reverse=reverse)[..., 0]
+    n, height, width = padded.shape
+    halves = padded.view(n, parts, height // parts, width)[:, :, :rows, : width if cols is None else cols]
+    return (halves.flip(1) if reverse else halves).flatten(1, 2)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.dtype:
+    return torch.uint8 if tensor.dtype.itemsize == 1 else tensor.dtype
+
+
+def spread_tensor_scale(scale: torch.Tensor, blocks_per_part: int, col_blocks: int) -> torch.Tensor:
+    """One FP8 scale a part -> one a block: [n, parts] -> [n, parts * blocks_per_part, col_blocks]."""
+    rows = scale.repeat_interleave(blocks_per_part, dim=1)
+    return rows[:, :, None].expand(*rows.shape, col_blocks).contiguous()
+
+
+def spread_part_scale(scale: torch.Tensor, rows_per_part: int) -> torch.Tensor:
+    """One scale a part -> one a row: [n, parts] -> [n, parts * rows_per_part]."""
+    return scale.repeat_interleave(rows_per_part, dim=1)

@@ -1,0 +1,94 @@
+"""Rows grouped by expert, and back: what a grouped GEMM needs around it.
+
+`group_rows` copies every local (row, slot) of FlatTokens into rows sorted by expert; slots of other ranks and of no
+expert are dropped. `weighted_unpermute` brings the K results of a row together. Buffers have N * K rows whatever the
+routing and nothing is read by the host, so both can be captured in a CUDA graph. The order inside an expert is the
+order of the slots, so results don't depend on timing.
+
+On CUDA the work is done by Triton kernels (`permute_triton.py`), elsewhere by the plain torch below, which is also
+what the kernels are tested against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SlotOrder:
+    """Where each (row, slot) went.
+
+    Attributes:
+        offsets: [L + 1] int64; rows of local expert e are [offsets[e], offsets[e + 1]), offsets[L] in all.
+        place: [N, K] int32, the sorted row of a slot, -1 where its expert isn't local.
+    """
+
+    offsets: torch.Tensor
+    place: torch.Tensor
+
+
+def group_slots(ids: torch.Tensor, first_expert: int, num_local: int) -> SlotOrder:
+    """The order alone. `ids` is [N, K] int32, global; anything outside the local range is dropped."""
+    if ids.is_cuda:
+        from eprt.experts import permute_triton
+
+        return SlotOrder(*permute_triton.place_slots(ids, first_expert, num_local))
+    return _group_slots_torch(ids, first_expert, num_local)
+
+
+def group_rows(
+    hidden: torch.Tensor, ids: torch.Tensor, first_expert: int, num_local: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, SlotOrder]:
+    """Sorted rows [N * K, H] in `dtype` and their order; rows at and past offsets[L] are garbage.
+
+    Args:
+        hidden: [N, H] float tensor, contiguous.
+        ids: [N, K] int32, global.
+    """
+    if ids.is_cuda:
+        from eprt.experts import permute_triton
+
+        rows, offsets, place = permute_triton.group_rows(hidden, ids, first_expert, num_local, dtype)
+        return rows, SlotOrder(offsets, place)
+    order = _group_slots_torch(ids, first_expert, num_local)
+    N, K = ids.shape
+    rows = torch.empty((N * K, hidden.shape[1]), dtype=dtype)
+    local = order.place.flatten() >= 0
+    rows[order.place.flatten()[local].long()] = hidden.repeat_interleave(K, dim=0)[local].to(dtype)
+    return rows, order
+
+
+def weighted_unpermute(
+    rows: torch.Tensor, order: SlotOrder, weights: torch.Tensor, out: torch.Tensor, *, every_row: bool
+) -> None:
+    """`out[n] = sum over k of weights[n, k] * rows[place[n, k]]`, summed in float32 in the order of the slots.
+
+    Args:
+        rows: [N * K, H] results in sorted order.
+        weights: [N, K] float32; ignored where the slot isn't local.
+        out: [N, H], written.
+        every_row: also write zeros into rows with nothing local; else those stay as they are.
+    """
+    if rows.is_cuda:
+        from eprt.experts import permute_triton
+
+        permute_triton.weighted_unpermute(rows, order.place, weights, out, every_row)
+        return
+    local = order.place >= 0
+    taken = rows[order.place.clamp(min=0).long()].float()
+    total = torch.where(local[..., None], taken * weights[..., None], 0.0).sum(dim=1)
+    written = torch.ones_like(local[:, 0]) if every_row else local.any(dim=1)
+    out[written] = total[written].to(out.dtype)
+
+
+def _group_slots_torch(ids: torch.Tensor, first_expert: int, num_local: int) -> SlotOrder:
+    local = ids.flatten().long() - first_expert
+    local = torch.where((local >= 0) & (local < num_local), local, num_local)
+    order = local.argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=ids.device))
+    counts = torch.bincount(local, minlength=num_local + 1)[:num_local]
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    place = torch.where(local < num_local, place, -1).to(torch.int32)
+    return SlotOrder(offsets, place.view(ids.shape))
