@@ -1,0 +1,381 @@
+"""The witness itself: against numbers worked out by hand, the formats' bytes, and transformers' own experts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from expert_cases import (
+    ACTIVATIONS,
+    CPU,
+    DEEPSEEK_V4,
+    GPT_OSS,
+    NAN,
+    RELU2,
+    RUNTIME,
+    SILU,
+    cut,
+    make_config,
+    make_dense,
+    make_expert_major,
+    make_flat,
+    make_weights,
+    relative_error,
+    rows_with_expert,
+    shard_of,
+    swap_gate_and_up,
+    valid_rows,
+)
+
+from eprt import quant
+from eprt.config import MoEConfig
+from eprt.errors import ConfigError, InputError
+from eprt.experts.reference import (
+    E4M3,
+    E8M0,
+    ReferenceExecutor,
+    decode_hidden,
+    decode_matrix,
+    expert_forward,
+)
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
+from eprt.weights import Dense, ExpertWeights, Fp8Block, Fp8Tensor, Mxfp4, Mxfp8, Nvfp4
+
+# Two float32 computations of the same sums of up to 96 products, added in another order: 2 ** -24 * sqrt(96) with
+# room. A wrong layout or a dropped bias is 0.1 or more (the mutation tests below).
+F32_TOLERANCE = 1e-5
+
+
+def build(config: MoEConfig, weights: ExpertWeights, **where) -> ReferenceExecutor:
+    return ReferenceExecutor(config, shard_of(config, **where), weights, CPU, RUNTIME)
+
+
+# ---- formats ----------------------------------------------------------------------------------------------------
+
+
+def test_e4m3_and_e8m0_tables():
+    bytes_ = torch.arange(256, dtype=torch.uint8)
+    torch.testing.assert_close(
+        torch.tensor(E4M3), bytes_.view(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True
+    )
+    assert E4M3[0x7E] == 448.0
+    assert E4M3[0x01] == 2**-9
+    assert E4M3[0xB9] == -1.125
+    assert math.isnan(E4M3[0xFF])
+    assert E8M0[127] == 1.0
+    assert E8M0[0] == 2.0**-127
+    assert E8M0[254] == 2.0**127
+    assert math.isnan(E8M0[255])
+
+
+def test_mxfp4_by_hand():
+    codes = torch.zeros(1, 1, 32, dtype=torch.uint8)
+    codes[0, 0, 0], codes[0, 0, 16] = 0x7A, 0x21  # low nibble first: -1, 6 | 0.5, 1
+    scales = torch.tensor([[[128, 126]]], dtype=torch.uint8)  # 2, 0.5
+    values = decode_matrix(Mxfp4(codes, scales), 1)[0, 0]
+    assert values[:2].tolist() == [-2.0, 12.0]
+    assert values[32:34].tolist() == [0.25, 0.5]
+    assert values.count_nonzero() == 4
+
+
+def test_nvfp4_by_hand():
+    codes = torch.full((1, 2, 8), 0x42, dtype=torch.uint8)  # 1, 2, 1, 2, ...
+    scales = torch.tensor([[[0x40], [0x38]]], dtype=torch.uint8).view(torch.float8_e4m3fn)  # 2; 1
+    matrix = Nvfp4(codes, scales, torch.tensor([[3.0, 5.0]]))
+    assert decode_matrix(matrix, 2)[0, :, :2].tolist() == [[6.0, 12.0], [5.0, 10.0]]
+
+
+def random_matrix(name: str, L: int, rows: int, cols: int, parts: int):
+    generator = torch.Generator().manual_seed(7)
+
+    def bytes_(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator) + 0.5
+
+    grid = (parts * -(-(rows // parts) // 128), -(-cols // 128))
+    e4m3 = torch.float8_e4m3fn
+    return {
+        "mxfp4": lambda: Mxfp4(bytes_(L, rows, cols // 2), bytes_(L, rows, cols // 32)),
+        "mxfp8": lambda: Mxfp8(bytes_(L, rows, cols).view(e4m3), bytes_(L, rows, cols // 32)),
+        "nvfp4": lambda: Nvfp4(bytes_(L, rows, cols // 2), bytes_(L, rows, cols // 16).view(e4m3), floats(L, parts)),
+        "fp8_tensor": lambda: Fp8Tensor(bytes_(L, rows, cols).view(e4m3), floats(L, parts)),
+        "fp8_block": lambda: Fp8Block(bytes_(L, rows, cols).view(e4m3), floats(L, *grid)),
+        "bf16": lambda: Dense(floats(L, rows, cols).bfloat16()),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4", "fp8_tensor", "fp8_block", "bf16"])
+@pytest.mark.parametrize(("rows", "cols", "parts"), [(8, 64, 2), (300, 160, 2), (256, 256, 1), (6, 32, 1)])
+def test_two_decoders_agree_on_any_bytes(name: str, rows: int, cols: int, parts: int):
+    """Every byte pattern, NaN and extreme scales included. 1e-6: the order of two multiplications may differ."""
+    matrix = random_matrix(name, 2, rows, cols, parts)
+    matrix.check("w", 2, rows, cols, parts)
+    torch.testing.assert_close(
+        decode_matrix(matrix, parts), quant.decode(matrix, parts), rtol=1e-6, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "nvfp4", "bf16", "f32"])
+@pytest.mark.parametrize("H", [96, 128, 304])
+def test_hidden_decoders_agree(name: str, H: int):
+    payload = quant.encode_payload(torch.randn(5, H), name)
+    assert torch.equal(decode_hidden(payload).to(quant.decode_payload(payload).dtype), quant.decode_payload(payload))
+
+
+# ---- the formula, by hand --------------------------------------------------------------------------------------
+
+
+def one_expert(activation, x: list[float], bias: bool = False) -> list[float]:
+    """Gate row [1, 0], up row [0, 1] (relu2: up row [1, 0]), down rows 2 and 3; biases 0.5 and 0.25 | 10 and 20."""
+    config = MoEConfig(1, 1, 2, 1, activation=activation, bias=bias, weight_format="f32")
+    gate_up = torch.eye(2)[: activation.parts]
+    biases = (torch.tensor([0.5, 0.25])[: activation.parts], torch.tensor([10.0, 20.0])) if bias else (None, None)
+    return expert_forward(config, gate_up, torch.tensor([[2.0], [3.0]]), *biases, torch.tensor([x]))[0].tolist()
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("activation", "x", "bias", "inner"),
+    [
+        (SILU, [1.0, 2.0], False, 0.7310585786300049 * 2),
+        (SILU, [100.0, -9.0], False, 100.0 * -9),
+        (GPT_OSS, [1.0, 2.0], False, sigmoid(1.702) * 3),
+        (GPT_OSS, [10.0, 9.0], False, 7 * sigmoid(7 * 1.702) * 8),  # both clamped at 7, then up + 1
+        (GPT_OSS, [-10.0, -9.0], False, -10 * sigmoid(-17.02) * -6),  # gate has no lower clamp
+        (GPT_OSS, [1.0, 2.0], True, 1.5 * sigmoid(1.5 * 1.702) * 3.25),
+        (DEEPSEEK_V4, [20.0, -30.0], False, 10 * sigmoid(10) * -10),
+        (RELU2, [3.0, 5.0], False, 9.0),
+        (RELU2, [-3.0, 5.0], False, 0.0),
+        (RELU2, [3.0, 5.0], True, 3.5**2),
+    ],
+)
+def test_expert_by_hand(activation, x: list[float], bias: bool, inner: float):
+    expected = [2 * inner + 10 * bias, 3 * inner + 20 * bias]
+    assert one_expert(activation, x, bias) == pytest.approx(expected, rel=1e-6)
+
+
+# ---- transformers' experts ---------------------------------------------------------------------------------------
+
+
+def gpt_oss_case(E: int, H: int, I: int):
+    from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    def canonical(module) -> ExpertWeights:
+        def halves(tensor: torch.Tensor) -> torch.Tensor:  # g0, u0, g1, u1, ... along the last dimension
+            return torch.cat((tensor[..., 0::2], tensor[..., 1::2]), dim=-1)
+
+        return ExpertWeights(
+            Dense(halves(module.gate_up_proj).mT.contiguous()),
+            Dense(module.down_proj.mT.contiguous()),
+            halves(module.gate_up_proj_bias),
+            module.down_proj_bias.data,
+        )
+
+    config = GptOssConfig(num_local_experts=E, hidden_size=H, intermediate_size=I)
+    return GptOssExperts, config, GPT_OSS, canonical
+
+
+def stacked(module) -> ExpertWeights:
+    return ExpertWeights(Dense(module.gate_up_proj.data), Dense(module.down_proj.data))
+
+
+def qwen3_moe_case(E: int, H: int, I: int):
+    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    return Qwen3MoeExperts, Qwen3MoeConfig(num_experts=E, hidden_size=H, moe_intermediate_size=I), SILU, stacked
+
+
+def deepseek_v3_case(E: int, H: int, I: int):
+    from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
+
+    config = DeepseekV3Config(n_routed_experts=E, hidden_size=H, moe_intermediate_size=I)
+    return DeepseekV3Experts, config, SILU, stacked
+
+
+def deepseek_v4_case(E: int, H: int, I: int):
+    from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+
+    config = DeepseekV4Config(n_routed_experts=E, hidden_size=H, moe_intermediate_size=I)
+    return DeepseekV4Experts, config, DEEPSEEK_V4, stacked
+
+
+def nemotron_h_case(E: int, H: int, I: int):
+    from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+    def canonical(module) -> ExpertWeights:
+        return ExpertWeights(Dense(module.up_proj.data), Dense(module.down_proj.data))
+
+    config = NemotronHConfig(n_routed_experts=E, hidden_size=2 * H, moe_latent_size=H, moe_intermediate_size=I)
+    return NemotronHExperts, config, RELU2, canonical
+
+
+CASES = [gpt_oss_case, qwen3_moe_case, deepseek_v3_case, deepseek_v4_case, nemotron_h_case]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_equals_transformers_experts(case):
+    pytest.importorskip("transformers")
+    E, H, I, T, K = 4, 48, 40, 17, 2
+    kind, hf_config, activation, canonical = case(E, H, I)
+    hf_config._experts_implementation = "eager"
+    module = kind(hf_config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.8)
+        hidden = torch.randn(T, H, generator=generator)
+        ids = torch.rand(T, E, generator=generator).argsort(1)[:, :K]
+        weights = torch.rand(T, K, generator=generator)
+        theirs = module(hidden, ids, weights)
+        ours = canonical(module)
+    config = MoEConfig(E, K, H, I, activation=activation, weight_format="f32", bias=ours.gate_up_bias is not None)
+    if activation.limit is not None:
+        clamped = (torch.einsum("th,erh->ter", hidden, ours.gate_up.data).abs() > activation.limit).float().mean()
+        assert clamped > 0.02, "the case must reach the clamp"
+    flat = FlatTokens(Payload.plain(hidden), ids.to(torch.int32), weights, E)
+    assert relative_error(build(config, ours)(flat), theirs) < F32_TOLERANCE
+    if activation.gated:
+        assert relative_error(build(config, swap_gate_and_up(ours))(flat), theirs) > 0.1
+    if ours.down_bias is not None:
+        unbiased = replace(ours, down_bias=torch.zeros_like(ours.down_bias))
+        assert relative_error(build(config, unbiased)(flat), theirs) > 0.01
+
+
+# ---- token formats and shards ------------------------------------------------------------------------------------
+
+
+def flat_by_definition(config: MoEConfig, weights: ExpertWeights, flat: FlatTokens) -> torch.Tensor:
+    """Row by row, slot by slot: sum of weight * expert(x). Rows with no valid slot are 0."""
+    rows = []
+    for row in range(flat.num_rows):
+        total = torch.zeros(config.hidden_size)
+        for slot in range(config.top_k):
+            e = int(flat.ids[row, slot])
+            if e == config.num_experts:
+                continue
+            bias = [None if b is None else b[e] for b in (weights.gate_up_bias, weights.down_bias)]
+            x = flat.hidden.data[row : row + 1].float()
+            y = expert_forward(config, weights.gate_up.data[e], weights.down.data[e], *bias, x)
+            total += flat.weights[row, slot] * y[0]
+        rows.append(total)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_flat_is_the_weighted_sum(activation, bias: bool):
+    config = make_config(activation=activation, bias=bias)
+    weights, flat = make_dense(config), make_flat(config)
+    expected = flat_by_definition(config, weights, flat)
+    rows = rows_with_expert(flat, shard_of(config))
+    out = torch.full((flat.num_rows, config.hidden_size), NAN)
+    build(config, weights)(flat, out)
+    assert relative_error(out[rows], expected[rows]) < F32_TOLERANCE
+    assert out[~rows].isnan().all(), "rows without a local expert are left untouched"
+    out.fill_(NAN)
+    build(config, weights)(replace(flat, every_row_read=True), out)
+    assert relative_error(out, expected) < F32_TOLERANCE
+    assert (out[~rows] == 0).all()
+
+
+@pytest.mark.parametrize(("world_size", "moe_tp_size"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("activation", [GPT_OSS, RELU2], ids=["gpt_oss", "relu2"])
+def test_shards_sum_to_the_whole(world_size: int, moe_tp_size: int, activation):
+    config = make_config(activation=activation, bias=True)
+    weights, flat = make_dense(config), replace(make_flat(config), every_row_read=True)
+    whole = build(config, weights)(flat)
+    total, most_bias = torch.zeros_like(whole), torch.zeros_like(whole)
+    for rank in range(world_size):
+        where = {"rank": rank, "world_size": world_size, "moe_tp_size": moe_tp_size}
+        shard = shard_of(config, **where)
+        share = cut(weights, config, shard)
+        total += build(config, share, **where)(flat)
+        # The mutant: every MoE-TP rank adds the bias.
+        most_bias += ReferenceExecutor(config, replace(shard, moe_tp_rank=0), share, CPU, RUNTIME)(flat)
+    assert relative_error(total, whole) < F32_TOLERANCE
+    if moe_tp_size > 1:
+        assert relative_error(most_bias, whole) > 0.05
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_expert_major_is_each_experts_own_function(world_size: int):
+    config = make_config(activation=GPT_OSS, bias=True)
+    weights, flat = make_dense(config), make_flat(config)
+    for rank in range(world_size):
+        shard = shard_of(config, rank, world_size)
+        slabs = make_expert_major(flat, shard)
+        out = torch.full_like(slabs.hidden.data, NAN)
+        build(config, cut(weights, config, shard), rank=rank, world_size=world_size)(slabs, out)
+        assert int(slabs.counts.sum()) > 0
+        for index, count in enumerate(slabs.counts.tolist()):
+            e = shard.first_expert + index
+            expected = expert_forward(
+                config, weights.gate_up.data[e], weights.down.data[e], weights.gate_up_bias[e], weights.down_bias[e],
+                slabs.hidden.data[index, :count],
+            )  # fmt: skip
+            torch.testing.assert_close(out[index, :count], expected, rtol=1e-5, atol=1e-5)
+        assert out[~valid_rows(slabs)].isnan().all(), "rows past the counts are left untouched"
+
+
+def test_an_expert_named_twice_counts_twice():
+    config = make_config()
+    weights, flat = make_dense(config), make_flat(config, 3, seed=1)
+    ids = torch.tensor([[1, 1], [2, 2], [3, 0]], dtype=torch.int32)
+    flat = FlatTokens(Payload.plain(torch.randn(3, config.hidden_size)), ids, torch.rand(3, 2), config.num_experts)
+    assert relative_error(build(config, weights)(flat), flat_by_definition(config, weights, flat)) < F32_TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "nvfp4"])
+def test_packed_tokens_give_bf16_of_the_decoded_tokens(name: str):
+    config = make_config()
+    weights, flat = make_dense(config), make_flat(config)
+    payload = quant.encode_payload(flat.hidden.data.nan_to_num(), name)
+    packed = build(config, weights)(replace(flat, hidden=payload, every_row_read=True))
+    plain = build(config, weights)(replace(flat, hidden=Payload.plain(decode_hidden(payload)), every_row_read=True))
+    assert packed.dtype == torch.bfloat16
+    assert torch.equal(packed, plain.bfloat16())
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4", "fp8_tensor", "fp8_block", "bf16"])
+def test_quantised_weights_are_decoded_with_their_own_scales(name: str):
+    config = make_config(name)
+    quantised, flat = make_weights(config), replace(make_flat(config), every_row_read=True)
+    dense = ExpertWeights(Dense(quant.decode(quantised.gate_up, 2)), Dense(quant.decode(quantised.down, 1)))
+    expected = build(make_config("f32"), dense)(flat)
+    assert relative_error(build(config, quantised)(flat), expected) < F32_TOLERANCE
+    if name in ("nvfp4", "fp8_tensor"):  # the mutant: gate scaled by up's scale and the other way round
+        swapped = quantised.gate_up.map(lambda tensor: tensor.flip(1) if tensor.shape == (4, 2) else tensor)
+        assert relative_error(build(config, replace(quantised, gate_up=swapped))(flat), expected) > 0.1
+
+
+@pytest.mark.parametrize("M", [0, 3])
+def test_zero_rows(M: int):
+    config = make_config()
+    executor = build(config, make_dense(config))
+    assert executor(make_flat(config, 0)).shape == (0, 96)
+    slabs = ExpertMajorTokens(Payload.plain(torch.full((4, M, 96), NAN)), torch.zeros(4, dtype=torch.int32))
+    assert executor(slabs).shape == (4, M, 96)
+
+
+def test_refusals():
+    config = make_config()
+    executor = build(config, make_dense(config))
+    flat = make_flat(config)
+    with pytest.raises(InputError, match="hidden size 32"):
+        executor(replace(flat, hidden=Payload.plain(torch.zeros(13, 32))))
+    with pytest.raises(InputError, match="out is"):
+        executor(flat, torch.empty(13, 96, dtype=torch.bfloat16))
+    with pytest.raises(ConfigError, match="gate_up_bias is missing"):
+        build(replace(config, bias=True), make_dense(config))
