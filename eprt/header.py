@@ -8,7 +8,7 @@ rank raises the same error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,7 +84,7 @@ def exchange(world: World, header: Header, error: EprtError | None = None) -> li
         the error of the lowest rank that has one, with its rank in the text, the same on every rank.
         WorldMismatch: a table of the fields that differ, the same on every rank.
     """
-    local = Header(**{**header.__dict__, "generation": world.generation, "step": world.step})
+    local = replace(header, generation=world.generation, step=world.step)
     world.note(header.operation, header.layer)
     rows = world.gather_control(torch.tensor(local.encode(error is not None), dtype=torch.int64)).tolist()
     headers = [Header.decode(row) for row in rows]
