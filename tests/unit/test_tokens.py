@@ -1,0 +1,344 @@
+"""The shared language: what `check` refuses, the way between the two formats, and adapters around executors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+from expert_cases import (
+    CPU,
+    GPT_OSS,
+    NAN,
+    RUNTIME,
+    cut,
+    make_config,
+    make_dense,
+    make_expert_major,
+    make_flat,
+    make_weights,
+    relative_error,
+    rows_with_expert,
+    shard_of,
+    valid_rows,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eprt.errors import ConfigError, InputError
+from eprt.experts import EXECUTORS, executor_spec, make_executor
+from eprt.experts.adapters import AdaptedExecutor, merge_repeats
+from eprt.experts.base import unsupported_format
+from eprt.experts.reference import ReferenceExecutor
+from eprt.placement import ExpertShard
+from eprt.quant import decode_payload, encode_payload
+from eprt.tokens import (
+    ExpertMajorTokens,
+    FlatTokens,
+    Payload,
+    TopK,
+    expert_major_from_flat,
+    flat_from_expert_major,
+    weighted_sum_to_flat,
+)
+
+# ---- check() -----------------------------------------------------------------------------------------------------
+
+
+def topk(**changes) -> TopK:
+    return replace(TopK(torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)), **changes)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (topk(ids=torch.zeros(3, 4, dtype=torch.int32)), r"\(3, 4\) int32.*expected \[T, 2\]"),
+        (topk(ids=torch.zeros(6, dtype=torch.int32)), r"expected \[T, 2\]"),
+        (topk(ids=torch.zeros(3, 2, dtype=torch.int64)), r"int64.*expected int32"),
+        (topk(weights=torch.zeros(2, 2)), r"topk_weights is \(2, 2\)"),
+        (topk(weights=torch.zeros(3, 2, dtype=torch.bfloat16)), r"bfloat16.*expected float32"),
+        (topk(weights=torch.zeros(3, 2, device="meta")), r"on meta, topk_ids on cpu"),
+    ],
+)
+def test_topk_check(bad: TopK, message: str):
+    topk().check(num_experts=4, top_k=2)
+    with pytest.raises(InputError, match=message):
+        bad.check(num_experts=4, top_k=2)
+
+
+def test_topk_values():
+    good = topk(ids=torch.tensor([[0, 3], [4, 4], [1, 2]], dtype=torch.int32))
+    good.check_ids(4)
+    good.check_weights()
+    for low_or_high in (-1, 5):
+        bad = good.ids.clone()
+        bad[1, 1] = low_or_high
+        with pytest.raises(InputError, match=r"topk_ids spans .*expected \[0, 4\)"):
+            TopK(bad, good.weights).check_ids(4)
+    with pytest.raises(InputError, match="2 non-finite values of 6"):
+        topk(weights=torch.tensor([[0.0, NAN], [1.0, float("inf")], [0.0, 1.0]])).check_weights()
+    empty = good.narrow(0, 0)
+    empty.check(4, 2)
+    empty.check_ids(4)
+    empty.check_weights()
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        Payload.plain(torch.zeros(3, 32)),
+        Payload.plain(torch.zeros(3, 32, dtype=torch.bfloat16)),
+        Payload(torch.zeros(3, 200).to(E4M3), "fp8_block", torch.zeros(3, 2)),
+        Payload(torch.zeros(3, 16, dtype=torch.uint8), "nvfp4", torch.zeros(3, 2).to(E4M3), torch.ones(1)),
+        Payload(torch.zeros(0, 200).to(E4M3), "fp8_block", torch.zeros(0, 2)),
+    ],
+)
+def test_payload_check_accepts(good: Payload):
+    good.check()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (Payload(torch.zeros(3, 32), "bf16"), r"bf16 payload is \(3, 32\) float32"),
+        (Payload(torch.zeros(3, 32), "f32", torch.zeros(3, 1)), "carries a scale"),
+        (Payload(torch.zeros(3, 200).to(E4M3), "fp8_block"), r"shape \(3, 2\), got None"),
+        (Payload(torch.zeros(3, 200).to(E4M3), "fp8_block", torch.zeros(3, 1)), r"shape \(3, 2\)"),
+        (Payload(torch.zeros(3, 16, dtype=torch.uint8), "nvfp4", torch.zeros(3, 1).to(E4M3)), r"shape \(3, 2\)"),
+    ],
+)
+def test_payload_check_refuses(bad: Payload, message: str):
+    with pytest.raises(InputError, match=message):
+        bad.check()
+
+
+def test_flat_check():
+    good = make_flat(make_config())
+    good.check()
+    make_flat(make_config(), 0).check()
+    for bad, message in [
+        (replace(good, ids=good.ids.long()), r"flat ids .*int64.*expected \[13, K\] int32"),
+        (replace(good, ids=good.ids[1:]), r"flat ids are \(12, 2\)"),
+        (replace(good, weights=good.weights.double()), r"flat weights .*float64"),
+        (replace(good, weights=good.weights[:, :1]), r"flat weights are \(13, 1\)"),
+        (replace(good, weights=good.weights.to("meta")), "span devices"),
+        (replace(good, hidden=replace(good.hidden, format="bf16")), "bf16 payload"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            bad.check()
+
+
+def test_expert_major_check():
+    config = make_config()
+    good = make_expert_major(make_flat(config), shard_of(config))
+    good.check()
+    for bad, message in [
+        (replace(good, counts=good.counts.long()), r"counts are \(4,\) int64"),
+        (replace(good, counts=good.counts[:3]), r"counts are \(3,\).*expected \[4\]"),
+        (replace(good, hidden=Payload.plain(torch.zeros(4, 96))), r"expected \[L, M, H\]"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            bad.check()
+
+
+# ---- flat -> expert major -> flat -----------------------------------------------------------------------------------
+
+
+@st.composite
+def routed(draw, payload: str = "f32") -> tuple[FlatTokens, ExpertShard]:
+    """Any routing: empty, idle rows, experts of other ranks, an expert named twice; garbage where nothing is valid."""
+    num_local = draw(st.integers(1, 4))
+    ranks = draw(st.integers(1, 3))
+    E, K, N = num_local * ranks, draw(st.integers(1, 4)), draw(st.integers(0, 8))
+    shard = ExpertShard(E, draw(st.integers(0, ranks - 1)) * num_local, num_local)
+    rows = draw(st.lists(st.lists(st.integers(0, E), min_size=K, max_size=K), min_size=N, max_size=N))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    ids = torch.tensor(rows, dtype=torch.int32).view(N, K)
+    weights = torch.rand(N, K, generator=generator) + 0.5
+    weights[ids == E] = NAN
+    hidden = torch.randn(N, 32, generator=generator)
+    hidden[(ids == E).all(1)] = NAN
+    return FlatTokens(encode_payload(hidden, payload), ids, weights, E), shard
+
+
+def local_weights(flat: FlatTokens, shard: ExpertShard) -> torch.Tensor:
+    local = (flat.ids >= shard.first_expert) & (flat.ids < shard.end_expert)
+    return torch.where(local, flat.weights, 0.0)
+
+
+@settings(deadline=None)
+@given(routed())
+def test_identity_experts_return_x_times_its_local_weights(case: tuple[FlatTokens, ExpertShard]):
+    flat, shard = case
+    slabs, index = expert_major_from_flat(flat, shard, flat.ids.numel())
+    slabs.check()
+    assert int(slabs.counts.sum()) == int((local_weights(flat, shard) > 0).sum())
+    slabs.hidden.data[~valid_rows(slabs)] = NAN
+    found = weighted_sum_to_flat(slabs.hidden.data, index)
+    total = local_weights(flat, shard).sum(1, keepdim=True)
+    expected = torch.where(total > 0, flat.hidden.data * total, 0.0)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # K products added in another order
+
+
+def by_expert(flat: FlatTokens, shard: ExpertShard) -> torch.Tensor:
+    """Expert e multiplies by 1 + e: through slabs and back."""
+    slabs, index = expert_major_from_flat(flat, shard, flat.ids.numel())
+    expert = torch.arange(shard.first_expert, shard.end_expert)[:, None, None]
+    return weighted_sum_to_flat(slabs.hidden.data * (1 + expert), index)
+
+
+@settings(deadline=None)
+@given(routed())
+def test_every_row_meets_its_own_expert(case: tuple[FlatTokens, ExpertShard]):
+    flat, shard = case
+    factor = (local_weights(flat, shard) * (1 + flat.ids)).sum(1, keepdim=True)
+    expected = torch.where(factor > 0, flat.hidden.data * factor, 0.0)
+    found = by_expert(flat, shard)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    # The mutant: ids shifted by one inside the shard.
+    local = local_weights(flat, shard) > 0
+    shifted = torch.where(
+        local, (flat.ids - shard.first_expert + 1) % shard.num_local_experts + shard.first_expert, flat.ids
+    )
+    wrong = torch.where(local, (shifted - flat.ids) * flat.weights, 0.0).sum(1)
+    moved = by_expert(replace(flat, ids=shifted), shard)
+    assert ((moved - found).norm(dim=1) > 1e-3)[wrong.abs() > 0.05].all()
+
+
+@settings(deadline=None)
+@pytest.mark.parametrize("payload", ["bf16", "fp8_block", "nvfp4"])
+@given(data=st.data())
+def test_slabs_hold_the_rows_bytes(payload: str, data: st.DataObject):
+    flat, shard = data.draw(routed(payload))
+    slabs, index = expert_major_from_flat(flat, shard, flat.ids.numel())
+    slabs.check()
+    assert slabs.hidden.format == payload
+    assert slabs.hidden.global_scale is flat.hidden.global_scale
+    seen = torch.zeros(shard.num_local_experts, dtype=torch.int32)
+    for row, slot in torch.cartesian_prod(torch.arange(flat.num_rows), torch.arange(flat.ids.shape[1])).tolist():
+        place = int(index.slab_row[row, slot])
+        expert = int(flat.ids[row, slot]) - shard.first_expert
+        if not 0 <= expert < shard.num_local_experts:
+            assert place == -1
+            continue
+        assert divmod(place, flat.ids.numel()) == (expert, int(seen[expert])), "row order within an expert"
+        seen[expert] += 1
+        for source, target in [(flat.hidden.data, slabs.hidden.data), (flat.hidden.scale, slabs.hidden.scale)]:
+            if source is not None:
+                assert torch.equal(source[row].view(torch.uint8), target.flatten(0, 1)[place].view(torch.uint8))
+    assert torch.equal(seen, slabs.counts)
+
+
+@settings(deadline=None)
+@given(routed())
+def test_slabs_as_flat_rows(case: tuple[FlatTokens, ExpertShard]):
+    flat, shard = case
+    slabs, _ = expert_major_from_flat(flat, shard, 5 + flat.ids.numel())
+    rows = flat_from_expert_major(slabs, shard)
+    rows.check()
+    L, M = slabs.hidden.data.shape[:2]
+    assert rows.ids.shape == (L * M, 1)
+    for e, count in enumerate(slabs.counts.tolist()):
+        ids = rows.ids.view(L, M)[e]
+        assert (ids[:count] == shard.first_expert + e).all()
+        assert (ids[count:] == shard.num_experts).all()
+    assert (rows.weights == 1).all()
+    assert rows.hidden.data.data_ptr() == slabs.hidden.data.data_ptr(), "a view"
+
+
+# ---- adapters around executors ---------------------------------------------------------------------------------
+
+
+class FlatOnly(ReferenceExecutor):
+    spec: ClassVar = replace(executor_spec("reference"), name="flat_only", formats=("flat",))
+
+    def _expert_major(self, tokens, out):
+        raise unsupported_format("flat_only", "expert_major")
+
+
+class ExpertMajorOnly(ReferenceExecutor):
+    spec: ClassVar = replace(executor_spec("reference"), name="expert_major_only", formats=("expert_major",))
+
+    def _flat(self, tokens, out):
+        raise unsupported_format("expert_major_only", "flat")
+
+
+def test_an_unadapted_executor_refuses_the_other_format():
+    config = make_config()
+    flat = make_flat(config)
+    weights, shard = make_dense(config), shard_of(config)
+    with pytest.raises(ConfigError, match="no native flat path"):
+        ExpertMajorOnly(config, shard, weights, CPU, RUNTIME)(flat)
+    with pytest.raises(ConfigError, match="no native expert_major path"):
+        FlatOnly(config, shard, weights, CPU, RUNTIME)(make_expert_major(flat, shard))
+
+
+@pytest.mark.parametrize("kind", [FlatOnly, ExpertMajorOnly])
+@pytest.mark.parametrize("payload", ["f32", "bf16", "fp8_block", "nvfp4"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_adapted_executor_equals_a_native_one(kind, payload: str, world_size: int):
+    config = make_config(activation=GPT_OSS, bias=True)
+    # bf16 results are rounded once more, before the weighted sum, by an expert-major executor.
+    tolerance = 1e-6 if payload == "f32" else 2**-8
+    for rank in range(world_size):
+        shard = shard_of(config, rank, world_size)
+        weights = cut(make_dense(config), config, shard)
+        native = ReferenceExecutor(config, shard, weights, CPU, RUNTIME)
+        adapted = AdaptedExecutor(kind(config, shard, weights, CPU, RUNTIME))
+        flat = make_flat(config)
+        slabs = make_expert_major(flat, shard)
+        flat = replace(flat, hidden=encode_payload(flat.hidden.data, payload), every_row_read=True)
+        slabs = replace(slabs, hidden=encode_payload(slabs.hidden.data, payload))
+        out = torch.full_like(decode_payload(flat.hidden), NAN)
+        assert relative_error(adapted(flat, out), native(flat)) < tolerance
+        assert (out[~rows_with_expert(flat, shard)] == 0).all()
+        valid = valid_rows(slabs)
+        wide = torch.full((*decode_payload(slabs.hidden).shape[:2], 2 * 96), NAN, dtype=out.dtype)
+        adapted(slabs, wide[..., :96])  # not contiguous
+        assert relative_error(wide[..., :96][valid], native(slabs)[valid]) < tolerance
+        assert wide[..., 96:].isnan().all()
+
+
+@pytest.mark.parametrize("kind", [FlatOnly, ExpertMajorOnly])
+def test_adapted_executor_takes_zero_rows_and_says_what_it_is(kind):
+    config = make_config()
+    shard = shard_of(config)
+    adapted = AdaptedExecutor(kind(config, shard, make_dense(config), CPU, RUNTIME))
+    assert adapted.spec.formats == ("flat", "expert_major")
+    assert adapted.spec.name == kind.spec.name
+    assert len(kind.spec.formats) == 1, "the inner executor's own spec is left alone"
+    assert adapted(make_flat(config, 0)).shape == (0, 96)
+    empty = ExpertMajorTokens(Payload.plain(torch.empty(4, 3, 96).fill_(NAN)), torch.zeros(4, dtype=torch.int32))
+    assert adapted(empty).shape == (4, 3, 96)
+
+
+@settings(deadline=None)
+@given(routed())
+def test_merging_repeats_keeps_the_weighted_sum(case: tuple[FlatTokens, ExpertShard]):
+    flat, shard = case
+    merged = merge_repeats(flat)
+    merged.check()
+    for row in merged.ids.tolist():
+        valid = [e for e in row if e < flat.num_experts]
+        assert len(valid) == len(set(valid))
+    torch.testing.assert_close(by_expert(merged, shard), by_expert(flat, shard), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("native", ["flat", "expert_major"])
+def test_make_executor_adapts_only_what_is_lacking(native: str, monkeypatch):
+    monkeypatch.setitem(EXECUTORS, "reference", replace(executor_spec("reference"), formats=(native,)))
+    config = make_config("bf16")
+    shard, flat = shard_of(config), replace(make_flat(config, dtype=torch.bfloat16), every_row_read=True)
+    arguments = ("reference", config, shard, make_weights(config), CPU, RUNTIME)
+    other = "flat" if native == "expert_major" else "expert_major"
+    assert type(make_executor(*arguments)) is ReferenceExecutor
+    assert type(make_executor(*arguments, token_format=native)) is ReferenceExecutor
+    adapted = make_executor(*arguments, token_format=other)
+    assert type(adapted) is AdaptedExecutor
+    assert relative_error(adapted(flat), make_executor(*arguments)(flat)) < 2**-8
+    monkeypatch.undo()
+    assert type(make_executor(*arguments, token_format=other)) is ReferenceExecutor
