@@ -1,0 +1,103 @@
+"""The table of model families: config.json's `model_type` -> family. A new one is a new file and a row here."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eprt.checkpoint import Checkpoint, hash63
+from eprt.config import MoEConfig, ParallelConfig
+from eprt.errors import ConfigError
+from eprt.models.base import ModelFamily
+from eprt.placement import ExpertPlacement, ExpertShard
+from eprt.routing import Router
+from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
+
+__all__ = ["FAMILIES", "LayerParts", "ModelFamily", "family_for", "load_layer"]
+
+FAMILIES: dict[str, str] = {
+    "gpt_oss": "eprt.models.gpt_oss:GptOss",
+    "qwen3_moe": "eprt.models.qwen_moe:Qwen3Moe",
+    "qwen3_5_moe": "eprt.models.qwen_moe:Qwen35Moe",
+    "qwen3_5_moe_text": "eprt.models.qwen_moe:Qwen35MoeText",
+    "deepseek_v3": "eprt.models.deepseek:DeepseekV3",
+    "deepseek_v4": "eprt.models.deepseek:DeepseekV4",
+    "nemotron_h": "eprt.models.nemotron_h:NemotronH",
+}
+
+
+def family_for(hf: dict[str, Any]) -> ModelFamily:
+    """The family of a Hugging Face config. Raises ConfigError if it has none here."""
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(f"config.json: model_type {model_type!r} is not supported: expected {', '.join(FAMILIES)}")
+    module, _, name = FAMILIES[model_type].partition(":")
+    family: type[ModelFamily] = getattr(importlib.import_module(module), name)
+    return family()
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """All that one rank needs of one MoE layer, on the CPU.
+
+    Attributes:
+        config: the layer's maths.
+        shard: which experts, which slice of each.
+        experts: this rank's share.
+        router, shared, latent: whole on every rank; None where the model has none.
+        module_path: what the layer replaces in the transformers model.
+        fingerprint: hash of config, manifest and the router's bytes: differs between revisions of a checkpoint.
+    """
+
+    config: MoEConfig
+    shard: ExpertShard
+    experts: ExpertWeights
+    router: Router
+    shared: SharedExpertWeights | None
+    latent: LatentWeights | None
+    module_path: str
+    fingerprint: int
+
+
+def load_layer(
+    source: str | Path | Checkpoint,
+    layer: int,
+    parallel: ParallelConfig | None = None,
+    rank: int = 0,
+) -> LayerParts:
+    """One MoE layer of a checkpoint, this rank's share of the experts.
+
+    Not collective: wrap it in `eprt.checkpoint.load_on_all_ranks` so that all ranks fail, or succeed, together.
+
+    Args:
+        source: a checkpoint directory, or an open Checkpoint (cheaper for many layers; its `bytes_read` counts).
+        layer: number of the layer in the model.
+        parallel: how ranks share the experts; None is one rank that holds them all.
+        rank: this rank, in the World's numbering.
+
+    Raises:
+        CheckpointError: a file or tensor isn't what config.json says.
+        ConfigError: the config is incomplete or unsupported, or the experts don't divide over the ranks.
+    """
+    if not isinstance(source, Checkpoint):
+        with Checkpoint(source) as checkpoint:
+            return load_layer(checkpoint, layer, parallel, rank)
+    family = family_for(source.config)
+    config = family.moe_config(source.config, layer)
+    shard = ExpertPlacement(config.num_experts, parallel or ParallelConfig()).shard(rank)
+    router = family.load_router(source, layer, config)
+    router_bytes = router.weight.contiguous().view(torch.uint8).numpy().tobytes()
+    return LayerParts(
+        config=config,
+        shard=shard,
+        experts=family.load_experts(source, layer, config, shard),
+        router=router,
+        shared=family.load_shared(source, layer, config),
+        latent=family.load_latent(source, layer, config),
+        module_path=family.module_path(layer),
+        fingerprint=hash63(str(source.fingerprint).encode(), router_bytes),
+    )

@@ -1,0 +1,141 @@
+"""What a model family knows: which layers are mixtures of experts, their maths, and their tensors' names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+
+from eprt.checkpoint import Checkpoint
+from eprt.config import MoEConfig
+from eprt.errors import CheckpointError
+from eprt.models.formats import ExpertNames, Part, load_experts, load_linear
+from eprt.models.hf_config import model_dtype
+from eprt.placement import ExpertShard
+from eprt.routing import Router
+from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
+
+
+class ModelFamily(ABC):
+    """One model family. Stateless; the class attributes are its naming, the methods raise ConfigError (the config)
+    or CheckpointError (the tensors).
+
+    Attributes:
+        module: dotted path, in the transformers model, of the module an integration replaces; `{}` is the layer.
+        blocks: the same module as checkpoints name it; the first name that a checkpoint uses is taken.
+        router: name of the router inside the block.
+        correction_biases: names of its selection bias, inside the router.
+        shared: name of the shared expert inside the block.
+        aliases, stacked: see `formats.ExpertNames`.
+    """
+
+    module: ClassVar[str] = "model.layers.{}.mlp"
+    blocks: ClassVar[tuple[str, ...]] = ("model.layers.{}.mlp",)
+    router: ClassVar[str] = "gate"
+    correction_biases: ClassVar[tuple[str, ...]] = ("e_score_correction_bias",)
+    shared: ClassVar[str] = "shared_experts"
+    aliases: ClassVar[dict[Part, tuple[str, ...]]] = {
+        "gate": ("gate_proj",),
+        "up": ("up_proj",),
+        "down": ("down_proj",),
+    }
+    stacked: ClassVar[dict[Part, tuple[str, int, int]]] = {
+        "gate": ("gate_up_proj", 0, 2),
+        "up": ("gate_up_proj", 1, 2),
+        "down": ("down_proj", 0, 1),
+    }
+
+    @abstractmethod
+    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
+        """Numbers of the layers that are mixtures of experts."""
+
+    @abstractmethod
+    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
+        """The maths of one of them."""
+
+    def text_config(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """The fields of the text model; a family whose config nests them (quantisation stays outside) flattens it."""
+        return hf
+
+    def module_path(self, layer: int) -> str:
+        """Dotted path of the module that an integration replaces, e.g. `model.layers.3.mlp`."""
+        return self.module.format(layer)
+
+    def load_experts(self, checkpoint: Checkpoint, layer: int, config: MoEConfig, shard: ExpertShard) -> ExpertWeights:
+        """This rank's experts, canonical. Reads the bytes of this shard only."""
+        prefix = f"{self.block(checkpoint, layer)}.experts"
+        names = ExpertNames(prefix, config.num_experts, self.aliases, self.stacked)
+        return load_experts(checkpoint, names, config, shard)
+
+    def load_router(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> Router:
+        """The router, in the model's dtype; its selection bias in float32, as transformers keeps it."""
+        prefix = f"{self.block(checkpoint, layer)}.{self.router}"
+        dtype = model_dtype(self.text_config(checkpoint.config))
+        E = config.num_experts
+        plain = (torch.bfloat16, torch.float32)
+        weight = checkpoint.read(f"{prefix}.weight", shape=(E, config.input_size), dtypes=plain).to(dtype)
+        bias = checkpoint.read(f"{prefix}.bias", shape=(E,), dtypes=plain).to(dtype) if config.bias else None
+        correction: torch.Tensor | None = None
+        if config.routing.method in ("grouped_sigmoid", "sqrt_softplus"):
+            name = checkpoint.first(*(f"{prefix}.{alias}" for alias in self.correction_biases))
+            correction = checkpoint.read(name, shape=(E,), dtypes=plain).float()
+        return Router(
+            weight,
+            config.routing,
+            config.top_k,
+            bias=bias,
+            correction_bias=correction,
+            token_table=self._token_table(checkpoint, prefix, config),
+        )
+
+    def load_shared(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> SharedExpertWeights | None:
+        """The shared expert, whole, decoded to bf16 if it is packed; None if the layer has none."""
+        shared = config.shared
+        if shared is None:
+            return None
+        prefix = f"{self.block(checkpoint, layer)}.{self.shared}"
+        H, I = config.input_size, shared.intermediate_size
+
+        def linear(part: Part, rows: int, cols: int) -> torch.Tensor:
+            return load_linear(checkpoint, tuple(f"{prefix}.{alias}" for alias in self.aliases[part]), rows, cols)
+
+        return SharedExpertWeights(
+            up=linear("up", I, H),
+            down=linear("down", H, I),
+            gate=linear("gate", I, H) if shared.activation.gated else None,
+            output_gate=load_linear(checkpoint, (f"{prefix}_gate",), 1, H) if shared.gate else None,
+        )
+
+    def load_latent(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> LatentWeights | None:
+        """The projections around experts that live in a latent width; None if they live in the model's."""
+        return None
+
+    def block(self, checkpoint: Checkpoint, layer: int) -> str:
+        """Name of the layer's MoE block in this checkpoint. Raises CheckpointError."""
+        ending = f".{self.router}.weight"
+        name = checkpoint.first(*(block.format(layer) + ending for block in self.blocks))
+        return name.removesuffix(ending)
+
+    def expert_modules(self, layer: int) -> tuple[str, ...]:
+        """Names by which per-module quantisation settings may know the layer's experts."""
+        prefixes = [f"{block.format(layer)}.experts" for block in self.blocks]
+        downs = [f"{prefix}.0.{alias}" for prefix in prefixes for alias in self.aliases["down"]]
+        return (*downs, *prefixes)
+
+    def _token_table(self, checkpoint: Checkpoint, router: str, config: MoEConfig) -> torch.Tensor | None:
+        """[V, K] int64 expert ids of each vocabulary id (hash routing), checked to be experts that exist."""
+        if config.routing.method != "hash":
+            return None
+        name = f"{router}.tid2eid"
+        table = checkpoint.read(name, dtypes=(torch.int64, torch.int32)).long()
+        if table.dim() != 2 or table.shape[1] != config.top_k or table.numel() == 0:
+            raise CheckpointError(
+                f"{checkpoint.where(name)} has shape {tuple(table.shape)}: expected (V, {config.top_k})"
+            )
+        low, high = (int(v) for v in torch.aminmax(table))
+        if low < 0 or high >= config.num_experts:
+            raise CheckpointError(
+                f"{checkpoint.where(name)} holds expert ids {low} to {high}: expected 0 to {config.num_experts - 1}"
+            )
+        return table

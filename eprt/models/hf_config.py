@@ -1,0 +1,168 @@
+"""Fields of a Hugging Face config.json, read by hand: nothing of it is executed, every complaint names the field."""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from eprt.config import WeightFormat
+from eprt.errors import ConfigError
+
+_DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+# NVIDIA ModelOpt's `quant_algo` (modelopt.torch.export, unified Hugging Face checkpoints).
+_MODELOPT_FORMATS: dict[str, WeightFormat] = {
+    "NVFP4": "nvfp4",
+    "W4A16_NVFP4": "nvfp4",
+    "FP8": "fp8_tensor",
+    "MXFP8": "mxfp8",
+}
+
+
+MAX_LAYERS = 10_000  # far above any model: keeps a hostile config from asking for a list of 10**12
+
+
+def integer(hf: dict[str, Any], *names: str, default: int | None = None, least: int = 0) -> int:
+    """The first of `names` that is set. Raises ConfigError if none is (and there is no default), or if it isn't an
+    integer of at least `least`."""
+    value = _number(hf, names, default, (int,), "an integer")
+    if value < least:
+        raise ConfigError(f"config.json: {names[0]} is {value}: expected at least {least}")
+    return value
+
+
+def real(hf: dict[str, Any], *names: str, default: float | None = None) -> float:
+    """As `integer`, for any finite number."""
+    value = float(_number(hf, names, default, (int, float), "a number"))
+    if not math.isfinite(value):
+        raise ConfigError(f"config.json: {names[0]} is {value}: expected a finite number")
+    return value
+
+
+def num_layers(hf: dict[str, Any]) -> int:
+    """`num_hidden_layers`. Raises ConfigError."""
+    value = integer(hf, "num_hidden_layers", least=1)
+    if value > MAX_LAYERS:
+        raise ConfigError(f"config.json: num_hidden_layers is {value}: expected at most {MAX_LAYERS}")
+    return value
+
+
+def boolean(hf: dict[str, Any], name: str, default: bool) -> bool:
+    """Raises ConfigError if the field is set to something else than a boolean."""
+    value = hf.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"config.json: {name} is {value!r}: expected true or false")
+    return default if value is None else value
+
+
+def strings(hf: dict[str, Any], name: str) -> list[str] | None:
+    """A list of strings, or None if the field isn't set. Raises ConfigError."""
+    return _list(hf, name, str)
+
+
+def integers(hf: dict[str, Any], name: str) -> list[int] | None:
+    """A list of integers, or None if the field isn't set. Raises ConfigError."""
+    return _list(hf, name, int)
+
+
+def section(hf: dict[str, Any], name: str) -> dict[str, Any]:
+    """A nested object. Raises ConfigError if it is missing or something else."""
+    value = hf.get(name)
+    if not isinstance(value, dict):
+        raise ConfigError(f"config.json: {name} is {value!r}: expected an object")
+    return value
+
+
+def expect(hf: dict[str, Any], name: str, supported: object) -> None:
+    """Raises ConfigError if the field is set to another value than the one this family's code computes."""
+    value = hf.get(name)
+    if value is not None and value != supported:
+        raise ConfigError(f"config.json: {name} {value!r} is not supported: expected {supported!r}")
+
+
+def check_moe_layer(layer: int, layers: list[int]) -> None:
+    """Raises ConfigError unless `layer` is one of the model's MoE layers."""
+    if layer not in layers:
+        raise ConfigError(f"layer {layer} is not a mixture of experts; this model's are {layers}")
+
+
+def model_dtype(hf: dict[str, Any]) -> torch.dtype:
+    """dtype of the unquantised weights, bf16 if the config doesn't say. Raises ConfigError unless it is bf16 or f32."""
+    name = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise ConfigError(
+            f"config.json: dtype {name!r} is not supported: convert the checkpoint to bfloat16 or float32"
+        )
+    return _DTYPES[name]
+
+
+def weight_format(hf: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
+    """Number format of the routed experts.
+
+    Args:
+        hf: the config; `quantization_config` decides, else the dtype.
+        modules: names that per-module quantisation settings may know the experts by.
+
+    Raises:
+        ConfigError: a quantisation that no matrix type of eprt.weights holds.
+    """
+    if hf.get("quantization_config") is None:
+        return "f32" if model_dtype(hf) == torch.float32 else "bf16"
+    quant = section(hf, "quantization_config")
+    method = quant.get("quant_method")
+    if method == "mxfp4":
+        return "mxfp4"
+    if method == "fp8":
+        if (quant.get("expert_dtype") or hf.get("expert_dtype")) == "fp4":
+            return "mxfp4"
+        expect(quant, "weight_block_size", [128, 128])
+        return "fp8_block"
+    if method == "modelopt":
+        return _modelopt_format(hf, quant, modules)
+    raise ConfigError(f"config.json: quant_method {method!r} is not supported: expected mxfp4, fp8 or modelopt")
+
+
+def _modelopt_format(hf: dict[str, Any], quant: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
+    excluded = [*(strings(quant, "ignore") or []), *(strings(quant, "exclude_modules") or [])]
+    plain: WeightFormat = "f32" if model_dtype(hf) == torch.float32 else "bf16"
+    if any(fnmatchcase(module, pattern) for module in modules for pattern in excluded):
+        return plain
+    algorithm = quant.get("quant_algo")
+    if algorithm == "MIXED_PRECISION":
+        layers = section(quant, "quantized_layers")
+        named = [layers[module] for module in modules if isinstance(layers.get(module), dict)]
+        if not named:
+            return plain
+        algorithm = named[0].get("quant_algo")
+    if not isinstance(algorithm, str) or algorithm not in _MODELOPT_FORMATS:
+        raise ConfigError(
+            f"config.json: quant_algo {algorithm!r} is not supported: expected {', '.join(_MODELOPT_FORMATS)}"
+        )
+    return _MODELOPT_FORMATS[algorithm]
+
+
+def _list(hf: dict[str, Any], name: str, kind: type) -> list[Any] | None:
+    value = hf.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+        raise ConfigError(f"config.json: {name} is {value!r}: expected a list of {kind.__name__}")
+    return value
+
+
+def _number(
+    hf: dict[str, Any], names: tuple[str, ...], default: float | None, kinds: tuple[type, ...], wanted: str
+) -> Any:
+    for name in names:
+        value = hf.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise ConfigError(f"config.json: {name} is {value!r}: expected {wanted}")
+        return value
+    if default is None:
+        raise ConfigError(f"config.json: field {' or '.join(names)} is missing: expected {wanted}")
+    return default

@@ -1,0 +1,66 @@
+"""Nemotron-H: experts without a gate (ReLU^2), in a latent width where the config has one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eprt.checkpoint import Checkpoint
+from eprt.config import Activation, MoEConfig, Routing, SharedExpert
+from eprt.errors import ConfigError
+from eprt.models.base import ModelFamily
+from eprt.models.formats import load_linear
+from eprt.models.hf_config import boolean, check_moe_layer, expect, integer, real, strings, weight_format
+from eprt.weights import LatentWeights
+
+
+class NemotronH(ModelFamily):
+    """nvidia/Nemotron-3 family (Mamba-2, attention and MoE layers in one stack)."""
+
+    module = "model.layers.{}.mixer"
+    blocks = ("backbone.layers.{}.mixer", "model.layers.{}.mixer")
+    aliases = {"up": ("up_proj",), "down": ("down_proj",)}  # noqa: RUF012
+    stacked = {"up": ("up_proj", 0, 1), "down": ("down_proj", 0, 1)}  # noqa: RUF012
+
+    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
+        kinds = strings(hf, "layers_block_type")
+        if kinds is not None:
+            return [layer for layer, kind in enumerate(kinds) if kind == "moe"]
+        pattern = hf.get("hybrid_override_pattern")
+        if not isinstance(pattern, str):
+            raise ConfigError("config.json: field layers_block_type or hybrid_override_pattern is missing")
+        return [layer for layer, kind in enumerate(pattern) if kind == "E"]
+
+    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
+        check_moe_layer(layer, self.moe_layers(hf))
+        expect(hf, "mlp_hidden_act", "relu2")
+        expect(hf, "mlp_bias", False)
+        hidden = integer(hf, "hidden_size")
+        latent = integer(hf, "moe_latent_size", default=0)
+        relu2 = Activation("relu2")
+        return MoEConfig(
+            num_experts=integer(hf, "n_routed_experts", "num_local_experts"),
+            top_k=integer(hf, "num_experts_per_tok"),
+            hidden_size=latent or hidden,
+            model_hidden_size=hidden if latent else None,
+            intermediate_size=integer(hf, "moe_intermediate_size"),
+            activation=relu2,
+            routing=Routing(
+                "grouped_sigmoid",
+                renormalize=boolean(hf, "norm_topk_prob", True),
+                num_groups=integer(hf, "n_group", default=1),
+                topk_groups=integer(hf, "topk_group", default=1),
+                scaling_factor=real(hf, "routed_scaling_factor", default=1.0),
+            ),
+            weight_format=weight_format(hf, self.expert_modules(layer)),
+            shared=SharedExpert(integer(hf, "moe_shared_expert_intermediate_size"), activation=relu2),
+        )
+
+    def load_latent(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> LatentWeights | None:
+        if config.model_hidden_size is None:
+            return None
+        block = self.block(checkpoint, layer)
+        H, H_model = config.hidden_size, config.model_hidden_size
+        return LatentWeights(
+            into=load_linear(checkpoint, (f"{block}.fc1_latent_proj",), H, H_model),
+            out_of=load_linear(checkpoint, (f"{block}.fc2_latent_proj",), H_model, H),
+        )

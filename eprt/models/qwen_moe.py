@@ -1,0 +1,74 @@
+"""Qwen3-MoE, and Qwen3.5-MoE with its shared expert behind a sigmoid gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eprt.config import MoEConfig, Routing, SharedExpert
+from eprt.models.base import ModelFamily
+from eprt.models.hf_config import (
+    boolean,
+    check_moe_layer,
+    expect,
+    integer,
+    integers,
+    num_layers,
+    section,
+    weight_format,
+)
+
+
+class Qwen3Moe(ModelFamily):
+    """Qwen/Qwen3-30B-A3B, Qwen3-235B-A22B."""
+
+    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
+        step = integer(hf, "decoder_sparse_step", default=1, least=1)
+        dense = integers(hf, "mlp_only_layers") or []
+        return [i for i in range(num_layers(hf)) if i not in dense and (i + 1) % step == 0]
+
+    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
+        check_moe_layer(layer, self.moe_layers(hf))
+        return self._config(hf, layer, boolean(hf, "norm_topk_prob", False), None)
+
+    def _config(self, hf: dict[str, Any], layer: int, renormalize: bool, shared: SharedExpert | None) -> MoEConfig:
+        expect(hf, "hidden_act", "silu")
+        return MoEConfig(
+            num_experts=integer(hf, "num_experts", "num_local_experts"),
+            top_k=integer(hf, "num_experts_per_tok"),
+            hidden_size=integer(hf, "hidden_size"),
+            intermediate_size=integer(hf, "moe_intermediate_size"),
+            routing=Routing("softmax_topk", renormalize=renormalize),
+            weight_format=weight_format(hf, self.expert_modules(layer)),
+            shared=shared,
+        )
+
+
+class Qwen35MoeText(Qwen3Moe):
+    """The text model of Qwen3.5-MoE alone. Every layer is a mixture of experts, weights always renormalised."""
+
+    blocks = ("model.layers.{}.mlp", "model.language_model.layers.{}.mlp")
+    shared = "shared_expert"
+
+    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
+        return list(range(num_layers(hf)))
+
+    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
+        check_moe_layer(layer, self.moe_layers(hf))
+        shared = SharedExpert(integer(hf, "shared_expert_intermediate_size"), gate=True)
+        return self._config(hf, layer, True, shared)
+
+
+class Qwen35Moe(Qwen35MoeText):
+    """Qwen/Qwen3.5-35B-A3B, Qwen3.5-397B-A17B: the text model's config is nested, its modules one level deeper."""
+
+    module = "model.language_model.layers.{}.mlp"
+
+    def text_config(self, hf: dict[str, Any]) -> dict[str, Any]:
+        nested = section(hf, "text_config") if "text_config" in hf else {}
+        return {**nested, **{name: value for name, value in hf.items() if name != "text_config"}}
+
+    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
+        return super().moe_layers(self.text_config(hf))
+
+    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
+        return super().moe_config(self.text_config(hf), layer)
