@@ -1,0 +1,158 @@
+"""Dispatch and combine over torch symmetric memory: one kernel each, for the GPUs of one NVLink host.
+
+Dispatch pushes rows and routing straight into the memory of the ranks that hold the experts; combine pulls the rows
+that their executors wrote and sums them in float32. `symm_kernels.py` says why that needs no barriers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
+from eprt.dispatch.base import Dispatcher, Handle
+from eprt.dispatch.symm_memory import MAX_RANKS, Geometry, SymmetricMemory
+from eprt.errors import ConfigError, InputError
+from eprt.tokens import FlatTokens, Payload, TopK
+from eprt.world import World
+
+MAX_TOKENS_PER_RANK = (1 << 20) - 1  # a flag carries R in 20 bits
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What combine needs of a dispatch."""
+
+    slot: int
+    ids: torch.Tensor
+
+
+class SymmetricMemoryDispatcher(Dispatcher):
+    """Emits W * R flat rows, rank by rank; slots of absent tokens and of other ranks' experts hold E.
+
+    Two calls may be open at once, over all dispatchers of equal geometry (world size, capacity, H, K, payload): they
+    share their memory. Under CUDA graphs R and T are static; a row whose ids are all E travels nowhere. Replays and
+    eager calls must be ordered by the caller, as they would be for any buffer that both use.
+
+    Raises:
+        ConfigError: more than 8 ranks, or a capacity of 2**20 tokens or more.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: MoEConfig,
+        runtime: RuntimeConfig,
+        token_format: TokenFormat = "flat",
+        layer: int = 0,
+    ) -> None:
+        if world.size > MAX_RANKS or world.device.type != "cuda":
+            raise ConfigError(
+                f"symm: {world.size} ranks on {world.device.type}: at most {MAX_RANKS} CUDA ranks of one host; "
+                "choose dispatcher 'none' or 'torch'"
+            )
+        if runtime.max_tokens_per_rank > MAX_TOKENS_PER_RANK:
+            raise ConfigError(f"symm: max_tokens_per_rank {runtime.max_tokens_per_rank}: at most {MAX_TOKENS_PER_RANK}")
+        self._geometry = Geometry.of(world.size, config, runtime)
+        super().__init__(world, config, runtime, token_format, layer)
+        from eprt.dispatch.symm_launch import Launcher
+
+        self._compiled = False
+        self._key = ("symm", self._geometry)
+        self._memory = world.resource(
+            self._key, lambda: SymmetricMemory.allocate(world, self._geometry), SymmetricMemory.close
+        )
+        self._launcher = Launcher(
+            self._memory, config.num_experts, self.placement.num_local_experts, world.parallel.moe_tp_size
+        )
+
+    def bytes_per_token(self) -> int:
+        return self._geometry.bytes_per_token
+
+    def output_buffer(self, handle: Handle) -> torch.Tensor | None:
+        """[W * R, H] bf16 of symmetric memory: what is written here, combine doesn't copy."""
+        call = handle.state
+        return self._memory.output(call.slot, handle.tokens_per_rank) if isinstance(call, _Call) else None
+
+    def warmup(self) -> None:
+        """Compile on every rank before any rank waits for another, then exchange an empty batch with each kernel."""
+        self._require_peers()
+        self._compile()
+        self.world.barrier()
+        for R in self._launcher.row_counts(self.capacity.max_tokens_per_rank):
+            slot = self._memory.acquire()
+            self._exchange_nothing(slot, R, compile_only=False)
+            self._memory.release(slot)
+        torch.cuda.synchronize(self.world.device)
+        self._require_peers()
+
+    # ---- the two verbs --------------------------------------------------------------------------------------
+
+    def _check_call(self, hidden_states: torch.Tensor, topk: TopK, tokens_per_rank: int | None) -> None:
+        super()._check_call(hidden_states, topk, tokens_per_rank)
+        if hidden_states.dtype != torch.bfloat16:
+            raise InputError(f"symm carries bfloat16 tokens, hidden_states is {hidden_states.dtype}: use .bfloat16()")
+
+    def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
+        self._require_peers()
+        self._compile()
+        R = handle.tokens_per_rank
+        topk = TopK(topk.ids.contiguous(), topk.weights.contiguous())
+        slot = self._memory.acquire()
+        self._launcher.dispatch(slot, hidden, topk, R, self.world.timeout_s)
+        handle.state = _Call(slot, topk.ids)
+        return FlatTokens(
+            self._memory.payload(slot, R, hidden.global_scale),
+            *self._memory.routing(slot, R),
+            num_experts=self.config.num_experts,
+        )
+
+    def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
+        self._require_peers()
+        call: _Call = handle.state
+        buffer = self._memory.output(call.slot, handle.tokens_per_rank)
+        if expert_output.shape != buffer.shape:
+            raise InputError(f"expert_output is {tuple(expert_output.shape)}: expected {tuple(buffer.shape)}")
+        if expert_output.data_ptr() != buffer.data_ptr() or expert_output.stride() != buffer.stride():
+            buffer.copy_(expert_output)
+        out = torch.empty(handle.num_tokens, self.config.hidden_size, dtype=handle.dtype, device=self.world.device)
+        self._finish(call.slot, out, call.ids, handle.tokens_per_rank)
+        return out
+
+    def _release(self, handle: Handle) -> None:
+        """The peers' combine waits for this rank's flag, so a handle that is dropped still raises it."""
+        call = handle.state
+        if not isinstance(call, _Call) or self.world.closed:
+            return
+        none = call.ids[:0]
+        out = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
+        self._finish(call.slot, out, none, handle.tokens_per_rank)
+
+    def _finish(self, slot: int, out: torch.Tensor, ids: torch.Tensor, R: int) -> None:
+        self._launcher.combine(slot, out, ids, R, self.world.timeout_s)
+        self._memory.release(slot)
+
+    def _close(self) -> None:
+        self.world.release(self._key)
+
+    # ---- checks ---------------------------------------------------------------------------------------------
+
+    def _require_peers(self) -> None:
+        """Raises RankLost or WorldMismatch: the World's verdict, or what an earlier kernel reported."""
+        self.world.raise_if_lost()
+        self._memory.raise_faults(self.world.timeout_s)
+
+    def _compile(self) -> None:
+        if not self._compiled:
+            self.world.require_cold("compiling the symm kernels")
+            for R in self._launcher.row_counts(self.capacity.max_tokens_per_rank):
+                self._exchange_nothing(0, R, compile_only=True)
+            self._compiled = True
+
+    def _exchange_nothing(self, slot: int, R: int, compile_only: bool) -> None:
+        device, timeout_s = self.world.device, self.world.timeout_s
+        hidden = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=device)
+        ids = torch.empty(0, self.config.top_k, dtype=torch.int32, device=device)
+        self._launcher.dispatch(slot, self._encode(hidden), TopK(ids, ids.float()), R, timeout_s, compile_only)
+        self._launcher.combine(slot, hidden, ids, R, timeout_s, compile_only)

@@ -1,0 +1,266 @@
+"""Triton kernels of the symmetric-memory dispatcher: `dispatch_kernel` pushes tokens, `combine_kernel` pulls sums.
+
+A rank's *address book* (int64 `[NUM_ENTRIES, MAX_RANKS]`, one per slot) holds, for each peer, where that peer's
+regions are mapped here. Peers talk through one 8-byte flag per (source, destination, phase): the source writes
+`generation << R_BITS | R` with release semantics at system scope, the destination acquires it. The generation lives in
+device memory and is advanced by the kernel itself, so a captured graph replays correctly.
+
+Why a peer's memory is never overwritten while somebody needs it, without any barrier:
+
+* A rank's dispatch g+1 writes into a peer's receive region only after its own combine g, on the same stream, has seen
+  that peer's combine flag g, and the peer raises that flag after its executor has read the region.
+* A rank's executor g+1 overwrites its output region only after its dispatch g+1 has seen every peer's dispatch flag
+  g+1, and a peer raises that flag after its combine g has finished reading.
+* A flag g+1 can't overwrite an unread flag g for the same reasons: each phase waits for all peers of the phase before.
+
+Why nothing deadlocks, whatever the number of resident CTAs: in dispatch only the CTA that finishes last waits, when all
+pushes of this rank are done; in combine CTA 0 raises this rank's flags before any CTA waits, and the hardware starts
+CTAs in index order.
+"""
+# Triton's language isn't typed: its values are tensors of the kernel, whatever a checker makes of them.
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# ruff: noqa: ANN001, ANN201, ANN202
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from eprt.dispatch.symm_memory import ENTRIES, MAX_RANKS, R_BITS
+
+# Lines of the address book: where peer p's regions are mapped here, ...
+DATA = tl.constexpr(ENTRIES.index("data"))
+SCALE = tl.constexpr(ENTRIES.index("scale"))
+IDS = tl.constexpr(ENTRIES.index("ids"))
+WEIGHTS = tl.constexpr(ENTRIES.index("weights"))
+OUTPUT = tl.constexpr(ENTRIES.index("output"))
+# ... the flags that this rank raises at peer p, the flags that peer p raises here, ...
+RAISE_DISPATCH = tl.constexpr(ENTRIES.index("raise_dispatch"))
+RAISE_COMBINE = tl.constexpr(ENTRIES.index("raise_combine"))
+SEE_DISPATCH = tl.constexpr(ENTRIES.index("see_dispatch"))
+SEE_COMBINE = tl.constexpr(ENTRIES.index("see_combine"))
+# ... and the words that say what is wrong with peer p, in device memory and in pinned host memory: 0 nothing, -1 no
+# flag within the limit, positive the peer's R, which isn't ours.
+FAULT = tl.constexpr(ENTRIES.index("fault"))
+HOST_FAULT = tl.constexpr(ENTRIES.index("host_fault"))
+
+ROUTING_BLOCK = 1024  # ids and weights that one CTA forwards
+
+_RANKS = tl.constexpr(MAX_RANKS)
+_R_BITS = tl.constexpr(R_BITS)
+_ROUTING_BLOCK = tl.constexpr(ROUTING_BLOCK)
+
+
+# One warp polls: a whole CTA, times all CTAs of combine, would queue thousands of reads in front of the flag's write.
+_WAIT = tl.constexpr("""
+{
+    .reg .pred skip, seen, early;
+    .reg .u32 thread;
+    .reg .u64 start, now;
+    mov.u64 $0, $2;
+    mov.u32 thread, %tid.x;
+    setp.ge.u32 skip, thread, 32;
+    @skip bra finished;
+    mov.u64 start, %globaltimer;
+poll:
+    ld.acquire.sys.global.u64 $0, [$1];
+    setp.ge.u64 seen, $0, $2;
+    @seen bra finished;
+    mov.u64 now, %globaltimer;
+    sub.u64 now, now, start;
+    setp.lt.u64 early, now, $3;
+    @early bra poll;
+    st.relaxed.sys.global.s32 [$4], -1;
+    st.relaxed.sys.global.s32 [$5], -1;
+finished:
+}
+""")
+
+_RAISE = tl.constexpr("""
+{
+    .reg .pred skip;
+    .reg .u32 thread;
+    mov.u32 $0, 0;
+    mov.u32 thread, %tid.x;
+    setp.ge.u32 skip, thread, 32;
+    @skip bra finished;
+    st.release.sys.global.u64 [$1], $2;
+finished:
+}
+""")
+
+
+@triton.jit
+def _region(book, entry: tl.constexpr, rank, dtype: tl.constexpr):
+    """A region of `rank`. Regions start at multiples of 256 bytes, which lets accesses be 16 bytes wide."""
+    address = tl.load(book + entry * _RANKS + rank)
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _raise_flags(book, entry: tl.constexpr, lane, flag):
+    """Release: whatever happened before is visible to a peer that acquires its flag."""
+    tl.inline_asm_elementwise(
+        _RAISE, "=&r,l,l", [tl.load(book + entry * _RANKS + lane), flag], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _wait_flags(book, entry: tl.constexpr, lane, generation, R, limit_ns):
+    """Acquire the flags of all peers, or record which of them did not come, and go on: the host raises.
+
+    A peer that was missing once is not waited for again, so a graph of many layers ends after one limit.
+    """
+    fault = tl.load(book + FAULT * _RANKS + lane)
+    host_fault = tl.load(book + HOST_FAULT * _RANKS + lane)
+    known = tl.load(fault.to(tl.pointer_type(tl.int32)))
+    limit = tl.where(known == 0, limit_ns.to(tl.int64), 0)
+    wanted = generation << _R_BITS
+    flag = tl.inline_asm_elementwise(
+        _WAIT,
+        "=&l,l,l,l,l,l",
+        [tl.load(book + entry * _RANKS + lane), wanted + lane * 0, limit, fault, host_fault],
+        tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+    tl.debug_barrier()
+    # Warps that did not poll hold `wanted` itself, whose R is 0.
+    theirs = (flag & ((1 << _R_BITS) - 1)).to(tl.int32)
+    differs = (flag >= wanted) & (theirs != 0) & (theirs != R)
+    tl.store(fault.to(tl.pointer_type(tl.int32)), theirs, mask=differs)
+    tl.store(host_fault.to(tl.pointer_type(tl.int32)), theirs, mask=differs)
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _destinations(ids, E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr):
+    """Bit p: rank p holds (a slice of) one of these experts."""
+    group: tl.constexpr = (1 << MOE_TP) - 1
+    valid = (ids >= 0) & (ids < E)
+    bits = tl.where(valid, group << (tl.where(valid, ids, 0) // L * MOE_TP), 0)
+    return tl.reduce(bits, 0, _either)
+
+
+@triton.jit
+def _forward_routing(
+    block, ids, weights, book, T, R, rank,
+    E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """One block of R * K slots to every rank; ids that aren't for it, and those of rows past T, become E."""
+    slot = block * _ROUTING_BLOCK + tl.arange(0, _ROUTING_BLOCK)
+    inside = slot < R * K
+    e = tl.load(ids + slot, mask=slot < T * K, other=E)
+    weight = tl.load(weights + slot, mask=slot < T * K, other=0.0)
+    holder = tl.where((e >= 0) & (e < E), e // L, -1)
+    for i in tl.static_range(W):
+        peer = (rank + i) % W
+        at = rank * R * K + slot
+        to_ids = _region(book, IDS, peer, tl.int32)
+        to_weights = _region(book, WEIGHTS, peer, tl.float32)
+        tl.store(to_ids + at, tl.where(holder == peer // MOE_TP, e, E), mask=inside)
+        tl.store(to_weights + at, weight, mask=inside)
+
+
+@triton.jit
+def _push_row(
+    rows,
+    t,
+    chunk,
+    wanted,
+    book,
+    entry: tl.constexpr,
+    R,
+    rank,
+    W: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Words [chunk * BLOCK, ...) of row t to every rank whose bit is set in `wanted`."""
+    word = chunk * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(rows + t.to(tl.int64) * WORDS + word, mask=word < WORDS)
+    for i in tl.static_range(W):
+        peer = (rank + i) % W  # every rank starts with itself, so that no rank is everybody's first target
+        if (wanted >> peer) & 1:
+            to = _region(book, entry, peer, rows.dtype.element_ty)
+            tl.store(to + (rank * R + t).to(tl.int64) * WORDS + word, value, mask=word < WORDS)
+
+
+@triton.jit(
+    do_not_specialize=["T", "R", "rank", "limit_ns"], do_not_specialize_on_alignment=["ids", "weights", "scale"]
+)
+def dispatch_kernel(
+    data, scale, ids, weights, book, state, T, R, rank, limit_ns,
+    E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, SCALE_WORDS: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Push T tokens and their routing, then wait until every peer's have arrived.
+
+    data [T, WORDS], scale [T, SCALE_WORDS] (any pointer if SCALE_WORDS is 0): rows as words of their own width, 16-byte
+    aligned. ids, weights [T, K]. state int64 [2]: this slot's generation, and how many CTAs have finished.
+    Grid: ceil(R * K / ROUTING_BLOCK) CTAs for routing, then any number of CTAs that share the rows.
+    """
+    pid = tl.program_id(0)
+    lane = tl.arange(0, _RANKS) % W
+    generation = tl.load(state) + 1
+    routing_blocks = tl.cdiv(R * K, _ROUTING_BLOCK)
+    if pid < routing_blocks:
+        _forward_routing(pid, ids, weights, book, T, R, rank, E, L, MOE_TP, W, K)
+    else:
+        chunks: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
+        k = tl.arange(0, K_POW2)
+        step = tl.num_programs(0) - routing_blocks
+        for item in range(pid - routing_blocks, T * chunks, step):
+            t = item // chunks
+            chunk = item % chunks
+            wanted = _destinations(tl.load(ids + t * K + k, mask=k < K, other=E), E, L, MOE_TP)
+            _push_row(data, t, chunk, wanted, book, DATA, R, rank, W, WORDS, BLOCK)
+            if SCALE_WORDS > 0:  # noqa: SIM102 - one is decided by the compiler, one by the CTA
+                if chunk == 0:
+                    _push_row(scale, t, 0, wanted, book, SCALE, R, rank, W, SCALE_WORDS, SCALE_BLOCK)
+    tl.debug_barrier()  # all warps' stores come before the count that one thread adds
+    finished = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="sys")
+    if finished == tl.num_programs(0) - 1:
+        tl.store(state + 1, 0)
+        tl.store(state, generation)
+        _raise_flags(book, RAISE_DISPATCH, lane, (generation << _R_BITS) + R + lane * 0)
+        _wait_flags(book, SEE_DISPATCH, lane, generation, R, limit_ns)
+
+
+@triton.jit(do_not_specialize=["T", "R", "rank", "limit_ns"], do_not_specialize_on_alignment=["ids"])
+def combine_kernel(
+    out, ids, book, state, T, R, rank, limit_ns,
+    E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
+    H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum each token's rows over the ranks it went to: out [T, H] bf16, summed in float32 in rank order.
+
+    Grid: any number of CTAs, at least one. T = 0 is the handshake alone.
+    """
+    pid = tl.program_id(0)
+    lane = tl.arange(0, _RANKS) % W
+    generation = tl.load(state)
+    chunks: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    k = tl.arange(0, K_POW2)
+    column = tl.arange(0, BLOCK)
+    if pid == 0:
+        _raise_flags(book, RAISE_COMBINE, lane, (generation << _R_BITS) + R + lane * 0)
+    # The next row's ids are read ahead: behind the wait first, then behind the row before.
+    e = tl.load(ids + pid // chunks * K + k, mask=(k < K) & (pid < T * chunks), other=E)
+    _wait_flags(book, SEE_COMBINE, lane, generation, R, limit_ns)
+    for item in range(pid, T * chunks, tl.num_programs(0)):
+        t = item // chunks
+        at = item % chunks * BLOCK + column
+        wanted = _destinations(e, E, L, MOE_TP)
+        ahead = item + tl.num_programs(0)
+        e = tl.load(ids + ahead // chunks * K + k, mask=(k < K) & (ahead < T * chunks), other=E)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for peer in tl.static_range(W):
+            rows = _region(book, OUTPUT, peer, tl.bfloat16)
+            here = (at < H) & (((wanted >> peer) & 1) != 0)
+            total += tl.load(rows + (rank * R + t).to(tl.int64) * H + at, mask=here, other=0.0).to(tl.float32)
+        tl.store(out + t.to(tl.int64) * H + at, total.to(tl.bfloat16), mask=at < H)

@@ -1,0 +1,132 @@
+"""Launching the symm kernels: how work is cut into CTAs, and what is compiled in."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from eprt.dispatch.symm_kernels import ROUTING_BLOCK, combine_kernel, dispatch_kernel
+from eprt.dispatch.symm_memory import R_BITS, SymmetricMemory
+from eprt.tokens import Payload, TopK
+
+
+class Tuning(NamedTuple):
+    """How the work is cut for R up to `max_rows`: bytes of a row that a CTA moves at once, its warps, most CTAs."""
+
+    max_rows: int
+    dispatch_bytes: int
+    dispatch_warps: int
+    dispatch_ctas: int
+    combine_bytes: int
+    combine_warps: int
+    combine_ctas: int
+
+
+TUNING = (
+    Tuning(64, 2048, 4, 1056, 2048, 4, 528),
+    Tuning(1 << R_BITS, 16384, 4, 1056, 2048, 4, 528),
+)
+
+
+class Launcher:
+    """The kernels of one layer over one memory: their compile-time values, their grids.
+
+    Args:
+        memory: whose slots the calls use.
+        num_experts, num_local_experts, moe_tp_size: E, L, and the ranks that share an expert.
+    """
+
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        num_experts: int,
+        num_local_experts: int,
+        moe_tp_size: int,
+        tuning: tuple[Tuning, ...] = TUNING,
+    ) -> None:
+        geometry = memory.geometry
+        self._memory = memory
+        self._tuning = tuning
+        self._routing = {
+            "E": num_experts,
+            "L": num_local_experts,
+            "MOE_TP": moe_tp_size,
+            "W": geometry.num_ranks,
+            "K": geometry.top_k,
+            "K_POW2": triton.next_power_of_2(geometry.top_k),
+        }
+
+    def row_counts(self, capacity: int) -> list[int]:
+        """The smallest R for each set of kernels that calls up to `capacity` can need."""
+        firsts = [1, *(tuning.max_rows + 1 for tuning in self._tuning[:-1])]
+        return [R for R in firsts if capacity >= R]
+
+    def dispatch(
+        self, slot: int, hidden: Payload, topk: TopK, R: int, timeout_s: float, compile_only: bool = False
+    ) -> None:
+        """Push [T, ...] rows and routing into every rank's `slot`; the stream goes on when all peers' have arrived."""
+        tuning = self._tuned(R)
+        data, scale = _words(hidden.data), None if hidden.scale is None else _words(hidden.scale)
+        T, words = data.shape
+        block = min(triton.next_power_of_2(words), tuning.dispatch_bytes // data.element_size())
+        ctas = min(T * triton.cdiv(words, block), tuning.dispatch_ctas)
+        scale_words = 0 if scale is None else scale.shape[1]
+        with torch.cuda.device(data.device):
+            (dispatch_kernel.warmup if compile_only else dispatch_kernel.run)(
+                data,
+                data if scale is None else scale,
+                topk.ids,
+                topk.weights,
+                self._memory.books[slot],
+                self._memory.states[slot],
+                T,
+                R,
+                self._memory.rank,
+                int(timeout_s * 1e9),
+                **self._routing,
+                WORDS=words,
+                BLOCK=block,
+                SCALE_WORDS=scale_words,
+                SCALE_BLOCK=triton.next_power_of_2(max(scale_words, 1)),
+                num_warps=tuning.dispatch_warps,
+                grid=(triton.cdiv(R * self._routing["K"], ROUTING_BLOCK) + ctas,),
+                **({} if compile_only else {"warmup": False}),
+            )
+
+    def combine(
+        self, slot: int, out: torch.Tensor, ids: torch.Tensor, R: int, timeout_s: float, compile_only: bool = False
+    ) -> None:
+        """Sum into out [T, H] the rows that the experts of `ids` [T, K] wrote, once every peer has written."""
+        tuning = self._tuned(R)
+        T, H = out.shape
+        block = min(triton.next_power_of_2(H), tuning.combine_bytes // out.element_size())
+        with torch.cuda.device(out.device):
+            (combine_kernel.warmup if compile_only else combine_kernel.run)(
+                out,
+                ids,
+                self._memory.books[slot],
+                self._memory.states[slot],
+                T,
+                R,
+                self._memory.rank,
+                int(timeout_s * 1e9),
+                **self._routing,
+                H=H,
+                BLOCK=block,
+                num_warps=tuning.combine_warps,
+                grid=(max(1, min(T * triton.cdiv(H, block), tuning.combine_ctas)),),
+                **({} if compile_only else {"warmup": False}),
+            )
+
+    def _tuned(self, R: int) -> Tuning:
+        return next(tuning for tuning in self._tuning if tuning.max_rows >= R)
+
+
+def _words(rows: torch.Tensor) -> torch.Tensor:
+    """Rows as the widest integers that fit them, 16-byte aligned."""
+    row_bytes = rows.shape[1] * rows.element_size()
+    word = torch.int32 if row_bytes % 4 == 0 else torch.int16 if row_bytes % 2 == 0 else torch.uint8
+    rows = rows.contiguous().view(torch.uint8)
+    return (rows if rows.data_ptr() % 16 == 0 else rows.clone()).view(word)

@@ -1,0 +1,246 @@
+"""The symmetric memory of one geometry: receive and output regions, flags, and who may use which slot.
+
+Every rank allocates the same layout and maps every peer's copy, so one offset means the same thing everywhere. A slot
+serves one dispatch/combine pair at a time; dispatchers of equal geometry (the layers of a model) share the slots.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from eprt.config import MoEConfig, PayloadFormat, RuntimeConfig
+from eprt.errors import ConfigError, RankLost, UsageError, WorldMismatch
+from eprt.tokens import Payload
+
+if TYPE_CHECKING:
+    from eprt.world import World
+
+NUM_SLOTS = 2
+MAX_RANKS = 8
+ALIGNMENT = 256
+R_BITS = 20  # of a flag: the R that its source used
+
+# Lines of the address book, as eprt/dispatch/symm_kernels.py indexes them.
+REGIONS = ("data", "scale", "ids", "weights", "output")
+ENTRIES = (
+    *REGIONS,
+    "raise_dispatch",
+    "raise_combine",
+    "see_dispatch",
+    "see_combine",
+    "fault",
+    "host_fault",
+)
+_FLAG_BYTES = 2 * MAX_RANKS * 8  # of one slot: two phases, one int64 for each source
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """All that is baked into the memory: the key under which a World keeps it.
+
+    Attributes:
+        num_ranks, tokens_per_rank: W, and the capacity (largest R).
+        hidden_size, top_k, payload: what a row is.
+    """
+
+    num_ranks: int
+    tokens_per_rank: int
+    hidden_size: int
+    top_k: int
+    payload: PayloadFormat
+
+    @classmethod
+    def of(cls, num_ranks: int, config: MoEConfig, runtime: RuntimeConfig) -> Geometry:
+        payload = runtime.payload or "bf16"
+        return cls(num_ranks, runtime.max_tokens_per_rank, config.hidden_size, config.top_k, payload)
+
+    @property
+    def row_bytes(self) -> dict[str, int]:
+        """Bytes that one received token takes in each region."""
+        H, K = self.hidden_size, self.top_k
+        data, scale = {
+            "bf16": (2 * H, 0),
+            "fp8_block": (H, 4 * -(-H // 128)),
+            "nvfp4": (H // 2, H // 16),
+        }[self.payload]
+        return {"data": data, "scale": scale, "ids": 4 * K, "weights": 4 * K, "output": 2 * H}
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes a rank pays for each unit of capacity."""
+        return NUM_SLOTS * self.num_ranks * sum(self.row_bytes.values())
+
+    def offsets(self, slot: int) -> dict[str, int]:
+        """Byte offset of each region of a slot; `flags` first, `end` last."""
+        rows = self.num_ranks * self.tokens_per_rank
+        sizes = [-(-rows * size // ALIGNMENT) * ALIGNMENT for size in self.row_bytes.values()]
+        starts = itertools.accumulate(sizes, initial=NUM_SLOTS * ALIGNMENT + slot * sum(sizes))
+        return {"flags": slot * ALIGNMENT, **dict(zip((*REGIONS, "end"), starts, strict=True))}
+
+    @property
+    def num_bytes(self) -> int:
+        return self.offsets(NUM_SLOTS - 1)["end"]
+
+
+class SymmetricMemory:
+    """One rank's allocation, its peers' addresses, and the state of its slots.
+
+    Args:
+        geometry, rank: what and whose.
+        memory: uint8 [geometry.num_bytes], flags zero.
+        bases: where each rank's copy is mapped here, in rank order.
+        owner: kept alive as long as the mapping is used.
+
+    Attributes:
+        books: int64 [NUM_SLOTS, len(ENTRIES), MAX_RANKS], addresses for the kernels.
+        states: int64 [NUM_SLOTS, 4], the kernels' generation and CTA count of each slot.
+    """
+
+    def __init__(
+        self, geometry: Geometry, rank: int, memory: torch.Tensor, bases: list[int], owner: object = None
+    ) -> None:
+        device = memory.device
+        self.geometry = geometry
+        self.rank = rank
+        self._memory = memory
+        self._owner = owner
+        self._fault = torch.zeros(MAX_RANKS, dtype=torch.int32, device=device)
+        self._host_fault = torch.zeros(MAX_RANKS, dtype=torch.int32, pin_memory=True)
+        self._seen_fault = self._host_fault.numpy()  # one read of host memory, without a device sync
+        self.states = torch.zeros(NUM_SLOTS, 4, dtype=torch.int64, device=device)
+        self.books = torch.tensor([self._book(slot, bases) for slot in range(NUM_SLOTS)], device=device)
+        self._free = list(range(NUM_SLOTS))
+        self._last_stream: dict[int, torch.cuda.Stream] = {}
+
+    @classmethod
+    def allocate(cls, world: World, geometry: Geometry) -> SymmetricMemory:
+        """Collective.
+
+        Raises:
+            ConfigError: a rank's GPU can't map its peers' memory.
+        """
+        if world.group is None:
+            memory = torch.zeros(geometry.num_bytes, dtype=torch.uint8, device=world.device)
+            return cls(geometry, 0, memory, [memory.data_ptr()])
+        import torch.distributed._symmetric_memory as symm_mem
+
+        memory = symm_mem.empty(geometry.num_bytes, dtype=torch.uint8, device=world.device)
+        try:
+            mapping = symm_mem.rendezvous(memory, world.group.group_name)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"symm: rank {world.rank} can't map its peers' GPU memory ({error}): all ranks must be on one host "
+                "with peer access between all GPUs; choose dispatcher 'none' or 'torch' otherwise"
+            ) from error
+        memory[: NUM_SLOTS * ALIGNMENT].zero_()
+        found = cls(geometry, world.rank, memory, list(mapping.buffer_ptrs), mapping)
+        torch.cuda.synchronize(world.device)
+        world.barrier()  # nobody raises a flag that a peer is still going to zero
+        return found
+
+    def close(self) -> None:
+        """Wait for this rank's kernels and drop the memory. Peers that still write keep their own mapping of it."""
+        torch.cuda.synchronize(self._memory.device)
+        del self._memory, self._owner, self.books
+
+    # ---- slots ----------------------------------------------------------------------------------------------
+
+    def acquire(self) -> int:
+        """The lowest free slot, hence the same one on ranks that make the same calls. Raises UsageError if none is."""
+        if not self._free:
+            raise UsageError(
+                f"symm: {NUM_SLOTS} dispatches of this geometry are open, which is the limit: combine or close one "
+                "before the next dispatch"
+            )
+        slot = min(self._free)
+        self._free.remove(slot)
+        self._follow(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        self._last_stream[slot] = torch.cuda.current_stream(self._memory.device)
+        self._free.append(slot)
+
+    def _follow(self, slot: int) -> None:
+        """A slot is reused in stream order. Work of another stream is waited for, unless exactly one of the two is
+        being captured: then the order of replay and eager calls is the caller's."""
+        current, last = torch.cuda.current_stream(self._memory.device), self._last_stream.get(slot)
+        if last is None or last == current:
+            return
+        with torch.cuda.stream(last):
+            last_captures = torch.cuda.is_current_stream_capturing()
+        if last_captures == torch.cuda.is_current_stream_capturing():
+            current.wait_stream(last)
+
+    # ---- views ----------------------------------------------------------------------------------------------
+
+    def payload(self, slot: int, R: int, global_scale: torch.Tensor | None) -> Payload:
+        """[W * R, ...] received rows, rank by rank."""
+        format = self.geometry.payload
+        data = {"bf16": torch.bfloat16, "fp8_block": torch.float8_e4m3fn, "nvfp4": torch.uint8}[format]
+        scale = {"fp8_block": torch.float32, "nvfp4": torch.float8_e4m3fn}.get(format)
+        return Payload(
+            self._rows("data", slot, R, data),
+            format,
+            None if scale is None else self._rows("scale", slot, R, scale),
+            global_scale,
+        )
+
+    def routing(self, slot: int, R: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Received ids and weights, [W * R, K]."""
+        return self._rows("ids", slot, R, torch.int32), self._rows("weights", slot, R, torch.float32)
+
+    def output(self, slot: int, R: int) -> torch.Tensor:
+        """[W * R, H] bf16, from where the peers pull."""
+        return self._rows("output", slot, R, torch.bfloat16)
+
+    def _rows(self, region: str, slot: int, R: int, dtype: torch.dtype) -> torch.Tensor:
+        rows, size = self.geometry.num_ranks * R, self.geometry.row_bytes[region]
+        start = self.geometry.offsets(slot)[region]
+        return self._memory[start : start + rows * size].view(dtype).view(rows, size // dtype.itemsize)
+
+    def _book(self, slot: int, bases: list[int]) -> list[list[int]]:
+        at = self.geometry.offsets(slot)
+        flags = {"dispatch": at["flags"], "combine": at["flags"] + MAX_RANKS * 8}
+        own, peers = bases[self.rank], range(len(bases))
+        lines = {region: [bases[p] + at[region] for p in peers] for region in REGIONS}
+        for phase, flag in flags.items():
+            lines[f"raise_{phase}"] = [bases[p] + flag + 8 * self.rank for p in peers]
+            lines[f"see_{phase}"] = [own + flag + 8 * p for p in peers]
+        lines["fault"] = [self._fault.data_ptr() + 4 * p for p in peers]
+        lines["host_fault"] = [self._host_fault.data_ptr() + 4 * p for p in peers]
+        return [lines[entry] + [0] * (MAX_RANKS - len(bases)) for entry in ENTRIES]
+
+    # ---- faults ---------------------------------------------------------------------------------------------
+
+    @property
+    def faulty(self) -> bool:
+        """Whether a kernel reported a peer."""
+        return bool(self._seen_fault.any())
+
+    def raise_faults(self, timeout_s: float) -> None:
+        """Raise what the kernels reported, without a device sync.
+
+        Raises:
+            RankLost: a peer raised no flag within the limit.
+            WorldMismatch: a peer made the call with another R.
+        """
+        if not self.faulty:
+            return
+        silent = [rank for rank, word in enumerate(self._seen_fault) if word < 0]
+        if silent:
+            raise RankLost(
+                f"rank {silent[0]} silent: symm waited {timeout_s:g} s for its flag (missing: {silent}); "
+                "the step's outputs are discarded, restart the job",
+                silent[0],
+                "silent",
+            )
+        others = {rank: int(word) for rank, word in enumerate(self._seen_fault) if word}
+        raise WorldMismatch(
+            f"tokens_per_rank differs between ranks: others than rank {self.rank}'s are {others}; pass the same value "
+            "on every rank, and make a new World: outputs since then are garbage"
+        )

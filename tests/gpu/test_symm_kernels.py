@@ -1,0 +1,260 @@
+"""The symm kernels on one GPU: every rank is a stream, every rank's memory an ordinary allocation.
+
+NVLink is not involved, so this proves indexing, the flags' protocol and the bounded wait; `test_symm.py` proves the
+transport. The witness is torch indexing, written without the kernels; sums in rank order make the result exact.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from eprt.errors import RankLost, UsageError, WorldMismatch
+from eprt.tokens import Payload, TopK
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: this machine has none"),
+]
+
+_DTYPES = {"bf16": (torch.bfloat16, None), "fp8_block": (torch.float8_e4m3fn, torch.float32)}
+_DTYPES["nvfp4"] = (torch.uint8, torch.float8_e4m3fn)
+
+
+@dataclass
+class Batch:
+    hidden: Payload
+    topk: TopK
+
+
+class Ranks:
+    """W ranks of one process. `expert_output[p]` plays the executors: random numbers, NaN where none may be read."""
+
+    def __init__(self, W, E, K, H, capacity, payload="bf16", moe_tp=1):
+        from eprt.dispatch.symm_launch import TUNING, Launcher
+        from eprt.dispatch.symm_memory import Geometry, SymmetricMemory
+
+        self.W, self.E, self.K, self.H, self.moe_tp = W, E, K, H, moe_tp
+        self.L = E // (W // moe_tp)
+        self.geometry = Geometry(W, capacity, H, K, payload)
+        memories = [torch.full((self.geometry.num_bytes,), 255, dtype=torch.uint8, device="cuda") for _ in range(W)]
+        for memory in memories:
+            memory[: 2 * 256].zero_()
+        bases = [memory.data_ptr() for memory in memories]
+        self.memories = [SymmetricMemory(self.geometry, r, memories[r], bases) for r in range(W)]
+        # All ranks' waiting CTAs share one GPU here, so they must fit it together.
+        tuning = tuple(row._replace(combine_ctas=min(row.combine_ctas, 132)) for row in TUNING)
+        self.launchers = [Launcher(memory, E, self.L, moe_tp, tuning) for memory in self.memories]
+        self.streams = [torch.cuda.Stream() for _ in range(W)]
+        torch.cuda.synchronize()
+
+    def batch(self, T, hot=False):
+        g = self.geometry
+        data_dtype, scale_dtype = _DTYPES[g.payload]
+
+        def rows(size, dtype):
+            raw = torch.randint(0, 256, (T, size), dtype=torch.uint8, device="cuda")
+            return raw.view(dtype)
+
+        data = rows(g.row_bytes["data"], data_dtype)
+        scale = None if scale_dtype is None else rows(g.row_bytes["scale"], scale_dtype)
+        if hot:
+            ids = torch.arange(self.K, device="cuda").expand(T, -1)
+        else:
+            ids = torch.rand(T, self.E, device="cuda").topk(self.K, dim=1).indices
+        ids = torch.where(torch.rand(T, self.K, device="cuda") < 0.1, self.E, ids).int().contiguous()
+        return Batch(Payload(data, g.payload, scale), TopK(ids, torch.rand(T, self.K, device="cuda")))
+
+    def dispatch(self, slot, batches, R, ranks=None, timeout_s=20.0):
+        for r in ranks or range(self.W):
+            with torch.cuda.stream(self.streams[r]):
+                self.launchers[r].dispatch(slot, batches[r].hidden, batches[r].topk, R, timeout_s)
+
+    def combine(self, slot, batches, R, ranks=None, timeout_s=20.0):
+        outs = {}
+        for r in ranks or range(self.W):
+            with torch.cuda.stream(self.streams[r]):
+                T = batches[r].topk.ids.shape[0]
+                outs[r] = torch.full((T, self.H), float("nan"), dtype=torch.bfloat16, device="cuda")
+                self.launchers[r].combine(slot, outs[r], batches[r].topk.ids, R, timeout_s)
+        return outs
+
+    def wanted_ids(self, ids, p):
+        """What rank p must see of ids [T, K]."""
+        mine = (ids < self.E) & (ids // self.L == p // self.moe_tp)
+        return torch.where(mine, ids, self.E)
+
+    def check_received(self, slot, batches, R):
+        for p, memory in enumerate(self.memories):
+            ids, weights = (x.view(self.W, R, self.K) for x in memory.routing(slot, R))
+            hidden = memory.payload(slot, R, None)
+            for s, batch in enumerate(batches):
+                T = batch.topk.ids.shape[0]
+                wanted = self.wanted_ids(batch.topk.ids, p)
+                assert torch.equal(ids[s, :T], wanted)
+                assert (ids[s, T:] == self.E).all()
+                assert torch.equal(weights[s, :T][wanted < self.E], batch.topk.weights[wanted < self.E])
+                rows = (wanted < self.E).any(1)
+                for got, sent in ((hidden.data, batch.hidden.data), (hidden.scale, batch.hidden.scale)):
+                    if sent is not None:
+                        got_rows = got.view(torch.uint8).view(self.W, R, -1)[s, :T][rows]
+                        assert torch.equal(got_rows, sent.view(torch.uint8)[rows])
+
+    def write_outputs(self, slot, batches, R):
+        for p, memory in enumerate(self.memories):
+            out = memory.output(slot, R).view(self.W, R, self.H)
+            out.fill_(float("nan"))
+            for s, batch in enumerate(batches):
+                T = batch.topk.ids.shape[0]
+                rows = (self.wanted_ids(batch.topk.ids, p) < self.E).any(1)
+                out[s, :T] = torch.where(rows[:, None], torch.randn_like(out[s, :T]), float("nan"))
+
+    def check_combined(self, slot, batches, outs, R):
+        for s, batch in enumerate(batches):
+            T = batch.topk.ids.shape[0]
+            total = torch.zeros(T, self.H, device="cuda")
+            for p, memory in enumerate(self.memories):
+                rows = (self.wanted_ids(batch.topk.ids, p) < self.E).any(1)
+                row = memory.output(slot, R).view(self.W, R, self.H)[s, :T]
+                total += torch.where(rows[:, None], row.float(), 0.0)
+            assert torch.equal(outs[s], total.bfloat16())
+
+    def step(self, slot, batches, R):
+        torch.cuda.synchronize()  # the batches were made on another stream
+        self.dispatch(slot, batches, R)
+        torch.cuda.synchronize()
+        self.check_received(slot, batches, R)
+        self.write_outputs(slot, batches, R)
+        torch.cuda.synchronize()
+        outs = self.combine(slot, batches, R)
+        torch.cuda.synchronize()
+        self.check_combined(slot, batches, outs, R)
+        assert not any(memory.faulty for memory in self.memories)
+
+
+COUNTS = [[5, 3, 7, 1], [0, 0, 1, 0], [0, 0, 0, 0], [100, 0, 33, 100], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("payload", ["bf16", "fp8_block", "nvfp4"])
+@pytest.mark.parametrize(("H", "K"), [(128, 1), (2880, 4), (4096, 3), (7168, 8), (7168, 6), (144, 4)])
+def test_every_row_arrives_and_returns(H, K, payload):
+    torch.manual_seed(0)
+    ranks = Ranks(W=4, E=32, K=K, H=H, capacity=100, payload=payload)
+    for i, counts in enumerate(COUNTS):
+        R = max(*counts, 1)
+        ranks.step(i % 2, [ranks.batch(T, hot=i == 3) for T in counts], R)
+
+
+@pytest.mark.parametrize(("W", "moe_tp"), [(1, 1), (2, 1), (2, 2), (4, 2), (3, 1), (8, 2), (8, 1)])
+def test_world_sizes_and_moe_tp(W, moe_tp):
+    torch.manual_seed(1)
+    ranks = Ranks(W=W, E=24, K=4, H=512, capacity=80, moe_tp=moe_tp)
+    for counts in ([3] * W, [0] * (W - 1) + [80]):
+        ranks.step(0, [ranks.batch(T) for T in counts], R=max(counts))
+
+
+def test_odd_hidden_size():
+    ranks = Ranks(W=2, E=8, K=2, H=77, capacity=9)
+    ranks.step(1, [ranks.batch(9), ranks.batch(2)], R=9)
+
+
+def test_many_steps_without_host_synchronisation():
+    """Slots alternate and repeat, counts change, nothing but the kernels orders the ranks."""
+    torch.manual_seed(2)
+    ranks = Ranks(W=4, E=32, K=4, H=256, capacity=70)
+    schedule = [[int(c) for c in torch.randint(0, 71, (4,))] for _ in range(150)]
+    batches = [[ranks.batch(T) for T in counts] for counts in schedule]
+    checks = []
+    ranks.step(0, batches[0], R=70)  # compiles, and loads torch's kernels: that may wait for a busy device
+    _ = (torch.ones(2, device="cuda").nan_to_num(0, 1, -1).clamp(-9, 9) * 2).bfloat16()
+    torch.cuda.synchronize()
+    for i, step in enumerate(batches):
+        slot, R = i * 7 % 3 % 2, max(*schedule[i], 1)
+        ranks.dispatch(slot, step, R)
+        for r, memory in enumerate(ranks.memories):
+            with torch.cuda.stream(ranks.streams[r]):  # every expert of rank p multiplies by p + 1
+                hidden = memory.payload(slot, R, None).data
+                memory.output(slot, R).copy_((hidden.float().nan_to_num(0, 1, -1).clamp(-9, 9)) * (r + 1))
+        checks.append((step, ranks.combine(slot, step, R)))
+    torch.cuda.synchronize()
+    for step, outs in checks:
+        for s, batch in enumerate(step):
+            x = batch.hidden.data.float().nan_to_num(0, 1, -1).clamp(-9, 9)
+            total = torch.zeros_like(x)
+            for p in range(4):
+                rows = (ranks.wanted_ids(batch.topk.ids, p) < ranks.E).any(1)
+                total += torch.where(rows[:, None], (x * (p + 1)).bfloat16().float(), 0.0)
+            assert torch.equal(outs[s], total.bfloat16())
+
+
+def test_graph_replays_with_new_data():
+    torch.manual_seed(3)
+    R = 70
+    ranks = Ranks(W=2, E=16, K=4, H=512, capacity=R)
+    static = [ranks.batch(R) for _ in range(2)]
+    ranks.step(0, static, R)  # compiles
+    graphs, outs = [], {}
+    for r in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=ranks.streams[r]):
+            ranks.dispatch(0, static, R, ranks=[r])
+            ranks.memories[r].output(0, R).copy_(ranks.memories[r].payload(0, R, None).data)
+            outs.update(ranks.combine(0, static, R, ranks=[r]))
+        graphs.append(graph)
+    for counts in ([70, 70], [3, 0], [0, 0], [0, 70]):
+        for batch, T in zip(static, counts, strict=True):
+            batch.hidden.data.copy_(torch.randn(R, 512, device="cuda"))
+            fresh = torch.rand(R, 16, device="cuda").topk(4, dim=1).indices.int()
+            fresh[T:] = 16
+            batch.topk.ids.copy_(fresh)
+        torch.cuda.synchronize()
+        for r, graph in enumerate(graphs):
+            with torch.cuda.stream(ranks.streams[r]):
+                graph.replay()
+        torch.cuda.synchronize()
+        ranks.check_received(0, static, R)
+        ranks.check_combined(0, static, outs, R)
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_a_missing_rank_is_named_in_bounded_time(phase):
+    ranks = Ranks(W=3, E=6, K=2, H=128, capacity=4)
+    batches = [ranks.batch(4) for _ in range(3)]
+    ranks.step(0, batches, R=4)
+    present = [0, 2]
+    started = time.monotonic()
+    ranks.dispatch(0, batches, 4, ranks=present if phase == "dispatch" else None, timeout_s=0.5)
+    ranks.combine(0, batches, 4, ranks=present, timeout_s=0.5)
+    ranks.dispatch(1, batches, 4, ranks=present, timeout_s=0.5)  # not waited for again
+    torch.cuda.synchronize()
+    assert 0.4 < time.monotonic() - started < 1.5
+    for r in present:
+        with pytest.raises(RankLost, match="rank 1 silent") as caught:
+            ranks.memories[r].raise_faults(0.5)
+        assert caught.value.rank == 1
+    assert not ranks.memories[1].faulty
+
+
+def test_unequal_tokens_per_rank_is_noticed():
+    ranks = Ranks(W=2, E=4, K=2, H=128, capacity=8)
+    batches = [ranks.batch(4) for _ in range(2)]
+    torch.cuda.synchronize()
+    ranks.dispatch(0, batches, 4, ranks=[0])
+    ranks.dispatch(0, batches, 8, ranks=[1])
+    torch.cuda.synchronize()
+    with pytest.raises(WorldMismatch, match=r"\{1: 8\}"):
+        ranks.memories[0].raise_faults(1.0)
+    with pytest.raises(WorldMismatch, match=r"\{0: 4\}"):
+        ranks.memories[1].raise_faults(1.0)
+
+
+def test_slots_run_out_with_a_remedy():
+    memory = Ranks(W=1, E=4, K=2, H=128, capacity=8).memories[0]
+    assert [memory.acquire(), memory.acquire()] == [0, 1]
+    with pytest.raises(UsageError, match="combine or close"):
+        memory.acquire()
+    memory.release(0)
+    assert memory.acquire() == 0
