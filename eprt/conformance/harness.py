@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankContext", "RankReport", "WorldFailed", "WorldPool", "launch"]
 
-_PRELOAD = ["torch", "torch.distributed", "eprt.conformance.rank_process"]
+_PRELOAD = ["torch", "torch.distributed", "eprt.conformance.rank_process", "eprt.conformance.checks"]
 _STACK_WAIT_S = 2.0
 _CLOSE_S = 20.0
 

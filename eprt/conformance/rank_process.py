@@ -75,8 +75,11 @@ class RankContext:
         return found
 
     def close(self) -> None:
-        """Close every World, newest first. Collective."""
-        self.cache.clear()
+        """Close what the cache holds, then every World, newest first. Collective."""
+        while self.cache:
+            _, kept = self.cache.popitem()
+            if callable(close := getattr(kept, "close", None)):
+                close()
         while self._worlds:
             self._worlds.popitem()[1].close()
 

@@ -1,0 +1,280 @@
+"""Checks that run inside the ranks, and their result rows. Plain functions: pytest asserts the rows, `eprt doctor`
+prints them.
+
+A check never raises because of a wrong result: a rank that left early would leave its peers waiting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
+from eprt.conformance import transport
+from eprt.conformance.cases import CASES, CONFIGS, TOLERANCE, Batch, Case, make_batches
+from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
+from eprt.conformance.rank_process import RankContext
+from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, make_dispatcher
+from eprt.errors import UsageError
+from eprt.experts import EXECUTORS
+from eprt.experts.base import Executor
+from eprt.layer import ExpertParallelMoE
+from eprt.placement import ExpertPlacement
+from eprt.support import Device
+from eprt.tokens import ExpertMajorTokens, FlatTokens
+from eprt.weights import ExpertWeights
+from eprt.world import World
+
+Kind = Literal["transport", "layer", "interleaved"]
+CAPACITY = 64
+PACKED_TOLERANCE = 1e-2  # of the weighted sums' own bf16 rounding; the tokens' packing is on both sides
+
+
+@dataclass(frozen=True)
+class Check:
+    """One cell of the matrix: what is checked, on which case, with which backends, in which world.
+
+    Attributes:
+        kind: "transport" compares bitwise what arrives and what comes back, with a stand-in for the experts;
+            "interleaved" does that with two calls open at once; "layer" runs `ExpertParallelMoE` against the oracle.
+        config: a name in `CONFIGS`.
+        executor: used by "layer" only.
+        payload: number format that travels; None: the tokens' own.
+        dtype: of the tokens: "bf16" or "f32".
+    """
+
+    kind: Kind
+    case: Case
+    dispatcher: str
+    token_format: TokenFormat = "flat"
+    executor: str = ""
+    config: str = "silu_bf16"
+    payload: PayloadFormat | None = None
+    dtype: Literal["bf16", "f32"] = "bf16"
+    attention_tp_size: int = 1
+    moe_tp_size: int = 1
+
+    @property
+    def name(self) -> str:
+        parts = [self.kind, self.dispatcher, self.token_format, self.executor, self.config, self.dtype, self.payload]
+        sizes = f"atp{self.attention_tp_size}.mtp{self.moe_tp_size}"
+        return "-".join([*(p for p in parts if p), sizes, self.case.name])
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
+
+    @property
+    def moe(self) -> MoEConfig:
+        return CONFIGS[self.config]
+
+    @property
+    def runtime(self) -> RuntimeConfig:
+        return RuntimeConfig(
+            dispatcher=self.dispatcher,
+            executor=self.executor or "auto",
+            max_tokens_per_rank=CAPACITY,
+            payload=self.payload,
+            token_format=self.token_format,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank's result of one check. `error`: largest relative error of its calls (0 for a bitwise match)."""
+
+    check: str
+    rank: int
+    ok: bool
+    error: float
+    detail: str = ""
+
+
+def run_checks(context: RankContext, checks: Sequence[Check]) -> list[Row]:
+    """Every check in order, on this rank. Collective. A job for `WorldPool.run`."""
+    kinds = {"transport": check_transport, "layer": check_layer, "interleaved": check_interleaved}
+    return [kinds[check.kind](context, check) for check in checks]
+
+
+def summarize(rows_by_rank: Iterable[Sequence[Row]]) -> list[Row]:
+    """One row for each check: the worst rank's."""
+    return [max(rows, key=lambda row: (not row.ok, row.error)) for rows in zip(*rows_by_rank, strict=True)]
+
+
+def standard_checks(size: int, device: Device) -> list[Check]:
+    """The table for a machine: every case on each dispatcher, format and executor that can run there. A pair that
+    can't is left out with the reason `eprt explain` gives."""
+    checks: list[Check] = []
+    parallel = ParallelConfig(size)
+    for name, spec in DISPATCHERS.items():
+        for token_format in spec.formats:
+            layers = [
+                Check("layer", case, name, token_format, executor, config)
+                for executor in EXECUTORS
+                for config in ("silu_bf16", "gpt_oss")
+                for case in CASES
+            ]
+            transports = [Check(kind, case, name, token_format) for kind in _TRANSPORTS for case in CASES]
+            checks += [check for check in (*transports, *layers) if _possible(check, parallel, device)]
+    return checks
+
+
+_TRANSPORTS: tuple[Kind, ...] = ("transport", "interleaved")
+
+
+def _possible(check: Check, parallel: ParallelConfig, device: Device) -> bool:
+    if not DISPATCHERS[check.dispatcher].supports(check.moe, parallel, check.runtime, device):
+        return False
+    if not check.executor:
+        return True
+    payload = check.payload or "bf16"
+    return bool(EXECUTORS[check.executor].supports(check.moe, parallel, check.runtime, device, payload))
+
+
+# ---- the three kinds ----------------------------------------------------------------------------------------
+
+
+def check_transport(context: RankContext, check: Check) -> Row:
+    """Dispatch, a stand-in for the experts, combine; all calls of the case in a row."""
+    run = _TransportRun(context, check)
+    for call in range(check.case.num_calls):
+        run.dispatch(call)
+        run.combine(call)
+    return run.row()
+
+
+def check_interleaved(context: RankContext, check: Check) -> Row:
+    """Two calls open at once on one dispatcher; combined in the order of their dispatch, then in the other."""
+    run = _TransportRun(context, check)
+    for first, second in ((0, 1), (1, 0)):
+        run.dispatch(0)
+        run.dispatch(1)
+        run.combine(first)
+        run.combine(second)
+    return run.row()
+
+
+def check_layer(context: RankContext, check: Check) -> Row:
+    """`ExpertParallelMoE` with canonical weights against the oracle; all calls of the case in a row.
+
+    Under attention TP the ranks of a group hold the tokens of their group's first rank.
+    """
+    world = _world(context, check)
+    config, full = check.moe, _weights(context, check)
+    layer = _layer(context, check, world, full)
+    errors = [0.0]
+    for call in range(check.case.num_calls):
+        batches = make_batches(check.case, call, world.size, config, check.torch_dtype)
+        batch = batches[world.rank - world.attention_tp_rank]
+        own = batch.to(world.device)
+        out = layer(own.hidden, own.topk, tokens_per_rank=check.case.counts.agreed)
+        errors.append(relative_error(out, expected_outputs(config, full, [batch])[0]))
+    return Row(check.name, world.rank, max(errors) <= TOLERANCE[check.torch_dtype], max(errors))
+
+
+class _TransportRun:
+    """The open calls of one transport check, and what was wrong with them so far."""
+
+    def __init__(self, context: RankContext, check: Check) -> None:
+        self.check = check
+        self.world = _world(context, check)
+        self.dispatcher = _dispatcher(context, check, self.world)
+        # Float32 has bits to spare for scaling expert e by e + 1; in bf16 only the plain sum is exact.
+        E = check.moe.num_experts
+        self.scale = torch.arange(1.0, E + 1) if check.dtype == "f32" else torch.ones(E)
+        self.exact = check.payload in (None, check.dtype)
+        self.open: dict[int, tuple[Batch, Dispatched]] = {}
+        self.problems: list[str] = []
+        self.error = 0.0
+
+    def dispatch(self, call: int) -> None:
+        check, world = self.check, self.world
+        batches = make_batches(check.case, call, world.size, check.moe, check.torch_dtype)
+        own = batches[world.rank].to(world.device)
+        sent = self.dispatcher.dispatch(own.hidden, own.topk, check.case.counts.agreed)
+        self.open[call] = (batches[world.rank], sent)
+        found = transport.wrong_arrivals(sent.tokens, batches, self.dispatcher.shard, check.payload)
+        self.problems += [f"call {call}: {problem}" for problem in found]
+
+    def combine(self, call: int) -> None:
+        batch, sent = self.open.pop(call)
+        out = transport.scale_experts(sent.tokens, self.dispatcher.shard, self.scale, batch.hidden.dtype)
+        returned = self.dispatcher.combine(out, sent.handle).cpu()
+        expected = transport.weighted_sums(batch, self.scale, self.check.payload)
+        self.error = max(self.error, relative_error(returned, expected))
+        if returned.dtype != batch.hidden.dtype:
+            self.problems.append(f"call {call}: combine returned {returned.dtype}, {batch.hidden.dtype} was dispatched")
+        if self.exact and not torch.equal(returned, expected.to(returned.dtype)):
+            self.problems.append(f"call {call}: combine is not x * sum(weights), bit for bit")
+
+    def row(self) -> Row:
+        ok = not self.problems and self.error <= (0.0 if self.exact else PACKED_TOLERANCE)
+        return Row(self.check.name, self.world.rank, ok, self.error, "; ".join(self.problems))
+
+
+# ---- what ranks keep from check to check ----------------------------------------------------------------------
+
+
+class NanOutput(Executor):
+    """Stands in front of an executor and hands it an output full of NaN, so that an unwritten row shows."""
+
+    def __init__(self, inner: Executor) -> None:
+        # Executor.__init__ would prepare weights; the inner executor did.
+        self.inner = inner
+
+    def __call__(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = tokens.hidden
+        if out is None:
+            dtype = torch.float32 if hidden.format == "f32" else torch.bfloat16
+            shape = (*hidden.data.shape[:-1], hidden.hidden_size)
+            out = torch.empty(shape, dtype=dtype, device=hidden.data.device)
+        return self.inner(tokens, out.fill_(math.nan))
+
+    def warmup(self, max_rows: int) -> None:
+        self.inner.warmup(max_rows)
+
+    def _prepare(self, weights: ExpertWeights) -> None:
+        raise UsageError("NanOutput holds no weights: the inner executor does")
+
+    def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
+        self.inner(tokens, out)
+
+    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
+        self.inner(tokens, out)
+
+
+def _world(context: RankContext, check: Check) -> World:
+    return context.world(attention_tp_size=check.attention_tp_size, moe_tp_size=check.moe_tp_size)
+
+
+def _key(check: Check) -> Check:
+    """Checks that differ only in their case share a dispatcher or a layer: reuse is part of what is checked."""
+    return replace(check, case=CASES[0], kind="transport" if check.kind == "interleaved" else check.kind)
+
+
+def _dispatcher(context: RankContext, check: Check, world: World) -> Dispatcher:
+    key = _key(check)
+    if key not in context.cache:
+        context.cache[key] = make_dispatcher(check.dispatcher, world, check.moe, check.runtime, check.token_format)
+    return context.cache[key]
+
+
+def _weights(context: RankContext, check: Check) -> ExpertWeights:
+    key = ("weights", check.config)
+    if key not in context.cache:
+        context.cache[key] = full_weights(check.moe)
+    return context.cache[key]
+
+
+def _layer(context: RankContext, check: Check, world: World, full: ExpertWeights) -> ExpertParallelMoE:
+    key = _key(check)
+    if key not in context.cache:
+        shard = ExpertPlacement(check.moe.num_experts, world.parallel).shard(world.rank)
+        layer = ExpertParallelMoE(check.moe, world, shard_weights(full, check.moe, shard), runtime=check.runtime)
+        layer.executor = NanOutput(layer.executor)
+        context.cache[key] = layer
+    return context.cache[key]

@@ -1,0 +1,145 @@
+"""Dispatch and combine held to the bit: what must arrive at a rank, and what must come back, without real experts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from eprt.config import PayloadFormat
+from eprt.conformance.cases import Batch
+from eprt.errors import InputError
+from eprt.experts.reference import decode_hidden
+from eprt.placement import ExpertShard
+from eprt.quant import encode_payload
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A token at a rank: the exact bytes of its payload, and the (expert, weight) slots meant for this rank. In a slab
+    of ExpertMajorTokens the one slot is the slab's expert, and no weight travels."""
+
+    row: bytes
+    slots: tuple[tuple[int, float], ...]
+
+
+def travelling(hidden: torch.Tensor, payload: PayloadFormat | None) -> Payload:
+    """Hidden states as they must look under way."""
+    return Payload.plain(hidden) if payload is None else encode_payload(hidden, payload)
+
+
+def wrong_arrivals(
+    tokens: FlatTokens | ExpertMajorTokens,
+    batches: Sequence[Batch],
+    shard: ExpertShard,
+    payload: PayloadFormat | None,
+) -> list[str]:
+    """What is wrong with what this rank received, given every rank's input; [] if each token that needs one of this
+    rank's experts arrived exactly once, bit for bit, with exactly this rank's slots and their weights."""
+    try:
+        tokens.check()
+    except InputError as error:
+        return [f"the tokens break their format: {error}"]
+    if isinstance(tokens, FlatTokens):
+        foreign = [e for e in tokens.ids.unique().tolist() if e != shard.num_experts and not _local(e, shard)]
+        if foreign:
+            return [f"ids {foreign} are neither of experts {shard.first_expert} to {shard.end_expert - 1} nor invalid"]
+        got = Counter(_flat_arrivals(tokens))
+    else:
+        got = Counter(_slab_arrivals(tokens, shard))
+    expected = Counter(_due(batches, shard, payload, by_expert=isinstance(tokens, ExpertMajorTokens)))
+    names = _names(batches, payload)
+    return _list("missing", expected - got, names) + _list("not asked for", got - expected, names)
+
+
+def scale_experts(
+    tokens: FlatTokens | ExpertMajorTokens, shard: ExpertShard, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """An executor in plain torch: expert e returns its input times `scale[e]`. What it need not write is NaN."""
+    x = decode_hidden(tokens.hidden)
+    out = torch.full_like(x, torch.nan)
+    scale = torch.cat([scale, torch.zeros(1)]).to(x.device)
+    if isinstance(tokens, ExpertMajorTokens):
+        for index, count in enumerate(tokens.counts.tolist()):
+            out[index, :count] = x[index, :count] * scale[shard.first_expert + index]
+        return out.to(dtype)
+    valid = tokens.ids < shard.num_experts
+    factor = torch.where(valid, tokens.weights * scale[tokens.ids.long()], 0.0).sum(1)
+    here = valid.any(1)
+    out[here] = x[here] * factor[here, None]
+    if tokens.every_row_read:
+        out[~here] = 0.0
+    return out.to(dtype)
+
+
+def weighted_sums(batch: Batch, scale: torch.Tensor, payload: PayloadFormat | None) -> torch.Tensor:
+    """float64 [T, H]: what combine must return after `scale_experts`, x * sum(weight * scale) over the valid slots."""
+    x = decode_hidden(travelling(batch.hidden, payload)).double()
+    ids, weights = batch.topk.ids, batch.topk.weights
+    scale = torch.cat([scale, torch.zeros(1)]).double()
+    factor = torch.where(ids < scale.numel() - 1, weights.double() * scale[ids.long()], 0.0).sum(1)
+    return x * factor[:, None]
+
+
+def _local(expert: int, shard: ExpertShard) -> bool:
+    return shard.first_expert <= expert < shard.end_expert
+
+
+def _row_bytes(payload: Payload) -> list[bytes]:
+    """Each row's bytes, scale included; leading dimensions flattened."""
+    parts = [p for p in (payload.data, payload.scale) if p is not None]
+    raw = [p.detach().cpu().contiguous().view(torch.uint8).flatten(0, -2).numpy() for p in parts]
+    return [b"".join(part[row].tobytes() for part in raw) for row in range(raw[0].shape[0])]
+
+
+def _flat_arrivals(tokens: FlatTokens) -> Iterator[Arrival]:
+    ids, weights = tokens.ids.tolist(), tokens.weights.tolist()
+    for row, raw in enumerate(_row_bytes(tokens.hidden)):
+        slots = _slots(ids[row], weights[row], lambda e: e < tokens.num_experts)
+        if slots:
+            yield Arrival(raw, slots)
+
+
+def _slab_arrivals(tokens: ExpertMajorTokens, shard: ExpertShard) -> Iterator[Arrival]:
+    raw, slab = _row_bytes(tokens.hidden), tokens.hidden.data.shape[1]
+    for index, count in enumerate(tokens.counts.tolist()):
+        for row in range(count):
+            yield Arrival(raw[index * slab + row], ((shard.first_expert + index, 1.0),))
+
+
+def _due(
+    batches: Sequence[Batch], shard: ExpertShard, payload: PayloadFormat | None, by_expert: bool
+) -> Iterator[Arrival]:
+    for batch in batches:
+        ids, weights = batch.topk.ids.tolist(), batch.topk.weights.tolist()
+        for token, raw in enumerate(_row_bytes(travelling(batch.hidden, payload))):
+            slots = _slots(ids[token], weights[token], lambda e: _local(e, shard))
+            if by_expert:
+                yield from (Arrival(raw, ((expert, 1.0),)) for expert, _ in slots)
+            elif slots:
+                yield Arrival(raw, slots)
+
+
+def _slots(ids: list[int], weights: list[float], wanted: Callable[[int], bool]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted((e, w) for e, w in zip(ids, weights, strict=True) if wanted(e)))
+
+
+def _names(batches: Sequence[Batch], payload: PayloadFormat | None) -> dict[bytes, str]:
+    """Which token a row's bytes belong to."""
+    return {
+        raw: f"token {index} of rank {rank}"
+        for rank, batch in enumerate(batches)
+        for index, raw in enumerate(_row_bytes(travelling(batch.hidden, payload)))
+    }
+
+
+def _list(what: str, arrivals: Counter[Arrival], names: dict[bytes, str]) -> list[str]:
+    if not arrivals:
+        return []
+    some = [f"{names.get(a.row, 'a row that nobody sent')} for {dict(a.slots)}" for a in list(arrivals)[:_SHOWN]]
+    return [f"{arrivals.total()} tokens {what}: {', '.join(some)}"]
