@@ -45,6 +45,7 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 def encode_e4m3(values: torch.Tensor) -> torch.Tensor:
     """float8_e4m3fn, ties to even, saturating at 448; NaN stays NaN."""
+    # The cast alone saturates in some torch versions and overflows to NaN in others.
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 

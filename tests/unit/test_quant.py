@@ -242,6 +242,7 @@ packed_block = st.binary(min_size=16, max_size=16).map(lambda data: u8(*data))
 e4m3_finite = st.integers(0, 255).filter(lambda byte: byte & 0x7F != 0x7F)
 
 
+@settings(deadline=None)
 @given(packed_block, st.integers(0, 252), st.integers(0, 31), st.sampled_from([6, 7, 14, 15]))
 def test_mxfp4_round_trip_of_canonical_codes(packed: torch.Tensor, scale: int, place: int, peak: int):
     # Canonical: the scale is the one that the largest element calls for, so one code must reach 4.
@@ -252,6 +253,7 @@ def test_mxfp4_round_trip_of_canonical_codes(packed: torch.Tensor, scale: int, p
     assert torch.equal(again, pack_nibbles(codes))
 
 
+@settings(deadline=None)
 @given(packed_block, st.integers(1, 0x7E), st.sampled_from([7, 15]), st.floats(2**-10, 2**10, width=16))
 def test_nvfp4_round_trip_of_canonical_codes(packed: torch.Tensor, scale: int, peak: int, global_scale: float):
     codes = unpack_nibbles(packed)[:16]
@@ -262,6 +264,7 @@ def test_nvfp4_round_trip_of_canonical_codes(packed: torch.Tensor, scale: int, p
     assert torch.equal(again, pack_nibbles(codes))
 
 
+@settings(deadline=None)
 @given(st.lists(e4m3_finite, min_size=32, max_size=32), st.integers(0, 246), st.sampled_from([0x78, 0x7E, 0xFB]))
 def test_mxfp8_round_trip_of_canonical_codes(data: list[int], scale: int, peak: int):
     codes = u8(peak, *data[1:])
@@ -271,6 +274,7 @@ def test_mxfp8_round_trip_of_canonical_codes(data: list[int], scale: int, peak: 
     assert torch.equal(again.data.view(torch.uint8).flatten(), codes)
 
 
+@settings(deadline=None)
 @given(st.lists(e4m3_finite, min_size=16, max_size=16), st.floats(2**-10, 2**10, width=16))
 @pytest.mark.parametrize(("name", "kind"), [("fp8_tensor", Fp8Tensor), ("fp8_block", Fp8Block)])
 def test_fp8_round_trip_of_canonical_codes(name: str, kind: type, data: list[int], scale: float):
@@ -395,3 +399,31 @@ def test_payload_refusals():
     packed = encode_payload(torch.zeros(1, 32), "nvfp4")
     with pytest.raises(InputError, match="global_scale"):
         decode_payload(Payload(packed.data, "nvfp4", packed.scale))
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["f32", "bf16", *ERROR_BOUND])
+def test_a_gpu_makes_the_same_bytes(name: str):
+    dense = torch.randn(2, 260, 160, generator=torch.Generator().manual_seed(5)) * 3
+    here, there = encode(name, dense, 2), encode(name, dense.cuda(), 2)
+    for field, tensor in here.tensors().items():
+        assert torch.equal(tensor.view(torch.uint8), there.tensors()[field].cpu().view(torch.uint8)), field
+    assert same_bits(decode(here, 2), decode(there, 2).cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["fp8_block", "nvfp4"])
+def test_payloads_can_be_packed_and_read_inside_a_graph(name: str):
+    hidden = torch.randn(7, 160, device="cuda")
+    decode_payload(encode_payload(hidden, name))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoded = decode_payload(encode_payload(hidden, name))
+    hidden.normal_()
+    graph.replay()
+    assert torch.equal(decoded.cpu(), decode_payload(encode_payload(hidden.cpu(), name)))

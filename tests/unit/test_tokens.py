@@ -328,6 +328,16 @@ def test_merging_repeats_keeps_the_weighted_sum(case: tuple[FlatTokens, ExpertSh
     torch.testing.assert_close(by_expert(merged, shard), by_expert(flat, shard), rtol=1e-6, atol=1e-5)
 
 
+def test_adapter_holds_rows_that_name_one_expert_in_every_slot():
+    config = make_config(top_k=4)
+    shard, weights = shard_of(config), make_dense(config)
+    ids = torch.tensor([[1, 1, 1, 1], [1, 3, 1, 3], [1, 1, 0, 1]], dtype=torch.int32)
+    flat = FlatTokens(Payload.plain(torch.randn(3, 96)), ids, torch.rand(3, 4), config.num_experts)
+    adapted = AdaptedExecutor(ExpertMajorOnly(config, shard, weights, CPU, RUNTIME))
+    native = ReferenceExecutor(config, shard, weights, CPU, RUNTIME)
+    assert relative_error(adapted(flat), native(flat)) < 1e-6
+
+
 @pytest.mark.parametrize("native", ["flat", "expert_major"])
 def test_make_executor_adapts_only_what_is_lacking(native: str, monkeypatch):
     monkeypatch.setitem(EXECUTORS, "reference", replace(executor_spec("reference"), formats=(native,)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -29,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eprt import quant
 from eprt.config import MoEConfig
-from eprt.experts import torch_grouped
+from eprt.experts import executor_spec, torch_grouped
+from eprt.experts.adapters import AdaptedExecutor
 from eprt.experts.reference import ReferenceExecutor
 from eprt.experts.torch_grouped import GroupedExecutor
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
@@ -171,6 +174,20 @@ def test_one_expert_takes_all_rows_and_repeats_count_twice(kernel: str):
     assert error_on_flat(executor, reference, same) < F32_TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("activation", "hidden", "expected"),
+    [
+        (GPT_OSS, [-10.0, -9.0], -10 / (1 + math.exp(17.02)) * -6),  # gate has no lower clamp, up has one
+        (GPT_OSS, [10.0, 9.0], 7 / (1 + math.exp(-7 * 1.702)) * 8),
+        (RELU2, [-3.0, 3.0], [0.0, 9.0]),
+    ],
+)
+def test_activation_by_hand(activation, hidden: list[float], expected):
+    """SiLU hides a wrong lower clamp of the gate from every comparison of sums."""
+    actual = torch_grouped.activate(activation, torch.tensor(hidden)).tolist()
+    assert actual == pytest.approx(expected if isinstance(expected, list) else [expected], rel=1e-5)
+
+
 def test_weights_are_not_kept():
     config = make_config("bf16", bias=True)
     weights, flat = make_weights(config), make_flat(config, dtype=torch.bfloat16)
@@ -270,3 +287,93 @@ def test_operators_do_not_depend_on_the_routing_and_read_nothing_back(kernel: st
     calls = [operators(executor, slab) for slab in slabs]
     assert calls[0] == calls[1]
     assert not is_synchronising(calls[0])
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------------------
+
+needs_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+class WithoutFlat(GroupedExecutor):
+    """Only its slabs: what FlatTokens meet then is the adapter."""
+
+    def _flat(self, tokens, out):
+        raise AssertionError("the adapter must not come here")
+
+
+def on_cuda(flat: FlatTokens) -> FlatTokens:
+    return FlatTokens(
+        Payload.plain(flat.hidden.data.cuda()), flat.ids.cuda(), flat.weights.cuda(), flat.num_experts, True
+    )
+
+
+@contextmanager
+def no_host_sync():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["native", "adapted"])
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("bf16", BF16_TOLERANCE), ("mxfp4", BF16_TOLERANCE), ("f32", F32_TOLERANCE)]
+)
+class TestCuda:
+    pytestmark = needs_cuda
+
+    def build(self, name: str, adapted: bool) -> tuple[GroupedExecutor | AdaptedExecutor, ReferenceExecutor, MoEConfig]:
+        config = make_config(name, activation=GPT_OSS, bias=True, hidden_size=160, intermediate_size=96)
+        weights, shard = make_weights(config), shard_of(config)
+        reference = ReferenceExecutor(config, shard, weights, CPU, RUNTIME)
+        device = torch.device("cuda", torch.cuda.current_device())
+        if not adapted:
+            return GroupedExecutor(config, shard, weights, device, RUNTIME), reference, config
+        inner = WithoutFlat(config, shard, weights, device, RUNTIME)
+        inner.spec = replace(executor_spec("torch_grouped"), formats=("expert_major",))
+        return AdaptedExecutor(inner), reference, config
+
+    def test_graph_replays_with_new_routing(self, name: str, tolerance: float, adapted: bool):
+        executor, reference, config = self.build(name, adapted)
+        dtype = torch.float32 if name == "f32" else torch.bfloat16
+        static = on_cuda(make_flat(config, 29, dtype=dtype))
+        out = torch.full_like(static.hidden.data, NAN)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            executor(static, out)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            executor(static, out)
+        for seed in (1, 2, 3):
+            flat = replace(make_flat(config, 29, seed=seed, dtype=dtype), every_row_read=True)
+            if seed == 3:
+                flat = replace(flat, ids=torch.full_like(flat.ids, config.num_experts))
+            for target, source in [
+                (static.hidden.data, flat.hidden.data),
+                (static.ids, flat.ids),
+                (static.weights, flat.weights),
+            ]:
+                target.copy_(source)
+            out.fill_(NAN)
+            graph.replay()
+            expected = reference(flat)
+            if seed == 3:
+                assert (out == 0).all()
+            else:
+                assert relative_error(out.cpu(), expected) < tolerance
+
+    def test_slabs_and_no_host_sync(self, name: str, tolerance: float, adapted: bool):
+        executor, reference, config = self.build(name, adapted)
+        dtype = torch.float32 if name == "f32" else torch.bfloat16
+        flat = make_flat(config, 29, dtype=dtype)
+        slabs = make_expert_major(flat, shard_of(config))
+        there = ExpertMajorTokens(Payload.plain(slabs.hidden.data.cuda()), slabs.counts.cuda())
+        flat_there = on_cuda(flat)
+        with no_host_sync():
+            out, rows = executor(there), executor(flat_there)
+        valid = valid_rows(slabs)
+        assert relative_error(out.cpu()[valid], reference(slabs)[valid]) < tolerance
+        assert relative_error(rows.cpu(), reference(replace(flat, every_row_read=True))) < tolerance
