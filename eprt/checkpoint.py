@@ -217,14 +217,18 @@ def resolve_inside(directory: Path, name: str) -> Path:
     It lies in the directory itself or, for a snapshot of the Hugging Face cache (`<model>/snapshots/<revision>`), in
     that model's `blobs`. Raises CheckpointError for any other place, and if there is no such file.
     """
-    if Path(name).name != name or name in (".", ".."):
+    if Path(name).name != name or name in ("", ".", ".."):
         raise CheckpointError(f"{directory}: entry {name!r} leaves the checkpoint's folder; expected a bare file name")
     root = directory.resolve()
     allowed = [root] + ([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])
-    path = (root / name).resolve()
+    try:
+        path = (root / name).resolve()
+        is_file = path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL, a loop of links (until 3.13)
+        raise CheckpointError(f"{directory}: entry {name!r} is no usable file name: {error}") from error
     if path.parent not in allowed:
         raise CheckpointError(f"{directory / name}: links to {path}, outside the checkpoint's folder")
-    if not path.is_file():
+    if not is_file:
         raise CheckpointError(f"{directory / name}: no such file")
     return path
 

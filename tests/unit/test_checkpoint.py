@@ -1,0 +1,367 @@
+"""Every way a checkpoint can be wrong has a test; so has the claim that only the asked-for bytes are read."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import shutil
+import signal
+
+import checkpoint_jobs as jobs
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eprt.checkpoint import CONFIG, INDEX, MAX_CONFIG_BYTES, QUANT_CONFIG, SINGLE, Checkpoint, read_config
+from eprt.config import ParallelConfig
+from eprt.errors import CheckpointError
+from eprt.models import load_layer
+from eprt.models.tiny import write_tiny_checkpoint
+
+A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def write(directory, shards, index=None, config="{}"):
+    """A checkpoint folder: {file: {name: tensor}}; `index` overrides the weight map."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / CONFIG).write_text(config)
+    for file, tensors in shards.items():
+        save_file(tensors, directory / file)
+    if set(shards) != {SINGLE}:
+        found = {name: file for file, tensors in shards.items() for name in tensors}
+        (directory / INDEX).write_text(json.dumps({"weight_map": found if index is None else index}))
+    return directory
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shards = {A: {"x": torch.arange(24).view(2, 3, 4)}, B: {"y": torch.ones(3, dtype=torch.bfloat16)}}
+    return write(tmp_path / "model", shards)
+
+
+def refuses(directory, *words):
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(directory).close()
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+
+
+class TestReading:
+    def test_slices_are_exact_and_counted(self, folder):
+        x = torch.arange(24).view(2, 3, 4)
+        with Checkpoint(folder) as checkpoint:
+            assert checkpoint.bytes_read == 0
+            cut = checkpoint.read("x", (1, slice(0, 2), slice(1, 3)))
+            assert torch.equal(cut, x[1, 0:2, 1:3])
+            assert cut.is_contiguous()
+            assert checkpoint.bytes_read == 4 * 8
+            assert torch.equal(checkpoint.read("x"), x)
+            assert checkpoint.bytes_read == 4 * 8 + 24 * 8
+            assert torch.equal(checkpoint.read("x", (slice(1, 1),)), x[1:1])
+            assert checkpoint.bytes_read == 4 * 8 + 24 * 8
+
+    def test_manifest_comes_from_the_headers(self, folder):
+        with Checkpoint(folder) as checkpoint:
+            info = checkpoint.manifest["y"]
+            assert (info.file, info.shape, info.dtype) == (B, (3,), "BF16")
+            assert "x" in checkpoint
+            assert "z" not in checkpoint
+
+    def test_what_was_read_outlives_the_file(self, folder):
+        with Checkpoint(folder) as checkpoint:
+            x = checkpoint.read("x")
+        shutil.rmtree(folder)
+        assert int(x.sum()) == 276
+
+    @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8, torch.int8])
+    def test_packed_dtypes_keep_their_bytes(self, tmp_path, dtype):
+        codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+        path = write(tmp_path / "m", {SINGLE: {"t": codes.view(dtype), "s": torch.tensor(2.0)}})
+        with Checkpoint(path) as checkpoint:
+            found = checkpoint.read("t", (slice(3, 5), slice(4, 8)), dtypes=(dtype,))
+            assert torch.equal(found.view(torch.uint8), codes[3:5, 4:8])
+            assert checkpoint.read("s").item() == 2.0
+
+    def test_fingerprint_changes_with_names_shapes_dtypes_and_config(self, tmp_path):
+        variants = [({"x": torch.ones(4)}, "{}"), ({"y": torch.ones(4)}, "{}"), ({"x": torch.ones(5)}, "{}")]
+        variants += [({"x": torch.ones(4).int()}, "{}"), ({"x": torch.ones(4)}, '{"a": 1}')]
+        found = []
+        for number, (tensors, config) in enumerate(variants):
+            with Checkpoint(write(tmp_path / str(number), {SINGLE: tensors}, config=config)) as checkpoint:
+                found.append(checkpoint.fingerprint)
+        assert len(set(found)) == len(variants)
+        with Checkpoint(write(tmp_path / "again", {SINGLE: {"x": torch.ones(4)}})) as checkpoint:
+            assert checkpoint.fingerprint == found[0]
+
+    def test_hub_cache_snapshot(self, folder, tmp_path):
+        """The Hugging Face cache keeps files in blobs/ and links to them from snapshots/<revision>/."""
+        root = tmp_path / "models--a--b"
+        (root / "blobs").mkdir(parents=True)
+        snapshot = root / "snapshots" / "abc123"
+        snapshot.mkdir(parents=True)
+        for number, file in enumerate(sorted(folder.iterdir())):
+            file.rename(root / "blobs" / str(number))
+            (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+        with Checkpoint(snapshot) as checkpoint:
+            assert checkpoint.read("y").sum() == 3
+
+    def test_modelopt_config_beside_the_models(self, folder):
+        quantization = {"quant_algo": "NVFP4", "group_size": 16}
+        (folder / QUANT_CONFIG).write_text(json.dumps({"producer": {}, "quantization": quantization}))
+        assert read_config(folder)["quantization_config"] == {"quant_method": "modelopt", **quantization}
+        (folder / CONFIG).write_text('{"quantization_config": {"quant_method": "fp8"}}')
+        assert read_config(folder / CONFIG)["quantization_config"] == {"quant_method": "fp8"}
+
+
+class TestConfigRefused:
+    def test_missing(self, folder):
+        (folder / CONFIG).unlink()
+        refuses(folder, CONFIG, "no such file")
+
+    def test_oversize(self, folder):
+        os.truncate(folder / CONFIG, MAX_CONFIG_BYTES + 1)
+        refuses(folder, CONFIG, str(MAX_CONFIG_BYTES + 1), str(MAX_CONFIG_BYTES))
+
+    @pytest.mark.parametrize("text", ["{", "\x00", '{"a": }', "[" * 100_000])
+    def test_invalid_json(self, folder, text):
+        (folder / CONFIG).write_text(text)
+        refuses(folder, CONFIG, "not valid JSON")
+
+    def test_invalid_utf8(self, folder):
+        (folder / CONFIG).write_bytes(b'{"a": "\xff\xfe"}')
+        refuses(folder, CONFIG, "not valid JSON")
+
+    def test_not_an_object(self, folder):
+        (folder / CONFIG).write_text("[1]")
+        refuses(folder, CONFIG, "found a JSON list", "expected an object")
+
+    def test_key_twice(self, folder):
+        (folder / CONFIG).write_text('{"hidden_size": 1, "hidden_size": 2}')
+        refuses(folder, CONFIG, "'hidden_size' appears twice")
+
+    def test_modelopt_config_without_its_section(self, folder):
+        (folder / QUANT_CONFIG).write_text("{}")
+        refuses(folder, QUANT_CONFIG, "expected an object 'quantization'")
+
+
+class TestTensorRefused:
+    def test_missing(self, folder):
+        with Checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match="'z' is missing"):
+            checkpoint.read("z")
+
+    def test_wrong_shape(self, folder):
+        with Checkpoint(folder) as checkpoint, pytest.raises(CheckpointError) as caught:
+            checkpoint.read("x", shape=(2, 3, 5))
+        for word in (A, "'x'", "(2, 3, 4)", "expected (2, 3, 5)"):
+            assert word in str(caught.value)
+
+    def test_wrong_dtype(self, folder):
+        with Checkpoint(folder) as checkpoint, pytest.raises(CheckpointError) as caught:
+            checkpoint.read("y", dtypes=(torch.uint8, torch.int8))
+        for word in (B, "'y'", "has dtype BF16", "expected U8 or I8"):
+            assert word in str(caught.value)
+
+    def test_slice_outside(self, folder):
+        with Checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match="can't be read"):
+            checkpoint.read("x", (5,))
+
+
+class TestFileRefused:
+    def test_missing_shard(self, folder):
+        (folder / B).unlink()
+        refuses(folder, B, "no such file")
+
+    def test_truncated(self, folder):
+        os.truncate(folder / B, (folder / B).stat().st_size - 1)
+        refuses(folder, B, "not a complete safetensors file")
+
+    def test_grown(self, folder):
+        os.truncate(folder / B, (folder / B).stat().st_size + 1)
+        refuses(folder, B, "not a complete safetensors file")
+
+    @pytest.mark.parametrize("content", [b"", b"\x80\x02}q\x00.", b"PK\x03\x04" * 50, b"<html>" * 50])
+    def test_not_safetensors(self, folder, content):
+        (folder / A).write_bytes(content)
+        refuses(folder, A, "not a complete safetensors file")
+
+    def test_header_larger_than_the_file(self, folder):
+        (folder / A).write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
+        refuses(folder, A, "not a complete safetensors file")
+
+    @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
+    def test_pickle_instead(self, tmp_path, name):
+        (tmp_path / CONFIG).write_text("{}")
+        (tmp_path / name).write_bytes(b"\x80\x02}q\x00.")
+        refuses(tmp_path, name, "a pickle", "convert it to safetensors")
+
+    def test_pickle_named_by_the_index(self, folder):
+        (folder / INDEX).write_text('{"weight_map": {"x": "pytorch_model.bin"}}')
+        (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
+        refuses(folder, "pytorch_model.bin", "expected a .safetensors file")
+
+    def test_nothing_there(self, tmp_path):
+        (tmp_path / CONFIG).write_text("{}")
+        refuses(tmp_path, SINGLE, INDEX)
+
+    def test_tensor_in_two_shards(self, tmp_path):
+        both = {A: {"x": torch.ones(1)}, B: {"x": torch.ones(1), "y": torch.ones(1)}}
+        refuses(write(tmp_path / "m", both, {"x": A, "y": B}), "'x'", A, B, "expected it once")
+
+
+class TestIndexRefused:
+    @pytest.mark.parametrize("entry", ["/etc/passwd", "../other.safetensors", "sub/a.safetensors", "..", ""])
+    def test_entry_leaves_the_folder(self, folder, entry):
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"x": entry}}))
+        refuses(folder, repr(entry), "leaves the checkpoint's folder")
+
+    @pytest.mark.parametrize("entry", ["a\0.safetensors", "a" * 5000 + ".safetensors"])
+    def test_entry_is_no_file_name(self, folder, entry):
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"x": entry}}))
+        refuses(folder, "no usable file name")
+
+    def test_loop_of_links(self, folder):
+        (folder / A).unlink()
+        (folder / A).symlink_to(A)
+        refuses(folder, A)
+
+    @pytest.mark.parametrize("name", [A, CONFIG, INDEX])
+    def test_link_to_the_outside(self, folder, tmp_path, name):
+        (folder / name).rename(tmp_path / name)
+        (folder / name).symlink_to(tmp_path / name)
+        refuses(folder, name, "outside the checkpoint's folder")
+
+    def test_blobs_of_another_model(self, folder, tmp_path):
+        """Only the snapshot's own blobs are its own."""
+        other = tmp_path / "other" / "blobs"
+        other.mkdir(parents=True)
+        snapshot = tmp_path / "mine" / "snapshots" / "abc"
+        shutil.copytree(folder, snapshot)
+        (snapshot / A).rename(other / "0")
+        (snapshot / A).symlink_to(other / "0")
+        refuses(snapshot, A, "outside the checkpoint's folder")
+
+    def test_tensor_that_its_file_lacks(self, folder):
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"x": A, "y": B, "z": B}}))
+        refuses(folder, INDEX, "'z'", B, "which lacks it")
+
+    def test_tensor_of_another_file(self, folder):
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"x": B, "y": A}}))
+        refuses(folder, "'x'", "which lacks it")
+
+    def test_tensor_twice(self, folder):
+        (folder / INDEX).write_text(f'{{"weight_map": {{"x": "{A}", "x": "{B}"}}}}')
+        refuses(folder, INDEX, "'x' appears twice")
+
+    @pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": {"x": 1}}'])
+    def test_not_a_weight_map(self, folder, text):
+        (folder / INDEX).write_text(text)
+        refuses(folder, INDEX, "expected a")
+
+
+def one_file_a_tensor(directory, num_local, page=4096):
+    """Give each tensor a file of its own: where an expert tensor's foreign part, which follows the local experts,
+    begins is what its file may be cut to."""
+    index = json.loads((directory / INDEX).read_text())
+    cuts = {}
+    for file in sorted(set(index["weight_map"].values())):
+        for name, tensor in load_file(directory / file).items():
+            own = f"{name}.safetensors"
+            save_file({name: tensor}, directory / own)
+            index["weight_map"][name] = own
+            if ".experts." in name:
+                local = tensor[:num_local].numel() * tensor.element_size()
+                header = (directory / own).stat().st_size - tensor.numel() * tensor.element_size()
+                cuts[own] = -(-(header + local) // page) * page
+        (directory / file).unlink()
+    (directory / INDEX).write_text(json.dumps(index))
+    return cuts
+
+
+def signal_of_child(work):
+    """Run `work` in a forked child: the signal that killed it, or 0."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        try:
+            work()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "m", num_layers=1)
+
+
+class TestOnlyLocalBytes:
+    @pytest.mark.parametrize(("world", "moe_tp"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
+    def test_each_byte_of_the_experts_is_read_by_one_rank(self, tiny, world, moe_tp):
+        parallel = ParallelConfig(world, moe_tp_size=moe_tp)
+        replicated = 8 * 128 * 2 + 8 * 2  # router weight and bias
+        total = 0
+        for rank in range(world):
+            with Checkpoint(tiny) as checkpoint:
+                parts = load_layer(checkpoint, 0, parallel, rank)
+                assert checkpoint.bytes_read == parts.experts.nbytes + replicated
+                down_bias = parts.experts.down_bias.nbytes
+                total += parts.experts.nbytes - (down_bias if parts.shard.moe_tp_rank else 0)
+                experts = [n for n in checkpoint.manifest if ".experts." in n]
+                assert len(experts) == 6
+        with Checkpoint(tiny) as checkpoint:
+            stored = sum(checkpoint.read(name).nbytes for name in experts)
+        assert total == stored
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+    def test_the_system_sees_no_read_past_the_local_experts(self, tmp_path):
+        """Cut foreign experts off the files once they are open: a read of a single page there is a SIGBUS."""
+        tiny = write_tiny_checkpoint(tmp_path / "m", hidden_size=256, intermediate_size=256, num_layers=1)
+        cuts = one_file_a_tensor(tiny, num_local=4)
+        assert sum((tiny / file).stat().st_size - size for file, size in cuts.items()) > 8 * 4096
+        parallel = ParallelConfig(2)
+        with Checkpoint(tiny) as checkpoint:
+            for file, size in cuts.items():
+                if size < (tiny / file).stat().st_size:
+                    os.truncate(tiny / file, size)
+            assert signal_of_child(lambda: load_layer(checkpoint, 0, parallel, 0)) == 0
+            # The trap does catch: rank 1 needs what was cut off.
+            assert signal_of_child(lambda: load_layer(checkpoint, 0, parallel, 1)) == signal.SIGBUS
+
+    def test_foreign_scales_are_not_looked_at(self, tiny, tmp_path):
+        """NaN scales in expert 7 stop the rank that owns it and no other."""
+        spoilt = tmp_path / "spoilt"
+        shutil.copytree(tiny, spoilt)
+        file = spoilt / B
+        tensors = load_file(file)
+        tensors["model.layers.0.mlp.experts.down_proj_scales"][7, 3, 1] = 255
+        save_file(tensors, file)
+        for rank in range(3):
+            load_layer(spoilt, 0, ParallelConfig(4), rank)
+        with pytest.raises(CheckpointError, match=r"down_proj_scales.*255 \(NaN\)"):
+            load_layer(spoilt, 0, ParallelConfig(4), 3)
+
+
+class TestAllRanks:
+    def test_together_or_not_at_all(self, pools, tmp_path):
+        good = write_tiny_checkpoint(tmp_path / "good")
+        other = write_tiny_checkpoint(tmp_path / "other", seed=1)
+        broken = tmp_path / "broken"
+        shutil.copytree(good, broken)
+        (broken / "model-00002-of-00003.safetensors").unlink()
+        pool = pools(2)
+        assert pool.run(jobs.load, directories=[str(good), str(good)]) == [("loaded", "0"), ("loaded", "4")]
+        # One rank's missing file is every rank's error, the same text.
+        failed = pool.run(jobs.load, directories=[str(good), str(broken)])
+        assert failed[0] == failed[1]
+        assert failed[0][0] == "CheckpointError"
+        assert failed[0][1].startswith("rank 1: ")
+        assert "model-00002-of-00003.safetensors" in failed[0][1]
+        # Same names and shapes, other numbers: another revision.
+        mixed = pool.run(jobs.load, directories=[str(good), str(other)])
+        assert mixed[0] == mixed[1]
+        assert mixed[0][0] == "WorldMismatch"
+        assert "fingerprint" in mixed[0][1]
+        # And the next correct call works.
+        assert pool.run(jobs.load, directories=[str(good), str(good)]) == [("loaded", "0"), ("loaded", "4")]
