@@ -202,7 +202,10 @@ class _TransportRun:
 
     def combine(self, call: int) -> None:
         batch, sent = self.open.pop(call)
-        out = transport.scale_experts(sent.tokens, self.dispatcher.shard, self.scale, batch.hidden.dtype)
+        shard = self.dispatcher.shard
+        # MoE-TP ranks each hold a part of an expert; here the first holds all of it, so that the sum stays exact.
+        scale = self.scale if shard.moe_tp_rank == 0 else torch.zeros_like(self.scale)
+        out = transport.scale_experts(sent.tokens, shard, scale, batch.hidden.dtype)
         returned = self.dispatcher.combine(out, sent.handle).cpu()
         expected = transport.weighted_sums(batch, self.scale, self.check.payload)
         self.error = max(self.error, relative_error(returned, expected))

@@ -114,6 +114,8 @@ class WorldPool:
             raise ConfigError(f"a world of {size} ranks: size must be at least 1")
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"device {device!r}: expected 'cpu' or 'cuda'")
+        if device == "cuda" and (found := _gpus()) < size:
+            raise ConfigError(f"{size} ranks on CUDA need {size} GPUs, {found} are here; use device='cpu'")
         self.size = size
         self.device = device
         self.timeout_s = timeout_s
@@ -285,6 +287,13 @@ def launch(
     """One job on a fresh world of `size` ranks: `WorldPool` with one `run`. Raises WorldFailed."""
     with WorldPool(size, device, timeout_s, grace_s, environment) as pool:
         return pool.run(function, **kwargs)
+
+
+def _gpus() -> int:
+    """GPUs of this machine. Makes no CUDA context: the ranks are not forked from here anyway."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _ask_for_stacks(ranks: Iterable[_Rank]) -> None:

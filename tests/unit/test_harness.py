@@ -155,7 +155,7 @@ def test_launch_is_a_world_for_one_job():
     assert isinstance(failure.value, RuntimeError)
 
 
-@pytest.mark.parametrize(("size", "device"), [(0, "cpu"), (2, "tpu")])
+@pytest.mark.parametrize(("size", "device"), [(0, "cpu"), (2, "tpu"), (1000, "cuda")])
 def test_a_world_that_cannot_be_is_refused(size, device):
     with pytest.raises(ConfigError):
         WorldPool(size, device)

@@ -1,0 +1,325 @@
+"""Jobs of the conformance tests: what runs inside the ranks. No pytest here, so that ranks start fast."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.conformance import transport
+from eprt.conformance.cases import CONFIGS, Batch, coded_hidden, find_case, make_batches
+from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
+from eprt.dispatch import make_dispatcher
+from eprt.errors import EprtError
+from eprt.layer import ExpertParallelMoE
+from eprt.placement import ExpertPlacement
+from eprt.tokens import TopK
+from eprt.weights import Dense
+
+PAIRS = [("none", "flat"), ("torch", "flat"), ("torch", "expert_major")]
+F32 = CONFIGS["silu_f32"]
+
+
+def dispatcher_of(context, pair, config=F32, layer=0, **runtime):
+    """One per configuration, kept from job to job."""
+    key = ("dispatcher", pair, config, layer, tuple(sorted(runtime.items())))
+    if key not in context.cache:
+        settings = RuntimeConfig(**{"max_tokens_per_rank": 64, **runtime})
+        context.cache[key] = make_dispatcher(pair[0], context.world(), config, settings, pair[1], layer)
+    return context.cache[key]
+
+
+# ---- property: any routing ------------------------------------------------------------------------------------
+
+
+def round_trips(context, ids_by_rank, eighths_by_rank, agreed):
+    """dispatch + identity + combine on every pair; for each: None, or what was wrong on this rank.
+
+    Weights are whole eighths and tokens whole numbers below 16, so float32 sums are exact in any order.
+    """
+    K = len(ids_by_rank[0][0]) if ids_by_rank[0] else 1
+    config = MoEConfig(num_experts=8, top_k=K, hidden_size=24, intermediate_size=8, weight_format="f32")
+    batches = [
+        Batch(
+            coded_hidden(len(ids), rank, 0, 24),
+            TopK(
+                torch.tensor(ids, dtype=torch.int32).view(-1, K),
+                torch.tensor(eighths, dtype=torch.float32).view(-1, K) / 8,
+            ),
+        )
+        for rank, (ids, eighths) in enumerate(zip(ids_by_rank, eighths_by_rank, strict=True))
+    ]
+    own = batches[context.rank]
+    ones = torch.ones(8)
+    found = []
+    for pair in PAIRS:
+        dispatcher = dispatcher_of(context, pair, config)
+        sent = dispatcher.dispatch(own.hidden, own.topk, agreed)
+        problems = transport.wrong_arrivals(sent.tokens, batches, dispatcher.shard, None)
+        out = transport.scale_experts(sent.tokens, dispatcher.shard, ones, torch.float32)
+        returned = dispatcher.combine(out, sent.handle)
+        expected = transport.weighted_sums(own, ones, None).float()
+        if not torch.equal(returned, expected):
+            problems.append(f"combine is off by {float((returned - expected).abs().max())}")
+        found.append((pair, problems))
+    return found
+
+
+# ---- mutations: each must fail the oracle ---------------------------------------------------------------------
+
+
+def mutated_layer(context, mutation, pair, executor, config_name="silu_f32", case_name="uneven-uniform"):
+    """Relative error of one layer call against the oracle, with one thing wrong."""
+    world, config = context.world(), CONFIGS[config_name]
+    full = full_weights(config)
+    dtype = torch.float32 if config.weight_format == "f32" else torch.bfloat16
+    batch = make_batches(find_case(case_name), 0, world.size, config, dtype)[world.rank]
+    shard = ExpertPlacement(config.num_experts, world.parallel).shard(world.rank)
+    weights = shard_weights(full, config, shard)
+    topk = batch.topk
+    if mutation == "swap_gate_and_up":
+        gate, up = weights.gate_up.data.chunk(2, dim=1)
+        weights = replace(weights, gate_up=Dense(torch.cat([up, gate], dim=1)))
+    elif mutation == "shift_experts":
+        topk = TopK((topk.ids + 1) % config.num_experts, topk.weights)
+    runtime = RuntimeConfig(dispatcher=pair[0], token_format=pair[1], executor=executor, max_tokens_per_rank=64)
+    layer = ExpertParallelMoE(config, world, weights, runtime=runtime)
+    if mutation == "drop_a_rank" and world.rank == 1:
+        whole = layer.executor
+        layer.executor = lambda tokens, out=None: torch.zeros_like(whole(tokens))
+    error = relative_error(layer(batch.hidden, topk), expected_outputs(config, full, [batch])[0])
+    layer.close()
+    return error
+
+
+# ---- bad calls ------------------------------------------------------------------------------------------------
+
+
+def bad_call(context, kind, pair, through_layer=False):
+    """A bad call on one rank or on all, then a correct one. Returns (error type, its text, the correct call's error).
+
+    The correct call is on the same dispatcher or layer, so it also proves that the failed one left nothing behind.
+    """
+    target = _layer_of(context, pair) if through_layer else dispatcher_of(context, pair)
+    try:
+        BAD[kind](context, target, through_layer)
+        error = ("nothing", "was raised")
+    except EprtError as raised:
+        error = (type(raised).__name__, str(raised))
+    return (*error, good_call(context, target, through_layer))
+
+
+def good_call(context, target, through_layer=False):
+    """Relative error of a correct call."""
+    batch = _batch(context, 6 + context.rank)
+    if through_layer:
+        expected = expected_outputs(F32, _full(context), [batch])[0]
+        return relative_error(target(batch.hidden, batch.topk), expected)
+    ones = torch.ones(F32.num_experts)
+    sent = target.dispatch(batch.hidden, batch.topk)
+    out = transport.scale_experts(sent.tokens, target.shard, ones, torch.float32)
+    return relative_error(target.combine(out, sent.handle), transport.weighted_sums(batch, ones, None))
+
+
+def _batch(context, num_tokens):
+    generator = torch.Generator().manual_seed(context.rank)
+    ids = torch.rand(num_tokens, F32.num_experts, generator=generator).argsort(1)[:, : F32.top_k].to(torch.int32)
+    return Batch(coded_hidden(num_tokens, context.rank, 0, F32.hidden_size), TopK(ids, torch.full(ids.shape, 0.25)))
+
+
+def _full(context):
+    return context.cache.setdefault("full", full_weights(F32))
+
+
+def _layer_of(context, pair):
+    key = ("layer", pair)
+    if key not in context.cache:
+        world = context.world()
+        shard = ExpertPlacement(F32.num_experts, world.parallel).shard(world.rank)
+        weights = shard_weights(_full(context), F32, shard)
+        runtime = RuntimeConfig(dispatcher=pair[0], token_format=pair[1], executor="reference", max_tokens_per_rank=64)
+        context.cache[key] = ExpertParallelMoE(F32, world, weights, runtime=runtime)
+    return context.cache[key]
+
+
+def _call(target, through_layer, batch, agreed=None):
+    if through_layer:
+        return target(batch.hidden, batch.topk, tokens_per_rank=agreed)
+    return target.dispatch(batch.hidden, batch.topk, agreed)
+
+
+def _on_rank_1(change, num_tokens=5):
+    """A call whose input is changed on rank 1 only."""
+
+    def call(context, target, through_layer):
+        batch = _batch(context, num_tokens)
+        _call(target, through_layer, change(batch) if context.rank == 1 else batch)
+
+    return call
+
+
+def _hidden(change):
+    return _on_rank_1(lambda batch: replace(batch, hidden=change(batch.hidden)))
+
+
+def _ids(change):
+    return _on_rank_1(lambda batch: replace(batch, topk=replace(batch.topk, ids=change(batch.topk.ids))))
+
+
+def _weights(change):
+    return _on_rank_1(lambda batch: replace(batch, topk=replace(batch.topk, weights=change(batch.topk.weights))))
+
+
+def _set(value):
+    def change(tensor):
+        changed = tensor.clone()
+        changed[2, 1] = value
+        return changed
+
+    return change
+
+
+def _agreeing_on(rows, num_tokens=5):
+    """A call with R given: `rows(rank)`."""
+
+    def call(context, target, through_layer):
+        _call(target, through_layer, _batch(context, num_tokens), rows(context.rank))
+
+    return call
+
+
+def _over_capacity(context, target, through_layer):
+    _call(target, through_layer, _batch(context, 65 if context.rank == 1 else 2))
+
+
+def _other_order(context, target, through_layer):
+    """Rank 1 calls two layers in the other order."""
+    second = dispatcher_of(context, (target.spec.name, target.token_format), layer=7)
+    order = (second, target) if context.rank == 1 else (target, second)
+    for dispatcher in order:
+        _call(dispatcher, False, _batch(context, 4))
+
+
+def _other_config(context, target, through_layer):
+    """Rank 1 holds another layer's maths: same sizes, other routing scale."""
+    config = F32 if context.rank != 1 else replace(F32, routing=replace(F32.routing, scaling_factor=2.5))
+    _call(dispatcher_of(context, (target.spec.name, target.token_format), config, layer=8), False, _batch(context, 4))
+
+
+def _skipped_step(context, target, through_layer):
+    """Rank 1 skips a step: the caller's step numbers differ in the next call."""
+    world = context.world()
+    world.step = 5 if context.rank == 1 else 6
+    try:
+        _call(target, through_layer, _batch(context, 4))
+    finally:
+        world.step = 0
+
+
+def _skipped_combine(context, target, through_layer):
+    """Rank 1 dispatches again where the others combine."""
+    sent = target.dispatch(*_parts(context))
+    try:
+        if context.rank == 1:
+            target.dispatch(*_parts(context))
+        out = transport.scale_experts(sent.tokens, target.shard, torch.ones(F32.num_experts), torch.float32)
+        target.combine(out, sent.handle)
+    finally:
+        sent.handle.close()
+
+
+def _combine_twice(context, target, through_layer):
+    sent = target.dispatch(*_parts(context))
+    out = transport.scale_experts(sent.tokens, target.shard, torch.ones(F32.num_experts), torch.float32)
+    target.combine(out, sent.handle)
+    target.combine(out, sent.handle)
+
+
+def _combine_closed(context, target, through_layer):
+    sent = target.dispatch(*_parts(context))
+    sent.handle.close()
+    target.combine(torch.zeros(1, F32.hidden_size), sent.handle)
+
+
+def _foreign_handle(context, target, through_layer):
+    other = dispatcher_of(context, (target.spec.name, target.token_format), layer=9)
+    sent = other.dispatch(*_parts(context))
+    try:
+        target.combine(torch.zeros(1, F32.hidden_size), sent.handle)
+    finally:
+        sent.handle.close()
+
+
+def _closed_dispatcher(context, target, through_layer):
+    fresh = make_dispatcher(target.spec.name, context.world(), F32, RuntimeConfig(), target.token_format)
+    fresh.close()
+    fresh.dispatch(*_parts(context))
+
+
+def _closed_world(context, target, through_layer):
+    world = context.world(timeout_s=31.0)
+    fresh = make_dispatcher(target.spec.name, world, F32, RuntimeConfig(), target.token_format)
+    world.close()
+    fresh.dispatch(*_parts(context))
+
+
+def _non_finite_weight(context, target, through_layer):
+    full = dispatcher_of(context, (target.spec.name, target.token_format), validate="full")
+    batch = _batch(context, 5)
+    if context.rank == 1:
+        batch.topk.weights[3, 0] = torch.nan
+    full.dispatch(batch.hidden, batch.topk)
+
+
+def _top_k_over_experts(context, target, through_layer):
+    replace(F32, top_k=F32.num_experts + 1)
+
+
+def _experts_that_do_not_divide(context, target, through_layer):
+    make_dispatcher(target.spec.name, context.world(), replace(F32, num_experts=9), RuntimeConfig())
+
+
+def _parts(context):
+    batch = _batch(context, 4)
+    return batch.hidden, batch.topk
+
+
+def _to_meta(batch):
+    return Batch(batch.hidden.to("meta"), TopK(batch.topk.ids.to("meta"), batch.topk.weights.to("meta")))
+
+
+BAD = {
+    "hidden_of_whole_numbers": _hidden(lambda x: x.int()),
+    "hidden_in_float64": _hidden(lambda x: x.double()),
+    "hidden_too_narrow": _hidden(lambda x: x[:, :-1]),
+    "hidden_for_fewer_tokens": _hidden(lambda x: x[:-1]),
+    "hidden_of_one_dimension": _hidden(lambda x: x[0]),
+    "everything_on_another_device": _on_rank_1(_to_meta),
+    "ids_in_int64": _ids(lambda ids: ids.long()),
+    "ids_of_another_top_k": _ids(lambda ids: ids[:, :-1]),
+    "ids_on_another_device": _ids(lambda ids: ids.to("meta")),
+    "id_below_zero": _ids(_set(-1)),
+    "id_above_the_invalid_one": _ids(_set(F32.num_experts + 1)),
+    "weights_in_bf16": _weights(lambda weights: weights.bfloat16()),
+    "weights_of_another_shape": _weights(lambda weights: weights[:, :-1]),
+    "non_finite_weight": _non_finite_weight,
+    "tokens_over_capacity": _over_capacity,
+    "agreed_over_capacity": _agreeing_on(lambda rank: 65),
+    "tokens_over_agreed": _agreeing_on(lambda rank: 3),
+    "agreed_zero": _agreeing_on(lambda rank: 0),
+    "different_agreed": _agreeing_on(lambda rank: 8 if rank == 1 else 16),
+    "agreed_on_one_rank_only": _agreeing_on(lambda rank: 16 if rank == 1 else None),
+    "different_dtype": _hidden(lambda x: x.bfloat16()),
+    "different_layer_order": _other_order,
+    "different_config": _other_config,
+    "skipped_step": _skipped_step,
+    "skipped_combine": _skipped_combine,
+    "combine_twice": _combine_twice,
+    "combine_after_close": _combine_closed,
+    "handle_of_another_dispatcher": _foreign_handle,
+    "closed_dispatcher": _closed_dispatcher,
+    "closed_world": _closed_world,
+    "top_k_over_experts": _top_k_over_experts,
+    "experts_that_do_not_divide": _experts_that_do_not_divide,
+}

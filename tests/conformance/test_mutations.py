@@ -1,0 +1,169 @@
+"""The proofs can fail: each deliberate mistake is caught, and without it the same call passes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import conformance_jobs as jobs
+import pytest
+import torch
+
+from eprt.config import ParallelConfig
+from eprt.conformance.cases import CASES, CONFIGS, find_case, make_batches
+from eprt.conformance.checks import Row, summarize
+from eprt.conformance.oracle import relative_error
+from eprt.conformance.transport import scale_experts, wrong_arrivals
+from eprt.placement import ExpertPlacement
+from eprt.tokens import FlatTokens, Payload, expert_major_from_flat
+
+TOLERANCE = 1e-5
+
+
+@pytest.mark.parametrize("pair", jobs.PAIRS, ids="-".join)
+@pytest.mark.parametrize("executor", ["reference", "torch_grouped"])
+class TestOracle:
+    def test_the_unchanged_layer_passes(self, pools, pair, executor):
+        errors = pools(4).run(jobs.mutated_layer, mutation="none", pair=pair, executor=executor)
+        assert max(errors) <= TOLERANCE
+
+    @pytest.mark.parametrize("mutation", ["swap_gate_and_up", "shift_experts", "drop_a_rank"])
+    def test_a_mistake_is_caught(self, pools, mutation, pair, executor):
+        errors = pools(4).run(jobs.mutated_layer, mutation=mutation, pair=pair, executor=executor)
+        # Rank 2 of "uneven" has a single token, whose experts needn't be on the dropped rank.
+        assert sorted(errors)[1] > 1000 * TOLERANCE
+
+
+class TestTransport:
+    """One rank's arrivals made by hand, then spoilt."""
+
+    CONFIG = CONFIGS["silu_bf16"]
+    SHARD = ExpertPlacement(CONFIG.num_experts, ParallelConfig(4)).shard(1)
+    BATCHES = make_batches(find_case("uneven-partly_invalid"), 0, 4, CONFIG, torch.bfloat16)
+
+    def arrived(self) -> FlatTokens:
+        hidden = torch.cat([batch.hidden for batch in self.BATCHES])
+        ids = torch.cat([batch.topk.ids for batch in self.BATCHES])
+        mine = (ids >= self.SHARD.first_expert) & (ids < self.SHARD.end_expert)
+        ids = torch.where(mine, ids, self.CONFIG.num_experts)
+        weights = torch.cat([batch.topk.weights for batch in self.BATCHES])
+        return FlatTokens(Payload.plain(hidden), ids, weights, self.CONFIG.num_experts)
+
+    def problems(self, tokens):
+        return wrong_arrivals(tokens, self.BATCHES, self.SHARD, None)
+
+    def test_the_right_tokens_pass_in_both_formats_and_any_order(self):
+        tokens = self.arrived()
+        assert self.problems(tokens) == []
+        order = torch.randperm(tokens.num_rows, generator=torch.Generator().manual_seed(0))
+        shuffled = replace(
+            tokens,
+            hidden=Payload.plain(tokens.hidden.data[order]),
+            ids=tokens.ids[order],
+            weights=tokens.weights[order],
+        )
+        assert self.problems(shuffled) == []
+        slabs, _ = expert_major_from_flat(tokens, self.SHARD, tokens.num_rows * 4)
+        assert self.problems(slabs) == []
+
+    @pytest.mark.parametrize(
+        ("spoil", "says"),
+        [
+            ("one_bit", "a row that nobody sent"),
+            ("swap_rows", "not asked for"),
+            ("lose_row", "tokens missing"),
+            ("repeat_row", "not asked for"),
+            ("shift_id", "missing"),
+            ("foreign_id", "neither of experts"),
+            ("wrong_weight", "not asked for"),
+            ("wrong_dtype", "break their format"),
+        ],
+    )
+    def test_a_mistake_is_caught(self, spoil, says):
+        tokens = self.arrived()
+        row = int((tokens.ids < self.CONFIG.num_experts).any(1).nonzero()[0])
+        slot = int((tokens.ids[row] < self.CONFIG.num_experts).nonzero()[0])
+        data, ids, weights = tokens.hidden.data.clone(), tokens.ids.clone(), tokens.weights.clone()
+        if spoil == "one_bit":
+            data[row].view(torch.int16)[-1] ^= 1
+        elif spoil == "swap_rows":
+            data = data.roll(1, 0)
+        elif spoil == "lose_row":
+            ids[row] = self.CONFIG.num_experts
+        elif spoil == "repeat_row":
+            data, ids, weights = (torch.cat([t, t[row : row + 1]]) for t in (data, ids, weights))
+        elif spoil == "shift_id":
+            first = self.SHARD.first_expert
+            ids[row, slot] = first + (ids[row, slot] - first + 1) % self.SHARD.num_local_experts
+        elif spoil == "foreign_id":
+            ids[row, slot] = self.SHARD.first_expert - 1
+        elif spoil == "wrong_weight":
+            weights[row, slot] += 2.0**-20
+        elif spoil == "wrong_dtype":
+            ids = ids.long()
+        found = self.problems(FlatTokens(Payload.plain(data), ids, weights, self.CONFIG.num_experts))
+        assert found
+        assert any(says in problem for problem in found), found
+
+    def test_a_short_slab_is_caught(self):
+        slabs, _ = expert_major_from_flat(self.arrived(), self.SHARD, 200)
+        counts = slabs.counts.clone()
+        counts[int(counts.argmax())] -= 1
+        assert "1 tokens missing" in self.problems(replace(slabs, counts=counts))[0]
+
+    def test_rows_that_need_not_be_written_stay_nan(self):
+        tokens = self.arrived()
+        idle = ~(tokens.ids < self.CONFIG.num_experts).any(1)
+        assert idle.any()
+        out = scale_experts(tokens, self.SHARD, torch.ones(self.CONFIG.num_experts), torch.bfloat16)
+        assert torch.equal(out.isnan().any(1), idle)
+        read = scale_experts(
+            replace(tokens, every_row_read=True), self.SHARD, torch.ones(self.CONFIG.num_experts), torch.bfloat16
+        )
+        assert not read.isnan().any()
+
+
+def test_every_token_of_a_world_is_unlike_every_other():
+    for config in CONFIGS.values():
+        for case in CASES:
+            rows = [
+                bytes(row.view(torch.uint8).tolist())
+                for call in range(case.num_calls)
+                for batch in make_batches(case, call, 8, config, torch.bfloat16)
+                for row in batch.hidden
+            ]
+            assert len(set(rows)) == len(rows), case.name
+
+
+def test_tokens_are_exact_in_bf16_and_so_are_their_weighted_sums():
+    config = CONFIGS["silu_bf16"]
+    for case in CASES:
+        for batch in make_batches(case, 0, 4, config, torch.float32):
+            valid = batch.topk.ids < config.num_experts
+            total = torch.where(valid, batch.topk.weights, 0.0).sum(1, keepdim=True) * batch.hidden
+            for numbers in (batch.hidden, total):
+                assert torch.equal(numbers, numbers.bfloat16().float())
+            assert bool((batch.topk.weights[~valid] > 1000).all()), "an invalid slot that counts must show"
+
+
+@pytest.mark.parametrize(
+    ("out", "expected", "error"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([], [], 0.0),
+        ([0.0], [0.0], 0.0),
+        ([1.0], [0.0], math.inf),
+        ([math.nan, 1.0], [1.0, 1.0], math.inf),
+        ([3.0, 4.5], [3.0, 4.0], 0.1),
+        ([1.0, 2.0], [1.0], math.inf),
+    ],
+)
+def test_relative_error(out, expected, error):
+    assert relative_error(torch.tensor(out), torch.tensor(expected)) == pytest.approx(error)
+
+
+def test_a_summary_shows_the_worst_rank():
+    good, bad = Row("c", 0, True, 0.0), Row("c", 1, False, 0.0, "wrong")
+    assert summarize([[good, good], [replace(good, error=0.5), bad]]) == [replace(good, error=0.5), bad]
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        summarize([[good], []])
