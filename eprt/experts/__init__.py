@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from eprt.errors import ConfigError
+from eprt.experts import rules
 from eprt.experts.base import Executor, ExecutorSpec
 from eprt.support import Requirement
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["EXECUTORS", "Executor", "ExecutorSpec", "executor_spec", "make_executor"]
 
 _FLASHINFER = Requirement("flashinfer", ("flashinfer-python",), "0.6.18")
+# The version whose signatures and layouts the two Blackwell executors were written and tested against.
+_FLASHINFER_SM100 = Requirement("flashinfer", ("flashinfer-python",), "0.7.2")
 _ALL_FORMATS = ("f32", "bf16", "mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "mxfp8")
 
 EXECUTORS: dict[str, ExecutorSpec] = {
@@ -50,9 +54,10 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             path="eprt.experts.humming:HummingExecutor",
             summary="humming's JIT grouped GEMMs for low-bit weights",
             formats=("flat", "expert_major"),
-            weights=("mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "bf16"),
+            weights=("mxfp4", "nvfp4", "fp8_tensor", "fp8_block"),
+            payloads=("bf16", "f32", "fp8_block", "nvfp4"),
             devices=("cuda",),
-            sm=(75, 99),
+            sm=(80, 99),
             graph_safe=True,
             requirement=Requirement("humming", ("humming-kernels",), "0.1.19"),
             todo="the humming executor",
@@ -63,6 +68,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             summary="FlashInfer's fused cutlass MoE, MXFP4 weights on Hopper",
             formats=("flat",),
             weights=("mxfp4",),
+            payloads=("bf16", "f32", "fp8_block", "nvfp4"),
             devices=("cuda",),
             sm=(90, 90),
             activations=("swiglu",),
@@ -73,32 +79,30 @@ EXECUTORS: dict[str, ExecutorSpec] = {
         ExecutorSpec(
             name="cutedsl_nvfp4",
             path="eprt.experts.cutedsl_nvfp4:CuteDslExecutor",
-            summary="FlashInfer's CuteDSL NVFP4 grouped GEMMs on Blackwell",
+            summary="FlashInfer's CuteDSL NVFP4 grouped GEMMs on Blackwell; not run on one yet",
             formats=("flat", "expert_major"),
             weights=("nvfp4",),
             payloads=("bf16", "nvfp4"),
             devices=("cuda",),
             sm=(100, 103),
-            activations=("swiglu",),
-            clamped_swiglu=False,
             bias=False,
             graph_safe=True,
-            requirement=_FLASHINFER,
-            todo="the CuteDSL executor",
+            requirement=_FLASHINFER_SM100,
+            rule=rules.cutedsl_nvfp4,
         ),
         ExecutorSpec(
             name="trtllm_gen",
             path="eprt.experts.trtllm_gen:TrtllmGenExecutor",
-            summary="FlashInfer's TRTLLM-Gen fused MoE on Blackwell",
+            summary="FlashInfer's TRTLLM-Gen fused MoE on Blackwell; not run on one yet",
             formats=("flat",),
             weights=("nvfp4", "fp8_tensor", "fp8_block", "mxfp8"),
-            payloads=("bf16", "nvfp4"),
+            payloads=("bf16", "nvfp4", "fp8_block"),
             devices=("cuda",),
             sm=(100, 103),
             bias=False,
             graph_safe=True,
-            requirement=_FLASHINFER,
-            todo="the TRTLLM-Gen executor",
+            requirement=_FLASHINFER_SM100,
+            rule=rules.trtllm_gen,
         ),
     )
 }
@@ -133,6 +137,8 @@ def make_executor(
     module, _, attribute = spec.path.partition(":")
     kind: type[Executor] = getattr(importlib.import_module(module), attribute)
     kind.spec = spec
+    # An executor with a layout for each format makes the one it will be given.
+    runtime = replace(runtime, token_format=token_format or runtime.token_format)
     executor = kind(config, shard, weights, device, runtime)
     if token_format is None or token_format in spec.formats:
         return executor

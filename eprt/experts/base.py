@@ -7,6 +7,7 @@ tokens of a format in its spec. It describes itself in an `ExecutorSpec` of the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,9 @@ from eprt.placement import ExpertShard
 from eprt.support import Device, Requirement, Support, refuse
 from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import ExpertWeights
+
+# (config, parallel, runtime, device, payload) -> why not, or ""
+Rule = Callable[[MoEConfig, ParallelConfig, RuntimeConfig, Device, PayloadFormat], str]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class ExecutorSpec:
         graph_safe: no host sync and static shapes for fixed N or M.
         requirement: package it needs, or None.
         multiples: (name of a MoEConfig size, divisor) pairs that must hold because padding can't help.
+        rule: limits that no other field can say (`eprt.experts.rules`), or None.
         todo: what is missing while it is not built yet, else empty.
     """
 
@@ -54,6 +59,7 @@ class ExecutorSpec:
     graph_safe: bool = False
     requirement: Requirement | None = None
     multiples: tuple[tuple[str, int], ...] = ()
+    rule: Rule | None = None
     todo: str = ""
 
     def supports(
@@ -94,6 +100,8 @@ class ExecutorSpec:
             size = getattr(config, name) // (parallel.moe_tp_size if name == "intermediate_size" else 1)
             if size % divisor:
                 return refuse(f"{name} {size} (a rank's share) is not a multiple of {divisor}")
+        if self.rule is not None and (reason := self.rule(config, parallel, runtime, device, payload)):
+            return refuse(reason)
         if device.installed and self.requirement is not None and not (found := self.requirement.check()):
             return found
         decoded = config.weight_format not in self.weights

@@ -1,0 +1,340 @@
+"""NVFP4 experts on Blackwell through FlashInfer's CuteDSL kernels.
+
+Two kernel families, each with a layout of its own:
+
+- masked (`MaskedLayout`): two `grouped_gemm_nt_masked` around the activation, one slab a local expert; takes
+  `ExpertMajorTokens` as DeepEP's low-latency kernels leave them.
+- contiguous (`ContiguousLayout`): `CuteDslMoEWrapper`, which sorts rows by expert, gathers, and fuses activation,
+  quantisation, routing weights and the sum over K; takes `FlatTokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch.nn.functional import pad
+
+from eprt.config import Activation, MoEConfig, RuntimeConfig, TokenFormat
+from eprt.errors import ConfigError, InputError
+from eprt.experts.base import Executor
+from eprt.experts.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
+from eprt.experts.layouts_sm100 import mma_scale_view, swizzle_scales
+from eprt.experts.scales_sm100 import Nvfp4Factors, is_plain, nvfp4_matrix
+from eprt.placement import ExpertShard
+from eprt.quant.payload import decode_payload
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
+from eprt.weights import NVFP4_BLOCK, ExpertWeights
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CuteDslKernels:
+    """The entry points used, so that a test can put its own in their place. `load` takes FlashInfer's."""
+
+    fp4_quantize: Callable[..., Any]
+    scaled_fp4_grouped_quantize: Callable[..., Any]
+    silu_and_mul_scaled_nvfp4_experts_quantize: Callable[..., Any]
+    grouped_gemm_nt_masked: Callable[..., Any]
+    moe_wrapper: Callable[..., Any]
+    autotune: Callable[..., AbstractContextManager[Any]]
+    relu2: int
+    swiglu: int
+
+    @classmethod
+    def load(cls) -> CuteDslKernels:
+        import flashinfer
+        from flashinfer.autotuner import autotune
+        from flashinfer.cute_dsl import grouped_gemm_nt_masked
+        from flashinfer.fused_moe import ActivationType, CuteDslMoEWrapper
+
+        return cls(
+            fp4_quantize=flashinfer.fp4_quantize,
+            scaled_fp4_grouped_quantize=flashinfer.scaled_fp4_grouped_quantize,
+            silu_and_mul_scaled_nvfp4_experts_quantize=flashinfer.silu_and_mul_scaled_nvfp4_experts_quantize,
+            grouped_gemm_nt_masked=grouped_gemm_nt_masked,
+            moe_wrapper=CuteDslMoEWrapper,
+            autotune=autotune,
+            relu2=int(ActivationType.Relu2),
+            swiglu=int(ActivationType.Swiglu),
+        )
+
+
+class MaskedExperts:
+    """The masked kernels: quantise, GEMM, activation, quantise, GEMM. Rows at and past the counts are never read.
+
+    Raises:
+        ConfigError: another layout than the masked one, or a checkpoint without input scales.
+    """
+
+    def __init__(
+        self, kernels: CuteDslKernels, layout: MaskedLayout, factors: Nvfp4Factors, activation: Activation
+    ) -> None:
+        if factors.input is None or factors.intermediate is None:
+            raise ConfigError(
+                "cutedsl_nvfp4 quantises expert-major tokens and needs the checkpoint's input_scale, which is missing: "
+                "use a dispatcher that emits flat tokens (computed with bf16 activations)"
+            )
+        self._kernels = kernels
+        self._layout = _require(layout, MaskedLayout)
+        self._activation = activation
+        self._plain = is_plain(activation)
+        self._input, self._ratio = factors.input, factors.ratio
+        self._gate, self._down = factors.gate, factors.down * factors.intermediate
+        # The fused SwiGLU sees up / ratio, so its product needs `ratio` more to be the codes that were calibrated.
+        self._quantiser = (self._ratio if self._plain else 1.0) / factors.intermediate
+
+    def __call__(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
+        layout, counts = self._layout, tokens.counts
+        L, M, H = out.shape
+        x, x_scales, scale = self._quantised(tokens)
+        middle = out.new_empty((L, M, layout.gate_up.shape[0]))
+        self._gemm((x, x_scales), (layout.gate_up, layout.gate_up_scales), middle, counts, self._gate * scale)
+        h, h_scales = self._activate(middle, counts)
+        padded = layout.down.shape[0]
+        whole = out if padded == H and out.is_contiguous() else out.new_empty((L, M, padded))
+        self._gemm((h, h_scales), (layout.down, layout.down_scales), whole, counts, self._down)
+        if whole is not out:
+            out.copy_(whole[..., :H])
+
+    def warmup(self, rows: int, H: int, num_local: int, device: torch.device) -> None:
+        """The GEMM is compiled for its M, so `rows` must be the slabs' own height."""
+        slab = torch.zeros((num_local, rows, H), dtype=torch.bfloat16, device=device)
+        counts = torch.zeros(num_local, dtype=torch.int32, device=device)
+        self(ExpertMajorTokens(Payload.plain(slab), counts), torch.empty_like(slab))
+
+    def _quantised(self, tokens: ExpertMajorTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes u8 [M, H/2, L], 6-D scales, and the second-level scale [1]."""
+        hidden, width = tokens.hidden, 2 * self._layout.gate_up.shape[1]
+        if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
+            codes = _pad_columns(hidden.data, width // 2).contiguous()
+            scales = _pad_columns(hidden.scale, width // NVFP4_BLOCK)
+            return codes.permute(1, 2, 0), mma_scale_view(swizzle_scales(scales)), hidden.global_scale
+        x = _pad_columns(_bf16(hidden), width).contiguous()
+        each = (1.0 / self._input).expand(x.shape[0]).contiguous()
+        quantise = self._kernels.scaled_fp4_grouped_quantize
+        # nvfp4_4over6=None: don't let environment variables choose another recipe.
+        codes, scales = quantise(x, tokens.counts, each, nvfp4_4over6=None)
+        return codes, scales, self._input
+
+    def _activate(self, middle: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[L, M, parts * I] bf16 -> quantised [L, M, I], as the second GEMM takes it."""
+        if self._plain:
+            fused = self._kernels.silu_and_mul_scaled_nvfp4_experts_quantize
+            return fused(middle, counts, self._quantiser, nvfp4_4over6=None)
+        h = _activation(self._activation, middle, self._ratio)
+        return self._kernels.scaled_fp4_grouped_quantize(h, counts, self._quantiser, nvfp4_4over6=None)
+
+    def _gemm(
+        self,
+        tokens: tuple[torch.Tensor, torch.Tensor],
+        weights: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        counts: torch.Tensor,
+        factor: torch.Tensor,
+    ) -> None:
+        """out [L, M, N] = factor [L] * tokens [M, K, L] x weights [N, K, L]."""
+        self._kernels.grouped_gemm_nt_masked(
+            tokens,
+            weights,
+            out.permute(1, 2, 0),
+            counts,
+            ab_dtype="float4_e2m1fn",
+            sf_dtype="float8_e4m3fn",
+            c_dtype="bfloat16",
+            sf_vec_size=NVFP4_BLOCK,
+            alpha=factor.view(1, 1, -1),
+            alpha_dtype="float32",
+        )
+
+
+class ContiguousExperts:
+    """`CuteDslMoEWrapper`: one call for everything. Applies the routing weights and sums over K; writes every row.
+
+    Raises:
+        ConfigError: another layout than the contiguous one.
+    """
+
+    def __init__(
+        self,
+        kernels: CuteDslKernels,
+        layout: ContiguousLayout,
+        activation: Activation,
+        shard: ExpertShard,
+        runtime: RuntimeConfig,
+    ) -> None:
+        self._kernels = kernels
+        self._layout = _require(layout, ContiguousLayout)
+        self._activation = activation
+        self._shard = shard
+        self._runtime = runtime
+        self._wrappers: dict[int, Any] = {}
+        factors = layout.factors
+        self._input, self._gate, self._quantiser = factors.input, factors.gate, None
+        self._down = factors.down * factors.ratio
+        if factors.input is not None and factors.intermediate is not None:
+            # One quantiser for all experts: the largest of what they were calibrated for, seen through up / ratio.
+            intermediate = (factors.intermediate / factors.ratio).amax().view(1)
+            self._quantiser = 1.0 / intermediate
+            self._down = self._down * intermediate
+
+    def __call__(self, tokens: FlatTokens, out: torch.Tensor) -> None:
+        layout = self._layout
+        x, x_scales, scale = self._quantised(tokens.hidden)
+        result = self._wrapper(tokens.ids.shape[1]).run(
+            x=x,
+            x_sf=x_scales,
+            token_selected_experts=tokens.ids,
+            token_final_scales=tokens.weights,
+            w1_weight=layout.gate_up,
+            w1_weight_sf=layout.gate_up_scales,
+            w1_alpha=self._gate if scale is None else self._gate * scale,
+            fc2_input_scale=self._quantiser,
+            w2_weight=layout.down,
+            w2_weight_sf=layout.down_scales,
+            w2_alpha=self._down,
+        )
+        out.copy_(result[:, : out.shape[1]])
+
+    def warmup(self, max_rows: int, config: MoEConfig, device: torch.device) -> None:
+        """Compiles, and times FlashInfer's tactics for its ladder of batch sizes up to `max_rows`."""
+        ids = torch.arange(max_rows * config.top_k, device=device, dtype=torch.int32) % config.num_experts
+        tokens = FlatTokens(
+            Payload.plain(torch.zeros((max_rows, config.hidden_size), dtype=torch.bfloat16, device=device)),
+            ids.view(max_rows, config.top_k),
+            torch.ones((max_rows, config.top_k), device=device),
+            config.num_experts,
+        )
+        with self._kernels.autotune(True):
+            self(tokens, torch.empty_like(tokens.hidden.data))
+
+    def _quantised(self, hidden: Payload) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Codes u8 [N, H/2], scales u8 [N, H/16] and the second-level scale [1]; bf16 alone for W4A16."""
+        width = 2 * self._layout.gate_up.shape[2]
+        if self._input is None:
+            return _pad_columns(_bf16(hidden), width).contiguous(), None, None
+        if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
+            scales = _pad_columns(hidden.scale, width // NVFP4_BLOCK).contiguous().view(torch.uint8)
+            return _pad_columns(hidden.data, width // 2).contiguous(), scales, hidden.global_scale
+        x = _pad_columns(_bf16(hidden), width).contiguous()
+        codes, scales = self._kernels.fp4_quantize(
+            x, 1.0 / self._input, sf_vec_size=NVFP4_BLOCK, is_sf_swizzled_layout=False, nvfp4_4over6=None
+        )
+        return codes, scales.view(x.shape[0], width // NVFP4_BLOCK), self._input
+
+    def _wrapper(self, top_k: int) -> Any:
+        """One a number of slots: a dispatcher may pad the model's top-k, an adapter emits one slot."""
+        if top_k not in self._wrappers:
+            activation, layout = self._activation, self._layout
+            swiglu: dict[str, float] = {}
+            if activation.gated and not is_plain(activation):
+                swiglu = {"swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta}
+                swiglu |= {} if activation.limit is None else {"swiglu_limit": activation.limit}
+            self._wrappers[top_k] = self._kernels.moe_wrapper(
+                num_experts=self._shard.num_experts,
+                top_k=top_k,
+                hidden_size=layout.down.shape[1],
+                intermediate_size=2 * layout.down.shape[2],
+                use_cuda_graph=layout.down.is_cuda,
+                num_local_experts=self._shard.num_local_experts,
+                local_expert_offset=self._shard.first_expert,
+                output_dtype=torch.bfloat16,
+                device=str(layout.down.device),
+                activation_type=self._kernels.swiglu if activation.gated else self._kernels.relu2,
+                # The fused finalize adds with atomics, in no fixed order.
+                use_fused_finalize=not self._runtime.deterministic,
+                quant_mode="w4a16" if self._input is None else "w4a4",
+                **swiglu,
+            )
+        return self._wrappers[top_k]
+
+
+class CuteDslExecutor(Executor):
+    """Takes both token formats natively, as bf16 or NVFP4. Keeps the layout of `runtime.token_format` (the plan's
+    choice), or both layouts if that is None.
+
+    Weight-only checkpoints (no `input_scale`) compute flat tokens with bf16 activations (W4A16); the masked kernels
+    have no such mode.
+
+    No buffer outlives a call, so none can be sized by the first batch seen: temporaries follow the rows given, which
+    are the dispatcher's own geometry and fixed under a CUDA graph.
+    """
+
+    kernels: ClassVar[CuteDslKernels | None] = None  # None: FlashInfer's, imported when an executor is built
+
+    def _prepare(self, weights: ExpertWeights) -> None:
+        kernels = type(self).kernels or CuteDslKernels.load()
+        activation, wanted = self.config.activation, self.runtime.token_format
+        size = PaddedSize.of(weights, activation.parts)
+        calibrated = nvfp4_matrix(weights.gate_up).input_scale is not None
+        self._contiguous: ContiguousExperts | None = None
+        self._masked: MaskedExperts | None = None
+        if wanted in (None, "flat"):
+            layout = ContiguousLayout.prepare(weights, size, activation, self.device)
+            self._contiguous = ContiguousExperts(kernels, layout, activation, self.shard, self.runtime)
+        if wanted == "expert_major" or (wanted is None and calibrated):
+            masked = MaskedLayout.prepare(weights, size, activation.parts, self.device)
+            factors = Nvfp4Factors.from_weights(weights, self.device)
+            self._masked = MaskedExperts(kernels, masked, factors, activation)
+
+    def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
+        if self._contiguous is None:
+            raise ConfigError(_not_built("flat"))
+        self._contiguous(tokens, out)
+
+    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
+        if self._masked is None:
+            raise ConfigError(_not_built("expert_major"))
+        self._masked(tokens, out)
+
+    def warmup(self, max_rows: int) -> None:
+        if self._contiguous is not None:
+            self._contiguous.warmup(max_rows, self.config, self.device)
+        if self._masked is not None:
+            self._masked.warmup(max_rows, self.config.hidden_size, self.shard.num_local_experts, self.device)
+
+
+def _not_built(token_format: TokenFormat) -> str:
+    return (
+        f"cutedsl_nvfp4 has no layout for {token_format} tokens here: build it with "
+        f"RuntimeConfig.token_format={token_format!r}, and for expert_major from a checkpoint with input scales"
+    )
+
+
+def _require(layout: T, kind: type[T]) -> T:
+    """A layout of the other kernel family holds the right shapes and the wrong rows: refuse it by its type."""
+    if not isinstance(layout, kind):
+        raise ConfigError(f"{type(layout).__name__} given where the kernels read a {kind.__name__}")
+    return layout
+
+
+def _bf16(hidden: Payload) -> torch.Tensor:
+    """Plain tokens, decoding those that the kernels can't take packed."""
+    if hidden.format == "nvfp4":
+        return decode_payload(hidden)
+    if hidden.format != "bf16":
+        raise InputError(f"cutedsl_nvfp4 got {hidden.format} tokens: it takes bf16 or nvfp4")
+    return hidden.data
+
+
+def _pad_columns(tensor: torch.Tensor, cols: int) -> torch.Tensor:
+    if tensor.shape[-1] == cols:
+        return tensor
+    as_bytes = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    return pad(as_bytes, (0, cols - tensor.shape[-1])).view(tensor.dtype)
+
+
+def _activation(activation: Activation, middle: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
+    """The activations that the fused SwiGLU kernel doesn't know, in float32: [L, M, parts * I] -> bf16 [L, M, I]."""
+    if not activation.gated:
+        return torch.relu(middle.float()).square().to(torch.bfloat16)
+    gate, up = middle.float().chunk(2, dim=-1)
+    up = up * ratio[:, None, None]
+    if activation.limit is not None:
+        gate = gate.clamp(max=activation.limit)
+        up = up.clamp(-activation.limit, activation.limit)
+    return (gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)).to(torch.bfloat16)

@@ -1,0 +1,116 @@
+"""Where the Blackwell kernels of FlashInfer expect every weight row and block scale: pure functions with inverses.
+
+Sources, all of FlashInfer 0.7.2: `cute_dsl/utils.py` (6-D scale layout), the CuteDSL gather GEMM's docstring (64-row
+groups), `fused_moe/core.py` and `utils.py` (row order of TRTLLM-Gen). Each function moves bytes only: `inverse(f(w))`
+equals `w`, padding apart. Matrices are [L, rows, cols]; rows of a gated first matrix arrive as [gate; up].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+SCALE_ROWS, SCALE_COLS = 128, 4  # one tile of block scales: 128 rows of 4 scales, 512 bytes
+GATED_ROWS = 64  # rows of up, then of gate, that CuteDSL's fused SwiGLU reads together
+SHUFFLE_ROWS = 32  # TRTLLM-Gen permutes rows inside blocks of 32 (its epilogue tile of 128 rows)
+
+
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def stack_experts(make: Callable[[int], dict[str, torch.Tensor]], num_experts: int) -> dict[str, torch.Tensor]:
+    """`make(e)` for every expert, copied into [L, ...] tensors: one expert's temporaries at a time."""
+    stacked: dict[str, torch.Tensor] = {}
+    for index in range(num_experts):
+        for name, tensor in make(index).items():
+            if index == 0:
+                stacked[name] = tensor.new_empty((num_experts, *tensor.shape))
+            stacked[name][index].copy_(tensor)
+    return stacked
+
+
+def pad_parts(matrix: torch.Tensor, parts: int, rows: int, cols: int) -> torch.Tensor:
+    """Zero-pad each part on its own: [L, parts * r, c] -> [L, parts * rows, cols]. Padded after concatenation
+    instead, the boundary between gate and up would move."""
+    L, total, width = matrix.shape
+    if (total, width) == (parts * rows, cols):
+        return matrix
+    padded = matrix.new_zeros((L, parts, rows, cols))
+    padded[:, :, : total // parts, :width] = matrix.view(L, parts, total // parts, width)
+    return padded.view(L, parts * rows, cols)
+
+
+def unpad_parts(matrix: torch.Tensor, parts: int, rows: int, cols: int) -> torch.Tensor:
+    """Inverse of `pad_parts`: keep `rows` rows of each part and `cols` columns."""
+    L, total, width = matrix.shape
+    return matrix.view(L, parts, total // parts, width)[:, :, :rows, :cols].reshape(L, parts * rows, cols)
+
+
+def swap_halves(matrix: torch.Tensor) -> torch.Tensor:
+    """[gate; up] <-> [up; gate]. Its own inverse."""
+    first, second = matrix.chunk(2, dim=1)
+    return torch.cat((second, first), dim=1)
+
+
+def interleave_halves(matrix: torch.Tensor, group: int = GATED_ROWS) -> torch.Tensor:
+    """[a; b] -> a[0:64], b[0:64], a[64:128], b[64:128], ... The halves must be multiples of `group`."""
+    L, total, width = matrix.shape
+    return matrix.view(L, 2, total // (2 * group), group, width).transpose(1, 2).reshape(L, total, width)
+
+
+def deinterleave_halves(matrix: torch.Tensor, group: int = GATED_ROWS) -> torch.Tensor:
+    """Inverse of `interleave_halves`."""
+    L, total, width = matrix.shape
+    return matrix.view(L, total // (2 * group), 2, group, width).transpose(1, 2).reshape(L, total, width)
+
+
+def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Block scales [L, rows, cols] in the order of the tensor cores: tiles of 128 x 4, row 32 i + r of a tile at byte
+    16 r + 4 i. Zero-padded to whole tiles: [L, rows up to 128, cols up to 4]."""
+    padded = pad_parts(scales, 1, round_up(scales.shape[1], SCALE_ROWS), round_up(scales.shape[2], SCALE_COLS))
+    L, rows, cols = padded.shape
+    tiles = padded.view(L, rows // 128, 4, 32, cols // 4, 4).permute(0, 1, 4, 3, 2, 5)
+    return tiles.reshape(L, rows, cols)
+
+
+def unswizzle_scales(swizzled: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """Inverse of `swizzle_scales`."""
+    L, padded_rows, padded_cols = swizzled.shape
+    tiles = swizzled.view(L, padded_rows // 128, padded_cols // 4, 32, 4, 4).permute(0, 1, 4, 3, 2, 5)
+    return tiles.reshape(L, padded_rows, padded_cols)[:, :rows, :cols].contiguous()
+
+
+def mma_scale_view(swizzled: torch.Tensor) -> torch.Tensor:
+    """The 6-D view that CuteDSL takes of swizzled scales: (32, 4, row tiles, 4, column tiles, L), same memory."""
+    L, rows, cols = swizzled.shape
+    return swizzled.view(L, rows // 128, cols // 4, 32, 4, 4).permute(3, 4, 1, 5, 2, 0)
+
+
+def swizzled_from_mma(view: torch.Tensor) -> torch.Tensor:
+    """Inverse of `mma_scale_view`."""
+    _, _, row_tiles, _, col_tiles, L = view.shape
+    return view.permute(5, 2, 4, 0, 1, 3).reshape(L, row_tiles * 128, col_tiles * 4)
+
+
+def trtllm_row_order(rows: int, gated: bool, device: torch.device | None = None) -> torch.Tensor:
+    """int64 [rows]: which canonical row TRTLLM-Gen wants at each place of a matrix with `rows` rows.
+
+    Gated first matrices alternate: row 2 i is up's i, row 2 i + 1 gate's i. Then, in every matrix, row r of each block
+    of 32 moves to place 8 (r mod 4) + r // 4. `rows` must be a multiple of 32.
+    """
+    place = torch.arange(rows, device=device)
+    source = place // SHUFFLE_ROWS * SHUFFLE_ROWS + place % 8 * 4 + place % SHUFFLE_ROWS // 8
+    return source % 2 * -(rows // 2) + source // 2 + rows // 2 if gated else source
+
+
+def take_rows(matrix: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """[L, rows, cols] with row `order[i]` at place i, whatever the dtype."""
+    taken = matrix.view(torch.uint8) if matrix.dtype.itemsize == 1 else matrix
+    return taken.index_select(1, order).view(matrix.dtype)
+
+
+def put_rows(matrix: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Inverse of `take_rows`."""
+    return take_rows(matrix, torch.argsort(order))

@@ -1,0 +1,41 @@
+"""Limits of executors that a table row can't say: plain functions of the plan's inputs. "" means no objection."""
+
+from __future__ import annotations
+
+from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig
+from eprt.support import Device
+
+# FlashInfer 0.7.2, trtllm/fused_moe/RoutingCustomPolicy.cuh: MaxSupportedTopExperts, MaxSupportedExperts
+TRTLLM_MAX_TOP_K, TRTLLM_MAX_EXPERTS = 32, 2048
+
+
+def cutedsl_nvfp4(
+    config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device, payload: PayloadFormat
+) -> str:
+    """The contiguous kernels sort tokens with TRTLLM-Gen's routing kernels."""
+    return _routing_limits(config)
+
+
+def trtllm_gen(
+    config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device, payload: PayloadFormat
+) -> str:
+    """From the checks of `csrc/trtllm_fused_moe_kernel_launcher.cu`, which would fail at the first call."""
+    weights, activation = config.weight_format, config.activation
+    if payload in ("nvfp4", "fp8_block") and payload != weights:
+        return f"{weights} kernels take bf16 or {weights} tokens, not {payload}"
+    if weights == "fp8_block" and not activation.gated:
+        return "DeepSeek FP8 runs its activation as a kernel of its own, which is SwiGLU only"
+    plain = (activation.alpha, activation.beta, activation.limit) == (1.0, 0.0, None)
+    if weights == "fp8_tensor" and not plain:
+        return "the per-tensor FP8 kernels compute plain SiLU-gated or ReLU^2 experts only, not alpha/beta/limit"
+    if weights in ("fp8_block", "mxfp8") and (config.num_experts % 4 or config.num_experts <= config.top_k):
+        return f"num_experts {config.num_experts} must be a multiple of 4 and more than top_k ({config.top_k})"
+    return _routing_limits(config)
+
+
+def _routing_limits(config: MoEConfig) -> str:
+    if config.top_k > TRTLLM_MAX_TOP_K:
+        return f"top-k at most {TRTLLM_MAX_TOP_K}, the model has {config.top_k}"
+    if config.num_experts > TRTLLM_MAX_EXPERTS:
+        return f"at most {TRTLLM_MAX_EXPERTS} experts, the model has {config.num_experts}"
+    return ""

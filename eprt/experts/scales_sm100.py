@@ -1,0 +1,98 @@
+"""Second-level scales of NVFP4 experts, brought to the few numbers a kernel takes. Nothing is dropped.
+
+With weights `w = e2m1 * block * global`, tokens `x = e2m1 * block * input` and `y` the sums over codes and block
+scales alone, an expert computes
+
+    gate = y_gate * (global_gate * input)
+    up   = y_up   * (global_up * input)
+    h    = act(gate, up), quantised as codes * block * intermediate
+    out  = y_down * (global_down * intermediate)
+
+A kernel with one factor for both halves of its first matrix sees `up / ratio` where `ratio = global_up / global_gate`.
+For plain SwiGLU, `silu(gate) * up` is linear in up, so its `h` is `h / ratio`, and multiplying the second matrix'
+factor by `ratio` is exact. With alpha, beta or a limit it isn't linear: then `share_global_scale` folds the difference
+into the block scales of the half with the smaller global scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from eprt.config import Activation
+from eprt.errors import ConfigError
+from eprt.weights import ExpertWeights, Matrix, Nvfp4
+
+
+@dataclass(frozen=True)
+class Nvfp4Factors:
+    """float32 second-level scales of the local experts, on the executor's device.
+
+    Attributes:
+        gate, up, down: [L], of the weights. Not gated: gate is up.
+        input: [1], of the tokens, or None for a weight-only checkpoint. The largest of the local experts: the
+            kernels quantise a token once, for all of them. It stays on its rank, so ranks may differ; tokens that
+            travel as NVFP4 bring their own instead.
+        intermediate: [L], of what enters the second matrix, or None.
+    """
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    input: torch.Tensor | None
+    intermediate: torch.Tensor | None
+
+    @property
+    def ratio(self) -> torch.Tensor:
+        """[L]: what a kernel that only knows `gate` leaves out of up."""
+        return self.up / self.gate
+
+    @classmethod
+    def from_weights(cls, weights: ExpertWeights, device: torch.device) -> Nvfp4Factors:
+        gate_up, down = nvfp4_matrix(weights.gate_up), nvfp4_matrix(weights.down)
+        scale = gate_up.global_scale.to(device)
+        factors = cls(
+            scale[:, 0].clone(), scale[:, -1].clone(), down.global_scale[:, 0].to(device, copy=True), None, None
+        )
+        if gate_up.input_scale is None or down.input_scale is None:
+            return factors
+        return replace(
+            factors,
+            input=gate_up.input_scale.to(device).amax().view(1),
+            intermediate=down.input_scale[:, 0].to(device, copy=True),
+        )
+
+    def sharing(self, shared: torch.Tensor) -> Nvfp4Factors:
+        """After `share_global_scale`: both halves have the factor `shared`."""
+        return replace(self, gate=shared, up=shared)
+
+    def with_input(self, scale: torch.Tensor) -> Nvfp4Factors:
+        """For tokens that bring their own second-level scale [1]."""
+        return replace(self, input=scale)
+
+
+def nvfp4_matrix(matrix: Matrix) -> Nvfp4:
+    """Narrows the type. Raises ConfigError."""
+    if not isinstance(matrix, Nvfp4):
+        raise ConfigError(f"{type(matrix).__name__} weights: expected Nvfp4")
+    return matrix
+
+
+def is_plain(activation: Activation) -> bool:
+    """Whether the activation is `silu(gate) * up`."""
+    return activation.gated and (activation.alpha, activation.beta, activation.limit) == (1.0, 0.0, None)
+
+
+def share_global_scale(scales: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One global scale for both halves: (scales e4m3 [L, 2 I, C/16], float32 [L]).
+
+    The larger global scale stays, exactly. The other half's block scales are multiplied by a number <= 1 and rounded
+    to E4M3, so they can't overflow: a relative error of at most 2^-4 in a block whose scale stays normal (>= 2^-6),
+    none if the two differ by a power of two.
+    """
+    L, rows, cols = scales.shape
+    shared = global_scale.amax(dim=1)
+    share = (global_scale / shared[:, None])[:, :, None, None]
+    folded = (scales.view(L, 2, rows // 2, cols).float() * share).to(scales.dtype)
+    return folded.view(L, rows, cols), shared

@@ -1,0 +1,320 @@
+"""The number formats of FlashInfer's TRTLLM-Gen kernels: weights laid out, tokens quantised, scales folded.
+
+For each: `prepare` once from canonical weights; `arguments(hidden)` gives every keyword of a kernel call that depends
+on the format. Rows of gated first matrices are [up; gate] to the kernels; except for DeepSeek FP8 they alternate and
+are shuffled (`layouts_sm100.trtllm_row_order`), and block scales are swizzled after that.
+
+With x0, x1 the raw sums of up and gate, the fused kernels compute (FlashInfer 0.7.2, batched_gemm/KernelRunner.h)
+
+    scale_c * (x0 + beta) * (x1 * scale_gate) * sigmoid(alpha * x1 * scale_gate)
+
+after clamping x0 and x1, and for ReLU^2 `scale_c * relu(x * scale_gate) ** 2`. So beta and the limit are divided by the
+factor that turns raw sums into values, and up's own factor is part of `scale_c`: two global scales are exact.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import pad
+
+from eprt.config import Activation, WeightFormat
+from eprt.errors import ConfigError, InputError
+from eprt.experts.layouts_sm100 import (
+    pad_parts,
+    round_up,
+    stack_experts,
+    swap_halves,
+    swizzle_scales,
+    take_rows,
+    trtllm_row_order,
+)
+from eprt.experts.scales_sm100 import Nvfp4Factors, is_plain, nvfp4_matrix, share_global_scale
+from eprt.quant.elements import encode_e4m3
+from eprt.quant.fp8 import encode_fp8_groups
+from eprt.tokens import Payload
+from eprt.weights import MX_BLOCK, NVFP4_BLOCK, ExpertWeights, Fp8Block, Fp8Tensor, Mxfp8, Nvfp4
+
+if TYPE_CHECKING:
+    from eprt.experts.trtllm_gen import TrtllmKernels
+
+ROWS = 128  # rows of a GEMM (H, and 2 I or I) come in tiles of 128; FP8 contracts 128 columns at a time
+
+
+class TrtllmFormat(ABC):
+    """One number format, prepared.
+
+    Args:
+        kernels: the library.
+        weights: canonical, of this format.
+        activation: between the two matrices.
+        device: where the prepared tensors live.
+
+    Attributes:
+        entry: which pair of entry points of `TrtllmKernels` takes it.
+        hidden, intermediate: H and I as the kernels see them, rounded up with zero weights.
+        weights: keyword -> prepared tensor.
+    """
+
+    entry: str
+
+    def __init__(
+        self, kernels: TrtllmKernels, weights: ExpertWeights, activation: Activation, device: torch.device
+    ) -> None:
+        _, H, I = weights.down.shape
+        self.kernels = kernels
+        self.activation = activation
+        self.device = device
+        self.hidden = round_up(H, ROWS)
+        self.intermediate = round_up(I, self.intermediate_multiple(activation))
+        self.num_local = weights.down.shape[0]
+        self.weights = self.prepare(weights)
+
+    def intermediate_multiple(self, activation: Activation) -> int:
+        return ROWS
+
+    @abstractmethod
+    def prepare(self, weights: ExpertWeights) -> dict[str, torch.Tensor]: ...
+
+    @abstractmethod
+    def arguments(self, hidden: Payload) -> dict[str, Any]:
+        """Keywords of a call on tokens [N, H]: packed tokens, their scales, weights and scalars."""
+
+    def plain_tokens(self, hidden: Payload) -> torch.Tensor:
+        """bf16 tokens [N, H] padded to the kernels' width."""
+        if hidden.format != "bf16":
+            raise InputError(f"trtllm_gen got {hidden.format} tokens for {self.entry} weights: it takes bf16 here")
+        return self.widen(hidden.data, self.hidden).contiguous()
+
+    def widen(self, tensor: torch.Tensor, cols: int) -> torch.Tensor:
+        if tensor.shape[-1] == cols:
+            return tensor
+        as_bytes = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+        return pad(as_bytes, (0, cols - tensor.shape[-1])).view(tensor.dtype)
+
+    def shuffled(self, matrix: torch.Tensor, parts: int, rows: int, cols: int) -> torch.Tensor:
+        """[1, parts * r, c] padded, rows in the kernels' order."""
+        padded = pad_parts(matrix, parts, rows, cols)
+        return take_rows(padded, trtllm_row_order(parts * rows, parts == 2, padded.device))
+
+    def each(self, value: float) -> torch.Tensor:
+        return torch.full((self.num_local,), value, dtype=torch.float32, device=self.device)
+
+    def raw_swiglu(self) -> dict[str, torch.Tensor]:
+        """alpha, beta and limit for kernels whose sums are the values themselves."""
+        activation = self.activation
+        if not activation.gated or is_plain(activation):
+            return {}
+        limit = {} if activation.limit is None else {"gemm1_clamp_limit": self.each(activation.limit)}
+        return {"gemm1_alpha": self.each(activation.alpha), "gemm1_beta": self.each(activation.beta)} | limit
+
+
+class Nvfp4Format(TrtllmFormat):
+    """NVFP4 tokens x NVFP4 weights; what leaves the first GEMM is NVFP4 again."""
+
+    entry = "fp4"
+
+    def intermediate_multiple(self, activation: Activation) -> int:
+        return ROWS // activation.parts
+
+    def prepare(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+        gate_up, down = nvfp4_matrix(weights.gate_up), nvfp4_matrix(weights.down)
+        self.factors = Nvfp4Factors.from_weights(weights, self.device)
+        if self.factors.input is None or self.factors.intermediate is None:
+            raise ConfigError(
+                "trtllm_gen quantises activations to NVFP4 and needs the checkpoint's input_scale, which is missing: "
+                "use cutedsl_nvfp4 with flat tokens (bf16 activations)"
+            )
+        # One limit for both raw sums: only possible if one factor turns both into values.
+        shared = self.activation.gated and self.activation.limit is not None
+        if shared:
+            self.factors = self.factors.sharing(gate_up.global_scale.to(self.device).amax(dim=1))
+        first = self._stack(gate_up, self.activation.parts, self.intermediate, self.hidden, shared)
+        second = self._stack(down, 1, self.hidden, self.intermediate, False)
+        return {
+            "gemm1_weights": first["codes"],
+            "gemm1_weights_scale": first["scales"],
+            "gemm2_weights": second["codes"],
+            "gemm2_weights_scale": second["scales"],
+        }
+
+    def _stack(self, matrix: Nvfp4, parts: int, rows: int, cols: int, shared: bool) -> dict[str, torch.Tensor]:
+        def one(index: int) -> dict[str, torch.Tensor]:
+            expert = matrix.expert(index).map(lambda tensor: tensor.to(self.device))
+            scales = share_global_scale(expert.scales, expert.global_scale)[0] if shared else expert.scales
+            return {
+                "codes": self.shuffled(expert.codes, parts, rows, cols // 2)[0],
+                "scales": swizzle_scales(self.shuffled(scales, parts, rows, cols // NVFP4_BLOCK))[0],
+            }
+
+        return stack_experts(one, matrix.shape[0])
+
+    def arguments(self, hidden: Payload) -> dict[str, Any]:
+        codes, scales, scale = self._quantised(hidden)
+        return {
+            "hidden_states": codes,
+            "hidden_states_scale": scales,
+            "hidden_states_scale_layout": self.kernels.enums.SfLayout.layout_linear,
+            "gemm1_bias": None,
+            "gemm2_bias": None,
+            **self._scalars(scale),
+            **self.weights,
+        }
+
+    def _quantised(self, hidden: Payload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes u8 [N, H/2], scales e4m3 [N, H/16] (linear), second-level scale [1]."""
+        blocks = self.hidden // NVFP4_BLOCK
+        if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
+            codes = self.widen(hidden.data, self.hidden // 2).contiguous()
+            return codes, self.widen(hidden.scale, blocks).contiguous(), hidden.global_scale
+        scale = self._calibrated(self.factors.input)
+        x = self.plain_tokens(hidden)
+        # nvfp4_4over6=None: don't let environment variables choose another recipe.
+        codes, scales = self.kernels.fp4_quantize(
+            x, 1.0 / scale, sf_vec_size=NVFP4_BLOCK, is_sf_swizzled_layout=False, nvfp4_4over6=None
+        )
+        # Two dimensions: given a flat scale, the library's tuner falls back to its default tactic.
+        return codes, scales.view(torch.float8_e4m3fn).view(x.shape[0], blocks), scale
+
+    def _calibrated(self, scale: torch.Tensor | None) -> torch.Tensor:
+        if scale is None:
+            raise ConfigError("the checkpoint has no input_scale")
+        return scale
+
+    def _scalars(self, scale: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        factors, activation = self.factors, self.activation
+        intermediate = self._calibrated(factors.intermediate)
+        gate, up = factors.gate * scale, factors.up * scale
+        swiglu: dict[str, torch.Tensor | None] = {"gemm1_alpha": None, "gemm1_beta": None, "gemm1_clamp_limit": None}
+        if activation.gated and not is_plain(activation):
+            swiglu |= {"gemm1_alpha": self.each(activation.alpha), "gemm1_beta": activation.beta / up}
+            swiglu["gemm1_clamp_limit"] = None if activation.limit is None else activation.limit / gate
+        return swiglu | {
+            "output1_scale_scalar": (up if activation.gated else 1.0) / intermediate,
+            "output1_scale_gate_scalar": gate,
+            "output2_scale_scalar": factors.down * intermediate,
+        }
+
+
+class Fp8TensorFormat(TrtllmFormat):
+    """FP8 with one scale a tensor, calibrated for tokens and for what leaves the first GEMM."""
+
+    entry = "fp8_tensor"
+
+    def prepare(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+        gate_up, down = weights.gate_up, weights.down
+        if not isinstance(gate_up, Fp8Tensor) or not isinstance(down, Fp8Tensor):
+            raise ConfigError(f"{type(gate_up).__name__} weights: expected Fp8Tensor")
+        if gate_up.input_scale is None or down.input_scale is None:
+            raise ConfigError("trtllm_gen's per-tensor FP8 kernels need the checkpoint's input_scale, which is missing")
+        parts = self.activation.parts
+        self.input = gate_up.input_scale.to(self.device).amax().view(1)
+        scale, intermediate = gate_up.scale.to(self.device), down.input_scale[:, 0].to(self.device)
+        gate, up = scale[:, 0] * self.input, scale[:, -1] * self.input
+
+        def one(index: int) -> dict[str, torch.Tensor]:
+            first, second = (matrix.data[index : index + 1].to(self.device) for matrix in (gate_up, down))
+            return {
+                "gemm1_weights": self.shuffled(first, parts, self.intermediate, self.hidden)[0],
+                "gemm2_weights": self.shuffled(second, 1, self.hidden, self.intermediate)[0],
+            }
+
+        return stack_experts(one, self.num_local) | {
+            "output1_scales_scalar": (up if parts == 2 else 1.0) / intermediate,
+            "output1_scales_gate_scalar": gate,
+            "output2_scales_scalar": down.scale[:, 0].to(self.device) * intermediate,
+        }
+
+    def arguments(self, hidden: Payload) -> dict[str, Any]:
+        codes = encode_e4m3(self.plain_tokens(hidden).float() / self.input)
+        return {"hidden_states": codes, "use_routing_scales_on_input": False, **self.weights}
+
+
+class Fp8BlockFormat(TrtllmFormat):
+    """DeepSeek's FP8: 128 x 128 blocks of weights, 128 values of a token. Rows [up; gate], not shuffled."""
+
+    entry = "fp8_block"
+
+    def prepare(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+        gate_up, down = weights.gate_up, weights.down
+        if not isinstance(gate_up, Fp8Block) or not isinstance(down, Fp8Block):
+            raise ConfigError(f"{type(gate_up).__name__} weights: expected Fp8Block")
+
+        def one(index: int) -> dict[str, torch.Tensor]:
+            first, second = (m.expert(index).map(lambda tensor: tensor.to(self.device)) for m in (gate_up, down))
+            return {
+                "gemm1_weights": swap_halves(pad_parts(first.data, 2, self.intermediate, self.hidden))[0],
+                "gemm1_weights_scale": swap_halves(first.scale)[0],
+                "gemm2_weights": pad_parts(second.data, 1, self.hidden, self.intermediate)[0],
+                "gemm2_weights_scale": second.scale[0],
+            }
+
+        return stack_experts(one, self.num_local)
+
+    def arguments(self, hidden: Payload) -> dict[str, Any]:
+        if hidden.format == "fp8_block" and hidden.scale is not None:
+            codes, scale = self.widen(hidden.data, self.hidden).contiguous(), hidden.scale
+        else:
+            codes, scale = encode_fp8_groups(self.plain_tokens(hidden))
+        quantisation = self.kernels.enums.Fp8QuantizationType.DeepSeekFp8
+        return {
+            "hidden_states": codes,
+            "hidden_states_scale": scale.T.contiguous(),  # [H/128, N]
+            "use_shuffled_weight": False,
+            "fp8_quantization_type": quantisation,
+            **self.raw_swiglu(),
+            **self.weights,
+        }
+
+
+class Mxfp8Format(TrtllmFormat):
+    """MXFP8 tokens x MXFP8 weights."""
+
+    entry = "fp8_block"
+
+    def prepare(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+        first = self._stack(weights, "gate_up", self.activation.parts, self.intermediate, self.hidden)
+        second = self._stack(weights, "down", 1, self.hidden, self.intermediate)
+        return {
+            "gemm1_weights": first["data"],
+            "gemm1_weights_scale": first["scales"],
+            "gemm2_weights": second["data"],
+            "gemm2_weights_scale": second["scales"],
+        }
+
+    def _stack(self, weights: ExpertWeights, name: str, parts: int, rows: int, cols: int) -> dict[str, torch.Tensor]:
+        matrix = getattr(weights, name)
+        if not isinstance(matrix, Mxfp8):
+            raise ConfigError(f"{type(matrix).__name__} weights: expected Mxfp8")
+
+        def one(index: int) -> dict[str, torch.Tensor]:
+            expert = matrix.expert(index).map(lambda tensor: tensor.to(self.device))
+            return {
+                "data": self.shuffled(expert.data, parts, rows, cols)[0],
+                "scales": swizzle_scales(self.shuffled(expert.scales, parts, rows, cols // MX_BLOCK))[0],
+            }
+
+        return stack_experts(one, self.num_local)
+
+    def arguments(self, hidden: Payload) -> dict[str, Any]:
+        x = self.plain_tokens(hidden)
+        codes, scales = self.kernels.mxfp8_quantize(x, is_sf_swizzled_layout=False)
+        return {
+            "hidden_states": codes,
+            "hidden_states_scale": scales.view(torch.uint8).view(x.shape[0], self.hidden // MX_BLOCK),
+            "use_shuffled_weight": True,
+            "fp8_quantization_type": self.kernels.enums.Fp8QuantizationType.MxFp8,
+            **self.raw_swiglu(),
+            **self.weights,
+        }
+
+
+FORMATS: dict[WeightFormat, Callable[..., TrtllmFormat]] = {
+    "nvfp4": Nvfp4Format,
+    "fp8_tensor": Fp8TensorFormat,
+    "fp8_block": Fp8BlockFormat,
+    "mxfp8": Mxfp8Format,
+}

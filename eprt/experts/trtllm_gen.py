@@ -1,0 +1,193 @@
+"""NVFP4 and FP8 experts on Blackwell through FlashInfer's TRTLLM-Gen kernels.
+
+The routed kernels take ids and weights and follow a dispatch; the logits kernels choose the experts themselves
+(`TrtllmGenExecutor.run_logits`). Both apply the routing weights and sum over K. Routed scaling is in the weights
+already (`eprt.routing`), so the routed kernels are given none; the logits kernels apply the model's, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+
+from eprt.config import Routing
+from eprt.errors import ConfigError, InputError
+from eprt.experts.base import Executor, unsupported_format
+from eprt.experts.trtllm_formats import FORMATS
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
+from eprt.weights import ExpertWeights
+
+
+@dataclass(frozen=True)
+class TrtllmKernels:
+    """The entry points used, so that a test can put its own in their place. `load` takes FlashInfer's."""
+
+    routed: dict[str, Callable[..., Any]]
+    logits: dict[str, Callable[..., Any]]
+    fp4_quantize: Callable[..., Any]
+    mxfp8_quantize: Callable[..., Any]
+    autotune: Callable[..., AbstractContextManager[Any]]
+    enums: ModuleType
+
+    @classmethod
+    def load(cls) -> TrtllmKernels:
+        import flashinfer
+        from flashinfer import fused_moe, tllm_enums
+        from flashinfer.autotuner import autotune
+
+        return cls(
+            routed={
+                "fp4": fused_moe.trtllm_fp4_block_scale_routed_moe,
+                "fp8_block": fused_moe.trtllm_fp8_block_scale_routed_moe,
+                "fp8_tensor": fused_moe.trtllm_fp8_per_tensor_scale_routed_moe,
+            },
+            logits={
+                "fp4": fused_moe.trtllm_fp4_block_scale_moe,
+                "fp8_block": fused_moe.trtllm_fp8_block_scale_moe,
+                "fp8_tensor": fused_moe.trtllm_fp8_per_tensor_scale_moe,
+            },
+            fp4_quantize=flashinfer.fp4_quantize,
+            mxfp8_quantize=flashinfer.mxfp8_quantize,
+            autotune=autotune,
+            enums=tllm_enums,
+        )
+
+
+class TrtllmGenExecutor(Executor):
+    """Takes FlatTokens. One call routes, computes, weights and sums; every output row is written (0 where nothing is
+    local).
+
+    Raises:
+        ConfigError: weights that the kernels' number formats don't cover, or missing input scales.
+    """
+
+    kernels: ClassVar[TrtllmKernels | None] = None  # None: FlashInfer's, imported when an executor is built
+
+    def _prepare(self, weights: ExpertWeights) -> None:
+        self._kernels = type(self).kernels or TrtllmKernels.load()
+        name = self.config.weight_format
+        if name not in FORMATS:
+            raise ConfigError(f"trtllm_gen takes {', '.join(FORMATS)} weights, not {name}")
+        self._format = FORMATS[name](self._kernels, weights, self.config.activation, self.device)
+        world = self.shard.num_experts // self.shard.num_local_experts * self.shard.moe_tp_size
+        # The tuner's ladder of batch sizes ends at the most rows a dispatcher can hand over.
+        self._most_rows = 1 << (self.runtime.max_tokens_per_rank * world - 1).bit_length()
+
+    def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
+        routing = {
+            "topk_ids": (tokens.ids.contiguous(), tokens.weights.contiguous()),
+            "routing_bias": None,
+            "top_k": tokens.ids.shape[1],
+            "n_group": None,
+            "topk_group": None,
+            "routed_scaling_factor": None,
+            "routing_method_type": int(self._kernels.enums.RoutingMethodType.TopK),
+        }
+        self._call(self._kernels.routed[self._format.entry], tokens.hidden, routing, out)
+
+    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
+        raise unsupported_format("trtllm_gen", "expert_major")
+
+    def run_logits(self, hidden: Payload, logits: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Let the kernel choose the experts: for rows that every rank of the layer holds, with no dispatch before it.
+
+        Args:
+            hidden: [N, H], as in FlatTokens.
+            logits: [N, E] bf16 or float32, over all E experts; the local ones are computed.
+            bias: [E] correction bias of `grouped_sigmoid`.
+
+        Returns:
+            [N, H] bf16: this rank's share of the weighted sum, routed scaling applied.
+
+        Raises:
+            ConfigError: a routing method that the kernels don't have.
+            InputError: logits of another shape.
+        """
+        rows, num_experts = hidden.data.shape[0], self.config.num_experts
+        if tuple(logits.shape) != (rows, num_experts) or logits.dtype not in (torch.bfloat16, torch.float32):
+            raise InputError(
+                f"router logits are {tuple(logits.shape)} {logits.dtype}: expected [{rows}, {num_experts}] bf16 or "
+                "float32"
+            )
+        out = torch.empty((rows, self.config.hidden_size), dtype=torch.bfloat16, device=logits.device)
+        if rows == 0:
+            return out
+        routing = {
+            "routing_logits": logits.contiguous(),
+            "top_k": self.config.top_k,
+            **logits_routing(self.config.routing, self._kernels.enums),
+        }
+        # The kernel of grouped_sigmoid reads a bias whether there is one or not.
+        grouped = self.config.routing.method == "grouped_sigmoid"
+        routing["routing_bias"] = logits.new_zeros(num_experts) if grouped and bias is None else bias
+        self._call(self._kernels.logits[self._format.entry], hidden, routing, out)
+        return out
+
+    def _call(self, kernel: Callable[..., Any], hidden: Payload, routing: dict[str, Any], out: torch.Tensor) -> None:
+        """Run `kernel` into `out`, through a wider tensor where H is padded."""
+        enums, padded = self._kernels.enums, self._format.hidden
+        activation = enums.ActivationType.Swiglu if self.config.activation.gated else enums.ActivationType.Relu2
+        direct = out.shape[1] == padded and out.is_contiguous()
+        whole = out if direct else out.new_empty((out.shape[0], padded))
+        kernel(
+            **self._format.arguments(hidden),
+            **routing,
+            num_experts=self.shard.num_experts,
+            intermediate_size=self._format.intermediate,
+            local_expert_offset=self.shard.first_expert,
+            local_num_experts=self.shard.num_local_experts,
+            do_finalize=True,
+            activation_type=int(activation),
+            tune_max_num_tokens=self._most_rows,
+            output=whole,
+        )
+        if whole is not out:
+            out.copy_(whole[:, : out.shape[1]])
+
+    def warmup(self, max_rows: int) -> None:
+        """Lets FlashInfer build its kernels and time their tactics for its ladder of batch sizes up to `max_rows`."""
+        K, config = self.config.top_k, self.config
+        ids = torch.arange(max_rows * K, device=self.device, dtype=torch.int32) % config.num_experts
+        tokens = FlatTokens(
+            Payload.plain(torch.zeros((max_rows, config.hidden_size), dtype=torch.bfloat16, device=self.device)),
+            ids.view(max_rows, K),
+            torch.ones((max_rows, K), device=self.device),
+            config.num_experts,
+        )
+        with self._kernels.autotune(True):
+            self(tokens)
+
+
+def logits_routing(routing: Routing, enums: ModuleType) -> dict[str, Any]:
+    """How the logits kernels are told a routing method, with its scaling. Raises ConfigError for one they lack."""
+    methods = enums.RoutingMethodType
+    if routing.method == "grouped_sigmoid" and routing.renormalize:
+        return {
+            "routing_method_type": int(methods.DeepSeekV3),
+            "n_group": routing.num_groups,
+            "topk_group": routing.topk_groups,
+            "routed_scaling_factor": routing.scaling_factor,
+        }
+    named = {
+        ("softmax_topk", True): methods.RenormalizeNaive,
+        ("softmax_topk", False): methods.Default,
+        ("topk_softmax", True): methods.Renormalize,
+        ("topk_softmax", False): methods.Renormalize,
+    }
+    method = named.get((routing.method, routing.renormalize))
+    if method is None or routing.scaling_factor != 1.0:
+        raise ConfigError(
+            f"the logits kernels have no {routing.method} with renormalize={routing.renormalize} and scaling_factor "
+            f"{routing.scaling_factor}: route with eprt.routing and call the executor with the TopK"
+        )
+    return {
+        "routing_method_type": int(method),
+        "n_group": None,
+        "topk_group": None,
+        "routed_scaling_factor": None,
+    }
