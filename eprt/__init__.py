@@ -1,3 +1,75 @@
-"""Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed."""
+"""Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed.
+
+Public names are imported when first used, so `import eprt` costs nothing and loads neither torch nor a kernel library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eprt.checkpoint import Checkpoint as Checkpoint
+    from eprt.checkpoint import load_on_all_ranks as load_on_all_ranks
+    from eprt.config import Activation as Activation
+    from eprt.config import MoEConfig as MoEConfig
+    from eprt.config import ParallelConfig as ParallelConfig
+    from eprt.config import Routing as Routing
+    from eprt.config import RuntimeConfig as RuntimeConfig
+    from eprt.config import SharedExpert as SharedExpert
+    from eprt.errors import CapacityError as CapacityError
+    from eprt.errors import CheckpointError as CheckpointError
+    from eprt.errors import ConfigError as ConfigError
+    from eprt.errors import EprtError as EprtError
+    from eprt.errors import InputError as InputError
+    from eprt.errors import RankLost as RankLost
+    from eprt.errors import UnsupportedError as UnsupportedError
+    from eprt.errors import UsageError as UsageError
+    from eprt.errors import WorldMismatch as WorldMismatch
+    from eprt.layer import ExpertParallelMoE as ExpertParallelMoE
+    from eprt.models import load_layer as load_layer
+    from eprt.plan import Plan as Plan
+    from eprt.plan import make_plan as make_plan
+    from eprt.routing import Router as Router
+    from eprt.support import Device as Device
+    from eprt.tokens import RouterLogits as RouterLogits
+    from eprt.tokens import TopK as TopK
+    from eprt.weights import ExpertWeights as ExpertWeights
+    from eprt.world import World as World
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "eprt.checkpoint": ("Checkpoint", "load_on_all_ranks"),
+    "eprt.config": ("Activation", "MoEConfig", "ParallelConfig", "Routing", "RuntimeConfig", "SharedExpert"),
+    "eprt.errors": (
+        "CapacityError",
+        "CheckpointError",
+        "ConfigError",
+        "EprtError",
+        "InputError",
+        "RankLost",
+        "UnsupportedError",
+        "UsageError",
+        "WorldMismatch",
+    ),
+    "eprt.layer": ("ExpertParallelMoE",),
+    "eprt.models": ("load_layer",),
+    "eprt.plan": ("Plan", "make_plan"),
+    "eprt.routing": ("Router",),
+    "eprt.support": ("Device",),
+    "eprt.tokens": ("RouterLogits", "TopK"),
+    "eprt.weights": ("ExpertWeights",),
+    "eprt.world": ("World",),
+}
+_MODULE = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE:
+        raise AttributeError(f"module 'eprt' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*_MODULE, "__version__"]

@@ -1,0 +1,168 @@
+"""Arguments of every command as frozen dataclasses: the one source of flags, defaults and help. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import subcommand
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
+STDOUT = Path("-")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Drive a checkpoint's MoE layers on several ranks and check every output.
+
+    Starts the ranks itself, or is one of them if torchrun started it. Exit code 0: every output is within tolerance;
+    1: one is not; 2: something can't work as asked; 75: a rank was lost.
+    """
+
+    model: Path | None = None
+    """Checkpoint directory (safetensors + config.json). Without one, a tiny gpt-oss in MXFP4 is made."""
+    world: int = 4
+    """Ranks to start (torchrun's number wins under torchrun)."""
+    attention_tp: int = 1
+    """Ranks that hold the same tokens."""
+    moe_tp: int = 1
+    """Ranks that share one expert."""
+    dispatcher: str = "auto"
+    """How tokens travel; `eprt explain` lists them."""
+    executor: str = "auto"
+    """What computes the experts; `eprt explain` lists them."""
+    layers: int | None = None
+    """Only the first so many MoE layers."""
+    steps: int = 10
+    """Calls of each layer; each has other token counts, idle ranks included."""
+    device: DeviceKind = "auto"
+    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+
+@dataclass(frozen=True)
+class Explain:
+    """Show every dispatcher/executor pair with its reason, then the choice. Needs no GPU and no kernel library."""
+
+    model: Path
+    """Checkpoint directory, or a config.json."""
+    world: int = 4
+    """Ranks."""
+    device: str = "cpu"
+    """cpu, or a GPU's compute capability: sm90 (Hopper), sm100 (B200), ..."""
+    phase: Literal["prefill", "decode"] = "decode"
+    """Many tokens a rank, or few."""
+    attention_tp: int = 1
+    """Ranks that hold the same tokens."""
+    moe_tp: int = 1
+    """Ranks that share one expert."""
+    dispatcher: str = "auto"
+    """Only this one."""
+    executor: str = "auto"
+    """Only this one."""
+    max_tokens: int = 1024
+    """Tokens a rank that buffers are sized for."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """A report to paste into an issue: versions, devices, links, and which backends work here and why not."""
+
+    run: bool = False
+    """Also run the conformance cases here: gloo ranks on the CPU, and all GPUs if there are any."""
+    world: int = 4
+    """CPU ranks of --run."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+
+@dataclass(frozen=True)
+class BenchLayer:
+    """Time of each phase of a layer, and what the layer adds to the same steps by hand."""
+
+    world: int = 4
+    """Ranks to start."""
+    device: DeviceKind = "auto"
+    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
+    shape: Literal["tiny", "gpt-oss-120b"] = "tiny"
+    """Sizes of the layer."""
+    tokens: tuple[int, ...] = (1, 8, 32, 128)
+    """Tokens a rank."""
+    dispatcher: str = "auto"
+    """How tokens travel."""
+    executor: str = "auto"
+    """What computes the experts."""
+    json: Path | None = None
+    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    plot: Path | None = None
+    """Write a plot (PNG, SVG) to this file; needs matplotlib."""
+
+
+@dataclass(frozen=True)
+class BenchDispatch:
+    """Dispatch + combine by every transport that works here, beside raw collectives and the link's own rate."""
+
+    world: int = 4
+    """Ranks to start."""
+    device: DeviceKind = "auto"
+    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
+    tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 1024, 2048, 4096)
+    """Tokens a rank."""
+    shapes: tuple[Literal["h2880k4", "h7168k8"], ...] = ("h2880k4", "h7168k8")
+    """Hidden size and top-k."""
+    routings: tuple[Literal["uniform", "hot_expert"], ...] = ("uniform", "hot_expert")
+    """How tokens choose experts."""
+    payload: Literal["bf16", "fp8_block"] = "bf16"
+    """What travels to the experts."""
+    json: Path | None = None
+    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    plot: Path | None = None
+    """Write a plot (PNG, SVG) to this file; needs matplotlib."""
+
+
+@dataclass(frozen=True)
+class BenchExperts:
+    """The executors that work on this GPU, beside the bare library calls and the memory and compute floors."""
+
+    json: Path | None = None
+    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    plot: Path | None = None
+    """Write a plot (PNG, SVG) to this file; needs matplotlib."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure a layer, the transports or the executors."""
+
+    what: (
+        Annotated[BenchLayer, subcommand("layer")]
+        | Annotated[BenchDispatch, subcommand("dispatch")]
+        | Annotated[BenchExperts, subcommand("experts")]
+    )
+
+
+Command = Run | Explain | Doctor | BenchLayer | BenchDispatch | BenchExperts
+_Parsed = (
+    Annotated[Run, subcommand("run")]
+    | Annotated[Explain, subcommand("explain")]
+    | Annotated[Doctor, subcommand("doctor")]
+    | Annotated[Bench, subcommand("bench")]
+)
+
+
+def parse(arguments: Sequence[str] | None = None) -> Command:
+    """The command that `arguments` (default: the process's own) ask for. Prints help or an error and exits."""
+    parsed: Run | Explain | Doctor | Bench = tyro.cli(
+        _Parsed,  # pyright: ignore[reportArgumentType]
+        prog="eprt",
+        description="Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed.",
+        args=arguments,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
+    )
+    return parsed.what if isinstance(parsed, Bench) else parsed

@@ -1,0 +1,107 @@
+"""The ranks a command drives: processes it starts itself, or the torchrun world that this process is one rank of."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from eprt.conformance.harness import RankContext, WorldFailed, WorldPool
+from eprt.errors import ConfigError, rebuild_error
+
+# Of one job, loading a layer included. A rank that dies is noticed in seconds whatever this is.
+JOB_TIMEOUT_S = 600.0
+
+
+class Ranks(Protocol):
+    """What runs jobs: `function(context, **kwargs)` on every rank, the results in rank order.
+
+    Attributes:
+        timeout_s: for the jobs' Worlds: how long a rank may be behind the others.
+    """
+
+    size: int
+    device: str
+    timeout_s: float
+
+    def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        """Raises the EprtError that all ranks raised, RankLost or WorldFailed if one broke."""
+        ...
+
+
+class _Started:
+    """Processes of our own."""
+
+    def __init__(self, pool: WorldPool) -> None:
+        self.size, self.device, self.timeout_s, self._pool = pool.size, pool.device, 60.0, pool
+
+    def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        try:
+            return self._pool.run(function, **kwargs)
+        except WorldFailed as failed:
+            raised = {(r.raised.error, r.raised.message) if r.raised else None for r in failed.reports}
+            # All ranks refuse in the same words: that is an answer, not a failure of the world.
+            same = raised.pop() if len(raised) == 1 else None
+            if same is None or same[0] in ("RankLost", "EprtError"):
+                raise
+            error = rebuild_error(*same)
+            if error.__class__.__name__ != same[0]:
+                raise
+            raise error from None
+
+
+class _Joined:
+    """The world that torchrun started. Every rank gets every result; rank 0 speaks."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.size, self.device, self._context = context.size, context.device, context
+        self.timeout_s = JOB_TIMEOUT_S  # rank 0 also judges results between jobs, while the others wait
+
+    def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        mine = pickle.dumps(function(self._context, **kwargs))
+        world = self._context.world(timeout_s=self.timeout_s)
+        sizes = world.gather_control(torch.tensor([len(mine)]))[:, 0].tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        rows = world.gather_control(padded)
+        return [pickle.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
+
+
+@contextmanager
+def ranks(world: int, device: str) -> Iterator[Ranks]:
+    """The ranks for a command. On the way out, and on Ctrl-C, those it started are gone.
+
+    Args:
+        world: how many to start; torchrun's number wins if it started this process.
+        device: "auto", "cpu" or "cuda".
+
+    Raises:
+        ConfigError: fewer than one rank, or fewer GPUs than ranks were asked to use.
+    """
+    if world < 1:
+        raise ConfigError(f"--world {world}: must be at least 1")
+    joined = "RANK" in os.environ
+    size = int(os.environ["WORLD_SIZE"]) if joined else world
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) if joined else size
+    kind = choose_device(device, local)
+    if joined:
+        context = RankContext(int(os.environ["RANK"]), size, kind)
+        yield _Joined(context)
+        context.close()  # not after an error: leaving without a close is what tells the peers
+        return
+    with WorldPool(size, kind, timeout_s=JOB_TIMEOUT_S) as pool:
+        yield _Started(pool)
+
+
+def choose_device(device: str, local_ranks: int) -> str:
+    """ "cpu" or "cuda". Raises ConfigError if CUDA is asked for and there are too few GPUs."""
+    available = torch.cuda.device_count()
+    if device == "cuda" and available < local_ranks:
+        raise ConfigError(
+            f"--device cuda: {local_ranks} ranks on this host, {available} GPUs; lower --world or use cpu"
+        )
+    return ("cuda" if available >= local_ranks else "cpu") if device == "auto" else device
