@@ -25,7 +25,8 @@ def local_device(device: str | None) -> torch.device:
 
 
 def init_default_group(rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-    """torch's default group over a store of our own prefix: a restarted attempt must not meet the last one's keys."""
+    """torch's default group over a store of our own prefix: a restarted attempt must not meet the last one's
+    keys, nor a second World of one process the first one's."""
     timeout = timedelta(seconds=2 * timeout_s)
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
@@ -37,10 +38,11 @@ def init_default_group(rank: int, size: int, device: torch.device, timeout_s: fl
         wait_for_workers=False,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    nth = store.add(f"eprt/attempt_{attempt}/inits/{rank}", 1)  # equal on all ranks: Worlds are made in one order
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"attempt_{attempt}", store),
+        store=dist.PrefixStore(f"eprt/attempt_{attempt}/init_{nth}", store),
         rank=rank,
         world_size=size,
         timeout=timeout,

@@ -185,8 +185,8 @@ class Guard:
     def _accuse(self, rank: int, why: str, detail: str) -> None:
         """Propose a verdict; the first proposal in the store is everybody's."""
         message = (
-            f"rank {rank} {why}: {detail}; last seen in {self._peers[rank].where}, "
-            f"noticed by rank {self._rank}. The step's outputs are discarded; restart the job."
+            f"rank {rank} {why}: {detail}; last heard of in {self._peers[rank].where}, missed by rank {self._rank} in "
+            f"{self._progress[1]}. The step's outputs are discarded; restart the job."
         )
         try:
             with self._lock:

@@ -45,7 +45,7 @@ class World:
     """The ranks that share one layer's experts. Make one with `from_env`, `from_group` or `from_mesh`.
 
     One timeout holds for everything: an operation that a peer doesn't join within `timeout_s` raises RankLost naming
-    that peer; a peer without a sign of life raises after min(10 s, timeout_s). The process groups' own timeouts lie
+    that peer; a peer without a sign of life raises after min(10 s, timeout_s / 2). The process groups' own timeouts lie
     at twice that, as a last net.
 
     Attributes:
@@ -419,7 +419,7 @@ class World:
             dist.PrefixStore(f"eprt/{prefix}", own),
             self.rank,
             self.size,
-            min(SILENT_AFTER_S, self.timeout_s),
+            min(SILENT_AFTER_S, self.timeout_s / 2),
             2.0 if on_gpu else None,
         )
         self.barrier()

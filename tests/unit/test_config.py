@@ -1,0 +1,125 @@
+"""Configurations validate themselves; placement, capacity and requirements give one verdict with value and remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eprt.capacity import Capacity
+from eprt.config import Activation, MoEConfig, ParallelConfig, Routing, RuntimeConfig
+from eprt.errors import CapacityError, ConfigError, EprtError, InputError, RankLost, UsageError, WorldMismatch
+from eprt.placement import ExpertPlacement
+from eprt.support import Device, Requirement, _version_key
+
+SMALL = MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=32)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"top_k": 9}, "top_k 9 is larger than num_experts 8"),
+        ({"top_k": 0}, "top_k 0: must be a positive integer"),
+        ({"hidden_size": -1}, "hidden_size -1"),
+        ({"num_experts": 8.0}, "num_experts 8.0"),
+        ({"routing": Routing("grouped_sigmoid", num_groups=3, topk_groups=1)}, "can't be split into 3 routing groups"),
+    ],
+)
+def test_an_inconsistent_layer_is_refused(change: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        dataclasses.replace(SMALL, **change)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Activation("gelu"), "activation kind 'gelu'"),
+        (lambda: Activation(limit=0.0), "activation limit 0.0"),
+        (lambda: Routing(num_groups=2, topk_groups=3), "topk_groups 3"),
+        (lambda: ParallelConfig(4, moe_tp_size=3), "moe_tp_size 3 doesn't divide world_size 4"),
+        (lambda: ParallelConfig(0), "world_size 0"),
+        (lambda: RuntimeConfig(max_tokens_per_rank=0), "max_tokens_per_rank 0"),
+        (lambda: RuntimeConfig(validate="some"), "validate 'some'"),
+        (lambda: Device.parse("gpu"), "expected 'cpu' or 'sm<number>'"),
+    ],
+)
+def test_a_value_outside_its_range_is_refused(make, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
+def test_errors_belong_to_both_families() -> None:
+    for kind in (ConfigError, InputError, CapacityError):
+        assert issubclass(kind, (EprtError,))
+        assert issubclass(kind, ValueError)
+    for kind in (UsageError, WorldMismatch, RankLost):
+        assert issubclass(kind, EprtError)
+        assert issubclass(kind, RuntimeError)
+
+
+def test_fingerprints_tell_layers_apart() -> None:
+    variants = [
+        SMALL,
+        dataclasses.replace(SMALL, top_k=3),
+        dataclasses.replace(SMALL, activation=Activation(limit=7.0)),
+        dataclasses.replace(SMALL, routing=Routing(scaling_factor=2.0)),
+        dataclasses.replace(SMALL, weight_format="mxfp4"),
+    ]
+    assert len({config.fingerprint() for config in variants}) == len(variants)
+    assert SMALL.fingerprint() == dataclasses.replace(SMALL).fingerprint()
+    assert all(0 <= config.fingerprint() < 2**63 for config in variants)
+
+
+@given(ep=st.integers(1, 8), moe_tp=st.integers(1, 4), per_rank=st.integers(1, 5))
+def test_shards_cover_every_expert_once_per_moe_tp_slice(ep: int, moe_tp: int, per_rank: int) -> None:
+    parallel = ParallelConfig(ep * moe_tp, moe_tp_size=moe_tp)
+    placement = ExpertPlacement(ep * per_rank, parallel)
+    shards = [placement.shard(rank) for rank in range(parallel.world_size)]
+    held = [(e, s.moe_tp_rank) for s in shards for e in range(s.first_expert, s.end_expert)]
+    assert sorted(held) == sorted(itertools.product(range(ep * per_rank), range(moe_tp)))
+
+
+def test_experts_that_do_not_divide_are_refused_with_the_sizes_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"6 experts .* over 4 .* \[1, 2, 3\]"):
+        ExpertPlacement(6, ParallelConfig(4))
+    shard = ExpertPlacement(6, ParallelConfig(4, moe_tp_size=2)).shard(3)
+    assert (shard.first_expert, shard.num_local_experts, shard.moe_tp_rank) == (3, 3, 1)
+    with pytest.raises(ConfigError, match="intermediate_size 5 doesn't divide by moe_tp_size 2"):
+        shard.slice_intermediate(5)
+
+
+class TestCapacity:
+    CAPACITY = Capacity(64, bytes_per_token=1000)
+
+    def test_derived_and_given_rows(self) -> None:
+        assert self.CAPACITY.agree([0, 0, 0], [0, 0, 0]) == 1
+        assert self.CAPACITY.agree([3, 64, 0], [0, 0, 0]) == 64
+        assert self.CAPACITY.agree([3, 5], [8, 8]) == 8
+
+    def test_over_capacity_names_knob_value_need_and_bytes(self) -> None:
+        with pytest.raises(CapacityError, match=r"rank 1 has 65 .* 64: set RuntimeConfig.max_tokens_per_rank >= 65"):
+            self.CAPACITY.agree([3, 65], [0, 0])
+        with pytest.raises(CapacityError, match=r"tokens_per_rank is 80.*80,000 bytes a rank"):
+            self.CAPACITY.agree([3, 5], [80, 80])
+
+    def test_more_tokens_than_agreed(self) -> None:
+        with pytest.raises(CapacityError, match="rank 1 has 9 tokens, the agreed tokens_per_rank is 8"):
+            self.CAPACITY.agree([3, 9], [8, 8])
+
+
+def test_versions_compare_as_numbers() -> None:
+    order = ["0.6", "0.6.2", "0.6.18rc1", "0.7.2.post1", "0.10.0+cu130", "1.2"]
+    assert sorted(order, key=_version_key) == order
+
+
+def test_a_requirement_names_the_fix() -> None:
+    missing = Requirement("no_such_module_here", ("no-such",), "1.0").check()
+    assert not missing
+    assert missing.reason == "no_such_module_here is not installed: pip install 'no-such>=1.0'"
+    old = Requirement("torch", ("torch",), "999.0").check()
+    assert not old
+    assert "is older than 999.0" in old.reason
+    assert Requirement("torch", ("torch",), "2.0").check()

@@ -1,0 +1,118 @@
+"""World: coordinates, host-owned groups, shared memory, and a lost rank that every survivor names in the same words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import world_jobs as jobs
+
+from eprt.conformance.harness import WorldFailed, launch
+from eprt.errors import ConfigError
+from eprt.world import World
+
+VICTIM = 2
+
+
+@pytest.mark.parametrize("name", ["none", "torch"])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("killed", "exited"), ("stopped", "silent"), ("raises", "raised"), ("leaves", "left"), ("sleeps", "behind")],
+)
+def test_survivors_name_the_lost_rank_in_the_same_words(kind: str, why: str, name: str) -> None:
+    if name == "none" and kind in ("stopped", "sleeps"):
+        pytest.skip("waiting is the World's, not the dispatcher's: the other dispatcher runs this row")
+    start = time.monotonic()
+    with pytest.raises(WorldFailed) as failure:
+        # The grace lets every survivor reach its own verdict after the victim's process has ended.
+        launch(jobs.traffic_with_fault, 4, timeout_s=12.0, grace_s=6.0, kind=kind, victim=VICTIM, name=name)
+    assert time.monotonic() - start < 15.0
+    assert failure.value.culprits == (VICTIM,)
+    survivors = [report.raised for report in failure.value.reports if report.rank != VICTIM]
+    assert all(raised is not None and raised.error == "RankLost" for raised in survivors), str(failure.value)
+    assert {(raised.lost_rank, raised.why) for raised in survivors} == {(VICTIM, why)}
+    assert len({raised.message for raised in survivors}) == 1
+    assert "step 5" in survivors[0].message
+    if kind == "raises":
+        assert "ArithmeticError: the victim's own words" in survivors[0].message
+
+
+def test_without_a_fault_nobody_is_blamed(pools) -> None:
+    assert pools(4).run(jobs.traffic_with_fault, kind="none", victim=-1, name="torch") == ["finished"] * 4
+
+
+@pytest.mark.parametrize(
+    ("attention_tp", "moe_tp", "expected"),
+    [
+        (1, 1, [(0, 0, 0, 0), (1, 0, 1, 0), (2, 0, 2, 0), (3, 0, 3, 0)]),
+        (2, 1, [(0, 0, 0, 0), (0, 1, 1, 0), (1, 0, 2, 0), (1, 1, 3, 0)]),
+        (4, 2, [(0, 0, 0, 0), (0, 1, 0, 1), (0, 2, 1, 0), (0, 3, 1, 1)]),
+    ],
+)
+def test_coordinates_follow_the_meshes(pools, attention_tp: int, moe_tp: int, expected: list) -> None:
+    assert pools(4).run(jobs.coordinates, attention_tp=attention_tp, moe_tp=moe_tp) == expected
+
+
+def test_around_groups_and_meshes_of_a_host_engine() -> None:
+    found = launch(jobs.around_host_groups, 4)
+    for rank, (pair, summed, square, line, refused) in enumerate(found):
+        assert pair == (rank % 2, 2)
+        assert summed is True
+        assert square == (rank // 2, rank % 2, rank // 2, rank % 2)
+        assert line == (rank, 4)
+        assert refused == "ConfigError"
+
+
+def test_resources_are_counted_and_lazy_work_after_warmup_is_an_error(pools) -> None:
+    for log in pools(2).run(jobs.resources_and_warmup):
+        assert log[:5] == ["made", "made another", "one user left", "freed buffer", "warm False"]
+        assert log[5].startswith("compiling after World.warmup()")
+
+
+def test_use_after_close_is_a_typed_error_and_a_new_world_works() -> None:
+    for found in launch(jobs.use_after_close, 2):
+        assert [line.split(":")[0] for line in found] == ["UsageError"] * 3
+        assert all("closed" in line for line in found)
+
+
+def test_a_world_of_one_needs_no_process_group() -> None:
+    with World.from_env("cpu") as world:
+        assert (world.rank, world.size, world.group) == (0, 1, None)
+        assert world.gather_control(torch.tensor([5])).tolist() == [[5]]
+    with pytest.raises(ConfigError, match="attention_tp_size 3 doesn't divide world_size 1"):
+        World.from_env("cpu", attention_tp_size=3)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="0 CUDA devices"):
+            World.from_env("cuda")
+
+
+RESTARTS = """
+import os, sys, torch
+from eprt.world import World
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+with World.from_env("cpu", timeout_s=20) as world:
+    total = world.gather_control(torch.tensor([world.rank]))
+    if attempt == 0 and world.rank == 1:
+        sys.exit(3)
+    world.barrier()
+    seen = total.flatten().tolist()
+    sys.stdout.write(f"attempt {attempt} rank {world.rank} of {world.size} generation {world.generation}: {seen}\\n")
+    sys.stdout.flush()
+"""
+
+
+def test_a_torchrun_restart_starts_clean(tmp_path: Path) -> None:
+    """torchrun's own store keeps the first attempt's keys; the World's prefix keeps them apart."""
+    script = tmp_path / "job.py"
+    script.write_text(RESTARTS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=1"]
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=100, env=None, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    finished = sorted(line for line in done.stdout.splitlines() if line.startswith("attempt 1"))
+    assert finished == [f"attempt 1 rank {r} of 4 generation 1: [0, 1, 2, 3]" for r in range(4)]

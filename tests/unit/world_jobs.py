@@ -1,0 +1,140 @@
+"""Jobs for test_world.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.dispatch import make_dispatcher
+from eprt.errors import EprtError, UsageError
+from eprt.tokens import TopK
+from eprt.world import World
+
+CONFIG = MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=8)
+
+
+def _step(dispatcher, tokens: int) -> None:
+    ids = torch.arange(2 * tokens, dtype=torch.int32).view(tokens, 2) % 8
+    sent = dispatcher.dispatch(torch.ones(tokens, 16), TopK(ids, torch.ones(tokens, 2)))
+    dispatcher.combine(torch.zeros(sent.tokens.num_rows, 16), sent.handle)
+
+
+def traffic_with_fault(context, kind: str, victim: int, name: str) -> str:
+    """Steps until the victim's fault; survivors raise what the World tells them."""
+    world = context.world(timeout_s=3.0)
+    dispatcher = make_dispatcher(name, world, CONFIG, RuntimeConfig())
+    for step in range(60):
+        world.step = step
+        if context.rank == victim and step == 5:
+            FAULTS[kind](world)
+        _step(dispatcher, 1 + (step + context.rank) % 3)
+    return "finished"
+
+
+def _raise(world: World) -> None:
+    raise ArithmeticError("the victim's own words")
+
+
+def _leave_quietly(world: World) -> None:
+    world.close()
+    time.sleep(30)
+
+
+FAULTS = {
+    "killed": lambda world: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda world: os.kill(os.getpid(), signal.SIGSTOP),
+    "raises": _raise,
+    "leaves": _leave_quietly,
+    "sleeps": lambda world: time.sleep(30),
+}
+
+
+def coordinates(context, attention_tp: int, moe_tp: int) -> tuple[int, ...]:
+    world = context.world(attention_tp_size=attention_tp, moe_tp_size=moe_tp)
+    attention, moe = world.attention_mesh, world.moe_mesh
+    assert attention is not None
+    assert moe is not None
+    assert attention.mesh_dim_names == ("dp", "attention_tp")
+    assert [attention.get_local_rank("dp"), attention.get_local_rank("attention_tp")] == [
+        world.dp_rank,
+        world.attention_tp_rank,
+    ]
+    assert [moe.get_local_rank("ep"), moe.get_local_rank("moe_tp")] == [world.ep_rank, world.moe_tp_rank]
+    return world.dp_rank, world.attention_tp_rank, world.ep_rank, world.moe_tp_rank
+
+
+def around_host_groups(context) -> list[object]:
+    """Worlds around groups and meshes of a host engine leave them usable after close."""
+    host = context.world()  # stands for the engine's own initialisation
+    found: list[object] = []
+    pair = [[0, 1], [2, 3]][context.rank // 2]
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = groups[context.rank // 2]
+    with World.from_group(mine, "cpu") as world:
+        found.append((world.rank, world.size))
+        _step(make_dispatcher("torch", world, CONFIG, RuntimeConfig()), 3)
+    total = torch.tensor([context.rank])
+    dist.all_reduce(total, group=mine)
+    found.append(int(total) == sum(pair))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with World.from_mesh(mesh, attention_tp_dim="tp", moe_tp_size=2) as world:
+        found.append((world.dp_rank, world.attention_tp_rank, world.ep_rank, world.moe_tp_rank))
+        _step(make_dispatcher("none", world, CONFIG, RuntimeConfig()), 3)
+    with World.from_mesh(init_device_mesh("cpu", (4,)), timeout_s=5.0) as world:
+        found.append((world.rank, world.size))
+        _step(make_dispatcher("none", world, CONFIG, RuntimeConfig()), 3)
+    try:
+        World.from_mesh(mesh, attention_tp_dim="dp")
+    except EprtError as error:
+        found.append(type(error).__name__)
+    host.barrier()
+    return found
+
+
+def resources_and_warmup(context) -> list[str]:
+    world = context.world()
+    log: list[str] = []
+    for _ in range(2):
+        world.resource(
+            ("buffer", 7), lambda: log.append("made") or "buffer", lambda value: log.append(f"freed {value}")
+        )
+    world.resource(("buffer", 8), lambda: log.append("made another") or "other")
+    world.release(("buffer", 7))
+    log.append("one user left")
+    world.release(("buffer", 7))
+    world.release(("buffer", 7))
+    world.require_cold("compiling")
+
+    class Layer:
+        def warmup(self) -> None:
+            log.append(f"warm {world.warm}")
+
+    world.warmup(Layer())
+    try:
+        world.require_cold("compiling")
+    except UsageError as error:
+        log.append(str(error))
+    world.warm = False
+    return log
+
+
+def use_after_close(context) -> list[str]:
+    found = []
+    world = context.world(timeout_s=20.0)
+    dispatcher = make_dispatcher("none", world, CONFIG, RuntimeConfig())
+    world.close()
+    world.close()
+    for call in (world.barrier, lambda: _step(dispatcher, 1), lambda: world.resource("x", lambda: 1)):
+        try:
+            call()
+        except EprtError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    again = context.world(timeout_s=20.0)
+    _step(make_dispatcher("none", again, CONFIG, RuntimeConfig()), 1)
+    return found
