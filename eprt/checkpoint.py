@@ -137,11 +137,11 @@ class Checkpoint:
         """
         where = self.where(name)
         info = self.manifest[name]
-        if shape is not None and info.shape != shape:
-            raise CheckpointError(f"{where} has shape {info.shape}: expected {shape}")
         allowed = [DTYPE_NAMES[dtype] for dtype in dtypes]
         if allowed and info.dtype not in allowed:
             raise CheckpointError(f"{where} has dtype {info.dtype}: expected {' or '.join(allowed)}")
+        if shape is not None and info.shape != shape:
+            raise CheckpointError(f"{where} has shape {info.shape}: expected {shape}")
         try:
             # The library maps the file, so a slice is a view: pages outside it are never touched.
             view: torch.Tensor = self._handles[info.file].get_slice(name)[index or (...,)]
