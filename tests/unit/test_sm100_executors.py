@@ -1,0 +1,484 @@
+"""The Blackwell executors whole, on kernels that check their arguments and read the prepared tensors by documented
+addresses (`sm100_kernels`), against the float32 witness."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from expert_cases import (
+    ACTIVATIONS,
+    CPU,
+    NAN,
+    RELU2,
+    RUNTIME,
+    SILU,
+    cut,
+    make_config,
+    make_expert_major,
+    make_flat,
+    make_weights,
+    relative_error,
+    rows_with_expert,
+    shard_of,
+    valid_rows,
+)
+from sm100_kernels import RELU2 as RELU2_KIND
+from sm100_kernels import SWIGLU, FakeCuteDsl, FakeTrtllm, activate
+
+from eprt.config import Routing
+from eprt.errors import ConfigError, InputError
+from eprt.experts import cutedsl_layouts, layouts_sm100, trtllm_formats
+from eprt.experts.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
+from eprt.experts.cutedsl_nvfp4 import ContiguousExperts, CuteDslExecutor, MaskedExperts
+from eprt.experts.reference import ReferenceExecutor, decode_hidden
+from eprt.experts.trtllm_gen import TrtllmGenExecutor
+from eprt.placement import ExpertShard
+from eprt.quant import decode
+from eprt.quant.payload import encode_payload
+from eprt.routing import route
+from eprt.tokens import FlatTokens, Payload
+from eprt.weights import ExpertWeights, Fp8Tensor, Nvfp4
+
+# Without rounding between the GEMMs, only bf16 outputs differ (2 ** -9 a value; the masked kernels also write what
+# leaves the first GEMM in bf16).
+EXACT = 1e-2
+# NVFP4 between the GEMMs: E2M1 keeps one mantissa bit, which costs up to 0.2 in norm where values spread as widely as
+# products of gate and up do. FP8 keeps three.
+ROUNDED = {"nvfp4": 0.2, "fp8_tensor": 0.05}
+SIZES = [(96, 48), (128, 64), (160, 80), (256, 192)]  # (H, I); 2 I or H not multiples of 128 are padded
+FP8_SIZES = [(96, 24), (96, 40), (128, 128), (288, 160)]
+
+
+def calibrated(weights: ExpertWeights, config, seed: int = 0) -> ExpertWeights:
+    """With input scales as a calibration would leave them: experts differ, as do gate and up."""
+    L, parts = weights.num_local_experts, config.activation.parts
+    largest = 448.0 if isinstance(weights.gate_up, Fp8Tensor) else 6 * 448.0
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(64, config.hidden_size, generator=generator)
+    sums = x @ decode(weights.gate_up, parts).mT
+    gate, up = sums.chunk(2, -1) if parts == 2 else (sums, sums)
+    act = config.activation
+    inside = activate(SWIGLU if act.gated else RELU2_KIND, gate, up, act.alpha, act.beta, act.limit)
+    margin = 1 + torch.rand(L, 1, generator=generator)
+    return replace(
+        weights,
+        gate_up=replace(weights.gate_up, input_scale=(4 + torch.rand(L, parts, generator=generator)) / largest),
+        down=replace(weights.down, input_scale=margin * inside.abs().amax((1, 2))[:, None] / largest),
+    )
+
+
+def case(weight_format: str, size: tuple[int, int], activation=SILU, rank: int = 1, world: int = 2):
+    """(config, shard, weights) of rank 1 of 2, so that no local id equals a global one."""
+    config = make_config(weight_format, hidden_size=size[0], intermediate_size=size[1], activation=activation)
+    config = replace(config, num_experts=8, top_k=3)
+    shard = shard_of(config, rank, world)
+    weights = cut(make_weights(config), config, shard)
+    return config, shard, calibrated(weights, config) if weight_format in ("nvfp4", "fp8_tensor") else weights
+
+
+def build(kind, fake, config, shard, weights, runtime=RUNTIME):
+    kind = type("Built", (kind,), {"kernels": fake.kernels()})
+    return kind(config, shard, weights, CPU, runtime)
+
+
+def packed(flat: FlatTokens, weights: ExpertWeights) -> FlatTokens:
+    """The same rows as an NVFP4 payload; garbage rows stay garbage."""
+    hidden = torch.where(flat.hidden.data.isfinite(), flat.hidden.data, 0.0)
+    payload = encode_payload(hidden, "nvfp4", torch.tensor([0.004]))
+    rows = flat.hidden.data.isnan().any(1)
+    payload.data[rows] = 0x77
+    payload.scale.view(torch.uint8)[rows] = 0x7F
+    return replace(flat, hidden=payload)
+
+
+def witness(config, shard, weights, tokens) -> torch.Tensor:
+    return ReferenceExecutor(config, shard, weights, CPU, RUNTIME)(tokens)
+
+
+def as_quantised(weights: ExpertWeights, hidden: Payload) -> Payload:
+    """What tokens that the executor quantises itself are worth afterwards, in float32."""
+    scale = weights.gate_up.input_scale.amax().view(1)
+    kept = torch.where(hidden.data.isfinite(), hidden.data, 0.0)
+    if isinstance(weights.gate_up, Nvfp4):
+        return Payload.plain(decode_hidden(encode_payload(kept, "nvfp4", scale)))
+    return Payload.plain((kept.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
+
+
+def check_flat(kind, fake, config, shard, weights, tokens, expected_tokens, bound: float) -> None:
+    executor = build(kind, fake, config, shard, weights)
+    out = executor(tokens)
+    local = rows_with_expert(tokens, shard)
+    expected = witness(config, shard, weights, expected_tokens)
+    assert out.shape == (tokens.num_rows, config.hidden_size)
+    assert relative_error(out[local], expected[local]) <= bound
+    assert not out[~local].any(), "rows without a local expert are zeros"
+
+
+# ---- flat tokens --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+def test_nvfp4_flat_tokens_that_travelled_packed(kind, fake, size, activation):
+    config, shard, weights = case("nvfp4", size, ACTIVATIONS[activation])
+    # A limit needs one global scale for both halves: make the difference a power of two, which folds exactly.
+    ratio = torch.tensor([[1.0, 0.5]])[:, : config.activation.parts]
+    gate_up = replace(weights.gate_up, global_scale=weights.gate_up.global_scale[:, :1] * ratio)
+    weights = replace(weights, gate_up=gate_up) if config.activation.limit else weights
+    tokens = packed(make_flat(config), weights)
+    check_flat(kind, fake(rounding=False), config, shard, weights, tokens, tokens, EXACT)
+
+
+@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+def test_a_limit_with_any_two_global_scales(kind, fake):
+    """Folding rounds block scales of one half: within E4M3's half step, 2 ** -4, a block; 0.03 in norm."""
+    config, shard, weights = case("nvfp4", (128, 64), ACTIVATIONS["gpt_oss"])
+    assert (weights.gate_up.global_scale[:, 1] / weights.gate_up.global_scale[:, 0] > 1.5).all()
+    tokens = packed(make_flat(config), weights)
+    check_flat(kind, fake(rounding=False), config, shard, weights, tokens, tokens, 0.03)
+
+
+@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+@pytest.mark.parametrize("rounding", [False, True])
+def test_nvfp4_flat_bf16_tokens(kind, fake, rounding):
+    config, shard, weights = case("nvfp4", (160, 80))
+    tokens = make_flat(config, dtype=torch.bfloat16)
+    quantised = replace(tokens, hidden=as_quantised(weights, tokens.hidden))
+    bound = ROUNDED["nvfp4"] if rounding else 0.02  # ties of E2M1 fall differently in the two quantisers
+    check_flat(kind, fake(rounding), config, shard, weights, tokens, quantised, bound)
+
+
+@pytest.mark.parametrize("activation", [SILU, RELU2], ids=["silu", "relu2"])
+@pytest.mark.parametrize("size", FP8_SIZES, ids=str)
+@pytest.mark.parametrize("rounding", [False, True])
+def test_per_tensor_fp8(size, activation, rounding):
+    config, shard, weights = case("fp8_tensor", size, activation)
+    tokens = make_flat(config, dtype=torch.bfloat16)
+    quantised = replace(tokens, hidden=as_quantised(weights, tokens.hidden))
+    bound = ROUNDED["fp8_tensor"] if rounding else EXACT
+    check_flat(TrtllmGenExecutor, FakeTrtllm(rounding), config, shard, weights, tokens, quantised, bound)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gpt_oss", "deepseek_v4"])
+@pytest.mark.parametrize("size", FP8_SIZES, ids=str)
+@pytest.mark.parametrize("travelled", [False, True])
+def test_deepseek_fp8(size, activation, travelled):
+    config, shard, weights = case("fp8_block", size, ACTIVATIONS[activation])
+    tokens = make_flat(config, dtype=torch.bfloat16)
+    data = torch.where(tokens.hidden.data.isfinite(), tokens.hidden.data, 0.0)
+    payload = encode_payload(data, "fp8_block")
+    given = replace(tokens, hidden=payload) if travelled else tokens
+    check_flat(TrtllmGenExecutor, FakeTrtllm(), config, shard, weights, given, replace(tokens, hidden=payload), EXACT)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("size", [(96, 32), (128, 128), (288, 160)], ids=str)
+def test_mxfp8(size, activation):
+    """Tokens are MXFP8 in the kernel: 3 mantissa bits, 0.03 in norm."""
+    config, shard, weights = case("mxfp8", size, ACTIVATIONS[activation])
+    tokens = make_flat(config, dtype=torch.bfloat16)
+    check_flat(TrtllmGenExecutor, FakeTrtllm(), config, shard, weights, tokens, tokens, 0.05)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_weight_only_checkpoints_keep_bf16_activations(activation):
+    config, shard, weights = case("nvfp4", (160, 80), ACTIVATIONS[activation])
+    same = weights.gate_up.global_scale.amax(1, keepdim=True).expand_as(weights.gate_up.global_scale).contiguous()
+    weights = replace(
+        weights,
+        gate_up=replace(weights.gate_up, input_scale=None, global_scale=same),
+        down=replace(weights.down, input_scale=None),
+    )
+    fake = FakeCuteDsl()
+    tokens = make_flat(config, dtype=torch.bfloat16)
+    check_flat(CuteDslExecutor, fake, config, shard, weights, tokens, tokens, EXACT)
+    assert fake.calls == ["run"]
+
+
+@pytest.mark.parametrize("activation", [SILU, RELU2], ids=["gated", "relu2"])
+@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+def test_widths_of_real_models(kind, fake, activation):
+    """H 2880 (gpt-oss) and I 1856 (Nemotron-H): padded to 2944, and to 1920 where not gated."""
+    config = make_config("nvfp4", hidden_size=2880, intermediate_size=1856, activation=activation)
+    config = replace(config, num_experts=2, top_k=1)
+    shard = shard_of(config, 1, 2)
+    weights = calibrated(cut(make_weights(config), config, shard), config)
+    tokens = packed(make_flat(config, num_rows=12), weights)
+    check_flat(kind, fake(rounding=False), config, shard, weights, tokens, tokens, EXACT)
+
+
+# ---- expert-major tokens ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("travelled", [False, True])
+def test_nvfp4_expert_major(size, activation, travelled):
+    config, shard, weights = case("nvfp4", size, ACTIVATIONS[activation])
+    flat = make_flat(config, dtype=torch.bfloat16)
+    flat = packed(flat, weights) if travelled else flat
+    tokens = make_expert_major(flat, shard) if not travelled else layout_packed(flat, shard)
+    out = build(CuteDslExecutor, FakeCuteDsl(rounding=False), config, shard, weights)(tokens)
+    expected = witness(config, shard, weights, tokens)
+    valid = valid_rows(tokens)
+    assert relative_error(out[valid], expected[valid]) <= EXACT
+
+
+def layout_packed(flat: FlatTokens, shard: ExpertShard):
+    from eprt.tokens import expert_major_from_flat
+
+    return expert_major_from_flat(flat, shard, flat.num_rows + 3)[0]
+
+
+def test_expert_major_with_rounding_and_idle_experts():
+    config, shard, weights = case("nvfp4", (160, 80))
+    flat = make_flat(config, dtype=torch.bfloat16)
+    flat = replace(flat, ids=torch.where(flat.ids == 5, config.num_experts, flat.ids))
+    tokens = make_expert_major(flat, shard)
+    assert tokens.counts[1] == 0
+    out = build(CuteDslExecutor, FakeCuteDsl(), config, shard, weights)(tokens)
+    expected = witness(config, shard, weights, replace(tokens, hidden=as_quantised(weights, tokens.hidden)))
+    valid = valid_rows(tokens)
+    assert relative_error(out[valid], expected[valid]) <= ROUNDED["nvfp4"]
+
+
+def test_all_experts_idle():
+    config, shard, weights = case("nvfp4", (128, 64))
+    flat = make_flat(config, dtype=torch.bfloat16)
+    flat = replace(flat, ids=torch.full_like(flat.ids, config.num_experts))
+    executor = build(CuteDslExecutor, FakeCuteDsl(), config, shard, weights)
+    assert not executor(flat).any()
+    assert executor(make_expert_major(flat, shard)).shape == (4, 15, 128)
+    assert not build(TrtllmGenExecutor, FakeTrtllm(), config, shard, weights)(flat).any()
+
+
+# ---- calls --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+def test_zero_rows_launch_nothing(kind, fake):
+    config, shard, weights = case("nvfp4", (128, 64))
+    fake = fake()
+    executor = build(kind, fake, config, shard, weights)
+    assert executor(make_flat(config, 0, dtype=torch.bfloat16)).shape == (0, 128)
+    assert fake.calls == []
+
+
+@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+def test_the_first_batch_sizes_nothing(kind, fake):
+    config, shard, weights = case("nvfp4", (128, 64))
+    executor = build(kind, fake(rounding=False), config, shard, weights)
+    for rows in (1, 40, 3):
+        tokens = packed(make_flat(config, rows + 1), weights)
+        local = rows_with_expert(tokens, shard)
+        out, expected = executor(tokens), witness(config, shard, weights, tokens)
+        assert relative_error(out[local], expected[local]) <= EXACT
+
+
+@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+def test_another_number_of_slots(kind, fake):
+    """A dispatcher may pad top-k with invalid slots; an adapter emits one slot."""
+    config, shard, weights = case("nvfp4", (128, 64))
+    tokens = packed(make_flat(config), weights)
+    executor = build(kind, fake(rounding=False), config, shard, weights)
+    wide = replace(
+        tokens,
+        ids=torch.nn.functional.pad(tokens.ids, (0, 1), value=config.num_experts),
+        weights=torch.nn.functional.pad(tokens.weights, (0, 1), value=NAN),
+    )
+    assert torch.equal(executor(wide), executor(tokens))
+
+
+@pytest.mark.parametrize("kind", [CuteDslExecutor, TrtllmGenExecutor])
+def test_warmup_runs_the_largest_batch(kind):
+    config, shard, weights = case("nvfp4", (128, 64))
+    fake = FakeCuteDsl() if kind is CuteDslExecutor else FakeTrtllm()
+    executor = build(kind, fake, config, shard, weights, replace(RUNTIME, max_tokens_per_rank=8))
+    executor.warmup(16)
+    assert {"run", "grouped_gemm_nt_masked", "fp4"} & set(fake.calls)
+
+
+def test_the_layout_follows_the_plan():
+    config, shard, weights = case("nvfp4", (128, 64))
+    flat = make_flat(config, dtype=torch.bfloat16)
+    only_flat = build(CuteDslExecutor, FakeCuteDsl(), config, shard, weights, replace(RUNTIME, token_format="flat"))
+    assert only_flat(flat).shape == flat.hidden.data.shape
+    with pytest.raises(ConfigError, match="expert_major"):
+        only_flat(make_expert_major(flat, shard))
+
+
+def test_deterministic_asks_for_the_ordered_finalize():
+    config, shard, weights = case("nvfp4", (128, 64))
+    for deterministic in (False, True):
+        runtime = replace(RUNTIME, deterministic=deterministic)
+        executor = build(CuteDslExecutor, FakeCuteDsl(), config, shard, weights, runtime)
+        executor(make_flat(config, dtype=torch.bfloat16))
+        assert executor._contiguous._wrapper(config.top_k).use_fused_finalize is not deterministic
+
+
+@pytest.mark.parametrize("kind", [CuteDslExecutor, TrtllmGenExecutor])
+def test_tokens_of_another_format_are_refused(kind):
+    config, shard, weights = case("nvfp4", (128, 64))
+    fake = FakeCuteDsl() if kind is CuteDslExecutor else FakeTrtllm()
+    executor = build(kind, fake, config, shard, weights)
+    with pytest.raises(InputError, match="f32 tokens"):
+        executor(make_flat(config))
+
+
+def test_kernels_that_quantise_need_calibration():
+    config, shard, weights = case("nvfp4", (128, 64))
+    weights = replace(weights, gate_up=replace(weights.gate_up, input_scale=None))
+    with pytest.raises(ConfigError, match="input_scale"):
+        build(TrtllmGenExecutor, FakeTrtllm(), config, shard, weights)
+    with pytest.raises(ConfigError, match="input_scale"):
+        build(CuteDslExecutor, FakeCuteDsl(), config, shard, weights, replace(RUNTIME, token_format="expert_major"))
+    config, shard, weights = case("fp8_tensor", (128, 128))
+    weights = replace(weights, down=replace(weights.down, input_scale=None))
+    with pytest.raises(ConfigError, match="input_scale"):
+        build(TrtllmGenExecutor, FakeTrtllm(), config, shard, weights)
+
+
+# ---- the router in the kernel -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing("softmax_topk"),
+        Routing("softmax_topk", renormalize=False),
+        Routing("topk_softmax"),
+        Routing("grouped_sigmoid", num_groups=4, topk_groups=2, scaling_factor=2.5),
+        Routing("grouped_sigmoid"),
+    ],
+    ids=lambda r: f"{r.method}-{r.renormalize}-{r.num_groups}",
+)
+@pytest.mark.parametrize("weight_format", ["nvfp4", "fp8_tensor", "fp8_block", "mxfp8"])
+def test_logits_kernels_equal_routing_then_the_routed_kernel(routing, weight_format):
+    config, shard, weights = case(weight_format, (128, 128))
+    config = replace(config, routing=routing)
+    grouped = routing.method == "grouped_sigmoid"
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(9, config.num_experts, generator=generator)
+    bias = torch.randn(config.num_experts, generator=generator) / 4 if grouped else None
+    hidden = Payload.plain(torch.randn(9, config.hidden_size, generator=generator).to(torch.bfloat16))
+    executor = build(TrtllmGenExecutor, FakeTrtllm(), config, shard, weights)
+    topk = route(logits, routing, config.top_k, correction_bias=bias)
+    expected = executor(FlatTokens(hidden, topk.ids, topk.weights, config.num_experts))
+    assert relative_error(executor.run_logits(hidden, logits, bias), expected) <= 1e-2
+
+
+def test_a_routing_that_kernels_lack_is_refused():
+    config, shard, weights = case("nvfp4", (128, 64))
+    hidden = Payload.plain(torch.zeros(2, 128, dtype=torch.bfloat16))
+    for routing in (Routing("sqrt_softplus"), Routing("softmax_topk", scaling_factor=2.0)):
+        executor = build(TrtllmGenExecutor, FakeTrtllm(), replace(config, routing=routing), shard, weights)
+        with pytest.raises(ConfigError, match=routing.method):
+            executor.run_logits(hidden, torch.zeros(2, config.num_experts))
+    executor = build(TrtllmGenExecutor, FakeTrtllm(), config, shard, weights)
+    with pytest.raises(InputError, match=r"expected \[2, 8\]"):
+        executor.run_logits(hidden, torch.zeros(2, 3))
+    assert executor.run_logits(Payload.plain(hidden.data[:0]), torch.zeros(0, 8)).shape == (0, 128)
+
+
+# ---- mistakes must show -------------------------------------------------------------------------------------------
+
+
+def test_a_layout_of_the_other_family_is_refused():
+    _, shard, weights = case("nvfp4", (128, 64))
+    kernels, size = FakeCuteDsl().kernels(), PaddedSize.of(weights, 2)
+    masked = MaskedLayout.prepare(weights, size, 2, CPU)
+    contiguous = ContiguousLayout.prepare(weights, size, SILU, CPU)
+    with pytest.raises(ConfigError, match="MaskedLayout"):
+        ContiguousExperts(kernels, masked, SILU, shard, RUNTIME)
+    with pytest.raises(ConfigError, match="ContiguousLayout"):
+        MaskedExperts(kernels, contiguous, contiguous.factors, SILU)
+
+
+def error_of(kind, fake, monkeypatch, patches, size, change) -> float:
+    """Error of an executor built with functions or weights replaced; a broken kernel contract is an infinite one."""
+    config, shard, weights = case("nvfp4", size)
+    tokens = packed(make_flat(config), weights)
+    expected = witness(config, shard, weights, tokens)
+    for module, name, wrong in patches:
+        monkeypatch.setattr(module, name, wrong)
+    try:
+        out = build(kind, fake(rounding=False), config, shard, change(weights) if change else weights)(tokens)
+    except AssertionError:
+        return float("inf")
+    local = rows_with_expert(tokens, shard)
+    return relative_error(out[local], expected[local])
+
+
+def gate_scale_for_up(weights: ExpertWeights) -> ExpertWeights:
+    scale = weights.gate_up.global_scale[:, :1].expand(-1, 2).contiguous()
+    return replace(weights, gate_up=replace(weights.gate_up, global_scale=scale))
+
+
+def swapped_halves(weights: ExpertWeights) -> ExpertWeights:
+    gate_up = weights.gate_up.map(lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t)
+    codes, scales = layouts_sm100.swap_halves(gate_up.codes), layouts_sm100.swap_halves(gate_up.scales)
+    return replace(weights, gate_up=replace(weights.gate_up, codes=codes, scales=scales.view(torch.float8_e4m3fn)))
+
+
+def late_padding(matrix, parts, rows, cols):
+    """Everything after the last row, as if the halves were one matrix."""
+    L, total, width = matrix.shape
+    padded = matrix.new_zeros((L, parts * rows, cols))
+    padded[:, :total, :width] = matrix
+    return padded
+
+
+@pytest.mark.parametrize(
+    ("kind", "fake", "where"),
+    [(CuteDslExecutor, FakeCuteDsl, cutedsl_layouts), (TrtllmGenExecutor, FakeTrtllm, trtllm_formats)],
+    ids=["cutedsl", "trtllm"],
+)
+@pytest.mark.parametrize("mistake", ["unswizzled", "late padding", "gate's scale for up", "swapped halves", "none"])
+def test_wrong_layouts_fail(kind, fake, where, mistake, monkeypatch):
+    size = (128, 48) if mistake == "late padding" else (128, 64)
+    patches = {
+        "unswizzled": [(where, "swizzle_scales", lambda scales: scales)],
+        "late padding": [(where, "pad_parts", late_padding)],
+    }
+    changes = {"gate's scale for up": gate_scale_for_up, "swapped halves": swapped_halves}
+    error = error_of(kind, fake, monkeypatch, patches.get(mistake, []), size, changes.get(mistake))
+    assert (error <= EXACT) is (mistake == "none"), error
+
+
+@pytest.mark.parametrize("mistake", ["unswizzled", "late padding", "gate's scale for up", "swapped halves", "none"])
+def test_wrong_masked_layouts_fail(mistake, monkeypatch):
+    size = (128, 48) if mistake == "late padding" else (128, 64)
+    config, shard, weights = case("nvfp4", size)
+    tokens = layout_packed(packed(make_flat(config), weights), shard)
+    expected = witness(config, shard, weights, tokens)
+    if mistake == "unswizzled":
+        monkeypatch.setattr(cutedsl_layouts, "swizzle_scales", lambda scales: scales)
+    if mistake == "late padding":
+        monkeypatch.setattr(cutedsl_layouts, "pad_parts", late_padding)
+    change = {"gate's scale for up": gate_scale_for_up, "swapped halves": swapped_halves}.get(mistake)
+    try:
+        executor = build(
+            CuteDslExecutor, FakeCuteDsl(rounding=False), config, shard, change(weights) if change else weights
+        )
+        error = relative_error(executor(tokens)[valid_rows(tokens)], expected[valid_rows(tokens)])
+    except AssertionError:
+        error = float("inf")
+    assert (error <= EXACT) is (mistake == "none"), error
+
+
+@pytest.mark.parametrize("weight_format", ["fp8_tensor", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("mistake", ["canonical rows", "none"])
+def test_wrong_fp8_rows_fail(weight_format, mistake, monkeypatch):
+    """Rows left as [gate; up]."""
+    if mistake == "canonical rows":
+        monkeypatch.setattr(trtllm_formats, "take_rows", lambda matrix, order: matrix)
+        monkeypatch.setattr(trtllm_formats, "swap_halves", lambda matrix: matrix)
+    config, shard, weights = case(weight_format, (128, 128))
+    tokens = make_flat(config, dtype=torch.bfloat16)
+    out = build(TrtllmGenExecutor, FakeTrtllm(rounding=False), config, shard, weights)(tokens)
+    local = rows_with_expert(tokens, shard)
+    error = relative_error(out[local], witness(config, shard, weights, tokens)[local])
+    assert (error <= 0.05) is (mistake == "none"), error
