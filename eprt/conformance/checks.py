@@ -87,7 +87,7 @@ class Check:
 class Row:
     """One rank's result of one check. `error`: largest relative error of its calls (0 for a bitwise match)."""
 
-    check: str
+    check: Check
     rank: int
     ok: bool
     error: float
@@ -106,8 +106,8 @@ def summarize(rows_by_rank: Iterable[Sequence[Row]]) -> list[Row]:
 
 
 def standard_checks(size: int, device: Device) -> list[Check]:
-    """The table for a machine: every case on each dispatcher, format and executor that can run there. A pair that
-    can't is left out with the reason `eprt explain` gives."""
+    """The table for a machine: every case on each dispatcher, format and executor that can run there. Left out is what
+    `supports` refuses, for the reason that `eprt explain` prints."""
     checks: list[Check] = []
     parallel = ParallelConfig(size)
     for name, spec in DISPATCHERS.items():
@@ -173,7 +173,7 @@ def check_layer(context: RankContext, check: Check) -> Row:
         own = batch.to(world.device)
         out = layer(own.hidden, own.topk, tokens_per_rank=check.case.counts.agreed)
         errors.append(relative_error(out, expected_outputs(config, full, [batch])[0]))
-    return Row(check.name, world.rank, max(errors) <= TOLERANCE[check.torch_dtype], max(errors))
+    return Row(check, world.rank, max(errors) <= TOLERANCE[check.torch_dtype], max(errors))
 
 
 class _TransportRun:
@@ -216,7 +216,7 @@ class _TransportRun:
 
     def row(self) -> Row:
         ok = not self.problems and self.error <= (0.0 if self.exact else PACKED_TOLERANCE)
-        return Row(self.check.name, self.world.rank, ok, self.error, "; ".join(self.problems))
+        return Row(self.check, self.world.rank, ok, self.error, "; ".join(self.problems))
 
 
 # ---- what ranks keep from check to check ----------------------------------------------------------------------

@@ -77,13 +77,13 @@ def expected_outputs(config: MoEConfig, full: ExpertWeights, batches: Sequence[B
     gate_up, down = decode_matrix(full.gate_up, config.activation.parts), decode_matrix(full.down, 1)
     outputs: list[torch.Tensor] = []
     for batch in batches:
-        x = batch.hidden.float()
+        x, ids, weights = batch.hidden.float(), batch.topk.ids, batch.topk.weights
         total = torch.zeros_like(x)
-        for token, k in (batch.topk.ids < config.num_experts).nonzero().tolist():
-            e = int(batch.topk.ids[token, k])
+        for e in range(config.num_experts):
+            token, k = (ids == e).nonzero(as_tuple=True)
             bias = [None if b is None else b[e] for b in (full.gate_up_bias, full.down_bias)]
-            one = expert_forward(config, gate_up[e], down[e], bias[0], bias[1], x[token : token + 1])
-            total[token] += batch.topk.weights[token, k] * one[0]
+            one = expert_forward(config, gate_up[e], down[e], bias[0], bias[1], x[token])
+            total.index_add_(0, token, weights[token, k, None] * one)
         outputs.append(total)
     return outputs
 

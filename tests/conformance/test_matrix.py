@@ -15,7 +15,7 @@ EXECUTORS = ["reference", "torch_grouped"]
 def run(pools, size: int, checks: list[Check]) -> None:
     rows = summarize(pools(size).run(run_checks, checks=checks))
     assert len(rows) == len(checks) > 0
-    wrong = [f"{row.check}, rank {row.rank}: error {row.error:.2e} {row.detail}" for row in rows if not row.ok]
+    wrong = [f"{row.check.name}, rank {row.rank}: error {row.error:.2e} {row.detail}" for row in rows if not row.ok]
     assert wrong == []
 
 
@@ -86,7 +86,7 @@ def test_layer_under_tensor_parallelism(
             moe_tp_size=moe_tp_size,
         )
         for config in ("silu_f32", "gpt_oss", "relu2_bf16")
-        for case in CASES[::2]
+        for case in CASES[::3]
     ]
     if moe_tp_size == 4:  # I = 64 in four parts would split MXFP4's blocks of 32
         checks = [check for check in checks if check.config != "gpt_oss"]

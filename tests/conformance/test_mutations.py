@@ -11,7 +11,7 @@ import torch
 
 from eprt.config import ParallelConfig
 from eprt.conformance.cases import CASES, CONFIGS, find_case, make_batches
-from eprt.conformance.checks import Row, summarize
+from eprt.conformance.checks import Check, Row, summarize
 from eprt.conformance.oracle import relative_error
 from eprt.conformance.transport import scale_experts, wrong_arrivals
 from eprt.placement import ExpertPlacement
@@ -163,7 +163,8 @@ def test_relative_error(out, expected, error):
 
 
 def test_a_summary_shows_the_worst_rank():
-    good, bad = Row("c", 0, True, 0.0), Row("c", 1, False, 0.0, "wrong")
+    check = Check("transport", CASES[0], "none")
+    good, bad = Row(check, 0, True, 0.0), Row(check, 1, False, 0.0, "wrong")
     assert summarize([[good, good], [replace(good, error=0.5), bad]]) == [replace(good, error=0.5), bad]
     with pytest.raises(ValueError, match=r"shorter|longer"):
         summarize([[good], []])
