@@ -72,7 +72,7 @@ def _drive(directory: Path, arguments: Run, workers: Ranks, terminal: Terminal) 
     with Checkpoint(directory) as checkpoint:
         family = family_for(checkpoint.config)
         dtype = model_dtype(family.text_config(checkpoint.config))
-        layers = family.moe_layers(family.text_config(checkpoint.config))[: arguments.layers]
+        layers = family.moe_layers(checkpoint.config)[: arguments.layers]
         config = family.moe_config(checkpoint.config, layers[0])
     job = Job(
         directory=str(directory.resolve()),
@@ -180,7 +180,10 @@ def _report(
         [[n, " ".join(map(str, _counts(outcome, n))), f"{error:.1e}"] for n, error in enumerate(outcome.steps)],
     )
     terminal.say(
-        "\nerror = ||output - oracle|| / ||oracle||. The oracle: one process, float32, all experts, formulas written "
+        "\ncopies: token rows that crossed between ranks in dispatch, and came back in combine; kB counts both ways."
+    )
+    terminal.say(
+        "error = ||output - oracle|| / ||oracle||. The oracle: one process, float32, all experts, formulas written "
         "apart from the executors."
     )
     terminal.say(f"tolerance {outcome.tolerance:.0e}: {WHY[outcome.dtype]}.")

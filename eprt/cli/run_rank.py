@@ -20,7 +20,7 @@ from eprt.models import load_layer
 from eprt.tokens import TopK
 from eprt.world import World
 
-PHASES = ("route", "dispatch", "experts", "shared", "combine")
+PHASES: tuple[str, ...] = ("route", "dispatch", "experts", "shared", "combine")
 _SEED = 8128
 
 

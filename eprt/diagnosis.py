@@ -1,0 +1,315 @@
+"""Facts about this machine, and what stands in the way of each backend. Reads; builds and downloads nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eprt.dispatch import DISPATCHERS
+from eprt.experts import EXECUTORS
+from eprt.support import Device, Requirement, Support
+
+DISTRIBUTIONS = (
+    "eprt",
+    "torch",
+    "triton",
+    "safetensors",
+    "transformers",
+    "flashinfer-python",
+    "flashinfer-jit-cache",
+    "flashinfer-cubin",
+    "humming-kernels",
+    "nvidia-cutlass-dsl",
+    "tokenspeed-deepep",
+    "deep-ep",
+    "nvidia-nvshmem-cu12",
+    "nvidia-nvshmem-cu13",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+)
+
+NVSHMEM_LIBRARY = "libnvshmem_host.so.3"
+_MIN_SHM_GB = 1.0
+_MIN_OPEN_FILES = 4096
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that will not work, or not well, and what to do about it."""
+
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A row of the dispatchers' or executors' table, judged for this machine."""
+
+    kind: str
+    name: str
+    summary: str
+    support: Support
+
+
+@dataclass(frozen=True)
+class FirstUse:
+    """A kernel library that compiles on first use: what, how long, and whether a result is already on disk here.
+
+    Times were taken on an H200 host with 64 cores (fused_moe_90, mnnvl_moe_alltoall) and on one H200 (humming).
+    """
+
+    kernels: str
+    needed_by: str
+    takes: str
+    cached: bool
+
+
+def versions() -> dict[str, str]:
+    """Software versions; "-" for what isn't installed."""
+    found = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "CUDA of torch": torch.version.cuda or "- (CPU build)",
+        "NCCL of torch": _nccl_of_torch() or "-",
+    }
+    return found | {name: _version(name) or "-" for name in DISTRIBUTIONS}
+
+
+def devices() -> list[str]:
+    """One line a GPU, or one for the CPU."""
+    if not torch.cuda.is_available():
+        return [f"cpu: {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"]
+    lines: list[str] = []
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        lines.append(
+            f"cuda:{index}: {facts.name}, sm{10 * facts.major + facts.minor}, {facts.total_memory / 2**30:.0f} GiB, "
+            f"{facts.multi_processor_count} SMs"
+        )
+    return lines
+
+
+def host() -> dict[str, str]:
+    """Limits of this host that multi-process runs meet."""
+    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return {
+        "/dev/shm": "-" if shm is None else f"{shm.total / 2**30:.1f} GiB, {shm.free / 2**30:.1f} free",
+        "open files": _limit(resource.RLIMIT_NOFILE),
+        "locked memory": _limit(resource.RLIMIT_MEMLOCK),
+        "processes": _limit(resource.RLIMIT_NPROC),
+        "compiler": shutil.which("nvcc") or "no nvcc on PATH",
+        "driver": _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0] or "-",
+    }
+
+
+def links() -> str:
+    """nvidia-smi's matrix of links between GPUs, or "" where there is none to show."""
+    return _command("nvidia-smi", "topo", "-m") if torch.cuda.device_count() > 1 else ""
+
+
+def this_device() -> Device:
+    """What a World of this machine would run on."""
+    return Device.of(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+
+
+def backends(device: Device) -> list[Backend]:
+    """Every dispatcher and executor: can it run on `device` with the packages installed here?"""
+    found = [
+        Backend("dispatcher", spec.name, spec.summary, _usable(spec.todo, spec.devices, None, spec.requirement, device))
+        for spec in DISPATCHERS.values()
+    ]
+    return found + [
+        Backend(
+            "executor", spec.name, spec.summary, _usable(spec.todo, spec.devices, spec.sm, spec.requirement, device)
+        )
+        for spec in EXECUTORS.values()
+    ]
+
+
+def first_use() -> list[FirstUse]:
+    """What would be compiled when it is first used."""
+    flashinfer = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home())) / ".cache" / "flashinfer"
+    ahead = [_folder("flashinfer_jit_cache"), _folder("flashinfer")]
+
+    def built(name: str) -> bool:
+        places = [(flashinfer, f"**/{name}*/*.so"), *((folder, f"**/aot/{name}*/*.so") for folder in ahead if folder)]
+        places += [(folder, f"**/jit_cache/{name}*/*.so") for folder in ahead if folder]
+        return any(next(place.glob(pattern), None) is not None for place, pattern in places)
+
+    humming = Path(os.environ.get("HUMMING_CACHE_DIR", Path.home() / ".humming"))
+    return [
+        FirstUse("FlashInfer fused_moe_90", "executor cutlass_mxfp4", "more than 20 min", built("fused_moe_90")),
+        FirstUse("FlashInfer mnnvl_moe_alltoall", "dispatcher flashinfer", "3.5 min", built("mnnvl_moe_alltoall")),
+        FirstUse("humming", "executor humming", "about 20 s a pair of shapes", any(humming.glob("**/kernel.cubin"))),
+    ]
+
+
+def problems() -> list[Problem]:
+    """Everything found here that would stop or slow a backend."""
+    return [*_torch_problems(), *_deepep_problems(), *_flashinfer_problems(), *_link_problems(), *_host_problems()]
+
+
+# ---- one subject each -----------------------------------------------------------------------------------------
+
+
+def _torch_problems() -> Iterator[Problem]:
+    if shutil.which("nvidia-smi") and torch.version.cuda is None:
+        yield Problem(
+            "an NVIDIA driver is here, but torch is a CPU build", "install the CUDA build: pip install 'torch>=2.10'"
+        )
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return
+    major = torch.version.cuda.split(".")[0]
+    wheel = _version(f"nvidia-nccl-cu{major}")
+    loaded = _nccl_of_torch()
+    if wheel and wheel != loaded:
+        yield Problem(
+            f"torch uses NCCL {loaded}, the wheel nvidia-nccl-cu{major} is {wheel}: another libnccl is found first",
+            "take it off LD_LIBRARY_PATH, or reinstall torch and the wheel together",
+        )
+    other = "12" if major == "13" else "13"
+    for name in ("nvidia-nccl", "nvidia-nvshmem"):
+        if _version(f"{name}-cu{other}"):
+            yield Problem(
+                f"{name}-cu{other} is installed beside a CUDA {major} torch; both put their library into one folder",
+                f"pip uninstall {name}-cu{other}",
+            )
+
+
+def _deepep_problems() -> Iterator[Problem]:
+    requirement = DISPATCHERS["deepep"].requirement
+    wheel = f"{requirement.distributions[0]}>={requirement.minimum}" if requirement else "deep_ep"
+    if (placeholder := _version("deep-ep")) and placeholder.startswith("1.0.0"):
+        yield Problem(
+            f"the distribution deep-ep {placeholder} is a placeholder without the module's kernels",
+            f"pip uninstall deep-ep; pip install '{wheel}'",
+        )
+    if importlib.util.find_spec("deep_ep") is None:
+        return
+    if not _has_nvshmem():
+        yield Problem(
+            f"deep_ep is installed, but {NVSHMEM_LIBRARY} can't be loaded",
+            "pip install nvidia-nvshmem-cu13 (cu12 for a CUDA 12 torch), and put its lib folder on LD_LIBRARY_PATH",
+        )
+    error = _import_error("deep_ep")
+    if "undefined symbol" in error:
+        yield Problem(
+            f"deep_ep was built against another torch: {error}", f"install the build for torch {torch.__version__}"
+        )
+    elif error:
+        yield Problem(f"deep_ep can't be imported: {error}", "see the message; NVSHMEM, torch and Python must match")
+
+
+def _flashinfer_problems() -> Iterator[Problem]:
+    own, cache = _version("flashinfer-python"), _version("flashinfer-jit-cache")
+    if own and cache and own != cache.split("+")[0]:
+        yield Problem(
+            f"flashinfer-jit-cache {cache} is for another release than flashinfer-python {own}",
+            f"pip install flashinfer-jit-cache=={own}",
+        )
+    if torch.cuda.is_available() and shutil.which("nvcc") is None:
+        for item in first_use():
+            if not item.cached and "FlashInfer" in item.kernels:
+                yield Problem(f"{item.kernels} is not built, and there is no nvcc to build it", "install CUDA's nvcc")
+
+
+def _link_problems() -> Iterator[Problem]:
+    for line in links().splitlines():
+        cells = line.split()
+        if not cells or not cells[0].startswith("GPU") or len(cells) < 3 or cells[1].startswith("GPU"):
+            continue
+        slow = sorted({cell for cell in cells[1 : 1 + torch.cuda.device_count()] if cell != "X" and cell[:2] != "NV"})
+        if slow:
+            yield Problem(
+                f"{cells[0]} reaches other GPUs by {', '.join(slow)}, not by NVLink",
+                "dispatchers symm, flashinfer and deepep need NVLink between all GPUs; use torch or none",
+            )
+
+
+def _host_problems() -> Iterator[Problem]:
+    if Path("/dev/shm").is_dir() and (size := shutil.disk_usage("/dev/shm").total / 2**30) < _MIN_SHM_GB:
+        yield Problem(f"/dev/shm holds {size:.2f} GiB", f"give the container --shm-size={_MIN_SHM_GB:.0f}g or more")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 < soft < _MIN_OPEN_FILES and torch.cuda.device_count() > 1:
+        yield Problem(f"at most {soft} open files", f"ulimit -n {_MIN_OPEN_FILES}")
+
+
+# ---- helpers --------------------------------------------------------------------------------------------------
+
+
+def _usable(
+    todo: str, kinds: tuple[str, ...], sm: tuple[int, int] | None, requirement: Requirement | None, device: Device
+) -> Support:
+    """Everything that is missing, not only the first thing."""
+    missing: list[str] = [f"not built yet: {todo}"] if todo else []
+    if device.kind not in kinds:
+        missing.append(f"runs on {', '.join(kinds)}, this machine is {device}")
+    elif sm is not None and device.kind == "cuda" and not sm[0] <= device.sm <= sm[1]:
+        missing.append(f"needs sm{sm[0]}" + (f" to sm{sm[1]}" if sm[1] < 999 else " or later") + f", this is {device}")
+    if requirement is not None and not (found := requirement.check()):
+        missing.append(found.reason)
+    return Support(not missing, "; ".join(missing))
+
+
+def _nccl_of_torch() -> str:
+    """The NCCL that torch has loaded; "" without CUDA."""
+    if not torch.cuda.is_available():
+        return ""
+    from torch.cuda import nccl
+
+    return ".".join(map(str, nccl.version()))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _folder(module: str) -> Path | None:
+    spec = importlib.util.find_spec(module)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def _has_nvshmem() -> bool:
+    try:
+        ctypes.CDLL(NVSHMEM_LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
+def _import_error(module: str) -> str:
+    """The last line of what `import module` prints when it fails, in a process of its own; "" if it works."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import torch, {module}"], capture_output=True, text=True, timeout=120
+    )
+    lines = done.stderr.strip().splitlines()
+    return "" if done.returncode == 0 else (lines[-1] if lines else f"exit code {done.returncode}")
+
+
+def _limit(kind: int) -> str:
+    soft, _ = resource.getrlimit(kind)
+    return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+
+
+def _command(*words: str) -> str:
+    """Standard output of a command; "" if it isn't there or fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
