@@ -24,22 +24,19 @@ from expert_cases import (
     shard_of,
     valid_rows,
 )
-from sm100_kernels import RELU2 as RELU2_KIND
-from sm100_kernels import SWIGLU, FakeCuteDsl, FakeTrtllm, activate
+from sm100_cases import as_quantised, as_slabs, build, calibrated, case, packed, witness
+from sm100_kernels import FakeCuteDsl, FakeTrtllm
 
 from eprt.config import Routing
 from eprt.errors import ConfigError, InputError
 from eprt.experts import cutedsl_layouts, layouts_sm100, trtllm_formats
 from eprt.experts.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
 from eprt.experts.cutedsl_nvfp4 import ContiguousExperts, CuteDslExecutor, MaskedExperts
-from eprt.experts.reference import ReferenceExecutor, decode_hidden
 from eprt.experts.trtllm_gen import TrtllmGenExecutor
-from eprt.placement import ExpertShard
-from eprt.quant import decode
 from eprt.quant.payload import encode_payload
 from eprt.routing import route
 from eprt.tokens import FlatTokens, Payload
-from eprt.weights import ExpertWeights, Fp8Tensor, Nvfp4
+from eprt.weights import ExpertWeights
 
 # Without rounding between the GEMMs, only bf16 outputs differ (2 ** -9 a value; the masked kernels also write what
 # leaves the first GEMM in bf16).
@@ -49,61 +46,6 @@ EXACT = 1e-2
 ROUNDED = {"nvfp4": 0.2, "fp8_tensor": 0.05}
 SIZES = [(96, 48), (128, 64), (160, 80), (256, 192)]  # (H, I); 2 I or H not multiples of 128 are padded
 FP8_SIZES = [(96, 24), (96, 40), (128, 128), (288, 160)]
-
-
-def calibrated(weights: ExpertWeights, config, seed: int = 0) -> ExpertWeights:
-    """With input scales as a calibration would leave them: experts differ, as do gate and up."""
-    L, parts = weights.num_local_experts, config.activation.parts
-    largest = 448.0 if isinstance(weights.gate_up, Fp8Tensor) else 6 * 448.0
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(64, config.hidden_size, generator=generator)
-    sums = x @ decode(weights.gate_up, parts).mT
-    gate, up = sums.chunk(2, -1) if parts == 2 else (sums, sums)
-    act = config.activation
-    inside = activate(SWIGLU if act.gated else RELU2_KIND, gate, up, act.alpha, act.beta, act.limit)
-    margin = 1 + torch.rand(L, 1, generator=generator)
-    return replace(
-        weights,
-        gate_up=replace(weights.gate_up, input_scale=(4 + torch.rand(L, parts, generator=generator)) / largest),
-        down=replace(weights.down, input_scale=margin * inside.abs().amax((1, 2))[:, None] / largest),
-    )
-
-
-def case(weight_format: str, size: tuple[int, int], activation=SILU, rank: int = 1, world: int = 2):
-    """(config, shard, weights) of rank 1 of 2, so that no local id equals a global one."""
-    config = make_config(weight_format, hidden_size=size[0], intermediate_size=size[1], activation=activation)
-    config = replace(config, num_experts=8, top_k=3)
-    shard = shard_of(config, rank, world)
-    weights = cut(make_weights(config), config, shard)
-    return config, shard, calibrated(weights, config) if weight_format in ("nvfp4", "fp8_tensor") else weights
-
-
-def build(kind, fake, config, shard, weights, runtime=RUNTIME):
-    kind = type("Built", (kind,), {"kernels": fake.kernels()})
-    return kind(config, shard, weights, CPU, runtime)
-
-
-def packed(flat: FlatTokens, weights: ExpertWeights) -> FlatTokens:
-    """The same rows as an NVFP4 payload; garbage rows stay garbage."""
-    hidden = torch.where(flat.hidden.data.isfinite(), flat.hidden.data, 0.0)
-    payload = encode_payload(hidden, "nvfp4", torch.tensor([0.004]))
-    rows = flat.hidden.data.isnan().any(1)
-    payload.data[rows] = 0x77
-    payload.scale.view(torch.uint8)[rows] = 0x7F
-    return replace(flat, hidden=payload)
-
-
-def witness(config, shard, weights, tokens) -> torch.Tensor:
-    return ReferenceExecutor(config, shard, weights, CPU, RUNTIME)(tokens)
-
-
-def as_quantised(weights: ExpertWeights, hidden: Payload) -> Payload:
-    """What tokens that the executor quantises itself are worth afterwards, in float32."""
-    scale = weights.gate_up.input_scale.amax().view(1)
-    kept = torch.where(hidden.data.isfinite(), hidden.data, 0.0)
-    if isinstance(weights.gate_up, Nvfp4):
-        return Payload.plain(decode_hidden(encode_payload(kept, "nvfp4", scale)))
-    return Payload.plain((kept.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
 
 
 def check_flat(kind, fake, config, shard, weights, tokens, expected_tokens, bound: float) -> None:
@@ -220,17 +162,11 @@ def test_nvfp4_expert_major(size, activation, travelled):
     config, shard, weights = case("nvfp4", size, ACTIVATIONS[activation])
     flat = make_flat(config, dtype=torch.bfloat16)
     flat = packed(flat, weights) if travelled else flat
-    tokens = make_expert_major(flat, shard) if not travelled else layout_packed(flat, shard)
+    tokens = make_expert_major(flat, shard) if not travelled else as_slabs(flat, shard)
     out = build(CuteDslExecutor, FakeCuteDsl(rounding=False), config, shard, weights)(tokens)
     expected = witness(config, shard, weights, tokens)
     valid = valid_rows(tokens)
     assert relative_error(out[valid], expected[valid]) <= EXACT
-
-
-def layout_packed(flat: FlatTokens, shard: ExpertShard):
-    from eprt.tokens import expert_major_from_flat
-
-    return expert_major_from_flat(flat, shard, flat.num_rows + 3)[0]
 
 
 def test_expert_major_with_rounding_and_idle_experts():
@@ -452,7 +388,7 @@ def test_wrong_layouts_fail(kind, fake, where, mistake, monkeypatch):
 def test_wrong_masked_layouts_fail(mistake, monkeypatch):
     size = (128, 48) if mistake == "late padding" else (128, 64)
     config, shard, weights = case("nvfp4", size)
-    tokens = layout_packed(packed(make_flat(config), weights), shard)
+    tokens = as_slabs(packed(make_flat(config), weights), shard)
     expected = witness(config, shard, weights, tokens)
     if mistake == "unswizzled":
         monkeypatch.setattr(cutedsl_layouts, "swizzle_scales", lambda scales: scales)
