@@ -60,7 +60,6 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             sm=(80, 99),
             graph_safe=True,
             requirement=Requirement("humming", ("humming-kernels",), "0.1.19"),
-            todo="the humming executor",
         ),
         ExecutorSpec(
             name="cutlass_mxfp4",
@@ -74,7 +73,6 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             activations=("swiglu",),
             graph_safe=True,
             requirement=_FLASHINFER,
-            todo="the cutlass SM90 executor",
         ),
         ExecutorSpec(
             name="cutedsl_nvfp4",

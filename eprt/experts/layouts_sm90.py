@@ -10,6 +10,8 @@ swiglu(0, 0) = 0 or relu2(0) = 0, and a padded column multiplies that 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 TILE = 128  # rows and columns of the smallest tile that both kernels accept
@@ -68,3 +70,22 @@ def spread_tensor_scale(scale: torch.Tensor, blocks_per_part: int, col_blocks: i
 def spread_part_scale(scale: torch.Tensor, rows_per_part: int) -> torch.Tensor:
     """One scale a part -> one a row: [n, parts] -> [n, parts * rows_per_part]."""
     return scale.repeat_interleave(rows_per_part, dim=1)
+
+
+def stack_experts(count: int, prepare: Callable[[int], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Prepare experts one by one into stacks, so that only one expert's temporaries exist beside the result.
+
+    Args:
+        count: L.
+        prepare: expert index -> named tensors with leading dimension 1, of the same shapes for every expert.
+
+    Returns:
+        The same names with leading dimension L. L = 1 copies too: the result never aliases the checkpoint.
+    """
+    stacks: dict[str, torch.Tensor] = {}
+    for index in range(count):
+        for name, piece in prepare(index).items():
+            if index == 0:
+                stacks[name] = piece.new_empty((count, *piece.shape[1:]))
+            stacks[name][index : index + 1].copy_(piece)
+    return stacks

@@ -1,0 +1,246 @@
+"""How fast the executors are on one GPU: rows for `eprt bench experts`.
+
+A case is one rank's share of a layer under expert parallelism, fed as the all-gather dispatcher feeds it: all N rows
+of the world, of whose N * K slots an even routing leaves N * K * L / E to this rank. Times are of CUDA-graph replays,
+permute and un-permute included. Two floors: bytes of the experts that got a row over the copy bandwidth measured in
+the same run, and operations over the bf16 rate of a large matrix product measured in the same run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig, WeightFormat
+from eprt.errors import ConfigError
+from eprt.experts import Executor, executor_spec, make_executor
+from eprt.experts.timing import device_microseconds, sample_ids
+from eprt.placement import ExpertPlacement, ExpertShard
+from eprt.support import Device
+from eprt.tokens import FlatTokens, Payload
+from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Dense, ExpertWeights, Fp8Block, Matrix, Mxfp4, Nvfp4
+
+TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
+EXECUTORS = ("cutlass_mxfp4", "humming", "torch_grouped")
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """A layer and the EP size that cuts it."""
+
+    config: MoEConfig
+    ep_size: int
+
+
+# Sizes from the models' own config.json files.
+SHAPES: dict[str, ExpertShape] = {
+    "gpt-oss-120b": ExpertShape(
+        MoEConfig(128, 4, 2880, 2880, Activation(alpha=1.702, beta=1.0, limit=7.0), bias=True, weight_format="mxfp4"), 4
+    ),
+    "deepseek-v4-flash": ExpertShape(MoEConfig(256, 6, 4096, 2048, Activation(limit=10.0), weight_format="mxfp4"), 4),
+    "deepseek-v3": ExpertShape(MoEConfig(256, 8, 7168, 2048, weight_format="mxfp4"), 4),
+    "deepseek-v3-nvfp4": ExpertShape(MoEConfig(256, 8, 7168, 2048, weight_format="nvfp4"), 4),
+    "deepseek-v3-fp8": ExpertShape(MoEConfig(256, 8, 7168, 2048, weight_format="fp8_block"), 4),
+}
+
+
+@dataclass(frozen=True)
+class ExpertRow:
+    """One measurement; microseconds unless said otherwise.
+
+    Attributes:
+        tokens: N, rows fed in.  local_rows: slots of local experts.
+        us: the executor's call in a graph.  library_us: the kernels of the library alone in a graph, or None.
+        host_us: time the host needs to issue one eager call.
+        weights_us, flops_us: the two floors.  ratio: us over the larger.
+        prepare_s, warmup_s: seconds to build the layout and to warm up (compile, tune or read the cache).
+        prepare_peak: peak memory of preparation beyond what is kept, over the layer's bytes.
+    """
+
+    executor: str
+    shape: str
+    weight_format: str
+    tokens: int
+    local_rows: int
+    us: float
+    library_us: float | None
+    host_us: float
+    weights_us: float
+    flops_us: float
+    ratio: float
+    prepare_s: float
+    warmup_s: float
+    prepare_peak: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured limits of the device: bytes a second of a copy (read and written), bf16 operations a second."""
+
+    copy_bytes: float
+    bf16_flops: float
+
+    @classmethod
+    def measure(cls, device: torch.device) -> Ceilings:
+        source = torch.randn(1 << 29, device=device)
+        copy_us = device_microseconds(partial(torch.empty_like(source).copy_, source), repeats=2)
+        moved = 2 * source.numel() * source.element_size()
+        n = 8192
+        left = torch.randn(n, n, device=device).to(torch.bfloat16)
+        right = torch.randn(n, n, device=device).to(torch.bfloat16)
+        flops_us = device_microseconds(partial(torch.mm, left, right), repeats=3)
+        return cls(moved / copy_us * 1e6, 2 * n**3 / flops_us * 1e6)
+
+
+def random_matrix(
+    weight_format: WeightFormat, L: int, rows: int, cols: int, parts: int, device: torch.device
+) -> Matrix:
+    """Random codes, scales near 1 / sqrt(cols). Raises ConfigError for a format no case uses."""
+    size = cols**-0.5
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+
+    match weight_format:
+        case "mxfp4":
+            scales = torch.randint(118, 121, (L, rows, cols // MX_BLOCK), dtype=torch.uint8, device=device)
+            return Mxfp4(codes(L, rows, cols // 2), scales)
+        case "nvfp4":
+            scales = torch.rand(L, rows, cols // NVFP4_BLOCK, device=device).add_(1).to(torch.float8_e4m3fn)
+            second = torch.full((L, parts), size / 4, device=device) * torch.arange(1, parts + 1, device=device)
+            return Nvfp4(codes(L, rows, cols // 2), scales, second)
+        case "fp8_block":
+            grid = (L, parts * -(-(rows // parts) // FP8_BLOCK), -(-cols // FP8_BLOCK))
+            data = torch.empty(L, rows, cols, dtype=torch.float8_e4m3fn, device=device)
+            for expert in data:
+                expert.copy_(torch.randn(rows, cols, device=device))
+            return Fp8Block(data, torch.full(grid, size, device=device))
+        case "bf16":
+            data = torch.empty(L, rows, cols, dtype=torch.bfloat16, device=device).normal_(std=size)
+            return Dense(data)
+        case _:
+            raise ConfigError(f"no random {weight_format} weights: expected mxfp4, nvfp4, fp8_block or bf16")
+
+
+def random_experts(config: MoEConfig, L: int, device: torch.device) -> ExpertWeights:
+    H, I, parts = config.hidden_size, config.intermediate_size, config.activation.parts
+    gate_up = random_matrix(config.weight_format, L, parts * I, H, parts, device)
+    down = random_matrix(config.weight_format, L, H, I, 1, device)
+    if not config.bias:
+        return ExpertWeights(gate_up, down)
+    return ExpertWeights(gate_up, down, torch.randn(L, parts * I, device=device), torch.randn(L, H, device=device))
+
+
+def bench_experts(
+    shapes: Iterable[str] = SHAPES,
+    executors: Iterable[str] = EXECUTORS,
+    tokens: Sequence[int] = TOKENS,
+    *,
+    runtime: RuntimeConfig | None = None,
+    device: torch.device | None = None,
+) -> tuple[Ceilings, list[ExpertRow]]:
+    """Measure every executor that can compute a shape on this GPU; others are left out.
+
+    Raises:
+        ConfigError: an unknown shape or executor, or no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("bench experts times CUDA kernels: no CUDA device here")
+    device = device or torch.device("cuda", torch.cuda.current_device())
+    runtime = runtime or RuntimeConfig()
+    major, minor = torch.cuda.get_device_capability(device)
+    here = Device("cuda", 10 * major + minor, installed=True)
+    ceilings = Ceilings.measure(device)
+    rows: list[ExpertRow] = []
+    for shape in shapes:
+        if shape not in SHAPES:
+            raise ConfigError(f"shape {shape!r}: expected one of {', '.join(SHAPES)}")
+        for name in executors:
+            spec, case = executor_spec(name), SHAPES[shape]
+            config = case.config if case.config.weight_format in spec.weights else _as_bf16(case.config)
+            parallel = ParallelConfig(case.ep_size)
+            if spec.supports(config, parallel, runtime, here, "bf16"):
+                shard = ExpertPlacement(config.num_experts, parallel).shard(0)
+                rows += _bench_one(name, shape, config, shard, tokens, runtime, device, ceilings)
+                torch.cuda.empty_cache()
+    return ceilings, rows
+
+
+def _as_bf16(config: MoEConfig) -> MoEConfig:
+    """What an executor of unquantised weights runs instead."""
+    return replace(config, weight_format="bf16")
+
+
+def _bench_one(
+    name: str,
+    shape: str,
+    config: MoEConfig,
+    shard: ExpertShard,
+    tokens: Sequence[int],
+    runtime: RuntimeConfig,
+    device: torch.device,
+    ceilings: Ceilings,
+) -> list[ExpertRow]:
+    weights = random_experts(config, shard.num_local_experts, device)
+    layer_bytes = weights.nbytes
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    start = time.perf_counter()
+    executor = make_executor(name, config, shard, weights, device, runtime)
+    torch.cuda.synchronize(device)
+    prepare_s = time.perf_counter() - start
+    kept = torch.cuda.memory_allocated(device) - before
+    peak = (torch.cuda.max_memory_allocated(device) - before - kept) / layer_bytes
+    del weights
+    start = time.perf_counter()
+    executor.warmup(max(tokens))
+    torch.cuda.synchronize(device)
+    warmup_s = time.perf_counter() - start
+    rows: list[ExpertRow] = []
+    for count in tokens:
+        flat = _flat_tokens(config, count, device)
+        local = flat.ids[flat.ids < shard.num_local_experts]
+        weights_us = layer_bytes * local.unique().numel() / shard.num_local_experts / ceilings.copy_bytes * 1e6
+        flops = 2 * local.numel() * (config.gate_up_rows + config.intermediate_size) * config.hidden_size
+        flops_us = flops / ceilings.bf16_flops * 1e6
+        us, library_us, host_us = _times(executor, flat)
+        ratio = us / max(weights_us, flops_us)
+        measured = (us, library_us, host_us, weights_us, flops_us, ratio, prepare_s, warmup_s, peak)
+        rows.append(ExpertRow(name, shape, config.weight_format, count, local.numel(), *measured))
+    return rows
+
+
+def _flat_tokens(config: MoEConfig, count: int, device: torch.device) -> FlatTokens:
+    hidden = torch.randn(count, config.hidden_size, device=device).to(torch.bfloat16)
+    ids = sample_ids(count, config.top_k, config.num_experts, device, seed=count)
+    weights = torch.full(ids.shape, 1.0 / config.top_k, device=device)
+    return FlatTokens(Payload.plain(hidden), ids, weights, config.num_experts, every_row_read=True)
+
+
+def _times(executor: Executor, flat: FlatTokens) -> tuple[float, float | None, float]:
+    """(graph, library in a graph, host) microseconds a call; the first two measured in turn, twice."""
+    out = torch.empty_like(flat.hidden.data)
+    library = getattr(executor, "library_call", None)
+    bare = None if library is None else library(flat)
+    us, library_us = float("inf"), None if bare is None else float("inf")
+    for _ in range(2):
+        us = min(us, device_microseconds(lambda: executor(flat, out)))
+        if bare is not None and library_us is not None:
+            library_us = min(library_us, device_microseconds(bare))
+    calls = 20
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        executor(flat, out)
+    host_us = (time.perf_counter() - start) / calls * 1e6
+    torch.cuda.synchronize()
+    return us, library_us, host_us

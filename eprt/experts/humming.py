@@ -1,0 +1,182 @@
+"""humming's JIT grouped GEMMs around a fused activation: MXFP4, NVFP4 and FP8 weights on SM80 and later.
+
+FlatTokens: rows are copied into expert order (`eprt.experts.permute`), go through both GEMMs, and are weighted and
+summed back. ExpertMajorTokens: slabs go in as they are (`grouped_masked`). Nothing is read by the host and every
+buffer's size follows from the tokens' shape, so a call can be captured in a CUDA graph and replayed with other counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from eprt.config import Activation
+from eprt.experts.base import Executor
+from eprt.experts.humming_gemm import FP8_INPUT_SCHEMAS, GemmShape, GemmType, GroupedGemm
+from eprt.experts.permute import SlotOrder, group_rows, group_slots, weighted_unpermute
+from eprt.quant import decode_payload
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
+from eprt.weights import ExpertWeights
+
+
+def activation_source(activation: Activation) -> tuple[str, str]:
+    """humming's name of the activation's shape, and the C++ expression of `a` (gate, or the only half) and `b` (up)."""
+    if not activation.gated:
+        return "unary", "a > 0.0f ? a * a : 0.0f"
+    gate, up = "a", "b"
+    if activation.limit is not None:
+        limit = f"{float(activation.limit)!r}f"
+        gate, up = f"fminf(a, {limit})", f"fminf(fmaxf(b, -{limit}), {limit})"
+    if activation.beta:
+        up = f"({up} + {float(activation.beta)!r}f)"
+    return "binary_split", f"{gate} / (1.0f + __expf(-{float(activation.alpha)!r}f * {gate})) * {up}"
+
+
+class HummingExecutor(Executor):
+    """Computes in bf16 with float32 accumulation; float32 and packed tokens are converted first.
+
+    `RuntimeConfig.low_precision_activations` quantises activations to FP8 for MXFP4 (a scale a token) and FP8 weights
+    (a scale for 128 values); NVFP4 weights keep bf16 activations, for which alone humming has Hopper kernels.
+    `deterministic` asks for batch-invariant schedules.
+    """
+
+    def _prepare(self, weights: ExpertWeights) -> None:
+        config, shard = self.config, self.shard
+        H, parts = config.hidden_size, config.activation.parts
+        width = shard.slice_intermediate(config.intermediate_size)
+        I = width.stop - width.start
+        fp8 = self.runtime.low_precision_activations and config.weight_format in FP8_INPUT_SCHEMAS
+        invariant = self.runtime.deterministic
+        self._gate_up = GroupedGemm(
+            weights.gate_up,
+            weights.gate_up_bias,
+            GemmShape(parts, I, H, hidden_side="cols"),
+            self.device,
+            fp8_inputs=fp8,
+            batch_invariant=invariant,
+        )
+        self._down = GroupedGemm(
+            weights.down,
+            # The sum over MoE-TP ranks must hold the bias once.
+            weights.down_bias if shard.moe_tp_rank == 0 else None,
+            GemmShape(1, H, I, hidden_side="rows"),
+            self.device,
+            fp8_inputs=fp8,
+            batch_invariant=invariant,
+        )
+        self._fp8 = fp8
+        self._activation_type, self._activation_impl = activation_source(config.activation)
+
+    def _expected_rows(self, num_tokens: int) -> int:
+        """Rows of local experts that so many tokens bring if routing is even."""
+        config, L = self.config, self.shard.num_local_experts
+        return max(1, num_tokens * config.top_k * L // config.num_experts)
+
+    def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
+        hidden = decode_payload(tokens.hidden)
+        scale, order, rows = self._sorted_inputs(hidden, tokens)
+        expected = self._expected_rows(tokens.num_rows)
+        result = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
+        self._experts(rows, scale, order.offsets, "grouped_contiguous", expected, result)
+        direct = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        if direct is not out and not tokens.every_row_read:
+            direct.copy_(out)
+        weighted_unpermute(result, order, tokens.weights.contiguous(), direct, every_row=tokens.every_row_read)
+        if direct is not out:
+            out.copy_(direct)
+
+    def _sorted_inputs(
+        self, hidden: torch.Tensor, tokens: FlatTokens
+    ) -> tuple[torch.Tensor | None, SlotOrder, torch.Tensor]:
+        """(scale or None, order, rows [N * K, H]) in the first GEMM's number format."""
+        first, L = self.shard.first_expert, self.shard.num_local_experts
+        if not self._fp8:
+            rows, order = group_rows(hidden, tokens.ids, first, L, torch.bfloat16)
+            return None, order, rows
+        order = group_slots(tokens.ids, first, L)
+        rows, scale = self._process(
+            self._gate_up, hidden.to(torch.bfloat16).contiguous(), layout="scatter", scatter_idx=order.place
+        )
+        return scale, order, rows
+
+    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
+        L, M = out.shape[:2]
+        rows = decode_payload(tokens.hidden).to(torch.bfloat16).reshape(L * M, -1)
+        scale = None
+        if self._fp8:
+            rows, scale = self._process(self._gate_up, rows, layout="grouped_mask", expert_tokens=tokens.counts)
+        direct = out.dtype == torch.bfloat16 and out.is_contiguous()
+        result = out.view(L * M, -1) if direct else out.new_empty((L * M, out.shape[2]), dtype=torch.bfloat16)
+        # M rows a slab is what all tokens of all ranks could bring; even routing brings M * K / E of them.
+        self._experts(rows, scale, tokens.counts, "grouped_masked", self._expected_rows(M), result)
+        if not direct:
+            out.copy_(result.view(out.shape))
+
+    def _experts(
+        self,
+        rows: torch.Tensor,
+        scale: torch.Tensor | None,
+        layout: torch.Tensor,
+        gemm_type: GemmType,
+        expected: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Both GEMMs and the activation between them, on grouped rows."""
+        wide = torch.empty(rows.shape[0], self._gate_up.out_features, dtype=torch.bfloat16, device=rows.device)
+        self._gate_up(rows, layout, gemm_type, expected, wide, scale)
+        options: dict[str, Any] = (
+            {"layout": "grouped_mask", "expert_tokens": layout}
+            if gemm_type == "grouped_masked"
+            else {"num_valid_tokens": layout[-1:]}
+        )
+        narrow, narrow_scale = self._process(
+            self._down,
+            wide,
+            activation_type=self._activation_type,
+            activation_impl=self._activation_impl,
+            **options,
+        )
+        self._down(narrow, layout, gemm_type, expected, out, narrow_scale)
+
+    def _process(
+        self, gemm: GroupedGemm, rows: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """humming's elementwise kernel: activate, scatter, and quantise as `gemm` wants its input."""
+        from humming.forward import may_process_input
+
+        made, group_scale, token_scale = may_process_input(gemm.config, rows, **options)
+        return made, token_scale if group_scale is None else group_scale
+
+    def library_call(self, tokens: FlatTokens) -> Callable[[], None]:
+        """Both GEMMs and the activation alone, on rows already sorted: what a benchmark compares the whole with."""
+        scale, order, rows = self._sorted_inputs(decode_payload(tokens.hidden), tokens)
+        out = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
+        expected = self._expected_rows(tokens.num_rows)
+        return lambda: self._experts(rows, scale, order.offsets, "grouped_contiguous", expected, out)
+
+    def warmup(self, max_rows: int) -> None:
+        """Compile all kernels for up to `max_rows` rows of FlatTokens (or slabs of that many rows), tune the GEMMs.
+
+        The first time takes tens of seconds a shape; results and compiled kernels are kept on disk.
+        """
+        config, device = self.config, self.device
+        masked = self.runtime.token_format != "flat"
+        for gemm in (self._gate_up, self._down):
+            gemm.warmup(self._expected_rows(max_rows), config.top_k, config.num_experts, masked=masked)
+        for rows in {1, max_rows}:
+            self._try_flat(rows)
+        if masked:
+            L = self.shard.num_local_experts
+            hidden = torch.zeros(L, 1, config.hidden_size, dtype=torch.bfloat16, device=device)
+            self(ExpertMajorTokens(Payload.plain(hidden), torch.ones(L, dtype=torch.int32, device=device)))
+
+    def _try_flat(self, rows: int) -> None:
+        config, device = self.config, self.device
+        ids = torch.full((rows, config.top_k), self.shard.first_expert, dtype=torch.int32, device=device)
+        weights = torch.ones(rows, config.top_k, device=device)
+        for dtype in (torch.bfloat16, torch.float32):
+            hidden = torch.zeros(rows, config.hidden_size, dtype=dtype, device=device)
+            for every_row in (True, False):
+                self(FlatTokens(Payload.plain(hidden), ids, weights, config.num_experts, every_row))

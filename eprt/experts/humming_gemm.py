@@ -1,0 +1,386 @@
+"""One grouped matrix of humming's: its layout, made expert by expert, and the kernels chosen for each row count.
+
+humming compiles a kernel for each shape and schedule. Its heuristics choose a schedule from the expected number of
+rows; `GroupedGemm.warmup` also times neighbouring schedules on the prepared weights and keeps the winners on disk.
+Kernels are humming 0.1.19's; its own compiled code is kept in `$HUMMING_CACHE_DIR` (default `~/.humming/cache`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from eprt.cache import tuning_cache
+from eprt.config import WeightFormat
+from eprt.errors import ConfigError
+from eprt.experts.layouts_sm90 import (
+    TILE,
+    pad_parts,
+    round_up,
+    spread_part_scale,
+    spread_tensor_scale,
+    stack_experts,
+)
+from eprt.experts.permute import group_slots
+from eprt.experts.timing import device_microseconds, sample_ids
+from eprt.support import Requirement
+from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
+
+GemmType = Literal["grouped_contiguous", "grouped_masked"]
+
+# humming's names of the checkpoint formats. FP8 with one scale a matrix is stored as equal block scales: exact, where
+# a scale for each row would be rounded to bf16.
+_FP8 = {
+    "b_dtype": "float8e4m3",
+    "bs_dtype": "float32",
+    "weight_scale_group_size": FP8_BLOCK,
+    "weight_scale_group_size_n": FP8_BLOCK,
+    "weight_scale_type": "block",
+}
+WEIGHT_SCHEMAS: dict[WeightFormat, dict[str, Any]] = {
+    "mxfp4": {"b_dtype": "float4e2m1", "bs_dtype": "float8e8m0", "weight_scale_group_size": MX_BLOCK},
+    "nvfp4": {"b_dtype": "float4e2m1", "bs_dtype": "float8e4m3", "weight_scale_group_size": NVFP4_BLOCK},
+    "fp8_tensor": _FP8,
+    "fp8_block": _FP8,
+}
+# FP8 activations, scaled as each weight format's kernels want them. NVFP4 x FP8 has no SM90 schedule in humming.
+_GROUPS = {"a_dtype": "float8e4m3", "input_scale_group_size": FP8_BLOCK, "input_quant_mode": "dynamic_group"}
+FP8_INPUT_SCHEMAS: dict[WeightFormat, dict[str, Any]] = {
+    "mxfp4": {"a_dtype": "float8e4m3", "input_quant_mode": "dynamic_token"},
+    "fp8_tensor": _GROUPS,
+    "fp8_block": _GROUPS,
+}
+
+LOCKS = 8192  # int32 of stream-K state; humming wants at most 1.1 x CTAs x locks of a tile, and checks it
+ANY_ROWS = 1 << 30
+TRIALS = 5  # routings a schedule is timed on
+SCHEDULES_VERSION = 1  # of `neighbours`: results of another one are tuned again
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """`rows` of each part x `cols` of a canonical matrix, and which of the two sides humming may leave unpadded.
+
+    The intermediate size is padded here, each half on its own; H is padded by the kernel, so that tokens needn't be.
+    """
+
+    parts: int
+    rows: int
+    cols: int
+    hidden_side: Literal["rows", "cols"]
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """(rows of a part, columns), multiples of 128."""
+        return round_up(self.rows), round_up(self.cols)
+
+
+def expert_tensors(matrix: Matrix, bias: torch.Tensor | None, shape: GemmShape, channel_scale: bool) -> dict[str, Any]:
+    """One expert (leading dimension 1) as humming's transform reads it: padded, in humming's dtypes.
+
+    Args:
+        channel_scale: NVFP4 only: gate and up have different second scales, so there is one for each row (bf16);
+            else one for the matrix (float32, exact).
+    """
+    parts = shape.parts
+    rows, cols = shape.padded
+    if isinstance(matrix, (Mxfp4, Nvfp4)):
+        block = MX_BLOCK if isinstance(matrix, Mxfp4) else NVFP4_BLOCK
+        scales = pad_parts(matrix.scales, parts, rows, cols // block)
+        tensors = {
+            "weight": pad_parts(matrix.codes, parts, rows, cols // 2).view(torch.int32),
+            "weight_scale": scales.view(torch.float8_e8m0fnu) if isinstance(matrix, Mxfp4) else scales,
+        }
+        if isinstance(matrix, Nvfp4):
+            second = matrix.global_scale
+            spread = spread_part_scale(second, rows).to(torch.bfloat16)
+            tensors["weight_scale_2"] = spread if channel_scale else second[:, 0].contiguous()
+    elif isinstance(matrix, (Fp8Block, Fp8Tensor)):
+        grid = rows // FP8_BLOCK, cols // FP8_BLOCK
+        scale = matrix.scale
+        tensors = {
+            "weight": pad_parts(matrix.data, parts, rows, cols).view(torch.int32),
+            "weight_scale": pad_parts(scale, parts, *grid)
+            if isinstance(matrix, Fp8Block)
+            else spread_tensor_scale(scale, *grid),
+        }
+    else:
+        raise ConfigError(f"humming takes {', '.join(WEIGHT_SCHEMAS)} weights, not {type(matrix).__name__}")
+    if bias is not None:
+        tensors["bias"] = pad_parts(bias, parts, rows).to(torch.bfloat16)
+    return tensors
+
+
+def needs_channel_scale(matrix: Matrix) -> bool:
+    """Whether some expert's gate and up have different second-level scales."""
+    return isinstance(matrix, Nvfp4) and bool((matrix.global_scale != matrix.global_scale[:, :1]).any())
+
+
+class GroupedGemm:
+    """`rows @ matrix[e].T + bias[e]` for rows grouped by expert.
+
+    Args:
+        matrix, bias: canonical, of all local experts, on any device; not kept.
+        fp8_inputs: FP8 activations.
+        batch_invariant: schedules whose sums don't depend on the batch.
+    """
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        bias: torch.Tensor | None,
+        shape: GemmShape,
+        device: torch.device,
+        *,
+        fp8_inputs: bool = False,
+        batch_invariant: bool = False,
+    ) -> None:
+        from humming.schema import HummingInputSchema, HummingWeightSchema
+        from humming.transform import prepare_layer_config, transform_humming_tensors
+
+        self.device = device
+        self.batch_invariant = batch_invariant
+        self.num_experts = matrix.shape[0]
+        rows, cols = shape.parts * shape.padded[0], shape.padded[1]
+        channel = needs_channel_scale(matrix)
+        weight = dict(WEIGHT_SCHEMAS[matrix.format[0]])
+        if isinstance(matrix, Nvfp4):
+            weight["weight_scale_2_type"] = "channel" if channel else "tensor"
+        inputs = FP8_INPUT_SCHEMAS.get(matrix.format[0]) if fp8_inputs else None
+        with torch.cuda.device(device):
+            one = prepare_layer_config(
+                shape_n=shape.rows if shape.hidden_side == "rows" else rows,
+                shape_k=shape.cols if shape.hidden_side == "cols" else cols,
+                weight_schema=HummingWeightSchema(**weight),
+                input_schema=None if inputs is None else HummingInputSchema(**inputs),
+                num_experts=1,
+                pad_n_to_multiple=TILE,
+                pad_k_to_multiple=TILE,
+                has_bias=bias is not None,
+                torch_dtype=torch.bfloat16,
+                device=device,
+            )
+
+            def prepare(index: int) -> dict[str, torch.Tensor]:
+                own = matrix.expert(index).map(lambda tensor: tensor.to(device))
+                own_bias = None if bias is None else bias[index : index + 1].to(device)
+                return transform_humming_tensors(one, expert_tensors(own, own_bias, shape, channel), True)
+
+            self.tensors = stack_experts(self.num_experts, prepare)
+            self.config = dataclasses.replace(one, num_experts=self.num_experts)
+        self.out_features: int = self.config.shape_n - self.config.pad_shape_n
+        self.in_features: int = self.config.shape_k - self.config.pad_shape_k
+        self._tables: dict[tuple[GemmType, int], torch.Tensor] = {}
+        self._locks: dict[int, torch.Tensor] = {}
+
+    def __call__(
+        self,
+        inputs: torch.Tensor,
+        layout: torch.Tensor,
+        gemm_type: GemmType,
+        expected_rows: int,
+        out: torch.Tensor,
+        input_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Rows of `out` outside the groups aren't written.
+
+        Args:
+            inputs: [rows, K] bf16, or e4m3 with `input_scale`.
+            layout: `grouped_contiguous`: int64 [L + 1] offsets; `grouped_masked`: int32 [L] counts of L equal slabs.
+            expected_rows: how many rows are probably in the groups; chooses the schedule, never the result.
+        """
+        self._launch(self._table(gemm_type, expected_rows), inputs, layout, expected_rows, out, input_scale)
+
+    def _launch(
+        self,
+        table: torch.Tensor,
+        inputs: torch.Tensor,
+        layout: torch.Tensor,
+        expected_rows: int,
+        out: torch.Tensor,
+        input_scale: torch.Tensor | None = None,
+    ) -> None:
+        from humming.ops.launcher import launch_kernel
+
+        tensors = self.tensors
+        launch_kernel(
+            configs=table,
+            inputs=inputs,
+            weight=tensors["weight"],
+            weight_scale=tensors["weight_scale"],
+            weight_scale_2=tensors.get("weight_scale_2"),
+            input_scale=input_scale,
+            bias=tensors.get("bias"),
+            outputs=out,
+            expert_layout=layout,
+            locks=self._stream_locks(),
+            valid_shape_m=expected_rows,
+        )
+
+    def _stream_locks(self) -> torch.Tensor:
+        """Stream-K's counters, which two launches must not share at the same time; kernels leave them at zero."""
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        if stream not in self._locks:
+            self._locks[stream] = torch.zeros(LOCKS, dtype=torch.int32, device=self.device)
+        return self._locks[stream]
+
+    def _table(self, gemm_type: GemmType, expected_rows: int) -> torch.Tensor:
+        """humming's table (from, to, kernel, CTAs) that holds the schedule for so many rows."""
+        table = self._tables.get((gemm_type, ANY_ROWS))
+        if table is not None:
+            return table
+        bucket = row_bucket(expected_rows)
+        if (gemm_type, bucket) not in self._tables:
+            self._tables[gemm_type, bucket] = self._compile(
+                gemm_type, [(0, ANY_ROWS, self._heuristic(gemm_type, bucket))]
+            )
+        return self._tables[gemm_type, bucket]
+
+    def _compile(self, gemm_type: GemmType, schedules: Sequence[tuple[int, int, dict[str, Any]]]) -> torch.Tensor:
+        from humming.kernel.humming import HummingKernel
+
+        with torch.cuda.device(self.device):
+            return HummingKernel.prepare_kernels(
+                self.config.to_str(), json.dumps(self._compute(gemm_type)), json.dumps(schedules), self.device
+            )
+
+    def _compute(self, gemm_type: GemmType) -> dict[str, Any]:
+        return {"gemm_type": gemm_type, "use_batch_invariant": self.batch_invariant}
+
+    def _heuristic(self, gemm_type: GemmType, rows: int) -> dict[str, Any]:
+        from humming.tune import get_heuristics_config
+
+        found = get_heuristics_config(self.config, shape_m=rows, device=self.device, **self._compute(gemm_type))
+        if not isinstance(found, dict):
+            raise ConfigError(f"humming gave {type(found).__name__} for a fixed row count: expected one schedule")
+        return found
+
+    def warmup(self, max_expected_rows: int, top_k: int, num_experts: int, *, masked: bool) -> None:
+        """Compile every schedule that up to so many rows can ask for; contiguous ones are tuned.
+
+        Args:
+            top_k, num_experts: K and E, for a routing like the layer's own.
+            masked: also compile `grouped_masked`, by humming's heuristics.
+        """
+        buckets = [1 << power for power in range(row_bucket(max_expected_rows).bit_length())]
+        chosen = {"grouped_contiguous": [self._tuned(rows, top_k, num_experts) for rows in buckets]}
+        if masked:
+            chosen["grouped_masked"] = [self._heuristic("grouped_masked", rows) for rows in buckets]
+        upper = [*buckets[:-1], ANY_ROWS]
+        for gemm_type in ("grouped_contiguous", "grouped_masked") if masked else ("grouped_contiguous",):
+            rows = list(zip([0, *upper[:-1]], upper, chosen[gemm_type], strict=True))
+            self._tables[gemm_type, ANY_ROWS] = self._compile(gemm_type, rows)
+
+    def _tuned(self, rows: int, top_k: int, num_experts: int) -> dict[str, Any]:
+        """The fastest schedule for so many rows of evenly spread routing, from disk if it was measured before."""
+        cache = tuning_cache("humming", humming_version(), torch.cuda.get_device_name(self.device))
+        problem = {
+            "layer": json.loads(self.config.to_str()),
+            "rows": rows,
+            "routing": (top_k, num_experts),
+            "compute": self._compute("grouped_contiguous"),
+            "schedules": SCHEDULES_VERSION,
+        }
+        found = cache.load(problem)
+        if found is None:
+            found = self._tune(rows, top_k, num_experts)
+            cache.store(problem, found)
+        return found
+
+    def _tune(self, rows: int, top_k: int, num_experts: int) -> dict[str, Any]:
+        near = [max(1, rows // 4), max(1, rows // 2), rows, rows * 2, rows * 4]
+        seeds = [self._heuristic("grouped_contiguous", count) for count in near]
+        schedules = unique([seeds[2], *seeds, *neighbours(seeds[2], self.batch_invariant)])
+        with ThreadPoolExecutor(max_workers=16) as pool:  # each compiles in a process of its own
+            tables = list(pool.map(self._try_compile, schedules))
+        trial = self._trial(rows, top_k, num_experts)
+        timed = [(trial.microseconds(table), index) for index, table in enumerate(tables) if table is not None]
+        return schedules[min(timed)[1]]
+
+    def _try_compile(self, schedule: dict[str, Any]) -> torch.Tensor | None:
+        """None for a schedule that humming refuses (its checks are assertions) or can't compile."""
+        try:
+            return self._compile("grouped_contiguous", [(0, ANY_ROWS, schedule)])
+        except (AssertionError, ValueError, RuntimeError):
+            return None
+
+    def _trial(self, rows: int, top_k: int, num_experts: int) -> Trial:
+        tokens = max(1, round(rows * num_experts / (top_k * self.num_experts)))
+        inputs = torch.randn(tokens * top_k, self.in_features, device=self.device).to(torch.bfloat16)
+        scale = None
+        if self.config.has_input_scale:
+            from humming.forward import may_quant_input
+
+            inputs, scale = may_quant_input(self.config, inputs)
+        out = torch.zeros(inputs.shape[0], self.out_features, dtype=torch.bfloat16, device=self.device)
+        layouts = [
+            group_slots(sample_ids(tokens, top_k, num_experts, self.device, seed), 0, self.num_experts).offsets
+            for seed in range(TRIALS)
+        ]
+
+        def launch(table: torch.Tensor, layout: torch.Tensor) -> None:
+            self._launch(table, inputs, layout, rows, out, scale)
+
+        return Trial(launch, layouts, out)
+
+
+class Trial:
+    """Times schedules of one GEMM on routings that read different experts' weights, and compares their results."""
+
+    def __init__(
+        self, launch: Callable[[torch.Tensor, torch.Tensor], None], layouts: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> None:
+        self._launch = launch
+        self._layouts = layouts
+        self._out = out
+        self._expected: torch.Tensor | None = None
+
+    def microseconds(self, table: torch.Tensor) -> float:
+        """Infinite for a schedule whose result isn't the first one's."""
+        self._out.zero_()
+        self._launch(table, self._layouts[0])
+        if self._expected is None:
+            self._expected = self._out.clone()
+        difference = (self._out.float() - self._expected.float()).norm()
+        if not bool(difference <= 1e-2 * self._expected.float().norm()):
+            return float("inf")
+        return device_microseconds(*[partial(self._launch, table, layout) for layout in self._layouts], repeats=2)
+
+
+def row_bucket(rows: int) -> int:
+    """The power of two that holds `rows`."""
+    return 1 << (max(rows, 1) - 1).bit_length()
+
+
+def unique(schedules: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without repeats, in order."""
+    return list({json.dumps(schedule, sort_keys=True): schedule for schedule in schedules}.values())
+
+
+def neighbours(schedule: dict[str, Any], batch_invariant: bool) -> list[dict[str, Any]]:
+    """Schedules one step from humming's choice: pipeline depth, CTAs a multiprocessor, stream-K, cache hint, raster."""
+    stages, ctas = schedule.get("num_stages", 2), schedule.get("num_ctas_per_sm", 1)
+    changes: list[dict[str, Any]] = [
+        {"num_stages": stages - 1},
+        {"num_stages": stages + 1},
+        {"num_ctas_per_sm": ctas + 1},
+        {"num_ctas_per_sm": max(1, ctas - 1)},
+        {"num_ctas_per_sm": ctas + 1, "num_stages": stages - 1},
+        {"num_ctas_per_sm": max(1, ctas - 1), "num_stages": stages + 2},
+        {"evict_weights_first": True},
+        {"raster_group_m": 1 if schedule.get("raster_group_m", 1) > 1 else 4},
+    ]
+    if not batch_invariant:
+        changes.append({"use_stream_k": not schedule.get("use_stream_k", True)})
+    return [{**schedule, **change} for change in changes]
+
+
+def humming_version() -> str:
+    return Requirement("humming", ("humming-kernels",), "0.1.19").version() or "unknown"

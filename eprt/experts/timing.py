@@ -1,0 +1,40 @@
+"""How long a launch takes on the device, without the host's share: for tuners and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def device_microseconds(*calls: Callable[[], object], repeats: int = 5, rounds: int = 3) -> float:
+    """Fastest round of a CUDA graph of the calls, `repeats` times one after another, per call.
+
+    Each is first made eagerly, so compilation and module loading stay out. Calls that read different weights keep
+    the L2 cache as cold as it is in a model.
+    """
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for call in calls:
+                call()
+    graph.replay()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    best = float("inf")
+    for _ in range(rounds):
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, start.elapsed_time(end) * 1e3 / (repeats * len(calls)))
+    return best
+
+
+def sample_ids(num_rows: int, top_k: int, num_experts: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """[num_rows, top_k] int32: distinct experts of each row, uniform over all, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(num_rows, num_experts, generator=generator)
+    return scores.topk(top_k, dim=1).indices.to(device, torch.int32)
