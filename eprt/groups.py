@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from datetime import timedelta
 
@@ -37,12 +38,11 @@ def init_default_group(rank: int, size: int, device: torch.device, timeout_s: fl
         timeout=timeout,
         wait_for_workers=False,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    nth = store.add(f"eprt/attempt_{attempt}/inits/{rank}", 1)  # equal on all ranks: Worlds are made in one order
+    nth = store.add(f"eprt/attempt_{_attempt()}/inits/{rank}", 1)  # equal on all ranks: Worlds are made in one order
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"eprt/attempt_{attempt}/init_{nth}", store),
+        store=dist.PrefixStore(f"eprt/attempt_{_attempt()}/init_{nth}", store),
         rank=rank,
         world_size=size,
         timeout=timeout,
@@ -50,10 +50,24 @@ def init_default_group(rank: int, size: int, device: torch.device, timeout_s: fl
     )
 
 
-def new_group(ranks: list[int], backend: str | None, timeout_s: float) -> dist.ProcessGroup:
-    """A group of exactly these global ranks; only they take part in making it."""
+def control_group(ranks: list[int], rank: int, timeout_s: float) -> tuple[dist.ProcessGroupGloo, dist.Store]:
+    """A gloo group over these global ranks, and the store prefix that it and nothing else uses. Collective over them.
+
+    Not `dist.new_group`: that names a group after its ranks, so one made after another was destroyed meets its keys in
+    the store and connects to sockets that are gone (torch 2.13).
+
+    Args:
+        rank: this process's place in `ranks`.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    label = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    base = f"eprt/attempt_{_attempt()}/{label}"
+    nth = store.add(f"{base}/count_{rank}", 1)  # equal on all ranks: Worlds are made in one order
+    own = dist.PrefixStore(f"{base}/{nth}", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
     timeout = timedelta(seconds=2 * timeout_s)
-    made = dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
-    if not isinstance(made, dist.ProcessGroup):
-        raise ConfigError(f"this rank is not one of {ranks}: make the World on the group's own ranks")
-    return made
+    return dist.ProcessGroupGloo(dist.PrefixStore("gloo", own), rank, len(ranks), timeout), own
+
+
+def _attempt() -> str:
+    """torchrun's restart number: its store outlives an attempt."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

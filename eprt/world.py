@@ -11,8 +11,8 @@ import atexit
 import os
 import sys
 import time
-import uuid
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, RankLost, UsageError
-from eprt.groups import init_default_group, local_device, new_group
+from eprt.groups import control_group, init_default_group, local_device
 from eprt.guard import EXIT_CODE, Guard
 
 T = TypeVar("T")
@@ -67,11 +67,8 @@ class World:
         device: torch.device,
         parallel: ParallelConfig,
         group: dist.ProcessGroup | None,
-        control: dist.ProcessGroup | None,
         attention_tp_group: dist.ProcessGroup | None,
-        store: dist.Store | None,
         timeout_s: float,
-        owned: Sequence[dist.ProcessGroup] = (),
         owns_default: bool = False,
     ) -> None:
         self.rank, self.size, self.device, self.parallel = rank, size, device, parallel
@@ -83,13 +80,14 @@ class World:
         self.warm = False
         self.attention_mesh: DeviceMesh | None = None
         self.moe_mesh: DeviceMesh | None = None
-        self._control = control
+        self._control: dist.ProcessGroupGloo | None = None
         self._attention_tp_group = attention_tp_group
-        self._owned, self._owns_default = list(owned), owns_default
+        self._owns_default = owns_default
         self._resources: dict[Hashable, tuple[Any, Callable[[Any], None] | None, int]] = {}
         self._guard: Guard | None = None
         self._excepthook = sys.excepthook
-        if store is not None and size > 1:
+        if group is not None and size > 1:
+            self._control, store = control_group(dist.get_process_group_ranks(group), rank, timeout_s)
             self._start_guard(store)
 
     # ---- making one -----------------------------------------------------------------------------------------
@@ -124,9 +122,7 @@ class World:
                 device=where,
                 parallel=parallel,
                 group=None,
-                control=None,
                 attention_tp_group=None,
-                store=None,
                 timeout_s=timeout_s,
             )
         owns_default = not dist.is_initialized()
@@ -140,22 +136,14 @@ class World:
             )
         ]
         group = dist.distributed_c10d._get_default_group()
-        control = (
-            group
-            if where.type == "cpu" and owns_default
-            else new_group(dist.get_process_group_ranks(group), "gloo", timeout_s)
-        )
         world = cls(
             rank=dist.get_rank(),
             size=dist.get_world_size(),
             device=where,
             parallel=parallel,
             group=group,
-            control=control,
             attention_tp_group=meshes[0]["attention_tp"].get_group(),
-            store=dist.distributed_c10d._get_default_store(),
             timeout_s=timeout_s,
-            owned=[] if control is group else [control],
             owns_default=owns_default,
         )
         world.attention_mesh, world.moe_mesh = meshes
@@ -190,18 +178,14 @@ class World:
                     f"attention_tp_group holds ranks {ranks} of the world: expected the consecutive ranks "
                     f"{first}..{first + attention_tp_size - 1}; order the mesh as (dp, attention_tp)"
                 )
-        control = new_group(dist.get_process_group_ranks(group), "gloo", timeout_s)
         return cls(
             rank=rank,
             size=size,
             device=torch.device(device),
             parallel=parallel,
             group=group,
-            control=control,
             attention_tp_group=attention_tp_group,
-            store=dist.distributed_c10d._get_default_store(),
             timeout_s=timeout_s,
-            owned=[control],
         )
 
     @classmethod
@@ -226,8 +210,7 @@ class World:
         if mesh.ndim == 1 and attention_tp_dim is None:
             group, attention = mesh.get_group(), None
         elif mesh.ndim == 2 and attention_tp_dim is not None and names[-1:] == (attention_tp_dim,):
-            ranks = mesh.mesh.flatten().tolist()
-            group = new_group(ranks, None, timeout_s)
+            group = _group_of(mesh.mesh.flatten().tolist(), timeout_s)
             attention = mesh[attention_tp_dim].get_group()
         else:
             raise ConfigError(
@@ -235,12 +218,7 @@ class World:
                 "mesh, or a 2-D mesh whose last dimension is attention_tp_dim"
             )
         device = local_device(mesh.device_type)
-        world = cls.from_group(
-            group, device, attention_tp_group=attention, moe_tp_size=moe_tp_size, timeout_s=timeout_s
-        )
-        if attention is not None:
-            world._owned.append(group)
-        return world
+        return cls.from_group(group, device, attention_tp_group=attention, moe_tp_size=moe_tp_size, timeout_s=timeout_s)
 
     # ---- coordinates ----------------------------------------------------------------------------------------
 
@@ -315,7 +293,10 @@ class World:
         if self.size == 1:
             return x[None]
         out = x.new_empty((self.size, *x.shape))
-        self._wait(_all_gather(out.view(-1), x.flatten(), group=self._control, async_op=True))
+        if self._control is None:
+            raise UsageError("the world is closed; make a new one")
+        gather = self._control._allgather_base  # pyright: ignore[reportAttributeAccessIssue]
+        self._wait(gather(out.view(-1), x.flatten()))
         return out
 
     def barrier(self) -> None:
@@ -336,6 +317,11 @@ class World:
         """Raises UsageError after `close`."""
         if self.closed:
             raise UsageError("the world is closed; make a new one")
+
+    @property
+    def broken(self) -> bool:
+        """Whether peers may never come to a meeting point: a rank is lost, or this one is leaving through an error."""
+        return self._guard is not None and self._guard.failing
 
     # ---- shared memory --------------------------------------------------------------------------------------
 
@@ -396,8 +382,7 @@ class World:
             sys.excepthook = self._excepthook
             if broken:
                 return  # groups with abandoned work can't be destroyed; the atexit hook ends the process
-        for group in self._owned:
-            dist.destroy_process_group(group)
+        self._control = None
         if self._owns_default and dist.is_initialized():
             dist.destroy_process_group()
         atexit.unregister(self._at_exit)
@@ -411,17 +396,9 @@ class World:
         self.close()
 
     def _start_guard(self, store: dist.Store) -> None:
-        run = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
-        prefix = bytes(self.gather_control(run)[0].tolist()).hex()
-        own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         on_gpu = self.device.type == "cuda"
-        guard = Guard(
-            dist.PrefixStore(f"eprt/{prefix}", own),
-            self.rank,
-            self.size,
-            min(SILENT_AFTER_S, self.timeout_s / 2),
-            2.0 if on_gpu else None,
-        )
+        silent_after_s = min(SILENT_AFTER_S, self.timeout_s / 2)
+        guard = Guard(store, self.rank, self.size, silent_after_s, 2.0 if on_gpu else None)
         self.barrier()
         guard.start()
         self._guard = guard
@@ -473,6 +450,17 @@ class World:
             if self._guard is None:
                 raise RankLost(f"a collective failed before the guard started: {error}", -1, "unknown") from error
             self._guard.raise_broken(error)
+
+
+def _group_of(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
+    """The payload group of these global ranks. One that had to be made stays until the host ends torch.distributed:
+    destroying it would free its name for a later group of the same ranks (see `control_group`)."""
+    if ranks == list(range(dist.get_world_size())):
+        return dist.distributed_c10d._get_default_group()
+    made = dist.new_group(ranks, timeout=timedelta(seconds=2 * timeout_s), use_local_synchronization=True)
+    if not isinstance(made, dist.ProcessGroup):
+        raise ConfigError(f"this rank is not one of {ranks}: make the World on the mesh's own ranks")
+    return made
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
