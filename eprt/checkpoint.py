@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from eprt.errors import CheckpointError, EprtError
+from eprt.errors import CheckpointError, EprtError, WorldMismatch
 from eprt.header import Header, exchange
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Checkpoint:
             _, handle = self._handles.popitem()
             handle.__exit__(None, None, None)
 
-    @property
+    @cached_property
     def fingerprint(self) -> int:
         """63-bit hash of the config and of all names, shapes and dtypes, to be compared between ranks."""
         rows = sorted((name, info.shape, info.dtype) for name, info in self.manifest.items())
@@ -293,5 +294,9 @@ def load_on_all_ranks(world: World, load: Callable[[], T], layer: int = -1) -> T
     except EprtError as error:
         exchange(world, Header("load", layer, 0), error)  # raises on every rank, here included
         raise
-    exchange(world, Header("load", layer, 0, fingerprint=loaded.fingerprint))
+    try:
+        exchange(world, Header("load", layer, 0, fingerprint=loaded.fingerprint))
+    except WorldMismatch as mismatch:
+        remedy = "fingerprint is a hash of config.json, tensor names and router: give every rank the same revision"
+        raise WorldMismatch(f"{mismatch}\n{remedy}") from mismatch
     return loaded

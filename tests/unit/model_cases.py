@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from pathlib import Path
 
 import torch
@@ -140,3 +142,27 @@ def edit(source: Path, target: Path, tensors=None, config=None, drop=()) -> Path
     settings = json.loads((source / CONFIG).read_text()) | (config or {})
     (target / CONFIG).write_text(json.dumps({k: v for k, v in settings.items() if k not in drop}))
     return target
+
+
+@functools.cache
+def _root() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="eprt-models-")
+
+
+@functools.cache
+def saved(case: str):
+    """(model, MoE block, layer, folders) of a case: its checkpoint with the family's own names under "original",
+    with transformers' stacked ones under "stacked". Made once a process, gone with it."""
+    model, block, layer = make_model(case)
+    folders = {kind: Path(_root().name) / case / kind for kind in ("original", "stacked")}
+    model.save_pretrained(folders["original"])
+    model.save_pretrained(folders["stacked"], save_original_format=False)
+    return model, block, layer, folders
+
+
+def equal(found, expected) -> None:
+    """Same dtype, same bytes; or both None."""
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))

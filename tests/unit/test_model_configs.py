@@ -1,0 +1,211 @@
+"""Configs and tensors that disagree, or that a family can't compute: each refusal by its words."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from model_cases import MODELS, edit, saved
+from model_formats import QUANT, e4m3, pack
+from safetensors.torch import load_file
+
+from eprt.checkpoint import SINGLE
+from eprt.config import MoEConfig, ParallelConfig
+from eprt.errors import CheckpointError, ConfigError
+from eprt.models import FAMILIES, family_for, load_layer
+from eprt.weights import ExpertWeights
+
+STORED = ["original", "stacked"]
+
+
+class TestTensorsRefused:
+    """config.json and the tensors disagree."""
+
+    @pytest.mark.parametrize("stored", STORED)
+    @pytest.mark.parametrize(("change", "original", "stacked"), [
+        ({"num_experts": 3, "num_local_experts": 3}, r"gate.weight' has shape \(4, 64\): expected \(3, 64\)", None),
+        ({"moe_intermediate_size": 64}, r"experts.0.gate_proj.weight' has shape \(96, 64\): expected \(64, 64\)",
+         r"gate_up_proj' has shape \(4, 192, 64\): expected \(4, 128, 64\)"),
+        ({"hidden_size": 32}, r"gate.weight' has shape \(4, 64\): expected \(4, 32\)", None),
+    ])  # fmt: skip
+    def test_sizes(self, tmp_path, stored, change, original, stacked):
+        *_, layer, folders = saved("qwen3_moe")
+        folder = edit(folders[stored], tmp_path, config=change)
+        with pytest.raises(CheckpointError, match=original if stored == "original" else stacked or original):
+            load_layer(folder, layer)
+
+    def test_more_experts_than_the_config_says(self, tmp_path):
+        *_, layer, folders = saved("qwen3_moe")
+        gate = load_file(folders["original"] / SINGLE)["model.layers.1.mlp.gate.weight"][:3]
+        config = {"num_experts": 3, "num_local_experts": 3}
+        folder = edit(folders["original"], tmp_path, {"model.layers.1.mlp.gate.weight": gate}, config)
+        with pytest.raises(CheckpointError, match=r"experts\.3\.down_proj\.weight': config\.json says there are 3"):
+            load_layer(folder, layer)
+
+    @pytest.mark.parametrize(
+        ("case", "name"),
+        [
+            ("qwen3_moe", "model.layers.1.mlp.experts.3.up_proj.weight"),
+            ("qwen3_moe", "model.layers.1.mlp.gate.weight"),
+            ("deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias"),
+            ("deepseek_v3", "model.layers.1.mlp.shared_experts.up_proj.weight"),
+            ("deepseek_v4", "model.layers.1.ffn.gate.bias"),
+            ("deepseek_v4_hash", "model.layers.0.ffn.gate.tid2eid"),
+            ("gpt_oss", "model.layers.1.mlp.experts.down_proj"),
+            ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj_bias"),
+            ("gpt_oss", "model.layers.1.mlp.router.bias"),
+            ("nemotron_h", "backbone.layers.1.mixer.fc2_latent_proj.weight"),
+            ("qwen3_5_moe_text", "model.layers.0.mlp.shared_expert_gate.weight"),
+        ],
+    )
+    def test_missing(self, tmp_path, case, name):
+        *_, layer, folders = saved(case)
+        folder = edit(folders["original"], tmp_path, drop=(name,))
+        with pytest.raises(CheckpointError, match=rf"'{re.escape(name)}'.* is missing"):
+            load_layer(folder, layer)
+
+    @pytest.mark.parametrize(
+        ("table", "text"),
+        [
+            (torch.full((64, 2), 4), "expert ids 4 to 4: expected 0 to 3"),
+            (torch.full((64, 2), -1), "expert ids -1 to -1"),
+            (torch.zeros(64, 3, dtype=torch.long), r"shape \(64, 3\): expected \(V, 2\)"),
+            (torch.zeros(64, 2), "has dtype F32: expected I64 or I32"),
+        ],
+    )
+    def test_token_table(self, tmp_path, table, text):
+        *_, layer, folders = saved("deepseek_v4_hash")
+        folder = edit(folders["original"], tmp_path, {"model.layers.0.ffn.gate.tid2eid": table})
+        with pytest.raises(CheckpointError, match=text):
+            load_layer(folder, layer)
+
+    def test_nothing_is_half_loaded(self, tmp_path, monkeypatch):
+        """The last expert's last tensor is bad: no ExpertWeights ever exists."""
+        *_, layer, folders = saved("qwen3_moe")
+        name = "model.layers.1.mlp.experts.3.down_proj.weight"
+        folder = edit(folders["original"], tmp_path, {name: torch.zeros(64, 95, dtype=torch.bfloat16)})
+        made = []
+        monkeypatch.setattr(ExpertWeights, "check", lambda self, *_: made.append(self))
+        with pytest.raises(CheckpointError, match=r"\(64, 95\): expected \(64, 96\)"):
+            load_layer(folder, layer)
+        assert made == []
+
+    @pytest.mark.parametrize(("format", "block"), [("fp8_block", 128), ("mxfp8", 32)])
+    def test_a_slice_that_cuts_scale_blocks(self, tmp_path, format, block):
+        *_, layer, folders = saved("qwen3_moe")
+        folder = pack(folders["original"], tmp_path, format)
+        with pytest.raises(ConfigError, match=f"cuts a scale block of {block}"):
+            load_layer(folder, layer, ParallelConfig(2, moe_tp_size=2))
+
+    def test_stacked_blocks_shared_by_gate_and_up(self, tmp_path):
+        *_, layer, folders = saved("qwen3_moe")
+        prefix = "model.layers.1.mlp.experts"
+        stacked = {f"{prefix}.gate_up_proj": e4m3(4, 192, 64), f"{prefix}.gate_up_proj_scale_inv": torch.ones(4, 2, 1)}
+        folder = edit(folders["stacked"], tmp_path, stacked, {"quantization_config": QUANT["fp8_block"]})
+        with pytest.raises(ConfigError, match="96 rows of gate end inside a block of 128"):
+            load_layer(folder, layer)
+
+
+def hf(case, **changes):
+    """The config.json of a case, changed; None removes a field."""
+    import transformers
+
+    _, config_class, fields, layer = MODELS[case]
+    config = getattr(transformers, config_class)(**fields).to_dict() | changes
+    return {name: value for name, value in config.items() if value is not None}, layer
+
+
+class TestConfigs:
+    @pytest.mark.parametrize(
+        ("case", "changes", "text"),
+        [
+            ("gpt_oss", {"num_local_experts": None}, "num_local_experts or num_experts is missing"),
+            ("gpt_oss", {"num_local_experts": "8"}, "num_local_experts is '8': expected an integer"),
+            ("gpt_oss", {"num_local_experts": True}, "expected an integer"),
+            ("gpt_oss", {"num_local_experts": -1}, "expected at least 0"),
+            ("gpt_oss", {"num_local_experts": 0}, "num_experts 0: must be a positive integer"),
+            ("gpt_oss", {"num_experts_per_tok": 5}, "top_k 5 is larger than num_experts 4"),
+            ("gpt_oss", {"hidden_size": 64.5}, "hidden_size is 64.5"),
+            ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: expected 'silu'"),
+            ("gpt_oss", {"num_hidden_layers": 10**12}, "expected at most 10000"),
+            ("gpt_oss", {"swiglu_limit": float("nan")}, "swiglu_limit is nan"),
+            ("gpt_oss", {"swiglu_limit": "7"}, "swiglu_limit is '7': expected a number"),
+            ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+            ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob is 1: expected true or false"),
+            ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3: expected a list of int"),
+            ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0: expected at least 1"),
+            ("qwen3_moe", {"dtype": ["bfloat16"]}, "is not supported"),
+            ("deepseek_v3", {"n_group": None}, "n_group is missing"),
+            ("deepseek_v3", {"n_group": 3}, "8 can't be split into 3 routing groups"),
+            ("deepseek_v3", {"topk_group": 5}, "topk_groups 5"),
+            ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+            ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
+            ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
+            ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+            ("deepseek_v4", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+            ("deepseek_v4", {"mlp_layer_types": ["moe"]}, "mlp_layer_types has '1 entries' for layer 1"),
+            ("deepseek_v4", {"mlp_layer_types": ["moe", "dense"]}, "mlp_layer_types has 'dense' for layer 1"),
+            ("deepseek_v4", {"mlp_layer_types": None}, "num_hash_layers is missing"),
+            ("deepseek_v4", {"swiglu_limit": None}, "swiglu_limit is missing"),
+            ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
+            ("nemotron_h", {"mlp_bias": True}, "mlp_bias True is not supported"),
+            ("nemotron_h", {"layers_block_type": None}, "layers_block_type or hybrid_override_pattern is missing"),
+            ("nemotron_h", {"layers_block_type": [1]}, "expected a list of str"),
+        ],
+    )
+    def test_refused(self, case, changes, text):
+        config, layer = hf(case, **changes)
+        with pytest.raises(ConfigError, match=text):
+            family_for(config).moe_config(config, layer)
+
+    @pytest.mark.parametrize(
+        ("case", "changes", "layers"),
+        [
+            ("gpt_oss", {}, [0, 1]),
+            ("qwen3_moe", {}, [1]),
+            ("qwen3_moe", {"decoder_sparse_step": 1, "num_hidden_layers": 4, "mlp_only_layers": [0, 2]}, [1, 3]),
+            ("qwen3_5_moe_text", {"num_hidden_layers": 3}, [0, 1, 2]),
+            ("deepseek_v3", {"num_hidden_layers": 5, "first_k_dense_replace": 3}, [3, 4]),
+            ("deepseek_v4", {}, [0, 1]),
+            ("nemotron_h", {}, [1]),
+            ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MEM*-E"}, [1, 5]),
+        ],
+    )
+    def test_moe_layers(self, case, changes, layers):
+        config, _ = hf(case, **changes)
+        assert family_for(config).moe_layers(config) == layers
+        others = set(range(-1, 7)) - set(layers)
+        for other in others:
+            with pytest.raises(ConfigError, match=f"layer {other} is not a mixture of experts"):
+                family_for(config).moe_config(config, other)
+
+    def test_published_v4_config_counts_hash_layers(self):
+        config, _ = hf("deepseek_v4", mlp_layer_types=None, num_hash_layers=1)
+        methods = [family_for(config).moe_config(config, layer).routing.method for layer in (0, 1)]
+        assert methods == ["hash", "sqrt_softplus"]
+
+    @pytest.mark.parametrize("model_type", [None, "llama", ["gpt_oss"]])
+    def test_unknown_family(self, model_type):
+        with pytest.raises(ConfigError, match="is not supported: expected gpt_oss"):
+            family_for({"model_type": model_type})
+
+    @pytest.mark.parametrize("model_type", FAMILIES)
+    def test_every_row_of_the_table_imports(self, model_type):
+        assert family_for({"model_type": model_type}).module_path(3).startswith("model.")
+
+    def test_published_sizes(self):
+        """DeepSeek-V3 as its hub config.json describes it (the fields that matter)."""
+        config = {
+            "model_type": "deepseek_v3", "hidden_act": "silu", "hidden_size": 7168, "moe_intermediate_size": 2048,
+            "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+            "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+            "moe_layer_freq": 1, "first_k_dense_replace": 3, "num_hidden_layers": 61, "torch_dtype": "bfloat16",
+            "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                                    "weight_block_size": [128, 128]},
+        }  # fmt: skip
+        found = family_for(config).moe_config(config, 3)
+        assert isinstance(found, MoEConfig)
+        assert (found.weight_format, found.routing.num_groups, found.routing.scaling_factor) == ("fp8_block", 8, 2.5)
+        assert found.shared is not None
+        assert found.shared.intermediate_size == 2048

@@ -1,0 +1,303 @@
+"""Packed formats: random bytes written under a family's names, the same bytes expected; and each bad scale refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from model_cases import edit, equal, saved
+from model_formats import PACK, QUANT, e4m3, pack
+from safetensors.torch import load_file
+
+from eprt.checkpoint import QUANT_CONFIG, SINGLE
+from eprt.config import ParallelConfig
+from eprt.errors import CheckpointError, ConfigError
+from eprt.models import load_layer
+from eprt.models.formats import e8m0_scale, positive_scale
+
+# checkpoint suffix -> canonical field, by format
+CANONICAL = {
+    "nvfp4": {
+        "weight": "codes",
+        "weight_scale": "scales",
+        "weight_scale_2": "global_scale",
+        "input_scale": "input_scale",
+    },
+    "fp8_tensor": {"weight": "data", "weight_scale": "scale", "input_scale": "input_scale"},
+    "fp8_block": {"weight": "data", "weight_scale_inv": "scale"},
+    "mxfp4": {"weight": "codes", "scale": "scales"},
+    "mxfp8": {"weight": "data", "weight_scale": "scales"},
+}
+
+
+def whole_field(tensors, prefix, names, suffix, num_experts):
+    """[E, parts, ...] of one canonical field, from the per-expert tensors."""
+    rows = [torch.stack([tensors[f"{prefix}.{e}.{name}.{suffix}"] for name in names]) for e in range(num_experts)]
+    return torch.stack(rows)
+
+
+def expected_field(tensors, prefix, names, suffix, config, shard, down):
+    whole = whole_field(tensors, prefix, names, suffix, config.num_experts)
+    whole = whole[shard.first_expert : shard.end_expert]
+    if whole.dim() == 2:
+        return whole
+    cut = whole.chunk(shard.moe_tp_size, dim=3 if down else 2)[shard.moe_tp_rank]
+    return cut.flatten(1, 2)
+
+
+CASES = {
+    "qwen3_moe": ("model.layers.1.mlp.experts", ("gate_proj", "up_proj"), ("down_proj",)),
+    "deepseek_v3": ("model.layers.1.mlp.experts", ("gate_proj", "up_proj"), ("down_proj",)),
+    "deepseek_v4": ("model.layers.1.ffn.experts", ("w1", "w3"), ("w2",)),
+    "nemotron_h": ("backbone.layers.1.mixer.experts", ("up_proj",), ("down_proj",)),
+}
+PACKED = [
+    *((case, format) for case in ("qwen3_moe", "deepseek_v3", "nemotron_h") for format in ("nvfp4", "fp8_tensor")),
+    ("deepseek_v3", "fp8_block"),
+    ("qwen3_moe", "fp8_block"),
+    ("qwen3_moe", "mxfp8"),
+    ("deepseek_v4", "mxfp4"),
+]
+
+
+class TestPacked:
+    @pytest.mark.parametrize(("case", "format"), PACKED)
+    def test_every_shard(self, tmp_path, case, format):
+        *_, layer, folders = saved(case)
+        folder = pack(folders["original"], tmp_path, format)
+        tensors = load_file(folder / SINGLE)
+        prefix, first, second = CASES[case]
+        # 96 columns are 3 blocks of 32 and less than one of 128: no split but by experts keeps those whole.
+        worlds = [(1, 1), (2, 1), (4, 1)] + ([(2, 2)] if format in ("nvfp4", "fp8_tensor") else [])
+        for world, moe_tp in worlds:
+            for rank in range(world):
+                parts = load_layer(folder, layer, ParallelConfig(world, moe_tp_size=moe_tp), rank)
+                assert parts.config.weight_format == format
+                for suffix, field in CANONICAL[format].items():
+                    for matrix, names in ((parts.experts.gate_up, first), (parts.experts.down, second)):
+                        down = names is second
+                        expected = expected_field(tensors, prefix, names, suffix, parts.config, parts.shard, down)
+                        equal(getattr(matrix, field), expected)
+
+    @pytest.mark.parametrize("stored", ["e8m0", "f32"])
+    def test_v4_scales_in_other_dtypes(self, tmp_path, stored):
+        *_, layer, folders = saved("deepseek_v4")
+        plain = load_layer(pack(folders["original"], tmp_path / "u8", "mxfp4"), layer).experts
+
+        def change(held):
+            def convert(codes):
+                return (
+                    codes.view(torch.float8_e8m0fnu)
+                    if stored == "e8m0"
+                    else torch.ldexp(torch.ones(codes.shape), codes.int() - 127)
+                )
+
+            return {name: convert(t) if name.endswith(".scale") else t for name, t in held.items()}
+
+        other = load_layer(edit(tmp_path / "u8", tmp_path / stored, change), layer).experts
+        for matrix, expected in ((other.gate_up, plain.gate_up), (other.down, plain.down)):
+            equal(matrix.scales, expected.scales)
+            equal(matrix.codes, expected.codes)
+
+    def test_v4_stacked_as_transformers_keeps_it(self, tmp_path):
+        """int8 codes and `_scale_inv`, all experts in one tensor."""
+        *_, layer, folders = saved("deepseek_v4")
+        apart = load_layer(pack(folders["original"], tmp_path / "apart", "mxfp4"), layer).experts
+        prefix = "model.layers.1.mlp.experts."
+        changes = {}
+        for name, matrix in (("gate_up_proj", apart.gate_up), ("down_proj", apart.down)):
+            changes[prefix + name] = matrix.codes.view(torch.int8)
+            changes[f"{prefix}{name}_scale_inv"] = matrix.scales.view(torch.float8_e8m0fnu)
+        config = {"quantization_config": QUANT["mxfp4"]}
+        folder = edit(folders["stacked"], tmp_path / "stacked", changes, config)
+        found = load_layer(folder, layer, ParallelConfig(2), 1).experts
+        for matrix, expected in ((found.gate_up, apart.gate_up), (found.down, apart.down)):
+            equal(matrix.codes, expected.codes[2:])
+            equal(matrix.scales, expected.scales[2:])
+
+    def test_scalars_of_one_entry(self, tmp_path):
+        *_, layer, folders = saved("qwen3_moe")
+        folder = pack(folders["original"], tmp_path / "a", "nvfp4")
+        vectors = edit(folder, tmp_path / "b", lambda h: {k: v[None] if v.dim() == 0 else v for k, v in h.items()})
+        equal(load_layer(vectors, layer).experts.down.global_scale, load_layer(folder, layer).experts.down.global_scale)
+
+    def test_weight_only_has_no_input_scale(self, tmp_path):
+        *_, layer, folders = saved("qwen3_moe")
+        folder = pack(folders["original"], tmp_path / "a", "nvfp4")
+        bare = edit(folder, tmp_path / "b", lambda h: {k: v for k, v in h.items() if not k.endswith("input_scale")})
+        assert load_layer(bare, layer).experts.gate_up.input_scale is None
+
+    def test_packed_shared_expert_is_decoded(self, tmp_path):
+        *_, layer, folders = saved("deepseek_v3")
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        folder = pack(folders["original"], tmp_path / "nvfp4", "nvfp4")
+        tensors = load_file(folder / SINGLE)
+        shared = load_layer(folder, layer).shared
+        for found, name in ((shared.gate, "gate_proj"), (shared.up, "up_proj"), (shared.down, "down_proj")):
+            held = {s: tensors[f"model.layers.1.mlp.shared_experts.{name}.{s}"] for s in PACK["nvfp4"](1, 32)}
+            codes = torch.stack((held["weight"] & 15, held["weight"] >> 4), dim=-1).flatten(1).long()
+            scale = held["weight_scale"].float().repeat_interleave(16, dim=1) * held["weight_scale_2"]
+            equal(found, (values[codes] * scale).bfloat16())
+
+    def test_block_fp8_shared_expert_is_decoded(self, tmp_path):
+        *_, layer, folders = saved("deepseek_v3")
+        folder = pack(folders["original"], tmp_path, "fp8_block")
+        tensors = load_file(folder / SINGLE)
+        name = "model.layers.1.mlp.shared_experts.down_proj"  # [64, 192]: two blocks, the second one short
+        scale = tensors[f"{name}.weight_scale_inv"]
+        spread = torch.cat((scale[:, :1].expand(1, 128), scale[:, 1:].expand(1, 64)), dim=1)
+        expected = (tensors[f"{name}.weight"].float() * spread).bfloat16()
+        equal(load_layer(folder, layer).shared.down, expected)
+
+    def test_v4_shared_expert_as_published(self, tmp_path):
+        """Routed experts in MXFP4, the shared one in block FP8 with E8M0 scales."""
+        *_, layer, folders = saved("deepseek_v4")
+        name = "model.layers.1.ffn.shared_experts.w3"
+        scale = torch.tensor([[130]], dtype=torch.uint8)
+        published = {f"{name}.weight": e4m3(96, 64), f"{name}.scale": scale.view(torch.float8_e8m0fnu)}
+        folder = edit(pack(folders["original"], tmp_path / "a", "mxfp4"), tmp_path / "b", published)
+        equal(load_layer(folder, layer).shared.up, (published[f"{name}.weight"].float() * 8).bfloat16())
+
+
+class TestQuantizationConfig:
+    def load(self, tmp_path, format, quantization):
+        *_, layer, folders = saved("qwen3_moe")
+        folder = pack(folders["original"], tmp_path / "packed", format, {"quantization_config": quantization})
+        return load_layer(folder, layer)
+
+    def test_mixed_precision_by_module(self, tmp_path):
+        layers = {"model.layers.1.mlp.experts": {"quant_algo": "W4A16_NVFP4"}, "lm_head": {"quant_algo": "FP8"}}
+        quant = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+        assert self.load(tmp_path, "nvfp4", quant).config.weight_format == "nvfp4"
+
+    def test_mixed_precision_by_linear(self, tmp_path):
+        layers = {"model.layers.1.mlp.experts.0.down_proj": {"quant_algo": "FP8"}}
+        quant = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+        assert self.load(tmp_path, "fp8_tensor", quant).config.weight_format == "fp8_tensor"
+
+    @pytest.mark.parametrize(
+        "quant",
+        [
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["model.layers.1.mlp.experts*"]},
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["model.layers.1.*"]},
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
+        ],
+    )
+    def test_layers_left_in_bf16(self, quant, tmp_path):
+        *_, layer, folders = saved("qwen3_moe")
+        folder = edit(folders["original"], tmp_path, config={"quantization_config": quant})
+        assert load_layer(folder, layer).config.weight_format == "bf16"
+
+    def test_hf_quant_config_alone(self, tmp_path):
+        *_, layer, folders = saved("qwen3_moe")
+        folder = pack(folders["original"], tmp_path / "a", "nvfp4")
+        folder = edit(folder, tmp_path / "b", drop=("quantization_config",))
+        (folder / QUANT_CONFIG).write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
+        assert load_layer(folder, layer).config.weight_format == "nvfp4"
+
+    @pytest.mark.parametrize(
+        ("quant", "text"),
+        [
+            ({"quant_method": "gptq"}, "quant_method 'gptq' is not supported"),
+            ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo 'NVFP4_AWQ' is not supported"),
+            ({"quant_method": "modelopt", "quant_algo": ["NVFP4"]}, "quant_algo"),
+            ({"quant_method": "modelopt", "ignore": "lm_head"}, "ignore is 'lm_head': expected a list"),
+            ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers"),
+            ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\] is not supported"),
+            ("fp8", "quantization_config is 'fp8': expected an object"),
+        ],
+    )
+    def test_refused(self, quant, text, tmp_path):
+        *_, layer, folders = saved("qwen3_moe")
+        folder = edit(folders["original"], tmp_path, config={"quantization_config": quant})
+        with pytest.raises(ConfigError, match=text):
+            load_layer(folder, layer)
+
+    @pytest.mark.parametrize("said", ["nvfp4", "fp8_tensor", "fp8_block", "mxfp8"])
+    def test_plain_tensors_that_the_config_calls_packed(self, tmp_path, said):
+        *_, layer, folders = saved("qwen3_moe")
+        folder = edit(folders["original"], tmp_path, config={"quantization_config": QUANT[said]})
+        with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight' has dtype BF16: expected"):
+            load_layer(folder, layer)
+
+    def test_packed_tensors_that_the_config_calls_plain(self, tmp_path):
+        *_, layer, folders = saved("qwen3_moe")
+        folder = pack(folders["original"], tmp_path / "a", "fp8_block")
+        folder = edit(folder, tmp_path / "b", drop=("quantization_config",))
+        with pytest.raises(CheckpointError, match="has dtype F8_E4M3: expected BF16"):
+            load_layer(folder, layer)
+
+    def test_float16_is_refused(self, tmp_path):
+        *_, layer, folders = saved("qwen3_moe")
+        folder = edit(folders["original"], tmp_path, config={"dtype": "float16"})
+        with pytest.raises(ConfigError, match="dtype 'float16' is not supported"):
+            load_layer(folder, layer)
+
+
+class TestScales:
+    """Each bad scale in one expert's tensor; the error names file, tensor and value."""
+
+    def spoil(self, tmp_path, case, format, suffix, value):
+        *_, layer, folders = saved(case)
+        folder = pack(folders["original"], tmp_path / "good", format)
+        prefix, _, (down,) = CASES[case]
+        name = f"{prefix}.2.{down}.{suffix}"
+        tensor = load_file(folder / SINGLE)[name]
+        load_layer(folder, layer)
+        if value is None:
+            folder = edit(folder, tmp_path / "bad", drop=(name,))
+        else:
+            tensor.view(-1)[-1:] = torch.tensor(value).to(tensor.dtype)
+            folder = edit(folder, tmp_path / "bad", {name: tensor})
+        with pytest.raises(CheckpointError) as caught:
+            load_layer(folder, layer)
+        assert f"'{name}'" in str(caught.value)
+        if value is not None:
+            assert str(folder / SINGLE) in str(caught.value)
+            assert str(value) in str(caught.value)
+        # A rank that holds other experts loads, unless every rank can see it in the headers.
+        load_layer(folder, layer, ParallelConfig(4), 0)
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), None], ids=str)
+    @pytest.mark.parametrize(
+        ("case", "format", "suffix"),
+        [
+            ("qwen3_moe", "nvfp4", "weight_scale_2"),
+            ("qwen3_moe", "nvfp4", "input_scale"),
+            ("nemotron_h", "fp8_tensor", "weight_scale"),
+            ("nemotron_h", "fp8_tensor", "input_scale"),
+            ("deepseek_v3", "fp8_block", "weight_scale_inv"),
+        ],
+    )
+    def test_float32(self, tmp_path, case, format, suffix, value):
+        self.spoil(tmp_path, case, format, suffix, value)
+
+    @pytest.mark.parametrize("value", [0.0, -0.5, float("nan"), None], ids=str)
+    def test_e4m3(self, tmp_path, value):
+        self.spoil(tmp_path, "qwen3_moe", "nvfp4", "weight_scale", value)
+
+    @pytest.mark.parametrize("value", [255, None], ids=str)
+    @pytest.mark.parametrize(
+        ("case", "format", "suffix"), [("deepseek_v4", "mxfp4", "scale"), ("qwen3_moe", "mxfp8", "weight_scale")]
+    )
+    def test_e8m0(self, tmp_path, case, format, suffix, value):
+        self.spoil(tmp_path, case, format, suffix, value)
+
+    def test_every_power_of_two_becomes_its_byte(self):
+        bytes_ = torch.arange(255, dtype=torch.uint8)
+        powers = torch.ldexp(torch.ones(255, dtype=torch.float64), bytes_.double() - 127).float()
+        assert powers[0] == 2.0**-127
+        assert torch.equal(e8m0_scale(powers, "t"), bytes_)
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, 3.0, 1.0000001, 2.0**-128, float("inf"), float("nan")])
+    def test_other_floats_are_no_e8m0(self, value):
+        with pytest.raises(CheckpointError, match=r"^t: 1 of 2 scales such as .* expected powers of two"):
+            e8m0_scale(torch.tensor([[1.0, value]]), "t")
+
+    def test_smallest_e8m0_is_legal_and_float8_block_scales_become_float32(self):
+        zero = torch.zeros(2, 2, dtype=torch.uint8)
+        equal(e8m0_scale(zero, "t"), zero)
+        equal(positive_scale(zero.view(torch.float8_e8m0fnu), "t"), torch.full((2, 2), 2.0**-127))
+        with pytest.raises(CheckpointError, match="nan"):
+            positive_scale(torch.full((2, 2), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu), "t")
