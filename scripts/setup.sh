@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Makes .venv (if it isn't there) and installs eprt into it. Usage: scripts/setup.sh [run|test]
+#   run   what `eprt run` needs: torch, safetensors, tyro, rich
+#   test  also linters, pytest, transformers, and the kernel libraries whose signatures the tests check
+# An installed torch is kept. Without one: torch 2.13.0 exactly where there is no NVIDIA GPU, any torch >= 2.10 else.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+kind=${1:-run}
+python=.venv/bin/python
+[ -x "$python" ] || "${PYTHON:-python3}" -m venv .venv
+
+done_file=.venv/.eprt-$kind
+wanted=$(cat pyproject.toml scripts/setup.sh scripts/requirements-*.txt | cksum)
+if [ -f "$done_file" ] && [ "$(cat "$done_file")" = "$wanted" ]; then
+  exit 0
+fi
+
+pip() { "$python" -m pip --disable-pip-version-check install --quiet "$@"; }
+
+echo "setup: installing into .venv (once)"
+if ! "$python" -c 'import torch' 2>/dev/null; then
+  if nvidia-smi -L >/dev/null 2>&1; then
+    pip 'torch>=2.10'
+  else
+    pip torch==2.13.0
+  fi
+fi
+# torch is never replaced from here on.
+"$python" -m pip --disable-pip-version-check freeze | grep '^torch==' >.venv/torch-constraint.txt
+if [ "$kind" = test ]; then
+  pip -c .venv/torch-constraint.txt -r scripts/requirements-test.txt -e '.[test,dev,transformers,plot]'
+  # --no-deps: their own requirements would bring CUDA packages that signature tests don't need.
+  pip --no-deps -r scripts/requirements-kernels.txt
+else
+  pip -c .venv/torch-constraint.txt -e .
+fi
+echo "$wanted" >"$done_file"
