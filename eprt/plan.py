@@ -5,8 +5,10 @@ Needs no tensors, no GPU and no kernel library, so a plan for eight B200 can be 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from eprt import measured
 from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
 from eprt.dispatch import DISPATCHERS, DispatcherSpec, dispatcher_spec
 from eprt.errors import UnsupportedError
@@ -68,18 +70,21 @@ def make_plan(config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfi
             f"no dispatcher/executor pair can run this layer on {parallel.world_size} x {device}:\n"
             + _table(candidates)
         )
-    best = min(possible, key=lambda c: _preference(c, parallel, device))
+    costs = _Costs.of(config, parallel, runtime, device)
+    best = min(possible, key=costs.key)
     return Plan(
         dispatcher=best.dispatcher,
         executor=best.executor,
         token_format=best.token_format,
         payload=runtime.payload,
-        reason=_why(best, parallel, device),
+        reason=costs.why(best),
         candidates=candidates,
     )
 
 
-# Order of preference where several pairs can do it, best first, by device kind.
+DECODE_TOKENS = 128  # tokens a rank that stand for a decode batch when rows are looked up
+
+# Order of preference where nothing was measured, best first, by device kind.
 _DISPATCHER_ORDER = {
     "cpu": ("torch", "none"),
     "cuda": ("symm", "flashinfer", "deepep", "torch", "none"),
@@ -117,17 +122,55 @@ def _pair(
     return found
 
 
-def _preference(c: Candidate, parallel: ParallelConfig, device: Device) -> tuple[bool, int, int]:
-    dispatchers = _DISPATCHER_ORDER[device.kind]
-    # A world of one has nothing to carry: the dispatcher that moves nothing wins.
-    rank = 0 if parallel.world_size == 1 and c.dispatcher == "none" else 1 + dispatchers.index(c.dispatcher)
-    return c.adapted, _EXECUTOR_ORDER[device.kind].index(c.executor), rank
+@dataclass(frozen=True)
+class _Costs:
+    """What the choice goes by: the measured rows nearest to the call, else the order of preference.
 
+    Attributes:
+        dispatch, experts: None where nothing was measured on this device for this weight format.
+    """
 
-def _why(c: Candidate, parallel: ParallelConfig, device: Device) -> str:
-    if parallel.world_size == 1:
-        return f"a world of one moves nothing; {c.executor} is the fastest executor that can"
-    return f"first pair in {device.kind} order of preference without an adapter"
+    device: Device
+    world_size: int
+    dispatch: measured.Row | None
+    experts: measured.Row | None
+
+    @classmethod
+    def of(cls, config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device) -> _Costs:
+        tokens = runtime.max_tokens_per_rank
+        if runtime.phase == "decode":
+            tokens = min(tokens, DECODE_TOKENS)
+        local = ExpertPlacement(config.num_experts, parallel).num_local_experts
+        return cls(
+            device,
+            parallel.world_size,
+            measured.dispatch_row(config, tokens, device.sm) if parallel.world_size > 1 else None,
+            measured.experts_row(config, local, tokens * parallel.world_size, device.sm),
+        )
+
+    def key(self, c: Candidate) -> tuple[bool, float, int, int]:
+        """Smallest is best: native before adapted, then measured microseconds, then the order of preference."""
+        order = _DISPATCHER_ORDER[self.device.kind]
+        # A world of one has nothing to carry: the dispatcher that moves nothing wins.
+        rank = -1 if self.world_size == 1 and c.dispatcher == "none" else order.index(c.dispatcher)
+        cost = sum(
+            row.microseconds.get(name, math.inf)
+            for row, name in ((self.dispatch, c.dispatcher), (self.experts, c.executor))
+            if row is not None
+        )
+        return c.adapted, cost, _EXECUTOR_ORDER[self.device.kind].index(c.executor), rank
+
+    def why(self, c: Candidate) -> str:
+        rows = [
+            f"{name}, {row}"
+            for row, name in ((self.dispatch, c.dispatcher), (self.experts, c.executor))
+            if row is not None and name in row.microseconds
+        ]
+        if not rows:
+            rows = [f"nothing measured on {self.device} for this layer: first in the order of preference that can"]
+        if self.world_size == 1:
+            rows.append("a world of one moves nothing")
+        return "; ".join(rows)
 
 
 def _table(candidates: tuple[Candidate, ...], chosen: tuple[str, str, str] | None = None) -> str:
