@@ -81,7 +81,7 @@ class WorldFailed(EprtError, RuntimeError):
         for report in reports:
             text.append(f"--- rank {report.rank} {report.describe()}")
             text.append(_indent(report.stack or "no stack: the process is gone or has finished"))
-            if report.log_tail:
+            if report.log_tail and report.raised is None:  # else its end repeats the stack
                 text += ["  log:", _indent(report.log_tail)]
         super().__init__("\n".join(text))
 
@@ -117,7 +117,9 @@ def find_culprits(reports: Sequence[RankReport]) -> tuple[int, ...]:
 
 
 def state_of(pid: int) -> str:
-    """A process's state in words, from /proc/PID/stat (the field after the parenthesised name)."""
+    """A process's state in words, from /proc/PID/stat (the field after the name); "unknown" where there is no /proc."""
+    if not Path("/proc/self/stat").exists():
+        return "unknown"
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

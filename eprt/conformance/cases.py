@@ -17,7 +17,10 @@ from eprt.tokens import TopK
 
 SEED = 20240501
 CODE_COLUMNS = 4
-_DIGITS = 16  # numbers stay below 16, so that number * (sum of eighths up to 16) has at most 8 bits: exact in bf16
+# Numbers stay below 16 and a token's weights sum to at most 16 eighths, so their product has at most 8 bits and is
+# exact in bf16, however the sum is split over ranks.
+_DIGITS = 16
+_EIGHTHS = 16
 _INVALID_SLOT_WEIGHT = 2.0**20
 
 
@@ -156,8 +159,13 @@ def coded_hidden(num_tokens: int, rank: int, call: int, hidden_size: int) -> tor
 
 
 def make_topk(routing: str, num_tokens: int, size: int, config: MoEConfig, generator: torch.Generator) -> TopK:
-    """Routing of T tokens: distinct ids, weights 1/8, 1/4 or 1/2 (exact sums), a huge one where there is no expert."""
+    """Routing of T tokens: distinct ids, weights 1/8, 1/4 or 1/2 (exact sums), a huge one where there is no expert.
+
+    Raises ConfigError above top-k 16, where the sums would not be exact.
+    """
     E, K = config.num_experts, config.top_k
+    if K > _EIGHTHS:
+        raise ConfigError(f"top_k {K}: the conformance data is exact up to {_EIGHTHS}; check the layer with fewer")
     order = torch.rand(num_tokens, E, generator=generator)
     if routing == "hot_expert":
         order[:, E // 2] = 2.0
@@ -173,5 +181,6 @@ def make_topk(routing: str, num_tokens: int, size: int, config: MoEConfig, gener
         none = ids < E - E // size
     elif routing not in ("uniform", "hot_expert"):
         raise ConfigError(f"routing case {routing!r} doesn't exist")
-    weights = 2.0 ** -torch.randint(1, 4, (num_tokens, K), generator=generator).float()
+    doublings = min(2, (_EIGHTHS // K).bit_length() - 1)
+    weights = 2.0 ** torch.randint(doublings + 1, (num_tokens, K), generator=generator) / 8
     return TopK(torch.where(none, E, ids).to(torch.int32), torch.where(none, _INVALID_SLOT_WEIGHT, weights))

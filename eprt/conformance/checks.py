@@ -41,7 +41,7 @@ class Check:
     Attributes:
         kind: "transport" compares bitwise what arrives and what comes back, with a stand-in for the experts;
             "interleaved" does that with two calls open at once; "layer" runs `ExpertParallelMoE` against the oracle.
-        config: a name in `CONFIGS`.
+        config: a name in `CONFIGS`, or a layer of your own.
         executor: used by "layer" only.
         payload: number format that travels; None: the tokens' own.
         dtype: of the tokens: "bf16" or "f32".
@@ -52,7 +52,7 @@ class Check:
     dispatcher: str
     token_format: TokenFormat = "flat"
     executor: str = ""
-    config: str = "silu_bf16"
+    config: str | MoEConfig = "silu_bf16"
     payload: PayloadFormat | None = None
     dtype: Literal["bf16", "f32"] = "bf16"
     attention_tp_size: int = 1
@@ -60,7 +60,9 @@ class Check:
 
     @property
     def name(self) -> str:
-        parts = [self.kind, self.dispatcher, self.token_format, self.executor, self.config, self.dtype, self.payload]
+        moe = self.moe
+        config = self.config if isinstance(self.config, str) else f"h{moe.hidden_size}.k{moe.top_k}.e{moe.num_experts}"
+        parts = [self.kind, self.dispatcher, self.token_format, self.executor, config, self.dtype, self.payload]
         sizes = f"atp{self.attention_tp_size}.mtp{self.moe_tp_size}"
         return "-".join([*(p for p in parts if p), sizes, self.case.name])
 
@@ -70,7 +72,7 @@ class Check:
 
     @property
     def moe(self) -> MoEConfig:
-        return CONFIGS[self.config]
+        return CONFIGS[self.config] if isinstance(self.config, str) else self.config
 
     @property
     def runtime(self) -> RuntimeConfig:
@@ -109,30 +111,44 @@ def standard_checks(size: int, device: Device) -> list[Check]:
     """The table for a machine: every case on each dispatcher, format and executor that can run there. Left out is what
     `supports` refuses, for the reason that `eprt explain` prints."""
     checks: list[Check] = []
-    parallel = ParallelConfig(size)
     for name, spec in DISPATCHERS.items():
         for token_format in spec.formats:
-            layers = [
+            checks += [Check(kind, case, name, token_format) for kind in _TRANSPORTS for case in CASES]
+            checks += [
                 Check("layer", case, name, token_format, executor, config)
                 for executor in EXECUTORS
                 for config in ("silu_bf16", "gpt_oss")
                 for case in CASES
             ]
-            transports = [Check(kind, case, name, token_format) for kind in _TRANSPORTS for case in CASES]
-            checks += [check for check in (*transports, *layers) if _possible(check, parallel, device)]
-    return checks
+            checks += [
+                Check(
+                    "layer",
+                    case,
+                    name,
+                    token_format,
+                    executor,
+                    "gpt_oss",
+                    attention_tp_size=attention_tp_size,
+                    moe_tp_size=moe_tp_size,
+                )
+                for executor in EXECUTORS
+                for attention_tp_size, moe_tp_size in ((2, 1), (1, 2))
+                for case in CASES
+                if size % 2 == 0 and case.routing.name == "uniform"
+            ]
+    return [check for check in checks if _possible(check, size, device)]
 
 
 _TRANSPORTS: tuple[Kind, ...] = ("transport", "interleaved")
 
 
-def _possible(check: Check, parallel: ParallelConfig, device: Device) -> bool:
+def _possible(check: Check, size: int, device: Device) -> bool:
+    parallel = ParallelConfig(size, check.attention_tp_size, check.moe_tp_size)
     if not DISPATCHERS[check.dispatcher].supports(check.moe, parallel, check.runtime, device):
         return False
-    if not check.executor:
-        return True
-    payload = check.payload or "bf16"
-    return bool(EXECUTORS[check.executor].supports(check.moe, parallel, check.runtime, device, payload))
+    payload = check.payload or check.dtype
+    executor = EXECUTORS.get(check.executor)
+    return executor is None or bool(executor.supports(check.moe, parallel, check.runtime, device, payload))
 
 
 # ---- the three kinds ----------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ class WorldPool:
         self._folder = tempfile.TemporaryDirectory(prefix="eprt-world-")
         for rank in range(self.size):
             environment = {
-                "GLOO_SOCKET_IFNAME": "lo",
+                "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
                 "OMP_NUM_THREADS": "1",
                 **os.environ,
                 **self._environment,

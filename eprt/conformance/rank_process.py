@@ -157,10 +157,11 @@ def _settle(setup: RankSetup) -> None:
     # multiprocessing gives each child the pipe end that keeps the fork server alive, so the server outlived a killed
     # parent as long as a rank hung. Without it: parent gone, server gone, SIGKILL here.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # pyright: ignore[reportAttributeAccessIssue]
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        os._exit(1)
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:
+            os._exit(1)
     log = setup.path("log").open("ab", buffering=0)
     for stream in (1, 2):
         os.dup2(log.fileno(), stream)

@@ -135,8 +135,9 @@ def test_every_token_of_a_world_is_unlike_every_other():
             assert len(set(rows)) == len(rows), case.name
 
 
-def test_tokens_are_exact_in_bf16_and_so_are_their_weighted_sums():
-    config = CONFIGS["silu_bf16"]
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 6, 8, 10, 16])
+def test_tokens_are_exact_in_bf16_and_so_are_their_weighted_sums(top_k):
+    config = replace(CONFIGS["silu_bf16"], top_k=top_k)
     for case in CASES:
         for batch in make_batches(case, 0, 4, config, torch.float32):
             valid = batch.topk.ids < config.num_experts
