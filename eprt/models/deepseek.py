@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from eprt.config import Activation, MoEConfig, Routing, SharedExpert
 from eprt.errors import ConfigError
 from eprt.models.base import ModelFamily
+from eprt.models.formats import Part
 from eprt.models.hf_config import boolean, check_moe_layer, expect, integer, num_layers, real, strings, weight_format
 
 
@@ -46,7 +47,11 @@ class DeepseekV4(ModelFamily):
 
     blocks = ("model.layers.{}.ffn", "layers.{}.ffn", "model.layers.{}.mlp", "layers.{}.mlp")
     correction_biases = ("bias", "e_score_correction_bias")
-    aliases = {"gate": ("w1", "gate_proj"), "up": ("w3", "up_proj"), "down": ("w2", "down_proj")}  # noqa: RUF012
+    aliases: ClassVar[dict[Part, tuple[str, ...]]] = {
+        "gate": ("w1", "gate_proj"),
+        "up": ("w3", "up_proj"),
+        "down": ("w2", "down_proj"),
+    }
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         return list(range(num_layers(hf)))

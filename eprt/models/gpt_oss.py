@@ -6,6 +6,7 @@ block of 32 values in 16, and bf16 the transposed `[E, in, out]`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -85,11 +86,11 @@ class _Reader:
         cols = self.config.hidden_size
         return self._read("down_proj_bias", (self._local(),), (cols,), (torch.bfloat16, torch.float32))
 
-    def _stack(self, side: Side, read: Any) -> torch.Tensor:
+    def _stack(self, side: Side, read: Callable[[Side, int], torch.Tensor]) -> torch.Tensor:
         """[L, rows, ...] in canonical order, from `read(side, expert)` of [rows, ...] in the checkpoint's."""
         out: torch.Tensor | None = None
         for row, expert in enumerate(self.experts):
-            found: torch.Tensor = read(side, expert)
+            found = read(side, expert)
             if out is None:
                 out = found.new_empty((len(self.experts), *found.shape))
             if side == "gate_up_proj":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from eprt.checkpoint import Checkpoint
 from eprt.config import Activation, MoEConfig, Routing, SharedExpert
 from eprt.errors import ConfigError
 from eprt.models.base import ModelFamily
-from eprt.models.formats import load_linear
+from eprt.models.formats import Part, load_linear
 from eprt.models.hf_config import boolean, check_moe_layer, expect, integer, real, strings, weight_format
 from eprt.weights import LatentWeights
 
@@ -18,8 +18,8 @@ class NemotronH(ModelFamily):
 
     module = "model.layers.{}.mixer"
     blocks = ("backbone.layers.{}.mixer", "model.layers.{}.mixer")
-    aliases = {"up": ("up_proj",), "down": ("down_proj",)}  # noqa: RUF012
-    stacked = {"up": ("up_proj", 0, 1), "down": ("down_proj", 0, 1)}  # noqa: RUF012
+    aliases: ClassVar[dict[Part, tuple[str, ...]]] = {"up": ("up_proj",), "down": ("down_proj",)}
+    stacked: ClassVar[dict[Part, tuple[str, int, int]]] = {"up": ("up_proj", 0, 1), "down": ("down_proj", 0, 1)}
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         kinds = strings(hf, "layers_block_type")
