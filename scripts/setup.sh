@@ -16,10 +16,9 @@ if [ -f "$done_file" ] && [ "$(cat "$done_file")" = "$wanted" ]; then
   exit 0
 fi
 
-pip() { "$python" -m pip --disable-pip-version-check install --quiet "$@"; }
-
-echo "setup: installing into .venv (once)"
+pip() { "$python" -m pip --disable-pip-version-check install --quiet --quiet "$@"; }
 if ! "$python" -c 'import torch' 2>/dev/null; then
+  echo "setup: installing torch into .venv (once)"
   if nvidia-smi -L >/dev/null 2>&1; then
     pip 'torch>=2.10'
   else
@@ -28,6 +27,7 @@ if ! "$python" -c 'import torch' 2>/dev/null; then
 fi
 # torch is never replaced from here on.
 "$python" -m pip --disable-pip-version-check freeze | grep '^torch==' >.venv/torch-constraint.txt
+echo "setup: installing eprt and what it needs to $kind into .venv (once)"
 if [ "$kind" = test ]; then
   pip -c .venv/torch-constraint.txt -r scripts/requirements-test.txt -e '.[test,dev,transformers,plot]'
   # --no-deps: their own requirements would bring CUDA packages that signature tests don't need.
