@@ -46,8 +46,8 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             graph_safe=True,
             max_ranks=8,
             single_host=True,
-            requirement=Requirement("triton", ("triton",), "3.4"),
-            todo="Triton kernels over torch symmetric memory",
+            max_tokens=(1 << 20) - 1,  # a flag carries R in 20 bits
+            requirement=Requirement("triton", ("triton", "pytorch-triton"), "3.4"),
         ),
         DispatcherSpec(
             name="flashinfer",
@@ -57,11 +57,10 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             payloads=("bf16", "fp8_block", "nvfp4"),
             devices=("cuda",),
             graph_safe=True,
-            max_ranks=64,  # FlashInfer 0.7.2 moeAlltoAllKernels.h kMaxRanks
-            top_k_sizes=(1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22),  # the kernel's switch over top-k, same file
+            max_ranks=63,  # FlashInfer 0.7.2 moeAlltoAllKernels.h: a 64-bit rank mask, one bit for the invalid id
+            top_k_sizes=(1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22),  # its moeAlltoAllKernels.cu, SWITCH_TOP_K
             moe_tp=False,
             requirement=Requirement("flashinfer", ("flashinfer-python",), "0.6.18"),
-            todo="the one-sided all-to-all",
         ),
         DispatcherSpec(
             name="deepep",
@@ -71,12 +70,11 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             payloads=("bf16", "fp8_block"),
             devices=("cuda",),
             graph_safe=True,
-            top_k_sizes=tuple(range(1, 12)),
-            hidden_sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192),  # deep_ep 1.2.1 SWITCH_HIDDEN
-            max_tokens=1024,  # deep_ep 1.2.1 low latency: FINISHED_SUM_TAG
+            top_k_sizes=tuple(range(1, 12)),  # deep_ep 1.2.1 internode_ll.cu kNumMaxTopK
+            hidden_sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192),  # its launch.cuh SWITCH_HIDDEN
+            max_tokens=1024,  # its internode_ll.cu FINISHED_SUM_TAG
             moe_tp=False,
             requirement=Requirement("deep_ep", ("tokenspeed-deepep",), "1.2.1"),
-            todo="the low-latency kernels",
         ),
     )
 }

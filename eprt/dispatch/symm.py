@@ -77,7 +77,7 @@ class SymmetricMemoryDispatcher(Dispatcher):
 
     def warmup(self) -> None:
         """Compile on every rank before any rank waits for another, then exchange an empty batch with each kernel."""
-        self._require_peers()
+        self.check_peers()
         self._compile()
         self.world.barrier()
         for R in self._launcher.row_counts(self.capacity.max_tokens_per_rank):
@@ -85,7 +85,7 @@ class SymmetricMemoryDispatcher(Dispatcher):
             self._exchange_nothing(slot, R, compile_only=False)
             self._memory.release(slot)
         torch.cuda.synchronize(self.world.device)
-        self._require_peers()
+        self.check_peers()
 
     # ---- the two verbs --------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class SymmetricMemoryDispatcher(Dispatcher):
             raise InputError(f"symm carries bfloat16 tokens, hidden_states is {hidden_states.dtype}: use .bfloat16()")
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
-        self._require_peers()
+        self.check_peers()
         self._compile()
         R = handle.tokens_per_rank
         topk = TopK(topk.ids.contiguous(), topk.weights.contiguous())
@@ -109,7 +109,7 @@ class SymmetricMemoryDispatcher(Dispatcher):
         )
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
-        self._require_peers()
+        self.check_peers()
         call: _Call = handle.state
         buffer = self._memory.output(call.slot, handle.tokens_per_rank)
         if expert_output.shape != buffer.shape:
@@ -138,8 +138,12 @@ class SymmetricMemoryDispatcher(Dispatcher):
 
     # ---- checks ---------------------------------------------------------------------------------------------
 
-    def _require_peers(self) -> None:
-        """Raises RankLost or WorldMismatch: the World's verdict, or what an earlier kernel reported."""
+    def check_peers(self) -> None:
+        """Without a device sync; every call does it. For a loop that only replays graphs.
+
+        Raises:
+            RankLost, WorldMismatch: the World's verdict, or what an earlier kernel reported.
+        """
         self.world.raise_if_lost()
         self._memory.raise_faults(self.world.timeout_s)
 
@@ -151,8 +155,9 @@ class SymmetricMemoryDispatcher(Dispatcher):
             self._compiled = True
 
     def _exchange_nothing(self, slot: int, R: int, compile_only: bool) -> None:
-        device, timeout_s = self.world.device, self.world.timeout_s
-        hidden = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=device)
-        ids = torch.empty(0, self.config.top_k, dtype=torch.int32, device=device)
+        """One row that no expert wants."""
+        device, timeout_s, config = self.world.device, self.world.timeout_s, self.config
+        hidden = torch.zeros(1, config.hidden_size, dtype=torch.bfloat16, device=device)
+        ids = torch.full((1, config.top_k), config.num_experts, dtype=torch.int32, device=device)
         self._launcher.dispatch(slot, self._encode(hidden), TopK(ids, ids.float()), R, timeout_s, compile_only)
         self._launcher.combine(slot, hidden, ids, R, timeout_s, compile_only)

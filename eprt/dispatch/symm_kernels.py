@@ -1,7 +1,8 @@
 """Triton kernels of the symmetric-memory dispatcher: `dispatch_kernel` pushes tokens, `combine_kernel` pulls sums.
 
-A rank's *address book* (int64 `[NUM_ENTRIES, MAX_RANKS]`, one per slot) holds, for each peer, where that peer's
-regions are mapped here. Peers talk through one 8-byte flag per (source, destination, phase): the source writes
+Addresses of peers come in two forms: `peers`, a tuple of W integers (each rank's slot as mapped here), to which a
+region's offset is added; and the *book*, int64 `[len(ENTRIES), MAX_RANKS]`, whose lines hold what one warp handles as
+a vector. Peers talk through one 8-byte flag per (source, destination, phase): the source writes
 `generation << R_BITS | R` with release semantics at system scope, the destination acquires it. The generation lives in
 device memory and is advanced by the kernel itself, so a captured graph replays correctly.
 
@@ -18,7 +19,7 @@ pushes of this rank are done; in combine CTA 0 raises this rank's flags before a
 CTAs in index order.
 """
 # Triton's language isn't typed: its values are tensors of the kernel, whatever a checker makes of them.
-# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
@@ -28,13 +29,7 @@ import triton.language as tl
 
 from eprt.dispatch.symm_memory import ENTRIES, MAX_RANKS, R_BITS
 
-# Lines of the address book: where peer p's regions are mapped here, ...
-DATA = tl.constexpr(ENTRIES.index("data"))
-SCALE = tl.constexpr(ENTRIES.index("scale"))
-IDS = tl.constexpr(ENTRIES.index("ids"))
-WEIGHTS = tl.constexpr(ENTRIES.index("weights"))
-OUTPUT = tl.constexpr(ENTRIES.index("output"))
-# ... the flags that this rank raises at peer p, the flags that peer p raises here, ...
+# Lines of the address book: the flags that this rank raises at peer p, the flags that peer p raises here, ...
 RAISE_DISPATCH = tl.constexpr(ENTRIES.index("raise_dispatch"))
 RAISE_COMBINE = tl.constexpr(ENTRIES.index("raise_combine"))
 SEE_DISPATCH = tl.constexpr(ENTRIES.index("see_dispatch"))
@@ -91,10 +86,9 @@ finished:
 
 
 @triton.jit
-def _region(book, entry: tl.constexpr, rank, dtype: tl.constexpr):
-    """A region of `rank`. Regions start at multiples of 256 bytes, which lets accesses be 16 bytes wide."""
-    address = tl.load(book + entry * _RANKS + rank)
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+def _region(base, at, dtype: tl.constexpr):
+    """A peer's region. Regions start at multiples of 256 bytes, which lets accesses be 16 bytes wide."""
+    return tl.multiple_of((base + at).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
@@ -148,7 +142,7 @@ def _destinations(ids, E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr):
 
 @triton.jit
 def _forward_routing(
-    block, ids, weights, book, T, R, rank,
+    block, ids, weights, peers, ids_at, weights_at, T, R, rank,
     E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """One block of R * K slots to every rank; ids that aren't for it, and those of rows past T, become E."""
@@ -160,8 +154,8 @@ def _forward_routing(
     for i in tl.static_range(W):
         peer = (rank + i) % W
         at = rank * R * K + slot
-        to_ids = _region(book, IDS, peer, tl.int32)
-        to_weights = _region(book, WEIGHTS, peer, tl.float32)
+        to_ids = _region(peers[i], ids_at, tl.int32)
+        to_weights = _region(peers[i], weights_at, tl.float32)
         tl.store(to_ids + at, tl.where(holder == peer // MOE_TP, e, E), mask=inside)
         tl.store(to_weights + at, weight, mask=inside)
 
@@ -172,8 +166,8 @@ def _push_row(
     t,
     chunk,
     wanted,
-    book,
-    entry: tl.constexpr,
+    peers,
+    at,
     R,
     rank,
     W: tl.constexpr,
@@ -186,7 +180,7 @@ def _push_row(
     for i in tl.static_range(W):
         peer = (rank + i) % W  # every rank starts with itself, so that no rank is everybody's first target
         if (wanted >> peer) & 1:
-            to = _region(book, entry, peer, rows.dtype.element_ty)
+            to = _region(peers[i], at, rows.dtype.element_ty)
             tl.store(to + (rank * R + t).to(tl.int64) * WORDS + word, value, mask=word < WORDS)
 
 
@@ -194,14 +188,15 @@ def _push_row(
     do_not_specialize=["T", "R", "rank", "limit_ns"], do_not_specialize_on_alignment=["ids", "weights", "scale"]
 )
 def dispatch_kernel(
-    data, scale, ids, weights, book, state, T, R, rank, limit_ns,
+    data, scale, ids, weights, peers, data_at, scale_at, ids_at, weights_at, book, state, T, R, rank, limit_ns,
     E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, SCALE_WORDS: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Push T tokens and their routing, then wait until every peer's have arrived.
 
     data [T, WORDS], scale [T, SCALE_WORDS] (any pointer if SCALE_WORDS is 0): rows as words of their own width, 16-byte
-    aligned. ids, weights [T, K]. state int64 [2]: this slot's generation, and how many CTAs have finished.
+    aligned. ids, weights [T, K]. peers: every rank's slot, this rank's first, then in rank order, round.
+    state int64 [2]: this slot's generation, and how many CTAs have finished.
     Grid: ceil(R * K / ROUTING_BLOCK) CTAs for routing, then any number of CTAs that share the rows.
     """
     pid = tl.program_id(0)
@@ -209,7 +204,7 @@ def dispatch_kernel(
     generation = tl.load(state) + 1
     routing_blocks = tl.cdiv(R * K, _ROUTING_BLOCK)
     if pid < routing_blocks:
-        _forward_routing(pid, ids, weights, book, T, R, rank, E, L, MOE_TP, W, K)
+        _forward_routing(pid, ids, weights, peers, ids_at, weights_at, T, R, rank, E, L, MOE_TP, W, K)
     else:
         chunks: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
         k = tl.arange(0, K_POW2)
@@ -218,10 +213,10 @@ def dispatch_kernel(
             t = item // chunks
             chunk = item % chunks
             wanted = _destinations(tl.load(ids + t * K + k, mask=k < K, other=E), E, L, MOE_TP)
-            _push_row(data, t, chunk, wanted, book, DATA, R, rank, W, WORDS, BLOCK)
+            _push_row(data, t, chunk, wanted, peers, data_at, R, rank, W, WORDS, BLOCK)
             if SCALE_WORDS > 0:  # noqa: SIM102 - one is decided by the compiler, one by the CTA
                 if chunk == 0:
-                    _push_row(scale, t, 0, wanted, book, SCALE, R, rank, W, SCALE_WORDS, SCALE_BLOCK)
+                    _push_row(scale, t, 0, wanted, peers, scale_at, R, rank, W, SCALE_WORDS, SCALE_BLOCK)
     tl.debug_barrier()  # all warps' stores come before the count that one thread adds
     finished = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="sys")
     if finished == tl.num_programs(0) - 1:
@@ -231,20 +226,27 @@ def dispatch_kernel(
         _wait_flags(book, SEE_DISPATCH, lane, generation, R, limit_ns)
 
 
+@triton.jit
+def _bf16_bits(x):
+    """Nearest bf16, in the low half of an int32."""
+    return x.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["T", "R", "rank", "limit_ns"], do_not_specialize_on_alignment=["ids"])
 def combine_kernel(
-    out, ids, book, state, T, R, rank, limit_ns,
+    out, ids, peers, output_at, book, state, T, R, rank, limit_ns,
     E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
-    H: tl.constexpr, BLOCK: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum each token's rows over the ranks it went to: out [T, H] bf16, summed in float32 in rank order.
+    """Sum each token's rows over the ranks it went to, in float32 and in rank order.
 
-    Grid: any number of CTAs, at least one. T = 0 is the handshake alone.
+    out [T, WORDS]: bf16 rows as words, pairs of numbers in int32 or single ones in int16; so are the rows that are
+    pulled. Grid: any number of CTAs, at least one. T = 0 is the handshake alone.
     """
     pid = tl.program_id(0)
     lane = tl.arange(0, _RANKS) % W
     generation = tl.load(state)
-    chunks: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    chunks: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
     k = tl.arange(0, K_POW2)
     column = tl.arange(0, BLOCK)
     if pid == 0:
@@ -254,13 +256,23 @@ def combine_kernel(
     _wait_flags(book, SEE_COMBINE, lane, generation, R, limit_ns)
     for item in range(pid, T * chunks, tl.num_programs(0)):
         t = item // chunks
-        at = item % chunks * BLOCK + column
+        word = item % chunks * BLOCK + column
         wanted = _destinations(e, E, L, MOE_TP)
         ahead = item + tl.num_programs(0)
         e = tl.load(ids + ahead // chunks * K + k, mask=(k < K) & (ahead < T * chunks), other=E)
-        total = tl.zeros((BLOCK,), tl.float32)
+        pulled = ()
         for peer in tl.static_range(W):
-            rows = _region(book, OUTPUT, peer, tl.bfloat16)
-            here = (at < H) & (((wanted >> peer) & 1) != 0)
-            total += tl.load(rows + (rank * R + t).to(tl.int64) * H + at, mask=here, other=0.0).to(tl.float32)
-        tl.store(out + t.to(tl.int64) * H + at, total.to(tl.bfloat16), mask=at < H)
+            rows = _region(peers[peer], output_at, out.dtype.element_ty)
+            here = (word < WORDS) & (((wanted >> peer) & 1) != 0)
+            row = tl.load(rows + (rank * R + t).to(tl.int64) * WORDS + word, mask=here, other=0)
+            pulled = pulled + (row,)  # noqa: RUF005 - Triton knows no unpacking
+        # Keeps all ranks' loads in flight together: to save registers, ptxas would make several round trips of them.
+        tl.debug_barrier()
+        low = tl.zeros((BLOCK,), tl.float32)
+        high = tl.zeros((BLOCK,), tl.float32)
+        for peer in tl.static_range(W):
+            bits = pulled[peer].to(tl.int32)
+            low += (bits << 16).to(tl.float32, bitcast=True)
+            high += (bits & -65536).to(tl.float32, bitcast=True)
+        bits = _bf16_bits(low) | (_bf16_bits(high) << 16)
+        tl.store(out + t.to(tl.int64) * WORDS + word, bits.to(out.dtype.element_ty), mask=word < WORDS)

@@ -25,8 +25,8 @@ class Tuning(NamedTuple):
 
 
 TUNING = (
-    Tuning(64, 2048, 4, 1056, 2048, 4, 528),
-    Tuning(1 << R_BITS, 16384, 4, 1056, 2048, 4, 528),
+    Tuning(64, 4096, 4, 1056, 2048, 4, 528),
+    Tuning(1 << R_BITS, 16384, 8, 1056, 4096, 8, 264),
 )
 
 
@@ -48,6 +48,7 @@ class Launcher:
     ) -> None:
         geometry = memory.geometry
         self._memory = memory
+        self._offsets = geometry.offsets
         self._tuning = tuning
         self._routing = {
             "E": num_experts,
@@ -70,6 +71,7 @@ class Launcher:
         tuning = self._tuned(R)
         data, scale = _words(hidden.data), None if hidden.scale is None else _words(hidden.scale)
         T, words = data.shape
+        rank, peers = self._memory.rank, self._memory.peers[slot]
         block = min(triton.next_power_of_2(words), tuning.dispatch_bytes // data.element_size())
         ctas = min(T * triton.cdiv(words, block), tuning.dispatch_ctas)
         scale_words = 0 if scale is None else scale.shape[1]
@@ -79,11 +81,13 @@ class Launcher:
                 data if scale is None else scale,
                 topk.ids,
                 topk.weights,
+                peers[rank:] + peers[:rank],
+                *(self._offsets[region] for region in ("data", "scale", "ids", "weights")),
                 self._memory.books[slot],
                 self._memory.states[slot],
                 T,
                 R,
-                self._memory.rank,
+                rank,
                 int(timeout_s * 1e9),
                 **self._routing,
                 WORDS=words,
@@ -100,12 +104,15 @@ class Launcher:
     ) -> None:
         """Sum into out [T, H] the rows that the experts of `ids` [T, K] wrote, once every peer has written."""
         tuning = self._tuned(R)
-        T, H = out.shape
-        block = min(triton.next_power_of_2(H), tuning.combine_bytes // out.element_size())
+        out = _words(out)
+        T, words = out.shape
+        block = min(triton.next_power_of_2(words), tuning.combine_bytes // out.element_size())
         with torch.cuda.device(out.device):
             (combine_kernel.warmup if compile_only else combine_kernel.run)(
                 out,
                 ids,
+                self._memory.peers[slot],
+                self._offsets["output"],
                 self._memory.books[slot],
                 self._memory.states[slot],
                 T,
@@ -113,10 +120,10 @@ class Launcher:
                 self._memory.rank,
                 int(timeout_s * 1e9),
                 **self._routing,
-                H=H,
+                WORDS=words,
                 BLOCK=block,
                 num_warps=tuning.combine_warps,
-                grid=(max(1, min(T * triton.cdiv(H, block), tuning.combine_ctas)),),
+                grid=(max(1, min(T * triton.cdiv(words, block), tuning.combine_ctas)),),
                 **({} if compile_only else {"warmup": False}),
             )
 

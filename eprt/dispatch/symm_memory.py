@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 
 NUM_SLOTS = 2
 MAX_RANKS = 8
-ALIGNMENT = 256
+ALIGNMENT = 256  # of regions; also the room for a slot's flags: two phases, one int64 for each source
 R_BITS = 20  # of a flag: the R that its source used
 
-# Lines of the address book, as eprt/dispatch/symm_kernels.py indexes them.
 REGIONS = ("data", "scale", "ids", "weights", "output")
+# Lines of the address book, as the kernels index them.
 ENTRIES = (
-    *REGIONS,
     "raise_dispatch",
     "raise_combine",
     "see_dispatch",
@@ -35,7 +34,6 @@ ENTRIES = (
     "fault",
     "host_fault",
 )
-_FLAG_BYTES = 2 * MAX_RANKS * 8  # of one slot: two phases, one int64 for each source
 
 
 @dataclass(frozen=True)
@@ -74,16 +72,20 @@ class Geometry:
         """Bytes a rank pays for each unit of capacity."""
         return NUM_SLOTS * self.num_ranks * sum(self.row_bytes.values())
 
-    def offsets(self, slot: int) -> dict[str, int]:
-        """Byte offset of each region of a slot; `flags` first, `end` last."""
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of each region in a slot; `end` is the slot's size."""
         rows = self.num_ranks * self.tokens_per_rank
         sizes = [-(-rows * size // ALIGNMENT) * ALIGNMENT for size in self.row_bytes.values()]
-        starts = itertools.accumulate(sizes, initial=NUM_SLOTS * ALIGNMENT + slot * sum(sizes))
-        return {"flags": slot * ALIGNMENT, **dict(zip((*REGIONS, "end"), starts, strict=True))}
+        return dict(zip((*REGIONS, "end"), itertools.accumulate(sizes, initial=0), strict=True))
+
+    def slot_start(self, slot: int) -> int:
+        """Byte offset of a slot; the flags of all slots come before the first."""
+        return NUM_SLOTS * ALIGNMENT + slot * self.offsets["end"]
 
     @property
     def num_bytes(self) -> int:
-        return self.offsets(NUM_SLOTS - 1)["end"]
+        return self.slot_start(NUM_SLOTS)
 
 
 class SymmetricMemory:
@@ -96,6 +98,7 @@ class SymmetricMemory:
         owner: kept alive as long as the mapping is used.
 
     Attributes:
+        peers: of each slot, every rank's copy of it as mapped here, in rank order.
         books: int64 [NUM_SLOTS, len(ENTRIES), MAX_RANKS], addresses for the kernels.
         states: int64 [NUM_SLOTS, 4], the kernels' generation and CTA count of each slot.
     """
@@ -112,6 +115,7 @@ class SymmetricMemory:
         self._host_fault = torch.zeros(MAX_RANKS, dtype=torch.int32, pin_memory=True)
         self._seen_fault = self._host_fault.numpy()  # one read of host memory, without a device sync
         self.states = torch.zeros(NUM_SLOTS, 4, dtype=torch.int64, device=device)
+        self.peers = [tuple(base + geometry.slot_start(slot) for base in bases) for slot in range(NUM_SLOTS)]
         self.books = torch.tensor([self._book(slot, bases) for slot in range(NUM_SLOTS)], device=device)
         self._free = list(range(NUM_SLOTS))
         self._last_stream: dict[int, torch.cuda.Stream] = {}
@@ -200,17 +204,16 @@ class SymmetricMemory:
 
     def _rows(self, region: str, slot: int, R: int, dtype: torch.dtype) -> torch.Tensor:
         rows, size = self.geometry.num_ranks * R, self.geometry.row_bytes[region]
-        start = self.geometry.offsets(slot)[region]
+        start = self.geometry.slot_start(slot) + self.geometry.offsets[region]
         return self._memory[start : start + rows * size].view(dtype).view(rows, size // dtype.itemsize)
 
     def _book(self, slot: int, bases: list[int]) -> list[list[int]]:
-        at = self.geometry.offsets(slot)
-        flags = {"dispatch": at["flags"], "combine": at["flags"] + MAX_RANKS * 8}
-        own, peers = bases[self.rank], range(len(bases))
-        lines = {region: [bases[p] + at[region] for p in peers] for region in REGIONS}
+        flags = {"dispatch": slot * ALIGNMENT, "combine": slot * ALIGNMENT + MAX_RANKS * 8}
+        peers = range(len(bases))
+        lines: dict[str, list[int]] = {}
         for phase, flag in flags.items():
             lines[f"raise_{phase}"] = [bases[p] + flag + 8 * self.rank for p in peers]
-            lines[f"see_{phase}"] = [own + flag + 8 * p for p in peers]
+            lines[f"see_{phase}"] = [bases[self.rank] + flag + 8 * p for p in peers]
         lines["fault"] = [self._fault.data_ptr() + 4 * p for p in peers]
         lines["host_fault"] = [self._host_fault.data_ptr() + 4 * p for p in peers]
         return [lines[entry] + [0] * (MAX_RANKS - len(bases)) for entry in ENTRIES]

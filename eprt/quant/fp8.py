@@ -10,8 +10,12 @@ from eprt.weights import FP8_BLOCK, MX_BLOCK
 
 
 def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
-    """float32 scale that maps `amax` to 448, E4M3's largest value; never 0."""
-    return (amax.float() / E4M3_MAX).clamp(min=TINY)
+    """float32 scale that maps `amax` to 448, E4M3's largest value; never 0.
+
+    The divisor is a tensor because torch multiplies a CUDA tensor by a number's reciprocal instead of dividing: the
+    CPU's scale would differ in the last bit.
+    """
+    return (amax.float() / torch.full_like(amax, E4M3_MAX, dtype=torch.float32)).clamp(min=TINY)
 
 
 def encode_fp8_tensor(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

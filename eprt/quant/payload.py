@@ -29,7 +29,12 @@ def encode_payload(hidden: torch.Tensor, format: PayloadFormat, global_scale: to
     if format in ("f32", "bf16"):
         return Payload.plain(hidden.to(torch.float32 if format == "f32" else torch.bfloat16))
     if format == "fp8_block":
-        data, scale = encode_fp8_groups(hidden)
+        if hidden.is_cuda and hidden.dim() == 2:
+            from eprt.quant.triton_fp8 import encode_fp8_rows
+
+            data, scale = encode_fp8_rows(hidden)
+        else:
+            data, scale = encode_fp8_groups(hidden)
         return Payload(data, "fp8_block", scale)
     if format == "nvfp4":
         if H % NVFP4_BLOCK:
