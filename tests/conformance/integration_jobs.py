@@ -51,7 +51,10 @@ def compare_logits(
     with torch.no_grad():
         expected = None if ids is None else model(ids).logits
         layers = parallelize(
-            model, world, Path(directory), runtime=RuntimeConfig(dispatcher=dispatcher, executor=executor)
+            model,
+            world,
+            Path(directory),
+            runtime=RuntimeConfig(dispatcher=dispatcher, executor=executor, max_tokens_per_rank=64),
         )
         for layer in layers:
             if layer.router is not None:
