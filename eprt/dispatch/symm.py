@@ -7,15 +7,18 @@ that their executors wrote and sums them in float32. `symm_kernels.py` says why 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.base import Dispatcher, Handle
 from eprt.dispatch.symm_memory import MAX_RANKS, Geometry, SymmetricMemory
-from eprt.errors import ConfigError, InputError
+from eprt.errors import ConfigError, InputError, RankLost, WorldMismatch
 from eprt.tokens import FlatTokens, Payload, TopK
-from eprt.world import World
+
+if TYPE_CHECKING:
+    from eprt.world import World
 
 MAX_TOKENS_PER_RANK = (1 << 20) - 1  # a flag carries R in 20 bits
 
@@ -121,9 +124,15 @@ class SymmetricMemoryDispatcher(Dispatcher):
         return out
 
     def _release(self, handle: Handle) -> None:
-        """The peers' combine waits for this rank's flag, so a handle that is dropped still raises it."""
+        """The peers' combine waits for this rank's flag, so a handle that is dropped still raises it, unless some of
+        them are lost: then nobody goes on."""
         call = handle.state
         if not isinstance(call, _Call) or self.world.closed:
+            return
+        try:
+            self.check_peers()
+        except (RankLost, WorldMismatch):
+            self._memory.release(call.slot)
             return
         none = call.ids[:0]
         out = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)

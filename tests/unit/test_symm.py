@@ -1,0 +1,114 @@
+"""What of the symmetric-memory dispatcher can be held without a GPU: its layout, its kernels' code."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.dispatch import DISPATCHERS
+from eprt.dispatch.symm_memory import ALIGNMENT, ENTRIES, MAX_RANKS, NUM_SLOTS, REGIONS, Geometry
+from eprt.support import Device
+
+
+@pytest.mark.parametrize("payload", ["bf16", "fp8_block", "nvfp4"])
+@pytest.mark.parametrize(("ranks", "capacity", "H", "K"), [(1, 1, 16, 1), (4, 77, 2880, 4), (8, 4096, 7168, 8)])
+def test_regions_hold_every_row_and_do_not_overlap(ranks, capacity, H, K, payload):
+    geometry = Geometry(ranks, capacity, H, K, payload)
+    rows = ranks * capacity
+    edges = [0]
+    for slot in range(NUM_SLOTS):
+        start = geometry.slot_start(slot)
+        assert start >= NUM_SLOTS * ALIGNMENT  # the flags come first
+        for region in REGIONS:
+            first = start + geometry.offsets[region]
+            assert first % ALIGNMENT == 0
+            assert first >= edges[-1]
+            edges.append(first + rows * geometry.row_bytes[region])
+    assert edges[-1] <= geometry.num_bytes
+    assert 2 * MAX_RANKS * 8 <= ALIGNMENT  # a slot's flags fit
+    rounding = NUM_SLOTS * (len(REGIONS) + 1) * ALIGNMENT
+    assert 0 <= geometry.num_bytes - capacity * geometry.bytes_per_token <= rounding
+
+
+def test_rows_are_as_long_as_the_formats_say():
+    """By hand: 7168 values, top-8."""
+    sizes = {p: Geometry(4, 1, 7168, 8, p).row_bytes for p in ("bf16", "fp8_block", "nvfp4")}
+    assert sizes["bf16"] == {"data": 14336, "scale": 0, "ids": 32, "weights": 32, "output": 14336}
+    assert (sizes["fp8_block"]["data"], sizes["fp8_block"]["scale"]) == (7168, 224)
+    assert (sizes["nvfp4"]["data"], sizes["nvfp4"]["scale"]) == (3584, 448)
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "tokens", "reason"),
+    [
+        (8, "sm90", 4096, ""),
+        (16, "sm90", 64, "at most 8 ranks"),
+        (4, "cpu", 64, "runs on cuda"),
+        (4, "sm90", 1 << 20, "at most 1048575 tokens"),
+    ],
+)
+def test_limits_are_reasons_of_the_plan(size, device, tokens, reason):
+    config = MoEConfig(num_experts=32, top_k=5, hidden_size=1111, intermediate_size=64)
+    runtime = RuntimeConfig(max_tokens_per_rank=tokens)
+    found = DISPATCHERS["symm"].supports(config, ParallelConfig(size), runtime, Device.parse(device))
+    assert bool(found) is (reason == "")
+    assert reason in found.reason
+
+
+# Triton and ptxas compile for a GPU that isn't there, so a lost wide access or a spill shows here.
+
+
+def _compile(kernel, pointers: dict[str, str], constants: dict[str, int], arch: int):
+    compiler = pytest.importorskip("triton.compiler", reason="needs triton: pip install triton")
+    from triton.backends.compiler import GPUTarget
+
+    integers = {"T": "i32", "R": "i32", "rank": "i32", "limit_ns": "i64", "peers": ("i64",) * constants["W"]}
+    signature = {
+        name: "constexpr" if name in constants else pointers.get(name, integers.get(name, "i64"))
+        for name in kernel.arg_names
+    }
+    names = list(kernel.arg_names)
+    source = compiler.ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("data", "out") if name in names},
+    )
+    return compiler.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8})
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize(("W", "H", "K"), [(4, 7168, 8), (8, 2880, 4)])
+def test_kernels_compile_with_wide_accesses(W, H, K, arch):
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
+    from eprt.dispatch.symm_kernels import combine_kernel, dispatch_kernel
+
+    routing = {"E": 128, "L": 128 // W, "MOE_TP": 1, "W": W, "K": K, "K_POW2": K}
+    tensors = {"ids": "*i32", "weights": "*fp32", "book": "*i64", "state": "*i64"}
+    words = H // 2
+    push = _compile(
+        dispatch_kernel,
+        {**tensors, "data": "*i32", "scale": "*i32"},
+        {**routing, "WORDS": words, "BLOCK": 4096, "SCALE_WORDS": 0, "SCALE_BLOCK": 1},
+        arch,
+    ).asm["ptx"]
+    pull = _compile(combine_kernel, {**tensors, "out": "*i32"}, {**routing, "WORDS": words, "BLOCK": 1024}, arch).asm[
+        "ptx"
+    ]
+    assert len(re.findall(r"st\.global\.v4\.b32", push)) >= 4 * W  # each peer: 4096 words over 256 threads
+    assert len(re.findall(r"ld\.global\.v4\.b32", pull)) == W
+    for ptx in (push, pull):
+        assert len(re.findall(r"st\.release\.sys", ptx)) == 1
+        assert len(re.findall(r"ld\.acquire\.sys", ptx)) == 1
+        assert ".local" not in ptx
+
+
+def test_the_kernels_index_the_book_as_the_memory_writes_it():
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
+    from eprt.dispatch import symm_kernels
+
+    assert {name: getattr(symm_kernels, name.upper()).value for name in ENTRIES} == {
+        name: line for line, name in enumerate(ENTRIES)
+    }
