@@ -1,0 +1,164 @@
+"""The plan: what it chooses for each family on each machine, and the reasons for everything else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from plan_table import DEVICES, MODELS, TOKENS, choice, config_of, in_readme, plan_for, table
+
+from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.dispatch import DISPATCHERS
+from eprt.errors import ConfigError, UnsupportedError
+from eprt.experts import EXECUTORS
+from eprt.plan import make_plan
+from eprt.support import Device
+
+GPT_OSS, QWEN3, NEMOTRON = "gpt-oss-120b, MXFP4", "Qwen3-30B-A3B, bf16", "Nemotron-H (latent experts), NVFP4"
+DEEPSEEK_FP8, DEEPSEEK_NVFP4 = "DeepSeek-V3, FP8 blocks", "DeepSeek-V3, NVFP4"
+
+
+def verdict(model: str, device: str, dispatcher: str, executor: str, **runtime):
+    """The pair's Support in its first token format; a refused pair too."""
+    try:
+        candidates = plan_for(model, device, "decode", **runtime).candidates
+    except UnsupportedError as error:
+        return str(error)
+    return next(c.support for c in candidates if (c.dispatcher, c.executor) == (dispatcher, executor))
+
+
+def test_readme_shows_the_table_that_the_plan_makes() -> None:
+    assert in_readme() == table(), "run: python tests/unit/plan_table.py"
+
+
+@pytest.mark.parametrize("phase", TOKENS)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_pair_is_listed_with_a_reason(model: str, device: str, phase: str) -> None:
+    plan = plan_for(model, device, phase)
+    assert {(c.dispatcher, c.executor) for c in plan.candidates} == {(d, e) for d in DISPATCHERS for e in EXECUTORS}
+    assert all(c.support.reason for c in plan.candidates if not c.support)
+    chosen = [
+        c
+        for c in plan.candidates
+        if (c.dispatcher, c.executor, c.token_format) == (plan.dispatcher, plan.executor, plan.token_format)
+    ]
+    assert len(chosen) == 1
+    assert chosen[0].support
+    assert plan.reason
+    marked = [line for line in plan.table().splitlines() if line.startswith("->")]
+    assert len(marked) == 1
+    assert plan.dispatcher in marked[0]
+    assert plan.executor in marked[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "executors"),
+    [
+        (GPT_OSS, "cpu", {"torch_grouped"}),
+        (GPT_OSS, "sm90", {"humming", "cutlass_mxfp4"}),
+        (QWEN3, "sm90", {"torch_grouped"}),
+        (QWEN3, "sm100", {"torch_grouped"}),
+        (DEEPSEEK_FP8, "sm90", {"humming"}),
+        (DEEPSEEK_FP8, "sm100", {"trtllm_gen"}),
+        (DEEPSEEK_NVFP4, "sm90", {"humming"}),
+        (DEEPSEEK_NVFP4, "sm100", {"trtllm_gen", "cutedsl_nvfp4"}),
+        (NEMOTRON, "sm90", {"humming"}),
+        (NEMOTRON, "sm100", {"trtllm_gen", "cutedsl_nvfp4"}),
+    ],
+)
+def test_executor_by_generation_and_format(model: str, device: str, executors: set[str]) -> None:
+    """What a user of that machine must get, whatever the measured rows say between those that fit."""
+    for phase in TOKENS:
+        assert choice(model, device, phase).split(" + ")[1] in executors
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "dispatcher", "executor", "reason"),
+    [
+        (GPT_OSS, "cpu", "symm", "torch_grouped", "symm: runs on cuda, not on cpu"),
+        (GPT_OSS, "cpu", "torch", "humming", "humming: runs on cuda, not on cpu"),
+        (GPT_OSS, "sm100", "none", "cutlass_mxfp4", "needs sm90"),
+        (GPT_OSS, "sm90", "none", "trtllm_gen", "needs sm100 to sm103, not sm90"),
+        (QWEN3, "sm90", "none", "cutlass_mxfp4", "takes mxfp4 weights, not bf16"),
+        (NEMOTRON, "sm90", "none", "cutlass_mxfp4", "takes mxfp4 weights, not nvfp4"),
+        (NEMOTRON, "sm90", "deepep", "humming", "top-k at most 11, the model has 22"),
+    ],
+)
+def test_a_refusal_names_limit_and_value(model: str, device: str, dispatcher: str, executor: str, reason: str) -> None:
+    found = verdict(model, device, dispatcher, executor)
+    assert not found.ok
+    assert reason in found.reason
+
+
+def test_remarks_name_padding_decoding_and_adapters() -> None:
+    assert "decodes mxfp4 to bf16 at load" in verdict(GPT_OSS, "cpu", "torch", "torch_grouped").reason
+    padded = verdict(GPT_OSS, "sm90", "deepep", "cutlass_mxfp4")
+    assert padded.ok
+    assert "hidden 2880 padded to 3072" in padded.reason
+    assert "adapter from expert_major" in padded.reason
+
+
+def test_native_pairs_win_over_adapted_ones() -> None:
+    plan = plan_for(GPT_OSS, "sm90", "decode", dispatcher="deepep")
+    assert plan.executor == "humming"
+    assert plan.token_format == "expert_major"
+
+
+def test_a_world_of_one_moves_nothing() -> None:
+    for device in ("cpu", "sm90"):
+        plan = make_plan(config_of(GPT_OSS), ParallelConfig(1), RuntimeConfig(), Device.parse(device))
+        assert plan.dispatcher == "none"
+
+
+def test_a_measured_choice_shows_the_row_it_used() -> None:
+    reason = plan_for(GPT_OSS, "sm90", "decode").reason
+    assert " us (" in reason
+    assert "hidden 2880" in reason
+    assert "nothing measured on sm100" in plan_for(GPT_OSS, "sm100", "decode").reason
+
+
+def test_nothing_possible_raises_the_whole_table() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        plan_for(GPT_OSS, "cpu", "decode", dispatcher="symm")
+    assert "no dispatcher/executor pair can run this layer on 4 x cpu" in str(caught.value)
+    for executor in EXECUTORS:
+        assert f"  {executor} " in str(caught.value)
+
+
+def test_wrong_names_and_sizes_are_config_errors() -> None:
+    config, cpu = config_of(GPT_OSS), Device.parse("cpu")
+    for runtime, parallel, text in (
+        (
+            RuntimeConfig(dispatcher="nccl"),
+            ParallelConfig(4),
+            "dispatcher 'nccl' doesn't exist; choose from none, torch",
+        ),
+        (RuntimeConfig(executor="marlin"), ParallelConfig(4), "executor 'marlin' doesn't exist; choose from reference"),
+        (RuntimeConfig(), ParallelConfig(3), "128 experts can't be split evenly over 3"),
+        (RuntimeConfig(), ParallelConfig(7, moe_tp_size=7), "2880 doesn't divide by moe_tp_size 7"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            make_plan(config, parallel, runtime, cpu)
+    with pytest.raises(ConfigError, match="device 'hopper': expected 'cpu' or 'sm<number>'"):
+        Device.parse("hopper")
+
+
+def test_explain_prints_it(tmp_path, capsys) -> None:
+    from eprt.cli import main
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MODELS[GPT_OSS]))
+    assert main(["explain", "--model", str(path), "--device", "sm90", "--phase", "prefill"]) == 0
+    text = capsys.readouterr().out
+    plan = plan_for(GPT_OSS, "sm90", "prefill")
+    assert "layers 0-35: 128 experts in mxfp4, top-4, hidden 2880" in text
+    assert "needs sm100 to sm103, not sm90" in text
+    assert f"Choice: dispatcher {plan.dispatcher}, executor {plan.executor}" in text
+
+    assert main(["explain", "--model", str(path), "--device", "sm90", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {(c["dispatcher"], c["executor"]) for c in shown["plans"][0]["candidates"]} == {
+        (d, e) for d in DISPATCHERS for e in EXECUTORS
+    }
+    assert shown["plans"][0]["layers"] == list(range(36))

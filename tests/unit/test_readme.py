@@ -1,0 +1,116 @@
+"""README and CONTRIBUTING say what is true: paths exist, commands and flags parse, tables are the code's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import eprt
+from eprt.cli.arguments import parse
+from eprt.dispatch import DISPATCHERS
+from eprt.experts import EXECUTORS
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "CONTRIBUTING.md")
+README = (ROOT / "README.md").read_text()
+SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("launch/*"), ROOT / ".ci" / "run"])
+
+
+def paths(text: str) -> set[str]:
+    """What looks like a path of this repository in backticks, links and code blocks."""
+    known = "eprt|tests|scripts|launch|benchmarks|LICENSE|CONTRIBUTING.md|README.md|.ci"
+    return set(re.findall(rf"(?<![\w/.-])((?:{known})(?:/[\w.-]+)*/?)(?=[`)\s:,;])", text))
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """Every `eprt ...` command of the pages, in blocks and in backticks."""
+    text = "\n".join((ROOT / page).read_text() for page in PAGES)
+    lines = [line for block in code_blocks(text, "bash") for line in block.splitlines()]
+    lines += re.findall(r"`(eprt (?:run|explain|doctor|bench)[^`]*)`", text)
+    found = [shlex.split(line, comments=True) for line in lines if re.match(r"(\.venv/bin/)?eprt ", line)]
+    return [words[1:] for words in found]
+
+
+def test_the_patterns_find_something() -> None:
+    assert {"scripts/run.sh", "scripts/test.sh", "eprt/measured.json", "LICENSE"} <= paths(README)
+    assert len(commands()) >= 5
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_exist(page: str) -> None:
+    missing = [path for path in paths((ROOT / page).read_text()) if "NAME" not in path and not (ROOT / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands_parse(words: list[str]) -> None:
+    if words == ["explain"]:  # named in prose, without its one required argument
+        words = ["explain", "--model", "DIR"]
+    parse(words)
+
+
+def test_explain_as_the_prose_names_it() -> None:
+    arguments = parse(["explain", "--model", "config.json", "--world", "4"])
+    assert arguments.world == 4
+
+
+def test_the_two_commands_are_the_scripts_that_ci_runs() -> None:
+    block = code_blocks(README, "bash")[0]
+    first_two = [shlex.split(line, comments=True) for line in block.strip().splitlines()]
+    assert first_two == [["bash", "scripts/run.sh"], ["bash", "scripts/test.sh"]]
+    ci = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("bash ")]
+    assert [shlex.split(line) for line in ci] == first_two
+
+
+def test_python_blocks_use_public_names_that_exist() -> None:
+    for block in code_blocks(README, "python"):
+        compile(block, "README.md", "exec")
+        for name in re.findall(r"\beprt\.([A-Za-z_]+)", block):
+            assert name == "integrations" or hasattr(eprt, name), name
+
+
+@pytest.mark.parametrize(("table", "heading"), [(DISPATCHERS, "### Dispatchers"), (EXECUTORS, "### Executors")])
+def test_backend_tables_list_every_row_and_no_other(table, heading: str) -> None:
+    section = README.split(heading)[1].split("\n#")[0]
+    assert set(re.findall(r"^\| `(\w+)`", section, flags=re.MULTILINE)) == set(table)
+    for name, spec in table.items():
+        row = next(line for line in section.splitlines() if line.startswith(f"| `{name}`"))
+        if spec.requirement is not None:
+            assert spec.requirement.minimum in row or spec.requirement.module == "triton", name
+
+
+def test_shown_output_is_what_the_command_prints() -> None:
+    """Its words, not its times: titles, columns and the verdict of the first command's last lines."""
+    shown = code_blocks(README, "text")[0]
+    source = (ROOT / "eprt/cli/run.py").read_text()
+    for words in ("Each rank, all layers and steps together", "error = ||output - oracle|| / ||oracle||", "PASS"):
+        assert words in shown
+        assert words in source
+    assert "PASS: 2 MoE layers of the tiny gpt-oss (8 experts in mxfp4, top-4) ran on 4 gloo ranks" in shown
+
+
+def test_failure_table_names_the_reasons_of_rank_lost() -> None:
+    section = README.split("`RankLost.why`")[1].split("\n\n")[0]
+    assert set(re.findall(r"\| `(\w+)` \|", section)) == {"exited", "silent", "raised", "left", "behind", "store"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
+def test_scripts_are_bash_that_stops_at_errors(script: Path) -> None:
+    text = script.read_text()
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert "set -euo pipefail" in text
+    assert script.stat().st_mode & 0o111, "not executable"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_pages_hold_no_placeholder() -> None:
+    for page in PAGES:
+        assert not re.findall(r"\b(TODO|TBD|FIXME|XXX)\b", (ROOT / page).read_text())
