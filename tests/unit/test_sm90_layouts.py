@@ -1,0 +1,308 @@
+"""Hopper layouts, the permute and the tuning cache: everything of the two executors that needs no kernel."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import expert_cases as cases
+import pytest
+import torch
+
+from eprt.cache import TuningCache, TuningCacheWarning
+from eprt.config import Activation, RuntimeConfig
+from eprt.errors import ConfigError
+from eprt.experts.cutlass_mxfp4 import swiglu_parameters, tile_expert
+from eprt.experts.humming_gemm import GemmShape, expert_tensors, needs_channel_scale, neighbours, row_bucket, unique
+from eprt.experts.humming_rows import activation_source
+from eprt.experts.layouts_sm90 import (
+    pad_parts,
+    round_up,
+    spread_part_scale,
+    spread_tensor_scale,
+    stack_experts,
+    unpad_parts,
+)
+from eprt.experts.permute import group_rows, group_slots, weighted_unpermute
+from eprt.experts.reference import decode_matrix
+from eprt.weights import Fp8Block, Mxfp4, Nvfp4
+
+SIZES = [(96, 24), (96, 40), (2880, 96), (128, 1856)]  # (H, I)
+
+
+def marked(*shape, dtype=torch.float32):
+    """Every element differs from 0 and, in 32 bits, from every other."""
+    values = torch.arange(1, math.prod(shape) + 1).view(shape)
+    if dtype == torch.uint8:
+        return (values % 255 + 1).to(dtype)
+    return (values % 200 + 1).to(dtype) if dtype.itemsize == 1 else values.to(dtype)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("H", "I"), SIZES)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float8_e4m3fn])
+def test_padding_has_an_inverse(H, I, parts, reverse, dtype):
+    stack = marked(1, parts * I, H, dtype=dtype)
+    padded = pad_parts(stack, parts, round_up(I), round_up(H), reverse=reverse)
+    assert padded.shape == (1, parts * round_up(I), round_up(H))
+    assert padded.dtype == dtype
+    back = unpad_parts(padded, parts, I, H, reverse=reverse)
+    assert torch.equal(back.float(), stack.float())
+    assert padded.float().count_nonzero() == stack.float().count_nonzero()
+
+
+def test_padding_keeps_the_halves_apart():
+    """By hand: one row of gate, one of up, padded to two each."""
+    stack = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
+    assert pad_parts(stack, 2, 2, 3).tolist() == [[[1, 2, 0], [0, 0, 0], [3, 4, 0], [0, 0, 0]]]
+    assert pad_parts(stack, 2, 2, 3, reverse=True).tolist() == [[[3, 4, 0], [0, 0, 0], [1, 2, 0], [0, 0, 0]]]
+    assert pad_parts(stack[..., 0], 2, 2, reverse=True).tolist() == [[3, 0, 1, 0]]
+    # Padding after concatenation is another tensor: the boundary in the middle moved into gate.
+    assert pad_parts(stack, 1, 4, 3).tolist() == [[[1, 2, 0], [3, 4, 0], [0, 0, 0], [0, 0, 0]]]
+
+
+def test_scales_spread_part_by_part():
+    scale = torch.tensor([[2.0, 3.0]])
+    assert spread_part_scale(scale, 2).tolist() == [[2, 2, 3, 3]]
+    assert spread_tensor_scale(scale, 2, 3).tolist() == [[[2] * 3] * 2 + [[3] * 3] * 2]
+
+
+def kernel_swiglu(rows, activation, order):
+    """What a kernel that splits its rows in the middle computes of them."""
+    first, second = rows.chunk(2, dim=-1)
+    gate, up = (second, first) if order == "up_gate" else (first, second)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
+
+
+def padded_forward(x, gate_up, down, gate_up_bias, down_bias, activation, order, H):
+    """The kernels' arithmetic in float32 on padded, still canonical numbers: x is padded in, the output trimmed."""
+    x = torch.nn.functional.pad(x, (0, gate_up.shape[1] - H))
+    inner = kernel_swiglu(x @ gate_up.T + gate_up_bias.float(), activation, order)
+    return (inner @ down.T + down_bias.float())[:, :H]
+
+
+def odd_layer(weight_format, I, **changes):
+    return cases.make_config(weight_format, intermediate_size=I, activation=cases.GPT_OSS, bias=True, **changes)
+
+
+def expected_of(config, weights, expert, x):
+    from eprt.experts.reference import expert_forward
+
+    parts = config.activation.parts
+    gate_up, down = decode_matrix(weights.gate_up, parts)[expert], decode_matrix(weights.down, 1)[expert]
+    return expert_forward(config, gate_up, down, weights.gate_up_bias[expert], weights.down_bias[expert], x)
+
+
+@pytest.mark.parametrize("expert", [0, 3])
+@pytest.mark.parametrize("I", [32, 96, 160])
+def test_cutlass_tiles_compute_the_layer(I, expert):
+    """The padded [up; gate] tiles, read as MXFP4 by the witness's decoder, give the unpadded layer's result."""
+    config = odd_layer("mxfp4", I)
+    weights = cases.make_weights(config)
+    one = weights.map(lambda tensor: tensor[expert : expert + 1])
+    tiles = tile_expert(one, moe_tp_rank=0)
+    assert tiles["gate_up"].shape == (1, 2 * round_up(I), 64)
+    assert tiles["down"].shape == (1, 128, round_up(I) // 2)
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
+
+    def result(tiles, order="up_gate"):
+        gate_up = decode_matrix(Mxfp4(tiles["gate_up"], tiles["gate_up_scales"]), 2)[0]
+        down = decode_matrix(Mxfp4(tiles["down"], tiles["down_scales"]), 1)[0]
+        biases = tiles["gate_up_bias"][0], tiles["down_bias"][0]
+        return padded_forward(x, gate_up, down, *biases, config.activation, order, 96)
+
+    expected = expected_of(config, weights, expert, x)
+    assert cases.relative_error(result(tiles), expected) < 4e-3  # biases are bf16
+    assert cases.relative_error(result(tiles, "gate_up"), expected) > 0.1
+    canonical = {
+        name: unpad_parts(tiles[name], 2, I, width, reverse=True)
+        for name, width in (("gate_up", 48), ("gate_up_scales", 3))
+    }
+    assert torch.equal(canonical["gate_up"], one.gate_up.codes)
+    assert torch.equal(canonical["gate_up_scales"], one.gate_up.scales)
+
+
+def test_cutlass_down_bias_is_added_once():
+    weights = cases.make_weights(odd_layer("mxfp4", 64)).map(lambda tensor: tensor[:1])
+    assert tile_expert(weights, moe_tp_rank=0)["down_bias"].any()
+    assert not tile_expert(weights, moe_tp_rank=1)["down_bias"].any()
+    with pytest.raises(ConfigError, match="Mxfp4"):
+        tile_expert(cases.make_weights(odd_layer("nvfp4", 64)), moe_tp_rank=0)
+
+
+def test_swiglu_parameters_are_all_or_none():
+    assert swiglu_parameters(Activation()) is None
+    assert swiglu_parameters(cases.GPT_OSS) == (1.702, 1.0, 7.0)
+    assert swiglu_parameters(cases.DEEPSEEK_V4) == (1.0, 0.0, 10.0)
+    alpha, beta, limit = swiglu_parameters(Activation(alpha=1.702))
+    assert (alpha, beta) == (1.702, 0.0)
+    assert limit > 1e38
+
+
+def decode_humming(tensors, form, parts, channel):
+    """What humming's tensors say, read back through the witness's decoder."""
+    if form == "mxfp4":
+        matrix = Mxfp4(tensors["weight"].view(torch.uint8), tensors["weight_scale"].view(torch.uint8))
+        return decode_matrix(matrix, parts)[0]
+    if form == "nvfp4":
+        ones = torch.ones(1, parts)
+        plain = decode_matrix(Nvfp4(tensors["weight"].view(torch.uint8), tensors["weight_scale"], ones), parts)[0]
+        second = tensors["weight_scale_2"].float()
+        return plain * (second[0][:, None] if channel else second)
+    return decode_matrix(Fp8Block(tensors["weight"].view(torch.float8_e4m3fn), tensors["weight_scale"]), parts)[0]
+
+
+@pytest.mark.parametrize(("form", "I"), [("mxfp4", 32), ("nvfp4", 48), ("fp8_tensor", 24), ("fp8_block", 40)])
+def test_humming_tensors_compute_the_layer(form, I):
+    config = odd_layer(form, I)
+    weights = cases.make_weights(config)
+    channel = needs_channel_scale(weights.gate_up)
+    assert channel == (form == "nvfp4")
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
+    for expert in (0, 2):
+        one = weights.map(lambda tensor, e=expert: tensor[e : e + 1])
+        up = expert_tensors(one.gate_up, one.gate_up_bias, GemmShape(2, I, 96, "cols"), channel)
+        down = expert_tensors(one.down, one.down_bias, GemmShape(1, 96, I, "rows"), False)
+        assert up["weight"].dtype == down["weight"].dtype == torch.int32
+        matrices = decode_humming(up, form, 2, channel), decode_humming(down, form, 1, False)
+        biases = up["bias"][0], down["bias"][0]
+        expected = expected_of(config, weights, expert, x)
+
+        def result(gate_up, order="gate_up", down=matrices[1], biases=biases):
+            return padded_forward(x, gate_up, down, *biases, config.activation, order, 96)
+
+        bound = 1e-2 if channel else 4e-3  # a channel scale is bf16
+        assert cases.relative_error(result(matrices[0]), expected) < bound
+        assert cases.relative_error(result(matrices[0], "up_gate"), expected) > 0.1
+
+
+def test_humming_gate_scale_used_for_up_is_another_layer():
+    weights = cases.make_weights(odd_layer("nvfp4", 48)).map(lambda tensor: tensor[:1])
+    shape = GemmShape(2, 48, 96, "cols")
+    right = decode_humming(expert_tensors(weights.gate_up, None, shape, True), "nvfp4", 2, True)
+    wrong = decode_humming(expert_tensors(weights.gate_up, None, shape, False), "nvfp4", 2, False)
+    assert cases.relative_error(wrong, right) > 0.1
+
+
+def test_humming_refuses_dense_weights():
+    dense = cases.make_dense(cases.make_config())
+    with pytest.raises(ConfigError, match="Dense"):
+        expert_tensors(dense.gate_up, None, GemmShape(2, 64, 96, "cols"), False)
+
+
+def evaluate(source, **numbers):
+    """The C++ expression, read as Python: enough for what `activation_source` writes."""
+    import re
+
+    kind, text = source
+    text = re.sub(r"(\d)f\b", r"\1", text).replace("__expf", "exp").replace("fminf", "min").replace("fmaxf", "max")
+    text = re.sub(r"(.*) \? (.*) : (.*)", r"(\2) if (\1) else (\3)", text)
+    return kind, eval(text, {"exp": math.exp, "min": min, "max": max}, numbers)
+
+
+@pytest.mark.parametrize("name", list(cases.ACTIVATIONS))
+def test_activation_source_is_the_activation(name):
+    activation = cases.ACTIVATIONS[name]
+    for a, b in [(0.0, 0.0), (1.5, -2.5), (-3.0, 4.0), (12.0, 15.0), (6.9, -11.0)]:
+        kind, value = evaluate(activation_source(activation), a=a, b=b)
+        if activation.gated:
+            rows = torch.tensor([[a, b]], dtype=torch.float64)
+            expected = kernel_swiglu(rows, activation, "gate_up").item()
+        else:
+            expected = max(a, 0.0) ** 2
+        assert kind == ("binary_split" if activation.gated else "unary")
+        assert value == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_stacking_prepares_one_expert_at_a_time():
+    alive, seen = 0, []
+
+    def prepare(index):
+        seen.append((index, alive))
+        return {"a": torch.full((1, 2), float(index)), "b": torch.full((1,), index)}
+
+    stacks = stack_experts(3, prepare)
+    assert stacks["a"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert stacks["b"].tolist() == [0, 1, 2]
+    assert [index for index, _ in seen] == [0, 1, 2]
+    source = torch.zeros(1, 2)
+    assert stack_experts(1, lambda _: {"a": source})["a"].data_ptr() != source.data_ptr()
+
+
+def test_schedules():
+    assert [row_bucket(rows) for rows in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
+    base = {"num_stages": 4, "num_ctas_per_sm": 1, "use_stream_k": True}
+    assert unique([base, dict(reversed(base.items())), {**base, "num_stages": 3}]) == [base, {**base, "num_stages": 3}]
+    assert {"use_stream_k": False}.items() <= neighbours(base, batch_invariant=False)[-1].items()
+    assert all(schedule["use_stream_k"] for schedule in neighbours(base, batch_invariant=True))
+    assert base not in [s for s in neighbours(base, batch_invariant=True) if s["num_ctas_per_sm"] > 1]
+
+
+@pytest.mark.parametrize(("first", "L"), [(0, 8), (2, 4), (6, 2)])
+@pytest.mark.parametrize("N", [1, 7, 40])
+def test_permute_groups_by_expert(N, first, L):
+    """Against loops over the slots. E is 8, and the id of no expert."""
+    generator = torch.Generator().manual_seed(N)
+    ids = torch.rand(N, 9, generator=generator).argsort(1)[:, :3].to(torch.int32)
+    hidden, weights = torch.randn(N, 6, generator=generator), torch.rand(N, 3, generator=generator)
+    rows, order = group_rows(hidden, ids, first, L, torch.float32)
+    slots = [(int(ids[n, k]) - first, n, k) for n in range(N) for k in range(3)]
+    wanted = sorted(slot for slot in slots if 0 <= slot[0] < L)
+    assert [int(v) for v in order.offsets.diff()] == [sum(slot[0] == e for slot in wanted) for e in range(L)]
+    assert rows.shape == (N * 3, 6)
+    for place, (_, n, k) in enumerate(wanted):
+        assert int(order.place[n, k]) == place
+        assert torch.equal(rows[place], hidden[n])
+    assert int((order.place >= 0).sum()) == len(wanted)
+    assert torch.equal(group_slots(ids, first, L).place, order.place)
+    result = marked(N * 3, 6)
+    for every_row in (True, False):
+        out = torch.full((N, 6), 7.0)
+        weighted_unpermute(result, order, weights, out, every_row=every_row)
+        for n in range(N):
+            mine = [(place, k) for place, (_, row, k) in enumerate(wanted) if row == n]
+            expected = sum((weights[n, k] * result[place] for place, k in mine), torch.zeros(6))
+            expected = expected if mine or every_row else torch.full((6,), 7.0)
+            torch.testing.assert_close(out[n], expected)
+
+
+def test_cache_keeps_and_tells_apart(tmp_path):
+    cache = TuningCache("tuner", "1.0", "gpu", tmp_path)
+    problem = {"rows": 4, "sizes": (1, 2)}
+    assert cache.load(problem) is None
+    cache.store(problem, {"tile": [8, 128]})
+    assert cache.load({"sizes": [1, 2], "rows": 4}) == {"tile": [8, 128]}
+    assert cache.load({**problem, "rows": 5}) is None
+    for other in (replace(cache, version="1.1"), replace(cache, gpu="other"), replace(cache, tuner="b")):
+        assert other.load(problem) is None
+    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".json"]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"key": 1}', json.dumps({"key": {}, "result": 1}), ""])
+def test_corrupt_cache_is_rebuilt_with_a_warning(tmp_path, content):
+    cache = TuningCache("tuner", "1.0", "gpu", tmp_path)
+    cache.store({"rows": 4}, 1)
+    cache.path({"rows": 4}).write_text(content)
+    with pytest.warns(TuningCacheWarning, match=r"unusable .*tuning again"):
+        assert cache.load({"rows": 4}) is None
+    assert not cache.path({"rows": 4}).exists()
+    cache.store({"rows": 4}, 2)
+    assert cache.load({"rows": 4}) == 2
+
+
+def test_cache_that_cannot_be_written_warns(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(TuningCacheWarning, match="can't be written"):
+        TuningCache("tuner", "1.0", "gpu", tmp_path / "file").store({}, 1)
+
+
+def test_cache_folder_follows_xdg(monkeypatch, tmp_path):
+    from eprt.cache import tuning_cache
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuning_cache("t", "1", "g").root == tmp_path / "eprt"
+    assert RuntimeConfig().low_precision_activations is False
