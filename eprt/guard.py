@@ -96,6 +96,11 @@ class Guard:
         """What the world agreed on, if anything."""
         return self._verdict
 
+    @property
+    def failing(self) -> bool:
+        """Whether a verdict stands, or this rank is leaving through an exception."""
+        return self._verdict is not None or self._ending.startswith("raised")
+
     def raise_if_lost(self, waiting: bool = False) -> None:
         """Raises RankLost if there is a verdict, or, when `waiting` for peers, if one has ended."""
         if self._verdict is None and waiting:

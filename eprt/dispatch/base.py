@@ -134,6 +134,7 @@ class Handle:
         num_tokens, tokens_per_rank: this rank's T and the agreed R.
         state: the dispatcher's own; dropped on close.
         traffic: what moved, where the host knows it; else None.
+        deferred: the rows may still be on their way; `wait` before anything reads them.
     """
 
     owner: Dispatcher
@@ -143,7 +144,14 @@ class Handle:
     dtype: torch.dtype
     state: Any = None
     traffic: Traffic | None = None
+    deferred: bool = False
     status: str = field(default="open", compare=False)
+
+    def wait(self) -> None:
+        """Until the rows have arrived, in stream order. Idempotent; for `dispatch(..., wait=False)` alone."""
+        if self.deferred and self.status == "open":
+            self.owner._wait(self)
+        self.deferred = False
 
     def close(self) -> None:
         """Idempotent."""
@@ -223,6 +231,9 @@ class Dispatcher(ABC):
     def warmup(self) -> None:
         """Collective: compile, allocate, tune. After `World.warmup()` doing so lazily is an error."""
 
+    def _wait(self, handle: Handle) -> None:
+        """Receive what a deferred dispatch only asked for. Dispatchers that can't defer have received it already."""
+
     def _release(self, handle: Handle) -> None:
         """A handle closes without having been combined: give back what it held."""
 
@@ -232,7 +243,13 @@ class Dispatcher(ABC):
     # ---- the two verbs --------------------------------------------------------------------------------------
 
     def dispatch(
-        self, hidden_states: torch.Tensor, topk: TopK, tokens_per_rank: int | None = None, *, replicas: int = 0
+        self,
+        hidden_states: torch.Tensor,
+        topk: TopK,
+        tokens_per_rank: int | None = None,
+        *,
+        replicas: int = 0,
+        wait: bool = True,
     ) -> Dispatched:
         """Send T tokens to the ranks that hold their experts.
 
@@ -242,6 +259,8 @@ class Dispatcher(ABC):
             tokens_per_rank: R, the same on every rank, T <= R <= capacity; None agrees on it by a small collective
                 (CUDA graphs need it given).
             replicas: tokens that this rank's attention-TP group holds together, compared within the group.
+            wait: False returns once the sends are issued, where the dispatcher can (deepep), so that other work
+                overlaps them; then call `handle.wait()` before anything reads the tokens.
 
         Raises:
             InputError, CapacityError: bad input on some rank; the same error on every rank that compares headers.
@@ -257,7 +276,7 @@ class Dispatcher(ABC):
             error = found
         num_tokens = 0 if error else hidden_states.shape[0]
         rows = self._agree("dispatch", self._calls, num_tokens, tokens_per_rank, hidden_states.dtype, error, replicas)
-        handle = Handle(self, self._calls, num_tokens, rows, hidden_states.dtype)
+        handle = Handle(self, self._calls, num_tokens, rows, hidden_states.dtype, deferred=not wait)
         self._calls += 1
         tokens = self._dispatch(self._encode(hidden_states), topk, handle)
         return Dispatched(tokens, handle)
@@ -277,6 +296,8 @@ class Dispatcher(ABC):
             raise UsageError("combine got a handle of another dispatcher: pass the one that the same dispatch returned")
         if handle.status != "open":
             raise UsageError(f"combine on a handle that is already {handle.status}: dispatch again for a new one")
+        if handle.deferred:
+            raise UsageError("combine on a handle that nobody waited for: call handle.wait() before the experts run")
         self._agree("combine", handle.call, handle.num_tokens, handle.tokens_per_rank, expert_output.dtype, None)
         output = self._combine(expert_output, handle)
         handle.status = "combined"
@@ -323,6 +344,8 @@ class Dispatcher(ABC):
         if tokens_per_rank is not None and tokens_per_rank < 1:
             raise InputError(f"tokens_per_rank {tokens_per_rank}: must be at least 1, also when every rank is idle")
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing and tokens_per_rank is None and self.world.size > 1:
+            raise InputError("tokens_per_rank is None during CUDA graph capture: pass R, the same on every rank")
         if not capturing and (device.type == "cpu" or self.full_validation):
             topk.check_ids(self.config.num_experts)
         if not capturing and self.full_validation:

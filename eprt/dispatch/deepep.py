@@ -1,0 +1,326 @@
+"""Dispatch and combine with DeepEP's low-latency kernels: one message per (token, expert), weights applied in combine.
+
+Rows arrive grouped by expert, so an executor with a masked grouped GEMM takes them as they are. It is a decode
+transport: capacity is at most 1024 tokens a rank, and the buffer grows with experts x capacity x hidden size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
+from eprt.dispatch.base import Dispatcher, Handle
+from eprt.dispatch.shared_memory import Slots, require_allocatable
+from eprt.errors import ConfigError, InputError, RankLost
+from eprt.support import Device
+from eprt.tokens import ExpertMajorTokens, Payload, TopK
+
+if TYPE_CHECKING:
+    from eprt.world import World
+
+# deep_ep 1.2.1: FINISHED_SUM_TAG of csrc/kernels/internode_ll.cu; the warnings and asserts of deep_ep/buffer.py.
+MAX_TOKENS = 1024
+MAX_OPEN = 2
+QP_DEPTH_VARIABLE = "NVSHMEM_QP_DEPTH"
+SCALE_BLOCK = 128
+NOBODY = -1  # the library's id for "no expert"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """All that is baked into the buffer: the key under which a World keeps it.
+
+    Attributes:
+        num_ranks, num_experts: W and E.
+        tokens_per_rank: the capacity.
+        hidden_size: an instantiated one.
+        model_hidden_size: the model's; what lies between the two stays zero.
+    """
+
+    num_ranks: int
+    num_experts: int
+    tokens_per_rank: int
+    hidden_size: int
+    model_hidden_size: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes a rank pays for each unit of capacity: an even and an odd buffer, each with room to send and to
+        receive one message per expert (csrc/config.hpp, LowLatencyLayout)."""
+        scales = self.hidden_size // SCALE_BLOCK
+        dispatch = 16 + max(2 * self.hidden_size, self.hidden_size + 4 * scales)
+        combine = 2 * self.hidden_size + 4 * scales
+        send = max(dispatch, self.num_experts * combine)
+        receive = self.num_experts * max(dispatch, combine)
+        return 2 * (send + receive)
+
+    @property
+    def num_bytes(self) -> int:
+        """What `Buffer.get_low_latency_rdma_size_hint` asks for: one more flag an expert, and a multiple of 128."""
+        flags = -(-4 * self.num_experts // 128) * 128
+        return (2 * flags + self.tokens_per_rank * self.bytes_per_token + 128) // 128 * 128
+
+
+@dataclass(frozen=True)
+class LowLatencyBuffer:
+    """The library's buffer of one geometry.
+
+    Attributes:
+        slots: how many results in it are alive.
+        padded: [capacity, padded H] bf16, zero past the model's hidden size: what is sent where the two differ.
+    """
+
+    library: Any
+    buffer: Any
+    slots: Slots
+    padded: torch.Tensor
+
+
+@dataclass
+class _Call:
+    """What combine needs of a dispatch.
+
+    Attributes:
+        ids: int64 [T, K], `NOBODY` where there is no expert.
+        received: the library's handle.
+        receive: of a deferred dispatch, what makes the rows arrive.
+        scales: of a packed payload, what arrives and the contiguous copy that the executor gets.
+        output: [L, M, padded H], if the executor writes into it.
+    """
+
+    slot: int
+    ids: torch.Tensor
+    weights: torch.Tensor
+    received: tuple[Any, ...]
+    receive: Callable[[], None]
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    output: torch.Tensor | None = None
+
+    def copy_scales(self) -> None:
+        if self.scales is not None:
+            arrived, copy = self.scales
+            copy.copy_(arrived)
+
+
+class DeepEPDispatcher(Dispatcher):
+    """Emits slabs of W * capacity rows for each local expert.
+
+    Other hidden sizes travel padded to the next instantiated one; what the executor sees and returns is [L, M, H], a
+    view with rows of the padded width. Tokens must be bf16; with the `fp8_block` payload the library quantises them
+    (scale = amax / 448 of 128 values). Two calls may be open at once, over all dispatchers of equal geometry; all of
+    them must run in one stream order, on every rank the same. The kernels wait about 100 s for a peer, then trap; the
+    World's guard reports the peer before that.
+
+    `NVSHMEM_QP_DEPTH` is set for the largest capacity unless the environment has it; NVSHMEM reads it once.
+
+    Raises:
+        ConfigError: what the plan would refuse (capacity, hidden size, top-k, payload, package), a world of one,
+            an `NVSHMEM_QP_DEPTH` that is too small.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: MoEConfig,
+        runtime: RuntimeConfig,
+        token_format: TokenFormat = "expert_major",
+        layer: int = 0,
+    ) -> None:
+        verdict = self.spec.supports(config, world.parallel, runtime, Device.of(world.device))
+        if not verdict:
+            raise ConfigError(f"deepep: {verdict.reason}")
+        if world.group is None:
+            raise ConfigError("deepep: a world of one has no process group and nothing to send; use 'none'")
+        require_qp_depth(runtime.max_tokens_per_rank)
+        self._geometry = Geometry(
+            num_ranks=world.size,
+            num_experts=config.num_experts,
+            tokens_per_rank=runtime.max_tokens_per_rank,
+            hidden_size=self.spec.padded_hidden(config.hidden_size),
+            model_hidden_size=config.hidden_size,
+        )
+        self._key = ("deepep", self._geometry)
+        self._memory: LowLatencyBuffer | None = None
+        super().__init__(world, config, runtime, token_format, layer)
+        # int32 ids to the library's type with E turned into NOBODY: one gather.
+        self._ids = torch.arange(config.num_experts + 1, device=world.device)
+        self._ids[-1] = NOBODY
+
+    def bytes_per_token(self) -> int:
+        return self._geometry.bytes_per_token
+
+    def output_buffer(self, handle: Handle) -> torch.Tensor | None:
+        """[L, M, H] with the library's row width, so that combine need not copy it into one; None where H is it."""
+        H, width = self.config.hidden_size, self._geometry.hidden_size
+        call = handle.state
+        if width == H or not isinstance(call, _Call):
+            return None
+        call.output = torch.empty(self._slab_shape(), dtype=torch.bfloat16, device=self.world.device)
+        return call.output[..., :H]
+
+    def warmup(self) -> None:
+        """Allocate the buffer and exchange one empty batch."""
+        nothing = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
+        ids = torch.empty(0, self.config.top_k, dtype=torch.int32, device=self.world.device)
+        handle = Handle(self, call=-1, num_tokens=0, tokens_per_rank=1, dtype=nothing.dtype)
+        self._dispatch(Payload.plain(nothing), TopK(ids, ids.float()), handle)
+        self._finish(nothing.new_empty(self._slab_shape()), handle)
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+    # ---- the two verbs --------------------------------------------------------------------------------------
+
+    def _check_call(self, hidden_states: torch.Tensor, topk: TopK, tokens_per_rank: int | None) -> None:
+        super()._check_call(hidden_states, topk, tokens_per_rank)
+        if hidden_states.dtype != torch.bfloat16:
+            raise InputError(f"deepep carries bfloat16 tokens, hidden_states is {hidden_states.dtype}: use .bfloat16()")
+        if self._memory is not None:
+            self._memory.slots.require_free()
+
+    def _encode(self, hidden_states: torch.Tensor) -> Payload:
+        """The library quantises by itself."""
+        return Payload.plain(hidden_states)
+
+    def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> ExpertMajorTokens:
+        self.world.raise_if_lost()
+        memory = self._require_memory()
+        H, width = self.config.hidden_size, self._geometry.hidden_size
+        x = hidden.data.contiguous()
+        if width != H:
+            x = memory.padded[: x.shape[0]]
+            x[:, :H] = hidden.data
+        ids = self._ids.index_select(0, topk.ids.flatten()).view_as(topk.ids).to(memory.library.topk_idx_t)
+        packed = self.runtime.payload == "fp8_block"
+        slot = memory.slots.acquire()
+        received, counts, library_handle, _, receive = memory.buffer.low_latency_dispatch(
+            x,
+            ids,
+            self._geometry.tokens_per_rank,
+            self._geometry.num_experts,
+            use_fp8=packed,
+            return_recv_hook=handle.deferred,
+        )
+        handle.state = call = _Call(slot, ids, topk.weights.contiguous(), library_handle, receive)
+        if not packed:
+            return ExpertMajorTokens(Payload(received[..., :H]), counts)
+        data, scale = received
+        # The library's scales have their last two dimensions swapped in memory, for the sake of its own GEMM.
+        arriving = scale[..., : -(-H // SCALE_BLOCK)]
+        call.scales = arriving, torch.empty(arriving.shape, dtype=arriving.dtype, device=arriving.device)
+        if not handle.deferred:
+            call.copy_scales()
+        return ExpertMajorTokens(Payload(data[..., :H], "fp8_block", call.scales[1]), counts)
+
+    def _wait(self, handle: Handle) -> None:
+        handle.state.receive()
+        handle.state.copy_scales()
+
+    def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
+        self.world.raise_if_lost()
+        call: _Call = handle.state
+        H, shape = self.config.hidden_size, self._slab_shape()
+        if tuple(expert_output.shape) != (*shape[:2], H):
+            raise InputError(f"expert_output is {tuple(expert_output.shape)}: expected {(*shape[:2], H)}")
+        rows = expert_output.to(torch.bfloat16)
+        if call.output is not None and rows.data_ptr() == call.output.data_ptr():
+            rows = call.output
+        elif shape[2] != H:
+            rows = rows.new_empty(shape)
+            rows[..., :H] = expert_output
+        return self._finish(rows.contiguous(), handle)[:, :H].contiguous()
+
+    def _release(self, handle: Handle) -> None:
+        """The peers' combine waits for this rank's rows, so a handle that is dropped still sends: NaN, not the numbers
+        of an earlier call."""
+        if not isinstance(handle.state, _Call) or self._memory is None or self.world.closed:
+            return
+        try:
+            self.world.raise_if_lost()
+        except RankLost:
+            return
+        handle.wait()
+        nan = torch.full(self._slab_shape(), torch.nan, dtype=torch.bfloat16, device=self.world.device)
+        self._finish(nan, handle)
+
+    def _finish(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
+        memory, call = self._require_memory(), handle.state
+        out, _, _ = memory.buffer.low_latency_combine(rows, call.ids, call.weights, call.received)
+        memory.slots.release(call.slot)
+        return out
+
+    def _slab_shape(self) -> tuple[int, int, int]:
+        """[L, M, padded H]."""
+        geometry = self._geometry
+        rows = geometry.num_ranks * geometry.tokens_per_rank
+        return self.shard.num_local_experts, rows, geometry.hidden_size
+
+    # ---- memory ---------------------------------------------------------------------------------------------
+
+    def _require_memory(self) -> LowLatencyBuffer:
+        if self._memory is None:
+            self._memory = self.world.resource(self._key, self._allocate, self._destroy)
+        return self._memory
+
+    def _allocate(self) -> LowLatencyBuffer:
+        """Collective."""
+        geometry = self._geometry
+        require_allocatable(self.world, geometry.num_bytes, "the DeepEP low-latency buffer")
+        library = load_library()
+        buffer = library.Buffer(
+            self.world.group,
+            num_rdma_bytes=library.Buffer.get_low_latency_rdma_size_hint(
+                geometry.tokens_per_rank, geometry.hidden_size, geometry.num_ranks, geometry.num_experts
+            ),
+            low_latency_mode=True,
+            num_qps_per_rank=self.shard.num_local_experts,
+            explicitly_destroy=True,
+        )
+        padded = torch.zeros(
+            geometry.tokens_per_rank, geometry.hidden_size, dtype=torch.bfloat16, device=self.world.device
+        )
+        return LowLatencyBuffer(library, buffer, Slots(MAX_OPEN, "deepep"), padded)
+
+    def _destroy(self, memory: LowLatencyBuffer) -> None:
+        """The library frees behind a barrier without a time limit: not with peers that may never come to it."""
+        if not self.world.broken:
+            memory.buffer.destroy()
+
+    def _close(self) -> None:
+        if self._memory is not None:
+            self._memory = None
+            self.world.release(self._key)
+
+
+def require_qp_depth(max_tokens_per_rank: int) -> None:
+    """Make NVSHMEM's queues deep enough, before the first buffer of the process starts it.
+
+    Raises:
+        ConfigError: the environment sets less than 2 * (max_tokens_per_rank + 1).
+    """
+    depth = int(os.environ.setdefault(QP_DEPTH_VARIABLE, str(2 * (MAX_TOKENS + 1))))
+    needed = 2 * (max_tokens_per_rank + 1)
+    if depth < needed:
+        raise ConfigError(
+            f"deepep: {QP_DEPTH_VARIABLE} is {depth}, max_tokens_per_rank {max_tokens_per_rank} needs {needed}: "
+            "raise it, or leave it unset, before the process makes its first buffer"
+        )
+
+
+def load_library() -> Any:
+    """The module `deep_ep`. Raises ConfigError if it can't be imported or is another one."""
+    remedy = "pip install 'tokenspeed-deepep==1.2.1.post20251110' (PyPI's deep-ep 1.0.0 is a placeholder)"
+    try:
+        import deep_ep
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"deepep: deep_ep can't be loaded ({error}): {remedy}, and put the lib folder of nvidia-nvshmem-cu13 "
+            "on LD_LIBRARY_PATH"
+        ) from error
+    if not hasattr(deep_ep, "Buffer"):
+        raise ConfigError(f"deepep: the installed deep_ep has no Buffer: {remedy}")
+    return deep_ep

@@ -1,0 +1,163 @@
+"""Dispatch and combine with FlashInfer's one-sided all-to-all over NVLink.
+
+The dispatch kernel puts each token once into the memory of every rank that holds one of its experts, behind the rows
+its source sent before; the combine kernel pulls the rows that the executors wrote and sums them in float32.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+
+from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
+from eprt.dispatch.base import Dispatcher, Handle
+from eprt.dispatch.flashinfer_workspace import Geometry, Workspace
+from eprt.errors import ConfigError, InputError, RankLost
+from eprt.support import Device
+from eprt.tokens import FlatTokens, Payload, TopK
+
+if TYPE_CHECKING:
+    from eprt.world import World
+
+class FlashInferDispatcher(Dispatcher):
+    """Emits W * R flat rows, rank by rank; slots of absent tokens and of other ranks' experts hold E.
+
+    Ids and weights have the next instantiated top-k as their width; added slots hold E. Two calls may be open at once,
+    over all dispatchers of equal geometry (world size, capacity, bytes of a token): they share their memory. Under CUDA
+    graphs R and T are static; a row whose ids are all E travels nowhere. The kernels wait up to 300 s for a peer
+    (`check_timeout`), then trap; the World's guard reports the peer before that.
+
+    Raises:
+        ConfigError: what the plan would refuse (ranks, top-k, payload, package).
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: MoEConfig,
+        runtime: RuntimeConfig,
+        token_format: TokenFormat = "flat",
+        layer: int = 0,
+    ) -> None:
+        verdict = self.spec.supports(config, world.parallel, runtime, Device.of(world.device))
+        if not verdict:
+            raise ConfigError(f"flashinfer: {verdict.reason}")
+        self._top_k = self.spec.padded_top_k(config.top_k)
+        self._geometry = Geometry(
+            num_ranks=world.size,
+            tokens_per_rank=runtime.max_tokens_per_rank,
+            dispatch_bytes=8 * self._top_k + sum(_payload_bytes(config.hidden_size, runtime)),
+            combine_bytes=2 * config.hidden_size,
+        )
+        self._key = ("flashinfer", self._geometry)
+        self._memory: Workspace | None = None
+        super().__init__(world, config, runtime, token_format, layer)
+
+    def bytes_per_token(self) -> int:
+        return self._geometry.bytes_per_token
+
+    def output_buffer(self, handle: Handle) -> torch.Tensor | None:
+        """[W * R, H] bf16 of the workspace: what is written here, combine doesn't copy."""
+        if self._memory is None or handle.state is None:
+            return None
+        return self._memory.output(handle.state, handle.tokens_per_rank)
+
+    def warmup(self) -> None:
+        """Allocate, load (or compile) the kernels, and exchange one empty batch."""
+        nothing = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
+        ids = torch.empty(0, self.config.top_k, dtype=torch.int32, device=self.world.device)
+        handle = Handle(self, call=-1, num_tokens=0, tokens_per_rank=1, dtype=nothing.dtype)
+        self._dispatch(self._encode(nothing), TopK(ids, ids.float()), handle)
+        self._combine(nothing.new_empty(self.world.size, self.config.hidden_size), handle)
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+    # ---- the two verbs --------------------------------------------------------------------------------------
+
+    def _check_call(self, hidden_states: torch.Tensor, topk: TopK, tokens_per_rank: int | None) -> None:
+        super()._check_call(hidden_states, topk, tokens_per_rank)
+        if hidden_states.dtype != torch.bfloat16:
+            raise InputError(
+                f"flashinfer carries bfloat16 tokens, hidden_states is {hidden_states.dtype}: use .bfloat16()"
+            )
+        if self._memory is not None:
+            self._memory.slots.require_free()
+
+    def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
+        self.world.raise_if_lost()
+        memory = self._require_memory()
+        E, extra = self.config.num_experts, self._top_k - self.config.top_k
+        ids, weights = topk.ids.contiguous(), topk.weights.contiguous()
+        if extra:
+            ids, weights = pad(ids, (0, extra), value=E), pad(weights, (0, extra))
+        sent = {"ids": ids, "weights": weights, "data": _wire(hidden.data.contiguous())}
+        if hidden.scale is not None:
+            sent["scale"] = _wire(hidden.scale.contiguous())
+        # A receive region starts right behind the one before: larger elements first keeps each aligned.
+        order = sorted(sent, key=lambda name: -sent[name].element_size())
+        handle.state = slot = memory.slots.acquire()
+        received = memory.dispatch(slot, ids, [sent[name] for name in order], handle.tokens_per_rank, E)
+        found = dict(zip(order, received, strict=True))
+        from eprt.dispatch import flashinfer_ids
+
+        flashinfer_ids.mask_foreign_ids(
+            found["ids"], memory.counts(slot), self.shard.first_expert, self.shard.end_expert, E
+        )
+        rows = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
+        scale = None if hidden.scale is None else rows["scale"].view(hidden.scale.dtype)
+        payload = Payload(rows["data"].view(hidden.data.dtype), hidden.format, scale, hidden.global_scale)
+        return FlatTokens(payload, rows["ids"], rows["weights"], E)
+
+    def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
+        self.world.raise_if_lost()
+        expected = (self.world.size * handle.tokens_per_rank, self.config.hidden_size)
+        if tuple(expert_output.shape) != expected:
+            raise InputError(f"expert_output is {tuple(expert_output.shape)}: expected {expected}")
+        out = expert_output.new_empty((handle.num_tokens, self.config.hidden_size), dtype=handle.dtype)
+        self._finish(expert_output.to(torch.bfloat16).contiguous(), handle, out)
+        return out
+
+    def _release(self, handle: Handle) -> None:
+        """The peers' combine waits for this rank's flag, so a handle that is dropped still raises it; what they pull
+        is NaN, not the numbers of an earlier call."""
+        if handle.state is None or self._memory is None or self.world.closed:
+            return
+        try:
+            self.world.raise_if_lost()
+        except RankLost:
+            return
+        rows = self._memory.output(handle.state, handle.tokens_per_rank).fill_(torch.nan)
+        self._finish(rows, handle, rows[:0].clone())
+
+    def _finish(self, rows: torch.Tensor, handle: Handle, out: torch.Tensor) -> None:
+        memory = self._require_memory()
+        memory.combine(handle.state, rows, handle.tokens_per_rank, self._top_k, out)
+        memory.slots.release(handle.state)
+
+    def _require_memory(self) -> Workspace:
+        if self._memory is None:
+            self._memory = self.world.resource(
+                self._key, lambda: Workspace.allocate(self.world, self._geometry), Workspace.close
+            )
+        return self._memory
+
+    def _close(self) -> None:
+        if self._memory is not None:
+            self._memory = None
+            self.world.release(self._key)
+
+
+def _payload_bytes(hidden_size: int, runtime: RuntimeConfig) -> tuple[int, int]:
+    """Bytes of one travelling token: data, scale."""
+    if runtime.payload == "fp8_block":
+        return hidden_size, 4 * -(-hidden_size // 128)
+    if runtime.payload == "nvfp4":
+        return hidden_size // 2, hidden_size // 16
+    return 2 * hidden_size, 0
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """FP8 travels as bytes."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

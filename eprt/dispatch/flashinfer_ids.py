@@ -1,0 +1,51 @@
+"""One kernel after FlashInfer's dispatch: ids of absent tokens and of other ranks' experts become E.
+
+The library sends each token's whole top-k and clears only the rows that hold no token, with a kernel of its own; this
+one replaces it, so that the rule of `FlatTokens` costs no extra launch.
+"""
+# Triton's language isn't typed: its values are tensors of the kernel, whatever a checker makes of them.
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["num_slots", "R"])
+def _mask_kernel(ids, counts, num_slots, R, first, end, E, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """ids [W * R, K]; counts [W]: tokens that each source sent here, in the first rows of its R."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < num_slots
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = slot // K
+    e = tl.load(ids + slot, mask=inside, other=0)
+    count = tl.load(counts + row // R, mask=inside, other=0)
+    keep = (row % R < count) & (e >= first) & (e < end)
+    tl.store(ids + slot, tl.where(keep, e, E), mask=inside)
+
+
+def mask_foreign_ids(ids: torch.Tensor, counts: torch.Tensor, first: int, end: int, num_experts: int) -> None:
+    """In place, on the current stream.
+
+    Args:
+        ids: int32 [W, R, K] global expert ids as received.
+        counts: int32 [W], rows of each source that hold a token.
+        first, end: this rank's experts are [first, end).
+        num_experts: E, the invalid id.
+    """
+    # On Hopper and later its launch overlaps the end of the dispatch kernel, and the next kernel's launch its own end:
+    # as the library's kernels do (programmatic dependent launch).
+    early = torch.cuda.get_device_capability(ids.device)[0] >= 9
+    grid = (triton.cdiv(ids.numel(), BLOCK),)
+    options = {"launch_pdl": True} if early else {}
+    _mask_kernel[grid](
+        ids, counts, ids.numel(), ids.shape[1], first, end, num_experts, ids.shape[2], BLOCK, early, **options
+    )

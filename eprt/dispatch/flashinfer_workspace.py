@@ -1,0 +1,234 @@
+"""The memory under FlashInfer's one-sided all-to-all: one allocation for a World and a geometry, mapped by every rank.
+
+FlashInfer's classes (`MoeAlltoAll`, and `moe_ep.NVLinkOneSidedAlltoAll` on top of it) keep workspaces in a
+process-wide cache keyed by size, so that two Worlds or layers of equal size share one and its flags; they never free
+it; they allow one call at a time; and the place of the combine region follows from the R of the call, so that a fast
+rank's next dispatch with a larger R writes over rows that a slow rank is still combining. The functions below those
+classes have no such state, are the same from 0.6.18 on, and let us place the region: they are what is used here.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eprt.dispatch.shared_memory import Slots, require_allocatable
+from eprt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from eprt.world import World
+
+NUM_SLOTS = 2
+
+# FlashInfer 0.7.2: csrc/trtllm_moe_alltoall.cu (kCachelineAlignment, calculateOffsets), moeAlltoAllKernels.h
+# (kMaxTopK: the width of its routing tables whatever the model's top-k), moeAlltoAllMeta.h (place of an offset).
+ALIGNMENT = 128
+ROUTING_TABLE_WIDTH = 22
+RECV_COUNTERS_OFFSET_INDEX = 3
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """All that is baked into the memory: the key under which a World keeps it.
+
+    Attributes:
+        num_ranks, tokens_per_rank: W, and the capacity (largest R).
+        dispatch_bytes, combine_bytes: what one token brings and what comes back for it.
+    """
+
+    num_ranks: int
+    tokens_per_rank: int
+    dispatch_bytes: int
+    combine_bytes: int
+
+    @property
+    def control_bytes(self) -> int:
+        """Counters, flags of both phases, and two routing tables; `calculateOffsets`."""
+        W, table = self.num_ranks, self.tokens_per_rank * ROUTING_TABLE_WIDTH
+        return sum(_aligned(4 * words) for words in (2 + 2 * W, W, W, table, table))
+
+    @property
+    def combine_offset(self) -> int:
+        """Where the rows to combine lie in a slot, whatever R: behind the largest dispatch."""
+        return self.control_bytes + _aligned(self.num_ranks * self.tokens_per_rank * self.dispatch_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """What `moe_a2a_get_workspace_size_per_rank` asks for."""
+        return self.combine_offset + _aligned(self.num_ranks * self.tokens_per_rank * self.combine_bytes)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes a rank pays for each unit of capacity, alignment aside."""
+        tables = 2 * 4 * ROUTING_TABLE_WIDTH
+        return NUM_SLOTS * (tables + self.num_ranks * (self.dispatch_bytes + self.combine_bytes))
+
+
+class Workspace:
+    """One rank's view of the memory: `NUM_SLOTS` independent workspaces of the library.
+
+    Args:
+        owner: the library's allocation, kept alive.
+        parts: of each slot, uint8 [W, slot_bytes]: every rank's copy as mapped here.
+        metainfo: of each slot, the library's offsets.
+
+    Attributes:
+        slots: which slot is free.
+    """
+
+    def __init__(
+        self, geometry: Geometry, rank: int, owner: object, parts: list[torch.Tensor], metainfo: list[torch.Tensor]
+    ) -> None:
+        self.geometry = geometry
+        self.slots = Slots(NUM_SLOTS, "flashinfer")
+        self._rank = rank
+        self._owner = owner
+        self._parts, self._metainfo = parts, metainfo
+        self._library = load_library()
+        # The kernels send an id e to rank e // L, and the invalid id E to rank W: with every rank's bit set and no
+        # other, exactly the invalid slots go nowhere and count for nothing.
+        self._everybody = self._library.moe_a2a_active_rank_mask(range(geometry.num_ranks), geometry.num_ranks)
+
+    @classmethod
+    def allocate(cls, world: World, geometry: Geometry) -> Workspace:
+        """Collective.
+
+        Raises:
+            UsageError, CapacityError: see `require_allocatable`.
+            ConfigError: a rank's GPU can't map its peers' memory.
+        """
+        require_allocatable(world, NUM_SLOTS * geometry.slot_bytes, "the FlashInfer workspace")
+        library = load_library()
+        library.get_moe_alltoall_module()  # may compile for minutes: before any rank waits inside a kernel
+        world.barrier()
+        owner, memory = _map_memory(world, NUM_SLOTS * geometry.slot_bytes)
+        parts = list(memory.split(geometry.slot_bytes, dim=1))
+        W, R = geometry.num_ranks, geometry.tokens_per_rank
+        metainfo = [library.moe_a2a_initialize(part, world.rank, W, R) for part in parts]
+        world.barrier()  # nobody raises a flag in memory that a peer is still going to clear
+        return cls(geometry, world.rank, owner, parts, metainfo)
+
+    def close(self) -> None:
+        """Wait for this rank's kernels and drop the memory. Peers that still read keep their own mapping of it."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._parts.clear()
+        self._owner = None
+
+    def dispatch(
+        self, slot: int, ids: torch.Tensor, payloads: list[torch.Tensor], R: int, num_experts: int
+    ) -> list[torch.Tensor]:
+        """[T, n] of each payload -> [W, R, n], views of this slot."""
+        received, _, _ = self._library.moe_a2a_dispatch(
+            ids,
+            payloads,
+            self._parts[slot],
+            self._metainfo[slot],
+            R,
+            self._rank,
+            self.geometry.num_ranks,
+            ids.shape[1],
+            num_experts,
+            enable_rank_mask=True,
+            active_rank_mask=self._everybody,
+        )
+        return received
+
+    def counts(self, slot: int) -> torch.Tensor:
+        """int32 [W]: rows that hold a token, of each source's R."""
+        start = int(self._metainfo[slot][RECV_COUNTERS_OFFSET_INDEX])
+        return self._own(slot, start, 4 * self.geometry.num_ranks).view(torch.int32)
+
+    def output(self, slot: int, R: int) -> torch.Tensor:
+        """[W * R, H] bf16 from where the peers pull."""
+        rows = self.geometry.num_ranks * R
+        start = self.geometry.combine_offset
+        return self._own(slot, start, rows * self.geometry.combine_bytes).view(torch.bfloat16).view(rows, -1)
+
+    def combine(self, slot: int, rows: torch.Tensor, R: int, top_k: int, out: torch.Tensor) -> None:
+        """Sum of each token's rows over the ranks, into out [T, H]. `rows` [W * R, H], in the workspace or not."""
+        W = self.geometry.num_ranks
+        self._library.moe_a2a_combine(
+            rows.view(W, R, rows.shape[1]),
+            out.shape[0],
+            self._parts[slot],
+            self._metainfo[slot],
+            R,
+            self._rank,
+            W,
+            top_k,
+            self.geometry.combine_offset,
+            payload_in_workspace=rows.data_ptr() == self.output(slot, R).data_ptr(),
+            output=out,
+            enable_rank_mask=True,
+            active_rank_mask=self._everybody,
+        )
+
+    def _own(self, slot: int, start: int, size: int) -> torch.Tensor:
+        return self._parts[slot][self._rank, start : start + size]
+
+
+class ControlPlane:
+    """The library's `CommBackend` over the World's agreement: bounded waits, and no process group of its own."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def Get_rank(self) -> int:  # noqa: N802 - the protocol's names
+        return self._world.rank
+
+    def Get_size(self) -> int:  # noqa: N802
+        return self._world.size
+
+    def allgather(self, data: Any) -> tuple[Any, ...]:
+        raw = bytearray(pickle.dumps(data))
+        sizes = self._world.gather_control(torch.tensor([len(raw)])).flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(raw)] = torch.frombuffer(raw, dtype=torch.uint8)
+        gathered = self._world.gather_control(padded)
+        return tuple(pickle.loads(bytes(row[:size].tolist())) for row, size in zip(gathered, sizes, strict=True))
+
+    def bcast(self, data: Any, root: int) -> Any:
+        return self.allgather(data)[root]
+
+    def barrier(self) -> None:
+        self._world.barrier()
+
+    def Split(self, color: int, key: int) -> ControlPlane:  # noqa: N802
+        """The World is already the group that shares the memory."""
+        return self
+
+
+def load_library() -> Any:
+    """The module of FlashInfer's functions. Raises ConfigError if it can't be imported."""
+    try:
+        from flashinfer.comm import trtllm_moe_alltoall
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"flashinfer can't be loaded ({error}): pip install 'flashinfer-python>=0.6.18'") from error
+    return trtllm_moe_alltoall
+
+
+def _map_memory(world: World, num_bytes: int) -> tuple[object, torch.Tensor]:
+    """The library's allocation and uint8 [W, num_bytes], every rank's memory as mapped here."""
+    from flashinfer.comm.mapping import Mapping
+    from flashinfer.comm.mnnvl import MnnvlConfig, MnnvlMemory
+
+    W = world.size
+    mapping = Mapping(world_size=W, rank=world.rank, gpus_per_node=W, tp_size=W, moe_ep_size=W, moe_tp_size=1)
+    try:
+        MnnvlMemory.initialize()
+        MnnvlMemory.set_comm_from_config(mapping, MnnvlConfig(comm_backend=ControlPlane(world)))
+        memory = MnnvlMemory(mapping, num_bytes)
+        return memory, memory.as_torch_strided_tensor(torch.uint8)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"flashinfer: rank {world.rank} can't map its peers' GPU memory ({error}): all ranks must be on one host "
+            "or one NVLink fabric; choose dispatcher 'none' or 'torch' otherwise"
+        ) from error
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,77 @@
+"""What dispatchers with kept, shared buffers have in common: when they may be allocated, and who uses which part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from eprt.capacity import KNOB
+from eprt.errors import CapacityError, UsageError
+
+if TYPE_CHECKING:
+    from eprt.world import World
+
+
+def require_allocatable(world: World, num_bytes: int, what: str) -> None:
+    """Collective; the same verdict on every rank, before any of them allocates.
+
+    Raises:
+        UsageError: after `World.warmup()` or inside a CUDA graph capture.
+        CapacityError: a rank's GPU has less than `num_bytes` free.
+    """
+    world.require_cold(f"allocating {what}")
+    if world.device.type != "cuda":
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise UsageError(f"allocating {what} during CUDA graph capture: call World.warmup(layer) before it")
+    torch.cuda.empty_cache()
+    free = world.gather_control(torch.tensor([torch.cuda.mem_get_info(world.device)[0]])).flatten().tolist()
+    if min(free) < num_bytes:
+        raise CapacityError(
+            f"{what} needs {num_bytes:,} bytes of GPU memory on every rank, rank {free.index(min(free))} has "
+            f"{min(free):,} free: lower {KNOB}, or leave more memory free"
+        )
+
+
+class Slots:
+    """Parts of a buffer that serve one dispatch/combine pair each. The lowest free one is next, hence the same one on
+    ranks that make the same calls."""
+
+    def __init__(self, count: int, what: str) -> None:
+        self.count = count
+        self._what = what
+        self._free = set(range(count))
+        self._last_stream: dict[int, torch.cuda.Stream] = {}
+
+    def require_free(self) -> None:
+        """Raises UsageError if every slot is in use."""
+        if not self._free:
+            raise UsageError(
+                f"{self._what}: {self.count} dispatches of this geometry are open, which is the limit: combine or "
+                "close one before the next dispatch"
+            )
+
+    def acquire(self) -> int:
+        """Raises UsageError if every slot is in use."""
+        self.require_free()
+        slot = min(self._free)
+        self._free.remove(slot)
+        self._follow(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        if torch.cuda.is_available():
+            self._last_stream[slot] = torch.cuda.current_stream()
+        self._free.add(slot)
+
+    def _follow(self, slot: int) -> None:
+        """A slot is reused in stream order. Work of another stream is waited for, unless exactly one of the two is
+        being captured: then the order of replay and eager calls is the caller's."""
+        last = self._last_stream.get(slot)
+        if last is None or last == (current := torch.cuda.current_stream()):
+            return
+        with torch.cuda.stream(last):
+            last_captures = torch.cuda.is_current_stream_capturing()
+        if last_captures == torch.cuda.is_current_stream_capturing():
+            current.wait_stream(last)
