@@ -74,9 +74,13 @@ class TrtllmGenExecutor(Executor):
         if name not in FORMATS:
             raise ConfigError(f"trtllm_gen takes {', '.join(FORMATS)} weights, not {name}")
         self._format = FORMATS[name](self._kernels, weights, self.config.activation, self.device)
+        # Slabs reach this executor through an adapter, as L * M rows of one slot.
+        adapted = self.runtime.token_format == "expert_major"
+        self._slots = 1 if adapted else self.config.top_k
+        self._slabs = self.shard.num_local_experts if adapted else 1
         world = self.shard.num_experts // self.shard.num_local_experts * self.shard.moe_tp_size
         # The tuner's ladder of batch sizes ends at the most rows a dispatcher can hand over.
-        self._most_rows = 1 << (self.runtime.max_tokens_per_rank * world - 1).bit_length()
+        self._most_rows = 1 << (self._slabs * world * self.runtime.max_tokens_per_rank - 1).bit_length()
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         routing = {
@@ -151,12 +155,12 @@ class TrtllmGenExecutor(Executor):
 
     def warmup(self, max_rows: int) -> None:
         """Lets FlashInfer build its kernels and time their tactics for its ladder of batch sizes up to `max_rows`."""
-        K, config = self.config.top_k, self.config
-        ids = torch.arange(max_rows * K, device=self.device, dtype=torch.int32) % config.num_experts
+        rows, slots, config = max_rows * self._slabs, self._slots, self.config
+        ids = torch.arange(rows * slots, device=self.device, dtype=torch.int32) % config.num_experts
         tokens = FlatTokens(
-            Payload.plain(torch.zeros((max_rows, config.hidden_size), dtype=torch.bfloat16, device=self.device)),
-            ids.view(max_rows, K),
-            torch.ones((max_rows, K), device=self.device),
+            Payload.plain(torch.zeros((rows, config.hidden_size), dtype=torch.bfloat16, device=self.device)),
+            ids.view(rows, slots),
+            torch.ones((rows, slots), device=self.device),
             config.num_experts,
         )
         with self._kernels.autotune(True):

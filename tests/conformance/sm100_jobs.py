@@ -1,0 +1,66 @@
+"""Jobs for test_sm100_pairs.py: the Blackwell executors in CPU ranks, on stand-in kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from sm100_kernels import FakeCuteDsl, FakeTrtllm
+
+from eprt import plan
+from eprt.conformance.checks import Check, Row, run_checks
+from eprt.conformance.rank_process import RankContext
+from eprt.experts import EXECUTORS
+from eprt.experts.cutedsl_nvfp4 import CuteDslExecutor
+from eprt.experts.trtllm_gen import TrtllmGenExecutor
+from eprt.weights import ExpertWeights, Fp8Tensor, Nvfp4
+
+# The conformance tokens are whole numbers up to 15: FP8 holds them exactly over a power of two.
+_TOKEN_SCALE = 2.0**-4
+
+
+def _calibrated(weights: ExpertWeights) -> ExpertWeights:
+    """Checkpoints of formats that quantise activations bring input scales; the conformance weights don't."""
+    matrices = {}
+    for name, matrix in (("gate_up", weights.gate_up), ("down", weights.down)):
+        if not isinstance(matrix, (Nvfp4, Fp8Tensor)):
+            return weights
+        scale = matrix.global_scale if isinstance(matrix, Nvfp4) else matrix.scale
+        own = torch.rand_like(scale) + 0.5 if name == "down" else torch.full_like(scale, _TOKEN_SCALE)
+        matrices[name] = replace(matrix, input_scale=own)
+    return replace(weights, **matrices)
+
+
+class StandInCuteDsl(CuteDslExecutor):
+    kernels = FakeCuteDsl(rounding=False).kernels()
+
+    def _prepare(self, weights: ExpertWeights) -> None:
+        super()._prepare(_calibrated(weights))
+
+
+class StandInTrtllm(TrtllmGenExecutor):
+    kernels = FakeTrtllm(rounding=False).kernels()
+
+    def _prepare(self, weights: ExpertWeights) -> None:
+        super()._prepare(_calibrated(weights))
+
+
+@contextmanager
+def _on_cpu() -> Iterator[None]:
+    """The two rows of the table, able to run here; put back afterwards, since ranks outlive a test."""
+    before, order = dict(EXECUTORS), plan._EXECUTOR_ORDER["cpu"]
+    plan._EXECUTOR_ORDER["cpu"] = plan._EXECUTOR_ORDER["cuda"]
+    for name, kind in (("cutedsl_nvfp4", "StandInCuteDsl"), ("trtllm_gen", "StandInTrtllm")):
+        EXECUTORS[name] = replace(EXECUTORS[name], devices=("cpu",), path=f"sm100_jobs:{kind}", requirement=None)
+    try:
+        yield
+    finally:
+        EXECUTORS.update(before)
+        plan._EXECUTOR_ORDER["cpu"] = order
+
+
+def run_sm100_checks(context: RankContext, checks: Sequence[Check]) -> list[Row]:
+    with _on_cpu():
+        return run_checks(context, checks)
