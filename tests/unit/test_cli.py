@@ -1,0 +1,335 @@
+"""The `eprt` command as a user meets it: processes of its own, their output and exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from eprt.cli import arguments, main
+from eprt.cli.terminal import Terminal, configure_logging, plain_table
+
+EPRT = [sys.executable, "-m", "eprt"]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    keep = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return keep | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
+
+
+def eprt(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*EPRT, *words], capture_output=True, text=True, timeout=100, env=environment(**changes))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    from eprt.models.tiny import write_tiny_checkpoint
+
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", num_layers=1)
+
+
+# ---- run --------------------------------------------------------------------------------------------------------
+
+
+def test_run_reports_for_people(tiny: Path) -> None:
+    done = eprt("run", "--model", str(tiny), "--world", "2", "--steps", "5")
+    assert done.returncode == 0, done.stderr
+    assert "Plan: dispatcher torch, executor torch_grouped" in done.stdout
+    assert "PASS: 1 MoE layer of" in done.stdout
+    assert "on 2 gloo ranks, 5 steps each" in done.stdout
+    assert "tolerance 1e-02: bf16 keeps 8 bits" in done.stdout
+    assert "layer 1/1: loaded" in done.stderr
+    assert "\x1b" not in done.stdout, "no colours outside a terminal"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--dispatcher", "none", "--executor", "reference"),
+        ("--dispatcher", "torch", "--moe-tp", "2"),
+        ("--dispatcher", "torch", "--attention-tp", "2"),
+    ],
+    ids=" ".join,
+)
+def test_run_json_is_one_object_that_adds_up(tiny: Path, words: tuple[str, ...], capsys) -> None:
+    assert main(["run", "--model", str(tiny), "--device", "cpu", "--steps", "4", "--json", *words]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"]
+    assert 0 < result["error"] <= result["tolerance"] == 1e-2
+    assert result["plan"]["dispatcher"] == words[1]
+    ranks, steps = result["ranks"], result["steps"]
+    assert [rank["tokens"] for rank in ranks] == [sum(step["tokens_per_rank"][r] for step in steps) for r in range(4)]
+    assert any(0 in step["tokens_per_rank"] and any(step["tokens_per_rank"]) for step in steps), "a rank was idle"
+    for kind in ("copies", "bytes"):
+        assert sum(rank[f"{kind}_sent"] for rank in ranks) == sum(rank[f"{kind}_received"] for rank in ranks) > 0
+    assert all(rank["seconds"]["dispatch"] > 0 for rank in ranks)
+
+
+def test_run_fails_when_outputs_are_wrong(tiny: Path, monkeypatch, capsys) -> None:
+    """The verdict is the oracle's: with a tolerance below bf16's rounding the same run is a failure."""
+    from eprt.cli import run
+
+    monkeypatch.setitem(run.TOLERANCE, torch.bfloat16, 1e-6)
+    words = ["run", "--model", str(tiny), "--world", "1", "--steps", "1", "--device", "cpu"]
+    assert main(words) == 1
+    assert "FAIL: " in capsys.readouterr().out
+    monkeypatch.setitem(run.TOLERANCE, torch.bfloat16, 1e-2)
+    assert main(words) == 0
+
+
+def test_run_detects_a_dropped_expert(tiny: Path, monkeypatch) -> None:
+    """The oracle reads the checkpoint on its own: what it sees differs, the verdict is FAIL."""
+    from eprt.cli import run
+
+    def without_the_first_expert(directory: str, layer: int):
+        from eprt.models import load_layer
+
+        parts = load_layer(directory, layer)
+        parts.experts.down.codes[0] = 0
+        return parts
+
+    monkeypatch.setattr(run, "load_layer", without_the_first_expert)
+    assert main(["run", "--model", str(tiny), "--world", "1", "--steps", "3", "--device", "cpu"]) == 1
+
+
+def test_run_joins_torchrun(tiny: Path) -> None:
+    words = ["--nproc-per-node", "2", "-m", "eprt", "run", "--model", str(tiny), "--steps", "2", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)  # one rank speaks
+    assert result["ok"]
+    assert result["world"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--world", "3"), "ConfigError: rank 0: 8 experts can't be split evenly over 3 expert-parallel ranks"),
+        (("--world", "2", "--moe-tp", "3"), "moe_tp_size 3 doesn't divide world_size 2"),
+        (("--world", "2", "--dispatcher", "symm"), "symm: runs on cuda, not on cpu"),
+        (("--world", "2", "--dispatcher", "nccl"), "dispatcher 'nccl' doesn't exist; choose from none, torch"),
+        (("--world", "0"), "--world 0: must be at least 1"),
+        (("--world", "999", "--device", "cuda"), "--device cuda: 999 ranks on this host"),
+        (("--steps", "0"), "must be at least 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_a_refusal_is_one_block_without_traceback(tiny: Path, words: tuple[str, ...], text: str, capsys) -> None:
+    assert main(["run", "--model", str(tiny), "--device", "cpu", *words]) == 2
+    captured = capsys.readouterr()
+    assert text in captured.err
+    assert "Traceback" not in captured.err
+    assert not captured.out
+
+
+def test_a_missing_model_is_named() -> None:
+    done = eprt("run", "--model", "/no/such/model")
+    assert done.returncode == 2
+    assert done.stderr.startswith("eprt: CheckpointError: /no/such/model")
+    assert "Traceback" not in done.stderr
+
+
+# ---- ranks that die, and Ctrl-C ---------------------------------------------------------------------------------
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below `pid` that are still running."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] not in "ZX":
+                parents[int(entry.name)] = int(fields[1])
+    found, grown = {pid}, True
+    while grown:
+        more = {child for child, parent in parents.items() if parent in found} - found
+        found |= more
+        grown = bool(more)
+    return sorted(found - {pid})
+
+
+def start_long_run(tiny: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A run that would take minutes, once its 3 ranks are driving steps; and the ranks' process ids."""
+    words = ["run", "--model", str(tiny), "--world", "2", "--steps", "100000"]
+    process = subprocess.Popen(
+        [*EPRT, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        ranks = [pid for pid in descendants(process.pid) if os.getsid(pid) == pid]
+        if len(ranks) == 2:
+            time.sleep(2.0)  # into the steps
+            return process, ranks
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError(f"the ranks didn't start: {process.communicate()}")
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        running = [pid for pid in pids if Path(f"/proc/{pid}").exists() and state(pid) not in "ZX"]
+        if not running:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"processes {running} are still there")
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_killed_rank_ends_the_run_with_its_name_and_all_stacks(tiny: Path) -> None:
+    process, ranks = start_long_run(tiny)
+    os.kill(ranks[1], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "WorldFailed: a world of 2 ranks failed" in stderr
+    assert "was killed by SIGKILL" in stderr
+    assert "--- rank 0" in stderr
+    assert "--- rank 1" in stderr
+    wait_until_gone(ranks)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_ctrl_c_ends_all_ranks(tiny: Path) -> None:
+    process, ranks = start_long_run(tiny)
+    below = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; all ranks that this command started have been ended" in stderr
+    assert "Traceback" not in stderr + stdout
+    wait_until_gone([*ranks, *below])
+
+
+# ---- doctor, bench ----------------------------------------------------------------------------------------------
+
+
+def test_doctor_reports_this_machine(capsys) -> None:
+    from eprt.dispatch import DISPATCHERS
+    from eprt.experts import EXECUTORS
+
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["versions"]["torch"] == torch.__version__
+    assert {b["name"] for b in report["backends"]} == set(DISPATCHERS) | set(EXECUTORS)
+    usable = {b["name"]: b for b in report["backends"]}
+    assert usable["torch"]["ok"]
+    assert usable["torch_grouped"]["ok"]
+    assert "runs on cuda" in usable["symm"]["reason"]
+    assert any("fused_moe_90" in item["kernels"] and "20 min" in item["takes"] for item in report["first_use"])
+
+
+def test_doctor_finds_what_is_wrong(monkeypatch) -> None:
+    from eprt import diagnosis
+
+    versions = {"deep-ep": "1.0.0", "flashinfer-python": "0.7.2", "flashinfer-jit-cache": "0.7.1+cu130"}
+    monkeypatch.setattr(diagnosis, "_version", versions.get)
+    monkeypatch.setattr(diagnosis.importlib.util, "find_spec", lambda name: object() if name == "deep_ep" else None)
+    monkeypatch.setattr(diagnosis, "_has_nvshmem", lambda: False)
+    monkeypatch.setattr(
+        diagnosis, "_import_error", lambda name: "ImportError: undefined symbol: _ZN3c104cuda9SetDevice"
+    )
+    monkeypatch.setattr(diagnosis, "links", lambda: "\tGPU0\tGPU1\tCPU\nGPU0\t X \tPHB\t0-7\nGPU1\tPHB\t X \t0-7")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = {problem.what: problem.remedy for problem in diagnosis.problems()}
+    text = "\n".join(found)
+    assert "deep-ep 1.0.0 is a placeholder" in text
+    assert "tokenspeed-deepep>=1.2.1" in found[next(what for what in found if "placeholder" in what)]
+    assert "libnvshmem_host.so.3 can't be loaded" in text
+    assert "built against another torch" in text
+    assert "flashinfer-jit-cache 0.7.1+cu130 is for another release" in text
+    assert "GPU0 reaches other GPUs by PHB, not by NVLink" in text
+
+
+def test_doctor_proof_passes_and_fails(monkeypatch, capsys) -> None:
+    from eprt.cli import doctor
+    from eprt.conformance.cases import CASES
+    from eprt.conformance.checks import Check
+
+    few = [Check("transport", case, "torch") for case in CASES[:3]]
+    monkeypatch.setattr(doctor, "standard_checks", lambda size, device: few)
+    assert main(["doctor", "--run", "--world", "2"]) == 0
+    assert "PASS: 3 of 3 checks on 2 cpu ranks" in capsys.readouterr().out
+
+    real = doctor.summarize
+    broken = lambda rows: [dataclasses.replace(row, ok=False, detail="call 0: wrong") for row in real(rows)]  # noqa: E731
+    monkeypatch.setattr(doctor, "summarize", broken)
+    assert main(["doctor", "--run", "--world", "2"]) == 1
+    assert "FAIL: 0 of 3 checks" in capsys.readouterr().out
+
+
+# ---- the parts --------------------------------------------------------------------------------------------------
+
+
+def test_flags_stay_few() -> None:
+    """A flag is a promise: adding one means changing this table."""
+    names = {
+        kind.__name__: sorted(field.name for field in dataclasses.fields(kind))
+        for kind in (arguments.Run, arguments.Explain, arguments.Doctor)
+    }
+    assert names == {
+        "Run": sorted(
+            "model world attention_tp moe_tp dispatcher executor layers steps device json".split()  # noqa: SIM905
+        ),
+        "Explain": sorted(
+            "model world device phase attention_tp moe_tp dispatcher executor max_tokens json".split()  # noqa: SIM905
+        ),
+        "Doctor": ["json", "run", "world"],
+    }
+
+
+def test_plain_table_aligns_numbers_to_the_right() -> None:
+    text = plain_table(["rank", "what"], [["0", "a"], ["10", "b"]])
+    assert text.splitlines() == ["rank  what", "   0  a", "  10  b"]
+
+
+def test_ranks_other_than_0_are_silent(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    terminal = Terminal(json=False)
+    terminal.say("hello")
+    terminal.table("title", ["a"], [["b"]])
+    terminal.error("bad")
+    Terminal(json=True).result({"a": 1})
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def test_logging_leaves_the_root_logger_alone(monkeypatch) -> None:
+    logger = logging.getLogger("eprt")
+    before = (logging.getLogger().level, list(logging.getLogger().handlers))
+    own = (logger.level, list(logger.handlers))
+    try:
+        monkeypatch.setenv("EPRT_LOG", "info")
+        configure_logging()
+        assert logger.level == logging.INFO
+        assert (logging.getLogger().level, list(logging.getLogger().handlers)) == before
+    finally:
+        logger.setLevel(own[0])
+        logger.handlers[:] = own[1]
+    assert main(["explain", "--model", "/no/such"]) == 2
+    monkeypatch.setenv("EPRT_LOG", "loud")
+    assert main(["explain", "--model", "/no/such"]) == 2
