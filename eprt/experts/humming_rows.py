@@ -1,0 +1,93 @@
+"""humming's elementwise kernel (`process_input`): activate, scatter and quantise rows, prepared once for each use.
+
+`humming.ops.process_input` finds its kernel anew on every call, which costs the host more than the launch does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from eprt.config import Activation
+
+RowLayout = Literal["normal", "scatter", "grouped_mask"]
+
+
+def activation_source(activation: Activation) -> tuple[str, str]:
+    """humming's name of the activation's shape, and the C++ expression of `a` (gate, or the only half) and `b` (up)."""
+    if not activation.gated:
+        return "unary", "a > 0.0f ? a * a : 0.0f"
+    gate, up = "a", "b"
+    if activation.limit is not None:
+        limit = f"{float(activation.limit)!r}f"
+        gate, up = f"fminf(a, {limit})", f"fminf(fmaxf(b, -{limit}), {limit})"
+    if activation.beta:
+        up = f"({up} + {float(activation.beta)!r}f)"
+    return "binary_split", f"{gate} / (1.0f + __expf(-{float(activation.alpha)!r}f * {gate})) * {up}"
+
+
+class RowKernel:
+    """bf16 rows in, rows as the next GEMM reads them out (bf16, or e4m3 with scales).
+
+    Args:
+        layer_config: humming's LayerConfig of that GEMM.
+        width: its K, columns of a row that comes out.
+        layout: `normal`: row for row, up to a count on the device; `scatter`: each row to its `scatter_width` places,
+            negative ones dropped; `grouped_mask`: slabs with counts.
+    """
+
+    def __init__(
+        self,
+        layer_config: Any,
+        width: int,
+        device: torch.device,
+        layout: RowLayout,
+        activation: Activation | None = None,
+        scatter_width: int = 1,
+    ) -> None:
+        from humming import dtypes
+        from humming.config import ActivationType, ProcessInputLayoutType, ProcessInputProblemConfig
+        from humming.kernel.process_input import ProcessInputKernel
+        from humming.tune.process_input import get_process_input_tuning_intervals
+
+        kind, source = ("none", None) if activation is None else activation_source(activation)
+        quantises = bool(layer_config.has_input_scale)
+        with torch.cuda.device(device):
+            self._problem: Any = ProcessInputProblemConfig(
+                input_dtype=dtypes.DataType.from_any("bfloat16"),
+                hidden_size=width,
+                quant_mode=layer_config.input_quant_mode,
+                quant_dtype=layer_config.a_dtype if quantises else None,
+                quant_group_size=(layer_config.input_scale_group_size or None) if quantises else None,
+                group_scale_dtype=layer_config.as_dtype if quantises else None,
+                activation_type=ActivationType(kind),
+                activation_impl=source,
+                layout=ProcessInputLayoutType(layout),
+                scatter_width=scatter_width,
+            )
+            intervals = get_process_input_tuning_intervals(self._problem, False)
+            self._table: torch.Tensor = ProcessInputKernel.prepare_kernels(self._problem, intervals, device)
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        num_rows_out: int,
+        *,
+        expert_tokens: torch.Tensor | None = None,
+        scatter_idx: torch.Tensor | None = None,
+        num_valid_tokens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(rows [num_rows_out, width], float32 scales or None). Rows that aren't valid are garbage."""
+        problem = self._problem
+        out = torch.empty(num_rows_out, problem.output_row_size, dtype=problem.output_torch_dtype, device=rows.device)
+        group = token = None
+        if problem.quant_mode.has_group_scale:
+            shape = problem.get_group_scale_shape(num_rows_out)
+            group = torch.empty(shape, dtype=problem.group_scale_torch_dtype, device=rows.device)
+        elif problem.quant_mode.has_token_scale:
+            token = torch.empty(num_rows_out, 1, dtype=torch.float32, device=rows.device)
+        torch.ops.humming.launch_process_input.default(
+            self._table, rows, out, group, token, expert_tokens, scatter_idx, num_valid_tokens
+        )
+        return out, token if group is None else group
