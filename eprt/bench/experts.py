@@ -57,7 +57,7 @@ class ExpertRow:
         tokens: N, rows fed in.  local_rows: slots of local experts.
         us: the executor's call in a graph.  library_us: the kernels of the library alone in a graph, or None.
         host_us: time the host needs to issue one eager call.
-        weights_us, flops_us: the two floors.  ratio: us over the larger.
+        weights_us, flops_us: the two floors.  ratio: us over the larger, None without local rows.
         prepare_s, warmup_s: seconds to build the layout and to warm up (compile, tune or read the cache).
         prepare_peak: peak memory of preparation beyond what is kept, over the layer's bytes.
     """
@@ -72,7 +72,7 @@ class ExpertRow:
     host_us: float
     weights_us: float
     flops_us: float
-    ratio: float
+    ratio: float | None
     prepare_s: float
     warmup_s: float
     prepare_peak: float
@@ -91,7 +91,7 @@ class Ceilings:
     @classmethod
     def measure(cls, device: torch.device) -> Ceilings:
         source = torch.randn(1 << 29, device=device)
-        copy_us = device_microseconds(partial(torch.empty_like(source).copy_, source), repeats=2)
+        copy_us = device_microseconds(partial(torch.neg, source, out=torch.empty_like(source)), repeats=2)
         moved = 2 * source.numel() * source.element_size()
         n = 8192
         left = torch.randn(n, n, device=device).to(torch.bfloat16)
@@ -213,7 +213,7 @@ def _bench_one(
         flops = 2 * local.numel() * (config.gate_up_rows + config.intermediate_size) * config.hidden_size
         flops_us = flops / ceilings.bf16_flops * 1e6
         us, library_us, host_us = _times(executor, flat)
-        ratio = us / max(weights_us, flops_us)
+        ratio = us / max(weights_us, flops_us) if local.numel() else None
         measured = (us, library_us, host_us, weights_us, flops_us, ratio, prepare_s, warmup_s, peak)
         rows.append(ExpertRow(name, shape, config.weight_format, count, local.numel(), *measured))
     return rows

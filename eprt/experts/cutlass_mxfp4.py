@@ -21,15 +21,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from eprt.cache import TuningCache, TuningCacheWarning, tuning_cache
 from eprt.config import Activation
 from eprt.errors import ConfigError
 from eprt.experts.base import Executor, unsupported_format
 from eprt.experts.layouts_sm90 import pad_parts, round_up, stack_experts
-from eprt.experts.timing import device_microseconds, sample_ids
-from eprt.quant import decode_payload
+from eprt.experts.permute import copy_columns, plain_hidden
+from eprt.experts.timing import eager_microseconds, sample_ids
 from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import MX_BLOCK, ExpertWeights, Mxfp4
 
@@ -161,18 +160,22 @@ class CutlassMxfp4Executor(Executor):
         return CutlassWeights(stacks["gate_up"], stacks["down"], scales, *biases, alpha, beta, limit)
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
-        H = self.config.hidden_size
         hidden = self._padded(tokens)
-        direct = out if self._hidden == H and out.dtype == torch.bfloat16 and out.is_contiguous() else None
+        whole = self._hidden == self.config.hidden_size and out.dtype == torch.bfloat16
+        direct = out if whole and out.is_contiguous() else None
         result = hidden.new_empty(hidden.shape) if direct is None else direct
         self._run(hidden, tokens.ids, tokens.weights, result, self._chosen(hidden.shape[0]))
         if direct is None:
-            out.copy_(result[:, :H])
+            copy_columns(result, out)
 
     def _padded(self, tokens: FlatTokens) -> torch.Tensor:
         """bf16 [N, padded H]."""
-        hidden = decode_payload(tokens.hidden).to(torch.bfloat16)
-        return pad(hidden, (0, self._hidden - hidden.shape[1])).contiguous()
+        hidden = plain_hidden(tokens.hidden)
+        if self._hidden == hidden.shape[1]:
+            return hidden.to(torch.bfloat16).contiguous()
+        padded = torch.empty(hidden.shape[0], self._hidden, dtype=torch.bfloat16, device=hidden.device)
+        copy_columns(hidden.contiguous(), padded)
+        return padded
 
     def _chosen(self, num_rows: int) -> tuple[int, int] | None:
         return next((found for rows, found in self._tactics if rows >= num_rows), None)
@@ -252,7 +255,7 @@ class CutlassMxfp4Executor(Executor):
         return torch.empty(self._workspace_bytes[rows], dtype=torch.uint8, device=self.device)
 
     def warmup(self, max_rows: int) -> None:
-        """Choose both GEMMs' tactics for 1, 2, 4, ... rows by timing whole calls; results are kept on disk.
+        """Choose both GEMMs' tactics for 1, 4, 16, ... rows by timing whole calls; results are kept on disk.
 
         FlashInfer's own autotuner measures the same kernels but takes a minute and costs host time on every call.
         """
@@ -260,7 +263,7 @@ class CutlassMxfp4Executor(Executor):
 
         name = torch.cuda.get_device_name(self.device)
         cache = tuning_cache("cutlass_mxfp4", flashinfer.__version__, name)
-        sizes = [1 << power for power in range(max(max_rows - 1, 0).bit_length() + 1)]
+        sizes = [1 << power for power in range(0, max(max_rows - 1, 0).bit_length() + 2, 2)]
         self._tactics = [(rows, self._tactic(rows, cache)) for rows in sizes]
 
     def _tactic(self, rows: int, cache: TuningCache) -> tuple[int, int]:
@@ -285,7 +288,7 @@ class CutlassMxfp4Executor(Executor):
 
         def microseconds(tactic: tuple[int, int]) -> float:
             try:
-                return device_microseconds(lambda: self._run(hidden, ids, weights, out, tactic))
+                return eager_microseconds(lambda: self._run(hidden, ids, weights, out, tactic))
             except RuntimeError:  # a tactic whose tile doesn't fit this shape refuses to launch
                 return float("inf")
 

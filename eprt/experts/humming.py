@@ -8,30 +8,15 @@ buffer's size follows from the tokens' shape, so a call can be captured in a CUD
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from eprt.config import Activation
 from eprt.experts.base import Executor
 from eprt.experts.humming_gemm import FP8_INPUT_SCHEMAS, GemmShape, GemmType, GroupedGemm
-from eprt.experts.permute import SlotOrder, group_rows, group_slots, weighted_unpermute
-from eprt.quant import decode_payload
+from eprt.experts.humming_rows import RowKernel, RowLayout
+from eprt.experts.permute import SlotOrder, group_rows, group_slots, plain_hidden, weighted_unpermute
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights
-
-
-def activation_source(activation: Activation) -> tuple[str, str]:
-    """humming's name of the activation's shape, and the C++ expression of `a` (gate, or the only half) and `b` (up)."""
-    if not activation.gated:
-        return "unary", "a > 0.0f ? a * a : 0.0f"
-    gate, up = "a", "b"
-    if activation.limit is not None:
-        limit = f"{float(activation.limit)!r}f"
-        gate, up = f"fminf(a, {limit})", f"fminf(fmaxf(b, -{limit}), {limit})"
-    if activation.beta:
-        up = f"({up} + {float(activation.beta)!r}f)"
-    return "binary_split", f"{gate} / (1.0f + __expf(-{float(activation.alpha)!r}f * {gate})) * {up}"
 
 
 class HummingExecutor(Executor):
@@ -67,7 +52,7 @@ class HummingExecutor(Executor):
             batch_invariant=invariant,
         )
         self._fp8 = fp8
-        self._activation_type, self._activation_impl = activation_source(config.activation)
+        self._row_kernels: dict[tuple[str, bool], RowKernel] = {}
 
     def _expected_rows(self, num_tokens: int) -> int:
         """Rows of local experts that so many tokens bring if routing is even."""
@@ -75,7 +60,7 @@ class HummingExecutor(Executor):
         return max(1, num_tokens * config.top_k * L // config.num_experts)
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
-        hidden = decode_payload(tokens.hidden)
+        hidden = plain_hidden(tokens.hidden)
         scale, order, rows = self._sorted_inputs(hidden, tokens)
         expected = self._expected_rows(tokens.num_rows)
         result = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
@@ -96,17 +81,16 @@ class HummingExecutor(Executor):
             rows, order = group_rows(hidden, tokens.ids, first, L, torch.bfloat16)
             return None, order, rows
         order = group_slots(tokens.ids, first, L)
-        rows, scale = self._process(
-            self._gate_up, hidden.to(torch.bfloat16).contiguous(), layout="scatter", scatter_idx=order.place
-        )
+        plain = hidden.to(torch.bfloat16).contiguous()
+        rows, scale = self._rows("scatter")(plain, tokens.ids.numel(), scatter_idx=order.place)
         return scale, order, rows
 
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
         L, M = out.shape[:2]
-        rows = decode_payload(tokens.hidden).to(torch.bfloat16).reshape(L * M, -1)
+        rows = plain_hidden(tokens.hidden).to(torch.bfloat16).reshape(L * M, -1)
         scale = None
         if self._fp8:
-            rows, scale = self._process(self._gate_up, rows, layout="grouped_mask", expert_tokens=tokens.counts)
+            rows, scale = self._rows("grouped_mask")(rows, L * M, expert_tokens=tokens.counts)
         direct = out.dtype == torch.bfloat16 and out.is_contiguous()
         result = out.view(L * M, -1) if direct else out.new_empty((L * M, out.shape[2]), dtype=torch.bfloat16)
         # M rows a slab is what all tokens of all ranks could bring; even routing brings M * K / E of them.
@@ -126,32 +110,31 @@ class HummingExecutor(Executor):
         """Both GEMMs and the activation between them, on grouped rows."""
         wide = torch.empty(rows.shape[0], self._gate_up.out_features, dtype=torch.bfloat16, device=rows.device)
         self._gate_up(rows, layout, gemm_type, expected, wide, scale)
-        options: dict[str, Any] = (
-            {"layout": "grouped_mask", "expert_tokens": layout}
-            if gemm_type == "grouped_masked"
-            else {"num_valid_tokens": layout[-1:]}
-        )
-        narrow, narrow_scale = self._process(
-            self._down,
-            wide,
-            activation_type=self._activation_type,
-            activation_impl=self._activation_impl,
-            **options,
-        )
+        if gemm_type == "grouped_masked":
+            activate = self._rows("grouped_mask", activation=True)
+            narrow, narrow_scale = activate(wide, wide.shape[0], expert_tokens=layout)
+        else:
+            activate = self._rows("normal", activation=True)
+            narrow, narrow_scale = activate(wide, wide.shape[0], num_valid_tokens=layout[-1:])
         self._down(narrow, layout, gemm_type, expected, out, narrow_scale)
 
-    def _process(
-        self, gemm: GroupedGemm, rows: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """humming's elementwise kernel: activate, scatter, and quantise as `gemm` wants its input."""
-        from humming.forward import may_process_input
-
-        made, group_scale, token_scale = may_process_input(gemm.config, rows, **options)
-        return made, token_scale if group_scale is None else group_scale
+    def _rows(self, layout: RowLayout, *, activation: bool = False) -> RowKernel:
+        """The elementwise kernel in front of a GEMM, compiled on first use (in `warmup`, if it was called)."""
+        if (layout, activation) not in self._row_kernels:
+            gemm = self._down if activation else self._gate_up
+            self._row_kernels[layout, activation] = RowKernel(
+                gemm.config,
+                gemm.in_features,
+                self.device,
+                layout,
+                self.config.activation if activation else None,
+                self.config.top_k if layout == "scatter" else 1,
+            )
+        return self._row_kernels[layout, activation]
 
     def library_call(self, tokens: FlatTokens) -> Callable[[], None]:
         """Both GEMMs and the activation alone, on rows already sorted: what a benchmark compares the whole with."""
-        scale, order, rows = self._sorted_inputs(decode_payload(tokens.hidden), tokens)
+        scale, order, rows = self._sorted_inputs(plain_hidden(tokens.hidden), tokens)
         out = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
         expected = self._expected_rows(tokens.num_rows)
         return lambda: self._experts(rows, scale, order.offsets, "grouped_contiguous", expected, out)

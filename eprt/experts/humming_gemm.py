@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,18 @@ import torch
 from eprt.cache import tuning_cache
 from eprt.config import WeightFormat
 from eprt.errors import ConfigError
+from eprt.experts.humming_schedules import (
+    ANY_ROWS,
+    LAZY_STEP,
+    MANY_ROWS,
+    SCHEDULES_VERSION,
+    SMALL_ROW_SCHEDULES,
+    TRIALS,
+    Trial,
+    neighbours,
+    row_bucket,
+    unique,
+)
 from eprt.experts.layouts_sm90 import (
     TILE,
     pad_parts,
@@ -29,7 +40,7 @@ from eprt.experts.layouts_sm90 import (
     stack_experts,
 )
 from eprt.experts.permute import group_slots
-from eprt.experts.timing import device_microseconds, sample_ids
+from eprt.experts.timing import sample_ids
 from eprt.support import Requirement
 from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
 
@@ -59,9 +70,6 @@ FP8_INPUT_SCHEMAS: dict[WeightFormat, dict[str, Any]] = {
 }
 
 LOCKS = 8192  # int32 of stream-K state; humming wants at most 1.1 x CTAs x locks of a tile, and checks it
-ANY_ROWS = 1 << 30
-TRIALS = 5  # routings a schedule is timed on
-SCHEDULES_VERSION = 1  # of `neighbours`: results of another one are tuned again
 
 
 @dataclass(frozen=True)
@@ -207,21 +215,27 @@ class GroupedGemm:
         out: torch.Tensor,
         input_scale: torch.Tensor | None = None,
     ) -> None:
-        from humming.ops.launcher import launch_kernel
-
         tensors = self.tensors
-        launch_kernel(
-            configs=table,
-            inputs=inputs,
-            weight=tensors["weight"],
-            weight_scale=tensors["weight_scale"],
-            weight_scale_2=tensors.get("weight_scale_2"),
-            input_scale=input_scale,
-            bias=tensors.get("bias"),
-            outputs=out,
-            expert_layout=layout,
-            locks=self._stream_locks(),
-            valid_shape_m=expected_rows,
+        # The library's operator itself: its Python wrapper costs as much host time as the launch.
+        torch.ops.humming.launch_kernel.out(
+            table,
+            inputs,
+            tensors["weight"],
+            tensors["weight_scale"],
+            tensors.get("weight_scale_2"),
+            input_scale,
+            None,  # second input scale
+            None,  # zero point
+            tensors.get("bias"),
+            out,
+            None,  # sorted ids, expert ids, padded rows: of `indexed` alone
+            None,
+            None,
+            layout,
+            self._stream_locks(),
+            1,  # top-k: of `indexed` alone
+            expected_rows,
+            False,  # shapes and dtypes follow from this class: humming needn't check them
         )
 
     def _stream_locks(self) -> torch.Tensor:
@@ -236,7 +250,7 @@ class GroupedGemm:
         table = self._tables.get((gemm_type, ANY_ROWS))
         if table is not None:
             return table
-        bucket = row_bucket(expected_rows)
+        bucket = row_bucket(expected_rows, LAZY_STEP)
         if (gemm_type, bucket) not in self._tables:
             self._tables[gemm_type, bucket] = self._compile(
                 gemm_type, [(0, ANY_ROWS, self._heuristic(gemm_type, bucket))]
@@ -297,7 +311,8 @@ class GroupedGemm:
     def _tune(self, rows: int, top_k: int, num_experts: int) -> dict[str, Any]:
         near = [max(1, rows // 4), max(1, rows // 2), rows, rows * 2, rows * 4]
         seeds = [self._heuristic("grouped_contiguous", count) for count in near]
-        schedules = unique([seeds[2], *seeds, *neighbours(seeds[2], self.batch_invariant)])
+        known = SMALL_ROW_SCHEDULES if rows <= MANY_ROWS * self.num_experts and not self.batch_invariant else ()
+        schedules = unique([seeds[2], *seeds, *neighbours(seeds[2], self.batch_invariant), *known])
         with ThreadPoolExecutor(max_workers=16) as pool:  # each compiles in a process of its own
             tables = list(pool.map(self._try_compile, schedules))
         trial = self._trial(rows, top_k, num_experts)
@@ -329,57 +344,6 @@ class GroupedGemm:
             self._launch(table, inputs, layout, rows, out, scale)
 
         return Trial(launch, layouts, out)
-
-
-class Trial:
-    """Times schedules of one GEMM on routings that read different experts' weights, and compares their results."""
-
-    def __init__(
-        self, launch: Callable[[torch.Tensor, torch.Tensor], None], layouts: Sequence[torch.Tensor], out: torch.Tensor
-    ) -> None:
-        self._launch = launch
-        self._layouts = layouts
-        self._out = out
-        self._expected: torch.Tensor | None = None
-
-    def microseconds(self, table: torch.Tensor) -> float:
-        """Infinite for a schedule whose result isn't the first one's."""
-        self._out.zero_()
-        self._launch(table, self._layouts[0])
-        if self._expected is None:
-            self._expected = self._out.clone()
-        difference = (self._out.float() - self._expected.float()).norm()
-        if not bool(difference <= 1e-2 * self._expected.float().norm()):
-            return float("inf")
-        return device_microseconds(*[partial(self._launch, table, layout) for layout in self._layouts], repeats=2)
-
-
-def row_bucket(rows: int) -> int:
-    """The power of two that holds `rows`."""
-    return 1 << (max(rows, 1) - 1).bit_length()
-
-
-def unique(schedules: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without repeats, in order."""
-    return list({json.dumps(schedule, sort_keys=True): schedule for schedule in schedules}.values())
-
-
-def neighbours(schedule: dict[str, Any], batch_invariant: bool) -> list[dict[str, Any]]:
-    """Schedules one step from humming's choice: pipeline depth, CTAs a multiprocessor, stream-K, cache hint, raster."""
-    stages, ctas = schedule.get("num_stages", 2), schedule.get("num_ctas_per_sm", 1)
-    changes: list[dict[str, Any]] = [
-        {"num_stages": stages - 1},
-        {"num_stages": stages + 1},
-        {"num_ctas_per_sm": ctas + 1},
-        {"num_ctas_per_sm": max(1, ctas - 1)},
-        {"num_ctas_per_sm": ctas + 1, "num_stages": stages - 1},
-        {"num_ctas_per_sm": max(1, ctas - 1), "num_stages": stages + 2},
-        {"evict_weights_first": True},
-        {"raster_group_m": 1 if schedule.get("raster_group_m", 1) > 1 else 4},
-    ]
-    if not batch_invariant:
-        changes.append({"use_stream_k": not schedule.get("use_stream_k", True)})
-    return [{**schedule, **change} for change in changes]
 
 
 def humming_version() -> str:

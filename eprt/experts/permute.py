@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from eprt.quant import decode_payload
+from eprt.tokens import Payload
+
 
 @dataclass(frozen=True)
 class SlotOrder:
@@ -81,6 +84,23 @@ def weighted_unpermute(
     total = torch.where(local[..., None], taken * weights[..., None], 0.0).sum(dim=1)
     written = torch.ones_like(local[:, 0]) if every_row else local.any(dim=1)
     out[written] = total[written].to(out.dtype)
+
+
+def copy_columns(source: torch.Tensor, target: torch.Tensor) -> None:
+    """[N, a] into [N, b]: what fits is copied and converted, the rest of `target` becomes zero. One pass."""
+    if source.is_cuda:
+        from eprt.experts import permute_triton
+
+        permute_triton.copy_columns(source, target)
+        return
+    width = min(source.shape[1], target.shape[1])
+    target[:, :width] = source[:, :width]
+    target[:, width:] = 0
+
+
+def plain_hidden(payload: Payload) -> torch.Tensor:
+    """Hidden states in bf16 or float32. Unlike `decode_payload` it doesn't check plain ones: dispatchers did."""
+    return payload.data if payload.scale is None else decode_payload(payload)
 
 
 def _group_slots_torch(ids: torch.Tensor, first_expert: int, num_local: int) -> SlotOrder:

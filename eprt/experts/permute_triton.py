@@ -121,6 +121,22 @@ def _weighted_sum(
         tl.store(target, total.to(out_ptr.dtype.element_ty), mask=cols < H)
 
 
+@triton.jit
+def _copy_columns(source_ptr, target_ptr, source_stride, target_stride, width, target_width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(source_ptr + row * source_stride + cols, mask=cols < width, other=0.0)
+    tl.store(target_ptr + row * target_stride + cols, x.to(target_ptr.dtype.element_ty), mask=cols < target_width)
+
+
+def copy_columns(source: torch.Tensor, target: torch.Tensor) -> None:
+    """See `eprt.experts.permute.copy_columns`; the last dimension of both is contiguous."""
+    width, target_width = min(source.shape[1], target.shape[1]), target.shape[1]
+    block = min(COPY_BLOCK, triton.next_power_of_2(target_width))
+    grid = (source.shape[0], triton.cdiv(target_width, block))
+    _copy_columns[grid](source, target, source.stride(0), target.stride(0), width, target_width, block)
+
+
 def place_slots(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(offsets [L + 1] int64, place [N, K] int32) of ids [N, K] int32."""
     offsets, place = _outputs(ids, L)

@@ -15,7 +15,7 @@ from eprt.cache import TuningCacheWarning
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.experts import humming_gemm, make_executor
 from eprt.experts.adapters import AdaptedExecutor
-from eprt.experts.permute import group_rows, group_slots, weighted_unpermute
+from eprt.experts.permute import copy_columns, group_rows, group_slots, weighted_unpermute
 from eprt.experts.reference import ReferenceExecutor
 from eprt.placement import ExpertPlacement
 from eprt.quant import encode, encode_payload
@@ -388,6 +388,15 @@ def test_permute_small(N, K, E, first, L, H):
 @pytest.mark.parametrize(("N", "K", "E", "first", "L", "H"), [(1500, 4, 128, 96, 32, 40), (3000, 8, 256, 0, 256, 136)])
 def test_permute_large(N, K, E, first, L, H):
     _check_permute(N, K, E, first, L, H)
+
+
+@pytest.mark.parametrize(("width", "target"), [(2880, 2944), (2944, 2880), (24, 128)])
+def test_copy_columns(width, target):
+    source = torch.randn(33, width, device=CUDA)
+    out = torch.full((33, target), float("nan"), dtype=torch.bfloat16, device=CUDA)
+    copy_columns(source, out)
+    expected = torch.nn.functional.pad(source, (0, max(0, target - width)))[:, :target].to(torch.bfloat16)
+    assert torch.equal(out, expected)
 
 
 def _check_permute(N, K, E, first, L, H):

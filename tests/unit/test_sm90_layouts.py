@@ -14,8 +14,9 @@ from eprt.cache import TuningCache, TuningCacheWarning
 from eprt.config import Activation, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.experts.cutlass_mxfp4 import swiglu_parameters, tile_expert
-from eprt.experts.humming_gemm import GemmShape, expert_tensors, needs_channel_scale, neighbours, row_bucket, unique
+from eprt.experts.humming_gemm import GemmShape, expert_tensors, needs_channel_scale
 from eprt.experts.humming_rows import activation_source
+from eprt.experts.humming_schedules import SMALL_ROW_SCHEDULES, neighbours, row_bucket, unique
 from eprt.experts.layouts_sm90 import (
     pad_parts,
     round_up,
@@ -24,7 +25,7 @@ from eprt.experts.layouts_sm90 import (
     stack_experts,
     unpad_parts,
 )
-from eprt.experts.permute import group_rows, group_slots, weighted_unpermute
+from eprt.experts.permute import copy_columns, group_rows, group_slots, weighted_unpermute
 from eprt.experts.reference import decode_matrix
 from eprt.weights import Fp8Block, Mxfp4, Nvfp4
 
@@ -235,6 +236,8 @@ def test_stacking_prepares_one_expert_at_a_time():
 
 def test_schedules():
     assert [row_bucket(rows) for rows in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
+    assert [row_bucket(rows, 4) for rows in (1, 2, 16, 17, 257)] == [1, 16, 16, 256, 4096]
+    assert unique(SMALL_ROW_SCHEDULES) == list(SMALL_ROW_SCHEDULES)
     base = {"num_stages": 4, "num_ctas_per_sm": 1, "use_stream_k": True}
     assert unique([base, dict(reversed(base.items())), {**base, "num_stages": 3}]) == [base, {**base, "num_stages": 3}]
     assert {"use_stream_k": False}.items() <= neighbours(base, batch_invariant=False)[-1].items()
@@ -268,6 +271,15 @@ def test_permute_groups_by_expert(N, first, L):
             expected = sum((weights[n, k] * result[place] for place, k in mine), torch.zeros(6))
             expected = expected if mine or every_row else torch.full((6,), 7.0)
             torch.testing.assert_close(out[n], expected)
+
+
+def test_copy_columns_pads_and_trims():
+    source = marked(3, 4)
+    wide, narrow = torch.full((3, 6), 7.0), torch.full((3, 2), 7.0, dtype=torch.bfloat16)
+    copy_columns(source, wide)
+    assert torch.equal(wide, torch.cat([source, torch.zeros(3, 2)], dim=1))
+    copy_columns(source, narrow)
+    assert torch.equal(narrow, source[:, :2].to(torch.bfloat16))
 
 
 def test_cache_keeps_and_tells_apart(tmp_path):
