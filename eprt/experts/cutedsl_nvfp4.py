@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from eprt.config import Activation, MoEConfig, RuntimeConfig, TokenFormat
 from eprt.errors import ConfigError, InputError
+from eprt.experts.adapters import merge_repeats
 from eprt.experts.base import Executor
 from eprt.experts.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
 from eprt.experts.layouts_sm100 import mma_scale_view, swizzle_scales
@@ -83,17 +84,19 @@ class MaskedExperts:
         self._layout = _require(layout, MaskedLayout)
         self._activation = activation
         self._plain = is_plain(activation)
-        self._input, self._ratio = factors.input, factors.ratio
-        self._gate, self._down = factors.gate, factors.down * factors.intermediate
+        self._ratio = factors.ratio
+        self._gate, self._calibrated_gate = factors.gate, factors.gate * factors.input
+        self._down = factors.down * factors.intermediate
+        self._multiplier = (1.0 / factors.input).expand_as(factors.gate).contiguous()  # one an expert, for the kernel
         # The fused SwiGLU sees up / ratio, so its product needs `ratio` more to be the codes that were calibrated.
         self._quantiser = (self._ratio if self._plain else 1.0) / factors.intermediate
 
     def __call__(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
         layout, counts = self._layout, tokens.counts
         L, M, H = out.shape
-        x, x_scales, scale = self._quantised(tokens)
+        x, x_scales, factor = self._quantised(tokens)
         middle = out.new_empty((L, M, layout.gate_up.shape[0]))
-        self._gemm((x, x_scales), (layout.gate_up, layout.gate_up_scales), middle, counts, self._gate * scale)
+        self._gemm((x, x_scales), (layout.gate_up, layout.gate_up_scales), middle, counts, factor)
         h, h_scales = self._activate(middle, counts)
         padded = layout.down.shape[0]
         whole = out if padded == H and out.is_contiguous() else out.new_empty((L, M, padded))
@@ -108,18 +111,17 @@ class MaskedExperts:
         self(ExpertMajorTokens(Payload.plain(slab), counts), torch.empty_like(slab))
 
     def _quantised(self, tokens: ExpertMajorTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes u8 [M, H/2, L], 6-D scales, and the second-level scale [1]."""
+        """Codes u8 [M, H/2, L], 6-D scales, and the first GEMM's factor [L]."""
         hidden, width = tokens.hidden, 2 * self._layout.gate_up.shape[1]
         if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
             codes = _pad_columns(hidden.data, width // 2).contiguous()
             scales = _pad_columns(hidden.scale, width // NVFP4_BLOCK)
-            return codes.permute(1, 2, 0), mma_scale_view(swizzle_scales(scales)), hidden.global_scale
+            return codes.permute(1, 2, 0), mma_scale_view(swizzle_scales(scales)), self._gate * hidden.global_scale
         x = _pad_columns(_bf16(hidden), width).contiguous()
-        each = (1.0 / self._input).expand(x.shape[0]).contiguous()
         quantise = self._kernels.scaled_fp4_grouped_quantize
         # nvfp4_4over6=None: don't let environment variables choose another recipe.
-        codes, scales = quantise(x, tokens.counts, each, nvfp4_4over6=None)
-        return codes, scales, self._input
+        codes, scales = quantise(x, tokens.counts, self._multiplier, nvfp4_4over6=None)
+        return codes, scales, self._calibrated_gate
 
     def _activate(self, middle: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[L, M, parts * I] bf16 -> quantised [L, M, I], as the second GEMM takes it."""
@@ -174,9 +176,11 @@ class ContiguousExperts:
         self._runtime = runtime
         self._wrappers: dict[int, Any] = {}
         factors = layout.factors
-        self._input, self._gate, self._quantiser = factors.input, factors.gate, None
-        self._down = factors.down * factors.ratio
+        self._gate, self._down = factors.gate, factors.down * factors.ratio
+        self._multiplier: torch.Tensor | None = None  # None: a weight-only checkpoint
+        self._quantiser: torch.Tensor | None = None
         if factors.input is not None and factors.intermediate is not None:
+            self._multiplier, self._calibrated_gate = 1.0 / factors.input, factors.gate * factors.input
             # One quantiser for all experts: the largest of what they were calibrated for, seen through up / ratio.
             intermediate = (factors.intermediate / factors.ratio).amax().view(1)
             self._quantiser = 1.0 / intermediate
@@ -184,7 +188,7 @@ class ContiguousExperts:
 
     def __call__(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         layout = self._layout
-        x, x_scales, scale = self._quantised(tokens.hidden)
+        x, x_scales, factor = self._quantised(tokens.hidden)
         result = self._wrapper(tokens.ids.shape[1]).run(
             x=x,
             x_sf=x_scales,
@@ -192,7 +196,7 @@ class ContiguousExperts:
             token_final_scales=tokens.weights,
             w1_weight=layout.gate_up,
             w1_weight_sf=layout.gate_up_scales,
-            w1_alpha=self._gate if scale is None else self._gate * scale,
+            w1_alpha=factor,
             fc2_input_scale=self._quantiser,
             w2_weight=layout.down,
             w2_weight_sf=layout.down_scales,
@@ -212,19 +216,19 @@ class ContiguousExperts:
         with self._kernels.autotune(True):
             self(tokens, torch.empty_like(tokens.hidden.data))
 
-    def _quantised(self, hidden: Payload) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Codes u8 [N, H/2], scales u8 [N, H/16] and the second-level scale [1]; bf16 alone for W4A16."""
+    def _quantised(self, hidden: Payload) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Codes u8 [N, H/2] and scales u8 [N, H/16], or bf16 and None for W4A16; and the first GEMM's factor [L]."""
         width = 2 * self._layout.gate_up.shape[2]
-        if self._input is None:
-            return _pad_columns(_bf16(hidden), width).contiguous(), None, None
+        if self._multiplier is None:
+            return _pad_columns(_bf16(hidden), width).contiguous(), None, self._gate
         if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
             scales = _pad_columns(hidden.scale, width // NVFP4_BLOCK).contiguous().view(torch.uint8)
-            return _pad_columns(hidden.data, width // 2).contiguous(), scales, hidden.global_scale
+            return _pad_columns(hidden.data, width // 2).contiguous(), scales, self._gate * hidden.global_scale
         x = _pad_columns(_bf16(hidden), width).contiguous()
         codes, scales = self._kernels.fp4_quantize(
-            x, 1.0 / self._input, sf_vec_size=NVFP4_BLOCK, is_sf_swizzled_layout=False, nvfp4_4over6=None
+            x, self._multiplier, sf_vec_size=NVFP4_BLOCK, is_sf_swizzled_layout=False, nvfp4_4over6=None
         )
-        return codes, scales.view(x.shape[0], width // NVFP4_BLOCK), self._input
+        return codes, scales.view(x.shape[0], width // NVFP4_BLOCK), self._calibrated_gate
 
     def _wrapper(self, top_k: int) -> Any:
         """One a number of slots: a dispatcher may pad the model's top-k, an adapter emits one slot."""
@@ -247,7 +251,7 @@ class ContiguousExperts:
                 activation_type=self._kernels.swiglu if activation.gated else self._kernels.relu2,
                 # The fused finalize adds with atomics, in no fixed order.
                 use_fused_finalize=not self._runtime.deterministic,
-                quant_mode="w4a16" if self._input is None else "w4a4",
+                quant_mode="w4a16" if self._multiplier is None else "w4a4",
                 **swiglu,
             )
         return self._wrappers[top_k]
@@ -284,7 +288,8 @@ class CuteDslExecutor(Executor):
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         if self._contiguous is None:
             raise ConfigError(_not_built("flat"))
-        self._contiguous(tokens, out)
+        # Of two slots with one expert the routing kernel keeps one; only a table of ids can hold such rows.
+        self._contiguous(merge_repeats(tokens) if self.config.routing.method == "hash" else tokens, out)
 
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
         if self._masked is None:

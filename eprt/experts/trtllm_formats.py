@@ -57,6 +57,7 @@ class TrtllmFormat(ABC):
         entry: which pair of entry points of `TrtllmKernels` takes it.
         hidden, intermediate: H and I as the kernels see them, rounded up with zero weights.
         weights: keyword -> prepared tensor.
+        swiglu: alpha, beta and limit as keywords, for kernels whose sums are the values themselves.
     """
 
     entry: str
@@ -72,6 +73,7 @@ class TrtllmFormat(ABC):
         self.intermediate = round_up(I, self.intermediate_multiple(activation))
         self.num_local = weights.down.shape[0]
         self.weights = self.prepare(weights)
+        self.swiglu = self._raw_swiglu()
 
     def intermediate_multiple(self, activation: Activation) -> int:
         return ROWS
@@ -103,8 +105,7 @@ class TrtllmFormat(ABC):
     def each(self, value: float) -> torch.Tensor:
         return torch.full((self.num_local,), value, dtype=torch.float32, device=self.device)
 
-    def raw_swiglu(self) -> dict[str, torch.Tensor]:
-        """alpha, beta and limit for kernels whose sums are the values themselves."""
+    def _raw_swiglu(self) -> dict[str, torch.Tensor]:
         activation = self.activation
         if not activation.gated or is_plain(activation):
             return {}
@@ -122,16 +123,19 @@ class Nvfp4Format(TrtllmFormat):
 
     def prepare(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
         gate_up, down = nvfp4_matrix(weights.gate_up), nvfp4_matrix(weights.down)
-        self.factors = Nvfp4Factors.from_weights(weights, self.device)
-        if self.factors.input is None or self.factors.intermediate is None:
+        self._factors = Nvfp4Factors.from_weights(weights, self.device)
+        scale, intermediate = self._factors.input, self._factors.intermediate
+        if scale is None or intermediate is None:
             raise ConfigError(
                 "trtllm_gen quantises activations to NVFP4 and needs the checkpoint's input_scale, which is missing: "
                 "use cutedsl_nvfp4 with flat tokens (bf16 activations)"
             )
+        self._multiplier, self._intermediate = 1.0 / scale, intermediate
         # One limit for both raw sums: only possible if one factor turns both into values.
         shared = self.activation.gated and self.activation.limit is not None
         if shared:
-            self.factors = self.factors.sharing(gate_up.global_scale.to(self.device).amax(dim=1))
+            self._factors = self._factors.sharing(gate_up.global_scale.to(self.device).amax(dim=1))
+        self._calibrated = self._scalars(scale)
         first = self._stack(gate_up, self.activation.parts, self.intermediate, self.hidden, shared)
         second = self._stack(down, 1, self.hidden, self.intermediate, False)
         return {
@@ -153,49 +157,43 @@ class Nvfp4Format(TrtllmFormat):
         return stack_experts(one, matrix.shape[0])
 
     def arguments(self, hidden: Payload) -> dict[str, Any]:
-        codes, scales, scale = self._quantised(hidden)
+        codes, scales, scalars = self._quantised(hidden)
         return {
             "hidden_states": codes,
             "hidden_states_scale": scales,
             "hidden_states_scale_layout": self.kernels.enums.SfLayout.layout_linear,
             "gemm1_bias": None,
             "gemm2_bias": None,
-            **self._scalars(scale),
+            **scalars,
             **self.weights,
         }
 
-    def _quantised(self, hidden: Payload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes u8 [N, H/2], scales e4m3 [N, H/16] (linear), second-level scale [1]."""
+    def _quantised(self, hidden: Payload) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor | None]]:
+        """Codes u8 [N, H/2], scales e4m3 [N, H/16] (linear), and the scalars for their second-level scale."""
         blocks = self.hidden // NVFP4_BLOCK
         if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
             codes = self.widen(hidden.data, self.hidden // 2).contiguous()
-            return codes, self.widen(hidden.scale, blocks).contiguous(), hidden.global_scale
-        scale = self._calibrated(self.factors.input)
+            return codes, self.widen(hidden.scale, blocks).contiguous(), self._scalars(hidden.global_scale)
         x = self.plain_tokens(hidden)
         # nvfp4_4over6=None: don't let environment variables choose another recipe.
         codes, scales = self.kernels.fp4_quantize(
-            x, 1.0 / scale, sf_vec_size=NVFP4_BLOCK, is_sf_swizzled_layout=False, nvfp4_4over6=None
+            x, self._multiplier, sf_vec_size=NVFP4_BLOCK, is_sf_swizzled_layout=False, nvfp4_4over6=None
         )
         # Two dimensions: given a flat scale, the library's tuner falls back to its default tactic.
-        return codes, scales.view(torch.float8_e4m3fn).view(x.shape[0], blocks), scale
-
-    def _calibrated(self, scale: torch.Tensor | None) -> torch.Tensor:
-        if scale is None:
-            raise ConfigError("the checkpoint has no input_scale")
-        return scale
+        return codes, scales.view(torch.float8_e4m3fn).view(x.shape[0], blocks), self._calibrated
 
     def _scalars(self, scale: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        factors, activation = self.factors, self.activation
-        intermediate = self._calibrated(factors.intermediate)
+        """float32 [L] each, for tokens with the second-level scale `scale` [1]."""
+        factors, activation = self._factors, self.activation
         gate, up = factors.gate * scale, factors.up * scale
         swiglu: dict[str, torch.Tensor | None] = {"gemm1_alpha": None, "gemm1_beta": None, "gemm1_clamp_limit": None}
         if activation.gated and not is_plain(activation):
             swiglu |= {"gemm1_alpha": self.each(activation.alpha), "gemm1_beta": activation.beta / up}
             swiglu["gemm1_clamp_limit"] = None if activation.limit is None else activation.limit / gate
         return swiglu | {
-            "output1_scale_scalar": (up if activation.gated else 1.0) / intermediate,
+            "output1_scale_scalar": (up if activation.gated else 1.0) / self._intermediate,
             "output1_scale_gate_scalar": gate,
-            "output2_scale_scalar": factors.down * intermediate,
+            "output2_scale_scalar": factors.down * self._intermediate,
         }
 
 
@@ -265,7 +263,7 @@ class Fp8BlockFormat(TrtllmFormat):
             "hidden_states_scale": scale.T.contiguous(),  # [H/128, N]
             "use_shuffled_weight": False,
             "fp8_quantization_type": quantisation,
-            **self.raw_swiglu(),
+            **self.swiglu,
             **self.weights,
         }
 
@@ -307,7 +305,7 @@ class Mxfp8Format(TrtllmFormat):
             "hidden_states_scale": scales.view(torch.uint8).view(x.shape[0], self.hidden // MX_BLOCK),
             "use_shuffled_weight": True,
             "fp8_quantization_type": self.kernels.enums.Fp8QuantizationType.MxFp8,
-            **self.raw_swiglu(),
+            **self.swiglu,
             **self.weights,
         }
 

@@ -17,6 +17,7 @@ import torch
 
 from eprt.config import Routing
 from eprt.errors import ConfigError, InputError
+from eprt.experts.adapters import merge_repeats
 from eprt.experts.base import Executor, unsupported_format
 from eprt.experts.trtllm_formats import FORMATS
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
@@ -83,6 +84,8 @@ class TrtllmGenExecutor(Executor):
         self._most_rows = 1 << (self._slabs * world * self.runtime.max_tokens_per_rank - 1).bit_length()
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
+        # Of two slots with one expert the routing kernel keeps one; only a table of ids can hold such rows.
+        tokens = merge_repeats(tokens) if self.config.routing.method == "hash" else tokens
         routing = {
             "topk_ids": (tokens.ids.contiguous(), tokens.weights.contiguous()),
             "routing_bias": None,

@@ -5,7 +5,8 @@ Sources (FlashInfer 0.7.2): csrc/trtllm_fused_moe_kernel_launcher.cu (checks), b
 utils.py srcToDstBlk32RowMap, cute_dsl/utils.py convert_sf_to_mma_layout, the docstrings of the CuteDSL gather GEMM
 and of grouped_gemm_nt_masked. Nothing here uses eprt's layouts, its number formats or its executors.
 
-`rounding=False` leaves what happens between the two GEMMs unrounded, so that the algebra of the scales shows.
+`rounding=False` leaves tokens that the kernels quantise, and what passes between the two GEMMs, unrounded, so that the
+algebra of the scales shows.
 """
 
 from __future__ import annotations
@@ -115,7 +116,14 @@ class FakeCuteDsl:
         expect(sf_vec_size == 16 and not is_sf_swizzled_layout, "linear scales of 16")
         expect(nvfp4_4over6 is None, "recipe left to environment variables")
         codes, scales = quantise(x, global_scale)
+        self._exact[codes.data_ptr()] = (codes, x.float() * global_scale)
         return codes, scales.view(torch.uint8)
+
+    def tokens(self, codes, scales):
+        """Values of codes [.., C/2]; unrounded if this stand-in made them itself and doesn't round."""
+        if not self.rounding and codes.data_ptr() in self._exact:
+            return self._exact[codes.data_ptr()][1]
+        return values(codes, scales)
 
     def _grouped(self, x, mask, multiplier, nvfp4_4over6):
         L, _, K = x.shape
@@ -172,9 +180,7 @@ class FakeCuteDsl:
         expect(alpha.numel() == L and alpha.dtype == torch.float32, "alpha is float32, one an expert")
         expect(masked_m.dtype == torch.int32 and masked_m.shape == (L,), "masked_m is int32 [L]")
         weights = values(b.permute(2, 0, 1), read_mma_scales(b_scales, n, k // 16))
-        tokens = values(a.permute(2, 0, 1), read_mma_scales(a_scales, m, k // 16))
-        if not self.rounding and a.data_ptr() in self._exact:
-            tokens = self._exact[a.data_ptr()][1]
+        tokens = self.tokens(a.permute(2, 0, 1), read_mma_scales(a_scales, m, k // 16))
         out.fill_(torch.nan)
         for e in range(L):
             rows = int(masked_m[e])
@@ -272,7 +278,7 @@ class FakeMoEWrapper:
         )
         expect(x_sf.is_contiguous(), "x_sf is contiguous")
         expect(fc2_input_scale.shape == (1,) and fc2_input_scale.dtype == torch.float32, "fc2_input_scale float32 [1]")
-        return values(x, x_sf.view(torch.float8_e4m3fn))
+        return self.owner.tokens(x, x_sf.view(torch.float8_e4m3fn))
 
 
 def check_routing(ids, weights, N, top_k, num_experts):
@@ -304,13 +310,14 @@ class FakeTrtllm:
     def __init__(self, rounding: bool = True) -> None:
         self.rounding = rounding
         self.calls: list[str] = []
+        self._quantiser = FakeCuteDsl(rounding)
 
     def kernels(self) -> TrtllmKernels:
         routed = {"fp4": self.fp4, "fp8_block": self.fp8_block, "fp8_tensor": self.fp8_tensor}
         return TrtllmKernels(
             routed=routed,
             logits={name: self._from_logits(kernel) for name, kernel in routed.items()},
-            fp4_quantize=FakeCuteDsl().fp4_quantize,
+            fp4_quantize=self._quantiser.fp4_quantize,
             mxfp8_quantize=self.mxfp8_quantize,
             autotune=lambda on: nullcontext(),
             enums=ENUMS,
@@ -402,7 +409,7 @@ class FakeTrtllm:
         expect(o.gemm1_bias is None and o.gemm2_bias is None, "no bias")
         per_expert(L, o.output1_scale_scalar, o.output1_scale_gate_scalar, o.output2_scale_scalar)
         per_expert(L, *(v for v in (o.gemm1_alpha, o.gemm1_beta, o.gemm1_clamp_limit) if v is not None))
-        tokens = values(o.hidden_states, o.hidden_states_scale)
+        tokens = self._quantiser.tokens(o.hidden_states, o.hidden_states_scale)
         up_rows, gate_rows = self._rows(gated, I)
         down_rows = shuffled_place(torch.arange(H))
 
