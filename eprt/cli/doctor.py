@@ -75,7 +75,9 @@ def _prove(device: str, size: int, terminal: Terminal) -> dict[str, Any]:
     where = Device.of(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
     groups: dict[tuple[str, ...], list[Check]] = defaultdict(list)
     for check in standard_checks(size, where):
-        groups[(check.kind, check.dispatcher, check.token_format, check.executor, check.config)].append(check)
+        sizes = f"{check.attention_tp_size} x {check.moe_tp_size}"
+        layer = check.name.removesuffix(f"-{check.case.name}") if not isinstance(check.config, str) else check.config
+        groups[(check.kind, check.dispatcher, check.token_format, check.executor, layer, sizes)].append(check)
     started = time.monotonic()
     rows: list[list[object]] = []
     failures: list[Row] = []
@@ -89,15 +91,19 @@ def _prove(device: str, size: int, terminal: Terminal) -> dict[str, Any]:
             progress.advance(" ".join(part for part in key if part))
     terminal.table(
         f"Conformance: {size} {'gloo ranks on the CPU' if device == 'cpu' else 'GPUs'}, every case of counts x routing",
-        ["", "check", "dispatcher", "tokens", "executor", "layer", "passed", "worst error"],
+        ["", "check", "dispatcher", "tokens", "executor", "layer", "attention-TP x MoE-TP", "passed", "worst error"],
         rows,
     )
     for row in failures[:10]:
-        terminal.say(f"FAIL {row.check}: rank {row.rank}, error {row.error:.1e} {row.detail}")
+        terminal.say(f"FAIL {row.check.name}: rank {row.rank}, error {row.error:.1e} {row.detail}")
     total = sum(map(len, groups.values()))
     verdict = "FAIL" if failures else "PASS"
     terminal.say(
         f"\n{verdict}: {total - len(failures)} of {total} checks on {size} {device} ranks in "
         f"{time.monotonic() - started:.0f} s"
     )
-    return {"device": device, "size": size, "checks": total, "failures": [asdict(row) for row in failures]}
+    return {"device": device, "size": size, "checks": total, "failures": [_failure(row) for row in failures]}
+
+
+def _failure(row: Row) -> dict[str, Any]:
+    return {"check": row.check.name, "rank": row.rank, "error": row.error, "detail": row.detail}

@@ -1,0 +1,205 @@
+"""Dispatch + combine by every transport, beside raw collectives and the bare libraries, with the floor of the link.
+
+Each row is one transport at one size: microseconds of a round trip without experts, the slowest rank of each round.
+The floor: bytes that must cross between ranks (a token once to each rank that needs it, and its sum back) over the
+rate at which this machine's ranks push bytes to each other, measured in the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from eprt.bench import peers
+from eprt.bench.report import Report, percentile, slowest
+from eprt.bench.timing import samples
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.conformance import transport
+from eprt.conformance.cases import Batch, make_topk
+from eprt.conformance.oracle import relative_error
+from eprt.conformance.rank_process import RankContext
+from eprt.dispatch import DISPATCHERS, Dispatcher, dispatcher_spec, make_dispatcher
+from eprt.errors import EprtError, RankLost
+from eprt.support import Device
+from eprt.tokens import TopK
+from eprt.world import World
+
+NUM_EXPERTS = 128
+CHECK_TOLERANCE = 1e-2  # bf16 sums; packed tokens are packed on both sides
+GRAPH_ROUNDS, GRAPH_REPEATS, EAGER_ROUNDS = 20, 10, 20
+
+
+@dataclass(frozen=True)
+class DispatchCase:
+    """One measurement: a dispatcher's name or a peer's, T tokens on every rank."""
+
+    transport: str
+    hidden: int
+    top_k: int
+    tokens: int
+    routing: Literal["uniform", "hot_expert"] = "uniform"
+    payload: Literal["bf16", "fp8_block"] = "bf16"
+
+    @property
+    def config(self) -> MoEConfig:
+        return MoEConfig(NUM_EXPERTS, self.top_k, self.hidden, intermediate_size=128)
+
+    @property
+    def runtime(self) -> RuntimeConfig:
+        payload = None if self.payload == "bf16" else self.payload
+        return RuntimeConfig(dispatcher=self.transport, max_tokens_per_rank=self.tokens, payload=payload)
+
+    def row_bytes(self) -> int:
+        """Of one token there and its sum back: payload (with scales), ids and weights; bf16."""
+        there = 2 * self.hidden if self.payload == "bf16" else self.hidden + 4 * -(-self.hidden // 128)
+        return there + 8 * self.top_k + 2 * self.hidden
+
+
+@dataclass(frozen=True)
+class DispatchTimes:
+    """One rank's result.
+
+    Attributes:
+        samples: microseconds a round; empty if the transport can't do it.
+        rows_to: tokens that this rank must send to each rank.
+        error: against x * sum(weights), of one call before the measurement.
+        graph: measured in a CUDA graph.
+        refused: why there are no samples.
+    """
+
+    samples: list[float]
+    rows_to: list[int]
+    error: float = 0.0
+    graph: bool = False
+    refused: str = ""
+
+
+def transports(device: str) -> list[str]:
+    """Dispatchers that can run on that kind of device, and the peers of the same run."""
+    names = [name for name, spec in DISPATCHERS.items() if device in spec.devices]
+    return names + [name for name, peer in peers.PEERS.items() if device in peer.devices]
+
+
+def measure_dispatch(context: RankContext, case: DispatchCase) -> DispatchTimes:
+    """This rank's share of one case. Collective; a job for `WorldPool.run`."""
+    world = context.world()
+    generator = torch.Generator().manual_seed(97 * case.tokens + world.rank)
+    hidden = torch.randn(case.tokens, case.hidden, generator=generator).to(torch.bfloat16)
+    topk = make_topk(case.routing, case.tokens, world.size, case.config, generator)
+    slot = topk.ids // (NUM_EXPERTS // world.size)
+    rows_to = [int((slot == rank).any(1).sum()) for rank in range(world.size)]
+    batch = Batch(hidden, topk)
+    try:
+        if case.transport in peers.PEERS:
+            return _measure_peer(world, case, batch, rows_to)
+        return _measure_dispatcher(world, case, batch, rows_to)
+    except RankLost:
+        raise
+    except EprtError as error:
+        return DispatchTimes([], rows_to, refused=str(error).splitlines()[0])
+
+
+def _measure_dispatcher(world: World, case: DispatchCase, batch: Batch, rows_to: list[int]) -> DispatchTimes:
+    spec = dispatcher_spec(case.transport)
+    verdict = spec.supports(case.config, world.parallel, case.runtime, Device.of(world.device))
+    if not verdict:
+        return DispatchTimes([], rows_to, refused=verdict.reason)
+    dispatcher = make_dispatcher(case.transport, world, case.config, case.runtime)
+    try:
+        world.warmup(dispatcher)
+        own = batch.to(world.device)
+        error = _check(dispatcher, case, batch, own)
+        graph = spec.graph_safe and world.device.type == "cuda"
+        call = _round_trip(dispatcher, own.hidden, own.topk)
+        rounds = GRAPH_ROUNDS if graph else EAGER_ROUNDS
+        times = samples(world, call, graph=graph, rounds=rounds, repeats=GRAPH_REPEATS)
+        return DispatchTimes(times, rows_to, error, graph)
+    finally:
+        dispatcher.close()
+
+
+def _round_trip(dispatcher: Dispatcher, hidden: torch.Tensor, topk: TopK) -> Callable[[], object]:
+    """Dispatch, then combine what an executor would have left in place. Its buffers are made once."""
+    outputs: dict[torch.Size, torch.Tensor] = {}
+
+    def call() -> torch.Tensor:
+        sent = dispatcher.dispatch(hidden, topk, hidden.shape[0])
+        output = dispatcher.output_buffer(sent.handle)
+        if output is None:
+            data = sent.tokens.hidden.data
+            shape = torch.Size((*data.shape[:-1], hidden.shape[1]))
+            if shape not in outputs:
+                outputs[shape] = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device)
+            output = outputs[shape]
+        return dispatcher.combine(output, sent.handle)
+
+    return call
+
+
+def _check(dispatcher: Dispatcher, case: DispatchCase, batch: Batch, own: Batch) -> float:
+    """Error of one round trip through experts that return their input."""
+    ones = torch.ones(NUM_EXPERTS)
+    sent = dispatcher.dispatch(own.hidden, own.topk, case.tokens)
+    output = transport.scale_experts(sent.tokens, dispatcher.shard, ones, torch.bfloat16)
+    returned = dispatcher.combine(output, sent.handle)
+    return relative_error(returned, transport.weighted_sums(batch, ones, case.runtime.payload))
+
+
+def _measure_peer(world: World, case: DispatchCase, batch: Batch, rows_to: list[int]) -> DispatchTimes:
+    peer = peers.PEERS[case.transport]
+    if case.payload != "bf16":
+        return DispatchTimes([], rows_to, refused="measured with bf16 tokens only")
+    own = batch.to(world.device)
+    with peer.make(world, case.config, own.hidden, own.topk) as call:
+        graph = world.device.type == "cuda"
+        rounds = GRAPH_ROUNDS if graph else EAGER_ROUNDS
+        return DispatchTimes(samples(world, call, graph=graph, rounds=rounds, repeats=GRAPH_REPEATS), rows_to, 0, graph)
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------
+
+
+def dispatch_row(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us: float) -> dict[str, Any]:
+    """One row of the report."""
+    sent = [sum(rank.rows_to) - rank.rows_to[r] for r, rank in enumerate(by_rank)]
+    received = [sum(rank.rows_to[r] for rank in by_rank) - by_rank[r].rows_to[r] for r in range(len(by_rank))]
+    busiest = max(max(pair) for pair in zip(sent, received, strict=True))
+    floor_us = busiest * case.row_bytes() / bytes_per_us
+    times = slowest([rank.samples for rank in by_rank])
+    p50 = percentile(times, 50)
+    return {
+        "transport": case.transport,
+        "hidden": case.hidden,
+        "top_k": case.top_k,
+        "routing": case.routing,
+        "payload": case.payload,
+        "ranks": len(by_rank),
+        "tokens": case.tokens,
+        "p50_us": round(p50, 2),
+        "p99_us": round(percentile(times, 99), 2),
+        "graph": by_rank[0].graph,
+        "remote_rows": sum(sent),
+        "remote_bytes": sum(sent) * case.row_bytes(),
+        "floor_us": round(floor_us, 2),
+        "floor_share": round(floor_us / p50, 3),
+        "error": max(rank.error for rank in by_rank),
+    }
+
+
+def dispatch_report(
+    cases: list[DispatchCase], run: Callable[[DispatchCase], list[DispatchTimes]], bytes_per_us: float
+) -> Report:
+    """Measure the cases; `run` makes every rank call `measure_dispatch`. A refusal becomes a note, once."""
+    rows: list[dict[str, Any]] = []
+    notes: dict[str, None] = {}
+    for case in cases:
+        by_rank = run(case)
+        refused = next((rank.refused for rank in by_rank if rank.refused), "")
+        if refused:
+            notes[f"{case.transport}, hidden {case.hidden}, top-{case.top_k}: {refused}"] = None
+        else:
+            rows.append(dispatch_row(case, by_rank, bytes_per_us))
+    return Report("dispatch", rows, {"push_gb_per_s": round(bytes_per_us / 1e3, 2)}, list(notes))

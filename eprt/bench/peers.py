@@ -1,0 +1,163 @@
+"""What eprt's transports are measured beside: the same bytes through raw collectives, and the libraries by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from eprt.config import MoEConfig
+from eprt.conformance.rank_process import RankContext
+from eprt.dispatch import DISPATCHERS
+from eprt.errors import UnsupportedError
+from eprt.tokens import TopK
+from eprt.world import World
+
+Call = Callable[[], object]
+_PUSH_BYTES = {"cuda": 1 << 26, "cpu": 1 << 22}  # to each peer
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`make(world, config, hidden [T, H], topk)` yields the call to measure: a round trip of the same tokens."""
+
+    devices: tuple[str, ...]
+    make: Callable[[World, MoEConfig, torch.Tensor, TopK], AbstractContextManager[Call]]
+
+
+@contextmanager
+def _collectives(world: World, config: MoEConfig, hidden: torch.Tensor, topk: TopK) -> Iterator[Call]:
+    """All-gather of the tokens, reduce-scatter of as many rows; no routing travels."""
+    gathered = hidden.new_empty((world.size * hidden.shape[0], hidden.shape[1]))
+    summed = torch.empty_like(hidden)
+
+    def call() -> None:
+        dist.all_gather_into_tensor(gathered, hidden, group=world.group)
+        dist.reduce_scatter_tensor(summed, gathered, group=world.group)
+
+    yield call
+
+
+@contextmanager
+def _flashinfer(world: World, config: MoEConfig, hidden: torch.Tensor, topk: TopK) -> Iterator[Call]:
+    """The library's own class, combine reading the rows where its workspace holds them."""
+    _require("flashinfer")
+    from flashinfer.comm.mapping import Mapping
+    from flashinfer.comm.mnnvl import MnnvlConfig, TorchDistBackend
+    from flashinfer.comm.trtllm_moe_alltoall import MoeAlltoAll
+
+    E, K, (T, H), W = config.num_experts, config.top_k, hidden.shape, world.size
+    mapping = Mapping(world_size=W, rank=world.rank, gpus_per_node=W, tp_size=W, moe_ep_size=W, moe_tp_size=1)
+    exchange: Any = MoeAlltoAll(
+        mapping,
+        T,
+        K,
+        E,
+        workspace_size_per_rank=MoeAlltoAll.get_moe_workspace_size_per_rank(W, K, T, H),
+        mnnvl_config=MnnvlConfig(comm_backend=TorchDistBackend()),
+    )
+
+    def call() -> object:
+        exchange._state.phase = "idle"
+        payloads = [hidden, topk.ids, topk.weights]
+        exchange.dispatch(topk.ids, payloads, T, invalid_token_expert_id=E, expert_id_payload_index=1)
+        rows = exchange.get_combine_payload_tensor_in_workspace(T, H, torch.bfloat16)
+        return exchange.combine(rows, T, payload_in_workspace=True)
+
+    yield call
+
+
+@contextmanager
+def _deepep(world: World, config: MoEConfig, hidden: torch.Tensor, topk: TopK) -> Iterator[Call]:
+    """The library's low-latency buffer. A hidden size that it lacks is padded beforehand."""
+    _require("deepep")
+    import deep_ep
+
+    spec = DISPATCHERS["deepep"]
+    E, T, H = config.num_experts, hidden.shape[0], spec.padded_hidden(config.hidden_size)
+    if spec.max_tokens is not None and spec.max_tokens < T:
+        raise UnsupportedError(f"at most {spec.max_tokens} tokens a rank")
+    x = torch.nn.functional.pad(hidden, (0, H - hidden.shape[1]))
+    ids = topk.ids.to(deep_ep.topk_idx_t)
+    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(T, H, world.size, E)
+    buffer: Any = deep_ep.Buffer(
+        world.group,
+        0,
+        size,
+        low_latency_mode=True,
+        num_qps_per_rank=E // world.size,
+        allow_nvlink_for_low_latency_mode=True,
+        explicitly_destroy=True,
+    )
+
+    def call() -> object:
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, T, E, use_fp8=False)
+        return buffer.low_latency_combine(rows, ids, topk.weights, handle)[0]
+
+    try:
+        yield call
+    finally:
+        torch.cuda.synchronize()
+        buffer.destroy()
+
+
+PEERS: dict[str, Peer] = {
+    "collectives by hand": Peer(("cpu", "cuda"), _collectives),
+    "flashinfer by hand": Peer(("cuda",), _flashinfer),
+    "deepep by hand": Peer(("cuda",), _deepep),
+}
+
+
+def push_rate(context: RankContext) -> float:
+    """Bytes a microsecond that this rank pushes to its peers while they all do. Collective; a job for `WorldPool.run`.
+
+    On CUDA copies into symmetric memory, on CPU an all-to-all.
+    """
+    from eprt.bench.timing import samples
+
+    world = context.world()
+    if world.size == 1:
+        return float("inf")
+    size = _PUSH_BYTES[world.device.type]
+    call = _push_cuda(world, size) if world.device.type == "cuda" else _push_cpu(world, size)
+    best = min(samples(world, call, graph=False, rounds=10, repeats=1))
+    return size * (world.size - 1) / best
+
+
+def _push_cuda(world: World, size: int) -> Call:
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert world.group is not None
+    memory = symmetric.empty(size * world.size, dtype=torch.uint8, device=world.device)
+    handle: Any = symmetric.rendezvous(memory, world.group)
+    source = torch.ones(size, dtype=torch.uint8, device=world.device)
+    peers = [(world.rank + step) % world.size for step in range(1, world.size)]
+    places = [handle.get_buffer(peer, (size,), torch.uint8, storage_offset=world.rank * size) for peer in peers]
+    streams = [torch.cuda.Stream() for _ in peers]
+
+    def call() -> None:
+        main = torch.cuda.current_stream()
+        for stream, place in zip(streams, places, strict=True):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                place.copy_(source)
+            main.wait_stream(stream)
+
+    return call
+
+
+def _push_cpu(world: World, size: int) -> Call:
+    source = torch.ones(size * world.size, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    splits = [size] * world.size
+    return lambda: world.all_to_all(target, source, splits, splits)
+
+
+def _require(dispatcher: str) -> None:
+    requirement = DISPATCHERS[dispatcher].requirement
+    if requirement is not None and not (found := requirement.check()):
+        raise UnsupportedError(found.reason)

@@ -1,0 +1,96 @@
+"""Pictures of a report, by matplotlib (extra `plot`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from eprt.bench.layer import PHASES
+from eprt.bench.report import Report
+from eprt.errors import ConfigError
+
+_REMEDY = "plots need matplotlib: pip install 'eprt[plot]'"
+
+
+def plot(report: Report, path: Path) -> None:
+    """Write a picture of any bench's report; the file's ending names the format (png, svg, pdf).
+
+    Raises ConfigError if matplotlib is missing, or can't write such a file.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(_REMEDY) from error
+    panels = _layer_panels(report) if report.bench == "layer" else _line_panels(report)
+    figure = Figure(
+        figsize=(6.4 * max(1, min(2, len(panels))), 4.2 * max(1, -(-len(panels) // 2))), layout="constrained"
+    )
+    for index, (title, draw) in enumerate(panels):
+        axes = figure.add_subplot(-(-len(panels) // 2), min(2, len(panels)), index + 1)
+        axes.set_title(title, fontsize=10)
+        draw(axes)
+    try:
+        figure.savefig(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--plot {path}: {error}") from error
+
+
+def _layer_panels(report: Report) -> list[tuple[str, Any]]:
+    """Phases stacked for each number of tokens, and the layer beside its peer."""
+    rows = report.rows
+    labels = [str(row["tokens"]) for row in rows]
+    places = range(len(rows))
+
+    def phases(axes: Any) -> None:
+        floor = [0.0] * len(rows)
+        for phase in PHASES:
+            heights = [row[f"{phase}_p50_us"] for row in rows]
+            axes.bar(places, heights, bottom=floor, label=phase)
+            floor = [a + b for a, b in zip(floor, heights, strict=True)]
+        _label_bars(axes, labels)
+
+    def peers(axes: Any) -> None:
+        for shift, name in ((-0.2, "layer"), (0.2, "by_hand")):
+            axes.bar([p + shift for p in places], [row[f"{name}_p50_us"] for row in rows], 0.4, label=name)
+        _label_bars(axes, labels)
+
+    what = f"{rows[0]['shape']}, {rows[0]['ranks']} ranks, {rows[0]['pair']}" if rows else "nothing measured"
+    return [(f"time of each phase, p50: {what}", phases), ("layer beside the same steps by hand, host time", peers)]
+
+
+def _label_bars(axes: Any, labels: list[str]) -> None:
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_xlabel("tokens a rank")
+    axes.set_ylabel("microseconds")
+    axes.legend(fontsize=8)
+
+
+def _line_panels(report: Report) -> list[tuple[str, Any]]:
+    """Time against tokens, one line a transport or executor, dashed: the floor."""
+    dispatch = report.bench == "dispatch"
+    series, value = ("transport", "p50_us") if dispatch else ("executor", "us")
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in report.rows:
+        title = f"hidden {row['hidden']}, top-{row['top_k']}, {row['routing']}" if dispatch else str(row["shape"])
+        groups.setdefault(title, []).append(row)
+
+    def drawer(rows: list[dict[str, Any]]) -> Any:
+        def draw(axes: Any) -> None:
+            for name in dict.fromkeys(row[series] for row in rows):
+                points = sorted((row["tokens"], row[value]) for row in rows if row[series] == name)
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+            floors = {row["tokens"]: _floor(row, dispatch) for row in rows}
+            axes.plot(*zip(*sorted(floors.items()), strict=True), "k--", linewidth=1, label="floor")
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xlabel("tokens a rank" if dispatch else "tokens in")
+            axes.set_ylabel("microseconds")
+            axes.legend(fontsize=7)
+
+        return draw
+
+    return [(title, drawer(rows)) for title, rows in groups.items()]
+
+
+def _floor(row: dict[str, Any], dispatch: bool) -> float:
+    return row["floor_us"] if dispatch else max(row["weights_us"], row["flops_us"])

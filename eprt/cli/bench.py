@@ -1,0 +1,167 @@
+"""`eprt bench layer | dispatch | experts`: measure, print, store, plot."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from eprt.bench.report import Report
+from eprt.cli.arguments import STDOUT, BenchDispatch, BenchExperts, BenchLayer
+from eprt.cli.ranks import ranks
+from eprt.cli.terminal import Terminal
+
+SIZES = {"h2880k4": (2880, 4), "h7168k8": (7168, 8)}
+
+
+def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
+    """The command. Returns 0."""
+    from eprt.bench.layer import PHASES, LayerCase, layer_report, measure_layer
+
+    cases = [
+        LayerCase(arguments.shape, tokens, arguments.dispatcher, arguments.executor) for tokens in arguments.tokens
+    ]
+    with (
+        ranks(arguments.world, arguments.device) as workers,
+        terminal.progress("bench layer", len(cases)) as progress,
+    ):
+
+        def run(case: LayerCase) -> list[Any]:
+            found = workers.run(measure_layer, case=case)
+            progress.advance(f"{case.tokens} tokens a rank")
+            return found
+
+        report = layer_report(cases, run)
+        what = f"{arguments.shape}, {workers.size} x {workers.device}"
+    terminal.table(
+        f"Phases of one layer call, microseconds, p50/p99 of the slowest rank ({what})",
+        ["tokens", "pair", *PHASES],
+        [[row["tokens"], row["pair"], *(_both(row, phase) for phase in PHASES)] for row in report.rows],
+    )
+    terminal.table(
+        "Host time of one call: ExpertParallelMoE beside the same steps by hand (no checks, no header exchange)",
+        ["tokens", "layer", "by hand", "overhead", "layer in a graph", "by hand in a graph", "ratio"],
+        [
+            [
+                row["tokens"],
+                _both(row, "layer"),
+                _both(row, "by_hand"),
+                row["overhead_us"],
+                _both(row, "layer_graph"),
+                _both(row, "by_hand_graph"),
+                row.get("graph_ratio", "-"),
+            ]
+            for row in report.rows
+        ],
+    )
+    return _finish(report, arguments, terminal)
+
+
+def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
+    """The command. Returns 1 if a transport's sums were wrong, else 0."""
+    from eprt.bench.dispatch import CHECK_TOLERANCE, DispatchCase, dispatch_report, measure_dispatch, transports
+    from eprt.bench.peers import push_rate
+
+    with ranks(arguments.world, arguments.device) as workers:
+        cases = [
+            DispatchCase(name, *SIZES[shape], tokens, routing, arguments.payload)
+            for shape in arguments.shapes
+            for routing in arguments.routings
+            for tokens in arguments.tokens
+            for name in transports(workers.device)
+        ]
+        rate = min(workers.run(push_rate))
+        with terminal.progress("bench dispatch", len(cases)) as progress:
+
+            def run(case: DispatchCase) -> list[Any]:
+                found = workers.run(measure_dispatch, case=case)
+                progress.advance(f"{case.transport}, hidden {case.hidden}, {case.tokens} tokens a rank")
+                return found
+
+            report = dispatch_report(cases, run, rate)
+        what = f"{workers.size} x {workers.device}, {arguments.payload}"
+    _say_dispatch(report, what, terminal)
+    wrong = [row for row in report.rows if not row["error"] <= CHECK_TOLERANCE]
+    for row in wrong:
+        terminal.say(
+            f"FAIL: {row['transport']} at {row['tokens']} tokens returned wrong sums, error {row['error']:.1e}"
+        )
+    _finish(report, arguments, terminal)
+    return 1 if wrong else 0
+
+
+def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
+    """The command. Returns 0."""
+    from eprt.bench.experts import bench_experts as measure
+
+    terminal.say("bench experts: weights are prepared and kernels tuned first, which takes minutes without a cache")
+    ceilings, measured = measure()
+    rows = [row.as_dict() for row in measured]
+    limits = {"copy_gb_per_s": ceilings.copy_bytes / 1e9, "bf16_tflop_per_s": ceilings.bf16_flops / 1e12}
+    report = Report("experts", rows, {name: round(value, 1) for name, value in limits.items()})
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["shape"]].append(row)
+    for shape, some in groups.items():
+        terminal.table(
+            f"{shape}: microseconds of one call in a CUDA graph, permute and un-permute included",
+            ["executor", "weights", "tokens in", "eprt", "bare library", "floor", "eprt/floor", "host time"],
+            [
+                [
+                    row["executor"],
+                    row["weight_format"],
+                    row["tokens"],
+                    row["us"],
+                    row["library_us"] if row["library_us"] is not None else "-",
+                    max(row["weights_us"], row["flops_us"]),
+                    row["ratio"],
+                    row["host_us"],
+                ]
+                for row in some
+            ],
+        )
+    return _finish(report, arguments, terminal)
+
+
+def _say_dispatch(report: Report, what: str, terminal: Terminal) -> None:
+    """One table a shape and routing: sizes down, transports across."""
+    groups: dict[tuple[int, int, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in report.rows:
+        groups[(row["hidden"], row["top_k"], row["routing"])].append(row)
+    for (hidden, top_k, routing), rows in groups.items():
+        names = list(dict.fromkeys(row["transport"] for row in rows))
+        lines: list[list[object]] = []
+        for tokens in dict.fromkeys(row["tokens"] for row in rows):
+            here = {row["transport"]: row for row in rows if row["tokens"] == tokens}
+            first = next(iter(here.values()))
+            times = [f"{here[n]['p50_us']:.1f}/{here[n]['p99_us']:.1f}" if n in here else "-" for n in names]
+            lines.append([tokens, f"{first['remote_bytes'] / 1e6:.2f}", f"{first['floor_us']:.1f}", *times])
+        terminal.table(
+            f"Dispatch + combine, hidden {hidden}, top-{top_k}, {routing} ({what}): microseconds, p50/p99 of the "
+            "slowest rank",
+            ["tokens", "remote MB", "floor", *names],
+            lines,
+        )
+    terminal.say(f"\nfloor: bytes that must move at the {report.limits['push_gb_per_s']} GB/s measured in this run")
+    for note in report.notes:
+        terminal.say(f"left out: {note}")
+
+
+def _both(row: dict[str, Any], name: str) -> str:
+    p50 = row.get(f"{name}_p50_us")
+    return "-" if p50 is None else f"{p50:.1f}/{row[f'{name}_p99_us']:.1f}"
+
+
+def _finish(report: Report, arguments: BenchLayer | BenchDispatch | BenchExperts, terminal: Terminal) -> int:
+    """Store and plot, on the rank that speaks."""
+    if not terminal.speaks:
+        return 0
+    terminal.result(report.as_dict())
+    if arguments.json is not None and arguments.json != STDOUT:
+        report.write(arguments.json)
+        terminal.say(f"\nwrote {arguments.json}")
+    if arguments.plot is not None:
+        from eprt.bench.plot import plot
+
+        plot(report, arguments.plot)
+        terminal.say(f"wrote {arguments.plot}")
+    return 0
