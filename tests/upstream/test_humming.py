@@ -1,0 +1,244 @@
+"""What the humming executor takes from the installed humming: names, arguments, and that its own checks accept every
+schedule we ask for. An H200 is described to it, so no GPU is needed; nothing is compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import re
+from pathlib import Path
+
+import expert_cases as cases
+import pytest
+import torch
+
+from eprt.bench.experts import SHAPES
+from eprt.experts import executor_spec
+from eprt.experts.humming_gemm import FP8_INPUT_SCHEMAS, WEIGHT_SCHEMAS, GemmShape, GroupedGemm
+from eprt.experts.humming_rows import RowKernel, activation_source
+from eprt.experts.humming_schedules import SMALL_ROW_SCHEDULES, neighbours
+
+pytest.importorskip("triton", reason="triton isn't installed: humming imports it")
+pytest.importorskip("cuda.bindings", reason="cuda-bindings isn't installed: humming imports it")
+
+
+@pytest.fixture(scope="module")
+def humming(tmp_path_factory):
+    """humming with an H200 described to it, as `humming.device` would read it off the driver."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HUMMING_DISABLE_PARALLEL_BUILD", "1")  # importing it would start a compiler
+        patch.setenv("HUMMING_CACHE_DIR", str(tmp_path_factory.mktemp("humming")))
+        installed = pytest.importorskip("humming", reason="humming-kernels isn't installed")
+        from humming.device import DeviceInfo, current_device
+        from humming.kernel.humming import HummingKernel
+
+        h200 = type(
+            "H200",
+            (),
+            {
+                "index": 0,
+                "name": "NVIDIA H200",
+                "is_ppu": False,
+                "sm_count": 132,
+                "max_threads_per_block": 1024,
+                "max_threads_per_sm": 2048,
+                "max_registers_per_sm": 65536,
+                "sm_major": 9,
+                "sm_minor": 0,
+                "sm_version": 90,
+                "l2_cache_size": 50 << 20,
+                "default_smem_size": 48 << 10,
+                "max_smem_size": 227 << 10,
+                "memory_bandwidth_gbps": 4800.0,
+                "tensorcore_tops": {"float16": 989.0, "bfloat16": 989.0, "float8e4m3": 1979.0},
+            },
+        )()
+        info = object.__new__(DeviceInfo)
+        info._index, info._value = 0, h200
+        patch.setitem(DeviceInfo._instances, 0, info)
+        patch.setattr(current_device, "_value", h200)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
+        compiler = type("Compiler", (), {"signature": staticmethod(lambda: "nvcc+13.0")})
+        patch.setattr(HummingKernel, "_get_compiler", staticmethod(lambda: compiler))
+        patch.setattr(HummingKernel, "prepare", lambda self: None)
+        patch.setattr(HummingKernel, "register_kernel", lambda self: setattr(self, "kernel_id", 1))
+        yield installed
+
+
+def layer_config(weight_format, shape, L, *, fp8=False, channel=False, bias=True):
+    """As `GroupedGemm` makes it."""
+    from humming.schema import HummingInputSchema, HummingWeightSchema
+    from humming.transform import prepare_layer_config
+
+    weight = dict(WEIGHT_SCHEMAS[weight_format])
+    if weight_format == "nvfp4":
+        weight["weight_scale_2_type"] = "channel" if channel else "tensor"
+    rows, cols = shape.parts * shape.padded[0], shape.padded[1]
+    one = prepare_layer_config(
+        shape_n=shape.rows if shape.hidden_side == "rows" else rows,
+        shape_k=shape.cols if shape.hidden_side == "cols" else cols,
+        weight_schema=HummingWeightSchema(**weight),
+        input_schema=HummingInputSchema(**FP8_INPUT_SCHEMAS[weight_format]) if fp8 else None,
+        num_experts=1,
+        pad_n_to_multiple=128,
+        pad_k_to_multiple=128,
+        has_bias=bias,
+        torch_dtype=torch.bfloat16,
+        device=0,
+    )
+    return dataclasses.replace(one, num_experts=L)
+
+
+def build(config, gemm_type, schedule, *, batch_invariant=False):
+    """humming's own checks of a kernel, short of compiling it. Raises what humming raises."""
+    from humming.kernel.humming import HummingKernel
+
+    compute = {"gemm_type": gemm_type, "use_batch_invariant": batch_invariant}
+    values = json.loads(config.to_str()) | compute | json.loads(json.dumps(schedule))
+    values.pop("num_sms", None)
+    return HummingKernel(**values)
+
+
+def matrices(H, I, parts):
+    return GemmShape(parts, I, H, "cols"), GemmShape(1, H, I, "rows")
+
+
+LAYERS = [(96, 24, 2), (96, 40, 2), (96, 96, 1), (2880, 1856, 2), (2880, 2880, 2), (4096, 2048, 2)]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("weight_format", list(WEIGHT_SCHEMAS))
+def test_every_choice_of_its_heuristics_is_legal(humming, weight_format, fp8):
+    """Also for odd sizes, both token formats, and batch-invariant."""
+    from humming.tune import get_heuristics_config
+
+    if fp8 and weight_format not in FP8_INPUT_SCHEMAS:
+        pytest.skip("no FP8 schedule on SM90: the executor keeps bf16 activations")
+    for H, I, parts in LAYERS:
+        for shape in matrices(H, I, parts):
+            config = layer_config(weight_format, shape, 8, fp8=fp8, channel=shape.parts == 2)
+            for gemm_type in ("grouped_contiguous", "grouped_masked"):
+                for invariant in (False, True):
+                    for rows in (1, 64, 4096):
+                        schedule = get_heuristics_config(
+                            config, shape_m=rows, device=0, gemm_type=gemm_type, use_batch_invariant=invariant
+                        )
+                        build(config, gemm_type, schedule, batch_invariant=invariant)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "deepseek-v4-flash", "deepseek-v3-nvfp4"])
+def test_our_own_schedules_are_legal(humming, name):
+    """On the shapes they were measured for, and at least one neighbour of each choice is."""
+    from humming.tune import get_heuristics_config
+
+    case = SHAPES[name]
+    config = case.config
+    for shape in matrices(config.hidden_size, config.intermediate_size, 2):
+        layer = layer_config(config.weight_format, shape, config.num_experts // case.ep_size, bias=config.bias)
+        fitting = [s for s in SMALL_ROW_SCHEDULES if shape.padded[1] % s["block_shape"][2] == 0]
+        assert len(fitting) >= 4
+        for schedule in fitting:
+            kernel = build(layer, "grouped_contiguous", schedule)
+            assert kernel.estimated_smem_size * schedule["num_ctas_per_sm"] <= 227 << 10
+        chosen = get_heuristics_config(layer, shape_m=128, device=0, gemm_type="grouped_contiguous")
+        accepted = 0
+        for schedule in neighbours(chosen, batch_invariant=False):
+            with contextlib.suppress(AssertionError, ValueError):
+                build(layer, "grouped_contiguous", schedule)
+                accepted += 1
+        assert accepted >= 3
+
+
+def test_refusals_are_the_kinds_we_catch(humming):
+    """`GroupedGemm` skips a schedule that raises these."""
+    layer = layer_config("mxfp4", GemmShape(2, 2048, 4096, "cols"), 8)
+    with pytest.raises((AssertionError, ValueError)):
+        build(layer, "grouped_contiguous", {**SMALL_ROW_SCHEDULES[0], "block_shape": [8, 48, 128]})
+
+
+def test_nvfp4_by_fp8_has_no_schedule(humming):
+    """Why low_precision_activations leaves NVFP4 alone."""
+    from humming.schema import HummingInputSchema, HummingWeightSchema
+    from humming.transform import prepare_layer_config
+    from humming.tune import get_heuristics_config
+
+    config = prepare_layer_config(
+        shape_n=4096,
+        shape_k=4096,
+        weight_schema=HummingWeightSchema(**WEIGHT_SCHEMAS["nvfp4"], weight_scale_2_type="tensor"),
+        input_schema=HummingInputSchema(**FP8_INPUT_SCHEMAS["mxfp4"]),
+        num_experts=8,
+        torch_dtype=torch.bfloat16,
+        device=0,
+    )
+
+    def choose():
+        schedule = get_heuristics_config(config, shape_m=64, device=0, gemm_type="grouped_contiguous")
+        return build(config, "grouped_contiguous", schedule)
+
+    with pytest.raises((AssertionError, ValueError)):
+        choose()
+
+
+def test_signatures(humming):
+    """Every call in the words of the executor's modules."""
+    from humming.kernel.humming import HummingKernel
+    from humming.kernel.process_input import ProcessInputKernel
+    from humming.transform import transform_humming_tensors
+    from humming.tune import get_heuristics_config
+    from humming.tune.process_input import get_process_input_tuning_intervals
+
+    inspect.signature(transform_humming_tensors).bind("config", {}, True)
+    inspect.signature(HummingKernel.prepare_kernels).bind("layer", "compute", "tuning", "device")
+    inspect.signature(ProcessInputKernel.prepare_kernels).bind("problem", [], "device")
+    inspect.signature(get_process_input_tuning_intervals).bind("problem", False)
+    inspect.signature(get_heuristics_config).bind(
+        "layer", shape_m=1, device=0, gemm_type="grouped_masked", use_batch_invariant=False
+    )
+
+
+def operator_arguments(source, name):
+    """Argument names of an operator in the launcher's registration."""
+    text = "".join(re.findall(r'"([^"]*)"', source.split(f'm.def(\n      "{name}(')[1].split(");")[0].join(['"', ""])))
+    schema = text.split(") ->")[0]
+    return [part.split("=")[0].split()[-1] for part in schema.split(",")]
+
+
+def test_operators_take_our_positions(humming):
+    """The two operators are called by position: the names behind the positions are these."""
+    source = (Path(humming.__file__).parent / "csrc/launcher/launcher.cpp").read_text()
+    assert operator_arguments(source, "launch_kernel.out") == [
+        *("configs", "a", "b", "bs", "bs2", "as_", "as2", "bzp", "bias", "c", "sorted_ids", "expert_ids"),
+        *("num_tokens_padded", "expert_layout", "locks", "top_k", "valid_shape_m", "should_check_tensor"),
+    ]
+    assert operator_arguments(source, "launch_process_input") == [
+        *("configs", "inputs", "outputs", "group_scales", "token_scales", "expert_tokens", "scatter_idx"),
+        "num_valid_tokens",
+    ]
+
+
+@pytest.mark.parametrize("name", list(cases.ACTIVATIONS))
+def test_activations_are_accepted(humming, name):
+    from humming import dtypes
+    from humming.config import ActivationType, ProcessInputLayoutType, ProcessInputProblemConfig
+
+    kind, source = activation_source(cases.ACTIVATIONS[name])
+    problem = ProcessInputProblemConfig(
+        input_dtype=dtypes.DataType.from_any("bfloat16"),
+        hidden_size=128,
+        quant_mode=layer_config("mxfp4", GemmShape(1, 128, 128, "rows"), 2).input_quant_mode,
+        activation_type=ActivationType(kind),
+        activation_impl=source,
+        layout=ProcessInputLayoutType("normal"),
+    )
+    assert problem.output_row_size == 128
+    assert problem.input_row_size == 128 * cases.ACTIVATIONS[name].parts
+
+
+def test_installed_version_is_new_enough(humming):
+    assert executor_spec("humming").requirement.check()
+    assert GroupedGemm.__doc__
+    assert RowKernel.__doc__
