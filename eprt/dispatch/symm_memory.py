@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +57,7 @@ class Geometry:
         payload = runtime.payload or "bf16"
         return cls(num_ranks, runtime.max_tokens_per_rank, config.hidden_size, config.top_k, payload)
 
-    @property
+    @cached_property
     def row_bytes(self) -> dict[str, int]:
         """Bytes that one received token takes in each region."""
         H, K = self.hidden_size, self.top_k
@@ -72,7 +73,7 @@ class Geometry:
         """Bytes a rank pays for each unit of capacity."""
         return NUM_SLOTS * self.num_ranks * sum(self.row_bytes.values())
 
-    @property
+    @cached_property
     def offsets(self) -> dict[str, int]:
         """Byte offset of each region in a slot; `end` is the slot's size."""
         rows = self.num_ranks * self.tokens_per_rank

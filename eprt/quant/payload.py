@@ -28,9 +28,10 @@ def encode_payload(hidden: torch.Tensor, format: PayloadFormat, global_scale: to
     H = hidden.shape[-1]
     if format in ("f32", "bf16"):
         return Payload.plain(hidden.to(torch.float32 if format == "f32" else torch.bfloat16))
+    one_pass = hidden.is_cuda and hidden.dim() == 2
     if format == "fp8_block":
-        if hidden.is_cuda and hidden.dim() == 2:
-            from eprt.quant.triton_fp8 import encode_fp8_rows
+        if one_pass:
+            from eprt.quant.payload_kernels import encode_fp8_rows
 
             data, scale = encode_fp8_rows(hidden)
         else:
@@ -41,7 +42,12 @@ def encode_payload(hidden: torch.Tensor, format: PayloadFormat, global_scale: to
             raise InputError(f"hidden size {H} isn't a multiple of {NVFP4_BLOCK}: an nvfp4 payload can't hold it")
         if global_scale is None:
             global_scale = torch.ones(1, dtype=torch.float32, device=hidden.device)
-        codes, scale = encode_nvfp4(hidden, global_scale)
+        if one_pass:
+            from eprt.quant.payload_kernels import encode_nvfp4_rows
+
+            codes, scale = encode_nvfp4_rows(hidden, global_scale)
+        else:
+            codes, scale = encode_nvfp4(hidden, global_scale)
         return Payload(codes, "nvfp4", scale, global_scale)
     raise InputError(f"payload format {format!r}: expected f32, bf16, fp8_block or nvfp4")
 

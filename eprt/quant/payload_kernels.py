@@ -1,0 +1,100 @@
+"""Packed payloads in one pass over the tokens on a GPU, bit for bit what fp8.py and nvfp4.py make of them.
+
+Those are plain torch: ten and more passes, which at 1024 tokens cost as much as sending them. Finite values only.
+"""
+# Triton's language isn't typed: its values are tensors of the kernel, whatever a checker makes of them.
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from eprt.quant.elements import E2M1_MAX, E4M3_MAX, TINY
+from eprt.weights import FP8_BLOCK, NVFP4_BLOCK
+
+COLUMNS_PER_CTA = 1024
+
+_FP8_BLOCK = tl.constexpr(FP8_BLOCK)
+_NVFP4_BLOCK = tl.constexpr(NVFP4_BLOCK)
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_E2M1_MAX = tl.constexpr(E2M1_MAX)
+_TINY = tl.constexpr(TINY)
+
+
+@triton.jit
+def _divide(x, y):
+    """Rounded to nearest, as torch does; `/` alone is approximate."""
+    return tl.div_rn(x, tl.zeros_like(x) + y)
+
+
+@triton.jit
+def _fp8_kernel(x, data, scale, H: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = group[:, None] * _FP8_BLOCK + tl.arange(0, _FP8_BLOCK)[None, :]
+    value = tl.load(x + t * H + column, mask=column < H, other=0.0).to(tl.float32)
+    factor = tl.maximum(_divide(tl.max(tl.abs(value), 1), _E4M3_MAX), _TINY)
+    code = tl.clamp(_divide(value, factor[:, None]), -_E4M3_MAX, _E4M3_MAX).to(tl.float8e4nv)
+    tl.store(data + t * H + column, code, mask=column < H)
+    tl.store(scale + t * GROUPS + group, factor, mask=group < GROUPS)
+
+
+@triton.jit
+def _e2m1(value):
+    """Nearest code 0..15. Its size counts the midpoints below it; a tie goes to the even code."""
+    size = tl.abs(value)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    return code | ((value.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _nvfp4_kernel(x, global_scale, data, scale, H: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = group[:, None] * _NVFP4_BLOCK + tl.arange(0, _NVFP4_BLOCK)[None, :]
+    value = tl.load(x + t * H + column, mask=column < H, other=0.0).to(tl.float32)
+    above = tl.load(global_scale)
+    amax = _divide(_divide(tl.max(tl.abs(value), 1), above), _E2M1_MAX)
+    factor = tl.clamp(amax, 0.0, _E4M3_MAX).to(tl.float8e4nv)
+    step = (factor.to(tl.float32) * above)[:, None]
+    # A block whose scale underflowed to 0 decodes to 0 whatever its codes.
+    code = _e2m1(tl.where(step == 0, 0.0, _divide(value, tl.where(step == 0, 1.0, step))))
+    even, odd = tl.split(tl.reshape(code, (BLOCK, _NVFP4_BLOCK // 2, 2)))
+    pair = tl.program_id(1) * BLOCK * 8 + tl.arange(0, BLOCK)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(data + t * (H // 2) + pair, (even | (odd << 4)).to(tl.uint8), mask=pair < H // 2)
+    tl.store(scale + t * GROUPS + group, factor, mask=group < GROUPS)
+
+
+def encode_fp8_rows(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, H] bf16 or float32 on CUDA -> (e4m3 [T, H], scale f32 [T, ceil(H/128)]), T >= 0."""
+    T, H = hidden.shape
+    groups = -(-H // FP8_BLOCK)
+    data = torch.empty(T, H, dtype=torch.float8_e4m3fn, device=hidden.device)
+    scale = torch.empty(T, groups, dtype=torch.float32, device=hidden.device)
+    if T:
+        block = COLUMNS_PER_CTA // FP8_BLOCK
+        with torch.cuda.device(hidden.device):
+            _fp8_kernel[(T, triton.cdiv(groups, block))](
+                hidden.contiguous(), data, scale, H=H, GROUPS=groups, BLOCK=block
+            )
+    return data, scale
+
+
+def encode_nvfp4_rows(hidden: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, H] bf16 or float32 on CUDA, float32 [1] -> (codes u8 [T, H/2], scale e4m3 [T, H/16]), T >= 0, H by 16."""
+    T, H = hidden.shape
+    groups = H // NVFP4_BLOCK
+    data = torch.empty(T, H // 2, dtype=torch.uint8, device=hidden.device)
+    scale = torch.empty(T, groups, dtype=torch.float8_e4m3fn, device=hidden.device)
+    if T:
+        block = COLUMNS_PER_CTA // NVFP4_BLOCK
+        with torch.cuda.device(hidden.device):
+            _nvfp4_kernel[(T, triton.cdiv(groups, block))](
+                hidden.contiguous(), global_scale, data, scale, H=H, GROUPS=groups, BLOCK=block
+            )
+    return data, scale
