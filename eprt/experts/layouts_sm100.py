@@ -50,8 +50,8 @@ def unpad_parts(matrix: torch.Tensor, parts: int, rows: int, cols: int) -> torch
 
 def swap_halves(matrix: torch.Tensor) -> torch.Tensor:
     """[gate; up] <-> [up; gate]. Its own inverse."""
-    first, second = matrix.chunk(2, dim=1)
-    return torch.cat((second, first), dim=1)
+    first, second = _plain(matrix).chunk(2, dim=1)
+    return torch.cat((second, first), dim=1).view(matrix.dtype)
 
 
 def interleave_halves(matrix: torch.Tensor, group: int = GATED_ROWS) -> torch.Tensor:
@@ -107,10 +107,14 @@ def trtllm_row_order(rows: int, gated: bool, device: torch.device | None = None)
 
 def take_rows(matrix: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """[L, rows, cols] with row `order[i]` at place i, whatever the dtype."""
-    taken = matrix.view(torch.uint8) if matrix.dtype.itemsize == 1 else matrix
-    return taken.index_select(1, order).view(matrix.dtype)
+    return _plain(matrix).index_select(1, order).view(matrix.dtype)
 
 
 def put_rows(matrix: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Inverse of `take_rows`."""
     return take_rows(matrix, torch.argsort(order))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes instead of FP8, for operations that torch hasn't got for FP8 everywhere."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
