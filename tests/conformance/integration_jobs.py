@@ -1,67 +1,95 @@
-"""Jobs for test_integration.py: whole models, each rank with its own batch."""
+"""What each rank runs for test_integration.py: a tiny transformers model, alone and then parallelized."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from eprt.checkpoint import Checkpoint
 from eprt.config import RuntimeConfig
-from eprt.conformance.oracle import relative_error
-from eprt.integrations.transformers import idle_step, parallelize
-from eprt.quant.mxfp4 import decode_mxfp4
+from eprt.conformance.harness import RankContext
+from eprt.errors import EprtError
 
-BATCHES = ((1, 5), (2, 3), None, (1, 9))  # (sequences, length) of each rank; None: an idle rank
 VOCABULARY = 64
+PROMPTS = (5, 0, 9, 2)  # tokens of each rank's prompt; the second rank has none
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+MODELS = {
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", SMALL | {"intermediate_size": 96, "num_local_experts": 8}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", SMALL | {"moe_intermediate_size": 96, "num_experts": 8}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        SMALL
+        | MLA
+        | {"first_k_dense_replace": 1, "intermediate_size": 96, "moe_intermediate_size": 96, "n_routed_experts": 8}
+        | {"n_group": 4, "topk_group": 2, "n_shared_experts": 1, "head_dim": 8},
+    ),
+}
 
 
-def dequantized_gpt_oss(directory: str) -> torch.nn.Module:
-    """transformers' own float32 model with the MXFP4 experts of the checkpoint written out."""
-    config = AutoConfig.from_pretrained(directory)
-    del config.quantization_config
-    config._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with Checkpoint(directory) as files, torch.no_grad():
-        state = model.state_dict()
-        for name, target in state.items():
-            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                codes, scales = files.read(f"{name}_blocks").flatten(-2), files.read(f"{name}_scales")
-                target.copy_(decode_mxfp4(codes, scales).transpose(1, 2))
-            elif "rotary" not in name:
-                target.copy_(files.read(name))
-    return model
+def make_model(name: str, dtype: torch.dtype):
+    import transformers
 
-
-def compare_logits(
-    context, directory: str, dispatcher: str, executor: str, packed: bool, dtype: torch.dtype = torch.float32
-) -> float:
-    """Relative error of this rank's logits against the same model without expert parallelism."""
-    world = context.world()
+    model_class, config_class, fields = MODELS[name]
     torch.manual_seed(0)
-    if packed:
-        model = dequantized_gpt_oss(directory)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    model = model.to(world.device, dtype)
-    batch = BATCHES[world.rank]
-    generator = torch.Generator().manual_seed(world.rank)
-    ids = None if batch is None else torch.randint(3, VOCABULARY, batch, generator=generator).to(world.device)
-    with torch.no_grad():
-        expected = None if ids is None else model(ids).logits
-        layers = parallelize(
-            model,
-            world,
-            Path(directory),
-            runtime=RuntimeConfig(dispatcher=dispatcher, executor=executor, max_tokens_per_rank=64),
-        )
-        for layer in layers:
-            if layer.router is not None:
-                layer.router.to(dtype)
-            if layer.shared is not None:
-                layer.shared.to(dtype)
-        if ids is None:
-            idle_step(layers)
-            return 0.0
-        return relative_error(model(ids).logits, expected)
+    config = getattr(transformers, config_class)(**fields)
+    config._experts_implementation = "eager"
+    model = getattr(transformers, model_class)(config).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for key, tensor in model.state_dict().items():
+        if "mlp" in key and tensor.is_floating_point():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
+    return model.to(dtype)
+
+
+def compare_logits(context: RankContext, name: str, dispatcher: str) -> tuple[float, int, int, int]:
+    """(relative error of the logits, MoE layers, parameters and buffers before, after) on this rank."""
+    from eprt.conformance.oracle import relative_error
+    from eprt.integrations.transformers import idle_step, parallelize
+
+    world = context.world()
+    model = make_model(name, torch.float32)
+    count = PROMPTS[world.rank % len(PROMPTS)]
+    prompt = torch.randint(VOCABULARY, (1, count), generator=torch.Generator().manual_seed(world.rank))
+    expected = model(prompt).logits if count else None
+    before = sum(tensor.numel() for tensor in model.state_dict().values())
+    layers = parallelize(model, world, RuntimeConfig(dispatcher=dispatcher, executor="torch_grouped"))
+    world.warmup(*layers)
+    after = sum(tensor.numel() for tensor in model.state_dict().values())
+    error = 0.0
+    for _ in range(2):
+        if expected is None:
+            idle_step(model)
+        else:
+            error = max(error, relative_error(model(prompt).logits, expected))
+    for layer in layers:
+        layer.close()
+    return error, len(layers), before, after
+
+
+def refusals(context: RankContext) -> list[str]:
+    """The errors of models that can't be parallelized, in order."""
+    import transformers
+
+    from eprt.integrations.transformers import idle_step, parallelize
+
+    world = context.world()
+    dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, intermediate_size=32))
+    found = []
+    for attempt in (
+        lambda: parallelize(dense, world),
+        lambda: parallelize(torch.nn.Linear(2, 2), world),
+        lambda: idle_step(dense),
+    ):
+        try:
+            attempt()
+        except EprtError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
