@@ -221,8 +221,9 @@ class Guard:
             return
         if self._stop.wait(self._exit_after_s) or self._raised:
             return
-        sys.stderr.write(f"eprt: {self._verdict}\neprt: no call returned to raise this; stacks of rank {self._rank}:\n")
+        sys.stderr.write(f"eprt: rank {self._rank} is stuck in a call and its world is lost; its stacks:\n")
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        sys.stderr.write(f"eprt: no call returned to raise this: {self._verdict}\n")  # last: where logs are read
         sys.stderr.flush()
         os._exit(EXIT_CODE)
 

@@ -28,7 +28,6 @@ MAX_TOKENS = 1024
 MAX_OPEN = 2
 QP_DEPTH_VARIABLE = "NVSHMEM_QP_DEPTH"
 SCALE_BLOCK = 128
-NOBODY = -1  # the library's id for "no expert"
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,12 @@ class Geometry:
         num_ranks, num_experts: W and E.
         tokens_per_rank: the capacity.
         hidden_size: an instantiated one.
-        model_hidden_size: the model's; what lies between the two stays zero.
     """
 
     num_ranks: int
     num_experts: int
     tokens_per_rank: int
     hidden_size: int
-    model_hidden_size: int
 
     @property
     def bytes_per_token(self) -> int:
@@ -72,13 +69,11 @@ class LowLatencyBuffer:
 
     Attributes:
         slots: how many results in it are alive.
-        padded: [capacity, padded H] bf16, zero past the model's hidden size: what is sent where the two differ.
     """
 
     library: Any
     buffer: Any
     slots: Slots
-    padded: torch.Tensor
 
 
 @dataclass
@@ -86,7 +81,7 @@ class _Call:
     """What combine needs of a dispatch.
 
     Attributes:
-        ids: int64 [T, K], `NOBODY` where there is no expert.
+        ids: int64 [T, K], -1 where there is no expert.
         received: the library's handle.
         receive: of a deferred dispatch, what makes the rows arrive.
         scales: of a packed payload, what arrives and the contiguous copy that the executor gets.
@@ -142,14 +137,10 @@ class DeepEPDispatcher(Dispatcher):
             num_experts=config.num_experts,
             tokens_per_rank=runtime.max_tokens_per_rank,
             hidden_size=self.spec.padded_hidden(config.hidden_size),
-            model_hidden_size=config.hidden_size,
         )
         self._key = ("deepep", self._geometry)
         self._memory: LowLatencyBuffer | None = None
         super().__init__(world, config, runtime, token_format, layer)
-        # int32 ids to the library's type with E turned into NOBODY: one gather.
-        self._ids = torch.arange(config.num_experts + 1, device=world.device)
-        self._ids[-1] = NOBODY
 
     def bytes_per_token(self) -> int:
         return self._geometry.bytes_per_token
@@ -164,12 +155,12 @@ class DeepEPDispatcher(Dispatcher):
         return call.output[..., :H]
 
     def warmup(self) -> None:
-        """Allocate the buffer and exchange one empty batch."""
-        nothing = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
-        ids = torch.empty(0, self.config.top_k, dtype=torch.int32, device=self.world.device)
-        handle = Handle(self, call=-1, num_tokens=0, tokens_per_rank=1, dtype=nothing.dtype)
-        self._dispatch(Payload.plain(nothing), TopK(ids, ids.float()), handle)
-        self._finish(nothing.new_empty(self._slab_shape()), handle)
+        """Allocate the buffer, compile, and exchange a token that asks for no expert."""
+        token = torch.zeros(1, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
+        ids = token.new_full((1, self.config.top_k), self.config.num_experts, dtype=torch.int32)
+        handle = Handle(self, call=-1, num_tokens=1, tokens_per_rank=1, dtype=token.dtype)
+        self._dispatch(Payload.plain(token), TopK(ids, ids.float()), handle)
+        self._finish(token.new_empty(self._slab_shape()), handle)
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
 
@@ -190,11 +181,10 @@ class DeepEPDispatcher(Dispatcher):
         self.world.raise_if_lost()
         memory = self._require_memory()
         H, width = self.config.hidden_size, self._geometry.hidden_size
-        x = hidden.data.contiguous()
-        if width != H:
-            x = memory.padded[: x.shape[0]]
-            x[:, :H] = hidden.data
-        ids = self._ids.index_select(0, topk.ids.flatten()).view_as(topk.ids).to(memory.library.topk_idx_t)
+        from eprt.dispatch import deepep_pack
+
+        x, ids = deepep_pack.pack_tokens(hidden.data, topk.ids, width, self.config.num_experts)
+        ids = ids.to(memory.library.topk_idx_t)
         packed = self.runtime.payload == "fp8_block"
         slot = memory.slots.acquire()
         received, counts, library_handle, _, receive = memory.buffer.low_latency_dispatch(
@@ -280,10 +270,7 @@ class DeepEPDispatcher(Dispatcher):
             num_qps_per_rank=self.shard.num_local_experts,
             explicitly_destroy=True,
         )
-        padded = torch.zeros(
-            geometry.tokens_per_rank, geometry.hidden_size, dtype=torch.bfloat16, device=self.world.device
-        )
-        return LowLatencyBuffer(library, buffer, Slots(MAX_OPEN, "deepep"), padded)
+        return LowLatencyBuffer(library, buffer, Slots(MAX_OPEN, "deepep"))
 
     def _destroy(self, memory: LowLatencyBuffer) -> None:
         """The library frees behind a barrier without a time limit: not with peers that may never come to it."""

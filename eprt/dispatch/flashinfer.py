@@ -21,6 +21,7 @@ from eprt.tokens import FlatTokens, Payload, TopK
 if TYPE_CHECKING:
     from eprt.world import World
 
+
 class FlashInferDispatcher(Dispatcher):
     """Emits W * R flat rows, rank by rank; slots of absent tokens and of other ranks' experts hold E.
 
@@ -41,7 +42,8 @@ class FlashInferDispatcher(Dispatcher):
         token_format: TokenFormat = "flat",
         layer: int = 0,
     ) -> None:
-        verdict = self.spec.supports(config, world.parallel, runtime, Device.of(world.device))
+        self._device = Device.of(world.device)
+        verdict = self.spec.supports(config, world.parallel, runtime, self._device)
         if not verdict:
             raise ConfigError(f"flashinfer: {verdict.reason}")
         self._top_k = self.spec.padded_top_k(config.top_k)
@@ -62,7 +64,7 @@ class FlashInferDispatcher(Dispatcher):
         """[W * R, H] bf16 of the workspace: what is written here, combine doesn't copy."""
         if self._memory is None or handle.state is None:
             return None
-        return self._memory.output(handle.state, handle.tokens_per_rank)
+        return self._memory.views(handle.state, handle.tokens_per_rank).output
 
     def warmup(self) -> None:
         """Allocate, load (or compile) the kernels, and exchange one empty batch."""
@@ -102,9 +104,9 @@ class FlashInferDispatcher(Dispatcher):
         found = dict(zip(order, received, strict=True))
         from eprt.dispatch import flashinfer_ids
 
-        flashinfer_ids.mask_foreign_ids(
-            found["ids"], memory.counts(slot), self.shard.first_expert, self.shard.end_expert, E
-        )
+        counts = memory.views(slot, handle.tokens_per_rank).counts
+        first, end = self.shard.first_expert, self.shard.end_expert
+        flashinfer_ids.mask_foreign_ids(found["ids"], counts, first, end, E, early=self._device.sm >= 90)
         rows = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
         scale = None if hidden.scale is None else rows["scale"].view(hidden.scale.dtype)
         payload = Payload(rows["data"].view(hidden.data.dtype), hidden.format, scale, hidden.global_scale)
@@ -128,7 +130,7 @@ class FlashInferDispatcher(Dispatcher):
             self.world.raise_if_lost()
         except RankLost:
             return
-        rows = self._memory.output(handle.state, handle.tokens_per_rank).fill_(torch.nan)
+        rows = self._memory.views(handle.state, handle.tokens_per_rank).output.fill_(torch.nan)
         self._finish(rows, handle, rows[:0].clone())
 
     def _finish(self, rows: torch.Tensor, handle: Handle, out: torch.Tensor) -> None:

@@ -14,25 +14,29 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-BLOCK = 1024
+BLOCK = 512
 
 
 @triton.jit(do_not_specialize=["num_slots", "R"])
 def _mask_kernel(ids, counts, num_slots, R, first, end, E, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """ids [W * R, K]; counts [W]: tokens that each source sent here, in the first rows of its R."""
+    if EARLY:
+        gdc_launch_dependents()
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < num_slots
+    row = slot // K
+    source = row // R
     if EARLY:
         gdc_wait()
-        gdc_launch_dependents()
-    row = slot // K
     e = tl.load(ids + slot, mask=inside, other=0)
-    count = tl.load(counts + row // R, mask=inside, other=0)
-    keep = (row % R < count) & (e >= first) & (e < end)
+    count = tl.load(counts + source, mask=inside, other=0)
+    keep = (row - source * R < count) & (e >= first) & (e < end)
     tl.store(ids + slot, tl.where(keep, e, E), mask=inside)
 
 
-def mask_foreign_ids(ids: torch.Tensor, counts: torch.Tensor, first: int, end: int, num_experts: int) -> None:
+def mask_foreign_ids(
+    ids: torch.Tensor, counts: torch.Tensor, first: int, end: int, num_experts: int, early: bool
+) -> None:
     """In place, on the current stream.
 
     Args:
@@ -40,10 +44,9 @@ def mask_foreign_ids(ids: torch.Tensor, counts: torch.Tensor, first: int, end: i
         counts: int32 [W], rows of each source that hold a token.
         first, end: this rank's experts are [first, end).
         num_experts: E, the invalid id.
+        early: let the launch overlap the end of the kernel before, as the library's own kernels do (programmatic
+            dependent launch, compute capability 9 and later).
     """
-    # On Hopper and later its launch overlaps the end of the dispatch kernel, and the next kernel's launch its own end:
-    # as the library's kernels do (programmatic dependent launch).
-    early = torch.cuda.get_device_capability(ids.device)[0] >= 9
     grid = (triton.cdiv(ids.numel(), BLOCK),)
     options = {"launch_pdl": True} if early else {}
     _mask_kernel[grid](

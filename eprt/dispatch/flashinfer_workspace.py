@@ -9,8 +9,11 @@ classes have no such state, are the same from 0.6.18 on, and let us place the re
 
 from __future__ import annotations
 
+import ctypes
+import inspect
 import pickle
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,18 +47,18 @@ class Geometry:
     dispatch_bytes: int
     combine_bytes: int
 
-    @property
+    @cached_property
     def control_bytes(self) -> int:
         """Counters, flags of both phases, and two routing tables; `calculateOffsets`."""
         W, table = self.num_ranks, self.tokens_per_rank * ROUTING_TABLE_WIDTH
         return sum(_aligned(4 * words) for words in (2 + 2 * W, W, W, table, table))
 
-    @property
+    @cached_property
     def combine_offset(self) -> int:
         """Where the rows to combine lie in a slot, whatever R: behind the largest dispatch."""
         return self.control_bytes + _aligned(self.num_ranks * self.tokens_per_rank * self.dispatch_bytes)
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """What `moe_a2a_get_workspace_size_per_rank` asks for."""
         return self.combine_offset + _aligned(self.num_ranks * self.tokens_per_rank * self.combine_bytes)
@@ -65,6 +68,22 @@ class Geometry:
         """Bytes a rank pays for each unit of capacity, alignment aside."""
         tables = 2 * 4 * ROUTING_TABLE_WIDTH
         return NUM_SLOTS * (tables + self.num_ranks * (self.dispatch_bytes + self.combine_bytes))
+
+
+@dataclass(frozen=True)
+class Views:
+    """Views of a slot for the R it was used with last: making them costs more host time than the rest of a call.
+
+    Attributes:
+        received: the library's own cache.
+        counts: int32 [W], rows that hold a token, of each source's R.
+        output: bf16 [W * R, H], from where the peers pull.
+    """
+
+    tokens_per_rank: int
+    received: dict[Any, Any]
+    counts: torch.Tensor
+    output: torch.Tensor
 
 
 class Workspace:
@@ -87,7 +106,9 @@ class Workspace:
         self._rank = rank
         self._owner = owner
         self._parts, self._metainfo = parts, metainfo
+        self._views: dict[int, Views] = {}
         self._library = load_library()
+        self._keeps_views = "recv_view_cache" in inspect.signature(self._library.moe_a2a_dispatch).parameters  # 0.7
         # The kernels send an id e to rank e // L, and the invalid id E to rank W: with every rank's bit set and no
         # other, exactly the invalid slots go nowhere and count for nothing.
         self._everybody = self._library.moe_a2a_active_rank_mask(range(geometry.num_ranks), geometry.num_ranks)
@@ -115,6 +136,7 @@ class Workspace:
         """Wait for this rank's kernels and drop the memory. Peers that still read keep their own mapping of it."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        self._views.clear()
         self._parts.clear()
         self._owner = None
 
@@ -134,19 +156,19 @@ class Workspace:
             num_experts,
             enable_rank_mask=True,
             active_rank_mask=self._everybody,
+            **({"recv_view_cache": self.views(slot, R).received} if self._keeps_views else {}),
         )
         return received
 
-    def counts(self, slot: int) -> torch.Tensor:
-        """int32 [W]: rows that hold a token, of each source's R."""
-        start = int(self._metainfo[slot][RECV_COUNTERS_OFFSET_INDEX])
-        return self._own(slot, start, 4 * self.geometry.num_ranks).view(torch.int32)
-
-    def output(self, slot: int, R: int) -> torch.Tensor:
-        """[W * R, H] bf16 from where the peers pull."""
-        rows = self.geometry.num_ranks * R
-        start = self.geometry.combine_offset
-        return self._own(slot, start, rows * self.geometry.combine_bytes).view(torch.bfloat16).view(rows, -1)
+    def views(self, slot: int, R: int) -> Views:
+        found = self._views.get(slot)
+        if found is None or found.tokens_per_rank != R:
+            rows, size = self.geometry.num_ranks * R, self.geometry.combine_bytes
+            start = int(self._metainfo[slot][RECV_COUNTERS_OFFSET_INDEX])
+            counts = self._own(slot, start, 4 * self.geometry.num_ranks).view(torch.int32)
+            output = self._own(slot, self.geometry.combine_offset, rows * size).view(torch.bfloat16).view(rows, -1)
+            found = self._views[slot] = Views(R, {}, counts, output)
+        return found
 
     def combine(self, slot: int, rows: torch.Tensor, R: int, top_k: int, out: torch.Tensor) -> None:
         """Sum of each token's rows over the ranks, into out [T, H]. `rows` [W * R, H], in the workspace or not."""
@@ -161,7 +183,7 @@ class Workspace:
             W,
             top_k,
             self.geometry.combine_offset,
-            payload_in_workspace=rows.data_ptr() == self.output(slot, R).data_ptr(),
+            payload_in_workspace=rows.data_ptr() == self.views(slot, R).output.data_ptr(),
             output=out,
             enable_rank_mask=True,
             active_rank_mask=self._everybody,
@@ -222,12 +244,16 @@ def _map_memory(world: World, num_bytes: int) -> tuple[object, torch.Tensor]:
         MnnvlMemory.initialize()
         MnnvlMemory.set_comm_from_config(mapping, MnnvlConfig(comm_backend=ControlPlane(world)))
         memory = MnnvlMemory(mapping, num_bytes)
-        return memory, memory.as_torch_strided_tensor(torch.uint8)
     except RuntimeError as error:
         raise ConfigError(
             f"flashinfer: rank {world.rank} can't map its peers' GPU memory ({error}): all ranks must be on one host "
             "or one NVLink fabric; choose dispatcher 'none' or 'torch' otherwise"
         ) from error
+    mapped = memory.as_torch_strided_tensor(torch.uint8)
+    # torch calls into the capsule when the last view goes, which can be after the one tensor that keeps the capsule
+    # alive (a crash): keep its few hundred bytes for good.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(mapped, "_capsule_wrapper", None)))
+    return memory, mapped
 
 
 def _aligned(num_bytes: int) -> int:

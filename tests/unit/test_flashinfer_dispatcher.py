@@ -183,7 +183,7 @@ class FakeWorld:
         self.resources.pop(key).close()
 
 
-def mask_foreign_ids(ids, counts, first, end, num_experts):
+def mask_foreign_ids(ids, counts, first, end, num_experts, early):
     for source, count in enumerate(counts.tolist()):
         ids[source, count:] = num_experts
     ids[(ids < first) | (ids >= end)] = num_experts

@@ -75,7 +75,6 @@ def test_what_its_documentation_promises(buffer):
     assert "you cannot hold more than 2 low-latency kernels' result tensors" in flat
     assert deepep.MAX_OPEN == 2
     assert "`-1` indices (not selecting any expert) are supported" in flat
-    assert deepep.NOBODY == -1
     assert "`[num_local_experts, num_max_dispatch_tokens_per_rank * num_ranks, hidden // 128]`" in flat
     assert "last-two-dimension of the scaling tensors are in column-major" in flat
 

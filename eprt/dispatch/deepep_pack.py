@@ -1,0 +1,43 @@
+"""One kernel before DeepEP's dispatch: rows padded to an instantiated width, ids in the library's form."""
+# Triton's language isn't typed: its values are tensors of the kernel, whatever a checker makes of them.
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 2048
+
+
+@triton.jit
+def _pack_kernel(
+    x, ids, rows, wide_ids, E, H: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One CTA a token. WIDTH 0: ids alone."""
+    t = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, K_POW2)
+    e = tl.load(ids + t * K + k, mask=k < K, other=0)
+    tl.store(wide_ids + t * K + k, tl.where(e < E, e, -1).to(tl.int64), mask=k < K)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + t * H + column, mask=column < H, other=0.0)
+        tl.store(rows + t * WIDTH + column, value, mask=column < WIDTH)
+
+
+def pack_tokens(
+    x: torch.Tensor, ids: torch.Tensor, width: int, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """([T, H] bf16, int32 [T, K]) -> ([T, width] with zeros past H, or x itself; int64 [T, K] with E as -1)."""
+    T, H = x.shape
+    x, ids = x.contiguous(), ids.contiguous()
+    rows = x if width == H else x.new_empty((T, width))
+    wide_ids = torch.empty_like(ids, dtype=torch.int64)
+    if T:
+        K = ids.shape[1]
+        padded = 0 if width == H else width
+        _pack_kernel[(T,)](x, ids, rows, wide_ids, num_experts, H, padded, K, triton.next_power_of_2(K), BLOCK)
+    return rows, wide_ids

@@ -1,0 +1,261 @@
+"""The DeepEP dispatcher on one rank over a stand-in for the library, which checks what it is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import eprt.dispatch
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.conformance import transport
+from eprt.conformance.cases import CASES, make_batch
+from eprt.dispatch import DISPATCHERS, deepep
+from eprt.dispatch.deepep import DeepEPDispatcher, Geometry, require_qp_depth
+from eprt.errors import ConfigError, InputError, UsageError
+from eprt.quant import encode_payload
+from eprt.world import World
+
+E, CAPACITY = 8, 24
+
+
+class FakeBuffer:
+    """`deep_ep.Buffer` in low-latency mode, for a world of one.
+
+    Attributes:
+        combined: what each combine was given to send.
+    """
+
+    def __init__(self, group, num_rdma_bytes, low_latency_mode, num_qps_per_rank, explicitly_destroy):
+        assert group == "the group"
+        assert low_latency_mode
+        assert explicitly_destroy
+        assert num_qps_per_rank == E
+        self.num_rdma_bytes = num_rdma_bytes
+        self.combined: list[torch.Tensor] = []
+        self.destroyed = False
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(tokens, hidden, num_ranks, num_experts):
+        return 1000 * tokens + hidden
+
+    def low_latency_dispatch(self, x, topk_idx, max_tokens, num_experts, *, use_fp8, return_recv_hook):
+        assert x.dtype == torch.bfloat16
+        assert x.is_contiguous()
+        assert x.shape[1] in DISPATCHERS["deepep"].hidden_sizes
+        assert x.shape[0] <= max_tokens == CAPACITY
+        assert topk_idx.dtype == torch.int64
+        assert topk_idx.is_contiguous()
+        assert bool(((topk_idx >= -1) & (topk_idx < num_experts)).all())
+        slabs = torch.full((num_experts, max_tokens, x.shape[1]), torch.nan, dtype=torch.bfloat16)
+        counts = torch.zeros(num_experts, dtype=torch.int32)
+        places: list[tuple[int, int, int, int]] = []
+
+        def receive() -> None:
+            for token, row in enumerate(topk_idx.tolist()):
+                for k, expert in enumerate(row):
+                    if expert >= 0:
+                        slabs[expert, counts[expert]] = x[token]
+                        places.append((token, k, expert, int(counts[expert])))
+                        counts[expert] += 1
+            if use_fp8:
+                packed = encode_payload(torch.nan_to_num(slabs), "fp8_block")
+                data.view(torch.uint8).copy_(packed.data.view(torch.uint8))
+                scale.copy_(packed.scale)
+
+        data = torch.empty(slabs.shape, dtype=torch.float8_e4m3fn)
+        scale = torch.empty(num_experts, x.shape[1] // 128, max_tokens).transpose(1, 2)
+        if not return_recv_hook:
+            receive()
+        hook = receive if return_recv_hook else None
+        return (data, scale) if use_fp8 else slabs, counts, (places, topk_idx.shape[0]), None, hook
+
+    def low_latency_combine(self, x, topk_idx, topk_weights, handle):
+        places, num_tokens = handle
+        assert x.is_contiguous()
+        assert x.dtype == torch.bfloat16
+        assert x.shape[:2] == (E, CAPACITY)
+        assert topk_weights.dtype == torch.float32
+        self.combined.append(x)
+        out = torch.zeros(num_tokens, x.shape[2])
+        for token, k, expert, row in places:
+            out[token] += topk_weights[token, k] * x[expert, row].float()
+        return out.bfloat16(), None, None
+
+    def destroy(self) -> None:
+        self.destroyed = True
+
+
+def pack_tokens(x, ids, width, num_experts):
+    rows = torch.zeros(x.shape[0], width, dtype=x.dtype)
+    rows[:, : x.shape[1]] = x
+    return rows, torch.where(ids < num_experts, ids, -1).long()
+
+
+@pytest.fixture
+def world(monkeypatch):
+    library = SimpleNamespace(Buffer=FakeBuffer, topk_idx_t=torch.int64)
+    monkeypatch.setattr(deepep, "load_library", lambda: library)
+    monkeypatch.setattr(eprt.dispatch, "deepep_pack", SimpleNamespace(pack_tokens=pack_tokens), raising=False)
+    monkeypatch.delenv(deepep.QP_DEPTH_VARIABLE, raising=False)
+    spec = replace(DISPATCHERS["deepep"], devices=("cpu",), requirement=None)
+    monkeypatch.setattr(DeepEPDispatcher, "spec", spec, raising=False)
+    made = World.from_env("cpu")
+    made.group = "the group"
+    return made
+
+
+def make(world: World, hidden_size: int = 128, top_k: int = 3, **runtime) -> DeepEPDispatcher:
+    config = MoEConfig(num_experts=E, top_k=top_k, hidden_size=hidden_size, intermediate_size=32)
+    settings = {"max_tokens_per_rank": CAPACITY, **runtime}
+    return DeepEPDispatcher(world, config, RuntimeConfig(**settings), "expert_major")
+
+
+def exchange(dispatcher: DeepEPDispatcher, case, *, own_buffer: bool = False, wait: bool = True) -> list[str]:
+    payload = dispatcher.runtime.payload
+    problems = []
+    for call in range(case.num_calls):
+        batch = make_batch(case, call, 0, 1, dispatcher.config, torch.bfloat16)
+        sent = dispatcher.dispatch(batch.hidden, batch.topk, case.counts.agreed, wait=wait)
+        sent.handle.wait()
+        problems += transport.wrong_arrivals(sent.tokens, [batch], dispatcher.shard, payload)
+        y = transport.scale_experts(sent.tokens, dispatcher.shard, torch.ones(E), torch.bfloat16)
+        if own_buffer:
+            y = dispatcher.output_buffer(sent.handle).copy_(y)
+        out = dispatcher.combine(y, sent.handle)
+        expected = transport.weighted_sums(batch, torch.ones(E), payload)
+        if out.shape != batch.hidden.shape or not out.is_contiguous():
+            problems.append(f"combine returned {tuple(out.shape)}")
+        if payload is None and not torch.equal(out, expected.bfloat16()):
+            problems.append("combine isn't bitwise right")
+        if not torch.allclose(out.double(), expected, rtol=1e-2, atol=1e-2):
+            problems.append("combine is off")
+    return problems
+
+
+@pytest.mark.parametrize(("hidden_size", "own_buffer"), [(128, False), (128, True), (2048, False), (2880, True)])
+def test_every_case_arrives_and_returns(world, hidden_size, own_buffer):
+    dispatcher = make(world, hidden_size)
+    for case in CASES[:: 3 if hidden_size > 128 else 1]:
+        assert exchange(dispatcher, case, own_buffer=own_buffer) == []
+
+
+def test_no_buffer_is_offered_where_the_hidden_size_is_the_library_s(world):
+    dispatcher = make(world, 2048)
+    batch = make_batch(CASES[0], 0, 0, 1, dispatcher.config, torch.bfloat16)
+    assert dispatcher.output_buffer(dispatcher.dispatch(batch.hidden, batch.topk).handle) is None
+
+
+def test_an_output_of_the_padded_width_is_sent_as_it_is(world):
+    dispatcher = make(world, 2880)
+    batch = make_batch(CASES[0], 0, 0, 1, dispatcher.config, torch.bfloat16)
+    sent = dispatcher.dispatch(batch.hidden, batch.topk)
+    buffer = dispatcher.output_buffer(sent.handle)
+    assert buffer.shape == (E, CAPACITY, 2880)
+    dispatcher.combine(buffer, sent.handle)
+    assert dispatcher._memory.buffer.combined[-1].data_ptr() == buffer.data_ptr()
+    assert dispatcher._memory.buffer.combined[-1].shape == (E, CAPACITY, 3072)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("hidden_size", [128, 2880])
+def test_fp8_tokens_have_contiguous_scales_once_they_arrived(world, hidden_size, wait):
+    dispatcher = make(world, hidden_size, payload="fp8_block")
+    for case in CASES[::7]:
+        assert exchange(dispatcher, case, wait=wait) == []
+    batch = make_batch(CASES[0], 0, 0, 1, dispatcher.config, torch.bfloat16)
+    tokens = dispatcher.dispatch(batch.hidden, batch.topk).tokens
+    assert tokens.hidden.scale.is_contiguous()
+    assert tokens.hidden.scale.shape[-1] == -(-hidden_size // 128)
+
+
+def test_a_deferred_dispatch_must_be_waited_for(world):
+    dispatcher = make(world)
+    batch = make_batch(CASES[0], 0, 0, 1, dispatcher.config, torch.bfloat16)
+    sent = dispatcher.dispatch(batch.hidden, batch.topk, wait=False)
+    assert sent.tokens.counts.sum() == 0
+    with pytest.raises(UsageError, match=r"handle.wait\(\)"):
+        dispatcher.combine(sent.tokens.hidden.data, sent.handle)
+    sent.handle.wait()
+    sent.handle.wait()
+    assert sent.tokens.counts.sum() == (batch.topk.ids < E).sum()
+
+
+def test_two_results_alive_and_a_third_refused(world):
+    dispatcher, other = make(world), make(world)
+    batch = make_batch(CASES[0], 0, 0, 1, dispatcher.config, torch.bfloat16)
+    first = dispatcher.dispatch(batch.hidden, batch.topk)
+    second = other.dispatch(batch.hidden, batch.topk)
+    with pytest.raises(UsageError, match="2 dispatches of this geometry are open"):
+        dispatcher.dispatch(batch.hidden, batch.topk)
+    second.handle.close()
+    dispatcher.combine(first.tokens.hidden.data, first.handle)
+    assert exchange(dispatcher, CASES[0]) == []
+
+
+def test_a_dropped_call_sends_nan(world):
+    dispatcher = make(world)
+    batch = make_batch(CASES[0], 0, 0, 1, dispatcher.config, torch.bfloat16)
+    dispatcher.dispatch(batch.hidden, batch.topk, wait=False).handle.close()
+    assert dispatcher._memory.buffer.combined[-1].isnan().all()
+
+
+def test_buffers_by_geometry_freed_by_the_last_user_and_not_with_lost_peers(world, monkeypatch):
+    same, wide = [make(world), make(world)], make(world, 4096)
+    for dispatcher in (*same, wide):
+        assert exchange(dispatcher, CASES[0]) == []
+    shared, other = same[0]._memory.buffer, wide._memory.buffer
+    assert same[1]._memory.buffer is shared is not other
+    assert shared.num_rdma_bytes == 1000 * CAPACITY + 2048
+    same[0].close()
+    assert not shared.destroyed
+    same[1].close()
+    assert shared.destroyed
+    monkeypatch.setattr(World, "broken", True)
+    wide.close()
+    assert not other.destroyed
+
+
+def test_warmup_allocates_and_later_allocation_is_refused(world):
+    dispatcher = make(world)
+    world.warmup(dispatcher)
+    assert exchange(dispatcher, CASES[0]) == []
+    with pytest.raises(UsageError, match=r"allocating the DeepEP low-latency buffer after World.warmup"):
+        exchange(make(world, 4096), CASES[0])
+
+
+def test_refusals(world):
+    with pytest.raises(ConfigError, match="at most 1024 tokens a rank, max_tokens_per_rank is 1025"):
+        make(world, max_tokens_per_rank=1025)
+    with pytest.raises(ConfigError, match="hidden size at most 8192"):
+        make(world, 8320)
+    with pytest.raises(ConfigError, match="payload nvfp4"):
+        make(world, payload="nvfp4")
+    dispatcher = make(world)
+    batch = make_batch(CASES[0], 0, 0, 1, dispatcher.config, torch.bfloat16)
+    with pytest.raises(InputError, match="bfloat16 tokens"):
+        dispatcher.dispatch(batch.hidden.float(), batch.topk)
+    sent = dispatcher.dispatch(batch.hidden, batch.topk)
+    with pytest.raises(InputError, match="expert_output is"):
+        dispatcher.combine(batch.hidden, sent.handle)
+    world.group = None
+    with pytest.raises(ConfigError, match="a world of one"):
+        make(world)
+
+
+def test_queue_depth_covers_the_largest_capacity_unless_set(monkeypatch):
+    monkeypatch.delenv(deepep.QP_DEPTH_VARIABLE, raising=False)
+    require_qp_depth(16)
+    require_qp_depth(1024)
+    monkeypatch.setenv(deepep.QP_DEPTH_VARIABLE, "1024")
+    require_qp_depth(511)
+    with pytest.raises(ConfigError, match="NVSHMEM_QP_DEPTH is 1024, max_tokens_per_rank 512 needs 1026"):
+        require_qp_depth(512)
+
+
+def test_buffer_bytes_at_the_sizes_measured():
+    """`get_low_latency_rdma_size_hint` on 4 ranks (deep_ep 1.2.1); all sizes are compared where the library runs."""
+    assert Geometry(4, 256, 128, 7168).num_bytes == 1_908_410_496
+    assert Geometry(4, 256, 1024, 7168).num_bytes == 15_267_268_736
