@@ -8,6 +8,7 @@ buffer's size follows from the tokens' shape, so a call can be captured in a CUD
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -108,6 +109,11 @@ class HummingExecutor(Executor):
         out: torch.Tensor,
     ) -> None:
         """Both GEMMs and the activation between them, on grouped rows."""
+        cold = [gemm for gemm in (self._gate_up, self._down) if not gemm.is_compiled(gemm_type, expected)]
+        if cold:
+            with ThreadPoolExecutor(len(cold)) as pool:
+                for job in [pool.submit(gemm.compile, gemm_type, expected) for gemm in cold]:
+                    job.result()
         wide = torch.empty(rows.shape[0], self._gate_up.out_features, dtype=torch.bfloat16, device=rows.device)
         self._gate_up(rows, layout, gemm_type, expected, wide, scale)
         if gemm_type == "grouped_masked":
@@ -146,8 +152,13 @@ class HummingExecutor(Executor):
         """
         config, device = self.config, self.device
         masked = self.runtime.token_format != "flat"
-        for gemm in (self._gate_up, self._down):
-            gemm.warmup(self._expected_rows(max_rows), config.top_k, config.num_experts, masked=masked)
+        gemms, routing = (self._gate_up, self._down), (config.top_k, config.num_experts)
+        expected = self._expected_rows(max_rows)
+        with ThreadPoolExecutor(len(gemms)) as pool:
+            for job in [pool.submit(gemm.compile_candidates, expected, *routing) for gemm in gemms]:
+                job.result()
+        for gemm in gemms:
+            gemm.warmup(expected, *routing, masked=masked)
         for rows in {1, max_rows}:
             self._try_flat(rows)
         if masked:

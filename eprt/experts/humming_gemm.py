@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from eprt.cache import tuning_cache
+from eprt.cache import TuningCache, tuning_cache
 from eprt.config import WeightFormat
 from eprt.errors import ConfigError
 from eprt.experts.humming_schedules import (
@@ -245,17 +246,25 @@ class GroupedGemm:
             self._locks[stream] = torch.zeros(LOCKS, dtype=torch.int32, device=self.device)
         return self._locks[stream]
 
+    def is_compiled(self, gemm_type: GemmType, expected_rows: int) -> bool:
+        """Whether a call with so many rows compiles nothing."""
+        bucket = row_bucket(expected_rows, LAZY_STEP)
+        return (gemm_type, ANY_ROWS) in self._tables or (gemm_type, bucket) in self._tables
+
+    def compile(self, gemm_type: GemmType, expected_rows: int) -> None:
+        """What a call does first if there was no warm-up: humming's own choice for about so many rows."""
+        bucket = row_bucket(expected_rows, LAZY_STEP)
+        schedule = self._heuristic(gemm_type, bucket)
+        self._tables[gemm_type, bucket] = self._compile(gemm_type, [(0, ANY_ROWS, schedule)])
+
     def _table(self, gemm_type: GemmType, expected_rows: int) -> torch.Tensor:
         """humming's table (from, to, kernel, CTAs) that holds the schedule for so many rows."""
         table = self._tables.get((gemm_type, ANY_ROWS))
         if table is not None:
             return table
-        bucket = row_bucket(expected_rows, LAZY_STEP)
-        if (gemm_type, bucket) not in self._tables:
-            self._tables[gemm_type, bucket] = self._compile(
-                gemm_type, [(0, ANY_ROWS, self._heuristic(gemm_type, bucket))]
-            )
-        return self._tables[gemm_type, bucket]
+        if not self.is_compiled(gemm_type, expected_rows):
+            self.compile(gemm_type, expected_rows)
+        return self._tables[gemm_type, row_bucket(expected_rows, LAZY_STEP)]
 
     def _compile(self, gemm_type: GemmType, schedules: Sequence[tuple[int, int, dict[str, Any]]]) -> torch.Tensor:
         from humming.kernel.humming import HummingKernel
@@ -276,14 +285,26 @@ class GroupedGemm:
             raise ConfigError(f"humming gave {type(found).__name__} for a fixed row count: expected one schedule")
         return found
 
+    def compile_candidates(self, max_expected_rows: int, top_k: int, num_experts: int) -> None:
+        """Compile, many at once, what `warmup` will time and the disk doesn't know yet."""
+        cache = self._cache()
+        missing = [
+            rows
+            for rows in _buckets(max_expected_rows)
+            if not cache.path(self._problem(rows, top_k, num_experts)).exists()
+        ]
+        schedules = unique([schedule for rows in missing for schedule in self._candidates(rows)])
+        with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
+            list(pool.map(self._try_compile, schedules))  # each in a process of its own
+
     def warmup(self, max_expected_rows: int, top_k: int, num_experts: int, *, masked: bool) -> None:
-        """Compile every schedule that up to so many rows can ask for; contiguous ones are tuned.
+        """Choose the schedule of every row count up to that; contiguous ones by timing.
 
         Args:
             top_k, num_experts: K and E, for a routing like the layer's own.
             masked: also compile `grouped_masked`, by humming's heuristics.
         """
-        buckets = [1 << power for power in range(row_bucket(max_expected_rows).bit_length())]
+        buckets = _buckets(max_expected_rows)
         chosen = {"grouped_contiguous": [self._tuned(rows, top_k, num_experts) for rows in buckets]}
         if masked:
             chosen["grouped_masked"] = [self._heuristic("grouped_masked", rows) for rows in buckets]
@@ -292,32 +313,38 @@ class GroupedGemm:
             rows = list(zip([0, *upper[:-1]], upper, chosen[gemm_type], strict=True))
             self._tables[gemm_type, ANY_ROWS] = self._compile(gemm_type, rows)
 
-    def _tuned(self, rows: int, top_k: int, num_experts: int) -> dict[str, Any]:
-        """The fastest schedule for so many rows of evenly spread routing, from disk if it was measured before."""
-        cache = tuning_cache("humming", humming_version(), torch.cuda.get_device_name(self.device))
-        problem = {
+    def _cache(self) -> TuningCache:
+        return tuning_cache("humming", humming_version(), torch.cuda.get_device_name(self.device))
+
+    def _problem(self, rows: int, top_k: int, num_experts: int) -> dict[str, Any]:
+        return {
             "layer": json.loads(self.config.to_str()),
             "rows": rows,
             "routing": (top_k, num_experts),
             "compute": self._compute("grouped_contiguous"),
             "schedules": SCHEDULES_VERSION,
         }
+
+    def _tuned(self, rows: int, top_k: int, num_experts: int) -> dict[str, Any]:
+        """The fastest schedule for so many rows of evenly spread routing, from disk if it was measured before."""
+        cache, problem = self._cache(), self._problem(rows, top_k, num_experts)
         found = cache.load(problem)
         if found is None:
-            found = self._tune(rows, top_k, num_experts)
+            schedules = self._candidates(rows)
+            tables = [self._try_compile(schedule) for schedule in schedules]
+            trial = self._trial(rows, top_k, num_experts)
+            timed = [(trial.microseconds(table), index) for index, table in enumerate(tables) if table is not None]
+            found = schedules[min(timed)[1]]
             cache.store(problem, found)
         return found
 
-    def _tune(self, rows: int, top_k: int, num_experts: int) -> dict[str, Any]:
-        near = [max(1, rows // 4), max(1, rows // 2), rows, rows * 2, rows * 4]
-        seeds = [self._heuristic("grouped_contiguous", count) for count in near]
+    def _candidates(self, rows: int) -> list[dict[str, Any]]:
+        """humming's choice first; then its choices for fewer and more rows, what is next to it, and our own."""
+        near = [max(1, rows // 4), max(1, rows // 2), rows * 2, rows * 4]
+        own = self._heuristic("grouped_contiguous", rows)
+        others = [self._heuristic("grouped_contiguous", count) for count in near]
         known = SMALL_ROW_SCHEDULES if rows <= MANY_ROWS * self.num_experts and not self.batch_invariant else ()
-        schedules = unique([seeds[2], *seeds, *neighbours(seeds[2], self.batch_invariant), *known])
-        with ThreadPoolExecutor(max_workers=16) as pool:  # each compiles in a process of its own
-            tables = list(pool.map(self._try_compile, schedules))
-        trial = self._trial(rows, top_k, num_experts)
-        timed = [(trial.microseconds(table), index) for index, table in enumerate(tables) if table is not None]
-        return schedules[min(timed)[1]]
+        return unique([own, *others, *neighbours(own, self.batch_invariant), *known])
 
     def _try_compile(self, schedule: dict[str, Any]) -> torch.Tensor | None:
         """None for a schedule that humming refuses (its checks are assertions) or can't compile."""
@@ -344,6 +371,11 @@ class GroupedGemm:
             self._launch(table, inputs, layout, rows, out, scale)
 
         return Trial(launch, layouts, out)
+
+
+def _buckets(max_expected_rows: int) -> list[int]:
+    """1, 2, 4, ... up to the power of two that holds so many rows."""
+    return [1 << power for power in range(row_bucket(max_expected_rows).bit_length())]
 
 
 def humming_version() -> str:
