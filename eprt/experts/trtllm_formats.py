@@ -206,6 +206,8 @@ class Fp8TensorFormat(TrtllmFormat):
         gate_up, down = weights.gate_up, weights.down
         if not isinstance(gate_up, Fp8Tensor) or not isinstance(down, Fp8Tensor):
             raise ConfigError(f"{type(gate_up).__name__} weights: expected Fp8Tensor")
+        if self.activation.gated and not is_plain(self.activation):
+            raise ConfigError("trtllm_gen's per-tensor FP8 kernels have no alpha, beta or limit: use another executor")
         if gate_up.input_scale is None or down.input_scale is None:
             raise ConfigError("trtllm_gen's per-tensor FP8 kernels need the checkpoint's input_scale, which is missing")
         parts = self.activation.parts
@@ -240,6 +242,8 @@ class Fp8BlockFormat(TrtllmFormat):
         gate_up, down = weights.gate_up, weights.down
         if not isinstance(gate_up, Fp8Block) or not isinstance(down, Fp8Block):
             raise ConfigError(f"{type(gate_up).__name__} weights: expected Fp8Block")
+        if not self.activation.gated:
+            raise ConfigError("trtllm_gen's DeepSeek FP8 kernels compute gated experts only: use another executor")
 
         def one(index: int) -> dict[str, torch.Tensor]:
             first, second = (m.expert(index).map(lambda tensor: tensor.to(self.device)) for m in (gate_up, down))

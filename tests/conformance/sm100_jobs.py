@@ -28,7 +28,11 @@ def _calibrated(weights: ExpertWeights) -> ExpertWeights:
         if not isinstance(matrix, (Nvfp4, Fp8Tensor)):
             return weights
         scale = matrix.global_scale if isinstance(matrix, Nvfp4) else matrix.scale
-        own = torch.rand_like(scale) + 0.5 if name == "down" else torch.full_like(scale, _TOKEN_SCALE)
+        own = (
+            torch.linspace(0.5, 1.5, scale.numel()).view_as(scale)
+            if name == "down"
+            else torch.full_like(scale, _TOKEN_SCALE)
+        )
         matrices[name] = replace(matrix, input_scale=own)
     return replace(weights, **matrices)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
-from expert_cases import ACTIVATIONS, CPU, RELU2, RUNTIME, SILU
-from sm100_cases import case
+from expert_cases import ACTIVATIONS, CPU, RELU2, RUNTIME, SILU, make_flat
+from sm100_cases import as_slabs, case, packed
 from sm100_kernels import FakeCuteDsl, FakeTrtllm
 
 from eprt.config import MoEConfig
-from eprt.experts.cutedsl_nvfp4 import CuteDslExecutor
-from eprt.experts.trtllm_gen import TrtllmGenExecutor
+from eprt.experts.cutedsl_nvfp4 import CuteDslExecutor, CuteDslKernels
+from eprt.experts.trtllm_gen import TrtllmGenExecutor, TrtllmKernels
 from eprt.placement import ExpertShard
 from eprt.weights import ExpertWeights, Nvfp4
 
@@ -85,3 +86,92 @@ def test_preparation_holds_one_expert_beside_the_layer(kind, activation):
     assert executor.config is config
     assert kept <= 1.01 * weights.nbytes
     assert extra <= weights.nbytes / 8
+
+
+# ---- what surrounds the kernels ---------------------------------------------------------------------------------
+
+
+def silent(*shapes: Callable[[torch.Tensor], tuple[int, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A quantiser that only allocates its outputs."""
+    return lambda x, *args, **keywords: tuple(x.new_zeros(shape(x), dtype=torch.uint8) for shape in shapes)
+
+
+def silent_masked(columns: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def quantise(x: torch.Tensor, *args: object, **keywords: object) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = x.new_zeros((*x.shape[:2], x.shape[2] // columns // 2), dtype=torch.uint8)
+        return codes.permute(1, 2, 0), x.new_zeros(1, dtype=torch.uint8)
+
+    return quantise
+
+
+class SilentWrapper:
+    def __init__(self, *, hidden_size: int, **geometry: object) -> None:
+        self.hidden_size = hidden_size
+
+    def run(self, *, x: torch.Tensor, **keywords: object) -> torch.Tensor:
+        return x.new_zeros((x.shape[0], self.hidden_size), dtype=torch.bfloat16)
+
+
+def silent_kernels(kind: str) -> CuteDslKernels | TrtllmKernels:
+    """Entry points that launch nothing but their outputs' allocation."""
+    linear = silent(lambda x: (x.shape[0], x.shape[1] // 2), lambda x: (x.shape[0], x.shape[1] // 16))
+    if kind == "cutedsl":
+        return replace(
+            FakeCuteDsl().kernels(),
+            fp4_quantize=linear,
+            scaled_fp4_grouped_quantize=silent_masked(1),
+            silu_and_mul_scaled_nvfp4_experts_quantize=silent_masked(2),
+            grouped_gemm_nt_masked=lambda *args, **keywords: None,
+            moe_wrapper=SilentWrapper,
+        )
+    entries = dict.fromkeys(("fp4", "fp8_block", "fp8_tensor"), lambda **keywords: None)
+    mxfp8 = silent(lambda x: x.shape, lambda x: (x.shape[0] * x.shape[1] // 32,))
+    return replace(FakeTrtllm().kernels(), routed=entries, logits=entries, fp4_quantize=linear, mxfp8_quantize=mxfp8)
+
+
+@pytest.mark.parametrize("travelled", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("kind", "weight_format", "token_format"),
+    [
+        ("cutedsl", "nvfp4", "flat"),
+        ("cutedsl", "nvfp4", "expert_major"),
+        ("trtllm", "nvfp4", "flat"),
+        ("trtllm", "fp8_tensor", "flat"),
+        ("trtllm", "fp8_block", "flat"),
+        ("trtllm", "mxfp8", "flat"),
+    ],
+)
+def test_nothing_around_the_kernels_stops_a_capture(kind, weight_format, token_format, activation, travelled):
+    """A CUDA graph refuses any host sync and any copy from pageable memory."""
+    if (weight_format, activation) in [
+        ("fp8_tensor", "gpt_oss"),
+        ("fp8_tensor", "deepseek_v4"),
+        ("fp8_block", "relu2"),
+    ]:
+        pytest.skip("no such kernel")
+    if travelled and weight_format != "nvfp4":
+        pytest.skip("travels as bf16")
+    config, shard, weights = case(weight_format, (160, 96), ACTIVATIONS[activation])
+    base = CuteDslExecutor if kind == "cutedsl" else TrtllmGenExecutor
+    runtime = replace(RUNTIME, token_format=token_format)
+    executor = type("Built", (base,), {"kernels": silent_kernels(kind)})(config, shard, weights, CUDA, runtime)
+    flat = make_flat(config, dtype=torch.bfloat16)
+    flat = packed(flat, weights) if travelled else flat
+    tokens = as_slabs(flat, shard) if token_format == "expert_major" else flat
+    tokens = moved(tokens)
+    executor(tokens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        executor(tokens)
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+def moved(thing):
+    """Tokens on the GPU."""
+    if isinstance(thing, torch.Tensor):
+        return thing.to(CUDA)
+    if is_dataclass(thing):
+        return replace(thing, **{field.name: moved(getattr(thing, field.name)) for field in fields(thing)})
+    return thing

@@ -287,6 +287,12 @@ def test_kernels_that_quantise_need_calibration():
         build(TrtllmGenExecutor, FakeTrtllm(), config, shard, weights)
 
 
+@pytest.mark.parametrize(("weight_format", "activation"), [("fp8_tensor", "gpt_oss"), ("fp8_block", "relu2")])
+def test_activations_that_fp8_kernels_lack_are_refused(weight_format, activation):
+    with pytest.raises(ConfigError, match="use another executor"):
+        build(TrtllmGenExecutor, FakeTrtllm(), *case(weight_format, (128, 128), ACTIVATIONS[activation]))
+
+
 # ---- the router in the kernel -------------------------------------------------------------------------------------
 
 
