@@ -77,7 +77,7 @@ def measure_layer(context: RankContext, case: LayerCase) -> LayerTimes:
     try:
         world.warmup(layer)
         x = torch.randn(case.tokens, case.config.input_size).to(world.device, torch.bfloat16)
-        whole: Callable[[], object] = lambda: layer(x, tokens_per_rank=case.tokens)  # noqa: E731
+        whole: Callable[[], object] = lambda: layer(x, tokens_per_rank=max(case.tokens, 1))  # noqa: E731
         bare: Callable[[], object] = lambda: _by_hand(layer, x)  # noqa: E731
         phases = _phases(layer, whole, case.rounds)
         ours, theirs = _in_turn(world, whole, bare, case.rounds)
@@ -107,7 +107,7 @@ def _by_hand(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
     assert router is not None
     topk = router(x)
     T = x.shape[0]
-    handle = Handle(dispatcher, dispatcher._calls, T, T, x.dtype)
+    handle = Handle(dispatcher, dispatcher._calls, T, max(T, 1), x.dtype)
     dispatcher._calls += 1
     tokens = dispatcher._dispatch(Payload.plain(x), topk, handle)
     y = dispatcher.output_buffer(handle)

@@ -120,8 +120,6 @@ def push_rate(context: RankContext) -> float:
     from eprt.bench.timing import samples
 
     world = context.world()
-    if world.size == 1:
-        return float("inf")
     size = _PUSH_BYTES[world.device.type]
     call = _push_cuda(world, size) if world.device.type == "cuda" else _push_cpu(world, size)
     best = min(samples(world, call, graph=False, rounds=10, repeats=1))

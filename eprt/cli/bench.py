@@ -9,6 +9,7 @@ from eprt.bench.report import Report
 from eprt.cli.arguments import STDOUT, BenchDispatch, BenchExperts, BenchLayer
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal
+from eprt.errors import ConfigError
 
 SIZES = {"h2880k4": (2880, 4), "h7168k8": (7168, 8)}
 
@@ -62,6 +63,8 @@ def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
     from eprt.bench.peers import push_rate
 
     with ranks(arguments.world, arguments.device) as workers:
+        if workers.size == 1:
+            raise ConfigError("bench dispatch in a world of one: nothing would travel; use --world 2 or more")
         cases = [
             DispatchCase(name, *SIZES[shape], tokens, routing, arguments.payload)
             for shape in arguments.shapes

@@ -31,7 +31,30 @@ MODELS = {
         | {"first_k_dense_replace": 1, "intermediate_size": 96, "moe_intermediate_size": 96, "n_routed_experts": 8}
         | {"n_group": 4, "topk_group": 2, "n_shared_experts": 1, "head_dim": 8},
     ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        SMALL
+        | {f"linear_{kind}_head_dim": 16 for kind in ("key", "value")}
+        | {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "moe_intermediate_size": 96, "num_experts": 8}
+        | {"shared_expert_intermediate_size": 48},
+    ),
+    "deepseek_v4": (
+        "DeepseekV4ForCausalLM",
+        "DeepseekV4Config",
+        SMALL
+        | {"q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 2, "index_head_dim": 16}
+        | {"moe_intermediate_size": 96, "n_routed_experts": 8, "num_key_value_heads": 1, "num_hash_layers": 1},
+    ),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        {name: value for name, value in SMALL.items() if name != "num_hidden_layers"}
+        | {"layers_block_type": ["full_attention", "moe"], "moe_intermediate_size": 96, "moe_latent_size": 32}
+        | {"moe_shared_expert_intermediate_size": 48, "n_routed_experts": 8},
+    ),
 }
+ONE_MOE_LAYER = ("deepseek_v3", "nemotron_h")
 
 
 def make_model(name: str, dtype: torch.dtype):
@@ -44,7 +67,10 @@ def make_model(name: str, dtype: torch.dtype):
     model = getattr(transformers, model_class)(config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for key, tensor in model.state_dict().items():
-        if "mlp" in key and tensor.is_floating_point():
+        if key.endswith("tid2eid"):  # the token-id table of hash routing
+            experts = torch.rand(tensor.shape[0], 8, generator=generator).argsort(dim=1)
+            tensor.copy_(experts[:, : tensor.shape[1]])
+        elif ("mlp" in key or "mixer" in key) and tensor.is_floating_point():
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
     return model.to(dtype)
 
@@ -58,7 +84,7 @@ def compare_logits(context: RankContext, name: str, dispatcher: str) -> tuple[fl
     model = make_model(name, torch.float32)
     count = PROMPTS[world.rank % len(PROMPTS)]
     prompt = torch.randint(VOCABULARY, (1, count), generator=torch.Generator().manual_seed(world.rank))
-    expected = model(prompt).logits if count else None
+    expected = model(prompt, use_cache=False).logits if count else None
     before = sum(tensor.numel() for tensor in model.state_dict().values())
     layers = parallelize(model, world, RuntimeConfig(dispatcher=dispatcher, executor="torch_grouped"))
     world.warmup(*layers)
@@ -68,7 +94,7 @@ def compare_logits(context: RankContext, name: str, dispatcher: str) -> tuple[fl
         if expected is None:
             idle_step(model)
         else:
-            error = max(error, relative_error(model(prompt).logits, expected))
+            error = max(error, relative_error(model(prompt, use_cache=False).logits, expected))
     for layer in layers:
         layer.close()
     return error, len(layers), before, after
