@@ -53,7 +53,10 @@ class FakeBuffer:
         counts = torch.zeros(num_experts, dtype=torch.int32)
         places: list[tuple[int, int, int, int]] = []
 
+        arrived: list[bool] = []
+
         def receive() -> None:
+            arrived.append(True)
             for token, row in enumerate(topk_idx.tolist()):
                 for k, expert in enumerate(row):
                     if expert >= 0:
@@ -70,10 +73,11 @@ class FakeBuffer:
         if not return_recv_hook:
             receive()
         hook = receive if return_recv_hook else None
-        return (data, scale) if use_fp8 else slabs, counts, (places, topk_idx.shape[0]), None, hook
+        return (data, scale) if use_fp8 else slabs, counts, (places, topk_idx.shape[0], arrived), None, hook
 
     def low_latency_combine(self, x, topk_idx, topk_weights, handle):
-        places, num_tokens = handle
+        places, num_tokens, arrived = handle
+        assert arrived == [True], "combine needs the rows' places, which the receive kernel writes"
         assert x.is_contiguous()
         assert x.dtype == torch.bfloat16
         assert x.shape[:2] == (E, CAPACITY)

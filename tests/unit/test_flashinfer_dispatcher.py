@@ -37,8 +37,9 @@ class FakeLibrary:
         in_workspace: what combine was told about its payload.
     """
 
-    def __init__(self) -> None:
-        self.meet = threading.Barrier(SIZE, timeout=20)
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+        self.meet = threading.Barrier(size, timeout=20)
         self.lock = threading.Lock()
         self.memory: dict[int, torch.Tensor] = {}
         self.calls: list[tuple[str, int, int]] = []
@@ -50,7 +51,7 @@ class FakeLibrary:
         world.allocations += 1
         with self.lock:
             if allocation not in self.memory:
-                self.memory[allocation] = torch.full((SIZE, num_bytes), 255, dtype=torch.uint8)
+                self.memory[allocation] = torch.full((self.size, num_bytes), 255, dtype=torch.uint8)
         assert self.memory[allocation].shape[1] == num_bytes, "ranks disagree about the size"
         return object(), self.memory[allocation]
 
@@ -64,10 +65,11 @@ class FakeLibrary:
     def moe_a2a_initialize(self, workspace, ep_rank, ep_size, max_num_tokens):
         assert workspace.shape[0] == ep_size
         workspace[ep_rank].zero_()
-        # Written out for the one size used here, from calculateOffsets: 8 + 32 bytes, flags, flags, table, table.
-        assert (ep_size, max_num_tokens) == (4, 32)
+        # Written out for the one capacity used here, from calculateOffsets: counters and flags fit 128 bytes each.
+        assert ep_size <= 4
+        assert max_num_tokens == 32
         payload = 128 + 128 + 128 + 2816 + 2816
-        return torch.tensor([0, 4, 8, 8 + 16, 128, 256, 384, 384 + 2816, payload, payload])
+        return torch.tensor([0, 4, 8, 8 + 4 * ep_size, 128, 256, 384, 384 + 2816, payload, payload])
 
     def moe_a2a_dispatch(
         self, ids, payloads, workspace, metainfo, R, rank, size, top_k, num_experts, *, enable_rank_mask,
@@ -143,9 +145,9 @@ class FakeWorld:
     """One thread's World: what the dispatcher and the header exchange use of it."""
 
     def __init__(self, rank: int, meet: threading.Barrier, board: list) -> None:
-        self.rank, self.size = rank, SIZE
+        self.rank, self.size = rank, len(board)
         self.device = torch.device("cpu")
-        self.parallel = ParallelConfig(SIZE)
+        self.parallel = ParallelConfig(self.size)
         self.generation = self.step = self.allocations = 0
         self.closed = self.warm = False
         self.resources: dict = {}
@@ -190,8 +192,8 @@ def mask_foreign_ids(ids, counts, first, end, num_experts, early):
 
 
 @pytest.fixture
-def library(monkeypatch) -> FakeLibrary:
-    fake = FakeLibrary()
+def library(monkeypatch, request) -> FakeLibrary:
+    fake = FakeLibrary(getattr(request, "param", SIZE))
     monkeypatch.setattr(flashinfer_workspace, "load_library", lambda: fake)
     monkeypatch.setattr(flashinfer_workspace, "_map_memory", fake.map_memory)
     monkeypatch.setattr(
@@ -202,10 +204,10 @@ def library(monkeypatch) -> FakeLibrary:
     return fake
 
 
-def run_ranks(function: Callable[[FakeWorld], object]) -> list:
-    meet, board = threading.Barrier(SIZE, timeout=20), [None] * SIZE
-    with ThreadPoolExecutor(SIZE) as pool:
-        return list(pool.map(lambda rank: function(FakeWorld(rank, meet, board)), range(SIZE)))
+def run_ranks(function: Callable[[FakeWorld], object], size: int = SIZE) -> list:
+    meet, board = threading.Barrier(size, timeout=20), [None] * size
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: function(FakeWorld(rank, meet, board)), range(size)))
 
 
 def make(world, **kwargs) -> FlashInferDispatcher:
@@ -221,12 +223,12 @@ def exchange(dispatcher: FlashInferDispatcher, case: Case, *, zero_copy: bool = 
     payload = dispatcher.runtime.payload
     problems = []
     for call in range(case.num_calls):
-        batches = make_batches(case, call, SIZE, config, torch.bfloat16)
+        batches = make_batches(case, call, world.size, config, torch.bfloat16)
         own = batches[world.rank]
         sent = dispatcher.dispatch(own.hidden, own.topk, case.counts.agreed)
         problems += transport.wrong_arrivals(sent.tokens, batches, dispatcher.shard, payload)
         R = case.counts.agreed or max(1, *(b.hidden.shape[0] for b in batches))
-        if sent.tokens.num_rows != SIZE * R:
+        if sent.tokens.num_rows != world.size * R:
             problems.append(f"{sent.tokens.num_rows} rows for R {R}")
         y = transport.scale_experts(sent.tokens, dispatcher.shard, torch.ones(config.num_experts), torch.bfloat16)
         if zero_copy:
@@ -263,6 +265,17 @@ def test_packed_payloads_arrive_with_their_scales(library, payload, hidden_size)
     assert run_ranks(job) == [[]] * SIZE
 
 
+@pytest.mark.parametrize("library", [3], indirect=True)
+def test_regions_stay_aligned_where_rows_are_not(library):
+    """Three ranks, 130 bytes of FP8 a row: a float32 scale behind them would start at an odd place."""
+
+    def job(world):
+        dispatcher = make(world, hidden_size=130, num_experts=15, top_k=1, payload="fp8_block")
+        return [problem for case in CASES[::4] for problem in exchange(dispatcher, case)]
+
+    assert run_ranks(job, 3) == [[]] * 3
+
+
 def test_an_output_in_the_workspace_is_not_copied(library):
     def job(world):
         return exchange(make(world), CASES[5], zero_copy=True)
@@ -287,7 +300,7 @@ def test_two_calls_open_at_once_and_a_third_is_refused_everywhere(library):
         batches = [make_batches(CASES[5], call, SIZE, dispatcher.config, torch.bfloat16) for call in range(2)]
         own = [b[world.rank] for b in batches]
         sent = [dispatcher.dispatch(b.hidden, b.topk) for b in own]
-        with pytest.raises(UsageError, match="2 dispatches of this geometry are open"):
+        with pytest.raises(UsageError, match="rank 0: flashinfer: 2 dispatches of this geometry are open"):
             dispatcher.dispatch(own[0].hidden, own[0].topk)
         outputs = []
         for one in reversed(sent):
