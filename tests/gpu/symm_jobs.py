@@ -74,16 +74,16 @@ def expected(x: torch.Tensor, ids: torch.Tensor, size: int) -> torch.Tensor:
     return total.bfloat16()
 
 
-def random_steps(context: RankContext, steps: int, delay_s: float, delay_share: float, H: int, K: int) -> int:
-    """Random counts, R and delays; how many elements came back wrong. Ranks agree on the schedule by its seed."""
-    capacity = 48
+def random_steps(context: RankContext, steps: int, capacity: int, delay_share: float, H: int, K: int) -> int:
+    """Random counts and R, a random rank late by up to 50 ms now and then; how many elements came back wrong. Ranks
+    agree on the schedule by its seed."""
     dispatcher = symm(context, H, K, capacity)
     schedule, generator = random.Random(7), torch.Generator("cuda").manual_seed(context.rank)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(steps):
         counts = [schedule.choice((0, 1, schedule.randint(0, capacity), capacity)) for _ in range(context.size)]
         R = schedule.randint(max(*counts, 1), capacity)
-        late, pause = schedule.randrange(context.size), schedule.random() * delay_s
+        late, pause = schedule.randrange(context.size), schedule.random() * 0.05
         if schedule.random() < delay_share and late == context.rank:
             time.sleep(pause)
         x, topk = batch(generator, counts[context.rank], H, K)

@@ -68,11 +68,12 @@ def test_graph_replays_with_new_data_counts_and_idle_ranks(pool, hidden_size, to
 
 def test_ten_thousand_random_steps(pool):
     """With one rank or another late by up to 50 ms now and then."""
-    assert pool.run(jobs.random_steps, steps=10_000, delay_s=0.05, delay_share=0.05, H=512, K=4) == [0] * SIZE
+    assert pool.run(jobs.random_steps, steps=10_000, capacity=48, delay_share=0.05, H=512, K=4) == [0] * SIZE
 
 
-def test_wide_rows_with_delays(pool):
-    assert pool.run(jobs.random_steps, steps=300, delay_s=0.05, delay_share=0.3, H=7168, K=8) == [0] * SIZE
+def test_small_and_large_batches_with_delays(pool):
+    """R on both sides of 64, where the kernels' cut of the work changes."""
+    assert pool.run(jobs.random_steps, steps=300, capacity=300, delay_share=0.3, H=7168, K=8) == [0] * SIZE
 
 
 def test_dispatchers_alive_at_once_do_not_disturb_each_other(pool):

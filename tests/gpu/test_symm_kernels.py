@@ -46,7 +46,7 @@ class Ranks:
         bases = [memory.data_ptr() for memory in memories]
         self.memories = [SymmetricMemory(self.geometry, r, memories[r], bases) for r in range(W)]
         # All ranks' waiting CTAs share one GPU here, so they must fit it together.
-        tuning = tuple(row._replace(combine_ctas=min(row.combine_ctas, 132)) for row in TUNING)
+        tuning = tuple(row._replace(combine_ctas=min(row.combine_ctas, 264 // W)) for row in TUNING)
         self.launchers = [Launcher(memory, E, self.L, moe_tp, tuning) for memory in self.memories]
         self.streams = [torch.cuda.Stream() for _ in range(W)]
         torch.cuda.synchronize()
