@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,8 +84,8 @@ class _Call:
         ids: int64 [T, K], -1 where there is no expert.
         received: the library's handle.
         receive: of a deferred dispatch, what makes the rows arrive.
-        scales: of a packed payload, what arrives and the contiguous copy that the executor gets.
-        output: [L, M, padded H], if the executor writes into it.
+        counts: int32 [L], valid rows of each slab.
+        copies: (what arrives, where the executor reads it) where the library's layout isn't ours.
     """
 
     slot: int
@@ -93,20 +93,15 @@ class _Call:
     weights: torch.Tensor
     received: tuple[Any, ...]
     receive: Callable[[], None]
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None
-    output: torch.Tensor | None = None
-
-    def copy_scales(self) -> None:
-        if self.scales is not None:
-            arrived, copy = self.scales
-            copy.copy_(arrived)
+    counts: torch.Tensor
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 class DeepEPDispatcher(Dispatcher):
     """Emits slabs of W * capacity rows for each local expert.
 
-    Other hidden sizes travel padded to the next instantiated one; what the executor sees and returns is [L, M, H], a
-    view with rows of the padded width. Tokens must be bf16; with the `fp8_block` payload the library quantises them
+    Other hidden sizes travel padded to the next instantiated one, and their valid rows are copied out of the padded
+    slabs and into them. Tokens must be bf16; with the `fp8_block` payload the library quantises them
     (scale = amax / 448 of 128 values). Two calls may be open at once, over all dispatchers of equal geometry; all of
     them must run in one stream order, on every rank the same. The kernels wait about 100 s for a peer, then trap; the
     World's guard reports the peer before that.
@@ -145,22 +140,13 @@ class DeepEPDispatcher(Dispatcher):
     def bytes_per_token(self) -> int:
         return self._geometry.bytes_per_token
 
-    def output_buffer(self, handle: Handle) -> torch.Tensor | None:
-        """[L, M, H] with the library's row width, so that combine need not copy it into one; None where H is it."""
-        H, width = self.config.hidden_size, self._geometry.hidden_size
-        call = handle.state
-        if width == H or not isinstance(call, _Call):
-            return None
-        call.output = torch.empty(self._slab_shape(), dtype=torch.bfloat16, device=self.world.device)
-        return call.output[..., :H]
-
     def warmup(self) -> None:
         """Allocate the buffer, compile, and exchange a token that asks for no expert."""
         token = torch.zeros(1, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
         ids = token.new_full((1, self.config.top_k), self.config.num_experts, dtype=torch.int32)
         handle = Handle(self, call=-1, num_tokens=1, tokens_per_rank=1, dtype=token.dtype)
         self._dispatch(Payload.plain(token), TopK(ids, ids.float()), handle)
-        self._finish(token.new_empty(self._slab_shape()), handle)
+        self._combine(token.new_empty((*self._slab_shape()[:2], self.config.hidden_size)), handle)
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
 
@@ -195,20 +181,29 @@ class DeepEPDispatcher(Dispatcher):
             use_fp8=packed,
             return_recv_hook=handle.deferred,
         )
-        handle.state = call = _Call(slot, ids, topk.weights.contiguous(), library_handle, receive)
+        handle.state = call = _Call(slot, ids, topk.weights.contiguous(), library_handle, receive, counts)
         if not packed:
-            return ExpertMajorTokens(Payload(received[..., :H]), counts)
-        data, scale = received
-        # The library's scales have their last two dimensions swapped in memory, for the sake of its own GEMM.
-        arriving = scale[..., : -(-H // SCALE_BLOCK)]
-        call.scales = arriving, torch.empty(arriving.shape, dtype=arriving.dtype, device=arriving.device)
+            payload = Payload(self._readable(received, H, call))
+        else:
+            # The library's scales have their last two dimensions swapped in memory, for the sake of its own GEMM.
+            data, scale = received
+            scale = self._readable(scale, -(-H // SCALE_BLOCK), call)
+            payload = Payload(self._readable(data, H, call), "fp8_block", scale)
         if not handle.deferred:
-            call.copy_scales()
-        return ExpertMajorTokens(Payload(data[..., :H], "fp8_block", call.scales[1]), counts)
+            _copy_rows(call.copies, counts)
+        return ExpertMajorTokens(payload, counts)
 
     def _wait(self, handle: Handle) -> None:
         handle.state.receive()
-        handle.state.copy_scales()
+        _copy_rows(handle.state.copies, handle.state.counts)
+
+    def _readable(self, arriving: torch.Tensor, columns: int, call: _Call) -> torch.Tensor:
+        """`arriving` [L, M, n] itself if it is contiguous and n is `columns`, else where its rows will be copied."""
+        if arriving.shape[-1] == columns and arriving.is_contiguous():
+            return arriving
+        own = torch.empty((*arriving.shape[:2], columns), dtype=arriving.dtype, device=arriving.device)
+        call.copies.append((arriving[..., :columns], own))
+        return own
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
         self.world.raise_if_lost()
@@ -217,11 +212,10 @@ class DeepEPDispatcher(Dispatcher):
         if tuple(expert_output.shape) != (*shape[:2], H):
             raise InputError(f"expert_output is {tuple(expert_output.shape)}: expected {(*shape[:2], H)}")
         rows = expert_output.to(torch.bfloat16)
-        if call.output is not None and rows.data_ptr() == call.output.data_ptr():
-            rows = call.output
-        elif shape[2] != H:
-            rows = rows.new_empty(shape)
-            rows[..., :H] = expert_output
+        if shape[2] != H:
+            wide = rows.new_empty(shape)
+            _copy_rows([(rows, wide[..., :H])], call.counts)
+            rows = wide
         return self._finish(rows.contiguous(), handle)[:, :H].contiguous()
 
     def _release(self, handle: Handle) -> None:
@@ -281,6 +275,13 @@ class DeepEPDispatcher(Dispatcher):
         if self._memory is not None:
             self._memory = None
             self.world.release(self._key)
+
+
+def _copy_rows(copies: list[tuple[torch.Tensor, torch.Tensor]], counts: torch.Tensor) -> None:
+    from eprt.dispatch import deepep_pack
+
+    for source, target in copies:
+        deepep_pack.copy_valid_rows(source, target, counts)
 
 
 def require_qp_depth(max_tokens_per_rank: int) -> None:
