@@ -195,7 +195,7 @@ def _bench_one(
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
-    executor = make_executor(name, config, shard, weights, device, runtime)
+    executor = make_executor(name, config, shard, weights, device, runtime, token_format="flat")
     torch.cuda.synchronize(device)
     prepare_s = time.perf_counter() - start
     kept = torch.cuda.memory_allocated(device) - before

@@ -12,12 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from eprt.config import TokenFormat
 from eprt.experts.base import Executor
 from eprt.experts.humming_gemm import FP8_INPUT_SCHEMAS, GemmShape, GemmType, GroupedGemm
 from eprt.experts.humming_rows import RowKernel, RowLayout
+from eprt.experts.humming_schedules import EvenRouting
 from eprt.experts.permute import SlotOrder, group_rows, group_slots, plain_hidden, weighted_unpermute
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights
+
+# What a dispatcher's format asks of the GEMMs; None: either may come.
+_GEMM_TYPES: dict[TokenFormat | None, tuple[GemmType, ...]] = {
+    "flat": ("grouped_contiguous",),
+    "expert_major": ("grouped_masked",),
+    None: ("grouped_contiguous", "grouped_masked"),
+}
 
 
 class HummingExecutor(Executor):
@@ -26,6 +35,8 @@ class HummingExecutor(Executor):
     `RuntimeConfig.low_precision_activations` quantises activations to FP8 for MXFP4 (a scale a token) and FP8 weights
     (a scale for 128 values); NVFP4 weights keep bf16 activations, for which alone humming has Hopper kernels.
     `deterministic` asks for batch-invariant schedules.
+
+    Calls on several streams may overlap; two graphs captured on the same stream must not replay at the same time.
     """
 
     def _prepare(self, weights: ExpertWeights) -> None:
@@ -150,21 +161,24 @@ class HummingExecutor(Executor):
 
         The first time takes tens of seconds a shape; results and compiled kernels are kept on disk.
         """
-        config, device = self.config, self.device
-        masked = self.runtime.token_format != "flat"
-        gemms, routing = (self._gate_up, self._down), (config.top_k, config.num_experts)
-        expected = self._expected_rows(max_rows)
+        config = self.config
+        routing = EvenRouting(config.top_k, config.num_experts, self._expected_rows(max_rows))
+        gemm_types, gemms = _GEMM_TYPES[self.runtime.token_format], (self._gate_up, self._down)
         with ThreadPoolExecutor(len(gemms)) as pool:
-            for job in [pool.submit(gemm.compile_candidates, expected, *routing) for gemm in gemms]:
+            for job in [pool.submit(gemm.compile_candidates, routing, gemm_types) for gemm in gemms]:
                 job.result()
         for gemm in gemms:
-            gemm.warmup(expected, *routing, masked=masked)
-        for rows in {1, max_rows}:
-            self._try_flat(rows)
-        if masked:
-            L = self.shard.num_local_experts
-            hidden = torch.zeros(L, 1, config.hidden_size, dtype=torch.bfloat16, device=device)
-            self(ExpertMajorTokens(Payload.plain(hidden), torch.ones(L, dtype=torch.int32, device=device)))
+            gemm.warmup(routing, gemm_types)
+        if "grouped_contiguous" in gemm_types:
+            for rows in {1, max_rows}:
+                self._try_flat(rows)
+        if "grouped_masked" in gemm_types:
+            self._try_expert_major()
+
+    def _try_expert_major(self) -> None:
+        L, device = self.shard.num_local_experts, self.device
+        hidden = torch.zeros(L, 1, self.config.hidden_size, dtype=torch.bfloat16, device=device)
+        self(ExpertMajorTokens(Payload.plain(hidden), torch.ones(L, dtype=torch.int32, device=device)))
 
     def _try_flat(self, rows: int) -> None:
         config, device = self.config, self.device

@@ -26,7 +26,7 @@ from eprt.experts.humming_schedules import (
     MANY_ROWS,
     SCHEDULES_VERSION,
     SMALL_ROW_SCHEDULES,
-    TRIALS,
+    EvenRouting,
     Trial,
     neighbours,
     row_bucket,
@@ -40,8 +40,6 @@ from eprt.experts.layouts_sm90 import (
     spread_tensor_scale,
     stack_experts,
 )
-from eprt.experts.permute import group_slots
-from eprt.experts.timing import sample_ids
 from eprt.support import Requirement
 from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
 
@@ -70,7 +68,9 @@ FP8_INPUT_SCHEMAS: dict[WeightFormat, dict[str, Any]] = {
     "fp8_block": _GROUPS,
 }
 
-LOCKS = 8192  # int32 of stream-K state; humming wants at most 1.1 x CTAs x locks of a tile, and checks it
+# int32 of stream-K state: at most 1.1 x (warpgroups of 128 threads that fit the device) are used, 2605 on 148 SMs.
+LOCKS = 4096
+LOCK_SETS = 8  # streams that can run one matrix at the same time
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,9 @@ class GroupedGemm:
         self.out_features: int = self.config.shape_n - self.config.pad_shape_n
         self.in_features: int = self.config.shape_k - self.config.pad_shape_k
         self._tables: dict[tuple[GemmType, int], torch.Tensor] = {}
-        self._locks: dict[int, torch.Tensor] = {}
+        # Zeroed here, not on first use: that could be inside a graph's capture, and be undone by replaying another.
+        self._locks = torch.zeros(LOCK_SETS, LOCKS, dtype=torch.int32, device=device)
+        self._lock_sets: dict[int, torch.Tensor] = {}
 
     def __call__(
         self,
@@ -242,9 +244,9 @@ class GroupedGemm:
     def _stream_locks(self) -> torch.Tensor:
         """Stream-K's counters, which two launches must not share at the same time; kernels leave them at zero."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        if stream not in self._locks:
-            self._locks[stream] = torch.zeros(LOCKS, dtype=torch.int32, device=self.device)
-        return self._locks[stream]
+        if stream not in self._lock_sets:
+            self._lock_sets[stream] = self._locks[len(self._lock_sets) % LOCK_SETS]
+        return self._lock_sets[stream]
 
     def is_compiled(self, gemm_type: GemmType, expected_rows: int) -> bool:
         """Whether a call with so many rows compiles nothing."""
@@ -285,97 +287,91 @@ class GroupedGemm:
             raise ConfigError(f"humming gave {type(found).__name__} for a fixed row count: expected one schedule")
         return found
 
-    def compile_candidates(self, max_expected_rows: int, top_k: int, num_experts: int) -> None:
+    def compile_candidates(self, routing: EvenRouting, gemm_types: Sequence[GemmType]) -> None:
         """Compile, many at once, what `warmup` will time and the disk doesn't know yet."""
         cache = self._cache()
-        missing = [
-            rows
-            for rows in _buckets(max_expected_rows)
-            if not cache.path(self._problem(rows, top_k, num_experts)).exists()
-        ]
-        schedules = unique([schedule for rows in missing for schedule in self._candidates(rows)])
+        missing: dict[str, tuple[GemmType, dict[str, Any]]] = {
+            json.dumps([gemm_type, schedule], sort_keys=True): (gemm_type, schedule)
+            for gemm_type in gemm_types
+            for rows in routing.buckets
+            if not cache.path(self._problem(gemm_type, rows, routing)).exists()
+            for schedule in self._candidates(gemm_type, rows)
+        }
         with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-            list(pool.map(self._try_compile, schedules))  # each in a process of its own
+            for job in [pool.submit(self._try_compile, *each) for each in missing.values()]:
+                job.result()  # humming compiles each in a process of its own
 
-    def warmup(self, max_expected_rows: int, top_k: int, num_experts: int, *, masked: bool) -> None:
-        """Choose the schedule of every row count up to that; contiguous ones by timing.
-
-        Args:
-            top_k, num_experts: K and E, for a routing like the layer's own.
-            masked: also compile `grouped_masked`, by humming's heuristics.
-        """
-        buckets = _buckets(max_expected_rows)
-        chosen = {"grouped_contiguous": [self._tuned(rows, top_k, num_experts) for rows in buckets]}
-        if masked:
-            chosen["grouped_masked"] = [self._heuristic("grouped_masked", rows) for rows in buckets]
-        upper = [*buckets[:-1], ANY_ROWS]
-        for gemm_type in ("grouped_contiguous", "grouped_masked") if masked else ("grouped_contiguous",):
-            rows = list(zip([0, *upper[:-1]], upper, chosen[gemm_type], strict=True))
+    def warmup(self, routing: EvenRouting, gemm_types: Sequence[GemmType]) -> None:
+        """Choose the schedule of every row count that this routing can bring, by timing or from disk."""
+        upper = [*routing.buckets[:-1], ANY_ROWS]
+        for gemm_type in gemm_types:
+            chosen = [self._tuned(gemm_type, rows, routing) for rows in routing.buckets]
+            rows = list(zip([0, *upper[:-1]], upper, chosen, strict=True))
             self._tables[gemm_type, ANY_ROWS] = self._compile(gemm_type, rows)
 
     def _cache(self) -> TuningCache:
         return tuning_cache("humming", humming_version(), torch.cuda.get_device_name(self.device))
 
-    def _problem(self, rows: int, top_k: int, num_experts: int) -> dict[str, Any]:
+    def _problem(self, gemm_type: GemmType, rows: int, routing: EvenRouting) -> dict[str, Any]:
         return {
             "layer": json.loads(self.config.to_str()),
             "rows": rows,
-            "routing": (top_k, num_experts),
-            "compute": self._compute("grouped_contiguous"),
+            "routing": (routing.top_k, routing.num_experts),
+            "compute": self._compute(gemm_type),
             "schedules": SCHEDULES_VERSION,
         }
 
-    def _tuned(self, rows: int, top_k: int, num_experts: int) -> dict[str, Any]:
-        """The fastest schedule for so many rows of evenly spread routing, from disk if it was measured before."""
-        cache, problem = self._cache(), self._problem(rows, top_k, num_experts)
+    def _tuned(self, gemm_type: GemmType, rows: int, routing: EvenRouting) -> dict[str, Any]:
+        """The fastest schedule for so many rows, from disk if it was measured before."""
+        cache, problem = self._cache(), self._problem(gemm_type, rows, routing)
         found = cache.load(problem)
         if found is None:
-            schedules = self._candidates(rows)
-            tables = [self._try_compile(schedule) for schedule in schedules]
-            trial = self._trial(rows, top_k, num_experts)
+            schedules = self._candidates(gemm_type, rows)
+            tables = [self._try_compile(gemm_type, schedule) for schedule in schedules]
+            trial = self._trial(gemm_type, rows, routing)
             timed = [(trial.microseconds(table), index) for index, table in enumerate(tables) if table is not None]
             found = schedules[min(timed)[1]]
             cache.store(problem, found)
         return found
 
-    def _candidates(self, rows: int) -> list[dict[str, Any]]:
+    def _candidates(self, gemm_type: GemmType, rows: int) -> list[dict[str, Any]]:
         """humming's choice first; then its choices for fewer and more rows, what is next to it, and our own."""
+        own = self._heuristic(gemm_type, rows)
         near = [max(1, rows // 4), max(1, rows // 2), rows * 2, rows * 4]
-        own = self._heuristic("grouped_contiguous", rows)
-        others = [self._heuristic("grouped_contiguous", count) for count in near]
+        others = [self._heuristic(gemm_type, count) for count in near]
         known = SMALL_ROW_SCHEDULES if rows <= MANY_ROWS * self.num_experts and not self.batch_invariant else ()
         return unique([own, *others, *neighbours(own, self.batch_invariant), *known])
 
-    def _try_compile(self, schedule: dict[str, Any]) -> torch.Tensor | None:
+    def _try_compile(self, gemm_type: GemmType, schedule: dict[str, Any]) -> torch.Tensor | None:
         """None for a schedule that humming refuses (its checks are assertions) or can't compile."""
         try:
-            return self._compile("grouped_contiguous", [(0, ANY_ROWS, schedule)])
+            return self._compile(gemm_type, [(0, ANY_ROWS, schedule)])
         except (AssertionError, ValueError, RuntimeError):
             return None
 
-    def _trial(self, rows: int, top_k: int, num_experts: int) -> Trial:
-        tokens = max(1, round(rows * num_experts / (top_k * self.num_experts)))
-        inputs = torch.randn(tokens * top_k, self.in_features, device=self.device).to(torch.bfloat16)
+    def _trial(self, gemm_type: GemmType, rows: int, routing: EvenRouting) -> Trial:
+        """Random tokens of such a routing, laid out as this kind of GEMM takes them."""
+        layouts = routing.sample_offsets(rows, self.num_experts, self.device)
+        if gemm_type == "grouped_contiguous":
+            height = routing.tokens(rows, self.num_experts) * routing.top_k
+            valid = torch.arange(height, device=self.device) < layouts[0][-1]
+        else:
+            layouts = [layout.diff().to(torch.int32) for layout in layouts]
+            slab = max(1, *[int(counts.max()) for counts in layouts])
+            height = self.num_experts * slab
+            valid = (torch.arange(slab, device=self.device) < layouts[0][:, None]).flatten()
+        inputs = torch.randn(height, self.in_features, device=self.device).to(torch.bfloat16)
         scale = None
         if self.config.has_input_scale:
             from humming.forward import may_quant_input
 
             inputs, scale = may_quant_input(self.config, inputs)
-        out = torch.zeros(inputs.shape[0], self.out_features, dtype=torch.bfloat16, device=self.device)
-        layouts = [
-            group_slots(sample_ids(tokens, top_k, num_experts, self.device, seed), 0, self.num_experts).offsets
-            for seed in range(TRIALS)
-        ]
+        out = torch.zeros(height, self.out_features, dtype=torch.bfloat16, device=self.device)
 
         def launch(table: torch.Tensor, layout: torch.Tensor) -> None:
             self._launch(table, inputs, layout, rows, out, scale)
 
-        return Trial(launch, layouts, out)
-
-
-def _buckets(max_expected_rows: int) -> list[int]:
-    """1, 2, 4, ... up to the power of two that holds so many rows."""
-    return [1 << power for power in range(row_bucket(max_expected_rows).bit_length())]
+        return Trial(launch, layouts, out, valid)
 
 
 def humming_version() -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from eprt.experts.timing import device_microseconds
+from eprt.experts.permute import group_slots
+from eprt.experts.timing import device_microseconds, sample_ids
 
 ANY_ROWS = 1 << 30
 TRIALS = 5  # routings a schedule is timed on
@@ -71,29 +73,63 @@ def row_bucket(rows: int, step: int = 1) -> int:
     return 1 << -(-exponent // step) * step
 
 
+@dataclass(frozen=True)
+class EvenRouting:
+    """What a layer's experts are tuned for: tokens that choose K of E experts evenly.
+
+    Attributes:
+        max_rows: rows that all local experts together expect at most.
+    """
+
+    top_k: int
+    num_experts: int
+    max_rows: int
+
+    @property
+    def buckets(self) -> list[int]:
+        """1, 2, 4, ... up to the power of two that holds `max_rows`."""
+        return [1 << power for power in range(row_bucket(self.max_rows).bit_length())]
+
+    def tokens(self, rows: int, num_local: int) -> int:
+        """Tokens, of all ranks, that bring about so many rows."""
+        return max(1, round(rows * self.num_experts / (self.top_k * num_local)))
+
+    def sample_offsets(self, rows: int, num_local: int, device: torch.device) -> list[torch.Tensor]:
+        """Offsets [L + 1] of a few such batches, so that they read different experts' weights."""
+        tokens = self.tokens(rows, num_local)
+        samples = [sample_ids(tokens, self.top_k, self.num_experts, device, seed) for seed in range(TRIALS)]
+        return [group_slots(ids, 0, num_local).offsets for ids in samples]
+
+
 class Trial:
     """Times schedules of one GEMM on routings that read different experts' weights, and compares their results.
 
     Args:
         launch: (kernel table, offsets) -> one launch, into `out`.
-        layouts: offsets [L + 1] of each routing.
+        layouts: offsets or counts of each routing.
+        valid: which rows of `out` the first of them covers; what a kernel leaves in others doesn't matter.
     """
 
     def __init__(
-        self, launch: Callable[[torch.Tensor, torch.Tensor], None], layouts: Sequence[torch.Tensor], out: torch.Tensor
+        self,
+        launch: Callable[[torch.Tensor, torch.Tensor], None],
+        layouts: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        valid: torch.Tensor,
     ) -> None:
         self._launch = launch
         self._layouts = layouts
         self._out = out
+        self._valid = valid
         self._expected: torch.Tensor | None = None
 
     def microseconds(self, table: torch.Tensor) -> float:
         """Infinite for a schedule whose result isn't the first one's."""
         self._out.zero_()
         self._launch(table, self._layouts[0])
+        found = self._out[self._valid].float()
         if self._expected is None:
-            self._expected = self._out.clone()
-        difference = (self._out.float() - self._expected.float()).norm()
-        if not bool(difference <= 1e-2 * self._expected.float().norm()):
+            self._expected = found
+        if not bool((found - self._expected).norm() <= 1e-2 * self._expected.norm()):
             return float("inf")
         return device_microseconds(*[partial(self._launch, table, layout) for layout in self._layouts], repeats=2)
