@@ -115,7 +115,7 @@ PEERS: dict[str, Peer] = {
 def push_rate(context: RankContext) -> float:
     """Bytes a microsecond that this rank pushes to its peers while they all do. Collective; a job for `WorldPool.run`.
 
-    On CUDA copies into symmetric memory, on CPU an all-to-all.
+    On CUDA stores of the SMs into symmetric memory, on CPU an all-to-all.
     """
     from eprt.bench.timing import samples
 
@@ -130,11 +130,12 @@ def _push_cuda(world: World, size: int) -> Call:
     import torch.distributed._symmetric_memory as symmetric
 
     assert world.group is not None
-    memory = symmetric.empty(size * world.size, dtype=torch.uint8, device=world.device)
+    words = size // 8
+    memory = symmetric.empty(words * world.size, dtype=torch.int64, device=world.device)
     handle: Any = symmetric.rendezvous(memory, world.group)
-    source = torch.ones(size, dtype=torch.uint8, device=world.device)
+    source = torch.ones(words, dtype=torch.int64, device=world.device)
     peers = [(world.rank + step) % world.size for step in range(1, world.size)]
-    places = [handle.get_buffer(peer, (size,), torch.uint8, storage_offset=world.rank * size) for peer in peers]
+    places = [handle.get_buffer(peer, (words,), torch.int64, storage_offset=world.rank * words) for peer in peers]
     streams = [torch.cuda.Stream() for _ in peers]
 
     def call() -> None:
@@ -142,7 +143,8 @@ def _push_cuda(world: World, size: int) -> Call:
         for stream, place in zip(streams, places, strict=True):
             stream.wait_stream(main)
             with torch.cuda.stream(stream):
-                place.copy_(source)
+                # Not copy_: the driver's copy refuses another GPU's mapping (invalid argument, torch 2.11).
+                torch.bitwise_not(source, out=place)
             main.wait_stream(stream)
 
     return call
