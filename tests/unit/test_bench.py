@@ -66,7 +66,7 @@ def test_report_carries_what_it_depends_on(tmp_path) -> None:
     assert found["notes"] == report.notes
     assert found["versions"]["torch"] == torch.__version__
     assert found["machine"]
-    assert found["command"].startswith("eprt ")
+    assert found["command"].split()[0] == "eprt"
     assert set(found) == {"bench", "time", "machine", "versions", "commit", "command", "limits", "notes", "rows"}
 
 
