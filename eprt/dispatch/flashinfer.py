@@ -141,9 +141,15 @@ class FlashInferDispatcher(Dispatcher):
     def _require_memory(self) -> Workspace:
         if self._memory is None:
             self._memory = self.world.resource(
-                self._key, lambda: Workspace.allocate(self.world, self._geometry), Workspace.close
+                self._key, lambda: Workspace.allocate(self.world, self._geometry), self._free
             )
         return self._memory
+
+    def _free(self, memory: Workspace) -> None:
+        if self.world.broken:
+            memory.abandon()
+        else:
+            memory.close()
 
     def _close(self) -> None:
         if self._memory is not None:

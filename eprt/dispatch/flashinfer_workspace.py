@@ -140,6 +140,10 @@ class Workspace:
         self._parts.clear()
         self._owner = None
 
+    def abandon(self) -> None:
+        """Keep the memory mapped until the process ends: a kernel may wait in it for a peer that won't come."""
+        _keep_forever(self._owner)
+
     def dispatch(
         self, slot: int, ids: torch.Tensor, payloads: list[torch.Tensor], R: int, num_experts: int
     ) -> list[torch.Tensor]:
@@ -252,8 +256,12 @@ def _map_memory(world: World, num_bytes: int) -> tuple[object, torch.Tensor]:
     mapped = memory.as_torch_strided_tensor(torch.uint8)
     # torch calls into the capsule when the last view goes, which can be after the one tensor that keeps the capsule
     # alive (a crash): keep its few hundred bytes for good.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(mapped, "_capsule_wrapper", None)))
+    _keep_forever(getattr(mapped, "_capsule_wrapper", None))
     return memory, mapped
+
+
+def _keep_forever(thing: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _aligned(num_bytes: int) -> int:

@@ -149,7 +149,7 @@ class FakeWorld:
         self.device = torch.device("cpu")
         self.parallel = ParallelConfig(self.size)
         self.generation = self.step = self.allocations = 0
-        self.closed = self.warm = False
+        self.closed = self.warm = self.broken = False
         self.resources: dict = {}
         self._meet, self._board = meet, board
 
@@ -178,11 +178,12 @@ class FakeWorld:
 
     def resource(self, key, make, close=None):
         if key not in self.resources:
-            self.resources[key] = make()
-        return self.resources[key]
+            self.resources[key] = make(), close
+        return self.resources[key][0]
 
     def release(self, key) -> None:
-        self.resources.pop(key).close()
+        value, close = self.resources.pop(key)
+        close(value)
 
 
 def mask_foreign_ids(ids, counts, first, end, num_experts, early):
@@ -342,6 +343,18 @@ def test_layers_of_one_geometry_share_memory_and_others_do_not(library):
         return problems, len(world.resources)
 
     assert run_ranks(job) == [([], 2)] * SIZE
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_memory_is_freed_unless_a_kernel_may_still_wait_for_a_lost_peer(library, broken):
+    def job(world):
+        dispatcher = make(world)
+        problems = exchange(dispatcher, CASES[5])
+        memory, world.broken = dispatcher._memory, broken
+        dispatcher.close()
+        return problems, memory._owner is not None
+
+    assert run_ranks(job) == [([], broken)] * SIZE
 
 
 def test_warmup_allocates_loads_the_kernels_first_and_exchanges_nothing(library):
