@@ -1,15 +1,16 @@
-"""Expert parallelism for a transformers model in two lines:
+"""A transformers model with expert parallelism in two lines.
 
-    from eprt.integrations.transformers import parallelize
-    parallelize(model, world)
+    world = World.from_env()
+    layers = parallelize(model, world)             # checkpoint=directory: the experts in their own number format
 
-Attention and everything else stay data-parallel: each rank feeds its own batch. Because the experts are shared, every
-rank must make the same number of forward calls; a rank that has nothing to feed calls `idle_step` instead of one.
+Each rank keeps the whole attention (data parallel) and its share of the experts. Ranks may run batches of different
+size; a rank without a batch calls `idle_step(layers)` for each forward of the others.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,80 +24,88 @@ from eprt.layer import ExpertParallelMoE
 from eprt.models import family_for, load_layer
 from eprt.world import World
 
-# Blocks whose forward also returns router scores, which only a training loss reads.
-_RETURNS_SCORES = ("gpt_oss",)
 
-
-def parallelize(model: nn.Module, world: World, runtime: RuntimeConfig | None = None) -> list[ExpertParallelMoE]:
-    """Replace every MoE block of a transformers causal language model by one whose experts are spread over `world`.
-
-    The block's own weights are used: whole on each rank before, this rank's share afterwards. Collective.
-
-    Args:
-        model: e.g. `GptOssForCausalLM`, of a family in `eprt.models.FAMILIES`, in bf16 or float32, on the world's
-            device; equal weights on every rank.
-        runtime: capacity, backends, validation.
-
-    Returns:
-        the new layers, in the model's order; `world.warmup(*layers)` prepares them.
-
-    Raises:
-        ConfigError: another family, or a model that has no MoE blocks.
-        CheckpointError: a block whose tensors aren't what its config says.
-    """
-    source = _ModelTensors(model)
-    family = family_for(source.config)
-    numbers = family.moe_layers(source.config)
-    if not numbers:
-        raise ConfigError(f"the {source.config['model_type']} model has no MoE layers: nothing to parallelize")
-    layers: list[ExpertParallelMoE] = []
-    for number in numbers:
-        parts = load_on_all_ranks(
-            world, lambda number=number: load_layer(source, number, world.parallel, world.rank), number
-        )
-        layer = ExpertParallelMoE(
-            parts.config,
-            world,
-            parts.experts,
-            runtime=runtime,
-            router=parts.router,
-            shared=parts.shared,
-            latent=parts.latent,
-            layer=number,
-        )
-        source.forget(parts.module_path)
-        model.set_submodule(parts.module_path, _Block(layer, source.config["model_type"] in _RETURNS_SCORES))
-        layers.append(layer)
-    return layers
-
-
-def idle_step(model: nn.Module) -> None:
-    """What a rank without a batch calls where the others call `model(...)`: every MoE layer once, with no tokens.
-
-    Raises ConfigError if the model has not been through `parallelize`.
-    """
-    blocks = [module for module in model.modules() if isinstance(module, _Block)]
-    if not blocks:
-        raise ConfigError("idle_step needs a model that parallelize() has changed")
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    for block in blocks:
-        layer = block.layer
-        nothing = torch.empty(0, layer.config.input_size, dtype=dtype, device=layer.world.device)
-        layer(nothing, token_ids=torch.empty(0, dtype=torch.int64, device=layer.world.device))
-
-
-class _Block(nn.Module):
-    """Stands where the model's MoE block stood, and returns what that returned."""
+class MoEBlock(nn.Module):
+    """Stands where the model had its MoE block, and returns what the model's decoder layer expects of it."""
 
     def __init__(self, layer: ExpertParallelMoE, returns_scores: bool) -> None:
         super().__init__()
         self.layer = layer
-        self._returns_scores = returns_scores
+        self.returns_scores = returns_scores
 
-    def forward(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None) -> Any:
-        """[batch, sequence, H] -> the same; `input_ids` [batch, sequence] where the model routes by token id."""
+    def forward(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None, **_: Any) -> Any:
         output = self.layer(hidden_states, token_ids=input_ids)
-        return (output, None) if self._returns_scores else output
+        return (output, None) if self.returns_scores else output
+
+
+def parallelize(
+    model: nn.Module, world: World, runtime: RuntimeConfig | None = None, *, checkpoint: str | Path | None = None
+) -> list[ExpertParallelMoE]:
+    """Replace every MoE block of `model` by an `ExpertParallelMoE` that holds this rank's experts. Collective.
+
+    Args:
+        model: a transformers model of a family in `eprt.models.FAMILIES`, on the world's device. Its own experts are
+            dropped.
+        runtime: capacity, backends, validation.
+        checkpoint: the directory the experts come from, in its number format; only this rank's bytes are read. None
+            takes the model's own tensors, in the dtype they have (transformers may have unpacked them).
+
+    Returns:
+        the layers, in model order. `World.warmup(*layers)` compiles and allocates before the first batch.
+
+    Raises:
+        CheckpointError, ConfigError, UnsupportedError: the same on every rank; the model is then unchanged.
+    """
+    built: list[tuple[str, ExpertParallelMoE]] = []
+    with _ModelTensors(model) if checkpoint is None else Checkpoint(checkpoint) as source:
+        for number in family_for(source.config).moe_layers(source.config):
+            parts = load_on_all_ranks(
+                world, lambda number=number: load_layer(source, number, world.parallel, world.rank), number
+            )
+            layer = ExpertParallelMoE(
+                parts.config,
+                world,
+                parts.experts,
+                runtime=runtime,
+                router=parts.router,
+                shared=parts.shared,
+                latent=parts.latent,
+                layer=number,
+            )
+            built.append((parts.module_path, layer))
+    places = [(*_parent(model, path), layer) for path, layer in built]
+    for parent, name, layer in places:
+        setattr(parent, name, MoEBlock(layer, _returns_scores(getattr(parent, name))))
+    return [layer for _, layer in built]
+
+
+def idle_step(layers: Iterable[ExpertParallelMoE]) -> None:
+    """One forward of a rank without tokens: it takes part in every layer's exchange and computes what others send."""
+    for layer in layers:
+        hash_routed = layer.config.routing.method == "hash"
+        nothing = torch.empty(0, layer.config.input_size, dtype=_dtype(layer), device=layer.world.device)
+        ids = torch.empty(0, dtype=torch.int64, device=layer.world.device) if hash_routed else None
+        layer(nothing, token_ids=ids)
+
+
+def _dtype(layer: ExpertParallelMoE) -> torch.dtype:
+    """The dtype the other ranks' tokens have: the model's, which the router's weight has too."""
+    return torch.bfloat16 if layer.router is None else layer.router.weight.dtype
+
+
+def _returns_scores(block: nn.Module) -> bool:
+    """gpt-oss's block returns (hidden_states, router_scores), and its decoder layer unpacks two."""
+    return type(block).__name__ == "GptOssMLP"
+
+
+def _parent(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    parent_path, _, name = path.rpartition(".")
+    try:
+        parent = model.get_submodule(parent_path)
+        parent.get_submodule(name)
+    except AttributeError as error:
+        raise ConfigError(f"{type(model).__name__} has no module {path}: is the checkpoint this model's?") from error
+    return parent, name
 
 
 class _ModelTensors(Checkpoint):
@@ -143,8 +152,3 @@ class _ModelTensors(Checkpoint):
         view = self._tensors[name][index or (...,)]
         self.bytes_read += view.numel() * view.element_size()
         return view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-    def forget(self, module: str) -> None:
-        """Let go of a module's tensors, so that replacing the module frees them."""
-        for name in [name for name in self._tensors if name.startswith(f"{module}.")]:
-            del self._tensors[name]

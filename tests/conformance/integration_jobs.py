@@ -86,13 +86,13 @@ def compare_logits(context: RankContext, name: str, dispatcher: str) -> tuple[fl
     prompt = torch.randint(VOCABULARY, (1, count), generator=torch.Generator().manual_seed(world.rank))
     expected = model(prompt, use_cache=False).logits if count else None
     before = sum(tensor.numel() for tensor in model.state_dict().values())
-    layers = parallelize(model, world, RuntimeConfig(dispatcher=dispatcher, executor="torch_grouped"))
+    layers = parallelize(model, world, runtime=RuntimeConfig(dispatcher=dispatcher, executor="torch_grouped"))
     world.warmup(*layers)
     after = sum(tensor.numel() for tensor in model.state_dict().values())
     error = 0.0
     for _ in range(2):
         if expected is None:
-            idle_step(model)
+            idle_step(layers)
         else:
             error = max(error, relative_error(model(prompt, use_cache=False).logits, expected))
     for layer in layers:
@@ -100,11 +100,61 @@ def compare_logits(context: RankContext, name: str, dispatcher: str) -> tuple[fl
     return error, len(layers), before, after
 
 
+def dequantized_gpt_oss(directory: str) -> torch.nn.Module:
+    """transformers' own model with the MXFP4 experts of a checkpoint written out, float32."""
+    import transformers
+
+    from eprt.checkpoint import Checkpoint
+    from eprt.quant.mxfp4 import decode_mxfp4
+
+    config = transformers.AutoConfig.from_pretrained(directory)
+    del config.quantization_config
+    config._experts_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with Checkpoint(directory) as files, torch.no_grad():
+        for name, target in model.state_dict().items():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                codes, scales = files.read(f"{name}_blocks").flatten(-2), files.read(f"{name}_scales")
+                target.copy_(decode_mxfp4(codes, scales).transpose(1, 2))
+            else:
+                target.copy_(files.read(name))
+    return model
+
+
+def compare_checkpoint_logits(
+    context: RankContext, directory: str, dispatcher: str, executor: str, dtype: torch.dtype
+) -> float:
+    """Error of this rank's logits with the experts read from an MXFP4 checkpoint, against the dequantised model."""
+    from eprt.conformance.oracle import relative_error
+    from eprt.integrations.transformers import idle_step, parallelize
+
+    world = context.world()
+    model = dequantized_gpt_oss(directory).to(world.device, dtype)
+    count = PROMPTS[world.rank % len(PROMPTS)]
+    generator = torch.Generator().manual_seed(world.rank)
+    prompt = torch.randint(3, VOCABULARY, (1, count), generator=generator).to(world.device)
+    with torch.no_grad():
+        expected = model(prompt, use_cache=False).logits if count else None
+        runtime = RuntimeConfig(dispatcher=dispatcher, executor=executor, max_tokens_per_rank=64)
+        layers = parallelize(model, world, runtime, checkpoint=directory)
+        for layer in layers:
+            if layer.router is not None:
+                layer.router.to(dtype)  # the checkpoint's is bf16
+        if expected is None:
+            idle_step(layers)
+            error = 0.0
+        else:
+            error = relative_error(model(prompt, use_cache=False).logits, expected)
+    for layer in layers:
+        layer.close()
+    return error
+
+
 def refusals(context: RankContext) -> list[str]:
     """The errors of models that can't be parallelized, in order."""
     import transformers
 
-    from eprt.integrations.transformers import idle_step, parallelize
+    from eprt.integrations.transformers import parallelize
 
     world = context.world()
     dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, intermediate_size=32))
@@ -112,7 +162,6 @@ def refusals(context: RankContext) -> list[str]:
     for attempt in (
         lambda: parallelize(dense, world),
         lambda: parallelize(torch.nn.Linear(2, 2), world),
-        lambda: idle_step(dense),
     ):
         try:
             attempt()
