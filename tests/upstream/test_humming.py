@@ -1,5 +1,5 @@
-"""What the humming executor takes from the installed humming: names, arguments, and that its own checks accept every
-schedule we ask for. An H200 is described to it, so no GPU is needed; nothing is compiled."""
+"""What the humming executor takes from the installed humming: names, arguments, that its own checks accept every
+schedule we ask for; and the executor itself in front of stand-ins for humming's operators. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ import dataclasses
 import inspect
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import expert_cases as cases
 import pytest
 import torch
+from humming_h200 import Launches, described_h200
 
 from eprt.bench.experts import SHAPES
-from eprt.experts import executor_spec
+from eprt.config import RuntimeConfig
+from eprt.experts import executor_spec, make_executor
 from eprt.experts.humming_gemm import FP8_INPUT_SCHEMAS, WEIGHT_SCHEMAS, GemmShape, GroupedGemm
 from eprt.experts.humming_rows import RowKernel, activation_source
-from eprt.experts.humming_schedules import SMALL_ROW_SCHEDULES, neighbours
+from eprt.experts.humming_schedules import SMALL_ROW_SCHEDULES, Trial, neighbours
+from eprt.experts.reference import ReferenceExecutor
+from eprt.quant import encode
 
 pytest.importorskip("triton", reason="triton isn't installed: humming imports it")
 pytest.importorskip("cuda.bindings", reason="cuda-bindings isn't installed: humming imports it")
@@ -26,46 +31,15 @@ pytest.importorskip("cuda.bindings", reason="cuda-bindings isn't installed: humm
 
 @pytest.fixture(scope="module")
 def humming(tmp_path_factory):
-    """humming with an H200 described to it, as `humming.device` would read it off the driver."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HUMMING_DISABLE_PARALLEL_BUILD", "1")  # importing it would start a compiler
-        patch.setenv("HUMMING_CACHE_DIR", str(tmp_path_factory.mktemp("humming")))
-        installed = pytest.importorskip("humming", reason="humming-kernels isn't installed")
-        from humming.device import DeviceInfo, current_device
-        from humming.kernel.humming import HummingKernel
-
-        h200 = type(
-            "H200",
-            (),
-            {
-                "index": 0,
-                "name": "NVIDIA H200",
-                "is_ppu": False,
-                "sm_count": 132,
-                "max_threads_per_block": 1024,
-                "max_threads_per_sm": 2048,
-                "max_registers_per_sm": 65536,
-                "sm_major": 9,
-                "sm_minor": 0,
-                "sm_version": 90,
-                "l2_cache_size": 50 << 20,
-                "default_smem_size": 48 << 10,
-                "max_smem_size": 227 << 10,
-                "memory_bandwidth_gbps": 4800.0,
-                "tensorcore_tops": {"float16": 989.0, "bfloat16": 989.0, "float8e4m3": 1979.0},
-            },
-        )()
-        info = object.__new__(DeviceInfo)
-        info._index, info._value = 0, h200
-        patch.setitem(DeviceInfo._instances, 0, info)
-        patch.setattr(current_device, "_value", h200)
-        patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
-        compiler = type("Compiler", (), {"signature": staticmethod(lambda: "nvcc+13.0")})
-        patch.setattr(HummingKernel, "_get_compiler", staticmethod(lambda: compiler))
-        patch.setattr(HummingKernel, "prepare", lambda self: None)
-        patch.setattr(HummingKernel, "register_kernel", lambda self: setattr(self, "kernel_id", 1))
+    with described_h200(tmp_path_factory.mktemp("humming")) as installed:
         yield installed
+
+
+@pytest.fixture
+def launches(humming, monkeypatch):
+    stand_in = Launches()
+    stand_in.install(monkeypatch)
+    return stand_in
 
 
 def layer_config(weight_format, shape, L, *, fp8=False, channel=False, bias=True):
@@ -242,3 +216,99 @@ def test_installed_version_is_new_enough(humming):
     assert executor_spec("humming").requirement.check()
     assert GroupedGemm.__doc__
     assert RowKernel.__doc__
+
+
+def run_layer(config, tokens, runtime=cases.RUNTIME, warm=0):
+    """(result, the reference's result) of the whole layer."""
+    weights, shard = cases.make_weights(config), cases.shard_of(config)
+    runner = make_executor("humming", config, shard, weights, cases.CPU, runtime)
+    if warm:
+        runner.warmup(warm)
+    expected = ReferenceExecutor(config, shard, weights, cases.CPU, runtime)(tokens)
+    return runner(tokens), expected
+
+
+FORMATS = {"mxfp4": 96, "nvfp4": 48, "fp8_tensor": 24, "fp8_block": 40}
+
+
+@pytest.mark.parametrize("activation", list(cases.ACTIVATIONS))
+@pytest.mark.parametrize("weight_format", list(FORMATS))
+def test_executor_in_front_of_the_stand_ins(launches, weight_format, activation):
+    activation, I = cases.ACTIVATIONS[activation], FORMATS[weight_format]
+    config = cases.make_config(weight_format, intermediate_size=I, activation=activation, bias=True)
+    flat = cases.make_flat(config)
+    out, expected = run_layer(config, replace(flat, every_row_read=True))
+    assert cases.relative_error(out, expected) < 1e-2
+    assert not out[::5].any()
+    assert {kind for kind, *_ in launches.gemms} == {"grouped_contiguous"}
+    slabs = cases.make_expert_major(flat, cases.shard_of(config))
+    valid = cases.valid_rows(slabs)
+    out, expected = run_layer(config, slabs)
+    assert cases.relative_error(out[valid], expected[valid]) < 1e-2
+    assert launches.gemms[-1][0] == "grouped_masked"
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_shares_add_up(launches, ep_size):
+    config = cases.make_config("mxfp4", activation=cases.GPT_OSS, bias=True)
+    weights, flat = cases.make_weights(config), replace(cases.make_flat(config), every_row_read=True)
+    total = torch.zeros(flat.num_rows, 96)
+    for rank in range(ep_size):
+        shard = cases.shard_of(config, rank, ep_size)
+        runner = make_executor("humming", config, shard, cases.cut(weights, config, shard), cases.CPU, cases.RUNTIME)
+        total += runner(flat)
+    expected = ReferenceExecutor(config, cases.shard_of(config), weights, cases.CPU, cases.RUNTIME)(flat)
+    assert cases.relative_error(total, expected) < 1e-2
+
+
+def test_down_bias_is_added_once(launches):
+    config = cases.make_config("mxfp4", activation=cases.GPT_OSS, bias=True)
+    flat = replace(cases.make_flat(config), every_row_read=True)
+    for rank in (0, 1):
+        shard = cases.shard_of(config, rank, 2, moe_tp_size=2)
+        cut = cases.cut(cases.make_dense(config), config, shard)
+        mxfp4 = replace(cut, gate_up=encode("mxfp4", cut.gate_up.data, 2), down=encode("mxfp4", cut.down.data, 1))
+        out = make_executor("humming", config, shard, mxfp4, cases.CPU, cases.RUNTIME)(flat)
+        expected = ReferenceExecutor(config, shard, mxfp4, cases.CPU, cases.RUNTIME)(flat)
+        assert cases.relative_error(out, expected) < 1e-2
+
+
+@pytest.mark.parametrize("token_format", ["flat", "expert_major", None])
+def test_warmup_tunes_what_the_dispatcher_emits(launches, monkeypatch, tmp_path, token_format):
+    """The fastest schedule is used afterwards, nothing compiles any more, and a second start reads the disk."""
+    from humming.kernel.humming import HummingKernel
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = cases.make_config("mxfp4", hidden_size=128, intermediate_size=128)
+    runtime = RuntimeConfig(token_format=token_format)
+    flat = replace(cases.make_flat(config, 6), every_row_read=True)
+    tokens = cases.make_expert_major(flat, cases.shard_of(config)) if token_format == "expert_major" else flat
+    out, expected = run_layer(config, tokens, runtime, warm=6)
+    valid = cases.valid_rows(tokens) if token_format == "expert_major" else slice(None)
+    assert cases.relative_error(out[valid], expected[valid]) < 1e-2
+    kinds = {"flat": {"grouped_contiguous"}, "expert_major": {"grouped_masked"}}
+    wanted = kinds.get(token_format, {"grouped_contiguous", "grouped_masked"})
+    assert {kind for kind, *_ in launches.gemms} == wanted
+    assert {block for _, _, block in launches.gemms[-2:]} == {(8, 64, 128)}
+    files = {path: path.read_text() for path in tmp_path.rglob("*.json")}
+    assert len(files) == 2 * 5 * len(wanted)  # two matrices; 1, 2, 4, 8, 16 rows
+
+    def refuse(*_):
+        raise AssertionError("a second start must not time anything")
+
+    monkeypatch.setattr(Trial, "microseconds", refuse)
+    HummingKernel._str2kernel_cache.clear()
+    run_layer(config, tokens, runtime, warm=6)
+    assert {path: path.read_text() for path in tmp_path.rglob("*.json")} == files
+
+
+def test_streams_have_their_own_locks(launches):
+    config = cases.make_config("mxfp4")
+    weights, flat = cases.make_weights(config), cases.make_flat(config)
+    runner = make_executor("humming", config, cases.shard_of(config), weights, cases.CPU, cases.RUNTIME)
+    found = []
+    for launches.stream in (7, 8, 7):
+        runner(flat)
+        found.append([gemm._stream_locks().data_ptr() for gemm in (runner._gate_up, runner._down)])
+    assert found[0] == found[2]
+    assert len({pointer for pointers in found[:2] for pointer in pointers}) == 4
