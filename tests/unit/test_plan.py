@@ -149,7 +149,9 @@ def test_explain_prints_it(tmp_path, capsys) -> None:
 
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MODELS[GPT_OSS]))
-    assert main(["explain", "--model", str(path), "--device", "sm90", "--phase", "prefill"]) == 0
+    assert (
+        main(["explain", "--model", str(path), "--device", "sm90", "--phase", "prefill", "--max-tokens", "4096"]) == 0
+    )
     text = capsys.readouterr().out
     plan = plan_for(GPT_OSS, "sm90", "prefill")
     assert "layers 0-35: 128 experts in mxfp4, top-4, hidden 2880" in text
