@@ -15,7 +15,7 @@ import torch
 
 from eprt.bench import peers
 from eprt.bench.report import Report, percentile, slowest
-from eprt.bench.timing import samples
+from eprt.bench.timing import samples, world_of
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import Batch, make_topk
@@ -85,7 +85,7 @@ def transports(device: str) -> list[str]:
 
 def measure_dispatch(context: RankContext, case: DispatchCase) -> DispatchTimes:
     """This rank's share of one case. Collective; a job for `WorldPool.run`."""
-    world = context.world()
+    world = world_of(context)
     generator = torch.Generator().manual_seed(97 * case.tokens + world.rank)
     hidden = torch.randn(case.tokens, case.hidden, generator=generator).to(torch.bfloat16)
     topk = make_topk(case.routing, case.tokens, world.size, case.config, generator)

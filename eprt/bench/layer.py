@@ -17,7 +17,7 @@ import torch
 
 from eprt.bench.experts import SHAPES, random_experts
 from eprt.bench.report import Report, percentile, slowest
-from eprt.bench.timing import samples
+from eprt.bench.timing import samples, world_of
 from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig
 from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS, Handle
@@ -71,7 +71,7 @@ class LayerTimes:
 
 def measure_layer(context: RankContext, case: LayerCase) -> LayerTimes:
     """This rank's share of one case. Collective; a job for `WorldPool.run`."""
-    world = context.world()
+    world = world_of(context)
     torch.manual_seed(world.rank)
     layer = _make_layer(world, case)
     try:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from eprt.bench.timing import samples, world_of
 from eprt.config import MoEConfig
 from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS
@@ -117,9 +118,7 @@ def push_rate(context: RankContext) -> float:
 
     On CUDA stores of the SMs into symmetric memory, on CPU an all-to-all.
     """
-    from eprt.bench.timing import samples
-
-    world = context.world()
+    world = world_of(context)
     size = _PUSH_BYTES[world.device.type]
     call = _push_cuda(world, size) if world.device.type == "cuda" else _push_cpu(world, size)
     best = min(samples(world, call, graph=False, rounds=10, repeats=1))

@@ -8,7 +8,15 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from eprt.conformance.rank_process import RankContext
 from eprt.world import World
+
+BEHIND_TIMEOUT_S = 2400.0  # warm-up may compile kernels; a rank that dies is noticed in seconds all the same
+
+
+def world_of(context: RankContext) -> World:
+    """The World that measurements share."""
+    return context.world(timeout_s=BEHIND_TIMEOUT_S)
 
 
 def samples(world: World, call: Callable[[], object], *, graph: bool, rounds: int, repeats: int) -> list[float]:

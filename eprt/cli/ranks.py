@@ -13,8 +13,10 @@ import torch
 from eprt.conformance.harness import RankContext, WorldFailed, WorldPool
 from eprt.errors import ConfigError, rebuild_error
 
-# Of one job, loading a layer included. A rank that dies is noticed in seconds whatever this is.
-JOB_TIMEOUT_S = 600.0
+# A rank that dies or stops is noticed in seconds whatever these are. They bound a rank that is alive but behind: on
+# GPUs it may be compiling kernels, which takes up to half an hour where nothing was compiled before.
+JOB_TIMEOUT_S = 3600.0
+BEHIND_TIMEOUT_S = {"cpu": 60.0, "cuda": 2400.0}
 
 
 class Ranks(Protocol):
@@ -37,7 +39,8 @@ class _Started:
     """Processes of our own."""
 
     def __init__(self, pool: WorldPool) -> None:
-        self.size, self.device, self.timeout_s, self._pool = pool.size, pool.device, 60.0, pool
+        self.size, self.device, self._pool = pool.size, pool.device, pool
+        self.timeout_s = BEHIND_TIMEOUT_S[pool.device]
 
     def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
         try:
@@ -59,7 +62,7 @@ class _Joined:
 
     def __init__(self, context: RankContext) -> None:
         self.size, self.device, self._context = context.size, context.device, context
-        self.timeout_s = JOB_TIMEOUT_S  # rank 0 also judges results between jobs, while the others wait
+        self.timeout_s = BEHIND_TIMEOUT_S["cuda"]  # rank 0 also judges results between jobs, while the others wait
 
     def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
         mine = pickle.dumps(function(self._context, **kwargs))
