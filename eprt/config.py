@@ -176,7 +176,8 @@ class RuntimeConfig:
     Attributes:
         dispatcher, executor: a name from their tables, or "auto" (`eprt explain` shows the choice).
         max_tokens_per_rank: capacity; every buffer is sized from it. T <= R <= max_tokens_per_rank.
-        payload: number format in which tokens travel to the experts.
+        payload: number format in which tokens travel to the experts; None is their own. `nvfp4` takes the checkpoint's
+            calibrated `input_scale` (largest of all ranks) as its second-level scale, or 1 where it has none.
         token_format: force the format between dispatcher and executor; None lets the plan choose.
         validate: "cheap" checks what the host knows without a device sync; "full" also checks values (ids in range,
             finite weights) and compares all ranks' headers before payload moves. gloo worlds always compare headers.

@@ -12,6 +12,7 @@ from torch import nn
 
 from eprt.config import Activation, MoEConfig, RuntimeConfig, SharedExpert
 from eprt.dispatch import make_dispatcher
+from eprt.dispatch.payload_scale import calibrated_scale
 from eprt.errors import ConfigError, EprtError, InputError
 from eprt.experts import make_executor
 from eprt.plan import Plan, make_plan
@@ -64,7 +65,15 @@ class ExpertParallelMoE(nn.Module):
         self.world = world
         self.observe: Callable[[str], AbstractContextManager[Any]] = _no_observer
         self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device))
-        self.dispatcher = make_dispatcher(self.plan.dispatcher, world, config, runtime, self.plan.token_format, layer)
+        self.dispatcher = make_dispatcher(
+            self.plan.dispatcher,
+            world,
+            config,
+            runtime,
+            self.plan.token_format,
+            layer,
+            input_scale=calibrated_scale(experts),
+        )
         self.executor = make_executor(
             self.plan.executor,
             config,

@@ -6,10 +6,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 from eprt.dispatch.base import Dispatched, Dispatcher, DispatcherSpec, Handle, Traffic
+from eprt.dispatch.payload_scale import agree_payload_scale
 from eprt.errors import ConfigError
 from eprt.support import Requirement
 
 if TYPE_CHECKING:
+    import torch
+
     from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
     from eprt.world import World
 
@@ -94,8 +97,17 @@ def make_dispatcher(
     runtime: RuntimeConfig,
     token_format: TokenFormat | None = None,
     layer: int = 0,
+    input_scale: torch.Tensor | None = None,
 ) -> Dispatcher:
-    """Import and build the dispatcher `name`. Raises ConfigError for an unknown name or format."""
+    """Import and build the dispatcher `name`. Collective.
+
+    Args:
+        input_scale: `payload_scale.calibrated_scale` of this rank's experts. An `nvfp4` payload takes the largest of
+            all ranks as its second-level scale; None on all of them means 1, which saturates at 6 * 448 = 2688.
+
+    Raises:
+        ConfigError: an unknown name or format; an `nvfp4` payload whose input_scale only some ranks have.
+    """
     spec = dispatcher_spec(name)
     chosen = token_format or runtime.token_format or spec.formats[0]
     if chosen not in spec.formats:
@@ -103,4 +115,9 @@ def make_dispatcher(
     module, _, attribute = spec.path.partition(":")
     kind: type[Dispatcher] = getattr(importlib.import_module(module), attribute)
     kind.spec = spec
-    return kind(world, config, runtime, chosen, layer)
+    # Agreed before anything shared is allocated: a refusal leaves nothing behind.
+    packed = runtime.payload == "nvfp4"
+    scale = agree_payload_scale(world, config, layer, input_scale) if packed else None
+    dispatcher = kind(world, config, runtime, chosen, layer)
+    dispatcher.payload_scale = scale
+    return dispatcher

@@ -182,6 +182,10 @@ class Dispatcher(ABC):
         runtime: capacity, payload, validation.
         token_format: one of `spec.formats`.
         layer: number that the ranks compare, so that a wrong layer order is caught.
+
+    Attributes:
+        payload_scale: `nvfp4` tokens' second-level scale, float32 [1] on the world's device, equal on all ranks;
+            `make_dispatcher` sets it. None: 1.
     """
 
     spec: ClassVar[DispatcherSpec]
@@ -202,6 +206,7 @@ class Dispatcher(ABC):
         self.placement = ExpertPlacement(config.num_experts, world.parallel)
         self.shard = self.placement.shard(world.rank)
         self.capacity = Capacity(runtime.max_tokens_per_rank, self.bytes_per_token())
+        self.payload_scale: torch.Tensor | None = None
         self.closed = False
         self._calls = 0
         self._fingerprint = config.fingerprint()
@@ -388,4 +393,4 @@ class Dispatcher(ABC):
             return Payload.plain(hidden_states)
         from eprt.quant import encode_payload
 
-        return encode_payload(hidden_states, self.runtime.payload)
+        return encode_payload(hidden_states, self.runtime.payload, self.payload_scale)
