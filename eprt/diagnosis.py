@@ -144,8 +144,8 @@ def first_use() -> list[FirstUse]:
     ahead = [_folder("flashinfer_jit_cache"), _folder("flashinfer")]
 
     def built(name: str) -> bool:
-        places = [(flashinfer, f"**/{name}*/*.so"), *((folder, f"**/aot/{name}*/*.so") for folder in ahead if folder)]
-        places += [(folder, f"**/jit_cache/{name}*/*.so") for folder in ahead if folder]
+        places = [(flashinfer, f"**/{name}*/*.so")]
+        places += [(folder, f"{sub}/{name}*/*.so") for folder in ahead if folder for sub in ("data/aot", "jit_cache")]
         return any(next(place.glob(pattern), None) is not None for place, pattern in places)
 
     humming = Path(os.environ.get("HUMMING_CACHE_DIR", Path.home() / ".humming"))

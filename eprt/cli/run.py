@@ -31,8 +31,8 @@ from eprt.tokens import TopK
 TRAFFIC: tuple[tuple[int, ...], ...] = tuple(row for counts in COUNTS for row in counts.calls)
 
 WHY = {
-    torch.bfloat16: "bf16 keeps 8 bits (2^-9 = 0.2% a rounding): tokens, the values between an expert's two matrices "
-    "and outputs are each rounded once",
+    torch.bfloat16: "bf16 keeps 8 bits (2^-9 = 0.2% a rounding); tokens, the values between an\n"
+    "  expert's two matrices and outputs are each rounded once",
     torch.float32: "float32 on both sides, summed in another order",
 }
 
@@ -170,9 +170,18 @@ def _report(
     terminal.say(f"\nPlan: dispatcher {plan['dispatcher']}, executor {plan['executor']}, {plan['tokens']} tokens")
     terminal.say(f"  why: {plan['reason']}; `eprt explain` lists every candidate")
     terminal.table(
-        "Each rank, all layers and steps together (ms: mean of one layer call, waiting for other ranks included)",
-        ["rank", "experts", "tokens", "copies out", "copies in", "kB out", "kB in", *PHASES, "error"],
-        _rank_rows(outcome, len(layers) * len(outcome.steps)),
+        "Each rank, all layers and steps together",
+        ["rank", "experts", "tokens", "copies out", "copies in", "kB out", "kB in", "error"],
+        _rank_rows(outcome),
+    )
+    calls = len(layers) * len(outcome.steps)
+    terminal.table(
+        "Milliseconds of each phase, mean of one layer call, waiting for others included",
+        ["rank", *PHASES],
+        [
+            [rank, *(f"{1e3 * tally.seconds[phase] / calls:.2f}" for phase in PHASES)]
+            for rank, tally in enumerate(outcome.ranks)
+        ],
     )
     terminal.table(
         "Each step (error: worst rank and layer)",
@@ -180,11 +189,11 @@ def _report(
         [[n, " ".join(map(str, _counts(outcome, n))), f"{error:.1e}"] for n, error in enumerate(outcome.steps)],
     )
     terminal.say(
-        "\ncopies: token rows that crossed between ranks in dispatch, and came back in combine; kB counts both ways."
+        "\ncopies: token rows that crossed between ranks in dispatch, and came back in combine;\n  kB counts both ways."
     )
     terminal.say(
-        "error = ||output - oracle|| / ||oracle||. The oracle: one process, float32, all experts, formulas written "
-        "apart from the executors."
+        "error = ||output - oracle|| / ||oracle||. The oracle: one process, float32, all experts,\n"
+        "  formulas written apart from the executors."
     )
     terminal.say(f"tolerance {outcome.tolerance:.0e}: {WHY[outcome.dtype]}.")
     verdict = "PASS" if outcome.ok else "FAIL"
@@ -199,7 +208,7 @@ def _counts(outcome: _Outcome, step: int) -> list[int]:
     return [outcome.job.tokens(step, rank // size) for rank in range(outcome.parallel.world_size)]
 
 
-def _rank_rows(outcome: _Outcome, calls: int) -> list[list[Any]]:
+def _rank_rows(outcome: _Outcome) -> list[list[Any]]:
     rows: list[list[Any]] = []
     for rank, (tally, loaded) in enumerate(zip(outcome.ranks, outcome.loaded, strict=True)):
         traffic = [tally.copies_sent, tally.copies_received]
@@ -211,7 +220,6 @@ def _rank_rows(outcome: _Outcome, calls: int) -> list[list[Any]]:
                 tally.tokens,
                 *("-" if copies is None else copies for copies in traffic),
                 *("-" if size is None else f"{size / 1e3:.1f}" for size in volume),
-                *(f"{1e3 * tally.seconds[phase] / calls:.2f}" for phase in PHASES),
                 f"{tally.error:.1e}",
             ]
         )
@@ -227,7 +235,7 @@ def _as_json(outcome: _Outcome, what: str, plan: dict[str, str], workers: Ranks)
         "plan": plan,
         "error": outcome.error,
         "tolerance": outcome.tolerance,
-        "tolerance_because": WHY[outcome.dtype],
+        "tolerance_because": " ".join(WHY[outcome.dtype].split()),
         "ranks": [
             {"rank": rank, "experts": [loaded.first_expert, loaded.end_expert], **vars(tally)}
             for rank, (tally, loaded) in enumerate(zip(outcome.ranks, outcome.loaded, strict=True))

@@ -64,17 +64,23 @@ class Terminal:
             yield _Lines(what, total, self.speaks and not self.json)
 
     def _rich_table(self, title: str, header: Sequence[str], cells: list[list[str]]) -> None:
+        """Only where it fits: folded cells of numbers can't be read."""
+        from rich import box
         from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
 
-        table = Table(title=title, title_justify="left")
+        console = Console()
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
         for column, name in enumerate(header):
             numeric = all(_is_number(row[column]) for row in cells)
-            table.add_column(escape(name), justify="right" if numeric else "left", overflow="fold")
+            table.add_column(escape(name), justify="right" if numeric else "left", no_wrap=True)
         for row in cells:
             table.add_row(*map(escape, row))
-        Console().print(table)
+        if console.measure(table).minimum > console.width:
+            self.say(f"\n{title}\n{plain_table(header, cells)}")
+        else:
+            console.print(f"\n[bold]{escape(title)}[/bold]", table)
 
 
 class _Progress:
