@@ -68,6 +68,10 @@ class CuteDslKernels:
 class MaskedExperts:
     """The masked kernels: quantise, GEMM, activation, quantise, GEMM. Rows at and past the counts are never read.
 
+    The second GEMM and the combine run one after the other. The GEMM could signal finished tiles while it leaves
+    multiprocessors free (`dst_signals`, `sm_count`), but DeepEP 1.2.1's `low_latency_combine` has no argument that
+    would wait for them; tests/upstream/test_deepep.py fails as soon as one appears.
+
     Raises:
         ConfigError: another layout than the masked one, or a checkpoint without input scales.
     """

@@ -68,6 +68,15 @@ def test_dispatch_and_combine(buffer):
         assert len(returned.value.elts) == count
 
 
+def test_combine_waits_for_whole_slabs_only(buffer):
+    """Why the down GEMM doesn't overlap the combine: there is no argument for per-tile signals or an SM count. If this
+    fails, pass them: FlashInfer 0.7.2's `grouped_gemm_nt_masked` has them (`test_flashinfer_sm100.py`)."""
+    assert set(arguments(buffer, "low_latency_combine")) == {
+        "x", "topk_idx", "topk_weights", "handle",
+        "use_logfmt", "zero_copy", "async_finish", "return_recv_hook", "out", "combine_wait_recv_cost_stats",
+    }  # fmt: skip
+
+
 def test_what_its_documentation_promises(buffer):
     text = ast.get_docstring(method(buffer, "low_latency_dispatch"))
     assert text is not None
