@@ -205,7 +205,7 @@ def test_a_killed_rank_ends_the_run_with_its_name_and_all_stacks(tiny: Path) -> 
     process, ranks = start_long_run(tiny)
     os.kill(ranks[1], signal.SIGKILL)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 75
+    assert process.returncode == 75, stderr
     assert "WorldFailed: a world of 2 ranks failed" in stderr
     assert "was killed by SIGKILL" in stderr
     assert "--- rank 0" in stderr
@@ -219,7 +219,7 @@ def test_ctrl_c_ends_all_ranks(tiny: Path) -> None:
     below = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, stderr
     assert "interrupted; all ranks that this command started have been ended" in stderr
     assert "Traceback" not in stderr + stdout
     wait_until_gone([*ranks, *below])
