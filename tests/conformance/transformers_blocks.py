@@ -21,9 +21,12 @@ WEIGHT_FORMAT = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 @dataclass
 class Block:
-    """`reference(x [T, H], token_ids [T]) -> [T, H]`, and what an ExpertParallelMoE needs to equal it."""
+    """`reference(x [T, H], token_ids [T]) -> [T, H]`, and what an ExpertParallelMoE needs to equal it.
 
-    reference: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    `reference` is None where ranks get the rest of it, so that they needn't import transformers.
+    """
+
+    reference: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     config: MoEConfig
     experts: ExpertWeights
     router: Router

@@ -1,0 +1,60 @@
+"""Job of test_transformers.py. Ranks import neither pytest nor transformers here, so they start fast."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers_blocks import Block
+
+from eprt.config import RuntimeConfig
+from eprt.conformance.oracle import relative_error, shard_weights
+from eprt.conformance.rank_process import RankContext
+from eprt.layer import ExpertParallelMoE
+from eprt.placement import ExpertPlacement
+
+# float32: both sides sum in float32, in another order; 1e-5 is about 100 ulp, far under any wrong weight or id.
+# bfloat16: activations round to 8 bits between the same steps in both, and each rank's share rounds once more.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+PATHS = (("none", "flat"), ("torch", "flat"), ("torch", "expert_major"))
+EXECUTORS = ("torch_grouped", "reference")
+Found = tuple[str, float, float]  # what, error, tolerance
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A block without transformers' module, each data-parallel rank's tokens, and what the module made of them."""
+
+    name: str
+    dtype: torch.dtype
+    block: Block
+    inputs: list[tuple[torch.Tensor, torch.Tensor]]
+    expected: list[torch.Tensor]
+
+
+def compare_blocks(context: RankContext, samples: list[Sample], moe_tp: int, attention_tp: int) -> list[Found]:
+    """Every sample on every path in one world."""
+    world = context.world(attention_tp_size=attention_tp, moe_tp_size=moe_tp)
+    found = []
+    for sample in samples:
+        block, (x, ids) = sample.block, sample.inputs[world.dp_rank]
+        shard = ExpertPlacement(block.config.num_experts, world.parallel).shard(world.rank)
+        weights = shard_weights(block.experts, block.config, shard)
+        for dispatcher, token_format in PATHS:
+            for executor in EXECUTORS:
+                layer = ExpertParallelMoE(
+                    block.config,
+                    world,
+                    weights,
+                    runtime=RuntimeConfig(dispatcher=dispatcher, executor=executor, token_format=token_format),
+                    router=block.router,
+                    shared=block.shared,
+                    latent=block.latent,
+                )
+                output = layer(x, token_ids=ids)
+                layer.close()
+                what = f"{sample.name} {sample.dtype} {dispatcher}/{executor}/{token_format} rank {world.rank}"
+                error = relative_error(output, sample.expected[world.dp_rank])
+                found.append((what, error if output.dtype == sample.dtype else math.inf, TOLERANCE[sample.dtype]))
+    return found
