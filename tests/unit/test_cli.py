@@ -167,7 +167,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def start_long_run(tiny: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """A run that would take minutes, once its 3 ranks are driving steps; and the ranks' process ids."""
+    """A run that would take minutes, once its 2 ranks are driving steps; and the ranks' process ids."""
     words = ["run", "--model", str(tiny), "--world", "2", "--steps", "100000"]
     process = subprocess.Popen(
         [*EPRT, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
@@ -201,15 +201,30 @@ def state(pid: int) -> str:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-def test_a_killed_rank_ends_the_run_with_its_name_and_all_stacks(tiny: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "became", "seconds"),
+    # A dead process is seen at once. A stopped one is silent for 10 s, then its stack is asked for.
+    [(signal.SIGKILL, "rank 1 was killed by SIGKILL", 20), (signal.SIGSTOP, "rank 1 did not finish: stopped", 40)],
+)
+def test_a_broken_rank_ends_the_run_with_its_name_and_all_stacks(
+    tiny: Path, number: signal.Signals, became: str, seconds: float
+) -> None:
     process, ranks = start_long_run(tiny)
-    os.kill(ranks[1], signal.SIGKILL)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 75, stderr
-    assert "WorldFailed: a world of 2 ranks failed" in stderr
-    assert "was killed by SIGKILL" in stderr
-    assert "--- rank 0" in stderr
-    assert "--- rank 1" in stderr
+    try:
+        os.kill(ranks[1], number)
+        stdout, stderr = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    assert process.returncode == 75
+    first, *reports = stderr[stderr.index("WorldFailed: ") :].split("--- rank ")
+    assert "a world of 2 ranks failed" in first
+    assert became in first
+    assert "PASS" not in stdout
+    assert len(reports) == 2
+    for number_of_rank, report in enumerate(reports):
+        assert report.startswith(f"{number_of_rank} ")
+        gone = number_of_rank == 1 and number == signal.SIGKILL
+        assert ("no stack: the process is gone" if gone else "run_rank.py") in report
     wait_until_gone(ranks)
 
 
