@@ -8,6 +8,7 @@ checkpoint's order or interleaving, `models/` brings it to this one; each execut
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
@@ -26,20 +27,20 @@ M = TypeVar("M", bound="Matrix")
 
 
 @dataclass(frozen=True)
-class Matrix:
+class Matrix(ABC):
     """Common part of the number formats. Subclasses list their tensors; the leading dimension is always L."""
 
     format: ClassVar[tuple[WeightFormat, ...]]
     whole_columns: ClassVar[int] = 1  # the format has no way to write a number of columns that this doesn't divide
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, int, int]:
         """Logical (L, rows, cols)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Field name -> (shape without L, dtype) for a logical [rows, cols] matrix."""
-        raise NotImplementedError
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The fields that hold tensors and are set."""

@@ -78,8 +78,8 @@ class _Rank:
 
     def kill(self) -> None:
         """SIGKILL to the rank and whatever it started. A stopped process needs SIGCONT to be reaped everywhere."""
-        pid = self.process.pid
-        assert pid is not None
+        if (pid := self.process.pid) is None:
+            return
         with suppress(ProcessLookupError, PermissionError):
             own_group = os.getpgid(pid) == pid
             for number in (signal.SIGCONT, signal.SIGKILL):
@@ -182,12 +182,14 @@ class WorldPool:
 
     # ---- start, watch, end ----------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self) -> Path:
+        """Start the ranks; the world's folder."""
         from torch.distributed import TCPStore
 
         # The parent owns the store, so its port is taken before any rank is told of it: no race for free ports.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="eprt-world-")
+        folder = Path(self._folder.name)
         for rank in range(self.size):
             environment = {
                 "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
@@ -202,23 +204,22 @@ class WorldPool:
                 "MASTER_PORT": str(self._store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
-            setup = RankSetup(rank, self.size, self.device, Path(self._folder.name), environment)
+            setup = RankSetup(rank, self.size, self.device, folder, environment)
             self._ranks.append(_Rank(setup))
+        return folder
 
     def _watch(self, arguments: bytes, timeout_s: float) -> list[Any]:
         started = time.monotonic()
-        if not self._ranks:
-            self._start()
-        assert self._folder is not None
+        folder = self._start() if self._folder is None else Path(self._folder.name)
         self._jobs += 1
         name = f"job{self._jobs}"
-        (Path(self._folder.name) / name).write_bytes(pickle.dumps((sys.path, arguments)))
+        (folder / name).write_bytes(pickle.dumps((sys.path, arguments)))
         for rank in self._ranks:
             rank.send(name)
         outcomes: dict[int, str] = {}
         self._collect(outcomes, started + timeout_s, stop_at_failure=True)
         if len(outcomes) == self.size and set(outcomes.values()) == {"ok"}:
-            (Path(self._folder.name) / name).unlink()
+            (folder / name).unlink()
             return [rank.result() for rank in self._ranks]
         seconds = time.monotonic() - started
         self._collect(outcomes, time.monotonic() + (self.grace_s if outcomes else 0.0), stop_at_failure=False)

@@ -12,6 +12,7 @@ import torch
 from eprt.config import MoEConfig
 from eprt.conformance.cases import Batch
 from eprt.conformance.oracle import expected_outputs
+from eprt.errors import ConfigError
 from eprt.experts.reference import expert_forward
 from eprt.models import LayerParts
 from eprt.tokens import TopK
@@ -60,7 +61,8 @@ def _routed(parts: LayerParts, batch: Batch) -> torch.Tensor:
 
 
 def _shared(config: MoEConfig, weights: SharedExpertWeights, x: torch.Tensor) -> torch.Tensor:
-    assert config.shared is not None
+    if config.shared is None:
+        raise ConfigError("the layer has a shared expert's weights, its config has none")
     first = [w.float() for w in (weights.gate, weights.up) if w is not None]
     like = replace(config, activation=config.shared.activation)
     y = expert_forward(like, torch.cat(first), weights.down.float(), None, None, x)
