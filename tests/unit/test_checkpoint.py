@@ -20,6 +20,7 @@ from eprt.models import load_layer
 from eprt.models.tiny import write_tiny_checkpoint
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+DOWN_BIAS = "model.layers.0.mlp.experts.down_proj_bias"  # of a tiny checkpoint with one layer
 
 
 def write(directory, shards, index=None, config="{}"):
@@ -365,3 +366,75 @@ class TestAllRanks:
         assert "same revision" in mixed[0][1]
         # And the next correct call works.
         assert pool.run(jobs.load, directories=[str(good), str(good)]) == [("loaded", "0"), ("loaded", "4")]
+
+    @pytest.mark.parametrize(
+        ("kind", "words"),
+        {
+            "truncated_file": (B, "not a complete safetensors file"),
+            "pickle_file": ("pytorch_model.bin", "expected a .safetensors file"),
+            "missing_tensor": (DOWN_BIAS, "is missing"),
+            "wrong_shape": (B, DOWN_BIAS, "(8, 127)", "expected (8, 128)"),
+            "mismatching_config": ("router.weight", "(8, 128)", "expected (16, 128)"),
+            "entry_that_leaves_the_folder": ("../other.safetensors", "leaves the checkpoint's folder"),
+            "nan_scale_of_rank_1": (B, "down_proj_scales", "255 (NaN)"),
+        }.items(),
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_every_rank_refuses_in_the_same_words(self, pools, tmp_path, kind, words):
+        """All ranks read the same broken checkpoint; where only one can see the fault, both raise it."""
+        good = write_tiny_checkpoint(tmp_path / "good", num_layers=1)
+        broken = tmp_path / "broken"
+        shutil.copytree(good, broken)
+        BREAK[kind](broken)
+        found = pools(2).run(jobs.load, directories=[str(broken)] * 2)
+        assert found[0] == found[1]
+        assert found[0][0] == "CheckpointError"
+        assert found[0][1].startswith("rank 1: " if kind.endswith("rank_1") else "rank 0: ")
+        for word in words:
+            assert word in found[0][1]
+        assert pools(2).run(jobs.load, directories=[str(good)] * 2) == [("loaded", "0"), ("loaded", "4")]
+
+
+def _change_tensors(change):
+    """Break a tiny checkpoint's second file by a function of its tensors."""
+
+    def break_it(folder):
+        tensors = load_file(folder / B)
+        change(tensors)
+        save_file(tensors, folder / B)
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"] = {k: f for k, f in index["weight_map"].items() if f != B or k in tensors}
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return break_it
+
+
+def _change_json(name, change):
+    def break_it(folder):
+        held = json.loads((folder / name).read_text())
+        change(held)
+        (folder / name).write_text(json.dumps(held))
+
+    return break_it
+
+
+def _pickle(folder):
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
+    _change_json(INDEX, lambda held: held["weight_map"].update({DOWN_BIAS: "pytorch_model.bin"}))(folder)
+
+
+BREAK = {
+    "truncated_file": lambda folder: os.truncate(folder / B, (folder / B).stat().st_size - 1),
+    "pickle_file": _pickle,
+    "missing_tensor": _change_tensors(lambda tensors: tensors.pop(DOWN_BIAS)),
+    "wrong_shape": _change_tensors(
+        lambda tensors: tensors.update({DOWN_BIAS: tensors[DOWN_BIAS][:, :-1].contiguous()})
+    ),
+    "mismatching_config": _change_json(CONFIG, lambda held: held.update(num_local_experts=16)),
+    "entry_that_leaves_the_folder": _change_json(
+        INDEX, lambda held: held["weight_map"].update({DOWN_BIAS: "../other.safetensors"})
+    ),
+    "nan_scale_of_rank_1": _change_tensors(
+        lambda tensors: tensors["model.layers.0.mlp.experts.down_proj_scales"][7, 3, 1].fill_(255)
+    ),
+}
