@@ -140,7 +140,8 @@ class ExpertParallelMoE(nn.Module):
     def warmup(self) -> None:
         """Collective; called by `World.warmup(layer)`."""
         self.dispatcher.warmup()
-        self.executor.warmup(self.dispatcher.max_rows())
+        slots = self.dispatcher.spec.padded_top_k(self.config.top_k)
+        self.executor.warmup(self.dispatcher.max_rows(), slots)
 
     def close(self) -> None:
         """Give back the dispatcher's shared memory. Idempotent."""

@@ -253,8 +253,8 @@ class NanOutput(Executor):
             out = torch.empty(shape, dtype=dtype, device=hidden.data.device)
         return self.inner(tokens, out.fill_(math.nan))
 
-    def warmup(self, max_rows: int) -> None:
-        self.inner.warmup(max_rows)
+    def warmup(self, max_rows: int, slots: int | None = None) -> None:
+        self.inner.warmup(max_rows, slots)
 
     def _prepare(self, weights: ExpertWeights) -> None:
         raise UsageError("NanOutput holds no weights: the inner executor does")

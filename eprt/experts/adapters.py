@@ -41,8 +41,12 @@ class AdaptedExecutor(Executor):
     def _prepare(self, weights: ExpertWeights) -> None:
         raise ConfigError("an adapter holds no weights: build the inner executor with them")
 
-    def warmup(self, max_rows: int) -> None:
-        self.inner.warmup(max_rows)
+    def warmup(self, max_rows: int, slots: int | None = None) -> None:
+        """For the format that the inner executor doesn't take, in the shape in which it is handed on."""
+        if "flat" in self.native_formats:
+            self.inner.warmup(max_rows * self.shard.num_local_experts, slots=1)
+        else:
+            self.inner.warmup(max_rows)
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         if "flat" in self.native_formats:

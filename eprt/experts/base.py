@@ -151,8 +151,13 @@ class Executor(ABC):
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
         """Write [L, M, H] into `out`: rows below the counts, no weights."""
 
-    def warmup(self, max_rows: int) -> None:
-        """Compile and tune for up to `max_rows` rows. Called by every rank inside `World.warmup()`."""
+    def warmup(self, max_rows: int, slots: int | None = None) -> None:
+        """Compile and tune all that a call can need. Called by every rank inside `World.warmup()`.
+
+        Args:
+            max_rows: most rows to come: N of FlatTokens, M of ExpertMajorTokens.
+            slots: K of the FlatTokens to come, where a dispatcher pads the model's; None: the model's top-k.
+        """
 
     def __call__(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor | None = None) -> torch.Tensor:
         """Run the experts.

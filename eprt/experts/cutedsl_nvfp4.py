@@ -18,13 +18,14 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.nn.functional import pad
 
-from eprt.config import Activation, MoEConfig, RuntimeConfig, TokenFormat
+from eprt.config import Activation, RuntimeConfig, TokenFormat
 from eprt.errors import ConfigError, InputError
 from eprt.experts.adapters import merge_repeats
 from eprt.experts.base import Executor
 from eprt.experts.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
 from eprt.experts.layouts_sm100 import mma_scale_view, swizzle_scales
 from eprt.experts.scales_sm100 import Nvfp4Factors, is_plain, nvfp4_matrix
+from eprt.experts.timing import even_tokens
 from eprt.placement import ExpertShard
 from eprt.quant.payload import decode_payload
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
@@ -208,15 +209,8 @@ class ContiguousExperts:
         )
         out.copy_(result[:, : out.shape[1]])
 
-    def warmup(self, max_rows: int, config: MoEConfig, device: torch.device) -> None:
-        """Compiles, and times FlashInfer's tactics for its ladder of batch sizes up to `max_rows`."""
-        ids = torch.arange(max_rows * config.top_k, device=device, dtype=torch.int32) % config.num_experts
-        tokens = FlatTokens(
-            Payload.plain(torch.zeros((max_rows, config.hidden_size), dtype=torch.bfloat16, device=device)),
-            ids.view(max_rows, config.top_k),
-            torch.ones((max_rows, config.top_k), device=device),
-            config.num_experts,
-        )
+    def warmup(self, tokens: FlatTokens) -> None:
+        """Compiles, and times FlashInfer's tactics for its ladder of batch sizes up to that of `tokens`."""
         with self._kernels.autotune(True):
             self(tokens, torch.empty_like(tokens.hidden.data))
 
@@ -300,9 +294,9 @@ class CuteDslExecutor(Executor):
             raise ConfigError(_not_built("expert_major"))
         self._masked(tokens, out)
 
-    def warmup(self, max_rows: int) -> None:
+    def warmup(self, max_rows: int, slots: int | None = None) -> None:
         if self._contiguous is not None:
-            self._contiguous.warmup(max_rows, self.config, self.device)
+            self._contiguous.warmup(even_tokens(self.config, max_rows, slots or self.config.top_k, self.device))
         if self._masked is not None:
             self._masked.warmup(max_rows, self.config.hidden_size, self.shard.num_local_experts, self.device)
 

@@ -28,7 +28,7 @@ from eprt.errors import ConfigError
 from eprt.experts.base import Executor, unsupported_format
 from eprt.experts.layouts_sm90 import pad_parts, round_up, stack_experts
 from eprt.experts.permute import copy_columns, plain_hidden
-from eprt.experts.timing import eager_microseconds, sample_ids
+from eprt.experts.timing import eager_microseconds, even_tokens, sample_ids
 from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import MX_BLOCK, ExpertWeights, Mxfp4
 
@@ -141,7 +141,7 @@ class CutlassMxfp4Executor(Executor):
 
         self.weights = self._gather(stack_experts(L, prepare))
         self._intermediate = 2 * self.weights.down.shape[2]
-        self._workspace_bytes: dict[int, int] = {}
+        self._workspace_bytes: dict[tuple[int, int], int] = {}
         self._tactics: list[tuple[int, tuple[int, int]]] = []
 
     def _gather(self, stacks: dict[str, torch.Tensor]) -> CutlassWeights:
@@ -204,7 +204,7 @@ class CutlassMxfp4Executor(Executor):
         prepared, L = self.weights, self.shard.num_local_experts
         options: dict[str, Any] = {"use_wfp4afp8_humming": True} if self._fp8 else {}
         if self._takes_workspace:
-            options["workspace_buffer"] = self._workspace(hidden.shape[0])
+            options["workspace_buffer"] = self._workspace(*ids.shape)
         if tactic is not None:
             options["profile_ids"] = list(tactic)
         cutlass_fused_moe(
@@ -229,20 +229,20 @@ class CutlassMxfp4Executor(Executor):
             **options,
         )
 
-    def _workspace(self, num_rows: int) -> torch.Tensor:
+    def _workspace(self, num_rows: int, slots: int) -> torch.Tensor:
         """Scratch from torch's caching allocator, given back after the call: layers that run one after another get
         the same memory, streams that overlap don't, and a captured graph keeps its own."""
         from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
 
         rows = 1 << (num_rows - 1).bit_length()
         options: dict[str, Any] = {"use_wfp4afp8_humming": True} if self._fp8 else {}
-        if rows not in self._workspace_bytes:
-            self._workspace_bytes[rows] = cutlass_fused_moe_workspace_size(
+        if (rows, slots) not in self._workspace_bytes:
+            self._workspace_bytes[rows, slots] = cutlass_fused_moe_workspace_size(
                 rows,
                 self._hidden,
                 self._intermediate,
                 self.config.num_experts,
-                self.config.top_k,
+                slots,
                 x_dtype=torch.bfloat16,
                 weight_dtype=torch.uint8,
                 ep_size=self.config.num_experts // self.shard.num_local_experts,
@@ -252,9 +252,9 @@ class CutlassMxfp4Executor(Executor):
                 device=self.device,
                 **options,
             )
-        return torch.empty(self._workspace_bytes[rows], dtype=torch.uint8, device=self.device)
+        return torch.empty(self._workspace_bytes[rows, slots], dtype=torch.uint8, device=self.device)
 
-    def warmup(self, max_rows: int) -> None:
+    def warmup(self, max_rows: int, slots: int | None = None) -> None:
         """Choose both GEMMs' tactics for 1, 4, 16, ... rows by timing whole calls; results are kept on disk.
 
         FlashInfer's own autotuner measures the same kernels but takes a minute and costs host time on every call.
@@ -264,25 +264,32 @@ class CutlassMxfp4Executor(Executor):
         name = torch.cuda.get_device_name(self.device)
         cache = tuning_cache("cutlass_mxfp4", flashinfer.__version__, name)
         sizes = [1 << power for power in range(0, max(max_rows - 1, 0).bit_length() + 2, 2)]
-        self._tactics = [(rows, self._tactic(rows, cache)) for rows in sizes]
+        slots = slots or self.config.top_k
+        self._tactics = [(rows, self._tactic(rows, slots, cache)) for rows in sizes]
+        # Results from disk launch nothing; and the copies around the kernel are compiled on their first use.
+        for dtype in (torch.bfloat16, torch.float32):
+            self(even_tokens(self.config, 1, slots, self.device, dtype))
 
-    def _tactic(self, rows: int, cache: TuningCache) -> tuple[int, int]:
+    def _tactic(self, rows: int, slots: int, cache: TuningCache) -> tuple[int, int]:
         config, shard = self.config, self.shard
         problem = {
             "rows": rows,
             "experts": (config.num_experts, shard.num_local_experts, config.top_k),
+            "slots": slots,
             "sizes": (self._hidden, self._intermediate),
             "variant": (config.bias, config.activation.limit is not None, self._fp8, self.runtime.deterministic),
         }
         found = cache.load(problem)
         if found is None:
-            found = self._tune(rows)
+            found = self._tune(rows, slots)
             cache.store(problem, found)
         return found[0], found[1]
 
-    def _tune(self, rows: int) -> list[int]:
+    def _tune(self, rows: int, slots: int) -> list[int]:
         hidden = torch.randn(rows, self._hidden, device=self.device).to(torch.bfloat16)
-        ids = sample_ids(rows, self.config.top_k, self.config.num_experts, self.device)
+        num_experts, chosen = self.config.num_experts, min(slots, self.config.top_k)
+        ids = sample_ids(rows, chosen, num_experts, self.device)
+        ids = torch.nn.functional.pad(ids, (0, slots - chosen), value=num_experts)
         weights = torch.full(ids.shape, 1.0 / ids.shape[1], device=self.device)
         out = torch.empty_like(hidden)
 
@@ -293,12 +300,12 @@ class CutlassMxfp4Executor(Executor):
                 return float("inf")
 
         first, second = DEFAULT_TACTIC, DEFAULT_TACTIC
-        candidates = self._candidates(hidden)
+        candidates = self._candidates(hidden, slots)
         first = min(candidates[0], key=lambda tactic: microseconds((tactic, second)))
         second = min(candidates[1], key=lambda tactic: microseconds((first, tactic)))
         return [first, second]
 
-    def _candidates(self, hidden: torch.Tensor) -> tuple[list[int], list[int]]:
+    def _candidates(self, hidden: torch.Tensor, slots: int) -> tuple[list[int], list[int]]:
         """Tactic numbers that FlashInfer itself would profile for the first and the second GEMM, default first."""
         from flashinfer.fused_moe.core import get_cutlass_fused_moe_module
         from flashinfer.tllm_enums import ActivationType
@@ -309,7 +316,7 @@ class CutlassMxfp4Executor(Executor):
                 x_dtype=torch.bfloat16,
                 weight_dtype=torch.uint8,
                 output_dtype=torch.bfloat16,
-                top_k=self.config.top_k,
+                top_k=slots,
                 tp_size=1,
                 tp_rank=0,
                 ep_size=self.config.num_experts // L,

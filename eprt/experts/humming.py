@@ -64,7 +64,7 @@ class HummingExecutor(Executor):
             batch_invariant=invariant,
         )
         self._fp8 = fp8
-        self._row_kernels: dict[tuple[str, bool], RowKernel] = {}
+        self._row_kernels: dict[tuple[str, bool, int], RowKernel] = {}
 
     def _expected_rows(self, num_tokens: int) -> int:
         """Rows of local experts that so many tokens bring if routing is even."""
@@ -94,7 +94,9 @@ class HummingExecutor(Executor):
             return None, order, rows
         order = group_slots(tokens.ids, first, L)
         plain = hidden.to(torch.bfloat16).contiguous()
-        rows, scale = self._rows("scatter")(plain, tokens.ids.numel(), scatter_idx=order.place)
+        rows, scale = self._rows("scatter", slots=tokens.ids.shape[1])(
+            plain, tokens.ids.numel(), scatter_idx=order.place
+        )
         return scale, order, rows
 
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
@@ -135,19 +137,19 @@ class HummingExecutor(Executor):
             narrow, narrow_scale = activate(wide, wide.shape[0], num_valid_tokens=layout[-1:])
         self._down(narrow, layout, gemm_type, expected, out, narrow_scale)
 
-    def _rows(self, layout: RowLayout, *, activation: bool = False) -> RowKernel:
+    def _rows(self, layout: RowLayout, *, activation: bool = False, slots: int = 1) -> RowKernel:
         """The elementwise kernel in front of a GEMM, compiled on first use (in `warmup`, if it was called)."""
-        if (layout, activation) not in self._row_kernels:
+        if (layout, activation, slots) not in self._row_kernels:
             gemm = self._down if activation else self._gate_up
-            self._row_kernels[layout, activation] = RowKernel(
+            self._row_kernels[layout, activation, slots] = RowKernel(
                 gemm.config,
                 gemm.in_features,
                 self.device,
                 layout,
                 self.config.activation if activation else None,
-                self.config.top_k if layout == "scatter" else 1,
+                slots,
             )
-        return self._row_kernels[layout, activation]
+        return self._row_kernels[layout, activation, slots]
 
     def library_call(self, tokens: FlatTokens) -> Callable[[], None]:
         """Both GEMMs and the activation alone, on rows already sorted: what a benchmark compares the whole with."""
@@ -156,7 +158,7 @@ class HummingExecutor(Executor):
         expected = self._expected_rows(tokens.num_rows)
         return lambda: self._experts(rows, scale, order.offsets, "grouped_contiguous", expected, out)
 
-    def warmup(self, max_rows: int) -> None:
+    def warmup(self, max_rows: int, slots: int | None = None) -> None:
         """Compile all kernels for up to `max_rows` rows of FlatTokens (or slabs of that many rows), tune the GEMMs.
 
         The first time takes tens of seconds a shape; results and compiled kernels are kept on disk.
@@ -171,7 +173,7 @@ class HummingExecutor(Executor):
             gemm.warmup(routing, gemm_types)
         if "grouped_contiguous" in gemm_types:
             for rows in {1, max_rows}:
-                self._try_flat(rows)
+                self._try_flat(rows, slots or config.top_k)
         if "grouped_masked" in gemm_types:
             self._try_expert_major()
 
@@ -180,10 +182,10 @@ class HummingExecutor(Executor):
         hidden = torch.zeros(L, 1, self.config.hidden_size, dtype=torch.bfloat16, device=device)
         self(ExpertMajorTokens(Payload.plain(hidden), torch.ones(L, dtype=torch.int32, device=device)))
 
-    def _try_flat(self, rows: int) -> None:
+    def _try_flat(self, rows: int, slots: int) -> None:
         config, device = self.config, self.device
-        ids = torch.full((rows, config.top_k), self.shard.first_expert, dtype=torch.int32, device=device)
-        weights = torch.ones(rows, config.top_k, device=device)
+        ids = torch.full((rows, slots), self.shard.first_expert, dtype=torch.int32, device=device)
+        weights = torch.ones(rows, slots, device=device)
         for dtype in (torch.bfloat16, torch.float32):
             hidden = torch.zeros(rows, config.hidden_size, dtype=dtype, device=device)
             for every_row in (True, False):

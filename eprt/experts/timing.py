@@ -1,4 +1,4 @@
-"""How long a launch takes on the device, without the host's share: for tuners and benchmarks."""
+"""How long a launch takes on the device, without the host's share; and tokens to try it on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+
+from eprt.config import MoEConfig
+from eprt.tokens import FlatTokens, Payload
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms at Hopper clocks: longer than queueing a few calls takes
 
@@ -48,6 +51,16 @@ def eager_microseconds(call: Callable[[], object], repeats: int = 4) -> float:
     marks[-1].record()
     torch.cuda.synchronize()
     return min(start.elapsed_time(end) for start, end in pairwise(marks)) * 1e3
+
+
+def even_tokens(
+    config: MoEConfig, rows: int, slots: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> FlatTokens:
+    """Zeros for a warm-up: [rows, H], experts taken in turn, slots beyond the model's top-k hold none."""
+    ids = torch.arange(rows * slots, device=device, dtype=torch.int32).view(rows, slots) % config.num_experts
+    ids[:, config.top_k :] = config.num_experts
+    hidden = torch.zeros((rows, config.hidden_size), dtype=dtype, device=device)
+    return FlatTokens(Payload.plain(hidden), ids, torch.ones(ids.shape, device=device), config.num_experts)
 
 
 def sample_ids(num_rows: int, top_k: int, num_experts: int, device: torch.device, seed: int = 0) -> torch.Tensor:

@@ -19,6 +19,7 @@ from eprt.config import Routing
 from eprt.errors import ConfigError, InputError
 from eprt.experts.adapters import merge_repeats
 from eprt.experts.base import Executor, unsupported_format
+from eprt.experts.timing import even_tokens
 from eprt.experts.trtllm_formats import FORMATS
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights
@@ -77,11 +78,10 @@ class TrtllmGenExecutor(Executor):
         self._format = FORMATS[name](self._kernels, weights, self.config.activation, self.device)
         # Slabs reach this executor through an adapter, as L * M rows of one slot.
         adapted = self.runtime.token_format == "expert_major"
-        self._slots = 1 if adapted else self.config.top_k
-        self._slabs = self.shard.num_local_experts if adapted else 1
+        slabs = self.shard.num_local_experts if adapted else 1
         world = self.shard.num_experts // self.shard.num_local_experts * self.shard.moe_tp_size
         # The tuner's ladder of batch sizes ends at the most rows a dispatcher can hand over.
-        self._most_rows = 1 << (self._slabs * world * self.runtime.max_tokens_per_rank - 1).bit_length()
+        self._most_rows = 1 << (slabs * world * self.runtime.max_tokens_per_rank - 1).bit_length()
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         # Of two slots with one expert the routing kernel keeps one; only a table of ids can hold such rows.
@@ -156,16 +156,9 @@ class TrtllmGenExecutor(Executor):
         if whole is not out:
             out.copy_(whole[:, : out.shape[1]])
 
-    def warmup(self, max_rows: int) -> None:
+    def warmup(self, max_rows: int, slots: int | None = None) -> None:
         """Lets FlashInfer build its kernels and time their tactics for its ladder of batch sizes up to `max_rows`."""
-        rows, slots, config = max_rows * self._slabs, self._slots, self.config
-        ids = torch.arange(rows * slots, device=self.device, dtype=torch.int32) % config.num_experts
-        tokens = FlatTokens(
-            Payload.plain(torch.zeros((rows, config.hidden_size), dtype=torch.bfloat16, device=self.device)),
-            ids.view(rows, slots),
-            torch.ones((rows, slots), device=self.device),
-            config.num_experts,
-        )
+        tokens = even_tokens(self.config, max_rows, slots or self.config.top_k, self.device)
         with self._kernels.autotune(True):
             self(tokens)
 

@@ -29,7 +29,8 @@ from sm100_kernels import FakeCuteDsl, FakeTrtllm
 
 from eprt.config import Routing
 from eprt.errors import ConfigError, InputError
-from eprt.experts import cutedsl_layouts, layouts_sm100, trtllm_formats
+from eprt.experts import EXECUTORS, cutedsl_layouts, layouts_sm100, trtllm_formats
+from eprt.experts.adapters import AdaptedExecutor
 from eprt.experts.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
 from eprt.experts.cutedsl_nvfp4 import ContiguousExperts, CuteDslExecutor, MaskedExperts
 from eprt.experts.trtllm_gen import TrtllmGenExecutor
@@ -245,6 +246,46 @@ def test_warmup_runs_the_largest_batch(kind):
     executor = build(kind, fake, config, shard, weights, replace(RUNTIME, max_tokens_per_rank=8))
     executor.warmup(16)
     assert {"run", "grouped_gemm_nt_masked", "fp4"} & set(fake.calls)
+
+
+@pytest.mark.parametrize("kind", [CuteDslExecutor, TrtllmGenExecutor])
+@pytest.mark.parametrize("adapted", [False, True], ids=["padded top-k", "adapted slabs"])
+def test_warmup_has_the_slots_that_calls_will_have(kind, adapted):
+    """Both libraries build and tune for a number of slots: one first met later would be built then."""
+    config, shard, weights = case("nvfp4", (128, 64))
+    fake = FakeCuteDsl() if kind is CuteDslExecutor else FakeTrtllm()
+    kernels, seen = fake.kernels(), []
+    if kind is CuteDslExecutor:
+        make = kernels.moe_wrapper
+
+        def noted_wrapper(**options):
+            seen.append(options["top_k"])
+            return make(**options)
+
+        kernels = replace(kernels, moe_wrapper=noted_wrapper)
+    else:
+        routed = kernels.routed["fp4"]
+
+        def noted(**options):
+            seen.append(tuple(options["topk_ids"][0].shape))
+            return routed(**options)
+
+        kernels = replace(kernels, routed=kernels.routed | {"fp4": noted})
+    noting = type("Noting", (kind,), {"kernels": kernels, "spec": replace(EXECUTORS["trtllm_gen"], formats=("flat",))})
+    # CuteDSL takes slabs natively; behind an adapter it would be built for flat tokens.
+    emitted = "expert_major" if adapted and kind is TrtllmGenExecutor else "flat"
+    executor = noting(config, shard, weights, CPU, replace(RUNTIME, max_tokens_per_rank=8, token_format=emitted))
+    if adapted:
+        AdaptedExecutor(executor).warmup(16)
+        assert seen == ([1] if kind is CuteDslExecutor else [(16 * shard.num_local_experts, 1)])
+        return
+    executor.warmup(16, config.top_k + 1)
+    assert seen == ([config.top_k + 1] if kind is CuteDslExecutor else [(16, config.top_k + 1)])
+    tokens = make_flat(config, dtype=torch.bfloat16)
+    ids = torch.nn.functional.pad(tokens.ids, (0, 1), value=config.num_experts)
+    executor(replace(tokens, ids=ids, weights=torch.nn.functional.pad(tokens.weights, (0, 1))))
+    assert {slots if isinstance(slots, int) else slots[1] for slots in seen} == {config.top_k + 1}
+    assert kind is TrtllmGenExecutor or len(seen) == 1
 
 
 def test_the_layout_follows_the_plan():

@@ -17,7 +17,7 @@ import torch
 
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
-from eprt.experts import executor_spec, make_executor
+from eprt.experts import cutlass_mxfp4, executor_spec, make_executor
 from eprt.experts.adapters import AdaptedExecutor
 from eprt.experts.reference import ReferenceExecutor, decode_matrix
 from eprt.placement import ExpertPlacement
@@ -194,6 +194,41 @@ def test_runtime_choices_reach_the_kernel(kernel):
     assert scales[1].tolist() == scales[4].tolist() == [1.0] * 8  # residual times FlashInfer's fixed 2 ** 6
     assert scales[2].shape == ()
     assert all(call["workspace_buffer"].numel() == 256 for call in kernel.calls)
+
+
+def test_warmup_and_workspace_have_the_slots_of_the_tokens(kernel, monkeypatch, tmp_path):
+    """A dispatcher may pad top-k: the workspace holds rows * slots, and tactics are timed on such tokens."""
+    sized = []
+
+    def size(rows, hidden, intermediate, num_experts, top_k, **_):
+        sized.append((rows, top_k))
+        return 256
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(fused_moe, "cutlass_fused_moe_workspace_size", size)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "stand-in")
+    monkeypatch.setattr(cutlass_mxfp4, "eager_microseconds", lambda call: call() or 1.0)
+    monkeypatch.setattr(cutlass_mxfp4.CutlassMxfp4Executor, "_candidates", lambda *_: ([-1], [-1]))
+    config = mxfp4_layer()
+    weights, flat = cases.make_weights(config), cases.make_flat(config, dtype=torch.bfloat16)
+    shard = ExpertPlacement(8, ParallelConfig()).shard(0)
+    for _ in range(2):  # the second start reads the tactics from disk, and still calls the kernel once
+        sized.clear()
+        kernel.calls.clear()
+        runner = make_executor("cutlass_mxfp4", config, shard, weights, cases.CPU, cases.RUNTIME)
+        runner.warmup(16, slots=4)
+        assert {call["token_selected_experts"].shape[1] for call in kernel.calls} == {4}
+        assert {slots for _, slots in sized} == {4}
+    ids = torch.nn.functional.pad(flat.ids, (0, 1), value=8)
+    wide = replace(flat, ids=ids, weights=torch.nn.functional.pad(flat.weights.nan_to_num(), (0, 1)))
+    wide = replace(wide, hidden=replace(flat.hidden, data=flat.hidden.data.nan_to_num()), every_row_read=True)
+    expected = ReferenceExecutor(config, shard, weights, cases.CPU, cases.RUNTIME)(wide)
+    assert cases.relative_error(runner(wide), expected) < 1e-2
+    assert sized[-1][1] == 4
+    kernel.calls.clear()
+    AdaptedExecutor(make_executor("cutlass_mxfp4", config, shard, weights, cases.CPU, cases.RUNTIME)).warmup(2)
+    assert {call["token_selected_experts"].shape[1] for call in kernel.calls} == {1}
+    assert max(len(call["token_selected_experts"]) for call in kernel.calls) >= 2 * 8
 
 
 def test_an_older_library_is_refused_by_name(kernel, monkeypatch):

@@ -19,6 +19,7 @@ from humming_h200 import Launches, described_h200
 from eprt.bench.experts import SHAPES
 from eprt.config import RuntimeConfig
 from eprt.experts import executor_spec, make_executor
+from eprt.experts import humming as humming_module
 from eprt.experts.humming_gemm import FP8_INPUT_SCHEMAS, WEIGHT_SCHEMAS, GemmShape, GroupedGemm
 from eprt.experts.humming_rows import RowKernel, activation_source
 from eprt.experts.humming_schedules import SMALL_ROW_SCHEDULES, Trial, neighbours
@@ -300,6 +301,44 @@ def test_warmup_tunes_what_the_dispatcher_emits(launches, monkeypatch, tmp_path,
     HummingKernel._str2kernel_cache.clear()
     run_layer(config, tokens, runtime, warm=6)
     assert {path: path.read_text() for path in tmp_path.rglob("*.json")} == files
+
+
+@pytest.mark.parametrize("low_precision", [False, True])
+def test_warmup_has_the_slots_that_calls_will_have(launches, monkeypatch, tmp_path, low_precision):
+    """A dispatcher may pad top-k: the kernel that scatters rows is made for a number of slots."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made, widths, rows_kernel = [], [], humming_module.RowKernel
+
+    class Noted(rows_kernel):
+        def __init__(self, *args):
+            made.append(args[-1])
+            super().__init__(*args)
+
+        def __call__(self, rows, num_rows_out, **layout):
+            if layout.get("scatter_idx") is not None:
+                widths.append((self._problem.scatter_width, layout["scatter_idx"].shape[1]))
+                problem = self._problem
+                return torch.zeros(num_rows_out, problem.output_row_size), None
+            return super().__call__(rows, num_rows_out, **layout)
+
+    monkeypatch.setattr(humming_module, "RowKernel", Noted)
+    monkeypatch.setattr(humming_module.GroupedGemm, "warmup", lambda *_: None)
+    config = cases.make_config("mxfp4", hidden_size=128, intermediate_size=128)
+    runtime = RuntimeConfig(token_format="flat", low_precision_activations=low_precision)
+    weights, shard = cases.make_weights(config), cases.shard_of(config)
+    runner = make_executor("humming", config, shard, weights, cases.CPU, runtime)
+    monkeypatch.setattr(runner, "_experts", lambda rows, *_: None)
+    runner.warmup(6, slots=3)
+    after = len(made)
+    flat = cases.make_flat(config, 6)
+    wide = replace(
+        flat,
+        ids=torch.nn.functional.pad(flat.ids, (0, 1), value=config.num_experts),
+        weights=torch.nn.functional.pad(flat.weights, (0, 1)),
+    )
+    runner(wide)
+    assert len(made) == after, "made after warm-up"
+    assert set(widths) == ({(3, 3)} if low_precision else set())
 
 
 def test_streams_have_their_own_locks(launches):
