@@ -11,6 +11,7 @@ from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.experts import EXECUTORS
+from eprt.models import FAMILIES
 from eprt.plan import make_plan
 from eprt.support import Device
 
@@ -29,6 +30,13 @@ def verdict(model: str, device: str, dispatcher: str, executor: str, **runtime):
 
 def test_readme_shows_the_table_that_the_plan_makes() -> None:
     assert in_readme() == table(), "run: python tests/unit/plan_table.py"
+
+
+def test_the_table_has_every_family_and_machine() -> None:
+    """The text model of Qwen3.5-MoE is the same layer under another name."""
+    assert {hf["model_type"] for hf in MODELS.values()} == set(FAMILIES) - {"qwen3_5_moe_text"}
+    assert {"sm90", "sm100"} <= set(DEVICES)
+    assert set(TOKENS) == {"prefill", "decode"}
 
 
 @pytest.mark.parametrize("phase", TOKENS)
