@@ -24,14 +24,14 @@ class Capacity:
     max_tokens_per_rank: int
     bytes_per_token: int = 0
 
-    def check_local(self, num_tokens: int) -> None:
-        """Raises CapacityError unless T fits."""
-        self._check("this rank has", num_tokens)
+    def check_rows(self, tokens_per_rank: int) -> None:
+        """Raises CapacityError unless R fits."""
+        self._check("tokens_per_rank is", tokens_per_rank)
 
     def agree(self, tokens: list[int], agreed: list[int]) -> int:
         """R from every rank's (T, R) pair; 0 in `agreed` means "derive it". Same verdict on every rank.
 
-        Raises CapacityError. The ranks' R were already found equal.
+        Raises CapacityError. The ranks' R were already found equal and within `check_rows`.
         """
         largest = max(tokens)
         rows = agreed[0] or max(largest, 1)
@@ -41,7 +41,8 @@ class Capacity:
                 f"rank {rank} has {largest} tokens, the agreed tokens_per_rank is {rows}: "
                 f"pass tokens_per_rank >= {largest} on every rank, or None to let the ranks agree"
             )
-        self._check(f"rank {tokens.index(largest)} has" if not agreed[0] else "tokens_per_rank is", rows)
+        if not agreed[0]:
+            self._check(f"rank {tokens.index(largest)} has", rows)
         return rows
 
     def _check(self, who: str, needed: int) -> None:

@@ -6,8 +6,9 @@ All three are frozen and validate themselves: an instance that exists is consist
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from eprt.errors import ConfigError
 
@@ -20,6 +21,16 @@ RoutingMethod = Literal["softmax_topk", "topk_softmax", "grouped_sigmoid", "sqrt
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ConfigError(message)
+
+
+def _require_size(name: str, value: object) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    _require(ok, f"{name} {value!r}: must be a positive integer")
+
+
+def _require_name(what: str, value: object, known: object) -> None:
+    names = get_args(known)
+    _require(value in names, f"{what} {value!r}: expected one of {', '.join(names)}")
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,8 @@ class Routing:
     scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
+        _require_name("routing method", self.method, RoutingMethod)
+        _require(math.isfinite(self.scaling_factor), f"routing scaling_factor {self.scaling_factor}: must be finite")
         _require(
             1 <= self.topk_groups <= self.num_groups,
             f"topk_groups {self.topk_groups}: must lie between 1 and num_groups ({self.num_groups})",
@@ -112,8 +125,10 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
-            value = getattr(self, name)
-            _require(isinstance(value, int) and value > 0, f"{name} {value!r}: must be a positive integer")
+            _require_size(name, getattr(self, name))
+        if self.model_hidden_size is not None:
+            _require_size("model_hidden_size", self.model_hidden_size)
+        _require_name("weight_format", self.weight_format, WeightFormat)
         _require(
             self.top_k <= self.num_experts,
             f"top_k {self.top_k} is larger than num_experts {self.num_experts}: a token visits distinct experts",
@@ -121,6 +136,12 @@ class MoEConfig:
         _require(
             self.num_experts % self.routing.num_groups == 0,
             f"num_experts {self.num_experts} can't be split into {self.routing.num_groups} routing groups",
+        )
+        reachable = self.num_experts // self.routing.num_groups * self.routing.topk_groups
+        _require(
+            self.top_k <= reachable,
+            f"top_k {self.top_k} is larger than the {reachable} experts of the {self.routing.topk_groups} routing "
+            "groups a token may use",
         )
 
     @property
@@ -131,6 +152,14 @@ class MoEConfig:
     def input_size(self) -> int:
         """Width of the layer's input and output: the model's hidden size."""
         return self.model_hidden_size or self.hidden_size
+
+    def settings(self) -> dict[str, str]:
+        """Every value as text by dotted name, for the ranks to compare: `routing.scaling_factor` -> "2.5"."""
+        found: dict[str, str] = {}
+        for name, value in asdict(self).items():
+            inner: dict[str, object] = value if isinstance(value, dict) else {"": value}
+            found |= {f"{name}.{key}".rstrip("."): str(item) for key, item in inner.items()}
+        return found
 
     def fingerprint(self) -> int:
         """63-bit hash that the ranks compare before payload moves."""
@@ -151,8 +180,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "attention_tp_size", "moe_tp_size"):
-            value = getattr(self, name)
-            _require(value >= 1, f"{name} {value}: must be at least 1")
+            _require_size(name, getattr(self, name))
         for name in ("attention_tp_size", "moe_tp_size"):
             value = getattr(self, name)
             _require(
@@ -197,6 +225,10 @@ class RuntimeConfig:
     low_precision_activations: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.max_tokens_per_rank >= 1, f"max_tokens_per_rank {self.max_tokens_per_rank}: must be at least 1")
+        _require_size("max_tokens_per_rank", self.max_tokens_per_rank)
+        if self.payload is not None:
+            _require_name("payload", self.payload, PayloadFormat)
+        if self.token_format is not None:
+            _require_name("token_format", self.token_format, TokenFormat)
         _require(self.validate in ("cheap", "full"), f"validate {self.validate!r}: expected 'cheap' or 'full'")
         _require(self.phase in ("prefill", "decode"), f"phase {self.phase!r}: expected 'prefill' or 'decode'")

@@ -44,7 +44,7 @@ class RankLost(EprtError, RuntimeError):
 
     Attributes:
         rank: the lost rank (in the World's numbering), or -1 if the control store itself is gone.
-        why: `silent` | `exited` | `raised` | `left` | `behind` | `store`.
+        why: `silent` | `exited` | `raised` | `left` | `behind` | `store` | `unknown` (torch's error names nobody).
     """
 
     def __init__(self, message: str, rank: int = -1, why: str = "silent") -> None:

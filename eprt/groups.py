@@ -4,12 +4,47 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from eprt.errors import ConfigError
+from eprt.errors import ConfigError, RankLost
+
+_LATE_PEERS_S = 2.0  # ranks that started later than the store's host ask it the same question a little later
+
+
+def place_from_env() -> tuple[int, int]:
+    """(rank, size) of torchrun's environment; (0, 1) without one. Raises ConfigError."""
+    needed = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1
+    found = {name: os.environ.get(name, "0" if os.environ["WORLD_SIZE"] == "1" else "") for name in needed}
+    if not all(value.isdigit() for value in found.values()) or not int(found["RANK"]) < int(found["WORLD_SIZE"]):
+        said = ", ".join(f"{name}={value!r}" for name, value in found.items())
+        raise ConfigError(
+            f"the environment says {said}: expected numbers with RANK < WORLD_SIZE, as torchrun sets them"
+        )
+    return int(found["RANK"]), int(found["WORLD_SIZE"])
+
+
+def hosts_store(rank: int) -> bool:
+    """Whether this process serves the store: rank 0 does where no torchrun agent does."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+@contextmanager
+def start_up() -> Iterator[None]:
+    """What torch raises while ranks meet is a lost rank, which it can't name."""
+    try:
+        yield
+    except RankLost:
+        raise
+    except RuntimeError as error:
+        raise RankLost(f"a rank was lost while the World was made: {error}. Restart the job.", -1, "unknown") from error
 
 
 def local_device(device: str | None) -> torch.device:
@@ -28,26 +63,55 @@ def local_device(device: str | None) -> torch.device:
 def init_default_group(rank: int, size: int, device: torch.device, timeout_s: float) -> None:
     """torch's default group over a store of our own prefix: a restarted attempt must not meet the last one's
     keys, nor a second World of one process the first one's."""
-    timeout = timedelta(seconds=2 * timeout_s)
-    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=_meet(rank, size, timeout_s),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=2 * timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def _meet(rank: int, size: int, timeout_s: float) -> dist.Store:
+    """A prefix of the job's store once all ranks are there. Raises RankLost naming those that aren't."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _arrive(rank, size, timeout_s, deadline)
+        except dist.DistNetworkError as error:
+            # Rank 0's last server may have ended under us: its next one is at the same address.
+            if time.monotonic() > deadline:
+                where = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ['MASTER_PORT']}"
+                message = f"the control store at {where} didn't answer within {timeout_s:.0f} s: is rank 0 up?"
+                raise RankLost(message, -1, "store") from error
+            time.sleep(0.1)
+
+
+def _arrive(rank: int, size: int, timeout_s: float, deadline: float) -> dist.Store:
     store = dist.TCPStore(
         os.environ.get("MASTER_ADDR", "127.0.0.1"),
         int(os.environ["MASTER_PORT"]),
         size,
-        is_master=rank == 0 and not agent_store,
-        timeout=timeout,
+        is_master=hosts_store(rank),
+        timeout=timedelta(seconds=max(deadline - time.monotonic(), 0.1)),
         wait_for_workers=False,
+        multi_tenant=True,  # a World made after another was closed may find its server still up
     )
     nth = store.add(f"eprt/attempt_{_attempt()}/inits/{rank}", 1)  # equal on all ranks: Worlds are made in one order
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"eprt/attempt_{_attempt()}/init_{nth}", store),
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
+    own = dist.PrefixStore(f"eprt/attempt_{_attempt()}/init_{nth}", store)
+    own.set(f"here/{rank}", "")
+    try:
+        own.wait([f"here/{peer}" for peer in range(size)])
+    except dist.DistStoreError as error:
+        missing = [peer for peer in range(size) if not own.check([f"here/{peer}"])]
+        if hosts_store(rank):
+            time.sleep(_LATE_PEERS_S)
+        message = f"ranks {missing} of {size} didn't come within {timeout_s:.0f} s of start-up; look at their logs"
+        raise RankLost(message, missing[0] if missing else -1, "silent") from error
+    store.set_timeout(timedelta(seconds=2 * timeout_s))
+    return own
 
 
 def control_group(ranks: list[int], rank: int, timeout_s: float) -> tuple[dist.ProcessGroupGloo, dist.Store]:

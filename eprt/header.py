@@ -8,7 +8,10 @@ rank raises the same error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,19 +29,24 @@ _TEXT_BYTES = 2048
 
 @dataclass(frozen=True)
 class Header:
-    """One rank's view of the call. `num_tokens` may differ between ranks, `replicas` (tokens that an attention-TP
-    group holds together) between groups; everything else must be equal."""
+    """One rank's view of the call.
+
+    `num_tokens` may differ between ranks, `replicas` (tokens that an attention-TP group holds together) between
+    groups; everything else must be equal. Where fingerprints differ, `settings` are what they were made of: the table
+    then shows the ones that aren't equal.
+    """
 
     operation: str
     layer: int
     call: int
     num_tokens: int = 0
     tokens_per_rank: int = 0
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype | None = torch.bfloat16  # None: one without a code
     fingerprint: int = 0
     replicas: int = 0
     generation: int = 0
     step: int = 0
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self, failed: bool) -> list[int]:
         dtype = _DTYPES.index(self.dtype) if self.dtype in _DTYPES else -1
@@ -66,12 +74,18 @@ class Header:
             call=call,
             num_tokens=tokens,
             tokens_per_rank=agreed,
-            dtype=_DTYPES[dtype],
+            dtype=_DTYPES[dtype] if dtype >= 0 else None,
             fingerprint=fingerprint,
             replicas=replicas,
             generation=generation,
             step=step,
         )
+
+
+def fingerprint_of(settings: Mapping[str, str]) -> int:
+    """63-bit hash of names and values, whatever their order."""
+    digest = hashlib.sha256(repr(sorted(settings.items())).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 _COMPARED = ("generation", "step", "operation", "layer", "call", "tokens_per_rank", "dtype", "fingerprint")
@@ -97,25 +111,47 @@ def exchange(world: World, header: Header, error: EprtError | None = None) -> li
     if any(len(group) > 1 for group in groups):
         differing.append("replicas")
     if differing:
-        raise WorldMismatch(_table(headers, differing))
+        columns = {name: [str(getattr(h, name)).removeprefix("torch.") for h in headers] for name in differing}
+        if "fingerprint" in differing:
+            columns |= _differing_settings(world, local)
+        raise WorldMismatch(_table(columns))
     return headers
 
 
 def _shared_error(world: World, rank: int, error: EprtError | None) -> EprtError:
     """The lowest failing rank's error, as every rank sees it."""
     text = "" if error is None else f"{type(error).__name__}\n{error}"
-    buffer = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-    encoded = text.encode()[:_TEXT_BYTES]
-    buffer[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else buffer[:0]
-    shared = bytes(world.gather_control(buffer)[rank].tolist()).rstrip(b"\0").decode(errors="ignore")
-    name, _, message = shared.partition("\n")
-    return rebuild_error(name, message if message.startswith("rank ") else f"rank {rank}: {message}")
+    name, _, message = _share_text(world, text)[rank].partition("\n")
+    return rebuild_error(name, message if message.startswith(f"rank {rank}") else f"rank {rank}: {message}")
 
 
-def _table(headers: list[Header], differing: list[str]) -> str:
-    lines = [f"the ranks disagree about this call ({', '.join(differing)}); make the same calls on every rank:"]
-    lines.append("  rank  " + "  ".join(f"{name:>16}" for name in differing))
-    for rank, header in enumerate(headers):
-        cells = (str(getattr(header, name)).removeprefix("torch.") for name in differing)
-        lines.append(f"  {rank:>4}  " + "  ".join(f"{cell:>16}" for cell in cells))
+def _differing_settings(world: World, local: Header) -> dict[str, list[str]]:
+    """Every rank's value of the settings that aren't equal, cut to what fits a text."""
+    # One a line and sorted: a text that is cut loses the same last names everywhere.
+    texts = _share_text(world, "\n".join(json.dumps(item) for item in sorted(local.settings.items())))
+    known: list[dict[str, str]] = [
+        dict(json.loads(line) for line in text.splitlines() if line.endswith("]")) for text in texts
+    ]
+    names = sorted({name for settings in known for name in settings})
+    columns = {name: [settings.get(name, "-") for settings in known] for name in names}
+    return {name: values for name, values in columns.items() if len(set(values)) > 1}
+
+
+def _share_text(world: World, text: str) -> list[str]:
+    """Every rank's text, cut to `_TEXT_BYTES`. Collective."""
+    encoded = text.encode(errors="replace")[:_TEXT_BYTES]
+    buffer = torch.frombuffer(bytearray(encoded.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
+    rows = world.gather_control(buffer)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
+
+
+def _table(columns: dict[str, list[str]]) -> str:
+    """One line a rank, one column for each thing that differs."""
+    lines = [f"the ranks disagree about this call ({', '.join(columns)}); make the same calls on every rank:"]
+    widths = [max(16, *(len(cell) for cell in (name, *cells))) for name, cells in columns.items()]
+    rows = [
+        ["rank", *columns],
+        *([str(rank), *cells] for rank, cells in enumerate(zip(*columns.values(), strict=True))),
+    ]
+    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, [6, *widths], strict=True)) for row in rows]
     return "\n".join(lines)

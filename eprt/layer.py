@@ -83,6 +83,8 @@ class ExpertParallelMoE(nn.Module):
             runtime,
             self.plan.token_format,
         )
+        if router is not None:
+            _require_router(router, config)
         self.router = None if router is None else router.to(world.device)
         self.shared: SharedExpertMLP | None = None
         if config.shared is not None and shared is not None:
@@ -105,6 +107,7 @@ class ExpertParallelMoE(nn.Module):
             routing: TopK or RouterLogits of the T tokens; None asks the layer's own router.
             token_ids: [...] vocabulary ids, for hash routing.
             tokens_per_rank: largest T of any rank, equal on all; None lets the ranks agree (CUDA graphs need it).
+                Under attention TP a rank sends, and its capacity holds, ceil(T / attention_tp_size) of them.
 
         Returns:
             Shape and dtype of `hidden_states`.
@@ -117,8 +120,7 @@ class ExpertParallelMoE(nn.Module):
             with self.observe("route"):
                 topk = self._route(*own)
         except EprtError as error:
-            self.dispatcher.refuse(error)
-            raise
+            self.dispatcher.refuse(error, tokens_per_rank)
         x = own[0]
         replicas = hidden_states.numel() // self.config.input_size
         with self.observe("dispatch"):
@@ -154,13 +156,9 @@ class ExpertParallelMoE(nn.Module):
     ) -> tuple[torch.Tensor, TopK | RouterLogits | None, torch.Tensor | None]:
         """Rows this rank sends: all of its own, or its part of what its attention-TP group holds together."""
         width = self.config.input_size
-        if hidden_states.dim() < 2 or hidden_states.shape[-1] != width:
-            raise InputError(
-                f"hidden_states is {tuple(hidden_states.shape)}: expected [..., {width}] (the model's hidden)"
-            )
-        if not hidden_states.is_floating_point():
-            raise InputError(f"hidden_states is {hidden_states.dtype}: expected bfloat16 or float32")
+        self._check_hidden(hidden_states)
         x = hidden_states.reshape(-1, width)
+        self._check_routing(x.shape[0], routing, token_ids)
         ids = None if token_ids is None else token_ids.reshape(-1)
         size = self.world.parallel.attention_tp_size
         if size == 1:
@@ -172,6 +170,41 @@ class ExpertParallelMoE(nn.Module):
         elif routing is not None:
             routing = RouterLogits(routing.logits[rows])
         return x[rows], routing, None if ids is None else ids[rows]
+
+    def _check_hidden(self, hidden_states: object) -> None:
+        """What the dispatcher can't see: it gets this rank's slice, behind the latent projection."""
+        width, device = self.config.input_size, self.world.device
+        if not isinstance(hidden_states, torch.Tensor):
+            raise InputError(f"hidden_states is a {type(hidden_states).__name__}: expected a tensor [..., {width}]")
+        found = f"hidden_states is {tuple(hidden_states.shape)} {hidden_states.dtype} on {hidden_states.device}"
+        if hidden_states.dim() < 2 or hidden_states.shape[-1] != width:
+            raise InputError(f"{found}: expected [..., {width}] (the model's hidden)")
+        if hidden_states.dtype not in (torch.bfloat16, torch.float32):
+            raise InputError(f"{found}: expected bfloat16 or float32")
+        if hidden_states.device.type != device.type:
+            raise InputError(f"{found}: the world runs on {device}; move it there")
+        for name, module in (("shared expert", self.shared), ("latent projection", self.latent)):
+            if module is not None and (dtype := next(module.buffers()).dtype) != hidden_states.dtype:
+                raise InputError(f"{found}: the {name} is {dtype}; use hidden_states.to({dtype})")
+
+    def _check_routing(self, num_tokens: int, routing: object, token_ids: object) -> None:
+        """Before slices of it are taken, which would hide rows too many."""
+        if isinstance(routing, TopK):
+            given = [("topk_ids", routing.ids, self.config.top_k), ("topk_weights", routing.weights, self.config.top_k)]
+        elif isinstance(routing, RouterLogits):
+            given = [("router logits", routing.logits, self.config.num_experts)]
+        elif routing is None:
+            given = []
+        else:
+            raise InputError(f"routing is a {type(routing).__name__}: expected TopK, RouterLogits or None")
+        for name, tensor, width in given:
+            if tuple(tensor.shape) != (num_tokens, width):
+                raise InputError(
+                    f"{name} is {tuple(tensor.shape)}, hidden_states holds {num_tokens} tokens: they must agree; "
+                    f"expected [T, {width}]"
+                )
+        if token_ids is not None and (not isinstance(token_ids, torch.Tensor) or token_ids.numel() != num_tokens):
+            raise InputError(f"token_ids must be a tensor of {num_tokens} ids, one for each token of hidden_states")
 
     def _route(self, x: torch.Tensor, routing: TopK | RouterLogits | None, token_ids: torch.Tensor | None) -> TopK:
         if isinstance(routing, TopK):
@@ -194,7 +227,8 @@ class ExpertParallelMoE(nn.Module):
 
     def _per_slice(self, tokens_per_rank: int | None) -> int | None:
         size = self.world.parallel.attention_tp_size
-        return tokens_per_rank if tokens_per_rank is None else -(-tokens_per_rank // size)
+        # What isn't a number is the dispatcher's to refuse: it can tell the peers.
+        return -(-tokens_per_rank // size) if size > 1 and isinstance(tokens_per_rank, int) else tokens_per_rank
 
     def _whole(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """The attention-TP group's slices back together; equal on each of its ranks."""
@@ -260,6 +294,14 @@ def activate(activation: Activation, gate: torch.Tensor | None, up: torch.Tensor
     if (activation.alpha, activation.beta) == (1.0, 0.0):
         return F.silu(gate) * up
     return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
+
+
+def _require_router(router: Router, config: MoEConfig) -> None:
+    """Raises ConfigError unless the router chooses among this layer's experts."""
+    found = (*router.weight.shape, router.top_k)
+    expected = (config.num_experts, config.input_size, config.top_k)
+    if found != expected:
+        raise ConfigError(f"the router has (experts, hidden, top_k) {found}: the config says {expected}")
 
 
 def _require_pair(name: str, wanted: object, given: object) -> None:

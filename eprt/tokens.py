@@ -228,10 +228,13 @@ def expert_major_from_flat(
     local = flat.ids.long() - shard.first_expert
     mine = (local >= 0) & (local < num_local)
     slot_expert = torch.where(mine, local, num_local).flatten()
-    one_hot = torch.nn.functional.one_hot(slot_expert, num_local + 1)
-    position = (one_hot.cumsum(0) - one_hot).gather(1, slot_expert[:, None])[:, 0]
+    counts = torch.zeros(num_local + 1, dtype=torch.int64, device=local.device)
+    counts.index_add_(0, slot_expert, torch.ones_like(slot_expert))
+    # A slot's place in its slab is its place among all slots sorted by expert, less where that expert starts.
+    by_expert, order = slot_expert.sort(stable=True)
+    place = torch.arange(slot_expert.numel(), device=local.device) - (counts.cumsum(0) - counts)[by_expert]
+    position = torch.empty_like(slot_expert).index_copy_(0, order, place)
     slab_row = torch.where(slot_expert < num_local, slot_expert * rows_per_expert + position, -1)
-    counts = one_hot[:, :num_local].sum(0).to(torch.int32)
     # One spare row swallows the slots that aren't local, so the scatter needs no mask and no sync.
     target = torch.where(slab_row >= 0, slab_row, num_local * rows_per_expert)
     source = torch.arange(flat.num_rows, device=flat.ids.device).repeat_interleave(flat.ids.shape[1])
@@ -249,7 +252,7 @@ def expert_major_from_flat(
         scale=None if flat.hidden.scale is None else spread(flat.hidden.scale),
     )
     index = ExpertMajorIndex(slab_row.view(flat.ids.shape), flat.weights)
-    return ExpertMajorTokens(hidden, counts), index
+    return ExpertMajorTokens(hidden, counts[:num_local].to(torch.int32)), index
 
 
 def weighted_sum_to_flat(expert_output: torch.Tensor, index: ExpertMajorIndex) -> torch.Tensor:

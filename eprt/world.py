@@ -11,10 +11,10 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, RankLost, UsageError
-from eprt.groups import control_group, init_default_group, local_device
+from eprt.groups import control_group, hosts_store, init_default_group, local_device, place_from_env, start_up
 from eprt.guard import EXIT_CODE, Guard
+from eprt.resources import SharedResources
 
 T = TypeVar("T")
 
@@ -77,18 +78,22 @@ class World:
         self.step = 0
         self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.closed = False
+        self._pid = os.getpid()
         self.warm = False
         self.attention_mesh: DeviceMesh | None = None
         self.moe_mesh: DeviceMesh | None = None
         self._control: dist.ProcessGroupGloo | None = None
         self._attention_tp_group = attention_tp_group
         self._owns_default = owns_default
-        self._resources: dict[Hashable, tuple[Any, Callable[[Any], None] | None, int]] = {}
+        self._resources = SharedResources()
         self._guard: Guard | None = None
         self._excepthook = sys.excepthook
+        self._hosts_store = owns_default and hosts_store(rank)
+        self._abandoned = False  # a collective was left unfinished: torch would wait for it at the end
         if group is not None and size > 1:
-            self._control, store = control_group(dist.get_process_group_ranks(group), rank, timeout_s)
-            self._start_guard(store)
+            with start_up():
+                self._control, store = control_group(dist.get_process_group_ranks(group), rank, timeout_s)
+                self._start_guard(store)
 
     # ---- making one -----------------------------------------------------------------------------------------
 
@@ -110,9 +115,10 @@ class World:
             device: "cpu" or "cuda"; None takes CUDA where there is one GPU for each local rank.
 
         Raises:
-            ConfigError: sizes that don't divide, or a GPU that isn't there.
+            ConfigError: sizes that don't divide, a GPU that isn't there, or an environment that isn't torchrun's.
+            RankLost: a rank didn't arrive within the timeout, or was lost on the way.
         """
-        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        rank, size = place_from_env()
         parallel = ParallelConfig(size, attention_tp_size, moe_tp_size)
         where = local_device(device)
         if size == 1 and not dist.is_initialized():
@@ -127,7 +133,8 @@ class World:
             )
         owns_default = not dist.is_initialized()
         if owns_default:
-            init_default_group(rank, size, where, timeout_s)
+            with start_up():
+                init_default_group(rank, size, where, timeout_s)
         meshes = [
             init_device_mesh(where.type, shape, mesh_dim_names=names)
             for shape, names in (
@@ -271,10 +278,12 @@ class World:
     def gather_attention_tp(self, x: torch.Tensor) -> torch.Tensor:
         """[n, ...] on each attention-TP rank -> [attention_tp_size * n, ...] on all of them."""
         size = self.parallel.attention_tp_size
-        out = x.new_empty((size * x.shape[0], *x.shape[1:]))
         if size == 1:
             return x
-        self._run(_all_gather(out, x.contiguous(), group=self._attention_tp_group, async_op=True))
+        out = x.new_empty((size * x.shape[0], *x.shape[1:]))
+        first = self.rank - self.attention_tp_rank
+        work = _all_gather(out, x.contiguous(), group=self._attention_tp_group, async_op=True)
+        self._run(work, range(first, first + size))
         return out
 
     # ---- agreement ------------------------------------------------------------------------------------------
@@ -301,6 +310,7 @@ class World:
 
     def barrier(self) -> None:
         """Every rank is here."""
+        self.note("barrier")
         self.gather_control(torch.zeros(1, dtype=torch.int64))
 
     def note(self, where: str, layer: int | None = None) -> None:
@@ -332,22 +342,11 @@ class World:
         `close`.
         """
         self.require_open()
-        if key in self._resources:
-            value, closer, users = self._resources[key]
-        else:
-            value, closer, users = make(), close, 0
-        self._resources[key] = (value, closer, users + 1)
-        return value
+        return self._resources.acquire(key, make, close)
 
     def release(self, key: Hashable) -> None:
         """Give one `resource(key)` back. A key that `close` already freed is ignored."""
-        if key not in self._resources:
-            return
-        value, closer, users = self._resources.pop(key)
-        if users > 1:
-            self._resources[key] = (value, closer, users - 1)
-        elif closer is not None:
-            closer(value)
+        self._resources.release(key)
 
     def warmup(self, *things: Warmable) -> None:
         """Collective: compile, tune, allocate now on every rank, then a barrier. Lazy work afterwards is an error."""
@@ -368,19 +367,24 @@ class World:
     # ---- end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free shared memory, stop the guard, end what this World started. Idempotent."""
+        """Free shared memory, stop the guard, end what this World started. Idempotent.
+
+        Without torchrun the control store lives in rank 0, which therefore waits for the others to close, too, for
+        at most the World's timeout.
+        """
         if self.closed:
             return
         self.closed = True
-        for key in list(self._resources):
-            value, closer, _ = self._resources.pop(key)
-            if closer is not None:
-                closer(value)
+        try:
+            self._resources.close()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         if self._guard is not None:
-            broken = self._guard.verdict is not None
-            self._guard.close()
-            sys.excepthook = self._excepthook
-            if broken:
+            self._guard.close(self.timeout_s if self._hosts_store else 0.0)
+            self._unhook()
+            if self._guard.verdict is not None or self._abandoned:
                 return  # groups with abandoned work can't be destroyed; the atexit hook ends the process
         self._control = None
         if self._owns_default and dist.is_initialized():
@@ -405,6 +409,11 @@ class World:
         sys.excepthook = self._on_exception
         atexit.register(self._at_exit)
 
+    def _unhook(self) -> None:
+        """Take our excepthook out, and those of Worlds that were closed before but lay below ours."""
+        while isinstance(world := getattr(sys.excepthook, "__self__", None), World) and world.closed:
+            sys.excepthook = world._excepthook
+
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """An uncaught exception: tell the peers before the interpreter goes."""
         if self._guard is not None:
@@ -412,38 +421,43 @@ class World:
         self._excepthook(kind, error, trace)
 
     def _at_exit(self) -> None:
-        """Interpreter exit without `close`. After a verdict, abandoned work would hold the process: leave hard."""
-        if self._guard is None:
+        """Interpreter exit without `close`, or after a verdict. Abandoned work would hold the process: leave hard."""
+        if self._guard is None or os.getpid() != self._pid:
             return
-        self._guard.close()
-        if self._guard.verdict is not None:
+        self._guard.close(self.timeout_s if self._hosts_store else 0.0)
+        if self._guard.verdict is not None or self._abandoned:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(EXIT_CODE)
+            os._exit(EXIT_CODE if self._guard.verdict is not None else 1)
 
     # ---- waiting --------------------------------------------------------------------------------------------
 
-    def _run(self, work: dist.Work | None) -> None:
+    def _run(self, work: dist.Work | None, ranks: Iterable[int] | None = None) -> None:
         """Payload: on CUDA the stream waits, on CPU the host does."""
         if work is None:
             return
         if self.device.type == "cuda":
             work.wait()
         else:
-            self._wait(work)
+            self._wait(work, ranks)
 
-    def _wait(self, work: dist.Work | None) -> None:
-        """Bounded: returns, or raises RankLost naming a peer."""
-        if work is None:
-            return
+    def _wait(self, work: dist.Work, ranks: Iterable[int] | None = None) -> None:
+        """Bounded: returns, or raises RankLost naming one of the `ranks` that take part (None: all)."""
+        ranks = range(self.size) if ranks is None else ranks
         start = time.monotonic()
-        while not work.is_completed():
-            waited = time.monotonic() - start
-            if self._guard is not None:
-                self._guard.raise_if_lost(waiting=True)
-                if waited > self.timeout_s:
-                    self._guard.raise_behind(waited)
-            time.sleep(20e-6 if waited < 0.01 else 1e-3)
+        if self._guard is not None:
+            self._guard.note()
+        try:
+            while not work.is_completed():
+                waited = time.monotonic() - start
+                if self._guard is not None:
+                    self._guard.raise_if_lost(ranks)
+                    if waited > self.timeout_s:
+                        self._guard.raise_behind(waited, ranks)
+                time.sleep(20e-6 if waited < 0.01 else 1e-3)
+        except BaseException:  # Ctrl-C, too
+            self._abandoned = True
+            raise
         try:
             work.wait()
         except RuntimeError as error:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
 from eprt.capacity import Capacity
 from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
 from eprt.errors import EprtError, InputError, UsageError
-from eprt.header import Header, exchange
+from eprt.header import Header, exchange, fingerprint_of
 from eprt.placement import ExpertPlacement
 from eprt.support import Device, Requirement, Support, refuse
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
@@ -135,6 +135,7 @@ class Handle:
         state: the dispatcher's own; dropped on close.
         traffic: what moved, where the host knows it; else None.
         deferred: the rows may still be on their way; `wait` before anything reads them.
+        shape: of the expert output that `combine` takes: the tokens' shape.
     """
 
     owner: Dispatcher
@@ -146,6 +147,7 @@ class Handle:
     traffic: Traffic | None = None
     deferred: bool = False
     status: str = field(default="open", compare=False)
+    shape: tuple[int, ...] | None = None
 
     def wait(self) -> None:
         """Until the rows have arrived, in stream order. Idempotent; for `dispatch(..., wait=False)` alone."""
@@ -209,7 +211,15 @@ class Dispatcher(ABC):
         self.payload_scale: torch.Tensor | None = None
         self.closed = False
         self._calls = 0
-        self._fingerprint = config.fingerprint()
+        self._settings = {
+            **config.settings(),
+            "dispatcher": self.spec.name,
+            "payload": str(runtime.payload),
+            "max_tokens_per_rank": str(runtime.max_tokens_per_rank),
+            "attention_tp_size": str(world.parallel.attention_tp_size),
+            "moe_tp_size": str(world.parallel.moe_tp_size),
+        }
+        self._fingerprint = fingerprint_of(self._settings)
 
     # ---- what a dispatcher fills in -------------------------------------------------------------------------
 
@@ -279,11 +289,16 @@ class Dispatcher(ABC):
             self._check_call(hidden_states, topk, tokens_per_rank)
         except EprtError as found:
             error = found
-        num_tokens = 0 if error else hidden_states.shape[0]
-        rows = self._agree("dispatch", self._calls, num_tokens, tokens_per_rank, hidden_states.dtype, error, replicas)
-        handle = Handle(self, self._calls, num_tokens, rows, hidden_states.dtype, deferred=not wait)
+        num_tokens, dtype = (0, torch.bfloat16) if error else (hidden_states.shape[0], hidden_states.dtype)
+        rows = self._agree("dispatch", self._calls, num_tokens, tokens_per_rank, dtype, error, replicas)
+        handle = Handle(self, self._calls, num_tokens, rows, dtype, deferred=not wait)
         self._calls += 1
-        tokens = self._dispatch(self._encode(hidden_states), topk, handle)
+        try:
+            tokens = self._dispatch(self._encode(hidden_states), topk, handle)
+        except BaseException:
+            handle.close()
+            raise
+        handle.shape = (*tokens.hidden.data.shape[:-1], self.config.hidden_size)
         return Dispatched(tokens, handle)
 
     def combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
@@ -303,15 +318,21 @@ class Dispatcher(ABC):
             raise UsageError(f"combine on a handle that is already {handle.status}: dispatch again for a new one")
         if handle.deferred:
             raise UsageError("combine on a handle that nobody waited for: call handle.wait() before the experts run")
-        self._agree("combine", handle.call, handle.num_tokens, handle.tokens_per_rank, expert_output.dtype, None)
+        error = self._output_error(expert_output, handle)
+        self._agree("combine", handle.call, handle.num_tokens, handle.tokens_per_rank, expert_output.dtype, error)
         output = self._combine(expert_output, handle)
         handle.status = "combined"
         handle.state = None
         return output
 
-    def refuse(self, error: EprtError) -> None:
-        """Tell the peers that this rank can't make its next dispatch, so that all raise `error`. Always raises."""
-        self._agree("dispatch", self._calls, 0, None, torch.bfloat16, error)
+    def refuse(self, error: EprtError, tokens_per_rank: int | None = None) -> NoReturn:
+        """Tell the peers that this rank can't make its next dispatch, so that all raise `error`.
+
+        Args:
+            tokens_per_rank: what dispatch would have got: it decides whether the peers compare headers.
+        """
+        self._require_open()
+        self._agree("dispatch", self._calls, 0, tokens_per_rank, torch.bfloat16, error)
         raise error
 
     def close(self) -> None:
@@ -331,8 +352,11 @@ class Dispatcher(ABC):
             what = "world" if self.world.closed else "dispatcher"
             raise UsageError(f"{self.spec.name}: the {what} is closed; make a new one")
 
-    def _check_call(self, hidden_states: torch.Tensor, topk: TopK, tokens_per_rank: int | None) -> None:
+    def _check_call(self, hidden_states: object, topk: object, tokens_per_rank: object) -> None:
         H, device = self.config.hidden_size, self.world.device
+        if not isinstance(hidden_states, torch.Tensor) or not isinstance(topk, TopK):
+            kinds = f"{type(hidden_states).__name__} and {type(topk).__name__}"
+            raise InputError(f"dispatch got {kinds}: expected a tensor of hidden states and a TopK")
         found = f"hidden_states is {tuple(hidden_states.shape)} {hidden_states.dtype} on {hidden_states.device}"
         if hidden_states.dim() != 2 or hidden_states.shape[1] != H:
             raise InputError(f"{found}: expected [T, {H}] (the hidden size the experts see)")
@@ -346,8 +370,12 @@ class Dispatcher(ABC):
                 f"topk is for {topk.ids.shape[0]} tokens on {topk.ids.device}, hidden_states for "
                 f"{hidden_states.shape[0]} on {hidden_states.device}: they must agree"
             )
-        if tokens_per_rank is not None and tokens_per_rank < 1:
-            raise InputError(f"tokens_per_rank {tokens_per_rank}: must be at least 1, also when every rank is idle")
+        if tokens_per_rank is not None:
+            if not isinstance(tokens_per_rank, int) or isinstance(tokens_per_rank, bool) or tokens_per_rank < 1:
+                raise InputError(
+                    f"tokens_per_rank {tokens_per_rank!r}: expected an int of at least 1, also when every rank is idle"
+                )
+            self.capacity.check_rows(tokens_per_rank)
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if capturing and tokens_per_rank is None and self.world.size > 1:
             raise InputError("tokens_per_rank is None during CUDA graph capture: pass R, the same on every rank")
@@ -355,6 +383,17 @@ class Dispatcher(ABC):
             topk.check_ids(self.config.num_experts)
         if not capturing and self.full_validation:
             topk.check_weights()
+
+    def _output_error(self, expert_output: torch.Tensor, handle: Handle) -> InputError | None:
+        """What is wrong with an executor's output: found before any collective, so that peers can be told."""
+        fits = handle.shape is None or tuple(expert_output.shape) == handle.shape
+        device = self.world.device.type
+        if fits and expert_output.is_floating_point() and expert_output.device.type == device:
+            return None
+        return InputError(
+            f"expert_output is {tuple(expert_output.shape)} {expert_output.dtype} on {expert_output.device}: expected "
+            f"{handle.shape or 'the shape of the tokens'}, a row for each of the tokens' rows, float on {device}"
+        )
 
     def _agree(
         self,
@@ -379,9 +418,10 @@ class Dispatcher(ABC):
             layer=self.layer,
             call=call,
             num_tokens=num_tokens,
-            tokens_per_rank=tokens_per_rank or 0,
+            tokens_per_rank=0 if error else tokens_per_rank or 0,
             dtype=dtype,
             fingerprint=self._fingerprint,
+            settings=self._settings,
             replicas=replicas,
         )
         peers = exchange(self.world, header, error)

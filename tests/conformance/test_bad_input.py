@@ -32,7 +32,7 @@ INPUT = {
 CALLS = {
     "non_finite_weight": ("InputError", "1 non-finite"),
     "different_layer_order": ("WorldMismatch", "layer"),
-    "different_config": ("WorldMismatch", "fingerprint"),
+    "different_config": ("WorldMismatch", "routing.scaling_factor"),
     "skipped_combine": ("WorldMismatch", "operation"),
     "combine_twice": ("UsageError", "already combined"),
     "combine_after_close": ("UsageError", "already closed"),
@@ -74,4 +74,5 @@ def test_layer(pools, kind, pair):
 LAYER_WORDS = {
     "hidden_too_narrow": ("InputError", "expected [..., 72]"),
     "hidden_of_one_dimension": ("InputError", "expected [..., 72]"),
+    "weights_of_another_shape": ("InputError", "topk_weights is (5, 2)"),
 }

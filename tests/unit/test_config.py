@@ -103,7 +103,7 @@ class TestCapacity:
         with pytest.raises(CapacityError, match=r"rank 1 has 65 .* 64: set RuntimeConfig.max_tokens_per_rank >= 65"):
             self.CAPACITY.agree([3, 65], [0, 0])
         with pytest.raises(CapacityError, match=r"tokens_per_rank is 80.*80,000 bytes a rank"):
-            self.CAPACITY.agree([3, 5], [80, 80])
+            self.CAPACITY.check_rows(80)
 
     def test_more_tokens_than_agreed(self) -> None:
         with pytest.raises(CapacityError, match="rank 1 has 9 tokens, the agreed tokens_per_rank is 8"):
@@ -123,3 +123,33 @@ def test_a_requirement_names_the_fix() -> None:
     assert not old
     assert "is older than 999.0" in old.reason
     assert Requirement("torch", ("torch",), "2.0").check()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: RuntimeConfig(payload="fp4"), "payload 'fp4': expected one of f32, bf16, fp8_block, nvfp4"),
+        (lambda: RuntimeConfig(token_format="slabs"), "token_format 'slabs': expected one of flat, expert_major"),
+        (lambda: RuntimeConfig(max_tokens_per_rank=2.5), "max_tokens_per_rank 2.5: must be a positive integer"),
+        (lambda: Routing("sigmoid"), "routing method 'sigmoid'"),
+        (lambda: Routing(scaling_factor=float("nan")), "scaling_factor nan: must be finite"),
+        (lambda: ParallelConfig(4, moe_tp_size=True), "moe_tp_size True"),
+        (lambda: dataclasses.replace(SMALL, weight_format="int4"), "weight_format 'int4'"),
+        (lambda: dataclasses.replace(SMALL, model_hidden_size=0), "model_hidden_size 0"),
+        (
+            lambda: dataclasses.replace(SMALL, top_k=3, routing=Routing("grouped_sigmoid", num_groups=4)),
+            "top_k 3 is larger than the 2 experts of the 1 routing groups",
+        ),
+    ],
+)
+def test_a_name_or_number_nobody_knows_is_refused_where_it_is_written(make, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
+def test_settings_name_every_value_of_the_layer() -> None:
+    settings = dataclasses.replace(SMALL, routing=Routing(scaling_factor=2.5)).settings()
+    assert settings["routing.scaling_factor"] == "2.5"
+    assert settings["num_experts"] == "8"
+    assert settings["activation.kind"] == "swiglu"
+    assert settings["shared"] == "None"

@@ -1,0 +1,183 @@
+"""Jobs for test_layer.py: what runs inside the ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from eprt.config import MoEConfig, Routing, RuntimeConfig, SharedExpert
+from eprt.errors import EprtError, InputError
+from eprt.layer import ExpertParallelMoE
+from eprt.routing import Router
+from eprt.tokens import RouterLogits, TopK
+from eprt.weights import Dense, ExpertWeights, LatentWeights, SharedExpertWeights
+
+E, K, H, WIDE, I = 8, 2, 16, 24, 8
+
+
+def make_layer(
+    context,
+    *,
+    attention_tp=1,
+    shared=False,
+    latent=False,
+    router=True,
+    executor="reference",
+    dispatcher="torch",
+    **size,
+):
+    """The same small float32 layer on every rank, from one seed."""
+    world = context.world(attention_tp_size=attention_tp, timeout_s=size.pop("timeout_s", 60.0))
+    config = MoEConfig(
+        E,
+        K,
+        H,
+        I,
+        weight_format="f32",
+        routing=Routing("softmax_topk"),
+        shared=SharedExpert(I) if shared else None,
+        model_hidden_size=WIDE if latent else None,
+    )
+    seeded = torch.Generator().manual_seed(3)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=seeded) / 4
+
+    local = E // world.size
+    own = slice(world.rank * local, (world.rank + 1) * local)
+    weights = ExpertWeights(Dense(draw(E, 2 * I, H)[own].contiguous()), Dense(draw(E, H, I)[own].contiguous()))
+    width = config.input_size
+    return ExpertParallelMoE(
+        config,
+        world,
+        weights,
+        runtime=RuntimeConfig(**{"dispatcher": dispatcher, "executor": executor, "max_tokens_per_rank": 32, **size}),
+        router=Router(draw(E, width), config.routing, K) if router else None,
+        shared=SharedExpertWeights(draw(I, width), draw(width, I), draw(I, width)) if shared else None,
+        latent=LatentWeights(draw(H, WIDE), draw(WIDE, H)) if latent else None,
+    )
+
+
+def tokens_of(rank, num_tokens, width=H):
+    return torch.randn(num_tokens, width, generator=torch.Generator().manual_seed(rank)) / 2
+
+
+def said(call):
+    try:
+        call()
+    except EprtError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def one_bad_rank(context, kind, **layer):
+    """A bad call on rank 1 alone; then a correct one. (what this rank was told, whether the correct call worked)"""
+    key = ("layer", tuple(sorted(layer.items())))
+    moe = context.cache.get(key) or context.cache.setdefault(key, make_layer(context, **layer))
+    width = moe.config.input_size
+    x = tokens_of(context.rank // moe.world.parallel.attention_tp_size, 4, width)
+    before = moe(x, good_routing(4))
+    args, kwargs = (x, good_routing(4)), {}
+    if context.rank == 1:
+        args, kwargs = BAD[kind](x)
+    told = said(lambda: moe(*args, **kwargs))
+    return told, torch.equal(before, moe(x, good_routing(4)))
+
+
+def good_routing(num_tokens):
+    ids = torch.arange(num_tokens * K, dtype=torch.int32).view(num_tokens, K) % E
+    return TopK(ids, torch.full((num_tokens, K), 0.5))
+
+
+BAD = {
+    "no_tensor": lambda x: (([1.0],), {}),
+    "routing_of_another_kind": lambda x: ((x, (x, x)), {}),
+    "no_router": lambda x: ((x,), {}),
+    "routing_for_more_tokens": lambda x: ((x, good_routing(5)), {}),
+    "routing_for_fewer_tokens": lambda x: ((x, good_routing(3)), {}),
+    "logits_for_more_tokens": lambda x: ((x, RouterLogits(torch.zeros(5, E))), {}),
+    "logits_for_other_experts": lambda x: ((x, RouterLogits(torch.zeros(4, E - 1))), {}),
+    "token_ids_for_more_tokens": lambda x: ((x, good_routing(4)), {"token_ids": torch.zeros(5, dtype=torch.int64)}),
+    "bf16_for_a_float32_shared_expert": lambda x: ((x.bfloat16(), good_routing(4)), {}),
+    "hidden_on_meta": lambda x: ((x.to("meta"),), {}),
+    "other_number_of_replicas": lambda x: ((x[:2], good_routing(2)), {}),
+    "agreed_is_text": lambda x: ((x, good_routing(4)), {"tokens_per_rank": "4"}),
+    "agreed_is_a_fraction": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 4.5}),
+    "agreed_is_true": lambda x: ((x, good_routing(4)), {"tokens_per_rank": True}),
+    "agreed_over_int64": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 2**63}),
+}
+
+
+def two_bad_ranks(context):
+    """Different errors on ranks 1 and 3 in one call: everybody hears the first."""
+    moe = make_layer(context)
+    x = tokens_of(context.rank, 4)
+    bad = {1: lambda: moe(x.double()), 3: lambda: moe(x, good_routing(9))}
+    told = said(bad.get(context.rank, lambda: moe(x)))
+    return told, bool(torch.isfinite(moe(x)).all())
+
+
+def long_error(context):
+    """An error text longer than what ranks share, cut inside a character of several bytes."""
+    moe = make_layer(context)
+    x = tokens_of(context.rank, 2)
+    quiet = moe.observe
+    if context.rank == 1:
+        moe.observe = _raise_at_length
+    told = said(lambda: moe(x))
+    moe.observe = quiet
+    moe(x)
+    return told
+
+
+def _raise_at_length(phase):
+    raise InputError("x" * 2034 + "\N{SNOWMAN}" * 50)
+
+
+def bad_expert_output(context, dispatcher, change):
+    """Rank 1's executor returns something of another shape or dtype; then a correct call."""
+    moe = make_layer(context, dispatcher=dispatcher)
+    x = tokens_of(context.rank, 4)
+    before = moe(x)
+    honest = moe.executor
+    if context.rank == 1:
+        moe.executor = lambda tokens, out=None: OUTPUTS[change](honest(tokens))
+    told = said(lambda: moe(x))
+    moe.executor = honest
+    return told, torch.equal(before, moe(x))
+
+
+OUTPUTS = {
+    "a row too few": lambda y: y[:-1],
+    "another width": lambda y: y[:, 1:],
+    "whole numbers": lambda y: y.int(),
+}
+
+
+def different_settings(context):
+    """Rank 1 was built for another capacity and another payload."""
+    other = {"max_tokens_per_rank": 64, "payload": "fp8_block"} if context.rank == 1 else {}
+    moe = make_layer(context, **other)
+    return said(lambda: moe(tokens_of(context.rank, 4)))
+
+
+def different_dispatchers(context):
+    moe = make_layer(context, dispatcher="none" if context.rank == 1 else "torch")
+    return said(lambda: moe(tokens_of(context.rank, 4)))
+
+
+def closed_layer_with_bad_input(context):
+    """A closed layer is the first thing wrong with a call: no rank may wait for peers that refuse at once."""
+    moe = make_layer(context)
+    moe.close()
+    return said(lambda: moe(tokens_of(context.rank, 4, H - (context.rank == 1))))
+
+
+def attention_tp_slices(context, counts):
+    """Replicated tokens, from fewer than the group has ranks upwards, against the same layer without attention TP."""
+    found = []
+    moe, plain = make_layer(context, attention_tp=2), make_layer(context)
+    for count in counts:
+        x = tokens_of(context.rank // 2, count + context.rank // 2)
+        apart = (moe(x, tokens_per_rank=max(counts) + 1) - plain(x)).abs()
+        found.append(float(apart.max()) if x.shape[0] else 0.0)
+    return found

@@ -1,0 +1,104 @@
+"""The layer's refusals: what is wrong on one rank is the same typed error on all, and leaves the layer usable."""
+
+from __future__ import annotations
+
+import layer_jobs as jobs
+import pytest
+import torch
+
+from eprt.config import MoEConfig, Routing
+from eprt.errors import ConfigError
+from eprt.layer import _require_router
+from eprt.routing import Router
+
+# kind -> what every rank must be told, and how the layer is built.
+REFUSED = {
+    "no_tensor": ("InputError: rank 1: hidden_states is a list", {}),
+    "routing_of_another_kind": ("InputError: rank 1: routing is a tuple", {}),
+    "no_router": ("InputError: rank 1: the layer has no router", {"router": False}),
+    "routing_for_more_tokens": ("InputError: rank 1: topk_ids is (5, 2)", {"attention_tp": 2}),
+    "routing_for_fewer_tokens": ("InputError: rank 1: topk_ids is (3, 2)", {"attention_tp": 2}),
+    "logits_for_more_tokens": ("InputError: rank 1: router logits is (5, 8)", {"attention_tp": 2}),
+    "logits_for_other_experts": ("InputError: rank 1: router logits is (4, 7)", {}),
+    "token_ids_for_more_tokens": ("InputError: rank 1: token_ids must be a tensor of 4 ids", {}),
+    "bf16_for_a_float32_shared_expert": (
+        "InputError: rank 1: hidden_states is (4, 24) torch.bfloat16",
+        {"latent": True},
+    ),
+    "hidden_on_meta": ("InputError: rank 1: hidden_states is (4, 16) torch.float32 on meta", {}),
+    "other_number_of_replicas": ("WorldMismatch: the ranks disagree about this call (replicas)", {"attention_tp": 2}),
+    "agreed_is_text": ("InputError: rank 1: tokens_per_rank '4': expected an int", {"attention_tp": 2}),
+    "agreed_is_a_fraction": ("InputError: rank 1: tokens_per_rank 4.5: expected an int", {}),
+    "agreed_is_true": ("InputError: rank 1: tokens_per_rank True: expected an int", {}),
+    "agreed_over_int64": ("CapacityError: rank 1: tokens_per_rank is 9223372036854775808", {}),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_bad_call_on_one_rank_is_the_same_error_on_all(pools, kind: str) -> None:
+    says, layer = REFUSED[kind]
+    found = pools(4).run(jobs.one_bad_rank, kind=kind, **layer)
+    assert len({told for told, _ in found}) == 1, found
+    assert found[0][0].startswith(says)
+    assert all(works for _, works in found)
+
+
+def test_every_bad_call_is_tested() -> None:
+    assert set(REFUSED) == set(jobs.BAD)
+
+
+def test_of_two_errors_everybody_hears_that_of_the_lower_rank(pools) -> None:
+    found = pools(4).run(jobs.two_bad_ranks)
+    assert {told.split(":")[1] for told, _ in found} == {" rank 1"}
+    assert len({told for told, _ in found}) == 1
+    assert all(works for _, works in found)
+
+
+def test_a_long_text_is_cut_at_a_whole_character(pools) -> None:
+    found = set(pools(2).run(jobs.long_error))
+    assert len(found) == 1
+    assert found.pop() == "InputError: rank 1: " + "x" * 2034 + "\N{SNOWMAN}"
+
+
+@pytest.mark.parametrize("dispatcher", ["none", "torch"])
+@pytest.mark.parametrize("change", jobs.OUTPUTS)
+def test_an_executor_that_returns_something_else_is_named_on_all_ranks(pools, dispatcher: str, change: str) -> None:
+    found = pools(2).run(jobs.bad_expert_output, dispatcher=dispatcher, change=change)
+    assert len({told for told, _ in found}) == 1
+    assert found[0][0].startswith("InputError: rank 1: expert_output is ")
+    assert all(works for _, works in found)
+
+
+def test_ranks_built_differently_are_told_which_settings_differ(pools) -> None:
+    found = set(pools(2).run(jobs.different_settings))
+    assert len(found) == 1
+    title, header, first, second = found.pop().splitlines()
+    assert title.startswith(
+        "WorldMismatch: the ranks disagree about this call (fingerprint, max_tokens_per_rank, payload)"
+    )
+    assert header.split() == ["rank", "fingerprint", "max_tokens_per_rank", "payload"]
+    assert first.split()[::2] == ["0", "32"]
+    assert first.split()[3] == "None"
+    assert second.split()[2:] == ["64", "fp8_block"]
+
+
+def test_ranks_with_different_dispatchers_never_meet_in_payload(pools) -> None:
+    found = set(pools(2).run(jobs.different_dispatchers))
+    assert len(found) == 1
+    assert "(fingerprint, dispatcher)" in found.pop()
+
+
+def test_a_closed_layer_is_refused_before_anything_collective(pools) -> None:
+    found = pools(2).run(jobs.closed_layer_with_bad_input, timeout_s=20)
+    assert [told.split(":")[0] for told in found] == ["UsageError"] * 2
+
+
+def test_attention_tp_slices_any_number_of_tokens(pools) -> None:
+    assert max(max(errors) for errors in pools(4).run(jobs.attention_tp_slices, counts=[0, 1, 2, 3, 7])) < 1e-5
+
+
+def test_a_router_for_another_layer_is_refused() -> None:
+    config = MoEConfig(8, 2, 16, 8)
+    for weight, top_k in ((torch.zeros(7, 16), 2), (torch.zeros(8, 15), 2), (torch.zeros(8, 16), 3)):
+        with pytest.raises(ConfigError, match="the config says \\(8, 16, 2\\)"):
+            _require_router(Router(weight, Routing(), top_k), config)
