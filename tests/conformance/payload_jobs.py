@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from sm100_jobs import executors_on_cpu
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import Batch
@@ -76,6 +77,12 @@ def layer_errors(context, pair, executor, size=1.0, calibrated=True, mutation=""
     travelled = decode_hidden(encode_payload(batch.hidden, "nvfp4", scale))
     expected = expected_outputs(CONFIG, full, [Batch(travelled, batch.topk)])[0]
     return relative_error(outputs["nvfp4"], outputs["bf16"]), relative_error(outputs["nvfp4"], expected)
+
+
+def blackwell_errors(context, **given):
+    """`layer_errors` with the Blackwell executors on stand-ins, which are calibrated for another scale."""
+    with executors_on_cpu():
+        return layer_errors(context, **given)
 
 
 def _mutate(layer, mutation, own):

@@ -52,7 +52,7 @@ class StandInTrtllm(TrtllmGenExecutor):
 
 
 @contextmanager
-def _on_cpu() -> Iterator[None]:
+def executors_on_cpu() -> Iterator[None]:
     """The two rows of the table, able to run here; put back afterwards, since ranks outlive a test."""
     before, order = dict(EXECUTORS), plan._EXECUTOR_ORDER["cpu"]
     plan._EXECUTOR_ORDER["cpu"] = plan._EXECUTOR_ORDER["cuda"]
@@ -66,5 +66,5 @@ def _on_cpu() -> Iterator[None]:
 
 
 def run_sm100_checks(context: RankContext, checks: Sequence[Check]) -> list[Row]:
-    with _on_cpu():
+    with executors_on_cpu():
         return run_checks(context, checks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from payload_jobs import agree, layer_errors
+from payload_jobs import agree, blackwell_errors, layer_errors
 
 PAIRS = [("none", "flat"), ("torch", "flat"), ("torch", "expert_major")]
 # E2M1 keeps one mantissa bit: blocks of 16 Gaussian values, each with a scale of its own, lose 0.10 in norm, whatever
@@ -55,6 +55,14 @@ def test_layer_against_bf16_tokens_and_the_oracle(pools, pair, executor):
     for size in (0.02, 1.0, 300.0):
         for against_bf16, against_oracle in pools(2).run(layer_errors, pair=pair, executor=executor, size=size):
             assert 0.1 <= against_bf16 <= AGAINST_BF16  # below: nothing was rounded
+            assert against_oracle <= AGAINST_ORACLE
+
+
+@pytest.mark.parametrize("executor", ["cutedsl_nvfp4", "trtllm_gen"])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_blackwell_executors_take_the_payloads_own_scale(pools, pair, executor):
+    for size in (0.02, 1.0, 300.0):
+        for _, against_oracle in pools(2).run(blackwell_errors, pair=pair, executor=executor, size=size):
             assert against_oracle <= AGAINST_ORACLE
 
 
