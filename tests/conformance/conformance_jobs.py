@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
-from eprt.conformance import transport
+from eprt.conformance import checks, transport
 from eprt.conformance.cases import CONFIGS, Batch, coded_hidden, find_case, make_batches
 from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
 from eprt.dispatch import make_dispatcher
@@ -64,6 +64,33 @@ def round_trips(context, ids_by_rank, eighths_by_rank, agreed):
             problems.append(f"combine is off by {float((returned - expected).abs().max())}")
         found.append((pair, problems))
     return found
+
+
+# ---- two calls at once ---------------------------------------------------------------------------------------
+
+
+def most_open_calls(context, check):
+    """Runs a transport check; how many of its calls were open at the same time at the most."""
+    dispatcher = checks._dispatcher(context, check, context.world())
+    dispatch, combine, open_calls, most = dispatcher.dispatch, dispatcher.combine, 0, 0
+
+    def count_dispatch(*args):
+        nonlocal open_calls, most
+        open_calls += 1
+        most = max(most, open_calls)
+        return dispatch(*args)
+
+    def count_combine(*args):
+        nonlocal open_calls
+        open_calls -= 1
+        return combine(*args)
+
+    dispatcher.dispatch, dispatcher.combine = count_dispatch, count_combine
+    try:
+        [row] = checks.run_checks(context, [check])
+    finally:
+        del dispatcher.dispatch, dispatcher.combine
+    return most if row.ok else row.detail
 
 
 # ---- mutations: each must fail the oracle ---------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import conformance_jobs as jobs
 import pytest
+import torch
 
-from eprt.conformance.cases import CASES, CONFIGS, COUNTS, ROUTINGS
+from eprt.conformance.cases import CASES, CONFIGS, COUNTS, ROUTINGS, find_case, make_topk
 from eprt.conformance.checks import Check, run_checks, standard_checks, summarize
 from eprt.support import Device
 
@@ -20,17 +22,51 @@ def run(pools, size: int, checks: list[Check]) -> None:
 
 
 def test_the_table_holds_every_row_that_was_promised():
-    assert len(CASES) == len(COUNTS) * len(ROUTINGS)
+    assert [counts.name for counts in COUNTS] == [
+        "equal", "uneven", "one_idle", "all_but_one_idle", "all_idle", "one_over_all", "agreed_not_reached", "changing",
+    ]  # fmt: skip
+    assert [r.name for r in ROUTINGS] == ["uniform", "hot_expert", "one_rank", "all_invalid", "partly_invalid"]
+    assert {(case.counts, case.routing) for case in CASES} == {(c, r) for c in COUNTS for r in ROUTINGS}
     assert {len(counts.calls) for counts in COUNTS} == {1, 3}
     for size in (1, 2, 4, 8):
         of = {counts.name: [counts.of(call, size) for call in range(len(counts.calls))] for counts in COUNTS}
         assert of["all_idle"] == [[0] * size]
         assert len(set(of["equal"][0])) == 1
         if size > 1:
+            assert len(set(of["uneven"][0])) > 1
             assert of["all_but_one_idle"][0][1:] == [0] * (size - 1)
             assert of["one_idle"][0].count(0) == 1
             assert max(of["one_over_all"][0]) > sum(of["one_over_all"][0]) / 2
             assert len({tuple(row) for row in of["changing"]}) == 3
+        for counts in COUNTS:
+            if counts.agreed is not None:
+                reached = counts.agreed == max(counts.of(0, size))
+                assert reached == (counts.name == "equal")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_routings_are_what_their_names_say(size):
+    config, generator = CONFIGS["silu_bf16"], torch.Generator().manual_seed(0)
+    E, K = config.num_experts, config.top_k
+    ids = {r.name: make_topk(r.name, 200, size, config, generator).ids for r in ROUTINGS}
+    assert bool((ids["uniform"] < E).all())
+    # 200 tokens choose 4 of 16: 50 an expert, give or take 4 standard deviations.
+    assert all(25 < n < 75 for n in ids["uniform"].flatten().bincount(minlength=E).tolist())
+    assert bool((ids["hot_expert"] == E // 2).any(1).all()), "every token visits the hot expert"
+    assert bool((ids["hot_expert"] < E).all())
+    valid = ids["one_rank"][ids["one_rank"] < E]
+    assert set(valid.tolist()) == set(range(E - E // size, E)), "the last rank's experts, all of them and no others"
+    assert bool((ids["one_rank"] < E).any(1).all())
+    assert bool((ids["all_invalid"] == E).all())
+    assert 0.4 < float((ids["partly_invalid"] == E).float().mean()) < 0.6
+    for name in ("uniform", "hot_expert"):
+        assert all(len(set(row)) == K for row in ids[name].tolist()), "an expert is chosen once"
+
+
+@pytest.mark.parametrize(("kind", "open_at_once"), [("transport", 1), ("interleaved", 2)])
+def test_interleaved_calls_are_open_at_the_same_time(pools, kind, open_at_once):
+    check = Check(kind, find_case("changing-uniform"), "torch")
+    assert pools(2).run(jobs.most_open_calls, check=check) == [open_at_once] * 2
 
 
 @pytest.mark.parametrize(("dispatcher", "token_format"), PAIRS)
