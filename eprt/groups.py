@@ -108,7 +108,10 @@ def _arrive(rank: int, size: int, timeout_s: float, deadline: float) -> dist.Sto
         missing = [peer for peer in range(size) if not own.check([f"here/{peer}"])]
         if hosts_store(rank):
             time.sleep(_LATE_PEERS_S)
-        message = f"ranks {missing} of {size} didn't come within {timeout_s:.0f} s of start-up; look at their logs"
+        message = (
+            f"ranks {missing} of {size} didn't come within {timeout_s:g} s of start-up; look at their logs. "
+            "Restart the job."
+        )
         raise RankLost(message, missing[0] if missing else -1, "silent") from error
     store.set_timeout(timedelta(seconds=2 * timeout_s))
     return own

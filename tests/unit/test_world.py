@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import world_jobs as jobs
 
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.harness import WorldFailed, launch
-from eprt.errors import ConfigError
+from eprt.dispatch import make_dispatcher
+from eprt.errors import ConfigError, InputError
+from eprt.resources import SharedResources
 from eprt.world import World
 
 VICTIM = 2
@@ -92,6 +97,93 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="0 CUDA devices"):
             World.from_env("cuda")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_without_torchrun_a_world_follows_another_on_the_same_port() -> None:
+    found = launch(jobs.without_torchrun, 3, port=free_port(), what="one world after another")
+    assert found == ["closed"] * 3
+
+
+def test_without_torchrun_a_rank_that_never_comes_is_named() -> None:
+    found = launch(jobs.without_torchrun, 3, port=free_port(), what="one never comes")
+    assert found[1] == "absent"
+    assert {found[0], found[2]} == {
+        "1 silent ranks [1] of 3 didn't come within 1.5 s of start-up; look at their logs. Restart the job."
+    }
+
+
+@pytest.mark.parametrize(("what", "why"), [("rank 0 is killed", "exited"), ("rank 0 closes early", "left")])
+def test_without_torchrun_the_store_host_is_named_like_any_other(what: str, why: str) -> None:
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.without_torchrun, 3, timeout_s=15.0, grace_s=2.5, port=free_port(), what=what)
+    survivors = [report.raised for report in failure.value.reports if report.rank != 0]
+    assert {(raised.error, raised.lost_rank, raised.why) for raised in survivors} == {("RankLost", 0, why)}
+    assert len({raised.message for raised in survivors}) == 1
+
+
+def test_a_rank_that_is_late_for_a_barrier_is_named() -> None:
+    assert set(launch(jobs.late_for_a_barrier, 3)) == {(1, "behind")}
+
+
+def test_worlds_close_in_any_order(pools) -> None:
+    assert pools(2).run(jobs.two_worlds_and_their_hooks) == [[True, True]] * 2
+
+
+def test_a_forked_child_is_not_the_rank(pools) -> None:
+    assert pools(2).run(jobs.forked_child_leaves) == ["exit 0"] * 2
+
+
+def test_one_resource_that_cannot_close_keeps_no_other_open() -> None:
+    held, freed = SharedResources(), []
+
+    def fail(value: str) -> None:
+        raise ArithmeticError(value)
+
+    for name, closer in (("oldest", freed.append), ("broken", fail), ("newest", freed.append)):
+        held.acquire(name, lambda name=name: name, closer)
+    with pytest.raises(ArithmeticError, match="broken"):
+        held.close()
+    assert freed == ["newest", "oldest"]
+    with pytest.raises(ArithmeticError, match="no memory"):
+        held.acquire("late", lambda: fail("no memory"), None)
+    assert held.acquire("late", lambda: "made", None) == "made"
+
+
+def test_where_headers_are_not_compared_a_refusal_waits_for_nobody() -> None:
+    """A GPU world whose R is given: peers go straight to payload, so a meeting would wait for the timeout."""
+    world = SimpleNamespace(
+        rank=0,
+        size=2,
+        parallel=ParallelConfig(2),
+        device=torch.device("cpu"),
+        closed=False,
+        compares_headers=lambda full: False,
+    )
+    dispatcher = make_dispatcher("none", world, MoEConfig(8, 2, 16, 8), RuntimeConfig())
+    with pytest.raises(InputError, match="no router"):
+        dispatcher.refuse(InputError("no router"), 4)
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_PORT": "1"}, "RANK='4', WORLD_SIZE='4'"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT=''"),
+        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK='one'"),
+    ],
+)
+def test_an_environment_that_is_not_torchruns_is_refused(monkeypatch, environment: dict, says: str) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=says):
+        World.from_env("cpu")
 
 
 RESTARTS = """

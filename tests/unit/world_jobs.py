@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch import make_dispatcher
-from eprt.errors import EprtError, UsageError
+from eprt.errors import EprtError, RankLost, UsageError
 from eprt.tokens import TopK
 from eprt.world import World
 
@@ -138,3 +139,68 @@ def use_after_close(context) -> list[str]:
     again = context.world(timeout_s=20.0)
     _step(make_dispatcher("none", again, CONFIG, RuntimeConfig()), 1)
     return found
+
+
+def without_torchrun(context, port: int, what: str) -> str:
+    """Plain processes with RANK, WORLD_SIZE and MASTER_PORT: rank 0 serves the store that all depend on."""
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+    if what == "one never comes":
+        World.from_env("cpu", timeout_s=20).close()  # so that the others start the next one together
+        if context.rank == 1:
+            return "absent"
+        try:
+            World.from_env("cpu", timeout_s=1.5)
+        except RankLost as error:
+            return f"{error.rank} {error.why} {error}"
+    if what == "one world after another":
+        for _ in range(3):
+            with World.from_env("cpu", timeout_s=20) as world:
+                world.barrier()
+                time.sleep(0.1 * context.rank)  # rank 0 is the first to close
+        return "closed"
+    world = World.from_env("cpu", timeout_s=20)
+    if what == "rank 0 is killed" and context.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "rank 0 closes early" and context.rank == 0:
+        world.close()
+        time.sleep(30)
+    world.barrier()
+    return "nothing was raised"
+
+
+def late_for_a_barrier(context) -> tuple[int, str]:
+    """Rank 1 sleeps outside any dispatcher's call."""
+    world = context.world(timeout_s=1.5)
+    if context.rank == 1:
+        time.sleep(3)
+        return 1, "behind"
+    try:
+        world.barrier()
+    except RankLost as error:
+        return error.rank, error.why
+    return -1, "nothing was raised"
+
+
+def two_worlds_and_their_hooks(context) -> list[bool]:
+    """Closed in the order they were made; the one that is left still hears of an uncaught exception."""
+    context.world()
+    before = sys.excepthook
+    first, second = (World.from_group(dist.group.WORLD, "cpu", timeout_s=20) for _ in range(2))
+    first.close()
+    heard = sys.excepthook == second._on_exception
+    second.barrier()
+    second.close()
+    return [heard, sys.excepthook == before]
+
+
+def forked_child_leaves(context) -> str:
+    """A child process that ends as Python processes do, with this rank's exit hooks in its memory."""
+    world = context.world()
+    child = os.fork()
+    if child == 0:
+        world._at_exit()
+        world._guard.leave("left")
+        os._exit(bool(world._guard._ending))
+    _, status = os.waitpid(child, 0)
+    world.barrier()
+    return f"exit {os.waitstatus_to_exitcode(status)}"
