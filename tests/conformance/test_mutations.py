@@ -11,7 +11,7 @@ import torch
 
 from eprt.config import ParallelConfig
 from eprt.conformance.cases import CASES, CONFIGS, find_case, make_batches
-from eprt.conformance.checks import Check, Row, summarize
+from eprt.conformance.checks import Check, NanOutput, Row, summarize
 from eprt.conformance.oracle import relative_error
 from eprt.conformance.transport import scale_experts, wrong_arrivals
 from eprt.placement import ExpertPlacement
@@ -121,6 +121,14 @@ class TestTransport:
             replace(tokens, every_row_read=True), self.SHARD, torch.ones(self.CONFIG.num_experts), torch.bfloat16
         )
         assert not read.isnan().any()
+
+
+def test_executors_get_outputs_full_of_nan():
+    flat = FlatTokens(Payload.plain(torch.ones(3, 8)), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2), 4)
+    for out in (None, torch.zeros(3, 8)):
+        unwritten = NanOutput(lambda tokens, out: out)(flat, out)
+        assert unwritten.shape == (3, 8)
+        assert unwritten.isnan().all()
 
 
 def test_every_token_of_a_world_is_unlike_every_other():
