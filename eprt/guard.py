@@ -55,7 +55,7 @@ class _Peer:
 
 class Guard:
     """Heartbeats and verdicts of one rank. Construction is collective: every rank must have beaten once before any
-    rank watches, so the caller puts a barrier between `Guard(...)` and `start()`.
+    rank watches, so the caller puts a barrier between `Guard(...)` and `start()`, and one after it.
 
     Args:
         store: a store no other thread blocks on (a clone), under a prefix that no other World uses.

@@ -408,6 +408,7 @@ class World:
         self._guard = guard
         sys.excepthook = self._on_exception
         atexit.register(self._at_exit)
+        self.barrier()  # every rank has read who its peers are before any of them can end
 
     def _unhook(self) -> None:
         """Take our excepthook out, and those of Worlds that were closed before but lay below ours."""
