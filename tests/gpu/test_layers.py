@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import layer_jobs as jobs
 import pytest
 import torch
+import whole_layer_jobs as jobs
 
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import CASES, CONFIGS

@@ -204,7 +204,7 @@ def state(pid: int) -> str:
 @pytest.mark.parametrize(
     ("number", "became", "seconds"),
     # A dead process is seen at once. A stopped one is silent for 10 s, then its stack is asked for.
-    [(signal.SIGKILL, "rank 1 was killed by SIGKILL", 20), (signal.SIGSTOP, "rank 1 did not finish: stopped", 40)],
+    [(signal.SIGKILL, "rank 1 was killed by SIGKILL", 30), (signal.SIGSTOP, "rank 1 did not finish: stopped", 70)],
 )
 def test_a_broken_rank_ends_the_run_with_its_name_and_all_stacks(
     tiny: Path, number: signal.Signals, became: str, seconds: float
