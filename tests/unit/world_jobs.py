@@ -26,6 +26,11 @@ def _step(dispatcher, tokens: int) -> None:
     dispatcher.combine(torch.zeros(sent.tokens.num_rows, 16), sent.handle)
 
 
+def meet(context) -> None:
+    """Start-up of the World that `traffic_with_fault` uses."""
+    context.world(timeout_s=3.0)
+
+
 def traffic_with_fault(context, kind: str, victim: int, name: str) -> str:
     """Steps until the victim's fault; survivors raise what the World tells them."""
     world = context.world(timeout_s=3.0)
