@@ -21,6 +21,7 @@ from eprt.bench.timing import samples, world_of
 from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig
 from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS, Handle
+from eprt.errors import ConfigError
 from eprt.experts import EXECUTORS
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
@@ -104,7 +105,8 @@ def _make_layer(world: World, case: LayerCase) -> ExpertParallelMoE:
 def _by_hand(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
     """The layer's work without the layer. Numbers its calls as the dispatcher does, so that both may alternate."""
     router, dispatcher, executor = layer.router, layer.dispatcher, layer.executor
-    assert router is not None
+    if router is None:
+        raise ConfigError("the bench's layer has a router of its own: this one has none")
     topk = router(x)
     T = x.shape[0]
     handle = Handle(dispatcher, dispatcher._calls, T, max(T, 1), x.dtype)

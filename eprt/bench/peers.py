@@ -14,7 +14,7 @@ from eprt.bench.timing import samples, world_of
 from eprt.config import MoEConfig
 from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import UnsupportedError
+from eprt.errors import ConfigError, UnsupportedError
 from eprt.tokens import TopK
 from eprt.world import World
 
@@ -128,7 +128,8 @@ def push_rate(context: RankContext) -> float:
 def _push_cuda(world: World, size: int) -> Call:
     import torch.distributed._symmetric_memory as symmetric
 
-    assert world.group is not None
+    if world.group is None:
+        raise ConfigError("a world of one has nobody to push to: use 2 ranks or more")
     words = size // 8
     memory = symmetric.empty(words * world.size, dtype=torch.int64, device=world.device)
     handle: Any = symmetric.rendezvous(memory, world.group)

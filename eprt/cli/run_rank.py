@@ -15,6 +15,7 @@ from eprt.config import RuntimeConfig
 from eprt.conformance.checks import NanOutput
 from eprt.conformance.harness import RankContext
 from eprt.dispatch import Dispatched, Handle
+from eprt.errors import ConfigError
 from eprt.layer import ExpertParallelMoE
 from eprt.models import load_layer
 from eprt.tokens import TopK
@@ -172,7 +173,10 @@ class _Observation:
 
     def __enter__(self) -> _Observation:
         layer = self._layer
-        assert layer.router is not None
+        if layer.router is None:
+            raise ConfigError(
+                "the layer has no router to observe: eprt run drives layers of a checkpoint, which have one"
+            )
         if not isinstance(layer.executor, NanOutput):
             layer.executor = NanOutput(layer.executor)  # pyright: ignore[reportAttributeAccessIssue]
         self._hook = layer.router.register_forward_hook(self._note_choice)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from eprt.errors import ConfigError
 
@@ -83,10 +83,9 @@ class Terminal:
             console.print(f"\n[bold]{escape(title)}[/bold]", table)
 
 
-class _Progress:
+class _Progress(Protocol):
     def advance(self, note: str) -> None:
         """One more part is done."""
-        raise NotImplementedError
 
 
 class _Lines(_Progress):

@@ -362,6 +362,9 @@ class Dispatcher(ABC):
             raise InputError(f"{found}: expected [T, {H}] (the hidden size the experts see)")
         if hidden_states.dtype not in (torch.bfloat16, torch.float32):
             raise InputError(f"{found}: expected bfloat16 or float32")
+        if hidden_states.dtype == torch.float32 and "f32" not in self.spec.payloads:
+            name = self.spec.name
+            raise InputError(f"{name} carries bfloat16 tokens, hidden_states is {hidden_states.dtype}: use .bfloat16()")
         if hidden_states.device.type != device.type:
             raise InputError(f"{found}: the world runs on {device}; move it there")
         topk.check(self.config.num_experts, self.config.top_k)
@@ -383,6 +386,10 @@ class Dispatcher(ABC):
             topk.check_ids(self.config.num_experts)
         if not capturing and self.full_validation:
             topk.check_weights()
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        """What else this dispatcher needs before a call, known on the host. Raises; peers are told."""
 
     def _output_error(self, expert_output: torch.Tensor, handle: Handle) -> InputError | None:
         """What is wrong with an executor's output: found before any collective, so that peers can be told."""

@@ -152,10 +152,7 @@ class DeepEPDispatcher(Dispatcher):
 
     # ---- the two verbs --------------------------------------------------------------------------------------
 
-    def _check_call(self, hidden_states: torch.Tensor, topk: TopK, tokens_per_rank: int | None) -> None:
-        super()._check_call(hidden_states, topk, tokens_per_rank)
-        if hidden_states.dtype != torch.bfloat16:
-            raise InputError(f"deepep carries bfloat16 tokens, hidden_states is {hidden_states.dtype}: use .bfloat16()")
+    def _check_ready(self) -> None:
         if self._memory is not None:
             self._memory.slots.require_free()
 

@@ -92,11 +92,6 @@ class SymmetricMemoryDispatcher(Dispatcher):
 
     # ---- the two verbs --------------------------------------------------------------------------------------
 
-    def _check_call(self, hidden_states: torch.Tensor, topk: TopK, tokens_per_rank: int | None) -> None:
-        super()._check_call(hidden_states, topk, tokens_per_rank)
-        if hidden_states.dtype != torch.bfloat16:
-            raise InputError(f"symm carries bfloat16 tokens, hidden_states is {hidden_states.dtype}: use .bfloat16()")
-
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
         self.check_peers()
         self._compile()
