@@ -175,7 +175,7 @@ class _Observation:
         layer = self._layer
         if layer.router is None:
             raise ConfigError(
-                "the layer has no router to observe: eprt run drives layers of a checkpoint, which have one"
+                "eprt run observes the router of a checkpoint's layer: this layer has none"
             )
         if not isinstance(layer.executor, NanOutput):
             layer.executor = NanOutput(layer.executor)  # pyright: ignore[reportAttributeAccessIssue]
