@@ -174,9 +174,7 @@ class _Observation:
     def __enter__(self) -> _Observation:
         layer = self._layer
         if layer.router is None:
-            raise ConfigError(
-                "eprt run observes the router of a checkpoint's layer: this layer has none"
-            )
+            raise ConfigError("eprt run observes the router of a checkpoint's layer: this layer has none")
         if not isinstance(layer.executor, NanOutput):
             layer.executor = NanOutput(layer.executor)  # pyright: ignore[reportAttributeAccessIssue]
         self._hook = layer.router.register_forward_hook(self._note_choice)
