@@ -1,0 +1,98 @@
+"""What a dispatcher says of itself: one row of the table in `eprt/dispatch/__init__.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
+from eprt.support import Device, Requirement, Support, refuse
+
+
+@dataclass(frozen=True)
+class DispatcherSpec:
+    """Static facts of a dispatcher: readable without importing its kernels or owning its device.
+
+    Attributes:
+        name, path, summary: table key, "module:class", one line for `eprt explain`.
+        formats, payloads: what it can emit; the first format is its native one.
+        devices: device kinds it runs on.
+        graph_safe: capture once, replay with new data, counts <= R and idle ranks.
+        max_ranks: None means no limit of its own.
+        top_k_sizes: instantiated K; another K is padded up with invalid slots of weight 0. None: any.
+        hidden_sizes: instantiated H; another H is padded up and trimmed. None: any.
+        max_tokens: largest max_tokens_per_rank it can be sized for. None: memory is the limit.
+        moe_tp: can deliver one token to the several ranks that share an expert.
+        single_host: needs every rank on one NVLink host.
+        requirement: package it needs, or None.
+        todo: what is missing while it is not built yet, else empty.
+    """
+
+    name: str
+    path: str
+    summary: str
+    formats: tuple[TokenFormat, ...]
+    payloads: tuple[PayloadFormat, ...]
+    devices: tuple[str, ...]
+    graph_safe: bool
+    max_ranks: int | None = None
+    top_k_sizes: tuple[int, ...] | None = None
+    hidden_sizes: tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    moe_tp: bool = True
+    single_host: bool = False
+    requirement: Requirement | None = None
+    todo: str = ""
+
+    def supports(self, config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device) -> Support:
+        """Whether this dispatcher can carry that layer there; needs no tensors, no GPU, no package (unless
+        `device.installed`)."""
+        refusals = [
+            (bool(self.todo), f"not built yet: {self.todo}"),
+            (device.kind not in self.devices, f"runs on {', '.join(self.devices)}, not on {device}"),
+            (
+                runtime.payload is not None and runtime.payload not in self.payloads,
+                f"payload {runtime.payload}: carries {', '.join(self.payloads)} only",
+            ),
+            (
+                runtime.token_format is not None and runtime.token_format not in self.formats,
+                f"emits {', '.join(self.formats)} only, {runtime.token_format} was asked for",
+            ),
+            (
+                self.max_ranks is not None and parallel.world_size > self.max_ranks,
+                f"at most {self.max_ranks} ranks, the world has {parallel.world_size}",
+            ),
+            (
+                self.max_tokens is not None and runtime.max_tokens_per_rank > self.max_tokens,
+                f"at most {self.max_tokens} tokens a rank, max_tokens_per_rank is {runtime.max_tokens_per_rank}",
+            ),
+            (
+                parallel.moe_tp_size > 1 and not self.moe_tp,
+                f"can't send one token to the {parallel.moe_tp_size} MoE-TP ranks that share an expert",
+            ),
+            (
+                self.top_k_sizes is not None and config.top_k > max(self.top_k_sizes),
+                f"top-k at most {max(self.top_k_sizes or (0,))}, the model has {config.top_k}",
+            ),
+            (
+                self.hidden_sizes is not None and config.hidden_size > max(self.hidden_sizes),
+                f"hidden size at most {max(self.hidden_sizes or (0,))}, the model has {config.hidden_size}",
+            ),
+        ]
+        for failed, reason in refusals:
+            if failed:
+                return refuse(reason)
+        if device.installed and self.requirement is not None and not (found := self.requirement.check()):
+            return found
+        return Support(True, "; ".join(self._remarks(config)))
+
+    def padded_top_k(self, top_k: int) -> int:
+        return top_k if self.top_k_sizes is None else min(k for k in self.top_k_sizes if k >= top_k)
+
+    def padded_hidden(self, hidden_size: int) -> int:
+        return hidden_size if self.hidden_sizes is None else min(h for h in self.hidden_sizes if h >= hidden_size)
+
+    def _remarks(self, config: MoEConfig) -> list[str]:
+        top_k, hidden = self.padded_top_k(config.top_k), self.padded_hidden(config.hidden_size)
+        return [f"top-k {config.top_k} padded to {top_k}"] * (top_k != config.top_k) + [
+            f"hidden {config.hidden_size} padded to {hidden}"
+        ] * (hidden != config.hidden_size)
