@@ -45,6 +45,8 @@ __all__ = ["RankContext", "RankReport", "WorldFailed", "WorldPool", "launch"]
 
 _PRELOAD = ["torch", "torch.distributed", "eprt.conformance.rank_process", "eprt.conformance.checks"]
 _STACK_WAIT_S = 2.0
+_STOPPED_AFTER_S = 10.0  # a rank stopped by a signal for this long has failed, whatever the job's limit
+_LOOK_S = 1.0
 _CLOSE_S = 20.0
 
 
@@ -227,14 +229,15 @@ class WorldPool:
 
     def _collect(self, outcomes: dict[int, str], deadline: float, stop_at_failure: bool) -> None:
         """Listen to every rank that hasn't reported, all at once, until the deadline."""
+        running_at: dict[int, float] = {}
         while waiting := [rank for rank in self._ranks if rank.setup.rank not in outcomes]:
             if stop_at_failure and any(outcome != "ok" for outcome in outcomes.values()):
                 return
             remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if remaining <= 0 or (stop_at_failure and _long_stopped(waiting, running_at)):
                 return
             signals: list[Any] = [rank.jobs for rank in waiting] + [rank.process.sentinel for rank in waiting]
-            ready = connection.wait(signals, remaining)
+            ready = connection.wait(signals, min(remaining, _LOOK_S))
             for rank in waiting:
                 if rank.jobs in ready or rank.process.sentinel in ready:
                     outcomes[rank.setup.rank] = rank.receive()
@@ -297,17 +300,35 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
+def _long_stopped(ranks: Iterable[_Rank], running_at: dict[int, float]) -> bool:
+    """Whether one has been stopped for too long. No peer need notice: it may be stopped between two jobs."""
+    now = time.monotonic()
+    for rank in ranks:
+        if state_of(rank.process.pid or 0) != "stopped":
+            running_at[rank.setup.rank] = now
+        elif now - running_at.setdefault(rank.setup.rank, now) > _STOPPED_AFTER_S:
+            return True
+    return False
+
+
 def _ask_for_stacks(ranks: Iterable[_Rank]) -> None:
-    """SIGUSR1 to each (pending in a stopped one until SIGCONT), then wait until the dumps stop growing."""
+    """SIGUSR1 to each, then wait until the dumps stop growing. A stopped one needs SIGCONT to answer, and comes last:
+    once it goes on, those that waited for it do, too."""
     files = {rank.process.pid or 0: rank.setup.path("stack") for rank in ranks}
-    before = {pid: _size(path) for pid, path in files.items()}
-    for pid in files:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
-            os.kill(pid, signal.SIGCONT)
+    stopped = {pid for pid in files if state_of(pid) == "stopped"}
+    for pids in (files.keys() - stopped, stopped):
+        before = {pid: _size(files[pid]) for pid in pids}
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+                os.kill(pid, signal.SIGCONT)
+        _await_dumps({pid: files[pid] for pid in pids}, before)
+
+
+def _await_dumps(files: dict[int, Path], before: dict[int, int]) -> None:
     deadline = time.monotonic() + _STACK_WAIT_S
     sizes: dict[int, int] = {}
-    while time.monotonic() < deadline:
+    while files and time.monotonic() < deadline:
         time.sleep(0.05)
         now = {pid: _size(path) for pid, path in files.items()}
         if now == sizes and all(now[pid] > before[pid] for pid in now):

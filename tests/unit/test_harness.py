@@ -13,6 +13,7 @@ from pathlib import Path
 import harness_jobs as jobs
 import pytest
 
+from eprt.conformance import harness
 from eprt.conformance.autopsy import RankReport, find_culprits
 from eprt.conformance.harness import WorldFailed, WorldPool, launch
 from eprt.conformance.rank_process import Raised
@@ -118,6 +119,18 @@ def test_a_faulty_rank_is_named_in_bounded_time(pool, kind, says, fast):
         assert all(r.waits_for_others for r in error.reports if r.rank != VICTIM)
     # The pool starts over by itself.
     assert pool.run(jobs.total) == [10] * 4
+
+
+def test_a_rank_stopped_between_jobs_is_found_though_no_peer_waits_for_it(pool, monkeypatch):
+    monkeypatch.setattr(harness, "_STOPPED_AFTER_S", 0.5)
+    pids = pool.run(jobs.pid)
+    os.kill(pids[VICTIM], signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(WorldFailed, match="did not finish: stopped") as failure:
+        pool.run(jobs.pid, timeout_s=60)
+    assert time.monotonic() - start < 20
+    assert failure.value.culprits == (VICTIM,)
+    assert wait_gone(pids) == []
 
 
 def test_a_stopped_ranks_children_go_too(pool):
