@@ -243,10 +243,10 @@ class WorldPool:
                     outcomes[rank.setup.rank] = rank.receive()
 
     def _reports(self, outcomes: dict[int, str]) -> list[RankReport]:
-        """What became of each rank; asks those that are silent for their stacks."""
+        """What became of each rank; asks those that live for their stacks."""
         silent = [rank for rank in self._ranks if rank.setup.rank not in outcomes]
         states = {rank.setup.rank: state_of(rank.process.pid or 0) for rank in silent}
-        _ask_for_stacks(silent)
+        _ask_for_stacks([rank for rank in self._ranks if outcomes.get(rank.setup.rank, "ok") == "ok"])
         reports: list[RankReport] = []
         for rank in self._ranks:
             number = rank.setup.rank
