@@ -275,7 +275,7 @@ def _ended(pid: int) -> bool:
     """Whether a process of this host has ended (a zombie has)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second: it went between open and read
         return Path("/proc/self/stat").exists()
     except OSError:
         return False
