@@ -172,7 +172,7 @@ def start_long_run(tiny: Path) -> tuple[subprocess.Popen[str], list[int]]:
     process = subprocess.Popen(
         [*EPRT, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
         ranks = [pid for pid in descendants(process.pid) if os.getsid(pid) == pid]
         if len(ranks) == 2:
@@ -200,6 +200,7 @@ def state(pid: int) -> str:
         return "X"
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize(
     ("number", "became", "seconds"),
@@ -229,6 +230,7 @@ def test_a_broken_rank_ends_the_run_with_its_name_and_all_stacks(
     wait_until_gone(ranks)
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_ctrl_c_ends_all_ranks(tiny: Path) -> None:
     process, ranks = start_long_run(tiny)
