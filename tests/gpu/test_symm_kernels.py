@@ -1,7 +1,7 @@
 """The symm kernels on one GPU: every rank is a stream, every rank's memory an ordinary allocation.
 
-NVLink is not involved, so this proves indexing, the flags' protocol and the bounded wait; `test_symm.py` proves the
-transport. The witness is torch indexing, written without the kernels; sums in rank order make the result exact.
+NVLink is not involved, so this proves indexing, the flags' protocol and the bounded wait; `test_dispatchers.py` proves
+the transport. The witness is torch indexing, written without the kernels; sums in rank order make the result exact.
 """
 
 from __future__ import annotations
