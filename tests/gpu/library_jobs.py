@@ -1,4 +1,5 @@
-"""What only FlashInfer and DeepEP have: jobs that run inside the ranks of test_library_dispatchers.py."""
+"""What only FlashInfer and DeepEP have: jobs for the ranks of test_library_dispatchers.py, rehearsed in CI over the
+stand-ins of tests/unit/test_library_jobs.py."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ ONE_STEP = 3e-2  # of a row whose largest number was quantised to the neighbouri
 def one_rank_drops_a_call(context: RankContext, pair: Pair) -> tuple[bool, int]:
     """Rank 1 closes its handle without combining: whether exactly the tokens that asked it are NaN, and wrong rows of
     the call that follows."""
-    dispatcher = dispatcher_of(context, pair, 2048, 2, 16)
+    dispatcher = dispatcher_of(context, pair, 2048, 2, 32)
     generator = generator_of(dispatcher.world, 1)
     x, topk = batch(generator, 13, 2048, 2)
     sent = dispatcher.dispatch(x, topk, 16)
@@ -64,7 +65,8 @@ def overlapped(context: RankContext, H: int, K: int) -> tuple[str, int]:
         x, topk = batch(generator, (T + context.rank) % 33, H, K)
         sent = dispatcher.dispatch(x, topk, 32, wait=False)
         early = caught(lambda sent=sent, x=x: dispatcher.combine(x, sent.handle))[0]
-        torch.randn(1024, 1024, device="cuda").matmul(torch.randn(1024, 1024, device="cuda"))
+        busy = torch.randn(1024, 1024, device=generator.device)
+        busy @= busy
         sent.handle.wait()
         sent.handle.wait()
         wrong += int(wrong_rows(dispatcher.combine(stand_in(sent, dispatcher), sent.handle), x, topk))
@@ -78,7 +80,7 @@ def quantised_by_deepep(context: RankContext, H: int, K: int, wait: bool) -> int
     wrong = 0
     for T in (5, 0, 32, 17):
         _, topk = batch(generator, (T + context.rank) % 33, H, K)
-        x = torch.randn(topk.ids.shape[0], H, device="cuda", generator=generator).bfloat16()
+        x = torch.randn(topk.ids.shape[0], H, device=generator.device, generator=generator).bfloat16()
         sent = dispatcher.dispatch(x, topk, 32, wait=wait)
         sent.handle.wait()
         sent.tokens.check()

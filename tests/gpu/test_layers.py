@@ -20,17 +20,16 @@ from eprt.support import Device
 
 SIZE = min(4, torch.cuda.device_count())
 
-# FlashInfer may compile its all-to-all first (3.5 minutes on 64 cores), humming a shape pair (20 s).
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(480),
+    pytest.mark.timeout(400),
     pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices: this machine has {SIZE}"),
 ]
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with WorldPool(SIZE, device="cuda", timeout_s=420, grace_s=2) as held:
+    with WorldPool(SIZE, device="cuda", timeout_s=300, grace_s=2) as held:
         yield held
 
 
