@@ -342,7 +342,8 @@ class Beyond:
 
 SYMM, FLASHINFER, DEEPEP = [("symm", "flat"), ("flashinfer", "flat"), ("deepep", "expert_major")]
 BEYOND = (
-    Beyond(SYMM, "at most 1048575", runtime=runtime_of(capacity=1 << 20)),
+    Beyond(SYMM, "at most 1048575 tokens a rank", runtime=runtime_of(capacity=1 << 20)),
+    Beyond(SYMM, "payload f32: carries bf16, fp8_block, nvfp4 only", runtime=runtime_of(payload="f32")),
     Beyond(FLASHINFER, "top-k at most 22, the model has 23", moe(top_k=23, num_experts=32)),
     Beyond(FLASHINFER, "can't send one token to the 2 MoE-TP ranks", moe_tp_size=2),
     Beyond(FLASHINFER, "payload f32: carries bf16, fp8_block, nvfp4 only", runtime=runtime_of(payload="f32")),
