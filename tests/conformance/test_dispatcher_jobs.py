@@ -10,7 +10,8 @@ import torch
 from dispatcher_jobs import Beyond, Pair
 
 from eprt.config import ParallelConfig
-from eprt.conformance.harness import WorldFailed, launch
+from eprt.conformance.harness import RankReport, WorldFailed, launch
+from eprt.conformance.rank_process import Raised
 from eprt.dispatch import DISPATCHERS
 from eprt.support import Device
 from eprt.tokens import TopK
@@ -76,6 +77,32 @@ def test_refusals_that_differ_between_ranks_or_from_the_table_are_listed() -> No
     for other in (("WorldMismatch", "rank 1: tokens_per_rank"), ("InputError", "tokens_per_rank")):
         assert jobs.unexpected([right, {**right, "unequal_r": other}], pair) != []
     assert jobs.unexpected([{"good_calls": ("1", "")}], pair) != []
+
+
+def raised(lost_rank: int, at: float) -> RankReport:
+    error = Raised("RankLost", f"rank {lost_rank} exited", stack="", at=at, lost_rank=lost_rank, why="exited")
+    return RankReport(0, "raised", raised=error)
+
+
+@pytest.mark.parametrize(
+    ("survivor", "may_exit", "heard"),
+    [
+        (raised(1, at=102.0), False, True),
+        (raised(1, at=107.0), False, False),
+        (raised(2, at=102.0), False, False),
+        (RankReport(0, "died", exit_code=75, log_tail="rank 1 exited: process 7 is gone"), True, True),
+        (RankReport(0, "died", exit_code=75, log_tail="rank 1 exited: process 7 is gone"), False, False),
+        (RankReport(0, "died", exit_code=75, log_tail="rank 2 exited: process 8 is gone"), True, False),
+        (RankReport(0, "unfinished", state="running"), True, False),
+        (RankReport(0, "ok"), True, False),
+    ],
+)
+def test_a_survivor_that_does_not_name_the_victim_in_time_is_listed(
+    survivor: RankReport, may_exit: bool, heard: bool
+) -> None:
+    victim = RankReport(1, "died", exit_code=-9, log_tail="warming up\nkilled at 101.0")
+    failure = WorldFailed([survivor, victim], seconds=9.0, timeout_s=60.0)
+    assert (lost_rank_jobs.unheard(failure, may_exit) == []) is heard
 
 
 # ---- the jobs -----------------------------------------------------------------------------------------------------
