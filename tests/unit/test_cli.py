@@ -101,6 +101,20 @@ def test_run_detects_a_dropped_expert(tiny: Path, monkeypatch) -> None:
     assert main(["run", "--model", str(tiny), "--world", "1", "--steps", "3", "--device", "cpu"]) == 1
 
 
+def test_what_libraries_print_is_not_part_of_the_result() -> None:
+    code = """
+import os
+from eprt.cli.terminal import Terminal, stdout_of_our_own
+with stdout_of_our_own():
+    os.write(1, b"[Gloo] Rank 0 is connected")
+    Terminal(json=True).result({"ok": True})
+print("afterwards")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == '{"ok": true}\nafterwards\n'
+    assert done.stderr == "[Gloo] Rank 0 is connected"
+
+
 def test_run_joins_torchrun(tiny: Path) -> None:
     words = ["--nproc-per-node", "2", "-m", "eprt", "run", "--model", str(tiny), "--steps", "2", "--json"]
     done = subprocess.run(
