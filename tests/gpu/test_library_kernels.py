@@ -25,7 +25,8 @@ def test_ids_of_absent_rows_and_of_other_ranks_become_invalid(W, R, K, early):
     ids = torch.randint(0, E + 1, (W, R, K), device=DEVICE, dtype=torch.int32, generator=generator(W * R))
     counts = torch.randint(0, R + 1, (W,), device=DEVICE, dtype=torch.int32, generator=generator(K))
     filled = torch.arange(R, device=DEVICE)[None, :, None] < counts[:, None, None]
-    ids = torch.where(filled, ids, torch.randint_like(ids, -(2**31), 2**31 - 1))  # stale bytes may say anything
+    stale = torch.randint_like(ids, -(2**31), 2**31 - 1)  # bytes of another step may say anything, a local id too
+    ids = torch.where(filled | (stale % 2 == 0), ids, stale)
     expected = torch.where(filled & (ids >= first) & (ids < end), ids, E)
     mask_foreign_ids(ids, counts, first, end, E, early)
     assert torch.equal(ids, expected)

@@ -42,17 +42,23 @@ class Ranks:
         self.W, self.E, self.K, self.H, self.moe_tp = W, E, K, H, moe_tp
         self.L = E // (W // moe_tp)
         self.geometry = Geometry(W, capacity, H, K, payload)
-        memories = [torch.full((self.geometry.num_bytes,), 255, dtype=torch.uint8, device=DEVICE) for _ in range(W)]
-        for memory in memories:
+        raw = [torch.full((self.geometry.num_bytes,), 255, dtype=torch.uint8, device=DEVICE) for _ in range(W)]
+        for memory in raw:
             memory[: 2 * 256].zero_()
-        bases = [memory.data_ptr() for memory in memories]
-        self.memories = [SymmetricMemory(self.geometry, r, memories[r], bases) for r in range(W)]
+        # [slot, phase, source] of each rank: 256 bytes a slot, two lines of 8 flags of 8 bytes
+        self.flags = [memory[: 2 * 256].view(torch.int64).view(2, 4, 8)[:, :2, :W] for memory in raw]
+        bases = [memory.data_ptr() for memory in raw]
+        self.memories = [SymmetricMemory(self.geometry, r, raw[r], bases) for r in range(W)]
         # All ranks' waiting CTAs share one GPU here, so they must fit it together. Interpreted, a few share all rows.
         most = sized({"combine_ctas": 264 // W}, {"combine_ctas": 7, "dispatch_ctas": 9})
         tuning = [row._replace(**{name: min(getattr(row, name), n) for name, n in most.items()}) for row in TUNING]
         self.launchers = [Launcher(memory, E, self.L, moe_tp, tuple(tuning)) for memory in self.memories]
         self.streams = [] if INTERPRETED else [torch.cuda.Stream() for _ in range(W)]
         self.synchronize()
+
+    def order(self, slot):
+        """Interpreted, each rank overwrites what those before it wrote past their rows."""
+        return range(self.W) if slot else range(self.W - 1, -1, -1)
 
     def stream(self, r):
         return nullcontext() if INTERPRETED else torch.cuda.stream(self.streams[r])
@@ -84,7 +90,7 @@ class Ranks:
         return Batch(Payload(data, g.payload, scale), TopK(ids, torch.rand(T, self.K, device=DEVICE)))
 
     def dispatch(self, slot, batches, R, ranks=None, timeout_s=20.0):
-        for r in ranks or range(self.W):
+        for r in ranks or self.order(slot):
             with self.stream(r):
                 self.launchers[r].dispatch(slot, batches[r].hidden, batches[r].topk, R, timeout_s)
         if INTERPRETED and ranks is None:
@@ -92,7 +98,7 @@ class Ranks:
 
     def combine(self, slot, batches, R, ranks=None, timeout_s=20.0):
         outs = {}
-        for r in ranks or range(self.W):
+        for r in ranks or self.order(slot):
             with self.stream(r):
                 T = batches[r].topk.ids.shape[0]
                 outs[r] = torch.full((T, self.H), float("nan"), dtype=torch.bfloat16, device=DEVICE)
@@ -123,13 +129,16 @@ class Ranks:
                         assert torch.equal(got_rows, sent.view(torch.uint8)[rows])
 
     def write_outputs(self, slot, batches, R):
+        """Half of the numbers are -2**26, 0 or 2**26, which cancel: another order than the ranks' has another sum."""
         for p, memory in enumerate(self.memories):
             out = memory.output(slot, R).view(self.W, R, self.H)
             out.fill_(float("nan"))
             for s, batch in enumerate(batches):
                 T = batch.topk.ids.shape[0]
                 rows = (self.wanted_ids(batch.topk.ids, p) < self.E).any(1)
-                out[s, :T] = torch.where(rows[:, None], torch.randn_like(out[s, :T]), float("nan"))
+                value, large = torch.randn_like(out[s, :T]), torch.randint_like(out[s, :T], -1, 2) * 2.0**26
+                value = torch.where(torch.rand_like(value) < 0.5, large, value)
+                out[s, :T] = torch.where(rows[:, None], value, float("nan"))
 
     def check_combined(self, slot, batches, outs, R):
         for s, batch in enumerate(batches):
@@ -141,15 +150,24 @@ class Ranks:
                 total += torch.where(rows[:, None], row.float(), 0.0)
             assert torch.equal(outs[s], total.bfloat16())
 
+    def check_flags(self, slot, generation, phases, R):
+        """Every rank has every other's flag of these phases, and has counted this generation."""
+        for flags, memory in zip(self.flags, self.memories, strict=True):
+            assert (flags[slot, :phases] == generation * 2**20 + R).all()
+            assert memory.states[slot, :2].tolist() == [generation, 0]
+
     def step(self, slot, batches, R):
         self.synchronize()  # the batches were made on another stream
+        generation = int(self.memories[0].states[slot, 0]) + 1
         self.dispatch(slot, batches, R)
         self.synchronize()
+        self.check_flags(slot, generation, 1, R)
         self.check_received(slot, batches, R)
         self.write_outputs(slot, batches, R)
         self.synchronize()
         outs = self.combine(slot, batches, R)
         self.synchronize()
+        self.check_flags(slot, generation, 2, R)
         self.check_combined(slot, batches, outs, R)
         assert not any(memory.faulty for memory in self.memories)
 
@@ -259,6 +277,8 @@ def test_a_missing_rank_is_named_in_bounded_time(phase):
     started = time.monotonic()
     ranks.dispatch(0, batches, 4, ranks=present if phase == "dispatch" else None, timeout_s=0.5)
     ranks.combine(0, batches, 4, ranks=present, timeout_s=0.5)
+    ranks.synchronize()
+    assert all(ranks.memories[r].faulty for r in present)
     ranks.dispatch(1, batches, 4, ranks=present, timeout_s=0.5)  # not waited for again
     ranks.synchronize()
     assert INTERPRETED or 0.4 < time.monotonic() - started < 1.5
