@@ -58,3 +58,18 @@ def test_no_rows():
     none = torch.empty(0, 256, dtype=torch.bfloat16, device=DEVICE)
     assert [tuple(part.shape) for part in encode_fp8_rows(none)] == [(0, 256), (0, 2)]
     assert [tuple(part.shape) for part in encode_nvfp4_rows(none, torch.ones(1, device=DEVICE))] == [(0, 128), (0, 16)]
+
+
+@pytest.mark.parametrize("global_scale", [1.0, 0.37])
+def test_nvfp4_scales_within_two_units_of_a_tie(global_scale):
+    """Where a rounding less, or a reciprocal, would give the neighbour."""
+    from eprt.quant.payload_kernels import encode_nvfp4_rows
+
+    scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    tie = ((scales[1:] + scales[:-1]) / 2 * E2M1_MAX * global_scale).float()
+    x = torch.zeros(5, len(tie), 16)
+    x[:, :, 3] = (tie.view(torch.int32) + torch.arange(-2, 3, dtype=torch.int32)[:, None]).view(torch.float32)
+    x, above = x.flatten(1), torch.tensor([global_scale])
+    wanted = encode_nvfp4(x, above)
+    assert wanted[1].view(torch.uint8).unique().numel() == 127
+    assert_same_bits(encode_nvfp4_rows(x.to(DEVICE), above.to(DEVICE)), wanted)
