@@ -115,7 +115,7 @@ class SymmetricMemoryDispatcher(Dispatcher):
 
     def _release(self, handle: Handle) -> None:
         """The peers' combine waits for this rank's flag, so a handle that is dropped still raises it, unless some of
-        them are lost: then nobody goes on."""
+        them are lost: then nobody goes on. What they pull is NaN, not the numbers of an earlier call."""
         call = handle.state
         if not isinstance(call, _Call) or self.world.closed:
             return
@@ -124,6 +124,7 @@ class SymmetricMemoryDispatcher(Dispatcher):
         except (RankLost, WorldMismatch):
             self._memory.release(call.slot)
             return
+        self._memory.output(call.slot, handle.tokens_per_rank).fill_(torch.nan)
         none = call.ids[:0]
         out = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
         self._finish(call.slot, out, none, handle.tokens_per_rank)

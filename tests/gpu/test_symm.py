@@ -1,7 +1,9 @@
-"""What only the symmetric-memory dispatcher has: its kernels notice a wrong R and a late peer by themselves."""
+"""What the symmetric-memory dispatcher has by itself: NaN for a dropped call, kernels that notice a wrong R and a late
+peer."""
 
 from __future__ import annotations
 
+import library_jobs
 import lost_rank_jobs as jobs
 import pytest
 import torch
@@ -16,6 +18,11 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices with peer access: this machine has {SIZE}"),
 ]
+
+
+def test_a_call_that_one_rank_drops_is_nan_where_it_was_asked():
+    found = launch(library_jobs.one_rank_drops_a_call, SIZE, "cuda", timeout_s=180, pair=SYMM)
+    assert found == [(True, 0)] * SIZE
 
 
 def test_unequal_rows_are_noticed_without_validation():
