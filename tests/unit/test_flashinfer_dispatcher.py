@@ -14,8 +14,11 @@ from eprt.conformance.cases import CASES, Case, make_batches
 from eprt.dispatch.flashinfer import FlashInferDispatcher
 from eprt.dispatch.flashinfer_workspace import NUM_SLOTS, ControlPlane, Geometry
 from eprt.errors import CapacityError, ConfigError, InputError, UsageError
+from eprt.tokens import TopK
 
 CAPACITY = 32
+# Of a rank's row when it becomes E4M3, and of their sum when it becomes bf16.
+FP8_TOLERANCE = transport.FP8_ROUNDING + 2.0**-9
 
 
 @pytest.fixture
@@ -25,9 +28,9 @@ def library(monkeypatch, request) -> FakeLibrary:
 
 def make(world, **kwargs) -> FlashInferDispatcher:
     fields = {"num_experts": 16, "top_k": 4, "hidden_size": 64, **kwargs}
-    payload = fields.pop("payload", None)
+    runtime = {name: fields.pop(name, None) for name in ("payload", "combine_payload")}
     config = MoEConfig(intermediate_size=32, **fields)
-    return FlashInferDispatcher(world, config, RuntimeConfig(max_tokens_per_rank=CAPACITY, payload=payload))
+    return FlashInferDispatcher(world, config, RuntimeConfig(max_tokens_per_rank=CAPACITY, **runtime))
 
 
 def exchange(dispatcher: FlashInferDispatcher, case: Case, *, zero_copy: bool = False) -> list[str]:
@@ -48,6 +51,11 @@ def exchange(dispatcher: FlashInferDispatcher, case: Case, *, zero_copy: bool = 
             y = dispatcher.output_buffer(sent.handle).copy_(y)
         returned = dispatcher.combine(y, sent.handle)
         expected = transport.weighted_sums(own, torch.ones(config.num_experts), payload)
+        if dispatcher.runtime.combine_payload == "fp8":
+            exact = expected
+            expected = transport.fp8_sums(own, dispatcher.shard).double()
+            if not (expected - exact).norm() <= FP8_TOLERANCE * exact.norm():
+                problems.append("FP8 sums are further from the exact ones than the format's rounding")
         error = (returned.double() - expected).norm() / expected.norm().clamp(min=1e-9)
         if payload is None and not torch.equal(returned, expected.to(torch.bfloat16)):
             problems.append(f"combine isn't bitwise right: {error:.1e}")
@@ -95,6 +103,44 @@ def test_an_output_in_the_workspace_is_not_copied(library):
 
     assert run_ranks(job) == [[]] * SIZE
     assert library.in_workspace == [True] * SIZE
+
+
+@pytest.mark.parametrize("hidden_size", [16, 130])
+@pytest.mark.parametrize("in_workspace", [(), (0, 1, 2, 3), (1, 2)])
+def test_fp8_outputs_are_each_rank_s_row_rounded_and_summed(library, hidden_size, in_workspace):
+    """Whichever ranks' executors wrote into the workspace: rows lie equally far apart on all of them."""
+
+    def job(world):
+        dispatcher = make(world, hidden_size=hidden_size, combine_payload="fp8")
+        zero_copy = world.rank in in_workspace
+        return [(case.name, p) for case in CASES for p in exchange(dispatcher, case, zero_copy=zero_copy)]
+
+    assert run_ranks(job) == [[]] * SIZE
+
+
+def test_what_fp8_does_to_large_small_and_broken_outputs(library):
+    outputs = [1000.0, -449.0, torch.inf, -torch.inf, torch.nan, 2.0**-11, 1.5 * 2.0**-9, 0.3, -18.0, 17.0]
+    expected = [448.0, -448.0, 448.0, -448.0, torch.nan, 0.0, 2.0**-8, 0.3125, -18.0, 16.0]
+
+    def job(world):
+        dispatcher = make(world, num_experts=4, top_k=1, hidden_size=len(outputs), combine_payload="fp8")
+        ids = torch.tensor([[(world.rank + 1) % SIZE]], dtype=torch.int32)
+        topk = TopK(ids, torch.ones(1, 1))
+        sent = dispatcher.dispatch(torch.ones(1, len(outputs), dtype=torch.bfloat16), topk)
+        rows = torch.tensor(outputs).bfloat16().expand(sent.tokens.num_rows, -1)
+        return dispatcher.combine(rows, sent.handle)[0].tolist()
+
+    for row in run_ranks(job):
+        assert row == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+
+
+def test_fp8_outputs_need_a_library_that_has_them_and_no_other_memory(library, monkeypatch):
+    world = FakeWorld(0, threading.Barrier(1), [None])
+    plain, packed = make(world), make(world, combine_payload="fp8")
+    assert plain._geometry == packed._geometry
+    monkeypatch.setattr(library, "moe_a2a_combine", lambda payload, output: None)
+    with pytest.raises(ConfigError, match=r"outputs back in bf16 only: pip install 'flashinfer-python>=0.7.2'"):
+        make(world, combine_payload="fp8")
 
 
 def test_an_added_slot_names_no_expert(library):
