@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
 import deepep_stand_in
 import flashinfer_stand_in
 import pytest
@@ -95,6 +99,24 @@ def test_the_library_s_mask_says_1_for_left_out_where_ours_says_false(fabric):
 
     masked, whole = ([0, 0, 1, 0], None), ([0, 0, 0, 0], None)
     assert run_ranks(job) == [masked, masked, whole, masked]
+
+
+@pytest.mark.parametrize(("name", "hidden_size"), [("flashinfer", 130), ("deepep", 2880)])
+def test_the_job_of_the_gpu_test(fabric, monkeypatch, name, hidden_size):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "gpu")
+    import rank_mask_jobs as jobs
+
+    spec = replace(DISPATCHERS[name], devices=("cpu",), requirement=None)
+    monkeypatch.setitem(DISPATCHERS, name, spec)
+    monkeypatch.setattr(jobs, "CAPACITY", CAPACITY[name])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+    def job(world):
+        world.group = deepep_stand_in.Group(fabric, world.rank)
+        context = SimpleNamespace(rank=world.rank, size=SIZE, world=lambda: world)
+        return jobs.left_out(context, name, hidden_size, 3)
+
+    assert run_ranks(job) == [[]] * SIZE
 
 
 @pytest.mark.parametrize("name", NAMES)
