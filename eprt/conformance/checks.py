@@ -118,7 +118,12 @@ def standard_checks(size: int, device: Device) -> list[Check]:
     checks: list[Check] = []
     for name, spec in DISPATCHERS.items():
         for token_format in spec.formats:
-            checks += [Check(kind, case, name, token_format) for kind in _TRANSPORTS for case in CASES]
+            checks += [
+                Check(kind, case, name, token_format, combine_payload=combine_payload)
+                for combine_payload in (None, *spec.combine_payloads)
+                for kind in _TRANSPORTS
+                for case in CASES
+            ]
             checks += [
                 Check("layer", case, name, token_format, executor, config)
                 for executor in EXECUTORS

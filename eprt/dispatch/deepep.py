@@ -82,8 +82,7 @@ class LowLatencyBuffer:
     given_up: torch.Tensor | None
 
     def leave_out(self, alive: tuple[bool, ...]) -> None:
-        """Raises UsageError while a call is open."""
-        self.slots.require_idle()
+        """No call is open, no kernel runs in this memory."""
         for rank in range(len(alive)):
             if self.mask.alive[rank] and not alive[rank]:
                 self.buffer.low_latency_update_mask_buffer(rank, True)  # the library's mask: True is left out
@@ -309,14 +308,10 @@ class DeepEPDispatcher(Dispatcher):
             explicitly_destroy=True,
             enable_shrink=self.runtime.rank_mask,
         )
-        W, on_gpu = geometry.num_ranks, self.world.device.type == "cuda"
-        return LowLatencyBuffer(
-            library,
-            buffer,
-            Slots(MAX_OPEN, "deepep"),
-            RankMask((True,) * W, in_arguments=False),
-            torch.zeros(W, dtype=torch.int32, pin_memory=on_gpu) if self.runtime.rank_mask else None,
-        )
+        W, slots = geometry.num_ranks, Slots(MAX_OPEN, "deepep")
+        given_up = torch.zeros(W, dtype=torch.int32, pin_memory=self.world.device.type == "cuda")
+        mask = RankMask((True,) * W, slots, in_arguments=False)
+        return LowLatencyBuffer(library, buffer, slots, mask, given_up if self.runtime.rank_mask else None)
 
     def _destroy(self, memory: LowLatencyBuffer) -> None:
         """The library frees behind a barrier without a time limit: not with peers that may never come to it."""

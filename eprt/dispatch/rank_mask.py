@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from eprt.dispatch.shared_memory import Slots
 from eprt.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -23,12 +24,14 @@ class RankMask:
 
     Attributes:
         alive: [W], by rank.
+        slots: its calls; a mask changes while none is open.
         in_arguments: kernels get the mask as an argument, so a CUDA graph keeps the one of its capture; False: they
             read it from device memory, and replays follow it.
         captured: a CUDA graph holds a call.
     """
 
     alive: tuple[bool, ...]
+    slots: Slots
     in_arguments: bool
     captured: bool = False
 
@@ -89,3 +92,5 @@ def require_changeable(
     for failed, reason in refusals:
         if failed:
             raise UsageError(f"{name}: set_alive: {reason}")
+    if mask is not None:
+        mask.slots.require_idle()
