@@ -169,8 +169,9 @@ class Workspace:
         found = self._views.get(slot)
         if found is None or found.tokens_per_rank != R:
             rows, size = self.geometry.num_ranks * R, self.geometry.combine_bytes
-            counts = self._counts(slot)
-            output = self._own(slot, self.geometry.combine_offset, rows * size).view(torch.bfloat16).view(rows, -1)
+            with torch.inference_mode(False):  # calls outside of it may come, and write
+                counts = self._counts(slot)
+                output = self._own(slot, self.geometry.combine_offset, rows * size).view(torch.bfloat16).view(rows, -1)
             found = self._views[slot] = Views(R, {}, counts, output)
         return found
 

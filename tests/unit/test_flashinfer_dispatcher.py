@@ -143,6 +143,19 @@ def test_fp8_outputs_need_a_library_that_has_them_and_no_other_memory(library, m
         make(world, combine_payload="fp8")
 
 
+def test_calls_inside_and_outside_of_inference_mode(library):
+    """Views are kept from call to call, and an inference tensor can't be written to outside of that mode."""
+
+    def job(world):
+        dispatcher = make(world)
+        dispatcher.warmup()
+        with torch.inference_mode():
+            problems = exchange(dispatcher, CASES[0], zero_copy=True)
+        return problems + exchange(dispatcher, CASES[0], zero_copy=True)
+
+    assert run_ranks(job) == [[]] * SIZE
+
+
 def test_an_added_slot_names_no_expert(library):
     def job(world):
         dispatcher = make(world, top_k=3)
