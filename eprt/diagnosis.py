@@ -23,7 +23,6 @@ from eprt.support import Device, Requirement, Support
 
 DISTRIBUTIONS = (
     "eprt",
-    "torch",
     "triton",
     "safetensors",
     "transformers",
@@ -81,6 +80,7 @@ def versions() -> dict[str, str]:
     found = {
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "torch": torch.__version__,
         "CUDA of torch": torch.version.cuda or "- (CPU build)",
         "NCCL of torch": _nccl_of_torch() or "-",
     }

@@ -32,6 +32,8 @@ if [ "$kind" = test ]; then
   pip -c .venv/torch-constraint.txt -r scripts/requirements-test.txt -e '.[test,dev,transformers,plot]'
   # --no-deps: their own requirements would bring CUDA packages that signature tests don't need.
   pip --no-deps -r scripts/requirements-kernels.txt
+  # CUDA builds of torch come with the triton they need.
+  "$python" -c 'import triton' 2>/dev/null || pip triton==3.9.0
 else
   pip -c .venv/torch-constraint.txt -e .
 fi

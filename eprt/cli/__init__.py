@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eprt.cli.terminal import Terminal, configure_logging
+from eprt.cli.terminal import Terminal, configure_logging, stdout_of_our_own
 from eprt.errors import EprtError, RankLost
 
 # Exit codes. 75 is EX_TEMPFAIL: a rank was lost, the job may be started again.
@@ -28,6 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     command = parse(arguments)
     terminal = Terminal(json=command.json in (True, STDOUT))
+    with stdout_of_our_own():
+        return _run(command, terminal)
+
+
+def _run(command: Any, terminal: Terminal) -> int:
     module, _, name = _COMMANDS[type(command).__name__].partition(":")
     try:
         configure_logging()

@@ -130,6 +130,26 @@ def _is_number(text: str) -> bool:
     return text in ("", "-") or text.replace(",", "").replace(".", "", 1).lstrip("-")[:1].isdigit()
 
 
+@contextmanager
+def stdout_of_our_own() -> Iterator[None]:
+    """Only Python's `sys.stdout` reaches standard output; what libraries print from C++ (gloo in torch 2.10, when ranks
+    meet) goes to standard error, so that a result stays one JSON object. Does nothing where stdout was replaced."""
+    if sys.stdout is not sys.__stdout__:
+        yield
+        return
+    replaced, kept = sys.stdout, os.dup(1)
+    replaced.flush()
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(kept, "w", encoding=replaced.encoding, closefd=False)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout = replaced
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def configure_logging() -> None:
     """A handler on the logger `eprt`, at the level of EPRT_LOG (default WARNING). Leaves the root logger alone.
 

@@ -11,7 +11,7 @@ from eprt.conformance.rank_process import Raised
 from eprt.errors import EprtError
 
 # Python files whose frames mean "waits for other ranks" (or for a kernel that does).
-_WAITING = ("/torch/distributed/", "/eprt/world", "/eprt/guard", "/eprt/header", "/torch/cuda/")
+_WAITING = ("/torch/distributed/", "/eprt/world", "/eprt/collectives", "/eprt/guard", "/eprt/header", "/torch/cuda/")
 _STATES = {"R": "running", "S": "sleeping", "D": "in an uninterruptible wait", "T": "stopped", "t": "stopped"}
 _TAIL_LINES = 15
 _TAIL_BYTES = 16384

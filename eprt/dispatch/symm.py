@@ -13,14 +13,13 @@ import torch
 
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.base import Dispatcher, Handle
-from eprt.dispatch.symm_memory import MAX_RANKS, Geometry, SymmetricMemory
+from eprt.dispatch.symm_memory import Geometry, SymmetricMemory
 from eprt.errors import ConfigError, InputError, RankLost, WorldMismatch
+from eprt.support import Device
 from eprt.tokens import FlatTokens, Payload, TopK
 
 if TYPE_CHECKING:
     from eprt.world import World
-
-MAX_TOKENS_PER_RANK = (1 << 20) - 1  # a flag carries R in 20 bits
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class SymmetricMemoryDispatcher(Dispatcher):
     eager calls must be ordered by the caller, as they would be for any buffer that both use.
 
     Raises:
-        ConfigError: more than 8 ranks, or a capacity of 2**20 tokens or more.
+        ConfigError: what the plan would refuse (device, ranks, capacity, payload, package).
     """
 
     def __init__(
@@ -50,13 +49,9 @@ class SymmetricMemoryDispatcher(Dispatcher):
         token_format: TokenFormat = "flat",
         layer: int = 0,
     ) -> None:
-        if world.size > MAX_RANKS or world.device.type != "cuda":
-            raise ConfigError(
-                f"symm: {world.size} ranks on {world.device.type}: at most {MAX_RANKS} CUDA ranks of one host; "
-                "choose dispatcher 'none' or 'torch'"
-            )
-        if runtime.max_tokens_per_rank > MAX_TOKENS_PER_RANK:
-            raise ConfigError(f"symm: max_tokens_per_rank {runtime.max_tokens_per_rank}: at most {MAX_TOKENS_PER_RANK}")
+        verdict = self.spec.supports(config, world.parallel, runtime, Device.of(world.device))
+        if not verdict:
+            raise ConfigError(f"symm: {verdict.reason}")
         self._geometry = Geometry.of(world.size, config, runtime)
         super().__init__(world, config, runtime, token_format, layer)
         from eprt.dispatch.symm_launch import Launcher
@@ -120,7 +115,7 @@ class SymmetricMemoryDispatcher(Dispatcher):
 
     def _release(self, handle: Handle) -> None:
         """The peers' combine waits for this rank's flag, so a handle that is dropped still raises it, unless some of
-        them are lost: then nobody goes on."""
+        them are lost: then nobody goes on. What they pull is NaN, not the numbers of an earlier call."""
         call = handle.state
         if not isinstance(call, _Call) or self.world.closed:
             return
@@ -129,6 +124,7 @@ class SymmetricMemoryDispatcher(Dispatcher):
         except (RankLost, WorldMismatch):
             self._memory.release(call.slot)
             return
+        self._memory.output(call.slot, handle.tokens_per_rank).fill_(torch.nan)
         none = call.ids[:0]
         out = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
         self._finish(call.slot, out, none, handle.tokens_per_rank)

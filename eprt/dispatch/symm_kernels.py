@@ -43,6 +43,7 @@ ROUTING_BLOCK = 1024  # ids and weights that one CTA forwards
 
 _RANKS = tl.constexpr(MAX_RANKS)
 _R_BITS = tl.constexpr(R_BITS)
+_R_MASK = tl.constexpr((1 << R_BITS) - 1)
 _ROUTING_BLOCK = tl.constexpr(ROUTING_BLOCK)
 
 
@@ -120,7 +121,7 @@ def _wait_flags(book, entry: tl.constexpr, lane, generation, R, limit_ns):
     )
     tl.debug_barrier()
     # Warps that did not poll hold `wanted` itself, whose R is 0.
-    theirs = (flag & ((1 << _R_BITS) - 1)).to(tl.int32)
+    theirs = (flag & _R_MASK).to(tl.int32)
     differs = (flag >= wanted) & (theirs != 0) & (theirs != R)
     tl.store(fault.to(tl.pointer_type(tl.int32)), theirs, mask=differs)
     tl.store(host_fault.to(tl.pointer_type(tl.int32)), theirs, mask=differs)

@@ -77,7 +77,7 @@ class Launcher:
         block = min(triton.next_power_of_2(words), tuning.dispatch_bytes // data.element_size())
         ctas = min(T * triton.cdiv(words, block), tuning.dispatch_ctas)
         scale_words = 0 if scale is None else scale.shape[1]
-        with torch.cuda.device(data.device):
+        with torch.cuda.device_of(data):
             (dispatch_kernel.warmup if compile_only else dispatch_kernel.run)(
                 data,
                 data if scale is None else scale,
@@ -109,7 +109,7 @@ class Launcher:
         out = _words(out)
         T, words = out.shape
         block = min(triton.next_power_of_2(words), tuning.combine_bytes // out.element_size())
-        with torch.cuda.device(out.device):
+        with torch.cuda.device_of(out):
             (combine_kernel.warmup if compile_only else combine_kernel.run)(
                 out,
                 ids,

@@ -19,8 +19,9 @@ from eprt.quant import decode, decode_payload
 from eprt.tokens import ExpertMajorIndex, ExpertMajorTokens, FlatTokens, weighted_sum_to_flat
 from eprt.weights import ExpertWeights, Matrix
 
-# grouped_mm wants rows whose stride is a multiple of 16 bytes: 8 bf16, and 4 float32 for which 8 does as well.
-ALIGNMENT = 8
+# grouped_mm wants rows whose stride is a multiple of 16 bytes. On CPUs with AMX, bf16 products of torch 2.11 whose
+# inner size isn't a multiple of 32 read into the next row: its NaN, which may be garbage, then spoils this one.
+ALIGNMENT = 32
 
 
 def _aligned(size: int) -> int:

@@ -78,7 +78,7 @@ def encode_fp8_rows(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.empty(T, groups, dtype=torch.float32, device=hidden.device)
     if T:
         block = COLUMNS_PER_CTA // FP8_BLOCK
-        with torch.cuda.device(hidden.device):
+        with torch.cuda.device_of(hidden):
             _fp8_kernel[(T, triton.cdiv(groups, block))](
                 hidden.contiguous(), data, scale, H=H, GROUPS=groups, BLOCK=block
             )
@@ -93,7 +93,7 @@ def encode_nvfp4_rows(hidden: torch.Tensor, global_scale: torch.Tensor) -> tuple
     scale = torch.empty(T, groups, dtype=torch.float8_e4m3fn, device=hidden.device)
     if T:
         block = COLUMNS_PER_CTA // NVFP4_BLOCK
-        with torch.cuda.device(hidden.device):
+        with torch.cuda.device_of(hidden):
             _nvfp4_kernel[(T, triton.cdiv(groups, block))](
                 hidden.contiguous(), global_scale, data, scale, H=H, GROUPS=groups, BLOCK=block
             )

@@ -244,53 +244,6 @@ def _skipped_step(context, target, through_layer):
         world.step = 0
 
 
-def _skipped_combine(context, target, through_layer):
-    """Rank 1 dispatches again where the others combine."""
-    sent = target.dispatch(*_parts(context))
-    try:
-        if context.rank == 1:
-            target.dispatch(*_parts(context))
-        out = transport.scale_experts(sent.tokens, target.shard, torch.ones(F32.num_experts), torch.float32)
-        target.combine(out, sent.handle)
-    finally:
-        sent.handle.close()
-
-
-def _combine_twice(context, target, through_layer):
-    sent = target.dispatch(*_parts(context))
-    out = transport.scale_experts(sent.tokens, target.shard, torch.ones(F32.num_experts), torch.float32)
-    target.combine(out, sent.handle)
-    target.combine(out, sent.handle)
-
-
-def _combine_closed(context, target, through_layer):
-    sent = target.dispatch(*_parts(context))
-    sent.handle.close()
-    target.combine(torch.zeros(1, F32.hidden_size), sent.handle)
-
-
-def _foreign_handle(context, target, through_layer):
-    other = dispatcher_of(context, (target.spec.name, target.token_format), layer=9)
-    sent = other.dispatch(*_parts(context))
-    try:
-        target.combine(torch.zeros(1, F32.hidden_size), sent.handle)
-    finally:
-        sent.handle.close()
-
-
-def _closed_dispatcher(context, target, through_layer):
-    fresh = make_dispatcher(target.spec.name, context.world(), F32, RuntimeConfig(), target.token_format)
-    fresh.close()
-    fresh.dispatch(*_parts(context))
-
-
-def _closed_world(context, target, through_layer):
-    world = context.world(timeout_s=31.0)
-    fresh = make_dispatcher(target.spec.name, world, F32, RuntimeConfig(), target.token_format)
-    world.close()
-    fresh.dispatch(*_parts(context))
-
-
 def _non_finite_weight(context, target, through_layer):
     full = dispatcher_of(context, (target.spec.name, target.token_format), validate="full")
     batch = _batch(context, 5)
@@ -305,11 +258,6 @@ def _top_k_over_experts(context, target, through_layer):
 
 def _experts_that_do_not_divide(context, target, through_layer):
     make_dispatcher(target.spec.name, context.world(), replace(F32, num_experts=9), RuntimeConfig())
-
-
-def _parts(context):
-    batch = _batch(context, 4)
-    return batch.hidden, batch.topk
 
 
 def _to_meta(batch):
@@ -341,12 +289,6 @@ BAD = {
     "different_layer_order": _other_order,
     "different_config": _other_config,
     "skipped_step": _skipped_step,
-    "skipped_combine": _skipped_combine,
-    "combine_twice": _combine_twice,
-    "combine_after_close": _combine_closed,
-    "handle_of_another_dispatcher": _foreign_handle,
-    "closed_dispatcher": _closed_dispatcher,
-    "closed_world": _closed_world,
     "top_k_over_experts": _top_k_over_experts,
     "experts_that_do_not_divide": _experts_that_do_not_divide,
 }

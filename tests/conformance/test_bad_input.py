@@ -33,12 +33,6 @@ CALLS = {
     "non_finite_weight": ("InputError", "1 non-finite"),
     "different_layer_order": ("WorldMismatch", "layer"),
     "different_config": ("WorldMismatch", "routing.scaling_factor"),
-    "skipped_combine": ("WorldMismatch", "operation"),
-    "combine_twice": ("UsageError", "already combined"),
-    "combine_after_close": ("UsageError", "already closed"),
-    "handle_of_another_dispatcher": ("UsageError", "another dispatcher"),
-    "closed_dispatcher": ("UsageError", "dispatcher is closed"),
-    "closed_world": ("UsageError", "world is closed"),
     "top_k_over_experts": ("ConfigError", "larger than num_experts"),
     "experts_that_do_not_divide": ("ConfigError", "9 experts"),
 }

@@ -15,7 +15,6 @@ from eprt.cache import TuningCacheWarning
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.experts import humming_gemm, make_executor
 from eprt.experts.adapters import AdaptedExecutor
-from eprt.experts.permute import copy_columns, group_rows, group_slots, weighted_unpermute
 from eprt.experts.reference import ReferenceExecutor
 from eprt.placement import ExpertPlacement
 from eprt.quant import encode, encode_payload
@@ -378,43 +377,3 @@ def test_a_second_warmup_reads_the_disk(executor, tmp_path, monkeypatch):
         warnings.simplefilter("error")
         build(executor, config, weights).warmup(4)
     assert error(runner(tokens), reference(config, weights, tokens)) <= BOUND
-
-
-@pytest.mark.parametrize(("N", "K", "E", "first", "L", "H"), [(1, 1, 4, 0, 4, 24), (5, 3, 6, 2, 2, 2880)])
-def test_permute_small(N, K, E, first, L, H):
-    _check_permute(N, K, E, first, L, H)
-
-
-@pytest.mark.parametrize(("N", "K", "E", "first", "L", "H"), [(1500, 4, 128, 96, 32, 40), (3000, 8, 256, 0, 256, 136)])
-def test_permute_large(N, K, E, first, L, H):
-    _check_permute(N, K, E, first, L, H)
-
-
-@pytest.mark.parametrize(("width", "target"), [(2880, 2944), (2944, 2880), (24, 128)])
-def test_copy_columns(width, target):
-    source = torch.randn(33, width, device=CUDA)
-    out = torch.full((33, target), float("nan"), dtype=torch.bfloat16, device=CUDA)
-    copy_columns(source, out)
-    expected = torch.nn.functional.pad(source, (0, max(0, target - width)))[:, :target].to(torch.bfloat16)
-    assert torch.equal(out, expected)
-
-
-def _check_permute(N, K, E, first, L, H):
-    """The Triton kernels against the torch code of the same module, on the host."""
-    generator = torch.Generator().manual_seed(N)
-    ids = torch.rand(N, E + 1, generator=generator).argsort(1)[:, :K].to(torch.int32)
-    hidden, weights = torch.randn(N, H, generator=generator), torch.rand(N, K, generator=generator)
-    rows, order = group_rows(hidden, ids, first, L, torch.bfloat16)
-    found_rows, found = group_rows(hidden.to(CUDA), ids.to(CUDA), first, L, torch.bfloat16)
-    count = int(order.offsets[-1])
-    assert torch.equal(found.offsets.cpu(), order.offsets)
-    assert torch.equal(found.place.cpu(), order.place)
-    assert torch.equal(found_rows[:count].cpu(), rows[:count])
-    only = group_slots(ids.to(CUDA), first, L)
-    assert torch.equal(only.place, found.place)
-    assert torch.equal(only.offsets, found.offsets)
-    for every_row in (True, False):
-        expected, out = torch.full((N, H), 7.0), torch.full((N, H), 7.0, device=CUDA)
-        weighted_unpermute(rows, order, weights, expected, every_row=every_row)
-        weighted_unpermute(found_rows, found, weights.to(CUDA), out, every_row=every_row)
-        torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)

@@ -1,24 +1,27 @@
 """The symm kernels on one GPU: every rank is a stream, every rank's memory an ordinary allocation.
 
-NVLink is not involved, so this proves indexing, the flags' protocol and the bounded wait; `test_symm.py` proves the
-transport. The witness is torch indexing, written without the kernels; sums in rank order make the result exact.
+NVLink is not involved, so this proves indexing, the flags' protocol and the bounded wait; `test_dispatchers.py` proves
+the transport. The witness is torch indexing, written without the kernels; sums in rank order make the result exact.
+
+Interpreted on the CPU the ranks run one after another (`symm_on_cpu.py`), which proves indexing, generations, slots and
+how a wait's outcome is reported, but nothing of memory order, of ranks that run at once, or of time.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
+from kernel_device import DEVICE, INTERPRETED, cuda_only, runs_kernels, sized
 
 from eprt.errors import RankLost, UsageError, WorldMismatch
 from eprt.tokens import Payload, TopK
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: this machine has none"),
-]
+pytestmark = [pytest.mark.gpu, runs_kernels]
 
 _DTYPES = {"bf16": (torch.bfloat16, None), "fp8_block": (torch.float8_e4m3fn, torch.float32)}
 _DTYPES["nvfp4"] = (torch.uint8, torch.float8_e4m3fn)
@@ -40,46 +43,69 @@ class Ranks:
         self.W, self.E, self.K, self.H, self.moe_tp = W, E, K, H, moe_tp
         self.L = E // (W // moe_tp)
         self.geometry = Geometry(W, capacity, H, K, payload)
-        memories = [torch.full((self.geometry.num_bytes,), 255, dtype=torch.uint8, device="cuda") for _ in range(W)]
-        for memory in memories:
+        raw = [torch.full((self.geometry.num_bytes,), 255, dtype=torch.uint8, device=DEVICE) for _ in range(W)]
+        for memory in raw:
             memory[: 2 * 256].zero_()
-        bases = [memory.data_ptr() for memory in memories]
-        self.memories = [SymmetricMemory(self.geometry, r, memories[r], bases) for r in range(W)]
-        # All ranks' waiting CTAs share one GPU here, so they must fit it together.
-        tuning = tuple(row._replace(combine_ctas=min(row.combine_ctas, 264 // W)) for row in TUNING)
-        self.launchers = [Launcher(memory, E, self.L, moe_tp, tuning) for memory in self.memories]
-        self.streams = [torch.cuda.Stream() for _ in range(W)]
-        torch.cuda.synchronize()
+        # [slot, phase, source] of each rank: 256 bytes a slot, two lines of 8 flags of 8 bytes
+        self.flags = [memory[: 2 * 256].view(torch.int64).view(2, 4, 8)[:, :2, :W] for memory in raw]
+        bases = [memory.data_ptr() for memory in raw]
+        self.memories = [SymmetricMemory(self.geometry, r, raw[r], bases) for r in range(W)]
+        # All ranks' waiting CTAs share one GPU here, so they must fit it together. Interpreted, a few share all rows.
+        most = sized({"combine_ctas": 264 // W}, {"combine_ctas": 7, "dispatch_ctas": 9})
+        tuning = [row._replace(**{name: min(getattr(row, name), n) for name, n in most.items()}) for row in TUNING]
+        self.launchers = [Launcher(memory, E, self.L, moe_tp, tuple(tuning)) for memory in self.memories]
+        self.streams = [] if INTERPRETED else [torch.cuda.Stream() for _ in range(W)]
+        self.synchronize()
+
+    def order(self, slot):
+        """Interpreted, a rank overwrites what those before it wrote past their rows."""
+        return range(self.W) if slot else range(self.W - 1, -1, -1)
+
+    def stream(self, r):
+        return nullcontext() if INTERPRETED else torch.cuda.stream(self.streams[r])
+
+    def synchronize(self, least_waits=0):
+        """Every rank that will arrive has: its kernels, waits included, have run."""
+        if INTERPRETED:
+            from symm_on_cpu import examine_waits
+
+            assert examine_waits() >= least_waits
+        else:
+            torch.cuda.synchronize()
 
     def batch(self, T, hot=False):
         g = self.geometry
         data_dtype, scale_dtype = _DTYPES[g.payload]
 
         def rows(size, dtype):
-            raw = torch.randint(0, 256, (T, size), dtype=torch.uint8, device="cuda")
+            raw = torch.randint(0, 256, (T, size), dtype=torch.uint8, device=DEVICE)
             return raw.view(dtype)
 
         data = rows(g.row_bytes["data"], data_dtype)
         scale = None if scale_dtype is None else rows(g.row_bytes["scale"], scale_dtype)
         if hot:
-            ids = torch.arange(self.K, device="cuda").expand(T, -1)
+            ids = torch.arange(self.K, device=DEVICE).expand(T, -1)
         else:
-            ids = torch.rand(T, self.E, device="cuda").topk(self.K, dim=1).indices
-        ids = torch.where(torch.rand(T, self.K, device="cuda") < 0.1, self.E, ids).int().contiguous()
-        return Batch(Payload(data, g.payload, scale), TopK(ids, torch.rand(T, self.K, device="cuda")))
+            ids = torch.rand(T, self.E, device=DEVICE).topk(self.K, dim=1).indices
+        ids = torch.where(torch.rand(T, self.K, device=DEVICE) < 0.1, self.E, ids).int().contiguous()
+        return Batch(Payload(data, g.payload, scale), TopK(ids, torch.rand(T, self.K, device=DEVICE)))
 
     def dispatch(self, slot, batches, R, ranks=None, timeout_s=20.0):
-        for r in ranks or range(self.W):
-            with torch.cuda.stream(self.streams[r]):
+        for r in ranks or self.order(slot):
+            with self.stream(r):
                 self.launchers[r].dispatch(slot, batches[r].hidden, batches[r].topk, R, timeout_s)
+        if INTERPRETED and ranks is None:
+            self.synchronize(least_waits=self.W)
 
     def combine(self, slot, batches, R, ranks=None, timeout_s=20.0):
         outs = {}
-        for r in ranks or range(self.W):
-            with torch.cuda.stream(self.streams[r]):
+        for r in ranks or self.order(slot):
+            with self.stream(r):
                 T = batches[r].topk.ids.shape[0]
-                outs[r] = torch.full((T, self.H), float("nan"), dtype=torch.bfloat16, device="cuda")
+                outs[r] = torch.full((T, self.H), float("nan"), dtype=torch.bfloat16, device=DEVICE)
                 self.launchers[r].combine(slot, outs[r], batches[r].topk.ids, R, timeout_s)
+        if INTERPRETED and ranks is None:
+            self.synchronize(least_waits=self.W)
         return outs
 
     def wanted_ids(self, ids, p):
@@ -104,47 +130,71 @@ class Ranks:
                         assert torch.equal(got_rows, sent.view(torch.uint8)[rows])
 
     def write_outputs(self, slot, batches, R):
+        """Half of the numbers are -2**26, 0 or 2**26, which cancel: another order than the ranks' has another sum."""
         for p, memory in enumerate(self.memories):
             out = memory.output(slot, R).view(self.W, R, self.H)
             out.fill_(float("nan"))
             for s, batch in enumerate(batches):
                 T = batch.topk.ids.shape[0]
                 rows = (self.wanted_ids(batch.topk.ids, p) < self.E).any(1)
-                out[s, :T] = torch.where(rows[:, None], torch.randn_like(out[s, :T]), float("nan"))
+                value, large = torch.randn_like(out[s, :T]), torch.randint_like(out[s, :T], -1, 2) * 2.0**26
+                value = torch.where(torch.rand_like(value) < 0.5, large, value)
+                out[s, :T] = torch.where(rows[:, None], value, float("nan"))
 
     def check_combined(self, slot, batches, outs, R):
         for s, batch in enumerate(batches):
             T = batch.topk.ids.shape[0]
-            total = torch.zeros(T, self.H, device="cuda")
+            total = torch.zeros(T, self.H, device=DEVICE)
             for p, memory in enumerate(self.memories):
                 rows = (self.wanted_ids(batch.topk.ids, p) < self.E).any(1)
                 row = memory.output(slot, R).view(self.W, R, self.H)[s, :T]
                 total += torch.where(rows[:, None], row.float(), 0.0)
             assert torch.equal(outs[s], total.bfloat16())
 
+    def check_flags(self, slot, generation, phases, R):
+        """Every rank has every other's flag of these phases, and has counted this generation."""
+        for flags, memory in zip(self.flags, self.memories, strict=True):
+            assert (flags[slot, :phases] == generation * 2**20 + R).all()
+            assert memory.states[slot, :2].tolist() == [generation, 0]
+
     def step(self, slot, batches, R):
-        torch.cuda.synchronize()  # the batches were made on another stream
+        self.synchronize()  # the batches were made on another stream
+        generation = int(self.memories[0].states[slot, 0]) + 1
         self.dispatch(slot, batches, R)
-        torch.cuda.synchronize()
+        self.synchronize()
+        self.check_flags(slot, generation, 1, R)
         self.check_received(slot, batches, R)
         self.write_outputs(slot, batches, R)
-        torch.cuda.synchronize()
+        self.synchronize()
         outs = self.combine(slot, batches, R)
-        torch.cuda.synchronize()
+        self.synchronize()
+        self.check_flags(slot, generation, 2, R)
         self.check_combined(slot, batches, outs, R)
         assert not any(memory.faulty for memory in self.memories)
 
 
-COUNTS = [[5, 3, 7, 1], [0, 0, 1, 0], [0, 0, 0, 0], [100, 0, 33, 100], [1, 1, 1, 1]]
+# H, K
+SIZES = [(128, 1), (2880, 4), (4096, 3), (7168, 8), (7168, 6), (144, 4)]
+# Tokens of each rank, and R: up to 64 and above differ in block sizes; 130 * K 8 is more than one block of routing.
+COUNTS = [
+    (sized([5, 3, 7, 1], [2, 0, 4, 1]), sized(7, 4)),
+    ([0, 0, 1, 0], 1),
+    ([0, 0, 0, 0], 1),
+    (sized([130, 0, 33, 100], [3, 0, 4, 0]), 130),
+    ([1, 1, 1, 1], 1),
+]
 
 
-@pytest.mark.parametrize("payload", ["bf16", "fp8_block", "nvfp4"])
-@pytest.mark.parametrize(("H", "K"), [(128, 1), (2880, 4), (4096, 3), (7168, 8), (7168, 6), (144, 4)])
-def test_every_row_arrives_and_returns(H, K, payload):
+@pytest.mark.parametrize(
+    ("size", "payload"),
+    sized([*itertools.product(SIZES, _DTYPES)], [*zip(SIZES, [*_DTYPES] * 2, strict=True)]),
+    ids=str,
+)
+def test_every_row_arrives_and_returns(size, payload):
     torch.manual_seed(0)
-    ranks = Ranks(W=4, E=32, K=K, H=H, capacity=100, payload=payload)
-    for i, counts in enumerate(COUNTS):
-        R = max(*counts, 1)
+    H, K = size
+    ranks = Ranks(W=4, E=32, K=K, H=H, capacity=130, payload=payload)
+    for i, (counts, R) in enumerate(COUNTS):
         ranks.step(i % 2, [ranks.batch(T, hot=i == 3) for T in counts], R)
 
 
@@ -152,8 +202,8 @@ def test_every_row_arrives_and_returns(H, K, payload):
 def test_world_sizes_and_moe_tp(W, moe_tp):
     torch.manual_seed(1)
     ranks = Ranks(W=W, E=24, K=4, H=512, capacity=80, moe_tp=moe_tp)
-    for counts in ([3] * W, [0] * (W - 1) + [80]):
-        ranks.step(0, [ranks.batch(T) for T in counts], R=max(counts))
+    for counts, R in (([sized(3, 2)] * W, 3), ([0] * (W - 1) + [sized(80, 4)], 80)):
+        ranks.step(0, [ranks.batch(T) for T in counts], R)
 
 
 def test_odd_hidden_size():
@@ -165,21 +215,21 @@ def test_many_steps_without_host_synchronisation():
     """Slots alternate and repeat, counts change, nothing but the kernels orders the ranks."""
     torch.manual_seed(2)
     ranks = Ranks(W=4, E=32, K=4, H=256, capacity=70)
-    schedule = [[int(c) for c in torch.randint(0, 71, (4,))] for _ in range(150)]
+    schedule = [[int(c) for c in torch.randint(0, sized(71, 5), (4,))] for _ in range(sized(150, 5))]
     batches = [[ranks.batch(T) for T in counts] for counts in schedule]
     checks = []
     ranks.step(0, batches[0], R=70)  # compiles, and loads torch's kernels: that may wait for a busy device
-    _ = (torch.ones(2, device="cuda").nan_to_num(0, 1, -1).clamp(-9, 9) * 2).bfloat16()
-    torch.cuda.synchronize()
+    _ = (torch.ones(2, device=DEVICE).nan_to_num(0, 1, -1).clamp(-9, 9) * 2).bfloat16()
+    ranks.synchronize()
     for i, step in enumerate(batches):
-        slot, R = i * 7 % 3 % 2, max(*schedule[i], 1)
+        slot, R = i * 7 % 3 % 2, max(*schedule[i], sized(1, 1 + i % 3 * 33))
         ranks.dispatch(slot, step, R)
         for r, memory in enumerate(ranks.memories):
-            with torch.cuda.stream(ranks.streams[r]):  # every expert of rank p multiplies by p + 1
+            with ranks.stream(r):  # every expert of rank p multiplies by p + 1
                 hidden = memory.payload(slot, R, None).data
                 memory.output(slot, R).copy_((hidden.float().nan_to_num(0, 1, -1).clamp(-9, 9)) * (r + 1))
         checks.append((step, ranks.combine(slot, step, R)))
-    torch.cuda.synchronize()
+    ranks.synchronize()
     for step, outs in checks:
         for s, batch in enumerate(step):
             x = batch.hidden.data.float().nan_to_num(0, 1, -1).clamp(-9, 9)
@@ -190,6 +240,7 @@ def test_many_steps_without_host_synchronisation():
             assert torch.equal(outs[s], total.bfloat16())
 
 
+@cuda_only
 def test_graph_replays_with_new_data():
     torch.manual_seed(3)
     R = 70
@@ -206,8 +257,8 @@ def test_graph_replays_with_new_data():
         graphs.append(graph)
     for counts in ([70, 70], [3, 0], [0, 0], [0, 70]):
         for batch, T in zip(static, counts, strict=True):
-            batch.hidden.data.copy_(torch.randn(R, 512, device="cuda"))
-            fresh = torch.rand(R, 16, device="cuda").topk(4, dim=1).indices.int()
+            batch.hidden.data.copy_(torch.randn(R, 512, device=DEVICE))
+            fresh = torch.rand(R, 16, device=DEVICE).topk(4, dim=1).indices.int()
             fresh[T:] = 16
             batch.topk.ids.copy_(fresh)
         torch.cuda.synchronize()
@@ -228,9 +279,11 @@ def test_a_missing_rank_is_named_in_bounded_time(phase):
     started = time.monotonic()
     ranks.dispatch(0, batches, 4, ranks=present if phase == "dispatch" else None, timeout_s=0.5)
     ranks.combine(0, batches, 4, ranks=present, timeout_s=0.5)
+    ranks.synchronize()
+    assert all(ranks.memories[r].faulty for r in present)
     ranks.dispatch(1, batches, 4, ranks=present, timeout_s=0.5)  # not waited for again
-    torch.cuda.synchronize()
-    assert 0.4 < time.monotonic() - started < 1.5
+    ranks.synchronize()
+    assert INTERPRETED or 0.4 < time.monotonic() - started < 1.5
     for r in present:
         with pytest.raises(RankLost, match="rank 1 silent") as caught:
             ranks.memories[r].raise_faults(0.5)
@@ -241,16 +294,17 @@ def test_a_missing_rank_is_named_in_bounded_time(phase):
 def test_unequal_tokens_per_rank_is_noticed():
     ranks = Ranks(W=2, E=4, K=2, H=128, capacity=8)
     batches = [ranks.batch(4) for _ in range(2)]
-    torch.cuda.synchronize()
+    ranks.synchronize()
     ranks.dispatch(0, batches, 4, ranks=[0])
     ranks.dispatch(0, batches, 8, ranks=[1])
-    torch.cuda.synchronize()
+    ranks.synchronize()
     with pytest.raises(WorldMismatch, match=r"\{1: 8\}"):
         ranks.memories[0].raise_faults(1.0)
     with pytest.raises(WorldMismatch, match=r"\{0: 4\}"):
         ranks.memories[1].raise_faults(1.0)
 
 
+@cuda_only
 def test_slots_run_out_with_a_remedy():
     memory = Ranks(W=1, E=4, K=2, H=128, capacity=8).memories[0]
     assert [memory.acquire(), memory.acquire()] == [0, 1]

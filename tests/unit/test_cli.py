@@ -101,6 +101,20 @@ def test_run_detects_a_dropped_expert(tiny: Path, monkeypatch) -> None:
     assert main(["run", "--model", str(tiny), "--world", "1", "--steps", "3", "--device", "cpu"]) == 1
 
 
+def test_what_libraries_print_is_not_part_of_the_result() -> None:
+    code = """
+import os
+from eprt.cli.terminal import Terminal, stdout_of_our_own
+with stdout_of_our_own():
+    os.write(1, b"[Gloo] Rank 0 is connected")
+    Terminal(json=True).result({"ok": True})
+print("afterwards")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == '{"ok": true}\nafterwards\n'
+    assert done.stderr == "[Gloo] Rank 0 is connected"
+
+
 def test_run_joins_torchrun(tiny: Path) -> None:
     words = ["--nproc-per-node", "2", "-m", "eprt", "run", "--model", str(tiny), "--steps", "2", "--json"]
     done = subprocess.run(
@@ -172,7 +186,7 @@ def start_long_run(tiny: Path) -> tuple[subprocess.Popen[str], list[int]]:
     process = subprocess.Popen(
         [*EPRT, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
         ranks = [pid for pid in descendants(process.pid) if os.getsid(pid) == pid]
         if len(ranks) == 2:
@@ -200,6 +214,7 @@ def state(pid: int) -> str:
         return "X"
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize(
     ("number", "became", "seconds"),
@@ -229,6 +244,7 @@ def test_a_broken_rank_ends_the_run_with_its_name_and_all_stacks(
     wait_until_gone(ranks)
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_ctrl_c_ends_all_ranks(tiny: Path) -> None:
     process, ranks = start_long_run(tiny)

@@ -1,0 +1,197 @@
+"""What the ranks of a World exchange. Every operation is bounded: it returns, or raises RankLost naming a rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+
+from eprt.config import ParallelConfig
+from eprt.errors import RankLost, UsageError
+from eprt.guard import Guard
+
+# torch 2.13 renamed these; 2.10 has the old names only.
+_all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Collectives:
+    """A rank's place in a World, payload over its process group, agreement over its control group.
+
+    Attributes:
+        rank, size: in the World's numbering.
+        parallel: DP x attention-TP and EP x MoE-TP sizes.
+        device: where payload lives.
+        group: process group of all ranks, for payload; None in a world of one.
+        timeout_s: how long any operation waits for a peer.
+        step: the caller's step number, compared between ranks in every header; set it to catch skipped calls.
+        closed: whether the World has ended.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        parallel: ParallelConfig,
+        group: dist.ProcessGroup | None,
+        attention_tp_group: dist.ProcessGroup | None,
+        timeout_s: float,
+    ) -> None:
+        self.rank, self.size, self.device, self.parallel = rank, size, device, parallel
+        self.group = group
+        self.timeout_s = timeout_s
+        self.step = 0
+        self.closed = False
+        self._attention_tp_group = attention_tp_group
+        self._control: dist.ProcessGroupGloo | None = None
+        self._guard: Guard | None = None
+        self._abandoned = False  # a collective was left unfinished: torch would wait for it at the end
+
+    # ---- coordinates ----------------------------------------------------------------------------------------
+
+    @property
+    def ep_rank(self) -> int:
+        return self.rank // self.parallel.moe_tp_size
+
+    @property
+    def moe_tp_rank(self) -> int:
+        return self.rank % self.parallel.moe_tp_size
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.parallel.attention_tp_size
+
+    @property
+    def attention_tp_rank(self) -> int:
+        return self.rank % self.parallel.attention_tp_size
+
+    # ---- payload --------------------------------------------------------------------------------------------
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """out[W * n] = every rank's x[n], in rank order; equal n everywhere."""
+        if self.size == 1:
+            out.copy_(x)
+            return
+        self._run(_all_gather(_wire(out), _wire(x), group=self.group, async_op=True))
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """out[n] = sum over ranks of their x[W * n], this rank's n rows."""
+        if self.size == 1:
+            out.copy_(x)
+        elif self.device.type == "cuda":
+            _reduce_scatter(out, x, group=self.group)
+        else:
+            # gloo's reduce-scatter work never reports completion (torch 2.13), so it can't be bounded. The same bytes
+            # as an all-to-all can, and the sum is then made in float32.
+            parts = torch.empty_like(x)
+            n = out.shape[0]
+            self.all_to_all(parts, x, [n] * self.size, [n] * self.size)
+            out.copy_(parts.view(self.size, *out.shape).sum(0, dtype=torch.float32))
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_splits: list[int], in_splits: list[int]) -> None:
+        """Rows of x go to ranks by in_splits; out holds what they sent, by out_splits (which must be their truth)."""
+        if self.size == 1:
+            out.copy_(x)
+            return
+        self._run(dist.all_to_all_single(_wire(out), _wire(x), out_splits, in_splits, group=self.group, async_op=True))
+
+    def gather_attention_tp(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, ...] on each attention-TP rank -> [attention_tp_size * n, ...] on all of them."""
+        size = self.parallel.attention_tp_size
+        if size == 1:
+            return x
+        out = x.new_empty((size * x.shape[0], *x.shape[1:]))
+        first = self.rank - self.attention_tp_rank
+        work = _all_gather(out, x.contiguous(), group=self._attention_tp_group, async_op=True)
+        self._run(work, range(first, first + size))
+        return out
+
+    # ---- agreement ------------------------------------------------------------------------------------------
+
+    def compares_headers(self, full: bool) -> bool:
+        """Whether calls compare headers: always on gloo, on GPUs with full validation, never under graph capture."""
+        if self.size == 1:
+            return False
+        if self.device.type == "cpu":
+            return True
+        return full and not torch.cuda.is_current_stream_capturing()
+
+    def gather_control(self, x: torch.Tensor) -> torch.Tensor:
+        """CPU tensor x[n] -> [W, n], over the control group."""
+        self.require_open()
+        if self.size == 1:
+            return x[None]
+        out = x.new_empty((self.size, *x.shape))
+        if self._control is None:
+            raise UsageError("the world is closed; make a new one")
+        gather = self._control._allgather_base  # pyright: ignore[reportAttributeAccessIssue]
+        self._wait(gather(out.view(-1), x.flatten()))
+        return out
+
+    def barrier(self) -> None:
+        """Every rank is here."""
+        self.note("barrier")
+        self.gather_control(torch.zeros(1, dtype=torch.int64))
+
+    def note(self, where: str, layer: int | None = None) -> None:
+        """Progress, as peers will read it in a RankLost."""
+        if self._guard is not None:
+            self._guard.note(where if layer is None else f"{where} of layer {layer}, step {self.step}")
+
+    def raise_if_lost(self) -> None:
+        """Raises RankLost if the world already has a verdict."""
+        if self._guard is not None:
+            self._guard.raise_if_lost()
+
+    def require_open(self) -> None:
+        """Raises UsageError after `close`."""
+        if self.closed:
+            raise UsageError("the world is closed; make a new one")
+
+    @property
+    def broken(self) -> bool:
+        """Whether peers may never come to a meeting point: a rank is lost, or this one is leaving through an error."""
+        return self._guard is not None and self._guard.failing
+
+    # ---- waiting --------------------------------------------------------------------------------------------
+
+    def _run(self, work: dist.Work | None, ranks: Iterable[int] | None = None) -> None:
+        """Payload: on CUDA the stream waits, on CPU the host does."""
+        if work is None:
+            return
+        if self.device.type == "cuda":
+            work.wait()
+        else:
+            self._wait(work, ranks)
+
+    def _wait(self, work: dist.Work, ranks: Iterable[int] | None = None) -> None:
+        """Bounded: returns, or raises RankLost naming one of the `ranks` that take part (None: all)."""
+        ranks = range(self.size) if ranks is None else ranks
+        start = time.monotonic()
+        if self._guard is not None:
+            self._guard.note()
+        try:
+            while not work.is_completed():
+                waited = time.monotonic() - start
+                if self._guard is not None:
+                    self._guard.raise_if_lost(ranks)
+                    if waited > self.timeout_s:
+                        self._guard.raise_behind(waited, ranks)
+                time.sleep(20e-6 if waited < 0.01 else 1e-3)
+        except BaseException:  # Ctrl-C, too
+            self._abandoned = True
+            raise
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if self._guard is None:
+                raise RankLost(f"a collective failed before the guard started: {error}", -1, "unknown") from error
+            self._guard.raise_broken(error)
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """gloo and NCCL move FP8 as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
