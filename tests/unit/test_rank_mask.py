@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import deepep_stand_in
 import flashinfer_stand_in
 import pytest
+import rank_mask_jobs as jobs
 import torch
 from flashinfer_stand_in import SIZE, FakeWorld, run_ranks
 
@@ -25,7 +24,8 @@ from eprt.tokens import TopK
 
 CONFIG = MoEConfig(num_experts=16, top_k=4, hidden_size=128, intermediate_size=32)
 CAPACITY = {"flashinfer": 32, "deepep": deepep_stand_in.CAPACITY}
-NAMES = tuple(CAPACITY)
+KINDS = {"flashinfer": FlashInferDispatcher, "deepep": DeepEPDispatcher}
+NAMES = tuple(KINDS)
 E, L = CONFIG.num_experts, CONFIG.num_experts // SIZE
 WITHOUT_2 = [True, True, False, True]
 
@@ -39,9 +39,8 @@ def fabric(monkeypatch) -> deepep_stand_in.Fabric:
 
 def make(name: str, world: FakeWorld, fabric: deepep_stand_in.Fabric, **runtime) -> Dispatcher:
     world.group = deepep_stand_in.Group(fabric, world.rank)
-    kind = {"flashinfer": FlashInferDispatcher, "deepep": DeepEPDispatcher}[name]
     settings = {"max_tokens_per_rank": CAPACITY[name], "rank_mask": True, **runtime}
-    return kind(world, CONFIG, RuntimeConfig(**settings), dispatcher_spec(name).formats[0])
+    return KINDS[name](world, CONFIG, RuntimeConfig(**settings), dispatcher_spec(name).formats[0])
 
 
 def without(batch: Batch, rank: int, left_out: list[int]) -> Batch:
@@ -103,11 +102,7 @@ def test_the_library_s_mask_says_1_for_left_out_where_ours_says_false(fabric):
 
 @pytest.mark.parametrize(("name", "hidden_size"), [("flashinfer", 130), ("deepep", 2880)])
 def test_the_job_of_the_gpu_test(fabric, monkeypatch, name, hidden_size):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "gpu")
-    import rank_mask_jobs as jobs
-
-    spec = replace(DISPATCHERS[name], devices=("cpu",), requirement=None)
-    monkeypatch.setitem(DISPATCHERS, name, spec)
+    monkeypatch.setitem(DISPATCHERS, name, KINDS[name].spec)
     monkeypatch.setattr(jobs, "CAPACITY", CAPACITY[name])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
 
