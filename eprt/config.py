@@ -14,6 +14,7 @@ from eprt.errors import ConfigError
 
 WeightFormat = Literal["f32", "bf16", "mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "mxfp8"]
 PayloadFormat = Literal["f32", "bf16", "fp8_block", "nvfp4"]
+CombineFormat = Literal["fp8"]
 TokenFormat = Literal["flat", "expert_major"]
 RoutingMethod = Literal["softmax_topk", "topk_softmax", "grouped_sigmoid", "sqrt_softplus", "hash"]
 
@@ -199,13 +200,19 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How to run the layer; nothing here changes its maths beyond the stated payload precision.
+    """How to run the layer; nothing here changes its maths beyond the stated precisions.
 
     Attributes:
         dispatcher, executor: a name from their tables, or "auto" (`eprt explain` shows the choice).
         max_tokens_per_rank: capacity; every buffer is sized from it. T <= R <= max_tokens_per_rank.
         payload: number format in which tokens travel to the experts; None is their own. `nvfp4` takes the checkpoint's
             calibrated `input_scale` (largest of all ranks) as its second-level scale, or 1 where it has none.
+        combine_payload: number format in which the experts' outputs travel back; None is the tokens' own. `fp8`, an
+            explicit accuracy trade, casts them to E4M3 without a scale: between 2^-6 and 448 rounding changes a number
+            by at most 2^-4 of itself, 2% to 3% in norm; what is larger, infinity too, becomes 448; below 2^-6 the steps
+            are 2^-9, so what is under 2^-10 is lost. Only for outputs known to lie in that range.
+        rank_mask: the host engine may take ranks out of service (`Dispatcher.set_alive`); the plan then leaves out the
+            dispatchers that can't.
         token_format: force the format between dispatcher and executor; None lets the plan choose.
         validate: "cheap" checks what the host knows without a device sync; "full" also checks values (ids in range,
             finite weights) and compares all ranks' headers before payload moves. gloo worlds always compare headers.
@@ -218,6 +225,8 @@ class RuntimeConfig:
     executor: str = "auto"
     max_tokens_per_rank: int = 4096
     payload: PayloadFormat | None = None
+    combine_payload: CombineFormat | None = None
+    rank_mask: bool = False
     token_format: TokenFormat | None = None
     validate: Literal["cheap", "full"] = "cheap"
     phase: Literal["prefill", "decode"] = "decode"
@@ -228,6 +237,8 @@ class RuntimeConfig:
         _require_size("max_tokens_per_rank", self.max_tokens_per_rank)
         if self.payload is not None:
             _require_name("payload", self.payload, PayloadFormat)
+        if self.combine_payload is not None:
+            _require_name("combine_payload", self.combine_payload, CombineFormat)
         if self.token_format is not None:
             _require_name("token_format", self.token_format, TokenFormat)
         _require(self.validate in ("cheap", "full"), f"validate {self.validate!r}: expected 'cheap' or 'full'")

@@ -137,7 +137,8 @@ class ExpertParallelMoE(nn.Module):
             sent.handle.close()
         y = y if self.latent is None else self.latent.out_of(y)
         y = y if dense is None else y + dense
-        return self._whole(y, replicas).view(hidden_states.shape)
+        y = self._whole(y, replicas)
+        return y if hidden_states.dim() == 2 else y.view(hidden_states.shape)
 
     def warmup(self) -> None:
         """Collective; called by `World.warmup(layer)`."""
@@ -176,16 +177,21 @@ class ExpertParallelMoE(nn.Module):
         width, device = self.config.input_size, self.world.device
         if not isinstance(hidden_states, torch.Tensor):
             raise InputError(f"hidden_states is a {type(hidden_states).__name__}: expected a tensor [..., {width}]")
-        found = f"hidden_states is {tuple(hidden_states.shape)} {hidden_states.dtype} on {hidden_states.device}"
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != width:
-            raise InputError(f"{found}: expected [..., {width}] (the model's hidden)")
-        if hidden_states.dtype not in (torch.bfloat16, torch.float32):
-            raise InputError(f"{found}: expected bfloat16 or float32")
-        if hidden_states.device.type != device.type:
-            raise InputError(f"{found}: the world runs on {device}; move it there")
-        for name, module in (("shared expert", self.shared), ("latent projection", self.latent)):
-            if module is not None and (dtype := next(module.buffers()).dtype) != hidden_states.dtype:
-                raise InputError(f"{found}: the {name} is {dtype}; use hidden_states.to({dtype})")
+            expected = f"expected [..., {width}] (the model's hidden)"
+        elif hidden_states.dtype not in (torch.bfloat16, torch.float32):
+            expected = "expected bfloat16 or float32"
+        elif hidden_states.device.type != device.type:
+            expected = f"the world runs on {device}; move it there"
+        elif self.shared is not None and self.shared.dtype != hidden_states.dtype:
+            expected = f"the shared expert is {self.shared.dtype}; use hidden_states.to({self.shared.dtype})"
+        elif self.latent is not None and self.latent.dtype != hidden_states.dtype:
+            expected = f"the latent projection is {self.latent.dtype}; use hidden_states.to({self.latent.dtype})"
+        else:
+            return
+        raise InputError(
+            f"hidden_states is {tuple(hidden_states.shape)} {hidden_states.dtype} on {hidden_states.device}: {expected}"
+        )
 
     def _check_routing(self, num_tokens: int, routing: object, token_ids: object) -> None:
         """Before slices of it are taken, which would hide rows too many."""
@@ -256,6 +262,10 @@ class SharedExpertMLP(nn.Module):
         _require_pair("shared.output_gate", config.gate or None, weights.output_gate)
         _require_pair("shared.gate", config.activation.gated or None, weights.gate)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.up.dtype
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         up = F.linear(x, self.up)
         gate = None if self.gate is None else F.linear(x, self.gate)
@@ -277,6 +287,10 @@ class LatentProjection(nn.Module):
         self.register_buffer("outward", weights.out_of)
         self.register_buffer("inward_bias", weights.into_bias)
         self.register_buffer("outward_bias", weights.out_of_bias)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inward.dtype
 
     def into(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.inward, self.inward_bias)
@@ -309,5 +323,8 @@ def _require_pair(name: str, wanted: object, given: object) -> None:
         raise ConfigError(f"{name} weights are {'missing' if given is None else 'given'}, the config says otherwise")
 
 
+_NOTHING = nullcontext()
+
+
 def _no_observer(phase: str) -> AbstractContextManager[Any]:
-    return nullcontext()
+    return _NOTHING

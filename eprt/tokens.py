@@ -47,25 +47,20 @@ class TopK:
 
     def check(self, num_experts: int, top_k: int) -> None:
         """Raises InputError on a wrong shape, dtype or device. Reads no values."""
-        _expect(
-            self.ids.dim() == 2 and self.ids.shape[1] == top_k,
-            f"topk_ids is {_describe(self.ids)}: expected [T, {top_k}] (the config's top_k)",
-        )
-        _expect(
-            self.ids.dtype == torch.int32, f"topk_ids is {_describe(self.ids)}: expected int32; use .to(torch.int32)"
-        )
-        _expect(
-            self.weights.shape == self.ids.shape,
-            f"topk_weights is {_describe(self.weights)}: expected the shape of topk_ids, {tuple(self.ids.shape)}",
-        )
-        _expect(
-            self.weights.dtype == torch.float32,
-            f"topk_weights is {_describe(self.weights)}: expected float32; use .float()",
-        )
-        _expect(
-            self.weights.device == self.ids.device,
-            f"topk_weights is on {self.weights.device}, topk_ids on {self.ids.device}: put both on one device",
-        )
+        ids, weights = self.ids, self.weights
+        if ids.dim() != 2 or ids.shape[1] != top_k:
+            problem = f"topk_ids is {_describe(ids)}: expected [T, {top_k}] (the config's top_k)"
+        elif ids.dtype != torch.int32:
+            problem = f"topk_ids is {_describe(ids)}: expected int32; use .to(torch.int32)"
+        elif weights.shape != ids.shape:
+            problem = f"topk_weights is {_describe(weights)}: expected the shape of topk_ids, {tuple(ids.shape)}"
+        elif weights.dtype != torch.float32:
+            problem = f"topk_weights is {_describe(weights)}: expected float32; use .float()"
+        elif weights.device != ids.device:
+            problem = f"topk_weights is on {weights.device}, topk_ids on {ids.device}: put both on one device"
+        else:
+            return
+        raise InputError(problem)
 
     def check_ids(self, num_experts: int) -> None:
         """Raises InputError if an id lies outside [0, E]. Synchronises a GPU."""

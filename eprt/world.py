@@ -220,7 +220,8 @@ class World(Collectives):
         `close`.
         """
         self.require_open()
-        return self._resources.acquire(key, make, close)
+        with torch.inference_mode(False):  # it outlives this call, and the next may write to it outside of that mode
+            return self._resources.acquire(key, make, close)
 
     def release(self, key: Hashable) -> None:
         """Give one `resource(key)` back. A key that `close` already freed is ignored."""

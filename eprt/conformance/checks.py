@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
+from eprt.config import CombineFormat, MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
 from eprt.conformance import transport
 from eprt.conformance.cases import CASES, CONFIGS, TOLERANCE, Batch, Case, make_batches
 from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
@@ -44,6 +44,8 @@ class Check:
         config: a name in `CONFIGS`, or a layer of your own.
         executor: used by "layer" only.
         payload: number format that travels; None: the tokens' own.
+        combine_payload: number format in which outputs travel back; "transport" and "interleaved" with plain bf16
+            tokens only.
         dtype: of the tokens: "bf16" or "f32".
     """
 
@@ -54,6 +56,7 @@ class Check:
     executor: str = ""
     config: str | MoEConfig = "silu_bf16"
     payload: PayloadFormat | None = None
+    combine_payload: CombineFormat | None = None
     dtype: Literal["bf16", "f32"] = "bf16"
     attention_tp_size: int = 1
     moe_tp_size: int = 1
@@ -63,6 +66,7 @@ class Check:
         moe = self.moe
         config = self.config if isinstance(self.config, str) else f"h{moe.hidden_size}.k{moe.top_k}.e{moe.num_experts}"
         parts = [self.kind, self.dispatcher, self.token_format, self.executor, config, self.dtype, self.payload]
+        parts += [f"back_{self.combine_payload}"] if self.combine_payload else []
         sizes = f"atp{self.attention_tp_size}.mtp{self.moe_tp_size}"
         return "-".join([*(p for p in parts if p), sizes, self.case.name])
 
@@ -81,6 +85,7 @@ class Check:
             executor=self.executor or "auto",
             max_tokens_per_rank=CAPACITY,
             payload=self.payload,
+            combine_payload=self.combine_payload,
             token_format=self.token_format,
         )
 
@@ -113,7 +118,12 @@ def standard_checks(size: int, device: Device) -> list[Check]:
     checks: list[Check] = []
     for name, spec in DISPATCHERS.items():
         for token_format in spec.formats:
-            checks += [Check(kind, case, name, token_format) for kind in _TRANSPORTS for case in CASES]
+            checks += [
+                Check(kind, case, name, token_format, combine_payload=combine_payload)
+                for combine_payload in (None, *spec.combine_payloads)
+                for kind in _TRANSPORTS
+                for case in CASES
+            ]
             checks += [
                 Check("layer", case, name, token_format, executor, config)
                 for executor in EXECUTORS
@@ -224,11 +234,13 @@ class _TransportRun:
         out = transport.scale_experts(sent.tokens, shard, scale, batch.hidden.dtype)
         returned = self.dispatcher.combine(out, sent.handle).cpu()
         expected = transport.weighted_sums(batch, self.scale, self.check.payload)
+        if self.check.combine_payload == "fp8":
+            expected = transport.fp8_sums(batch, shard)
         self.error = max(self.error, relative_error(returned, expected))
         if returned.dtype != batch.hidden.dtype:
             self.problems.append(f"call {call}: combine returned {returned.dtype}, {batch.hidden.dtype} was dispatched")
         if self.exact and not torch.equal(returned, expected.to(returned.dtype)):
-            self.problems.append(f"call {call}: combine is not x * sum(weights), bit for bit")
+            self.problems.append(f"call {call}: combine is not what the formats make of x * sum(weights), bit for bit")
 
     def row(self) -> Row:
         ok = not self.problems and self.error <= (0.0 if self.exact else PACKED_TOLERANCE)

@@ -17,6 +17,7 @@ from eprt.quant import encode_payload
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 
 _SHOWN = 3
+FP8_ROUNDING = 2.0**-4  # E4M3 keeps 4 bits
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,28 @@ def weighted_sums(batch: Batch, scale: torch.Tensor, payload: PayloadFormat | No
     scale = torch.cat([scale, torch.zeros(1)]).double()
     factor = torch.where(ids < scale.numel() - 1, weights.double() * scale[ids.long()], 0.0).sum(1)
     return x * factor[:, None]
+
+
+def fp8_sums(batch: Batch, shard: ExpertShard) -> torch.Tensor:
+    """bf16 [T, H]: what combine must return after plain bf16 experts (scale 1) where every rank's row travels as E4M3
+    (`RuntimeConfig.combine_payload`). No more than `FP8_ROUNDING` from the exact sums, as a token's rows have the signs
+    of the token and lie between 2^-6 and 448."""
+    x, weights = batch.hidden.double(), batch.topk.weights.double()
+    owners = batch.topk.ids // shard.num_local_experts
+    total = torch.zeros_like(x)
+    for owner in range(shard.num_experts // shard.num_local_experts):
+        row = x * torch.where(owners == owner, weights, 0.0).sum(1, keepdim=True)
+        total += round_to_e4m3(row.bfloat16().double())
+    return total.bfloat16()
+
+
+def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """The nearest number that E4M3 has, float64, ties to even, saturating: three bits behind the leading one, steps of
+    2^-9 below 2^-6, 448 at most. Arithmetic alone, so that it shares nothing with a cast."""
+    magnitude = x.abs().clamp(max=448.0)
+    exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=-6)
+    step = torch.exp2((exponent - 3).double())
+    return torch.copysign((magnitude / step).round() * step, x)
 
 
 def _local(expert: int, shard: ExpertShard) -> bool:

@@ -8,6 +8,7 @@ verbs are written once, here; a dispatcher fills in `_dispatch` and `_combine` a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -15,8 +16,9 @@ import torch
 
 from eprt.capacity import Capacity
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
+from eprt.dispatch.rank_mask import RankMask, checked_mask, require_changeable
 from eprt.dispatch.spec import DispatcherSpec
-from eprt.errors import EprtError, InputError, UsageError
+from eprt.errors import ConfigError, EprtError, InputError, UsageError
 from eprt.header import Header, exchange, fingerprint_of
 from eprt.placement import ExpertPlacement
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
@@ -98,6 +100,9 @@ class Dispatcher(ABC):
     Attributes:
         payload_scale: `nvfp4` tokens' second-level scale, float32 [1] on the world's device, equal on all ranks;
             `make_dispatcher` sets it. None: 1.
+
+    Raises:
+        ConfigError: an option of `runtime` that this dispatcher doesn't have.
     """
 
     spec: ClassVar[DispatcherSpec]
@@ -110,6 +115,8 @@ class Dispatcher(ABC):
         token_format: TokenFormat = "flat",
         layer: int = 0,
     ) -> None:
+        if lacks := self.spec.lacks(runtime):
+            raise ConfigError(f"{self.spec.name}: {lacks}")
         self.world = world
         self.config = config
         self.runtime = runtime
@@ -125,6 +132,8 @@ class Dispatcher(ABC):
             **config.settings(),
             "dispatcher": self.spec.name,
             "payload": str(runtime.payload),
+            "combine_payload": str(runtime.combine_payload),
+            "rank_mask": str(runtime.rank_mask),
             "max_tokens_per_rank": str(runtime.max_tokens_per_rank),
             "attention_tp_size": str(world.parallel.attention_tp_size),
             "moe_tp_size": str(world.parallel.moe_tp_size),
@@ -155,6 +164,12 @@ class Dispatcher(ABC):
 
     def warmup(self) -> None:
         """Collective: compile, allocate, tune. After `World.warmup()` doing so lazily is an error."""
+
+    def _mask(self) -> RankMask | None:
+        """The mask of the memory that this dispatcher shares; None while there is none."""
+
+    def _leave_out(self, alive: tuple[bool, ...]) -> None:
+        """Make `alive` the mask. The memory is there, no call is open, this rank's GPU is idle."""
 
     def _wait(self, handle: Handle) -> None:
         """Receive what a deferred dispatch only asked for. Dispatchers that can't defer have received it already."""
@@ -208,6 +223,8 @@ class Dispatcher(ABC):
         except BaseException:
             handle.close()
             raise
+        if self.runtime.rank_mask and (mask := self._mask()) is not None:
+            mask.captured = mask.captured or self._capturing()
         handle.shape = (*tokens.hidden.data.shape[:-1], self.config.hidden_size)
         return Dispatched(tokens, handle)
 
@@ -245,6 +262,40 @@ class Dispatcher(ABC):
         self._agree("dispatch", self._calls, 0, tokens_per_rank, torch.bfloat16, error)
         raise error
 
+    def set_alive(self, alive: Sequence[bool]) -> None:
+        """From the next dispatch on, neither send to the ranks that are False nor wait for them.
+
+        Slots that name their experts count as invalid: they contribute nothing, and the other weights stay as they
+        are. For ranks that the host engine takes out of service before a launch: it tells every other rank the same,
+        for every layer's dispatcher, between two steps, and the ranks left out make no more calls. They can't come
+        back. Not collective; waits for this rank's GPU. Dispatchers of equal geometry share one mask.
+
+        The rank stays a member of the World, which still ends if its process does, and of what all ranks do together:
+        `warmup`, new layers, `close`. So R must be passed to each dispatch from now on.
+
+        Args:
+            alive: [W], True for ranks that take part.
+
+        Raises:
+            UsageError: not asked for (`RuntimeConfig.rank_mask`), before warm-up, with a call open, during CUDA graph
+                capture or after one that keeps the old mask (flashinfer), with validate="full", or a rank comes back.
+            InputError: a mask that can't be this rank's.
+        """
+        self._require_open()
+        wanted = checked_mask(alive, self.world)
+        if wanted == self.alive:
+            return
+        require_changeable(self._mask(), wanted, self.spec.name, self.runtime, self._capturing())
+        self._settle()
+        self._leave_out(wanted)
+        self._settle()
+
+    @property
+    def alive(self) -> tuple[bool, ...]:
+        """[W]: which ranks take part; all until `set_alive`."""
+        mask = self._mask()
+        return (True,) * self.world.size if mask is None else mask.alive
+
     def close(self) -> None:
         """Idempotent."""
         if not self.closed:
@@ -257,46 +308,69 @@ class Dispatcher(ABC):
     def full_validation(self) -> bool:
         return self.runtime.validate == "full"
 
+    @property
+    def _incomplete(self) -> bool:
+        """Whether a rank is left out, so that nothing may be asked of all of them."""
+        return self.runtime.rank_mask and not all(self.alive)
+
+    def _capturing(self) -> bool:
+        return self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _settle(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
     def _require_open(self) -> None:
         if self.closed or self.world.closed:
             what = "world" if self.world.closed else "dispatcher"
             raise UsageError(f"{self.spec.name}: the {what} is closed; make a new one")
 
     def _check_call(self, hidden_states: object, topk: object, tokens_per_rank: object) -> None:
-        H, device = self.config.hidden_size, self.world.device
         if not isinstance(hidden_states, torch.Tensor) or not isinstance(topk, TopK):
             kinds = f"{type(hidden_states).__name__} and {type(topk).__name__}"
             raise InputError(f"dispatch got {kinds}: expected a tensor of hidden states and a TopK")
-        found = f"hidden_states is {tuple(hidden_states.shape)} {hidden_states.dtype} on {hidden_states.device}"
-        if hidden_states.dim() != 2 or hidden_states.shape[1] != H:
-            raise InputError(f"{found}: expected [T, {H}] (the hidden size the experts see)")
-        if hidden_states.dtype not in (torch.bfloat16, torch.float32):
-            raise InputError(f"{found}: expected bfloat16 or float32")
-        if hidden_states.dtype == torch.float32 and "f32" not in self.spec.payloads:
-            name = self.spec.name
-            raise InputError(f"{name} carries bfloat16 tokens, hidden_states is {hidden_states.dtype}: use .bfloat16()")
-        if hidden_states.device.type != device.type:
-            raise InputError(f"{found}: the world runs on {device}; move it there")
+        self._check_hidden(hidden_states)
         topk.check(self.config.num_experts, self.config.top_k)
         if topk.ids.device != hidden_states.device or topk.ids.shape[0] != hidden_states.shape[0]:
             raise InputError(
                 f"topk is for {topk.ids.shape[0]} tokens on {topk.ids.device}, hidden_states for "
                 f"{hidden_states.shape[0]} on {hidden_states.device}: they must agree"
             )
-        if tokens_per_rank is not None:
-            if not isinstance(tokens_per_rank, int) or isinstance(tokens_per_rank, bool) or tokens_per_rank < 1:
-                raise InputError(
-                    f"tokens_per_rank {tokens_per_rank!r}: expected an int of at least 1, also when every rank is idle"
-                )
-            self.capacity.check_rows(tokens_per_rank)
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if capturing and tokens_per_rank is None and self.world.size > 1:
-            raise InputError("tokens_per_rank is None during CUDA graph capture: pass R, the same on every rank")
-        if not capturing and (device.type == "cpu" or self.full_validation):
-            topk.check_ids(self.config.num_experts)
-        if not capturing and self.full_validation:
-            topk.check_weights()
+        capturing = self._capturing()
+        self._check_rows(tokens_per_rank, capturing)
+        if not capturing:
+            if self.full_validation or self.world.device.type == "cpu":
+                topk.check_ids(self.config.num_experts)
+            if self.full_validation:
+                topk.check_weights()
         self._check_ready()
+
+    def _check_hidden(self, x: torch.Tensor) -> None:
+        H, device = self.config.hidden_size, self.world.device
+        if x.dim() != 2 or x.shape[1] != H:
+            expected = f"expected [T, {H}] (the hidden size the experts see)"
+        elif x.dtype not in (torch.bfloat16, torch.float32):
+            expected = "expected bfloat16 or float32"
+        elif x.dtype == torch.float32 and "f32" not in self.spec.payloads:
+            expected = f"{self.spec.name} carries bfloat16 tokens; use .bfloat16()"
+        elif x.device.type != device.type:
+            expected = f"the world runs on {device}; move it there"
+        else:
+            return
+        raise InputError(f"hidden_states is {tuple(x.shape)} {x.dtype} on {x.device}: {expected}")
+
+    def _check_rows(self, tokens_per_rank: object, capturing: bool) -> None:
+        if tokens_per_rank is None:
+            if self._incomplete:
+                raise InputError("tokens_per_rank is None and a rank is left out, which can't agree on R: pass it")
+            if capturing and self.world.size > 1:
+                raise InputError("tokens_per_rank is None during CUDA graph capture: pass R, the same on every rank")
+        elif not isinstance(tokens_per_rank, int) or isinstance(tokens_per_rank, bool) or tokens_per_rank < 1:
+            raise InputError(
+                f"tokens_per_rank {tokens_per_rank!r}: expected an int of at least 1, also when every rank is idle"
+            )
+        else:
+            self.capacity.check_rows(tokens_per_rank)
 
     def _check_ready(self) -> None:
         """What else this dispatcher needs before a call, known on the host. Raises; peers are told."""
@@ -326,7 +400,7 @@ class Dispatcher(ABC):
         compare = self.world.compares_headers(self.full_validation) or (
             self.world.size > 1 and tokens_per_rank is None and operation == "dispatch"
         )
-        if not compare:
+        if not compare or self._incomplete:
             if error is not None:
                 raise error
             return self.capacity.agree([num_tokens], [tokens_per_rank or 0])

@@ -15,6 +15,7 @@ import torch
 
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.base import Dispatcher, Handle
+from eprt.dispatch.rank_mask import RankMask
 from eprt.dispatch.shared_memory import Slots, require_allocatable
 from eprt.errors import ConfigError, InputError, RankLost
 from eprt.support import Device
@@ -69,11 +70,41 @@ class LowLatencyBuffer:
 
     Attributes:
         slots: how many results in it are alive.
+        mask: who takes part.
+        given_up: int32 [W] of host memory that the GPU writes, not 0 for ranks that the kernels leave out; None in a
+            buffer without a mask, whose kernels trap where they give up a peer.
     """
 
     library: Any
     buffer: Any
     slots: Slots
+    mask: RankMask
+    given_up: torch.Tensor | None
+
+    def leave_out(self, alive: tuple[bool, ...]) -> None:
+        """No call is open, no kernel runs in this memory."""
+        for rank in range(len(alive)):
+            if self.mask.alive[rank] and not alive[rank]:
+                self.buffer.low_latency_update_mask_buffer(rank, True)  # the library's mask: True is left out
+        self.mask.alive = alive
+
+    def report(self) -> None:
+        """After a combine: have the GPU tell which ranks its kernels leave out."""
+        if self.given_up is not None:
+            self.buffer.low_latency_query_mask_buffer(self.given_up)
+
+    def raise_given_up(self) -> None:
+        """Raises RankLost if an earlier kernel gave up a peer and went on without it. No device sync."""
+        if self.given_up is None or not self.given_up.any():
+            return
+        lost = [rank for rank, masked in enumerate(self.given_up.tolist()) if masked and self.mask.alive[rank]]
+        if lost:
+            raise RankLost(
+                f"rank {lost[0]} silent: deepep's kernels waited about 100 s for it and left it out (missing: {lost}); "
+                "the step's outputs are discarded, restart the job",
+                lost[0],
+                "silent",
+            )
 
 
 @dataclass
@@ -106,6 +137,10 @@ class DeepEPDispatcher(Dispatcher):
     them must run in one stream order, on every rank the same. The kernels wait about 100 s for a peer, then trap; the
     World's guard reports the peer before that.
 
+    With `RuntimeConfig.rank_mask` the buffer has a mask in device memory, which CUDA graphs follow. Its kernels don't
+    trap after those 100 s but mask the peer themselves, each rank for itself: the next call then raises RankLost, at
+    the price of one small kernel a combine.
+
     `NVSHMEM_QP_DEPTH` is set for the largest capacity unless the environment has it; NVSHMEM reads it once.
 
     Raises:
@@ -133,7 +168,7 @@ class DeepEPDispatcher(Dispatcher):
             tokens_per_rank=runtime.max_tokens_per_rank,
             hidden_size=self.spec.padded_hidden(config.hidden_size),
         )
-        self._key = ("deepep", self._geometry)
+        self._key = ("deepep", self._geometry, runtime.rank_mask)
         self._memory: LowLatencyBuffer | None = None
         super().__init__(world, config, runtime, token_format, layer)
 
@@ -161,7 +196,7 @@ class DeepEPDispatcher(Dispatcher):
         return Payload.plain(hidden_states)
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> ExpertMajorTokens:
-        self.world.raise_if_lost()
+        self._check_peers()
         memory = self._require_memory()
         H, width = self.config.hidden_size, self._geometry.hidden_size
         from eprt.dispatch import deepep_pack
@@ -203,7 +238,7 @@ class DeepEPDispatcher(Dispatcher):
         return own
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
-        self.world.raise_if_lost()
+        self._check_peers()
         call: _Call = handle.state
         H, shape = self.config.hidden_size, self._slab_shape()
         if tuple(expert_output.shape) != (*shape[:2], H):
@@ -221,7 +256,7 @@ class DeepEPDispatcher(Dispatcher):
         if not isinstance(handle.state, _Call) or self._memory is None or self.world.closed:
             return
         try:
-            self.world.raise_if_lost()
+            self._check_peers()
         except RankLost:
             return
         handle.wait()
@@ -231,6 +266,7 @@ class DeepEPDispatcher(Dispatcher):
     def _finish(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
         memory, call = self._require_memory(), handle.state
         out, _, _ = memory.buffer.low_latency_combine(rows, call.ids, call.weights, call.received)
+        memory.report()
         memory.slots.release(call.slot)
         return out
 
@@ -240,7 +276,17 @@ class DeepEPDispatcher(Dispatcher):
         rows = geometry.num_ranks * geometry.tokens_per_rank
         return self.shard.num_local_experts, rows, geometry.hidden_size
 
+    def _check_peers(self) -> None:
+        self.world.raise_if_lost()
+        self._require_memory().raise_given_up()
+
     # ---- memory ---------------------------------------------------------------------------------------------
+
+    def _mask(self) -> RankMask | None:
+        return None if self._memory is None else self._memory.mask
+
+    def _leave_out(self, alive: tuple[bool, ...]) -> None:
+        self._require_memory().leave_out(alive)
 
     def _require_memory(self) -> LowLatencyBuffer:
         if self._memory is None:
@@ -260,8 +306,12 @@ class DeepEPDispatcher(Dispatcher):
             low_latency_mode=True,
             num_qps_per_rank=self.shard.num_local_experts,
             explicitly_destroy=True,
+            enable_shrink=self.runtime.rank_mask,
         )
-        return LowLatencyBuffer(library, buffer, Slots(MAX_OPEN, "deepep"))
+        W, slots = geometry.num_ranks, Slots(MAX_OPEN, "deepep")
+        given_up = torch.zeros(W, dtype=torch.int32, pin_memory=self.world.device.type == "cuda")
+        mask = RankMask((True,) * W, slots, in_arguments=False)
+        return LowLatencyBuffer(library, buffer, slots, mask, given_up if self.runtime.rank_mask else None)
 
     def _destroy(self, memory: LowLatencyBuffer) -> None:
         """The library frees behind a barrier without a time limit: not with peers that may never come to it."""

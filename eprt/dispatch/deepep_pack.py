@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from eprt.rounding import next_power_of_2
+
 BLOCK = 2048
 COPY_CTAS = 1024
 
@@ -41,7 +43,7 @@ def pack_tokens(
     if T:
         K = ids.shape[1]
         padded = 0 if width == H else width
-        _pack_kernel[(T,)](x, ids, rows, wide_ids, num_experts, H, padded, K, triton.next_power_of_2(K), BLOCK)
+        _pack_kernel[(T,)](x, ids, rows, wide_ids, num_experts, H, padded, K, next_power_of_2(K), BLOCK)
     return rows, wide_ids
 
 
@@ -67,5 +69,5 @@ def copy_valid_rows(source: torch.Tensor, target: torch.Tensor, counts: torch.Te
     if source.dtype.itemsize == 1:
         source, target = source.view(torch.uint8), target.view(torch.uint8)
     share = min(M, max(1, COPY_CTAS // L))
-    block = min(BLOCK, triton.next_power_of_2(width))
+    block = min(BLOCK, next_power_of_2(width))
     _copy_kernel[L, share](source, target, counts, *source.stride(), *target.stride()[:2], width, block)

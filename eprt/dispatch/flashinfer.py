@@ -13,7 +13,8 @@ from torch.nn.functional import pad
 
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.base import Dispatcher, Handle
-from eprt.dispatch.flashinfer_workspace import Geometry, Workspace
+from eprt.dispatch.flashinfer_workspace import Geometry, Workspace, require_fp8_combine
+from eprt.dispatch.rank_mask import RankMask
 from eprt.errors import ConfigError, InputError, RankLost
 from eprt.support import Device
 from eprt.tokens import FlatTokens, Payload, TopK
@@ -28,10 +29,12 @@ class FlashInferDispatcher(Dispatcher):
     Ids and weights have the next instantiated top-k as their width; added slots hold E. Two calls may be open at once,
     over all dispatchers of equal geometry (world size, capacity, bytes of a token): they share their memory. Under CUDA
     graphs R and T are static; a row whose ids are all E travels nowhere. The kernels wait up to 300 s for a peer
-    (`check_timeout`), then trap; the World's guard reports the peer before that.
+    (`check_timeout`), then trap; the World's guard reports the peer before that. The rank mask is an argument of the
+    kernels, so that CUDA graphs keep the one of their capture.
 
     Raises:
-        ConfigError: what the plan would refuse (ranks, top-k, payload, package).
+        ConfigError: what the plan would refuse (ranks, top-k, payload, package); a FlashInfer without an FP8 combine
+            if that is asked for.
     """
 
     def __init__(
@@ -46,14 +49,17 @@ class FlashInferDispatcher(Dispatcher):
         verdict = self.spec.supports(config, world.parallel, runtime, self._device)
         if not verdict:
             raise ConfigError(f"flashinfer: {verdict.reason}")
+        self._fp8_combine = runtime.combine_payload == "fp8"
+        if self._fp8_combine:
+            require_fp8_combine()
         self._top_k = self.spec.padded_top_k(config.top_k)
         self._geometry = Geometry(
             num_ranks=world.size,
             tokens_per_rank=runtime.max_tokens_per_rank,
             dispatch_bytes=8 * self._top_k + sum(_payload_bytes(config.hidden_size, runtime)),
-            combine_bytes=2 * config.hidden_size,
+            combine_bytes=2 * config.hidden_size,  # for FP8, too: the library asks for room for what it casts
         )
-        self._key = ("flashinfer", self._geometry)
+        self._key = ("flashinfer", self._geometry, runtime.rank_mask)
         self._memory: Workspace | None = None
         super().__init__(world, config, runtime, token_format, layer)
 
@@ -130,8 +136,14 @@ class FlashInferDispatcher(Dispatcher):
 
     def _finish(self, rows: torch.Tensor, handle: Handle, out: torch.Tensor) -> None:
         memory = self._require_memory()
-        memory.combine(handle.state, rows, handle.tokens_per_rank, self._top_k, out)
+        memory.combine(handle.state, rows, handle.tokens_per_rank, self._top_k, out, self._fp8_combine)
         memory.slots.release(handle.state)
+
+    def _mask(self) -> RankMask | None:
+        return None if self._memory is None else self._memory.mask
+
+    def _leave_out(self, alive: tuple[bool, ...]) -> None:
+        self._require_memory().leave_out(alive)
 
     def _require_memory(self) -> Workspace:
         if self._memory is None:

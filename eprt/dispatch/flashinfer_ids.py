@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from eprt.rounding import ceil_div
+
 BLOCK = 512
 
 
@@ -47,7 +49,7 @@ def mask_foreign_ids(
         early: let the launch overlap the end of the kernel before, as the library's own kernels do (programmatic
             dependent launch, compute capability 9 and later).
     """
-    grid = (triton.cdiv(ids.numel(), BLOCK),)
+    grid = (ceil_div(ids.numel(), BLOCK),)
     options = {"launch_pdl": True} if early else {}
     _mask_kernel[grid](
         ids, counts, ids.numel(), ids.shape[1], first, end, num_experts, ids.shape[2], BLOCK, early, **options

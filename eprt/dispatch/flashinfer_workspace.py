@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eprt.dispatch.rank_mask import RankMask
 from eprt.dispatch.shared_memory import Slots, require_allocatable
 from eprt.errors import ConfigError
 
@@ -96,6 +97,7 @@ class Workspace:
 
     Attributes:
         slots: which slot is free.
+        mask: who takes part.
     """
 
     def __init__(
@@ -109,9 +111,8 @@ class Workspace:
         self._views: dict[int, Views] = {}
         self._library = load_library()
         self._keeps_views = "recv_view_cache" in inspect.signature(self._library.moe_a2a_dispatch).parameters  # 0.7
-        # The kernels send an id e to rank e // L, and the invalid id E to rank W: with every rank's bit set and no
-        # other, exactly the invalid slots go nowhere and count for nothing.
-        self._everybody = self._library.moe_a2a_active_rank_mask(range(geometry.num_ranks), geometry.num_ranks)
+        self.mask = RankMask((True,) * geometry.num_ranks, self.slots, in_arguments=True)
+        self._active = self._active_ranks()
 
     @classmethod
     def allocate(cls, world: World, geometry: Geometry) -> Workspace:
@@ -159,7 +160,7 @@ class Workspace:
             ids.shape[1],
             num_experts,
             enable_rank_mask=True,
-            active_rank_mask=self._everybody,
+            active_rank_mask=self._active,
             **({"recv_view_cache": self.views(slot, R).received} if self._keeps_views else {}),
         )
         return received
@@ -168,15 +169,24 @@ class Workspace:
         found = self._views.get(slot)
         if found is None or found.tokens_per_rank != R:
             rows, size = self.geometry.num_ranks * R, self.geometry.combine_bytes
-            start = int(self._metainfo[slot][RECV_COUNTERS_OFFSET_INDEX])
-            counts = self._own(slot, start, 4 * self.geometry.num_ranks).view(torch.int32)
-            output = self._own(slot, self.geometry.combine_offset, rows * size).view(torch.bfloat16).view(rows, -1)
+            with torch.inference_mode(False):  # calls outside of it may come, and write
+                counts = self._counts(slot)
+                output = self._own(slot, self.geometry.combine_offset, rows * size).view(torch.bfloat16).view(rows, -1)
             found = self._views[slot] = Views(R, {}, counts, output)
         return found
 
-    def combine(self, slot: int, rows: torch.Tensor, R: int, top_k: int, out: torch.Tensor) -> None:
-        """Sum of each token's rows over the ranks, into out [T, H]. `rows` [W * R, H], in the workspace or not."""
-        W = self.geometry.num_ranks
+    def combine(self, slot: int, rows: torch.Tensor, R: int, top_k: int, out: torch.Tensor, fp8: bool = False) -> None:
+        """Sum of each token's rows over the ranks, into out [T, H].
+
+        Args:
+            rows: bf16 [W * R, H], in the workspace or not.
+            fp8: rows travel as E4M3, cast without a scale; the same on every rank.
+        """
+        W, own = self.geometry.num_ranks, self.views(slot, R).output
+        if fp8 and rows.data_ptr() != own.data_ptr():
+            # Rows cast in the workspace stay as far apart as bf16 rows, others are packed, and a rank takes its peers'
+            # to be like its own: so every rank casts them in the workspace, wherever its executor wrote them.
+            rows = own.copy_(rows)
         self._library.moe_a2a_combine(
             rows.view(W, R, rows.shape[1]),
             out.shape[0],
@@ -187,11 +197,30 @@ class Workspace:
             W,
             top_k,
             self.geometry.combine_offset,
-            payload_in_workspace=rows.data_ptr() == self.views(slot, R).output.data_ptr(),
+            payload_in_workspace=rows.data_ptr() == own.data_ptr(),
             output=out,
             enable_rank_mask=True,
-            active_rank_mask=self._everybody,
+            active_rank_mask=self._active,
+            **({"use_low_precision": True} if fp8 else {}),
         )
+
+    def leave_out(self, alive: tuple[bool, ...]) -> None:
+        """No call is open, no kernel runs in this memory."""
+        self.mask.alive = alive
+        self._active = self._active_ranks()
+        for slot in range(NUM_SLOTS):
+            for rank in self.mask.left_out:
+                self._counts(slot)[rank] = 0  # nobody else clears what the rank sent last
+
+    def _active_ranks(self) -> torch.Tensor:
+        """The library's mask. Its kernels send an id e to rank e // L, and the invalid id E to rank W: with the bits
+        of ranks alone, the invalid slots go nowhere and count for nothing, like those of ranks left out."""
+        W = self.geometry.num_ranks
+        return self._library.moe_a2a_active_rank_mask([rank for rank in range(W) if self.mask.alive[rank]], W)
+
+    def _counts(self, slot: int) -> torch.Tensor:
+        start = int(self._metainfo[slot][RECV_COUNTERS_OFFSET_INDEX])
+        return self._own(slot, start, 4 * self.geometry.num_ranks).view(torch.int32)
 
     def _own(self, slot: int, start: int, size: int) -> torch.Tensor:
         return self._parts[slot][self._rank, start : start + size]
@@ -235,6 +264,15 @@ def load_library() -> Any:
     except (ImportError, OSError) as error:
         raise ConfigError(f"flashinfer can't be loaded ({error}): pip install 'flashinfer-python>=0.6.18'") from error
     return trtllm_moe_alltoall
+
+
+def require_fp8_combine() -> None:
+    """Raises ConfigError if this FlashInfer's combine has no FP8."""
+    if "use_low_precision" not in inspect.signature(load_library().moe_a2a_combine).parameters:
+        raise ConfigError(
+            "flashinfer: this version brings outputs back in bf16 only: pip install 'flashinfer-python>=0.7.2', or "
+            "combine_payload=None"
+        )
 
 
 def _map_memory(world: World, num_bytes: int) -> tuple[object, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
+from eprt.config import CombineFormat, MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
 from eprt.support import Device, Requirement, Support, refuse
 
 
@@ -15,6 +15,8 @@ class DispatcherSpec:
     Attributes:
         name, path, summary: table key, "module:class", one line for `eprt explain`.
         formats, payloads: what it can emit; the first format is its native one.
+        combine_payloads: what else than the tokens' own format outputs can travel back in.
+        rank_mask: can leave ranks out (`Dispatcher.set_alive`).
         devices: device kinds it runs on.
         graph_safe: capture once, replay with new data, counts <= R and idle ranks.
         max_ranks: None means no limit of its own.
@@ -34,6 +36,8 @@ class DispatcherSpec:
     payloads: tuple[PayloadFormat, ...]
     devices: tuple[str, ...]
     graph_safe: bool
+    combine_payloads: tuple[CombineFormat, ...] = ()
+    rank_mask: bool = False
     max_ranks: int | None = None
     top_k_sizes: tuple[int, ...] | None = None
     hidden_sizes: tuple[int, ...] | None = None
@@ -48,6 +52,7 @@ class DispatcherSpec:
         `device.installed`)."""
         refusals = [
             (bool(self.todo), f"not built yet: {self.todo}"),
+            (bool(lacks := self.lacks(runtime)), lacks),
             (device.kind not in self.devices, f"runs on {', '.join(self.devices)}, not on {device}"),
             (
                 runtime.payload is not None and runtime.payload not in self.payloads,
@@ -84,6 +89,12 @@ class DispatcherSpec:
         if device.installed and self.requirement is not None and not (found := self.requirement.check()):
             return found
         return Support(True, "; ".join(self._remarks(config)))
+
+    def lacks(self, runtime: RuntimeConfig) -> str:
+        """Which option of `runtime` this dispatcher doesn't have, as a reason; "" if it has them all."""
+        if runtime.combine_payload is not None and runtime.combine_payload not in self.combine_payloads:
+            return f"combine_payload {runtime.combine_payload}: brings outputs back in the tokens' own format only"
+        return "rank_mask: can't leave a rank out" if runtime.rank_mask and not self.rank_mask else ""
 
     def padded_top_k(self, top_k: int) -> int:
         return top_k if self.top_k_sizes is None else min(k for k in self.top_k_sizes if k >= top_k)

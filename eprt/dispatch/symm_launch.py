@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 
 from eprt.dispatch.symm_kernels import ROUTING_BLOCK, combine_kernel, dispatch_kernel
 from eprt.dispatch.symm_memory import R_BITS, SymmetricMemory
+from eprt.rounding import ceil_div, next_power_of_2
 from eprt.tokens import Payload, TopK
 
 
@@ -58,7 +58,7 @@ class Launcher:
             "MOE_TP": moe_tp_size,
             "W": geometry.num_ranks,
             "K": geometry.top_k,
-            "K_POW2": triton.next_power_of_2(geometry.top_k),
+            "K_POW2": next_power_of_2(geometry.top_k),
         }
 
     def row_counts(self, capacity: int) -> list[int]:
@@ -74,8 +74,8 @@ class Launcher:
         data, scale = _words(hidden.data), None if hidden.scale is None else _words(hidden.scale)
         T, words = data.shape
         rank, peers = self._memory.rank, self._memory.peers[slot]
-        block = min(triton.next_power_of_2(words), tuning.dispatch_bytes // data.element_size())
-        ctas = min(T * triton.cdiv(words, block), tuning.dispatch_ctas)
+        block = min(next_power_of_2(words), tuning.dispatch_bytes // data.element_size())
+        ctas = min(T * ceil_div(words, block), tuning.dispatch_ctas)
         scale_words = 0 if scale is None else scale.shape[1]
         with torch.cuda.device_of(data):
             (dispatch_kernel.warmup if compile_only else dispatch_kernel.run)(
@@ -95,9 +95,9 @@ class Launcher:
                 WORDS=words,
                 BLOCK=block,
                 SCALE_WORDS=scale_words,
-                SCALE_BLOCK=triton.next_power_of_2(max(scale_words, 1)),
+                SCALE_BLOCK=next_power_of_2(max(scale_words, 1)),
                 num_warps=tuning.dispatch_warps,
-                grid=(triton.cdiv(R * self._routing["K"], ROUTING_BLOCK) + ctas,),
+                grid=(ceil_div(R * self._routing["K"], ROUTING_BLOCK) + ctas,),
                 **({} if compile_only else {"warmup": False}),
             )
 
@@ -108,7 +108,7 @@ class Launcher:
         tuning = self._tuned(R)
         out = _words(out)
         T, words = out.shape
-        block = min(triton.next_power_of_2(words), tuning.combine_bytes // out.element_size())
+        block = min(next_power_of_2(words), tuning.combine_bytes // out.element_size())
         with torch.cuda.device_of(out):
             (combine_kernel.warmup if compile_only else combine_kernel.run)(
                 out,
@@ -125,7 +125,7 @@ class Launcher:
                 WORDS=words,
                 BLOCK=block,
                 num_warps=tuning.combine_warps,
-                grid=(max(1, min(T * triton.cdiv(words, block), tuning.combine_ctas)),),
+                grid=(max(1, min(T * ceil_div(words, block), tuning.combine_ctas)),),
                 **({} if compile_only else {"warmup": False}),
             )
 
@@ -137,5 +137,5 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
     """Rows as the widest integers that fit them, 16-byte aligned."""
     row_bytes = rows.shape[1] * rows.element_size()
     word = torch.int32 if row_bytes % 4 == 0 else torch.int16 if row_bytes % 2 == 0 else torch.uint8
-    rows = rows.contiguous().view(torch.uint8)
+    rows = rows.contiguous()
     return (rows if rows.data_ptr() % 16 == 0 else rows.clone()).view(word)

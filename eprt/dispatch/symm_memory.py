@@ -120,6 +120,7 @@ class SymmetricMemory:
         self.books = torch.tensor([self._book(slot, bases) for slot in range(NUM_SLOTS)], device=device)
         self._free = list(range(NUM_SLOTS))
         self._last_stream: dict[int, torch.cuda.Stream] = {}
+        self._views: dict[tuple[str, int], torch.Tensor] = {}  # by region and slot, for the R it was used with last
 
     @classmethod
     def allocate(cls, world: World, geometry: Geometry) -> SymmetricMemory:
@@ -150,6 +151,7 @@ class SymmetricMemory:
     def close(self) -> None:
         """Wait for this rank's kernels and drop the memory. Peers that still write keep their own mapping of it."""
         torch.cuda.synchronize(self._memory.device)
+        self._views.clear()
         del self._memory, self._owner, self.books
 
     # ---- slots ----------------------------------------------------------------------------------------------
@@ -204,9 +206,14 @@ class SymmetricMemory:
         return self._rows("output", slot, R, torch.bfloat16)
 
     def _rows(self, region: str, slot: int, R: int, dtype: torch.dtype) -> torch.Tensor:
-        rows, size = self.geometry.num_ranks * R, self.geometry.row_bytes[region]
-        start = self.geometry.slot_start(slot) + self.geometry.offsets[region]
-        return self._memory[start : start + rows * size].view(dtype).view(rows, size // dtype.itemsize)
+        rows, kept = self.geometry.num_ranks * R, self._views.get((region, slot))
+        if kept is None or kept.shape[0] != rows:
+            size = self.geometry.row_bytes[region]
+            start = self.geometry.slot_start(slot) + self.geometry.offsets[region]
+            with torch.inference_mode(False):  # calls outside of it may come, and write
+                kept = self._memory[start : start + rows * size].view(dtype).view(rows, size // dtype.itemsize)
+            self._views[region, slot] = kept
+        return kept
 
     def _book(self, slot: int, bases: list[int]) -> list[list[int]]:
         flags = {"dispatch": slot * ALIGNMENT, "combine": slot * ALIGNMENT + MAX_RANKS * 8}
@@ -224,7 +231,7 @@ class SymmetricMemory:
     @property
     def faulty(self) -> bool:
         """Whether a kernel reported a peer."""
-        return bool(self._seen_fault.any())
+        return any(self._seen_fault.data)
 
     def raise_faults(self, timeout_s: float) -> None:
         """Raise what the kernels reported, without a device sync.

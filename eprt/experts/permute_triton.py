@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from eprt.rounding import ceil_div, next_power_of_2
+
 SMALL_SLOTS = 4096  # N * K up to which one launch that reads all ids in every program is the cheaper way
 COPY_BLOCK = 1024  # columns a program moves at a time: 4 warps x 8 values of 16 bits
 
@@ -132,8 +134,8 @@ def _copy_columns(source_ptr, target_ptr, source_stride, target_stride, width, t
 def copy_columns(source: torch.Tensor, target: torch.Tensor) -> None:
     """See `eprt.experts.permute.copy_columns`; the last dimension of both is contiguous."""
     width, target_width = min(source.shape[1], target.shape[1]), target.shape[1]
-    block = min(COPY_BLOCK, triton.next_power_of_2(target_width))
-    grid = (source.shape[0], triton.cdiv(target_width, block))
+    block = min(COPY_BLOCK, next_power_of_2(target_width))
+    grid = (source.shape[0], ceil_div(target_width, block))
     _copy_columns[grid](source, target, source.stride(0), target.stride(0), width, target_width, block)
 
 
@@ -160,7 +162,7 @@ def group_rows(
         _launch_small(ids, hidden, rows, offsets, place, first, L)
     else:
         _place_large(ids, offsets, place, first, L)
-        _copy_rows[(N,)](hidden, rows, place, H, K, triton.next_power_of_2(K), _column_block(H, K))
+        _copy_rows[(N,)](hidden, rows, place, H, K, next_power_of_2(K), _column_block(H, K))
     return rows, offsets, place
 
 
@@ -170,8 +172,8 @@ def weighted_unpermute(
     """See `eprt.experts.permute.weighted_unpermute`; `out` is contiguous."""
     N, K = place.shape
     H = rows.shape[1]
-    block = min(COPY_BLOCK, triton.next_power_of_2(H))
-    _weighted_sum[(N, triton.cdiv(H, block))](rows, place, weights, out, H, K, block, every_row)
+    block = min(COPY_BLOCK, next_power_of_2(H))
+    _weighted_sum[(N, ceil_div(H, block))](rows, place, weights, out, H, K, block, every_row)
 
 
 def _outputs(ids: torch.Tensor, L: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +183,7 @@ def _outputs(ids: torch.Tensor, L: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _column_block(H: int, K: int) -> int:
     """Columns at a time such that K copies of a block stay in registers."""
-    return min(triton.next_power_of_2(H), max(128, COPY_BLOCK * 4 // triton.next_power_of_2(K)), COPY_BLOCK)
+    return min(next_power_of_2(H), max(128, COPY_BLOCK * 4 // next_power_of_2(K)), COPY_BLOCK)
 
 
 def _launch_small(
@@ -197,16 +199,16 @@ def _launch_small(
     H = 0 if hidden is None else hidden.shape[1]
     _group_small[(max(N, L + 1),)](
         ids.contiguous(), hidden, rows, place, offsets, N, N * K, first, L, H,
-        K=K, K_PAD=triton.next_power_of_2(K), BLOCK_S=512, BLOCK_H=_column_block(H or 128, K),
+        K=K, K_PAD=next_power_of_2(K), BLOCK_S=512, BLOCK_H=_column_block(H or 128, K),
         COPY=hidden is not None,
     )  # fmt: skip
 
 
 def _place_large(ids: torch.Tensor, offsets: torch.Tensor, place: torch.Tensor, first: int, L: int) -> None:
     num_slots = ids.numel()
-    l_pad = max(16, triton.next_power_of_2(L))
+    l_pad = max(16, next_power_of_2(L))
     block_s = max(16, min(256, 16384 // l_pad))  # the one-hot matrix of a block stays in registers
-    num_blocks = triton.cdiv(num_slots, block_s)
+    num_blocks = ceil_div(num_slots, block_s)
     hist = torch.empty((num_blocks, l_pad), dtype=torch.int32, device=ids.device)
     ids = ids.contiguous()
     _histogram[(num_blocks,)](ids, hist, num_slots, first, L, L_PAD=l_pad, BLOCK_S=block_s, num_warps=8)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from eprt.quant.elements import E2M1_MAX, E4M3_MAX, TINY
+from eprt.rounding import ceil_div
 from eprt.weights import FP8_BLOCK, NVFP4_BLOCK
 
 COLUMNS_PER_CTA = 1024
@@ -79,9 +80,7 @@ def encode_fp8_rows(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if T:
         block = COLUMNS_PER_CTA // FP8_BLOCK
         with torch.cuda.device_of(hidden):
-            _fp8_kernel[(T, triton.cdiv(groups, block))](
-                hidden.contiguous(), data, scale, H=H, GROUPS=groups, BLOCK=block
-            )
+            _fp8_kernel[(T, ceil_div(groups, block))](hidden.contiguous(), data, scale, H=H, GROUPS=groups, BLOCK=block)
     return data, scale
 
 
@@ -94,7 +93,7 @@ def encode_nvfp4_rows(hidden: torch.Tensor, global_scale: torch.Tensor) -> tuple
     if T:
         block = COLUMNS_PER_CTA // NVFP4_BLOCK
         with torch.cuda.device_of(hidden):
-            _nvfp4_kernel[(T, triton.cdiv(groups, block))](
+            _nvfp4_kernel[(T, ceil_div(groups, block))](
                 hidden.contiguous(), global_scale, data, scale, H=H, GROUPS=groups, BLOCK=block
             )
     return data, scale

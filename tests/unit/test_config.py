@@ -129,6 +129,7 @@ def test_a_requirement_names_the_fix() -> None:
     ("make", "says"),
     [
         (lambda: RuntimeConfig(payload="fp4"), "payload 'fp4': expected one of f32, bf16, fp8_block, nvfp4"),
+        (lambda: RuntimeConfig(combine_payload="fp4"), "combine_payload 'fp4': expected one of fp8"),
         (lambda: RuntimeConfig(token_format="slabs"), "token_format 'slabs': expected one of flat, expert_major"),
         (lambda: RuntimeConfig(max_tokens_per_rank=2.5), "max_tokens_per_rank 2.5: must be a positive integer"),
         (lambda: Routing("sigmoid"), "routing method 'sigmoid'"),

@@ -1,119 +1,27 @@
-"""The DeepEP dispatcher on one rank over a stand-in for the library, which checks what it is given."""
+"""The DeepEP dispatcher on one rank over `deepep_stand_in`, which checks what it is given."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
 import torch
+from deepep_stand_in import CAPACITY, Fabric, Group, install
 
-import eprt.dispatch
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import CASES, make_batch
-from eprt.dispatch import DISPATCHERS, deepep
+from eprt.dispatch import deepep
 from eprt.dispatch.deepep import DeepEPDispatcher, Geometry, require_qp_depth
 from eprt.errors import ConfigError, InputError, UsageError
-from eprt.quant import encode_payload
 from eprt.world import World
 
-E, CAPACITY = 8, 24
-
-
-class FakeBuffer:
-    """`deep_ep.Buffer` in low-latency mode, for a world of one.
-
-    Attributes:
-        combined: what each combine was given to send.
-    """
-
-    def __init__(self, group, num_rdma_bytes, low_latency_mode, num_qps_per_rank, explicitly_destroy):
-        assert group == "the group"
-        assert low_latency_mode
-        assert explicitly_destroy
-        assert num_qps_per_rank == E
-        self.num_rdma_bytes = num_rdma_bytes
-        self.combined: list[torch.Tensor] = []
-        self.destroyed = False
-
-    @staticmethod
-    def get_low_latency_rdma_size_hint(tokens, hidden, num_ranks, num_experts):
-        return 1000 * tokens + hidden
-
-    def low_latency_dispatch(self, x, topk_idx, max_tokens, num_experts, *, use_fp8, return_recv_hook):
-        assert x.dtype == torch.bfloat16
-        assert x.is_contiguous()
-        assert x.shape[1] in DISPATCHERS["deepep"].hidden_sizes
-        assert x.shape[0] <= max_tokens == CAPACITY
-        assert topk_idx.dtype == torch.int64
-        assert topk_idx.is_contiguous()
-        assert bool(((topk_idx >= -1) & (topk_idx < num_experts)).all())
-        slabs = torch.full((num_experts, max_tokens, x.shape[1]), torch.nan, dtype=torch.bfloat16)
-        counts = torch.zeros(num_experts, dtype=torch.int32)
-        places: list[tuple[int, int, int, int]] = []
-
-        arrived: list[bool] = []
-
-        def receive() -> None:
-            arrived.append(True)
-            for token, row in enumerate(topk_idx.tolist()):
-                for k, expert in enumerate(row):
-                    if expert >= 0:
-                        slabs[expert, counts[expert]] = x[token]
-                        places.append((token, k, expert, int(counts[expert])))
-                        counts[expert] += 1
-            if use_fp8:
-                packed = encode_payload(torch.nan_to_num(slabs), "fp8_block")
-                data.view(torch.uint8).copy_(packed.data.view(torch.uint8))
-                scale.copy_(packed.scale)
-
-        data = torch.empty(slabs.shape, dtype=torch.float8_e4m3fn)
-        scale = torch.empty(num_experts, x.shape[1] // 128, max_tokens).transpose(1, 2)
-        if not return_recv_hook:
-            receive()
-        hook = receive if return_recv_hook else None
-        return (data, scale) if use_fp8 else slabs, counts, (places, topk_idx.shape[0], arrived), None, hook
-
-    def low_latency_combine(self, x, topk_idx, topk_weights, handle):
-        places, num_tokens, arrived = handle
-        assert arrived == [True], "combine needs the rows' places, which the receive kernel writes"
-        assert x.is_contiguous()
-        assert x.dtype == torch.bfloat16
-        assert x.shape[:2] == (E, CAPACITY)
-        assert topk_weights.dtype == torch.float32
-        self.combined.append(x)
-        out = torch.zeros(num_tokens, x.shape[2])
-        for token, k, expert, row in places:
-            out[token] += topk_weights[token, k] * x[expert, row].float()
-        return out.bfloat16(), None, None
-
-    def destroy(self) -> None:
-        self.destroyed = True
-
-
-def pack_tokens(x, ids, width, num_experts):
-    rows = torch.zeros(x.shape[0], width, dtype=x.dtype)
-    rows[:, : x.shape[1]] = x
-    return rows, torch.where(ids < num_experts, ids, -1).long()
-
-
-def copy_valid_rows(source, target, counts):
-    for slab, count in enumerate(counts.tolist()):
-        target[slab, :count] = source[slab, :count]
+E = 8
 
 
 @pytest.fixture
 def world(monkeypatch):
-    library = SimpleNamespace(Buffer=FakeBuffer, topk_idx_t=torch.int64)
-    kernels = SimpleNamespace(pack_tokens=pack_tokens, copy_valid_rows=copy_valid_rows)
-    monkeypatch.setattr(deepep, "load_library", lambda: library)
-    monkeypatch.setattr(eprt.dispatch, "deepep_pack", kernels, raising=False)
-    monkeypatch.delenv(deepep.QP_DEPTH_VARIABLE, raising=False)
-    spec = replace(DISPATCHERS["deepep"], devices=("cpu",), requirement=None)
-    monkeypatch.setattr(DeepEPDispatcher, "spec", spec, raising=False)
+    install(monkeypatch)
     made = World.from_env("cpu")
-    made.group = "the group"
+    made.group = Group(Fabric(1), 0)
     return made
 
 

@@ -1,221 +1,36 @@
-"""The FlashInfer dispatcher over a stand-in for the library: W threads, one plain tensor as everybody's memory.
-
-The stand-in keeps the library's contract as its source states it (where a token goes, where regions lie, what combine
-reads) and refuses what the library would turn into a crash or a stale read.
-"""
+"""The FlashInfer dispatcher over `flashinfer_stand_in`, which refuses what the library would turn into a crash."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
+from flashinfer_stand_in import SIZE, FakeLibrary, FakeWorld, install, run_ranks
 
-import eprt.dispatch
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import CASES, Case, make_batches
-from eprt.dispatch import DISPATCHERS, flashinfer_workspace
 from eprt.dispatch.flashinfer import FlashInferDispatcher
 from eprt.dispatch.flashinfer_workspace import NUM_SLOTS, ControlPlane, Geometry
 from eprt.errors import CapacityError, ConfigError, InputError, UsageError
+from eprt.tokens import TopK
 
-SIZE = 4
 CAPACITY = 32
-TOP_K_SWITCH = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
-
-
-class FakeLibrary:
-    """`flashinfer.comm.trtllm_moe_alltoall` for threads.
-
-    Attributes:
-        calls: (function, rank, R) in the order they came.
-        in_workspace: what combine was told about its payload.
-    """
-
-    def __init__(self, size: int = SIZE) -> None:
-        self.size = size
-        self.meet = threading.Barrier(size, timeout=20)
-        self.lock = threading.Lock()
-        self.memory: dict[int, torch.Tensor] = {}
-        self.calls: list[tuple[str, int, int]] = []
-        self.in_workspace: list[bool] = []
-        self.routes: dict[tuple[int, int], list[list[tuple[int, int]]]] = {}
-
-    def map_memory(self, world: FakeWorld, num_bytes: int) -> tuple[object, torch.Tensor]:
-        allocation = world.allocations
-        world.allocations += 1
-        with self.lock:
-            if allocation not in self.memory:
-                self.memory[allocation] = torch.full((self.size, num_bytes), 255, dtype=torch.uint8)
-        assert self.memory[allocation].shape[1] == num_bytes, "ranks disagree about the size"
-        return object(), self.memory[allocation]
-
-    def get_moe_alltoall_module(self) -> None:
-        self.calls.append(("load", -1, 0))
-
-    def moe_a2a_active_rank_mask(self, ranks, ep_size):
-        assert ep_size < 64, "the invalid id needs a bit of its own"
-        return torch.tensor([sum(1 << rank for rank in ranks)], dtype=torch.uint64)
-
-    def moe_a2a_initialize(self, workspace, ep_rank, ep_size, max_num_tokens):
-        assert workspace.shape[0] == ep_size
-        workspace[ep_rank].zero_()
-        # Written out for the one capacity used here, from calculateOffsets: counters and flags fit 128 bytes each.
-        assert ep_size <= 4
-        assert max_num_tokens == 32
-        payload = 128 + 128 + 128 + 2816 + 2816
-        return torch.tensor([0, 4, 8, 8 + 4 * ep_size, 128, 256, 384, 384 + 2816, payload, payload])
-
-    def moe_a2a_dispatch(
-        self, ids, payloads, workspace, metainfo, R, rank, size, top_k, num_experts, *, enable_rank_mask,
-        active_rank_mask,
-    ):  # fmt: skip
-        self.calls.append(("dispatch", rank, R))
-        assert R >= 1
-        assert top_k in TOP_K_SWITCH
-        assert ids.dtype == torch.int32
-        assert ids.is_contiguous()
-        assert ids.shape[1] == top_k
-        assert len(payloads) <= 6
-        starts, start = [], int(metainfo[9])
-        for payload in payloads:
-            assert payload.is_contiguous()
-            assert payload.dim() == 2
-            assert payload.shape[0] == ids.shape[0] <= R
-            assert start % payload.element_size() == 0, "a misaligned receive region"
-            starts.append(start)
-            start += size * R * payload.shape[1] * payload.element_size()
-        assert start <= workspace.shape[1], "workspace size per rank insufficient"
-        self.meet.wait()
-        route, sent = [], [0] * size
-        for token, row in enumerate(ids.tolist()):
-            went = []
-            for target in dict.fromkeys(e // (num_experts // size) for e in row):
-                if not (enable_rank_mask and not int(active_rank_mask[0]) >> target & 1):
-                    assert 0 <= target < size, "send_counters out of bounds"
-                    place = rank * R + sent[target]
-                    for payload, at in zip(payloads, starts, strict=True):
-                        raw = payload[token].view(torch.uint8)
-                        begin = at + place * raw.numel()
-                        workspace[target, begin : begin + raw.numel()] = raw
-                    went.append((target, sent[target]))
-                    sent[target] += 1
-            route.append(went)
-        self.routes[workspace.data_ptr(), rank] = route
-        for target in range(size):
-            counts = workspace[target, int(metainfo[3]) :][: 4 * size].view(torch.int32)
-            counts[rank] = sent[target]
-        self.meet.wait()
-        views = [
-            workspace[rank, at : at + size * R * p[:0].new_empty(1, p.shape[1]).nbytes].view(p.dtype).view(size, R, -1)
-            for p, at in zip(payloads, starts, strict=True)
-        ]
-        return views, start, None
-
-    def moe_a2a_combine(
-        self, payload, num_tokens, workspace, metainfo, R, rank, size, top_k, offset, *, payload_in_workspace, output,
-        enable_rank_mask, active_rank_mask,
-    ):  # fmt: skip
-        self.calls.append(("combine", rank, R))
-        self.in_workspace.append(payload_in_workspace)
-        assert payload.shape[:2] == (size, R)
-        assert output.shape == (num_tokens, payload.shape[2])
-        assert offset + payload.nbytes <= workspace.shape[1], "workspace insufficient for combine payload region"
-        region = workspace[rank, offset : offset + payload.nbytes]
-        assert payload_in_workspace == (payload.data_ptr() == region.data_ptr())
-        if not payload_in_workspace:
-            region.copy_(payload.reshape(-1).view(torch.uint8))
-        self.meet.wait()
-        total = torch.zeros(output.shape)
-        for token, went in enumerate(self.routes[workspace.data_ptr(), rank][:num_tokens]):
-            for target, index in went:
-                rows = workspace[target, offset : offset + payload.nbytes].view(payload.dtype).view(size * R, -1)
-                total[token] += rows[rank * R + index].float()
-        output.copy_(total)
-        self.meet.wait()
-        return output
-
-
-class FakeWorld:
-    """One thread's World: what the dispatcher and the header exchange use of it."""
-
-    def __init__(self, rank: int, meet: threading.Barrier, board: list) -> None:
-        self.rank, self.size = rank, len(board)
-        self.device = torch.device("cpu")
-        self.parallel = ParallelConfig(self.size)
-        self.generation = self.step = self.allocations = 0
-        self.closed = self.warm = self.broken = False
-        self.resources: dict = {}
-        self._meet, self._board = meet, board
-
-    def gather_control(self, x):
-        self._board[self.rank] = x.clone()
-        self._meet.wait()
-        gathered = torch.stack(self._board)
-        self._meet.wait()
-        return gathered
-
-    def barrier(self) -> None:
-        self.gather_control(torch.zeros(1))
-
-    def compares_headers(self, full: bool) -> bool:
-        return True
-
-    def note(self, where: str, layer: int | None = None) -> None:
-        pass
-
-    def raise_if_lost(self) -> None:
-        pass
-
-    def require_cold(self, what: str) -> None:
-        if self.warm:
-            raise UsageError(f"{what} after World.warmup()")
-
-    def resource(self, key, make, close=None):
-        if key not in self.resources:
-            self.resources[key] = make(), close
-        return self.resources[key][0]
-
-    def release(self, key) -> None:
-        value, close = self.resources.pop(key)
-        close(value)
-
-
-def mask_foreign_ids(ids, counts, first, end, num_experts, early):
-    for source, count in enumerate(counts.tolist()):
-        ids[source, count:] = num_experts
-    ids[(ids < first) | (ids >= end)] = num_experts
+# Of a rank's row when it becomes E4M3, and of their sum when it becomes bf16.
+FP8_TOLERANCE = transport.FP8_ROUNDING + 2.0**-9
 
 
 @pytest.fixture
 def library(monkeypatch, request) -> FakeLibrary:
-    fake = FakeLibrary(getattr(request, "param", SIZE))
-    monkeypatch.setattr(flashinfer_workspace, "load_library", lambda: fake)
-    monkeypatch.setattr(flashinfer_workspace, "_map_memory", fake.map_memory)
-    monkeypatch.setattr(
-        eprt.dispatch, "flashinfer_ids", SimpleNamespace(mask_foreign_ids=mask_foreign_ids), raising=False
-    )
-    spec = replace(DISPATCHERS["flashinfer"], devices=("cpu",), requirement=None)
-    monkeypatch.setattr(FlashInferDispatcher, "spec", spec, raising=False)
-    return fake
-
-
-def run_ranks(function: Callable[[FakeWorld], object], size: int = SIZE) -> list:
-    meet, board = threading.Barrier(size, timeout=20), [None] * size
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: function(FakeWorld(rank, meet, board)), range(size)))
+    return install(monkeypatch, getattr(request, "param", SIZE))
 
 
 def make(world, **kwargs) -> FlashInferDispatcher:
     fields = {"num_experts": 16, "top_k": 4, "hidden_size": 64, **kwargs}
-    payload = fields.pop("payload", None)
+    runtime = {name: fields.pop(name, None) for name in ("payload", "combine_payload")}
     config = MoEConfig(intermediate_size=32, **fields)
-    return FlashInferDispatcher(world, config, RuntimeConfig(max_tokens_per_rank=CAPACITY, payload=payload))
+    return FlashInferDispatcher(world, config, RuntimeConfig(max_tokens_per_rank=CAPACITY, **runtime))
 
 
 def exchange(dispatcher: FlashInferDispatcher, case: Case, *, zero_copy: bool = False) -> list[str]:
@@ -236,6 +51,11 @@ def exchange(dispatcher: FlashInferDispatcher, case: Case, *, zero_copy: bool = 
             y = dispatcher.output_buffer(sent.handle).copy_(y)
         returned = dispatcher.combine(y, sent.handle)
         expected = transport.weighted_sums(own, torch.ones(config.num_experts), payload)
+        if dispatcher.runtime.combine_payload == "fp8":
+            exact = expected
+            expected = transport.fp8_sums(own, dispatcher.shard).double()
+            if not (expected - exact).norm() <= FP8_TOLERANCE * exact.norm():
+                problems.append("FP8 sums are further from the exact ones than the format's rounding")
         error = (returned.double() - expected).norm() / expected.norm().clamp(min=1e-9)
         if payload is None and not torch.equal(returned, expected.to(torch.bfloat16)):
             problems.append(f"combine isn't bitwise right: {error:.1e}")
@@ -285,6 +105,57 @@ def test_an_output_in_the_workspace_is_not_copied(library):
     assert library.in_workspace == [True] * SIZE
 
 
+@pytest.mark.parametrize("hidden_size", [16, 130])
+@pytest.mark.parametrize("in_workspace", [(), (0, 1, 2, 3), (1, 2)])
+def test_fp8_outputs_are_each_rank_s_row_rounded_and_summed(library, hidden_size, in_workspace):
+    """Whichever ranks' executors wrote into the workspace: rows lie equally far apart on all of them."""
+
+    def job(world):
+        dispatcher = make(world, hidden_size=hidden_size, combine_payload="fp8")
+        zero_copy = world.rank in in_workspace
+        return [(case.name, p) for case in CASES for p in exchange(dispatcher, case, zero_copy=zero_copy)]
+
+    assert run_ranks(job) == [[]] * SIZE
+
+
+def test_what_fp8_does_to_large_small_and_broken_outputs(library):
+    outputs = [1000.0, -449.0, torch.inf, -torch.inf, torch.nan, 2.0**-11, 1.5 * 2.0**-9, 0.3, -18.0, 17.0]
+    expected = [448.0, -448.0, 448.0, -448.0, torch.nan, 0.0, 2.0**-8, 0.3125, -18.0, 16.0]
+
+    def job(world):
+        dispatcher = make(world, num_experts=4, top_k=1, hidden_size=len(outputs), combine_payload="fp8")
+        ids = torch.tensor([[(world.rank + 1) % SIZE]], dtype=torch.int32)
+        topk = TopK(ids, torch.ones(1, 1))
+        sent = dispatcher.dispatch(torch.ones(1, len(outputs), dtype=torch.bfloat16), topk)
+        rows = torch.tensor(outputs).bfloat16().expand(sent.tokens.num_rows, -1)
+        return dispatcher.combine(rows, sent.handle)[0].tolist()
+
+    for row in run_ranks(job):
+        assert row == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+
+
+def test_fp8_outputs_need_a_library_that_has_them_and_no_other_memory(library, monkeypatch):
+    world = FakeWorld(0, threading.Barrier(1), [None])
+    plain, packed = make(world), make(world, combine_payload="fp8")
+    assert plain._geometry == packed._geometry
+    monkeypatch.setattr(library, "moe_a2a_combine", lambda payload, output: None)
+    with pytest.raises(ConfigError, match=r"outputs back in bf16 only: pip install 'flashinfer-python>=0.7.2'"):
+        make(world, combine_payload="fp8")
+
+
+def test_calls_inside_and_outside_of_inference_mode(library):
+    """Views are kept from call to call, and an inference tensor can't be written to outside of that mode."""
+
+    def job(world):
+        dispatcher = make(world)
+        dispatcher.warmup()
+        with torch.inference_mode():
+            problems = exchange(dispatcher, CASES[0], zero_copy=True)
+        return problems + exchange(dispatcher, CASES[0], zero_copy=True)
+
+    assert run_ranks(job) == [[]] * SIZE
+
+
 def test_an_added_slot_names_no_expert(library):
     def job(world):
         dispatcher = make(world, top_k=3)
@@ -319,15 +190,15 @@ def test_a_dropped_call_still_meets_its_peers_and_sends_nan(library):
         batch = make_batches(CASES[0], 0, SIZE, dispatcher.config, torch.bfloat16)[world.rank]
         sent = dispatcher.dispatch(batch.hidden, batch.topk, 5)
         if world.rank == 1:
-            world.compares_headers = lambda full: False
+            world.quiet = True
             sent.handle.close()
-            world.compares_headers = lambda full: True
+            world.quiet = False
             out = None
         else:
-            world.compares_headers = lambda full: False
+            world.quiet = True
             y = transport.scale_experts(sent.tokens, dispatcher.shard, torch.ones(16), torch.bfloat16)
             out = dispatcher.combine(y, sent.handle)
-            world.compares_headers = lambda full: True
+            world.quiet = False
         asked = ((batch.topk.ids // 4) == 1).any(1)
         honest = out is None or torch.equal(out.isnan().all(1), asked)
         return honest, exchange(dispatcher, CASES[5])

@@ -3,13 +3,14 @@ tests/gpu/test_dispatchers.py and test_library_dispatchers.py."""
 
 from __future__ import annotations
 
+import deepep_stand_in
 import dispatcher_jobs
 import library_jobs
 import pytest
-import test_deepep_dispatcher as deepep_stand_in
 from dispatcher_jobs import DEEPEP, FLASHINFER
+from flashinfer_stand_in import SIZE, run_ranks
 from test_deepep_dispatcher import world  # noqa: F401 - a fixture
-from test_flashinfer_dispatcher import CAPACITY, SIZE, library, run_ranks  # noqa: F401 - a fixture
+from test_flashinfer_dispatcher import CAPACITY, library  # noqa: F401 - a fixture
 
 from eprt.conformance.harness import RankContext
 from eprt.dispatch import DISPATCHERS
@@ -41,7 +42,6 @@ def test_flashinfer(library, monkeypatch, K):  # noqa: F811
 @pytest.mark.parametrize("H", [128, 2048])
 def test_deepep(world, monkeypatch, H):  # noqa: F811
     monkeypatch.setitem(DISPATCHERS, "deepep", DeepEPDispatcher.spec)
-    monkeypatch.setattr(deepep_stand_in, "E", dispatcher_jobs.E)
     monkeypatch.setattr(deepep_stand_in, "CAPACITY", 32)
     context, shape = context_of(world), {"H": H, "K": 3}
     assert dispatcher_jobs.random_steps(context, DEEPEP, steps=8, delay_share=0.0, capacity=32, **shape) == 0

@@ -152,6 +152,15 @@ def test_wrong_names_and_sizes_are_config_errors() -> None:
         Device.parse("hopper")
 
 
+def test_only_some_dispatchers_bring_outputs_back_in_fp8_and_nothing_chooses_that_by_itself() -> None:
+    plan = plan_for(GPT_OSS, "sm90", "decode", combine_payload="fp8")
+    able = {name for name, spec in DISPATCHERS.items() if "fp8" in spec.combine_payloads}
+    assert {c.dispatcher for c in plan.candidates if c.support} == able == {"flashinfer"}
+    reason = "combine_payload fp8: brings outputs back in the tokens' own format only"
+    assert all(c.support.reason == f"{c.dispatcher}: {reason}" for c in plan.candidates if c.dispatcher not in able)
+    assert RuntimeConfig().combine_payload is None
+
+
 def test_explain_prints_it(tmp_path, capsys) -> None:
     from eprt.cli import main
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.dispatch.symm_memory import ALIGNMENT, ENTRIES, MAX_RANKS, NUM_SLOTS, REGIONS, Geometry
+from eprt.dispatch.symm_memory import ALIGNMENT, ENTRIES, MAX_RANKS, NUM_SLOTS, REGIONS, Geometry, SymmetricMemory
 from eprt.support import Device
 
 
@@ -38,6 +39,26 @@ def test_rows_are_as_long_as_the_formats_say():
     assert sizes["bf16"] == {"data": 14336, "scale": 0, "ids": 32, "weights": 32, "output": 14336}
     assert (sizes["fp8_block"]["data"], sizes["fp8_block"]["scale"]) == (7168, 224)
     assert (sizes["nvfp4"]["data"], sizes["nvfp4"]["scale"]) == (3584, 448)
+
+
+def test_views_lie_where_the_kernels_write_whatever_r_came_before(monkeypatch):
+    """They are kept from call to call; some of those may come in inference mode, and later ones write."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **kwargs: zeros(*size, **kwargs))
+    geometry = Geometry(1, 64, 128, 4, "fp8_block")
+    bytes_ = torch.zeros(geometry.num_bytes, dtype=torch.uint8)
+    memory = SymmetricMemory(geometry, 0, bytes_, [bytes_.data_ptr()])
+    for R, slot, inference in ((8, 0, True), (8, 1, False), (64, 0, False), (8, 0, False), (8, 0, True)):
+        with torch.inference_mode(inference):
+            payload, (ids, weights) = memory.payload(slot, R, None), memory.routing(slot, R)
+            found = {"data": payload.data, "scale": payload.scale, "ids": ids, "weights": weights}
+            found["output"] = memory.output(slot, R)
+        assert list(found) == list(REGIONS)
+        for region, rows in found.items():
+            assert rows.data_ptr() == bytes_.data_ptr() + geometry.slot_start(slot) + geometry.offsets[region]
+            assert rows.shape[0] == R
+            assert rows.nbytes == R * geometry.row_bytes[region]
+        found["output"].fill_(1.0)
 
 
 @pytest.mark.parametrize(

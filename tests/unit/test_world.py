@@ -142,6 +142,13 @@ def test_a_forked_child_is_not_the_rank(pools) -> None:
     assert pools(2).run(jobs.forked_child_leaves) == ["exit 0"] * 2
 
 
+def test_a_resource_made_in_inference_mode_can_be_written_to_outside() -> None:
+    with World.from_env("cpu") as world:
+        with torch.inference_mode():
+            made = world.resource("memory", lambda: torch.zeros(2))
+        assert made.fill_(1.0).tolist() == [1.0, 1.0]
+
+
 def test_one_resource_that_cannot_close_keeps_no_other_open() -> None:
     held, freed = SharedResources(), []
 

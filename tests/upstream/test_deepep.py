@@ -68,6 +68,20 @@ def test_dispatch_and_combine(buffer):
         assert len(returned.value.elts) == count
 
 
+def test_rank_mask(buffer):
+    """Polarity, and that only a buffer made for it has one."""
+    assert "enable_shrink" in arguments(buffer, "__init__")
+    assert arguments(buffer, "low_latency_update_mask_buffer") == ["rank_to_mask", "mask"]
+    update = ast.get_docstring(method(buffer, "low_latency_update_mask_buffer"))
+    assert update is not None
+    assert "if True, will mask the rank (do not recvfrom/sendto the rank)" in update
+    assert arguments(buffer, "low_latency_query_mask_buffer") == ["mask_status"]
+    query = ast.get_docstring(method(buffer, "low_latency_query_mask_buffer"))
+    assert query is not None
+    assert "`[num_ranks]` with `torch.int`" in query
+    assert "`1` means mask and `0` means unmasked" in query
+
+
 def test_combine_waits_for_whole_slabs_only(buffer):
     """Why the down GEMM doesn't overlap the combine: there is no argument for per-tile signals or an SM count. If this
     fails, pass them: FlashInfer 0.7.2's `grouped_gemm_nt_masked` has them (`test_flashinfer_sm100.py`)."""

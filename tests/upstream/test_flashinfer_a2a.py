@@ -80,6 +80,43 @@ def test_combine_reads_only_rows_that_were_sent(source):
     assert "if (local_token_idx >= recv_counters[rank_idx]) return;" in kernels
 
 
+def test_what_is_kept_from_ranks_left_out(source):
+    """Neither counts nor flags go to them and nobody waits for theirs; so what they sent last stays counted, which is
+    why `Workspace.leave_out` clears it, and their own call counter stays behind, which is why they can't come back."""
+    kernels = source["moeAlltoAllKernels.cu"]
+    skip = "is_rank_active(ptrs.active_rank_mask, {})) continue;\n        }}\n        {}"
+    for who, what in (
+        ("target_rank", "int send_count = ptrs.send_counters[target_rank];"),
+        ("target_rank", "uint32_t* flag_addr = &ptrs.completion_flags[target_rank][rank_id];"),
+        ("peer_rank", "bool flag_set = false;"),
+        ("peer_rank", "uint32_t* flag_addr = &ptrs.completion_flags[peer_rank][rank_id];"),
+    ):
+        assert skip.format(who, what) in kernels
+    assert "*flag_val_ptr = *flag_val_ptr + 1;" in kernels
+    promise = " ".join((library.moe_a2a_dispatch.__doc__ or "").split())
+    assert "merely restoring its mask bit is insufficient" in promise
+
+
+def test_the_mask_is_an_argument_of_the_kernels(source):
+    """So a CUDA graph keeps the one of its capture."""
+    assert "CHECK_CPU(t);" in body(source["trtllm_moe_alltoall.cu"], "inline void resolveActiveRankMask", "\n}")
+    assert "kernel_ptrs.active_rank_mask[w] = params.active_rank_mask[w];" in source["moeAlltoAllKernels.cu"]
+
+
+def test_fp8_combine_rounds_in_place_at_the_strides_of_the_payload(source):
+    """A rank takes its peers' rows to lie as its own do, packed or not; the room asked for is that of bf16 rows; the
+    output is bf16."""
+    kernels, host = source["moeAlltoAllKernels.cu"], source["trtllm_moe_alltoall.cu"]
+    launch = body(kernels, "void moe_a2a_combine_launch", "\n}\n")
+    assert "low_precision_staged = params.use_low_precision && (params.prepare_payload != nullptr)" in launch
+    assert "? params.elements_per_token\n" in launch
+    assert ": params.elements_per_token * static_cast<int>(sizeof(PayloadT));" in launch
+    assert "reinterpret_cast<SrcT const*>(recv_buffer_bytes + token_offset);" in kernels
+    assert "out[j] = DstT(static_cast<float>(in[j]));" in kernels  # no scale; __nv_fp8_e4m3 saturates
+    assert "get_element_size(payload);  // includes all ranks * runtime_max_tokens_per_rank" in host
+    assert '<< "low-precision combine must produce a bf16 output"' in host
+
+
 def test_place_of_the_receive_counters(source):
     meta = body(source["moeAlltoAllMeta.h"], "enum MoeA2AMetaInfoIndex", "};")
     assert constant(meta, "RECV_COUNTERS_OFFSET_INDEX") == RECV_COUNTERS_OFFSET_INDEX
@@ -154,7 +191,7 @@ def test_signatures():
         "top_k", "combine_payload_offset",
     ]  # fmt: skip
     assert {"enable_rank_mask", "active_rank_mask"} <= set(names(library.moe_a2a_dispatch))
-    assert {"payload_in_workspace", "output", "enable_rank_mask", "active_rank_mask"} <= set(
+    assert {"payload_in_workspace", "output", "use_low_precision", "enable_rank_mask", "active_rank_mask"} <= set(
         names(library.moe_a2a_combine)
     )
     assert library.moe_a2a_active_rank_mask(range(4), 4).tolist() == [0b1111]

@@ -1,0 +1,96 @@
+"""Ranks that a host engine takes out of service: the others go on without sending to them or waiting for them.
+
+One polarity everywhere: True is alive. A mask belongs to the memory that ranks share, hence to every dispatcher of that
+memory, and ranks are only ever taken out: the libraries' call counters of a rank that missed a call never catch up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from eprt.dispatch.shared_memory import Slots
+from eprt.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from eprt.config import RuntimeConfig
+    from eprt.world import World
+
+
+@dataclass
+class RankMask:
+    """Who takes part in the calls over one shared memory.
+
+    Attributes:
+        alive: [W], by rank.
+        slots: its calls; a mask changes while none is open.
+        in_arguments: kernels get the mask as an argument, so a CUDA graph keeps the one of its capture; False: they
+            read it from device memory, and replays follow it.
+        captured: a CUDA graph holds a call.
+    """
+
+    alive: tuple[bool, ...]
+    slots: Slots
+    in_arguments: bool
+    captured: bool = False
+
+    @property
+    def left_out(self) -> list[int]:
+        return [rank for rank, alive in enumerate(self.alive) if not alive]
+
+
+def checked_mask(alive: Sequence[object], world: World) -> tuple[bool, ...]:
+    """`alive` as a tuple, if it can be this rank's mask.
+
+    Raises:
+        InputError: not one bool a rank, or this rank or a part of an attention-TP group is left out.
+    """
+    mask = tuple(one for one in alive if isinstance(one, bool))
+    if len(mask) != world.size or len(alive) != world.size:
+        raise InputError(f"alive is {alive!r}: expected {world.size} bools, one a rank, True for ranks that take part")
+    if not mask[world.rank]:
+        raise InputError(f"alive[{world.rank}] is False on rank {world.rank} itself: a rank left out makes no calls")
+    size = world.parallel.attention_tp_size
+    for first in range(0, world.size, size):
+        if len(set(mask[first : first + size])) > 1:
+            raise InputError(
+                f"alive[{first}:{first + size}] is {mask[first : first + size]}: an attention-TP group gathers its "
+                "tokens from all of its ranks, so it is left out as a whole or not at all"
+            )
+    return mask
+
+
+def require_changeable(
+    mask: RankMask | None, wanted: tuple[bool, ...], name: str, runtime: RuntimeConfig, capturing: bool
+) -> None:
+    """Raises UsageError unless the dispatcher `name` can take `wanted` instead of `mask` now.
+
+    Args:
+        mask: of its memory; None while there is none.
+        capturing: whether the current stream is being captured.
+    """
+    from eprt.dispatch import DISPATCHERS
+
+    able = ", ".join(known for known, spec in DISPATCHERS.items() if spec.rank_mask)
+    back = [] if mask is None else [rank for rank in mask.left_out if wanted[rank]]
+    refusals = [
+        (not runtime.rank_mask, f"RuntimeConfig.rank_mask is False: set it on every rank (it takes one of {able})"),
+        (mask is None, "every rank takes part in making the shared memory: call World.warmup() before"),
+        (runtime.validate == "full", 'validate="full" compares the headers of all ranks: use validate="cheap"'),
+        (capturing, "a CUDA graph is being captured: call it before"),
+        (
+            mask is not None and mask.captured and mask.in_arguments,
+            "a CUDA graph has captured a dispatch, and keeps the mask of its capture: call it before, or close the "
+            "layers, make them again, and capture afterwards",
+        ),
+        (
+            bool(back),
+            f"ranks {back} were left out and can't come back, as their call counters are behind: make a new World",
+        ),
+    ]
+    for failed, reason in refusals:
+        if failed:
+            raise UsageError(f"{name}: set_alive: {reason}")
+    if mask is not None:
+        mask.slots.require_idle()

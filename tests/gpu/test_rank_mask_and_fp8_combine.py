@@ -1,0 +1,69 @@
+"""Ranks left out, and outputs that travel back in FP8, on the GPUs of one NVLink host: one process a GPU, the real
+FlashInfer and DeepEP."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import rank_mask_jobs as jobs
+import torch
+
+from eprt.conformance.cases import CASES
+from eprt.conformance.checks import Check, run_checks, summarize
+from eprt.conformance.harness import WorldPool
+from eprt.dispatch import DISPATCHERS
+
+SIZE = min(4, torch.cuda.device_count())
+
+
+def _library(name: str, *values: object):
+    found = DISPATCHERS[name].requirement.check()
+    return pytest.param(name, *values, marks=pytest.mark.skipif(not found, reason=found.reason))
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host: this machine has {SIZE}"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorldPool(SIZE, device="cuda", timeout_s=240, grace_s=2) as held:
+        yield held
+
+
+@pytest.mark.parametrize("name", [_library("flashinfer"), _library("deepep")])
+@pytest.mark.parametrize(("hidden_size", "top_k"), [(2048, 1), (2880, 4), (7168, 8)])
+def test_the_others_go_on_without_the_ranks_left_out(pool, hidden_size, top_k, name):
+    assert pool.run(jobs.left_out, name=name, hidden_size=hidden_size, top_k=top_k) == [[]] * SIZE
+
+
+@pytest.mark.parametrize(("name", "follows"), [_library("flashinfer", False), _library("deepep", True)])
+def test_graphs_and_the_mask(pool, name, follows):
+    assert pool.run(jobs.replayed, name=name, follows=follows) == [[]] * SIZE
+
+
+@pytest.mark.parametrize("name", [_library("flashinfer")])
+@pytest.mark.parametrize("kind", ["transport", "interleaved"])
+@pytest.mark.parametrize(("hidden_size", "top_k"), [(128, 1), (130, 3), (2880, 4), (7168, 8)])
+def test_fp8_outputs_are_each_rank_s_row_rounded_and_summed(pool, hidden_size, top_k, kind, name):
+    config = jobs.moe(hidden_size, top_k)
+    checks = [Check(kind, case, name, config=config, combine_payload="fp8") for case in CASES]
+    rows = summarize(pool.run(run_checks, checks=checks))
+    assert len(rows) == len(checks)
+    assert [f"{row.check.name}, rank {row.rank}: {row.detail}" for row in rows if not row.ok] == []
+
+
+@pytest.mark.parametrize("name", [_library("flashinfer")])
+@pytest.mark.parametrize(("hidden_size", "top_k"), [(130, 3), (2880, 4), (7168, 8)])
+def test_fp8_outputs_in_a_graph_wherever_the_experts_write_them(pool, hidden_size, top_k, name):
+    assert pool.run(jobs.fp8_replayed, hidden_size=hidden_size, top_k=top_k) == [[]] * SIZE
+
+
+@pytest.mark.parametrize("name", [_library("flashinfer")])
+def test_what_fp8_does_to_large_small_and_broken_outputs(pool, name):
+    for returned in pool.run(jobs.fp8_extremes):
+        assert returned == pytest.approx([448, -448, 448, -448, math.nan, 0, 2**-8, 0.3125], rel=0, abs=0, nan_ok=True)

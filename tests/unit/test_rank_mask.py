@@ -1,0 +1,250 @@
+"""Ranks left out of dispatch and combine, over the stand-ins for FlashInfer and DeepEP: a thread a rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import deepep_stand_in
+import flashinfer_stand_in
+import pytest
+import rank_mask_jobs as jobs
+import torch
+from flashinfer_stand_in import SIZE, FakeWorld, run_ranks
+
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.conformance import transport
+from eprt.conformance.cases import CASES, Batch, make_batches
+from eprt.dispatch import DISPATCHERS, Dispatcher, dispatcher_spec, make_dispatcher
+from eprt.dispatch.deepep import DeepEPDispatcher
+from eprt.dispatch.flashinfer import FlashInferDispatcher
+from eprt.errors import ConfigError, EprtError, InputError, RankLost, UnsupportedError, UsageError
+from eprt.plan import make_plan
+from eprt.support import Device
+from eprt.tokens import TopK
+
+CONFIG = MoEConfig(num_experts=16, top_k=4, hidden_size=128, intermediate_size=32)
+CAPACITY = {"flashinfer": 32, "deepep": deepep_stand_in.CAPACITY}
+KINDS = {"flashinfer": FlashInferDispatcher, "deepep": DeepEPDispatcher}
+NAMES = tuple(KINDS)
+E, L = CONFIG.num_experts, CONFIG.num_experts // SIZE
+WITHOUT_2 = [True, True, False, True]
+
+
+@pytest.fixture
+def fabric(monkeypatch) -> deepep_stand_in.Fabric:
+    deepep_stand_in.install(monkeypatch)
+    flashinfer_stand_in.install(monkeypatch)
+    return deepep_stand_in.Fabric(SIZE)
+
+
+def make(name: str, world: FakeWorld, fabric: deepep_stand_in.Fabric, **runtime) -> Dispatcher:
+    world.group = deepep_stand_in.Group(fabric, world.rank)
+    settings = {"max_tokens_per_rank": CAPACITY[name], "rank_mask": True, **runtime}
+    return KINDS[name](world, CONFIG, RuntimeConfig(**settings), dispatcher_spec(name).formats[0])
+
+
+def without(batch: Batch, rank: int, left_out: list[int]) -> Batch:
+    """What counts of rank `rank`'s batch: nothing if it is left out, else no slot of a rank that is."""
+    if rank in left_out:
+        return Batch(batch.hidden[:0], batch.topk.narrow(0, 0))
+    gone = torch.isin(batch.topk.ids // L, torch.tensor(left_out, dtype=torch.int32))
+    return Batch(batch.hidden, TopK(torch.where(gone, E, batch.topk.ids).to(torch.int32), batch.topk.weights))
+
+
+def exchange(dispatcher: Dispatcher, call: int, R: int | None) -> list[str]:
+    """One call, with the routing as the router made it; what is wrong with what arrives and returns, bit for bit."""
+    left_out = [rank for rank, alive in enumerate(dispatcher.alive) if not alive]
+    case = next(case for case in CASES if case.name == "uneven-uniform")
+    batches = make_batches(case, call, SIZE, CONFIG, torch.bfloat16)
+    own = batches[dispatcher.world.rank]
+    counted = [without(batch, rank, left_out) for rank, batch in enumerate(batches)]
+    sent = dispatcher.dispatch(own.hidden, own.topk, R)
+    problems = transport.wrong_arrivals(sent.tokens, counted, dispatcher.shard, None)
+    y = transport.scale_experts(sent.tokens, dispatcher.shard, torch.ones(E), torch.bfloat16)
+    out = dispatcher.combine(y, sent.handle)
+    expected = transport.weighted_sums(counted[dispatcher.world.rank], torch.ones(E), None)
+    if not torch.equal(out, expected.bfloat16()):
+        problems.append("combine isn't the sum over the ranks that take part, weights as they were")
+    return problems
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_others_go_on_without_the_ranks_left_out(fabric, name):
+    def job(world):
+        dispatcher = make(name, world, fabric)
+        dispatcher.warmup()
+        problems = exchange(dispatcher, 0, None) + exchange(dispatcher, 1, 24)
+        for alive in (WITHOUT_2, [False, True, False, True]):
+            if not alive[world.rank]:
+                return problems  # makes no more calls: nobody may wait for this thread
+            dispatcher.set_alive(alive)
+            dispatcher.set_alive(alive)
+            problems += exchange(dispatcher, 2, 17) + exchange(dispatcher, 3, 24) + exchange(dispatcher, 4, 12)
+        return problems, dispatcher.alive
+
+    shrunk = ([], (False, True, False, True))
+    assert run_ranks(job) == [[], shrunk, [], shrunk]
+
+
+def test_the_library_s_mask_says_1_for_left_out_where_ours_says_false(fabric):
+    def job(world):
+        dispatcher = make("deepep", world, fabric)
+        dispatcher.warmup()
+        plain = make("deepep", world, fabric, rank_mask=False)
+        plain.warmup()
+        if world.rank != 2:
+            dispatcher.set_alive(WITHOUT_2)
+        return dispatcher._memory.buffer.mask, plain._memory.buffer.mask
+
+    masked, whole = ([0, 0, 1, 0], None), ([0, 0, 0, 0], None)
+    assert run_ranks(job) == [masked, masked, whole, masked]
+
+
+@pytest.mark.parametrize(("name", "hidden_size"), [("flashinfer", 130), ("deepep", 2880)])
+def test_the_job_of_the_gpu_test(fabric, monkeypatch, name, hidden_size):
+    monkeypatch.setitem(DISPATCHERS, name, KINDS[name].spec)
+    monkeypatch.setattr(jobs, "CAPACITY", CAPACITY[name])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+    def job(world):
+        world.group = deepep_stand_in.Group(fabric, world.rank)
+        context = SimpleNamespace(rank=world.rank, size=SIZE, world=lambda: world)
+        return jobs.left_out(context, name, hidden_size, 3)
+
+    assert run_ranks(job) == [[]] * SIZE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_of_one_memory_share_the_mask(fabric, name):
+    def job(world):
+        layers = [make(name, world, fabric) for _ in range(2)]
+        for layer in layers:
+            layer.warmup()
+        if world.rank == 2:
+            return []
+        layers[0].set_alive(WITHOUT_2)
+        return exchange(layers[1], 0, 12) + exchange(layers[0], 1, 12)
+
+    assert run_ranks(job) == [[]] * SIZE
+
+
+def _refused(dispatcher: Dispatcher, alive: object) -> tuple[type[EprtError], str]:
+    with pytest.raises(EprtError) as caught:
+        dispatcher.set_alive(alive)  # type: ignore[arg-type]
+    return caught.type, str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masks_that_are_refused(fabric, name):
+    def job(world):
+        other_out = [rank != (world.rank + 1) % SIZE for rank in range(SIZE)]
+        cold = make(name, world, fabric)
+        found = [_refused(cold, other_out)]
+        cold.warmup()
+        for runtime in ({"rank_mask": False}, {"validate": "full"}):
+            other = make(name, world, fabric, **runtime)
+            other.warmup()
+            found.append(_refused(other, other_out))
+        sent = cold.dispatch(*_tokens(world), 5)
+        found.append(_refused(cold, other_out))
+        cold.combine(transport.scale_experts(sent.tokens, cold.shard, torch.ones(E), torch.bfloat16), sent.handle)
+        if world.rank == 2:
+            return [*found, _refused(cold, WITHOUT_2)]
+        found += [_refused(cold, alive) for alive in ([True] * 3, [1, 1, 0, 1], [[True] * SIZE])]
+        world.parallel = ParallelConfig(SIZE, attention_tp_size=2)
+        found.append(_refused(cold, WITHOUT_2))
+        world.parallel = ParallelConfig(SIZE)
+        cold.set_alive(WITHOUT_2)
+        return [*found, _refused(cold, [True] * SIZE)]
+
+    expected = [
+        (UsageError, "call World.warmup"),
+        (UsageError, "RuntimeConfig.rank_mask is False: set it on every rank (it takes one of flashinfer, deepep)"),
+        (UsageError, 'use validate="cheap"'),
+        (UsageError, "1 dispatches of this geometry are open"),
+    ]
+    shape, itself = (InputError, "expected 4 bools"), (InputError, "alive[2] is False on rank 2 itself")
+    rest = [shape, shape, shape, (InputError, "an attention-TP group gathers"), (UsageError, "[2] were left out and")]
+    for rank, found in enumerate(run_ranks(job)):
+        wanted = expected + ([itself] if rank == 2 else rest)
+        assert [kind for kind, _ in found] == [kind for kind, _ in wanted]
+        for (_, text), (_, part) in zip(found, wanted, strict=True):
+            assert part in text
+
+
+def _tokens(world: FakeWorld) -> tuple[torch.Tensor, TopK]:
+    own = make_batches(CASES[0], 0, SIZE, CONFIG, torch.bfloat16)[world.rank]
+    return own.hidden, own.topk
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_r_must_be_passed_once_a_rank_is_left_out(fabric, name):
+    def job(world):
+        dispatcher = make(name, world, fabric)
+        dispatcher.warmup()
+        if world.rank == 2:
+            return []
+        dispatcher.set_alive(WITHOUT_2)
+        with pytest.raises(InputError, match="a rank is left out, which can't agree on R"):
+            dispatcher.dispatch(*_tokens(world))
+        with pytest.raises(ConfigError, match="mine"):
+            dispatcher.refuse(ConfigError("mine"))
+        return exchange(dispatcher, 0, 12)
+
+    assert run_ranks(job) == [[]] * SIZE
+
+
+@pytest.mark.parametrize(("name", "follows"), [("flashinfer", False), ("deepep", True)])
+def test_a_mask_after_a_capture_only_where_graphs_follow_it(fabric, monkeypatch, name, follows):
+    def job(world):
+        dispatcher = make(name, world, fabric)
+        dispatcher.warmup()
+        capturing = [True]
+        dispatcher._capturing = lambda: capturing[0]
+        problems = exchange(dispatcher, 0, 12)
+        if world.rank == 2:
+            return problems
+        assert "a CUDA graph is being captured" in _refused(dispatcher, WITHOUT_2)[1]
+        capturing[0] = False
+        if follows:
+            dispatcher.set_alive(WITHOUT_2)
+            return problems + exchange(dispatcher, 1, 12)
+        assert "a CUDA graph has captured a dispatch" in _refused(dispatcher, WITHOUT_2)[1]
+        return problems
+
+    assert run_ranks(job) == [[]] * SIZE
+
+
+def test_a_peer_that_deepep_gave_up_by_itself_is_lost(fabric):
+    """Its kernels don't trap with a mask: they leave the peer out, and the sums lack its part."""
+
+    def job(world):
+        dispatcher = make("deepep", world, fabric)
+        dispatcher.warmup()
+        if world.rank == 2:
+            return None
+        dispatcher._memory.buffer.mask[2] = 1  # what a kernel does after its 100 s
+        world.quiet = True
+        sent = dispatcher.dispatch(*_tokens(world), 5)
+        y = transport.scale_experts(sent.tokens, dispatcher.shard, torch.ones(E), torch.bfloat16)
+        dispatcher.combine(y, sent.handle)
+        with pytest.raises(RankLost, match="rank 2 silent") as lost:
+            dispatcher.dispatch(*_tokens(world), 5)
+        return lost.value.rank, lost.value.why
+
+    assert run_ranks(job) == [(2, "silent"), (2, "silent"), None, (2, "silent")]
+
+
+def test_the_plan_leaves_out_dispatchers_that_cannot(fabric):
+    able = {name for name, spec in DISPATCHERS.items() if spec.rank_mask}
+    assert able == set(NAMES)
+    runtime = RuntimeConfig(rank_mask=True, max_tokens_per_rank=256)
+    plan = make_plan(CONFIG, ParallelConfig(SIZE), runtime, Device.parse("sm90"))
+    assert plan.dispatcher in able
+    for candidate in plan.candidates:
+        if candidate.dispatcher not in able:
+            assert candidate.support.reason == f"{candidate.dispatcher}: rank_mask: can't leave a rank out"
+    with pytest.raises(UnsupportedError, match="rank_mask: can't leave a rank out"):
+        make_plan(CONFIG, ParallelConfig(SIZE), runtime, Device.parse("cpu"))
+    with pytest.raises(ConfigError, match="torch: rank_mask: can't leave a rank out"):
+        make_dispatcher("torch", FakeWorld(0, None, [None]), CONFIG, runtime)
