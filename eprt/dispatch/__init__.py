@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from eprt.dispatch.base import Dispatched, Dispatcher, Handle, Traffic
+from eprt.dispatch.base import Dispatcher
+from eprt.dispatch.handle import Dispatched, Handle, Traffic
 from eprt.dispatch.payload_scale import agree_payload_scale
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError

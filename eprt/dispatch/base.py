@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
 
 from eprt.capacity import Capacity
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
+from eprt.dispatch.handle import Dispatched, Handle
 from eprt.dispatch.rank_mask import RankMask, checked_mask, require_changeable
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError, InputError, UsageError
@@ -25,62 +25,6 @@ from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
 
 if TYPE_CHECKING:
     from eprt.world import World
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one call moved between this rank and others (local copies don't count), dispatch and combine together."""
-
-    rows_sent: int = 0
-    rows_received: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-
-
-@dataclass
-class Handle:
-    """State of one call. `combine` consumes it once; `close` (in a `finally`) frees what a failed call left.
-
-    Attributes:
-        call: number of this dispatch on its dispatcher, equal on all ranks.
-        num_tokens, tokens_per_rank: this rank's T and the agreed R.
-        state: the dispatcher's own; dropped on close.
-        traffic: what moved, where the host knows it; else None.
-        deferred: the rows may still be on their way; `wait` before anything reads them.
-        shape: of the expert output that `combine` takes: the tokens' shape.
-    """
-
-    owner: Dispatcher
-    call: int
-    num_tokens: int
-    tokens_per_rank: int
-    dtype: torch.dtype
-    state: Any = None
-    traffic: Traffic | None = None
-    deferred: bool = False
-    status: str = field(default="open", compare=False)
-    shape: tuple[int, ...] | None = None
-
-    def wait(self) -> None:
-        """Until the rows have arrived, in stream order. Idempotent; for `dispatch(..., wait=False)` alone."""
-        if self.deferred and self.status == "open":
-            self.owner._wait(self)
-        self.deferred = False
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self.status == "open":
-            self.owner._release(self)
-            self.status = "closed"
-        self.state = None
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """What `dispatch` returns: tokens for the executor, and the handle for `combine`."""
-
-    tokens: FlatTokens | ExpertMajorTokens
-    handle: Handle
 
 
 class Dispatcher(ABC):

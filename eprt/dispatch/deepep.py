@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
-from eprt.dispatch.base import Dispatcher, Handle
+from eprt.dispatch.base import Dispatcher
+from eprt.dispatch.handle import Handle
 from eprt.dispatch.rank_mask import RankMask
 from eprt.dispatch.shared_memory import Slots, require_allocatable
 from eprt.errors import ConfigError, InputError, RankLost

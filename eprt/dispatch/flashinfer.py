@@ -12,8 +12,9 @@ import torch
 from torch.nn.functional import pad
 
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
-from eprt.dispatch.base import Dispatcher, Handle
+from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.flashinfer_workspace import Geometry, Workspace, require_fp8_combine
+from eprt.dispatch.handle import Handle
 from eprt.dispatch.rank_mask import RankMask
 from eprt.errors import ConfigError, InputError, RankLost
 from eprt.support import Device

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from eprt.dispatch.base import Dispatcher, Handle, Traffic
+from eprt.dispatch.base import Dispatcher
+from eprt.dispatch.handle import Handle, Traffic
 from eprt.tokens import FlatTokens, Payload, TopK
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
-from eprt.dispatch.base import Dispatcher, Handle
+from eprt.dispatch.base import Dispatcher
+from eprt.dispatch.handle import Handle
 from eprt.dispatch.symm_memory import Geometry, SymmetricMemory
 from eprt.errors import ConfigError, InputError, RankLost, WorldMismatch
 from eprt.support import Device

@@ -1,0 +1,69 @@
+"""State of one call, from its dispatch to its combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eprt.tokens import ExpertMajorTokens, FlatTokens
+
+if TYPE_CHECKING:
+    from eprt.dispatch.base import Dispatcher
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one call moved between this rank and others (local copies don't count), dispatch and combine together."""
+
+    rows_sent: int = 0
+    rows_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+@dataclass
+class Handle:
+    """State of one call. `combine` consumes it once; `close` (in a `finally`) frees what a failed call left.
+
+    Attributes:
+        call: number of this dispatch on its dispatcher, equal on all ranks.
+        num_tokens, tokens_per_rank: this rank's T and the agreed R.
+        state: the dispatcher's own; dropped on close.
+        traffic: what moved, where the host knows it; else None.
+        deferred: the rows may still be on their way; `wait` before anything reads them.
+        shape: of the expert output that `combine` takes: the tokens' shape.
+    """
+
+    owner: Dispatcher
+    call: int
+    num_tokens: int
+    tokens_per_rank: int
+    dtype: torch.dtype
+    state: Any = None
+    traffic: Traffic | None = None
+    deferred: bool = False
+    status: str = field(default="open", compare=False)
+    shape: tuple[int, ...] | None = None
+
+    def wait(self) -> None:
+        """Until the rows have arrived, in stream order. Idempotent; for `dispatch(..., wait=False)` alone."""
+        if self.deferred and self.status == "open":
+            self.owner._wait(self)
+        self.deferred = False
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.status == "open":
+            self.owner._release(self)
+            self.status = "closed"
+        self.state = None
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What `dispatch` returns: tokens for the executor, and the handle for `combine`."""
+
+    tokens: FlatTokens | ExpertMajorTokens
+    handle: Handle
