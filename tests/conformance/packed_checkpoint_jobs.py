@@ -6,8 +6,7 @@ import torch
 
 from eprt.checkpoint import load_on_all_ranks
 from eprt.config import RuntimeConfig
-from eprt.layer import ExpertParallelMoE
-from eprt.models import load_layer
+from eprt.models import build_layer, load_layer
 
 
 def hidden_of(rank, width):
@@ -20,16 +19,7 @@ def run_layer(context, folder, number, dispatcher, executor, payload=None):
     world = context.world()
     parts = load_on_all_ranks(world, lambda: load_layer(folder, number, world.parallel, world.rank), layer=number)
     runtime = RuntimeConfig(dispatcher=dispatcher, executor=executor, max_tokens_per_rank=32, payload=payload)
-    layer = ExpertParallelMoE(
-        parts.config,
-        world,
-        parts.experts,
-        runtime=runtime,
-        router=parts.router,
-        shared=parts.shared,
-        latent=parts.latent,
-        layer=number,
-    )
+    layer = build_layer(parts, world, runtime, number)
     hidden = hidden_of(world.rank, parts.config.input_size)
     out, scale = layer(hidden), layer.dispatcher.payload_scale
     layer.close()
