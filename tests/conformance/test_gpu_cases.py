@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import whole_layer_jobs as jobs
 from gpu_cases import GRAPHS, PACKED, ROUNDS, ROWS, graph_layer, packed_case
+from humming_jobs import needs_humming, replayed_layers
 
 from eprt.config import RuntimeConfig
 from eprt.conformance.harness import launch
@@ -40,3 +41,14 @@ def test_the_start_that_is_timed_on_gpus():
     runtime = RuntimeConfig(dispatcher="torch", executor="torch_grouped", max_tokens_per_rank=ROWS)
     for _, warm_up in launch(jobs.seconds_to_start, 2, config=graph_layer("mxfp4"), runtime=runtime):
         assert warm_up < 10
+
+
+@needs_humming
+def test_humming_on_stand_ins(pools):
+    """Tuned in a warm-up, too: small, for that times some 30 schedules of each matrix."""
+    runtime = RuntimeConfig(dispatcher="none", executor="humming", max_tokens_per_rank=2)
+    configs = [graph_layer(weight_format) for weight_format in ("mxfp4", "fp8_block")]
+    rounds = [[2, 2], [1, 0], [0, 0], [0, 1]]
+    for found in pools(2).run(replayed_layers, configs=configs, runtime=runtime, rounds=rounds):
+        for errors in found:
+            assert max(errors) <= 1e-2, found

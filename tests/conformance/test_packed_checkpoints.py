@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from gpu_cases import PACKED_SIZES
+from humming_jobs import needs_humming, run_layers
 from packed_checkpoint_jobs import BOUND, COST, errors, run_layer
 from packed_checkpoints import FAMILIES, PACK, write
 
@@ -55,3 +57,18 @@ def test_a_checkpoint_that_calibrates_no_nvfp4_tokens(pools, tmp_path):
     ranks = pools(2).run(run_layer, folder=str(tmp_path), number=written.layer, runtime=runtime)
     assert [float(ran.scale) for ran in ranks] == [1.0] * 2
     assert errors(written, ranks, "nvfp4")[0] <= BOUND
+
+
+@needs_humming
+@pytest.mark.parametrize("name", FAMILIES)
+def test_through_humming(pools, tmp_path, name):
+    """Its checks, schedules and activations at the sizes that GPUs get; stand-ins for its kernels."""
+    written = write(tmp_path, name, "nvfp4", PACKED_SIZES)
+    runs = [("none", "flat", payload) for payload in (None, *COST)] + [("torch", "expert_major", None)]
+    runtimes = [
+        replace(RUNTIME, dispatcher=dispatcher, token_format=form, payload=payload, executor="humming")
+        for dispatcher, form, payload in runs
+    ]
+    ranks = pools(2).run(run_layers, folder=str(tmp_path), number=written.layer, runtimes=runtimes)
+    for (_, form, payload), found in zip(runs, zip(*ranks, strict=True), strict=True):
+        assert errors(written, found, payload)[0] <= BOUND, (form, payload)
