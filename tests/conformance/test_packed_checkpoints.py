@@ -71,4 +71,7 @@ def test_through_humming(pools, tmp_path, name):
     ]
     ranks = pools(2).run(run_layers, folder=str(tmp_path), number=written.layer, runtimes=runtimes)
     for (_, form, payload), found in zip(runs, zip(*ranks, strict=True), strict=True):
-        assert errors(written, found, payload)[0] <= BOUND, (form, payload)
+        error, cost = errors(written, found, payload)
+        assert error <= BOUND, (form, payload)
+        low, high = COST.get(payload, (0.0, BOUND))
+        assert low <= cost <= high, (form, payload)

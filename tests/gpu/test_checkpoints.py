@@ -17,14 +17,14 @@ SIZE = min(4, torch.cuda.device_count())
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(480),
     pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices: this machine has {SIZE}"),
 ]
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with WorldPool(SIZE, device="cuda", timeout_s=300, grace_s=2) as held:
+    with WorldPool(SIZE, device="cuda", timeout_s=420, grace_s=2) as held:
         yield held
 
 
@@ -53,6 +53,5 @@ def test_layer_of_an_nvfp4_checkpoint(pool, written, record_property, family, di
     record_property("error", error)
     record_property("against_bf16_tokens", cost)
     assert error <= BOUND
-    if payload is not None:
-        low, high = COST[payload]
-        assert low <= cost <= high
+    low, high = COST.get(payload, (0.0, BOUND))
+    assert low <= cost <= high
