@@ -64,10 +64,10 @@ def errors(written: Written, ranks: Sequence[Ran], payload: PayloadFormat | None
     """Relative norm errors of all ranks' outputs against the oracle, which gets the same routing: on the tokens as the
     payload rounds them, and on the tokens as they were."""
     output = torch.cat([ran.output for ran in ranks])
-    rounded, plain = [], []
-    for ran in ranks:
-        batch = Batch(ran.hidden, ran.topk)
-        arrived = None if payload is None else decode_hidden(encode_payload(ran.sent, payload, ran.scale))
-        rounded.append(expected_layer_output(written.known, batch, arrived))
-        plain.append(expected_layer_output(written.known, batch))
-    return relative_error(output, torch.cat(rounded)), relative_error(output, torch.cat(plain))
+    batches = [Batch(ran.hidden, ran.topk) for ran in ranks]
+    plain = relative_error(output, torch.cat([expected_layer_output(written.known, batch) for batch in batches]))
+    if payload is None:
+        return plain, plain
+    arrived = [decode_hidden(encode_payload(ran.sent, payload, ran.scale)) for ran in ranks]
+    rounded = [expected_layer_output(written.known, *each) for each in zip(batches, arrived, strict=True)]
+    return relative_error(output, torch.cat(rounded)), plain
