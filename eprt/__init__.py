@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from eprt.errors import UsageError as UsageError
     from eprt.errors import WorldMismatch as WorldMismatch
     from eprt.layer import ExpertParallelMoE as ExpertParallelMoE
+    from eprt.models import build_layer as build_layer
     from eprt.models import load_layer as load_layer
     from eprt.plan import Plan as Plan
     from eprt.plan import make_plan as make_plan
@@ -54,7 +55,7 @@ _HOME = {
         "WorldMismatch",
     ),
     "eprt.layer": ("ExpertParallelMoE",),
-    "eprt.models": ("load_layer",),
+    "eprt.models": ("build_layer", "load_layer"),
     "eprt.plan": ("Plan", "make_plan"),
     "eprt.routing": ("Router",),
     "eprt.support": ("Device",),

@@ -17,7 +17,7 @@ from eprt.conformance.harness import RankContext
 from eprt.dispatch import Dispatched, Handle
 from eprt.errors import ConfigError
 from eprt.layer import ExpertParallelMoE
-from eprt.models import load_layer
+from eprt.models import build_layer, load_layer
 from eprt.tokens import TopK
 from eprt.world import World
 
@@ -91,17 +91,7 @@ def load(context: RankContext, job: Job, layer: int) -> Loaded:
     world = job.world(context)
     _drop(context)
     parts = load_on_all_ranks(world, lambda: load_layer(job.directory, layer, world.parallel, world.rank), layer)
-    moe = ExpertParallelMoE(
-        parts.config,
-        world,
-        parts.experts,
-        runtime=job.runtime,
-        router=parts.router,
-        shared=parts.shared,
-        latent=parts.latent,
-        layer=layer,
-    )
-    context.cache["layer"] = moe
+    moe = context.cache["layer"] = build_layer(parts, world, job.runtime, layer)
     world.warmup(moe)
     plan = moe.plan
     return Loaded(

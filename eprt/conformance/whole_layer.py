@@ -22,17 +22,20 @@ from eprt.weights import SharedExpertWeights
 _EXPERTS_AT_ONCE = 8
 
 
-def expected_layer_output(parts: LayerParts, batch: Batch) -> torch.Tensor:
+def expected_layer_output(parts: LayerParts, batch: Batch, arrived: torch.Tensor | None = None) -> torch.Tensor:
     """float32 [T, H_model].
 
     Args:
         parts: the layer with all its experts (`load_layer` without a ParallelConfig).
         batch: hidden [T, H_model] and its routing, in the model's expert ids.
+        arrived: [T, H] tokens as the experts get them, where a packed payload rounds them on the way. None: as they
+            are, through the latent projection if there is one.
     """
     x = batch.hidden.float()
     latent = parts.latent
-    inside = x if latent is None else _linear(x, latent.into, latent.into_bias)
-    y = _routed(parts, Batch(inside, batch.topk))
+    if arrived is None:
+        arrived = x if latent is None else _linear(x, latent.into, latent.into_bias)
+    y = _routed(parts, Batch(arrived.float(), batch.topk))
     if latent is not None:
         y = _linear(y, latent.out_of, latent.out_of_bias)
     return y if parts.shared is None else y + _shared(parts.config, parts.shared, x)

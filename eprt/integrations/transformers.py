@@ -21,7 +21,7 @@ from eprt.checkpoint import DTYPE_NAMES, Checkpoint, Index, TensorInfo, load_on_
 from eprt.config import RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError
 from eprt.layer import ExpertParallelMoE
-from eprt.models import family_for, load_layer
+from eprt.models import build_layer, family_for, load_layer
 from eprt.world import World
 
 
@@ -62,17 +62,7 @@ def parallelize(
             parts = load_on_all_ranks(
                 world, lambda number=number: load_layer(source, number, world.parallel, world.rank), number
             )
-            layer = ExpertParallelMoE(
-                parts.config,
-                world,
-                parts.experts,
-                runtime=runtime,
-                router=parts.router,
-                shared=parts.shared,
-                latent=parts.latent,
-                layer=number,
-            )
-            built.append((parts.module_path, layer))
+            built.append((parts.module_path, build_layer(parts, world, runtime, number)))
     places = [(*_parent(model, path), layer) for path, layer in built]
     for parent, name, layer in places:
         setattr(parent, name, MoEBlock(layer, _returns_scores(getattr(parent, name))))

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 
 from eprt.checkpoint import Checkpoint, hash63
-from eprt.config import MoEConfig, ParallelConfig
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
+from eprt.layer import ExpertParallelMoE
 from eprt.models.base import ModelFamily
 from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.routing import Router
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
+from eprt.world import World
 
-__all__ = ["FAMILIES", "LayerParts", "ModelFamily", "family_for", "load_layer"]
+__all__ = ["FAMILIES", "LayerParts", "ModelFamily", "build_layer", "family_for", "load_layer"]
 
 FAMILIES: dict[str, str] = {
     "gpt_oss": "eprt.models.gpt_oss:GptOss",
@@ -100,4 +102,29 @@ def load_layer(
         latent=family.load_latent(source, layer, config),
         module_path=family.module_path(layer),
         fingerprint=hash63(str(source.fingerprint).encode(), router_bytes),
+    )
+
+
+def build_layer(
+    parts: LayerParts, world: World, runtime: RuntimeConfig | None = None, layer: int = 0
+) -> ExpertParallelMoE:
+    """The layer that `load_layer` read, ready for `World.warmup`. Collective; `parts.experts` aren't kept.
+
+    Args:
+        parts: read with `world.parallel` and `world.rank`.
+        runtime: capacity, backends, validation; None is `RuntimeConfig()`.
+        layer: its number, which the ranks compare.
+
+    Raises:
+        ConfigError, UnsupportedError: as `ExpertParallelMoE`.
+    """
+    return ExpertParallelMoE(
+        parts.config,
+        world,
+        parts.experts,
+        runtime=runtime,
+        router=parts.router,
+        shared=parts.shared,
+        latent=parts.latent,
+        layer=layer,
     )

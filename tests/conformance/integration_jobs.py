@@ -100,54 +100,73 @@ def compare_logits(context: RankContext, name: str, dispatcher: str) -> tuple[fl
     return error, len(layers), before, after
 
 
-def dequantized_gpt_oss(directory: str) -> torch.nn.Module:
-    """transformers' own model with the MXFP4 experts of a checkpoint written out, float32."""
-    import transformers
-
-    from eprt.checkpoint import Checkpoint
-    from eprt.quant.mxfp4 import decode_mxfp4
-
-    config = transformers.AutoConfig.from_pretrained(directory)
-    del config.quantization_config
-    config._experts_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with Checkpoint(directory) as files, torch.no_grad():
-        for name, target in model.state_dict().items():
-            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                codes, scales = files.read(f"{name}_blocks").flatten(-2), files.read(f"{name}_scales")
-                target.copy_(decode_mxfp4(codes, scales).transpose(1, 2))
-            else:
-                target.copy_(files.read(name))
-    return model
+NEAR_TIE = 0.06  # of the scores' spread: bf16 logits of a few units are wrong by a quarter of that at most
 
 
 def compare_checkpoint_logits(
-    context: RankContext, directory: str, dispatcher: str, executor: str, dtype: torch.dtype
-) -> float:
-    """Error of this rank's logits with the experts read from an MXFP4 checkpoint, against the dequantised model."""
+    context: RankContext, folder: str, runtime: RuntimeConfig, dtype: torch.dtype
+) -> tuple[float, str, str]:
+    """(relative error, dispatcher, executor) of this rank's logits, the experts read from `folder/published`, against
+    transformers' own forward of `folder/plain`."""
     from eprt.conformance.oracle import relative_error
     from eprt.integrations.transformers import idle_step, parallelize
 
     world = context.world()
-    model = dequantized_gpt_oss(directory).to(world.device, dtype)
+    model = load_plain_model(f"{folder}/plain", dtype).to(world.device)
     count = PROMPTS[world.rank % len(PROMPTS)]
-    generator = torch.Generator().manual_seed(world.rank)
-    prompt = torch.randint(3, VOCABULARY, (1, count), generator=generator).to(world.device)
     with torch.no_grad():
-        expected = model(prompt, use_cache=False).logits if count else None
-        runtime = RuntimeConfig(dispatcher=dispatcher, executor=executor, max_tokens_per_rank=64)
-        layers = parallelize(model, world, runtime, checkpoint=directory)
+        prompt = steady_prompt(model, count, world.rank).to(world.device) if count else None
+        expected = None if prompt is None else model(prompt, use_cache=False).logits
+        layers = parallelize(model, world, runtime, checkpoint=f"{folder}/published")
         for layer in layers:
-            if layer.router is not None:
-                layer.router.to(dtype)  # the checkpoint's is bf16
-        if expected is None:
+            layer.to(dtype)  # what the checkpoint has in bf16: router, shared expert
+        error = 0.0
+        if prompt is None:
             idle_step(layers)
-            error = 0.0
         else:
             error = relative_error(model(prompt, use_cache=False).logits, expected)
+    plan = layers[0].plan
     for layer in layers:
         layer.close()
-    return error
+    return error, plan.dispatcher, plan.executor
+
+
+def load_plain_model(folder: str, dtype: torch.dtype) -> torch.nn.Module:
+    """All of it in one dtype: transformers 5.17 can't run a DeepSeek-V4 whose norms it keeps in float32."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config._experts_implementation = "eager"
+    return (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).to(dtype).eval()
+    )
+
+
+def steady_prompt(model: torch.nn.Module, count: int, rank: int) -> torch.Tensor:
+    """A prompt [1, count] none of whose tokens is routed by a near-tie, so that rounding can't choose other experts."""
+    closest: list[float] = []
+
+    def note(router, _, output) -> None:
+        scores = output[0].float()
+        if hasattr(router, "e_score_correction_bias"):
+            scores = torch.nn.functional.softplus(scores).sqrt() + router.e_score_correction_bias.float()
+        top = scores.topk(router.top_k + 1).values
+        closest.append(float((top[:, -2] - top[:, -1]).min() / scores.std()))
+
+    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    hooks = [router.register_forward_hook(note) for router in routers]
+    try:
+        for attempt in range(300):
+            generator = torch.Generator().manual_seed(1000 * rank + attempt)
+            prompt = torch.randint(3, VOCABULARY, (1, count), generator=generator)
+            closest.clear()
+            model(prompt.to(model.device), use_cache=False)
+            if min(closest) > NEAR_TIE:
+                return prompt
+    finally:
+        for hook in hooks:
+            hook.remove()
+    raise LookupError(f"no prompt of {count} tokens without a near-tie: give the routers larger weights")
 
 
 def refusals(context: RankContext) -> list[str]:

@@ -1,36 +1,73 @@
-"""The job of test_packed_checkpoints.py: load a layer as every rank of a model would, and run it."""
+"""Load a layer of a packed checkpoint as every rank of a model would, run it, and judge what came out."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
+from packed_checkpoints import Written
 
 from eprt.checkpoint import load_on_all_ranks
-from eprt.config import RuntimeConfig
-from eprt.layer import ExpertParallelMoE
-from eprt.models import load_layer
+from eprt.config import PayloadFormat, RuntimeConfig
+from eprt.conformance.cases import Batch
+from eprt.conformance.harness import RankContext
+from eprt.conformance.oracle import relative_error
+from eprt.conformance.whole_layer import expected_layer_output
+from eprt.experts.reference import decode_hidden
+from eprt.models import build_layer, load_layer
+from eprt.quant import encode_payload
+from eprt.tokens import TopK
+
+TOKENS = (9, 13, 0, 21)  # of each rank
+BOUND = 2e-2  # bf16 tokens and outputs; the packed numbers themselves are exact
+# What a payload may change in the layer's output, and the least it does (below: nothing was rounded). NVFP4:
+# test_payload_scale.py says why 0.16; e4m3 keeps 3 bits of mantissa, which lose 0.026 in norm, twice in SwiGLU. A
+# shared expert gets its tokens unpacked, so layers that have one change less.
+COST: dict[PayloadFormat, tuple[float, float]] = {"nvfp4": (0.05, 0.16), "fp8_block": (0.012, 0.05)}
 
 
-def hidden_of(rank, width):
-    generator = torch.Generator().manual_seed(100 + rank)
-    return torch.randn(9 + 4 * rank, width, generator=generator).bfloat16()
+@dataclass(frozen=True)
+class Ran:
+    """What one rank saw, on the CPU.
+
+    Attributes:
+        hidden, output: [T, H_model].
+        sent: [T, H] what it dispatched: `hidden`, or that through the latent projection.
+        topk: its routing.
+        scale: the second-level scale of an nvfp4 payload, else None.
+    """
+
+    hidden: torch.Tensor
+    output: torch.Tensor
+    sent: torch.Tensor
+    topk: TopK
+    scale: torch.Tensor | None
 
 
-def run_layer(context, folder, number, dispatcher, executor, payload=None):
-    """This rank's output, its routing, and the scale of its payload."""
+def run_layer(context: RankContext, folder: str, number: int, runtime: RuntimeConfig) -> Ran:
     world = context.world()
     parts = load_on_all_ranks(world, lambda: load_layer(folder, number, world.parallel, world.rank), layer=number)
-    runtime = RuntimeConfig(dispatcher=dispatcher, executor=executor, max_tokens_per_rank=32, payload=payload)
-    layer = ExpertParallelMoE(
-        parts.config,
-        world,
-        parts.experts,
-        runtime=runtime,
-        router=parts.router,
-        shared=parts.shared,
-        latent=parts.latent,
-        layer=number,
-    )
-    hidden = hidden_of(world.rank, parts.config.input_size)
-    out, scale = layer(hidden), layer.dispatcher.payload_scale
+    layer = build_layer(parts, world, runtime, number)
+    generator = torch.Generator().manual_seed(100 + world.rank)
+    hidden = torch.randn(TOKENS[world.rank], parts.config.input_size, generator=generator).bfloat16()
+    x = hidden.to(world.device)
+    output, topk = layer(x).cpu(), layer.router(x)
+    sent = x if layer.latent is None else layer.latent.into(x)
+    scale = layer.dispatcher.payload_scale
     layer.close()
-    return out, parts.router(hidden), None if scale is None else float(scale)
+    topk = TopK(topk.ids.cpu(), topk.weights.cpu())
+    return Ran(hidden, output, sent.cpu(), topk, None if scale is None else scale.cpu())
+
+
+def errors(written: Written, ranks: Sequence[Ran], payload: PayloadFormat | None = None) -> tuple[float, float]:
+    """Relative norm errors of all ranks' outputs against the oracle, which gets the same routing: on the tokens as the
+    payload rounds them, and on the tokens as they were."""
+    output = torch.cat([ran.output for ran in ranks])
+    batches = [Batch(ran.hidden, ran.topk) for ran in ranks]
+    plain = relative_error(output, torch.cat([expected_layer_output(written.known, batch) for batch in batches]))
+    if payload is None:
+        return plain, plain
+    arrived = [decode_hidden(encode_payload(ran.sent, payload, ran.scale)) for ran in ranks]
+    rounded = [expected_layer_output(written.known, *each) for each in zip(batches, arrived, strict=True)]
+    return relative_error(output, torch.cat(rounded)), plain

@@ -7,8 +7,9 @@ from pathlib import Path
 import integration_jobs as jobs
 import pytest
 import torch
+from model_checkpoints import WRITERS
 
-from eprt.models.tiny import write_tiny_checkpoint
+from eprt.config import RuntimeConfig
 
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 
@@ -26,17 +27,17 @@ def test_logits_are_the_models_own(pools, model: str, dispatcher: str) -> None:
         assert after < before, "each rank keeps its share of the experts only"
 
 
-@pytest.mark.parametrize("dispatcher", ["none", "torch"])
-def test_an_mxfp4_checkpoint_gives_the_dequantized_models_logits(pools, tmp_path: Path, dispatcher: str) -> None:
-    directory = write_tiny_checkpoint(tmp_path / "tiny", hidden_size=64, intermediate_size=64)
-    errors = pools(4).run(
-        jobs.compare_checkpoint_logits,
-        directory=str(directory),
-        dispatcher=dispatcher,
-        executor="torch_grouped",
-        dtype=torch.float32,
-    )
-    # The experts compute in bf16, everything around them and the model compared with in float32.
+@pytest.mark.parametrize(("dispatcher", "dtype"), [("none", torch.float32), ("torch", torch.bfloat16)])
+@pytest.mark.parametrize("model", WRITERS)
+def test_a_published_checkpoint_gives_the_plain_models_logits(
+    pools, tmp_path: Path, model: str, dispatcher: str, dtype: torch.dtype
+) -> None:
+    """MXFP4 experts from the files, as tests/gpu/test_layers.py runs them."""
+    WRITERS[model](tmp_path, hidden=64, intermediate=96)
+    runtime = RuntimeConfig(dispatcher=dispatcher, executor="torch_grouped", max_tokens_per_rank=64)
+    found = pools(4).run(jobs.compare_checkpoint_logits, folder=str(tmp_path), runtime=runtime, dtype=dtype)
+    errors = [error for error, *_ in found]
+    # The experts compute in bf16; attention, embeddings and heads are the same code on both sides.
     assert max(errors) <= 2e-2, errors
     assert min(error for error, count in zip(errors, jobs.PROMPTS, strict=True) if count) > 0.0, "nothing compared"
 

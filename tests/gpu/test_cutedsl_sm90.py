@@ -1,5 +1,5 @@
 """FlashInfer's CuteDSL grouped GEMMs for Hopper, run for real: bf16, fed by our own order of rows instead of the
-library's CUDA C++ sort, against the float32 witness and timed beside torch_grouped.
+library's CUDA C++ sort, against the float32 witness and timed beside torch_grouped and humming.
 
 They are the Hopper members of the family that `experts/cutedsl_nvfp4.py` calls on Blackwell (gather, tile maps, gated
 rows in turns, fused finalize), and the only ones that a Hopper GPU can run.
@@ -7,22 +7,26 @@ rows in turns, fused finalize), and the only ones that a Hopper GPU can run.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from expert_cases import RELU2, RUNTIME, SILU, make_config, make_flat, relative_error, rows_with_expert
 
+from eprt.bench.experts import random_experts
 from eprt.config import Activation, MoEConfig
+from eprt.experts.humming import HummingExecutor
 from eprt.experts.layouts_sm100 import interleave_halves, swap_halves
 from eprt.experts.permute import group_slots
 from eprt.experts.reference import ReferenceExecutor
 from eprt.experts.timing import device_microseconds, sample_ids
 from eprt.experts.torch_grouped import GroupedExecutor
 from eprt.placement import ExpertShard
+from eprt.quant import decode
 from eprt.tokens import FlatTokens, Payload
-from eprt.weights import Dense, ExpertWeights
+from eprt.weights import Dense, ExpertWeights, Matrix
 
 pytestmark = [
     pytest.mark.gpu,
@@ -156,27 +160,47 @@ def test_against_the_witness(H, I, rows, activation):
     assert not local.any() or relative_error(out[local], expected[local]) <= 1e-2
 
 
+ROWS = (32, 512, 4096)
 SHAPES = {
     "deepseek-v3": MoEConfig(256, 8, 7168, 2048, weight_format="bf16"),
     "qwen3.5-397b": MoEConfig(512, 10, 4096, 1024, weight_format="bf16"),
 }
 
 
-@pytest.mark.parametrize("rows", [32, 512, 4096])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_times_beside_torch_grouped(shape, rows, record_property):
-    """One of 8 ranks' shares. Microseconds of graph replays go to the report (--junitxml); the results must agree."""
+@functools.cache
+def competitors(shape: str) -> tuple[HopperCuteDsl, GroupedExecutor, HummingExecutor]:
+    """One of 8 ranks' shares, the same numbers in each: humming reads them as NVFP4, the others written out in bf16."""
     config = SHAPES[shape]
     L = config.num_experts // 8
     shard = ExpertShard(config.num_experts, L, L)
-    weights = make_weights(config, L)
+    packed = random_experts(replace(config, weight_format="nvfp4"), L, CUDA)
+    plain = ExpertWeights(written_out(packed.gate_up, 2), written_out(packed.down, 1))
+    runtime = replace(RUNTIME, token_format="flat")
+    humming = HummingExecutor(replace(config, weight_format="nvfp4"), shard, packed, CUDA, runtime)
+    humming.warmup(max(ROWS))
+    return HopperCuteDsl(config, shard, plain), GroupedExecutor(config, shard, plain, CUDA, RUNTIME), humming
+
+
+def written_out(matrix: Matrix, parts: int) -> Dense:
+    return Dense(torch.cat([decode(matrix.expert(index), parts, torch.bfloat16) for index in range(matrix.shape[0])]))
+
+
+@pytest.mark.timeout(600)  # humming compiles about 100 schedules of each matrix, the first time
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_times_beside_torch_grouped_and_humming(shape, rows, record_property):
+    """Microseconds of graph replays go to the report (--junitxml); the results must agree."""
+    config = SHAPES[shape]
+    cute, grouped, humming = competitors(shape)
     hidden = torch.randn(rows, config.hidden_size, device=CUDA).to(torch.bfloat16)
     ids = sample_ids(rows, config.top_k, config.num_experts, CUDA)
     tokens = FlatTokens(Payload.plain(hidden), ids, torch.rand(ids.shape, device=CUDA) + 0.25, config.num_experts)
-    cute, grouped = HopperCuteDsl(config, shard, weights), GroupedExecutor(config, shard, weights, CUDA, RUNTIME)
-    local = rows_with_expert(tokens, shard)
-    assert relative_error(cute(tokens)[local], grouped(tokens)[local]) <= 1e-2
-    tiles, out = make_tiles(ids, shard), torch.empty_like(hidden)
+    local = rows_with_expert(tokens, cute.shard)
+    expected = grouped(tokens)[local]
+    assert relative_error(cute(tokens)[local], expected) <= 1e-2
+    assert relative_error(humming(tokens)[local], expected) <= 1e-2
+    tiles, out = make_tiles(ids, cute.shard), torch.empty_like(hidden)
     record_property("cutedsl_us", device_microseconds(lambda: cute(tokens)))
     record_property("cutedsl_kernels_us", device_microseconds(lambda: cute.run(tokens, tiles)))
     record_property("torch_grouped_us", device_microseconds(lambda: grouped(tokens, out)))
+    record_property("humming_nvfp4_us", device_microseconds(lambda: humming(tokens, out)))

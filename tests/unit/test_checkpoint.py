@@ -284,6 +284,7 @@ def signal_of_child(work):
     child = os.fork()
     if child == 0:
         faulthandler.disable()
+        torch.set_num_threads(1)  # the parent's OpenMP threads aren't here: a parallel loop would wait for them
         try:
             work()
         finally:

@@ -77,7 +77,7 @@ class TestAgainstTransformers:
         model, block, layer, folders = saved(case)
         parts = load_layer(folders["original"], layer)
         assert model.get_submodule(parts.module_path) is block
-        # Before its config said so, transformers' gpt-oss had the limit in its code.
+        # transformers 5.17 has gpt-oss's as a constant of its code.
         limit = getattr(model.config, "swiglu_limit", 7.0 if case == "gpt_oss" else None)
         assert parts.config.activation.limit == limit
         assert (parts.config.activation.alpha, parts.config.activation.beta) == (

@@ -81,7 +81,16 @@ def matrices(H, I, parts):
     return GemmShape(parts, I, H, "cols"), GemmShape(1, H, I, "rows")
 
 
-LAYERS = [(96, 24, 2), (96, 40, 2), (96, 96, 1), (2880, 1856, 2), (2880, 2880, 2), (4096, 2048, 2)]
+LAYERS = [
+    (96, 24, 2),
+    (96, 40, 2),
+    (96, 96, 1),
+    (128, 192, 1),
+    (256, 192, 2),
+    (2880, 1856, 2),
+    (2880, 2880, 2),
+    (4096, 2048, 2),
+]
 
 
 @pytest.mark.parametrize("fp8", [False, True])

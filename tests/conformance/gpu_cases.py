@@ -1,0 +1,78 @@
+"""What tests/gpu runs on whole layers, as data: test_gpu_cases.py holds it to the plan where there is no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+from packed_checkpoint_jobs import COST
+from packed_checkpoints import FAMILIES, Sizes, family_of
+
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.conformance.cases import CONFIGS
+from eprt.dispatch import DISPATCHERS
+from eprt.errors import UnsupportedError
+from eprt.models import family_for
+from eprt.plan import make_plan
+from eprt.support import Device
+
+ROWS = 32  # capacity, and what a graph is captured at
+ROUNDS = [[ROWS] * 4, [3, 0, ROWS, 1], [0] * 4, [0, 7, 0, 0]]  # each rank's tokens, replay after replay
+# Not multiples of humming's and cutlass's tiles of 128, nor of FP8's blocks. The layers of the graphs and of the tiny
+# gpt-oss have one size, so their kernels are compiled once.
+HIDDEN, INTERMEDIATE = 256, 192
+PACKED_SIZES = Sizes(num_experts=16, top_k=4, hidden=256, latent=128, intermediate=192, shared=160)
+
+
+@dataclass(frozen=True)
+class GpuCase:
+    """One layer and how it is run."""
+
+    name: str
+    config: MoEConfig
+    runtime: RuntimeConfig
+
+    def refusal(self, device: Device, world_size: int = 4) -> str:
+        """Why the plan turns it down, or nothing."""
+        try:
+            make_plan(self.config, ParallelConfig(world_size), self.runtime, device)
+        except UnsupportedError as error:
+            return str(error)
+        return ""
+
+
+def graph_layer(weight_format: str) -> MoEConfig:
+    """gpt-oss's layer: biases and a clamped activation, which betray a wrong order of gate and up."""
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+    return replace(CONFIGS["gpt_oss"], weight_format=weight_format, **sizes)
+
+
+def _graph_cases() -> list[GpuCase]:
+    """Whole layers in CUDA graphs: every dispatcher that can be captured, each Hopper executor on its formats."""
+    pairs = [("humming", "mxfp4"), ("humming", "nvfp4"), ("humming", "fp8_block")]
+    pairs += [("cutlass_mxfp4", "mxfp4"), ("torch_grouped", "mxfp4")]
+    return [
+        GpuCase(
+            f"{dispatcher}-{executor}-{form}",
+            graph_layer(form),
+            RuntimeConfig(dispatcher=dispatcher, executor=executor, max_tokens_per_rank=ROWS),
+        )
+        for dispatcher, spec in DISPATCHERS.items()
+        if spec.graph_safe
+        for executor, form in pairs
+    ]
+
+
+GRAPHS = _graph_cases()
+
+
+def packed_case(family: str, dispatcher: str, payload: str | None) -> GpuCase:
+    """A ModelOpt NVFP4 checkpoint's layer through humming."""
+    hf = family_of(family, PACKED_SIZES)
+    quantization = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    config = family_for(hf.config).moe_config(hf.config | quantization, hf.layer)
+    runtime = RuntimeConfig(dispatcher=dispatcher, executor="humming", max_tokens_per_rank=ROWS, payload=payload)
+    return GpuCase(f"{family}-{dispatcher}-{payload}", config, runtime)
+
+
+PACKED = list(product(FAMILIES, DISPATCHERS, (None, *COST)))

@@ -1,0 +1,90 @@
+"""What a rank does with a whole layer: replay it at a static size (a CUDA graph on GPUs), or time its start. No pytest
+here: the ranks import this module."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.conformance.cases import Batch
+from eprt.conformance.harness import RankContext
+from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
+from eprt.layer import ExpertParallelMoE
+from eprt.placement import ExpertPlacement
+from eprt.tokens import TopK
+from eprt.weights import ExpertWeights
+from eprt.world import World
+
+
+def replayed_layer(
+    context: RankContext, config: MoEConfig, runtime: RuntimeConfig, rounds: list[list[int]]
+) -> list[float]:
+    """Record one call of R rows, replay it with new tokens for each of `rounds` (every rank's count); the errors."""
+    world, full = context.world(), full_weights(config)
+    layer = _layer(world, config, runtime, full)
+    world.warmup(layer)
+    E, K, H, R = config.num_experts, config.top_k, config.hidden_size, runtime.max_tokens_per_rank
+    x = torch.zeros(R, H, dtype=torch.bfloat16, device=world.device)
+    ids = torch.full((R, K), E, dtype=torch.int32, device=world.device)
+    weights = torch.zeros(R, K, device=world.device)
+    replay = _recorded(lambda: layer(x, TopK(ids, weights), tokens_per_rank=R), world)
+    errors: list[float] = []
+    for call, counts in enumerate(rounds):
+        count = counts[context.rank]
+        batch = _batch(count, call, config, context.rank)
+        ids.fill_(E)  # rows past the count keep old tokens: no expert may see them
+        for static, fresh in ((x, batch.hidden), (ids, batch.topk.ids), (weights, batch.topk.weights)):
+            static[:count].copy_(fresh)
+        expected = expected_outputs(config, full, [batch])[0]
+        errors.append(relative_error(replay()[:count].cpu(), expected))
+    world.warm = False  # this World serves other tests, which build layers of their own
+    layer.close()
+    return errors
+
+
+def seconds_to_start(context: RankContext, config: MoEConfig, runtime: RuntimeConfig) -> tuple[float, float]:
+    """(building the layer, `World.warmup`), for a process that has done neither before."""
+    world, full = context.world(), full_weights(config)
+    start = time.perf_counter()
+    layer = _layer(world, config, runtime, full)
+    built = time.perf_counter()
+    world.warmup(layer)
+    return built - start, time.perf_counter() - built
+
+
+def _layer(world: World, config: MoEConfig, runtime: RuntimeConfig, full: ExpertWeights) -> ExpertParallelMoE:
+    shard = ExpertPlacement(config.num_experts, world.parallel).shard(world.rank)
+    return ExpertParallelMoE(config, world, shard_weights(full, config, shard), runtime=runtime)
+
+
+def _recorded(call: Callable[[], torch.Tensor], world: World) -> Callable[[], torch.Tensor]:
+    """A CUDA graph of `call`, replayed into an output full of NaN; on CPUs the call itself."""
+    if world.device.type == "cpu":
+        return call
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    world.barrier()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads (NCCL's watchdog) may ask for events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = call()
+
+    def replay() -> torch.Tensor:
+        out.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        return out
+
+    return replay
+
+
+def _batch(count: int, call: int, config: MoEConfig, rank: int) -> Batch:
+    generator = torch.Generator().manual_seed(1000 * call + rank)
+    hidden = torch.randn(count, config.hidden_size, generator=generator).bfloat16()
+    scores, ids = torch.rand(count, config.num_experts, generator=generator).topk(config.top_k)
+    return Batch(hidden, TopK(ids.int(), scores))
