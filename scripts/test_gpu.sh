@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests that need GPUs, in one pytest process that drives the ranks; fails if all of them skip. Arguments go to
-# pytest. Uses .venv if there is one, else PYTHON (default python3).
+# pytest; --results FILE writes what passed on this machine. Uses .venv if there is one, else PYTHON (default python3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

@@ -3,8 +3,8 @@ one device, in a process of their own, as TRITON_INTERPRET must be set before tr
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -22,13 +22,15 @@ LIMIT_S = 500  # a tenth is enough where nothing else runs
 
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("kernels", ONLY_CUDA)
-def test_kernels_on_the_cpu(kernels):
+def test_kernels_on_the_cpu(tmp_path, kernels):
     found = version("triton") if find_spec("triton") else "none"
     if not found.startswith(f"{INTERPRETER}."):
         pytest.skip(f"needs the interpreter of Triton {INTERPRETER}, whose faults are known: {found} is installed")
+    results = tmp_path / "results.json"
+    command = ["-m", "pytest", f"tests/gpu/test_{kernels}_kernels.py", "-m", "gpu", "-p", "no:cacheprovider"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", f"tests/gpu/test_{kernels}_kernels.py", "-m", "gpu", "-p", "no:cacheprovider"],
+        [sys.executable, *command, "--results", str(results)],
         env={**environment, "TRITON_INTERPRET": "1"},
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -39,6 +41,9 @@ def test_kernels_on_the_cpu(kernels):
     )
     if found.returncode:
         pytest.fail(found.stdout, pytrace=False)
-    counts = dict(reversed(pair) for pair in re.findall(r"(\d+) (passed|skipped)", found.stdout.splitlines()[-1]))
-    assert int(counts["passed"]) > 0, found.stdout
-    assert int(counts.get("skipped", 0)) == ONLY_CUDA[kernels], found.stdout
+    rows = json.loads(results.read_text())["rows"]
+    assert sum(row["passed"] for row in rows) > 0
+    assert sum(row["failed"] for row in rows) == 0
+    skipped = [row for row in rows if row["skipped"]]
+    assert sum(row["skipped"] for row in skipped) == ONLY_CUDA[kernels], skipped
+    assert all(sum(row["reasons"].values()) == row["skipped"] for row in skipped)
