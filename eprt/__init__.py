@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from eprt.errors import UsageError as UsageError
     from eprt.errors import WorldMismatch as WorldMismatch
     from eprt.layer import ExpertParallelMoE as ExpertParallelMoE
+    from eprt.models import LayerParts as LayerParts
     from eprt.models import build_layer as build_layer
     from eprt.models import load_layer as load_layer
     from eprt.plan import Plan as Plan
@@ -35,7 +36,15 @@ if TYPE_CHECKING:
     from eprt.support import Device as Device
     from eprt.tokens import RouterLogits as RouterLogits
     from eprt.tokens import TopK as TopK
+    from eprt.weights import Dense as Dense
     from eprt.weights import ExpertWeights as ExpertWeights
+    from eprt.weights import Fp8Block as Fp8Block
+    from eprt.weights import Fp8Tensor as Fp8Tensor
+    from eprt.weights import LatentWeights as LatentWeights
+    from eprt.weights import Mxfp4 as Mxfp4
+    from eprt.weights import Mxfp8 as Mxfp8
+    from eprt.weights import Nvfp4 as Nvfp4
+    from eprt.weights import SharedExpertWeights as SharedExpertWeights
     from eprt.world import World as World
 
 __version__ = "0.1.0"
@@ -55,15 +64,26 @@ _HOME = {
         "WorldMismatch",
     ),
     "eprt.layer": ("ExpertParallelMoE",),
-    "eprt.models": ("build_layer", "load_layer"),
+    "eprt.models": ("LayerParts", "build_layer", "load_layer"),
     "eprt.plan": ("Plan", "make_plan"),
     "eprt.routing": ("Router",),
     "eprt.support": ("Device",),
     "eprt.tokens": ("RouterLogits", "TopK"),
-    "eprt.weights": ("ExpertWeights",),
+    "eprt.weights": (
+        "Dense",
+        "ExpertWeights",
+        "Fp8Block",
+        "Fp8Tensor",
+        "LatentWeights",
+        "Mxfp4",
+        "Mxfp8",
+        "Nvfp4",
+        "SharedExpertWeights",
+    ),
     "eprt.world": ("World",),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
+__all__ = [*_MODULE, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
@@ -73,4 +93,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*_MODULE, "__version__"]
+    return __all__

@@ -51,7 +51,10 @@ class Activation:
 
     def __post_init__(self) -> None:
         _require(self.kind in ("swiglu", "relu2"), f"activation kind {self.kind!r}: expected 'swiglu' or 'relu2'")
-        _require(self.limit is None or self.limit > 0, f"activation limit {self.limit}: must be positive, or None")
+        for name in ("alpha", "beta"):
+            _require(math.isfinite(getattr(self, name)), f"activation {name} {getattr(self, name)}: must be finite")
+        finite = self.limit is None or (self.limit > 0 and math.isfinite(self.limit))
+        _require(finite, f"activation limit {self.limit}: must be positive and finite, or None")
 
     @property
     def gated(self) -> bool:
@@ -234,6 +237,9 @@ class RuntimeConfig:
     low_precision_activations: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("dispatcher", "executor"):
+            found: object = getattr(self, name)
+            _require(isinstance(found, str), f"{name} {found!r}: expected a name from its table, or 'auto'")
         _require_size("max_tokens_per_rank", self.max_tokens_per_rank)
         if self.payload is not None:
             _require_name("payload", self.payload, PayloadFormat)

@@ -1,4 +1,5 @@
-"""Every error a user can meet. Each names the value, the limit and the remedy, and is the same on every rank.
+"""Every error a user can meet. Each names the value, the limit and the remedy, and is the same on every rank wherever
+ranks compare what they do.
 
 An error is also a `ValueError` (the input or configuration is wrong) or a `RuntimeError` (the call
 came at the wrong time, or the world broke), so callers may catch either family.
@@ -6,9 +7,13 @@ came at the wrong time, or the world broke), so callers may catch either family.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class EprtError(Exception):
-    """Parent of every error that eprt raises on purpose."""
+    """Parent of every error that eprt raises on purpose. `exit_code` is what a command that meets it ends with."""
+
+    exit_code: ClassVar[int] = 2
 
 
 class ConfigError(EprtError, ValueError):
@@ -43,9 +48,12 @@ class RankLost(EprtError, RuntimeError):
     """A peer died, went silent, raised or fell behind. Outputs of the step are discarded.
 
     Attributes:
-        rank: the lost rank (in the World's numbering), or -1 if the control store itself is gone.
+        rank: the lost rank (in the World's numbering), or -1 where nobody is named: the control store itself is gone,
+            or torch reported a failure of its own.
         why: `silent` | `exited` | `raised` | `left` | `behind` | `store` | `unknown` (torch's error names nobody).
     """
+
+    exit_code: ClassVar[int] = 75  # EX_TEMPFAIL: the job may be started again
 
     def __init__(self, message: str, rank: int = -1, why: str = "silent") -> None:
         super().__init__(message)

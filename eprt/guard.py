@@ -36,7 +36,7 @@ logger = logging.getLogger("eprt")
 BEAT_S = 0.25
 ENDED_GRACE_S = 1.0
 LINGER_S = 3.0
-EXIT_CODE = 75  # EX_TEMPFAIL: the job may be started again
+EXIT_CODE = RankLost.exit_code
 
 
 @dataclass

@@ -22,6 +22,8 @@ from eprt.tokens import RouterLogits, TopK
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
 
+PHASES: tuple[str, ...] = ("route", "dispatch", "experts", "shared", "combine")
+
 
 class ExpertParallelMoE(nn.Module):
     """One MoE layer whose experts are spread over a World. Every rank calls it in the same order, T = 0 included.
@@ -38,8 +40,8 @@ class ExpertParallelMoE(nn.Module):
 
     Attributes:
         plan: what was chosen, and every candidate's reason.
-        observe: `observe(phase)` returns a context manager entered around each of "route", "dispatch", "experts",
-            "shared", "combine". Replace it to time, trace (`torch.profiler.record_function`) or check; default nothing.
+        observe: `observe(phase)` returns a context manager entered around each of `PHASES`. Replace it to time, trace
+            (`torch.profiler.record_function`) or check; default nothing.
 
     Raises:
         ConfigError: weights that don't fit the config; UnsupportedError: no pair can run it, with every reason.

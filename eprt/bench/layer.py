@@ -23,13 +23,12 @@ from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS, Handle
 from eprt.errors import ConfigError
 from eprt.experts import EXECUTORS
-from eprt.layer import ExpertParallelMoE
+from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.routing import Router
 from eprt.tokens import FlatTokens, Payload
 from eprt.world import World
 
-PHASES = ("route", "dispatch", "experts", "shared", "combine")
 TINY = MoEConfig(8, 4, 128, 256, Activation(alpha=1.702, beta=1.0, limit=7.0), Routing("topk_softmax"), True, "mxfp4")
 _WARM_ROUNDS = 3
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from eprt.bench.layer import PHASES
 from eprt.bench.report import Report
 from eprt.errors import ConfigError
+from eprt.layer import PHASES
 
 _REMEDY = "plots need matplotlib: pip install 'eprt[plot]'"
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eprt.cli.terminal import Terminal, configure_logging, stdout_of_our_own
-from eprt.errors import EprtError, RankLost
+from eprt.errors import EprtError
 
-# Exit codes. 75 is EX_TEMPFAIL: a rank was lost, the job may be started again.
-OK, FAILED, REFUSED, RANK_LOST, INTERRUPTED = 0, 1, 2, 75, 130
+# Exit codes, beside those of `EprtError.exit_code`.
+OK, FAILED, INTERRUPTED = 0, 1, 130
 
 _COMMANDS = {
     "Run": "eprt.cli.run:run",
@@ -43,5 +43,4 @@ def _run(command: Any, terminal: Terminal) -> int:
         return INTERRUPTED
     except EprtError as error:  # one block that names what to do; anything else is a bug and keeps its traceback
         terminal.error(f"{type(error).__name__}: {error}")
-        lost = isinstance(error, RankLost) or type(error).__name__ == "WorldFailed"
-        return RANK_LOST if lost else REFUSED
+        return error.exit_code

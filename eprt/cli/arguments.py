@@ -159,7 +159,7 @@ _Parsed = (
 def parse(arguments: Sequence[str] | None = None) -> Command:
     """The command that `arguments` (default: the process's own) ask for. Prints help or an error and exits."""
     parsed: Run | Explain | Doctor | Bench = tyro.cli(
-        _Parsed,  # pyright: ignore[reportArgumentType]
+        _Parsed,
         prog="eprt",
         description="Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed.",
         args=arguments,

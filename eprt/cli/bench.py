@@ -16,7 +16,8 @@ SIZES = {"h2880k4": (2880, 4), "h7168k8": (7168, 8)}
 
 def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
     """The command. Returns 0."""
-    from eprt.bench.layer import PHASES, LayerCase, layer_report, measure_layer
+    from eprt.bench.layer import LayerCase, layer_report, measure_layer
+    from eprt.layer import PHASES
 
     cases = [
         LayerCase(arguments.shape, tokens, arguments.dispatcher, arguments.executor) for tokens in arguments.tokens

@@ -16,13 +16,14 @@ from eprt.checkpoint import Checkpoint
 from eprt.cli import run_rank
 from eprt.cli.arguments import Run
 from eprt.cli.ranks import Ranks, ranks
-from eprt.cli.run_rank import PHASES, Job, Loaded, Step
+from eprt.cli.run_rank import Job, Loaded, Step
 from eprt.cli.terminal import Terminal
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import COUNTS, TOLERANCE, Batch
 from eprt.conformance.oracle import relative_error
 from eprt.conformance.whole_layer import expected_layer_output
 from eprt.errors import ConfigError
+from eprt.layer import PHASES
 from eprt.models import LayerParts, family_for, load_layer
 from eprt.models.hf_config import model_dtype
 from eprt.tokens import TopK

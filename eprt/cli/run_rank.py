@@ -16,12 +16,11 @@ from eprt.conformance.checks import NanOutput
 from eprt.conformance.harness import RankContext
 from eprt.dispatch import Dispatched, Handle
 from eprt.errors import ConfigError
-from eprt.layer import ExpertParallelMoE
+from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.models import build_layer, load_layer
 from eprt.tokens import TopK
 from eprt.world import World
 
-PHASES: tuple[str, ...] = ("route", "dispatch", "experts", "shared", "combine")
 _SEED = 8128
 
 
@@ -166,7 +165,7 @@ class _Observation:
         if layer.router is None:
             raise ConfigError("eprt run observes the router of a checkpoint's layer: this layer has none")
         if not isinstance(layer.executor, NanOutput):
-            layer.executor = NanOutput(layer.executor)  # pyright: ignore[reportAttributeAccessIssue]
+            layer.executor = NanOutput(layer.executor)
         self._hook = layer.router.register_forward_hook(self._note_choice)
         layer.dispatcher.dispatch = self._dispatch
         self._observe, layer.observe = layer.observe, self._time

@@ -156,8 +156,7 @@ def configure_logging() -> None:
     Raises ConfigError for a level that doesn't exist.
     """
     name = os.environ.get("EPRT_LOG", "WARNING").upper()
-    levels = logging.getLevelNamesMapping() if hasattr(logging, "getLevelNamesMapping") else logging._nameToLevel
-    if name not in levels:
+    if not isinstance(logging.getLevelName(name), int):  # of a name it knows, its number
         raise ConfigError(f"EPRT_LOG={name!r} is not a logging level: use DEBUG, INFO, WARNING or ERROR")
     logger = logging.getLogger("eprt")
     size = int(os.environ.get("WORLD_SIZE", "1"))

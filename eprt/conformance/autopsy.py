@@ -6,9 +6,10 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from eprt.conformance.rank_process import Raised
-from eprt.errors import EprtError
+from eprt.errors import EprtError, RankLost
 
 # Python files whose frames mean "waits for other ranks" (or for a kernel that does).
 _WAITING = ("/torch/distributed/", "/eprt/world", "/eprt/collectives", "/eprt/guard", "/eprt/header", "/torch/cuda/")
@@ -71,6 +72,8 @@ class WorldFailed(EprtError, RuntimeError):
         culprits: ranks to blame (all unfinished ones if nothing tells them apart).
         reports: one per rank, in rank order.
     """
+
+    exit_code: ClassVar[int] = RankLost.exit_code
 
     def __init__(self, reports: Sequence[RankReport], seconds: float, timeout_s: float) -> None:
         self.reports = tuple(reports)

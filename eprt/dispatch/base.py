@@ -364,7 +364,7 @@ class Dispatcher(ABC):
 
     def _encode(self, hidden_states: torch.Tensor) -> Payload:
         """The number format that travels: `runtime.payload`, or the input's own."""
-        if self.runtime.payload in (None, "bf16", "f32"):
+        if self.runtime.payload is None:
             return Payload.plain(hidden_states)
         from eprt.quant import encode_payload
 

@@ -336,11 +336,11 @@ def require_qp_depth(max_tokens_per_rank: int) -> None:
     """Make NVSHMEM's queues deep enough, before the first buffer of the process starts it.
 
     Raises:
-        ConfigError: the environment sets less than 2 * (max_tokens_per_rank + 1).
+        ConfigError: the environment sets no number, or less than 2 * (max_tokens_per_rank + 1).
     """
-    depth = int(os.environ.setdefault(QP_DEPTH_VARIABLE, str(2 * (MAX_TOKENS + 1))))
+    depth = os.environ.setdefault(QP_DEPTH_VARIABLE, str(2 * (MAX_TOKENS + 1)))
     needed = 2 * (max_tokens_per_rank + 1)
-    if depth < needed:
+    if not depth.isdigit() or int(depth) < needed:
         raise ConfigError(
             f"deepep: {QP_DEPTH_VARIABLE} is {depth}, max_tokens_per_rank {max_tokens_per_rank} needs {needed}: "
             "raise it, or leave it unset, before the process makes its first buffer"

@@ -58,14 +58,15 @@ def parallelize(
     """
     built: list[tuple[str, ExpertParallelMoE]] = []
     with _ModelTensors(model) if checkpoint is None else Checkpoint(checkpoint) as source:
-        for number in family_for(source.config).moe_layers(source.config):
+        family = family_for(source.config)
+        for number in family.moe_layers(source.config):
             parts = load_on_all_ranks(
                 world, lambda number=number: load_layer(source, number, world.parallel, world.rank), number
             )
             built.append((parts.module_path, build_layer(parts, world, runtime, number)))
     places = [(*_parent(model, path), layer) for path, layer in built]
     for parent, name, layer in places:
-        setattr(parent, name, MoEBlock(layer, _returns_scores(getattr(parent, name))))
+        setattr(parent, name, MoEBlock(layer, family.returns_scores))
     return [layer for _, layer in built]
 
 
@@ -81,11 +82,6 @@ def idle_step(layers: Iterable[ExpertParallelMoE]) -> None:
 def _dtype(layer: ExpertParallelMoE) -> torch.dtype:
     """The dtype the other ranks' tokens have: the model's, which the router's weight has too."""
     return torch.bfloat16 if layer.router is None else layer.router.weight.dtype
-
-
-def _returns_scores(block: nn.Module) -> bool:
-    """gpt-oss's block returns (hidden_states, router_scores), and its decoder layer unpacks two."""
-    return type(block).__name__ == "GptOssMLP"
 
 
 def _parent(model: nn.Module, path: str) -> tuple[nn.Module, str]:

@@ -28,6 +28,7 @@ class ModelFamily(ABC):
         correction_biases: names of its selection bias, inside the router.
         shared: name of the shared expert inside the block.
         aliases, stacked: see `formats.ExpertNames`.
+        returns_scores: whether that module returns (hidden_states, router_scores), of which an integration's has none.
     """
 
     module: ClassVar[str] = "model.layers.{}.mlp"
@@ -35,6 +36,7 @@ class ModelFamily(ABC):
     router: ClassVar[str] = "gate"
     correction_biases: ClassVar[tuple[str, ...]] = ("e_score_correction_bias",)
     shared: ClassVar[str] = "shared_experts"
+    returns_scores: ClassVar[bool] = False
     aliases: ClassVar[dict[Part, tuple[str, ...]]] = {
         "gate": ("gate_proj",),
         "up": ("up_proj",),

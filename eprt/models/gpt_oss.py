@@ -27,6 +27,7 @@ class GptOss(ModelFamily):
     """openai/gpt-oss-20b, -120b."""
 
     router = "router"
+    returns_scores = True
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         return list(range(num_layers(hf)))

@@ -76,9 +76,11 @@ def test_transport(pools, size, kind, dtype, dispatcher, token_format):
 
 
 @pytest.mark.parametrize(("dispatcher", "token_format"), PAIRS)
-@pytest.mark.parametrize("payload", ["fp8_block", "nvfp4"])
-def test_packed_transport(pools, payload, dispatcher, token_format):
-    run(pools, 4, [Check("transport", case, dispatcher, token_format, payload=payload) for case in CASES])
+@pytest.mark.parametrize(
+    ("dtype", "payload"), [("bf16", "fp8_block"), ("bf16", "nvfp4"), ("bf16", "f32"), ("f32", "bf16")]
+)
+def test_packed_transport(pools, dtype, payload, dispatcher, token_format):
+    run(pools, 4, [Check("transport", case, dispatcher, token_format, payload=payload, dtype=dtype) for case in CASES])
 
 
 @pytest.mark.parametrize(("dispatcher", "token_format"), PAIRS)

@@ -38,6 +38,9 @@ def test_an_inconsistent_layer_is_refused(change: dict, says: str) -> None:
     [
         (lambda: Activation("gelu"), "activation kind 'gelu'"),
         (lambda: Activation(limit=0.0), "activation limit 0.0"),
+        (lambda: Activation(limit=float("inf")), "activation limit inf"),
+        (lambda: Activation(alpha=float("nan")), "activation alpha nan: must be finite"),
+        (lambda: RuntimeConfig(dispatcher=3), "dispatcher 3: expected a name"),
         (lambda: Routing(num_groups=2, topk_groups=3), "topk_groups 3"),
         (lambda: ParallelConfig(4, moe_tp_size=3), "moe_tp_size 3 doesn't divide world_size 4"),
         (lambda: ParallelConfig(0), "world_size 0"),

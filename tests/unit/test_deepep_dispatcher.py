@@ -162,6 +162,9 @@ def test_queue_depth_covers_the_largest_capacity_unless_set(monkeypatch):
     require_qp_depth(511)
     with pytest.raises(ConfigError, match="NVSHMEM_QP_DEPTH is 1024, max_tokens_per_rank 512 needs 1026"):
         require_qp_depth(512)
+    monkeypatch.setenv(deepep.QP_DEPTH_VARIABLE, "deep")
+    with pytest.raises(ConfigError, match="NVSHMEM_QP_DEPTH is deep"):
+        require_qp_depth(1)
 
 
 def test_buffer_bytes_at_the_sizes_measured():
