@@ -87,6 +87,28 @@ def test_backend_tables_list_every_row_and_no_other(table, heading: str) -> None
             assert spec.requirement.minimum in row or spec.requirement.module == "triton", name
 
 
+def cells(section: str, column: str) -> dict[str, str]:
+    """One column of a table by the row's name."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    index = lines[0].index(column)
+    return {line[0].strip("`"): line[index] for line in lines[2:]}
+
+
+def test_backend_tables_say_what_the_rows_say() -> None:
+    dispatchers = README.split("### Dispatchers")[1].split("\n#")[0]
+    executors = README.split("### Executors")[1].split("\n#")[0].split("\n\n")[1]
+    words = {"flat": "flat", "expert_major": "expert-major"}
+    yes_no = {True: "yes", False: "no"}
+    rows = DISPATCHERS.items()
+    assert cells(dispatchers, "formats") == {n: ", ".join(words[f] for f in spec.formats) for n, spec in rows}
+    assert cells(dispatchers, "CUDA graphs") == {name: yes_no[spec.graph_safe] for name, spec in rows}
+    assert cells(dispatchers, "can leave ranks out") == {name: yes_no[spec.rank_mask] for name, spec in rows}
+    limits = {name: re.search(r"up to (\d+) ranks", cell) for name, cell in cells(dispatchers, "runs on").items()}
+    assert {n: found and int(found[1]) for n, found in limits.items()} == {n: s.max_ranks for n, s in rows}
+    formats = {name: "both" if len(spec.formats) == 2 else words[spec.formats[0]] for name, spec in EXECUTORS.items()}
+    assert cells(executors, "formats") == formats
+
+
 def test_shown_output_is_what_the_command_prints() -> None:
     """Its words, not its times: titles, columns and the verdict of the first command's last lines."""
     shown = code_blocks(README, "text")[0]
