@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from eprt.collectives import Collectives
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, UsageError
-from eprt.groups import control_group, hosts_store, init_default_group, local_device, place_from_env, start_up
+from eprt.groups import control_group, hosts_store, init_default_group, local_device, place, start_up
 from eprt.guard import EXIT_CODE, Guard
 from eprt.resources import SharedResources
 
@@ -93,7 +93,7 @@ class World(Collectives):
         """From torchrun's environment, or a world of one without it.
 
         Initialises torch.distributed (and ends it in `close`) unless the host already did; then the host's default
-        group is used and left alone.
+        group is used and left alone, and no variables of torchrun are needed.
 
         Args:
             device: "cpu" or "cuda"; None takes CUDA where there is one GPU for each local rank.
@@ -102,7 +102,7 @@ class World(Collectives):
             ConfigError: sizes that don't divide, a GPU that isn't there, or an environment that isn't torchrun's.
             RankLost: a rank didn't arrive within the timeout, or was lost on the way.
         """
-        rank, size = place_from_env()
+        rank, size = place()
         parallel = ParallelConfig(size, attention_tp_size, moe_tp_size)
         where = local_device(device)
         if size == 1 and not dist.is_initialized():

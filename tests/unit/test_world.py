@@ -69,6 +69,11 @@ def test_coordinates_follow_the_meshes(pools, attention_tp: int, moe_tp: int, ex
     assert pools(4).run(jobs.coordinates, attention_tp=attention_tp, moe_tp=moe_tp) == expected
 
 
+def test_around_a_default_group_that_was_started_without_torchrun(tmp_path: Path) -> None:
+    found = launch(jobs.around_a_file, 4, path=str(tmp_path / "store"))
+    assert found == [(rank, 4, True) for rank in (3, 2, 1, 0)]
+
+
 def test_around_groups_and_meshes_of_a_host_engine() -> None:
     found = launch(jobs.around_host_groups, 4)
     for rank, (pair, summed, square, line, refused) in enumerate(found):
