@@ -50,6 +50,16 @@ def start_up() -> Iterator[None]:
         raise RankLost(f"a rank was lost while the World was made: {error}. Restart the job.", -1, "unknown") from error
 
 
+def host_device(device: torch.device | str) -> torch.device:
+    """`device` as the host engine's process sees it: a GPU without an index is the one it made current."""
+    device = torch.device(device)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {str(device)!r}: 0 CUDA devices here; use 'cpu'")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def local_device(device: str | None) -> torch.device:
     """The GPU of torchrun's local rank, made the current one; without torchrun, the current one. Raises ConfigError."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import world_jobs as jobs
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
@@ -72,6 +73,31 @@ def test_coordinates_follow_the_meshes(pools, attention_tp: int, moe_tp: int, ex
 def test_around_a_default_group_that_was_started_without_torchrun(tmp_path: Path) -> None:
     found = launch(jobs.around_a_file, 4, path=str(tmp_path / "store"))
     assert found == [(rank, 4, True) for rank in (3, 2, 1, 0)]
+
+
+def test_the_gpu_of_a_host_engine_is_the_one_it_made_current(monkeypatch) -> None:
+    """Its processes may all have LOCAL_RANK 0, or none. torch.cuda is played here."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with World.from_group(dist.group.WORLD, "cpu") as world:
+            assert world.device == torch.device("cpu")
+        if not torch.cuda.is_available():
+            with pytest.raises(ConfigError, match="0 CUDA devices here"):
+                World.from_group(dist.group.WORLD, "cuda")
+        mesh = SimpleNamespace(ndim=1, mesh_dim_names=("dp",), device_type="cuda", get_group=lambda: dist.group.WORLD)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda index: pytest.fail(f"set_device({index})"))
+        for make, expected in (
+            (lambda: World.from_mesh(mesh), 3),
+            (lambda: World.from_group(dist.group.WORLD, "cuda"), 3),
+            (lambda: World.from_group(dist.group.WORLD, "cuda:1"), 1),
+        ):
+            world = make()
+            assert world.device == torch.device("cuda", expected)
+            world.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_around_groups_and_meshes_of_a_host_engine() -> None:
