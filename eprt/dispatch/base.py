@@ -44,6 +44,9 @@ class Dispatcher(ABC):
     Attributes:
         payload_scale: `nvfp4` tokens' second-level scale, float32 [1] on the world's device, equal on all ranks;
             `make_dispatcher` sets it. None: 1.
+        settings, fingerprint: what must be equal on all ranks, and a hash of it.
+
+    Making one allocates nothing shared: `make_dispatcher` compares the ranks' settings first.
 
     Raises:
         ConfigError: an option of `runtime` that this dispatcher doesn't have.
@@ -72,7 +75,7 @@ class Dispatcher(ABC):
         self.payload_scale: torch.Tensor | None = None
         self.closed = False
         self._calls = 0
-        self._settings = {
+        self.settings = {
             **config.settings(),
             "dispatcher": self.spec.name,
             "payload": str(runtime.payload),
@@ -82,7 +85,7 @@ class Dispatcher(ABC):
             "attention_tp_size": str(world.parallel.attention_tp_size),
             "moe_tp_size": str(world.parallel.moe_tp_size),
         }
-        self._fingerprint = fingerprint_of(self._settings)
+        self.fingerprint = fingerprint_of(self.settings)
 
     # ---- what a dispatcher fills in -------------------------------------------------------------------------
 
@@ -355,8 +358,8 @@ class Dispatcher(ABC):
             num_tokens=num_tokens,
             tokens_per_rank=0 if error else tokens_per_rank or 0,
             dtype=dtype,
-            fingerprint=self._fingerprint,
-            settings=self._settings,
+            fingerprint=self.fingerprint,
+            settings=self.settings,
             replicas=replicas,
         )
         peers = exchange(self.world, header, error)
