@@ -17,6 +17,7 @@ from eprt.capacity import Capacity
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.handle import Dispatched, Handle
 from eprt.dispatch.rank_mask import RankMask, checked_mask, require_changeable
+from eprt.dispatch.shared_memory import Slots
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError, InputError, UsageError
 from eprt.header import Header, exchange, fingerprint_of
@@ -111,6 +112,9 @@ class Dispatcher(ABC):
 
     def warmup(self) -> None:
         """Collective: compile, allocate, tune. After `World.warmup()` doing so lazily is an error."""
+
+    def _slots(self) -> Slots | None:
+        """The parts of its shared memory that its calls take; None if it has none, or none yet."""
 
     def _mask(self) -> RankMask | None:
         """The mask of the memory that this dispatcher shares; None while there is none."""
@@ -290,7 +294,8 @@ class Dispatcher(ABC):
                 topk.check_ids(self.config.num_experts)
             if self.full_validation:
                 topk.check_weights()
-        self._check_ready()
+        if (slots := self._slots()) is not None:
+            slots.require_free()
 
     def _check_hidden(self, x: torch.Tensor) -> None:
         H, device = self.config.hidden_size, self.world.device
@@ -318,9 +323,6 @@ class Dispatcher(ABC):
             )
         else:
             self.capacity.check_rows(tokens_per_rank)
-
-    def _check_ready(self) -> None:
-        """What else this dispatcher needs before a call, known on the host. Raises; peers are told."""
 
     def _output_error(self, expert_output: torch.Tensor, handle: Handle) -> InputError | None:
         """What is wrong with an executor's output: found before any collective, so that peers can be told."""

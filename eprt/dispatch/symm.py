@@ -14,6 +14,7 @@ import torch
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.handle import Handle
+from eprt.dispatch.shared_memory import Slots
 from eprt.dispatch.symm_memory import Geometry, SymmetricMemory
 from eprt.errors import ConfigError, InputError, RankLost, WorldMismatch
 from eprt.support import Device
@@ -78,9 +79,9 @@ class SymmetricMemoryDispatcher(Dispatcher):
         self._compile()
         self.world.barrier()
         for R in launcher.row_counts(self.capacity.max_tokens_per_rank):
-            slot = launcher.memory.acquire()
+            slot = launcher.memory.slots.acquire()
             self._exchange_nothing(slot, R, compile_only=False)
-            launcher.memory.release(slot)
+            launcher.memory.slots.release(slot)
         torch.cuda.synchronize(self.world.device)
         self.check_peers()
 
@@ -92,7 +93,7 @@ class SymmetricMemoryDispatcher(Dispatcher):
         self._compile()
         R, memory = handle.tokens_per_rank, launcher.memory
         topk = TopK(topk.ids.contiguous(), topk.weights.contiguous())
-        slot = memory.acquire()
+        slot = memory.slots.acquire()
         launcher.dispatch(slot, hidden, topk, R, self.world.timeout_s)
         handle.state = _Call(slot, topk.ids)
         return FlatTokens(
@@ -123,7 +124,7 @@ class SymmetricMemoryDispatcher(Dispatcher):
         try:
             self.check_peers()
         except (RankLost, WorldMismatch):
-            memory.release(call.slot)
+            memory.slots.release(call.slot)
             return
         memory.output(call.slot, handle.tokens_per_rank).fill_(torch.nan)
         none = call.ids[:0]
@@ -133,9 +134,12 @@ class SymmetricMemoryDispatcher(Dispatcher):
     def _finish(self, slot: int, out: torch.Tensor, ids: torch.Tensor, R: int) -> None:
         launcher = self._require_launcher()
         launcher.combine(slot, out, ids, R, self.world.timeout_s)
-        launcher.memory.release(slot)
+        launcher.memory.slots.release(slot)
 
     # ---- memory ---------------------------------------------------------------------------------------------
+
+    def _slots(self) -> Slots | None:
+        return None if self._launcher is None else self._launcher.memory.slots
 
     def _require_launcher(self) -> Launcher:
         if self._launcher is None:
