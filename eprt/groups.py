@@ -17,8 +17,11 @@ from eprt.errors import ConfigError, RankLost
 _LATE_PEERS_S = 2.0  # ranks that started later than the store's host ask it the same question a little later
 
 
-def place_from_env() -> tuple[int, int]:
-    """(rank, size) of torchrun's environment; (0, 1) without one. Raises ConfigError."""
+def place() -> tuple[int, int]:
+    """(rank, size) in torch.distributed if the host initialised it, else in torchrun's environment; (0, 1) without
+    either. Raises ConfigError."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
     needed = ("RANK", "WORLD_SIZE", "MASTER_PORT")
     if "WORLD_SIZE" not in os.environ:
         return 0, 1
@@ -47,7 +50,18 @@ def start_up() -> Iterator[None]:
         raise RankLost(f"a rank was lost while the World was made: {error}. Restart the job.", -1, "unknown") from error
 
 
+def host_device(device: torch.device | str) -> torch.device:
+    """`device` as the host engine's process sees it: a GPU without an index is the one it made current."""
+    device = torch.device(device)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {str(device)!r}: 0 CUDA devices here; use 'cpu'")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def local_device(device: str | None) -> torch.device:
+    """The GPU of torchrun's local rank, made the current one; without torchrun, the current one. Raises ConfigError."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     available = torch.cuda.device_count()
@@ -56,6 +70,8 @@ def local_device(device: str | None) -> torch.device:
         return torch.device("cpu")
     if kind != "cuda" or local_rank >= available:
         raise ConfigError(f"device {kind!r} for local rank {local_rank}: {available} CUDA devices here; use 'cpu'")
+    if "LOCAL_RANK" not in os.environ:
+        return torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

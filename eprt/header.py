@@ -1,9 +1,9 @@
 """The header exchange: ranks compare what they are about to do before payload moves.
 
 gloo neither notices a skipped call nor a size mismatch (a longer send kills its innocent receiver, a shorter one
-leaves stale bytes), so every dispatch and combine on gloo starts here; GPU worlds do it with validate="full", at
-warm-up, and whenever R has to be agreed. A rank whose own input is bad still takes part and says so, and then every
-rank raises the same error.
+leaves stale bytes), so every dispatch and combine on gloo starts here; GPU worlds do it with validate="full", and
+whenever R has to be agreed. Every world does it when a layer is loaded or built, before memory is shared. A rank whose
+own input is bad still takes part and says so, and then every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from eprt.world import World
 
 MAGIC = 0x65707274  # "eprt"
-_OPERATIONS = ("dispatch", "combine", "warmup", "load", "calibrate")
+_OPERATIONS = ("dispatch", "combine", "load", "build")
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.uint8, torch.float8_e4m3fn)
 _TEXT_BYTES = 2048
 

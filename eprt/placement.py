@@ -23,6 +23,10 @@ class ExpertShard:
     moe_tp_rank: int = 0
     moe_tp_size: int = 1
 
+    def __str__(self) -> str:
+        whole = f"experts {self.first_expert} to {self.end_expert - 1} of {self.num_experts}"
+        return whole if self.moe_tp_size == 1 else f"slice {self.moe_tp_rank} of {self.moe_tp_size} of {whole}"
+
     @property
     def end_expert(self) -> int:
         return self.first_expert + self.num_local_experts

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from eprt.collectives import Collectives
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, UsageError
-from eprt.groups import control_group, hosts_store, init_default_group, local_device, place_from_env, start_up
+from eprt.groups import control_group, host_device, hosts_store, init_default_group, local_device, place, start_up
 from eprt.guard import EXIT_CODE, Guard
 from eprt.resources import SharedResources
 
@@ -93,7 +93,7 @@ class World(Collectives):
         """From torchrun's environment, or a world of one without it.
 
         Initialises torch.distributed (and ends it in `close`) unless the host already did; then the host's default
-        group is used and left alone.
+        group is used and left alone, and no variables of torchrun are needed.
 
         Args:
             device: "cpu" or "cuda"; None takes CUDA where there is one GPU for each local rank.
@@ -102,7 +102,7 @@ class World(Collectives):
             ConfigError: sizes that don't divide, a GPU that isn't there, or an environment that isn't torchrun's.
             RankLost: a rank didn't arrive within the timeout, or was lost on the way.
         """
-        rank, size = place_from_env()
+        rank, size = place()
         parallel = ParallelConfig(size, attention_tp_size, moe_tp_size)
         where = local_device(device)
         if size == 1 and not dist.is_initialized():
@@ -153,10 +153,11 @@ class World(Collectives):
         """Around a process group that a host engine owns; the group is used and left alone. Collective over `group`.
 
         Args:
+            device: "cuda" without an index is the GPU that this process made current; no other is chosen.
             attention_tp_group: ranks that hold the same tokens, consecutive in `group`; None: every rank has its own.
 
         Raises:
-            ConfigError: attention-TP ranks that aren't consecutive, or sizes that don't divide.
+            ConfigError: attention-TP ranks that aren't consecutive, sizes that don't divide, or no GPU.
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         attention_tp_size = 1 if attention_tp_group is None else dist.get_world_size(attention_tp_group)
@@ -172,7 +173,7 @@ class World(Collectives):
         return cls(
             rank=rank,
             size=size,
-            device=torch.device(device),
+            device=host_device(device),
             parallel=parallel,
             group=group,
             attention_tp_group=attention_tp_group,
@@ -191,7 +192,8 @@ class World(Collectives):
         """Around a DeviceMesh that a host engine owns. Collective over the mesh's ranks.
 
         Args:
-            mesh: 1-D (every rank has its own tokens) or 2-D with the attention-TP dimension last.
+            mesh: 1-D (every rank has its own tokens) or 2-D with the attention-TP dimension last. On CUDA, this
+                process has made its GPU the current one.
             attention_tp_dim: name of that last dimension.
 
         Raises:
@@ -208,8 +210,13 @@ class World(Collectives):
                 f"mesh has dimensions {names or mesh.ndim}, attention_tp_dim is {attention_tp_dim!r}: expected a 1-D "
                 "mesh, or a 2-D mesh whose last dimension is attention_tp_dim"
             )
-        device = local_device(mesh.device_type)
-        return cls.from_group(group, device, attention_tp_group=attention, moe_tp_size=moe_tp_size, timeout_s=timeout_s)
+        return cls.from_group(
+            group,
+            mesh.device_type,
+            attention_tp_group=attention,
+            moe_tp_size=moe_tp_size,
+            timeout_s=timeout_s,
+        )
 
     # ---- shared memory --------------------------------------------------------------------------------------
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.handle import Dispatched, Handle, Traffic
-from eprt.dispatch.payload_scale import agree_payload_scale
+from eprt.dispatch.payload_scale import agree_payload_scale, check_payload_scale
 from eprt.dispatch.spec import DispatcherSpec
-from eprt.errors import ConfigError
+from eprt.errors import ConfigError, EprtError
+from eprt.header import Header, exchange
 from eprt.support import Requirement
 
 if TYPE_CHECKING:
@@ -104,15 +105,46 @@ def make_dispatcher(
     layer: int = 0,
     input_scale: torch.Tensor | None = None,
 ) -> Dispatcher:
-    """Import and build the dispatcher `name`. Collective.
+    """Import and build the dispatcher `name`. Collective: the ranks compare what they build before anything shared is
+    allocated, so a refusal leaves nothing behind.
 
     Args:
         input_scale: `payload_scale.calibrated_scale` of this rank's experts. An `nvfp4` payload takes the largest of
             all ranks as its second-level scale; None on all of them means 1, which saturates at 6 * 448 = 2688.
 
     Raises:
-        ConfigError: an unknown name or format; an `nvfp4` payload whose input_scale only some ranks have.
+        ConfigError: an unknown name or format; what the dispatcher refuses; an `nvfp4` payload whose input_scale only
+            some ranks have. The same on every rank.
+        WorldMismatch: the ranks build different dispatchers, or one rank makes another call.
     """
+    packed = runtime.payload == "nvfp4"
+    try:
+        dispatcher = _construct(name, world, config, runtime, token_format, layer)
+        if packed:
+            check_payload_scale(input_scale)
+    except EprtError as error:
+        if world.size > 1:
+            exchange(world, Header("build", layer, 0), error)  # raises on every rank, here included
+        raise
+    if world.size > 1:
+        exchange(
+            world,
+            Header("build", layer, 0, fingerprint=dispatcher.fingerprint, settings=dispatcher.settings),
+        )
+    if packed:
+        dispatcher.payload_scale = agree_payload_scale(world, input_scale)
+    return dispatcher
+
+
+def _construct(
+    name: str,
+    world: World,
+    config: MoEConfig,
+    runtime: RuntimeConfig,
+    token_format: TokenFormat | None,
+    layer: int,
+) -> Dispatcher:
+    """Not collective."""
     spec = dispatcher_spec(name)
     chosen = token_format or runtime.token_format or spec.formats[0]
     if chosen not in spec.formats:
@@ -120,9 +152,4 @@ def make_dispatcher(
     module, _, attribute = spec.path.partition(":")
     kind: type[Dispatcher] = getattr(importlib.import_module(module), attribute)
     kind.spec = spec
-    # Agreed before anything shared is allocated: a refusal leaves nothing behind.
-    packed = runtime.payload == "nvfp4"
-    scale = agree_payload_scale(world, config, layer, input_scale) if packed else None
-    dispatcher = kind(world, config, runtime, chosen, layer)
-    dispatcher.payload_scale = scale
-    return dispatcher
+    return kind(world, config, runtime, chosen, layer)

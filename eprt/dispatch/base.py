@@ -17,6 +17,7 @@ from eprt.capacity import Capacity
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.handle import Dispatched, Handle
 from eprt.dispatch.rank_mask import RankMask, checked_mask, require_changeable
+from eprt.dispatch.shared_memory import Slots
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError, InputError, UsageError
 from eprt.header import Header, exchange, fingerprint_of
@@ -44,6 +45,9 @@ class Dispatcher(ABC):
     Attributes:
         payload_scale: `nvfp4` tokens' second-level scale, float32 [1] on the world's device, equal on all ranks;
             `make_dispatcher` sets it. None: 1.
+        settings, fingerprint: what must be equal on all ranks, and a hash of it.
+
+    Making one allocates nothing shared: `make_dispatcher` compares the ranks' settings first.
 
     Raises:
         ConfigError: an option of `runtime` that this dispatcher doesn't have.
@@ -72,7 +76,7 @@ class Dispatcher(ABC):
         self.payload_scale: torch.Tensor | None = None
         self.closed = False
         self._calls = 0
-        self._settings = {
+        self.settings = {
             **config.settings(),
             "dispatcher": self.spec.name,
             "payload": str(runtime.payload),
@@ -82,7 +86,7 @@ class Dispatcher(ABC):
             "attention_tp_size": str(world.parallel.attention_tp_size),
             "moe_tp_size": str(world.parallel.moe_tp_size),
         }
-        self._fingerprint = fingerprint_of(self._settings)
+        self.fingerprint = fingerprint_of(self.settings)
 
     # ---- what a dispatcher fills in -------------------------------------------------------------------------
 
@@ -108,6 +112,9 @@ class Dispatcher(ABC):
 
     def warmup(self) -> None:
         """Collective: compile, allocate, tune. After `World.warmup()` doing so lazily is an error."""
+
+    def _slots(self) -> Slots | None:
+        """The parts of its shared memory that its calls take; None if it has none, or none yet."""
 
     def _mask(self) -> RankMask | None:
         """The mask of the memory that this dispatcher shares; None while there is none."""
@@ -287,7 +294,8 @@ class Dispatcher(ABC):
                 topk.check_ids(self.config.num_experts)
             if self.full_validation:
                 topk.check_weights()
-        self._check_ready()
+        if (slots := self._slots()) is not None:
+            slots.require_free()
 
     def _check_hidden(self, x: torch.Tensor) -> None:
         H, device = self.config.hidden_size, self.world.device
@@ -315,9 +323,6 @@ class Dispatcher(ABC):
             )
         else:
             self.capacity.check_rows(tokens_per_rank)
-
-    def _check_ready(self) -> None:
-        """What else this dispatcher needs before a call, known on the host. Raises; peers are told."""
 
     def _output_error(self, expert_output: torch.Tensor, handle: Handle) -> InputError | None:
         """What is wrong with an executor's output: found before any collective, so that peers can be told."""
@@ -355,8 +360,8 @@ class Dispatcher(ABC):
             num_tokens=num_tokens,
             tokens_per_rank=0 if error else tokens_per_rank or 0,
             dtype=dtype,
-            fingerprint=self._fingerprint,
-            settings=self._settings,
+            fingerprint=self.fingerprint,
+            settings=self.settings,
             replicas=replicas,
         )
         peers = exchange(self.world, header, error)

@@ -188,10 +188,6 @@ class DeepEPDispatcher(Dispatcher):
 
     # ---- the two verbs --------------------------------------------------------------------------------------
 
-    def _check_ready(self) -> None:
-        if self._memory is not None:
-            self._memory.slots.require_free()
-
     def _encode(self, hidden_states: torch.Tensor) -> Payload:
         """The library quantises by itself."""
         return Payload.plain(hidden_states)
@@ -283,6 +279,9 @@ class DeepEPDispatcher(Dispatcher):
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
+    def _slots(self) -> Slots | None:
+        return None if self._memory is None else self._memory.slots
+
     def _mask(self) -> RankMask | None:
         return None if self._memory is None else self._memory.mask
 
@@ -309,7 +308,7 @@ class DeepEPDispatcher(Dispatcher):
             explicitly_destroy=True,
             enable_shrink=self.runtime.rank_mask,
         )
-        W, slots = geometry.num_ranks, Slots(MAX_OPEN, "deepep")
+        W, slots = geometry.num_ranks, Slots(MAX_OPEN, "deepep", self.world.device)
         given_up = torch.zeros(W, dtype=torch.int32, pin_memory=self.world.device.type == "cuda")
         mask = RankMask((True,) * W, slots, in_arguments=False)
         return LowLatencyBuffer(library, buffer, slots, mask, given_up if self.runtime.rank_mask else None)

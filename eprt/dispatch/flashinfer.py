@@ -16,6 +16,7 @@ from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.flashinfer_workspace import Geometry, Workspace, require_fp8_combine
 from eprt.dispatch.handle import Handle
 from eprt.dispatch.rank_mask import RankMask
+from eprt.dispatch.shared_memory import Slots
 from eprt.errors import ConfigError, InputError, RankLost
 from eprt.support import Device
 from eprt.tokens import FlatTokens, Payload, TopK
@@ -85,10 +86,6 @@ class FlashInferDispatcher(Dispatcher):
 
     # ---- the two verbs --------------------------------------------------------------------------------------
 
-    def _check_ready(self) -> None:
-        if self._memory is not None:
-            self._memory.slots.require_free()
-
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
         self.world.raise_if_lost()
         memory = self._require_memory()
@@ -139,6 +136,9 @@ class FlashInferDispatcher(Dispatcher):
         memory = self._require_memory()
         memory.combine(handle.state, rows, handle.tokens_per_rank, self._top_k, out, self._fp8_combine)
         memory.slots.release(handle.state)
+
+    def _slots(self) -> Slots | None:
+        return None if self._memory is None else self._memory.slots
 
     def _mask(self) -> RankMask | None:
         return None if self._memory is None else self._memory.mask

@@ -104,7 +104,7 @@ class Workspace:
         self, geometry: Geometry, rank: int, owner: object, parts: list[torch.Tensor], metainfo: list[torch.Tensor]
     ) -> None:
         self.geometry = geometry
-        self.slots = Slots(NUM_SLOTS, "flashinfer")
+        self.slots = Slots(NUM_SLOTS, "flashinfer", parts[0].device)
         self._rank = rank
         self._owner = owner
         self._parts, self._metainfo = parts, metainfo

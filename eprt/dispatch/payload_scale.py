@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from eprt.errors import ConfigError, EprtError
-from eprt.header import Header, exchange
+from eprt.errors import ConfigError
 from eprt.weights import ExpertWeights, Nvfp4
 
 if TYPE_CHECKING:
-    from eprt.config import MoEConfig
     from eprt.world import World
 
 UNCALIBRATED = 1.0
@@ -33,22 +31,23 @@ def calibrated_scale(weights: ExpertWeights) -> torch.Tensor | None:
     return matrix.input_scale.amax().view(1)
 
 
-def agree_payload_scale(world: World, config: MoEConfig, layer: int, own: torch.Tensor | None) -> torch.Tensor:
-    """The largest of all ranks' scales, float32 [1] on the world's device; 1.0 if none has one. Collective.
+def check_payload_scale(own: torch.Tensor | None) -> None:
+    """Raises ConfigError if this rank's `calibrated_scale` isn't positive and finite."""
+    if own is not None and not (math.isfinite(value := float(own)) and value > 0):
+        raise ConfigError(f"gate_up.input_scale reaches {value}: expected positive numbers; check the checkpoint")
+
+
+def agree_payload_scale(world: World, own: torch.Tensor | None) -> torch.Tensor:
+    """The largest of all ranks' scales, float32 [1] on the world's device; 1.0 if none has one. Collective, after the
+    ranks have compared their headers.
 
     Args:
-        own: `calibrated_scale` of this rank's experts.
+        own: `calibrated_scale` of this rank's experts, checked.
 
     Raises:
-        ConfigError: a scale that isn't positive and finite, or that some ranks have and others don't; the same on
-            every rank.
-        WorldMismatch: a rank makes another call (it sends another payload format, or another layer's tokens).
+        ConfigError: some ranks have a scale and others don't; the same on every rank.
     """
     value = 0.0 if own is None else float(own)
-    error: EprtError | None = None
-    if own is not None and not (math.isfinite(value) and value > 0):
-        error = ConfigError(f"gate_up.input_scale reaches {value}: expected positive numbers; check the checkpoint")
-    exchange(world, Header("calibrate", layer, 0, fingerprint=config.fingerprint()), error)
     values = world.gather_control(torch.tensor([value], dtype=torch.float32)).flatten()
     without = (values == 0).nonzero().flatten().tolist()
     if 0 < len(without) < world.size:

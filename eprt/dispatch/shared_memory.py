@@ -36,11 +36,17 @@ def require_allocatable(world: World, num_bytes: int, what: str) -> None:
 
 class Slots:
     """Parts of a buffer that serve one dispatch/combine pair each. The lowest free one is next, hence the same one on
-    ranks that make the same calls."""
+    ranks that make the same calls.
 
-    def __init__(self, count: int, what: str) -> None:
+    Args:
+        count, what: how many, and whose they are.
+        device: where the buffer is, whose streams use it.
+    """
+
+    def __init__(self, count: int, what: str, device: torch.device) -> None:
         self.count = count
         self._what = what
+        self._device = device
         self._free = set(range(count))
         self._last_stream: dict[int, torch.cuda.Stream] = {}
 
@@ -69,17 +75,20 @@ class Slots:
         return slot
 
     def release(self, slot: int) -> None:
-        if torch.cuda.is_available():
-            self._last_stream[slot] = torch.cuda.current_stream()
+        if self._device.type == "cuda":
+            self._last_stream[slot] = torch.cuda.current_stream(self._device)
         self._free.add(slot)
 
     def _follow(self, slot: int) -> None:
         """A slot is reused in stream order. Work of another stream is waited for, unless exactly one of the two is
         being captured: then the order of replay and eager calls is the caller's."""
         last = self._last_stream.get(slot)
-        if last is None or last == (current := torch.cuda.current_stream()):
+        if last is None or last == (current := torch.cuda.current_stream(self._device)):
             return
-        with torch.cuda.stream(last):
-            last_captures = torch.cuda.is_current_stream_capturing()
-        if last_captures == torch.cuda.is_current_stream_capturing():
+        if _captures(last) == _captures(current):
             current.wait_stream(last)
+
+
+def _captures(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()

@@ -14,12 +14,14 @@ import torch
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.handle import Handle
+from eprt.dispatch.shared_memory import Slots
 from eprt.dispatch.symm_memory import Geometry, SymmetricMemory
 from eprt.errors import ConfigError, InputError, RankLost, WorldMismatch
 from eprt.support import Device
 from eprt.tokens import FlatTokens, Payload, TopK
 
 if TYPE_CHECKING:
+    from eprt.dispatch.symm_launch import Launcher
     from eprt.world import World
 
 
@@ -54,17 +56,10 @@ class SymmetricMemoryDispatcher(Dispatcher):
         if not verdict:
             raise ConfigError(f"symm: {verdict.reason}")
         self._geometry = Geometry.of(world.size, config, runtime)
-        super().__init__(world, config, runtime, token_format, layer)
-        from eprt.dispatch.symm_launch import Launcher
-
-        self._compiled = False
         self._key = ("symm", self._geometry)
-        self._memory = world.resource(
-            self._key, lambda: SymmetricMemory.allocate(world, self._geometry), SymmetricMemory.close
-        )
-        self._launcher = Launcher(
-            self._memory, config.num_experts, self.placement.num_local_experts, world.parallel.moe_tp_size
-        )
+        self._launcher: Launcher | None = None
+        self._compiled = False
+        super().__init__(world, config, runtime, token_format, layer)
 
     def bytes_per_token(self) -> int:
         return self._geometry.bytes_per_token
@@ -72,17 +67,21 @@ class SymmetricMemoryDispatcher(Dispatcher):
     def output_buffer(self, handle: Handle) -> torch.Tensor | None:
         """[W * R, H] bf16 of symmetric memory: what is written here, combine doesn't copy."""
         call = handle.state
-        return self._memory.output(call.slot, handle.tokens_per_rank) if isinstance(call, _Call) else None
+        if self._launcher is None or not isinstance(call, _Call):
+            return None
+        return self._launcher.memory.output(call.slot, handle.tokens_per_rank)
 
     def warmup(self) -> None:
-        """Compile on every rank before any rank waits for another, then exchange an empty batch with each kernel."""
+        """Allocate, compile on every rank before any rank waits for another, then exchange an empty batch with each
+        kernel."""
         self.check_peers()
+        launcher = self._require_launcher()
         self._compile()
         self.world.barrier()
-        for R in self._launcher.row_counts(self.capacity.max_tokens_per_rank):
-            slot = self._memory.acquire()
+        for R in launcher.row_counts(self.capacity.max_tokens_per_rank):
+            slot = launcher.memory.slots.acquire()
             self._exchange_nothing(slot, R, compile_only=False)
-            self._memory.release(slot)
+            launcher.memory.slots.release(slot)
         torch.cuda.synchronize(self.world.device)
         self.check_peers()
 
@@ -90,22 +89,23 @@ class SymmetricMemoryDispatcher(Dispatcher):
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
         self.check_peers()
+        launcher = self._require_launcher()
         self._compile()
-        R = handle.tokens_per_rank
+        R, memory = handle.tokens_per_rank, launcher.memory
         topk = TopK(topk.ids.contiguous(), topk.weights.contiguous())
-        slot = self._memory.acquire()
-        self._launcher.dispatch(slot, hidden, topk, R, self.world.timeout_s)
+        slot = memory.slots.acquire()
+        launcher.dispatch(slot, hidden, topk, R, self.world.timeout_s)
         handle.state = _Call(slot, topk.ids)
         return FlatTokens(
-            self._memory.payload(slot, R, hidden.global_scale),
-            *self._memory.routing(slot, R),
+            memory.payload(slot, R, hidden.global_scale),
+            *memory.routing(slot, R),
             num_experts=self.config.num_experts,
         )
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
         self.check_peers()
         call: _Call = handle.state
-        buffer = self._memory.output(call.slot, handle.tokens_per_rank)
+        buffer = self._require_launcher().memory.output(call.slot, handle.tokens_per_rank)
         if expert_output.shape != buffer.shape:
             raise InputError(f"expert_output is {tuple(expert_output.shape)}: expected {tuple(buffer.shape)}")
         if expert_output.data_ptr() != buffer.data_ptr() or expert_output.stride() != buffer.stride():
@@ -118,24 +118,44 @@ class SymmetricMemoryDispatcher(Dispatcher):
         """The peers' combine waits for this rank's flag, so a handle that is dropped still raises it, unless some of
         them are lost: then nobody goes on. What they pull is NaN, not the numbers of an earlier call."""
         call = handle.state
-        if not isinstance(call, _Call) or self.world.closed:
+        if self._launcher is None or not isinstance(call, _Call) or self.world.closed:
             return
+        memory = self._launcher.memory
         try:
             self.check_peers()
         except (RankLost, WorldMismatch):
-            self._memory.release(call.slot)
+            memory.slots.release(call.slot)
             return
-        self._memory.output(call.slot, handle.tokens_per_rank).fill_(torch.nan)
+        memory.output(call.slot, handle.tokens_per_rank).fill_(torch.nan)
         none = call.ids[:0]
         out = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
         self._finish(call.slot, out, none, handle.tokens_per_rank)
 
     def _finish(self, slot: int, out: torch.Tensor, ids: torch.Tensor, R: int) -> None:
-        self._launcher.combine(slot, out, ids, R, self.world.timeout_s)
-        self._memory.release(slot)
+        launcher = self._require_launcher()
+        launcher.combine(slot, out, ids, R, self.world.timeout_s)
+        launcher.memory.slots.release(slot)
+
+    # ---- memory ---------------------------------------------------------------------------------------------
+
+    def _slots(self) -> Slots | None:
+        return None if self._launcher is None else self._launcher.memory.slots
+
+    def _require_launcher(self) -> Launcher:
+        if self._launcher is None:
+            from eprt.dispatch.symm_launch import Launcher
+
+            world, E, L = self.world, self.config.num_experts, self.placement.num_local_experts
+            memory = world.resource(
+                self._key, lambda: SymmetricMemory.allocate(world, self._geometry), SymmetricMemory.close
+            )
+            self._launcher = Launcher(memory, E, L, world.parallel.moe_tp_size)
+        return self._launcher
 
     def _close(self) -> None:
-        self.world.release(self._key)
+        if self._launcher is not None:
+            self._launcher = None
+            self.world.release(self._key)
 
     # ---- checks ---------------------------------------------------------------------------------------------
 
@@ -146,19 +166,21 @@ class SymmetricMemoryDispatcher(Dispatcher):
             RankLost, WorldMismatch: the World's verdict, or what an earlier kernel reported.
         """
         self.world.raise_if_lost()
-        self._memory.raise_faults(self.world.timeout_s)
+        if self._launcher is not None:
+            self._launcher.memory.raise_faults(self.world.timeout_s)
 
     def _compile(self) -> None:
         if not self._compiled:
             self.world.require_cold("compiling the symm kernels")
-            for R in self._launcher.row_counts(self.capacity.max_tokens_per_rank):
+            for R in self._require_launcher().row_counts(self.capacity.max_tokens_per_rank):
                 self._exchange_nothing(0, R, compile_only=True)
             self._compiled = True
 
     def _exchange_nothing(self, slot: int, R: int, compile_only: bool) -> None:
         """One row that no expert wants."""
         device, timeout_s, config = self.world.device, self.world.timeout_s, self.config
+        launcher = self._require_launcher()
         hidden = torch.zeros(1, config.hidden_size, dtype=torch.bfloat16, device=device)
         ids = torch.full((1, config.top_k), config.num_experts, dtype=torch.int32, device=device)
-        self._launcher.dispatch(slot, self._encode(hidden), TopK(ids, ids.float()), R, timeout_s, compile_only)
-        self._launcher.combine(slot, hidden, ids, R, timeout_s, compile_only)
+        launcher.dispatch(slot, self._encode(hidden), TopK(ids, ids.float()), R, timeout_s, compile_only)
+        launcher.combine(slot, hidden, ids, R, timeout_s, compile_only)

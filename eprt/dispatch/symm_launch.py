@@ -49,7 +49,7 @@ class Launcher:
         tuning: tuple[Tuning, ...] = TUNING,
     ) -> None:
         geometry = memory.geometry
-        self._memory = memory
+        self.memory = memory
         self._offsets = geometry.offsets
         self._tuning = tuning
         self._routing = {
@@ -73,7 +73,7 @@ class Launcher:
         tuning = self._tuned(R)
         data, scale = _words(hidden.data), None if hidden.scale is None else _words(hidden.scale)
         T, words = data.shape
-        rank, peers = self._memory.rank, self._memory.peers[slot]
+        rank, peers = self.memory.rank, self.memory.peers[slot]
         block = min(next_power_of_2(words), tuning.dispatch_bytes // data.element_size())
         ctas = min(T * ceil_div(words, block), tuning.dispatch_ctas)
         scale_words = 0 if scale is None else scale.shape[1]
@@ -85,8 +85,8 @@ class Launcher:
                 topk.weights,
                 peers[rank:] + peers[:rank],
                 *(self._offsets[region] for region in ("data", "scale", "ids", "weights")),
-                self._memory.books[slot],
-                self._memory.states[slot],
+                self.memory.books[slot],
+                self.memory.states[slot],
                 T,
                 R,
                 rank,
@@ -113,13 +113,13 @@ class Launcher:
             (combine_kernel.warmup if compile_only else combine_kernel.run)(
                 out,
                 ids,
-                self._memory.peers[slot],
+                self.memory.peers[slot],
                 self._offsets["output"],
-                self._memory.books[slot],
-                self._memory.states[slot],
+                self.memory.books[slot],
+                self.memory.states[slot],
                 T,
                 R,
-                self._memory.rank,
+                self.memory.rank,
                 int(timeout_s * 1e9),
                 **self._routing,
                 WORDS=words,

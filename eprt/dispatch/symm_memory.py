@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from eprt.config import MoEConfig, PayloadFormat, RuntimeConfig
-from eprt.errors import ConfigError, RankLost, UsageError, WorldMismatch
+from eprt.dispatch.shared_memory import Slots, require_allocatable
+from eprt.errors import ConfigError, RankLost, WorldMismatch
 from eprt.tokens import Payload
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class SymmetricMemory:
     Attributes:
         peers: of each slot, every rank's copy of it as mapped here, in rank order.
         books: int64 [NUM_SLOTS, len(ENTRIES), MAX_RANKS], addresses for the kernels.
+        slots: which slot is free.
         states: int64 [NUM_SLOTS, 4], the kernels' generation and CTA count of each slot.
     """
 
@@ -118,8 +120,7 @@ class SymmetricMemory:
         self.states = torch.zeros(NUM_SLOTS, 4, dtype=torch.int64, device=device)
         self.peers = [tuple(base + geometry.slot_start(slot) for base in bases) for slot in range(NUM_SLOTS)]
         self.books = torch.tensor([self._book(slot, bases) for slot in range(NUM_SLOTS)], device=device)
-        self._free = list(range(NUM_SLOTS))
-        self._last_stream: dict[int, torch.cuda.Stream] = {}
+        self.slots = Slots(NUM_SLOTS, "symm", device)
         self._views: dict[tuple[str, int], torch.Tensor] = {}  # by region and slot, for the R it was used with last
 
     @classmethod
@@ -127,8 +128,10 @@ class SymmetricMemory:
         """Collective.
 
         Raises:
+            UsageError, CapacityError: see `require_allocatable`.
             ConfigError: a rank's GPU can't map its peers' memory.
         """
+        require_allocatable(world, geometry.num_bytes, "symm's symmetric memory")
         if world.group is None:
             memory = torch.zeros(geometry.num_bytes, dtype=torch.uint8, device=world.device)
             return cls(geometry, 0, memory, [memory.data_ptr()])
@@ -153,35 +156,6 @@ class SymmetricMemory:
         torch.cuda.synchronize(self._memory.device)
         self._views.clear()
         del self._memory, self._owner, self.books
-
-    # ---- slots ----------------------------------------------------------------------------------------------
-
-    def acquire(self) -> int:
-        """The lowest free slot, hence the same one on ranks that make the same calls. Raises UsageError if none is."""
-        if not self._free:
-            raise UsageError(
-                f"symm: {NUM_SLOTS} dispatches of this geometry are open, which is the limit: combine or close one "
-                "before the next dispatch"
-            )
-        slot = min(self._free)
-        self._free.remove(slot)
-        self._follow(slot)
-        return slot
-
-    def release(self, slot: int) -> None:
-        self._last_stream[slot] = torch.cuda.current_stream(self._memory.device)
-        self._free.append(slot)
-
-    def _follow(self, slot: int) -> None:
-        """A slot is reused in stream order. Work of another stream is waited for, unless exactly one of the two is
-        being captured: then the order of replay and eager calls is the caller's."""
-        current, last = torch.cuda.current_stream(self._memory.device), self._last_stream.get(slot)
-        if last is None or last == current:
-            return
-        with torch.cuda.stream(last):
-            last_captures = torch.cuda.is_current_stream_capturing()
-        if last_captures == torch.cuda.is_current_stream_capturing():
-            current.wait_stream(last)
 
     # ---- views ----------------------------------------------------------------------------------------------
 

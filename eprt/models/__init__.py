@@ -12,6 +12,7 @@ import torch
 from eprt.checkpoint import Checkpoint, hash63
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
+from eprt.header import Header, exchange
 from eprt.layer import ExpertParallelMoE
 from eprt.models.base import ModelFamily
 from eprt.placement import ExpertPlacement, ExpertShard
@@ -111,13 +112,16 @@ def build_layer(
     """The layer that `load_layer` read, ready for `World.warmup`. Collective; `parts.experts` aren't kept.
 
     Args:
-        parts: read with `world.parallel` and `world.rank`.
+        parts: read with `world.parallel` and `world.rank`; another rank's experts are refused on every rank.
         runtime: capacity, backends, validation; None is `RuntimeConfig()`.
         layer: its number, which the ranks compare.
 
     Raises:
+        ConfigError: `parts` are another rank's, the same on every rank.
+        WorldMismatch: `parts` of other layers, or of other checkpoints, on some ranks.
         ConfigError, UnsupportedError: as `ExpertParallelMoE`.
     """
+    exchange(world, Header("build", layer, 0, fingerprint=parts.fingerprint), _foreign(parts, world))
     return ExpertParallelMoE(
         parts.config,
         world,
@@ -127,4 +131,18 @@ def build_layer(
         shared=parts.shared,
         latent=parts.latent,
         layer=layer,
+    )
+
+
+def _foreign(parts: LayerParts, world: World) -> ConfigError | None:
+    """What is wrong if these experts aren't the ones that this rank will be sent tokens for."""
+    try:
+        own = ExpertPlacement(parts.config.num_experts, world.parallel).shard(world.rank)
+    except ConfigError as error:
+        return error
+    if parts.shard == own:
+        return None
+    return ConfigError(
+        f"rank {world.rank} was given {parts.shard}, its share is {own}: read it with "
+        "load_layer(..., world.parallel, world.rank)"
     )

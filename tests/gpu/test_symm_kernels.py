@@ -307,8 +307,8 @@ def test_unequal_tokens_per_rank_is_noticed():
 @cuda_only
 def test_slots_run_out_with_a_remedy():
     memory = Ranks(W=1, E=4, K=2, H=128, capacity=8).memories[0]
-    assert [memory.acquire(), memory.acquire()] == [0, 1]
+    assert [memory.slots.acquire(), memory.slots.acquire()] == [0, 1]
     with pytest.raises(UsageError, match="combine or close"):
-        memory.acquire()
-    memory.release(0)
-    assert memory.acquire() == 0
+        memory.slots.acquire()
+    memory.slots.release(0)
+    assert memory.slots.acquire() == 0

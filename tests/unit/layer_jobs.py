@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from eprt.config import MoEConfig, Routing, RuntimeConfig, SharedExpert
+from eprt.dispatch import make_dispatcher
 from eprt.errors import EprtError, InputError
 from eprt.layer import ExpertParallelMoE
 from eprt.routing import Router
@@ -153,16 +154,18 @@ OUTPUTS = {
 }
 
 
-def different_settings(context):
-    """Rank 1 was built for another capacity and another payload."""
-    other = {"max_tokens_per_rank": 64, "payload": "fp8_block"} if context.rank == 1 else {}
-    moe = make_layer(context, **other)
-    return said(lambda: moe(tokens_of(context.rank, 4)))
+def built_differently(context, other):
+    """Rank 1 builds with other settings; then all build the same. (what this rank was told, whether a call works)"""
+    told = said(lambda: make_layer(context, **(other if context.rank == 1 else {})))
+    return told, bool(torch.isfinite(make_layer(context)(tokens_of(context.rank, 4))).all())
 
 
-def different_dispatchers(context):
-    moe = make_layer(context, dispatcher="none" if context.rank == 1 else "torch")
-    return said(lambda: moe(tokens_of(context.rank, 4)))
+def refused_on_rank_1(context):
+    """Rank 1 asks for something that its dispatcher hasn't got."""
+    world, config = context.world(), MoEConfig(E, K, H, I)
+    runtime = RuntimeConfig(rank_mask=context.rank == 1)
+    told = said(lambda: make_dispatcher("torch", world, config, runtime))
+    return told, said(lambda: make_dispatcher("torch", world, config, RuntimeConfig())) == "nothing was raised"
 
 
 def closed_layer_with_bad_input(context):

@@ -369,6 +369,22 @@ class TestAllRanks:
         assert pool.run(jobs.load, directories=[str(good), str(good)]) == [("loaded", "0"), ("loaded", "4")]
 
     @pytest.mark.parametrize(
+        ("ranks", "world_size", "says"),
+        [
+            ((0, 0), 2, "rank 1 was given experts 0 to 3 of 8, its share is experts 4 to 7 of 8"),
+            ((1, 1), 2, "rank 0 was given experts 4 to 7 of 8, its share is experts 0 to 3 of 8"),
+            ((0, 0), 1, "rank 0 was given experts 0 to 7 of 8, its share is experts 0 to 3 of 8"),
+        ],
+    )
+    def test_experts_of_another_rank_are_refused_on_all(self, pools, tmp_path, ranks, world_size, says):
+        """Their matrices have the right shapes: nothing later would notice."""
+        folder = str(write_tiny_checkpoint(tmp_path, num_layers=1))
+        found = pools(2).run(jobs.build, directory=folder, ranks=ranks, world_size=world_size)
+        remedy = "read it with load_layer(..., world.parallel, world.rank)"
+        assert found == [f"ConfigError: {says}: {remedy}"] * 2
+        assert pools(2).run(jobs.build, directory=folder, ranks=(0, 1), world_size=2) == ["built"] * 2
+
+    @pytest.mark.parametrize(
         ("kind", "words"),
         {
             "truncated_file": (B, "not a complete safetensors file"),

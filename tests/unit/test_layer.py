@@ -69,23 +69,33 @@ def test_an_executor_that_returns_something_else_is_named_on_all_ranks(pools, di
     assert all(works for _, works in found)
 
 
-def test_ranks_built_differently_are_told_which_settings_differ(pools) -> None:
-    found = set(pools(2).run(jobs.different_settings))
-    assert len(found) == 1
-    title, header, first, second = found.pop().splitlines()
-    assert title.startswith(
-        "WorldMismatch: the ranks disagree about this call (fingerprint, max_tokens_per_rank, payload)"
-    )
-    assert header.split() == ["rank", "fingerprint", "max_tokens_per_rank", "payload"]
-    assert first.split()[::2] == ["0", "32"]
-    assert first.split()[3] == "None"
-    assert second.split()[2:] == ["64", "fp8_block"]
+@pytest.mark.parametrize(
+    ("other", "differing", "values"),
+    [
+        ({"max_tokens_per_rank": 64}, "max_tokens_per_rank", [["32"], ["64"]]),
+        ({"payload": "fp8_block"}, "payload", [["None"], ["fp8_block"]]),
+        ({"dispatcher": "none"}, "dispatcher", [["torch"], ["none"]]),
+        (
+            {"max_tokens_per_rank": 64, "payload": "fp8_block"},
+            "max_tokens_per_rank, payload",
+            [["32", "None"], ["64", "fp8_block"]],
+        ),
+    ],
+)
+def test_ranks_that_build_differently_are_told_which_settings_differ(pools, other, differing, values) -> None:
+    """Before any memory is sized from them, and the next layer can be built."""
+    found = pools(2).run(jobs.built_differently, other=other)
+    assert len({told for told, _ in found}) == 1
+    title, header, *ranks = found[0][0].splitlines()
+    assert title.startswith(f"WorldMismatch: the ranks disagree about this call (fingerprint, {differing})")
+    assert header.split() == ["rank", "fingerprint", *differing.split(", ")]
+    assert [row.split()[2:] for row in ranks] == values
+    assert all(works for _, works in found)
 
 
-def test_ranks_with_different_dispatchers_never_meet_in_payload(pools) -> None:
-    found = set(pools(2).run(jobs.different_dispatchers))
-    assert len(found) == 1
-    assert "(fingerprint, dispatcher)" in found.pop()
+def test_what_one_rank_cannot_build_is_refused_on_all(pools) -> None:
+    found = pools(2).run(jobs.refused_on_rank_1)
+    assert found == [("ConfigError: rank 1: torch: rank_mask: can't leave a rank out", True)] * 2
 
 
 def test_a_closed_layer_is_refused_before_anything_collective(pools) -> None:

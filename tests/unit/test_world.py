@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import world_jobs as jobs
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
@@ -67,6 +68,36 @@ def test_without_a_fault_nobody_is_blamed(pools) -> None:
 )
 def test_coordinates_follow_the_meshes(pools, attention_tp: int, moe_tp: int, expected: list) -> None:
     assert pools(4).run(jobs.coordinates, attention_tp=attention_tp, moe_tp=moe_tp) == expected
+
+
+def test_around_a_default_group_that_was_started_without_torchrun(tmp_path: Path) -> None:
+    found = launch(jobs.around_a_file, 4, path=str(tmp_path / "store"))
+    assert found == [(rank, 4, True) for rank in (3, 2, 1, 0)]
+
+
+def test_the_gpu_of_a_host_engine_is_the_one_it_made_current(monkeypatch) -> None:
+    """Its processes may all have LOCAL_RANK 0, or none. torch.cuda is played here."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with World.from_group(dist.group.WORLD, "cpu") as world:
+            assert world.device == torch.device("cpu")
+        if not torch.cuda.is_available():
+            with pytest.raises(ConfigError, match="0 CUDA devices here"):
+                World.from_group(dist.group.WORLD, "cuda")
+        mesh = SimpleNamespace(ndim=1, mesh_dim_names=("dp",), device_type="cuda", get_group=lambda: dist.group.WORLD)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda index: pytest.fail(f"set_device({index})"))
+        for make, expected in (
+            (lambda: World.from_mesh(mesh), 3),
+            (lambda: World.from_group(dist.group.WORLD, "cuda"), 3),
+            (lambda: World.from_group(dist.group.WORLD, "cuda:1"), 1),
+        ):
+            world = make()
+            assert world.device == torch.device("cuda", expected)
+            world.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_around_groups_and_meshes_of_a_host_engine() -> None:
@@ -173,9 +204,14 @@ def test_where_headers_are_not_compared_a_refusal_waits_for_nobody() -> None:
         parallel=ParallelConfig(2),
         device=torch.device("cpu"),
         closed=False,
+        generation=0,
+        step=0,
+        note=lambda *_: None,
+        gather_control=lambda x: x.expand(2, -1),  # the peer builds the same
         compares_headers=lambda full: False,
     )
     dispatcher = make_dispatcher("none", world, MoEConfig(8, 2, 16, 8), RuntimeConfig())
+    del world.gather_control
     with pytest.raises(InputError, match="no router"):
         dispatcher.refuse(InputError("no router"), 4)
 

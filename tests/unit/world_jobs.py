@@ -103,6 +103,21 @@ def around_host_groups(context) -> list[object]:
     return found
 
 
+def around_a_file(context, path: str) -> tuple[int, int, bool]:
+    """torch.distributed as a host starts it without torchrun: ranks meet in a file."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    last = context.size - 1 - context.rank  # numbered by nothing but what it says here
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=last, world_size=context.size)
+    with World.from_env("cpu", timeout_s=20) as world:
+        _step(make_dispatcher("torch", world, CONFIG, RuntimeConfig()), 1 + world.rank)
+        found = world.rank, world.size
+    total = torch.tensor([1])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return *found, int(total) == context.size
+
+
 def resources_and_warmup(context) -> list[str]:
     world = context.world()
     log: list[str] = []

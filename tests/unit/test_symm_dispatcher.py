@@ -1,0 +1,125 @@
+"""The symmetric-memory dispatcher around its kernels, which are played here: when it allocates, what peers are told.
+
+The kernels themselves run in test_kernels_interpreted.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from flashinfer_stand_in import FakeWorld, run_ranks
+
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.dispatch import DISPATCHERS, make_dispatcher
+from eprt.dispatch import symm_memory as module
+from eprt.errors import EprtError
+from eprt.tokens import TopK
+
+SIZE, H, K = 2, 16, 2
+CONFIG = MoEConfig(num_experts=8, top_k=K, hidden_size=H, intermediate_size=32)
+
+
+class Kernels:
+    """In place of `symm_launch.Launcher`: nothing travels, and everybody gets zeros back."""
+
+    def __init__(self, memory, num_experts, num_local_experts, moe_tp_size):
+        self.memory = memory
+
+    def row_counts(self, capacity):
+        return [1]
+
+    def dispatch(self, slot, hidden, topk, R, timeout_s, compile_only=False):
+        pass
+
+    def combine(self, slot, out, ids, R, timeout_s, compile_only=False):
+        out.zero_()
+
+
+@pytest.fixture
+def allocations(monkeypatch) -> list[tuple[int, str]]:
+    """(bytes, what) of each allocation, from all ranks, as it was asked for."""
+    launch = pytest.importorskip("eprt.dispatch.symm_launch", reason="needs triton: pip install triton")
+    monkeypatch.setattr(launch, "Launcher", Kernels)
+    monkeypatch.setitem(DISPATCHERS, "symm", replace(DISPATCHERS["symm"], devices=("cpu",), requirement=None))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    asked: list[tuple[int, str]] = []
+    rule = module.require_allocatable
+
+    def ask(world, num_bytes, what):
+        rule(world, num_bytes, what)
+        asked.append((num_bytes, what))
+
+    monkeypatch.setattr(module, "require_allocatable", ask)
+    return asked
+
+
+def make(world: FakeWorld, capacity: int = 8):
+    world.group, world.timeout_s = None, 1.0  # its own memory stands for what the ranks map
+    return make_dispatcher("symm", world, CONFIG, RuntimeConfig(max_tokens_per_rank=capacity))
+
+
+def batch(T: int) -> tuple[torch.Tensor, TopK]:
+    ids = torch.arange(T * K, dtype=torch.int32).view(T, K) % 8
+    return torch.ones(T, H, dtype=torch.bfloat16), TopK(ids, torch.ones(T, K))
+
+
+def said(call) -> str:
+    try:
+        call()
+    except EprtError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_memory_comes_with_the_warm_up_and_is_shared_by_equal_geometries(allocations):
+    def job(world):
+        layers = [make(world), make(world), make(world, capacity=9)]
+        before = len(world.resources)
+        for layer in layers:
+            layer.warmup()
+        same = layers[0]._launcher.memory is layers[1]._launcher.memory
+        layers[2].close()
+        return before, same, len(world.resources)
+
+    assert run_ranks(job, SIZE) == [(0, True, 1)] * SIZE
+    expected = [module.Geometry(SIZE, capacity, H, K, "bf16").num_bytes for capacity in (8, 9)]
+    assert sorted(allocations) == sorted((size, "symm's symmetric memory") for size in expected for _ in range(SIZE))
+
+
+def test_a_warm_world_allocates_nothing(allocations):
+    def job(world):
+        dispatcher = make(world)
+        world.warm = True
+        return said(lambda: dispatcher.dispatch(*batch(3), 4))
+
+    assert run_ranks(job, SIZE) == ["UsageError: allocating symm's symmetric memory after World.warmup()"] * SIZE
+    assert not allocations
+
+
+def test_memory_of_different_sizes_is_never_allocated(allocations):
+    found = run_ranks(lambda world: said(lambda: make(world, 8 + world.rank)), SIZE)
+    assert len(set(found)) == 1
+    assert found[0].startswith("WorldMismatch: the ranks disagree about this call (fingerprint, max_tokens_per_rank)")
+    assert not allocations
+
+
+def test_a_rank_without_a_free_slot_tells_its_peers(allocations):
+    """Rank 0 closed one of its two open calls: it could go on, into a kernel that waits for rank 1."""
+
+    def job(world):
+        dispatcher = make(world)
+        dispatcher.warmup()
+        held = [dispatcher.dispatch(*batch(3), 4).handle for _ in range(2)]
+        if world.rank == 0:
+            held[0].close()
+        told = said(lambda: dispatcher.dispatch(*batch(3), 4))
+        for handle in held:
+            handle.close()
+        sent = dispatcher.dispatch(*batch(3), 4)
+        out = dispatcher.combine(torch.zeros(sent.tokens.num_rows, H, dtype=torch.bfloat16), sent.handle)
+        return told, tuple(out.shape)
+
+    says = "UsageError: rank 1: symm: 2 dispatches of this geometry are open, which is the limit: combine or close one"
+    assert run_ranks(job, SIZE) == [(f"{says} before the next dispatch", (3, H))] * SIZE
