@@ -16,7 +16,7 @@ from eprt.experts.layouts_sm100 import (
     swap_halves,
     swizzle_scales,
 )
-from eprt.experts.scales_sm100 import Nvfp4Factors, is_plain, nvfp4_matrix, share_global_scale
+from eprt.experts.scales_sm100 import Nvfp4Factors, nvfp4_matrix, share_global_scale
 from eprt.rounding import round_up
 from eprt.weights import NVFP4_BLOCK, ExpertWeights, Nvfp4
 
@@ -86,7 +86,7 @@ class ContiguousLayout:
         gate_up, down = nvfp4_matrix(weights.gate_up), nvfp4_matrix(weights.down)
         factors = Nvfp4Factors.from_weights(weights, device)
         parts = activation.parts
-        shared = activation.gated and not is_plain(activation)
+        shared = not activation.plain
 
         def order(rows: torch.Tensor) -> torch.Tensor:
             return interleave_halves(swap_halves(rows)) if activation.gated else rows

@@ -106,7 +106,7 @@ def _interleave_fp8(tiles: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def swiglu_parameters(activation: Activation) -> tuple[float, float, float] | None:
     """(alpha, beta, limit) for the kernel, or None for plain SiLU gating."""
-    if (activation.alpha, activation.beta, activation.limit) == (1.0, 0.0, None):
+    if activation.plain:
         return None
     no_limit = torch.finfo(torch.float32).max
     return activation.alpha, activation.beta, no_limit if activation.limit is None else activation.limit

@@ -30,7 +30,7 @@ from eprt.experts.layouts_sm100 import (
     take_rows,
     trtllm_row_order,
 )
-from eprt.experts.scales_sm100 import Nvfp4Factors, is_plain, nvfp4_matrix, share_global_scale
+from eprt.experts.scales_sm100 import Nvfp4Factors, nvfp4_matrix, share_global_scale
 from eprt.quant.elements import encode_e4m3
 from eprt.quant.fp8 import encode_fp8_groups
 from eprt.rounding import round_up
@@ -105,7 +105,7 @@ class TrtllmFormat(ABC):
 
     def _raw_swiglu(self) -> dict[str, torch.Tensor]:
         activation = self.activation
-        if not activation.gated or is_plain(activation):
+        if activation.plain:
             return {}
         limit = {} if activation.limit is None else {"gemm1_clamp_limit": self.each(activation.limit)}
         return {"gemm1_alpha": self.each(activation.alpha), "gemm1_beta": self.each(activation.beta)} | limit
@@ -185,7 +185,7 @@ class Nvfp4Format(TrtllmFormat):
         factors, activation = self._factors, self.activation
         gate, up = factors.gate * scale, factors.up * scale
         swiglu: dict[str, torch.Tensor | None] = {"gemm1_alpha": None, "gemm1_beta": None, "gemm1_clamp_limit": None}
-        if activation.gated and not is_plain(activation):
+        if not activation.plain:
             swiglu |= {"gemm1_alpha": self.each(activation.alpha), "gemm1_beta": activation.beta / up}
             swiglu["gemm1_clamp_limit"] = None if activation.limit is None else activation.limit / gate
         return swiglu | {
@@ -204,7 +204,7 @@ class Fp8TensorFormat(TrtllmFormat):
         gate_up, down = weights.gate_up, weights.down
         if not isinstance(gate_up, Fp8Tensor) or not isinstance(down, Fp8Tensor):
             raise ConfigError(f"{type(gate_up).__name__} weights: expected Fp8Tensor")
-        if self.activation.gated and not is_plain(self.activation):
+        if not self.activation.plain:
             raise ConfigError("trtllm_gen's per-tensor FP8 kernels have no alpha, beta or limit: use another executor")
         if gate_up.input_scale is None or down.input_scale is None:
             raise ConfigError("trtllm_gen's per-tensor FP8 kernels need the checkpoint's input_scale, which is missing")
