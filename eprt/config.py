@@ -61,6 +61,11 @@ class Activation:
         return self.kind == "swiglu"
 
     @property
+    def plain(self) -> bool:
+        """Whether alpha, beta and limit change nothing: `silu(gate) * up`, or any `relu2`, which has none of them."""
+        return not self.gated or (self.alpha, self.beta, self.limit) == (1.0, 0.0, None)
+
+    @property
     def parts(self) -> int:
         """How many halves the first matrix has: 2 (gate, up) or 1."""
         return 2 if self.gated else 1

@@ -16,17 +16,19 @@ from typing import Any
 
 import torch
 
+from eprt.bench.report import Report
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig, WeightFormat
 from eprt.errors import ConfigError
-from eprt.experts import Executor, executor_spec, make_executor
+from eprt.experts import EXECUTORS, Executor, executor_spec, make_executor
 from eprt.experts.timing import device_microseconds, sample_ids
-from eprt.placement import ExpertPlacement, ExpertShard
+from eprt.placement import ExpertPlacement
+from eprt.rounding import ceil_div
 from eprt.support import Device
 from eprt.tokens import FlatTokens, Payload
 from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Dense, ExpertWeights, Fp8Block, Matrix, Mxfp4, Nvfp4
 
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
-EXECUTORS = ("cutlass_mxfp4", "humming", "torch_grouped")
+WITNESS = "reference"  # float32, expert by expert: nothing that anybody would time
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,11 @@ class Ceilings:
         flops_us = device_microseconds(partial(torch.mm, left, right), repeats=3)
         return cls(moved / copy_us * 1e6, 2 * n**3 / flops_us * 1e6)
 
+    def as_dict(self) -> dict[str, float]:
+        """Limits of a report: GB/s and TFLOP/s."""
+        limits = {"copy_gb_per_s": self.copy_bytes / 1e9, "bf16_tflop_per_s": self.bf16_flops / 1e12}
+        return {name: round(value, 1) for name, value in limits.items()}
+
 
 def random_matrix(
     weight_format: WeightFormat, L: int, rows: int, cols: int, parts: int, device: torch.device
@@ -116,9 +123,11 @@ def random_matrix(
         case "nvfp4":
             scales = torch.rand(L, rows, cols // NVFP4_BLOCK, device=device).add_(1).to(torch.float8_e4m3fn)
             second = torch.full((L, parts), size / 4, device=device) * torch.arange(1, parts + 1, device=device)
-            return Nvfp4(codes(L, rows, cols // 2), scales, second)
+            # Blackwell's kernels quantise activations: 1 / 448 lets their blocks reach 6, six sigmas of normal tokens.
+            calibrated = torch.full((L, parts), 1 / 448, device=device)
+            return Nvfp4(codes(L, rows, cols // 2), scales, second, calibrated)
         case "fp8_block":
-            grid = (L, parts * -(-(rows // parts) // FP8_BLOCK), -(-cols // FP8_BLOCK))
+            grid = (L, parts * ceil_div(rows // parts, FP8_BLOCK), ceil_div(cols, FP8_BLOCK))
             data = torch.empty(L, rows, cols, dtype=torch.float8_e4m3fn, device=device)
             for expert in data:
                 expert.copy_(torch.randn(rows, cols, device=device))
@@ -139,63 +148,101 @@ def random_experts(config: MoEConfig, L: int, device: torch.device) -> ExpertWei
     return ExpertWeights(gate_up, down, torch.randn(L, parts * I, device=device), torch.randn(L, H, device=device))
 
 
+@dataclass(frozen=True)
+class ExpertCase:
+    """One executor on one rank's share of a shape, in the weight format that it computes with."""
+
+    executor: str
+    shape: str
+    config: MoEConfig
+    parallel: ParallelConfig
+
+
+def choose_cases(
+    shapes: Iterable[str], executors: Iterable[str] | None, runtime: RuntimeConfig, device: Device
+) -> tuple[list[ExpertCase], list[str]]:
+    """What can be measured there, and a line for everything that can't, with its reason. Needs no GPU.
+
+    Args:
+        executors: None: every row of `eprt.experts.EXECUTORS` but the witness.
+
+    Raises:
+        ConfigError: an unknown shape or executor.
+    """
+    names = [name for name in EXECUTORS if name != WITNESS] if executors is None else list(executors)
+    cases: list[ExpertCase] = []
+    left_out: list[str] = []
+    for shape in shapes:
+        if shape not in SHAPES:
+            raise ConfigError(f"shape {shape!r}: expected one of {', '.join(SHAPES)}")
+        for name in names:
+            spec, config, parallel = executor_spec(name), SHAPES[shape].config, ParallelConfig(SHAPES[shape].ep_size)
+            if config.weight_format in spec.decodes:
+                config = replace(config, weight_format="bf16")
+            verdict = spec.supports(config, parallel, runtime, device, "bf16")
+            if verdict:
+                cases.append(ExpertCase(name, shape, config, parallel))
+            else:
+                left_out.append(f"{name} on {shape}: {verdict.reason}")
+    return cases, left_out
+
+
 def bench_experts(
     shapes: Iterable[str] = SHAPES,
-    executors: Iterable[str] = EXECUTORS,
+    executors: Iterable[str] | None = None,
     tokens: Sequence[int] = TOKENS,
     *,
     runtime: RuntimeConfig | None = None,
     device: torch.device | None = None,
 ) -> tuple[Ceilings, list[ExpertRow]]:
-    """Measure every executor that can compute a shape on this GPU; others are left out.
+    """Measure every case of `choose_cases` on this GPU.
 
     Raises:
         ConfigError: an unknown shape or executor, or no CUDA device.
     """
-    if not torch.cuda.is_available():
-        raise ConfigError("bench experts times CUDA kernels: no CUDA device here")
-    device = device or torch.device("cuda", torch.cuda.current_device())
-    runtime = runtime or RuntimeConfig()
-    major, minor = torch.cuda.get_device_capability(device)
-    here = Device("cuda", 10 * major + minor, installed=True)
+    device, runtime = _cuda(device), runtime or RuntimeConfig()
+    cases, _ = choose_cases(shapes, executors, runtime, Device.of(device))
     ceilings = Ceilings.measure(device)
     rows: list[ExpertRow] = []
-    for shape in shapes:
-        if shape not in SHAPES:
-            raise ConfigError(f"shape {shape!r}: expected one of {', '.join(SHAPES)}")
-        for name in executors:
-            spec, case = executor_spec(name), SHAPES[shape]
-            config = case.config if case.config.weight_format in spec.weights else _as_bf16(case.config)
-            parallel = ParallelConfig(case.ep_size)
-            if spec.supports(config, parallel, runtime, here, "bf16"):
-                shard = ExpertPlacement(config.num_experts, parallel).shard(0)
-                rows += _bench_one(name, shape, config, shard, tokens, runtime, device, ceilings)
-                torch.cuda.empty_cache()
+    for case in cases:
+        rows += _bench_one(case, tokens, runtime, device, ceilings)
+        torch.cuda.empty_cache()
     return ceilings, rows
 
 
-def _as_bf16(config: MoEConfig) -> MoEConfig:
-    """What an executor of unquantised weights runs instead."""
-    return replace(config, weight_format="bf16")
+def experts_report(
+    shapes: Iterable[str] = SHAPES,
+    executors: Iterable[str] | None = None,
+    tokens: Sequence[int] = TOKENS,
+    *,
+    runtime: RuntimeConfig | None = None,
+    device: torch.device | None = None,
+) -> Report:
+    """`bench_experts` as a report, whose notes say what was left out. Raises as it does."""
+    device, runtime, shapes = _cuda(device), runtime or RuntimeConfig(), list(shapes)
+    executors = None if executors is None else list(executors)
+    _, left_out = choose_cases(shapes, executors, runtime, Device.of(device))
+    ceilings, rows = bench_experts(shapes, executors, tokens, runtime=runtime, device=device)
+    return Report("experts", [row.as_dict() for row in rows], ceilings.as_dict(), left_out)
+
+
+def _cuda(device: torch.device | None) -> torch.device:
+    if not torch.cuda.is_available():
+        raise ConfigError("bench experts times CUDA kernels: no CUDA device here")
+    return device or torch.device("cuda", torch.cuda.current_device())
 
 
 def _bench_one(
-    name: str,
-    shape: str,
-    config: MoEConfig,
-    shard: ExpertShard,
-    tokens: Sequence[int],
-    runtime: RuntimeConfig,
-    device: torch.device,
-    ceilings: Ceilings,
+    case: ExpertCase, tokens: Sequence[int], runtime: RuntimeConfig, device: torch.device, ceilings: Ceilings
 ) -> list[ExpertRow]:
+    config, shard = case.config, ExpertPlacement(case.config.num_experts, case.parallel).shard(0)
     weights = random_experts(config, shard.num_local_experts, device)
     layer_bytes = weights.nbytes
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
-    executor = make_executor(name, config, shard, weights, device, runtime, token_format="flat")
+    executor = make_executor(case.executor, config, shard, weights, device, runtime, token_format="flat")
     torch.cuda.synchronize(device)
     prepare_s = time.perf_counter() - start
     kept = torch.cuda.memory_allocated(device) - before
@@ -215,7 +262,7 @@ def _bench_one(
         us, library_us, host_us = _times(executor, flat)
         ratio = us / max(weights_us, flops_us) if local.numel() else None
         measured = (us, library_us, host_us, weights_us, flops_us, ratio, prepare_s, warmup_s, peak)
-        rows.append(ExpertRow(name, shape, config.weight_format, count, local.numel(), *measured))
+        rows.append(ExpertRow(case.executor, case.shape, config.weight_format, count, local.numel(), *measured))
     return rows
 
 

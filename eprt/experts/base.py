@@ -74,7 +74,6 @@ class ExecutorSpec:
         `device.installed`)."""
         known = (*self.weights, *self.decodes)
         activation = config.activation
-        plain = (activation.alpha, activation.beta, activation.limit) == (1.0, 0.0, None)
         refusals = [
             (bool(self.todo), f"not built yet: {self.todo}"),
             (device.kind not in self.devices, f"runs on {', '.join(self.devices)}, not on {device}"),
@@ -88,7 +87,7 @@ class ExecutorSpec:
             (payload not in self.payloads, f"takes {', '.join(self.payloads)} tokens, not {payload}"),
             (activation.kind not in self.activations, f"computes {', '.join(self.activations)}, not {activation.kind}"),
             (
-                activation.gated and not plain and not self.clamped_swiglu,
+                not activation.plain and not self.clamped_swiglu,
                 "computes plain SiLU-gated experts only, not alpha/beta/limit",
             ),
             (config.bias and not self.bias, "has no expert biases"),

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from eprt.config import Activation
+from eprt.experts.layouts import pad_parts, stack_experts
 from eprt.experts.layouts_sm100 import (
     GATED_ROWS,
     interleave_halves,
     mma_scale_view,
-    pad_parts,
-    round_up,
-    stack_experts,
     swap_halves,
     swizzle_scales,
 )
-from eprt.experts.scales_sm100 import Nvfp4Factors, is_plain, nvfp4_matrix, share_global_scale
+from eprt.experts.scales_sm100 import Nvfp4Factors, nvfp4_matrix, share_global_scale
+from eprt.rounding import round_up
 from eprt.weights import NVFP4_BLOCK, ExpertWeights, Nvfp4
 
 ROWS = 128  # both GEMMs need a number of output rows that is a multiple of this (FlashInfer 0.7.2)
@@ -87,7 +86,7 @@ class ContiguousLayout:
         gate_up, down = nvfp4_matrix(weights.gate_up), nvfp4_matrix(weights.down)
         factors = Nvfp4Factors.from_weights(weights, device)
         parts = activation.parts
-        shared = activation.gated and not is_plain(activation)
+        shared = not activation.plain
 
         def order(rows: torch.Tensor) -> torch.Tensor:
             return interleave_halves(swap_halves(rows)) if activation.gated else rows
@@ -121,6 +120,6 @@ def _stack(
         scales = share_global_scale(expert.scales, expert.global_scale)[0] if share_scale else expert.scales
         codes = pad_parts(expert.codes, parts, rows, cols // 2)
         scales = pad_parts(scales, parts, rows, cols // NVFP4_BLOCK)
-        return {"codes": order(codes)[0], "scales": swizzle_scales(order(scales))[0]}
+        return {"codes": order(codes), "scales": swizzle_scales(order(scales))}
 
-    return stack_experts(one, matrix.shape[0])
+    return stack_experts(matrix.shape[0], one)

@@ -24,7 +24,7 @@ from eprt.experts.adapters import merge_repeats
 from eprt.experts.base import Executor
 from eprt.experts.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
 from eprt.experts.layouts_sm100 import mma_scale_view, swizzle_scales
-from eprt.experts.scales_sm100 import Nvfp4Factors, is_plain, nvfp4_matrix
+from eprt.experts.scales_sm100 import Nvfp4Factors, nvfp4_matrix
 from eprt.experts.timing import even_tokens
 from eprt.placement import ExpertShard
 from eprt.quant.payload import decode_payload
@@ -88,13 +88,13 @@ class MaskedExperts:
         self._kernels = kernels
         self._layout = _require(layout, MaskedLayout)
         self._activation = activation
-        self._plain = is_plain(activation)
+        self._fused = activation.gated and activation.plain
         self._ratio = factors.ratio
         self._gate, self._calibrated_gate = factors.gate, factors.gate * factors.input
         self._down = factors.down * factors.intermediate
         self._multiplier = (1.0 / factors.input).expand_as(factors.gate).contiguous()  # one an expert, for the kernel
         # The fused SwiGLU sees up / ratio, so its product needs `ratio` more to be the codes that were calibrated.
-        self._quantiser = (self._ratio if self._plain else 1.0) / factors.intermediate
+        self._quantiser = (self._ratio if self._fused else 1.0) / factors.intermediate
 
     def __call__(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
         layout, counts = self._layout, tokens.counts
@@ -130,7 +130,7 @@ class MaskedExperts:
 
     def _activate(self, middle: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[L, M, parts * I] bf16 -> quantised [L, M, I], as the second GEMM takes it."""
-        if self._plain:
+        if self._fused:
             fused = self._kernels.silu_and_mul_scaled_nvfp4_experts_quantize
             return fused(middle, counts, self._quantiser, nvfp4_4over6=None)
         h = _activation(self._activation, middle, self._ratio)
@@ -233,7 +233,7 @@ class ContiguousExperts:
         if top_k not in self._wrappers:
             activation, layout = self._activation, self._layout
             swiglu: dict[str, float] = {}
-            if activation.gated and not is_plain(activation):
+            if not activation.plain:
                 swiglu = {"swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta}
                 swiglu |= {} if activation.limit is None else {"swiglu_limit": activation.limit}
             self._wrappers[top_k] = self._kernels.moe_wrapper(

@@ -26,9 +26,10 @@ from eprt.cache import TuningCache, TuningCacheWarning, tuning_cache
 from eprt.config import Activation
 from eprt.errors import ConfigError
 from eprt.experts.base import Executor, unsupported_format
-from eprt.experts.layouts_sm90 import pad_parts, round_up, stack_experts
+from eprt.experts.layouts import TILE, pad_parts, stack_experts
 from eprt.experts.permute import copy_columns, plain_hidden
 from eprt.experts.timing import eager_microseconds, even_tokens, sample_ids
+from eprt.rounding import round_up
 from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import MX_BLOCK, ExpertWeights, Mxfp4
 
@@ -61,12 +62,12 @@ class CutlassWeights:
 def tile_expert(weights: ExpertWeights, moe_tp_rank: int) -> dict[str, torch.Tensor]:
     """One expert (leading dimension 1) as the kernel reads it before interleaving: [up; gate], tiles of 128.
 
-    Pure torch on any device; `eprt.experts.layouts_sm90.unpad_parts` undoes it.
+    Pure torch on any device; `eprt.experts.layouts.unpad_parts` undoes it.
     """
     gate_up, down = weights.gate_up, weights.down
     if not isinstance(gate_up, Mxfp4) or not isinstance(down, Mxfp4):
         raise ConfigError(f"cutlass_mxfp4 takes Mxfp4 weights, not {type(gate_up).__name__}")
-    H, I = round_up(down.shape[1]), round_up(down.shape[2])
+    H, I = round_up(down.shape[1], TILE), round_up(down.shape[2], TILE)
     tiles = {
         "gate_up": pad_parts(gate_up.codes, 2, I, H // 2, reverse=True),
         "gate_up_scales": pad_parts(gate_up.scales, 2, I, H // MX_BLOCK, reverse=True),
@@ -105,7 +106,7 @@ def _interleave_fp8(tiles: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def swiglu_parameters(activation: Activation) -> tuple[float, float, float] | None:
     """(alpha, beta, limit) for the kernel, or None for plain SiLU gating."""
-    if (activation.alpha, activation.beta, activation.limit) == (1.0, 0.0, None):
+    if activation.plain:
         return None
     no_limit = torch.finfo(torch.float32).max
     return activation.alpha, activation.beta, no_limit if activation.limit is None else activation.limit
@@ -132,7 +133,7 @@ class CutlassMxfp4Executor(Executor):
         if self._fp8 and "use_wfp4afp8_humming" not in keywords:
             raise ConfigError("this FlashInfer has no MXFP4 x FP8 kernels: upgrade, or low_precision_activations=False")
         self._takes_workspace = "workspace_buffer" in keywords
-        self._hidden = round_up(config.hidden_size)
+        self._hidden = round_up(config.hidden_size, TILE)
         interleave = _interleave_fp8 if self._fp8 else _interleave_bf16
 
         def prepare(index: int) -> dict[str, torch.Tensor]:

@@ -32,14 +32,14 @@ from eprt.experts.humming_schedules import (
     row_bucket,
     unique,
 )
-from eprt.experts.layouts_sm90 import (
+from eprt.experts.layouts import (
     TILE,
     pad_parts,
-    round_up,
     spread_part_scale,
     spread_tensor_scale,
     stack_experts,
 )
+from eprt.rounding import round_up
 from eprt.support import Requirement
 from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
 
@@ -88,7 +88,7 @@ class GemmShape:
     @property
     def padded(self) -> tuple[int, int]:
         """(rows of a part, columns), multiples of 128."""
-        return round_up(self.rows), round_up(self.cols)
+        return round_up(self.rows, TILE), round_up(self.cols, TILE)
 
 
 def expert_tensors(matrix: Matrix, bias: torch.Tensor | None, shape: GemmShape, channel_scale: bool) -> dict[str, Any]:

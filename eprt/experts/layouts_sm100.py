@@ -7,50 +7,19 @@ equals `w`, padding apart. Matrices are [L, rows, cols]; rows of a gated first m
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
+
+from eprt.experts.layouts import as_bytes, pad_parts
+from eprt.rounding import round_up
 
 SCALE_ROWS, SCALE_COLS = 128, 4  # one tile of block scales: 128 rows of 4 scales, 512 bytes
 GATED_ROWS = 64  # rows of up, then of gate, that CuteDSL's fused SwiGLU reads together
 SHUFFLE_ROWS = 32  # TRTLLM-Gen permutes rows inside blocks of 32 (its epilogue tile of 128 rows)
 
 
-def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def stack_experts(make: Callable[[int], dict[str, torch.Tensor]], num_experts: int) -> dict[str, torch.Tensor]:
-    """`make(e)` for every expert, copied into [L, ...] tensors: one expert's temporaries at a time."""
-    stacked: dict[str, torch.Tensor] = {}
-    for index in range(num_experts):
-        for name, tensor in make(index).items():
-            if index == 0:
-                stacked[name] = tensor.new_empty((num_experts, *tensor.shape))
-            stacked[name][index].copy_(tensor)
-    return stacked
-
-
-def pad_parts(matrix: torch.Tensor, parts: int, rows: int, cols: int) -> torch.Tensor:
-    """Zero-pad each part on its own: [L, parts * r, c] -> [L, parts * rows, cols]. Padded after concatenation
-    instead, the boundary between gate and up would move."""
-    L, total, width = matrix.shape
-    if (total, width) == (parts * rows, cols):
-        return matrix
-    padded = matrix.new_zeros((L, parts, rows, cols))
-    padded[:, :, : total // parts, :width] = matrix.view(L, parts, total // parts, width)
-    return padded.view(L, parts * rows, cols)
-
-
-def unpad_parts(matrix: torch.Tensor, parts: int, rows: int, cols: int) -> torch.Tensor:
-    """Inverse of `pad_parts`: keep `rows` rows of each part and `cols` columns."""
-    L, total, width = matrix.shape
-    return matrix.view(L, parts, total // parts, width)[:, :, :rows, :cols].reshape(L, parts * rows, cols)
-
-
 def swap_halves(matrix: torch.Tensor) -> torch.Tensor:
     """[gate; up] <-> [up; gate]. Its own inverse."""
-    first, second = _plain(matrix).chunk(2, dim=1)
+    first, second = as_bytes(matrix).chunk(2, dim=1)
     return torch.cat((second, first), dim=1).view(matrix.dtype)
 
 
@@ -69,9 +38,11 @@ def deinterleave_halves(matrix: torch.Tensor, group: int = GATED_ROWS) -> torch.
 def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
     """Block scales [L, rows, cols] in the order of the tensor cores: tiles of 128 x 4, row 32 i + r of a tile at byte
     16 r + 4 i. Zero-padded to whole tiles: [L, rows up to 128, cols up to 4]."""
-    padded = pad_parts(scales, 1, round_up(scales.shape[1], SCALE_ROWS), round_up(scales.shape[2], SCALE_COLS))
-    L, rows, cols = padded.shape
-    tiles = padded.view(L, rows // 128, 4, 32, cols // 4, 4).permute(0, 1, 4, 3, 2, 5)
+    L, rows, cols = scales.shape
+    if rows % SCALE_ROWS or cols % SCALE_COLS:
+        rows, cols = round_up(rows, SCALE_ROWS), round_up(cols, SCALE_COLS)
+        scales = pad_parts(scales, 1, rows, cols)
+    tiles = scales.view(L, rows // 128, 4, 32, cols // 4, 4).permute(0, 1, 4, 3, 2, 5)
     return tiles.reshape(L, rows, cols)
 
 
@@ -107,14 +78,9 @@ def trtllm_row_order(rows: int, gated: bool, device: torch.device | None = None)
 
 def take_rows(matrix: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """[L, rows, cols] with row `order[i]` at place i, whatever the dtype."""
-    return _plain(matrix).index_select(1, order).view(matrix.dtype)
+    return as_bytes(matrix).index_select(1, order).view(matrix.dtype)
 
 
 def put_rows(matrix: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Inverse of `take_rows`."""
     return take_rows(matrix, torch.argsort(order))
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes instead of FP8, for operations that torch hasn't got for FP8 everywhere."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

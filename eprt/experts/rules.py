@@ -25,8 +25,7 @@ def trtllm_gen(
         return f"{weights} kernels take bf16 or {weights} tokens, not {payload}"
     if weights == "fp8_block" and not activation.gated:
         return "DeepSeek FP8 runs its activation as a kernel of its own, which is SwiGLU only"
-    plain = (activation.alpha, activation.beta, activation.limit) == (1.0, 0.0, None)
-    if weights == "fp8_tensor" and not plain:
+    if weights == "fp8_tensor" and not activation.plain:
         return "the per-tensor FP8 kernels compute plain SiLU-gated or ReLU^2 experts only, not alpha/beta/limit"
     if weights in ("fp8_block", "mxfp8") and (config.num_experts % 4 or config.num_experts <= config.top_k):
         return f"num_experts {config.num_experts} must be a multiple of 4 and more than top_k ({config.top_k})"

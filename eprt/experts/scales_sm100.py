@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from eprt.config import Activation
 from eprt.errors import ConfigError
 from eprt.weights import ExpertWeights, Matrix, Nvfp4
 
@@ -77,11 +76,6 @@ def nvfp4_matrix(matrix: Matrix) -> Nvfp4:
     if not isinstance(matrix, Nvfp4):
         raise ConfigError(f"{type(matrix).__name__} weights: expected Nvfp4")
     return matrix
-
-
-def is_plain(activation: Activation) -> bool:
-    """Whether the activation is `silu(gate) * up`."""
-    return activation.gated and (activation.alpha, activation.beta, activation.limit) == (1.0, 0.0, None)
 
 
 def share_global_scale(scales: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ from torch.nn.functional import grouped_mm, pad
 from eprt.config import Activation
 from eprt.experts.base import Executor
 from eprt.quant import decode, decode_payload
+from eprt.rounding import round_up
 from eprt.tokens import ExpertMajorIndex, ExpertMajorTokens, FlatTokens, weighted_sum_to_flat
 from eprt.weights import ExpertWeights, Matrix
 
@@ -25,7 +26,7 @@ ALIGNMENT = 32
 
 
 def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return round_up(size, ALIGNMENT)
 
 
 def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:

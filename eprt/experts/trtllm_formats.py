@@ -23,18 +23,17 @@ from torch.nn.functional import pad
 
 from eprt.config import Activation, WeightFormat
 from eprt.errors import ConfigError, InputError
+from eprt.experts.layouts import as_bytes, pad_parts, stack_experts
 from eprt.experts.layouts_sm100 import (
-    pad_parts,
-    round_up,
-    stack_experts,
     swap_halves,
     swizzle_scales,
     take_rows,
     trtllm_row_order,
 )
-from eprt.experts.scales_sm100 import Nvfp4Factors, is_plain, nvfp4_matrix, share_global_scale
+from eprt.experts.scales_sm100 import Nvfp4Factors, nvfp4_matrix, share_global_scale
 from eprt.quant.elements import encode_e4m3
 from eprt.quant.fp8 import encode_fp8_groups
+from eprt.rounding import round_up
 from eprt.tokens import Payload
 from eprt.weights import MX_BLOCK, NVFP4_BLOCK, ExpertWeights, Fp8Block, Fp8Tensor, Mxfp8, Nvfp4
 
@@ -94,8 +93,7 @@ class TrtllmFormat(ABC):
     def widen(self, tensor: torch.Tensor, cols: int) -> torch.Tensor:
         if tensor.shape[-1] == cols:
             return tensor
-        as_bytes = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-        return pad(as_bytes, (0, cols - tensor.shape[-1])).view(tensor.dtype)
+        return pad(as_bytes(tensor), (0, cols - tensor.shape[-1])).view(tensor.dtype)
 
     def shuffled(self, matrix: torch.Tensor, parts: int, rows: int, cols: int) -> torch.Tensor:
         """[1, parts * r, c] padded, rows in the kernels' order."""
@@ -107,7 +105,7 @@ class TrtllmFormat(ABC):
 
     def _raw_swiglu(self) -> dict[str, torch.Tensor]:
         activation = self.activation
-        if not activation.gated or is_plain(activation):
+        if activation.plain:
             return {}
         limit = {} if activation.limit is None else {"gemm1_clamp_limit": self.each(activation.limit)}
         return {"gemm1_alpha": self.each(activation.alpha), "gemm1_beta": self.each(activation.beta)} | limit
@@ -150,11 +148,11 @@ class Nvfp4Format(TrtllmFormat):
             expert = matrix.expert(index).map(lambda tensor: tensor.to(self.device))
             scales = share_global_scale(expert.scales, expert.global_scale)[0] if shared else expert.scales
             return {
-                "codes": self.shuffled(expert.codes, parts, rows, cols // 2)[0],
-                "scales": swizzle_scales(self.shuffled(scales, parts, rows, cols // NVFP4_BLOCK))[0],
+                "codes": self.shuffled(expert.codes, parts, rows, cols // 2),
+                "scales": swizzle_scales(self.shuffled(scales, parts, rows, cols // NVFP4_BLOCK)),
             }
 
-        return stack_experts(one, matrix.shape[0])
+        return stack_experts(matrix.shape[0], one)
 
     def arguments(self, hidden: Payload) -> dict[str, Any]:
         codes, scales, scalars = self._quantised(hidden)
@@ -187,7 +185,7 @@ class Nvfp4Format(TrtllmFormat):
         factors, activation = self._factors, self.activation
         gate, up = factors.gate * scale, factors.up * scale
         swiglu: dict[str, torch.Tensor | None] = {"gemm1_alpha": None, "gemm1_beta": None, "gemm1_clamp_limit": None}
-        if activation.gated and not is_plain(activation):
+        if not activation.plain:
             swiglu |= {"gemm1_alpha": self.each(activation.alpha), "gemm1_beta": activation.beta / up}
             swiglu["gemm1_clamp_limit"] = None if activation.limit is None else activation.limit / gate
         return swiglu | {
@@ -206,7 +204,7 @@ class Fp8TensorFormat(TrtllmFormat):
         gate_up, down = weights.gate_up, weights.down
         if not isinstance(gate_up, Fp8Tensor) or not isinstance(down, Fp8Tensor):
             raise ConfigError(f"{type(gate_up).__name__} weights: expected Fp8Tensor")
-        if self.activation.gated and not is_plain(self.activation):
+        if not self.activation.plain:
             raise ConfigError("trtllm_gen's per-tensor FP8 kernels have no alpha, beta or limit: use another executor")
         if gate_up.input_scale is None or down.input_scale is None:
             raise ConfigError("trtllm_gen's per-tensor FP8 kernels need the checkpoint's input_scale, which is missing")
@@ -218,11 +216,11 @@ class Fp8TensorFormat(TrtllmFormat):
         def one(index: int) -> dict[str, torch.Tensor]:
             first, second = (matrix.data[index : index + 1].to(self.device) for matrix in (gate_up, down))
             return {
-                "gemm1_weights": self.shuffled(first, parts, self.intermediate, self.hidden)[0],
-                "gemm2_weights": self.shuffled(second, 1, self.hidden, self.intermediate)[0],
+                "gemm1_weights": self.shuffled(first, parts, self.intermediate, self.hidden),
+                "gemm2_weights": self.shuffled(second, 1, self.hidden, self.intermediate),
             }
 
-        return stack_experts(one, self.num_local) | {
+        return stack_experts(self.num_local, one) | {
             "output1_scales_scalar": (up if parts == 2 else 1.0) / intermediate,
             "output1_scales_gate_scalar": gate,
             "output2_scales_scalar": down.scale[:, 0].to(self.device) * intermediate,
@@ -248,13 +246,13 @@ class Fp8BlockFormat(TrtllmFormat):
         def one(index: int) -> dict[str, torch.Tensor]:
             first, second = (m.expert(index).map(lambda tensor: tensor.to(self.device)) for m in (gate_up, down))
             return {
-                "gemm1_weights": swap_halves(pad_parts(first.data, 2, self.intermediate, self.hidden))[0],
-                "gemm1_weights_scale": swap_halves(first.scale)[0],
-                "gemm2_weights": pad_parts(second.data, 1, self.hidden, self.intermediate)[0],
-                "gemm2_weights_scale": second.scale[0],
+                "gemm1_weights": swap_halves(pad_parts(first.data, 2, self.intermediate, self.hidden)),
+                "gemm1_weights_scale": swap_halves(first.scale),
+                "gemm2_weights": pad_parts(second.data, 1, self.hidden, self.intermediate),
+                "gemm2_weights_scale": second.scale,
             }
 
-        return stack_experts(one, self.num_local)
+        return stack_experts(self.num_local, one)
 
     def arguments(self, hidden: Payload) -> dict[str, Any]:
         if hidden.format == "fp8_block" and hidden.scale is not None:
@@ -295,11 +293,11 @@ class Mxfp8Format(TrtllmFormat):
         def one(index: int) -> dict[str, torch.Tensor]:
             expert = matrix.expert(index).map(lambda tensor: tensor.to(self.device))
             return {
-                "data": self.shuffled(expert.data, parts, rows, cols)[0],
-                "scales": swizzle_scales(self.shuffled(expert.scales, parts, rows, cols // MX_BLOCK))[0],
+                "data": self.shuffled(expert.data, parts, rows, cols),
+                "scales": swizzle_scales(self.shuffled(expert.scales, parts, rows, cols // MX_BLOCK)),
             }
 
-        return stack_experts(one, self.num_local)
+        return stack_experts(self.num_local, one)
 
     def arguments(self, hidden: Payload) -> dict[str, Any]:
         x = self.plain_tokens(hidden)

@@ -34,6 +34,20 @@ def test_an_inconsistent_layer_is_refused(change: dict, says: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("activation", "plain"),
+    [
+        (Activation(), True),
+        (Activation("relu2"), True),
+        (Activation(alpha=1.702), False),
+        (Activation(beta=1.0), False),
+        (Activation(limit=10.0), False),
+    ],
+)
+def test_which_activations_are_plain(activation: Activation, plain: bool) -> None:
+    assert activation.plain is plain
+
+
+@pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda: Activation("gelu"), "activation kind 'gelu'"),

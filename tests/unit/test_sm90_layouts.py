@@ -17,9 +17,9 @@ from eprt.experts.cutlass_mxfp4 import swiglu_parameters, tile_expert
 from eprt.experts.humming_gemm import GemmShape, expert_tensors, needs_channel_scale
 from eprt.experts.humming_rows import activation_source
 from eprt.experts.humming_schedules import SMALL_ROW_SCHEDULES, neighbours, row_bucket, unique
-from eprt.experts.layouts_sm90 import (
+from eprt.experts.layouts import (
+    TILE,
     pad_parts,
-    round_up,
     spread_part_scale,
     spread_tensor_scale,
     stack_experts,
@@ -27,6 +27,7 @@ from eprt.experts.layouts_sm90 import (
 )
 from eprt.experts.permute import copy_columns, group_rows, group_slots, weighted_unpermute
 from eprt.experts.reference import decode_matrix
+from eprt.rounding import round_up
 from eprt.weights import Fp8Block, Mxfp4, Nvfp4
 
 SIZES = [(96, 24), (96, 40), (2880, 96), (128, 1856)]  # (H, I)
@@ -46,8 +47,8 @@ def marked(*shape, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float8_e4m3fn])
 def test_padding_has_an_inverse(H, I, parts, reverse, dtype):
     stack = marked(1, parts * I, H, dtype=dtype)
-    padded = pad_parts(stack, parts, round_up(I), round_up(H), reverse=reverse)
-    assert padded.shape == (1, parts * round_up(I), round_up(H))
+    padded = pad_parts(stack, parts, round_up(I, TILE), round_up(H, TILE), reverse=reverse)
+    assert padded.shape == (1, parts * round_up(I, TILE), round_up(H, TILE))
     assert padded.dtype == dtype
     back = unpad_parts(padded, parts, I, H, reverse=reverse)
     assert torch.equal(back.float(), stack.float())
@@ -106,8 +107,8 @@ def test_cutlass_tiles_compute_the_layer(I, expert):
     weights = cases.make_weights(config)
     one = weights.map(lambda tensor: tensor[expert : expert + 1])
     tiles = tile_expert(one, moe_tp_rank=0)
-    assert tiles["gate_up"].shape == (1, 2 * round_up(I), 64)
-    assert tiles["down"].shape == (1, 128, round_up(I) // 2)
+    assert tiles["gate_up"].shape == (1, 2 * round_up(I, TILE), 64)
+    assert tiles["down"].shape == (1, 128, round_up(I, TILE) // 2)
     x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
 
     def result(tiles, order="up_gate"):

@@ -1,4 +1,4 @@
-"""Row order and padding that the Hopper kernels want, as pure functions with inverses. No kernel library is needed.
+"""Padding and stacking of expert matrices, as pure functions with inverses. No kernel library is needed.
 
 A stack of expert matrices is `[n, parts * rows, cols]`: gate over up (or up alone), as in `eprt.weights`. The kernels
 split its rows in the middle, so every half is padded on its own: padding the stack as a whole would move the boundary
@@ -14,12 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-TILE = 128  # rows and columns of the smallest tile that both kernels accept
-
-
-def round_up(size: int, multiple: int = TILE) -> int:
-    """Smallest multiple that holds `size`."""
-    return -(-size // multiple) * multiple
+TILE = 128  # rows and columns of the smallest tile that both Hopper executors' kernels accept
 
 
 def pad_parts(
@@ -32,17 +27,17 @@ def pad_parts(
         cols: None keeps the columns.
 
     Returns:
-        [n, parts * rows, cols] (a bias stays [n, parts * rows]), contiguous, same dtype and device.
+        [n, parts * rows, cols] (a bias stays [n, parts * rows]), contiguous, same dtype and device; never the memory
+        of `stack`, which libraries that reorder in place would spoil.
     """
     if stack.dim() == 2:
         return pad_parts(stack[..., None], parts, rows, reverse=reverse)[..., 0]
     n, height, width = stack.shape
-    halves = stack.view(n, parts, height // parts, width)
+    halves = as_bytes(stack).view(n, parts, height // parts, width)
     if reverse:
         halves = halves.flip(1)
-    # Formats of one byte have no zero-fill of their own everywhere (float8): their bytes do, and byte 0 is their 0.
-    padded = torch.zeros((n, parts, rows, width if cols is None else cols), dtype=_as_bytes(stack), device=stack.device)
-    padded[:, :, : height // parts, :width] = halves.view(_as_bytes(stack))
+    padded = halves.new_zeros((n, parts, rows, width if cols is None else cols))  # byte 0 is the 0 of every format
+    padded[:, :, : height // parts, :width] = halves
     return padded.flatten(1, 2).view(stack.dtype)
 
 
@@ -57,8 +52,9 @@ def unpad_parts(
     return (halves.flip(1) if reverse else halves).flatten(1, 2)
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.dtype:
-    return torch.uint8 if tensor.dtype.itemsize == 1 else tensor.dtype
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes instead of FP8, for operations that torch hasn't got for FP8 everywhere; wider dtypes as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def spread_tensor_scale(scale: torch.Tensor, blocks_per_part: int, col_blocks: int) -> torch.Tensor:
