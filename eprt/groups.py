@@ -53,10 +53,10 @@ def start_up() -> Iterator[None]:
 def host_device(device: torch.device | str) -> torch.device:
     """`device` as the host engine's process sees it: a GPU without an index is the one it made current."""
     device = torch.device(device)
-    if device.type != "cuda" or device.index is not None:
+    if str(device) != "cuda":
         return device
     if not torch.cuda.is_available():
-        raise ConfigError(f"device {str(device)!r}: 0 CUDA devices here; use 'cpu'")
+        raise ConfigError("device 'cuda': 0 CUDA devices here; use 'cpu'")
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -190,16 +190,21 @@ def dispatch_row(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us:
 
 
 def dispatch_report(
-    cases: list[DispatchCase], run: Callable[[DispatchCase], list[DispatchTimes]], bytes_per_us: float
+    cases: list[DispatchCase],
+    run: Callable[[DispatchCase], list[DispatchTimes]],
+    bytes_per_us: float,
+    keep: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Measure the cases; `run` makes every rank call `measure_dispatch`. A refusal becomes a note, once."""
-    rows: list[dict[str, Any]] = []
-    notes: dict[str, None] = {}
+    """Measure the cases; `run` makes every rank call `measure_dispatch`. A refusal becomes a note, once. `keep` sees
+    what was found so far."""
+    report = Report("dispatch", [], {"push_gb_per_s": round(bytes_per_us / 1e3, 2)})
     for case in cases:
         by_rank = run(case)
         refused = next((rank.refused for rank in by_rank if rank.refused), "")
-        if refused:
-            notes[f"{case.transport}, hidden {case.hidden}, top-{case.top_k}: {refused}"] = None
-        else:
-            rows.append(dispatch_row(case, by_rank, bytes_per_us))
-    return Report("dispatch", rows, {"push_gb_per_s": round(bytes_per_us / 1e3, 2)}, list(notes))
+        note = f"{case.transport}, hidden {case.hidden}, top-{case.top_k}: {refused}"
+        if not refused:
+            report.rows.append(dispatch_row(case, by_rank, bytes_per_us))
+        elif note not in report.notes:
+            report.notes.append(note)
+        keep(report)
+    return report

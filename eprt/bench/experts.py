@@ -9,7 +9,7 @@ the same run, and operations over the bf16 rate of a large matrix product measur
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -187,29 +187,6 @@ def choose_cases(
     return cases, left_out
 
 
-def bench_experts(
-    shapes: Iterable[str] = SHAPES,
-    executors: Iterable[str] | None = None,
-    tokens: Sequence[int] = TOKENS,
-    *,
-    runtime: RuntimeConfig | None = None,
-    device: torch.device | None = None,
-) -> tuple[Ceilings, list[ExpertRow]]:
-    """Measure every case of `choose_cases` on this GPU.
-
-    Raises:
-        ConfigError: an unknown shape or executor, or no CUDA device.
-    """
-    device, runtime = _cuda(device), runtime or RuntimeConfig()
-    cases, _ = choose_cases(shapes, executors, runtime, Device.of(device))
-    ceilings = Ceilings.measure(device)
-    rows: list[ExpertRow] = []
-    for case in cases:
-        rows += _bench_one(case, tokens, runtime, device, ceilings)
-        torch.cuda.empty_cache()
-    return ceilings, rows
-
-
 def experts_report(
     shapes: Iterable[str] = SHAPES,
     executors: Iterable[str] | None = None,
@@ -217,13 +194,25 @@ def experts_report(
     *,
     runtime: RuntimeConfig | None = None,
     device: torch.device | None = None,
+    keep: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """`bench_experts` as a report, whose notes say what was left out. Raises as it does."""
-    device, runtime, shapes = _cuda(device), runtime or RuntimeConfig(), list(shapes)
-    executors = None if executors is None else list(executors)
-    _, left_out = choose_cases(shapes, executors, runtime, Device.of(device))
-    ceilings, rows = bench_experts(shapes, executors, tokens, runtime=runtime, device=device)
-    return Report("experts", [row.as_dict() for row in rows], ceilings.as_dict(), left_out)
+    """Measure every case of `choose_cases` on this GPU; the notes say what was left out.
+
+    Args:
+        keep: called with what was found so far, case after case.
+
+    Raises:
+        ConfigError: an unknown shape or executor, or no CUDA device.
+    """
+    device, runtime = _cuda(device), runtime or RuntimeConfig()
+    cases, left_out = choose_cases(shapes, executors, runtime, Device.of(device))
+    ceilings = Ceilings.measure(device)
+    report = Report("experts", [], ceilings.as_dict(), left_out)
+    for case in cases:
+        report.rows.extend(row.as_dict() for row in _bench_one(case, tokens, runtime, device, ceilings))
+        keep(report)
+        torch.cuda.empty_cache()
+    return report
 
 
 def _cuda(device: torch.device | None) -> torch.device:

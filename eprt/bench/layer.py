@@ -190,6 +190,14 @@ def layer_row(case: LayerCase, by_rank: list[LayerTimes]) -> dict[str, Any]:
     return row
 
 
-def layer_report(cases: list[LayerCase], run: Callable[[LayerCase], list[LayerTimes]]) -> Report:
-    """Measure the cases; `run` makes every rank call `measure_layer`."""
-    return Report("layer", [layer_row(case, run(case)) for case in cases])
+def layer_report(
+    cases: list[LayerCase],
+    run: Callable[[LayerCase], list[LayerTimes]],
+    keep: Callable[[Report], None] = lambda _: None,
+) -> Report:
+    """Measure the cases; `run` makes every rank call `measure_layer`. `keep` sees what was found so far."""
+    report = Report("layer", [])
+    for case in cases:
+        report.rows.append(layer_row(case, run(case)))
+        keep(report)
+    return report

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,9 @@ class Report:
         path.write_text(f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
 
 
+@cache
 def provenance() -> dict[str, Any]:
-    """What a measurement can't be understood without."""
+    """What a measurement can't be understood without, once a process."""
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": diagnosis.devices(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 
@@ -32,6 +33,7 @@ def samples(world: World, call: Callable[[], object], *, graph: bool, rounds: in
     torch.cuda.synchronize()
     world.barrier()
     if graph:
+        gc.collect()  # what is freed by chance during the capture could end it
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
             for _ in range(repeats):

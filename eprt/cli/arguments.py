@@ -118,6 +118,8 @@ class BenchDispatch:
     """Hidden size and top-k."""
     routings: tuple[Literal["uniform", "hot_expert"], ...] = ("uniform", "hot_expert")
     """How tokens choose experts."""
+    transports: tuple[str, ...] = ()
+    """Only these dispatchers and peers; all that work here if none is named."""
     payload: Literal["bf16", "fp8_block"] = "bf16"
     """What travels to the experts."""
     json: Path | None = None
@@ -130,6 +132,12 @@ class BenchDispatch:
 class BenchExperts:
     """The executors that work on this GPU, beside the bare library calls and the memory and compute floors."""
 
+    tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 2048, 8192)
+    """Tokens of all ranks."""
+    shapes: tuple[str, ...] = ()
+    """Only these layers (gpt-oss-120b, ...); all if none is named."""
+    executors: tuple[str, ...] = ()
+    """Only these executors; all that work here if none is named."""
     json: Path | None = None
     """Also write the result as JSON to this file; - is stdout, without the tables."""
     plot: Path | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from eprt.bench.report import Report
@@ -32,7 +33,7 @@ def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
             progress.advance(f"{case.tokens} tokens a rank")
             return found
 
-        report = layer_report(cases, run)
+        report = layer_report(cases, run, _keep(arguments, terminal))
         what = f"{arguments.shape}, {workers.size} x {workers.device}"
     terminal.table(
         f"Phases of one layer call, microseconds, p50/p99 of the slowest rank ({what})",
@@ -66,12 +67,15 @@ def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
     with ranks(arguments.world, arguments.device) as workers:
         if workers.size == 1:
             raise ConfigError("bench dispatch in a world of one: nothing would travel; use --world 2 or more")
+        known = transports(workers.device)
+        if unknown := [name for name in arguments.transports if name not in known]:
+            raise ConfigError(f"--transports {unknown[0]!r}: on {workers.device} there are {', '.join(known)}")
         cases = [
             DispatchCase(name, *SIZES[shape], tokens, routing, arguments.payload)
             for shape in arguments.shapes
             for routing in arguments.routings
             for tokens in arguments.tokens
-            for name in transports(workers.device)
+            for name in arguments.transports or known
         ]
         rate = min(workers.run(push_rate))
         with terminal.progress("bench dispatch", len(cases)) as progress:
@@ -81,7 +85,7 @@ def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
                 progress.advance(f"{case.transport}, hidden {case.hidden}, {case.tokens} tokens a rank")
                 return found
 
-            report = dispatch_report(cases, run, rate)
+            report = dispatch_report(cases, run, rate, _keep(arguments, terminal))
         what = f"{workers.size} x {workers.device}, {arguments.payload}"
     _say_dispatch(report, what, terminal)
     wrong = [row for row in report.rows if not row["error"] <= CHECK_TOLERANCE]
@@ -95,15 +99,17 @@ def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
 
 def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
     """The command. Returns 0."""
-    from eprt.bench.experts import bench_experts as measure
+    from eprt.bench.experts import SHAPES, experts_report
 
     terminal.say("bench experts: weights are prepared and kernels tuned first, which takes minutes without a cache")
-    ceilings, measured = measure()
-    rows = [row.as_dict() for row in measured]
-    limits = {"copy_gb_per_s": ceilings.copy_bytes / 1e9, "bf16_tflop_per_s": ceilings.bf16_flops / 1e12}
-    report = Report("experts", rows, {name: round(value, 1) for name, value in limits.items()})
+    report = experts_report(
+        arguments.shapes or SHAPES,
+        arguments.executors or None,
+        arguments.tokens,
+        keep=_keep(arguments, terminal),
+    )
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
+    for row in report.rows:
         groups[row["shape"]].append(row)
     for shape, some in groups.items():
         terminal.table(
@@ -123,6 +129,7 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
                 for row in some
             ],
         )
+    _say_notes(report, terminal)
     return _finish(report, arguments, terminal)
 
 
@@ -146,6 +153,10 @@ def _say_dispatch(report: Report, what: str, terminal: Terminal) -> None:
             lines,
         )
     terminal.say(f"\nfloor: bytes that must move at the {report.limits['push_gb_per_s']} GB/s measured in this run")
+    _say_notes(report, terminal)
+
+
+def _say_notes(report: Report, terminal: Terminal) -> None:
     for note in report.notes:
         terminal.say(f"left out: {note}")
 
@@ -155,13 +166,20 @@ def _both(row: dict[str, Any], name: str) -> str:
     return "-" if p50 is None else f"{p50:.1f}/{row[f'{name}_p99_us']:.1f}"
 
 
+def _keep(arguments: BenchLayer | BenchDispatch | BenchExperts, terminal: Terminal) -> Callable[[Report], None]:
+    """What stores a report after each case: a bench that is stopped leaves what it found."""
+    path = arguments.json
+    if path is None or path == STDOUT or not terminal.speaks:
+        return lambda report: None
+    return lambda report: report.write(path)
+
+
 def _finish(report: Report, arguments: BenchLayer | BenchDispatch | BenchExperts, terminal: Terminal) -> int:
     """Store and plot, on the rank that speaks."""
     if not terminal.speaks:
         return 0
     terminal.result(report.as_dict())
     if arguments.json is not None and arguments.json != STDOUT:
-        report.write(arguments.json)
         terminal.say(f"\nwrote {arguments.json}")
     if arguments.plot is not None:
         from eprt.bench.plot import plot

@@ -47,7 +47,7 @@ _PRELOAD = ["torch", "torch.distributed", "eprt.conformance.rank_process", "eprt
 _STACK_WAIT_S = 2.0
 _STOPPED_AFTER_S = 10.0  # a rank stopped by a signal for this long has failed, whatever the job's limit
 _LOOK_S = 1.0
-_CLOSE_S = 20.0
+_CLOSE_S = 60.0  # of GPU worlds with gigabytes of mapped memory, too
 
 
 class _Rank:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -21,6 +22,7 @@ def device_microseconds(*calls: Callable[[], object], repeats: int = 5, rounds: 
     """
     for call in calls:
         call()
+    gc.collect()  # what is freed by chance during the capture could end it
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

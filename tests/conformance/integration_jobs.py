@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from gpu_limits import BEHIND_S
 
 from eprt.config import RuntimeConfig
 from eprt.conformance.harness import RankContext
@@ -111,7 +112,7 @@ def compare_checkpoint_logits(
     from eprt.conformance.oracle import relative_error
     from eprt.integrations.transformers import idle_step, parallelize
 
-    world = context.world()
+    world = context.world(timeout_s=BEHIND_S)
     model = load_plain_model(f"{folder}/plain", dtype).to(world.device)
     count = PROMPTS[world.rank % len(PROMPTS)]
     with torch.no_grad():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from gpu_limits import BEHIND_S
 from packed_checkpoints import Written
 
 from eprt.checkpoint import load_on_all_ranks
@@ -46,7 +47,7 @@ class Ran:
 
 
 def run_layer(context: RankContext, folder: str, number: int, runtime: RuntimeConfig) -> Ran:
-    world = context.world()
+    world = context.world(timeout_s=BEHIND_S)
     parts = load_on_all_ranks(world, lambda: load_layer(folder, number, world.parallel, world.rank), layer=number)
     layer = build_layer(parts, world, runtime, number)
     generator = torch.Generator().manual_seed(100 + world.rank)

@@ -3,11 +3,13 @@ here: the ranks import this module."""
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
 
 import torch
+from gpu_limits import BEHIND_S
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import Batch
@@ -24,7 +26,7 @@ def replayed_layer(
     context: RankContext, config: MoEConfig, runtime: RuntimeConfig, rounds: list[list[int]]
 ) -> list[float]:
     """Record one call of R rows, replay it with new tokens for each of `rounds` (every rank's count); the errors."""
-    world, full = context.world(), full_weights(config)
+    world, full = context.world(timeout_s=BEHIND_S), full_weights(config)
     layer = _layer(world, config, runtime, full)
     world.warmup(layer)
     E, K, H, R = config.num_experts, config.top_k, config.hidden_size, runtime.max_tokens_per_rank
@@ -48,7 +50,7 @@ def replayed_layer(
 
 def seconds_to_start(context: RankContext, config: MoEConfig, runtime: RuntimeConfig) -> tuple[float, float]:
     """(building the layer, `World.warmup`), for a process that has done neither before."""
-    world, full = context.world(), full_weights(config)
+    world, full = context.world(timeout_s=BEHIND_S), full_weights(config)
     start = time.perf_counter()
     layer = _layer(world, config, runtime, full)
     built = time.perf_counter()
@@ -69,6 +71,7 @@ def _recorded(call: Callable[[], torch.Tensor], world: World) -> Callable[[], to
         call()
     torch.cuda.synchronize()
     world.barrier()
+    gc.collect()  # what is freed by chance during the capture could end it
     graph = torch.cuda.CUDAGraph()
     # Other threads (NCCL's watchdog) may ask for events meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

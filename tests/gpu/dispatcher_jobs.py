@@ -8,6 +8,7 @@ wherever a dispatcher rounds: NCCL adds in bf16, the others in float32, DeepEP w
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -182,6 +183,7 @@ def recorded(device: torch.device, step: Callable[[], torch.Tensor]) -> tuple[to
     if device.type != "cuda":
         out = step()
         return out, lambda: out.copy_(step())
+    gc.collect()  # what is freed by chance during the capture could end it
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from gpu_cases import PACKED, PACKED_SIZES, packed_case
+from gpu_limits import JOB_S
 from packed_checkpoint_jobs import BOUND, COST, errors, run_layer
 from packed_checkpoints import Written, write
 
@@ -17,14 +18,14 @@ SIZE = min(4, torch.cuda.device_count())
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(480),
+    pytest.mark.timeout(JOB_S + 60),
     pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices: this machine has {SIZE}"),
 ]
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with WorldPool(SIZE, device="cuda", timeout_s=420, grace_s=2) as held:
+    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
         yield held
 
 

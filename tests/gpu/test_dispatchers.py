@@ -11,6 +11,7 @@ import lost_rank_jobs
 import pytest
 import torch
 from dispatcher_jobs import PAIRS, Beyond, Pair
+from gpu_limits import JOB_S
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import CASES
@@ -24,18 +25,16 @@ GRAPH_SAFE = [pair for pair in PAIRS if DISPATCHERS[pair[0]].graph_safe]
 IN_CI = [pair for pair in PAIRS if "cpu" in DISPATCHERS[pair[0]].devices]
 SHAPES = [(128, 1), (2880, 4), (4096, 3), (7168, 8)]
 
-# Each job's limit leaves room for what its first run may compile: FlashInfer takes 3.5 minutes on 64 cores where it
-# isn't installed with its kernels, Triton some seconds.
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(480),
+    pytest.mark.timeout(JOB_S + 60),
     pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host: this machine has {SIZE}"),
 ]
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with WorldPool(SIZE, device="cuda", timeout_s=420, grace_s=2) as held:
+    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
         yield held
 
 
@@ -188,7 +187,7 @@ def test_a_skipped_combine_is_noticed_where_headers_are_compared(pool, pair: Pai
 def test_a_killed_rank_is_named_by_the_others_within_the_limit(name: str) -> None:
     pair: Pair = (name, DISPATCHERS[name].formats[0])
     require(pair)
-    arguments = {"timeout_s": 300, "grace_s": lost_rank_jobs.LIMIT_S + 7, "pair": pair, "how": "dies in dispatch"}
+    arguments = {"timeout_s": JOB_S, "grace_s": lost_rank_jobs.LIMIT_S + 7, "pair": pair, "how": "dies in dispatch"}
     with pytest.raises(WorldFailed) as failure:
         launch(lost_rank_jobs.one_rank_dies, SIZE, "cuda", **arguments)
     assert lost_rank_jobs.unheard(failure.value, may_exit=name != "symm") == []

@@ -23,6 +23,7 @@ from eprt.weights import ExpertWeights, Mxfp4, Nvfp4
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.timeout(480),  # the first to use a shape compiles its kernels
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
     ),

@@ -9,6 +9,7 @@ import pytest
 import torch
 import whole_layer_jobs as jobs
 from gpu_cases import GRAPHS, HIDDEN, INTERMEDIATE, ROUNDS, ROWS, GpuCase, graph_layer
+from gpu_limits import JOB_S
 from model_checkpoints import WRITERS
 
 from eprt.cache import cache_dir
@@ -19,17 +20,16 @@ from eprt.support import Device
 
 SIZE = min(4, torch.cuda.device_count())
 
-# FlashInfer may compile its all-to-all first (3.5 minutes on 64 cores), humming 70 kernels of a layer (1 minute).
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(480),
+    pytest.mark.timeout(JOB_S + 60),
     pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices: this machine has {SIZE}"),
 ]
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with WorldPool(SIZE, device="cuda", timeout_s=420, grace_s=2) as held:
+    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
         yield held
 
 
@@ -65,7 +65,7 @@ def test_a_published_checkpoint_gives_the_plain_models_logits(
     assert min(error for error, count in zip(errors, counts, strict=True) if count) > 0.0, "nothing compared"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2 * JOB_S + 60)
 @pytest.mark.parametrize("executor", ["humming", "cutlass_mxfp4"])
 def test_a_second_start_is_quick_and_tunes_nothing(record_property, executor: str) -> None:
     """Fresh processes; the first fills the caches on disk unless an earlier run has."""
@@ -73,7 +73,7 @@ def test_a_second_start_is_quick_and_tunes_nothing(record_property, executor: st
     skip_if_refused(case)
     tuned: list[dict[Path, int]] = []
     for start in ("first", "second"):
-        found = launch(jobs.seconds_to_start, SIZE, "cuda", timeout_s=420, config=case.config, runtime=case.runtime)
+        found = launch(jobs.seconds_to_start, SIZE, "cuda", timeout_s=JOB_S, config=case.config, runtime=case.runtime)
         build, warm_up = (max(seconds) for seconds in zip(*found, strict=True))
         record_property(f"{start}_build_s", build)
         record_property(f"{start}_warmup_s", warm_up)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import library_jobs as jobs
 import pytest
 import torch
+from gpu_limits import JOB_S
 
 from eprt.conformance.harness import WorldPool
 from eprt.dispatch import DISPATCHERS
@@ -22,14 +23,14 @@ needs_deepep = pytest.mark.skipif(not INSTALLED["deepep"], reason=INSTALLED["dee
 # FlashInfer may compile its kernels first: 3.5 minutes on 64 cores.
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(480),
+    pytest.mark.timeout(JOB_S + 60),
     pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host: this machine has {SIZE}"),
 ]
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with WorldPool(SIZE, device="cuda", timeout_s=420, grace_s=2) as held:
+    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
         yield held
 
 

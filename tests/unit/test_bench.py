@@ -46,7 +46,9 @@ def test_floor_counts_remote_rows_of_the_busiest_direction() -> None:
 def test_a_refusal_becomes_one_note() -> None:
     cases = [DispatchCase("deepep", 2880, 4, tokens) for tokens in (1, 8)]
     refused = [DispatchTimes([], [0], refused="deep_ep is not installed")]
-    report = dispatch_report(cases, lambda case: refused, 1.0)
+    kept: list[int] = []
+    report = dispatch_report(cases, lambda case: refused, 1.0, keep=lambda report: kept.append(len(report.notes)))
+    assert kept == [1, 1]
     assert report.rows == []
     assert report.notes == ["deepep, hidden 2880, top-4: deep_ep is not installed"]
 
@@ -121,6 +123,8 @@ def test_wrong_sums_fail_the_bench(monkeypatch, capsys) -> None:
     assert "returned wrong sums" in capsys.readouterr().out
     assert main([*words, "--world", "1"]) == 2
     assert "nothing would travel" in capsys.readouterr().err
+    assert main([*words, "--transports", "torch", "carrier pigeon"]) == 2
+    assert "'carrier pigeon': on cpu there are none, torch, collectives by hand" in capsys.readouterr().err
 
 
 def test_bench_experts_without_a_gpu_says_so(capsys, monkeypatch) -> None:
