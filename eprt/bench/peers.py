@@ -120,12 +120,14 @@ def push_rate(context: RankContext) -> float:
     """
     world = world_of(context)
     size = _PUSH_BYTES[world.device.type]
-    call = _push_cuda(world, size) if world.device.type == "cuda" else _push_cpu(world, size)
-    best = min(samples(world, call, graph=False, rounds=10, repeats=1))
+    with (_push_cuda if world.device.type == "cuda" else _push_cpu)(world, size) as call:
+        best = min(samples(world, call, graph=False, rounds=10, repeats=1))
     return size * (world.size - 1) / best
 
 
-def _push_cuda(world: World, size: int) -> Call:
+@contextmanager
+def _push_cuda(world: World, size: int) -> Iterator[Call]:
+    """The peers' places are views that don't keep the memory: this frame does, until all have stopped pushing."""
     import torch.distributed._symmetric_memory as symmetric
 
     if world.group is None:
@@ -147,14 +149,17 @@ def _push_cuda(world: World, size: int) -> Call:
                 torch.bitwise_not(source, out=place)
             main.wait_stream(stream)
 
-    return call
+    yield call
+    torch.cuda.synchronize()
+    world.barrier()
 
 
-def _push_cpu(world: World, size: int) -> Call:
+@contextmanager
+def _push_cpu(world: World, size: int) -> Iterator[Call]:
     source = torch.ones(size * world.size, dtype=torch.uint8)
     target = torch.empty_like(source)
     splits = [size] * world.size
-    return lambda: world.all_to_all(target, source, splits, splits)
+    yield lambda: world.all_to_all(target, source, splits, splits)
 
 
 def _require(dispatcher: str) -> None:

@@ -72,6 +72,8 @@ FP8_INPUT_SCHEMAS: dict[WeightFormat, dict[str, Any]] = {
 LOCKS = 4096
 LOCK_SETS = 8  # streams that can run one matrix at the same time
 
+_KERNEL_ID = 2  # in a row of humming's tables: (rows from, to, kernel, multiprocessors)
+
 
 @dataclass(frozen=True)
 class GemmShape:
@@ -343,11 +345,15 @@ class GroupedGemm:
         return unique([own, *others, *neighbours(own, self.batch_invariant), *known])
 
     def _try_compile(self, gemm_type: GemmType, schedule: dict[str, Any]) -> torch.Tensor | None:
-        """None for a schedule that humming refuses (its checks are assertions) or can't compile."""
+        """None for a schedule that humming refuses (its checks are assertions), can't compile, or couldn't launch."""
+        from humming.ops import get_kernel_smem_size
+
         try:
-            return self._compile(gemm_type, [(0, ANY_ROWS, schedule)])
+            table = self._compile(gemm_type, [(0, ANY_ROWS, schedule)])
         except (AssertionError, ValueError, RuntimeError):
             return None
+        most = torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
+        return table if get_kernel_smem_size(int(table[_KERNEL_ID])) <= most else None
 
     def _trial(self, gemm_type: GemmType, rows: int, routing: EvenRouting) -> Trial:
         """Random tokens of such a routing, laid out as this kind of GEMM takes them."""

@@ -73,22 +73,33 @@ def described_h200(folder):
 
 
 class Launches:
-    """The two operators; `gemms` holds (gemm type, expected rows, block shape) of each launch."""
+    """The two operators; `gemms` holds (gemm type, expected rows, block shape) of each launch, `refused` how many
+    kernels wanted more shared memory than there is."""
 
     def __init__(self) -> None:
         self.gemms = []
+        self.refused = 0
         self.stream = 7
 
     def install(self, patch) -> None:
         from eprt.experts import humming_schedules
 
         patch.setattr("humming.transform.transform_humming_tensors", lambda config, tensors, padded: tensors)
+        patch.setattr("humming.ops.get_kernel_smem_size", self.shared_memory)
+        card = SimpleNamespace(shared_memory_per_block_optin=H200.max_smem_size)
+        patch.setattr(torch.cuda, "get_device_properties", lambda *_: card)
         patch.setattr(torch.ops.humming, "launch_kernel", SimpleNamespace(out=self.gemm), raising=False)
         rows = SimpleNamespace(default=self.rows)
         patch.setattr(torch.ops.humming, "launch_process_input", rows, raising=False)
         patch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=self.stream))
         patch.setattr(torch.cuda, "get_device_name", lambda *_: H200.name)
         patch.setattr(humming_schedules, "device_microseconds", self.time)
+
+    def shared_memory(self, kernel: int) -> int:
+        """What humming reads from the compiled kernel, which its own estimate is held to."""
+        found = KERNELS[kernel].estimated_smem_size
+        self.refused += found > H200.max_smem_size
+        return found
 
     def time(self, *calls, repeats) -> float:
         """The later a schedule is tried, the slower it is said to be, but for one that humming didn't choose."""
@@ -103,6 +114,8 @@ class Launches:
         assert locks.is_contiguous()
         assert not locks.any()
         kernel = KERNELS[_row(table, expected)]
+        if kernel.estimated_smem_size > H200.max_smem_size:
+            raise RuntimeError("cuFuncSetAttribute failed with error: CUDA_ERROR_INVALID_VALUE (invalid argument)")
         self.gemms.append((kernel.gemm_type.value, expected, tuple(kernel.block_shape)))
         columns, inner = kernel.shape_n - kernel.pad_shape_n, kernel.shape_k - kernel.pad_shape_k
         assert a.shape == (c.shape[0], inner)

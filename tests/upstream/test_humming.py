@@ -312,6 +312,16 @@ def test_warmup_tunes_what_the_dispatcher_emits(launches, monkeypatch, tmp_path,
     assert {path: path.read_text() for path in tmp_path.rglob("*.json")} == files
 
 
+def test_a_schedule_that_the_card_cannot_launch_is_not_tried(launches, monkeypatch, tmp_path):
+    """One more stage than humming's own choice for 256 x 2 * 192 FP8 blocks needs more shared memory than a CTA has."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = cases.make_config("fp8_block", hidden_size=256, intermediate_size=192)
+    flat = replace(cases.make_flat(config, 128), every_row_read=True)
+    out, expected = run_layer(config, flat, RuntimeConfig(token_format="flat"), warm=128)
+    assert cases.relative_error(out, expected) < 1e-2
+    assert launches.refused
+
+
 @pytest.mark.parametrize("low_precision", [False, True])
 def test_warmup_has_the_slots_that_calls_will_have(launches, monkeypatch, tmp_path, low_precision):
     """A dispatcher may pad top-k: the kernel that scatters rows is made for a number of slots."""
