@@ -12,6 +12,7 @@ import torch.distributed as dist
 from eprt.conformance.rank_process import RankContext
 from eprt.world import World
 
+_WARM_REPLAYS = 20  # a GPU that was idle takes some milliseconds of work to reach its clocks
 BEHIND_TIMEOUT_S = 2400.0  # warm-up may compile kernels; a rank that dies is noticed in seconds all the same
 
 
@@ -38,10 +39,12 @@ def samples(world: World, call: Callable[[], object], *, graph: bool, rounds: in
         with torch.cuda.graph(captured):
             for _ in range(repeats):
                 call()
-        found = [_device(world, captured.replay) / repeats for _ in range(rounds + 1)]
+        for _ in range(_WARM_REPLAYS):
+            captured.replay()
+        found = [_device(world, captured.replay) / repeats for _ in range(rounds)]
         torch.cuda.synchronize()
         world.barrier()
-        return found[1:]
+        return found
     return [_device(world, call) for _ in range(rounds)]
 
 
