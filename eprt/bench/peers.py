@@ -10,16 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from eprt.bench.timing import samples, world_of
 from eprt.config import MoEConfig
-from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import ConfigError, UnsupportedError
+from eprt.errors import UnsupportedError
 from eprt.tokens import TopK
 from eprt.world import World
 
 Call = Callable[[], object]
-_PUSH_BYTES = {"cuda": 1 << 27, "cpu": 1 << 22}  # to each peer
 
 
 @dataclass(frozen=True)
@@ -111,56 +108,6 @@ PEERS: dict[str, Peer] = {
     "flashinfer by hand": Peer(("cuda",), _flashinfer),
     "deepep by hand": Peer(("cuda",), _deepep),
 }
-
-
-def push_rate(context: RankContext) -> float:
-    """Bytes a microsecond that this rank pushes to its peers while they all do. Collective; a job for `WorldPool.run`.
-
-    On CUDA stores of the SMs into symmetric memory, on CPU an all-to-all.
-    """
-    world = world_of(context)
-    size = _PUSH_BYTES[world.device.type]
-    with (_push_cuda if world.device.type == "cuda" else _push_cpu)(world, size) as call:
-        # In a graph: between short copies the host's launches would count as the link's time.
-        best = min(samples(world, call, graph=world.device.type == "cuda", rounds=10, repeats=4))
-    return size * (world.size - 1) / best
-
-
-@contextmanager
-def _push_cuda(world: World, size: int) -> Iterator[Call]:
-    """The peers' places are views that don't keep the memory: this frame does, until all have stopped pushing."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    if world.group is None:
-        raise ConfigError("a world of one has nobody to push to: use 2 ranks or more")
-    words = size // 8
-    memory = symmetric.empty(words * world.size, dtype=torch.int64, device=world.device)
-    handle: Any = symmetric.rendezvous(memory, world.group)
-    source = torch.ones(words, dtype=torch.int64, device=world.device)
-    peers = [(world.rank + step) % world.size for step in range(1, world.size)]
-    places = [handle.get_buffer(peer, (words,), torch.int64, storage_offset=world.rank * words) for peer in peers]
-    streams = [torch.cuda.Stream() for _ in peers]
-
-    def call() -> None:
-        main = torch.cuda.current_stream()
-        for stream, place in zip(streams, places, strict=True):
-            stream.wait_stream(main)
-            with torch.cuda.stream(stream):
-                # Not copy_: the driver's copy refuses another GPU's mapping (invalid argument, torch 2.11).
-                torch.bitwise_not(source, out=place)
-            main.wait_stream(stream)
-
-    yield call
-    torch.cuda.synchronize()
-    world.barrier()
-
-
-@contextmanager
-def _push_cpu(world: World, size: int) -> Iterator[Call]:
-    source = torch.ones(size * world.size, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    splits = [size] * world.size
-    yield lambda: world.all_to_all(target, source, splits, splits)
 
 
 def _require(dispatcher: str) -> None:

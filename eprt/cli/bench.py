@@ -62,7 +62,7 @@ def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
 def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
     """The command. Returns 1 if a transport's sums were wrong, else 0."""
     from eprt.bench.dispatch import CHECK_TOLERANCE, DispatchCase, dispatch_report, measure_dispatch, transports
-    from eprt.bench.peers import push_rate
+    from eprt.bench.push import push_rate
 
     with ranks(arguments.world, arguments.device) as workers:
         if workers.size == 1:
