@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from eprt.bench.experts import SHAPES
 from eprt.config import MoEConfig
+from eprt.dispatch import DISPATCHERS
 from eprt.measured import dispatch_row, experts_row
 
 ROOT = Path(__file__).parents[2]
@@ -19,11 +21,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 TABLES = json.loads(resources.files("eprt").joinpath("measured.json").read_text())
 
 
-def dispatch_times() -> dict[tuple[str, int, int, int], float]:
-    """(transport, hidden, top-k, tokens a rank) -> microseconds, as measured under uniform routing."""
+def dispatch_results(names: Iterable[str], column: str) -> dict[tuple[str, int, int, int], float]:
+    """(transport, hidden, top-k, tokens a rank) -> what was measured under uniform routing."""
     rows = json.loads((RESULTS / "dispatch_h200_x4.json").read_text())["rows"]
-    uniform = [row for row in rows if row["routing"] == "uniform"]
-    return {(r["transport"], r["hidden"], r["top_k"], r["tokens"]): r["p50_us"] for r in uniform}
+    chosen = [row for row in rows if row["routing"] == "uniform" and row["transport"] in names]
+    return {(r["transport"], r["hidden"], r["top_k"], r["tokens"]): r[column] for r in chosen}
 
 
 def expert_times() -> dict[tuple[str, str, int], float]:
@@ -47,7 +49,7 @@ def test_the_dispatch_rows_are_those_of_the_result_file() -> None:
         for row in table["rows"]
         for name, us in row["us"].items()
     }
-    assert planned == dispatch_times()
+    assert planned == dispatch_results(DISPATCHERS, "p50_us")
 
 
 def test_the_experts_rows_are_those_of_the_result_file() -> None:
@@ -80,27 +82,41 @@ def as_shown(shown: str, us: float) -> bool:
 
 def test_readme_shows_the_dispatch_times_that_were_measured() -> None:
     heading, *rows = readme_table("tokens a rank")
-    names = {"`symm`": "symm", "FlashInfer one-sided": "flashinfer", "DeepEP low latency": "deepep"}
-    sizes, shown = (0, 0), {}
+    names = {
+        "`symm`": "symm",
+        "FlashInfer one-sided": "flashinfer",
+        "DeepEP low latency": "deepep",
+        "`none`, on NCCL": "none",
+    }
+    sizes, shown, floors = (0, 0), {}, {}
     for label, *cells in rows:
         if found := re.match(r"hidden (\d+), top-k (\d+): (.*)", label):
             sizes, label = (int(found[1]), int(found[2])), found[3]
         for tokens, cell in zip(heading[1:], cells, strict=True):
-            if label == "floor":
-                assert_floor(float(cell), *sizes, int(tokens))
-            elif cell:
-                shown[(names[label], *sizes, int(tokens))] = cell
-    measured = dispatch_times()
-    assert shown.keys() == measured.keys()
-    assert not {key: (cell, measured[key]) for key, cell in shown.items() if not as_shown(cell, measured[key])}
+            if cell:
+                kind = floors if label == "floor" else shown
+                kind[(names.get(label, "symm"), *sizes, int(tokens))] = cell
+    for cells, measured in (
+        (shown, dispatch_results(names.values(), "p50_us")),
+        (floors, dispatch_results(["symm"], "floor_us")),
+    ):
+        assert cells.keys() == measured.keys()
+        assert not {key: (cell, measured[key]) for key, cell in cells.items() if not as_shown(cell, measured[key])}
 
 
-def assert_floor(us: float, hidden: int, top_k: int, tokens: int, experts: int = 128, ranks: int = 4) -> None:
-    """bf16 to each remote rank that a token needs and back, at 375 GB/s. Even routing misses a rank with probability
-    C(E - E/R, K) / C(E, K); 10% more, since the sampled routing's busiest rank counts, and half a digit shown."""
-    missed = math.comb(experts - experts // ranks, top_k) / math.comb(experts, top_k)
-    expected = 2 * tokens * (ranks - 1) * (1 - missed) * 2 * hidden / 375e3
-    assert 0.98 * expected - 0.05 <= us <= 1.1 * expected + 0.05
+@pytest.mark.parametrize("name", ["dispatch_h200_x4.json", "dispatch_floor_h200_x4.json"])
+def test_the_floors_are_those_of_the_link(name: str) -> None:
+    """bf16 to each remote rank that a token needs and back. Even routing misses a rank with probability
+    C(E - E/R, K) / C(E, K); up to 10% more, since the sampled routing's busiest rank counts."""
+    experts, ranks = 128, 4
+    found = json.loads((RESULTS / name).read_text())
+    for row in found["rows"]:
+        if row["routing"] == "uniform" and row["tokens"] >= 128:
+            missed = math.comb(experts - experts // ranks, row["top_k"]) / math.comb(experts, row["top_k"])
+            moved = 2 * row["tokens"] * (ranks - 1) * (1 - missed) * 2 * row["hidden"]
+            expected = moved / found["limits"]["push_gb_per_s"] / 1e3
+            assert 0.98 * expected <= row["floor_us"] <= 1.1 * expected
+            assert row["floor_share"] == pytest.approx(row["floor_us"] / row["p50_us"], abs=1e-3)
 
 
 def test_readme_shows_the_expert_times_that_were_measured() -> None:
@@ -114,7 +130,7 @@ def test_readme_shows_the_expert_times_that_were_measured() -> None:
             for count, us in zip(tokens.split(" / "), cell.split(" / "), strict=True):
                 assert as_shown(us, measured[executor.strip("`"), shape, int(count)]), (label, executor, count, us)
     assert len(rows) == 2
-    assert set(heading[2:]) == {"`humming`", "`cutlass_mxfp4`"}
+    assert heading[2:] == ["`humming`", "`cutlass_mxfp4`", "`torch_grouped`"]
 
 
 @pytest.mark.parametrize(
