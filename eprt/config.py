@@ -181,15 +181,21 @@ class ParallelConfig:
     """How `world_size` ranks are shared: DP x attention-TP before the layer, EP x MoE-TP inside it.
 
     Rank r is `dp_rank * attention_tp_size + attention_tp_rank` and also `ep_rank * moe_tp_size + moe_tp_rank`.
+
+    Attributes:
+        ranks_per_host: the fewest ranks that share a host; None: all of them are on one. A World finds it out.
     """
 
     world_size: int = 1
     attention_tp_size: int = 1
     moe_tp_size: int = 1
+    ranks_per_host: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("world_size", "attention_tp_size", "moe_tp_size"):
             _require_size(name, getattr(self, name))
+        if self.ranks_per_host is not None:
+            _require_size("ranks_per_host", self.ranks_per_host)
         for name in ("attention_tp_size", "moe_tp_size"):
             value = getattr(self, name)
             _require(
@@ -204,6 +210,10 @@ class ParallelConfig:
     @property
     def dp_size(self) -> int:
         return self.world_size // self.attention_tp_size
+
+    @property
+    def spans_hosts(self) -> bool:
+        return self.ranks_per_host is not None and self.ranks_per_host < self.world_size
 
 
 @dataclass(frozen=True)

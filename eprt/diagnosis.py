@@ -127,13 +127,11 @@ def this_device() -> Device:
 def backends(device: Device) -> list[Backend]:
     """Every dispatcher and executor: can it run on `device` with the packages installed here?"""
     found = [
-        Backend("dispatcher", spec.name, spec.summary, _usable(spec.todo, spec.devices, None, spec.requirement, device))
+        Backend("dispatcher", spec.name, spec.summary, _usable(spec.devices, None, spec.requirement, device))
         for spec in DISPATCHERS.values()
     ]
     return found + [
-        Backend(
-            "executor", spec.name, spec.summary, _usable(spec.todo, spec.devices, spec.sm, spec.requirement, device)
-        )
+        Backend("executor", spec.name, spec.summary, _usable(spec.devices, spec.sm, spec.requirement, device))
         for spec in EXECUTORS.values()
     ]
 
@@ -250,10 +248,10 @@ def _host_problems() -> Iterator[Problem]:
 
 
 def _usable(
-    todo: str, kinds: tuple[str, ...], sm: tuple[int, int] | None, requirement: Requirement | None, device: Device
+    kinds: tuple[str, ...], sm: tuple[int, int] | None, requirement: Requirement | None, device: Device
 ) -> Support:
     """Everything that is missing, not only the first thing."""
-    missing: list[str] = [f"not built yet: {todo}"] if todo else []
+    missing: list[str] = []
     if device.kind not in kinds:
         missing.append(f"runs on {', '.join(kinds)}, this machine is {device}")
     elif sm is not None and device.kind == "cuda" and not sm[0] <= device.sm <= sm[1]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,11 @@ def place() -> tuple[int, int]:
 def hosts_store(rank: int) -> bool:
     """Whether this process serves the store: rank 0 does where no torchrun agent does."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def host_number() -> int:
+    """The same for the processes of one host (of one container, where containers have names of their own)."""
+    return int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "little") >> 1
 
 
 @contextmanager

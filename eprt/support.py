@@ -64,16 +64,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package a backend needs at run time: import name, distributions that provide it, oldest version."""
+    """A package a backend needs at run time, on Linux: import name, distributions that provide it, oldest version."""
 
     module: str
     distributions: tuple[str, ...]
     minimum: str
-    linux_only: bool = True
 
     def check(self) -> Support:
         """Whether the installed package satisfies this. Imports nothing."""
-        if self.linux_only and platform.system() != "Linux":
+        if platform.system() != "Linux":
             return refuse(f"{self.module} runs on Linux only")
         wanted = f"{self.distributions[0]}>={self.minimum}"
         if importlib.util.find_spec(self.module) is None:

@@ -214,18 +214,6 @@ class Mxfp8(Matrix):
         }
 
 
-# Columns that must stay together when a matrix is cut along its columns (MoE-TP), by format.
-COLUMN_BLOCK: dict[WeightFormat, int] = {
-    "f32": 1,
-    "bf16": 1,
-    "fp8_tensor": 1,
-    "mxfp4": MX_BLOCK,
-    "mxfp8": MX_BLOCK,
-    "nvfp4": NVFP4_BLOCK,
-    "fp8_block": FP8_BLOCK,
-}
-
-
 @dataclass(frozen=True)
 class ExpertWeights:
     """One rank's share of a layer's experts.

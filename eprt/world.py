@@ -11,6 +11,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -22,7 +23,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from eprt.collectives import Collectives
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, UsageError
-from eprt.groups import control_group, host_device, hosts_store, init_default_group, local_device, place, start_up
+from eprt.groups import (
+    control_group,
+    host_device,
+    host_number,
+    hosts_store,
+    init_default_group,
+    local_device,
+    place,
+    start_up,
+)
 from eprt.guard import EXIT_CODE, Guard
 from eprt.resources import SharedResources
 
@@ -294,7 +304,10 @@ class World(Collectives):
         self._guard = guard
         sys.excepthook = self._on_exception
         atexit.register(self._at_exit)
-        self.barrier()  # every rank has read who its peers are before any of them can end
+        # Also a barrier: every rank has read who its peers are before any of them can end.
+        hosts = self.gather_control(torch.tensor([host_number()]))[:, 0].tolist()
+        fewest = min(hosts.count(host) for host in hosts)
+        self.parallel = replace(self.parallel, ranks_per_host=None if fewest == self.size else fewest)
 
     def _unhook(self) -> None:
         """Take our excepthook out, and those of Worlds that were closed before but lay below ours."""

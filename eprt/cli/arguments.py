@@ -60,6 +60,8 @@ class Explain:
     """Ranks that hold the same tokens."""
     moe_tp: int = 1
     """Ranks that share one expert."""
+    ranks_per_host: int | None = None
+    """GPUs of a host; without it all ranks are on one."""
     dispatcher: str = "auto"
     """Only this one."""
     executor: str = "auto"

@@ -18,7 +18,7 @@ from eprt.support import Device
 def explain(arguments: Explain, terminal: Terminal) -> int:
     """The command. Returns 0; a model that nothing can run raises UnsupportedError with the same table."""
     hf = read_config(arguments.model)
-    parallel = ParallelConfig(arguments.world, arguments.attention_tp, arguments.moe_tp)
+    parallel = ParallelConfig(arguments.world, arguments.attention_tp, arguments.moe_tp, arguments.ranks_per_host)
     runtime = RuntimeConfig(
         dispatcher=arguments.dispatcher,
         executor=arguments.executor,

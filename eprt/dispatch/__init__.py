@@ -51,7 +51,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             devices=("cuda",),
             graph_safe=True,
             max_ranks=8,
-            single_host=True,
+            reach="host",
             max_tokens=(1 << 20) - 1,  # a flag carries R in 20 bits
             requirement=Requirement("triton", ("triton", "pytorch-triton"), "3.4"),
         ),
@@ -65,6 +65,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             graph_safe=True,
             combine_payloads=("fp8",),
             rank_mask=True,
+            reach="fabric",
             max_ranks=63,  # FlashInfer 0.7.2 moeAlltoAllKernels.h: a 64-bit rank mask, one bit for the invalid id
             top_k_sizes=(1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22),  # its moeAlltoAllKernels.cu, SWITCH_TOP_K
             moe_tp=False,

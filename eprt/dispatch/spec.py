@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from eprt.config import CombineFormat, MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
 from eprt.support import Device, Requirement, Support, refuse
+
+FABRIC_BEYOND_HOST = 100  # SM from which NVLink joins the hosts of a rack (GB200 NVL72)
 
 
 @dataclass(frozen=True)
@@ -24,9 +27,8 @@ class DispatcherSpec:
         hidden_sizes: instantiated H; another H is padded up and trimmed. None: any.
         max_tokens: largest max_tokens_per_rank it can be sized for. None: memory is the limit.
         moe_tp: can deliver one token to the several ranks that share an expert.
-        single_host: needs every rank on one NVLink host.
+        reach: how far apart its ranks may be: on one host, in one NVLink fabric (within a host before SM100), anywhere.
         requirement: package it needs, or None.
-        todo: what is missing while it is not built yet, else empty.
     """
 
     name: str
@@ -43,15 +45,13 @@ class DispatcherSpec:
     hidden_sizes: tuple[int, ...] | None = None
     max_tokens: int | None = None
     moe_tp: bool = True
-    single_host: bool = False
+    reach: Literal["host", "fabric", "network"] = "network"
     requirement: Requirement | None = None
-    todo: str = ""
 
     def supports(self, config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device) -> Support:
         """Whether this dispatcher can carry that layer there; needs no tensors, no GPU, no package (unless
         `device.installed`)."""
         refusals = [
-            (bool(self.todo), f"not built yet: {self.todo}"),
             (bool(lacks := self.lacks(runtime)), lacks),
             (device.kind not in self.devices, f"runs on {', '.join(self.devices)}, not on {device}"),
             (
@@ -65,6 +65,12 @@ class DispatcherSpec:
             (
                 self.max_ranks is not None and parallel.world_size > self.max_ranks,
                 f"at most {self.max_ranks} ranks, the world has {parallel.world_size}",
+            ),
+            (
+                parallel.spans_hosts
+                and (self.reach == "host" or (self.reach == "fabric" and device.sm < FABRIC_BEYOND_HOST)),
+                f"needs all ranks on one NVLink {self.reach}, one host has {parallel.ranks_per_host} of "
+                f"{parallel.world_size}",
             ),
             (
                 self.max_tokens is not None and runtime.max_tokens_per_rank > self.max_tokens,

@@ -35,13 +35,10 @@ class ExecutorSpec:
         payloads: packed tokens it takes; plain bf16 and f32 always.
         devices, sm: device kinds; for CUDA the inclusive range of compute capabilities times ten.
         activations: kinds of `Activation` it computes.
-        clamped_swiglu: alpha, beta and limit other than 1, 0, None are honoured.
         bias: expert biases are honoured.
         graph_safe: no host sync and static shapes for fixed N or M.
         requirement: package it needs, or None.
-        multiples: (name of a MoEConfig size, divisor) pairs that must hold because padding can't help.
         rule: limits that no other field can say (`eprt.experts.rules`), or None.
-        todo: what is missing while it is not built yet, else empty.
     """
 
     name: str
@@ -54,13 +51,10 @@ class ExecutorSpec:
     payloads: tuple[PayloadFormat, ...] = ("bf16", "f32")
     sm: tuple[int, int] = (0, 999)
     activations: tuple[str, ...] = ("swiglu", "relu2")
-    clamped_swiglu: bool = True
     bias: bool = True
     graph_safe: bool = False
     requirement: Requirement | None = None
-    multiples: tuple[tuple[str, int], ...] = ()
     rule: Rule | None = None
-    todo: str = ""
 
     def supports(
         self,
@@ -75,7 +69,6 @@ class ExecutorSpec:
         known = (*self.weights, *self.decodes)
         activation = config.activation
         refusals = [
-            (bool(self.todo), f"not built yet: {self.todo}"),
             (device.kind not in self.devices, f"runs on {', '.join(self.devices)}, not on {device}"),
             (
                 device.kind == "cuda" and not self.sm[0] <= device.sm <= self.sm[1],
@@ -86,19 +79,11 @@ class ExecutorSpec:
             (config.weight_format not in known, f"takes {', '.join(known)} weights, not {config.weight_format}"),
             (payload not in self.payloads, f"takes {', '.join(self.payloads)} tokens, not {payload}"),
             (activation.kind not in self.activations, f"computes {', '.join(self.activations)}, not {activation.kind}"),
-            (
-                not activation.plain and not self.clamped_swiglu,
-                "computes plain SiLU-gated experts only, not alpha/beta/limit",
-            ),
             (config.bias and not self.bias, "has no expert biases"),
         ]
         for failed, reason in refusals:
             if failed:
                 return refuse(reason)
-        for name, divisor in self.multiples:
-            size = getattr(config, name) // (parallel.moe_tp_size if name == "intermediate_size" else 1)
-            if size % divisor:
-                return refuse(f"{name} {size} (a rank's share) is not a multiple of {divisor}")
         if self.rule is not None and (reason := self.rule(config, parallel, runtime, device, payload)):
             return refuse(reason)
         if device.installed and self.requirement is not None and not (found := self.requirement.check()):

@@ -66,10 +66,6 @@ class Nvfp4Factors:
         """After `share_global_scale`: both halves have the factor `shared`."""
         return replace(self, gate=shared, up=shared)
 
-    def with_input(self, scale: torch.Tensor) -> Nvfp4Factors:
-        """For tokens that bring their own second-level scale [1]."""
-        return replace(self, input=scale)
-
 
 def nvfp4_matrix(matrix: Matrix) -> Nvfp4:
     """Narrows the type. Raises ConfigError."""

@@ -328,7 +328,7 @@ def test_flags_stay_few() -> None:
             "model world attention_tp moe_tp dispatcher executor layers steps device json".split()  # noqa: SIM905
         ),
         "Explain": sorted(
-            "model world device phase attention_tp moe_tp dispatcher executor max_tokens json".split()  # noqa: SIM905
+            "model world device phase attention_tp moe_tp ranks_per_host dispatcher executor max_tokens json".split()  # noqa: SIM905
         ),
         "Doctor": ["json", "run", "world"],
     }

@@ -181,3 +181,18 @@ def test_explain_prints_it(tmp_path, capsys) -> None:
         (d, e) for d in DISPATCHERS for e in EXECUTORS
     }
     assert shown["plans"][0]["layers"] == list(range(36))
+
+
+def test_explain_knows_of_hosts(tmp_path, capsys) -> None:
+    """symm maps memory within one host, FlashInfer within one NVLink fabric, which hosts share from SM100 on."""
+    from eprt.cli import main
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MODELS[GPT_OSS]))
+    refused: dict[tuple[str, int], set[str]] = {}
+    for device, per_host in (("sm90", 8), ("sm90", 4), ("sm100", 4)):
+        words = ["--world", "8", "--ranks-per-host", str(per_host), "--device", device, "--json"]
+        assert main(["explain", "--model", str(path), *words]) == 0
+        candidates = json.loads(capsys.readouterr().out)["plans"][0]["candidates"]
+        refused[device, per_host] = {c["dispatcher"] for c in candidates if "one NVLink" in c["reason"]}
+    assert refused == {("sm90", 8): set(), ("sm90", 4): {"symm", "flashinfer"}, ("sm100", 4): {"symm"}}

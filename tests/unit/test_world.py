@@ -100,6 +100,18 @@ def test_the_gpu_of_a_host_engine_is_the_one_it_made_current(monkeypatch) -> Non
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (2, (None, "")),
+        (3, (1, "needs all ranks on one NVLink host, one host has 1 of 3")),
+        (4, (2, "needs all ranks on one NVLink host, one host has 2 of 4")),
+    ],
+)
+def test_what_needs_one_host_is_refused_beyond(size: int, expected: tuple[int | None, str]) -> None:
+    assert launch(jobs.on_hosts_of_two, size) == [expected] * size
+
+
 def test_around_groups_and_meshes_of_a_host_engine() -> None:
     found = launch(jobs.around_host_groups, 4)
     for rank, (pair, summed, square, line, refused) in enumerate(found):

@@ -6,14 +6,16 @@ import os
 import signal
 import sys
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from eprt.config import MoEConfig, RuntimeConfig
-from eprt.dispatch import make_dispatcher
+from eprt.dispatch import DISPATCHERS, make_dispatcher
 from eprt.errors import EprtError, RankLost, UsageError
+from eprt.support import Device
 from eprt.tokens import TopK
 from eprt.world import World
 
@@ -116,6 +118,16 @@ def around_a_file(context, path: str) -> tuple[int, int, bool]:
     dist.all_reduce(total)
     dist.destroy_process_group()
     return *found, int(total) == context.size
+
+
+def on_hosts_of_two(context) -> tuple[int | None, str]:
+    """What the World knows of its hosts, and what the plan says of symm there."""
+    with (
+        mock.patch("socket.gethostname", return_value=f"host{context.rank // 2}"),
+        World.from_env("cpu", timeout_s=20) as world,
+    ):
+        verdict = DISPATCHERS["symm"].supports(CONFIG, world.parallel, RuntimeConfig(), Device.parse("sm90"))
+        return world.parallel.ranks_per_host, verdict.reason
 
 
 def resources_and_warmup(context) -> list[str]:
