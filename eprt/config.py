@@ -5,7 +5,6 @@ All three are frozen and validate themselves: an instance that exists is consist
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Literal, get_args
@@ -169,11 +168,6 @@ class MoEConfig:
             inner: dict[str, object] = value if isinstance(value, dict) else {"": value}
             found |= {f"{name}.{key}".rstrip("."): str(item) for key, item in inner.items()}
         return found
-
-    def fingerprint(self) -> int:
-        """63-bit hash that the ranks compare before payload moves."""
-        digest = hashlib.sha256(repr(sorted(asdict(self).items())).encode()).digest()
-        return int.from_bytes(digest[:8], "little") >> 1
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ def host_device(device: torch.device | str) -> torch.device:
 
 
 def local_device(device: str | None) -> torch.device:
-    """The GPU of torchrun's local rank, made the current one; without torchrun, the current one. Raises ConfigError."""
+    """The GPU of torchrun's local rank, made the current one; without torchrun, and where a host engine that started
+    torch.distributed also uses CUDA, the current one. Raises ConfigError."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     available = torch.cuda.device_count()
@@ -76,7 +77,7 @@ def local_device(device: str | None) -> torch.device:
         return torch.device("cpu")
     if kind != "cuda" or local_rank >= available:
         raise ConfigError(f"device {kind!r} for local rank {local_rank}: {available} CUDA devices here; use 'cpu'")
-    if "LOCAL_RANK" not in os.environ:
+    if "LOCAL_RANK" not in os.environ or (dist.is_initialized() and torch.cuda.is_initialized()):
         return torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

@@ -95,7 +95,7 @@ def exchange(world: World, header: Header, error: EprtError | None = None) -> li
     """Every rank's header, in rank order. Collective.
 
     Raises:
-        the error of the lowest rank that has one, with its rank in the text, the same on every rank.
+        the error of the lowest rank that has one, with its rank in the text unless all ranks have the same.
         WorldMismatch: a table of the fields that differ, the same on every rank.
     """
     local = replace(header, generation=world.generation, step=world.step)
@@ -119,9 +119,11 @@ def exchange(world: World, header: Header, error: EprtError | None = None) -> li
 
 
 def _shared_error(world: World, rank: int, error: EprtError | None) -> EprtError:
-    """The lowest failing rank's error, as every rank sees it."""
-    text = "" if error is None else f"{type(error).__name__}\n{error}"
-    name, _, message = _share_text(world, text)[rank].partition("\n")
+    """The lowest failing rank's error, as every rank sees it; the whole of it where all ranks say the same."""
+    texts = _share_text(world, "" if error is None else f"{type(error).__name__}\n{error}")
+    if error is not None and len(set(texts)) == 1:
+        return error
+    name, _, message = texts[rank].partition("\n")
     return rebuild_error(name, message if message.startswith(f"rank {rank}") else f"rank {rank}: {message}")
 
 

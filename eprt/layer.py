@@ -15,6 +15,7 @@ from eprt.dispatch import make_dispatcher
 from eprt.dispatch.payload_scale import calibrated_scale
 from eprt.errors import ConfigError, EprtError, InputError
 from eprt.experts import make_executor
+from eprt.header import Header, exchange
 from eprt.plan import Plan, make_plan
 from eprt.routing import Router, route
 from eprt.support import Device
@@ -44,7 +45,8 @@ class ExpertParallelMoE(nn.Module):
             (`torch.profiler.record_function`) or check; default nothing.
 
     Raises:
-        ConfigError: weights that don't fit the config; UnsupportedError: no pair can run it, with every reason.
+        ConfigError: weights that don't fit the config; UnsupportedError: no pair can run it, with every reason. The
+            same on every rank.
     """
 
     def __init__(
@@ -61,12 +63,18 @@ class ExpertParallelMoE(nn.Module):
     ) -> None:
         super().__init__()
         runtime = runtime or RuntimeConfig()
-        _require_pair("shared", config.shared, shared)
-        _require_pair("latent", config.model_hidden_size, latent)
         self.config = config
         self.world = world
         self.observe: Callable[[str], AbstractContextManager[Any]] = _no_observer
-        self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device))
+        try:
+            _require_pair("shared", config.shared, shared)
+            _require_pair("latent", config.model_hidden_size, latent)
+            if router is not None:
+                _require_router(router, config)
+            self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device))
+        except EprtError as error:
+            exchange(world, Header("build", layer, 0), error)  # the peers are in make_dispatcher
+            raise
         self.dispatcher = make_dispatcher(
             self.plan.dispatcher,
             world,
@@ -76,17 +84,20 @@ class ExpertParallelMoE(nn.Module):
             layer,
             input_scale=calibrated_scale(experts),
         )
-        self.executor = make_executor(
-            self.plan.executor,
-            config,
-            self.dispatcher.shard,
-            experts,
-            world.device,
-            runtime,
-            self.plan.token_format,
-        )
-        if router is not None:
-            _require_router(router, config)
+        refused: EprtError | None = None
+        try:
+            self.executor = make_executor(
+                self.plan.executor,
+                config,
+                self.dispatcher.shard,
+                experts,
+                world.device,
+                runtime,
+                self.plan.token_format,
+            )
+        except EprtError as error:
+            refused = error
+        exchange(world, Header("build", layer, 1), refused)
         self.router = None if router is None else router.to(world.device)
         self.shared: SharedExpertMLP | None = None
         if config.shared is not None and shared is not None:

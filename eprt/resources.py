@@ -20,6 +20,10 @@ class SharedResources:
         self._held[key] = (value, closer, users + 1)
         return value
 
+    def held(self, key: Hashable) -> Any:
+        """The value of `key` without counting a user; None if nobody holds it."""
+        return self._held[key][0] if key in self._held else None
+
     def release(self, key: Hashable) -> None:
         """Give one `acquire` back; the last one frees. A key that isn't held is ignored: `close` came first."""
         if key not in self._held:

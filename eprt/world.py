@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -106,7 +106,8 @@ class World(Collectives):
         group is used and left alone, and no variables of torchrun are needed.
 
         Args:
-            device: "cpu" or "cuda"; None takes CUDA where there is one GPU for each local rank.
+            device: "cpu" or "cuda"; None takes CUDA where there is one GPU for each local rank (LOCAL_WORLD_SIZE, 1
+                without it).
 
         Raises:
             ConfigError: sizes that don't divide, a GPU that isn't there, or an environment that isn't torchrun's.
@@ -239,6 +240,10 @@ class World(Collectives):
         self.require_open()
         with torch.inference_mode(False):  # it outlives this call, and the next may write to it outside of that mode
             return self._resources.acquire(key, make, close)
+
+    def held(self, key: Hashable) -> Any:
+        """What `resource(key)` made, if this rank still holds it, else None. Counts no user; not collective."""
+        return self._resources.held(key)
 
     def release(self, key: Hashable) -> None:
         """Give one `resource(key)` back. A key that `close` already freed is ignored."""

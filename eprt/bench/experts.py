@@ -27,7 +27,6 @@ from eprt.support import Device
 from eprt.tokens import FlatTokens, Payload
 from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Dense, ExpertWeights, Fp8Block, Matrix, Mxfp4, Nvfp4
 
-TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 WITNESS = "reference"  # float32, expert by expert: nothing that anybody would time
 
 
@@ -190,8 +189,8 @@ def choose_cases(
 def experts_report(
     shapes: Iterable[str] = SHAPES,
     executors: Iterable[str] | None = None,
-    tokens: Sequence[int] = TOKENS,
     *,
+    tokens: Sequence[int],
     runtime: RuntimeConfig | None = None,
     device: torch.device | None = None,
     keep: Callable[[Report], None] = lambda _: None,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from eprt.bench.timing import samples, world_of
 from eprt.conformance.rank_process import RankContext
@@ -27,25 +28,25 @@ def push_rate(context: RankContext) -> float:
         ConfigError: a world of one.
     """
     world = world_of(context)
+    if world.group is None:
+        raise ConfigError("a world of one has nobody to push to: use 2 ranks or more")
     size, cuda = BYTES[world.device.type], world.device.type == "cuda"
-    with (_stores if cuda else _all_to_all)(world, size) as calls:
+    with _stores(world, world.group, size) if cuda else _all_to_all(world, size) as calls:
         # In a graph: else the host's launches would count as the link's time.
         best = min(min(samples(world, call, graph=cuda, rounds=10, repeats=4)) for call in calls)
     return size * (world.size - 1) / best
 
 
 @contextmanager
-def _stores(world: World, size: int) -> Iterator[list[Call]]:
+def _stores(world: World, group: dist.ProcessGroup, size: int) -> Iterator[list[Call]]:
     """This frame keeps the memory, whose addresses don't, until all ranks have stopped pushing."""
     import torch.distributed._symmetric_memory as symmetric
 
     from eprt.bench.push_triton import push
 
-    if world.group is None:
-        raise ConfigError("a world of one has nobody to push to: use 2 ranks or more")
     words = size // 8
     memory = symmetric.empty(words * world.size, dtype=torch.int64, device=world.device)
-    handle: Any = symmetric.rendezvous(memory, world.group)
+    handle: Any = symmetric.rendezvous(memory, group)
     source = torch.ones(words, dtype=torch.int64, device=world.device)
     others = [(world.rank + step) % world.size for step in range(1, world.size)]
     places = torch.tensor([handle.buffer_ptrs[peer] + world.rank * size for peer in others], device=world.device)

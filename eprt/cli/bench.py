@@ -105,7 +105,7 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
     report = experts_report(
         arguments.shapes or SHAPES,
         arguments.executors or None,
-        arguments.tokens,
+        tokens=arguments.tokens,
         keep=_keep(arguments, terminal),
     )
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -180,6 +180,7 @@ def _finish(report: Report, arguments: BenchLayer | BenchDispatch | BenchExperts
         return 0
     terminal.result(report.as_dict())
     if arguments.json is not None and arguments.json != STDOUT:
+        report.write(arguments.json)  # also where nothing could be measured
         terminal.say(f"\nwrote {arguments.json}")
     if arguments.plot is not None:
         from eprt.bench.plot import plot

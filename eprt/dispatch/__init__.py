@@ -117,6 +117,7 @@ def make_dispatcher(
         ConfigError: an unknown name or format; what the dispatcher refuses; an `nvfp4` payload whose input_scale only
             some ranks have. The same on every rank.
         WorldMismatch: the ranks build different dispatchers, or one rank makes another call.
+        UsageError: the world is closed.
     """
     packed = runtime.payload == "nvfp4"
     try:
@@ -124,14 +125,9 @@ def make_dispatcher(
         if packed:
             check_payload_scale(input_scale)
     except EprtError as error:
-        if world.size > 1:
-            exchange(world, Header("build", layer, 0), error)  # raises on every rank, here included
+        exchange(world, Header("build", layer, 0), error)  # raises on every rank, here included
         raise
-    if world.size > 1:
-        exchange(
-            world,
-            Header("build", layer, 0, fingerprint=dispatcher.fingerprint, settings=dispatcher.settings),
-        )
+    exchange(world, Header("build", layer, 0, fingerprint=dispatcher.fingerprint, settings=dispatcher.settings))
     if packed:
         dispatcher.payload_scale = agree_payload_scale(world, input_scale)
     return dispatcher

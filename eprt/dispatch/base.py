@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -76,12 +77,14 @@ class Dispatcher(ABC):
         self.payload_scale: torch.Tensor | None = None
         self.closed = False
         self._calls = 0
+        self._open: WeakValueDictionary[int, Handle] = WeakValueDictionary()
         self.settings = {
             **config.settings(),
             "dispatcher": self.spec.name,
             "payload": str(runtime.payload),
             "combine_payload": str(runtime.combine_payload),
             "rank_mask": str(runtime.rank_mask),
+            "validate": runtime.validate,
             "max_tokens_per_rank": str(runtime.max_tokens_per_rank),
             "attention_tp_size": str(world.parallel.attention_tp_size),
             "moe_tp_size": str(world.parallel.moe_tp_size),
@@ -114,7 +117,8 @@ class Dispatcher(ABC):
         """Collective: compile, allocate, tune. After `World.warmup()` doing so lazily is an error."""
 
     def _slots(self) -> Slots | None:
-        """The parts of its shared memory that its calls take; None if it has none, or none yet."""
+        """The parts of its shared memory that its calls take, also where another dispatcher of equal geometry made
+        that memory; None if there is none, or none yet."""
 
     def _mask(self) -> RankMask | None:
         """The mask of the memory that this dispatcher shares; None while there is none."""
@@ -167,7 +171,7 @@ class Dispatcher(ABC):
             error = found
         num_tokens, dtype = (0, torch.bfloat16) if error else (hidden_states.shape[0], hidden_states.dtype)
         rows = self._agree("dispatch", self._calls, num_tokens, tokens_per_rank, dtype, error, replicas)
-        handle = Handle(self, self._calls, num_tokens, rows, dtype, deferred=not wait)
+        handle = self._open[self._calls] = Handle(self, self._calls, num_tokens, rows, dtype, deferred=not wait)
         self._calls += 1
         try:
             tokens = self._dispatch(self._encode(hidden_states), topk, handle)
@@ -201,6 +205,7 @@ class Dispatcher(ABC):
         output = self._combine(expert_output, handle)
         handle.status = "combined"
         handle.state = None
+        self._open.pop(handle.call, None)
         return output
 
     def refuse(self, error: EprtError, tokens_per_rank: int | None = None) -> NoReturn:
@@ -248,10 +253,18 @@ class Dispatcher(ABC):
         return (True,) * self.world.size if mask is None else mask.alive
 
     def close(self) -> None:
-        """Idempotent."""
-        if not self.closed:
-            self.closed = True
-            self._close()
+        """Close the open handles, then give back what is shared. Idempotent."""
+        if self.closed:
+            return
+        for handle in sorted(self._open.values(), key=lambda handle: handle.call):  # in one order on all ranks
+            handle.close()
+        self.closed = True
+        self._close()
+
+    def _give_up(self, handle: Handle) -> None:
+        """An open handle won't be combined."""
+        self._open.pop(handle.call, None)
+        self._release(handle)
 
     # ---- shared steps ---------------------------------------------------------------------------------------
 

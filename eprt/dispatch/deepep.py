@@ -280,7 +280,8 @@ class DeepEPDispatcher(Dispatcher):
     # ---- memory ---------------------------------------------------------------------------------------------
 
     def _slots(self) -> Slots | None:
-        return None if self._memory is None else self._memory.slots
+        memory: LowLatencyBuffer | None = self._memory or self.world.held(self._key)
+        return None if memory is None else memory.slots
 
     def _mask(self) -> RankMask | None:
         return None if self._memory is None else self._memory.mask
@@ -290,6 +291,7 @@ class DeepEPDispatcher(Dispatcher):
 
     def _require_memory(self) -> LowLatencyBuffer:
         if self._memory is None:
+            self._require_open()
             self._memory = self.world.resource(self._key, self._allocate, self._destroy)
         return self._memory
 

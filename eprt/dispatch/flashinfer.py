@@ -138,7 +138,8 @@ class FlashInferDispatcher(Dispatcher):
         memory.slots.release(handle.state)
 
     def _slots(self) -> Slots | None:
-        return None if self._memory is None else self._memory.slots
+        memory: Workspace | None = self._memory or self.world.held(self._key)
+        return None if memory is None else memory.slots
 
     def _mask(self) -> RankMask | None:
         return None if self._memory is None else self._memory.mask
@@ -148,6 +149,7 @@ class FlashInferDispatcher(Dispatcher):
 
     def _require_memory(self) -> Workspace:
         if self._memory is None:
+            self._require_open()
             self._memory = self.world.resource(
                 self._key, lambda: Workspace.allocate(self.world, self._geometry), self._free
             )

@@ -21,6 +21,7 @@ import torch
 from eprt.dispatch.rank_mask import RankMask
 from eprt.dispatch.shared_memory import Slots, require_allocatable
 from eprt.errors import ConfigError
+from eprt.rounding import round_up
 
 if TYPE_CHECKING:
     from eprt.world import World
@@ -52,17 +53,17 @@ class Geometry:
     def control_bytes(self) -> int:
         """Counters, flags of both phases, and two routing tables; `calculateOffsets`."""
         W, table = self.num_ranks, self.tokens_per_rank * ROUTING_TABLE_WIDTH
-        return sum(_aligned(4 * words) for words in (2 + 2 * W, W, W, table, table))
+        return sum(round_up(4 * words, ALIGNMENT) for words in (2 + 2 * W, W, W, table, table))
 
     @cached_property
     def combine_offset(self) -> int:
         """Where the rows to combine lie in a slot, whatever R: behind the largest dispatch."""
-        return self.control_bytes + _aligned(self.num_ranks * self.tokens_per_rank * self.dispatch_bytes)
+        return self.control_bytes + round_up(self.num_ranks * self.tokens_per_rank * self.dispatch_bytes, ALIGNMENT)
 
     @cached_property
     def slot_bytes(self) -> int:
         """What `moe_a2a_get_workspace_size_per_rank` asks for."""
-        return self.combine_offset + _aligned(self.num_ranks * self.tokens_per_rank * self.combine_bytes)
+        return self.combine_offset + round_up(self.num_ranks * self.tokens_per_rank * self.combine_bytes, ALIGNMENT)
 
     @property
     def bytes_per_token(self) -> int:
@@ -300,7 +301,3 @@ def _map_memory(world: World, num_bytes: int) -> tuple[object, torch.Tensor]:
 
 def _keep_forever(thing: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

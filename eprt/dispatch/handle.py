@@ -56,7 +56,7 @@ class Handle:
     def close(self) -> None:
         """Idempotent."""
         if self.status == "open":
-            self.owner._release(self)
+            self.owner._give_up(self)
             self.status = "closed"
         self.state = None
 

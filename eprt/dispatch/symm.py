@@ -139,10 +139,14 @@ class SymmetricMemoryDispatcher(Dispatcher):
     # ---- memory ---------------------------------------------------------------------------------------------
 
     def _slots(self) -> Slots | None:
-        return None if self._launcher is None else self._launcher.memory.slots
+        if self._launcher is not None:
+            return self._launcher.memory.slots
+        memory: SymmetricMemory | None = self.world.held(self._key)
+        return None if memory is None else memory.slots
 
     def _require_launcher(self) -> Launcher:
         if self._launcher is None:
+            self._require_open()
             from eprt.dispatch.symm_launch import Launcher
 
             world, E, L = self.world, self.config.num_experts, self.placement.num_local_experts

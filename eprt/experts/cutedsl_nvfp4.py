@@ -23,6 +23,7 @@ from eprt.errors import ConfigError, InputError
 from eprt.experts.adapters import merge_repeats
 from eprt.experts.base import Executor
 from eprt.experts.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
+from eprt.experts.layouts import as_bytes
 from eprt.experts.layouts_sm100 import mma_scale_view, swizzle_scales
 from eprt.experts.scales_sm100 import Nvfp4Factors, nvfp4_matrix
 from eprt.experts.timing import even_tokens
@@ -327,8 +328,7 @@ def _bf16(hidden: Payload) -> torch.Tensor:
 def _pad_columns(tensor: torch.Tensor, cols: int) -> torch.Tensor:
     if tensor.shape[-1] == cols:
         return tensor
-    as_bytes = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-    return pad(as_bytes, (0, cols - tensor.shape[-1])).view(tensor.dtype)
+    return pad(as_bytes(tensor), (0, cols - tensor.shape[-1])).view(tensor.dtype)
 
 
 def _activation(activation: Activation, middle: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:

@@ -156,8 +156,7 @@ def test_the_plan_names_the_limit(beyond: Beyond) -> None:
 @pytest.mark.parametrize("pair", [pair for pair in jobs.PAIRS if pair not in PAIRS], ids="-".join)
 def test_a_dispatcher_that_cannot_run_here_is_not_built(pools, pair: Pair) -> None:
     beyond = Beyond(pair, "runs on cuda, not on cpu")
-    says = f"rank 0: {pair[0]}: {beyond.says}"
-    assert pools(SIZE).run(jobs.not_built, beyond=beyond) == [("ConfigError", says)] * SIZE
+    assert pools(SIZE).run(jobs.not_built, beyond=beyond) == [("ConfigError", f"{pair[0]}: {beyond.says}")] * SIZE
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from eprt.config import ParallelConfig
 from eprt.dispatch import DISPATCHERS, flashinfer_workspace
 from eprt.dispatch.flashinfer import FlashInferDispatcher
 from eprt.errors import UsageError
+from eprt.resources import SharedResources
 
 SIZE = 4
 TOP_K_SWITCH = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
@@ -171,7 +172,7 @@ class FakeWorld:
         self.generation = self.step = self.allocations = 0
         self.closed = self.warm = self.broken = False
         self.quiet = False  # ranks don't compare headers
-        self.resources: dict = {}
+        self._shared = SharedResources()
         self._meet, self._board = meet, board
 
     def gather_control(self, x):
@@ -198,13 +199,17 @@ class FakeWorld:
             raise UsageError(f"{what} after World.warmup()")
 
     def resource(self, key, make, close=None):
-        if key not in self.resources:
-            self.resources[key] = make(), close
-        return self.resources[key][0]
+        return self._shared.acquire(key, make, close)
+
+    def held(self, key):
+        return self._shared.held(key)
 
     def release(self, key) -> None:
-        value, close = self.resources.pop(key)
-        close(value)
+        self._shared.release(key)
+
+    @property
+    def resources(self):
+        return self._shared._held
 
 
 def mask_foreign_ids(ids, counts, first, end, num_experts, early):

@@ -24,9 +24,10 @@ def make_layer(
     router=True,
     executor="reference",
     dispatcher="torch",
+    spoil="",
     **size,
 ):
-    """The same small float32 layer on every rank, from one seed."""
+    """The same small float32 layer on every rank, from one seed. `spoil`: what gets another shape."""
     world = context.world(attention_tp_size=attention_tp, timeout_s=size.pop("timeout_s", 60.0))
     config = MoEConfig(
         E,
@@ -45,14 +46,15 @@ def make_layer(
 
     local = E // world.size
     own = slice(world.rank * local, (world.rank + 1) * local)
-    weights = ExpertWeights(Dense(draw(E, 2 * I, H)[own].contiguous()), Dense(draw(E, H, I)[own].contiguous()))
+    gate_up, down = draw(E, 2 * I, H)[own].contiguous(), draw(E, H, I)[own].contiguous()
+    weights = ExpertWeights(Dense(gate_up[:, 1:] if spoil == "weights" else gate_up), Dense(down))
     width = config.input_size
     return ExpertParallelMoE(
         config,
         world,
         weights,
         runtime=RuntimeConfig(**{"dispatcher": dispatcher, "executor": executor, "max_tokens_per_rank": 32, **size}),
-        router=Router(draw(E, width), config.routing, K) if router else None,
+        router=Router(draw(E + (spoil == "router"), width), config.routing, K) if router else None,
         shared=SharedExpertWeights(draw(I, width), draw(width, I), draw(I, width)) if shared else None,
         latent=LatentWeights(draw(H, WIDE), draw(WIDE, H)) if latent else None,
     )
@@ -166,6 +168,12 @@ def refused_on_rank_1(context):
     runtime = RuntimeConfig(rank_mask=context.rank == 1)
     told = said(lambda: make_dispatcher("torch", world, config, runtime))
     return told, said(lambda: make_dispatcher("torch", world, config, RuntimeConfig())) == "nothing was raised"
+
+
+def unbuildable_on_rank_1(context, change):
+    """A layer that rank 1 alone can't build; then one that all can. (what this rank was told, whether a call works)"""
+    wrong = {"executor": "humming"} if change == "executor" else {"spoil": change}
+    return built_differently(context, wrong)
 
 
 def closed_layer_with_bad_input(context):

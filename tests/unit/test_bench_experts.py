@@ -46,7 +46,7 @@ def test_unknown_names_and_machines_are_refused():
         random_matrix("fp8_tensor", 1, 128, 128, 1, CPU)
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA device"):
-            experts_report()
+            experts_report(tokens=[1])
 
 
 @pytest.mark.parametrize("device", ["sm90", "sm100"])
@@ -82,7 +82,7 @@ def test_the_report_says_what_was_left_out(monkeypatch):
     monkeypatch.setattr(bench.Ceilings, "measure", lambda device: Ceilings(4.25678e12, 8e14))
     monkeypatch.setattr(bench, "_bench_one", lambda case, *rest: [row] if case.executor == "torch_grouped" else [])
     kept: list[int] = []
-    report = experts_report(["gpt-oss-120b"], keep=lambda report: kept.append(len(report.rows)))
+    report = experts_report(["gpt-oss-120b"], tokens=[1], keep=lambda report: kept.append(len(report.rows)))
     assert kept == [1]
     assert report.rows == [row.as_dict()]
     assert report.limits == {"copy_gb_per_s": 4256.8, "bf16_tflop_per_s": 800.0}

@@ -172,7 +172,7 @@ def test_two_calls_open_at_once_and_a_third_is_refused_everywhere(library):
         batches = [make_batches(CASES[5], call, SIZE, dispatcher.config, torch.bfloat16) for call in range(2)]
         own = [b[world.rank] for b in batches]
         sent = [dispatcher.dispatch(b.hidden, b.topk) for b in own]
-        with pytest.raises(UsageError, match="rank 0: flashinfer: 2 dispatches of this geometry are open"):
+        with pytest.raises(UsageError, match=r"^flashinfer: 2 dispatches of this geometry are open"):
             dispatcher.dispatch(own[0].hidden, own[0].topk)
         outputs = []
         for one in reversed(sent):

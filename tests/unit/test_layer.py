@@ -75,6 +75,7 @@ def test_an_executor_that_returns_something_else_is_named_on_all_ranks(pools, di
         ({"max_tokens_per_rank": 64}, "max_tokens_per_rank", [["32"], ["64"]]),
         ({"payload": "fp8_block"}, "payload", [["None"], ["fp8_block"]]),
         ({"dispatcher": "none"}, "dispatcher", [["torch"], ["none"]]),
+        ({"validate": "full"}, "validate", [["cheap"], ["full"]]),
         (
             {"max_tokens_per_rank": 64, "payload": "fp8_block"},
             "max_tokens_per_rank, payload",
@@ -96,6 +97,22 @@ def test_ranks_that_build_differently_are_told_which_settings_differ(pools, othe
 def test_what_one_rank_cannot_build_is_refused_on_all(pools) -> None:
     found = pools(2).run(jobs.refused_on_rank_1)
     assert found == [("ConfigError: rank 1: torch: rank_mask: can't leave a rank out", True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("executor", "UnsupportedError: rank 1: no dispatcher/executor pair can run this layer"),
+        ("router", "ConfigError: rank 1: the router has (experts, hidden, top_k)"),
+        ("weights", "ConfigError: rank 1: gate_up"),
+    ],
+)
+def test_a_layer_that_one_rank_cannot_build_is_refused_on_all(pools, change, says) -> None:
+    found = pools(2).run(jobs.unbuildable_on_rank_1, change=change)
+    assert len(set(found)) == 1
+    told, works = found[0]
+    assert told.startswith(says)
+    assert works
 
 
 def test_a_closed_layer_is_refused_before_anything_collective(pools) -> None:

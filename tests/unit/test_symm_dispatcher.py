@@ -123,3 +123,44 @@ def test_a_rank_without_a_free_slot_tells_its_peers(allocations):
 
     says = "UsageError: rank 1: symm: 2 dispatches of this geometry are open, which is the limit: combine or close one"
     assert run_ranks(job, SIZE) == [(f"{says} before the next dispatch", (3, H))] * SIZE
+
+
+def test_a_dispatcher_without_memory_of_its_own_sees_the_slots_of_its_geometry(allocations):
+    """Rank 1's two slots are held through another layer, and this one never made a call."""
+
+    def job(world):
+        other, dispatcher = make(world), make(world)
+        other.warmup()
+        held = [other.dispatch(*batch(3), 4).handle for _ in range(2)]
+        if world.rank == 0:
+            held[0].close()
+        return said(lambda: dispatcher.dispatch(*batch(3), 4))
+
+    says = "UsageError: rank 1: symm: 2 dispatches of this geometry are open"
+    assert all(told.startswith(says) for told in run_ranks(job, SIZE))
+
+
+def test_slots_come_back_whether_handle_or_dispatcher_is_closed_first(allocations):
+    def job(world):
+        keeps, closes = make(world), make(world)
+        keeps.warmup()
+        closes.warmup()
+        handle = closes.dispatch(*batch(3), 4).handle
+        for each in (closes, handle) if world.rank == 0 else (handle, closes):
+            each.close()
+        again = [keeps.dispatch(*batch(3), 4).handle for _ in range(2)]
+        return [handle.state.slot for handle in again]
+
+    assert run_ranks(job, SIZE) == [[0, 1]] * SIZE
+
+
+def test_a_closed_dispatcher_takes_no_memory(allocations):
+    def job(world):
+        dispatcher = make(world)
+        dispatcher.close()
+        return said(dispatcher.warmup), len(world.resources)
+
+    for told, held in run_ranks(job, SIZE):
+        assert told.startswith("UsageError")
+        assert held == 0
+    assert not allocations
