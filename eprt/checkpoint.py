@@ -100,9 +100,13 @@ class Checkpoint:
             _, handle = self._handles.popitem()
             handle.__exit__(None, None, None)
 
-    @cached_property
+    @property
     def fingerprint(self) -> int:
         """63-bit hash of the config and of all names, shapes and dtypes, to be compared between ranks."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> int:
         rows = sorted((name, info.shape, info.dtype) for name, info in self.manifest.items())
         return hash63(json.dumps(self.config, sort_keys=True).encode(), repr(rows).encode())
 
@@ -298,5 +302,6 @@ def load_on_all_ranks(world: World, load: Callable[[], T], layer: int = -1) -> T
         exchange(world, Header("load", layer, 0, fingerprint=loaded.fingerprint))
     except WorldMismatch as mismatch:
         remedy = "fingerprint is a hash of config.json, tensor names and router: give every rank the same revision"
-        raise WorldMismatch(f"{mismatch}\n{remedy}") from mismatch
+        mismatch.args = (f"{mismatch}\n{remedy}",)
+        raise
     return loaded

@@ -48,6 +48,9 @@ class Collectives:
         self._attention_tp_group = attention_tp_group
         self._control: dist.ProcessGroupGloo | None = None
         self._guard: Guard | None = None
+        # gloo's threads let go of tensors a little after the operation. The last to let go needs the GIL, and a thread
+        # that asks for it while the interpreter ends takes the process down: so these outlive the operation.
+        self._moved: tuple[torch.Tensor, ...] = ()
         self._abandoned = False  # a collective was left unfinished: torch would wait for it at the end
 
     # ---- coordinates ----------------------------------------------------------------------------------------
@@ -75,7 +78,8 @@ class Collectives:
         if self.size == 1:
             out.copy_(x)
             return
-        self._run(_all_gather(_wire(out), _wire(x), group=self.group, async_op=True))
+        out, x = self._moved = _wire(out), _wire(x)
+        self._run(_all_gather(out, x, group=self.group, async_op=True))
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """out[n] = sum over ranks of their x[W * n], this rank's n rows."""
@@ -96,7 +100,8 @@ class Collectives:
         if self.size == 1:
             out.copy_(x)
             return
-        self._run(dist.all_to_all_single(_wire(out), _wire(x), out_splits, in_splits, group=self.group, async_op=True))
+        out, x = self._moved = _wire(out), _wire(x)
+        self._run(dist.all_to_all_single(out, x, out_splits, in_splits, group=self.group, async_op=True))
 
     def gather_attention_tp(self, x: torch.Tensor) -> torch.Tensor:
         """[n, ...] on each attention-TP rank -> [attention_tp_size * n, ...] on all of them."""
@@ -105,8 +110,8 @@ class Collectives:
             return x
         out = x.new_empty((size * x.shape[0], *x.shape[1:]))
         first = self.rank - self.attention_tp_rank
-        work = _all_gather(out, x.contiguous(), group=self._attention_tp_group, async_op=True)
-        self._run(work, range(first, first + size))
+        self._moved = out, x.contiguous()
+        self._run(_all_gather(*self._moved, group=self._attention_tp_group, async_op=True), range(first, first + size))
         return out
 
     # ---- agreement ------------------------------------------------------------------------------------------
@@ -128,13 +133,9 @@ class Collectives:
         if self._control is None:
             raise UsageError("the world is closed; make a new one")
         gather = self._control._allgather_base  # pyright: ignore[reportAttributeAccessIssue]
-        self._wait(gather(out.view(-1), x.flatten()))
+        self._moved = out.view(-1), x.flatten()
+        self._wait(gather(*self._moved))
         return out
-
-    def barrier(self) -> None:
-        """Every rank is here."""
-        self.note("barrier")
-        self.gather_control(torch.zeros(1, dtype=torch.int64))
 
     def note(self, where: str, layer: int | None = None) -> None:
         """Progress, as peers will read it in a RankLost."""

@@ -11,9 +11,15 @@ from typing import ClassVar
 
 
 class EprtError(Exception):
-    """Parent of every error that eprt raises on purpose. `exit_code` is what a command that meets it ends with."""
+    """Parent of every error that eprt raises on purpose.
+
+    Attributes:
+        exit_code: what a command that meets it ends with.
+        shared: whether every rank raises the same.
+    """
 
     exit_code: ClassVar[int] = 2
+    shared: bool = False
 
 
 class ConfigError(EprtError, ValueError):

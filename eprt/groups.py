@@ -24,15 +24,20 @@ def place() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     needed = ("RANK", "WORLD_SIZE", "MASTER_PORT")
-    if "WORLD_SIZE" not in os.environ:
+    if not joins_torchrun():
         return 0, 1
-    found = {name: os.environ.get(name, "0" if os.environ["WORLD_SIZE"] == "1" else "") for name in needed}
+    found = {name: os.environ.get(name, "0" if os.environ.get("WORLD_SIZE") == "1" else "") for name in needed}
     if not all(value.isdigit() for value in found.values()) or not int(found["RANK"]) < int(found["WORLD_SIZE"]):
         said = ", ".join(f"{name}={value!r}" for name, value in found.items())
         raise ConfigError(
             f"the environment says {said}: expected numbers with RANK < WORLD_SIZE, as torchrun sets them"
         )
     return int(found["RANK"]), int(found["WORLD_SIZE"])
+
+
+def joins_torchrun() -> bool:
+    """Whether torchrun, or something like it, says that this process is one of a world's ranks."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
 def hosts_store(rank: int) -> bool:
@@ -59,6 +64,8 @@ def start_up() -> Iterator[None]:
 def host_device(device: torch.device | str) -> torch.device:
     """`device` as the host engine's process sees it: a GPU without an index is the one it made current."""
     device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {str(device)!r}: expected 'cpu' or 'cuda'")
     if str(device) != "cuda":
         return device
     if not torch.cuda.is_available():

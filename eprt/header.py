@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from eprt.world import World
 
 MAGIC = 0x65707274  # "eprt"
-_OPERATIONS = ("dispatch", "combine", "load", "build")
+_OPERATIONS = ("dispatch", "combine", "load", "build", "barrier")
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.uint8, torch.float8_e4m3fn)
 _TEXT_BYTES = 2048
 
@@ -99,22 +99,28 @@ def exchange(world: World, header: Header, error: EprtError | None = None) -> li
         WorldMismatch: a table of the fields that differ, the same on every rank.
     """
     local = replace(header, generation=world.generation, step=world.step)
-    world.note(header.operation, header.layer)
+    world.note(header.operation, None if header.layer < 0 else header.layer)
     rows = world.gather_control(torch.tensor(local.encode(error is not None), dtype=torch.int64)).tolist()
     headers = [Header.decode(row) for row in rows]
     failed = [rank for rank, row in enumerate(rows) if row[1]]
     if failed:
-        raise _shared_error(world, failed[0], error)
+        found = _shared_error(world, failed[0], error)
+        found.shared = True
+        raise found
     differing = [name for name in _COMPARED if len({getattr(h, name) for h in headers}) > 1]
     size = world.parallel.attention_tp_size
     groups = [{h.replicas for h in headers[first : first + size]} for first in range(0, len(headers), size)]
     if any(len(group) > 1 for group in groups):
         differing.append("replicas")
+    if "operation" in differing:  # all else follows from it
+        differing = ["operation"]
     if differing:
         columns = {name: [str(getattr(h, name)).removeprefix("torch.") for h in headers] for name in differing}
         if "fingerprint" in differing:
             columns |= _differing_settings(world, local)
-        raise WorldMismatch(_table(columns))
+        mismatch = WorldMismatch(_table(columns))
+        mismatch.shared = True
+        raise mismatch
     return headers
 
 

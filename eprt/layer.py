@@ -194,6 +194,8 @@ class ExpertParallelMoE(nn.Module):
             expected = f"expected [..., {width}] (the model's hidden)"
         elif hidden_states.dtype not in (torch.bfloat16, torch.float32):
             expected = "expected bfloat16 or float32"
+        elif hidden_states.layout != torch.strided:
+            expected = "expected a dense tensor; use .to_dense()"
         elif hidden_states.device.type != device.type:
             expected = f"the world runs on {device}; move it there"
         elif self.shared is not None and self.shared.dtype != hidden_states.dtype:
@@ -217,9 +219,10 @@ class ExpertParallelMoE(nn.Module):
         else:
             raise InputError(f"routing is a {type(routing).__name__}: expected TopK, RouterLogits or None")
         for name, tensor, width in given:
-            if tuple(tensor.shape) != (num_tokens, width):
+            found = tuple(tensor.shape) if torch.is_tensor(tensor) else type(tensor).__name__
+            if found != (num_tokens, width):
                 raise InputError(
-                    f"{name} is {tuple(tensor.shape)}, hidden_states holds {num_tokens} tokens: they must agree; "
+                    f"{name} is {found}, hidden_states holds {num_tokens} tokens: they must agree; "
                     f"expected [T, {width}]"
                 )
         if token_ids is not None and (not isinstance(token_ids, torch.Tensor) or token_ids.numel() != num_tokens):

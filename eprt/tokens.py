@@ -48,7 +48,9 @@ class TopK:
     def check(self, num_experts: int, top_k: int) -> None:
         """Raises InputError on a wrong shape, dtype or device. Reads no values."""
         ids, weights = self.ids, self.weights
-        if ids.dim() != 2 or ids.shape[1] != top_k:
+        if not torch.is_tensor(ids) or not torch.is_tensor(weights):
+            problem = f"TopK holds {type(ids).__name__} and {type(weights).__name__}: expected two tensors"
+        elif ids.dim() != 2 or ids.shape[1] != top_k:
             problem = f"topk_ids is {_describe(ids)}: expected [T, {top_k}] (the config's top_k)"
         elif ids.dtype != torch.int32:
             problem = f"topk_ids is {_describe(ids)}: expected int32; use .to(torch.int32)"

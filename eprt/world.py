@@ -34,6 +34,7 @@ from eprt.groups import (
     start_up,
 )
 from eprt.guard import EXIT_CODE, Guard
+from eprt.header import Header, exchange
 from eprt.resources import SharedResources
 
 T = TypeVar("T")
@@ -168,9 +169,12 @@ class World(Collectives):
             attention_tp_group: ranks that hold the same tokens, consecutive in `group`; None: every rank has its own.
 
         Raises:
-            ConfigError: attention-TP ranks that aren't consecutive, sizes that don't divide, or no GPU.
+            ConfigError: attention-TP ranks that aren't consecutive, sizes that don't divide, a process that isn't in
+                the group, or no such device.
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0:
+            raise ConfigError("this process is not in the group: make the World on the ranks that are")
         attention_tp_size = 1 if attention_tp_group is None else dist.get_world_size(attention_tp_group)
         parallel = ParallelConfig(size, attention_tp_size, moe_tp_size)
         if attention_tp_group is not None:
@@ -228,6 +232,10 @@ class World(Collectives):
             moe_tp_size=moe_tp_size,
             timeout_s=timeout_s,
         )
+
+    def barrier(self) -> None:
+        """Every rank is here. Raises WorldMismatch, on every rank, where one makes another call."""
+        exchange(self, Header("barrier", -1, 0))
 
     # ---- shared memory --------------------------------------------------------------------------------------
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from eprt.cli.terminal import Terminal, configure_logging, stdout_of_our_own
@@ -28,8 +32,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     command = parse(arguments)
     terminal = Terminal(json=command.json in (True, STDOUT))
-    with stdout_of_our_own():
+    with stdout_of_our_own(), _ended_by_signals():
         return _run(command, terminal)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind, as Ctrl-C does: ranks end and temporary folders go. torchrun's ranks just end."""
+    if "RANK" in os.environ or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run(command: Any, terminal: Terminal) -> int:
@@ -42,5 +64,5 @@ def _run(command: Any, terminal: Terminal) -> int:
         terminal.error("interrupted; all ranks that this command started have been ended")
         return INTERRUPTED
     except EprtError as error:  # one block that names what to do; anything else is a bug and keeps its traceback
-        terminal.error(f"{type(error).__name__}: {error}")
+        terminal.error(f"{type(error).__name__}: {error}", error.shared)
         return error.exit_code

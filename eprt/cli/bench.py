@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from eprt.bench.report import Report
@@ -20,6 +20,7 @@ def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
     from eprt.bench.layer import LayerCase, layer_report, measure_layer
     from eprt.layer import PHASES
 
+    _require_tokens(arguments.tokens, 0)
     cases = [
         LayerCase(arguments.shape, tokens, arguments.dispatcher, arguments.executor) for tokens in arguments.tokens
     ]
@@ -64,6 +65,7 @@ def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
     from eprt.bench.dispatch import CHECK_TOLERANCE, DispatchCase, dispatch_report, measure_dispatch, transports
     from eprt.bench.push import push_rate
 
+    _require_tokens(arguments.tokens, 1)
     with ranks(arguments.world, arguments.device) as workers:
         if workers.size == 1:
             raise ConfigError("bench dispatch in a world of one: nothing would travel; use --world 2 or more")
@@ -101,6 +103,7 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
     """The command. Returns 0."""
     from eprt.bench.experts import SHAPES, experts_report
 
+    _require_tokens(arguments.tokens, 1)
     terminal.say("bench experts: weights are prepared and kernels tuned first, which takes minutes without a cache")
     report = experts_report(
         arguments.shapes or SHAPES,
@@ -154,6 +157,11 @@ def _say_dispatch(report: Report, what: str, terminal: Terminal) -> None:
         )
     terminal.say(f"\nfloor: bytes that must move at the {report.limits['push_gb_per_s']} GB/s measured in this run")
     _say_notes(report, terminal)
+
+
+def _require_tokens(tokens: Sequence[int], least: int) -> None:
+    if not tokens or min(tokens) < least:
+        raise ConfigError(f"--tokens {' '.join(map(str, tokens))}: expected at least one number, none below {least}")
 
 
 def _say_notes(report: Report, terminal: Terminal) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from eprt.conformance.harness import RankContext, WorldFailed, WorldPool
 from eprt.errors import ConfigError, rebuild_error
+from eprt.groups import joins_torchrun, place
 
 # A rank that dies or stops is noticed in seconds whatever these are. They bound a rank that is alive but behind: on
 # GPUs it may be compiling kernels, which takes up to half an hour where nothing was compiled before.
@@ -83,16 +84,17 @@ def ranks(world: int, device: str) -> Iterator[Ranks]:
         device: "auto", "cpu" or "cuda".
 
     Raises:
-        ConfigError: fewer than one rank, or fewer GPUs than ranks were asked to use.
+        ConfigError: fewer than one rank, fewer GPUs than ranks were asked to use, or an environment that isn't
+            torchrun's.
     """
     if world < 1:
         raise ConfigError(f"--world {world}: must be at least 1")
-    joined = "RANK" in os.environ
-    size = int(os.environ["WORLD_SIZE"]) if joined else world
+    joined = joins_torchrun()
+    rank, size = place() if joined else (0, world)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) if joined else size
     kind = choose_device(device, local)
     if joined:
-        context = RankContext(int(os.environ["RANK"]), size, kind)
+        context = RankContext(rank, size, kind)
         yield _Joined(context)
         context.close()  # not after an error: leaving without a close is what tells the peers
         return

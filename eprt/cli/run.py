@@ -74,6 +74,8 @@ def _drive(directory: Path, arguments: Run, workers: Ranks, terminal: Terminal) 
         family = family_for(checkpoint.config)
         dtype = model_dtype(family.text_config(checkpoint.config))
         layers = family.moe_layers(checkpoint.config)[: arguments.layers]
+        if not layers:
+            raise ConfigError(f"{directory}: the {checkpoint.config.get('model_type')} model has no MoE layers")
         config = family.moe_config(checkpoint.config, layers[0])
     job = Job(
         directory=str(directory.resolve()),

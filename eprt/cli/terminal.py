@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,13 +36,14 @@ class Terminal:
     def result(self, value: dict[str, Any]) -> None:
         """The JSON object, if it was asked for."""
         if self.speaks and self.json:
-            sys.stdout.write(json_format.dumps(value) + "\n")
+            sys.stdout.write(json_format.dumps(_as_json(value), allow_nan=False) + "\n")
             sys.stdout.flush()
 
-    def error(self, text: str) -> None:
-        """One block on stderr."""
-        if self.speaks:
-            sys.stderr.write(f"eprt: {text}\n")
+    def error(self, text: str, shared: bool = True) -> None:
+        """One block on stderr; from every rank, with its number, if not all ranks say the same."""
+        if self.speaks or not shared:
+            whose = "" if self.speaks else f" rank {os.environ.get('RANK')}:"
+            sys.stderr.write(f"eprt:{whose} {text}\n")
             sys.stderr.flush()
 
     def table(self, title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -81,6 +83,15 @@ class Terminal:
             self.say(f"\n{title}\n{plain_table(header, cells)}")
         else:
             console.print(f"\n[bold]{escape(title)}[/bold]", table)
+
+
+def _as_json(value: Any) -> Any:
+    """Numbers that JSON hasn't got (NaN, infinity) as null."""
+    if isinstance(value, dict):
+        return {key: _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _Progress(Protocol):
@@ -159,8 +170,8 @@ def configure_logging() -> None:
     if not isinstance(logging.getLevelName(name), int):  # of a name it knows, its number
         raise ConfigError(f"EPRT_LOG={name!r} is not a logging level: use DEBUG, INFO, WARNING or ERROR")
     logger = logging.getLogger("eprt")
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    prefix = f"[rank {os.environ.get('RANK', '0')}/{size}] " if size > 1 else ""
+    size = os.environ.get("WORLD_SIZE", "1")
+    prefix = f"[rank {os.environ.get('RANK', '0')}/{size}] " if size != "1" else ""
     if not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(f"{prefix}%(levelname)s %(name)s: %(message)s"))

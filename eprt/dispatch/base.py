@@ -194,14 +194,15 @@ class Dispatcher(ABC):
             InputError, WorldMismatch, RankLost: as in dispatch.
         """
         self._require_open()
-        if handle.owner is not self:
+        if getattr(handle, "owner", None) is not self:
             raise UsageError("combine got a handle of another dispatcher: pass the one that the same dispatch returned")
         if handle.status != "open":
             raise UsageError(f"combine on a handle that is already {handle.status}: dispatch again for a new one")
         if handle.deferred:
             raise UsageError("combine on a handle that nobody waited for: call handle.wait() before the experts run")
         error = self._output_error(expert_output, handle)
-        self._agree("combine", handle.call, handle.num_tokens, handle.tokens_per_rank, expert_output.dtype, error)
+        dtype = torch.bfloat16 if error else expert_output.dtype
+        self._agree("combine", handle.call, handle.num_tokens, handle.tokens_per_rank, dtype, error)
         output = self._combine(expert_output, handle)
         handle.status = "combined"
         handle.state = None
@@ -316,6 +317,8 @@ class Dispatcher(ABC):
             expected = f"expected [T, {H}] (the hidden size the experts see)"
         elif x.dtype not in (torch.bfloat16, torch.float32):
             expected = "expected bfloat16 or float32"
+        elif x.layout != torch.strided:
+            expected = "expected a dense tensor; use .to_dense()"
         elif x.dtype == torch.float32 and "f32" not in self.spec.payloads:
             expected = f"{self.spec.name} carries bfloat16 tokens; use .bfloat16()"
         elif x.device.type != device.type:
@@ -337,8 +340,10 @@ class Dispatcher(ABC):
         else:
             self.capacity.check_rows(tokens_per_rank)
 
-    def _output_error(self, expert_output: torch.Tensor, handle: Handle) -> InputError | None:
+    def _output_error(self, expert_output: object, handle: Handle) -> InputError | None:
         """What is wrong with an executor's output: found before any collective, so that peers can be told."""
+        if not isinstance(expert_output, torch.Tensor):
+            return InputError(f"expert_output is a {type(expert_output).__name__}: expected a tensor {handle.shape}")
         fits = handle.shape is None or tuple(expert_output.shape) == handle.shape
         device = self.world.device.type
         if fits and expert_output.is_floating_point() and expert_output.device.type == device:

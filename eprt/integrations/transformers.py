@@ -57,7 +57,7 @@ def parallelize(
         CheckpointError, ConfigError, UnsupportedError: the same on every rank; the model is then unchanged.
     """
     built: list[tuple[str, ExpertParallelMoE]] = []
-    with _ModelTensors(model) if checkpoint is None else Checkpoint(checkpoint) as source:
+    with load_on_all_ranks(world, lambda: _source(model, checkpoint)) as source:
         family = family_for(source.config)
         for number in family.moe_layers(source.config):
             parts = load_on_all_ranks(
@@ -68,6 +68,26 @@ def parallelize(
     for parent, name, layer in places:
         setattr(parent, name, MoEBlock(layer, family.returns_scores))
     return [layer for _, layer in built]
+
+
+def _source(model: nn.Module, checkpoint: str | Path | None) -> Checkpoint:
+    """Where the experts come from. Raises CheckpointError, ConfigError."""
+    if checkpoint is None:
+        return _ModelTensors(model)
+    source = Checkpoint(checkpoint)
+    # A text model of a family that also has images says `_text`.
+    found, expected = (str(c.get("model_type")).removesuffix("_text") for c in (source.config, _config_of(model)))
+    if found != expected:
+        source.close()
+        raise ConfigError(f"{checkpoint} is a checkpoint of {found}, the model is of {expected}: give its own")
+    return source
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise ConfigError(f"{type(model).__name__} has no config: expected a transformers model")
+    return json.loads(config.to_json_string(use_diff=False))
 
 
 def idle_step(layers: Iterable[ExpertParallelMoE]) -> None:
@@ -98,11 +118,8 @@ class _ModelTensors(Checkpoint):
     """A model in memory, read as if it were its checkpoint: names and shapes are those of `state_dict`."""
 
     def __init__(self, model: nn.Module) -> None:
-        config: Any = getattr(model, "config", None)
-        if config is None:
-            raise ConfigError(f"{type(model).__name__} has no config: expected a transformers model")
         self.directory = Path(type(model).__name__)
-        self.config = json.loads(config.to_json_string(use_diff=False))
+        self.config = _config_of(model)
         self.bytes_read = 0
         self._handles = {}
         self._tensors: dict[str, torch.Tensor] = dict(model.state_dict())

@@ -170,18 +170,22 @@ def steady_prompt(model: torch.nn.Module, count: int, rank: int) -> torch.Tensor
     raise LookupError(f"no prompt of {count} tokens without a near-tie: give the routers larger weights")
 
 
-def refusals(context: RankContext) -> list[str]:
-    """The errors of models that can't be parallelized, in order."""
+def refusals(context: RankContext, checkpoint: str) -> list[str]:
+    """The errors of models that can't be parallelized, in order. `checkpoint`: of a gpt-oss."""
     import transformers
 
     from eprt.integrations.transformers import parallelize
 
     world = context.world()
     dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, intermediate_size=32))
+    qwen = make_model("qwen3_moe", torch.float32)
+    missing = "/no/such/checkpoint" if context.rank == 1 else checkpoint
     found = []
     for attempt in (
         lambda: parallelize(dense, world),
         lambda: parallelize(torch.nn.Linear(2, 2), world),
+        lambda: parallelize(qwen, world, checkpoint=checkpoint),
+        lambda: parallelize(make_model("gpt_oss", torch.float32), world, checkpoint=missing),
     ):
         try:
             attempt()

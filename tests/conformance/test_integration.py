@@ -10,6 +10,7 @@ import torch
 from model_checkpoints import WRITERS
 
 from eprt.config import RuntimeConfig
+from eprt.models.tiny import write_tiny_checkpoint
 
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 
@@ -42,8 +43,14 @@ def test_a_published_checkpoint_gives_the_plain_models_logits(
     assert min(error for error, count in zip(errors, jobs.PROMPTS, strict=True) if count) > 0.0, "nothing compared"
 
 
-def test_what_cannot_be_parallelized_says_why(pools) -> None:
-    for found in pools(2).run(jobs.refusals):
-        assert len(found) == 2
+def test_what_cannot_be_parallelized_says_why(pools, tmp_path: Path) -> None:
+    """On every rank the same, also where one rank alone has no checkpoint."""
+    checkpoint = str(write_tiny_checkpoint(tmp_path / "tiny", num_layers=1))
+    for found in pools(2).run(jobs.refusals, checkpoint=checkpoint):
+        assert len(found) == 4
+        assert (
+            found[2] == f"ConfigError: {checkpoint} is a checkpoint of gpt_oss, the model is of qwen3_moe: give its own"
+        )
+        assert found[3].startswith("CheckpointError: rank 1: /no/such/checkpoint")
         assert found[0].startswith("ConfigError: config.json: model_type 'llama' is not supported")
         assert "Linear has no config: expected a transformers model" in found[1]

@@ -94,6 +94,9 @@ def good_routing(num_tokens):
 BAD = {
     "no_tensor": lambda x: (([1.0],), {}),
     "routing_of_another_kind": lambda x: ((x, (x, x)), {}),
+    "topk_ids_that_are_a_list": lambda x: ((x, TopK(good_routing(4).ids.tolist(), good_routing(4).weights)), {}),
+    "logits_that_are_a_list": lambda x: ((x, RouterLogits([[0.0] * E] * 4)), {}),
+    "sparse": lambda x: ((x.to_sparse(), good_routing(4)), {}),
     "no_router": lambda x: ((x,), {}),
     "routing_for_more_tokens": lambda x: ((x, good_routing(5)), {}),
     "routing_for_fewer_tokens": lambda x: ((x, good_routing(3)), {}),

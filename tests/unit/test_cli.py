@@ -133,7 +133,7 @@ def test_run_joins_torchrun(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--world", "3"), "ConfigError: rank 0: 8 experts can't be split evenly over 3 expert-parallel ranks"),
+        (("--world", "3"), "ConfigError: 8 experts can't be split evenly over 3 expert-parallel ranks"),
         (("--world", "2", "--moe-tp", "3"), "moe_tp_size 3 doesn't divide world_size 2"),
         (("--world", "2", "--dispatcher", "symm"), "symm: runs on cuda, not on cpu"),
         (("--world", "2", "--dispatcher", "nccl"), "dispatcher 'nccl' doesn't exist; choose from none, torch"),
@@ -149,6 +149,50 @@ def test_a_refusal_is_one_block_without_traceback(tiny: Path, words: tuple[str, 
     assert text in captured.err
     assert "Traceback" not in captured.err
     assert not captured.out
+
+
+@pytest.mark.parametrize(
+    "words", [("layer", "--tokens", "-3"), ("dispatch", "--tokens", "8", "0"), ("layer", "--tokens")]
+)
+def test_bench_refuses_tokens_that_mean_nothing(words: tuple[str, ...], capsys) -> None:
+    assert main(["bench", *words, "--device", "cpu"]) == 2
+    assert "expected at least one number, none below" in capsys.readouterr().err
+
+
+def test_a_model_without_moe_layers_is_refused(tiny: Path, monkeypatch, capsys) -> None:
+    from eprt.models.gpt_oss import GptOss
+
+    monkeypatch.setattr(GptOss, "moe_layers", lambda *_: [])
+    assert main(["run", "--model", str(tiny), "--device", "cpu", "--world", "1"]) == 2
+    assert "the gpt_oss model has no MoE layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "0"), ("WORLD_SIZE", "abc")])
+def test_half_an_environment_of_torchrun_is_refused(tiny: Path, name: str, value: str) -> None:
+    done = eprt("run", "--model", str(tiny), "--device", "cpu", **{name: value})
+    assert done.returncode == 2
+    assert done.stderr.startswith("eprt: ConfigError: the environment says")
+    assert f"{name}='{value}'" in done.stderr
+
+
+def test_numbers_that_json_has_not_got_are_null(capsys) -> None:
+    Terminal(json=True).result({"error": float("inf"), "steps": [{"error": float("nan")}, 1.5], "ok": False})
+    assert json.loads(capsys.readouterr().out) == {"error": None, "steps": [{"error": None}, 1.5], "ok": False}
+
+
+def test_under_torchrun_the_rank_that_fails_alone_says_why(tiny: Path, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(f"""
+import os, sys
+from eprt.cli import main
+model = "/no/such/model" if os.environ["RANK"] == "1" else {str(tiny)!r}
+sys.exit(main(["run", "--model", model, "--device", "cpu", "--steps", "2"]))
+""")
+    words = ["--standalone", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment())
+    assert done.returncode != 0
+    assert "eprt: rank 1: CheckpointError: /no/such/model" in done.stderr
 
 
 def test_a_missing_model_is_named() -> None:
@@ -365,3 +409,15 @@ def test_logging_leaves_the_root_logger_alone(monkeypatch) -> None:
     assert main(["explain", "--model", "/no/such"]) == 2
     monkeypatch.setenv("EPRT_LOG", "loud")
     assert main(["explain", "--model", "/no/such"]) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_ranks_and_leaves_no_folder(tiny: Path, tmp_path: Path, monkeypatch, number) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    process, ranks = start_long_run(tiny)
+    assert list(tmp_path.glob("eprt-world-*"))
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    wait_until_gone(ranks)
+    assert not list(tmp_path.glob("eprt-*"))

@@ -15,6 +15,9 @@ from eprt.routing import Router
 REFUSED = {
     "no_tensor": ("InputError: rank 1: hidden_states is a list", {}),
     "routing_of_another_kind": ("InputError: rank 1: routing is a tuple", {}),
+    "topk_ids_that_are_a_list": ("InputError: rank 1: topk_ids is list", {}),
+    "logits_that_are_a_list": ("InputError: rank 1: router logits is list", {}),
+    "sparse": ("InputError: rank 1: hidden_states is (4, 16) torch.float32", {}),
     "no_router": ("InputError: rank 1: the layer has no router", {"router": False}),
     "routing_for_more_tokens": ("InputError: rank 1: topk_ids is (5, 2)", {"attention_tp": 2}),
     "routing_for_fewer_tokens": ("InputError: rank 1: topk_ids is (3, 2)", {"attention_tp": 2}),

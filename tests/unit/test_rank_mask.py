@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Barrier
 from types import SimpleNamespace
 
 import deepep_stand_in
@@ -247,4 +248,4 @@ def test_the_plan_leaves_out_dispatchers_that_cannot(fabric):
     with pytest.raises(UnsupportedError, match="rank_mask: can't leave a rank out"):
         make_plan(CONFIG, ParallelConfig(SIZE), runtime, Device.parse("cpu"))
     with pytest.raises(ConfigError, match="torch: rank_mask: can't leave a rank out"):
-        make_dispatcher("torch", FakeWorld(0, None, [None]), CONFIG, runtime)
+        make_dispatcher("torch", FakeWorld(0, Barrier(1), [None]), CONFIG, runtime)

@@ -200,6 +200,19 @@ def without_torchrun(context, port: int, what: str) -> str:
     return "nothing was raised"
 
 
+def skips_a_barrier(context) -> str:
+    """Rank 1 goes on to a dispatch."""
+    world = context.world()
+    dispatcher = make_dispatcher("torch", world, CONFIG, RuntimeConfig())
+    try:
+        if context.rank != 1:
+            world.barrier()
+        _step(dispatcher, 2)
+    except EprtError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
 def late_for_a_barrier(context) -> tuple[int, str]:
     """Rank 1 sleeps outside any dispatcher's call."""
     world = context.world(timeout_s=1.5)
