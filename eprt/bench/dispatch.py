@@ -1,27 +1,27 @@
 """Dispatch + combine by every transport, beside raw collectives and the bare libraries, with the floor of the link.
 
-Each row is one transport at one size: microseconds of a round trip without experts, the slowest rank of each round.
-The floor: bytes that must cross between ranks (a token once to each rank that needs it, and its sum back) over the
-rate at which this machine's ranks push bytes to each other, measured in the same run.
+Each row is one transport at one size: microseconds of a round trip without experts, the slowest rank of each round, and
+of its dispatch alone. The floor: bytes that must cross between ranks (a token once to each rank that needs it, and its
+sum back) over the rate at which this machine's ranks push bytes to each other, measured in the same run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from eprt.bench import peers
 from eprt.bench.report import Report, percentile, slowest
-from eprt.bench.timing import samples, world_of
+from eprt.bench.timing import first_samples, samples, world_of
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import Batch, make_topk
 from eprt.conformance.oracle import relative_error
 from eprt.conformance.rank_process import RankContext
-from eprt.dispatch import DISPATCHERS, Dispatcher, dispatcher_spec, make_dispatcher
+from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, dispatcher_spec, make_dispatcher
 from eprt.errors import EprtError, RankLost
 from eprt.support import Device
 from eprt.tokens import TopK
@@ -52,10 +52,14 @@ class DispatchCase:
         payload = None if self.payload == "bf16" else self.payload
         return RuntimeConfig(dispatcher=self.transport, max_tokens_per_rank=self.tokens, payload=payload)
 
+    def bytes_there(self) -> int:
+        """Of one token: payload (with scales), ids and weights."""
+        payload = 2 * self.hidden if self.payload == "bf16" else self.hidden + 4 * -(-self.hidden // 128)
+        return payload + 8 * self.top_k
+
     def row_bytes(self) -> int:
-        """Of one token there and its sum back: payload (with scales), ids and weights; bf16."""
-        there = 2 * self.hidden if self.payload == "bf16" else self.hidden + 4 * -(-self.hidden // 128)
-        return there + 8 * self.top_k + 2 * self.hidden
+        """Of one token there and its sum back, which is bf16."""
+        return self.bytes_there() + 2 * self.hidden
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class DispatchTimes:
         error: against x * sum(weights), of one call before the measurement.
         graph: measured in a CUDA graph.
         refused: why there are no samples.
+        dispatch: microseconds of dispatch alone, a round: tokens encoded, sent and arrived. Empty for peers.
     """
 
     samples: list[float]
@@ -75,6 +80,7 @@ class DispatchTimes:
     error: float = 0.0
     graph: bool = False
     refused: str = ""
+    dispatch: list[float] = field(default_factory=list)
 
 
 def transports(device: str) -> list[str]:
@@ -113,30 +119,39 @@ def _measure_dispatcher(world: World, case: DispatchCase, batch: Batch, rows_to:
         own = batch.to(world.device)
         error = _check(dispatcher, case, batch, own)
         graph = spec.graph_safe and world.device.type == "cuda"
-        call = _round_trip(dispatcher, own.hidden, own.topk)
+        trip = _RoundTrip(dispatcher, own.hidden, own.topk)
         rounds = GRAPH_ROUNDS if graph else EAGER_ROUNDS
-        times = samples(world, call, graph=graph, rounds=rounds, repeats=GRAPH_REPEATS)
-        return DispatchTimes(times, rows_to, error, graph)
+        times = samples(world, trip, graph=graph, rounds=rounds, repeats=GRAPH_REPEATS)
+        there = first_samples(world, trip.dispatch, trip.combine, graph=graph, rounds=rounds, repeats=GRAPH_REPEATS)
+        return DispatchTimes(times, rows_to, error, graph, dispatch=there)
     finally:
         dispatcher.close()
 
 
-def _round_trip(dispatcher: Dispatcher, hidden: torch.Tensor, topk: TopK) -> Callable[[], object]:
-    """Dispatch, then combine what an executor would have left in place. Its buffers are made once."""
-    outputs: dict[torch.Size, torch.Tensor] = {}
+@dataclass(frozen=True)
+class _RoundTrip:
+    """Dispatch, then combine what an executor would have left in place, in buffers (`outputs`) that are made once."""
 
-    def call() -> torch.Tensor:
-        sent = dispatcher.dispatch(hidden, topk, hidden.shape[0])
-        output = dispatcher.output_buffer(sent.handle)
+    dispatcher: Dispatcher
+    hidden: torch.Tensor
+    topk: TopK
+    outputs: dict[torch.Size, torch.Tensor] = field(default_factory=dict)
+
+    def __call__(self) -> torch.Tensor:
+        return self.combine(self.dispatch())
+
+    def dispatch(self) -> Dispatched:
+        return self.dispatcher.dispatch(self.hidden, self.topk, self.hidden.shape[0])
+
+    def combine(self, sent: Dispatched) -> torch.Tensor:
+        output = self.dispatcher.output_buffer(sent.handle)
         if output is None:
             data = sent.tokens.hidden.data
-            shape = torch.Size((*data.shape[:-1], hidden.shape[1]))
-            if shape not in outputs:
-                outputs[shape] = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device)
-            output = outputs[shape]
-        return dispatcher.combine(output, sent.handle)
-
-    return call
+            shape = torch.Size((*data.shape[:-1], self.hidden.shape[1]))
+            if shape not in self.outputs:
+                self.outputs[shape] = torch.zeros(shape, dtype=self.hidden.dtype, device=self.hidden.device)
+            output = self.outputs[shape]
+        return self.dispatcher.combine(output, sent.handle)
 
 
 def _check(dispatcher: Dispatcher, case: DispatchCase, batch: Batch, own: Batch) -> float:
@@ -170,6 +185,7 @@ def dispatch_row(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us:
     floor_us = busiest * case.row_bytes() / bytes_per_us
     times = slowest([rank.samples for rank in by_rank])
     p50 = percentile(times, 50)
+    there = slowest([rank.dispatch for rank in by_rank])
     return {
         "transport": case.transport,
         "hidden": case.hidden,
@@ -185,6 +201,8 @@ def dispatch_row(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us:
         "remote_bytes": sum(sent) * case.row_bytes(),
         "floor_us": round(floor_us, 2),
         "floor_share": round(floor_us / p50, 3),
+        "dispatch_us": round(percentile(there, 50), 2) if there else None,
+        "dispatch_floor_us": round(busiest * case.bytes_there() / bytes_per_us, 2),
         "error": max(rank.error for rank in by_rank),
     }
 

@@ -71,17 +71,16 @@ def _flashinfer(world: World, config: MoEConfig, hidden: torch.Tensor, topk: Top
 
 @contextmanager
 def _deepep(world: World, config: MoEConfig, hidden: torch.Tensor, topk: TopK) -> Iterator[Call]:
-    """The library's low-latency buffer. A hidden size that it lacks is padded beforehand."""
+    """The library's low-latency buffer, with what it leaves to its user in every call: ids in its own type, tokens of a
+    hidden size that it lacks padded before and trimmed after. Combine gets the padded rows as they arrived."""
     _require("deepep")
     import deep_ep
 
     spec = DISPATCHERS["deepep"]
-    E, T, H = config.num_experts, hidden.shape[0], spec.padded_hidden(config.hidden_size)
+    E, (T, H), width = config.num_experts, hidden.shape, spec.padded_hidden(config.hidden_size)
     if spec.max_tokens is not None and spec.max_tokens < T:
         raise UnsupportedError(f"at most {spec.max_tokens} tokens a rank")
-    x = torch.nn.functional.pad(hidden, (0, H - hidden.shape[1]))
-    ids = topk.ids.to(deep_ep.topk_idx_t)
-    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(T, H, world.size, E)
+    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(T, width, world.size, E)
     buffer: Any = deep_ep.Buffer(
         world.group,
         0,
@@ -93,8 +92,11 @@ def _deepep(world: World, config: MoEConfig, hidden: torch.Tensor, topk: TopK) -
     )
 
     def call() -> object:
+        x = hidden if width == H else torch.nn.functional.pad(hidden, (0, width - H))
+        ids = topk.ids.to(deep_ep.topk_idx_t)
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, T, E, use_fp8=False)
-        return buffer.low_latency_combine(rows, ids, topk.weights, handle)[0]
+        summed = buffer.low_latency_combine(rows, ids, topk.weights, handle)[0]
+        return summed if width == H else summed[:, :H].contiguous()
 
     try:
         yield call

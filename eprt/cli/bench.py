@@ -137,26 +137,48 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
 
 
 def _say_dispatch(report: Report, what: str, terminal: Terminal) -> None:
-    """One table a shape and routing: sizes down, transports across."""
+    """Two tables a shape and routing: sizes down, transports across; the round trip, then dispatch alone."""
     groups: dict[tuple[int, int, str], list[dict[str, Any]]] = defaultdict(list)
     for row in report.rows:
         groups[(row["hidden"], row["top_k"], row["routing"])].append(row)
     for (hidden, top_k, routing), rows in groups.items():
-        names = list(dict.fromkeys(row["transport"] for row in rows))
-        lines: list[list[object]] = []
-        for tokens in dict.fromkeys(row["tokens"] for row in rows):
-            here = {row["transport"]: row for row in rows if row["tokens"] == tokens}
-            first = next(iter(here.values()))
-            times = [f"{here[n]['p50_us']:.1f}/{here[n]['p99_us']:.1f}" if n in here else "-" for n in names]
-            lines.append([tokens, f"{first['remote_bytes'] / 1e6:.2f}", f"{first['floor_us']:.1f}", *times])
+        case = f"hidden {hidden}, top-{top_k}, {routing} ({what})"
         terminal.table(
-            f"Dispatch + combine, hidden {hidden}, top-{top_k}, {routing} ({what}): microseconds, p50/p99 of the "
-            "slowest rank",
-            ["tokens", "remote MB", "floor", *names],
-            lines,
+            f"Dispatch + combine, {case}: microseconds, p50/p99 of the slowest rank",
+            *_by_size(
+                rows,
+                {
+                    "remote MB": lambda row: f"{row['remote_bytes'] / 1e6:.2f}",
+                    "floor": lambda row: f"{row['floor_us']:.1f}",
+                },
+                lambda row: f"{row['p50_us']:.1f}/{row['p99_us']:.1f}",
+            ),
         )
+        if alone := [row for row in rows if row["dispatch_us"] is not None]:
+            terminal.table(
+                f"Dispatch alone, {case}: microseconds, p50 of the slowest rank",
+                *_by_size(
+                    alone,
+                    {"floor": lambda row: f"{row['dispatch_floor_us']:.1f}"},
+                    lambda row: f"{row['dispatch_us']:.1f}",
+                ),
+            )
     terminal.say(f"\nfloor: bytes that must move at the {report.limits['push_gb_per_s']} GB/s measured in this run")
     _say_notes(report, terminal)
+
+
+def _by_size(
+    rows: list[dict[str, Any]], facts: dict[str, Callable[[dict[str, Any]], str]], time: Callable[[dict[str, Any]], str]
+) -> tuple[list[str], list[list[object]]]:
+    """Heading and lines: a line for each number of tokens, with its facts by name, then each transport's time."""
+    names = list(dict.fromkeys(row["transport"] for row in rows))
+    lines: list[list[object]] = []
+    for tokens in dict.fromkeys(row["tokens"] for row in rows):
+        here = {row["transport"]: row for row in rows if row["tokens"] == tokens}
+        first = next(iter(here.values()))
+        times = [time(here[name]) if name in here else "-" for name in names]
+        lines.append([tokens, *(show(first) for show in facts.values()), *times])
+    return ["tokens", *facts, *names], lines
 
 
 def _require_tokens(tokens: Sequence[int], least: int) -> None:

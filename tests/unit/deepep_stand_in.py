@@ -53,8 +53,16 @@ class FakeBuffer:
     """
 
     def __init__(
-        self, group, num_rdma_bytes, low_latency_mode, num_qps_per_rank, explicitly_destroy, enable_shrink
-    ):  # fmt: skip
+        self,
+        group,
+        num_nvl_bytes=0,
+        num_rdma_bytes=0,
+        low_latency_mode=False,
+        num_qps_per_rank=24,
+        allow_nvlink_for_low_latency_mode=True,
+        explicitly_destroy=False,
+        enable_shrink=False,
+    ):
         assert low_latency_mode
         assert explicitly_destroy
         self.fabric, self.rank = group.fabric, group.rank
@@ -83,7 +91,7 @@ class FakeBuffer:
         assert mask_status.dtype == torch.int32
         mask_status.copy_(torch.tensor(self.mask))
 
-    def low_latency_dispatch(self, x, topk_idx, max_tokens, num_experts, *, use_fp8, return_recv_hook):
+    def low_latency_dispatch(self, x, topk_idx, max_tokens, num_experts, *, use_fp8, return_recv_hook=False):
         L, first = self.num_local_experts, self.rank * self.num_local_experts
         assert num_experts == L * self.fabric.size
         assert x.dtype == torch.bfloat16

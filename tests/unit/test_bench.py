@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 
+import deepep_stand_in
 import pytest
 import torch
 
-from eprt.bench.dispatch import DispatchCase, DispatchTimes, dispatch_report, dispatch_row, transports
+from eprt.bench import peers
+from eprt.bench.dispatch import (
+    DispatchCase,
+    DispatchTimes,
+    dispatch_report,
+    dispatch_row,
+    measure_dispatch,
+    transports,
+)
 from eprt.bench.peers import PEERS
 from eprt.bench.report import Report, percentile, slowest
+from eprt.bench.timing import first_samples, samples
 from eprt.cli import main
-from eprt.dispatch import DISPATCHERS
+from eprt.config import MoEConfig
+from eprt.conformance import transport
+from eprt.conformance.cases import Batch
+from eprt.conformance.rank_process import RankContext
+from eprt.dispatch import DISPATCHERS, deepep
+from eprt.dispatch.none import AllGatherDispatcher
 from eprt.errors import ConfigError
+from eprt.tokens import TopK
+from eprt.world import World
 
 
 def test_percentile_is_the_nearest_rank() -> None:
@@ -41,6 +62,125 @@ def test_floor_counts_remote_rows_of_the_busiest_direction() -> None:
     assert row["error"] == 2e-3
     packed = DispatchCase("torch", hidden=200, top_k=2, tokens=8, payload="fp8_block")
     assert packed.row_bytes() == 200 + 4 * 2 + 8 * 2 + 2 * 200
+
+
+def test_dispatch_alone_has_its_own_samples_and_floor() -> None:
+    """The median of the slower rank of each round: 4, 6, 9; five rows of bf16 tokens with ids and weights go there."""
+    case = DispatchCase("torch", hidden=64, top_k=2, tokens=8)
+    first = DispatchTimes([20.0] * 3, [3, 5], dispatch=[4.0, 1.0, 2.0])
+    second = DispatchTimes([20.0] * 3, [2, 8], dispatch=[3.0, 6.0, 9.0])
+    row = dispatch_row(case, [first, second], bytes_per_us=100.0)
+    assert row["dispatch_us"] == 6.0
+    assert row["dispatch_floor_us"] == pytest.approx(5 * (2 * 64 + 8 * 2) / 100.0)
+    assert row["p50_us"] == 20.0
+    peer = dispatch_row(case, [DispatchTimes([20.0], [0, 5]), DispatchTimes([20.0], [5, 0])], bytes_per_us=100.0)
+    assert peer["dispatch_us"] is None
+
+
+def test_a_slow_combine_counts_in_the_round_trip_alone(monkeypatch) -> None:
+    slow_us, combine = 20_000, AllGatherDispatcher._combine
+
+    def slow(*arguments):
+        time.sleep(slow_us / 1e6)
+        return combine(*arguments)
+
+    monkeypatch.setattr(AllGatherDispatcher, "_combine", slow)
+    context = RankContext(0, 1, "cpu")
+    found = measure_dispatch(context, DispatchCase("none", 64, 2, 4))
+    context.close()
+    assert len(found.dispatch) == len(found.samples)
+    assert 0 < percentile(found.dispatch, 50) < slow_us <= percentile(found.samples, 50)
+
+
+class Tape:
+    """A GPU's clock in microseconds, and what a graph captured of it."""
+
+    PEER = 100.0  # what the first kernel of a graph waits for a rank that launches its own later
+
+    def __init__(self, monkeypatch) -> None:
+        self.now, self.wait, self.tape = 0.0, 0.0, None
+        tape = self
+
+        class Event:
+            def __init__(self, enable_timing: bool, external: bool = False) -> None:
+                assert enable_timing
+                self.external, self.at = external, None
+
+            def record(self) -> None:
+                assert self.external or tape.tape is None, "an event that a capture takes for a dependency has no time"
+                tape.run(lambda: setattr(self, "at", tape.now))
+
+            def elapsed_time(self, end) -> float:
+                return (end.at - self.at) / 1e3
+
+        @contextmanager
+        def capture(graph):
+            self.tape = graph.works = []
+            yield
+            self.tape = None
+
+        def replay(graph) -> None:
+            self.wait = self.PEER
+            for work in graph.works:
+                work()
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "graph", capture)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", type("Graph", (), {"replay": replay}))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def run(self, work) -> None:
+        work() if self.tape is None else self.tape.append(work)
+
+    def kernel(self, us: float) -> None:
+        def work() -> None:
+            self.now, self.wait = self.now + self.wait + us, 0.0
+
+        self.run(work)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_first_of_two_steps_between_events_of_the_gpu(monkeypatch, graph) -> None:
+    tape = Tape(monkeypatch)
+    world = SimpleNamespace(device=torch.device("cuda"), size=1, barrier=lambda: None)
+
+    def first() -> str:
+        tape.kernel(3.0)
+        return "sent"
+
+    def rest(found: str) -> None:
+        assert found == "sent"
+        tape.kernel(10.0)
+
+    settings = {"graph": graph, "rounds": 4, "repeats": 5}
+    assert first_samples(world, first, rest, **settings) == pytest.approx([3.0] * 4)
+    whole = 13.0 + (tape.PEER / 5 if graph else 0)
+    assert samples(world, lambda: rest(first()), **settings) == pytest.approx([whole] * 4)
+
+
+@pytest.mark.parametrize("H", [2048, 2880])
+def test_the_bare_deepep_does_in_each_call_what_its_user_has_to(monkeypatch, H) -> None:
+    """Its tokens and ids are read anew; where the library lacks their width, padded and trimmed, else sent as is."""
+    T, K, E = deepep_stand_in.CAPACITY, 3, 8
+    deepep_stand_in.install(monkeypatch)
+    monkeypatch.setitem(sys.modules, "deep_ep", deepep.load_library())
+    monkeypatch.setattr(peers, "_require", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    if H in DISPATCHERS["deepep"].hidden_sizes:
+        monkeypatch.setattr(torch.nn.functional, "pad", None)
+    world = SimpleNamespace(group=deepep_stand_in.Group(deepep_stand_in.Fabric(1), 0), size=1)
+    hidden = torch.randn(T, H).to(torch.bfloat16)
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to(torch.int32)
+    topk = TopK(ids, torch.rand(T, K))
+    with PEERS["deepep by hand"].make(world, MoEConfig(E, K, H, 32), hidden, topk) as call:
+        for _ in range(2):
+            out = call()
+            expected = transport.weighted_sums(Batch(hidden, topk), torch.ones(E), None)
+            assert out.shape == (T, H)
+            assert out.is_contiguous()
+            assert torch.allclose(out.double(), expected, rtol=1e-2, atol=1e-2)
+            hidden.neg_()
+            ids.copy_(ids.roll(1, 0))
 
 
 def test_a_refusal_becomes_one_note() -> None:
@@ -90,7 +230,6 @@ def test_bench_layer_on_cpu(tmp_path, capsys) -> None:
 def test_layer_and_hand_written_steps_compute_the_same() -> None:
     """The peer of the measurement does the layer's work: equal outputs, calls numbered in common."""
     from eprt.bench.layer import LayerCase, _by_hand, _make_layer
-    from eprt.world import World
 
     with World.from_env(device="cpu") as world:
         torch.manual_seed(0)
@@ -110,6 +249,9 @@ def test_bench_dispatch_on_cpu(tmp_path, capsys) -> None:
     assert {row["transport"] for row in report["rows"]} == {"none", "torch", "collectives by hand"}
     assert {row["routing"] for row in report["rows"]} == {"uniform", "hot_expert"}
     assert all(row["error"] <= 1e-2 for row in report["rows"])
+    for row in report["rows"]:
+        assert row["dispatch_us"] is None if row["transport"] in PEERS else row["dispatch_us"] > 0
+        assert 0 < row["dispatch_floor_us"] < row["floor_us"]
     assert report["limits"]["push_gb_per_s"] > 0
     assert "<svg" in picture.read_text()
 
@@ -120,7 +262,11 @@ def test_wrong_sums_fail_the_bench(monkeypatch, capsys) -> None:
     monkeypatch.setattr(dispatch, "CHECK_TOLERANCE", -1.0)
     words = ["bench", "dispatch", "--device", "cpu", "--tokens", "2", "--shapes", "h2880k4", "--routings", "uniform"]
     assert main([*words, "--world", "2"]) == 1
-    assert "returned wrong sums" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "returned wrong sums" in out
+    together, alone = (table.splitlines()[1].split() for table in out.split("\nDispatch ")[1:3])
+    assert together[:7] == ["tokens", "remote", "MB", "floor", "none", "torch", "collectives"]
+    assert alone == ["tokens", "floor", "none", "torch"]
     assert main([*words, "--world", "1"]) == 2
     assert "nothing would travel" in capsys.readouterr().err
     assert main([*words, "--transports", "torch", "carrier pigeon"]) == 2
