@@ -2,8 +2,10 @@
 
 A case is one rank's share of a layer under expert parallelism, fed as the all-gather dispatcher feeds it: all N rows
 of the world, of whose N * K slots an even routing leaves N * K * L / E to this rank. Times are of CUDA-graph replays,
-permute and un-permute included. Two floors: bytes of the experts that got a row over the copy bandwidth measured in
-the same run, and operations over the bf16 rate of a large matrix product measured in the same run.
+permute and un-permute included. Beside them stand the same job with the bare library (`eprt.bench.expert_peers`), and
+the library's kernels alone on inputs prepared for them beforehand, which no user gets for nothing. Two floors: bytes of
+the experts that got a row over the copy bandwidth measured in the same run, and operations over the bf16 rate of a
+large matrix product measured in the same run.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 
+from eprt.bench.expert_peers import by_hand, check_peer
 from eprt.bench.report import Report
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig, WeightFormat
 from eprt.errors import ConfigError
@@ -56,7 +59,8 @@ class ExpertRow:
 
     Attributes:
         tokens: N, rows fed in.  local_rows: slots of local experts.
-        us: the executor's call in a graph.  library_us: the kernels of the library alone in a graph, or None.
+        us: the executor's call in a graph.  by_hand_us: the same job with the bare library in a graph, or None.
+        library_us: the kernels of the library alone in a graph, or None.
         host_us: time the host needs to issue one eager call.
         weights_us, flops_us: the two floors.  ratio: us over the larger, None without local rows.
         prepare_s, warmup_s: seconds to build the layout and to warm up (compile, tune or read the cache).
@@ -69,6 +73,7 @@ class ExpertRow:
     tokens: int
     local_rows: int
     us: float
+    by_hand_us: float | None
     library_us: float | None
     host_us: float
     weights_us: float
@@ -247,9 +252,9 @@ def _bench_one(
         weights_us = layer_bytes * local.unique().numel() / shard.num_local_experts / ceilings.copy_bytes * 1e6
         flops = 2 * local.numel() * (config.gate_up_rows + config.intermediate_size) * config.hidden_size
         flops_us = flops / ceilings.bf16_flops * 1e6
-        us, library_us, host_us = _times(executor, flat)
+        us, by_hand_us, library_us, host_us = _times(executor, flat)
         ratio = us / max(weights_us, flops_us) if local.numel() else None
-        measured = (us, library_us, host_us, weights_us, flops_us, ratio, prepare_s, warmup_s, peak)
+        measured = (us, by_hand_us, library_us, host_us, weights_us, flops_us, ratio, prepare_s, warmup_s, peak)
         rows.append(ExpertRow(case.executor, case.shape, config.weight_format, count, local.numel(), *measured))
     return rows
 
@@ -261,16 +266,21 @@ def _flat_tokens(config: MoEConfig, count: int, device: torch.device) -> FlatTok
     return FlatTokens(Payload.plain(hidden), ids, weights, config.num_experts, every_row_read=True)
 
 
-def _times(executor: Executor, flat: FlatTokens) -> tuple[float, float | None, float]:
-    """(graph, library in a graph, host) microseconds a call; the first two measured in turn, twice."""
+def _times(executor: Executor, flat: FlatTokens) -> tuple[float, float | None, float | None, float]:
+    """(graph, by hand in a graph, library in a graph, host) microseconds a call; the first three measured in turn,
+    twice. Raises EprtError if what is done by hand computes something else."""
     out = torch.empty_like(flat.hidden.data)
-    library = getattr(executor, "library_call", None)
-    bare = None if library is None else library(flat)
-    us, library_us = float("inf"), None if bare is None else float("inf")
+    run: dict[str, Callable[[], object]] = {"eprt": partial(executor, flat, out)}
+    peer, library = by_hand(executor, flat), getattr(executor, "library_call", None)
+    if peer is not None:
+        check_peer(peer(), executor(flat, out))
+        run["by hand"] = peer
+    if library is not None:
+        run["library"] = library(flat)
+    us = dict.fromkeys(run, float("inf"))
     for _ in range(2):
-        us = min(us, device_microseconds(lambda: executor(flat, out)))
-        if bare is not None and library_us is not None:
-            library_us = min(library_us, device_microseconds(bare))
+        for name, call in run.items():
+            us[name] = min(us[name], device_microseconds(call))
     calls = 20
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -278,4 +288,4 @@ def _times(executor: Executor, flat: FlatTokens) -> tuple[float, float | None, f
         executor(flat, out)
     host_us = (time.perf_counter() - start) / calls * 1e6
     torch.cuda.synchronize()
-    return us, library_us, host_us
+    return us["eprt"], us.get("by hand"), us.get("library"), host_us

@@ -132,7 +132,7 @@ class BenchDispatch:
 
 @dataclass(frozen=True)
 class BenchExperts:
-    """The executors that work on this GPU, beside the bare library calls and the memory and compute floors."""
+    """The executors that work on this GPU, beside their libraries by hand and bare, memory and compute floors."""
 
     tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 2048, 8192)
     """Tokens of all ranks."""

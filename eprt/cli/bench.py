@@ -117,14 +117,14 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
     for shape, some in groups.items():
         terminal.table(
             f"{shape}: microseconds of one call in a CUDA graph, permute and un-permute included",
-            ["executor", "weights", "tokens in", "eprt", "bare library", "floor", "eprt/floor", "host time"],
+            ["executor", "weights", "tokens in", "eprt", "by hand", "bare library", "floor", "eprt/floor", "host time"],
             [
                 [
                     row["executor"],
                     row["weight_format"],
                     row["tokens"],
                     row["us"],
-                    row["library_us"] if row["library_us"] is not None else "-",
+                    *("-" if row[name] is None else row[name] for name in ("by_hand_us", "library_us")),
                     max(row["weights_us"], row["flops_us"]),
                     row["ratio"],
                     row["host_us"],

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from eprt.bench.expert_peers import by_hand
 from eprt.cache import TuningCacheWarning
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.experts import humming_gemm, make_executor
@@ -305,18 +306,22 @@ def test_gate_scale_used_for_up_would_be_seen(weight_format):
 
 
 @pytest.mark.parametrize("executor", ["humming", "cutlass_mxfp4"])
-def test_graph_replays_with_other_counts(executor):
-    """Captured once; replayed with other routing, one expert alone, and no token at all."""
+@pytest.mark.parametrize("bare", [False, True], ids=["eprt", "by_hand"])
+def test_graph_replays_with_other_counts(executor, bare):
+    """Captured once; replayed with other routing, one expert alone, and no token at all. So is the bench's peer."""
     config = layer("mxfp4", 2880, 192)
     weights, shard = all_experts(config), ExpertPlacement(8, ParallelConfig(2)).shard(1)
     runner = build(executor, config, weights, shard)
     static = make_tokens(config, 64)
     out = torch.empty(64, 2880, dtype=torch.bfloat16, device=CUDA)
-    runner(static, out)
+    peer = by_hand(runner, static)
+    assert peer is not None
+    call = (lambda: out.copy_(peer())) if bare else (lambda: runner(static, out))
+    call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        runner(static, out)
+        call()
     for seed in range(5):
         fresh = make_tokens(config, 64, seed=seed)
         if seed == 3:

@@ -126,9 +126,17 @@ class Launches:
             c[rows] = (y if bias is None else y + bias[e, :columns].float()).to(c.dtype)
 
     def rows(self, table, rows, out, group_scales, token_scales, expert_tokens, scatter_idx, num_valid) -> None:
-        assert group_scales is token_scales is scatter_idx is None
+        assert group_scales is token_scales is None
         kernel = KERNELS[_row(table, rows.shape[0])]
         out.fill_(float("nan"))
+        if scatter_idx is not None:
+            assert kernel.layout.value == "scatter"
+            assert scatter_idx.shape == (rows.shape[0], kernel.scatter_width)
+            assert out.shape[0] >= scatter_idx.numel()
+            assert expert_tokens is num_valid is None
+            source, slot = ((scatter_idx >= 0) & (scatter_idx < scatter_idx.numel())).nonzero(as_tuple=True)
+            out[scatter_idx[source, slot].long()] = rows[source]
+            return
         if expert_tokens is not None:
             assert kernel.layout.value == "grouped_mask"
             groups = _groups("grouped_masked", expert_tokens, rows.shape[0])

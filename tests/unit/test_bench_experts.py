@@ -1,11 +1,16 @@
-"""The expert bench without a GPU: its cases are real layers, its random weights pass the layer's own checks."""
+"""The expert bench without a GPU: its cases are real layers, its random weights pass the layer's own checks, what is
+done by hand computes what the executors do."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import expert_cases as cases
 import pytest
 import torch
 
 from eprt.bench import experts as bench
+from eprt.bench.expert_peers import TorchOrder, by_hand, check_peer
 from eprt.bench.experts import (
     SHAPES,
     Ceilings,
@@ -15,10 +20,13 @@ from eprt.bench.experts import (
     random_experts,
     random_matrix,
 )
+from eprt.bench.report import Report
+from eprt.cli import main
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
-from eprt.errors import ConfigError
+from eprt.errors import ConfigError, EprtError
 from eprt.experts import EXECUTORS
-from eprt.experts.reference import decode_matrix
+from eprt.experts.permute import group_slots
+from eprt.experts.reference import ReferenceExecutor, decode_matrix
 from eprt.experts.timing import sample_ids
 from eprt.placement import ExpertPlacement
 from eprt.support import Device
@@ -77,7 +85,7 @@ def test_the_cases_of_each_generation():
 
 
 def test_the_report_says_what_was_left_out(monkeypatch):
-    row = ExpertRow("humming", "gpt-oss-120b", "mxfp4", 1, 1, 7.5, None, 128.0, 1.0, 0.0, 7.5, 2.9, 57.1, 0.0221)
+    row = ExpertRow("humming", "gpt-oss-120b", "mxfp4", 1, 1, 7.5, None, None, 128.0, 1.0, 0.0, 7.5, 2.9, 57.1, 0.0221)
     monkeypatch.setattr(bench, "_cuda", lambda device: CPU)
     monkeypatch.setattr(bench.Ceilings, "measure", lambda device: Ceilings(4.25678e12, 8e14))
     monkeypatch.setattr(bench, "_bench_one", lambda case, *rest: [row] if case.executor == "torch_grouped" else [])
@@ -88,6 +96,20 @@ def test_the_report_says_what_was_left_out(monkeypatch):
     assert report.limits == {"copy_gb_per_s": 4256.8, "bf16_tflop_per_s": 800.0}
     assert "humming on gpt-oss-120b: runs on cuda, not on cpu" in report.notes
     assert len(report.notes) == len(EXECUTORS) - 2
+
+
+def test_the_table_has_a_dash_where_there_is_no_peer(monkeypatch, capsys):
+    rest = (128.0, 1.0, 0.0, 7.5, 2.9, 57.1, 0.0221)
+    rows = [
+        ExpertRow("humming", "gpt-oss-120b", "mxfp4", 1, 1, 7.5, 8.25, 7.125, *rest).as_dict(),
+        ExpertRow("torch_grouped", "gpt-oss-120b", "bf16", 1, 1, 9.5, None, None, *rest).as_dict(),
+    ]
+    monkeypatch.setattr(bench, "experts_report", lambda *_, **__: Report("experts", rows))
+    assert main(["bench", "experts"]) == 0
+    words = [line.replace("|", " ").split() for line in capsys.readouterr().out.splitlines()]
+    [humming], [grouped] = ([line for line in words if name in line] for name in ("humming", "torch_grouped"))
+    assert humming[3:6] == ["7.5", "8.25", "7.125"]
+    assert grouped[3:6] == ["9.5", "-", "-"]
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
@@ -107,7 +129,114 @@ def test_sampled_routing_is_distinct_even_and_repeatable():
 
 
 def test_a_row_is_plain_data():
-    row = ExpertRow("humming", "gpt-oss-120b", "mxfp4", 1, 0, 7.5, None, 128.0, 0.0, 0.0, None, 2.9, 57.1, 0.0221)
+    row = ExpertRow("humming", "gpt-oss-120b", "mxfp4", 1, 0, 7.5, None, None, 128.0, 0.0, 0.0, None, 2.9, 57.1, 0.0221)
     assert row.as_dict()["prepare_peak"] == 0.022
     assert row.as_dict()["ratio"] is None
     assert Ceilings(4.3e12, 8e14).copy_bytes == 4.3e12
+
+
+# ---- by hand ----------------------------------------------------------------------------------------------------
+
+
+def peer_case(rank, num_rows=40):
+    """(the reference on a rank's two of eight experts, tokens). Ids of nobody and of other ranks; NaN weights."""
+    config = cases.make_config(num_experts=8, top_k=3, bias=True)
+    shard = cases.shard_of(config, rank, 4)
+    flat = replace(cases.make_flat(config, num_rows), every_row_read=True)
+    weights = cases.cut(cases.make_weights(config), config, shard)
+    return ReferenceExecutor(config, shard, weights, CPU, cases.RUNTIME), flat
+
+
+def by_torch(reference, flat, dtype):
+    """The experts by `TorchOrder`, in front of the reference's own matrices; rows nobody computes hold NaN."""
+    order = TorchOrder(tuple(flat.ids.shape), reference.shard, CPU)
+    offsets, place, foreign = order.sort(flat.ids)
+    (N, K), hidden = flat.ids.shape, flat.hidden.data
+    rows, results = (torch.full((N * K + extra, hidden.shape[1]), cases.NAN) for extra in (0, 1))
+    inside = place < N * K
+    rows[place[inside]] = hidden.repeat_interleave(K, 0)[inside]
+    for e in range(reference.shard.num_local_experts):
+        mine = slice(int(offsets[e]), int(offsets[e + 1]))
+        results[mine] = reference._expert(e, rows[mine])
+    return order.sum_back(results.to(dtype), place, foreign, flat.weights)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_slots_sorted_by_torch_are_the_executors(rank):
+    reference, flat = peer_case(rank)
+    shard, slots = reference.shard, flat.ids.numel()
+    offsets, place, foreign = TorchOrder(tuple(flat.ids.shape), shard, CPU).sort(flat.ids)
+    expected = group_slots(flat.ids, shard.first_expert, shard.num_local_experts)
+    assert offsets.dtype == torch.int64  # as humming's grouped GEMMs take them
+    assert torch.equal(offsets, expected.offsets)
+    assert torch.equal(torch.where(foreign, -1, place).int(), expected.place.flatten())
+    assert 0 < int(foreign.sum()) < slots
+    assert (place[foreign] == slots).all()
+
+
+def bag_of_cuda(place, results, bags, *, mode, per_sample_weights, padding_idx):
+    """torch's CUDA kernel: a row left out is read, replaced by zero and multiplied by its weight like any other."""
+    assert (mode, per_sample_weights.dtype) == ("sum", results.dtype)
+    values = torch.where((place == padding_idx)[:, None], 0, results[place]).float()
+    weighted = values * per_sample_weights[:, None].float()
+    return weighted.view(len(bags), -1, results.shape[1]).sum(1).to(results.dtype)
+
+
+@pytest.mark.parametrize("bag", [torch.nn.functional.embedding_bag, bag_of_cuda], ids=["cpu", "cuda"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("rank", range(4))
+def test_sorting_and_summing_by_torch_give_the_layer(monkeypatch, rank, dtype, bound, bag):
+    monkeypatch.setattr(torch.nn.functional, "embedding_bag", bag)
+    reference, flat = peer_case(rank)
+    weights = flat.weights.clone()
+    found, expected = by_torch(reference, flat, dtype), reference(flat)
+    assert found.dtype == dtype
+    assert cases.relative_error(found, expected) < bound
+    assert not found[::5].any()
+    check_peer(found, expected)
+    assert torch.equal(flat.weights.nan_to_num(), weights.nan_to_num()), "the caller's weights were written to"
+    nobody = replace(flat, ids=torch.full_like(flat.ids, 8))
+    assert not by_torch(reference, nobody, dtype).any()
+
+
+def test_what_computes_something_else_is_no_peer():
+    reference, flat = peer_case(1)
+    expected = reference(flat)
+    shuffled = replace(flat, weights=flat.weights.flip(0))
+    for other in (by_torch(reference, shuffled, torch.float32), expected * 1.02, expected + cases.NAN):
+        with pytest.raises(EprtError, match="differs from the executor"):
+            check_peer(other, expected)
+    check_peer(torch.zeros(3, 4), torch.zeros(3, 4))
+    with pytest.raises(EprtError, match="differs from the executor"):
+        check_peer(torch.ones(3, 4), torch.zeros(3, 4))
+    assert by_hand(reference, flat) is None
+
+
+def test_the_host_reads_nothing_of_what_torch_sorts():
+    """A graph's capture would end: on `meta` there are no values to read."""
+    config = cases.make_config(num_experts=8, top_k=3)
+    meta = torch.device("meta")
+    order = TorchOrder((5, 3), cases.shard_of(config, 1, 4), meta)
+    offsets, place, foreign = order.sort(torch.empty(5, 3, dtype=torch.int32, device=meta))
+    assert (offsets.shape, place.shape, foreign.shape) == ((3,), (15,), (15,))
+    results = torch.empty(16, 96, dtype=torch.bfloat16, device=meta)
+    assert order.sum_back(results, place, foreign, torch.empty(5, 3, device=meta)).shape == (5, 96)
+
+
+def test_all_three_are_timed_in_turn(monkeypatch):
+    """Twice, and the smaller counts; an executor without a library has its own time alone."""
+    reference, flat = peer_case(0)
+    times = iter([5.0, 7.0, 3.0, 4.0, 8.0, 2.0, 6.0, 1.0])
+    monkeypatch.setattr(bench, "device_microseconds", lambda call: (call(), next(times))[1])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    called = []
+    monkeypatch.setattr(bench, "by_hand", lambda executor, tokens: lambda: (called.append("hand"), reference(flat))[1])
+    reference.library_call = lambda tokens: lambda: called.append("bare")
+    assert bench._times(reference, flat)[:3] == (4.0, 7.0, 2.0)
+    assert called == ["hand", "hand", "bare", "hand", "bare"]
+    del reference.library_call
+    monkeypatch.setattr(bench, "by_hand", by_hand)
+    assert bench._times(reference, flat)[:3] == (1.0, None, None)
+    monkeypatch.setattr(bench, "by_hand", lambda executor, tokens: lambda: 2 * reference(flat))
+    with pytest.raises(EprtError, match="differs from the executor"):
+        bench._times(reference, flat)

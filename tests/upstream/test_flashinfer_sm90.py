@@ -15,6 +15,7 @@ import expert_cases as cases
 import pytest
 import torch
 
+from eprt.bench.expert_peers import by_hand, check_peer
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.experts import cutlass_mxfp4, executor_spec, make_executor
@@ -146,6 +147,28 @@ def test_executor_in_front_of_the_stand_in(kernel, config, dtype):
     assert len(kernel.calls) == 1
     aligned = config.hidden_size % 128 == 0 and dtype == torch.bfloat16
     assert (kernel.calls[0]["output"].data_ptr() == out.data_ptr()) == aligned
+
+
+@pytest.mark.parametrize("H", [96, 128])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_by_hand_is_the_same_job_around_the_same_call(kernel, rank, H):
+    """Padded and cut where the kernel's tiles ask for it; ids of other ranks and of nobody."""
+    config = mxfp4_layer(hidden_size=H)
+    shard = cases.shard_of(config, rank, 4)
+    local = share(cases.make_weights(config), config, shard)
+    flat = replace(cases.make_flat(config, 40, dtype=torch.bfloat16), every_row_read=True)
+    runner = make_executor("cutlass_mxfp4", config, shard, local, cases.CPU, cases.RUNTIME)
+    runner._tactics = [(64, (3, 5))]
+    expected, found = runner(flat), by_hand(runner, flat)()
+    ours, theirs = kernel.calls
+    assert {"profile_ids": [3, 5]}.items() <= ours.items()
+    assert (found.dtype, found.shape, found.is_contiguous()) == (torch.bfloat16, (40, H), True)
+    check_peer(found, expected)
+    for name, value in ours.items():
+        if not torch.is_tensor(value):
+            assert value is theirs[name] or value == theirs[name], name
+        elif name not in ("output", "workspace_buffer"):
+            assert torch.equal(value.nan_to_num(), theirs[name].nan_to_num()), name
 
 
 @pytest.mark.parametrize("moe_tp_size", [1, 2])

@@ -16,6 +16,7 @@ import pytest
 import torch
 from humming_h200 import Launches, described_h200
 
+from eprt.bench.expert_peers import by_hand, check_peer
 from eprt.bench.experts import SHAPES
 from eprt.config import RuntimeConfig
 from eprt.experts import executor_spec, make_executor
@@ -269,6 +270,33 @@ def test_shares_add_up(launches, ep_size):
         total += runner(flat)
     expected = ReferenceExecutor(config, cases.shard_of(config), weights, cases.CPU, cases.RUNTIME)(flat)
     assert cases.relative_error(total, expected) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_by_hand_is_the_same_job_around_the_same_launches(launches, rank, dtype):
+    """Ids of other ranks and of nobody, weights and rows of NaN; what is left unwritten holds NaN too."""
+    config = cases.make_config("mxfp4", num_experts=8, top_k=3, activation=cases.GPT_OSS, bias=True)
+    shard = cases.shard_of(config, rank, 4)
+    weights = cases.cut(cases.make_weights(config), config, shard)
+    flat = replace(cases.make_flat(config, 40, dtype=dtype), every_row_read=True)
+    runner = make_executor("humming", config, shard, weights, cases.CPU, cases.RUNTIME)
+    expected = runner(flat)
+    ours, launches.gemms = launches.gemms, []
+    peer = by_hand(runner, flat)
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty gives with NaN
+    try:
+        found = peer()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert launches.gemms == ours
+    assert (found.dtype, found.shape) == (torch.bfloat16, expected.shape)
+    check_peer(found, expected)
+    assert not found[::5].any()
+    flat.ids.copy_(flat.ids.flip(0))  # a graph is replayed on other ids
+    flat.weights.copy_(flat.weights.flip(0))
+    flat.hidden.data.copy_(flat.hidden.data.flip(0))
+    check_peer(peer(), expected.flip(0))
 
 
 def test_down_bias_is_added_once(launches):
