@@ -24,11 +24,12 @@ class Tuning(NamedTuple):
     combine_ctas: int
 
 
-# From benchmarks/tune_symm.py on 4 H200; benchmarks/results/symm_tuning_h200_x4.json. Combine's CTAs wait for peers, so
-# they leave room on the GPU for another call's kernels: two calls on two streams must not starve each other.
+# From benchmarks/tune_symm.py on 4 and on 2 H200: benchmarks/results/symm_tuning_h200_x4.json, ..._x2.json. Combine's
+# CTAs wait for peers, so they leave room on the GPU for another call's kernels: two calls on two streams must not
+# starve each other.
 TUNING = (
     Tuning(64, 4096, 4, 1056, 2048, 4, 528),
-    Tuning(1 << R_BITS, 16384, 4, 1056, 8192, 16, 132),
+    Tuning(1 << R_BITS, 16384, 4, 1056, 4096, 4, 528),
 )
 
 
