@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from eprt.config import MoEConfig
 from eprt.dispatch import DISPATCHERS
+from eprt.dispatch.deepep import least_capacity
 from eprt.errors import UnsupportedError
 from eprt.tokens import TopK
 from eprt.world import World
@@ -80,7 +81,8 @@ def _deepep(world: World, config: MoEConfig, hidden: torch.Tensor, topk: TopK) -
     E, (T, H), width = config.num_experts, hidden.shape, spec.padded_hidden(config.hidden_size)
     if spec.max_tokens is not None and spec.max_tokens < T:
         raise UnsupportedError(f"at most {spec.max_tokens} tokens a rank")
-    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(T, width, world.size, E)
+    most = least_capacity(world.size, T)
+    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(most, width, world.size, E)
     buffer: Any = deep_ep.Buffer(
         world.group,
         0,
@@ -94,7 +96,7 @@ def _deepep(world: World, config: MoEConfig, hidden: torch.Tensor, topk: TopK) -
     def call() -> object:
         x = hidden if width == H else torch.nn.functional.pad(hidden, (0, width - H))
         ids = topk.ids.to(deep_ep.topk_idx_t)
-        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, T, E, use_fp8=False)
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, most, E, use_fp8=False)
         summed = buffer.low_latency_combine(rows, ids, topk.weights, handle)[0]
         return summed if width == H else summed[:, :H].contiguous()
 

@@ -6,6 +6,7 @@ transport: capacity is at most 1024 tokens a rank, and the buffer grows with exp
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from eprt.dispatch.handle import Handle
 from eprt.dispatch.rank_mask import RankMask
 from eprt.dispatch.shared_memory import Slots, require_allocatable
 from eprt.errors import ConfigError, InputError, RankLost
+from eprt.rounding import round_up
 from eprt.support import Device
 from eprt.tokens import ExpertMajorTokens, Payload, TopK
 
@@ -38,7 +40,7 @@ class Geometry:
 
     Attributes:
         num_ranks, num_experts: W and E.
-        tokens_per_rank: the capacity.
+        tokens_per_rank: the capacity, see `least_capacity`.
         hidden_size: an instantiated one.
     """
 
@@ -63,6 +65,11 @@ class Geometry:
         """What `Buffer.get_low_latency_rdma_size_hint` asks for: one more flag an expert, and a multiple of 128."""
         flags = -(-4 * self.num_experts // 128) * 128
         return (2 * flags + self.tokens_per_rank * self.bytes_per_token + 128) // 128 * 128
+
+
+def least_capacity(num_ranks: int, tokens: int) -> int:
+    """The smallest capacity for so many tokens a rank: W of it must be a multiple of 4 (csrc/deep_ep.cpp, for TMA)."""
+    return round_up(tokens, 4 // math.gcd(4, num_ranks))
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ class _Call:
 
 
 class DeepEPDispatcher(Dispatcher):
-    """Emits slabs of W * capacity rows for each local expert.
+    """Emits slabs of W * capacity rows for each local expert, the capacity rounded up to what the library takes.
 
     Other hidden sizes travel padded to the next instantiated one, and their valid rows are copied out of the padded
     slabs and into them. Tokens must be bf16; with the `fp8_block` payload the library quantises them
@@ -162,19 +169,22 @@ class DeepEPDispatcher(Dispatcher):
             raise ConfigError(f"deepep: {verdict.reason}")
         if world.group is None:
             raise ConfigError("deepep: a world of one has no process group and nothing to send; use 'none'")
-        require_qp_depth(runtime.max_tokens_per_rank)
         self._geometry = Geometry(
             num_ranks=world.size,
             num_experts=config.num_experts,
-            tokens_per_rank=runtime.max_tokens_per_rank,
+            tokens_per_rank=least_capacity(world.size, runtime.max_tokens_per_rank),
             hidden_size=self.spec.padded_hidden(config.hidden_size),
         )
+        require_qp_depth(self._geometry.tokens_per_rank)
         self._key = ("deepep", self._geometry, runtime.rank_mask)
         self._memory: LowLatencyBuffer | None = None
         super().__init__(world, config, runtime, token_format, layer)
 
     def bytes_per_token(self) -> int:
         return self._geometry.bytes_per_token
+
+    def max_rows(self) -> int:
+        return self._slab_shape()[1]
 
     def warmup(self) -> None:
         """Allocate the buffer, compile, and exchange a token that asks for no expert."""
@@ -333,17 +343,17 @@ def _copy_rows(copies: list[tuple[torch.Tensor, torch.Tensor]], counts: torch.Te
         deepep_pack.copy_valid_rows(source, target, counts)
 
 
-def require_qp_depth(max_tokens_per_rank: int) -> None:
+def require_qp_depth(capacity: int) -> None:
     """Make NVSHMEM's queues deep enough, before the first buffer of the process starts it.
 
     Raises:
-        ConfigError: the environment sets no number, or less than 2 * (max_tokens_per_rank + 1).
+        ConfigError: the environment sets no number, or less than 2 * (capacity + 1).
     """
     depth = os.environ.setdefault(QP_DEPTH_VARIABLE, str(2 * (MAX_TOKENS + 1)))
-    needed = 2 * (max_tokens_per_rank + 1)
+    needed = 2 * (capacity + 1)
     if not depth.isdigit() or int(depth) < needed:
         raise ConfigError(
-            f"deepep: {QP_DEPTH_VARIABLE} is {depth}, max_tokens_per_rank {max_tokens_per_rank} needs {needed}: "
+            f"deepep: {QP_DEPTH_VARIABLE} is {depth}, max_tokens_per_rank {capacity} needs {needed}: "
             "raise it, or leave it unset, before the process makes its first buffer"
         )
 

@@ -270,6 +270,9 @@ def test_graph_replays_with_new_data():
         ranks.check_combined(0, static, outs, R)
 
 
+LIMIT_S = 2.0  # of a wait; other tests may share the GPU
+
+
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_a_missing_rank_is_named_in_bounded_time(phase):
     ranks = Ranks(W=3, E=6, K=2, H=128, capacity=4)
@@ -277,16 +280,16 @@ def test_a_missing_rank_is_named_in_bounded_time(phase):
     ranks.step(0, batches, R=4)
     present = [0, 2]
     started = time.monotonic()
-    ranks.dispatch(0, batches, 4, ranks=present if phase == "dispatch" else None, timeout_s=0.5)
-    ranks.combine(0, batches, 4, ranks=present, timeout_s=0.5)
+    ranks.dispatch(0, batches, 4, ranks=present if phase == "dispatch" else None, timeout_s=LIMIT_S)
+    ranks.combine(0, batches, 4, ranks=present, timeout_s=LIMIT_S)
     ranks.synchronize()
     assert all(ranks.memories[r].faulty for r in present)
-    ranks.dispatch(1, batches, 4, ranks=present, timeout_s=0.5)  # not waited for again
+    ranks.dispatch(1, batches, 4, ranks=present, timeout_s=LIMIT_S)  # not waited for again
     ranks.synchronize()
-    assert INTERPRETED or 0.4 < time.monotonic() - started < 1.5
+    assert INTERPRETED or 0.9 * LIMIT_S < time.monotonic() - started < 1.9 * LIMIT_S
     for r in present:
         with pytest.raises(RankLost, match="rank 1 silent") as caught:
-            ranks.memories[r].raise_faults(0.5)
+            ranks.memories[r].raise_faults(LIMIT_S)
         assert caught.value.rank == 1
     assert not ranks.memories[1].faulty
 

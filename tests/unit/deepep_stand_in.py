@@ -97,7 +97,8 @@ class FakeBuffer:
         assert x.dtype == torch.bfloat16
         assert x.is_contiguous()
         assert x.shape[1] in DISPATCHERS["deepep"].hidden_sizes
-        assert x.shape[0] <= max_tokens == CAPACITY
+        assert x.shape[0] <= max_tokens
+        assert self.fabric.size * max_tokens % 4 == 0, "TMA requires the number of tokens to be multiple of 4"
         assert topk_idx.dtype == torch.int64
         assert topk_idx.is_contiguous()
         assert bool(((topk_idx >= -1) & (topk_idx < num_experts)).all())
@@ -127,14 +128,14 @@ class FakeBuffer:
         if not return_recv_hook:
             receive()
         hook = receive if return_recv_hook else None
-        return (data, scale) if use_fp8 else slabs, counts, (call, places, arrived), None, hook
+        return (data, scale) if use_fp8 else slabs, counts, (call, places, arrived, rows), None, hook
 
     def low_latency_combine(self, x, topk_idx, topk_weights, handle):
-        call, places, arrived = handle
+        call, places, arrived, slab = handle
         assert arrived == [True], "combine needs the rows' places, which the receive kernel writes"
         assert x.is_contiguous()
         assert x.dtype == torch.bfloat16
-        assert x.shape[:2] == (self.num_local_experts, CAPACITY * self.fabric.size)
+        assert x.shape[:2] == (self.num_local_experts, slab)
         assert topk_weights.dtype == torch.float32
         self.combined.append(x)
         rows = {(source, token, expert): x[expert, row] for source, token, expert, row in places}

@@ -8,10 +8,11 @@ from deepep_stand_in import CAPACITY, Fabric, Group, install
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
-from eprt.conformance.cases import CASES, make_batch
+from eprt.conformance.cases import CASES, Batch, make_batch
 from eprt.dispatch import deepep
-from eprt.dispatch.deepep import DeepEPDispatcher, Geometry, require_qp_depth
-from eprt.errors import ConfigError, InputError, UsageError
+from eprt.dispatch.deepep import DeepEPDispatcher, Geometry, least_capacity, require_qp_depth
+from eprt.errors import CapacityError, ConfigError, InputError, UsageError
+from eprt.tokens import TopK
 from eprt.world import World
 
 E = 8
@@ -60,6 +61,23 @@ def test_every_case_arrives_and_returns(world, hidden_size, wait):
     dispatcher = make(world, hidden_size)
     for case in CASES[:: 3 if hidden_size > 128 else 1]:
         assert exchange(dispatcher, case, wait=wait) == []
+
+
+@pytest.mark.parametrize("hidden_size", [2048, 2880])
+@pytest.mark.parametrize("capacity", [1, 2, 3, 21])
+def test_any_capacity_travels_in_slabs_that_the_library_takes(world, hidden_size, capacity):
+    dispatcher = make(world, hidden_size, max_tokens_per_rank=capacity)
+    world.warmup(dispatcher)
+    batch = make_batch(CASES[0], 0, 0, 1, dispatcher.config, torch.bfloat16)
+    hidden, topk = batch.hidden[:capacity], TopK(batch.topk.ids[:capacity], batch.topk.weights[:capacity])
+    sent = dispatcher.dispatch(hidden, topk)
+    assert sent.tokens.hidden.data.shape[1] == dispatcher.max_rows() == (capacity + 3) // 4 * 4
+    y = transport.scale_experts(sent.tokens, dispatcher.shard, torch.ones(E), torch.bfloat16)
+    out = dispatcher.combine(y, sent.handle)
+    assert torch.equal(out, transport.weighted_sums(Batch(hidden, topk), torch.ones(E), None).bfloat16())
+    over, ids = hidden.new_zeros(capacity + 1, hidden_size), topk.ids.new_zeros(capacity + 1, 3)
+    with pytest.raises(CapacityError, match=str(capacity)):
+        dispatcher.dispatch(over, TopK(ids, ids.float()))
 
 
 def test_what_the_library_lays_out_as_wanted_is_not_copied(world):
@@ -156,6 +174,7 @@ def test_refusals(world):
 
 def test_queue_depth_covers_the_largest_capacity_unless_set(monkeypatch):
     monkeypatch.delenv(deepep.QP_DEPTH_VARIABLE, raising=False)
+    assert [least_capacity(W, 1023) for W in (1, 2, 3, 4, 6, 8)] == [1024, 1024, 1024, 1023, 1024, 1023]
     require_qp_depth(16)
     require_qp_depth(1024)
     monkeypatch.setenv(deepep.QP_DEPTH_VARIABLE, "1024")
