@@ -19,7 +19,7 @@ import torch.distributed as dist
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch.symm_launch import TUNING, Launcher, Tuning
 from eprt.dispatch.symm_memory import R_BITS, Geometry, SymmetricMemory
-from eprt.tokens import Payload, TopK
+from eprt.tokens import TopK
 from eprt.world import World
 
 NUM_EXPERTS = 128
@@ -85,7 +85,7 @@ def tune(world: World, memory: SymmetricMemory, tokens: int) -> dict[str, object
 
     def dispatch(tuning: Tuning) -> None:
         launcher = Launcher(memory, NUM_EXPERTS, L, 1, (tuning,))
-        launcher.dispatch(0, Payload.plain(x), topk, tokens, TIMEOUT_S)
+        launcher.dispatch(0, x, topk, tokens, TIMEOUT_S)
 
     def both(tuning: Tuning) -> None:
         dispatch(tuning)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from eprt.config import CombineFormat, MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
 from eprt.support import Device, Requirement, Support, refuse
+from eprt.weights import NVFP4_BLOCK
 
 FABRIC_BEYOND_HOST = 100  # SM from which NVLink joins the hosts of a rack (GB200 NVL72)
 
@@ -57,6 +58,10 @@ class DispatcherSpec:
             (
                 runtime.payload is not None and runtime.payload not in self.payloads,
                 f"payload {runtime.payload}: carries {', '.join(self.payloads)} only",
+            ),
+            (
+                runtime.payload == "nvfp4" and config.hidden_size % NVFP4_BLOCK != 0,
+                f"payload nvfp4: hidden size must be a multiple of {NVFP4_BLOCK}, the model has {config.hidden_size}",
             ),
             (
                 runtime.token_format is not None and runtime.token_format not in self.formats,

@@ -1,7 +1,8 @@
 """Dispatch and combine over torch symmetric memory: one kernel each, for the GPUs of one NVLink host.
 
-Dispatch pushes rows and routing straight into the memory of the ranks that hold the experts; combine pulls the rows
-that their executors wrote and sums them in float32. `symm_kernels.py` says why that needs no barriers.
+Dispatch packs rows if asked to and pushes them, with their routing, straight into the memory of the ranks that hold the
+experts; combine pulls the rows that their executors wrote and sums them in float32. `symm_kernels.py` says why that
+needs no barriers.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class SymmetricMemoryDispatcher(Dispatcher):
         self._launcher: Launcher | None = None
         self._compiled = False
         super().__init__(world, config, runtime, token_format, layer)
+        if self._geometry.payload == "nvfp4":
+            self.payload_scale = torch.ones(1, dtype=torch.float32, device=world.device)
 
     def bytes_per_token(self) -> int:
         return self._geometry.bytes_per_token
@@ -87,6 +90,10 @@ class SymmetricMemoryDispatcher(Dispatcher):
 
     # ---- the two verbs --------------------------------------------------------------------------------------
 
+    def _encode(self, hidden_states: torch.Tensor) -> Payload:
+        """The kernel packs on the way."""
+        return Payload.plain(hidden_states)
+
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
         self.check_peers()
         launcher = self._require_launcher()
@@ -94,10 +101,10 @@ class SymmetricMemoryDispatcher(Dispatcher):
         R, memory = handle.tokens_per_rank, launcher.memory
         topk = TopK(topk.ids.contiguous(), topk.weights.contiguous())
         slot = memory.slots.acquire()
-        launcher.dispatch(slot, hidden, topk, R, self.world.timeout_s)
+        launcher.dispatch(slot, hidden.data, topk, R, self.world.timeout_s, self.payload_scale)
         handle.state = _Call(slot, topk.ids)
         return FlatTokens(
-            memory.payload(slot, R, hidden.global_scale),
+            memory.payload(slot, R, self.payload_scale),
             *memory.routing(slot, R),
             num_experts=self.config.num_experts,
         )
@@ -186,5 +193,5 @@ class SymmetricMemoryDispatcher(Dispatcher):
         launcher = self._require_launcher()
         hidden = torch.zeros(1, config.hidden_size, dtype=torch.bfloat16, device=device)
         ids = torch.full((1, config.top_k), config.num_experts, dtype=torch.int32, device=device)
-        launcher.dispatch(slot, self._encode(hidden), TopK(ids, ids.float()), R, timeout_s, compile_only)
+        launcher.dispatch(slot, hidden, TopK(ids, ids.float()), R, timeout_s, self.payload_scale, compile_only)
         launcher.combine(slot, hidden, ids, R, timeout_s, compile_only)

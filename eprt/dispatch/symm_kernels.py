@@ -1,4 +1,5 @@
-"""Triton kernels of the symmetric-memory dispatcher: `dispatch_kernel` pushes tokens, `combine_kernel` pulls sums.
+"""Triton kernels of the symmetric-memory dispatcher: `dispatch_kernel` packs and pushes tokens, `combine_kernel` pulls
+sums.
 
 Addresses of peers come in two forms: `peers`, a tuple of W integers (each rank's slot as mapped here), to which a
 region's offset is added; and the *book*, int64 `[len(ENTRIES), MAX_RANKS]`, whose lines hold what one warp handles as
@@ -28,6 +29,8 @@ import triton
 import triton.language as tl
 
 from eprt.dispatch.symm_memory import ENTRIES, MAX_RANKS, R_BITS
+from eprt.quant.payload_kernels import fp8_groups, nvfp4_groups
+from eprt.weights import FP8_BLOCK, NVFP4_BLOCK
 
 # Lines of the address book: the flags that this rank raises at peer p, the flags that peer p raises here, ...
 RAISE_DISPATCH = tl.constexpr(ENTRIES.index("raise_dispatch"))
@@ -45,6 +48,8 @@ _RANKS = tl.constexpr(MAX_RANKS)
 _R_BITS = tl.constexpr(R_BITS)
 _R_MASK = tl.constexpr((1 << R_BITS) - 1)
 _ROUTING_BLOCK = tl.constexpr(ROUTING_BLOCK)
+_FP8_BLOCK = tl.constexpr(FP8_BLOCK)
+_NVFP4_BLOCK = tl.constexpr(NVFP4_BLOCK)
 
 
 # One warp polls: a whole CTA, times all CTAs of combine, would queue thousands of reads in front of the flag's write.
@@ -185,18 +190,44 @@ def _push_row(
             tl.store(to + (rank * R + t).to(tl.int64) * WORDS + word, value, mask=word < WORDS)
 
 
-@triton.jit(
-    do_not_specialize=["T", "R", "rank", "limit_ns"], do_not_specialize_on_alignment=["ids", "weights", "scale"]
-)
+@triton.jit
+def _push_packed(
+    rows, global_scale, t, chunk, wanted, peers, data_at, scale_at, R, rank,
+    W: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PAYLOAD: tl.constexpr,
+):  # fmt: skip
+    """Columns [chunk * BLOCK, ...) of row t, packed, and their scales, to every rank whose bit is set in `wanted`."""
+    size: tl.constexpr = _FP8_BLOCK if PAYLOAD == "fp8_block" else _NVFP4_BLOCK
+    groups: tl.constexpr = (H + size - 1) // size
+    group = chunk * (BLOCK // size) + tl.arange(0, BLOCK // size)
+    column = group[:, None] * size + tl.arange(0, size)[None, :]
+    value = tl.load(rows + t.to(tl.int64) * H + column, mask=column < H, other=0.0).to(tl.float32)
+    if PAYLOAD == "fp8_block":
+        width: tl.constexpr = H
+        at = column
+        code, factor = fp8_groups(value)
+    else:
+        width: tl.constexpr = H // 2
+        at = group[:, None] * 8 + tl.arange(0, 8)[None, :]
+        code, factor = nvfp4_groups(value, tl.load(global_scale))
+    for i in tl.static_range(W):
+        peer = (rank + i) % W
+        if (wanted >> peer) & 1:
+            row = (rank * R + t).to(tl.int64)
+            tl.store(_region(peers[i], data_at, code.dtype) + row * width + at, code, mask=at < width)
+            tl.store(_region(peers[i], scale_at, factor.dtype) + row * groups + group, factor, mask=group < groups)
+
+
+@triton.jit(do_not_specialize=["T", "R", "rank", "limit_ns"], do_not_specialize_on_alignment=["ids", "weights"])
 def dispatch_kernel(
-    data, scale, ids, weights, peers, data_at, scale_at, ids_at, weights_at, book, state, T, R, rank, limit_ns,
+    rows, global_scale, ids, weights, peers, data_at, scale_at, ids_at, weights_at, book, state, T, R, rank, limit_ns,
     E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr, SCALE_WORDS: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, PAYLOAD: tl.constexpr,
 ):  # fmt: skip
     """Push T tokens and their routing, then wait until every peer's have arrived.
 
-    data [T, WORDS], scale [T, SCALE_WORDS] (any pointer if SCALE_WORDS is 0): rows as words of their own width, 16-byte
-    aligned. ids, weights [T, K]. peers: every rank's slot, this rank's first, then in rank order, round.
+    rows [T, WORDS], 16-byte aligned: bf16 numbers for a packed PAYLOAD, else words of any width that travel as they
+    are. global_scale: float32 [1] for `nvfp4`, else any pointer. ids, weights [T, K]. peers: every rank's slot, this
+    rank's first, then in rank order, round.
     state int64 [2]: this slot's generation, and how many CTAs have finished.
     Grid: ceil(R * K / ROUTING_BLOCK) CTAs for routing, then any number of CTAs that share the rows.
     """
@@ -214,10 +245,12 @@ def dispatch_kernel(
             t = item // chunks
             chunk = item % chunks
             wanted = _destinations(tl.load(ids + t * K + k, mask=k < K, other=E), E, L, MOE_TP)
-            _push_row(data, t, chunk, wanted, peers, data_at, R, rank, W, WORDS, BLOCK)
-            if SCALE_WORDS > 0:  # noqa: SIM102 - one is decided by the compiler, one by the CTA
-                if chunk == 0:
-                    _push_row(scale, t, 0, wanted, peers, scale_at, R, rank, W, SCALE_WORDS, SCALE_BLOCK)
+            if PAYLOAD == "bf16":
+                _push_row(rows, t, chunk, wanted, peers, data_at, R, rank, W, WORDS, BLOCK)
+            else:
+                _push_packed(
+                    rows, global_scale, t, chunk, wanted, peers, data_at, scale_at, R, rank, W, WORDS, BLOCK, PAYLOAD
+                )
     tl.debug_barrier()  # all warps' stores come before the count that one thread adds
     finished = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="sys")
     if finished == tl.num_programs(0) - 1:

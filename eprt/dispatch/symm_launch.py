@@ -9,7 +9,7 @@ import torch
 from eprt.dispatch.symm_kernels import ROUTING_BLOCK, combine_kernel, dispatch_kernel
 from eprt.dispatch.symm_memory import R_BITS, SymmetricMemory
 from eprt.rounding import ceil_div, next_power_of_2
-from eprt.tokens import Payload, TopK
+from eprt.tokens import TopK
 
 
 class Tuning(NamedTuple):
@@ -31,6 +31,9 @@ TUNING = (
     Tuning(64, 4096, 4, 1056, 2048, 4, 528),
     Tuning(1 << R_BITS, 16384, 4, 1056, 4096, 4, 528),
 )
+
+
+PACKED_COLUMNS = 1024  # of a row that a CTA packs at once
 
 
 class Launcher:
@@ -68,20 +71,29 @@ class Launcher:
         return [R for R in firsts if capacity >= R]
 
     def dispatch(
-        self, slot: int, hidden: Payload, topk: TopK, R: int, timeout_s: float, compile_only: bool = False
+        self,
+        slot: int,
+        hidden: torch.Tensor,
+        topk: TopK,
+        R: int,
+        timeout_s: float,
+        global_scale: torch.Tensor | None = None,
+        compile_only: bool = False,
     ) -> None:
-        """Push [T, ...] rows and routing into every rank's `slot`; the stream goes on when all peers' have arrived."""
-        tuning = self._tuned(R)
-        data, scale = _words(hidden.data), None if hidden.scale is None else _words(hidden.scale)
-        T, words = data.shape
+        """Push bf16 rows [T, H], in the memory's payload format, and routing into every rank's `slot`; the stream goes
+        on when all peers' have arrived. `global_scale`: of `nvfp4`, float32 [1]."""
+        tuning, payload = self._tuned(R), self.memory.geometry.payload
+        rows = _words(hidden) if payload == "bf16" else _aligned(hidden)
+        T, words = rows.shape
         rank, peers = self.memory.rank, self.memory.peers[slot]
-        block = min(next_power_of_2(words), tuning.dispatch_bytes // data.element_size())
+        block = PACKED_COLUMNS
+        if payload == "bf16":
+            block = min(next_power_of_2(words), tuning.dispatch_bytes // rows.element_size())
         ctas = min(T * ceil_div(words, block), tuning.dispatch_ctas)
-        scale_words = 0 if scale is None else scale.shape[1]
-        with torch.cuda.device_of(data):
+        with torch.cuda.device_of(rows):
             (dispatch_kernel.warmup if compile_only else dispatch_kernel.run)(
-                data,
-                data if scale is None else scale,
+                rows,
+                rows if global_scale is None else global_scale,
                 topk.ids,
                 topk.weights,
                 peers[rank:] + peers[:rank],
@@ -95,8 +107,7 @@ class Launcher:
                 **self._routing,
                 WORDS=words,
                 BLOCK=block,
-                SCALE_WORDS=scale_words,
-                SCALE_BLOCK=next_power_of_2(max(scale_words, 1)),
+                PAYLOAD=payload,
                 num_warps=tuning.dispatch_warps,
                 grid=(ceil_div(R * self._routing["K"], ROUTING_BLOCK) + ctas,),
                 **({} if compile_only else {"warmup": False}),
@@ -135,8 +146,10 @@ class Launcher:
 
 
 def _words(rows: torch.Tensor) -> torch.Tensor:
-    """Rows as the widest integers that fit them, 16-byte aligned."""
-    row_bytes = rows.shape[1] * rows.element_size()
-    word = torch.int32 if row_bytes % 4 == 0 else torch.int16 if row_bytes % 2 == 0 else torch.uint8
+    """bf16 rows as the widest integers that fit them, 16-byte aligned."""
+    return _aligned(rows).view(torch.int32 if rows.shape[1] % 2 == 0 else torch.int16)
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
     rows = rows.contiguous()
-    return (rows if rows.data_ptr() % 16 == 0 else rows.clone()).view(word)
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()

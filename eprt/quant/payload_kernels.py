@@ -1,10 +1,11 @@
 """Packed payloads in one pass over the tokens on a GPU, bit for bit what fp8.py and nvfp4.py make of them.
 
 Those are plain torch: ten and more passes, which at 1024 tokens cost as much as sending them. Finite values only.
+`fp8_groups` and `nvfp4_groups` are for kernels that pack on the way.
 """
 # Triton's language isn't typed: its values are tensors of the kernel, whatever a checker makes of them.
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 
@@ -32,13 +33,19 @@ def _divide(x, y):
 
 
 @triton.jit
+def fp8_groups(value):
+    """float32 [G, 128] -> (e4m3 [G, 128], scale float32 [G])."""
+    factor = tl.maximum(_divide(tl.max(tl.abs(value), 1), _E4M3_MAX), _TINY)
+    return tl.clamp(_divide(value, factor[:, None]), -_E4M3_MAX, _E4M3_MAX).to(tl.float8e4nv), factor
+
+
+@triton.jit
 def _fp8_kernel(x, data, scale, H: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = group[:, None] * _FP8_BLOCK + tl.arange(0, _FP8_BLOCK)[None, :]
     value = tl.load(x + t * H + column, mask=column < H, other=0.0).to(tl.float32)
-    factor = tl.maximum(_divide(tl.max(tl.abs(value), 1), _E4M3_MAX), _TINY)
-    code = tl.clamp(_divide(value, factor[:, None]), -_E4M3_MAX, _E4M3_MAX).to(tl.float8e4nv)
+    code, factor = fp8_groups(value)
     tl.store(data + t * H + column, code, mask=column < H)
     tl.store(scale + t * GROUPS + group, factor, mask=group < GROUPS)
 
@@ -54,20 +61,27 @@ def _e2m1(value):
 
 
 @triton.jit
-def _nvfp4_kernel(x, global_scale, data, scale, H: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    t = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = group[:, None] * _NVFP4_BLOCK + tl.arange(0, _NVFP4_BLOCK)[None, :]
-    value = tl.load(x + t * H + column, mask=column < H, other=0.0).to(tl.float32)
-    above = tl.load(global_scale)
+def nvfp4_groups(value, above):
+    """float32 [G, 16], second-level scale -> (codes u8 [G, 8], even columns low, scale e4m3 [G])."""
+    groups: tl.constexpr = value.shape[0]
     amax = _divide(_divide(tl.max(tl.abs(value), 1), above), _E2M1_MAX)
     factor = tl.clamp(amax, 0.0, _E4M3_MAX).to(tl.float8e4nv)
     step = (factor.to(tl.float32) * above)[:, None]
     # A block whose scale underflowed to 0 decodes to 0 whatever its codes.
     code = _e2m1(tl.where(step == 0, 0.0, _divide(value, tl.where(step == 0, 1.0, step))))
-    even, odd = tl.split(tl.reshape(code, (BLOCK, _NVFP4_BLOCK // 2, 2)))
+    even, odd = tl.split(tl.reshape(code, (groups, _NVFP4_BLOCK // 2, 2)))
+    return (even | (odd << 4)).to(tl.uint8), factor
+
+
+@triton.jit
+def _nvfp4_kernel(x, global_scale, data, scale, H: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = group[:, None] * _NVFP4_BLOCK + tl.arange(0, _NVFP4_BLOCK)[None, :]
+    value = tl.load(x + t * H + column, mask=column < H, other=0.0).to(tl.float32)
+    code, factor = nvfp4_groups(value, tl.load(global_scale))
     pair = tl.program_id(1) * BLOCK * 8 + tl.arange(0, BLOCK)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    tl.store(data + t * (H // 2) + pair, (even | (odd << 4)).to(tl.uint8), mask=pair < H // 2)
+    tl.store(data + t * (H // 2) + pair, code, mask=pair < H // 2)
     tl.store(scale + t * GROUPS + group, factor, mask=group < GROUPS)
 
 

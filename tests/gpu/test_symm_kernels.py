@@ -19,17 +19,21 @@ import torch
 from kernel_device import DEVICE, INTERPRETED, cuda_only, runs_kernels, sized
 
 from eprt.errors import RankLost, UsageError, WorldMismatch
+from eprt.quant import encode_payload
 from eprt.tokens import Payload, TopK
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
-_DTYPES = {"bf16": (torch.bfloat16, None), "fp8_block": (torch.float8_e4m3fn, torch.float32)}
-_DTYPES["nvfp4"] = (torch.uint8, torch.float8_e4m3fn)
+PAYLOADS = ("bf16", "fp8_block", "nvfp4")
+GLOBAL_SCALE = 1 / 64
 
 
 @dataclass
 class Batch:
-    hidden: Payload
+    """`sent`: what must arrive, packed by plain torch on the CPU."""
+
+    hidden: torch.Tensor
+    sent: Payload
     topk: TopK
 
 
@@ -42,6 +46,7 @@ class Ranks:
 
         self.W, self.E, self.K, self.H, self.moe_tp = W, E, K, H, moe_tp
         self.L = E // (W // moe_tp)
+        self.global_scale = torch.tensor([GLOBAL_SCALE], device=DEVICE)
         self.geometry = Geometry(W, capacity, H, K, payload)
         raw = [torch.full((self.geometry.num_bytes,), 255, dtype=torch.uint8, device=DEVICE) for _ in range(W)]
         for memory in raw:
@@ -74,26 +79,22 @@ class Ranks:
             torch.cuda.synchronize()
 
     def batch(self, T, hot=False):
-        g = self.geometry
-        data_dtype, scale_dtype = _DTYPES[g.payload]
-
-        def rows(size, dtype):
-            raw = torch.randint(0, 256, (T, size), dtype=torch.uint8, device=DEVICE)
-            return raw.view(dtype)
-
-        data = rows(g.row_bytes["data"], data_dtype)
-        scale = None if scale_dtype is None else rows(g.row_bytes["scale"], scale_dtype)
+        size = torch.randint(-8, 6, (T, 1)).exp2()
+        hidden = (torch.randn(T, self.H) * size).bfloat16()
+        scale = torch.tensor([GLOBAL_SCALE]) if self.geometry.payload == "nvfp4" else None
+        sent = encode_payload(hidden, self.geometry.payload, scale)
+        hidden = hidden.to(DEVICE)
         if hot:
             ids = torch.arange(self.K, device=DEVICE).expand(T, -1)
         else:
             ids = torch.rand(T, self.E, device=DEVICE).topk(self.K, dim=1).indices
         ids = torch.where(torch.rand(T, self.K, device=DEVICE) < 0.1, self.E, ids).int().contiguous()
-        return Batch(Payload(data, g.payload, scale), TopK(ids, torch.rand(T, self.K, device=DEVICE)))
+        return Batch(hidden, sent, TopK(ids, torch.rand(T, self.K, device=DEVICE)))
 
     def dispatch(self, slot, batches, R, ranks=None, timeout_s=20.0):
         for r in ranks or self.order(slot):
             with self.stream(r):
-                self.launchers[r].dispatch(slot, batches[r].hidden, batches[r].topk, R, timeout_s)
+                self.launchers[r].dispatch(slot, batches[r].hidden, batches[r].topk, R, timeout_s, self.global_scale)
         if INTERPRETED and ranks is None:
             self.synchronize(least_waits=self.W)
 
@@ -124,10 +125,10 @@ class Ranks:
                 assert (ids[s, T:] == self.E).all()
                 assert torch.equal(weights[s, :T][wanted < self.E], batch.topk.weights[wanted < self.E])
                 rows = (wanted < self.E).any(1)
-                for got, sent in ((hidden.data, batch.hidden.data), (hidden.scale, batch.hidden.scale)):
+                for got, sent in ((hidden.data, batch.sent.data), (hidden.scale, batch.sent.scale)):
                     if sent is not None:
                         got_rows = got.view(torch.uint8).view(self.W, R, -1)[s, :T][rows]
-                        assert torch.equal(got_rows, sent.view(torch.uint8)[rows])
+                        assert torch.equal(got_rows, sent.view(torch.uint8).to(DEVICE)[rows])
 
     def write_outputs(self, slot, batches, R):
         """Half of the numbers are -2**26, 0 or 2**26, which cancel: another order than the ranks' has another sum."""
@@ -187,7 +188,7 @@ COUNTS = [
 
 @pytest.mark.parametrize(
     ("size", "payload"),
-    sized([*itertools.product(SIZES, _DTYPES)], [*zip(SIZES, [*_DTYPES] * 2, strict=True)]),
+    sized([*itertools.product(SIZES, PAYLOADS)], [*zip(SIZES, PAYLOADS * 2, strict=True)]),
     ids=str,
 )
 def test_every_row_arrives_and_returns(size, payload):
@@ -232,7 +233,7 @@ def test_many_steps_without_host_synchronisation():
     ranks.synchronize()
     for step, outs in checks:
         for s, batch in enumerate(step):
-            x = batch.hidden.data.float().nan_to_num(0, 1, -1).clamp(-9, 9)
+            x = batch.hidden.float().nan_to_num(0, 1, -1).clamp(-9, 9)
             total = torch.zeros_like(x)
             for p in range(4):
                 rows = (ranks.wanted_ids(batch.topk.ids, p) < ranks.E).any(1)
@@ -257,7 +258,8 @@ def test_graph_replays_with_new_data():
         graphs.append(graph)
     for counts in ([70, 70], [3, 0], [0, 0], [0, 70]):
         for batch, T in zip(static, counts, strict=True):
-            batch.hidden.data.copy_(torch.randn(R, 512, device=DEVICE))
+            batch.hidden.copy_(torch.randn(R, 512, device=DEVICE))
+            batch.sent.data.copy_(batch.hidden)
             fresh = torch.rand(R, 16, device=DEVICE).topk(4, dim=1).indices.int()
             fresh[T:] = 16
             batch.topk.ids.copy_(fresh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from plan_table import DEVICES, MODELS, TOKENS, choice, config_of, in_readme, plan_for, table
@@ -159,6 +160,12 @@ def test_only_some_dispatchers_bring_outputs_back_in_fp8_and_nothing_chooses_tha
     reason = "combine_payload fp8: brings outputs back in the tokens' own format only"
     assert all(c.support.reason == f"{c.dispatcher}: {reason}" for c in plan.candidates if c.dispatcher not in able)
     assert RuntimeConfig().combine_payload is None
+
+
+def test_nvfp4_tokens_need_whole_groups_of_values() -> None:
+    config = replace(config_of(GPT_OSS), hidden_size=2888)
+    with pytest.raises(UnsupportedError, match="nvfp4: hidden size must be a multiple of 16, the model has 2888"):
+        make_plan(config, ParallelConfig(4), RuntimeConfig(payload="nvfp4"), Device.parse("sm90"))
 
 
 def test_explain_prints_it(tmp_path, capsys) -> None:

@@ -30,7 +30,7 @@ class Kernels:
     def row_counts(self, capacity):
         return [1]
 
-    def dispatch(self, slot, hidden, topk, R, timeout_s, compile_only=False):
+    def dispatch(self, slot, hidden, topk, R, timeout_s, global_scale=None, compile_only=False):
         pass
 
     def combine(self, slot, out, ids, R, timeout_s, compile_only=False):

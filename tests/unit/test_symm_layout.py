@@ -81,7 +81,7 @@ def test_limits_are_reasons_of_the_plan(size, device, tokens, reason):
 # Triton and ptxas compile for a GPU that isn't there, so a lost wide access or a spill shows here.
 
 
-def _compile(kernel, pointers: dict[str, str], constants: dict[str, int], arch: int):
+def _compile(kernel, pointers: dict[str, str], constants: dict[str, int | str], arch: int, num_warps: int = 8):
     compiler = pytest.importorskip("triton.compiler", reason="needs triton: pip install triton")
     from triton.backends.compiler import GPUTarget
 
@@ -95,9 +95,9 @@ def _compile(kernel, pointers: dict[str, str], constants: dict[str, int], arch: 
         fn=kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("data", "out") if name in names},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("rows", "out") if name in names},
     )
-    return compiler.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8})
+    return compiler.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
 
 
 @pytest.mark.parametrize("arch", [90, 100])
@@ -111,8 +111,8 @@ def test_kernels_compile_with_wide_accesses(W, H, K, arch):
     words = H // 2
     push = _compile(
         dispatch_kernel,
-        {**tensors, "data": "*i32", "scale": "*i32"},
-        {**routing, "WORDS": words, "BLOCK": 4096, "SCALE_WORDS": 0, "SCALE_BLOCK": 1},
+        {**tensors, "rows": "*i32", "global_scale": "*i32"},
+        {**routing, "WORDS": words, "BLOCK": 4096, "PAYLOAD": "bf16"},
         arch,
     ).asm["ptx"]
     pull = _compile(combine_kernel, {**tensors, "out": "*i32"}, {**routing, "WORDS": words, "BLOCK": 1024}, arch).asm[
@@ -124,6 +124,29 @@ def test_kernels_compile_with_wide_accesses(W, H, K, arch):
         assert len(re.findall(r"st\.release\.sys", ptx)) == 1
         assert len(re.findall(r"ld\.acquire\.sys", ptx)) == 1
         assert ".local" not in ptx
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("payload", ["fp8_block", "nvfp4"])
+@pytest.mark.parametrize(("W", "H", "K"), [(4, 7168, 8), (8, 2880, 4)])
+def test_packed_rows_are_pushed_in_wide_accesses(W, H, K, payload, arch):
+    """Codes leave a warp as whole lines of 128 bytes: 8 or 4 bytes a thread, where 4 warps pack 1024 columns."""
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
+    from eprt.dispatch.symm_kernels import dispatch_kernel
+    from eprt.dispatch.symm_launch import PACKED_COLUMNS, TUNING
+
+    ptx = _compile(
+        dispatch_kernel,
+        {"ids": "*i32", "weights": "*fp32", "book": "*i64", "state": "*i64", "rows": "*bf16", "global_scale": "*fp32"},
+        {"E": 128, "L": 128 // W, "MOE_TP": 1, "W": W, "K": K, "K_POW2": K}
+        | {"WORDS": H, "BLOCK": PACKED_COLUMNS, "PAYLOAD": payload},
+        arch,
+        num_warps=4,
+    ).asm["ptx"]
+    assert {tuning.dispatch_warps for tuning in TUNING} == {4}
+    codes = {"fp8_block": r"st\.global\.v2\.b32", "nvfp4": r"st\.global\.b32"}[payload]
+    assert len(re.findall(codes, ptx)) >= W
+    assert ".local" not in ptx
 
 
 def test_the_kernels_index_the_book_as_the_memory_writes_it():
