@@ -103,6 +103,7 @@ class ExpertParallelMoE(nn.Module):
         if config.shared is not None and shared is not None:
             self.shared = SharedExpertMLP(config.shared, shared).to(world.device)
         self.latent = None if latent is None else LatentProjection(latent).to(world.device)
+        self._used = False  # what is compiled and allocated lazily may still be missing
 
     def forward(
         self,
@@ -127,7 +128,10 @@ class ExpertParallelMoE(nn.Module):
 
         Raises:
             InputError, CapacityError, WorldMismatch, RankLost, UsageError: see `Dispatcher.dispatch`.
+            UsageError: the first call of a layer that wasn't passed to the `World.warmup` before.
         """
+        if not self._used:
+            self.world.require_cold("the first call of a layer")
         try:
             own = self._own_slice(hidden_states, routing, token_ids)
             with self.observe("route"):
@@ -148,6 +152,7 @@ class ExpertParallelMoE(nn.Module):
                 y = self.dispatcher.combine(y, sent.handle)
         finally:
             sent.handle.close()
+        self._used = True
         y = y if self.latent is None else self.latent.out_of(y)
         y = y if dense is None else y + dense
         y = self._whole(y, replicas)
@@ -158,6 +163,9 @@ class ExpertParallelMoE(nn.Module):
         self.dispatcher.warmup()
         slots = self.dispatcher.spec.padded_top_k(self.config.top_k)
         self.executor.warmup(self.dispatcher.max_rows(), slots)
+        row = torch.zeros(1, self.config.input_size, dtype=torch.bfloat16, device=self.world.device)
+        self._whole(row, self.world.parallel.attention_tp_size)
+        self._used = True
 
     def close(self) -> None:
         """Give back the dispatcher's shared memory. Idempotent."""

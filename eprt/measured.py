@@ -29,14 +29,20 @@ class Row:
         return f"{self.what}: {times} us ({self.source})"
 
 
-def dispatch_row(config: MoEConfig, tokens: int, sm: int) -> Row | None:
-    """Dispatch + combine of the nearest measured (hidden, top-k, tokens a rank) on that generation of GPU."""
+def dispatch_row(config: MoEConfig, tokens: int, sm: int, payload: str = "bf16") -> Row | None:
+    """Dispatch + combine of the nearest measured (hidden, top-k, tokens a rank) on that generation of GPU, with tokens
+    in that format if it was measured, else in bf16."""
     wanted = {"hidden": config.hidden_size, "top_k": config.top_k, "tokens": tokens}
-    found = _nearest("dispatch", sm, wanted, {})
+    found = _nearest("dispatch", sm, wanted, {"payload": payload}) or _nearest(
+        "dispatch", sm, wanted, {"payload": "bf16"}
+    )
     if found is None:
         return None
     row, source = found
-    what = f"dispatch + combine at hidden {row['hidden']}, top-k {row['top_k']}, {row['tokens']} tokens a rank"
+    what = (
+        f"dispatch + combine of {row['payload']} tokens at hidden {row['hidden']}, top-k {row['top_k']}, "
+        f"{row['tokens']} tokens a rank"
+    )
     return Row(what, row["us"], source)
 
 

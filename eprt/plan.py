@@ -5,7 +5,6 @@ Needs no tensors, no GPU and no kernel library, so a plan for eight B200 can be 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from eprt import measured
@@ -141,24 +140,24 @@ class _Costs:
         if runtime.phase == "decode":
             tokens = min(tokens, DECODE_TOKENS)
         local = ExpertPlacement(config.num_experts, parallel).num_local_experts
+        payload = runtime.payload or "bf16"
         return cls(
             device,
             parallel.world_size,
-            measured.dispatch_row(config, tokens, device.sm) if parallel.world_size > 1 else None,
+            measured.dispatch_row(config, tokens, device.sm, payload) if parallel.world_size > 1 else None,
             measured.experts_row(config, local, tokens * parallel.world_size, device.sm),
         )
 
-    def key(self, c: Candidate) -> tuple[bool, float, int, int]:
-        """Smallest is best: native before adapted, then measured microseconds, then the order of preference."""
+    def key(self, c: Candidate) -> tuple[bool, int, float, int, int]:
+        """Smallest is best: native before adapted, backends that the rows have before those they lack, then measured
+        microseconds, then the order of preference."""
         order = _DISPATCHER_ORDER[self.device.kind]
         # A world of one has nothing to carry: the dispatcher that moves nothing wins.
         rank = -1 if self.world_size == 1 and c.dispatcher == "none" else order.index(c.dispatcher)
-        cost = sum(
-            row.microseconds.get(name, math.inf)
-            for row, name in ((self.dispatch, c.dispatcher), (self.experts, c.executor))
-            if row is not None
-        )
-        return c.adapted, cost, _EXECUTOR_ORDER[self.device.kind].index(c.executor), rank
+        halves = ((self.dispatch, c.dispatcher), (self.experts, c.executor))
+        times = [row.microseconds.get(name) for row, name in halves if row is not None]
+        cost = sum(time for time in times if time is not None)
+        return c.adapted, times.count(None), cost, _EXECUTOR_ORDER[self.device.kind].index(c.executor), rank
 
     def why(self, c: Candidate) -> str:
         rows = [

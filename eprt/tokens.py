@@ -32,6 +32,12 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
+def aligned(rows: torch.Tensor) -> torch.Tensor:
+    """`rows` if it is contiguous at a multiple of 16 bytes, which Triton's kernels are compiled for; else a copy."""
+    rows = rows.contiguous()
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+
+
 @dataclass(frozen=True)
 class TopK:
     """A routing decision for T local tokens.

@@ -69,7 +69,7 @@ class DispatchTimes:
     Attributes:
         samples: microseconds a round; empty if the transport can't do it.
         rows_to: tokens that this rank must send to each rank.
-        error: against x * sum(weights), of one call before the measurement.
+        error: against x * sum(weights), of one call before the measurement; None where the call doesn't return that.
         graph: measured in a CUDA graph.
         refused: why there are no samples.
         dispatch: microseconds of dispatch alone, a round: tokens encoded, sent and arrived. Empty for peers.
@@ -77,7 +77,7 @@ class DispatchTimes:
 
     samples: list[float]
     rows_to: list[int]
-    error: float = 0.0
+    error: float | None = None
     graph: bool = False
     refused: str = ""
     dispatch: list[float] = field(default_factory=list)
@@ -169,9 +169,14 @@ def _measure_peer(world: World, case: DispatchCase, batch: Batch, rows_to: list[
         return DispatchTimes([], rows_to, refused="measured with bf16 tokens only")
     own = batch.to(world.device)
     with peer.make(world, case.config, own.hidden, own.topk) as call:
+        returned = call()
+        error = None
+        if peer.sums and isinstance(returned, torch.Tensor):
+            error = relative_error(returned, transport.weighted_sums(batch, torch.ones(NUM_EXPERTS), None))
         graph = world.device.type == "cuda"
         rounds = GRAPH_ROUNDS if graph else EAGER_ROUNDS
-        return DispatchTimes(samples(world, call, graph=graph, rounds=rounds, repeats=GRAPH_REPEATS), rows_to, 0, graph)
+        times = samples(world, call, graph=graph, rounds=rounds, repeats=GRAPH_REPEATS)
+        return DispatchTimes(times, rows_to, error, graph)
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------
@@ -203,7 +208,7 @@ def dispatch_row(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us:
         "floor_share": round(floor_us / p50, 3),
         "dispatch_us": round(percentile(there, 50), 2) if there else None,
         "dispatch_floor_us": round(busiest * case.bytes_there() / bytes_per_us, 2),
-        "error": max(rank.error for rank in by_rank),
+        "error": max((rank.error for rank in by_rank if rank.error is not None), default=None),
     }
 
 

@@ -22,10 +22,15 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Peer:
-    """`make(world, config, hidden [T, H], topk)` yields the call to measure: a round trip of the same tokens."""
+    """`make(world, config, hidden [T, H], topk)` yields the call to measure: a round trip of the same tokens.
+
+    Attributes:
+        sums: whether the call returns x * sum(weights), which can be checked.
+    """
 
     devices: tuple[str, ...]
     make: Callable[[World, MoEConfig, torch.Tensor, TopK], AbstractContextManager[Call]]
+    sums: bool = False
 
 
 @contextmanager
@@ -110,7 +115,7 @@ def _deepep(world: World, config: MoEConfig, hidden: torch.Tensor, topk: TopK) -
 PEERS: dict[str, Peer] = {
     "collectives by hand": Peer(("cpu", "cuda"), _collectives),
     "flashinfer by hand": Peer(("cuda",), _flashinfer),
-    "deepep by hand": Peer(("cuda",), _deepep),
+    "deepep by hand": Peer(("cuda",), _deepep, sums=True),
 }
 
 

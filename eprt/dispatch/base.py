@@ -114,7 +114,15 @@ class Dispatcher(ABC):
         return None
 
     def warmup(self) -> None:
-        """Collective: compile, allocate, tune. After `World.warmup()` doing so lazily is an error."""
+        """Collective: allocate, compile, connect, by sending a token that no expert wants there and back. After
+        `World.warmup()` doing so lazily is an error."""
+        H, device = self.config.hidden_size, self.world.device
+        token = torch.zeros(1, H, dtype=torch.bfloat16, device=device)
+        ids = torch.full((1, self.config.top_k), self.config.num_experts, dtype=torch.int32, device=device)
+        handle = Handle(self, call=-1, num_tokens=1, tokens_per_rank=1, dtype=token.dtype)
+        tokens = self._dispatch(self._encode(token), TopK(ids, ids.float()), handle)
+        self._combine(token.new_zeros((*tokens.hidden.data.shape[:-1], H)), handle)
+        self._settle()
 
     def _slots(self) -> Slots | None:
         """The parts of its shared memory that its calls take, also where another dispatcher of equal geometry made

@@ -22,7 +22,7 @@ from eprt.dispatch.shared_memory import Slots, require_allocatable
 from eprt.errors import ConfigError, RankLost
 from eprt.rounding import round_up
 from eprt.support import Device
-from eprt.tokens import ExpertMajorTokens, Payload, TopK
+from eprt.tokens import ExpertMajorTokens, Payload, TopK, aligned
 
 if TYPE_CHECKING:
     from eprt.world import World
@@ -186,16 +186,6 @@ class DeepEPDispatcher(Dispatcher):
     def max_rows(self) -> int:
         return self._slab_shape()[1]
 
-    def warmup(self) -> None:
-        """Allocate the buffer, compile, and exchange a token that asks for no expert."""
-        token = torch.zeros(1, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
-        ids = token.new_full((1, self.config.top_k), self.config.num_experts, dtype=torch.int32)
-        handle = Handle(self, call=-1, num_tokens=1, tokens_per_rank=1, dtype=token.dtype)
-        self._dispatch(Payload.plain(token), TopK(ids, ids.float()), handle)
-        self._combine(token.new_empty((*self._slab_shape()[:2], self.config.hidden_size)), handle)
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
-
     # ---- the two verbs --------------------------------------------------------------------------------------
 
     def _encode(self, hidden_states: torch.Tensor) -> Payload:
@@ -212,14 +202,18 @@ class DeepEPDispatcher(Dispatcher):
         ids = ids.to(memory.library.topk_idx_t)
         packed = self.runtime.payload == "fp8_block"
         slot = memory.slots.acquire()
-        received, counts, library_handle, _, receive = memory.buffer.low_latency_dispatch(
-            x,
-            ids,
-            self._geometry.tokens_per_rank,
-            self._geometry.num_experts,
-            use_fp8=packed,
-            return_recv_hook=handle.deferred,
-        )
+        try:
+            received, counts, library_handle, _, receive = memory.buffer.low_latency_dispatch(
+                x,
+                ids,
+                self._geometry.tokens_per_rank,
+                self._geometry.num_experts,
+                use_fp8=packed,
+                return_recv_hook=handle.deferred,
+            )
+        except BaseException:  # nothing was launched: the slot is free again
+            memory.slots.release(slot)
+            raise
         handle.state = call = _Call(slot, ids, topk.weights.contiguous(), library_handle, receive, counts)
         if not packed:
             payload = Payload(self._readable(received, H, call))
@@ -251,7 +245,7 @@ class DeepEPDispatcher(Dispatcher):
         rows = expert_output.to(torch.bfloat16)
         if shape[2] != H:
             wide = rows.new_empty(shape)
-            _copy_rows([(rows, wide[..., :H])], call.counts)
+            _copy_rows([(aligned(rows), wide[..., :H])], call.counts)
             rows = wide
         return self._finish(rows.contiguous(), handle)[:, :H].contiguous()
 

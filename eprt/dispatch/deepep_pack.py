@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 
 from eprt.rounding import next_power_of_2
+from eprt.tokens import aligned
 
 BLOCK = 2048
 COPY_CTAS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids"])
 def _pack_kernel(
     x, ids, rows, wide_ids, E, H: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -37,7 +38,7 @@ def pack_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """([T, H] bf16, int32 [T, K]) -> ([T, width] with zeros past H, or x itself; int64 [T, K] with E as -1)."""
     T, H = x.shape
-    x, ids = x.contiguous(), ids.contiguous()
+    x, ids = aligned(x), ids.contiguous()
     rows = x if width == H else x.new_empty((T, width))
     wide_ids = torch.empty_like(ids, dtype=torch.int64)
     if T:
@@ -47,7 +48,7 @@ def pack_tokens(
     return rows, wide_ids
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["counts"])
 def _copy_kernel(
     source, target, counts, from_slab, from_row, from_column, to_slab, to_row,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,

@@ -74,16 +74,6 @@ class FlashInferDispatcher(Dispatcher):
             return None
         return self._memory.views(handle.state, handle.tokens_per_rank).output
 
-    def warmup(self) -> None:
-        """Allocate, load (or compile) the kernels, and exchange one empty batch."""
-        nothing = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
-        ids = torch.empty(0, self.config.top_k, dtype=torch.int32, device=self.world.device)
-        handle = Handle(self, call=-1, num_tokens=0, tokens_per_rank=1, dtype=nothing.dtype)
-        self._dispatch(self._encode(nothing), TopK(ids, ids.float()), handle)
-        self._combine(nothing.new_empty(self.world.size, self.config.hidden_size), handle)
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
-
     # ---- the two verbs --------------------------------------------------------------------------------------
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:

@@ -19,7 +19,7 @@ from eprt.rounding import ceil_div
 BLOCK = 512
 
 
-@triton.jit(do_not_specialize=["num_slots", "R"])
+@triton.jit(do_not_specialize=["num_slots", "R"], do_not_specialize_on_alignment=["ids", "counts"])
 def _mask_kernel(ids, counts, num_slots, R, first, end, E, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """ids [W * R, K]; counts [W]: tokens that each source sent here, in the first rows of its R."""
     if EARLY:

@@ -10,6 +10,7 @@ from eprt.support import Device, Requirement, Support, refuse
 from eprt.weights import NVFP4_BLOCK
 
 FABRIC_BEYOND_HOST = 100  # SM from which NVLink joins the hosts of a rack (GB200 NVL72)
+PACKING_SM = 89  # from which Triton converts to E4M3, in codes of fp8_block and scales of nvfp4
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class DispatcherSpec:
             (
                 runtime.payload is not None and runtime.payload not in self.payloads,
                 f"payload {runtime.payload}: carries {', '.join(self.payloads)} only",
+            ),
+            (
+                runtime.payload in ("fp8_block", "nvfp4") and 0 < device.sm < PACKING_SM,
+                f"payload {runtime.payload}: packing it needs sm{PACKING_SM}, not {device}",
             ),
             (
                 runtime.payload == "nvfp4" and config.hidden_size % NVFP4_BLOCK != 0,

@@ -38,8 +38,10 @@ class SymmetricMemoryDispatcher(Dispatcher):
     """Emits W * R flat rows, rank by rank; slots of absent tokens and of other ranks' experts hold E.
 
     Two calls may be open at once, over all dispatchers of equal geometry (world size, capacity, H, K, payload): they
-    share their memory. Under CUDA graphs R and T are static; a row whose ids are all E travels nowhere. Replays and
-    eager calls must be ordered by the caller, as they would be for any buffer that both use.
+    share their memory. On several streams, start the experts of both before the combine of either: its CTAs wait on
+    every SM, and an executor that needs whole SMs might not get past them. Under CUDA graphs R and T are static; a row
+    whose ids are all E travels nowhere. Replays and eager calls must be ordered by the caller, as they would be for any
+    buffer that both use.
 
     Raises:
         ConfigError: what the plan would refuse (device, ranks, capacity, payload, package).
@@ -101,7 +103,11 @@ class SymmetricMemoryDispatcher(Dispatcher):
         R, memory = handle.tokens_per_rank, launcher.memory
         topk = TopK(topk.ids.contiguous(), topk.weights.contiguous())
         slot = memory.slots.acquire()
-        launcher.dispatch(slot, hidden.data, topk, R, self.world.timeout_s, self.payload_scale)
+        try:
+            launcher.dispatch(slot, hidden.data, topk, R, self.world.timeout_s, self.payload_scale)
+        except BaseException:  # nothing was launched: the slot is free again
+            memory.slots.release(slot)
+            raise
         handle.state = _Call(slot, topk.ids)
         return FlatTokens(
             memory.payload(slot, R, self.payload_scale),

@@ -9,7 +9,7 @@ import torch
 from eprt.dispatch.symm_kernels import ROUTING_BLOCK, combine_kernel, dispatch_kernel
 from eprt.dispatch.symm_memory import R_BITS, SymmetricMemory
 from eprt.rounding import ceil_div, next_power_of_2
-from eprt.tokens import TopK
+from eprt.tokens import TopK, aligned
 
 
 class Tuning(NamedTuple):
@@ -25,8 +25,8 @@ class Tuning(NamedTuple):
 
 
 # From benchmarks/tune_symm.py on 4 and on 2 H200: benchmarks/results/symm_tuning_h200_x4.json, ..._x2.json. Combine's
-# CTAs wait for peers, so they leave room on the GPU for another call's kernels: two calls on two streams must not
-# starve each other.
+# CTAs wait for peers, so they take a quarter of each SM's threads and about half of its registers at most: another
+# call's kernels of moderate size still fit beside them.
 TUNING = (
     Tuning(64, 4096, 4, 1056, 2048, 4, 528),
     Tuning(1 << R_BITS, 16384, 4, 1056, 4096, 4, 528),
@@ -83,7 +83,7 @@ class Launcher:
         """Push bf16 rows [T, H], in the memory's payload format, and routing into every rank's `slot`; the stream goes
         on when all peers' have arrived. `global_scale`: of `nvfp4`, float32 [1]."""
         tuning, payload = self._tuned(R), self.memory.geometry.payload
-        rows = _words(hidden) if payload == "bf16" else _aligned(hidden)
+        rows = _words(hidden) if payload == "bf16" else aligned(hidden)
         T, words = rows.shape
         rank, peers = self.memory.rank, self.memory.peers[slot]
         block = PACKED_COLUMNS
@@ -147,9 +147,4 @@ class Launcher:
 
 def _words(rows: torch.Tensor) -> torch.Tensor:
     """bf16 rows as the widest integers that fit them, 16-byte aligned."""
-    return _aligned(rows).view(torch.int32 if rows.shape[1] % 2 == 0 else torch.int16)
-
-
-def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    rows = rows.contiguous()
-    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+    return aligned(rows).view(torch.int32 if rows.shape[1] % 2 == 0 else torch.int16)

@@ -158,6 +158,7 @@ class TrtllmGenExecutor(Executor):
 
     def warmup(self, max_rows: int, slots: int | None = None) -> None:
         """Lets FlashInfer build its kernels and time their tactics for its ladder of batch sizes up to `max_rows`."""
+        self._most_rows = max(self._most_rows, 1 << (max_rows - 1).bit_length())
         tokens = even_tokens(self.config, max_rows, slots or self.config.top_k, self.device)
         with self._kernels.autotune(True):
             self(tokens)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from eprt.quant.elements import E2M1_MAX, E4M3_MAX, TINY
 from eprt.rounding import ceil_div
+from eprt.tokens import aligned
 from eprt.weights import FP8_BLOCK, NVFP4_BLOCK
 
 COLUMNS_PER_CTA = 1024
@@ -94,7 +95,7 @@ def encode_fp8_rows(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if T:
         block = COLUMNS_PER_CTA // FP8_BLOCK
         with torch.cuda.device_of(hidden):
-            _fp8_kernel[(T, ceil_div(groups, block))](hidden.contiguous(), data, scale, H=H, GROUPS=groups, BLOCK=block)
+            _fp8_kernel[(T, ceil_div(groups, block))](aligned(hidden), data, scale, H=H, GROUPS=groups, BLOCK=block)
     return data, scale
 
 
@@ -108,6 +109,6 @@ def encode_nvfp4_rows(hidden: torch.Tensor, global_scale: torch.Tensor) -> tuple
         block = COLUMNS_PER_CTA // NVFP4_BLOCK
         with torch.cuda.device_of(hidden):
             _nvfp4_kernel[(T, ceil_div(groups, block))](
-                hidden.contiguous(), global_scale, data, scale, H=H, GROUPS=groups, BLOCK=block
+                aligned(hidden), global_scale, data, scale, H=H, GROUPS=groups, BLOCK=block
             )
     return data, scale

@@ -115,10 +115,11 @@ def test_random_steps(pools, pair: Pair) -> None:
 
 
 @every_pair
-def test_replays_with_new_data_counts_and_idle_ranks(pools, pair: Pair) -> None:
+@pytest.mark.parametrize("payload", [None, "fp8_block", "nvfp4"])
+def test_replays_with_new_data_counts_and_idle_ranks(pools, pair: Pair, payload: str | None) -> None:
     rounds = [[64, 64, 64, 64], [1, 0, 33, 64], [0, 0, 0, 0]]
-    for wrong in pools(SIZE).run(jobs.replay, pair=pair, H=128, K=8, rounds=rounds, eager_first=True):
-        assert wrong == [0] * (len(rounds) + 1)
+    for wrong in pools(SIZE).run(jobs.replay, pair=pair, H=128, K=8, rounds=rounds, payload=payload):
+        assert wrong == [0] * len(rounds)
 
 
 @pytest.mark.parametrize("name", ["none", "torch"])

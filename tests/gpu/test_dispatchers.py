@@ -118,15 +118,24 @@ def test_beyond_a_limit_the_plan_and_the_dispatcher_name_it(pool, beyond: Beyond
 # ---- calls in a row -------------------------------------------------------------------------------------------------
 
 
+ROUNDS = [[64] * SIZE, [1, 0, 33, 64][:SIZE], [0] * SIZE, [0, 64, 0, 0][:SIZE], [5] * SIZE]
+
+
 @every_graph_safe_pair
 @pytest.mark.parametrize(("hidden_size", "top_k"), SHAPES)
 def test_graph_replays_with_new_data_counts_and_idle_ranks(pool, hidden_size: int, top_k: int, pair: Pair) -> None:
+    """Captured in the first call after warm-up, which therefore can't compile or connect anything."""
     require(pair, hidden_size, top_k)
-    rounds = [[64] * SIZE, [1, 0, 33, 64][:SIZE], [0] * SIZE, [0, 64, 0, 0][:SIZE], [5] * SIZE]
-    eager_first = pair[0] == "none"  # NCCL connects in its first call, which therefore can't be a captured one
-    shape = {"H": hidden_size, "K": top_k}
-    for wrong in pool.run(jobs.replay, pair=pair, rounds=rounds, eager_first=eager_first, **shape):
-        assert wrong == [0] * (len(rounds) + eager_first)
+    for wrong in pool.run(jobs.replay, pair=pair, rounds=ROUNDS, H=hidden_size, K=top_k):
+        assert wrong == [0] * len(ROUNDS)
+
+
+@every_graph_safe_pair
+@pytest.mark.parametrize("payload", ["fp8_block", "nvfp4"])
+def test_graph_replays_with_packed_tokens(pool, payload: str, pair: Pair) -> None:
+    require(pair, 4096, 3, payload=payload)
+    for wrong in pool.run(jobs.replay, pair=pair, rounds=ROUNDS, H=4096, K=3, payload=payload):
+        assert wrong == [0] * len(ROUNDS)
 
 
 @every_pair

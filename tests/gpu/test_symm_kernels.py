@@ -202,13 +202,14 @@ def test_every_row_arrives_and_returns(size, payload):
 @pytest.mark.parametrize(("W", "moe_tp"), [(1, 1), (2, 1), (2, 2), (4, 2), (3, 1), (8, 2), (8, 1)])
 def test_world_sizes_and_moe_tp(W, moe_tp):
     torch.manual_seed(1)
-    ranks = Ranks(W=W, E=24, K=4, H=512, capacity=80, moe_tp=moe_tp)
+    ranks = Ranks(W=W, E=24, K=4, H=512, capacity=80, moe_tp=moe_tp, payload=PAYLOADS[(W + moe_tp) % 3])
     for counts, R in (([sized(3, 2)] * W, 3), ([0] * (W - 1) + [sized(80, 4)], 80)):
         ranks.step(0, [ranks.batch(T) for T in counts], R)
 
 
-def test_odd_hidden_size():
-    ranks = Ranks(W=2, E=8, K=2, H=77, capacity=9)
+@pytest.mark.parametrize(("H", "payload"), [(77, "bf16"), (77, "fp8_block"), (1040, "nvfp4")])
+def test_rows_that_end_within_a_block(H, payload):
+    ranks = Ranks(W=2, E=8, K=2, H=H, capacity=9, payload=payload)
     ranks.step(1, [ranks.batch(9), ranks.batch(2)], R=9)
 
 

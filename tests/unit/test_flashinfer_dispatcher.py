@@ -228,7 +228,7 @@ def test_memory_is_freed_unless_a_kernel_may_still_wait_for_a_lost_peer(library,
     assert run_ranks(job) == [([], broken)] * SIZE
 
 
-def test_warmup_allocates_loads_the_kernels_first_and_exchanges_nothing(library):
+def test_warmup_allocates_loads_the_kernels_first_and_exchanges_a_token(library):
     def job(world):
         dispatcher = make(world)
         dispatcher.warmup()

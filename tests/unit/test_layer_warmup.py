@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import expert_cases as cases
 import pytest
+import torch
 
 from eprt.config import RuntimeConfig
 from eprt.dispatch import DISPATCHERS
+from eprt.errors import UsageError
 from eprt.layer import ExpertParallelMoE
+from eprt.tokens import TopK
 from eprt.world import World
 
 
@@ -26,3 +29,23 @@ def test_slots_are_the_dispatchers(monkeypatch, top_k, sizes, slots):
         monkeypatch.setattr(layer.dispatcher, "spec", replace(layer.dispatcher.spec, top_k_sizes=sizes))
         world.warmup(layer)
     assert told == [(24, slots)]
+
+
+def test_a_layer_that_missed_the_warm_up_is_refused_and_works_after_one():
+    config = cases.make_config("f32")
+    flat = cases.make_flat(config, 3)
+    hidden, topk = flat.hidden.data, TopK(flat.ids, flat.weights)
+    with World.from_env("cpu") as world:
+        runtime = RuntimeConfig(executor="reference", max_tokens_per_rank=24)
+        early, used, late = (
+            ExpertParallelMoE(config, world, cases.make_weights(config), runtime=runtime, layer=layer)
+            for layer in range(3)
+        )
+        used(hidden, topk)
+        world.warmup(early)
+        for layer in (early, used):
+            assert layer(hidden, topk).shape == hidden.shape
+        with pytest.raises(UsageError, match=r"first call of a layer after World\.warmup"):
+            late(hidden, topk)
+        world.warmup(late)
+        assert torch.equal(late(hidden, topk), early(hidden, topk))

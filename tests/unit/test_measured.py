@@ -21,10 +21,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 TABLES = json.loads(resources.files("eprt").joinpath("measured.json").read_text())
 
 
-def dispatch_results(names: Iterable[str], column: str) -> dict[tuple[str, int, int, int], float]:
+def dispatch_results(
+    names: Iterable[str], column: str, file: str = "dispatch_h200_x4.json", payload: str = "bf16"
+) -> dict[tuple[str, int, int, int], float]:
     """(transport, hidden, top-k, tokens a rank) -> what was measured under uniform routing."""
-    rows = json.loads((RESULTS / "dispatch_h200_x4.json").read_text())["rows"]
-    chosen = [row for row in rows if row["routing"] == "uniform" and row["transport"] in names]
+    rows = json.loads((RESULTS / file).read_text())["rows"]
+    chosen = [r for r in rows if r["routing"] == "uniform" and r["transport"] in names and r["payload"] == payload]
     return {(r["transport"], r["hidden"], r["top_k"], r["tokens"]): r[column] for r in chosen}
 
 
@@ -41,15 +43,19 @@ def sizes_of(shape: str) -> tuple[int, int, int, int, str]:
     return config.hidden_size, config.intermediate_size, config.top_k, local, config.weight_format
 
 
-def test_the_dispatch_rows_are_those_of_the_result_file() -> None:
-    [table] = [table for table in TABLES if table["kind"] == "dispatch"]
-    assert table["source"] == "benchmarks/results/dispatch_h200_x4.json"
+@pytest.mark.parametrize(
+    ("payload", "file"), [("bf16", "dispatch_h200_x4.json"), ("fp8_block", "dispatch_fp8_h200_x2.json")]
+)
+def test_the_dispatch_rows_are_those_of_the_result_file(payload: str, file: str) -> None:
+    [table] = [table for table in TABLES if table["source"] == f"benchmarks/results/{file}"]
+    assert table["kind"] == "dispatch"
+    assert {row["payload"] for row in table["rows"]} == {payload}
     planned = {
         (name, row["hidden"], row["top_k"], row["tokens"]): us
         for row in table["rows"]
         for name, us in row["us"].items()
     }
-    assert planned == dispatch_results(DISPATCHERS, "p50_us")
+    assert planned == dispatch_results(DISPATCHERS, "p50_us", file, payload)
 
 
 def test_the_experts_rows_are_those_of_the_result_file() -> None:
@@ -134,6 +140,13 @@ def test_readme_shows_the_expert_times_that_were_measured() -> None:
                 assert as_shown(us, measured[executor.strip("`"), shape, int(count)]), (label, executor, count, us)
     assert len(rows) == 2
     assert heading[2:] == ["`humming`", "`cutlass_mxfp4`", "`torch_grouped`"]
+
+
+def test_tokens_in_a_format_that_was_not_measured_are_judged_as_bf16() -> None:
+    config = MoEConfig(128, 8, 7168, 2048)
+    said = [str(dispatch_row(config, 1024, 90, payload)) for payload in ("bf16", "fp8_block", "nvfp4")]
+    assert ["of fp8_block tokens" in text for text in said] == [False, True, False]
+    assert said[0] == said[2]
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,20 @@ def test_nvfp4_tokens_need_whole_groups_of_values() -> None:
         make_plan(config, ParallelConfig(4), RuntimeConfig(payload="nvfp4"), Device.parse("sm90"))
 
 
+def test_what_one_half_of_a_pair_lacks_does_not_hide_what_the_other_was_measured_to_take() -> None:
+    measured = plan_for(GPT_OSS, "sm90", "prefill")
+    assert plan_for(GPT_OSS, "sm90", "prefill", executor="reference").dispatcher == measured.dispatcher
+    # DeepEP was measured at up to 1024 tokens only: not measured isn't fast.
+    assert plan_for(GPT_OSS, "sm90", "prefill", executor="humming").dispatcher == measured.dispatcher
+
+
+def test_packed_tokens_need_a_gpu_that_converts_them() -> None:
+    for payload in ("fp8_block", "nvfp4"):
+        with pytest.raises(UnsupportedError, match=f"payload {payload}: packing it needs sm89, not sm80"):
+            plan_for(QWEN3, "sm80", "decode", payload=payload)
+        assert plan_for(QWEN3, "sm89", "decode", payload=payload).payload == payload
+
+
 def test_explain_prints_it(tmp_path, capsys) -> None:
     from eprt.cli import main
 

@@ -248,6 +248,13 @@ def test_warmup_runs_the_largest_batch(kind):
     assert {"run", "grouped_gemm_nt_masked", "fp4"} & set(fake.calls)
 
 
+def test_the_ladder_holds_what_the_dispatcher_says_it_hands_over():
+    """DeepEP rounds capacities up: 1 token a rank is 4 rows a slab. The fake refuses more rows than it is tuned for."""
+    config, shard, weights = case("nvfp4", (128, 64))
+    executor = build(TrtllmGenExecutor, FakeTrtllm(), config, shard, weights, replace(RUNTIME, max_tokens_per_rank=1))
+    executor.warmup(100)
+
+
 @pytest.mark.parametrize("kind", [CuteDslExecutor, TrtllmGenExecutor])
 @pytest.mark.parametrize("adapted", [False, True], ids=["padded top-k", "adapted slabs"])
 def test_warmup_has_the_slots_that_calls_will_have(kind, adapted):

@@ -164,3 +164,23 @@ def test_a_closed_dispatcher_takes_no_memory(allocations):
         assert told.startswith("UsageError")
         assert held == 0
     assert not allocations
+
+
+def test_a_launch_that_fails_leaves_its_slot_free(allocations, monkeypatch):
+    def job(world):
+        dispatcher = make(world)
+        dispatcher.warmup()
+        launcher = dispatcher._launcher
+        works = launcher.dispatch
+
+        def fails(*given):
+            raise torch.OutOfMemoryError("no memory for a copy of the tokens")
+
+        launcher.dispatch = fails
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError):
+                dispatcher.dispatch(*batch(3), 4)
+        launcher.dispatch = works
+        return dispatcher.dispatch(*batch(3), 4).handle.state.slot
+
+    assert run_ranks(job, SIZE) == [0] * SIZE
