@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from eprt.world import World
 
 MAGIC = 0x65707274  # "eprt"
-_OPERATIONS = ("dispatch", "combine", "load", "build", "barrier")
+_OPERATIONS = ("dispatch", "combine", "load", "build", "warmup", "barrier")
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.uint8, torch.float8_e4m3fn)
 _TEXT_BYTES = 2048
 

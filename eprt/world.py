@@ -59,6 +59,7 @@ class World(Collectives):
     Attributes:
         generation: how often the job was restarted; handles of another generation are refused.
         warm: whether `warmup` is over, so that lazy compiling or allocating is an error.
+        num_dispatchers: how many were built, closed ones included.
         attention_mesh, moe_mesh: DeviceMesh views ("dp", "attention_tp") and ("ep", "moe_tp"); None in a world of one
             and around a group that the host engine owns.
     """
@@ -78,6 +79,7 @@ class World(Collectives):
         super().__init__(rank, size, device, parallel, group, attention_tp_group, timeout_s)
         self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.warm = False
+        self.num_dispatchers = 0
         self.attention_mesh: DeviceMesh | None = None
         self.moe_mesh: DeviceMesh | None = None
         self._pid = os.getpid()
@@ -258,10 +260,15 @@ class World(Collectives):
         self._resources.release(key)
 
     def warmup(self, *things: Warmable) -> None:
-        """Collective: compile, tune, allocate now on every rank, then a barrier. Lazy work afterwards is an error."""
+        """Collective: compile, tune, allocate now on every rank, then a barrier. Lazy work afterwards is an error.
+
+        Raises:
+            WorldMismatch: the ranks warm up different numbers of things, or one makes another call.
+        """
         self.require_open()
         self.warm = False
-        for thing in things:
+        for number, thing in enumerate(things):
+            exchange(self, Header("warmup", -1, number, num_tokens=len(things)))
             thing.warmup()
         self.barrier()
         self.warm = True

@@ -90,7 +90,7 @@ def load(context: RankContext, job: Job, layer: int) -> Loaded:
     world = job.world(context)
     _drop(context)
     parts = load_on_all_ranks(world, lambda: load_layer(job.directory, layer, world.parallel, world.rank), layer)
-    moe = context.cache["layer"] = build_layer(parts, world, job.runtime, layer)
+    moe = context.cache["layer"] = build_layer(parts, world, job.runtime)
     world.warmup(moe)
     plan = moe.plan
     return Loaded(

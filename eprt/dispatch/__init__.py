@@ -128,6 +128,7 @@ def make_dispatcher(
         exchange(world, Header("build", layer, 0), error)  # raises on every rank, here included
         raise
     exchange(world, Header("build", layer, 0, fingerprint=dispatcher.fingerprint, settings=dispatcher.settings))
+    world.num_dispatchers += 1
     if packed:
         dispatcher.payload_scale = agree_payload_scale(world, input_scale)
     return dispatcher

@@ -88,6 +88,8 @@ class Dispatcher(ABC):
             "max_tokens_per_rank": str(runtime.max_tokens_per_rank),
             "attention_tp_size": str(world.parallel.attention_tp_size),
             "moe_tp_size": str(world.parallel.moe_tp_size),
+            # Tells layers of equal numbers and settings apart: ranks that call them in different orders are told so.
+            "dispatchers_before": str(world.num_dispatchers),
         }
         self.fingerprint = fingerprint_of(self.settings)
 
@@ -157,7 +159,8 @@ class Dispatcher(ABC):
         """Send T tokens to the ranks that hold their experts.
 
         Args:
-            hidden_states: [T, H] bf16 or float32 on the world's device, T >= 0. Read until combine returns.
+            hidden_states: [T, H] bf16 or float32 on the world's device, T >= 0. Read until combine returns. Gradients
+                don't travel.
             topk: their routing.
             tokens_per_rank: R, the same on every rank, T <= R <= capacity; None agrees on it by a small collective
                 (CUDA graphs need it given).
@@ -171,9 +174,10 @@ class Dispatcher(ABC):
             RankLost: a peer is gone.
             UsageError: the dispatcher or its world is closed.
         """
-        self._require_open()
+        self._require_world()
         error: EprtError | None = None
         try:
+            self._require_open()
             self._check_call(hidden_states, topk, tokens_per_rank)
         except EprtError as found:
             error = found
@@ -182,7 +186,9 @@ class Dispatcher(ABC):
         handle = self._open[self._calls] = Handle(self, self._calls, num_tokens, rows, dtype, deferred=not wait)
         self._calls += 1
         try:
-            tokens = self._dispatch(self._encode(hidden_states), topk, handle)
+            if topk.weights.requires_grad:
+                topk = TopK(topk.ids, topk.weights.detach())
+            tokens = self._dispatch(self._encode(_without_grad(hidden_states)), topk, handle)
         except BaseException:
             handle.close()
             raise
@@ -201,17 +207,19 @@ class Dispatcher(ABC):
             UsageError: the handle is another dispatcher's, was combined before, or is closed.
             InputError, WorldMismatch, RankLost: as in dispatch.
         """
-        self._require_open()
-        if getattr(handle, "owner", None) is not self:
-            raise UsageError("combine got a handle of another dispatcher: pass the one that the same dispatch returned")
-        if handle.status != "open":
-            raise UsageError(f"combine on a handle that is already {handle.status}: dispatch again for a new one")
-        if handle.deferred:
-            raise UsageError("combine on a handle that nobody waited for: call handle.wait() before the experts run")
-        error = self._output_error(expert_output, handle)
-        dtype = torch.bfloat16 if error else expert_output.dtype
-        self._agree("combine", handle.call, handle.num_tokens, handle.tokens_per_rank, dtype, error)
-        output = self._combine(expert_output, handle)
+        self._require_world()
+        error: EprtError | None = None
+        try:
+            self._require_open()
+            self._check_handle(handle)
+            self._check_output(expert_output, handle)
+        except EprtError as found:
+            error = found
+        call = (-1, 0, 1, torch.bfloat16)  # of a call that nobody makes
+        if error is None:
+            call = (handle.call, handle.num_tokens, handle.tokens_per_rank, expert_output.dtype)
+        self._agree("combine", *call, error)
+        output = self._combine(_without_grad(expert_output), handle)
         handle.status = "combined"
         handle.state = None
         self._open.pop(handle.call, None)
@@ -223,7 +231,9 @@ class Dispatcher(ABC):
         Args:
             tokens_per_rank: what dispatch would have got: it decides whether the peers compare headers.
         """
-        self._require_open()
+        self._require_world()
+        if self.closed:  # the first thing that is wrong with a call, for every rank that makes it
+            error = self._closed_error()
         self._agree("dispatch", self._calls, 0, tokens_per_rank, torch.bfloat16, error)
         raise error
 
@@ -294,9 +304,17 @@ class Dispatcher(ABC):
             torch.cuda.synchronize(self.world.device)
 
     def _require_open(self) -> None:
-        if self.closed or self.world.closed:
-            what = "world" if self.world.closed else "dispatcher"
-            raise UsageError(f"{self.spec.name}: the {what} is closed; make a new one")
+        self._require_world()
+        if self.closed:
+            raise self._closed_error()
+
+    def _closed_error(self) -> UsageError:
+        return UsageError(f"{self.spec.name}: the dispatcher is closed; make a new one")
+
+    def _require_world(self) -> None:
+        """Without a world no peer can be told anything."""
+        if self.world.closed:
+            raise UsageError(f"{self.spec.name}: the world is closed; make a new one")
 
     def _check_call(self, hidden_states: object, topk: object, tokens_per_rank: object) -> None:
         if not isinstance(hidden_states, torch.Tensor) or not isinstance(topk, TopK):
@@ -348,15 +366,23 @@ class Dispatcher(ABC):
         else:
             self.capacity.check_rows(tokens_per_rank)
 
-    def _output_error(self, expert_output: object, handle: Handle) -> InputError | None:
-        """What is wrong with an executor's output: found before any collective, so that peers can be told."""
+    def _check_handle(self, handle: object) -> None:
+        if not isinstance(handle, Handle) or handle.owner is not self:
+            raise UsageError("combine got a handle of another dispatcher: pass the one that the same dispatch returned")
+        if handle.status != "open":
+            raise UsageError(f"combine on a handle that is already {handle.status}: dispatch again for a new one")
+        if handle.deferred:
+            raise UsageError("combine on a handle that nobody waited for: call handle.wait() before the experts run")
+
+    def _check_output(self, expert_output: object, handle: Handle) -> None:
+        """An executor's output, before any collective, so that peers can be told."""
         if not isinstance(expert_output, torch.Tensor):
-            return InputError(f"expert_output is a {type(expert_output).__name__}: expected a tensor {handle.shape}")
+            raise InputError(f"expert_output is a {type(expert_output).__name__}: expected a tensor {handle.shape}")
         fits = handle.shape is None or tuple(expert_output.shape) == handle.shape
         device = self.world.device.type
         if fits and expert_output.is_floating_point() and expert_output.device.type == device:
-            return None
-        return InputError(
+            return
+        raise InputError(
             f"expert_output is {tuple(expert_output.shape)} {expert_output.dtype} on {expert_output.device}: expected "
             f"{handle.shape or 'the shape of the tokens'}, a row for each of the tokens' rows, float on {device}"
         )
@@ -400,3 +426,7 @@ class Dispatcher(ABC):
         from eprt.quant import encode_payload
 
         return encode_payload(hidden_states, self.runtime.payload, self.payload_scale)
+
+
+def _without_grad(x: torch.Tensor) -> torch.Tensor:
+    return x.detach() if x.requires_grad else x

@@ -63,7 +63,7 @@ def parallelize(
             parts = load_on_all_ranks(
                 world, lambda number=number: load_layer(source, number, world.parallel, world.rank), number
             )
-            built.append((parts.module_path, build_layer(parts, world, runtime, number)))
+            built.append((parts.module_path, build_layer(parts, world, runtime)))
     places = [(*_parent(model, path), layer) for path, layer in built]
     for parent, name, layer in places:
         setattr(parent, name, MoEBlock(layer, family.returns_scores))

@@ -48,6 +48,7 @@ class LayerParts:
     """All that one rank needs of one MoE layer, on the CPU.
 
     Attributes:
+        layer: its number in the model.
         config: the layer's maths.
         shard: which experts, which slice of each.
         experts: this rank's share.
@@ -56,6 +57,7 @@ class LayerParts:
         fingerprint: hash of config, manifest and the router's bytes: differs between revisions of a checkpoint.
     """
 
+    layer: int
     config: MoEConfig
     shard: ExpertShard
     experts: ExpertWeights
@@ -95,6 +97,7 @@ def load_layer(
     router = family.load_router(source, layer, config)
     router_bytes = router.weight.contiguous().view(torch.uint8).numpy().tobytes()
     return LayerParts(
+        layer=layer,
         config=config,
         shard=shard,
         experts=family.load_experts(source, layer, config, shard),
@@ -106,22 +109,19 @@ def load_layer(
     )
 
 
-def build_layer(
-    parts: LayerParts, world: World, runtime: RuntimeConfig | None = None, layer: int = 0
-) -> ExpertParallelMoE:
+def build_layer(parts: LayerParts, world: World, runtime: RuntimeConfig | None = None) -> ExpertParallelMoE:
     """The layer that `load_layer` read, ready for `World.warmup`. Collective; `parts.experts` aren't kept.
 
     Args:
         parts: read with `world.parallel` and `world.rank`; another rank's experts are refused on every rank.
         runtime: capacity, backends, validation; None is `RuntimeConfig()`.
-        layer: its number, which the ranks compare.
 
     Raises:
         ConfigError: `parts` are another rank's, the same on every rank.
         WorldMismatch: `parts` of other layers, or of other checkpoints, on some ranks.
         ConfigError, UnsupportedError: as `ExpertParallelMoE`.
     """
-    exchange(world, Header("build", layer, 0, fingerprint=parts.fingerprint), _foreign(parts, world))
+    exchange(world, Header("build", parts.layer, 0, fingerprint=parts.fingerprint), _foreign(parts, world))
     return ExpertParallelMoE(
         parts.config,
         world,
@@ -130,7 +130,7 @@ def build_layer(
         router=parts.router,
         shared=parts.shared,
         latent=parts.latent,
-        layer=layer,
+        layer=parts.layer,
     )
 
 

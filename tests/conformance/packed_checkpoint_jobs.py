@@ -49,7 +49,7 @@ class Ran:
 def run_layer(context: RankContext, folder: str, number: int, runtime: RuntimeConfig) -> Ran:
     world = context.world(timeout_s=BEHIND_S)
     parts = load_on_all_ranks(world, lambda: load_layer(folder, number, world.parallel, world.rank), layer=number)
-    layer = build_layer(parts, world, runtime, number)
+    layer = build_layer(parts, world, runtime)
     generator = torch.Generator().manual_seed(100 + world.rank)
     hidden = torch.randn(TOKENS[world.rank], parts.config.input_size, generator=generator).bfloat16()
     x = hidden.to(world.device)

@@ -169,7 +169,7 @@ class FakeWorld:
         self.rank, self.size = rank, len(board)
         self.device = torch.device("cpu")
         self.parallel = ParallelConfig(self.size)
-        self.generation = self.step = self.allocations = 0
+        self.generation = self.step = self.allocations = self.num_dispatchers = 0
         self.closed = self.warm = self.broken = False
         self.quiet = False  # ranks don't compare headers
         self._shared = SharedResources()

@@ -180,10 +180,53 @@ def unbuildable_on_rank_1(context, change):
 
 
 def closed_layer_with_bad_input(context):
-    """A closed layer is the first thing wrong with a call: no rank may wait for peers that refuse at once."""
+    """A closed layer is the first thing wrong with a call, whatever else is wrong with it on some rank."""
     moe = make_layer(context)
     moe.close()
     return said(lambda: moe(tokens_of(context.rank, 4, H - (context.rank == 1))))
+
+
+def closed_on_one_rank(context):
+    """(what each rank is told, whether another layer still works)"""
+    moe, other = make_layer(context), make_layer(context)
+    x = tokens_of(context.rank, 4)
+    if context.rank == 1:
+        moe.close()
+    return said(lambda: moe(x)), other(x).isfinite().all().item()
+
+
+def unnumbered_layers_in_another_order(context):
+    """(what each rank is told, whether the right order then works)"""
+    first, second = make_layer(context), make_layer(context)
+    x = tokens_of(context.rank, 4)
+    told = said(lambda: (second if context.rank else first)(x))
+    return told, (first(x) + second(x)).isfinite().all().item()
+
+
+def combined_again_on_one_rank(context):
+    """(what each rank is told where rank 1 takes the handle of the call before, whether the right one then works)"""
+    moe = make_layer(context, router=False)
+    x, topk = tokens_of(context.rank, 4), TopK(torch.zeros(4, K, dtype=torch.int32), torch.ones(4, K))
+
+    def opened():
+        sent = moe.dispatcher.dispatch(x, topk)
+        return moe.executor(sent.tokens), sent.handle
+
+    used = opened()
+    first = moe.dispatcher.combine(*used)
+    fresh = opened()
+    told = said(lambda: moe.dispatcher.combine(*(used if context.rank == 1 else fresh)))
+    return told, torch.equal(moe.dispatcher.combine(*fresh), first)
+
+
+def warmed_up_on_one_rank(context):
+    """(what each rank is told, whether all together then works)"""
+    moe = make_layer(context)
+    told = said(lambda: moe.world.warmup(*[moe] * (context.rank == 0)))
+    moe.world.warmup(moe)
+    found = moe(tokens_of(context.rank, 4)).isfinite().all().item()
+    moe.world.warm = False  # other jobs share this World
+    return told, found
 
 
 def attention_tp_slices(context, counts):

@@ -118,9 +118,27 @@ def test_a_layer_that_one_rank_cannot_build_is_refused_on_all(pools, change, say
     assert works
 
 
-def test_a_closed_layer_is_refused_before_anything_collective(pools) -> None:
+def test_a_closed_layer_is_the_first_thing_wrong_on_every_rank(pools) -> None:
     found = pools(2).run(jobs.closed_layer_with_bad_input, timeout_s=20)
-    assert [told.split(":")[0] for told in found] == ["UsageError"] * 2
+    assert found == ["UsageError: torch: the dispatcher is closed; make a new one"] * 2
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (jobs.closed_on_one_rank, "UsageError: rank 1: torch: the dispatcher is closed"),
+        (jobs.combined_again_on_one_rank, "UsageError: rank 1: combine on a handle that is already combined"),
+        (
+            jobs.unnumbered_layers_in_another_order,
+            "WorldMismatch: the ranks disagree about this call (fingerprint, dispatchers_before)",
+        ),
+        (jobs.warmed_up_on_one_rank, "WorldMismatch: the ranks disagree about this call (operation)"),
+    ],
+)
+def test_what_one_rank_does_otherwise_is_the_same_error_on_all(pools, job, says: str) -> None:
+    (told, works), other = pools(2).run(job, timeout_s=20)
+    assert told.startswith(says)
+    assert (told, works) == other == (told, True)
 
 
 def test_attention_tp_slices_any_number_of_tokens(pools) -> None:

@@ -225,6 +225,7 @@ def test_where_headers_are_not_compared_a_refusal_waits_for_nobody() -> None:
         closed=False,
         generation=0,
         step=0,
+        num_dispatchers=0,
         note=lambda *_: None,
         gather_control=lambda x: x.expand(2, -1),  # the peer builds the same
         compares_headers=lambda full: False,
