@@ -24,12 +24,12 @@ class Tuning(NamedTuple):
     combine_ctas: int
 
 
-# From benchmarks/tune_symm.py on 4 and on 2 H200: benchmarks/results/symm_tuning_h200_x4.json, ..._x2.json. Combine's
-# CTAs wait for peers, so they take a quarter of each SM's threads and about half of its registers at most: another
-# call's kernels of moderate size still fit beside them.
+# From benchmarks/tune_symm.py on 4 H200; benchmarks/results/symm_tuning_h200_x4.json. On 2 of them combine is 1% faster
+# in finer cuts by more CTAs (symm_tuning_h200_x2.json), on 4 up to 5% slower (dispatch_finer_h200_x4.json). Its CTAs
+# wait for peers, so they take a quarter of each SM's threads: another call's kernels of moderate size fit beside them.
 TUNING = (
     Tuning(64, 4096, 4, 1056, 2048, 4, 528),
-    Tuning(1 << R_BITS, 16384, 4, 1056, 4096, 4, 528),
+    Tuning(1 << R_BITS, 16384, 4, 1056, 8192, 16, 132),
 )
 
 
