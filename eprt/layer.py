@@ -29,6 +29,8 @@ PHASES: tuple[str, ...] = ("route", "dispatch", "experts", "shared", "combine")
 class ExpertParallelMoE(nn.Module):
     """One MoE layer whose experts are spread over a World. Every rank calls it in the same order, T = 0 included.
 
+    For inference: no gradient flows through it, whatever requires one; the output never does.
+
     Args:
         config: the layer's maths.
         world: who takes part.
@@ -105,6 +107,7 @@ class ExpertParallelMoE(nn.Module):
         self.latent = None if latent is None else LatentProjection(latent).to(world.device)
         self._used = False  # what is compiled and allocated lazily may still be missing
 
+    @torch.no_grad()
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -179,9 +182,13 @@ class ExpertParallelMoE(nn.Module):
         """Rows this rank sends: all of its own, or its part of what its attention-TP group holds together."""
         width = self.config.input_size
         self._check_hidden(hidden_states)
-        x = hidden_states.reshape(-1, width)
+        x = _detached(hidden_states).reshape(-1, width)
         self._check_routing(x.shape[0], routing, token_ids)
         ids = None if token_ids is None else token_ids.reshape(-1)
+        if isinstance(routing, TopK):
+            routing = TopK(routing.ids, _detached(routing.weights))
+        elif routing is not None:
+            routing = RouterLogits(_detached(routing.logits))
         size = self.world.parallel.attention_tp_size
         if size == 1:
             return x, routing, ids
@@ -332,6 +339,10 @@ def activate(activation: Activation, gate: torch.Tensor | None, up: torch.Tensor
     if (activation.alpha, activation.beta) == (1.0, 0.0):
         return F.silu(gate) * up
     return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _require_router(router: Router, config: MoEConfig) -> None:

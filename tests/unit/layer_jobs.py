@@ -195,3 +195,20 @@ def attention_tp_slices(context, counts):
         apart = (moe(x, tokens_per_rank=max(counts) + 1) - plain(x)).abs()
         found.append(float(apart.max()) if x.shape[0] else 0.0)
     return found
+
+
+def grads_on_rank_1(context, dispatcher):
+    """Rank 1's tokens, routing and router require grad. (equal to what detached ones give, no output requires it)"""
+    moe = make_layer(context, dispatcher=dispatcher)
+    x, topk, logits = tokens_of(context.rank, 4), good_routing(4), torch.randn(4, E)
+    calls = (None, topk, RouterLogits(logits))
+    expected = [moe(x, routing) for routing in calls]
+    if context.rank == 1:
+        moe.router.weight.requires_grad_()
+        x, logits = x.requires_grad_(), logits.requires_grad_()
+        calls = (None, TopK(topk.ids, topk.weights.requires_grad_()), RouterLogits(logits))
+    found = [moe(x, routing) for routing in calls]
+    found.append(moe(x.view(2, 2, H), calls[1]).view(4, H))
+    expected.append(expected[1])
+    equal = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return equal, not any(y.requires_grad for y in found)

@@ -123,6 +123,11 @@ def test_a_closed_layer_is_refused_before_anything_collective(pools) -> None:
     assert [told.split(":")[0] for told in found] == ["UsageError"] * 2
 
 
+@pytest.mark.parametrize("dispatcher", ["none", "torch"])
+def test_tokens_that_require_grad_on_one_rank_change_nothing(pools, dispatcher: str) -> None:
+    assert pools(2).run(jobs.grads_on_rank_1, dispatcher=dispatcher) == [(True, True)] * 2
+
+
 def test_attention_tp_slices_any_number_of_tokens(pools) -> None:
     assert max(max(errors) for errors in pools(4).run(jobs.attention_tp_slices, counts=[0, 1, 2, 3, 7])) < 1e-5
 
