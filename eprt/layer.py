@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eprt.config import Activation, MoEConfig, RuntimeConfig, SharedExpert
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.dense import LatentProjection, SharedExpertMLP
 from eprt.dispatch import make_dispatcher
 from eprt.dispatch.payload_scale import calibrated_scale
 from eprt.errors import ConfigError, EprtError, InputError
@@ -71,6 +72,10 @@ class ExpertParallelMoE(nn.Module):
         try:
             _require_pair("shared", config.shared, shared)
             _require_pair("latent", config.model_hidden_size, latent)
+            if shared is not None:
+                shared.check(config)
+            if latent is not None:
+                latent.check(config)
             if router is not None:
                 _require_router(router, config)
             self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device))
@@ -277,80 +282,18 @@ class ExpertParallelMoE(nn.Module):
         return self.world.gather_attention_tp(padded)[:num_tokens]
 
 
-class SharedExpertMLP(nn.Module):
-    """The shared expert on local tokens: `down(act(gate(x)) * up(x))`, scaled by a sigmoid gate where there is one."""
-
-    up: torch.Tensor
-    down: torch.Tensor
-    gate: torch.Tensor | None
-    output_gate: torch.Tensor | None
-
-    def __init__(self, config: SharedExpert, weights: SharedExpertWeights) -> None:
-        super().__init__()
-        self.activation = config.activation
-        for name in ("up", "down", "gate", "output_gate"):
-            self.register_buffer(name, getattr(weights, name))
-        _require_pair("shared.output_gate", config.gate or None, weights.output_gate)
-        _require_pair("shared.gate", config.activation.gated or None, weights.gate)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.up.dtype
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        up = F.linear(x, self.up)
-        gate = None if self.gate is None else F.linear(x, self.gate)
-        y = F.linear(activate(self.activation, gate, up), self.down)
-        return y if self.output_gate is None else torch.sigmoid(F.linear(x, self.output_gate)) * y
-
-
-class LatentProjection(nn.Module):
-    """Into and out of the width the experts live in."""
-
-    inward: torch.Tensor
-    outward: torch.Tensor
-    inward_bias: torch.Tensor | None
-    outward_bias: torch.Tensor | None
-
-    def __init__(self, weights: LatentWeights) -> None:
-        super().__init__()
-        self.register_buffer("inward", weights.into)
-        self.register_buffer("outward", weights.out_of)
-        self.register_buffer("inward_bias", weights.into_bias)
-        self.register_buffer("outward_bias", weights.out_of_bias)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.inward.dtype
-
-    def into(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.inward, self.inward_bias)
-
-    def out_of(self, y: torch.Tensor) -> torch.Tensor:
-        return F.linear(y, self.outward, self.outward_bias)
-
-
-def activate(activation: Activation, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
-    """`Activation` on whole tensors, in their dtype; formula in its docstring."""
-    if gate is None:
-        return F.relu(up).square()
-    if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    if (activation.alpha, activation.beta) == (1.0, 0.0):
-        return F.silu(gate) * up
-    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
-
-
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _require_router(router: Router, config: MoEConfig) -> None:
-    """Raises ConfigError unless the router chooses among this layer's experts."""
+    """Raises ConfigError unless the router chooses among this layer's experts, and as the config says."""
     found = (*router.weight.shape, router.top_k)
     expected = (config.num_experts, config.input_size, config.top_k)
     if found != expected:
         raise ConfigError(f"the router has (experts, hidden, top_k) {found}: the config says {expected}")
+    if router.routing != config.routing:
+        raise ConfigError(f"the router has {router.routing}: the config says {config.routing}; build both from one")
 
 
 def _require_pair(name: str, wanted: object, given: object) -> None:

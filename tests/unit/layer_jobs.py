@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from eprt.config import MoEConfig, Routing, RuntimeConfig, SharedExpert
@@ -27,7 +29,7 @@ def make_layer(
     spoil="",
     **size,
 ):
-    """The same small float32 layer on every rank, from one seed. `spoil`: what gets another shape."""
+    """The same small float32 layer on every rank, from one seed. `spoil`: what isn't as the config says."""
     world = context.world(attention_tp_size=attention_tp, timeout_s=size.pop("timeout_s", 60.0))
     config = MoEConfig(
         E,
@@ -54,10 +56,33 @@ def make_layer(
         world,
         weights,
         runtime=RuntimeConfig(**{"dispatcher": dispatcher, "executor": executor, "max_tokens_per_rank": 32, **size}),
-        router=Router(draw(E + (spoil == "router"), width), config.routing, K) if router else None,
-        shared=SharedExpertWeights(draw(I, width), draw(width, I), draw(I, width)) if shared else None,
-        latent=LatentWeights(draw(H, WIDE), draw(WIDE, H)) if latent else None,
+        router=make_router(draw(E + (spoil == "router"), width), config, spoil) if router else None,
+        shared=spoiled(SharedExpertWeights(draw(I, width), draw(width, I), draw(I, width)), spoil) if shared else None,
+        latent=spoiled(LatentWeights(draw(H, WIDE), draw(WIDE, H)), spoil) if latent else None,
     )
+
+
+def make_router(weight, config, spoil):
+    return Router(weight, replace(config.routing, renormalize=spoil != "routing"), K)
+
+
+def spoiled(weights, spoil):
+    """`weights` with the change that `SPOILED` has under that name, if it is one of these weights."""
+    kind, change = SPOILED.get(spoil, (None, None))
+    return change(weights) if isinstance(weights, kind or ()) else weights
+
+
+SPOILED = {
+    "shared_width": (SharedExpertWeights, lambda w: replace(w, down=w.down[:, 1:])),
+    "shared_gate": (SharedExpertWeights, lambda w: replace(w, gate=None)),
+    "shared_output_gate": (SharedExpertWeights, lambda w: replace(w, output_gate=w.up[:1])),
+    "shared_dtype": (SharedExpertWeights, lambda w: replace(w, down=w.down.bfloat16())),
+    "shared_half": (SharedExpertWeights, lambda w: SharedExpertWeights(w.up.half(), w.down.half(), w.gate.half())),
+    "shared_list": (SharedExpertWeights, lambda w: replace(w, up=w.up.tolist())),
+    "latent_swapped": (LatentWeights, lambda w: LatentWeights(w.out_of, w.into)),
+    "latent_bias": (LatentWeights, lambda w: replace(w, out_of_bias=w.out_of[0])),
+    "latent_dtype": (LatentWeights, lambda w: replace(w, out_of=w.out_of.bfloat16())),
+}
 
 
 def tokens_of(rank, num_tokens, width=H):
@@ -159,10 +184,11 @@ OUTPUTS = {
 }
 
 
-def built_differently(context, other):
+def built_differently(context, other, **layer):
     """Rank 1 builds with other settings; then all build the same. (what this rank was told, whether a call works)"""
-    told = said(lambda: make_layer(context, **(other if context.rank == 1 else {})))
-    return told, bool(torch.isfinite(make_layer(context)(tokens_of(context.rank, 4))).all())
+    told = said(lambda: make_layer(context, **layer, **(other if context.rank == 1 else {})))
+    moe = make_layer(context, **layer)
+    return told, bool(torch.isfinite(moe(tokens_of(context.rank, 4, moe.config.input_size))).all())
 
 
 def refused_on_rank_1(context):
@@ -176,7 +202,7 @@ def refused_on_rank_1(context):
 def unbuildable_on_rank_1(context, change):
     """A layer that rank 1 alone can't build; then one that all can. (what this rank was told, whether a call works)"""
     wrong = {"executor": "humming"} if change == "executor" else {"spoil": change}
-    return built_differently(context, wrong)
+    return built_differently(context, wrong, shared=change in SPOILED, latent=change in SPOILED)
 
 
 def closed_layer_with_bad_input(context):

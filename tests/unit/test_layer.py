@@ -37,6 +37,24 @@ REFUSED = {
 }
 
 
+# What rank 1 has that isn't as the config says, and what every rank must be told.
+UNBUILDABLE = [
+    ("executor", "UnsupportedError: rank 1: no dispatcher/executor pair can run this layer"),
+    ("router", "ConfigError: rank 1: the router has (experts, hidden, top_k)"),
+    ("routing", "ConfigError: rank 1: the router has Routing(method='softmax_topk', renormalize=False"),
+    ("weights", "ConfigError: rank 1: gate_up"),
+    ("shared_width", "ConfigError: rank 1: shared.down is (24, 7): the config says (24, 8)"),
+    ("shared_gate", "ConfigError: rank 1: shared.gate is missing: expected a tensor (8, 24)"),
+    ("shared_output_gate", "ConfigError: rank 1: shared.output_gate is given: the config has none"),
+    ("shared_dtype", "ConfigError: rank 1: shared.down is torch.bfloat16: expected torch.float32, as the others"),
+    ("shared_half", "ConfigError: rank 1: shared.up is torch.float16: expected bfloat16 or float32"),
+    ("shared_list", "ConfigError: rank 1: shared.up is list: expected a tensor (8, 24)"),
+    ("latent_swapped", "ConfigError: rank 1: latent.into is (24, 16): the config says (16, 24)"),
+    ("latent_bias", "ConfigError: rank 1: latent.out_of_bias is (16,): the config says (24,)"),
+    ("latent_dtype", "ConfigError: rank 1: latent.out_of is torch.bfloat16: expected torch.float32, as the others"),
+]
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_bad_call_on_one_rank_is_the_same_error_on_all(pools, kind: str) -> None:
     says, layer = REFUSED[kind]
@@ -102,20 +120,18 @@ def test_what_one_rank_cannot_build_is_refused_on_all(pools) -> None:
     assert found == [("ConfigError: rank 1: torch: rank_mask: can't leave a rank out", True)] * 2
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ("executor", "UnsupportedError: rank 1: no dispatcher/executor pair can run this layer"),
-        ("router", "ConfigError: rank 1: the router has (experts, hidden, top_k)"),
-        ("weights", "ConfigError: rank 1: gate_up"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), UNBUILDABLE)
 def test_a_layer_that_one_rank_cannot_build_is_refused_on_all(pools, change, says) -> None:
     found = pools(2).run(jobs.unbuildable_on_rank_1, change=change)
     assert len(set(found)) == 1
     told, works = found[0]
     assert told.startswith(says)
     assert works
+
+
+def test_every_spoiled_weight_is_tested() -> None:
+    tested = {change for change, _ in UNBUILDABLE}
+    assert set(jobs.SPOILED) < tested
 
 
 def test_a_closed_layer_is_refused_before_anything_collective(pools) -> None:
@@ -137,3 +153,5 @@ def test_a_router_for_another_layer_is_refused() -> None:
     for weight, top_k in ((torch.zeros(7, 16), 2), (torch.zeros(8, 15), 2), (torch.zeros(8, 16), 3)):
         with pytest.raises(ConfigError, match="the config says \\(8, 16, 2\\)"):
             _require_router(Router(weight, Routing(), top_k), config)
+    with pytest.raises(ConfigError, match=r"scaling_factor=2\.5.*the config says .*scaling_factor=1\.0"):
+        _require_router(Router(torch.zeros(8, 16), Routing(scaling_factor=2.5), 2), config)
