@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from eprt.capacity import KNOB
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dense import LatentProjection, SharedExpertMLP
 from eprt.dispatch import make_dispatcher
 from eprt.dispatch.payload_scale import calibrated_scale
-from eprt.errors import ConfigError, EprtError, InputError
+from eprt.errors import CapacityError, ConfigError, EprtError, InputError
 from eprt.experts import make_executor
 from eprt.header import Header, exchange
 from eprt.plan import Plan, make_plan
@@ -142,15 +143,16 @@ class ExpertParallelMoE(nn.Module):
             self.world.require_cold("the first call of a layer")
         try:
             own = self._own_slice(hidden_states, routing, token_ids)
+            replicas = hidden_states.numel() // self.config.input_size
+            sent_per_rank = self._per_slice(tokens_per_rank, replicas)
             with self.observe("route"):
                 topk = self._route(*own)
         except EprtError as error:
             self.dispatcher.refuse(error, tokens_per_rank)
         x = own[0]
-        replicas = hidden_states.numel() // self.config.input_size
         with self.observe("dispatch"):
             inside = x if self.latent is None else self.latent.into(x)
-            sent = self.dispatcher.dispatch(inside, topk, self._per_slice(tokens_per_rank), replicas=replicas)
+            sent = self.dispatcher.dispatch(inside, topk, sent_per_rank, replicas=replicas)
         try:
             with self.observe("experts"):
                 y = self.executor(sent.tokens, out=self.dispatcher.output_buffer(sent.handle))
@@ -267,10 +269,26 @@ class ExpertParallelMoE(nn.Module):
             raise InputError("the layer has no router of its own: pass routing=TopK(...) or RouterLogits(...)")
         return self.router(x, token_ids)
 
-    def _per_slice(self, tokens_per_rank: int | None) -> int | None:
+    def _per_slice(self, tokens_per_rank: int | None, num_tokens: int) -> int | None:
+        """R of the slices that are sent. Under attention TP the caller's own number is checked here, in its words."""
         size = self.world.parallel.attention_tp_size
-        # What isn't a number is the dispatcher's to refuse: it can tell the peers.
-        return -(-tokens_per_rank // size) if size > 1 and isinstance(tokens_per_rank, int) else tokens_per_rank
+        if size == 1 or tokens_per_rank is None:
+            return tokens_per_rank
+        given: object = tokens_per_rank
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise InputError(f"tokens_per_rank {given!r}: expected an int of at least 1, also when every rank is idle")
+        if num_tokens > given:
+            raise CapacityError(
+                f"hidden_states holds {num_tokens} tokens, the agreed tokens_per_rank is {given}: pass "
+                f"tokens_per_rank >= {num_tokens} on every rank, or None to let the ranks agree"
+            )
+        part, most = -(-given // size), self.dispatcher.capacity.max_tokens_per_rank
+        if part > most:
+            raise CapacityError(
+                f"tokens_per_rank is {given}, {part} for each of {size} attention-TP ranks, over the capacity of "
+                f"{most}: set {KNOB} >= {part} or split the batch"
+            )
+        return part
 
     def _whole(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """The attention-TP group's slices back together; equal on each of its ranks."""

@@ -134,6 +134,10 @@ BAD = {
     "agreed_is_text": lambda x: ((x, good_routing(4)), {"tokens_per_rank": "4"}),
     "agreed_is_a_fraction": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 4.5}),
     "agreed_is_true": lambda x: ((x, good_routing(4)), {"tokens_per_rank": True}),
+    "agreed_is_true_for_a_group": lambda x: ((x, good_routing(4)), {"tokens_per_rank": True}),
+    "agreed_is_negative": lambda x: ((x, good_routing(4)), {"tokens_per_rank": -3}),
+    "agreed_is_less_than_a_group_has": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 3}),
+    "agreed_over_a_groups_capacity": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 65}),
     "agreed_over_int64": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 2**63}),
 }
 
