@@ -270,11 +270,16 @@ class ExpertParallelMoE(nn.Module):
         return self.router(x, token_ids)
 
     def _per_slice(self, tokens_per_rank: int | None, num_tokens: int) -> int | None:
-        """R of the slices that are sent. Under attention TP the caller's own number is checked here, in its words."""
+        """R of the slices that are sent."""
         size = self.world.parallel.attention_tp_size
         if size == 1 or tokens_per_rank is None:
             return tokens_per_rank
-        given: object = tokens_per_rank
+        self._check_agreed(tokens_per_rank, num_tokens)
+        return -(-tokens_per_rank // size)
+
+    def _check_agreed(self, given: object, num_tokens: int) -> None:
+        """The caller's own number under attention TP: the dispatcher only knows the slices'."""
+        size, most = self.world.parallel.attention_tp_size, self.dispatcher.capacity.max_tokens_per_rank
         if not isinstance(given, int) or isinstance(given, bool) or given < 1:
             raise InputError(f"tokens_per_rank {given!r}: expected an int of at least 1, also when every rank is idle")
         if num_tokens > given:
@@ -282,13 +287,11 @@ class ExpertParallelMoE(nn.Module):
                 f"hidden_states holds {num_tokens} tokens, the agreed tokens_per_rank is {given}: pass "
                 f"tokens_per_rank >= {num_tokens} on every rank, or None to let the ranks agree"
             )
-        part, most = -(-given // size), self.dispatcher.capacity.max_tokens_per_rank
-        if part > most:
+        if (part := -(-given // size)) > most:
             raise CapacityError(
                 f"tokens_per_rank is {given}, {part} for each of {size} attention-TP ranks, over the capacity of "
                 f"{most}: set {KNOB} >= {part} or split the batch"
             )
-        return part
 
     def _whole(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """The attention-TP group's slices back together; equal on each of its ranks."""
