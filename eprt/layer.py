@@ -19,9 +19,9 @@ from eprt.errors import CapacityError, ConfigError, EprtError, InputError
 from eprt.experts import make_executor
 from eprt.header import Header, exchange
 from eprt.plan import Plan, make_plan
-from eprt.routing import Router, route
+from eprt.routing import Router
 from eprt.support import Device
-from eprt.tokens import RouterLogits, TopK
+from eprt.tokens import Payload, RouterLogits, TopK
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
 
@@ -127,7 +127,8 @@ class ExpertParallelMoE(nn.Module):
         Args:
             hidden_states: [..., H_model] bf16 or float32; T rows in all, T = 0 allowed. Under attention TP the T
                 tokens are the same on each of its ranks; each sends its own slice and gets the whole result back.
-            routing: TopK or RouterLogits of the T tokens; None asks the layer's own router.
+            routing: TopK or RouterLogits of the T tokens; None asks the layer's own router. In a world of one, logits
+                (the router's, too) go to an executor that takes them (`ExecutorSpec.takes_logits`) as they are.
             token_ids: [...] vocabulary ids, for hash routing.
             tokens_per_rank: largest T of any rank, equal on all; None lets the ranks agree (CUDA graphs need it).
                 Under attention TP a rank sends, and its capacity holds, ceil(T / attention_tp_size) of them.
@@ -146,22 +147,13 @@ class ExpertParallelMoE(nn.Module):
             replicas = hidden_states.numel() // self.config.input_size
             sent_per_rank = self._per_slice(tokens_per_rank, replicas)
             with self.observe("route"):
-                topk = self._route(*own)
+                chosen = self._route(*own, sent_per_rank)
         except EprtError as error:
             self.dispatcher.refuse(error, tokens_per_rank)
-        x = own[0]
-        with self.observe("dispatch"):
-            inside = x if self.latent is None else self.latent.into(x)
-            sent = self.dispatcher.dispatch(inside, topk, sent_per_rank, replicas=replicas)
-        try:
-            with self.observe("experts"):
-                y = self.executor(sent.tokens, out=self.dispatcher.output_buffer(sent.handle))
-            with self.observe("shared"):
-                dense = None if self.shared is None else self.shared(x)
-            with self.observe("combine"):
-                y = self.dispatcher.combine(y, sent.handle)
-        finally:
-            sent.handle.close()
+        if isinstance(chosen, RouterLogits):
+            y, dense = self._in_kernel(own[0], chosen)
+        else:
+            y, dense = self._over_the_world(own[0], chosen, sent_per_rank, replicas)
         self._used = True
         y = y if self.latent is None else self.latent.out_of(y)
         y = y if dense is None else y + dense
@@ -250,24 +242,70 @@ class ExpertParallelMoE(nn.Module):
         if token_ids is not None and (not isinstance(token_ids, torch.Tensor) or token_ids.numel() != num_tokens):
             raise InputError(f"token_ids must be a tensor of {num_tokens} ids, one for each token of hidden_states")
 
-    def _route(self, x: torch.Tensor, routing: TopK | RouterLogits | None, token_ids: torch.Tensor | None) -> TopK:
-        if isinstance(routing, TopK):
+    def _route(
+        self,
+        x: torch.Tensor,
+        routing: TopK | RouterLogits | None,
+        token_ids: torch.Tensor | None,
+        tokens_per_rank: int | None,
+    ) -> TopK | RouterLogits:
+        """The choice of experts; logits where the executor makes it."""
+        router = self.router
+        if routing is None:
+            if router is None:
+                raise InputError("the layer has no router of its own: pass routing=TopK(...) or RouterLogits(...)")
+            routing = router.logits(x)
+        if isinstance(routing, TopK) or self._kernel_chooses(x, routing, tokens_per_rank):
             return routing
-        if isinstance(routing, RouterLogits):
-            bias, table = (
-                (None, None) if self.router is None else (self.router.correction_bias, self.router.token_table)
-            )
-            return route(
-                routing,
-                self.config.routing,
-                self.config.top_k,
-                correction_bias=bias,
-                token_ids=token_ids,
-                token_table=table,
-            )
-        if self.router is None:
-            raise InputError("the layer has no router of its own: pass routing=TopK(...) or RouterLogits(...)")
-        return self.router(x, token_ids)
+        bias, table = (None, None) if router is None else (router.correction_bias, router.token_table)
+        return routing.to_topk(self.config, correction_bias=bias, token_ids=token_ids, token_table=table)
+
+    def _kernel_chooses(self, x: torch.Tensor, router: RouterLogits, tokens_per_rank: int | None) -> bool:
+        """Whether nothing has to travel and the executor takes these logits. What dispatch would refuse goes there."""
+        runtime, logits = self.dispatcher.runtime, router.logits
+        capacity = runtime.max_tokens_per_rank
+        rows: object = capacity if tokens_per_rank is None else tokens_per_rank
+        return (
+            self.world.size == 1
+            and self.executor.takes_logits
+            and runtime.validate == "cheap"
+            and (runtime.payload, runtime.combine_payload) == (None, None)
+            and not (self.dispatcher.closed or self.world.closed)
+            and type(rows) is int
+            and max(x.shape[0], 1) <= rows <= capacity
+            and x.dtype == torch.bfloat16
+            and logits.dtype in (torch.bfloat16, torch.float32)
+            and (logits.device, logits.layout) == (x.device, torch.strided)
+        )
+
+    def _in_kernel(self, x: torch.Tensor, router: RouterLogits) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Routed and dense experts' outputs; the executor chooses the experts, and no TopK is made."""
+        with self.observe("dispatch"):
+            inside = x if self.latent is None else self.latent.into(x)
+        with self.observe("experts"):
+            bias = None if self.router is None else self.router.correction_bias
+            y = self.executor.run_logits(Payload.plain(inside), router.logits, bias)
+        with self.observe("shared"):
+            dense = None if self.shared is None else self.shared(x)
+        with self.observe("combine"):
+            return y, dense
+
+    def _over_the_world(
+        self, x: torch.Tensor, topk: TopK, tokens_per_rank: int | None, replicas: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Routed and dense experts' outputs; tokens travel to their experts and back."""
+        with self.observe("dispatch"):
+            inside = x if self.latent is None else self.latent.into(x)
+            sent = self.dispatcher.dispatch(inside, topk, tokens_per_rank, replicas=replicas)
+        try:
+            with self.observe("experts"):
+                y = self.executor(sent.tokens, out=self.dispatcher.output_buffer(sent.handle))
+            with self.observe("shared"):
+                dense = None if self.shared is None else self.shared(x)
+            with self.observe("combine"):
+                return self.dispatcher.combine(y, sent.handle), dense
+        finally:
+            sent.handle.close()
 
     def _per_slice(self, tokens_per_rank: int | None, num_tokens: int) -> int | None:
         """R of the slices that are sent."""

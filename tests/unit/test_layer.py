@@ -36,7 +36,8 @@ REFUSED = {
     "agreed_is_true_for_a_group": ("InputError: rank 1: tokens_per_rank True: expected an int", {"attention_tp": 2}),
     "agreed_is_negative": ("InputError: rank 1: tokens_per_rank -3: expected an int", {"attention_tp": 2}),
     "agreed_is_less_than_a_group_has": (
-        "CapacityError: rank 1: hidden_states holds 4 tokens, the agreed tokens_per_rank is 3: pass tokens_per_rank >= 4",
+        "CapacityError: rank 1: hidden_states holds 4 tokens, the agreed tokens_per_rank is 3: pass "
+        "tokens_per_rank >= 4",
         {"attention_tp": 2},
     ),
     "agreed_over_a_groups_capacity": (
