@@ -26,7 +26,8 @@ class Collectives:
         device: where payload lives.
         group: process group of all ranks, for payload; None in a world of one.
         timeout_s: how long any operation waits for a peer.
-        step: the caller's step number, compared between ranks in every header; set it to catch skipped calls.
+        step: the caller's step number, compared between ranks in every header; set it, from a count of the host's own
+            and not of these calls, to catch skipped ones.
         closed: whether the World has ended.
     """
 

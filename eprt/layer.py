@@ -10,16 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eprt.config import Activation, MoEConfig, RuntimeConfig, SharedExpert
+from eprt.capacity import KNOB
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.dense import LatentProjection, SharedExpertMLP
 from eprt.dispatch import make_dispatcher
 from eprt.dispatch.payload_scale import calibrated_scale
-from eprt.errors import ConfigError, EprtError, InputError
+from eprt.errors import CapacityError, ConfigError, EprtError, InputError
 from eprt.experts import make_executor
 from eprt.header import Header, exchange
 from eprt.plan import Plan, make_plan
-from eprt.routing import Router, route
+from eprt.routing import Router
 from eprt.support import Device
-from eprt.tokens import RouterLogits, TopK
+from eprt.tokens import Payload, RouterLogits, TopK
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
 
@@ -28,6 +30,8 @@ PHASES: tuple[str, ...] = ("route", "dispatch", "experts", "shared", "combine")
 
 class ExpertParallelMoE(nn.Module):
     """One MoE layer whose experts are spread over a World. Every rank calls it in the same order, T = 0 included.
+
+    For inference: no gradient flows through it, whatever requires one; the output never does.
 
     Args:
         config: the layer's maths.
@@ -69,6 +73,10 @@ class ExpertParallelMoE(nn.Module):
         try:
             _require_pair("shared", config.shared, shared)
             _require_pair("latent", config.model_hidden_size, latent)
+            if shared is not None:
+                shared.check(config)
+            if latent is not None:
+                latent.check(config)
             if router is not None:
                 _require_router(router, config)
             self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device))
@@ -105,6 +113,7 @@ class ExpertParallelMoE(nn.Module):
         self.latent = None if latent is None else LatentProjection(latent).to(world.device)
         self._used = False  # what is compiled and allocated lazily may still be missing
 
+    @torch.no_grad()
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -118,7 +127,8 @@ class ExpertParallelMoE(nn.Module):
         Args:
             hidden_states: [..., H_model] bf16 or float32; T rows in all, T = 0 allowed. Under attention TP the T
                 tokens are the same on each of its ranks; each sends its own slice and gets the whole result back.
-            routing: TopK or RouterLogits of the T tokens; None asks the layer's own router.
+            routing: TopK or RouterLogits of the T tokens; None asks the layer's own router. In a world of one, logits
+                (the router's, too) go to an executor that takes them (`ExecutorSpec.takes_logits`) as they are.
             token_ids: [...] vocabulary ids, for hash routing.
             tokens_per_rank: largest T of any rank, equal on all; None lets the ranks agree (CUDA graphs need it).
                 Under attention TP a rank sends, and its capacity holds, ceil(T / attention_tp_size) of them.
@@ -134,24 +144,16 @@ class ExpertParallelMoE(nn.Module):
             self.world.require_cold("the first call of a layer")
         try:
             own = self._own_slice(hidden_states, routing, token_ids)
+            replicas = hidden_states.numel() // self.config.input_size
+            sent_per_rank = self._per_slice(tokens_per_rank, replicas)
             with self.observe("route"):
-                topk = self._route(*own)
+                chosen = self._route(*own, sent_per_rank)
         except EprtError as error:
             self.dispatcher.refuse(error, tokens_per_rank)
-        x = own[0]
-        replicas = hidden_states.numel() // self.config.input_size
-        with self.observe("dispatch"):
-            inside = x if self.latent is None else self.latent.into(x)
-            sent = self.dispatcher.dispatch(inside, topk, self._per_slice(tokens_per_rank), replicas=replicas)
-        try:
-            with self.observe("experts"):
-                y = self.executor(sent.tokens, out=self.dispatcher.output_buffer(sent.handle))
-            with self.observe("shared"):
-                dense = None if self.shared is None else self.shared(x)
-            with self.observe("combine"):
-                y = self.dispatcher.combine(y, sent.handle)
-        finally:
-            sent.handle.close()
+        if isinstance(chosen, RouterLogits):
+            y, dense = self._in_kernel(own[0], chosen)
+        else:
+            y, dense = self._over_the_world(own[0], chosen, sent_per_rank, replicas)
         self._used = True
         y = y if self.latent is None else self.latent.out_of(y)
         y = y if dense is None else y + dense
@@ -179,9 +181,13 @@ class ExpertParallelMoE(nn.Module):
         """Rows this rank sends: all of its own, or its part of what its attention-TP group holds together."""
         width = self.config.input_size
         self._check_hidden(hidden_states)
-        x = hidden_states.reshape(-1, width)
+        x = _detached(hidden_states).reshape(-1, width)
         self._check_routing(x.shape[0], routing, token_ids)
         ids = None if token_ids is None else token_ids.reshape(-1)
+        if isinstance(routing, TopK):
+            routing = TopK(routing.ids, _detached(routing.weights))
+        elif routing is not None:
+            routing = RouterLogits(_detached(routing.logits))
         size = self.world.parallel.attention_tp_size
         if size == 1:
             return x, routing, ids
@@ -236,29 +242,94 @@ class ExpertParallelMoE(nn.Module):
         if token_ids is not None and (not isinstance(token_ids, torch.Tensor) or token_ids.numel() != num_tokens):
             raise InputError(f"token_ids must be a tensor of {num_tokens} ids, one for each token of hidden_states")
 
-    def _route(self, x: torch.Tensor, routing: TopK | RouterLogits | None, token_ids: torch.Tensor | None) -> TopK:
-        if isinstance(routing, TopK):
+    def _route(
+        self,
+        x: torch.Tensor,
+        routing: TopK | RouterLogits | None,
+        token_ids: torch.Tensor | None,
+        tokens_per_rank: int | None,
+    ) -> TopK | RouterLogits:
+        """The choice of experts; logits where the executor makes it."""
+        router = self.router
+        if routing is None:
+            if router is None:
+                raise InputError("the layer has no router of its own: pass routing=TopK(...) or RouterLogits(...)")
+            routing = router.logits(x)
+        if isinstance(routing, TopK) or self._kernel_chooses(x, routing, tokens_per_rank):
             return routing
-        if isinstance(routing, RouterLogits):
-            bias, table = (
-                (None, None) if self.router is None else (self.router.correction_bias, self.router.token_table)
-            )
-            return route(
-                routing,
-                self.config.routing,
-                self.config.top_k,
-                correction_bias=bias,
-                token_ids=token_ids,
-                token_table=table,
-            )
-        if self.router is None:
-            raise InputError("the layer has no router of its own: pass routing=TopK(...) or RouterLogits(...)")
-        return self.router(x, token_ids)
+        bias, table = (None, None) if router is None else (router.correction_bias, router.token_table)
+        return routing.to_topk(self.config, correction_bias=bias, token_ids=token_ids, token_table=table)
 
-    def _per_slice(self, tokens_per_rank: int | None) -> int | None:
+    def _kernel_chooses(self, x: torch.Tensor, router: RouterLogits, tokens_per_rank: int | None) -> bool:
+        """Whether nothing has to travel and the executor takes these logits. What dispatch would refuse goes there."""
+        runtime, logits = self.dispatcher.runtime, router.logits
+        capacity = runtime.max_tokens_per_rank
+        rows: object = capacity if tokens_per_rank is None else tokens_per_rank
+        return (
+            self.world.size == 1
+            and self.executor.takes_logits
+            and runtime.validate == "cheap"
+            and (runtime.payload, runtime.combine_payload) == (None, None)
+            and not (self.dispatcher.closed or self.world.closed)
+            and type(rows) is int
+            and max(x.shape[0], 1) <= rows <= capacity
+            and x.dtype == torch.bfloat16
+            and logits.dtype in (torch.bfloat16, torch.float32)
+            and (logits.device, logits.layout) == (x.device, torch.strided)
+        )
+
+    def _in_kernel(self, x: torch.Tensor, router: RouterLogits) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Routed and dense experts' outputs; the executor chooses the experts, and no TopK is made."""
+        with self.observe("dispatch"):
+            inside = x if self.latent is None else self.latent.into(x)
+        with self.observe("experts"):
+            bias = None if self.router is None else self.router.correction_bias
+            y = self.executor.run_logits(Payload.plain(inside), router.logits, bias)
+        with self.observe("shared"):
+            dense = None if self.shared is None else self.shared(x)
+        with self.observe("combine"):
+            return y, dense
+
+    def _over_the_world(
+        self, x: torch.Tensor, topk: TopK, tokens_per_rank: int | None, replicas: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Routed and dense experts' outputs; tokens travel to their experts and back."""
+        with self.observe("dispatch"):
+            inside = x if self.latent is None else self.latent.into(x)
+            sent = self.dispatcher.dispatch(inside, topk, tokens_per_rank, replicas=replicas)
+        try:
+            with self.observe("experts"):
+                y = self.executor(sent.tokens, out=self.dispatcher.output_buffer(sent.handle))
+            with self.observe("shared"):
+                dense = None if self.shared is None else self.shared(x)
+            with self.observe("combine"):
+                return self.dispatcher.combine(y, sent.handle), dense
+        finally:
+            sent.handle.close()
+
+    def _per_slice(self, tokens_per_rank: int | None, num_tokens: int) -> int | None:
+        """R of the slices that are sent."""
         size = self.world.parallel.attention_tp_size
-        # What isn't a number is the dispatcher's to refuse: it can tell the peers.
-        return -(-tokens_per_rank // size) if size > 1 and isinstance(tokens_per_rank, int) else tokens_per_rank
+        if size == 1 or tokens_per_rank is None:
+            return tokens_per_rank
+        self._check_agreed(tokens_per_rank, num_tokens)
+        return -(-tokens_per_rank // size)
+
+    def _check_agreed(self, given: object, num_tokens: int) -> None:
+        """The caller's own number under attention TP: the dispatcher only knows the slices'."""
+        size, most = self.world.parallel.attention_tp_size, self.dispatcher.capacity.max_tokens_per_rank
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise InputError(f"tokens_per_rank {given!r}: expected an int of at least 1, also when every rank is idle")
+        if num_tokens > given:
+            raise CapacityError(
+                f"hidden_states holds {num_tokens} tokens, the agreed tokens_per_rank is {given}: pass "
+                f"tokens_per_rank >= {num_tokens} on every rank, or None to let the ranks agree"
+            )
+        if (part := -(-given // size)) > most:
+            raise CapacityError(
+                f"tokens_per_rank is {given}, {part} for each of {size} attention-TP ranks, over the capacity of "
+                f"{most}: set {KNOB} >= {part} or split the batch"
+            )
 
     def _whole(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """The attention-TP group's slices back together; equal on each of its ranks."""
@@ -270,76 +341,18 @@ class ExpertParallelMoE(nn.Module):
         return self.world.gather_attention_tp(padded)[:num_tokens]
 
 
-class SharedExpertMLP(nn.Module):
-    """The shared expert on local tokens: `down(act(gate(x)) * up(x))`, scaled by a sigmoid gate where there is one."""
-
-    up: torch.Tensor
-    down: torch.Tensor
-    gate: torch.Tensor | None
-    output_gate: torch.Tensor | None
-
-    def __init__(self, config: SharedExpert, weights: SharedExpertWeights) -> None:
-        super().__init__()
-        self.activation = config.activation
-        for name in ("up", "down", "gate", "output_gate"):
-            self.register_buffer(name, getattr(weights, name))
-        _require_pair("shared.output_gate", config.gate or None, weights.output_gate)
-        _require_pair("shared.gate", config.activation.gated or None, weights.gate)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.up.dtype
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        up = F.linear(x, self.up)
-        gate = None if self.gate is None else F.linear(x, self.gate)
-        y = F.linear(activate(self.activation, gate, up), self.down)
-        return y if self.output_gate is None else torch.sigmoid(F.linear(x, self.output_gate)) * y
-
-
-class LatentProjection(nn.Module):
-    """Into and out of the width the experts live in."""
-
-    inward: torch.Tensor
-    outward: torch.Tensor
-    inward_bias: torch.Tensor | None
-    outward_bias: torch.Tensor | None
-
-    def __init__(self, weights: LatentWeights) -> None:
-        super().__init__()
-        self.register_buffer("inward", weights.into)
-        self.register_buffer("outward", weights.out_of)
-        self.register_buffer("inward_bias", weights.into_bias)
-        self.register_buffer("outward_bias", weights.out_of_bias)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.inward.dtype
-
-    def into(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.inward, self.inward_bias)
-
-    def out_of(self, y: torch.Tensor) -> torch.Tensor:
-        return F.linear(y, self.outward, self.outward_bias)
-
-
-def activate(activation: Activation, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
-    """`Activation` on whole tensors, in their dtype; formula in its docstring."""
-    if gate is None:
-        return F.relu(up).square()
-    if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    if (activation.alpha, activation.beta) == (1.0, 0.0):
-        return F.silu(gate) * up
-    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _require_router(router: Router, config: MoEConfig) -> None:
-    """Raises ConfigError unless the router chooses among this layer's experts."""
+    """Raises ConfigError unless the router chooses among this layer's experts, and as the config says."""
     found = (*router.weight.shape, router.top_k)
     expected = (config.num_experts, config.input_size, config.top_k)
     if found != expected:
         raise ConfigError(f"the router has (experts, hidden, top_k) {found}: the config says {expected}")
+    if router.routing != config.routing:
+        raise ConfigError(f"the router has {router.routing}: the config says {config.routing}; build both from one")
 
 
 def _require_pair(name: str, wanted: object, given: object) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from eprt.config import PayloadFormat
+from eprt.config import MoEConfig, PayloadFormat
 from eprt.errors import InputError
 from eprt.placement import ExpertShard
 
@@ -91,9 +91,29 @@ class TopK:
 
 @dataclass(frozen=True)
 class RouterLogits:
-    """Router output before the choice of experts: [T, E], any float dtype. `routing.route` makes it a TopK."""
+    """Router output before the choice of experts: [T, E], any float dtype."""
 
     logits: torch.Tensor
+
+    def to_topk(
+        self,
+        config: MoEConfig,
+        *,
+        correction_bias: torch.Tensor | None = None,
+        token_ids: torch.Tensor | None = None,
+        token_table: torch.Tensor | None = None,
+    ) -> TopK:
+        """The config's choice of experts; tensors and errors as in `routing.route`."""
+        from eprt.routing import route  # which speaks of these types itself
+
+        return route(
+            self,
+            config.routing,
+            config.top_k,
+            correction_bias=correction_bias,
+            token_ids=token_ids,
+            token_table=token_table,
+        )
 
 
 @dataclass(frozen=True)

@@ -290,6 +290,17 @@ class SharedExpertWeights:
     gate: torch.Tensor | None = None
     output_gate: torch.Tensor | None = None
 
+    def check(self, config: MoEConfig) -> None:
+        """Raises ConfigError naming the tensor unless the config's are there, all bf16 or all float32."""
+        shared, H = config.shared, config.input_size
+        if shared is None:
+            raise ConfigError("shared weights are given: the config has no shared expert")
+        I = shared.intermediate_size
+        _check_dense("shared.up", self.up, (I, H), self.up)
+        _check_dense("shared.down", self.down, (H, I), self.up)
+        _check_dense("shared.gate", self.gate, (I, H) if shared.activation.gated else None, self.up)
+        _check_dense("shared.output_gate", self.output_gate, (1, H) if shared.gate else None, self.up)
+
 
 @dataclass(frozen=True)
 class LatentWeights:
@@ -304,3 +315,30 @@ class LatentWeights:
     out_of: torch.Tensor
     into_bias: torch.Tensor | None = None
     out_of_bias: torch.Tensor | None = None
+
+    def check(self, config: MoEConfig) -> None:
+        """Raises ConfigError naming the tensor unless the shapes are the config's, all bf16 or all float32."""
+        H, H_model = config.hidden_size, config.input_size
+        _check_dense("latent.into", self.into, (H, H_model), self.into)
+        _check_dense("latent.out_of", self.out_of, (H_model, H), self.into)
+        for name, bias, rows in (("into", self.into_bias, H), ("out_of", self.out_of_bias, H_model)):
+            _check_dense(f"latent.{name}_bias", bias, None if bias is None else (rows,), self.into)
+
+
+def _check_dense(name: str, found: object, shape: tuple[int, ...] | None, first: torch.Tensor) -> None:
+    """Raises ConfigError unless `found` is there as `shape` says (None: not at all), in the dtype of the `first`."""
+    if shape is None and found is None:
+        return
+    if shape is None:
+        problem = "given: the config has none"
+    elif not isinstance(found, torch.Tensor):
+        problem = f"{'missing' if found is None else type(found).__name__}: expected a tensor {shape}"
+    elif tuple(found.shape) != shape:
+        problem = f"{tuple(found.shape)}: the config says {shape}"
+    elif found.dtype not in (torch.bfloat16, torch.float32):
+        problem = f"{found.dtype}: expected bfloat16 or float32, as the tokens have"
+    elif found.dtype != first.dtype:
+        problem = f"{found.dtype}: expected {first.dtype}, as the others; use .to({first.dtype})"
+    else:
+        return
+    raise ConfigError(f"{name} is {problem}")

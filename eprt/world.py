@@ -157,7 +157,7 @@ class World(Collectives):
     @classmethod
     def from_group(
         cls,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         device: torch.device | str,
         *,
         attention_tp_group: dist.ProcessGroup | None = None,
@@ -167,13 +167,21 @@ class World(Collectives):
         """Around a process group that a host engine owns; the group is used and left alone. Collective over `group`.
 
         Args:
+            group: None is torch.distributed's default group.
             device: "cuda" without an index is the GPU that this process made current; no other is chosen.
             attention_tp_group: ranks that hold the same tokens, consecutive in `group`; None: every rank has its own.
 
         Raises:
             ConfigError: attention-TP ranks that aren't consecutive, sizes that don't divide, a process that isn't in
                 the group, or no such device.
+            UsageError: torch.distributed isn't initialised.
         """
+        if not dist.is_initialized():
+            raise UsageError(
+                "World.from_group before torch.distributed is initialised: call init_process_group first, or use "
+                "World.from_env"
+            )
+        group = dist.distributed_c10d._get_default_group() if group is None else group
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise ConfigError("this process is not in the group: make the World on the ranks that are")

@@ -101,6 +101,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             graph_safe=True,
             requirement=_FLASHINFER_SM100,
             rule=rules.trtllm_gen,
+            takes_logits=rules.trtllm_logits,
         ),
     )
 }

@@ -36,7 +36,7 @@ class AdaptedExecutor(Executor):
         self.device = inner.device
         self.runtime = inner.runtime
         self.native_formats = inner.spec.formats
-        self.spec = replace(inner.spec, formats=("flat", "expert_major"))
+        self.spec = replace(inner.spec, formats=("flat", "expert_major"), takes_logits=None)
 
     def _prepare(self, weights: ExpertWeights) -> None:
         raise ConfigError("an adapter holds no weights: build the inner executor with them")

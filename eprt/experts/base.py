@@ -16,11 +16,12 @@ from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig,
 from eprt.errors import ConfigError, InputError
 from eprt.placement import ExpertShard
 from eprt.support import Device, Requirement, Support, refuse
-from eprt.tokens import ExpertMajorTokens, FlatTokens
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights
 
 # (config, parallel, runtime, device, payload) -> why not, or ""
 Rule = Callable[[MoEConfig, ParallelConfig, RuntimeConfig, Device, PayloadFormat], str]
+LogitsRule = Callable[[MoEConfig], bool]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class ExecutorSpec:
         graph_safe: no host sync and static shapes for fixed N or M.
         requirement: package it needs, or None.
         rule: limits that no other field can say (`eprt.experts.rules`), or None.
+        takes_logits: whether its kernels choose a layer's experts themselves (`Executor.run_logits`); None: never.
     """
 
     name: str
@@ -55,6 +57,7 @@ class ExecutorSpec:
     graph_safe: bool = False
     requirement: Requirement | None = None
     rule: Rule | None = None
+    takes_logits: LogitsRule | None = None
 
     def supports(
         self,
@@ -142,6 +145,29 @@ class Executor(ABC):
             max_rows: most rows to come: N of FlatTokens, M of ExpertMajorTokens.
             slots: K of the FlatTokens to come, where a dispatcher pads the model's; None: the model's top-k.
         """
+
+    @property
+    def takes_logits(self) -> bool:
+        """Whether `run_logits` can be called for this layer."""
+        rule = self.spec.takes_logits
+        return rule is not None and rule(self.config)
+
+    def run_logits(self, hidden: Payload, logits: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Let the kernel choose the experts: for rows that every rank of the layer holds, with no dispatch before it.
+
+        Args:
+            hidden: [N, H], as in FlatTokens.
+            logits: [N, E] bf16 or float32, over all E experts; the local ones are computed.
+            bias: [E] correction bias of `grouped_sigmoid`; other methods have none.
+
+        Returns:
+            [N, H] bf16: this rank's share of the weighted sum, routed scaling applied.
+
+        Raises:
+            ConfigError: a routing method that the kernels don't have.
+            InputError: logits of another shape.
+        """
+        raise ConfigError(f"{self.spec.name} takes no router logits: use RouterLogits.to_topk and dispatch")
 
     def __call__(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor | None = None) -> torch.Tensor:
         """Run the experts.

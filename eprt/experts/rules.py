@@ -8,6 +8,15 @@ from eprt.support import Device
 # FlashInfer 0.7.2, trtllm/fused_moe/RoutingCustomPolicy.cuh: MaxSupportedTopExperts, MaxSupportedExperts
 TRTLLM_MAX_TOP_K, TRTLLM_MAX_EXPERTS = 32, 2048
 
+# (method, renormalize) -> tllm_enums.RoutingMethodType of the kernels that take logits.
+TRTLLM_LOGITS = {
+    ("softmax_topk", True): "RenormalizeNaive",
+    ("softmax_topk", False): "Default",
+    ("topk_softmax", True): "Renormalize",
+    ("topk_softmax", False): "Renormalize",
+    ("grouped_sigmoid", True): "DeepSeekV3",
+}
+
 
 def cutedsl_nvfp4(
     config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device, payload: PayloadFormat
@@ -30,6 +39,18 @@ def trtllm_gen(
     if weights in ("fp8_block", "mxfp8") and (config.num_experts % 4 or config.num_experts <= config.top_k):
         return f"num_experts {config.num_experts} must be a multiple of 4 and more than top_k ({config.top_k})"
     return _routing_limits(config)
+
+
+def trtllm_logits(config: MoEConfig) -> bool:
+    """Whether the logits kernels have the layer's routing, within the limits of DeepSeek's: `check_routing` of the same
+    launcher and trtllm_fused_moe_routing_deepseek.cu."""
+    routing, E, K = config.routing, config.num_experts, config.top_k
+    method = TRTLLM_LOGITS.get((routing.method, routing.renormalize))
+    if method != "DeepSeekV3":
+        return method is not None and routing.scaling_factor == 1.0
+    groups, kept = routing.num_groups, routing.topk_groups
+    grouped = groups == 1 or (groups <= 8 and kept <= 4 and E // groups <= 32 and E % 4 == 0)
+    return grouped and E <= 512 and (8 if E <= 384 else 22) >= K and kept * E // groups > K
 
 
 def _routing_limits(config: MoEConfig) -> str:

@@ -1,8 +1,9 @@
 """NVFP4 and FP8 experts on Blackwell through FlashInfer's TRTLLM-Gen kernels.
 
 The routed kernels take ids and weights and follow a dispatch; the logits kernels choose the experts themselves
-(`TrtllmGenExecutor.run_logits`). Both apply the routing weights and sum over K. Routed scaling is in the weights
-already (`eprt.routing`), so the routed kernels are given none; the logits kernels apply the model's, once.
+(`TrtllmGenExecutor.run_logits`): a layer uses them in a world of one, where nothing has to travel. Both apply the
+routing weights and sum over K. Routed scaling is in the weights already (`eprt.routing`), so the routed kernels are
+given none; the logits kernels apply the model's, once.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from eprt.config import Routing
 from eprt.errors import ConfigError, InputError
 from eprt.experts.adapters import merge_repeats
 from eprt.experts.base import Executor, unsupported_format
+from eprt.experts.rules import TRTLLM_LOGITS
 from eprt.experts.timing import even_tokens
 from eprt.experts.trtllm_formats import FORMATS
+from eprt.placement import ExpertShard
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights
 
@@ -101,20 +104,6 @@ class TrtllmGenExecutor(Executor):
         raise unsupported_format("trtllm_gen", "expert_major")
 
     def run_logits(self, hidden: Payload, logits: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Let the kernel choose the experts: for rows that every rank of the layer holds, with no dispatch before it.
-
-        Args:
-            hidden: [N, H], as in FlatTokens.
-            logits: [N, E] bf16 or float32, over all E experts; the local ones are computed.
-            bias: [E] correction bias of `grouped_sigmoid`.
-
-        Returns:
-            [N, H] bf16: this rank's share of the weighted sum, routed scaling applied.
-
-        Raises:
-            ConfigError: a routing method that the kernels don't have.
-            InputError: logits of another shape.
-        """
         rows, num_experts = hidden.data.shape[0], self.config.num_experts
         if tuple(logits.shape) != (rows, num_experts) or logits.dtype not in (torch.bfloat16, torch.float32):
             raise InputError(
@@ -131,6 +120,7 @@ class TrtllmGenExecutor(Executor):
         }
         # The kernel of grouped_sigmoid reads a bias whether there is one or not.
         grouped = self.config.routing.method == "grouped_sigmoid"
+        bias = bias if grouped else None
         routing["routing_bias"] = logits.new_zeros(num_experts) if grouped and bias is None else bias
         self._call(self._kernels.logits[self._format.entry], hidden, routing, out)
         return out
@@ -162,33 +152,28 @@ class TrtllmGenExecutor(Executor):
         tokens = even_tokens(self.config, max_rows, slots or self.config.top_k, self.device)
         with self._kernels.autotune(True):
             self(tokens)
+            if _whole(self.shard) and self.takes_logits:
+                ids = tokens.ids[:, : self.config.top_k].long()
+                logits = torch.zeros((max_rows, self.config.num_experts), device=self.device).scatter_(1, ids, 1.0)
+                self.run_logits(tokens.hidden, logits)
+
+
+def _whole(shard: ExpertShard) -> bool:
+    return shard.num_local_experts == shard.num_experts and shard.moe_tp_size == 1
 
 
 def logits_routing(routing: Routing, enums: ModuleType) -> dict[str, Any]:
     """How the logits kernels are told a routing method, with its scaling. Raises ConfigError for one they lack."""
-    methods = enums.RoutingMethodType
-    if routing.method == "grouped_sigmoid" and routing.renormalize:
-        return {
-            "routing_method_type": int(methods.DeepSeekV3),
-            "n_group": routing.num_groups,
-            "topk_group": routing.topk_groups,
-            "routed_scaling_factor": routing.scaling_factor,
-        }
-    named = {
-        ("softmax_topk", True): methods.RenormalizeNaive,
-        ("softmax_topk", False): methods.Default,
-        ("topk_softmax", True): methods.Renormalize,
-        ("topk_softmax", False): methods.Renormalize,
-    }
-    method = named.get((routing.method, routing.renormalize))
-    if method is None or routing.scaling_factor != 1.0:
+    name = TRTLLM_LOGITS.get((routing.method, routing.renormalize))
+    grouped = name == "DeepSeekV3"
+    if name is None or (routing.scaling_factor != 1.0 and not grouped):
         raise ConfigError(
             f"the logits kernels have no {routing.method} with renormalize={routing.renormalize} and scaling_factor "
             f"{routing.scaling_factor}: route with eprt.routing and call the executor with the TopK"
         )
     return {
-        "routing_method_type": int(method),
-        "n_group": None,
-        "topk_group": None,
-        "routed_scaling_factor": None,
+        "routing_method_type": int(getattr(enums.RoutingMethodType, name)),
+        "n_group": routing.num_groups if grouped else None,
+        "topk_group": routing.topk_groups if grouped else None,
+        "routed_scaling_factor": routing.scaling_factor if grouped else None,
     }

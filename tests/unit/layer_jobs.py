@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from eprt.config import MoEConfig, Routing, RuntimeConfig, SharedExpert
@@ -27,7 +29,7 @@ def make_layer(
     spoil="",
     **size,
 ):
-    """The same small float32 layer on every rank, from one seed. `spoil`: what gets another shape."""
+    """The same small float32 layer on every rank, from one seed. `spoil`: what isn't as the config says."""
     world = context.world(attention_tp_size=attention_tp, timeout_s=size.pop("timeout_s", 60.0))
     config = MoEConfig(
         E,
@@ -54,10 +56,33 @@ def make_layer(
         world,
         weights,
         runtime=RuntimeConfig(**{"dispatcher": dispatcher, "executor": executor, "max_tokens_per_rank": 32, **size}),
-        router=Router(draw(E + (spoil == "router"), width), config.routing, K) if router else None,
-        shared=SharedExpertWeights(draw(I, width), draw(width, I), draw(I, width)) if shared else None,
-        latent=LatentWeights(draw(H, WIDE), draw(WIDE, H)) if latent else None,
+        router=make_router(draw(E + (spoil == "router"), width), config, spoil) if router else None,
+        shared=spoiled(SharedExpertWeights(draw(I, width), draw(width, I), draw(I, width)), spoil) if shared else None,
+        latent=spoiled(LatentWeights(draw(H, WIDE), draw(WIDE, H)), spoil) if latent else None,
     )
+
+
+def make_router(weight, config, spoil):
+    return Router(weight, replace(config.routing, renormalize=spoil != "routing"), K)
+
+
+def spoiled(weights, spoil):
+    """`weights` with the change that `SPOILED` has under that name, if it is one of these weights."""
+    kind, change = SPOILED.get(spoil, (None, None))
+    return change(weights) if isinstance(weights, kind or ()) else weights
+
+
+SPOILED = {
+    "shared_width": (SharedExpertWeights, lambda w: replace(w, down=w.down[:, 1:])),
+    "shared_gate": (SharedExpertWeights, lambda w: replace(w, gate=None)),
+    "shared_output_gate": (SharedExpertWeights, lambda w: replace(w, output_gate=w.up[:1])),
+    "shared_dtype": (SharedExpertWeights, lambda w: replace(w, down=w.down.bfloat16())),
+    "shared_half": (SharedExpertWeights, lambda w: SharedExpertWeights(w.up.half(), w.down.half(), w.gate.half())),
+    "shared_list": (SharedExpertWeights, lambda w: replace(w, up=w.up.tolist())),
+    "latent_swapped": (LatentWeights, lambda w: LatentWeights(w.out_of, w.into)),
+    "latent_bias": (LatentWeights, lambda w: replace(w, out_of_bias=w.out_of[0])),
+    "latent_dtype": (LatentWeights, lambda w: replace(w, out_of=w.out_of.bfloat16())),
+}
 
 
 def tokens_of(rank, num_tokens, width=H):
@@ -109,6 +134,10 @@ BAD = {
     "agreed_is_text": lambda x: ((x, good_routing(4)), {"tokens_per_rank": "4"}),
     "agreed_is_a_fraction": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 4.5}),
     "agreed_is_true": lambda x: ((x, good_routing(4)), {"tokens_per_rank": True}),
+    "agreed_is_true_for_a_group": lambda x: ((x, good_routing(4)), {"tokens_per_rank": True}),
+    "agreed_is_negative": lambda x: ((x, good_routing(4)), {"tokens_per_rank": -3}),
+    "agreed_is_less_than_a_group_has": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 3}),
+    "agreed_over_a_groups_capacity": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 65}),
     "agreed_over_int64": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 2**63}),
 }
 
@@ -159,10 +188,11 @@ OUTPUTS = {
 }
 
 
-def built_differently(context, other):
+def built_differently(context, other, **layer):
     """Rank 1 builds with other settings; then all build the same. (what this rank was told, whether a call works)"""
-    told = said(lambda: make_layer(context, **(other if context.rank == 1 else {})))
-    return told, bool(torch.isfinite(make_layer(context)(tokens_of(context.rank, 4))).all())
+    told = said(lambda: make_layer(context, **layer, **(other if context.rank == 1 else {})))
+    moe = make_layer(context, **layer)
+    return told, bool(torch.isfinite(moe(tokens_of(context.rank, 4, moe.config.input_size))).all())
 
 
 def refused_on_rank_1(context):
@@ -176,7 +206,7 @@ def refused_on_rank_1(context):
 def unbuildable_on_rank_1(context, change):
     """A layer that rank 1 alone can't build; then one that all can. (what this rank was told, whether a call works)"""
     wrong = {"executor": "humming"} if change == "executor" else {"spoil": change}
-    return built_differently(context, wrong)
+    return built_differently(context, wrong, shared=change in SPOILED, latent=change in SPOILED)
 
 
 def closed_layer_with_bad_input(context):
@@ -238,3 +268,20 @@ def attention_tp_slices(context, counts):
         apart = (moe(x, tokens_per_rank=max(counts) + 1) - plain(x)).abs()
         found.append(float(apart.max()) if x.shape[0] else 0.0)
     return found
+
+
+def grads_on_rank_1(context, dispatcher):
+    """Rank 1's tokens, routing and router require grad. (equal to what detached ones give, no output requires it)"""
+    moe = make_layer(context, dispatcher=dispatcher)
+    x, topk, logits = tokens_of(context.rank, 4), good_routing(4), torch.randn(4, E)
+    calls = (None, topk, RouterLogits(logits))
+    expected = [moe(x, routing) for routing in calls]
+    if context.rank == 1:
+        moe.router.weight.requires_grad_()
+        x, logits = x.requires_grad_(), logits.requires_grad_()
+        calls = (None, TopK(topk.ids, topk.weights.requires_grad_()), RouterLogits(logits))
+    found = [moe(x, routing) for routing in calls]
+    found.append(moe(x.view(2, 2, H), calls[1]).view(4, H))
+    expected.append(expected[1])
+    equal = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return equal, not any(y.requires_grad for y in found)

@@ -33,8 +33,37 @@ REFUSED = {
     "agreed_is_text": ("InputError: rank 1: tokens_per_rank '4': expected an int", {"attention_tp": 2}),
     "agreed_is_a_fraction": ("InputError: rank 1: tokens_per_rank 4.5: expected an int", {}),
     "agreed_is_true": ("InputError: rank 1: tokens_per_rank True: expected an int", {}),
+    "agreed_is_true_for_a_group": ("InputError: rank 1: tokens_per_rank True: expected an int", {"attention_tp": 2}),
+    "agreed_is_negative": ("InputError: rank 1: tokens_per_rank -3: expected an int", {"attention_tp": 2}),
+    "agreed_is_less_than_a_group_has": (
+        "CapacityError: rank 1: hidden_states holds 4 tokens, the agreed tokens_per_rank is 3: pass "
+        "tokens_per_rank >= 4",
+        {"attention_tp": 2},
+    ),
+    "agreed_over_a_groups_capacity": (
+        "CapacityError: rank 1: tokens_per_rank is 65, 33 for each of 2 attention-TP ranks, over the capacity of 32",
+        {"attention_tp": 2},
+    ),
     "agreed_over_int64": ("CapacityError: rank 1: tokens_per_rank is 9223372036854775808", {}),
 }
+
+
+# What rank 1 has that isn't as the config says, and what every rank must be told.
+UNBUILDABLE = [
+    ("executor", "UnsupportedError: rank 1: no dispatcher/executor pair can run this layer"),
+    ("router", "ConfigError: rank 1: the router has (experts, hidden, top_k)"),
+    ("routing", "ConfigError: rank 1: the router has Routing(method='softmax_topk', renormalize=False"),
+    ("weights", "ConfigError: rank 1: gate_up"),
+    ("shared_width", "ConfigError: rank 1: shared.down is (24, 7): the config says (24, 8)"),
+    ("shared_gate", "ConfigError: rank 1: shared.gate is missing: expected a tensor (8, 24)"),
+    ("shared_output_gate", "ConfigError: rank 1: shared.output_gate is given: the config has none"),
+    ("shared_dtype", "ConfigError: rank 1: shared.down is torch.bfloat16: expected torch.float32, as the others"),
+    ("shared_half", "ConfigError: rank 1: shared.up is torch.float16: expected bfloat16 or float32"),
+    ("shared_list", "ConfigError: rank 1: shared.up is list: expected a tensor (8, 24)"),
+    ("latent_swapped", "ConfigError: rank 1: latent.into is (24, 16): the config says (16, 24)"),
+    ("latent_bias", "ConfigError: rank 1: latent.out_of_bias is (16,): the config says (24,)"),
+    ("latent_dtype", "ConfigError: rank 1: latent.out_of is torch.bfloat16: expected torch.float32, as the others"),
+]
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -102,20 +131,18 @@ def test_what_one_rank_cannot_build_is_refused_on_all(pools) -> None:
     assert found == [("ConfigError: rank 1: torch: rank_mask: can't leave a rank out", True)] * 2
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ("executor", "UnsupportedError: rank 1: no dispatcher/executor pair can run this layer"),
-        ("router", "ConfigError: rank 1: the router has (experts, hidden, top_k)"),
-        ("weights", "ConfigError: rank 1: gate_up"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), UNBUILDABLE)
 def test_a_layer_that_one_rank_cannot_build_is_refused_on_all(pools, change, says) -> None:
     found = pools(2).run(jobs.unbuildable_on_rank_1, change=change)
     assert len(set(found)) == 1
     told, works = found[0]
     assert told.startswith(says)
     assert works
+
+
+def test_every_spoiled_weight_is_tested() -> None:
+    tested = {change for change, _ in UNBUILDABLE}
+    assert set(jobs.SPOILED) < tested
 
 
 def test_a_closed_layer_is_the_first_thing_wrong_on_every_rank(pools) -> None:
@@ -141,6 +168,11 @@ def test_what_one_rank_does_otherwise_is_the_same_error_on_all(pools, job, says:
     assert (told, works) == other == (told, True)
 
 
+@pytest.mark.parametrize("dispatcher", ["none", "torch"])
+def test_tokens_that_require_grad_on_one_rank_change_nothing(pools, dispatcher: str) -> None:
+    assert pools(2).run(jobs.grads_on_rank_1, dispatcher=dispatcher) == [(True, True)] * 2
+
+
 def test_attention_tp_slices_any_number_of_tokens(pools) -> None:
     assert max(max(errors) for errors in pools(4).run(jobs.attention_tp_slices, counts=[0, 1, 2, 3, 7])) < 1e-5
 
@@ -150,3 +182,5 @@ def test_a_router_for_another_layer_is_refused() -> None:
     for weight, top_k in ((torch.zeros(7, 16), 2), (torch.zeros(8, 15), 2), (torch.zeros(8, 16), 3)):
         with pytest.raises(ConfigError, match="the config says \\(8, 16, 2\\)"):
             _require_router(Router(weight, Routing(), top_k), config)
+    with pytest.raises(ConfigError, match=r"scaling_factor=2\.5.*the config says .*scaling_factor=1\.0"):
+        _require_router(Router(torch.zeros(8, 16), Routing(scaling_factor=2.5), 2), config)

@@ -29,7 +29,7 @@ from sm100_kernels import FakeCuteDsl, FakeTrtllm
 
 from eprt.config import Routing
 from eprt.errors import ConfigError, InputError
-from eprt.experts import EXECUTORS, cutedsl_layouts, layouts_sm100, trtllm_formats
+from eprt.experts import EXECUTORS, cutedsl_layouts, layouts_sm100, rules, trtllm_formats
 from eprt.experts.adapters import AdaptedExecutor
 from eprt.experts.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
 from eprt.experts.cutedsl_nvfp4 import ContiguousExperts, CuteDslExecutor, MaskedExperts
@@ -368,6 +368,27 @@ def test_logits_kernels_equal_routing_then_the_routed_kernel(routing, weight_for
     topk = route(logits, routing, config.top_k, correction_bias=bias)
     expected = executor(FlatTokens(hidden, topk.ids, topk.weights, config.num_experts))
     assert relative_error(executor.run_logits(hidden, logits, bias), expected) <= 1e-2
+
+
+@pytest.mark.parametrize(
+    ("routing", "num_experts", "top_k", "taken"),
+    [
+        (Routing("softmax_topk"), 8, 3, True),
+        (Routing("softmax_topk", scaling_factor=2.0), 8, 3, False),
+        (Routing("sqrt_softplus"), 8, 3, False),
+        (Routing("hash"), 8, 3, False),
+        (Routing("grouped_sigmoid", num_groups=8, topk_groups=4, scaling_factor=2.5), 256, 8, True),
+        (Routing("grouped_sigmoid", renormalize=False, num_groups=8, topk_groups=4), 256, 8, False),
+        (Routing("grouped_sigmoid", num_groups=16, topk_groups=4), 256, 8, False),
+        (Routing("grouped_sigmoid", num_groups=4, topk_groups=2), 256, 8, False),
+        (Routing("grouped_sigmoid"), 384, 9, False),
+        (Routing("grouped_sigmoid"), 512, 22, True),
+        (Routing("grouped_sigmoid"), 1024, 8, False),
+    ],
+)
+def test_only_routings_that_the_logits_kernels_have_bypass_the_router(routing, num_experts, top_k, taken):
+    config = make_config("nvfp4", num_experts=num_experts, top_k=top_k, routing=routing)
+    assert rules.trtllm_logits(config) is taken
 
 
 def test_a_routing_that_kernels_lack_is_refused():

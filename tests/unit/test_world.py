@@ -17,7 +17,7 @@ import world_jobs as jobs
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.harness import WorldFailed, WorldPool, launch
 from eprt.dispatch import make_dispatcher
-from eprt.errors import ConfigError, InputError
+from eprt.errors import ConfigError, InputError, UsageError
 from eprt.resources import SharedResources
 from eprt.world import World
 
@@ -75,6 +75,11 @@ def test_around_a_default_group_that_was_started_without_torchrun(tmp_path: Path
     assert found == [(rank, 4, True) for rank in (3, 2, 1, 0)]
 
 
+def test_a_group_before_torch_distributed_is_refused() -> None:
+    with pytest.raises(UsageError, match="call init_process_group first"):
+        World.from_group(None, "cpu")
+
+
 def test_the_gpu_of_a_host_engine_is_the_one_it_made_current(monkeypatch) -> None:
     """Its processes may all have LOCAL_RANK 0, or none. torch.cuda is played here."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -114,11 +119,11 @@ def test_what_needs_one_host_is_refused_beyond(size: int, expected: tuple[int | 
 
 def test_around_groups_and_meshes_of_a_host_engine() -> None:
     found = launch(jobs.around_host_groups, 4)
-    for rank, (pair, summed, square, line, refused) in enumerate(found):
+    for rank, (pair, summed, square, line, default, refused) in enumerate(found):
         assert pair == (rank % 2, 2)
         assert summed is True
         assert square == (rank // 2, rank % 2, rank // 2, rank % 2)
-        assert line == (rank, 4)
+        assert line == default == (rank, 4)
         assert refused == "ConfigError"
 
 

@@ -97,6 +97,9 @@ def around_host_groups(context) -> list[object]:
     with World.from_mesh(init_device_mesh("cpu", (4,)), timeout_s=5.0) as world:
         found.append((world.rank, world.size))
         _step(make_dispatcher("none", world, CONFIG, RuntimeConfig()), 3)
+    with World.from_group(None, "cpu") as world:  # torch's name for its default group
+        found.append((world.rank, world.size))
+        _step(make_dispatcher("none", world, CONFIG, RuntimeConfig()), 3)
     try:
         World.from_mesh(mesh, attention_tp_dim="dp")
     except EprtError as error:
