@@ -244,6 +244,28 @@ def _skipped_step(context, target, through_layer):
         world.step = 0
 
 
+def _other_generation(context, target, through_layer):
+    """Rank 1's World is of another generation than its peers' Worlds."""
+    world = context.world()
+    world.generation = 1 if context.rank == 1 else 0
+    try:
+        _call(target, through_layer, _batch(context, 4))
+    finally:
+        world.generation = 0
+
+
+def _other_combine_order(context, target, through_layer):
+    """Rank 1 combines two open calls in the other order; nothing but the calls' numbers differs."""
+    open_calls = [_call(target, False, _batch(context, 4), 4) for _ in range(2)]
+    first, _ = reversed(open_calls) if context.rank == 1 else open_calls
+    out = transport.scale_experts(first.tokens, target.shard, torch.ones(F32.num_experts), torch.float32)
+    try:
+        target.combine(out, first.handle)
+    finally:
+        for sent in open_calls:
+            sent.handle.close()
+
+
 def _non_finite_weight(context, target, through_layer):
     full = dispatcher_of(context, (target.spec.name, target.token_format), validate="full")
     batch = _batch(context, 5)
@@ -289,6 +311,8 @@ BAD = {
     "different_layer_order": _other_order,
     "different_config": _other_config,
     "skipped_step": _skipped_step,
+    "different_generation": _other_generation,
+    "different_combine_order": _other_combine_order,
     "top_k_over_experts": _top_k_over_experts,
     "experts_that_do_not_divide": _experts_that_do_not_divide,
 }

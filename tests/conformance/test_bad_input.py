@@ -28,10 +28,12 @@ INPUT = {
     "agreed_on_one_rank_only": ("WorldMismatch", "tokens_per_rank"),
     "different_dtype": ("WorldMismatch", "dtype"),
     "skipped_step": ("WorldMismatch", "step"),
+    "different_generation": ("WorldMismatch", "this call (generation);"),
 }
 CALLS = {
     "non_finite_weight": ("InputError", "1 non-finite"),
     "different_layer_order": ("WorldMismatch", "layer"),
+    "different_combine_order": ("WorldMismatch", "this call (call);"),
     "different_config": ("WorldMismatch", "routing.scaling_factor"),
     "top_k_over_experts": ("ConfigError", "larger than num_experts"),
     "experts_that_do_not_divide": ("ConfigError", "9 experts"),

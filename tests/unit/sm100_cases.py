@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import expert_cases
 import torch
 from expert_cases import CPU, RUNTIME, SILU, cut, make_config, make_weights, shard_of
 from sm100_kernels import RELU2, SWIGLU, activate
 
+from eprt.config import Activation
 from eprt.experts.base import Executor
 from eprt.experts.reference import ReferenceExecutor, decode_hidden
 from eprt.placement import ExpertShard
@@ -15,6 +17,9 @@ from eprt.quant import decode
 from eprt.quant.payload import encode_payload
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, expert_major_from_flat
 from eprt.weights import ExpertWeights, Fp8Tensor, Nvfp4
+
+# Beta without a limit: nothing brings gate and up to one global scale before, and beta is added on up's side.
+ACTIVATIONS = expert_cases.ACTIVATIONS | {"beta": Activation(alpha=1.7, beta=1.0)}
 
 
 def calibrated(weights: ExpertWeights, config, seed: int = 0) -> ExpertWeights:
