@@ -121,7 +121,15 @@ def test_shown_output_is_what_the_command_prints() -> None:
 
 def test_failure_table_names_the_reasons_of_rank_lost() -> None:
     section = README.split("`RankLost.why`")[1].split("\n\n")[0]
-    assert set(re.findall(r"\| `(\w+)` \|", section)) == {"exited", "silent", "raised", "left", "behind", "store"}
+    assert set(re.findall(r"\| `(\w+)` \|", section)) == {
+        "exited",
+        "silent",
+        "raised",
+        "left",
+        "behind",
+        "store",
+        "unknown",
+    }
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
