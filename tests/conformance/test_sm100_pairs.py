@@ -1,14 +1,16 @@
-"""The whole layer on gloo ranks with the Blackwell executors, for every way in which a plan for B200 reaches them."""
+"""The whole layer with the Blackwell executors, for every way in which a plan for B200 reaches them: on gloo ranks, and
+behind stand-ins for the libraries of the other dispatchers."""
 
 from __future__ import annotations
 
 import pytest
+import sm100_threads as threads
 from sm100_jobs import run_sm100_checks
 
-from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.config import Activation, MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig
 from eprt.conformance.cases import CASES
 from eprt.conformance.checks import Check, summarize
-from eprt.plan import make_plan
+from eprt.plan import Candidate, make_plan
 from eprt.support import Device
 
 B200 = Device.parse("sm100")
@@ -79,15 +81,58 @@ def test_layer_under_tensor_parallelism(pools, moe, dispatcher, token_format):
     run(pools, 4, checks)
 
 
+def ours(moe: MoEConfig, payload: PayloadFormat | None = None) -> list[Candidate]:
+    """What a plan for four B200 calls possible with these executors."""
+    runtime = RuntimeConfig(max_tokens_per_rank=threads.CAPACITY, payload=payload)
+    candidates = make_plan(moe, ParallelConfig(threads.SIZE), runtime, B200).candidates
+    return [c for c in candidates if c.executor in ("cutedsl_nvfp4", "trtllm_gen") and c.support]
+
+
+# Every pair whose dispatcher needs a library: dispatcher, payload, layer -> the plan's candidates.
+LIBRARY_PAIRS = {
+    (dispatcher, payload, moe): found
+    for dispatcher in threads.INSTALL
+    for payload in (None, "nvfp4", "fp8_block")
+    for moe in CONFIGS
+    if (found := [c for c in ours(moe, payload) if c.dispatcher == dispatcher])
+}
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "payload", "moe"),
+    LIBRARY_PAIRS,
+    ids=[f"{name(moe)}-{dispatcher}-{payload or 'bf16'}" for dispatcher, payload, moe in LIBRARY_PAIRS],
+)
+def test_layer_behind_the_libraries(monkeypatch, dispatcher, payload, moe):
+    threads.install(monkeypatch, dispatcher)
+    # Packed tokens reach the kernels as the oracle sees them; what is packed after the journey is rounded.
+    most = 1e-2 if payload else BOUND.get(moe.weight_format, 1e-2)
+    pairs = LIBRARY_PAIRS[dispatcher, payload, moe]
+    assert [problem for pair in pairs for problem in threads.wrong_cases(pair, moe, payload, most)] == []
+
+
+def test_the_pairs_behind_the_libraries():
+    """A dispatcher carries bf16 to every pair and packed tokens to kernels of their format."""
+    found = {
+        (dispatcher, payload, moe.weight_format, pair.executor)
+        for (dispatcher, payload, moe), pairs in LIBRARY_PAIRS.items()
+        for pair in pairs
+    }
+    executors_of = {(moe.weight_format, executor) for moe in CONFIGS for executor in executors(moe)}
+    nvfp4 = {(d, "nvfp4", "nvfp4", e) for d in ("symm", "flashinfer") for e in ("cutedsl_nvfp4", "trtllm_gen")}
+    fp8_block = {(d, "fp8_block", "fp8_block", "trtllm_gen") for d in threads.INSTALL}
+    assert found == {(d, None, w, e) for d in threads.INSTALL for w, e in executors_of} | nvfp4 | fp8_block
+
+
 @pytest.mark.parametrize("moe", CONFIGS, ids=name)
 def test_plans_for_b200_reach_nothing_that_is_not_run_here(moe):
-    """Each pair the plan calls possible hands these executors a format that the rows above hand them."""
-    candidates = make_plan(moe, ParallelConfig(4), RuntimeConfig(max_tokens_per_rank=64), B200).candidates
-    ours = [c for c in candidates if c.executor in ("cutedsl_nvfp4", "trtllm_gen") and c.support]
-    assert {c.executor for c in ours} == set(executors(moe))
-    assert {c.dispatcher for c in ours} >= {"none", "torch", "symm"}
-    assert {c.token_format for c in ours} <= {token_format for _, token_format in WAYS}
-    for c in ours:
+    """Each pair the plan calls possible is run on gloo ranks or behind a stand-in for its library."""
+    found = ours(moe)
+    assert {c.executor for c in found} == set(executors(moe))
+    on_gloo = {c.dispatcher for c in found} - set(threads.INSTALL)
+    assert {(c.dispatcher, c.token_format) for c in found if c.dispatcher in on_gloo} <= set(WAYS)
+    assert {c.dispatcher for c in found} == {dispatcher for dispatcher, _ in WAYS} | set(threads.INSTALL)
+    for c in found:
         assert c.adapted == (c.executor == "trtllm_gen" and c.token_format == "expert_major")
 
 

@@ -99,6 +99,10 @@ class FakeLibrary:
         assert start <= workspace.shape[1], "workspace size per rank insufficient"
         assert enable_rank_mask
         active = [rank for rank in range(size) if int(active_rank_mask[0]) >> rank & 1]
+        for payload, at in zip(payloads, starts, strict=True):  # rows that nobody sends are garbage
+            block = R * payload.shape[1] * payload.element_size()
+            for source in active:
+                workspace[rank, at + source * block :][:block] = 255
         self.epochs[rank] += 1
         self.meet(rank, active_rank_mask)
         assert len({self.epochs[one] for one in active}) == 1, "flags of ranks that missed a call never match"
