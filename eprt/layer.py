@@ -254,6 +254,8 @@ class ExpertParallelMoE(nn.Module):
         if routing is None:
             if router is None:
                 raise InputError("the layer has no router of its own: pass routing=TopK(...) or RouterLogits(...)")
+            if self.world.size > 1 or not self.executor.takes_logits:
+                return router(x, token_ids)
             routing = router.logits(x)
         if isinstance(routing, TopK) or self._kernel_chooses(x, routing, tokens_per_rank):
             return routing

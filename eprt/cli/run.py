@@ -195,8 +195,8 @@ def _report(
         "\ncopies: token rows that crossed between ranks in dispatch, and came back in combine;\n  kB counts both ways."
     )
     terminal.say(
-        "error = ||output - oracle|| / ||oracle||. The oracle: one process, float32, all experts as loaded, each token\n"
-        "  to those that its rank chose; its formulas are the executor reference's, written apart from the others."
+        "error = ||output - oracle|| / ||oracle||. The oracle: one process, float32, all experts as loaded,\n"
+        "  each token to those its rank chose; its formulas are the executor reference's, written apart from others."
     )
     terminal.say(f"tolerance {outcome.tolerance:.0e}: {WHY[outcome.dtype]}.")
     verdict = "PASS" if outcome.ok else "FAIL"

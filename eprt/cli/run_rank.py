@@ -118,7 +118,10 @@ def drive(context: RankContext, job: Job, layer: int, step: int) -> Step:
     if moe.router.token_table is not None:
         token_ids = torch.randint(moe.router.token_table.shape[0], (T,), generator=generator).to(world.device)
     with _Observation(moe) as seen:
-        output = moe(hidden.to(world.device), token_ids=token_ids)
+        x, routing = hidden.to(world.device), None
+        if world.size == 1 and moe.executor.takes_logits:  # a kernel's own choice couldn't be seen
+            routing = moe.router(x, token_ids)
+        output = moe(x, routing, token_ids=token_ids)
     traffic = seen.handles[0].traffic
     part = -(-T // job.attention_tp)
     first = min(world.attention_tp_rank * part, T)

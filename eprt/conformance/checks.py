@@ -256,6 +256,7 @@ class NanOutput(Executor):
     def __init__(self, inner: Executor) -> None:
         # Executor.__init__ would prepare weights; the inner executor did.
         self.inner = inner
+        self.spec = replace(inner.spec, takes_logits=None)
 
     def __call__(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor | None = None) -> torch.Tensor:
         hidden = tokens.hidden
