@@ -176,12 +176,12 @@ class World(Collectives):
                 the group, or no such device.
             UsageError: torch.distributed isn't initialised.
         """
-        if not dist.is_initialized():
+        group = dist.group.WORLD if group is None else group
+        if group is None:
             raise UsageError(
                 "World.from_group before torch.distributed is initialised: call init_process_group first, or use "
                 "World.from_env"
             )
-        group = dist.distributed_c10d._get_default_group() if group is None else group
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise ConfigError("this process is not in the group: make the World on the ranks that are")
