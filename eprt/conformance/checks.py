@@ -256,7 +256,10 @@ class NanOutput(Executor):
     def __init__(self, inner: Executor) -> None:
         # Executor.__init__ would prepare weights; the inner executor did.
         self.inner = inner
-        self.spec = replace(inner.spec, takes_logits=None)
+
+    @property
+    def takes_logits(self) -> bool:
+        return False  # a kernel that chooses the experts itself is handed no output
 
     def __call__(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor | None = None) -> torch.Tensor:
         hidden = tokens.hidden
