@@ -7,9 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eprt.errors import CapacityError
+from eprt.errors import CapacityError, InputError
 
 KNOB = "RuntimeConfig.max_tokens_per_rank"
+
+
+def require_agreed(tokens_per_rank: object) -> int:
+    """A caller's R. Raises InputError unless it is an int of at least 1."""
+    if not isinstance(tokens_per_rank, int) or isinstance(tokens_per_rank, bool) or tokens_per_rank < 1:
+        raise InputError(
+            f"tokens_per_rank {tokens_per_rank!r}: expected an int of at least 1, also when every rank is idle"
+        )
+    return tokens_per_rank
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eprt.capacity import KNOB
+from eprt.capacity import KNOB, require_agreed
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dense import LatentProjection, SharedExpertMLP
 from eprt.dispatch import make_dispatcher
@@ -181,13 +181,9 @@ class ExpertParallelMoE(nn.Module):
         """Rows this rank sends: all of its own, or its part of what its attention-TP group holds together."""
         width = self.config.input_size
         self._check_hidden(hidden_states)
-        x = _detached(hidden_states).reshape(-1, width)
+        x = hidden_states.reshape(-1, width)
         self._check_routing(x.shape[0], routing, token_ids)
         ids = None if token_ids is None else token_ids.reshape(-1)
-        if isinstance(routing, TopK):
-            routing = TopK(routing.ids, _detached(routing.weights))
-        elif routing is not None:
-            routing = RouterLogits(_detached(routing.logits))
         size = self.world.parallel.attention_tp_size
         if size == 1:
             return x, routing, ids
@@ -320,16 +316,15 @@ class ExpertParallelMoE(nn.Module):
     def _check_agreed(self, given: object, num_tokens: int) -> None:
         """The caller's own number under attention TP: the dispatcher only knows the slices'."""
         size, most = self.world.parallel.attention_tp_size, self.dispatcher.capacity.max_tokens_per_rank
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise InputError(f"tokens_per_rank {given!r}: expected an int of at least 1, also when every rank is idle")
-        if num_tokens > given:
+        agreed = require_agreed(given)
+        if num_tokens > agreed:
             raise CapacityError(
-                f"hidden_states holds {num_tokens} tokens, the agreed tokens_per_rank is {given}: pass "
+                f"hidden_states holds {num_tokens} tokens, the agreed tokens_per_rank is {agreed}: pass "
                 f"tokens_per_rank >= {num_tokens} on every rank, or None to let the ranks agree"
             )
-        if (part := -(-given // size)) > most:
+        if (part := -(-agreed // size)) > most:
             raise CapacityError(
-                f"tokens_per_rank is {given}, {part} for each of {size} attention-TP ranks, over the capacity of "
+                f"tokens_per_rank is {agreed}, {part} for each of {size} attention-TP ranks, over the capacity of "
                 f"{most}: set {KNOB} >= {part} or split the batch"
             )
 
@@ -341,10 +336,6 @@ class ExpertParallelMoE(nn.Module):
         part = -(-num_tokens // size)
         padded = y if y.shape[0] == part else F.pad(y, (0, 0, 0, part - y.shape[0]))
         return self.world.gather_attention_tp(padded)[:num_tokens]
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _require_router(router: Router, config: MoEConfig) -> None:

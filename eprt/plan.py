@@ -154,17 +154,17 @@ class _Costs:
         order = _DISPATCHER_ORDER[self.device.kind]
         # A world of one has nothing to carry: the dispatcher that moves nothing wins.
         rank = -1 if self.world_size == 1 and c.dispatcher == "none" else order.index(c.dispatcher)
-        halves = ((self.dispatch, c.dispatcher), (self.experts, c.executor))
-        times = [row.microseconds.get(name) for row, name in halves if row is not None]
+        times = [row.microseconds.get(name) for row, name in self._halves(c)]
         cost = sum(time for time in times if time is not None)
         return c.adapted, times.count(None), cost, _EXECUTOR_ORDER[self.device.kind].index(c.executor), rank
 
+    def _halves(self, c: Candidate) -> list[tuple[measured.Row, str]]:
+        """What was measured, and the candidate's part of it."""
+        halves = ((self.dispatch, c.dispatcher), (self.experts, c.executor))
+        return [(row, name) for row, name in halves if row is not None]
+
     def why(self, c: Candidate) -> str:
-        rows = [
-            f"{name}, {row}"
-            for row, name in ((self.dispatch, c.dispatcher), (self.experts, c.executor))
-            if row is not None and name in row.microseconds
-        ]
+        rows = [f"{name}, {row}" for row, name in self._halves(c) if name in row.microseconds]
         if not rows:
             rows = [f"nothing measured on {self.device} for this layer: first in the order of preference that can"]
         if self.world_size == 1:

@@ -276,7 +276,7 @@ class World(Collectives):
         self.require_open()
         self.warm = False
         for number, thing in enumerate(things):
-            exchange(self, Header("warmup", -1, number, num_tokens=len(things)))
+            exchange(self, Header("warmup", -1, number))
             thing.warmup()
         self.barrier()
         self.warm = True

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from eprt.capacity import Capacity
+from eprt.capacity import Capacity, require_agreed
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.handle import Dispatched, Handle
 from eprt.dispatch.rank_mask import RankMask, checked_mask, require_changeable
@@ -45,7 +45,7 @@ class Dispatcher(ABC):
 
     Attributes:
         payload_scale: `nvfp4` tokens' second-level scale, float32 [1] on the world's device, equal on all ranks;
-            `make_dispatcher` sets it. None: 1.
+            1 until `make_dispatcher` sets it. None for other tokens.
         settings, fingerprint: what must be equal on all ranks, and a hash of it.
 
     Making one allocates nothing shared: `make_dispatcher` compares the ranks' settings first.
@@ -74,7 +74,9 @@ class Dispatcher(ABC):
         self.placement = ExpertPlacement(config.num_experts, world.parallel)
         self.shard = self.placement.shard(world.rank)
         self.capacity = Capacity(runtime.max_tokens_per_rank, self.bytes_per_token())
-        self.payload_scale: torch.Tensor | None = None
+        self.payload_scale = (
+            torch.ones(1, dtype=torch.float32, device=world.device) if runtime.payload == "nvfp4" else None
+        )
         self.closed = False
         self._calls = 0
         self._open: WeakValueDictionary[int, Handle] = WeakValueDictionary()
@@ -118,12 +120,10 @@ class Dispatcher(ABC):
     def warmup(self) -> None:
         """Collective: allocate, compile, connect, by sending a token that no expert wants there and back. After
         `World.warmup()` doing so lazily is an error."""
-        H, device = self.config.hidden_size, self.world.device
-        token = torch.zeros(1, H, dtype=torch.bfloat16, device=device)
-        ids = torch.full((1, self.config.top_k), self.config.num_experts, dtype=torch.int32, device=device)
+        token, topk = self._unwanted_token()
         handle = Handle(self, call=-1, num_tokens=1, tokens_per_rank=1, dtype=token.dtype)
-        tokens = self._dispatch(self._encode(token), TopK(ids, ids.float()), handle)
-        self._combine(token.new_zeros((*tokens.hidden.data.shape[:-1], H)), handle)
+        tokens = self._dispatch(self._encode(token), topk, handle)
+        self._combine(token.new_zeros((*tokens.hidden.data.shape[:-1], token.shape[1])), handle)
         self._settle()
 
     def _slots(self) -> Slots | None:
@@ -299,6 +299,12 @@ class Dispatcher(ABC):
     def _capturing(self) -> bool:
         return self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
+    def _unwanted_token(self) -> tuple[torch.Tensor, TopK]:
+        """For warm-up: [1, H] bf16, and slots that name no expert."""
+        token = torch.zeros(1, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
+        ids = token.new_full((1, self.config.top_k), self.config.num_experts, dtype=torch.int32)
+        return token, TopK(ids, ids.float())
+
     def _settle(self) -> None:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
@@ -359,12 +365,8 @@ class Dispatcher(ABC):
                 raise InputError("tokens_per_rank is None and a rank is left out, which can't agree on R: pass it")
             if capturing and self.world.size > 1:
                 raise InputError("tokens_per_rank is None during CUDA graph capture: pass R, the same on every rank")
-        elif not isinstance(tokens_per_rank, int) or isinstance(tokens_per_rank, bool) or tokens_per_rank < 1:
-            raise InputError(
-                f"tokens_per_rank {tokens_per_rank!r}: expected an int of at least 1, also when every rank is idle"
-            )
         else:
-            self.capacity.check_rows(tokens_per_rank)
+            self.capacity.check_rows(require_agreed(tokens_per_rank))
 
     def _check_handle(self, handle: object) -> None:
         if not isinstance(handle, Handle) or handle.owner is not self:

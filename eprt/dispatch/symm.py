@@ -63,8 +63,6 @@ class SymmetricMemoryDispatcher(Dispatcher):
         self._launcher: Launcher | None = None
         self._compiled = False
         super().__init__(world, config, runtime, token_format, layer)
-        if self._geometry.payload == "nvfp4":
-            self.payload_scale = torch.ones(1, dtype=torch.float32, device=world.device)
 
     def bytes_per_token(self) -> int:
         return self._geometry.bytes_per_token
@@ -193,9 +191,7 @@ class SymmetricMemoryDispatcher(Dispatcher):
 
     def _exchange_nothing(self, slot: int, R: int, compile_only: bool) -> None:
         """One row that no expert wants."""
-        device, timeout_s, config = self.world.device, self.world.timeout_s, self.config
-        launcher = self._require_launcher()
-        hidden = torch.zeros(1, config.hidden_size, dtype=torch.bfloat16, device=device)
-        ids = torch.full((1, config.top_k), config.num_experts, dtype=torch.int32, device=device)
-        launcher.dispatch(slot, hidden, TopK(ids, ids.float()), R, timeout_s, self.payload_scale, compile_only)
-        launcher.combine(slot, hidden, ids, R, timeout_s, compile_only)
+        launcher, timeout_s = self._require_launcher(), self.world.timeout_s
+        token, topk = self._unwanted_token()
+        launcher.dispatch(slot, token, topk, R, timeout_s, self.payload_scale, compile_only)
+        launcher.combine(slot, token, topk.ids, R, timeout_s, compile_only)

@@ -118,10 +118,9 @@ class TrtllmGenExecutor(Executor):
             "top_k": self.config.top_k,
             **logits_routing(self.config.routing, self._kernels.enums),
         }
-        # The kernel of grouped_sigmoid reads a bias whether there is one or not.
-        grouped = self.config.routing.method == "grouped_sigmoid"
-        bias = bias if grouped else None
-        routing["routing_bias"] = logits.new_zeros(num_experts) if grouped and bias is None else bias
+        routing["routing_bias"] = None
+        if self.config.routing.method == "grouped_sigmoid":  # its kernel reads a bias whether there is one or not
+            routing["routing_bias"] = logits.new_zeros(num_experts) if bias is None else bias
         self._call(self._kernels.logits[self._format.entry], hidden, routing, out)
         return out
 

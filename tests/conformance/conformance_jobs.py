@@ -234,24 +234,18 @@ def _other_config(context, target, through_layer):
     _call(dispatcher_of(context, (target.spec.name, target.token_format), config, layer=8), False, _batch(context, 4))
 
 
-def _skipped_step(context, target, through_layer):
-    """Rank 1 skips a step: the caller's step numbers differ in the next call."""
-    world = context.world()
-    world.step = 5 if context.rank == 1 else 6
-    try:
-        _call(target, through_layer, _batch(context, 4))
-    finally:
-        world.step = 0
+def _with_another(name, values):
+    """The World's numbers of that `name` differ in the next call: `values` are rank 1's and its peers'."""
 
+    def job(context, target, through_layer):
+        world = context.world()
+        setattr(world, name, values[context.rank != 1])
+        try:
+            _call(target, through_layer, _batch(context, 4))
+        finally:
+            setattr(world, name, 0)
 
-def _other_generation(context, target, through_layer):
-    """Rank 1's World is of another generation than its peers' Worlds."""
-    world = context.world()
-    world.generation = 1 if context.rank == 1 else 0
-    try:
-        _call(target, through_layer, _batch(context, 4))
-    finally:
-        world.generation = 0
+    return job
 
 
 def _other_combine_order(context, target, through_layer):
@@ -310,8 +304,8 @@ BAD = {
     "different_dtype": _hidden(lambda x: x.bfloat16()),
     "different_layer_order": _other_order,
     "different_config": _other_config,
-    "skipped_step": _skipped_step,
-    "different_generation": _other_generation,
+    "skipped_step": _with_another("step", (5, 6)),
+    "different_generation": _with_another("generation", (1, 0)),
     "different_combine_order": _other_combine_order,
     "top_k_over_experts": _top_k_over_experts,
     "experts_that_do_not_divide": _experts_that_do_not_divide,
