@@ -29,7 +29,7 @@ from eprt.world import World
 
 NUM_EXPERTS = 128
 CHECK_TOLERANCE = 1e-2  # bf16 sums; packed tokens are packed on both sides
-GRAPH_ROUNDS, GRAPH_REPEATS, EAGER_ROUNDS = 50, 10, 20
+GRAPH_ROUNDS, GRAPH_REPEATS, EAGER_ROUNDS = 50, 20, 20
 
 
 @dataclass(frozen=True)

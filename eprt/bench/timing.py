@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -28,19 +28,22 @@ def world_of(context: RankContext) -> World:
 def samples(world: World, call: Callable[[], object], *, graph: bool, rounds: int, repeats: int) -> list[float]:
     """`rounds` samples of `call`.
 
-    On CUDA device time between events, behind a small all-reduce that aligns the ranks on the device: with `graph`,
-    replays of a CUDA graph of `repeats` calls, divided by them; else the eager call, the host's share included.
+    On CUDA device time between events, behind a small all-reduce that aligns the ranks on the device: with `graph`, of
+    `repeats` calls in one CUDA graph, divided by them; else of the eager call, the host's share included.
     On CPU wall time behind a barrier.
     """
     call()
     if world.device.type == "cpu":
         return [_wall(world, call) for _ in range(rounds)]
-    torch.cuda.synchronize()
-    world.barrier()
-    if graph:
-        with _replays(world, [call] * repeats) as replay:
-            return [_device(world, replay) / repeats for _ in range(rounds)]
-    return [_device(world, call) for _ in range(rounds)]
+    calls = repeats if graph else 1
+
+    def work(start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+
+    return [time / calls for time in _device(world, work, graph, rounds)]
 
 
 def first_samples(
@@ -48,46 +51,59 @@ def first_samples(
 ) -> list[float]:
     """`rounds` samples of `first` alone; `rest` follows each, given what it returned.
 
-    As in `samples`, but with `graph` only the last `first` of `repeats` pairs, between events that the graph records:
-    hosts launch their graphs some microseconds apart, which the first pair waits for.
+    As in `samples`, but with `graph` only the last `first` of `repeats` pairs: the pairs before align the ranks better
+    than the all-reduce does.
     """
-
-    def pair() -> None:
-        rest(first())
-
-    pair()
+    rest(first())
     if world.device.type == "cpu":
         return [_wall(world, first, rest) for _ in range(rounds)]
-    torch.cuda.synchronize()
-    world.barrier()
-    start, end = (torch.cuda.Event(enable_timing=True, external=graph) for _ in range(2))
 
-    def timed() -> None:
+    def work(start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        for _ in range(repeats - 1 if graph else 0):
+            rest(first())
         start.record()
         found = first()
         end.record()
         rest(found)
 
-    def sample(call: Callable[[], object]) -> float:
-        _align(world)
+    return _device(world, work, graph, rounds)
+
+
+def _device(
+    world: World, work: Callable[[torch.cuda.Event, torch.cuda.Event], None], graph: bool, rounds: int
+) -> list[float]:
+    """Times between the two events that `work` records.
+
+    A graph holds the all-reduce too: hosts launch their graphs tens of microseconds apart, which would count.
+    """
+    torch.cuda.synchronize()
+    world.barrier()
+    start, end = (torch.cuda.Event(enable_timing=True, external=graph) for _ in range(2))
+    signal = torch.zeros(1, device=world.device)
+
+    def aligned() -> None:
+        if world.size > 1:
+            dist.all_reduce(signal, group=world.group)
+        work(start, end)
+
+    def sample(call: Callable[[], None]) -> float:
         call()
         torch.cuda.synchronize()
         return start.elapsed_time(end) * 1e3
 
     if graph:
-        with _replays(world, [*[pair] * (repeats - 1), timed]) as replay:
+        with _replays(world, aligned) as replay:
             return [sample(replay) for _ in range(rounds)]
-    return [sample(timed) for _ in range(rounds)]
+    return [sample(aligned) for _ in range(rounds)]
 
 
 @contextmanager
-def _replays(world: World, calls: Sequence[Callable[[], object]]) -> Iterator[Callable[[], None]]:
-    """The warmed replay of a CUDA graph of the calls; on leaving, all ranks are done with it."""
+def _replays(world: World, call: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """The warmed replay of a CUDA graph of the call; on leaving, all ranks are done with it."""
     gc.collect()  # what is freed by chance during the capture could end it
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        for call in calls:
-            call()
+        call()
     for _ in range(_WARM_REPLAYS):
         captured.replay()
     yield captured.replay
@@ -102,18 +118,3 @@ def _wall(world: World, call: Callable[[], T], rest: Callable[[T], object] = lam
     took = (time.perf_counter() - start) * 1e6
     rest(found)
     return took
-
-
-def _align(world: World) -> None:
-    if world.size > 1:
-        dist.all_reduce(torch.zeros(1, device=world.device), group=world.group)
-
-
-def _device(world: World, call: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    _align(world)
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e3

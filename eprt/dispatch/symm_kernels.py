@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from eprt.dispatch.symm_memory import ENTRIES, MAX_RANKS, R_BITS
 from eprt.quant.payload_kernels import fp8_groups, nvfp4_groups
@@ -221,7 +222,7 @@ def _push_packed(
 def dispatch_kernel(
     rows, global_scale, ids, weights, peers, data_at, scale_at, ids_at, weights_at, book, state, T, R, rank, limit_ns,
     E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr, PAYLOAD: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, PAYLOAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Push T tokens and their routing, then wait until every peer's have arrived.
 
@@ -229,8 +230,11 @@ def dispatch_kernel(
     are. global_scale: float32 [1] for `nvfp4`, else any pointer. ids, weights [T, K]. peers: every rank's slot, this
     rank's first, then in rank order, round.
     state int64 [2]: this slot's generation, and how many CTAs have finished.
+    EARLY: launched while the kernel before still ends, whose results must not be touched before `gdc_wait`.
     Grid: ceil(R * K / ROUTING_BLOCK) CTAs for routing, then any number of CTAs that share the rows.
     """
+    if EARLY:
+        gdc_wait()
     pid = tl.program_id(0)
     lane = tl.arange(0, _RANKS) % W
     generation = tl.load(state) + 1
@@ -252,7 +256,9 @@ def dispatch_kernel(
                     rows, global_scale, t, chunk, wanted, peers, data_at, scale_at, R, rank, W, WORDS, BLOCK, PAYLOAD
                 )
     tl.debug_barrier()  # all warps' stores come before the count that one thread adds
-    finished = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="sys")
+    # Release and acquire are cumulative: what is ordered before the last CTA in this GPU's scope, its flag, which is
+    # raised in the system's, orders before the peers.
+    finished = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="gpu")
     if finished == tl.num_programs(0) - 1:
         tl.store(state + 1, 0)
         tl.store(state, generation)
@@ -270,13 +276,15 @@ def _bf16_bits(x):
 def combine_kernel(
     out, ids, peers, output_at, book, state, T, R, rank, limit_ns,
     E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sum each token's rows over the ranks it went to, in float32 and in rank order.
 
     out [T, WORDS]: bf16 rows as words, pairs of numbers in int32 or single ones in int16; so are the rows that are
-    pulled. Grid: any number of CTAs, at least one. T = 0 is the handshake alone.
+    pulled. EARLY: as in dispatch. Grid: any number of CTAs, at least one. T = 0 is the handshake alone.
     """
+    if EARLY:
+        gdc_wait()
     pid = tl.program_id(0)
     lane = tl.arange(0, _RANKS) % W
     generation = tl.load(state)

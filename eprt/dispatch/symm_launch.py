@@ -56,6 +56,10 @@ class Launcher:
         self.memory = memory
         self._offsets = geometry.offsets
         self._tuning = tuning
+        device = memory.states.device
+        # Programmatic dependent launch: ours may be set up while the kernel before still ends.
+        early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+        self._launch = {"EARLY": early, **({"launch_pdl": True} if early else {})}
         self._routing = {
             "E": num_experts,
             "L": num_local_experts,
@@ -105,6 +109,7 @@ class Launcher:
                 rank,
                 int(timeout_s * 1e9),
                 **self._routing,
+                **self._launch,
                 WORDS=words,
                 BLOCK=block,
                 PAYLOAD=payload,
@@ -134,6 +139,7 @@ class Launcher:
                 self.memory.rank,
                 int(timeout_s * 1e9),
                 **self._routing,
+                **self._launch,
                 WORDS=words,
                 BLOCK=block,
                 num_warps=tuning.combine_warps,
