@@ -6,6 +6,7 @@ its source sent before; the combine kernel pulls the rows that the executors wro
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,11 +84,12 @@ class FlashInferDispatcher(Dispatcher):
         ids, weights = topk.ids.contiguous(), topk.weights.contiguous()
         if extra:
             ids, weights = pad(ids, (0, extra), value=E), pad(weights, (0, extra))
-        sent = {"ids": ids, "weights": weights, "data": _wire(hidden.data.contiguous())}
+        sent = {"data": _wire(hidden.data.contiguous()), "ids": ids, "weights": weights}
         if hidden.scale is not None:
             sent["scale"] = _wire(hidden.scale.contiguous())
-        # A receive region starts right behind the one before: larger elements first keeps each aligned.
-        order = sorted(sent, key=lambda name: -sent[name].element_size())
+        # A receive region starts right behind the one before: the wider a row's own alignment, the earlier it comes,
+        # so that each may be moved in its widest words.
+        order = sorted(sent, key=lambda name: -math.gcd(16, sent[name].shape[1] * sent[name].element_size()))
         handle.state = slot = memory.slots.acquire()
         received = memory.dispatch(slot, ids, [sent[name] for name in order], handle.tokens_per_rank, E)
         found = dict(zip(order, received, strict=True))

@@ -7,6 +7,7 @@ whom a rank waits for) and refuses what the library would turn into a crash or a
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -93,7 +94,8 @@ class FakeLibrary:
             assert payload.is_contiguous()
             assert payload.dim() == 2
             assert payload.shape[0] == ids.shape[0] <= R
-            assert start % payload.element_size() == 0, "a misaligned receive region"
+            words = math.gcd(16, payload.shape[1] * payload.element_size())
+            assert start % words == 0, "a receive region less aligned than its rows"
             starts.append(start)
             start += size * R * payload.shape[1] * payload.element_size()
         assert start <= workspace.shape[1], "workspace size per rank insufficient"

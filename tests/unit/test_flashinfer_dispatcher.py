@@ -87,11 +87,13 @@ def test_packed_payloads_arrive_with_their_scales(library, payload, hidden_size)
 
 
 @pytest.mark.parametrize("library", [3], indirect=True)
-def test_regions_stay_aligned_where_rows_are_not(library):
-    """Three ranks, 130 bytes of FP8 a row: a float32 scale behind them would start at an odd place."""
+@pytest.mark.parametrize(("hidden_size", "payload"), [(130, "fp8_block"), (16, None)])
+def test_regions_are_aligned_like_their_rows(library, hidden_size, payload):
+    """Three ranks. 130 bytes of FP8 a row: a float32 scale behind them would start at an odd place. 32 bytes of bf16:
+    behind ids of 4 bytes they could move in words of 4 alone."""
 
     def job(world):
-        dispatcher = make(world, hidden_size=130, num_experts=15, top_k=1, payload="fp8_block")
+        dispatcher = make(world, hidden_size=hidden_size, num_experts=15, top_k=1, payload=payload)
         return [problem for case in CASES[::4] for problem in exchange(dispatcher, case)]
 
     assert run_ranks(job, 3) == [[]] * 3
