@@ -207,7 +207,8 @@ class ExpertMajorTokens:
     """One slab of rows per local expert.
 
     Attributes:
-        hidden: payload with leading dimensions [L, M].
+        hidden: payload with leading dimensions [L, M]. Rows of `data` may lie further apart than they are wide, where
+            a transport carries a wider one; each is contiguous.
         counts: [L] int32, valid rows of each slab, on the tokens' device. Rows at and past `counts[e]` are garbage:
             never read by an executor, never required to be written.
 

@@ -114,8 +114,10 @@ def _by_hand(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
     y = dispatcher.output_buffer(handle)
     y = torch.empty_like(tokens.hidden.data) if y is None else y
     if y.numel():
-        run: Callable[..., None] = executor._flat if isinstance(tokens, FlatTokens) else executor._expert_major
-        run(tokens, y)
+        if isinstance(tokens, FlatTokens):
+            executor._flat(tokens, y)
+        else:
+            executor(tokens, y)  # copies slabs where its kernels need that
     y = dispatcher._combine(y, handle)
     handle.status = "combined"
     return y

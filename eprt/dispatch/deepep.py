@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eprt import slabs
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.handle import Handle
@@ -124,7 +125,8 @@ class _Call:
         received: the library's handle.
         receive: of a deferred dispatch, what makes the rows arrive.
         counts: int32 [L], valid rows of each slab.
-        copies: (what arrives, where the executor reads it) where the library's layout isn't ours.
+        scale: of packed tokens, (as it arrives, as the executor reads it); else None.
+        output: the library's rows, of which `output_buffer` gave the executor the first H columns; None if it didn't.
     """
 
     slot: int
@@ -133,17 +135,22 @@ class _Call:
     received: tuple[Any, ...]
     receive: Callable[[], None]
     counts: torch.Tensor
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    scale: tuple[torch.Tensor, torch.Tensor] | None = None
+    output: torch.Tensor | None = None
+
+    def copy_scale(self) -> None:
+        if self.scale is not None:
+            slabs.copy_valid_rows(*self.scale, self.counts)
 
 
 class DeepEPDispatcher(Dispatcher):
     """Emits slabs of W * capacity rows for each local expert, the capacity rounded up to what the library takes.
 
-    Other hidden sizes travel padded to the next instantiated one, and their valid rows are copied out of the padded
-    slabs and into them. Tokens must be bf16; with the `fp8_block` payload the library quantises them
-    (scale = amax / 448 of 128 values). Two calls may be open at once, over all dispatchers of equal geometry; all of
-    them must run in one stream order, on every rank the same. The kernels wait about 100 s for a peer, then trap; the
-    World's guard reports the peer before that.
+    Other hidden sizes travel padded to the next instantiated one: rows lie as far apart as that, and so do those of
+    `output_buffer`; outputs that lie elsewhere are copied. Tokens must be bf16; the library itself quantises them for
+    the `fp8_block` payload (scale = amax / 448 of 128 values). Two calls may be open at once, over all dispatchers of
+    equal geometry; all of them must run in one stream order, on every rank the same. The kernels wait about 100 s for a
+    peer, then trap; the World's guard reports the peer before that.
 
     With `RuntimeConfig.rank_mask` the buffer has a mask in device memory, which CUDA graphs follow. Its kernels don't
     trap after those 100 s but mask the peer themselves, each rank for itself: the next call then raises RankLost, at
@@ -186,6 +193,24 @@ class DeepEPDispatcher(Dispatcher):
     def max_rows(self) -> int:
         return self._slab_shape()[1]
 
+    def output_buffer(self, handle: Handle) -> torch.Tensor | None:
+        """[L, M, H] bf16, rows as far apart as the library's; None where its hidden size is H."""
+        call, shape = handle.state, self._slab_shape()
+        if not isinstance(call, _Call) or shape[2] == self.config.hidden_size:
+            return None
+        if call.output is None:
+            call.output = torch.empty(shape, dtype=torch.bfloat16, device=self.world.device)
+        return call.output[..., : self.config.hidden_size]
+
+    def warmup(self) -> None:
+        """The copies too that combine and executors make of padded rows: their kernel depends on how far those lie
+        apart."""
+        super().warmup()
+        if self._slab_shape()[2] != self.config.hidden_size:
+            wide = torch.empty(self._slab_shape(), dtype=torch.bfloat16, device=self.world.device)
+            none = torch.zeros(self.shard.num_local_experts, dtype=torch.int32, device=self.world.device)
+            slabs.dense(wide[..., : self.config.hidden_size], none)
+
     # ---- the two verbs --------------------------------------------------------------------------------------
 
     def _encode(self, hidden_states: torch.Tensor) -> Payload:
@@ -215,39 +240,31 @@ class DeepEPDispatcher(Dispatcher):
             memory.slots.release(slot)
             raise
         handle.state = call = _Call(slot, ids, topk.weights.contiguous(), library_handle, receive, counts)
-        if not packed:
-            payload = Payload(self._readable(received, H, call))
-        else:
+        if packed:
             # The library's scales have their last two dimensions swapped in memory, for the sake of its own GEMM.
             data, scale = received
-            scale = self._readable(scale, -(-H // SCALE_BLOCK), call)
-            payload = Payload(self._readable(data, H, call), "fp8_block", scale)
+            scale = scale[..., : -(-H // SCALE_BLOCK)]
+            call.scale = scale, torch.empty_like(scale, memory_format=torch.contiguous_format)
+            payload = Payload(data[..., :H], "fp8_block", call.scale[1])
+        else:
+            payload = Payload(received[..., :H])
         if not handle.deferred:
-            _copy_rows(call.copies, counts)
+            call.copy_scale()
         return ExpertMajorTokens(payload, counts)
 
     def _wait(self, handle: Handle) -> None:
         handle.state.receive()
-        _copy_rows(handle.state.copies, handle.state.counts)
-
-    def _readable(self, arriving: torch.Tensor, columns: int, call: _Call) -> torch.Tensor:
-        """`arriving` [L, M, n] itself if it is contiguous and n is `columns`, else where its rows will be copied."""
-        if arriving.shape[-1] == columns and arriving.is_contiguous():
-            return arriving
-        own = torch.empty((*arriving.shape[:2], columns), dtype=arriving.dtype, device=arriving.device)
-        call.copies.append((arriving[..., :columns], own))
-        return own
+        handle.state.copy_scale()
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
         self._check_peers()
-        call: _Call = handle.state
-        H, shape = self.config.hidden_size, self._slab_shape()
-        rows = expert_output.to(torch.bfloat16)
-        if shape[2] != H:
-            wide = rows.new_empty(shape)
-            _copy_rows([(aligned(rows), wide[..., :H])], call.counts)
-            rows = wide
-        return self._finish(rows.contiguous(), handle)[:, :H].contiguous()
+        H, rows = self.config.hidden_size, expert_output.to(torch.bfloat16)
+        buffer = self.output_buffer(handle)
+        if buffer is None:
+            return self._finish(rows.contiguous(), handle)
+        if rows.data_ptr() != buffer.data_ptr() or rows.stride() != buffer.stride():
+            slabs.copy_valid_rows(aligned(rows), buffer, handle.state.counts)
+        return self._finish(handle.state.output, handle)[:, :H].contiguous()
 
     def _release(self, handle: Handle) -> None:
         """The peers' combine waits for this rank's rows, so a handle that is dropped still sends: NaN, not the numbers
@@ -326,13 +343,6 @@ class DeepEPDispatcher(Dispatcher):
         if self._memory is not None:
             self._memory = None
             self.world.release(self._key)
-
-
-def _copy_rows(copies: list[tuple[torch.Tensor, torch.Tensor]], counts: torch.Tensor) -> None:
-    from eprt.dispatch import deepep_pack
-
-    for source, target in copies:
-        deepep_pack.copy_valid_rows(source, target, counts)
 
 
 def require_qp_depth(capacity: int) -> None:

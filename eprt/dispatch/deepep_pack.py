@@ -1,5 +1,4 @@
-"""Kernels around DeepEP's: before dispatch, rows padded to an instantiated width and ids in the library's form; where
-its slabs aren't laid out as `ExpertMajorTokens` wants, a copy of their valid rows alone, which are few in decode."""
+"""One kernel before DeepEP's dispatch: rows padded to an instantiated width, ids in the library's form."""
 # Triton's language isn't typed: its values are tensors of the kernel, whatever a checker makes of them.
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
 # ruff: noqa: ANN001, ANN202
@@ -14,7 +13,6 @@ from eprt.rounding import next_power_of_2
 from eprt.tokens import aligned
 
 BLOCK = 2048
-COPY_CTAS = 1024
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
@@ -46,29 +44,3 @@ def pack_tokens(
         padded = 0 if width == H else width
         _pack_kernel[(T,)](x, ids, rows, wide_ids, num_experts, H, padded, K, next_power_of_2(K), BLOCK)
     return rows, wide_ids
-
-
-@triton.jit(do_not_specialize_on_alignment=["counts"])
-def _copy_kernel(
-    source, target, counts, from_slab, from_row, from_column, to_slab, to_row,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid: slabs x any number of CTAs that share a slab's rows."""
-    slab = tl.program_id(0).to(tl.int64)
-    for row in range(tl.program_id(1), tl.load(counts + slab), tl.num_programs(1)):
-        source_row = source + slab * from_slab + row * from_row
-        target_row = target + slab * to_slab + row * to_row
-        for start in tl.static_range(0, WIDTH, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            value = tl.load(source_row + column * from_column, mask=column < WIDTH)
-            tl.store(target_row + column, value, mask=column < WIDTH)
-
-
-def copy_valid_rows(source: torch.Tensor, target: torch.Tensor, counts: torch.Tensor) -> None:
-    """[L, M, n] to [L, M, n] of the same dtype, rows below counts [L] int32 alone. Any strides; target's last is 1."""
-    L, M, width = source.shape
-    if source.dtype.itemsize == 1:
-        source, target = source.view(torch.uint8), target.view(torch.uint8)
-    share = min(M, max(1, COPY_CTAS // L))
-    block = min(BLOCK, next_power_of_2(width))
-    _copy_kernel[L, share](source, target, counts, *source.stride(), *target.stride()[:2], width, block)

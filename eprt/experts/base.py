@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
+from eprt import slabs
 from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat, WeightFormat
 from eprt.errors import ConfigError, InputError
 from eprt.placement import ExpertShard
@@ -110,6 +112,8 @@ class Executor(ABC):
     """
 
     spec: ExecutorSpec  # make_executor sets it on the class; an adapter has one of its own
+    # Takes expert-major rows that lie further apart than H; else valid rows are copied, and so is what it writes.
+    strided: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -136,7 +140,7 @@ class Executor(ABC):
 
     @abstractmethod
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
-        """Write [L, M, H] into `out`: rows below the counts, no weights."""
+        """Write [L, M, H] into `out`: rows below the counts, no weights. Both are contiguous unless `strided`."""
 
     def warmup(self, max_rows: int, slots: int | None = None) -> None:
         """Compile and tune all that a call can need. Called by every rank inside `World.warmup()`.
@@ -193,9 +197,18 @@ class Executor(ABC):
             return out
         if isinstance(tokens, FlatTokens):
             self._flat(tokens, out)
-        else:
+        elif self.strided:
             self._expert_major(tokens, out)
+        else:
+            self._dense_slabs(tokens, out)
         return out
+
+    def _dense_slabs(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
+        hidden = replace(tokens.hidden, data=slabs.dense(tokens.hidden.data, tokens.counts))
+        whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        self._expert_major(replace(tokens, hidden=hidden), whole)
+        if whole is not out:
+            slabs.copy_valid_rows(whole, out, tokens.counts)
 
 
 def unsupported_format(executor: str, token_format: TokenFormat) -> ConfigError:

@@ -105,7 +105,7 @@ class MaskedExperts:
         self._gemm((x, x_scales), (layout.gate_up, layout.gate_up_scales), middle, counts, factor)
         h, h_scales = self._activate(middle, counts)
         padded = layout.down.shape[0]
-        whole = out if padded == H and out.is_contiguous() else out.new_empty((L, M, padded))
+        whole = out if padded == H else out.new_empty((L, M, padded))
         self._gemm((h, h_scales), (layout.down, layout.down_scales), whole, counts, self._down)
         if whole is not out:
             out.copy_(whole[..., :H])

@@ -105,7 +105,7 @@ class HummingExecutor(Executor):
         scale = None
         if self._fp8:
             rows, scale = self._rows("grouped_mask")(rows, L * M, expert_tokens=tokens.counts)
-        direct = out.dtype == torch.bfloat16 and out.is_contiguous()
+        direct = out.dtype == torch.bfloat16
         result = out.view(L * M, -1) if direct else out.new_empty((L * M, out.shape[2]), dtype=torch.bfloat16)
         # M rows a slab is what all tokens of all ranks could bring; even routing brings M * K / E of them.
         self._experts(rows, scale, tokens.counts, "grouped_masked", self._expected_rows(M), result)

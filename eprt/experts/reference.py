@@ -125,6 +125,8 @@ def expert_forward(
 class ReferenceExecutor(Executor):
     """Decodes every expert to float32 once, then loops over the local experts."""
 
+    strided = True
+
     def _prepare(self, weights: ExpertWeights) -> None:
         weights = weights.to(self.device)
         self._gate_up = decode_matrix(weights.gate_up, self.config.activation.parts)

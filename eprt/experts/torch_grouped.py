@@ -52,6 +52,8 @@ class GroupedExecutor(Executor):
     Tokens are converted to that dtype first, quantised weights are decoded to bf16 when they are loaded.
     """
 
+    strided = True
+
     def _prepare(self, weights: ExpertWeights) -> None:
         config, L = self.config, self.shard.num_local_experts
         self._dtype = torch.float32 if config.weight_format == "f32" else torch.bfloat16

@@ -158,15 +158,10 @@ def pack_tokens(x, ids, width, num_experts):
     return rows, torch.where(ids < num_experts, ids, -1).long()
 
 
-def copy_valid_rows(source, target, counts):
-    for slab, count in enumerate(counts.tolist()):
-        target[slab, :count] = source[slab, :count]
-
-
 def install(monkeypatch) -> None:
     """In place of the library and of our kernels around it, for the rest of a test."""
     library = SimpleNamespace(Buffer=FakeBuffer, topk_idx_t=torch.int64)
-    kernels = SimpleNamespace(pack_tokens=pack_tokens, copy_valid_rows=copy_valid_rows)
+    kernels = SimpleNamespace(pack_tokens=pack_tokens)
     monkeypatch.setattr(deepep, "load_library", lambda: library)
     monkeypatch.setattr(eprt.dispatch, "deepep_pack", kernels, raising=False)
     monkeypatch.delenv(deepep.QP_DEPTH_VARIABLE, raising=False)

@@ -41,8 +41,8 @@ def exchange(dispatcher: DeepEPDispatcher, case, *, wait: bool = True) -> list[s
         sent.handle.wait()
         problems += transport.wrong_arrivals(sent.tokens, [batch], dispatcher.shard, payload)
         hidden = sent.tokens.hidden
-        if not all(part.is_contiguous() for part in (hidden.data, hidden.scale) if part is not None):
-            problems.append("an executor may take slabs for contiguous")
+        if hidden.data.stride(2) != 1 or (hidden.scale is not None and not hidden.scale.is_contiguous()):
+            problems.append("an executor may take rows and scales for contiguous")
         y = transport.scale_experts(sent.tokens, dispatcher.shard, torch.ones(E), torch.bfloat16)
         out = dispatcher.combine(y, sent.handle)
         expected = transport.weighted_sums(batch, torch.ones(E), payload)
@@ -80,14 +80,19 @@ def test_any_capacity_travels_in_slabs_that_the_library_takes(world, hidden_size
         dispatcher.dispatch(over, TopK(ids, ids.float()))
 
 
-def test_what_the_library_lays_out_as_wanted_is_not_copied(world):
-    dispatcher = make(world, 2048)
+@pytest.mark.parametrize(("hidden_size", "width"), [(2048, 2048), (2880, 3072)])
+def test_rows_are_read_and_written_where_the_library_has_them(world, hidden_size, width):
+    dispatcher = make(world, hidden_size)
     batch = make_batch(CASES[0], 0, 0, 1, dispatcher.config, torch.bfloat16)
     sent = dispatcher.dispatch(batch.hidden, batch.topk)
-    assert sent.handle.state.copies == []
-    y = torch.zeros_like(sent.tokens.hidden.data)
-    dispatcher.combine(y, sent.handle)
+    assert sent.tokens.hidden.data.stride(1) == width
+    y = dispatcher.output_buffer(sent.handle)
+    y = torch.empty_like(sent.tokens.hidden.data) if y is None else y
+    assert y.stride(1) == width
+    y.copy_(transport.scale_experts(sent.tokens, dispatcher.shard, torch.ones(E), torch.bfloat16))
+    out = dispatcher.combine(y, sent.handle)
     assert dispatcher._memory.buffer.combined[-1].data_ptr() == y.data_ptr()
+    assert torch.equal(out, transport.weighted_sums(batch, torch.ones(E), None).bfloat16())
 
 
 @pytest.mark.parametrize("wait", [True, False])
