@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 4 benchmarks/tune_symm.py result.json
 
-For each size, times CUDA-graph replays of dispatch alone and of dispatch + combine (median of rounds that a barrier
-aligns, then the slowest rank) over the candidates below, and writes every time.
+For each size, times CUDA-graph replays of dispatch alone and of dispatch + combine (as `eprt bench` does: the median
+round, its slowest rank) over the candidates below, and writes every time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from eprt.bench.timing import samples
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch.symm_launch import TUNING, Launcher, Tuning
 from eprt.dispatch.symm_memory import R_BITS, Geometry, SymmetricMemory
@@ -50,29 +51,11 @@ LARGE_COMBINE = (
 REPEATS, ROUNDS, TIMEOUT_S = 10, 11, 30.0
 
 
-def microseconds(call: Callable[[], None]) -> float:
-    """Per call: median round of this rank, slowest rank."""
-    call()
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(REPEATS):
-            call()
-    graph.replay()
-    times: list[float] = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        dist.barrier()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / REPEATS)
-    median = torch.tensor(sorted(times)[ROUNDS // 2], device="cuda")
-    dist.all_reduce(median, op=dist.ReduceOp.MAX)
-    return round(float(median), 2)
+def microseconds(world: World, call: Callable[[], None]) -> float:
+    """Per call: the median round, its slowest rank."""
+    rounds = torch.tensor(samples(world, call, graph=True, rounds=ROUNDS, repeats=REPEATS), device="cuda")
+    dist.all_reduce(rounds, op=dist.ReduceOp.MAX)
+    return round(float(rounds.median()), 2)
 
 
 def tune(world: World, memory: SymmetricMemory, tokens: int) -> dict[str, object]:
@@ -94,12 +77,12 @@ def tune(world: World, memory: SymmetricMemory, tokens: int) -> dict[str, object
     small = tokens <= TUNING[0].max_rows
     usual = (4096, 8, 264)
     dispatches = {
-        cut: microseconds(lambda cut=cut: dispatch(Tuning(1 << R_BITS, *cut, *usual)))
+        cut: microseconds(world, lambda cut=cut: dispatch(Tuning(1 << R_BITS, *cut, *usual)))
         for cut in (SMALL_DISPATCH if small else LARGE_DISPATCH)
     }
     best = min(dispatches, key=lambda cut: dispatches[cut])
     combines = {
-        cut: microseconds(lambda cut=cut: both(Tuning(1 << R_BITS, *best, *cut)))
+        cut: microseconds(world, lambda cut=cut: both(Tuning(1 << R_BITS, *best, *cut)))
         for cut in (SMALL_COMBINE if small else LARGE_COMBINE)
     }
     chosen = next(tuning for tuning in TUNING if tuning.max_rows >= tokens)
@@ -109,7 +92,7 @@ def tune(world: World, memory: SymmetricMemory, tokens: int) -> dict[str, object
         "tokens": tokens,
         "dispatch_us": {str(cut): time for cut, time in dispatches.items()},
         "dispatch_combine_us": {str(cut): time for cut, time in combines.items()},
-        "as_shipped_us": microseconds(lambda: both(chosen)),
+        "as_shipped_us": microseconds(world, lambda: both(chosen)),
     }
 
 

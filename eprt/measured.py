@@ -29,10 +29,10 @@ class Row:
         return f"{self.what}: {times} us ({self.source})"
 
 
-def dispatch_row(config: MoEConfig, tokens: int, sm: int, payload: str = "bf16") -> Row | None:
-    """Dispatch + combine of the nearest measured (hidden, top-k, tokens a rank) on that generation of GPU, with tokens
-    in that format if it was measured, else in bf16."""
-    wanted = {"hidden": config.hidden_size, "top_k": config.top_k, "tokens": tokens}
+def dispatch_row(config: MoEConfig, tokens: int, ranks: int, sm: int, payload: str = "bf16") -> Row | None:
+    """Dispatch + combine of the nearest measured (hidden, top-k, tokens a rank, ranks) on that generation of GPU, with
+    tokens in that format if it was measured, else in bf16."""
+    wanted = {"hidden": config.hidden_size, "top_k": config.top_k, "tokens": tokens, "ranks": ranks}
     found = _nearest("dispatch", sm, wanted, {"payload": payload}) or _nearest(
         "dispatch", sm, wanted, {"payload": "bf16"}
     )
@@ -41,7 +41,7 @@ def dispatch_row(config: MoEConfig, tokens: int, sm: int, payload: str = "bf16")
     row, source = found
     what = (
         f"dispatch + combine of {row['payload']} tokens at hidden {row['hidden']}, top-k {row['top_k']}, "
-        f"{row['tokens']} tokens a rank"
+        f"{row['tokens']} tokens a rank, {row['ranks']} ranks"
     )
     return Row(what, row["us"], source)
 

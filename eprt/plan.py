@@ -140,12 +140,12 @@ class _Costs:
         if runtime.phase == "decode":
             tokens = min(tokens, DECODE_TOKENS)
         local = ExpertPlacement(config.num_experts, parallel).num_local_experts
-        payload = runtime.payload or "bf16"
+        payload, ranks = runtime.payload or "bf16", parallel.world_size
         return cls(
             device,
-            parallel.world_size,
-            measured.dispatch_row(config, tokens, device.sm, payload) if parallel.world_size > 1 else None,
-            measured.experts_row(config, local, tokens * parallel.world_size, device.sm),
+            ranks,
+            measured.dispatch_row(config, tokens, ranks, device.sm, payload) if ranks > 1 else None,
+            measured.experts_row(config, local, tokens * ranks, device.sm),
         )
 
     def key(self, c: Candidate) -> tuple[bool, int, float, int, int]:

@@ -22,7 +22,7 @@ TABLES = json.loads(resources.files("eprt").joinpath("measured.json").read_text(
 
 
 def dispatch_results(
-    names: Iterable[str], column: str, file: str = "dispatch_h200_x4.json", payload: str = "bf16"
+    names: Iterable[str], column: str, file: str, payload: str = "bf16"
 ) -> dict[tuple[str, int, int, int], float]:
     """(transport, hidden, top-k, tokens a rank) -> what was measured under uniform routing."""
     rows = json.loads((RESULTS / file).read_text())["rows"]
@@ -44,12 +44,18 @@ def sizes_of(shape: str) -> tuple[int, int, int, int, str]:
 
 
 @pytest.mark.parametrize(
-    ("payload", "file"), [("bf16", "dispatch_h200_x4.json"), ("fp8_block", "dispatch_fp8_h200_x2.json")]
+    ("payload", "ranks", "file"),
+    [
+        ("bf16", 4, "dispatch_h200_x4.json"),
+        ("bf16", 2, "dispatch_h200_x2.json"),
+        ("fp8_block", 2, "dispatch_fp8_h200_x2.json"),
+    ],
 )
-def test_the_dispatch_rows_are_those_of_the_result_file(payload: str, file: str) -> None:
+def test_the_dispatch_rows_are_those_of_the_result_file(payload: str, ranks: int, file: str) -> None:
     [table] = [table for table in TABLES if table["source"] == f"benchmarks/results/{file}"]
     assert table["kind"] == "dispatch"
-    assert {row["payload"] for row in table["rows"]} == {payload}
+    assert {(row["payload"], row["ranks"]) for row in table["rows"]} == {(payload, ranks)}
+    assert {row["ranks"] for row in json.loads((RESULTS / file).read_text())["rows"]} == {ranks}
     planned = {
         (name, row["hidden"], row["top_k"], row["tokens"]): us
         for row in table["rows"]
@@ -86,8 +92,10 @@ def as_shown(shown: str, us: float) -> bool:
     return abs(float(shown) - us) <= 0.5 * 10.0 ** -len(shown.partition(".")[2]) + 0.01
 
 
-def test_readme_shows_the_dispatch_times_that_were_measured() -> None:
-    heading, *rows = readme_table("tokens a rank")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_readme_shows_the_dispatch_times_that_were_measured(ranks: int) -> None:
+    heading, *rows = readme_table(f"tokens a rank, {ranks} GPUs")
+    file = f"dispatch_h200_x{ranks}.json"
     names = {
         "`symm`": "symm",
         "FlashInfer one-sided": "flashinfer",
@@ -103,8 +111,8 @@ def test_readme_shows_the_dispatch_times_that_were_measured() -> None:
                 kind = floors if label == "floor" else shown
                 kind[(names.get(label, "symm"), *sizes, int(tokens))] = cell
     for cells, measured in (
-        (shown, dispatch_results(names.values(), "p50_us")),
-        (floors, dispatch_results(["symm"], "floor_us")),
+        (shown, dispatch_results(names.values(), "p50_us", file)),
+        (floors, dispatch_results(["symm"], "floor_us", file)),
     ):
         assert cells.keys() == measured.keys()
         assert not {key: (cell, measured[key]) for key, cell in cells.items() if not as_shown(cell, measured[key])}
@@ -144,24 +152,30 @@ def test_readme_shows_the_expert_times_that_were_measured() -> None:
 
 def test_tokens_in_a_format_that_was_not_measured_are_judged_as_bf16() -> None:
     config = MoEConfig(128, 8, 7168, 2048)
-    said = [str(dispatch_row(config, 1024, 90, payload)) for payload in ("bf16", "fp8_block", "nvfp4")]
+    said = [str(dispatch_row(config, 1024, 4, 90, payload)) for payload in ("bf16", "fp8_block", "nvfp4")]
     assert ["of fp8_block tokens" in text for text in said] == [False, True, False]
     assert said[0] == said[2]
 
 
 @pytest.mark.parametrize(
-    ("hidden", "top_k", "tokens", "found"),
-    [(7168, 8, 128, (7168, 8, 128)), (6000, 8, 100, (7168, 8, 128)), (2048, 4, 2500, (2880, 4, 2048))],
+    ("hidden", "top_k", "tokens", "ranks", "found"),
+    [
+        (7168, 8, 128, 4, (7168, 8, 128, 4)),
+        (6000, 8, 100, 8, (7168, 8, 128, 4)),
+        (2048, 4, 2500, 2, (2880, 4, 2048, 2)),
+    ],
 )
-def test_the_nearest_shape_answers(hidden: int, top_k: int, tokens: int, found: tuple[int, int, int]) -> None:
+def test_the_nearest_shape_answers(
+    hidden: int, top_k: int, tokens: int, ranks: int, found: tuple[int, int, int, int]
+) -> None:
     config = MoEConfig(128, top_k, hidden, 2048)
-    row = dispatch_row(config, tokens, sm=90)
+    row = dispatch_row(config, tokens, ranks, sm=90)
     assert row is not None
-    assert f"hidden {found[0]}, top-k {found[1]}, {found[2]} tokens a rank" in row.what
+    assert "hidden {}, top-k {}, {} tokens a rank, {} ranks".format(*found) in row.what
     assert "benchmarks/results/" in str(row)
 
 
 def test_nothing_measured_is_no_row() -> None:
     config = MoEConfig(128, 4, 2880, 2880, weight_format="f32")
-    assert dispatch_row(config, 128, sm=100) is None
+    assert dispatch_row(config, 128, 4, sm=100) is None
     assert experts_row(config, 32, 128, sm=90) is None

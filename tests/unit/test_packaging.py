@@ -67,7 +67,7 @@ def test_the_proof_and_the_tables_work_from_it_without_pytest(wheel: Path) -> No
         "from eprt.config import MoEConfig\n"
         "from eprt.measured import dispatch_row\n"
         "from eprt.support import Device\n"
-        "row = dispatch_row(MoEConfig(128, 4, 2880, 2880), 128, 90)\n"
+        "row = dispatch_row(MoEConfig(128, 4, 2880, 2880), 128, 4, 90)\n"
         "print(eprt.__file__, len(checks.standard_checks(4, Device('cpu'))), len(row.microseconds))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=wheel.parent)
