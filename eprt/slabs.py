@@ -7,7 +7,7 @@ import torch
 
 
 def copy_valid_rows(source: torch.Tensor, target: torch.Tensor, counts: torch.Tensor) -> None:
-    """[L, M, n] to [L, M, n] of the same dtype, rows below counts [L] int32 alone. Any strides; target's last is 1."""
+    """[L, M, n] to [L, M, n] of the same dtype, rows below counts [L] int32 alone, whatever the strides."""
     if source.dtype.itemsize == 1:
         source, target = source.view(torch.uint8), target.view(torch.uint8)
     if source.is_cuda:

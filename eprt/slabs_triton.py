@@ -17,7 +17,7 @@ COPY_CTAS = 1024
 
 @triton.jit(do_not_specialize_on_alignment=["counts"])
 def _copy_kernel(
-    source, target, counts, from_slab, from_row, from_column, to_slab, to_row,
+    source, target, counts, from_slab, from_row, from_column, to_slab, to_row, to_column,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: slabs x any number of CTAs that share a slab's rows."""
@@ -28,7 +28,7 @@ def _copy_kernel(
         for start in tl.static_range(0, WIDTH, BLOCK):
             column = start + tl.arange(0, BLOCK)
             value = tl.load(source_row + column * from_column, mask=column < WIDTH)
-            tl.store(target_row + column, value, mask=column < WIDTH)
+            tl.store(target_row + column * to_column, value, mask=column < WIDTH)
 
 
 def copy_valid_rows(source: torch.Tensor, target: torch.Tensor, counts: torch.Tensor) -> None:
@@ -36,4 +36,4 @@ def copy_valid_rows(source: torch.Tensor, target: torch.Tensor, counts: torch.Te
     L, M, width = source.shape
     share = min(M, max(1, COPY_CTAS // L))
     block = min(BLOCK, next_power_of_2(width))
-    _copy_kernel[L, share](source, target, counts, *source.stride(), *target.stride()[:2], width, block)
+    _copy_kernel[L, share](source, target, counts, *source.stride(), *target.stride(), width, block)

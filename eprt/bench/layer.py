@@ -116,8 +116,10 @@ def _by_hand(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
     if y.numel():
         if isinstance(tokens, FlatTokens):
             executor._flat(tokens, y)
+        elif executor.strided:
+            executor._expert_major(tokens, y)
         else:
-            executor(tokens, y)  # copies slabs where its kernels need that
+            executor._dense_slabs(tokens, y)
     y = dispatcher._combine(y, handle)
     handle.status = "combined"
     return y

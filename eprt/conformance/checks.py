@@ -267,7 +267,11 @@ class NanOutput(Executor):
             dtype = torch.float32 if hidden.format == "f32" else torch.bfloat16
             shape = (*hidden.data.shape[:-1], hidden.hidden_size)
             out = torch.empty(shape, dtype=dtype, device=hidden.data.device)
-        return self.inner(tokens, out.fill_(math.nan))
+        out.fill_(math.nan)
+        if out.is_contiguous() or self.inner.strided:
+            return self.inner(tokens, out)
+        # The inner executor would write into memory of its own, and copy that.
+        return out.copy_(self.inner(tokens, out.clone(memory_format=torch.contiguous_format)))
 
     def warmup(self, max_rows: int, slots: int | None = None) -> None:
         self.inner.warmup(max_rows, slots)

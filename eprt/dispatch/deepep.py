@@ -23,7 +23,7 @@ from eprt.dispatch.shared_memory import Slots, require_allocatable
 from eprt.errors import ConfigError, RankLost
 from eprt.rounding import round_up
 from eprt.support import Device
-from eprt.tokens import ExpertMajorTokens, Payload, TopK, aligned
+from eprt.tokens import ExpertMajorTokens, Payload, TopK
 
 if TYPE_CHECKING:
     from eprt.world import World
@@ -126,7 +126,7 @@ class _Call:
         receive: of a deferred dispatch, what makes the rows arrive.
         counts: int32 [L], valid rows of each slab.
         scale: of packed tokens, (as it arrives, as the executor reads it); else None.
-        output: the library's rows, of which `output_buffer` gave the executor the first H columns; None if it didn't.
+        output: rows as wide as combine takes them, made on first use; `output_buffer` shows their first H columns.
     """
 
     slot: int
@@ -194,7 +194,7 @@ class DeepEPDispatcher(Dispatcher):
         return self._slab_shape()[1]
 
     def output_buffer(self, handle: Handle) -> torch.Tensor | None:
-        """[L, M, H] bf16, rows as far apart as the library's; None where its hidden size is H."""
+        """[L, M, H] bf16, rows as far apart as the library takes them; None where that is H."""
         call, shape = handle.state, self._slab_shape()
         if not isinstance(call, _Call) or shape[2] == self.config.hidden_size:
             return None
@@ -203,11 +203,12 @@ class DeepEPDispatcher(Dispatcher):
         return call.output[..., : self.config.hidden_size]
 
     def warmup(self) -> None:
-        """The copies too that combine and executors make of padded rows: their kernel depends on how far those lie
-        apart."""
+        """Also what an executor that wants dense rows does: the copy is compiled for a dtype and for how far rows lie
+        apart. Base's combine makes that of outputs."""
         super().warmup()
         if self._slab_shape()[2] != self.config.hidden_size:
-            wide = torch.empty(self._slab_shape(), dtype=torch.bfloat16, device=self.world.device)
+            dtype = torch.float8_e4m3fn if self.runtime.payload == "fp8_block" else torch.bfloat16
+            wide = torch.empty(self._slab_shape(), dtype=dtype, device=self.world.device)
             none = torch.zeros(self.shard.num_local_experts, dtype=torch.int32, device=self.world.device)
             slabs.dense(wide[..., : self.config.hidden_size], none)
 
@@ -263,7 +264,8 @@ class DeepEPDispatcher(Dispatcher):
         if buffer is None:
             return self._finish(rows.contiguous(), handle)
         if rows.data_ptr() != buffer.data_ptr() or rows.stride() != buffer.stride():
-            slabs.copy_valid_rows(aligned(rows), buffer, handle.state.counts)
+            rows = rows if rows.data_ptr() % 16 == 0 else rows.clone()  # else the kernel would be compiled once more
+            slabs.copy_valid_rows(rows, buffer, handle.state.counts)
         return self._finish(handle.state.output, handle)[:, :H].contiguous()
 
     def _release(self, handle: Handle) -> None:

@@ -9,13 +9,14 @@ import conformance_jobs as jobs
 import pytest
 import torch
 
-from eprt.config import ParallelConfig
+from eprt.config import MoEConfig, ParallelConfig
 from eprt.conformance.cases import CASES, CONFIGS, find_case, make_batches
 from eprt.conformance.checks import Check, NanOutput, Row, summarize
 from eprt.conformance.oracle import relative_error
 from eprt.conformance.transport import scale_experts, wrong_arrivals
+from eprt.experts.base import Executor
 from eprt.placement import ExpertPlacement
-from eprt.tokens import FlatTokens, Payload, expert_major_from_flat
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, expert_major_from_flat
 
 TOLERANCE = 1e-5
 
@@ -129,6 +130,29 @@ def test_executors_get_outputs_full_of_nan():
         unwritten = NanOutput(lambda tokens, out: out)(flat, out)
         assert unwritten.shape == (3, 8)
         assert unwritten.isnan().all()
+
+
+class WritesNothing(Executor):
+    def __init__(self, config: MoEConfig) -> None:
+        self.config = config
+
+    def _prepare(self, weights) -> None: ...
+
+    def _flat(self, tokens, out) -> None: ...
+
+    def _expert_major(self, tokens, out) -> None: ...
+
+
+@pytest.mark.parametrize("strided", [True, False])
+def test_so_do_executors_that_write_far_apart_rows_through_a_copy(monkeypatch, strided):
+    monkeypatch.setattr(WritesNothing, "strided", strided)
+    slabs = ExpertMajorTokens(Payload.plain(torch.ones(2, 3, 8)), torch.tensor([3, 1], dtype=torch.int32))
+    out = torch.zeros(2, 3, 16)
+    unwritten = NanOutput(WritesNothing(MoEConfig(4, 2, 8, 16)))(slabs, out[..., :8])
+    assert unwritten.data_ptr() == out.data_ptr()
+    assert unwritten[0].isnan().all()
+    assert unwritten[1, :1].isnan().all()
+    assert not out[..., 8:].any()
 
 
 def test_every_token_of_a_world_is_unlike_every_other():

@@ -70,6 +70,7 @@ def test_valid_rows_alone_are_copied(L, M, columns, width, ctas, dtype, swapped,
     for target in (
         torch.ones(L, M, columns, device=DEVICE).to(dtype),
         torch.ones(L, M, width, device=DEVICE).to(dtype)[..., :columns],
+        torch.ones(L, columns, M, device=DEVICE).to(dtype).mT,
     ):
         words = torch.uint8 if dtype.itemsize == 1 else dtype
         slabs_triton.copy_valid_rows(source.view(words), target.view(words), counts)

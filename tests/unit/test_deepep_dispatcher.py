@@ -6,6 +6,7 @@ import pytest
 import torch
 from deepep_stand_in import CAPACITY, Fabric, Group, install
 
+from eprt import slabs
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import CASES, Batch, make_batch
@@ -93,6 +94,40 @@ def test_rows_are_read_and_written_where_the_library_has_them(world, hidden_size
     out = dispatcher.combine(y, sent.handle)
     assert dispatcher._memory.buffer.combined[-1].data_ptr() == y.data_ptr()
     assert torch.equal(out, transport.weighted_sums(batch, torch.ones(E), None).bfloat16())
+
+
+def kernel_of(source: torch.Tensor, target: torch.Tensor) -> tuple:
+    """What Triton compiles the copy of valid rows for: dtype, width, strides that are 1 or multiples of 16."""
+    dtype = torch.uint8 if source.dtype.itemsize == 1 else source.dtype
+    return dtype, source.shape[2], *((n == 1, n % 16 == 0) for n in (*source.stride(), *target.stride()))
+
+
+@pytest.mark.parametrize("payload", [None, "fp8_block"])
+@pytest.mark.parametrize("hidden_size", [136, 2048, 2880])
+def test_every_copy_of_a_call_was_compiled_in_warmup(world, monkeypatch, hidden_size, payload):
+    """Of an executor that wants dense rows, and of one whose output lies elsewhere."""
+    copies: set[tuple] = set()
+    copy = slabs.copy_valid_rows
+
+    def noted(source, target, counts) -> None:
+        copies.add(kernel_of(source, target))
+        copy(source, target, counts)
+
+    monkeypatch.setattr(slabs, "copy_valid_rows", noted)
+    dispatcher = make(world, hidden_size, payload=payload)
+    world.warmup(dispatcher)
+    warm = copies.copy()
+    assert bool(warm) == (hidden_size != 2048 or payload is not None)
+    batch = make_batch(CASES[0], 0, 0, 1, dispatcher.config, torch.bfloat16)
+    for elsewhere in (False, True):
+        sent = dispatcher.dispatch(batch.hidden, batch.topk)
+        rows = slabs.dense(sent.tokens.hidden.data, sent.tokens.counts)
+        y, buffer = torch.zeros(rows.shape, dtype=torch.bfloat16), dispatcher.output_buffer(sent.handle)
+        if buffer is not None and not elsewhere:
+            slabs.copy_valid_rows(y, buffer, sent.tokens.counts)
+            y = buffer
+        dispatcher.combine(y, sent.handle)
+    assert copies == warm
 
 
 @pytest.mark.parametrize("wait", [True, False])

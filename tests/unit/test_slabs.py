@@ -76,6 +76,9 @@ def test_valid_rows_alone_are_copied(dtype: torch.dtype):
     valid = (torch.arange(5) < counts[:, None])[..., None]
     assert torch.equal(target[..., :H].float(), torch.where(valid, source.float(), 0.0))
     assert not target[..., H:].float().any()
+    swapped = torch.zeros(3, H, 5).to(dtype).mT
+    slabs.copy_valid_rows(source, swapped, counts)
+    assert torch.equal(swapped.float(), target[..., :H].float())
 
 
 def test_dense_slabs_stay_where_they_are():
