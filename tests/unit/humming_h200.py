@@ -8,8 +8,8 @@ launch carries, as humming's launcher does, and checked against the layout that 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -36,10 +36,11 @@ H200 = SimpleNamespace(
     tensorcore_tops={"float16": 989.0, "bfloat16": 989.0, "float8e4m3": 1979.0},
 )
 KERNELS = {}  # id -> the kernel object that humming would have compiled
+_ids = itertools.count(1)  # several threads register kernels at once
 
 
 def _register(self) -> None:
-    self.kernel_id = len(KERNELS) + 1
+    self.kernel_id = next(_ids)
     KERNELS[self.kernel_id] = self
 
 
@@ -161,7 +162,7 @@ def _groups(gemm_type, layout, num_rows):
         ends = layout.tolist()
         assert ends[0] == 0
         assert ends[-1] <= num_rows
-        return [slice(low, high) for low, high in pairwise(ends)]
+        return [slice(low, high) for low, high in itertools.pairwise(ends)]
     assert layout.dtype == torch.int32
     slab = num_rows // len(layout)
     assert 0 <= int(layout.min()) <= int(layout.max()) <= slab
