@@ -34,6 +34,7 @@ def _copy_kernel(
 def copy_valid_rows(source: torch.Tensor, target: torch.Tensor, counts: torch.Tensor) -> None:
     """See `eprt.slabs.copy_valid_rows`; Triton reads bytes where the dtype has eight bits."""
     L, M, width = source.shape
+    source = source if source.data_ptr() % 16 == 0 else source.clone()  # else it would be compiled once more
     share = min(M, max(1, COPY_CTAS // L))
     block = min(BLOCK, next_power_of_2(width))
     _copy_kernel[L, share](source, target, counts, *source.stride(), *target.stride(), width, block)

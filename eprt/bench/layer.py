@@ -26,7 +26,7 @@ from eprt.experts import EXECUTORS
 from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.routing import Router
-from eprt.tokens import FlatTokens, Payload
+from eprt.tokens import Payload
 from eprt.world import World
 
 TINY = MoEConfig(8, 4, 128, 256, Activation(alpha=1.702, beta=1.0, limit=7.0), Routing("topk_softmax"), True, "mxfp4")
@@ -114,12 +114,7 @@ def _by_hand(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
     y = dispatcher.output_buffer(handle)
     y = torch.empty_like(tokens.hidden.data) if y is None else y
     if y.numel():
-        if isinstance(tokens, FlatTokens):
-            executor._flat(tokens, y)
-        elif executor.strided:
-            executor._expert_major(tokens, y)
-        else:
-            executor._dense_slabs(tokens, y)
+        executor._unchecked(tokens, y)
     y = dispatcher._combine(y, handle)
     handle.status = "combined"
     return y

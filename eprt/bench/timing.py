@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from eprt.world import World
 T = TypeVar("T")
 
 _WARM_REPLAYS = 20  # a GPU that was idle takes some milliseconds of work to reach its clocks
+_event_costs: WeakKeyDictionary[World, float] = WeakKeyDictionary()
 BEHIND_TIMEOUT_S = 2400.0  # warm-up may compile kernels; a rank that dies is noticed in seconds all the same
 
 
@@ -72,13 +74,17 @@ def first_samples(
 
 
 def _cost_of_events(world: World) -> float:
-    """Microseconds that two events of a graph add to what lies between them, from 1 and from 20 small kernels there."""
+    """Microseconds that two events of a graph add to what lies between them, from 1 and from 20 small kernels there;
+    measured once."""
+    if world in _event_costs:
+        return _event_costs[world]
     number, many = torch.zeros(1, device=world.device), 20
     one, all_of_them = (
         median(samples(world, lambda: number.add_(1), graph=True, rounds=11, repeats=repeats)) * repeats
         for repeats in (1, many)
     )
-    return one - (all_of_them - one) / (many - 1)
+    _event_costs[world] = one - (all_of_them - one) / (many - 1)
+    return _event_costs[world]
 
 
 def _device(

@@ -264,7 +264,6 @@ class DeepEPDispatcher(Dispatcher):
         if buffer is None:
             return self._finish(rows.contiguous(), handle)
         if rows.data_ptr() != buffer.data_ptr() or rows.stride() != buffer.stride():
-            rows = rows if rows.data_ptr() % 16 == 0 else rows.clone()  # else the kernel would be compiled once more
             slabs.copy_valid_rows(rows, buffer, handle.state.counts)
         return self._finish(handle.state.output, handle)[:, :H].contiguous()
 

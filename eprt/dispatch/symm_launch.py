@@ -9,6 +9,7 @@ import torch
 from eprt.dispatch.symm_kernels import ROUTING_BLOCK, combine_kernel, dispatch_kernel
 from eprt.dispatch.symm_memory import R_BITS, SymmetricMemory
 from eprt.rounding import ceil_div, next_power_of_2
+from eprt.support import Device
 from eprt.tokens import TopK, aligned
 
 
@@ -56,9 +57,8 @@ class Launcher:
         self.memory = memory
         self._offsets = geometry.offsets
         self._tuning = tuning
-        device = memory.states.device
         # Programmatic dependent launch: ours may be set up while the kernel before still ends.
-        early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+        early = Device.of(memory.states.device).sm >= 90
         self._launch = {"EARLY": early, **({"launch_pdl": True} if early else {})}
         self._routing = {
             "E": num_experts,

@@ -195,18 +195,24 @@ class Executor(ABC):
             raise InputError(f"out is {tuple(out.shape)} {out.dtype}: expected {shape} {dtype}")
         if out.numel() == 0:
             return out
+        self._unchecked(tokens, out)
+        return out
+
+    def _unchecked(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor) -> None:
+        """A call without its checks."""
         if isinstance(tokens, FlatTokens):
             self._flat(tokens, out)
         elif self.strided:
             self._expert_major(tokens, out)
         else:
             self._dense_slabs(tokens, out)
-        return out
 
     def _dense_slabs(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
-        hidden = replace(tokens.hidden, data=slabs.dense(tokens.hidden.data, tokens.counts))
+        data = slabs.dense(tokens.hidden.data, tokens.counts)
+        if data is not tokens.hidden.data:
+            tokens = replace(tokens, hidden=replace(tokens.hidden, data=data))
         whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        self._expert_major(replace(tokens, hidden=hidden), whole)
+        self._expert_major(tokens, whole)
         if whole is not out:
             slabs.copy_valid_rows(whole, out, tokens.counts)
 
