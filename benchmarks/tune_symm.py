@@ -1,4 +1,4 @@
-"""Measure how the symm kernels should cut their work: the source of `TUNING` in eprt/dispatch/symm_launch.py.
+"""Measure how the symm kernels should cut their work: the source of `TUNING` in eprt/dispatch/symm/launch.py.
 
     torchrun --nproc_per_node 4 benchmarks/tune_symm.py result.json
 
@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from eprt.bench.timing import samples
 from eprt.config import MoEConfig, RuntimeConfig
-from eprt.dispatch.symm_launch import TUNING, Launcher, Tuning
-from eprt.dispatch.symm_memory import R_BITS, Geometry, SymmetricMemory
+from eprt.dispatch.symm.launch import TUNING, Launcher, Tuning
+from eprt.dispatch.symm.memory import R_BITS, Geometry, SymmetricMemory
 from eprt.tokens import TopK
 from eprt.world import World
 

@@ -9,8 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eprt.checkpoint import Checkpoint as Checkpoint
-    from eprt.checkpoint import load_on_all_ranks as load_on_all_ranks
     from eprt.config import Activation as Activation
     from eprt.config import MoEConfig as MoEConfig
     from eprt.config import ParallelConfig as ParallelConfig
@@ -30,6 +28,8 @@ if TYPE_CHECKING:
     from eprt.models import LayerParts as LayerParts
     from eprt.models import build_layer as build_layer
     from eprt.models import load_layer as load_layer
+    from eprt.models.checkpoint import Checkpoint as Checkpoint
+    from eprt.models.checkpoint import load_on_all_ranks as load_on_all_ranks
     from eprt.plan import Plan as Plan
     from eprt.plan import make_plan as make_plan
     from eprt.routing import Router as Router
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "eprt.checkpoint": ("Checkpoint", "load_on_all_ranks"),
+    "eprt.models.checkpoint": ("Checkpoint", "load_on_all_ranks"),
     "eprt.config": ("Activation", "MoEConfig", "ParallelConfig", "Routing", "RuntimeConfig", "SharedExpert"),
     "eprt.errors": (
         "CapacityError",

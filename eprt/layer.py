@@ -10,20 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eprt.capacity import KNOB, require_agreed
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dense import LatentProjection, SharedExpertMLP
 from eprt.dispatch import make_dispatcher
+from eprt.dispatch.capacity import KNOB, require_agreed
 from eprt.dispatch.payload_scale import calibrated_scale
 from eprt.errors import CapacityError, ConfigError, EprtError, InputError
 from eprt.experts import make_executor
-from eprt.header import Header, exchange
 from eprt.plan import Plan, make_plan
-from eprt.routing import Router
+from eprt.routing import Router, route
 from eprt.support import Device
 from eprt.tokens import Payload, RouterLogits, TopK
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
+from eprt.world.header import Header, exchange
 
 PHASES: tuple[str, ...] = ("route", "dispatch", "experts", "shared", "combine")
 
@@ -256,7 +256,14 @@ class ExpertParallelMoE(nn.Module):
         if isinstance(routing, TopK) or self._kernel_chooses(x, routing, tokens_per_rank):
             return routing
         bias, table = (None, None) if router is None else (router.correction_bias, router.token_table)
-        return routing.to_topk(self.config, correction_bias=bias, token_ids=token_ids, token_table=table)
+        return route(
+            routing,
+            self.config.routing,
+            self.config.top_k,
+            correction_bias=bias,
+            token_ids=token_ids,
+            token_table=table,
+        )
 
     def _kernel_chooses(self, x: torch.Tensor, router: RouterLogits, tokens_per_rank: int | None) -> bool:
         """Whether nothing has to travel and the executor takes these logits. What dispatch would refuse goes there."""

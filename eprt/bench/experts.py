@@ -23,7 +23,7 @@ from eprt.bench.report import Report
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig, WeightFormat
 from eprt.errors import ConfigError
 from eprt.experts import EXECUTORS, Executor, executor_spec, make_executor
-from eprt.experts.timing import device_microseconds, sample_ids
+from eprt.experts.tuning import device_microseconds, sample_ids
 from eprt.placement import ExpertPlacement
 from eprt.rounding import ceil_div
 from eprt.support import Device

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from eprt import diagnosis
+from eprt.conformance import diagnosis
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from eprt.checkpoint import read_config
 from eprt.cli.arguments import Explain
 from eprt.cli.terminal import Terminal
 from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.models import family_for
+from eprt.models.checkpoint import read_config
 from eprt.plan import Candidate, Plan, make_plan
 from eprt.support import Device
 

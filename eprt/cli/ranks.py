@@ -12,7 +12,7 @@ import torch
 
 from eprt.conformance.harness import RankContext, WorldFailed, WorldPool
 from eprt.errors import ConfigError, rebuild_error
-from eprt.groups import joins_torchrun, place
+from eprt.world.groups import joins_torchrun, place
 
 # A rank that dies or stops is noticed in seconds whatever these are. They bound a rank that is alive but behind: on
 # GPUs it may be compiling kernels, which takes up to half an hour where nothing was compiled before.

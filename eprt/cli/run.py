@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from eprt.checkpoint import Checkpoint
 from eprt.cli import run_rank
 from eprt.cli.arguments import Run
 from eprt.cli.ranks import Ranks, ranks
@@ -25,6 +24,7 @@ from eprt.conformance.whole_layer import expected_layer_output
 from eprt.errors import ConfigError
 from eprt.layer import PHASES
 from eprt.models import LayerParts, family_for, load_layer
+from eprt.models.checkpoint import Checkpoint
 from eprt.models.hf_config import model_dtype
 from eprt.tokens import TopK
 

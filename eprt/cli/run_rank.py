@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from eprt.checkpoint import load_on_all_ranks
 from eprt.config import RuntimeConfig
 from eprt.conformance.checks import NanOutput
 from eprt.conformance.harness import RankContext
@@ -18,6 +17,7 @@ from eprt.dispatch import Dispatched, Handle
 from eprt.errors import ConfigError
 from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.models import build_layer, load_layer
+from eprt.models.checkpoint import load_on_all_ranks
 from eprt.tokens import TopK
 from eprt.world import World
 

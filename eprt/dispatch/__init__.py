@@ -10,8 +10,8 @@ from eprt.dispatch.handle import Dispatched, Handle, Traffic
 from eprt.dispatch.payload_scale import agree_payload_scale, check_payload_scale
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError
-from eprt.header import Header, exchange
 from eprt.support import Requirement
+from eprt.world.header import Header, exchange
 
 if TYPE_CHECKING:
     import torch

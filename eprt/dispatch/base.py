@@ -14,16 +14,16 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from eprt.capacity import Capacity, require_agreed
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
+from eprt.dispatch.capacity import Capacity, require_agreed
 from eprt.dispatch.handle import Dispatched, Handle
 from eprt.dispatch.rank_mask import RankMask, checked_mask, require_changeable
 from eprt.dispatch.shared_memory import Slots
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError, InputError, UsageError
-from eprt.header import Header, exchange, fingerprint_of
 from eprt.placement import ExpertPlacement
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
+from eprt.world.header import Header, exchange, fingerprint_of
 
 if TYPE_CHECKING:
     from eprt.world import World

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from eprt.tokens import ExpertMajorTokens, FlatTokens
-
-if TYPE_CHECKING:
-    from eprt.dispatch.base import Dispatcher
 
 
 @dataclass(frozen=True)
@@ -21,6 +18,14 @@ class Traffic:
     rows_received: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+
+
+class HandleOwner(Protocol):
+    """The dispatcher, as its handles know it."""
+
+    def _wait(self, handle: Handle) -> None: ...
+
+    def _give_up(self, handle: Handle) -> None: ...
 
 
 @dataclass
@@ -36,7 +41,7 @@ class Handle:
         shape: of the expert output that `combine` takes: the tokens' shape.
     """
 
-    owner: Dispatcher
+    owner: HandleOwner
     call: int
     num_tokens: int
     tokens_per_rank: int

@@ -70,12 +70,12 @@ def require_changeable(
         mask: of its memory; None while there is none.
         capturing: whether the current stream is being captured.
     """
-    from eprt.dispatch import DISPATCHERS
-
-    able = ", ".join(known for known, spec in DISPATCHERS.items() if spec.rank_mask)
     back = [] if mask is None else [rank for rank in mask.left_out if wanted[rank]]
     refusals = [
-        (not runtime.rank_mask, f"RuntimeConfig.rank_mask is False: set it on every rank (it takes one of {able})"),
+        (
+            not runtime.rank_mask,
+            "RuntimeConfig.rank_mask is False: set it on every rank (`eprt explain` lists who has it)",
+        ),
         (mask is None, "every rank takes part in making the shared memory: call World.warmup() before"),
         (runtime.validate == "full", 'validate="full" compares the headers of all ranks: use validate="cheap"'),
         (capturing, "a CUDA graph is being captured: call it before"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from eprt.capacity import KNOB
+from eprt.dispatch.capacity import KNOB
 from eprt.errors import CapacityError, UsageError
 
 if TYPE_CHECKING:

@@ -12,15 +12,8 @@ import torch
 
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.handle import Handle, Traffic
-from eprt.tokens import (
-    ExpertMajorIndex,
-    ExpertMajorTokens,
-    FlatTokens,
-    Payload,
-    TopK,
-    expert_major_from_flat,
-    weighted_sum_to_flat,
-)
+from eprt.slabs import ExpertMajorIndex, expert_major_from_flat, weighted_sum_to_flat
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
 
 
 @dataclass(frozen=True)

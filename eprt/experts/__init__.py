@@ -76,7 +76,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
         ),
         ExecutorSpec(
             name="cutedsl_nvfp4",
-            path="eprt.experts.cutedsl_nvfp4:CuteDslExecutor",
+            path="eprt.experts.blackwell.cutedsl:CuteDslExecutor",
             summary="FlashInfer's CuteDSL NVFP4 grouped GEMMs on Blackwell; not run on one yet",
             formats=("flat", "expert_major"),
             weights=("nvfp4",),
@@ -90,7 +90,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
         ),
         ExecutorSpec(
             name="trtllm_gen",
-            path="eprt.experts.trtllm_gen:TrtllmGenExecutor",
+            path="eprt.experts.blackwell.trtllm:TrtllmGenExecutor",
             summary="FlashInfer's TRTLLM-Gen fused MoE on Blackwell; not run on one yet",
             formats=("flat",),
             weights=("nvfp4", "fp8_tensor", "fp8_block", "mxfp8"),

@@ -8,13 +8,8 @@ import torch
 
 from eprt.errors import ConfigError
 from eprt.experts.base import Executor
-from eprt.tokens import (
-    ExpertMajorTokens,
-    FlatTokens,
-    expert_major_from_flat,
-    flat_from_expert_major,
-    weighted_sum_to_flat,
-)
+from eprt.slabs import expert_major_from_flat, flat_from_expert_major, weighted_sum_to_flat
+from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import ExpertWeights
 
 

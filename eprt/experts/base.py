@@ -171,7 +171,7 @@ class Executor(ABC):
             ConfigError: a routing method that the kernels don't have.
             InputError: logits of another shape.
         """
-        raise ConfigError(f"{self.spec.name} takes no router logits: use RouterLogits.to_topk and dispatch")
+        raise ConfigError(f"{self.spec.name} takes no router logits: use eprt.routing.route and dispatch")
 
     def __call__(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor | None = None) -> torch.Tensor:
         """Run the experts.

@@ -22,13 +22,19 @@ from typing import Any
 
 import torch
 
-from eprt.cache import TuningCache, TuningCacheWarning, tuning_cache
 from eprt.config import Activation
 from eprt.errors import ConfigError
 from eprt.experts.base import Executor, unsupported_format
 from eprt.experts.layouts import TILE, pad_parts, stack_experts
 from eprt.experts.permute import copy_columns, plain_hidden
-from eprt.experts.timing import eager_microseconds, even_tokens, sample_ids
+from eprt.experts.tuning import (
+    TuningCache,
+    TuningCacheWarning,
+    eager_microseconds,
+    even_tokens,
+    sample_ids,
+    tuning_cache,
+)
 from eprt.rounding import round_up
 from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import MX_BLOCK, ExpertWeights, Mxfp4

@@ -17,7 +17,8 @@ from eprt.config import Activation
 from eprt.experts.base import Executor
 from eprt.quant import decode, decode_payload
 from eprt.rounding import round_up
-from eprt.tokens import ExpertMajorIndex, ExpertMajorTokens, FlatTokens, weighted_sum_to_flat
+from eprt.slabs import ExpertMajorIndex, weighted_sum_to_flat
+from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import ExpertWeights, Matrix
 
 # grouped_mm wants rows whose stride is a multiple of 16 bytes. On CPUs with AMX, bf16 products of torch 2.11 whose

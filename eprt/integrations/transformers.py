@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from eprt.checkpoint import DTYPE_NAMES, Checkpoint, Index, TensorInfo, load_on_all_ranks
 from eprt.config import RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError
 from eprt.layer import ExpertParallelMoE
 from eprt.models import build_layer, family_for, load_layer
+from eprt.models.checkpoint import DTYPE_NAMES, Checkpoint, Index, TensorInfo, load_on_all_ranks
 from eprt.world import World
 
 

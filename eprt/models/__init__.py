@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from eprt.checkpoint import Checkpoint, hash63
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
-from eprt.header import Header, exchange
 from eprt.layer import ExpertParallelMoE
 from eprt.models.base import ModelFamily
+from eprt.models.checkpoint import Checkpoint, hash63
 from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.routing import Router
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
+from eprt.world.header import Header, exchange
 
 __all__ = ["FAMILIES", "LayerParts", "ModelFamily", "build_layer", "family_for", "load_layer"]
 
@@ -76,7 +76,7 @@ def load_layer(
 ) -> LayerParts:
     """One MoE layer of a checkpoint, this rank's share of the experts.
 
-    Not collective: wrap it in `eprt.checkpoint.load_on_all_ranks` so that all ranks fail, or succeed, together.
+    Not collective: wrap it in `eprt.models.checkpoint.load_on_all_ranks` so that all ranks fail, or succeed, together.
 
     Args:
         source: a checkpoint directory, or an open Checkpoint (cheaper for many layers; its `bytes_read` counts).

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from eprt.checkpoint import Checkpoint
 from eprt.config import MoEConfig
 from eprt.errors import CheckpointError
+from eprt.models.checkpoint import Checkpoint
 from eprt.models.formats import ExpertNames, Part, load_experts, load_linear
 from eprt.models.hf_config import model_dtype
 from eprt.placement import ExpertShard

@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
-from eprt.checkpoint import Checkpoint
 from eprt.config import MoEConfig, WeightFormat
 from eprt.errors import CheckpointError, ConfigError
+from eprt.models.checkpoint import Checkpoint
 from eprt.placement import ExpertShard
 from eprt.quant import decode
 from eprt.weights import (

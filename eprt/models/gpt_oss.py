@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from eprt.checkpoint import Checkpoint
 from eprt.config import Activation, MoEConfig, Routing
 from eprt.errors import ConfigError
 from eprt.models.base import ModelFamily
+from eprt.models.checkpoint import Checkpoint
 from eprt.models.formats import e8m0_scale
 from eprt.models.hf_config import check_moe_layer, expect, integer, num_layers, real, weight_format
 from eprt.placement import ExpertShard

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from eprt.checkpoint import Checkpoint
 from eprt.config import Activation, MoEConfig, Routing, SharedExpert
 from eprt.errors import ConfigError
 from eprt.models.base import ModelFamily
+from eprt.models.checkpoint import Checkpoint
 from eprt.models.formats import Part, load_linear
 from eprt.models.hf_config import boolean, check_moe_layer, expect, integer, real, strings, weight_format
 from eprt.weights import LatentWeights

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from eprt.checkpoint import CONFIG, INDEX
 from eprt.errors import ConfigError
+from eprt.models.checkpoint import CONFIG, INDEX
 from eprt.quant.mxfp4 import encode_mxfp4
 from eprt.weights import MX_BLOCK
 

@@ -15,7 +15,7 @@ from integration_jobs import MODELS
 from packed_checkpoints import mxfp4_numbers
 from safetensors.torch import load_file, save_file
 
-from eprt.checkpoint import CONFIG, SINGLE
+from eprt.models.checkpoint import CONFIG, SINGLE
 from eprt.models.tiny import write_tiny_checkpoint
 
 _GPT_OSS_EXPERTS = re.compile(r"(.*experts\.(?:gate_up|down)_proj)_(blocks|scales)$")

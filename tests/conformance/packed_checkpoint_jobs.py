@@ -9,7 +9,6 @@ import torch
 from gpu_limits import BEHIND_S
 from packed_checkpoints import Written
 
-from eprt.checkpoint import load_on_all_ranks
 from eprt.config import PayloadFormat, RuntimeConfig
 from eprt.conformance.cases import Batch
 from eprt.conformance.harness import RankContext
@@ -17,6 +16,7 @@ from eprt.conformance.oracle import relative_error
 from eprt.conformance.whole_layer import expected_layer_output
 from eprt.experts.reference import decode_hidden
 from eprt.models import build_layer, load_layer
+from eprt.models.checkpoint import load_on_all_ranks
 from eprt.quant import encode_payload
 from eprt.tokens import TopK
 

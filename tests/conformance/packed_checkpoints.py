@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from eprt.checkpoint import CONFIG, QUANT_CONFIG, SINGLE
 from eprt.models import LayerParts, load_layer
+from eprt.models.checkpoint import CONFIG, QUANT_CONFIG, SINGLE
 from eprt.weights import Dense, ExpertWeights, LatentWeights, SharedExpertWeights
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])

@@ -13,8 +13,8 @@ from eprt import plan
 from eprt.conformance.checks import Check, Row, run_checks
 from eprt.conformance.rank_process import RankContext
 from eprt.experts import EXECUTORS
-from eprt.experts.cutedsl_nvfp4 import CuteDslExecutor
-from eprt.experts.trtllm_gen import TrtllmGenExecutor
+from eprt.experts.blackwell.cutedsl import CuteDslExecutor
+from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
 from eprt.weights import ExpertWeights, Fp8Tensor, Nvfp4
 
 # The conformance tokens are whole numbers up to 15: FP8 holds them exactly over a power of two.

@@ -16,7 +16,8 @@ from eprt.conformance.oracle import relative_error
 from eprt.conformance.transport import scale_experts, wrong_arrivals
 from eprt.experts.base import Executor
 from eprt.placement import ExpertPlacement
-from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, expert_major_from_flat
+from eprt.slabs import expert_major_from_flat
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 
 TOLERANCE = 1e-5
 

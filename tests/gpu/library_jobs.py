@@ -104,7 +104,8 @@ def sizes(context: RankContext) -> list[str]:
     import deep_ep
     from flashinfer.comm.trtllm_moe_alltoall import moe_a2a_get_workspace_size_per_rank
 
-    from eprt.dispatch import deepep, flashinfer_workspace
+    from eprt.dispatch import deepep
+    from eprt.dispatch.flashinfer import workspace as flashinfer_workspace
 
     wrong: list[str] = []
     for W in (2, 4, 8, 63):

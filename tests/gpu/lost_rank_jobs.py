@@ -13,7 +13,7 @@ from dispatcher_jobs import Pair, batch, caught, dispatcher_of, generator_of, ma
 
 from eprt.conformance.harness import RankContext, WorldFailed
 from eprt.dispatch import Dispatcher
-from eprt.guard import EXIT_CODE
+from eprt.world.guard import EXIT_CODE
 
 LIMIT_S = 5.0  # the Worlds' timeout: a lost rank is named within it
 VICTIM = 1

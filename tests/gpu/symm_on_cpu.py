@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eprt.dispatch import symm_kernels
+from eprt.dispatch.symm import kernels as symm_kernels
 
 _wait_flags = symm_kernels._wait_flags
 _noted = []

@@ -1,8 +1,8 @@
 """FlashInfer's CuteDSL grouped GEMMs for Hopper, run for real: bf16, fed by our own order of rows instead of the
 library's CUDA C++ sort, against the float32 witness and timed beside torch_grouped and humming.
 
-They are the Hopper members of the family that `experts/cutedsl_nvfp4.py` calls on Blackwell (gather, tile maps, gated
-rows in turns, fused finalize), and the only ones that a Hopper GPU can run.
+They are the Hopper members of the family that `experts/blackwell/cutedsl.py` calls on Blackwell (gather, tile maps,
+gated rows in turns, fused finalize), and the only ones that a Hopper GPU can run.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from expert_cases import RELU2, RUNTIME, SILU, make_config, make_flat, relative_
 
 from eprt.bench.experts import random_experts
 from eprt.config import Activation, MoEConfig
+from eprt.experts.blackwell.layouts import interleave_halves, swap_halves
 from eprt.experts.humming import HummingExecutor
-from eprt.experts.layouts_sm100 import interleave_halves, swap_halves
 from eprt.experts.permute import group_slots
 from eprt.experts.reference import ReferenceExecutor
-from eprt.experts.timing import device_microseconds, sample_ids
 from eprt.experts.torch_grouped import GroupedExecutor
+from eprt.experts.tuning import device_microseconds, sample_ids
 from eprt.placement import ExpertShard
 from eprt.quant import decode
 from eprt.tokens import FlatTokens, Payload

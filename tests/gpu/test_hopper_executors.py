@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from eprt.bench.expert_peers import by_hand
-from eprt.cache import TuningCacheWarning
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
-from eprt.experts import humming_gemm, make_executor
+from eprt.experts import make_executor
 from eprt.experts.adapters import AdaptedExecutor
+from eprt.experts.humming import gemm as humming_gemm
 from eprt.experts.reference import ReferenceExecutor
+from eprt.experts.tuning import TuningCacheWarning
 from eprt.placement import ExpertPlacement
 from eprt.quant import encode, encode_payload
-from eprt.tokens import FlatTokens, Payload, expert_major_from_flat
+from eprt.slabs import expert_major_from_flat
+from eprt.tokens import FlatTokens, Payload
 from eprt.weights import ExpertWeights, Mxfp4, Nvfp4
 
 pytestmark = [

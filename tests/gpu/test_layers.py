@@ -12,10 +12,10 @@ from gpu_cases import GRAPHS, HIDDEN, INTERMEDIATE, ROUNDS, ROWS, GpuCase, graph
 from gpu_limits import JOB_S
 from model_checkpoints import WRITERS
 
-from eprt.cache import cache_dir
 from eprt.config import RuntimeConfig
 from eprt.conformance.harness import WorldPool, launch
 from eprt.dispatch import DISPATCHERS
+from eprt.experts.tuning import cache_dir
 from eprt.support import Device
 
 SIZE = min(4, torch.cuda.device_count())

@@ -12,8 +12,8 @@ from sm100_cases import as_slabs, case, packed
 from sm100_kernels import FakeCuteDsl, FakeTrtllm
 
 from eprt.config import MoEConfig
-from eprt.experts.cutedsl_nvfp4 import CuteDslExecutor, CuteDslKernels
-from eprt.experts.trtllm_gen import TrtllmGenExecutor, TrtllmKernels
+from eprt.experts.blackwell.cutedsl import CuteDslExecutor, CuteDslKernels
+from eprt.experts.blackwell.trtllm import TrtllmGenExecutor, TrtllmKernels
 from eprt.placement import ExpertShard
 from eprt.weights import ExpertWeights, Nvfp4
 

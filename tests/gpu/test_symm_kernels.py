@@ -41,8 +41,8 @@ class Ranks:
     """W ranks of one process. `expert_output[p]` plays the executors: random numbers, NaN where none may be read."""
 
     def __init__(self, W, E, K, H, capacity, payload="bf16", moe_tp=1):
-        from eprt.dispatch.symm_launch import TUNING, Launcher
-        from eprt.dispatch.symm_memory import Geometry, SymmetricMemory
+        from eprt.dispatch.symm.launch import TUNING, Launcher
+        from eprt.dispatch.symm.memory import Geometry, SymmetricMemory
 
         self.W, self.E, self.K, self.H, self.moe_tp = W, E, K, H, moe_tp
         self.L = E // (W // moe_tp)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from eprt.checkpoint import load_on_all_ranks
 from eprt.config import ParallelConfig
 from eprt.errors import EprtError
 from eprt.models import build_layer, load_layer
+from eprt.models.checkpoint import load_on_all_ranks
 
 
 def load(context, directories: list[str]) -> tuple[str, str]:

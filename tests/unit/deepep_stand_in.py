@@ -163,7 +163,7 @@ def install(monkeypatch) -> None:
     library = SimpleNamespace(Buffer=FakeBuffer, topk_idx_t=torch.int64)
     kernels = SimpleNamespace(pack_tokens=pack_tokens)
     monkeypatch.setattr(deepep, "load_library", lambda: library)
-    monkeypatch.setattr(eprt.dispatch, "deepep_pack", kernels, raising=False)
+    monkeypatch.setattr(eprt.dispatch.deepep, "pack_triton", kernels, raising=False)
     monkeypatch.delenv(deepep.QP_DEPTH_VARIABLE, raising=False)
     spec = replace(DISPATCHERS["deepep"], devices=("cpu",), requirement=None)
     monkeypatch.setattr(DeepEPDispatcher, "spec", spec, raising=False)

@@ -9,7 +9,8 @@ import torch
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.quant import encode
-from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, expert_major_from_flat
+from eprt.slabs import expert_major_from_flat
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import Dense, ExpertWeights
 
 CPU = torch.device("cpu")

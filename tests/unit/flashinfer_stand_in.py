@@ -18,10 +18,11 @@ import torch
 
 import eprt.dispatch
 from eprt.config import ParallelConfig
-from eprt.dispatch import DISPATCHERS, flashinfer_workspace
+from eprt.dispatch import DISPATCHERS
 from eprt.dispatch.flashinfer import FlashInferDispatcher
+from eprt.dispatch.flashinfer import workspace as flashinfer_workspace
 from eprt.errors import UsageError
-from eprt.resources import SharedResources
+from eprt.world.resources import SharedResources
 
 SIZE = 4
 TOP_K_SWITCH = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
@@ -236,7 +237,7 @@ def install(monkeypatch, size: int = SIZE) -> FakeLibrary:
     monkeypatch.setattr(flashinfer_workspace, "load_library", lambda: fake)
     monkeypatch.setattr(flashinfer_workspace, "_map_memory", fake.map_memory)
     ids = SimpleNamespace(mask_foreign_ids=mask_foreign_ids)
-    monkeypatch.setattr(eprt.dispatch, "flashinfer_ids", ids, raising=False)
+    monkeypatch.setattr(eprt.dispatch.flashinfer, "ids_triton", ids, raising=False)
     spec = replace(DISPATCHERS["flashinfer"], devices=("cpu",), requirement=None)
     monkeypatch.setattr(FlashInferDispatcher, "spec", spec, raising=False)
     return fake

@@ -83,7 +83,7 @@ class Launches:
         self.stream = 7
 
     def install(self, patch) -> None:
-        from eprt.experts import humming_schedules
+        from eprt.experts.humming import schedules as humming_schedules
 
         patch.setattr("humming.transform.transform_humming_tensors", lambda config, tensors, padded: tensors)
         patch.setattr("humming.ops.get_kernel_smem_size", self.shared_memory)

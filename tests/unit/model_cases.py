@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from eprt.checkpoint import CONFIG, SINGLE
+from eprt.models.checkpoint import CONFIG, SINGLE
 from eprt.placement import ExpertShard
 
 COMMON = {

@@ -15,7 +15,8 @@ from eprt.experts.reference import ReferenceExecutor, decode_hidden
 from eprt.placement import ExpertShard
 from eprt.quant import decode
 from eprt.quant.payload import encode_payload
-from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, expert_major_from_flat
+from eprt.slabs import expert_major_from_flat
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights, Fp8Tensor, Nvfp4
 
 # Beta without a limit: nothing brings gate and up to one global scale before, and beta is added on up's side.

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import torch
 
-from eprt.experts.cutedsl_nvfp4 import CuteDslKernels
-from eprt.experts.trtllm_gen import TrtllmKernels
+from eprt.experts.blackwell.cutedsl import CuteDslKernels
+from eprt.experts.blackwell.trtllm import TrtllmKernels
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 UNSET = object()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from eprt.dispatch import DISPATCHERS
-from eprt.dispatch.symm_memory import Geometry, SymmetricMemory
+from eprt.dispatch.symm.memory import Geometry, SymmetricMemory
 from eprt.quant import encode_payload
 
 TIMEOUT_S = 20.0
@@ -38,7 +38,7 @@ class Host:
 
 
 class Launcher:
-    """In place of `symm_launch.Launcher`."""
+    """In place of `symm.launch.Launcher`."""
 
     host: Host
 
@@ -98,7 +98,7 @@ def _parts(memory: SymmetricMemory, slot: int, R: int) -> list[torch.Tensor]:
 
 def install(monkeypatch, size: int) -> None:
     """In place of the kernels and of the memory that GPUs map, for the rest of a test."""
-    launch = pytest.importorskip("eprt.dispatch.symm_launch", reason="needs triton: pip install triton")
+    launch = pytest.importorskip("eprt.dispatch.symm.launch", reason="needs triton: pip install triton")
     host = Host(size)
     monkeypatch.setattr(launch, "Launcher", type("Launcher", (Launcher,), {"host": host}))
     monkeypatch.setattr(SymmetricMemory, "allocate", host.allocate)

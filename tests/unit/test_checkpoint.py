@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eprt.checkpoint import CONFIG, INDEX, MAX_CONFIG_BYTES, QUANT_CONFIG, SINGLE, Checkpoint, read_config
 from eprt.config import ParallelConfig
 from eprt.errors import CheckpointError
 from eprt.models import load_layer
+from eprt.models.checkpoint import CONFIG, INDEX, MAX_CONFIG_BYTES, QUANT_CONFIG, SINGLE, Checkpoint, read_config
 from eprt.models.tiny import write_tiny_checkpoint
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

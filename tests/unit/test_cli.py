@@ -320,7 +320,7 @@ def test_doctor_reports_this_machine(capsys) -> None:
 
 
 def test_doctor_finds_what_is_wrong(monkeypatch) -> None:
-    from eprt import diagnosis
+    from eprt.conformance import diagnosis
 
     versions = {"deep-ep": "1.0.0", "flashinfer-python": "0.7.2", "flashinfer-jit-cache": "0.7.1+cu130"}
     monkeypatch.setattr(diagnosis, "_version", versions.get)

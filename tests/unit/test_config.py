@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eprt.capacity import Capacity
 from eprt.config import Activation, MoEConfig, ParallelConfig, Routing, RuntimeConfig
+from eprt.dispatch.capacity import Capacity
 from eprt.errors import CapacityError, ConfigError, EprtError, InputError, RankLost, UsageError, WorldMismatch
-from eprt.header import fingerprint_of
 from eprt.placement import ExpertPlacement
 from eprt.support import Device, Requirement, _version_key
+from eprt.world.header import fingerprint_of
 
 SMALL = MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=32)
 

@@ -12,7 +12,7 @@ from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import CASES, Case, make_batches
 from eprt.dispatch.flashinfer import FlashInferDispatcher
-from eprt.dispatch.flashinfer_workspace import NUM_SLOTS, ControlPlane, Geometry
+from eprt.dispatch.flashinfer.workspace import NUM_SLOTS, ControlPlane, Geometry
 from eprt.errors import CapacityError, ConfigError, InputError, UsageError
 from eprt.tokens import TopK
 

@@ -17,8 +17,8 @@ MODULES = sorted(ROOT.rglob("*.py"))
 
 # A module may import its own layer and those below it. The first prefix that fits names the layer.
 LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (5, ("eprt.cli", "eprt.__main__", "eprt.bench", "eprt.integrations", "eprt.conformance", "eprt.diagnosis")),
-    (4, ("eprt.models", "eprt.checkpoint")),
+    (5, ("eprt.cli", "eprt.__main__", "eprt.bench", "eprt.integrations", "eprt.conformance")),
+    (4, ("eprt.models",)),
     (3, ("eprt.layer",)),
     (2, ("eprt.plan",)),
     (1, ("eprt.dispatch", "eprt.experts")),
@@ -44,7 +44,7 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
 
 
-def imports(tree: ast.AST, *, inside_functions: bool) -> set[str]:
+def imports(tree: ast.AST, *, inside_functions: bool, typing_only: bool = False) -> set[str]:
     """Modules that the code imports; `from eprt import x` counts as both eprt and eprt.x."""
     found: set[str] = set()
     for node in ast.iter_child_nodes(tree):
@@ -52,15 +52,16 @@ def imports(tree: ast.AST, *, inside_functions: bool) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif not is_type_checking(node) and (inside_functions or not isinstance(node, FUNCTIONS)):
-            found |= imports(node, inside_functions=inside_functions)
+        elif (typing_only or not is_type_checking(node)) and (inside_functions or not isinstance(node, FUNCTIONS)):
+            found |= imports(node, inside_functions=inside_functions, typing_only=typing_only)
     return found
 
 
-def eprt_imports(path: Path) -> set[str]:
+def eprt_imports(path: Path, *, typing_only: bool = False) -> set[str]:
     """eprt modules (not names in them) that a file imports anywhere, functions included."""
     known = {name_of(p) for p in MODULES}
-    return {name for name in imports(ast.parse(path.read_text()), inside_functions=True) if name in known} - {"eprt"}
+    found = imports(ast.parse(path.read_text()), inside_functions=True, typing_only=typing_only)
+    return {name for name in found if name in known} - {"eprt"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -81,6 +82,27 @@ def test_dispatch_and_experts_never_import_each_other() -> None:
                 assert not crossing, f"{module} imports {crossing}: they meet in eprt.tokens"
 
 
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other (strongly connected components of more than one)."""
+    reach = {name: set(targets) for name, targets in arrows.items()}
+    for middle in arrows:
+        for name in arrows:
+            if middle in reach[name]:
+                reach[name] |= reach[middle]
+    groups = {tuple(sorted({name, *(o for o in reach[name] if name in reach.get(o, ()))})) for name in arrows}
+    return [list(group) for group in sorted(groups) if len(group) > 1]
+
+
+def test_no_circle_not_even_lazy_or_for_types_alone() -> None:
+    """Typing-only and function-level imports count: whoever reads one file of a circle has to read them all."""
+    arrows = {name_of(path): eprt_imports(path, typing_only=True) - {name_of(path)} for path in MODULES}
+    assert circles(arrows) == []
+
+
+def test_the_circle_test_can_fail() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+
+
 def test_the_direction_test_can_fail() -> None:
     tree = ast.parse("def f():\n    from eprt.plan import make_plan\nif TYPE_CHECKING:\n    import eprt.layer")
     assert imports(tree, inside_functions=True) == {"eprt.plan", "eprt.plan.make_plan"}
@@ -91,7 +113,11 @@ def test_the_direction_test_can_fail() -> None:
 def test_no_heavy_library_is_reached_by_imports_at_the_top_of_files() -> None:
     """From whatever answers before a backend is chosen; files of Triton kernels are imported inside functions."""
     files = {name_of(path): path for path in MODULES}
-    light = {*eprt._MODULE.values(), "eprt.diagnosis", *(name for name in files if name.startswith("eprt.cli"))}
+    light = {
+        *eprt._MODULE.values(),
+        "eprt.conformance.diagnosis",
+        *(name for name in files if name.startswith("eprt.cli")),
+    }
     light |= {name for name in files if name.startswith("eprt.models")}
     light -= {"eprt.cli.arguments"}  # tyro is what it is for; `main` imports it
     reached: set[str] = set()

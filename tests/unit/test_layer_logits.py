@@ -15,7 +15,7 @@ from eprt import plan
 from eprt.config import MoEConfig, Routing, RuntimeConfig, SharedExpert
 from eprt.errors import CapacityError, InputError, UsageError
 from eprt.experts import EXECUTORS
-from eprt.experts.trtllm_gen import TrtllmGenExecutor
+from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
 from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.routing import Router, route
 from eprt.tokens import RouterLogits, TopK

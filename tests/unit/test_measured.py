@@ -14,11 +14,11 @@ import pytest
 from eprt.bench.experts import SHAPES
 from eprt.config import MoEConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.measured import dispatch_row, experts_row
+from eprt.plan.measured import dispatch_row, experts_row
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-TABLES = json.loads(resources.files("eprt").joinpath("measured.json").read_text())
+TABLES = json.loads(resources.files("eprt.plan").joinpath("measured.json").read_text())
 
 
 def dispatch_results(

@@ -10,10 +10,10 @@ from model_cases import MODELS, edit, saved
 from model_formats import QUANT, e4m3, pack
 from safetensors.torch import load_file
 
-from eprt.checkpoint import SINGLE
 from eprt.config import MoEConfig, ParallelConfig
 from eprt.errors import CheckpointError, ConfigError
 from eprt.models import FAMILIES, family_for, load_layer
+from eprt.models.checkpoint import SINGLE
 from eprt.weights import ExpertWeights
 
 STORED = ["original", "stacked"]

@@ -10,10 +10,10 @@ from model_cases import edit, equal, saved
 from model_formats import PACK, QUANT, e4m3, pack
 from safetensors.torch import load_file
 
-from eprt.checkpoint import QUANT_CONFIG, SINGLE
 from eprt.config import ParallelConfig
 from eprt.errors import CheckpointError, ConfigError
 from eprt.models import load_layer
+from eprt.models.checkpoint import QUANT_CONFIG, SINGLE
 from eprt.models.formats import e8m0_scale, positive_scale
 
 # checkpoint suffix -> canonical field, by format

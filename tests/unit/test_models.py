@@ -10,10 +10,10 @@ import torch
 from model_cases import MODELS, canonical_experts, edit, equal, make_model, saved, shard_of
 from safetensors.torch import load_file
 
-from eprt.checkpoint import CONFIG, Checkpoint
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
 from eprt.models import family_for, load_layer
+from eprt.models.checkpoint import CONFIG, Checkpoint
 from eprt.models.tiny import write_tiny_checkpoint
 
 WORLDS = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)]

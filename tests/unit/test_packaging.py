@@ -44,7 +44,7 @@ def test_every_file_of_the_package_is_in_it(wheel: Path) -> None:
     here = {str(p.relative_to(ROOT)) for p in (ROOT / "eprt").rglob("*") if p.is_file() and p.suffix != ".pyc"}
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert inside == here
-    assert {"eprt/py.typed", "eprt/measured.json"} <= inside
+    assert {"eprt/py.typed", "eprt/plan/measured.json"} <= inside
 
 
 def test_requirements(wheel: Path) -> None:
@@ -65,7 +65,7 @@ def test_the_proof_and_the_tables_work_from_it_without_pytest(wheel: Path) -> No
         "import eprt\n"
         "from eprt.conformance import autopsy, cases, checks, harness, oracle, transport, whole_layer\n"
         "from eprt.config import MoEConfig\n"
-        "from eprt.measured import dispatch_row\n"
+        "from eprt.plan.measured import dispatch_row\n"
         "from eprt.support import Device\n"
         "row = dispatch_row(MoEConfig(128, 4, 2880, 2880), 128, 4, 90)\n"
         "print(eprt.__file__, len(checks.standard_checks(4, Device('cpu'))), len(row.microseconds))"

@@ -40,7 +40,7 @@ def commands() -> list[list[str]]:
 
 
 def test_the_patterns_find_something() -> None:
-    assert {"scripts/run.sh", "scripts/test.sh", "eprt/measured.json", "LICENSE"} <= paths(README)
+    assert {"scripts/run.sh", "scripts/test.sh", "eprt/plan/measured.json", "LICENSE"} <= paths(README)
     assert len(commands()) >= 5
 
 

@@ -28,11 +28,13 @@ from sm100_kernels import FakeCuteDsl, FakeTrtllm
 
 from eprt.config import Routing
 from eprt.errors import ConfigError, InputError
-from eprt.experts import EXECUTORS, cutedsl_layouts, layouts_sm100, rules, trtllm_formats
+from eprt.experts import EXECUTORS, rules
 from eprt.experts.adapters import AdaptedExecutor
-from eprt.experts.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
-from eprt.experts.cutedsl_nvfp4 import ContiguousExperts, CuteDslExecutor, MaskedExperts
-from eprt.experts.trtllm_gen import TrtllmGenExecutor
+from eprt.experts.blackwell import cutedsl_layouts, trtllm_formats
+from eprt.experts.blackwell import layouts as layouts_sm100
+from eprt.experts.blackwell.cutedsl import ContiguousExperts, CuteDslExecutor, MaskedExperts
+from eprt.experts.blackwell.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
+from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
 from eprt.quant.payload import encode_payload
 from eprt.routing import route
 from eprt.tokens import FlatTokens, Payload

@@ -6,10 +6,10 @@ import pytest
 import torch
 from sm100_kernels import read_mma_scales, scale_offset, shuffled_place
 
-from eprt.experts import layouts_sm100 as layouts
-from eprt.experts.cutedsl_layouts import PaddedSize
+from eprt.experts.blackwell import layouts
+from eprt.experts.blackwell.cutedsl_layouts import PaddedSize
+from eprt.experts.blackwell.scales import Nvfp4Factors, share_global_scale
 from eprt.experts.layouts import pad_parts, unpad_parts
-from eprt.experts.scales_sm100 import Nvfp4Factors, share_global_scale
 from eprt.rounding import round_up
 from eprt.weights import ExpertWeights, Nvfp4
 

@@ -10,13 +10,12 @@ import expert_cases as cases
 import pytest
 import torch
 
-from eprt.cache import TuningCache, TuningCacheWarning
 from eprt.config import Activation, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.experts.cutlass_mxfp4 import swiglu_parameters, tile_expert
-from eprt.experts.humming_gemm import GemmShape, expert_tensors, needs_channel_scale
-from eprt.experts.humming_rows import activation_source
-from eprt.experts.humming_schedules import SMALL_ROW_SCHEDULES, neighbours, row_bucket, unique
+from eprt.experts.humming.gemm import GemmShape, expert_tensors, needs_channel_scale
+from eprt.experts.humming.rows import activation_source
+from eprt.experts.humming.schedules import SMALL_ROW_SCHEDULES, neighbours, row_bucket, unique
 from eprt.experts.layouts import (
     TILE,
     pad_parts,
@@ -27,6 +26,7 @@ from eprt.experts.layouts import (
 )
 from eprt.experts.permute import copy_columns, group_rows, group_slots, weighted_unpermute
 from eprt.experts.reference import decode_matrix
+from eprt.experts.tuning import TuningCache, TuningCacheWarning
 from eprt.rounding import round_up
 from eprt.weights import Fp8Block, Mxfp4, Nvfp4
 
@@ -314,7 +314,7 @@ def test_cache_that_cannot_be_written_warns(tmp_path):
 
 
 def test_cache_folder_follows_xdg(monkeypatch, tmp_path):
-    from eprt.cache import tuning_cache
+    from eprt.experts.tuning import tuning_cache
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert tuning_cache("t", "1", "g").root == tmp_path / "eprt"

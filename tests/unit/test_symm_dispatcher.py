@@ -13,7 +13,7 @@ from flashinfer_stand_in import FakeWorld, run_ranks
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS, make_dispatcher
-from eprt.dispatch import symm_memory as module
+from eprt.dispatch.symm import memory as module
 from eprt.errors import EprtError
 from eprt.tokens import TopK
 
@@ -22,7 +22,7 @@ CONFIG = MoEConfig(num_experts=8, top_k=K, hidden_size=H, intermediate_size=32)
 
 
 class Kernels:
-    """In place of `symm_launch.Launcher`: nothing travels, and everybody gets zeros back."""
+    """In place of `symm.launch.Launcher`: nothing travels, and everybody gets zeros back."""
 
     def __init__(self, memory, num_experts, num_local_experts, moe_tp_size):
         self.memory = memory
@@ -40,7 +40,7 @@ class Kernels:
 @pytest.fixture
 def allocations(monkeypatch) -> list[tuple[int, str]]:
     """(bytes, what) of each allocation, from all ranks, as it was asked for."""
-    launch = pytest.importorskip("eprt.dispatch.symm_launch", reason="needs triton: pip install triton")
+    launch = pytest.importorskip("eprt.dispatch.symm.launch", reason="needs triton: pip install triton")
     monkeypatch.setattr(launch, "Launcher", Kernels)
     monkeypatch.setitem(DISPATCHERS, "symm", replace(DISPATCHERS["symm"], devices=("cpu",), requirement=None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)

@@ -9,7 +9,7 @@ import torch
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.dispatch.symm_memory import ALIGNMENT, ENTRIES, MAX_RANKS, NUM_SLOTS, REGIONS, Geometry, SymmetricMemory
+from eprt.dispatch.symm.memory import ALIGNMENT, ENTRIES, MAX_RANKS, NUM_SLOTS, REGIONS, Geometry, SymmetricMemory
 from eprt.support import Device
 
 
@@ -104,7 +104,7 @@ def _compile(kernel, pointers: dict[str, str], constants: dict[str, int | str], 
 @pytest.mark.parametrize(("W", "H", "K"), [(4, 7168, 8), (8, 2880, 4)])
 def test_kernels_compile_with_wide_accesses(W, H, K, arch):
     pytest.importorskip("triton", reason="needs triton: pip install triton")
-    from eprt.dispatch.symm_kernels import combine_kernel, dispatch_kernel
+    from eprt.dispatch.symm.kernels import combine_kernel, dispatch_kernel
 
     routing = {"E": 128, "L": 128 // W, "MOE_TP": 1, "W": W, "K": K, "K_POW2": K}
     tensors = {"ids": "*i32", "weights": "*fp32", "book": "*i64", "state": "*i64"}
@@ -132,8 +132,8 @@ def test_kernels_compile_with_wide_accesses(W, H, K, arch):
 def test_packed_rows_are_pushed_in_wide_accesses(W, H, K, payload, arch):
     """Codes leave a warp as whole lines of 128 bytes: 8 or 4 bytes a thread, where 4 warps pack 1024 columns."""
     pytest.importorskip("triton", reason="needs triton: pip install triton")
-    from eprt.dispatch.symm_kernels import dispatch_kernel
-    from eprt.dispatch.symm_launch import PACKED_COLUMNS, TUNING
+    from eprt.dispatch.symm.kernels import dispatch_kernel
+    from eprt.dispatch.symm.launch import PACKED_COLUMNS, TUNING
 
     ptx = _compile(
         dispatch_kernel,
@@ -151,7 +151,7 @@ def test_packed_rows_are_pushed_in_wide_accesses(W, H, K, payload, arch):
 
 def test_the_kernels_index_the_book_as_the_memory_writes_it():
     pytest.importorskip("triton", reason="needs triton: pip install triton")
-    from eprt.dispatch import symm_kernels
+    from eprt.dispatch.symm import kernels as symm_kernels
 
     assert {name: getattr(symm_kernels, name.upper()).value for name in ENTRIES} == {
         name: line for line, name in enumerate(ENTRIES)

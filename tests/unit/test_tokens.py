@@ -33,15 +33,8 @@ from eprt.experts.base import unsupported_format
 from eprt.experts.reference import ReferenceExecutor
 from eprt.placement import ExpertShard
 from eprt.quant import decode_payload, encode_payload
-from eprt.tokens import (
-    ExpertMajorTokens,
-    FlatTokens,
-    Payload,
-    TopK,
-    expert_major_from_flat,
-    flat_from_expert_major,
-    weighted_sum_to_flat,
-)
+from eprt.slabs import expert_major_from_flat, flat_from_expert_major, weighted_sum_to_flat
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
 
 # ---- check() -----------------------------------------------------------------------------------------------------
 

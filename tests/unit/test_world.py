@@ -18,8 +18,8 @@ from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.harness import WorldFailed, WorldPool, launch
 from eprt.dispatch import make_dispatcher
 from eprt.errors import ConfigError, InputError, UsageError
-from eprt.resources import SharedResources
 from eprt.world import World
+from eprt.world.resources import SharedResources
 
 VICTIM = 2
 

@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from eprt.config import Activation, MoEConfig, RuntimeConfig, TokenFormat
-from eprt.experts.cutedsl_nvfp4 import CuteDslExecutor, CuteDslKernels
+from eprt.experts.blackwell.cutedsl import CuteDslExecutor, CuteDslKernels
 from eprt.placement import ExpertShard
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights, Nvfp4

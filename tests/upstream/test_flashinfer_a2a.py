@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from eprt.dispatch import DISPATCHERS
-from eprt.dispatch.flashinfer_workspace import (
+from eprt.dispatch.flashinfer.workspace import (
     ALIGNMENT,
     RECV_COUNTERS_OFFSET_INDEX,
     ROUTING_TABLE_WIDTH,

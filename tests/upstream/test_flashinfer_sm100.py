@@ -18,9 +18,9 @@ from sm100_kernels import ENUMS, FakeCuteDsl, FakeMoEWrapper, FakeTrtllm
 
 from eprt.config import ParallelConfig, Routing
 from eprt.experts import executor_spec, rules
-from eprt.experts import layouts_sm100 as layouts
-from eprt.experts.cutedsl_nvfp4 import CuteDslExecutor, CuteDslKernels
-from eprt.experts.trtllm_gen import TrtllmGenExecutor, TrtllmKernels
+from eprt.experts.blackwell import layouts
+from eprt.experts.blackwell.cutedsl import CuteDslExecutor, CuteDslKernels
+from eprt.experts.blackwell.trtllm import TrtllmGenExecutor, TrtllmKernels
 from eprt.support import Device
 from eprt.tokens import Payload
 

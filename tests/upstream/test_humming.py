@@ -21,9 +21,9 @@ from eprt.bench.experts import SHAPES
 from eprt.config import RuntimeConfig
 from eprt.experts import executor_spec, make_executor
 from eprt.experts import humming as humming_module
-from eprt.experts.humming_gemm import FP8_INPUT_SCHEMAS, WEIGHT_SCHEMAS, GemmShape, GroupedGemm
-from eprt.experts.humming_rows import RowKernel, activation_source
-from eprt.experts.humming_schedules import SMALL_ROW_SCHEDULES, Trial, neighbours
+from eprt.experts.humming.gemm import FP8_INPUT_SCHEMAS, WEIGHT_SCHEMAS, GemmShape, GroupedGemm
+from eprt.experts.humming.rows import RowKernel, activation_source
+from eprt.experts.humming.schedules import SMALL_ROW_SCHEDULES, Trial, neighbours
 from eprt.experts.reference import ReferenceExecutor
 from eprt.quant import encode
 

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.base import Dispatcher
-from eprt.dispatch.flashinfer_workspace import Geometry, Workspace, require_fp8_combine
+from eprt.dispatch.flashinfer.workspace import Geometry, Workspace, require_fp8_combine
 from eprt.dispatch.handle import Handle
 from eprt.dispatch.rank_mask import RankMask
 from eprt.dispatch.shared_memory import Slots
@@ -93,11 +93,11 @@ class FlashInferDispatcher(Dispatcher):
         handle.state = slot = memory.slots.acquire()
         received = memory.dispatch(slot, ids, [sent[name] for name in order], handle.tokens_per_rank, E)
         found = dict(zip(order, received, strict=True))
-        from eprt.dispatch import flashinfer_ids
+        from eprt.dispatch.flashinfer import ids_triton
 
         counts = memory.views(slot, handle.tokens_per_rank).counts
         first, end = self.shard.first_expert, self.shard.end_expert
-        flashinfer_ids.mask_foreign_ids(found["ids"], counts, first, end, E, early=self._device.sm >= 90)
+        ids_triton.mask_foreign_ids(found["ids"], counts, first, end, E, early=self._device.sm >= 90)
         rows = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
         scale = None if hidden.scale is None else rows["scale"].view(hidden.scale.dtype)
         payload = Payload(rows["data"].view(hidden.data.dtype), hidden.format, scale, hidden.global_scale)

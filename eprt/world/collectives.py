@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from eprt.config import ParallelConfig
 from eprt.errors import RankLost, UsageError
-from eprt.guard import Guard
+from eprt.world.guard import Guard
 
 # torch 2.13 renamed these; 2.10 has the old names only.
 _all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -28,6 +29,7 @@ class Collectives:
         timeout_s: how long any operation waits for a peer.
         step: the caller's step number, compared between ranks in every header; set it, from a count of the host's own
             and not of these calls, to catch skipped ones.
+        generation: how often the job was restarted; handles of another generation are refused.
         closed: whether the World has ended.
     """
 
@@ -45,6 +47,7 @@ class Collectives:
         self.group = group
         self.timeout_s = timeout_s
         self.step = 0
+        self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.closed = False
         self._attention_tp_group = attention_tp_group
         self._control: dist.ProcessGroupGloo | None = None

@@ -14,9 +14,9 @@ import torch
 
 from eprt.config import TokenFormat
 from eprt.experts.base import Executor
-from eprt.experts.humming_gemm import FP8_INPUT_SCHEMAS, GemmShape, GemmType, GroupedGemm
-from eprt.experts.humming_rows import RowKernel, RowLayout
-from eprt.experts.humming_schedules import EvenRouting
+from eprt.experts.humming.gemm import FP8_INPUT_SCHEMAS, GemmShape, GemmType, GroupedGemm
+from eprt.experts.humming.rows import RowKernel, RowLayout
+from eprt.experts.humming.schedules import EvenRouting
 from eprt.experts.permute import SlotOrder, group_rows, group_slots, plain_hidden, weighted_unpermute
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eprt import measured
 from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
 from eprt.dispatch import DISPATCHERS, DispatcherSpec, dispatcher_spec
 from eprt.errors import UnsupportedError
 from eprt.experts import EXECUTORS, ExecutorSpec, executor_spec
 from eprt.placement import ExpertPlacement
+from eprt.plan import measured
 from eprt.support import Device, Support, refuse
 
 

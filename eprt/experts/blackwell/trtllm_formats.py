@@ -2,7 +2,7 @@
 
 For each: `prepare` once from canonical weights; `arguments(hidden)` gives every keyword of a kernel call that depends
 on the format. Rows of gated first matrices are [up; gate] to the kernels; except for DeepSeek FP8 they alternate and
-are shuffled (`layouts_sm100.trtllm_row_order`), and block scales are swizzled after that.
+are shuffled (`layouts.trtllm_row_order`), and block scales are swizzled after that.
 
 With x0, x1 the raw sums of up and gate, the fused kernels compute (FlashInfer 0.7.2, batched_gemm/KernelRunner.h)
 
@@ -16,31 +16,66 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from eprt.config import Activation, WeightFormat
 from eprt.errors import ConfigError, InputError
-from eprt.experts.layouts import as_bytes, pad_parts, stack_experts
-from eprt.experts.layouts_sm100 import (
+from eprt.experts.blackwell.layouts import (
     swap_halves,
     swizzle_scales,
     take_rows,
     trtllm_row_order,
 )
-from eprt.experts.scales_sm100 import Nvfp4Factors, nvfp4_matrix, share_global_scale
+from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix, share_global_scale
+from eprt.experts.layouts import as_bytes, pad_parts, stack_experts
 from eprt.quant.elements import encode_e4m3
 from eprt.quant.fp8 import encode_fp8_groups
 from eprt.rounding import round_up
 from eprt.tokens import Payload
 from eprt.weights import MX_BLOCK, NVFP4_BLOCK, ExpertWeights, Fp8Block, Fp8Tensor, Mxfp8, Nvfp4
 
-if TYPE_CHECKING:
-    from eprt.experts.trtllm_gen import TrtllmKernels
-
 ROWS = 128  # rows of a GEMM (H, and 2 I or I) come in tiles of 128; FP8 contracts 128 columns at a time
+
+
+@dataclass(frozen=True)
+class TrtllmKernels:
+    """The entry points used, so that a test can put its own in their place. `load` takes FlashInfer's."""
+
+    routed: dict[str, Callable[..., Any]]
+    logits: dict[str, Callable[..., Any]]
+    fp4_quantize: Callable[..., Any]
+    mxfp8_quantize: Callable[..., Any]
+    autotune: Callable[..., AbstractContextManager[Any]]
+    enums: ModuleType
+
+    @classmethod
+    def load(cls) -> TrtllmKernels:
+        import flashinfer
+        from flashinfer import fused_moe, tllm_enums
+        from flashinfer.autotuner import autotune
+
+        return cls(
+            routed={
+                "fp4": fused_moe.trtllm_fp4_block_scale_routed_moe,
+                "fp8_block": fused_moe.trtllm_fp8_block_scale_routed_moe,
+                "fp8_tensor": fused_moe.trtllm_fp8_per_tensor_scale_routed_moe,
+            },
+            logits={
+                "fp4": fused_moe.trtllm_fp4_block_scale_moe,
+                "fp8_block": fused_moe.trtllm_fp8_block_scale_moe,
+                "fp8_tensor": fused_moe.trtllm_fp8_per_tensor_scale_moe,
+            },
+            fp4_quantize=flashinfer.fp4_quantize,
+            mxfp8_quantize=flashinfer.mxfp8_quantize,
+            autotune=autotune,
+            enums=tllm_enums,
+        )
 
 
 class TrtllmFormat(ABC):

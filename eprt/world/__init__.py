@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from eprt.collectives import Collectives
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, UsageError
-from eprt.groups import (
+from eprt.world.collectives import Collectives
+from eprt.world.groups import (
     control_group,
     host_device,
     host_number,
@@ -33,9 +33,9 @@ from eprt.groups import (
     place,
     start_up,
 )
-from eprt.guard import EXIT_CODE, Guard
-from eprt.header import Header, exchange
-from eprt.resources import SharedResources
+from eprt.world.guard import EXIT_CODE, Guard
+from eprt.world.header import Header, exchange
+from eprt.world.resources import SharedResources
 
 T = TypeVar("T")
 
@@ -57,7 +57,6 @@ class World(Collectives):
     at twice that, as a last net.
 
     Attributes:
-        generation: how often the job was restarted; handles of another generation are refused.
         warm: whether `warmup` is over, so that lazy compiling or allocating is an error.
         num_dispatchers: how many were built, closed ones included.
         attention_mesh, moe_mesh: DeviceMesh views ("dp", "attention_tp") and ("ep", "moe_tp"); None in a world of one
@@ -77,7 +76,6 @@ class World(Collectives):
         owns_default: bool = False,
     ) -> None:
         super().__init__(rank, size, device, parallel, group, attention_tp_group, timeout_s)
-        self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.warm = False
         self.num_dispatchers = 0
         self.attention_mesh: DeviceMesh | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from eprt.experts.permute import group_slots
-from eprt.experts.timing import device_microseconds, sample_ids
+from eprt.experts.tuning import device_microseconds, sample_ids
 
 ANY_ROWS = 1 << 30
 TRIALS = 5  # routings a schedule is timed on

@@ -1,7 +1,7 @@
 """Dispatch and combine over torch symmetric memory: one kernel each, for the GPUs of one NVLink host.
 
 Dispatch packs rows if asked to and pushes them, with their routing, straight into the memory of the ranks that hold the
-experts; combine pulls the rows that their executors wrote and sums them in float32. `symm_kernels.py` says why that
+experts; combine pulls the rows that their executors wrote and sums them in float32. `kernels.py` says why that
 needs no barriers.
 """
 
@@ -16,13 +16,13 @@ from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.handle import Handle
 from eprt.dispatch.shared_memory import Slots
-from eprt.dispatch.symm_memory import Geometry, SymmetricMemory
+from eprt.dispatch.symm.memory import Geometry, SymmetricMemory
 from eprt.errors import ConfigError, RankLost, WorldMismatch
 from eprt.support import Device
 from eprt.tokens import FlatTokens, Payload, TopK
 
 if TYPE_CHECKING:
-    from eprt.dispatch.symm_launch import Launcher
+    from eprt.dispatch.symm.launch import Launcher
     from eprt.world import World
 
 
@@ -156,7 +156,7 @@ class SymmetricMemoryDispatcher(Dispatcher):
     def _require_launcher(self) -> Launcher:
         if self._launcher is None:
             self._require_open()
-            from eprt.dispatch.symm_launch import Launcher
+            from eprt.dispatch.symm.launch import Launcher
 
             world, E, L = self.world, self.config.num_experts, self.placement.num_local_experts
             memory = world.resource(

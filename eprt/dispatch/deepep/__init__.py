@@ -222,9 +222,9 @@ class DeepEPDispatcher(Dispatcher):
         self._check_peers()
         memory = self._require_memory()
         H, width = self.config.hidden_size, self._geometry.hidden_size
-        from eprt.dispatch import deepep_pack
+        from eprt.dispatch.deepep import pack_triton
 
-        x, ids = deepep_pack.pack_tokens(hidden.data, topk.ids, width, self.config.num_experts)
+        x, ids = pack_triton.pack_tokens(hidden.data, topk.ids, width, self.config.num_experts)
         ids = ids.to(memory.library.topk_idx_t)
         packed = self.runtime.payload == "fp8_block"
         slot = memory.slots.acquire()

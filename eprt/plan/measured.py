@@ -83,4 +83,4 @@ def _nearest(kind: str, sm: int, wanted: dict[str, int], exact: dict[str, str]) 
 
 @cache
 def _tables() -> list[dict[str, Any]]:
-    return json.loads(resources.files("eprt").joinpath("measured.json").read_text())
+    return json.loads(resources.files("eprt.plan").joinpath("measured.json").read_text())

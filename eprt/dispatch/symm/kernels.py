@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from eprt.dispatch.symm_memory import ENTRIES, MAX_RANKS, R_BITS
+from eprt.dispatch.symm.memory import ENTRIES, MAX_RANKS, R_BITS
 from eprt.quant.payload_kernels import fp8_groups, nvfp4_groups
 from eprt.weights import FP8_BLOCK, NVFP4_BLOCK
 

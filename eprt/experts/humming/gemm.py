@@ -17,10 +17,9 @@ from typing import Any, Literal
 
 import torch
 
-from eprt.cache import TuningCache, tuning_cache
 from eprt.config import WeightFormat
 from eprt.errors import ConfigError
-from eprt.experts.humming_schedules import (
+from eprt.experts.humming.schedules import (
     ANY_ROWS,
     LAZY_STEP,
     MANY_ROWS,
@@ -39,6 +38,7 @@ from eprt.experts.layouts import (
     spread_tensor_scale,
     stack_experts,
 )
+from eprt.experts.tuning import TuningCache, tuning_cache
 from eprt.rounding import round_up
 from eprt.support import Requirement
 from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4

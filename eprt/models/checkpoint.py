@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from eprt.errors import CheckpointError, EprtError, WorldMismatch
-from eprt.header import Header, exchange
+from eprt.world.header import Header, exchange
 
 if TYPE_CHECKING:
     from eprt.world import World

@@ -22,11 +22,11 @@ from eprt.config import Activation, RuntimeConfig, TokenFormat
 from eprt.errors import ConfigError, InputError
 from eprt.experts.adapters import merge_repeats
 from eprt.experts.base import Executor
-from eprt.experts.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
+from eprt.experts.blackwell.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
+from eprt.experts.blackwell.layouts import mma_scale_view, swizzle_scales
+from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix
 from eprt.experts.layouts import as_bytes
-from eprt.experts.layouts_sm100 import mma_scale_view, swizzle_scales
-from eprt.experts.scales_sm100 import Nvfp4Factors, nvfp4_matrix
-from eprt.experts.timing import even_tokens
+from eprt.experts.tuning import even_tokens
 from eprt.placement import ExpertShard
 from eprt.quant.payload import decode_payload
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload

@@ -9,8 +9,6 @@ given none; the logits kernels apply the model's, once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -20,47 +18,12 @@ from eprt.config import Routing
 from eprt.errors import ConfigError, InputError
 from eprt.experts.adapters import merge_repeats
 from eprt.experts.base import Executor, unsupported_format
+from eprt.experts.blackwell.trtllm_formats import FORMATS, TrtllmKernels
 from eprt.experts.rules import TRTLLM_LOGITS
-from eprt.experts.timing import even_tokens
-from eprt.experts.trtllm_formats import FORMATS
+from eprt.experts.tuning import even_tokens
 from eprt.placement import ExpertShard
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights
-
-
-@dataclass(frozen=True)
-class TrtllmKernels:
-    """The entry points used, so that a test can put its own in their place. `load` takes FlashInfer's."""
-
-    routed: dict[str, Callable[..., Any]]
-    logits: dict[str, Callable[..., Any]]
-    fp4_quantize: Callable[..., Any]
-    mxfp8_quantize: Callable[..., Any]
-    autotune: Callable[..., AbstractContextManager[Any]]
-    enums: ModuleType
-
-    @classmethod
-    def load(cls) -> TrtllmKernels:
-        import flashinfer
-        from flashinfer import fused_moe, tllm_enums
-        from flashinfer.autotuner import autotune
-
-        return cls(
-            routed={
-                "fp4": fused_moe.trtllm_fp4_block_scale_routed_moe,
-                "fp8_block": fused_moe.trtllm_fp8_block_scale_routed_moe,
-                "fp8_tensor": fused_moe.trtllm_fp8_per_tensor_scale_routed_moe,
-            },
-            logits={
-                "fp4": fused_moe.trtllm_fp4_block_scale_moe,
-                "fp8_block": fused_moe.trtllm_fp8_block_scale_moe,
-                "fp8_tensor": fused_moe.trtllm_fp8_per_tensor_scale_moe,
-            },
-            fp4_quantize=flashinfer.fp4_quantize,
-            mxfp8_quantize=flashinfer.mxfp8_quantize,
-            autotune=autotune,
-            enums=tllm_enums,
-        )
 
 
 class TrtllmGenExecutor(Executor):

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from eprt.dispatch.symm_kernels import ROUTING_BLOCK, combine_kernel, dispatch_kernel
-from eprt.dispatch.symm_memory import R_BITS, SymmetricMemory
+from eprt.dispatch.symm.kernels import ROUTING_BLOCK, combine_kernel, dispatch_kernel
+from eprt.dispatch.symm.memory import R_BITS, SymmetricMemory
 from eprt.rounding import ceil_div, next_power_of_2
 from eprt.support import Device
 from eprt.tokens import TopK, aligned

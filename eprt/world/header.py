@@ -12,14 +12,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from eprt.errors import EprtError, WorldMismatch, rebuild_error
-
-if TYPE_CHECKING:
-    from eprt.world import World
+from eprt.world.collectives import Collectives
 
 MAGIC = 0x65707274  # "eprt"
 _OPERATIONS = ("dispatch", "combine", "load", "build", "warmup", "barrier")
@@ -91,7 +88,7 @@ def fingerprint_of(settings: Mapping[str, str]) -> int:
 _COMPARED = ("generation", "step", "operation", "layer", "call", "tokens_per_rank", "dtype", "fingerprint")
 
 
-def exchange(world: World, header: Header, error: EprtError | None = None) -> list[Header]:
+def exchange(world: Collectives, header: Header, error: EprtError | None = None) -> list[Header]:
     """Every rank's header, in rank order. Collective.
 
     Raises:
@@ -124,7 +121,7 @@ def exchange(world: World, header: Header, error: EprtError | None = None) -> li
     return headers
 
 
-def _shared_error(world: World, rank: int, error: EprtError | None) -> EprtError:
+def _shared_error(world: Collectives, rank: int, error: EprtError | None) -> EprtError:
     """The lowest failing rank's error, as every rank sees it; the whole of it where all ranks say the same."""
     texts = _share_text(world, "" if error is None else f"{type(error).__name__}\n{error}")
     if error is not None and len(set(texts)) == 1:
@@ -133,7 +130,7 @@ def _shared_error(world: World, rank: int, error: EprtError | None) -> EprtError
     return rebuild_error(name, message if message.startswith(f"rank {rank}") else f"rank {rank}: {message}")
 
 
-def _differing_settings(world: World, local: Header) -> dict[str, list[str]]:
+def _differing_settings(world: Collectives, local: Header) -> dict[str, list[str]]:
     """Every rank's value of the settings that aren't equal, cut to what fits a text."""
     # One a line and sorted: a text that is cut loses the same last names everywhere.
     texts = _share_text(world, "\n".join(json.dumps(item) for item in sorted(local.settings.items())))
@@ -145,7 +142,7 @@ def _differing_settings(world: World, local: Header) -> dict[str, list[str]]:
     return {name: values for name, values in columns.items() if len(set(values)) > 1}
 
 
-def _share_text(world: World, text: str) -> list[str]:
+def _share_text(world: Collectives, text: str) -> list[str]:
     """Every rank's text, cut to `_TEXT_BYTES`. Collective."""
     encoded = text.encode(errors="replace")[:_TEXT_BYTES]
     buffer = torch.frombuffer(bytearray(encoded.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
