@@ -74,7 +74,7 @@ def require_changeable(
     refusals = [
         (
             not runtime.rank_mask,
-            "RuntimeConfig.rank_mask is False: set it on every rank (`eprt explain` lists who has it)",
+            "RuntimeConfig.rank_mask is False: set it on every rank, and the plan takes one that can",
         ),
         (mask is None, "every rank takes part in making the shared memory: call World.warmup() before"),
         (runtime.validate == "full", 'validate="full" compares the headers of all ranks: use validate="cheap"'),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import conformance_jobs as jobs
 import pytest
+from support.jobs import conformance_jobs as jobs
 
 # What is wrong -> error type and a word of its text. Wrong on rank 1 only unless the name says otherwise.
 INPUT = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import integration_jobs as jobs
 import pytest
 import torch
-from model_checkpoints import WRITERS
+from support.cases.model_checkpoints import WRITERS
+from support.jobs import integration_jobs as jobs
 
 from eprt.config import RuntimeConfig
 from eprt.models.tiny import write_tiny_checkpoint

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import conformance_jobs as jobs
 import pytest
 import torch
+from support.jobs import conformance_jobs as jobs
 
 from eprt.conformance.cases import CASES, CONFIGS, COUNTS, ROUTINGS, find_case, make_topk
 from eprt.conformance.checks import Check, run_checks, standard_checks, summarize

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import conformance_jobs as jobs
 import pytest
 import torch
+from support.jobs import conformance_jobs as jobs
 
 from eprt.config import MoEConfig, ParallelConfig
 from eprt.conformance.cases import CASES, CONFIGS, find_case, make_batches

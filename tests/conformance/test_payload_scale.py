@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from payload_jobs import agree, blackwell_errors, layer_errors
+from support.jobs.payload_jobs import agree, blackwell_errors, layer_errors
 
 PAIRS = [("none", "flat"), ("torch", "flat"), ("torch", "expert_major")]
 # E2M1 keeps one mantissa bit: blocks of 16 Gaussian values, each with a scale of its own, lose 0.10 in norm, whatever

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import conformance_jobs as jobs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.jobs import conformance_jobs as jobs
 
 E, W = 8, 4
 

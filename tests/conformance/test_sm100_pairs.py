@@ -4,8 +4,8 @@ behind stand-ins for the libraries of the other dispatchers."""
 from __future__ import annotations
 
 import pytest
-import sm100_threads as threads
-from sm100_jobs import run_sm100_checks
+from support.jobs import sm100_threads as threads
+from support.jobs.sm100_jobs import run_sm100_checks
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig
 from eprt.conformance.cases import CASES

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("transformers", reason="the witness is transformers: pip install 'eprt[transformers]'")
 
-from transformers_blocks import BLOCKS, VOCABULARY
-from transformers_jobs import EXECUTORS, PATHS, TOLERANCE, Sample, compare_blocks
+from support.cases.transformers_blocks import BLOCKS, VOCABULARY
+from support.jobs.transformers_jobs import EXECUTORS, PATHS, TOLERANCE, Sample, compare_blocks
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gpu_cases import PACKED, PACKED_SIZES, packed_case
-from gpu_limits import JOB_S
-from packed_checkpoint_jobs import BOUND, COST, errors, run_layer
-from packed_checkpoints import Written, write
+from support.cases.gpu_cases import PACKED, PACKED_SIZES, packed_case
+from support.cases.gpu_limits import JOB_S
+from support.cases.packed_checkpoints import Written, write
+from support.jobs.packed_checkpoint_jobs import BOUND, COST, errors, run_layer
 
 from eprt.conformance.harness import WorldPool
 from eprt.support import Device

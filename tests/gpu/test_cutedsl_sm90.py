@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from expert_cases import RELU2, RUNTIME, SILU, make_config, make_flat, relative_error, rows_with_expert
+from support.cases.expert_cases import RELU2, RUNTIME, SILU, make_config, make_flat, relative_error, rows_with_expert
 
 from eprt.bench.experts import random_experts
 from eprt.config import Activation, MoEConfig

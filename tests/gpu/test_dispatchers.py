@@ -6,12 +6,12 @@ and test_library_dispatchers.py.
 
 from __future__ import annotations
 
-import dispatcher_jobs as jobs
-import lost_rank_jobs
 import pytest
 import torch
-from dispatcher_jobs import PAIRS, Beyond, Pair
-from gpu_limits import JOB_S
+from support.cases.gpu_limits import JOB_S
+from support.jobs import dispatcher_jobs as jobs
+from support.jobs import lost_rank_jobs
+from support.jobs.dispatcher_jobs import PAIRS, Beyond, Pair
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import CASES

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import integration_jobs
 import pytest
 import torch
-import whole_layer_jobs as jobs
-from gpu_cases import GRAPHS, HIDDEN, INTERMEDIATE, ROUNDS, ROWS, GpuCase, graph_layer
-from gpu_limits import JOB_S
-from model_checkpoints import WRITERS
+from support.cases.gpu_cases import GRAPHS, HIDDEN, INTERMEDIATE, ROUNDS, ROWS, GpuCase, graph_layer
+from support.cases.gpu_limits import JOB_S
+from support.cases.model_checkpoints import WRITERS
+from support.jobs import integration_jobs
+from support.jobs import whole_layer_jobs as jobs
 
 from eprt.config import RuntimeConfig
 from eprt.conformance.harness import WorldPool, launch

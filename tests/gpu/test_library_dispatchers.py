@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import library_jobs as jobs
 import pytest
 import torch
-from gpu_limits import JOB_S
+from support.cases.gpu_limits import JOB_S
+from support.jobs import library_jobs as jobs
 
 from eprt.conformance.harness import WorldPool
 from eprt.dispatch import DISPATCHERS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, INTERPRETED, generator, runs_kernels, sized
+from support.stand_ins.kernel_device import DEVICE, INTERPRETED, generator, runs_kernels, sized
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, generator, runs_kernels, sized
+from support.stand_ins.kernel_device import DEVICE, generator, runs_kernels, sized
 
 from eprt.quant.elements import E2M1_MAX
 from eprt.quant.fp8 import encode_fp8_groups

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, runs_kernels, sized
+from support.stand_ins.kernel_device import DEVICE, runs_kernels, sized
 
 from eprt.experts import permute
 

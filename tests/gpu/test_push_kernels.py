@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE, runs_kernels, synchronize
+from support.stand_ins.kernel_device import DEVICE, runs_kernels, synchronize
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 

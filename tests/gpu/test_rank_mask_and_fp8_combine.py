@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 
 import pytest
-import rank_mask_jobs as jobs
 import torch
+from support.jobs import rank_mask_jobs as jobs
 
 from eprt.conformance.cases import CASES
 from eprt.conformance.checks import Check, run_checks, summarize

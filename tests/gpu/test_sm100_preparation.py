@@ -7,9 +7,9 @@ from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
-from expert_cases import ACTIVATIONS, CPU, RELU2, RUNTIME, SILU, make_flat
-from sm100_cases import as_slabs, case, packed
-from sm100_kernels import FakeCuteDsl, FakeTrtllm
+from support.cases.expert_cases import ACTIVATIONS, CPU, RELU2, RUNTIME, SILU, make_flat
+from support.cases.sm100_cases import as_slabs, case, packed
+from support.stand_ins.sm100_kernels import FakeCuteDsl, FakeTrtllm
 
 from eprt.config import MoEConfig
 from eprt.experts.blackwell.cutedsl import CuteDslExecutor, CuteDslKernels

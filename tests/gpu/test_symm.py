@@ -3,11 +3,11 @@ peer."""
 
 from __future__ import annotations
 
-import library_jobs
-import lost_rank_jobs as jobs
 import pytest
 import torch
-from dispatcher_jobs import SYMM
+from support.jobs import library_jobs
+from support.jobs import lost_rank_jobs as jobs
+from support.jobs.dispatcher_jobs import SYMM
 
 from eprt.conformance.harness import launch
 

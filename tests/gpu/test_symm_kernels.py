@@ -3,8 +3,9 @@
 NVLink is not involved, so this proves indexing, the flags' protocol and the bounded wait; `test_dispatchers.py` proves
 the transport. The witness is torch indexing, written without the kernels; sums in rank order make the result exact.
 
-Interpreted on the CPU the ranks run one after another (`symm_on_cpu.py`), which proves indexing, generations, slots and
-how a wait's outcome is reported, but nothing of memory order, of ranks that run at once, or of time.
+Interpreted on the CPU the ranks run one after another (`support/stand_ins/symm_kernels_on_cpu.py`), which proves
+indexing, generations, slots and how a wait's outcome is reported, but nothing of memory order, of ranks that run at
+once, or of time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kernel_device import DEVICE, INTERPRETED, cuda_only, runs_kernels, sized
+from support.stand_ins.kernel_device import DEVICE, INTERPRETED, cuda_only, runs_kernels, sized
 
 from eprt.errors import RankLost, UsageError, WorldMismatch
 from eprt.quant import encode_payload
@@ -72,7 +73,7 @@ class Ranks:
     def synchronize(self, least_waits=0):
         """Every rank that will arrive has: its kernels, waits included, have run."""
         if INTERPRETED:
-            from symm_on_cpu import examine_waits
+            from support.stand_ins.symm_kernels_on_cpu import examine_waits
 
             assert examine_waits() >= least_waits
         else:

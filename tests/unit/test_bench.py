@@ -8,9 +8,9 @@ import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import deepep_stand_in
 import pytest
 import torch
+from support.stand_ins import deepep as deepep_stand_in
 
 from eprt.bench import peers
 from eprt.bench.dispatch import (

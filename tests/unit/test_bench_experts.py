@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import expert_cases as cases
 import pytest
 import torch
+from support.cases import expert_cases as cases
 
 from eprt.bench import experts as bench
 from eprt.bench.expert_peers import TorchOrder, by_hand, check_peer

@@ -8,10 +8,10 @@ import os
 import shutil
 import signal
 
-import checkpoint_jobs as jobs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.jobs import checkpoint_jobs as jobs
 
 from eprt.config import ParallelConfig
 from eprt.errors import CheckpointError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deepep_stand_in import CAPACITY, Fabric, Group, install
+from support.stand_ins.deepep import CAPACITY, Fabric, Group, install
 
 from eprt import slabs
 from eprt.config import MoEConfig, RuntimeConfig

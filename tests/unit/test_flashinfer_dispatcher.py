@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from flashinfer_stand_in import SIZE, FakeLibrary, FakeWorld, install, run_ranks
+from support.stand_ins.flashinfer import SIZE, FakeLibrary, FakeWorld, install, run_ranks
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance import transport

@@ -11,8 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import harness_jobs as jobs
 import pytest
+from support.jobs import harness_jobs as jobs
 
 from eprt.conformance import harness
 from eprt.conformance.autopsy import RankReport, find_culprits
@@ -112,7 +112,9 @@ def test_a_faulty_rank_is_named_in_bounded_time(pool, kind, says, fast):
     for report in error.reports:
         assert f"--- rank {report.rank} " in str(error)
         if report.outcome != "died":
-            assert "harness_jobs.py" in report.stack + report.log_tail  # the log, if it is just now leaving the job
+            assert (
+                "jobs/harness_jobs.py" in report.stack + report.log_tail
+            )  # the log, if it is just now leaving the job
             assert report.stack.splitlines()[0].strip() in str(error)
     if kind == "crashes":
         assert "Segmentation fault" in error.reports[VICTIM].stack
@@ -178,7 +180,7 @@ def test_a_world_that_cannot_be_is_refused(size, device):
 PARENT = """
 import sys
 sys.path.insert(0, {tests!r})
-import harness_jobs as jobs
+from support.jobs import harness_jobs as jobs
 from eprt.conformance.harness import WorldPool
 if __name__ == "__main__":
     pool = WorldPool(2, timeout_s=100)

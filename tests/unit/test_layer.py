@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import layer_jobs as jobs
 import pytest
 import torch
+from support.jobs import layer_jobs as jobs
 
 from eprt.config import MoEConfig, Routing
 from eprt.errors import ConfigError

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from expert_cases import relative_error
-from sm100_cases import case
-from sm100_kernels import FakeTrtllm
+from support.cases.expert_cases import relative_error
+from support.cases.sm100_cases import case
+from support.stand_ins.sm100_kernels import FakeTrtllm
 
-import eprt.routing
+import eprt.layer
 from eprt import plan
 from eprt.config import MoEConfig, Routing, RuntimeConfig, SharedExpert
 from eprt.errors import CapacityError, InputError, UsageError
@@ -36,7 +36,7 @@ class OneRank:
         monkeypatch.setitem(plan._EXECUTOR_ORDER, "cpu", ("trtllm_gen",))
         monkeypatch.setattr(TrtllmGenExecutor, "kernels", self.fake.kernels())
         self.made: list[TopK] = []
-        monkeypatch.setattr(eprt.routing, "route", lambda *a, **k: self.made.append(route(*a, **k)) or self.made[-1])
+        monkeypatch.setattr(eprt.layer, "route", lambda *a, **k: self.made.append(route(*a, **k)) or self.made[-1])
         config, _, weights = case("nvfp4", (128, 128), rank=0, world=1)
         config = replace(config, routing=routing, model_hidden_size=WIDE, shared=SharedExpert(I))
         self.layer = self._build(config, world, weights, RuntimeConfig("none", "trtllm_gen", 16, **runtime))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import expert_cases as cases
 import pytest
 import torch
+from support.cases import expert_cases as cases
 
 from eprt.config import RuntimeConfig
 from eprt.dispatch import DISPATCHERS

@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
-from model_cases import MODELS, edit, saved
-from model_formats import QUANT, e4m3, pack
 from safetensors.torch import load_file
+from support.cases.model_cases import MODELS, edit, saved
+from support.cases.model_formats import QUANT, e4m3, pack
 
 from eprt.config import MoEConfig, ParallelConfig
 from eprt.errors import CheckpointError, ConfigError

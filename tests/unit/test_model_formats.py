@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
-from model_cases import edit, equal, saved
-from model_formats import PACK, QUANT, e4m3, pack
 from safetensors.torch import load_file
+from support.cases.model_cases import edit, equal, saved
+from support.cases.model_formats import PACK, QUANT, e4m3, pack
 
 from eprt.config import ParallelConfig
 from eprt.errors import CheckpointError, ConfigError

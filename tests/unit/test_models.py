@@ -7,8 +7,8 @@ import re
 
 import pytest
 import torch
-from model_cases import MODELS, canonical_experts, edit, equal, make_model, saved, shard_of
 from safetensors.torch import load_file
+from support.cases.model_cases import MODELS, canonical_experts, edit, equal, make_model, saved, shard_of
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError

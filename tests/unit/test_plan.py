@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from plan_table import DEVICES, MODELS, TOKENS, choice, config_of, in_readme, plan_for, table
+from support.cases.plan_table import DEVICES, MODELS, TOKENS, choice, config_of, in_readme, plan_for, table
 
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
@@ -30,7 +30,7 @@ def verdict(model: str, device: str, dispatcher: str, executor: str, **runtime):
 
 
 def test_readme_shows_the_table_that_the_plan_makes() -> None:
-    assert in_readme() == table(), "run: python tests/unit/plan_table.py"
+    assert in_readme() == table(), "run: python tests/support/cases/plan_table.py"
 
 
 def test_the_table_has_every_family_and_machine() -> None:

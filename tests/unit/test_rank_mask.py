@@ -5,12 +5,12 @@ from __future__ import annotations
 from threading import Barrier
 from types import SimpleNamespace
 
-import deepep_stand_in
-import flashinfer_stand_in
 import pytest
-import rank_mask_jobs as jobs
 import torch
-from flashinfer_stand_in import SIZE, FakeWorld, run_ranks
+from support.jobs import rank_mask_jobs as jobs
+from support.stand_ins import deepep as deepep_stand_in
+from support.stand_ins import flashinfer as flashinfer_stand_in
+from support.stand_ins.flashinfer import SIZE, FakeWorld, run_ranks
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance import transport
@@ -160,7 +160,7 @@ def test_masks_that_are_refused(fabric, name):
 
     expected = [
         (UsageError, "call World.warmup"),
-        (UsageError, "RuntimeConfig.rank_mask is False: set it on every rank (it takes one of flashinfer, deepep)"),
+        (UsageError, "RuntimeConfig.rank_mask is False: set it on every rank, and the plan takes one that can"),
         (UsageError, 'use validate="cheap"'),
         (UsageError, "1 dispatches of this geometry are open"),
     ]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from expert_cases import (
+from support.cases.expert_cases import (
     ACTIVATIONS,
     CPU,
     DEEPSEEK_V4,

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from expert_cases import (
+from support.cases.expert_cases import (
     CPU,
     GPT_OSS,
     NAN,

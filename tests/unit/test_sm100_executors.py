@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from expert_cases import (
+from support.cases.expert_cases import (
     CPU,
     NAN,
     RELU2,
@@ -23,8 +23,8 @@ from expert_cases import (
     shard_of,
     valid_rows,
 )
-from sm100_cases import ACTIVATIONS, as_quantised, as_slabs, build, calibrated, case, packed, witness
-from sm100_kernels import FakeCuteDsl, FakeTrtllm
+from support.cases.sm100_cases import ACTIVATIONS, as_quantised, as_slabs, build, calibrated, case, packed, witness
+from support.stand_ins.sm100_kernels import FakeCuteDsl, FakeTrtllm
 
 from eprt.config import Routing
 from eprt.errors import ConfigError, InputError

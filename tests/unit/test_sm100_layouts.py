@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sm100_kernels import read_mma_scales, scale_offset, shuffled_place
+from support.stand_ins.sm100_kernels import read_mma_scales, scale_offset, shuffled_place
 
 from eprt.experts.blackwell import layouts
 from eprt.experts.blackwell.cutedsl_layouts import PaddedSize

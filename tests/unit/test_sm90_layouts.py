@@ -6,9 +6,9 @@ import json
 import math
 from dataclasses import replace
 
-import expert_cases as cases
 import pytest
 import torch
+from support.cases import expert_cases as cases
 
 from eprt.config import Activation, RuntimeConfig
 from eprt.errors import ConfigError

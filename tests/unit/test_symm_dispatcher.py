@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flashinfer_stand_in import FakeWorld, run_ranks
+from support.stand_ins.flashinfer import FakeWorld, run_ranks
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS, make_dispatcher

@@ -7,7 +7,9 @@ from typing import ClassVar
 
 import pytest
 import torch
-from expert_cases import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cases.expert_cases import (
     CPU,
     GPT_OSS,
     NAN,
@@ -23,8 +25,6 @@ from expert_cases import (
     shard_of,
     valid_rows,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from eprt.errors import ConfigError, InputError
 from eprt.experts import EXECUTORS, executor_spec, make_executor

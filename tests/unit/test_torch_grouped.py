@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from expert_cases import (
+from support.cases.expert_cases import (
     ACTIVATIONS,
     CPU,
     GPT_OSS,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import world_jobs as jobs
+from support.jobs import world_jobs as jobs
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.harness import WorldFailed, WorldPool, launch

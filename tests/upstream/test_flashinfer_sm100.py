@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from expert_cases import RELU2, RUNTIME, SILU, make_flat, relative_error, rows_with_expert
-from sm100_cases import as_slabs, build, case, packed, witness
-from sm100_kernels import ENUMS, FakeCuteDsl, FakeMoEWrapper, FakeTrtllm
+from support.cases.expert_cases import RELU2, RUNTIME, SILU, make_flat, relative_error, rows_with_expert
+from support.cases.sm100_cases import as_slabs, build, case, packed, witness
+from support.stand_ins.sm100_kernels import ENUMS, FakeCuteDsl, FakeMoEWrapper, FakeTrtllm
 
 from eprt.config import ParallelConfig, Routing
 from eprt.experts import executor_spec, rules

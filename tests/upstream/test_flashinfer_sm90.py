@@ -11,9 +11,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import expert_cases as cases
 import pytest
 import torch
+from support.cases import expert_cases as cases
 
 from eprt.bench.expert_peers import by_hand, check_peer
 from eprt.config import ParallelConfig, RuntimeConfig

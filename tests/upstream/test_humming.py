@@ -11,10 +11,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import expert_cases as cases
 import pytest
 import torch
-from humming_h200 import Launches, described_h200
+from support.cases import expert_cases as cases
+from support.stand_ins.humming import Launches, described_h200
 
 from eprt.bench.expert_peers import by_hand, check_peer
 from eprt.bench.experts import SHAPES

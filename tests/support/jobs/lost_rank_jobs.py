@@ -1,5 +1,5 @@
-"""Ranks that die, are late, or disagree where nobody compares headers: jobs as in dispatcher_jobs.py, for Worlds of
-their own, which are broken afterwards."""
+"""Ranks that die, are late, or disagree where nobody compares headers: jobs as in `dispatcher_jobs`, for Worlds of their own,
+which are broken afterwards."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 import time
 
 import torch
-from dispatcher_jobs import Pair, batch, caught, dispatcher_of, generator_of, make, stand_in
 
 from eprt.conformance.harness import RankContext, WorldFailed
 from eprt.dispatch import Dispatcher
 from eprt.world.guard import EXIT_CODE
+from support.jobs.dispatcher_jobs import Pair, batch, caught, dispatcher_of, generator_of, make, stand_in
 
 LIMIT_S = 5.0  # the Worlds' timeout: a lost rank is named within it
 VICTIM = 1

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 
-from packed_checkpoint_jobs import COST
-from packed_checkpoints import FAMILIES, Sizes, family_of
-
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import CONFIGS
 from eprt.dispatch import DISPATCHERS
@@ -15,6 +12,8 @@ from eprt.errors import UnsupportedError
 from eprt.models import family_for
 from eprt.plan import make_plan
 from eprt.support import Device
+from support.cases.packed_checkpoints import FAMILIES, Sizes, family_of
+from support.jobs.packed_checkpoint_jobs import COST
 
 ROWS = 32  # capacity, and what a graph is captured at
 ROUNDS = [[ROWS] * 4, [3, 0, ROWS, 1], [0] * 4, [0, 7, 0, 0]]  # each rank's tokens, replay after replay

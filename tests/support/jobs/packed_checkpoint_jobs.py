@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from gpu_limits import BEHIND_S
-from packed_checkpoints import Written
 
 from eprt.config import PayloadFormat, RuntimeConfig
 from eprt.conformance.cases import Batch
@@ -19,6 +17,8 @@ from eprt.models import build_layer, load_layer
 from eprt.models.checkpoint import load_on_all_ranks
 from eprt.quant import encode_payload
 from eprt.tokens import TopK
+from support.cases.gpu_limits import BEHIND_S
+from support.cases.packed_checkpoints import Written
 
 TOKENS = (9, 13, 0, 21)  # of each rank
 BOUND = 2e-2  # bf16 tokens and outputs; the packed numbers themselves are exact

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import whole_layer_jobs as jobs
-from gpu_cases import GRAPHS, PACKED, ROUNDS, ROWS, graph_layer, packed_case
-from humming_jobs import needs_humming, replayed_layers
+from support.cases.gpu_cases import GRAPHS, PACKED, ROUNDS, ROWS, graph_layer, packed_case
+from support.jobs import whole_layer_jobs as jobs
+from support.jobs.humming_jobs import needs_humming, replayed_layers
 
 from eprt.config import RuntimeConfig
 from eprt.conformance.harness import launch

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 
 import torch
-from transformers_blocks import Block
 
 from eprt.config import RuntimeConfig
 from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.conformance.rank_process import RankContext
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
+from support.cases.transformers_blocks import Block
 
 # float32: both sides sum in float32, in another order; 1e-5 is about 100 ulp, far under any wrong weight or id.
 # bfloat16: activations round to 8 bits between the same steps in both, and each rank's share rounds once more.

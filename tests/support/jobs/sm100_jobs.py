@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from sm100_kernels import FakeCuteDsl, FakeTrtllm
 
 from eprt import plan
 from eprt.conformance.checks import Check, Row, run_checks
@@ -16,6 +15,7 @@ from eprt.experts import EXECUTORS
 from eprt.experts.blackwell.cutedsl import CuteDslExecutor
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
 from eprt.weights import ExpertWeights, Fp8Tensor, Nvfp4
+from support.stand_ins.sm100_kernels import FakeCuteDsl, FakeTrtllm
 
 # The conformance tokens are whole numbers up to 15: FP8 holds them exactly over a power of two.
 _TOKEN_SCALE = 2.0**-4
@@ -57,7 +57,7 @@ def executors_on_cpu() -> Iterator[None]:
     before, order = dict(EXECUTORS), plan._EXECUTOR_ORDER["cpu"]
     plan._EXECUTOR_ORDER["cpu"] = plan._EXECUTOR_ORDER["cuda"]
     for name, kind in (("cutedsl_nvfp4", "StandInCuteDsl"), ("trtllm_gen", "StandInTrtllm")):
-        EXECUTORS[name] = replace(EXECUTORS[name], devices=("cpu",), path=f"sm100_jobs:{kind}", requirement=None)
+        EXECUTORS[name] = replace(EXECUTORS[name], devices=("cpu",), path=f"{__name__}:{kind}", requirement=None)
     try:
         yield
     finally:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from gpu_limits import BEHIND_S
 
 from eprt.config import RuntimeConfig
 from eprt.conformance.harness import RankContext
 from eprt.errors import EprtError
+from support.cases.gpu_limits import BEHIND_S
 
 VOCABULARY = 64
 PROMPTS = (5, 0, 9, 2)  # tokens of each rank's prompt; the second rank has none

@@ -1,6 +1,6 @@
 """What `eprt explain` chooses for each model family on each machine: the table in README.md.
 
-`python tests/unit/plan_table.py` writes it there; test_plan.py compares.
+`python tests/support/cases/plan_table.py` writes it there; test_plan.py compares.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from eprt.plan import Plan, make_plan
 from eprt.support import Device
 
 README = Path(__file__).parents[2] / "README.md"
-BEGIN, END = "<!-- plan table: python tests/unit/plan_table.py -->", "<!-- end of plan table -->"
+BEGIN, END = "<!-- plan table: python tests/support/cases/plan_table.py -->", "<!-- end of plan table -->"
 WORLD = ParallelConfig(4)
 DEVICES = ("cpu", "sm90", "sm100")
 TOKENS = {"decode": 128, "prefill": 4096}

@@ -11,12 +11,12 @@ import re
 from pathlib import Path
 
 import torch
-from integration_jobs import MODELS
-from packed_checkpoints import mxfp4_numbers
 from safetensors.torch import load_file, save_file
 
 from eprt.models.checkpoint import CONFIG, SINGLE
 from eprt.models.tiny import write_tiny_checkpoint
+from support.cases.packed_checkpoints import mxfp4_numbers
+from support.jobs.integration_jobs import MODELS
 
 _GPT_OSS_EXPERTS = re.compile(r"(.*experts\.(?:gate_up|down)_proj)_(blocks|scales)$")
 _V4_EXPERT = re.compile(r".*\.ffn\.experts\.\d+\.w[123]\.weight$")

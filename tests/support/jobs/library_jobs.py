@@ -4,7 +4,12 @@ stand-ins of tests/unit/test_library_jobs.py."""
 from __future__ import annotations
 
 import torch
-from dispatcher_jobs import (
+
+from eprt.conformance.harness import RankContext
+from eprt.dispatch import DISPATCHERS
+from eprt.quant import decode_payload, encode_payload
+from eprt.tokens import TopK
+from support.jobs.dispatcher_jobs import (
     DEEPEP,
     E,
     Pair,
@@ -19,11 +24,6 @@ from dispatcher_jobs import (
     stand_in,
     wrong_rows,
 )
-
-from eprt.conformance.harness import RankContext
-from eprt.dispatch import DISPATCHERS
-from eprt.quant import decode_payload, encode_payload
-from eprt.tokens import TopK
 
 ONE_STEP = 3e-2  # of a row whose largest number was quantised to the neighbouring FP8 code
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
-from humming_h200 import Launches, described_h200
-from packed_checkpoint_jobs import Ran, run_layer
-from whole_layer_jobs import replayed_layer
 
 from eprt import plan
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.rank_process import RankContext
 from eprt.experts import EXECUTORS
+from support.jobs.packed_checkpoint_jobs import Ran, run_layer
+from support.jobs.whole_layer_jobs import replayed_layer
+from support.stand_ins.humming import Launches, described_h200
 
 
 def _missing() -> list[str]:

@@ -3,12 +3,11 @@ tests/gpu/test_dispatchers.py and test_library_dispatchers.py."""
 
 from __future__ import annotations
 
-import deepep_stand_in
-import dispatcher_jobs
-import library_jobs
 import pytest
-from dispatcher_jobs import DEEPEP, FLASHINFER
-from flashinfer_stand_in import SIZE, run_ranks
+from support.jobs import dispatcher_jobs, library_jobs
+from support.jobs.dispatcher_jobs import DEEPEP, FLASHINFER
+from support.stand_ins import deepep as deepep_stand_in
+from support.stand_ins.flashinfer import SIZE, run_ranks
 from test_deepep_dispatcher import world  # noqa: F401 - a fixture
 from test_flashinfer_dispatcher import CAPACITY, library  # noqa: F401 - a fixture
 

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import torch
-from model_cases import edit
+
+from support.cases.model_cases import edit
 
 
 def random_bytes(*shape, high=256):

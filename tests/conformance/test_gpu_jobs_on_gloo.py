@@ -3,11 +3,11 @@ judge the dispatchers and not themselves."""
 
 from __future__ import annotations
 
-import dispatcher_jobs as jobs
-import lost_rank_jobs
 import pytest
 import torch
-from dispatcher_jobs import Beyond, Pair
+from support.jobs import dispatcher_jobs as jobs
+from support.jobs import lost_rank_jobs
+from support.jobs.dispatcher_jobs import Beyond, Pair
 
 from eprt.config import ParallelConfig
 from eprt.conformance.harness import RankReport, WorldFailed, launch

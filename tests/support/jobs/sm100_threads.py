@@ -9,12 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
-import deepep_stand_in
-import flashinfer_stand_in
-import symm_stand_in
 import torch
-from flashinfer_stand_in import FakeWorld, run_ranks
-from sm100_jobs import executors_on_cpu
 
 from eprt import plan
 from eprt.config import MoEConfig, PayloadFormat, RuntimeConfig
@@ -28,6 +23,11 @@ from eprt.placement import ExpertPlacement
 from eprt.plan import Candidate
 from eprt.quant import encode_payload
 from eprt.weights import ExpertWeights, Nvfp4
+from support.jobs.sm100_jobs import executors_on_cpu
+from support.stand_ins import deepep as deepep_stand_in
+from support.stand_ins import flashinfer as flashinfer_stand_in
+from support.stand_ins import symm as symm_stand_in
+from support.stand_ins.flashinfer import FakeWorld, run_ranks
 
 SIZE = 4
 CAPACITY = 32

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 import torch
-from gpu_limits import BEHIND_S
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import Batch
@@ -20,6 +19,7 @@ from eprt.placement import ExpertPlacement
 from eprt.tokens import TopK
 from eprt.weights import ExpertWeights
 from eprt.world import World
+from support.cases.gpu_limits import BEHIND_S
 
 
 def replayed_layer(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from sm100_jobs import executors_on_cpu
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import Batch
@@ -17,6 +16,7 @@ from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.quant import encode_payload
 from eprt.tokens import TopK
+from support.jobs.sm100_jobs import executors_on_cpu
 
 CONFIG = MoEConfig(num_experts=8, top_k=3, hidden_size=256, intermediate_size=64, weight_format="nvfp4")
 PACKED = RuntimeConfig(payload="nvfp4", max_tokens_per_rank=64)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import expert_cases
 import torch
-from expert_cases import CPU, RUNTIME, SILU, cut, make_config, make_weights, shard_of
-from sm100_kernels import RELU2, SWIGLU, activate
 
 from eprt.config import Activation
 from eprt.experts.base import Executor
@@ -18,6 +15,9 @@ from eprt.quant.payload import encode_payload
 from eprt.slabs import expert_major_from_flat
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights, Fp8Tensor, Nvfp4
+from support.cases import expert_cases
+from support.cases.expert_cases import CPU, RUNTIME, SILU, cut, make_config, make_weights, shard_of
+from support.stand_ins.sm100_kernels import RELU2, SWIGLU, activate
 
 # Beta without a limit: nothing brings gate and up to one global scale before, and beta is added on up's side.
 ACTIVATIONS = expert_cases.ACTIVATIONS | {"beta": Activation(alpha=1.7, beta=1.0)}
