@@ -1,5 +1,5 @@
 """What every dispatcher has to survive, as jobs for its ranks: on GPUs from test_dispatchers.py and, in CI, on gloo
-ranks from tests/conformance/test_dispatcher_jobs.py. No pytest here: the ranks import this module.
+ranks from tests/conformance/test_gpu_jobs_on_gloo.py. No pytest here: the ranks import this module.
 
 Results are right bit for bit or wrong. Tokens are whole numbers up to 7, weights 1/8 or 1/4, an expert multiplies by 1
 or 2: with a top-k of 8 at most 7 * 32 eighths come together, which bf16's 8 bits hold exactly. So do all partial sums,

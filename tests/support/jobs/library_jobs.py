@@ -1,5 +1,5 @@
 """What only FlashInfer and DeepEP have: jobs for the ranks of test_library_dispatchers.py, rehearsed in CI over the
-stand-ins of tests/unit/test_library_jobs.py."""
+stand-ins of tests/unit/test_gpu_jobs_on_stand_ins.py."""
 
 from __future__ import annotations
 

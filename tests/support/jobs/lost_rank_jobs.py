@@ -1,5 +1,5 @@
-"""Ranks that die, are late, or disagree where nobody compares headers: jobs as in `dispatcher_jobs`, for Worlds of their own,
-which are broken afterwards."""
+"""Ranks that die, are late, or disagree where nobody compares headers: jobs as in `dispatcher_jobs`, for Worlds of
+their own, which are broken afterwards."""
 
 from __future__ import annotations
 
