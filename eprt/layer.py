@@ -17,13 +17,14 @@ from eprt.dispatch.capacity import KNOB, require_agreed
 from eprt.dispatch.payload_scale import calibrated_scale
 from eprt.errors import CapacityError, ConfigError, EprtError, InputError
 from eprt.experts import make_executor
+from eprt.placement import ExpertPlacement, SlotTable
 from eprt.plan import Plan, make_plan
 from eprt.routing import Router, route
 from eprt.support import Device
 from eprt.tokens import Payload, RouterLogits, TopK
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
-from eprt.world.header import Header, exchange
+from eprt.world.header import Header, exchange, fingerprint_of
 
 PHASES: tuple[str, ...] = ("route", "dispatch", "experts", "shared", "combine")
 
@@ -42,6 +43,8 @@ class ExpertParallelMoE(nn.Module):
         shared: weights of the shared expert if `config.shared` is set.
         latent: projections if `config.model_hidden_size` is set.
         layer: this layer's number; ranks that call layers in different orders raise WorldMismatch.
+        placement: which experts lie where, equal on all ranks; contiguous if None. `experts` are then those of
+            `placement.shard(rank).experts`, in that order.
 
     Attributes:
         plan: what was chosen, and every candidate's reason.
@@ -64,6 +67,7 @@ class ExpertParallelMoE(nn.Module):
         shared: SharedExpertWeights | None = None,
         latent: LatentWeights | None = None,
         layer: int = 0,
+        placement: ExpertPlacement | None = None,
     ) -> None:
         super().__init__()
         runtime = runtime or RuntimeConfig()
@@ -79,14 +83,16 @@ class ExpertParallelMoE(nn.Module):
                 latent.check(config)
             if router is not None:
                 _require_router(router, config)
-            self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device))
+            self.placement = placement or ExpertPlacement(config.num_experts, world.parallel)
+            inside = self.placement.in_slots(config)
+            self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device), self.placement)
         except EprtError as error:
             exchange(world, Header("build", layer, 0), error)  # the peers are in make_dispatcher
             raise
         self.dispatcher = make_dispatcher(
             self.plan.dispatcher,
             world,
-            config,
+            inside,
             runtime,
             self.plan.token_format,
             layer,
@@ -96,7 +102,7 @@ class ExpertParallelMoE(nn.Module):
         try:
             self.executor = make_executor(
                 self.plan.executor,
-                config,
+                inside,
                 self.dispatcher.shard,
                 experts,
                 world.device,
@@ -105,7 +111,12 @@ class ExpertParallelMoE(nn.Module):
             )
         except EprtError as error:
             refused = error
-        exchange(world, Header("build", layer, 1), refused)
+        placed = {"placement": self.placement.fingerprint()}
+        exchange(world, Header("build", layer, 1, fingerprint=fingerprint_of(placed), settings=placed), refused)
+        self._slots: SlotTable | None = None
+        if not self.placement.is_identity:
+            one_replica = runtime.phase == "decode"
+            self._slots = SlotTable(self.placement, world.device, one_replica=one_replica, rank=world.rank)
         self.router = None if router is None else router.to(world.device)
         self.shared: SharedExpertMLP | None = None
         if config.shared is not None and shared is not None:
@@ -147,7 +158,7 @@ class ExpertParallelMoE(nn.Module):
             replicas = hidden_states.numel() // self.config.input_size
             sent_per_rank = self._per_slice(tokens_per_rank, replicas)
             with self.observe("route"):
-                chosen = self._route(*own, sent_per_rank)
+                chosen = self._placed(self._route(*own, sent_per_rank))
         except EprtError as error:
             self.dispatcher.refuse(error, tokens_per_rank)
         if isinstance(chosen, RouterLogits):
@@ -250,7 +261,7 @@ class ExpertParallelMoE(nn.Module):
         if routing is None:
             if router is None:
                 raise InputError("the layer has no router of its own: pass routing=TopK(...) or RouterLogits(...)")
-            if self.world.size > 1 or not self.executor.takes_logits:
+            if self.world.size > 1 or not self.executor.takes_logits or self._slots is not None:
                 return router(x, token_ids)
             routing = router.logits(x)
         if isinstance(routing, TopK) or self._kernel_chooses(x, routing, tokens_per_rank):
@@ -265,6 +276,15 @@ class ExpertParallelMoE(nn.Module):
             token_table=table,
         )
 
+    def _placed(self, chosen: TopK | RouterLogits) -> TopK | RouterLogits:
+        """Ids of experts become ids of slots, here and nowhere else."""
+        if self._slots is None or not isinstance(chosen, TopK):
+            return chosen
+        if self.world.device.type == "cpu" or self.dispatcher.full_validation:
+            chosen.check(self.config.num_experts, self.config.top_k)
+            chosen.check_ids(self.config.num_experts)
+        return TopK(self._slots.slots_of(chosen.ids), chosen.weights)
+
     def _kernel_chooses(self, x: torch.Tensor, router: RouterLogits, tokens_per_rank: int | None) -> bool:
         """Whether nothing has to travel and the executor takes these logits. What dispatch would refuse goes there."""
         runtime, logits = self.dispatcher.runtime, router.logits
@@ -272,6 +292,7 @@ class ExpertParallelMoE(nn.Module):
         rows: object = capacity if tokens_per_rank is None else tokens_per_rank
         return (
             self.world.size == 1
+            and self._slots is None
             and self.executor.takes_logits
             and runtime.validate == "cheap"
             and (runtime.payload, runtime.combine_payload) == (None, None)

@@ -1,20 +1,39 @@
-"""Which rank holds which expert. Contiguous: EP slot s holds experts [s*L, (s+1)*L)."""
+"""Which rank holds which expert: logical experts become slots, once, after routing.
+
+A slot is a place for one expert on one rank. Every EP rank has equally many (L), rank by rank, so slot s lies on EP
+rank s // L. The model, its router and its checkpoint speak of experts; dispatchers, executors and what travels speak of
+slots (their E is the number of slots). In a contiguous placement of experts that divide evenly, both numbers are equal.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from math import lcm
 
-from eprt.config import ParallelConfig
+import torch
+
+from eprt.config import MoEConfig, ParallelConfig, Routing
 from eprt.errors import ConfigError
+
+EMPTY = -1  # a slot without an expert
+MOST_TURNS = 64  # columns of the table that deals an expert's tokens out to its replicas
 
 
 @dataclass(frozen=True)
 class ExpertShard:
     """The part of every expert matrix that one rank holds.
 
-    Experts `[first_expert, first_expert + num_local_experts)`; of each, slice `moe_tp_rank` of `moe_tp_size` along
-    the intermediate dimension. The down projection's bias is added by `moe_tp_rank` 0 alone, so that the sum over
-    ranks holds it once.
+    Slots `[first_expert, first_expert + num_local_experts)` of `num_experts`; of each, slice `moe_tp_rank` of
+    `moe_tp_size` along the intermediate dimension. The down projection's bias is added by `moe_tp_rank` 0 alone, so
+    that the sum over ranks holds it once.
+
+    Attributes:
+        num_experts, first_expert, num_local_experts: in slots, as everything behind the router counts.
+        experts: [L] the logical expert in each local slot, for whoever loads it; an empty slot repeats one of the
+            others (of this rank's, or expert 0), which no token asks for. Default: slot numbers are expert numbers.
     """
 
     num_experts: int
@@ -22,10 +41,20 @@ class ExpertShard:
     num_local_experts: int
     moe_tp_rank: int = 0
     moe_tp_size: int = 1
+    experts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.experts:
+            object.__setattr__(self, "experts", tuple(range(self.first_expert, self.end_expert)))
 
     def __str__(self) -> str:
-        whole = f"experts {self.first_expert} to {self.end_expert - 1} of {self.num_experts}"
+        whole = f"{'experts' if self._plain else 'slots'} {self.first_expert} to {self.end_expert - 1}"
+        whole += f" of {self.num_experts}" + ("" if self._plain else f" (experts {', '.join(map(str, self.experts))})")
         return whole if self.moe_tp_size == 1 else f"slice {self.moe_tp_rank} of {self.moe_tp_size} of {whole}"
+
+    @property
+    def _plain(self) -> bool:
+        return self.experts == tuple(range(self.first_expert, self.end_expert))
 
     @property
     def end_expert(self) -> int:
@@ -44,32 +73,149 @@ class ExpertShard:
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Contiguous placement of `num_experts` experts over a world. Raises ConfigError if they don't divide."""
+    """Where `num_experts` logical experts lie over a world: a value, made once and handed to all who need it.
+
+    Args:
+        num_experts: logical experts of the layer (E of the model).
+        parallel: the world's sizes.
+        slots: [S] the logical expert in each slot, EP rank by EP rank, equally many a rank; -1 for an empty one. An
+            expert may have several slots (replicas). Empty tuple: contiguous; where the experts don't divide evenly,
+            the first ranks hold one more and the last slot of the others stays empty.
+
+    Raises:
+        ConfigError: slots that don't divide over the ranks, that name no expert of the layer, or that leave an expert
+            without a place.
+    """
 
     num_experts: int
     parallel: ParallelConfig
+    slots: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        ep_size = self.parallel.ep_size
-        if self.num_experts % ep_size:
-            divisors = [n for n in range(1, self.parallel.world_size + 1) if self.num_experts % n == 0]
+        E, ranks = self.num_experts, self.parallel.ep_size
+        if E < 1:
+            raise ConfigError(f"num_experts {E}: must be at least 1")
+        if not self.slots:
+            object.__setattr__(self, "slots", _contiguous(E, ranks))
+        if len(self.slots) % ranks:
             raise ConfigError(
-                f"{self.num_experts} experts can't be split evenly over {ep_size} expert-parallel ranks; "
-                f"use an EP size that divides {self.num_experts} (here: {divisors}), or raise moe_tp_size"
+                f"{len(self.slots)} slots can't be split evenly over {ranks} expert-parallel ranks: give every rank "
+                f"equally many, {EMPTY} for a slot that stays empty"
             )
+        if strangers := sorted({e for e in self.slots if not EMPTY <= e < E}):
+            raise ConfigError(f"slots name experts {strangers}: expected 0 to {E - 1}, or {EMPTY} for an empty slot")
+        if missing := sorted(set(range(E)) - set(self.slots)):
+            raise ConfigError(f"experts {missing} have no slot: every expert needs at least one")
+
+    @property
+    def num_slots(self) -> int:
+        """S: what dispatchers and executors know as E."""
+        return len(self.slots)
 
     @property
     def num_local_experts(self) -> int:
-        """L: experts a rank holds."""
-        return self.num_experts // self.parallel.ep_size
+        """L: slots a rank holds."""
+        return self.num_slots // self.parallel.ep_size
+
+    @cached_property
+    def is_identity(self) -> bool:
+        """Whether slot numbers are expert numbers, so that nothing has to be translated."""
+        return self.slots == tuple(range(self.num_experts))
+
+    @cached_property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """[E] the slots of each expert, ascending."""
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for slot, expert in enumerate(self.slots):
+            if expert != EMPTY:
+                found[expert].append(slot)
+        return tuple(tuple(slots) for slots in found)
 
     def shard(self, rank: int) -> ExpertShard:
         """What `rank` (in the World's numbering) holds."""
         ep_rank, moe_tp_rank = divmod(rank, self.parallel.moe_tp_size)
+        L = self.num_local_experts
+        held = self.slots[ep_rank * L : (ep_rank + 1) * L]
+        filler = next((expert for expert in reversed(held) if expert != EMPTY), 0)
         return ExpertShard(
-            num_experts=self.num_experts,
-            first_expert=ep_rank * self.num_local_experts,
-            num_local_experts=self.num_local_experts,
+            num_experts=self.num_slots,
+            first_expert=ep_rank * L,
+            num_local_experts=L,
             moe_tp_rank=moe_tp_rank,
             moe_tp_size=self.parallel.moe_tp_size,
+            experts=tuple(filler if expert == EMPTY else expert for expert in held),
         )
+
+    def in_slots(self, config: MoEConfig) -> MoEConfig:
+        """The layer's maths as everything behind the router knows it: its experts are the slots.
+
+        Raises:
+            ConfigError: the placement is for another number of experts.
+        """
+        if config.num_experts != self.num_experts:
+            raise ConfigError(
+                f"the placement is for {self.num_experts} experts, the layer has {config.num_experts}: make it for this"
+            )
+        return config if self.is_identity else replace(config, num_experts=self.num_slots, routing=Routing())
+
+    def fingerprint(self) -> str:
+        """Short text that differs where placements differ; equal on all ranks that agree."""
+        if self.slots == _contiguous(self.num_experts, self.parallel.ep_size):
+            return "contiguous"
+        return hashlib.sha256(repr(self.slots).encode()).hexdigest()[:16]
+
+
+class SlotTable:
+    """Ids of logical experts -> ids of slots, on the device: no host sync, static shapes, deterministic.
+
+    Args:
+        placement: what to translate to.
+        device: where the ids are.
+        one_replica: every expert's tokens go to one of its replicas, the one on the rank that has been given fewest
+            experts so far; decode wants that, since a replica that gets any row has its weights read. False: they are
+            dealt out in turn, token by token, starting elsewhere on each rank; prefill wants that.
+        rank: this rank, in the World's numbering.
+    """
+
+    def __init__(self, placement: ExpertPlacement, device: torch.device, *, one_replica: bool, rank: int) -> None:
+        chosen = _least_loaded(placement) if one_replica else placement.replicas
+        self._turns = min(lcm(*(len(slots) for slots in chosen)), MOST_TURNS)
+        self._num_experts, self._first = placement.num_experts, rank
+        rows = [[slots[turn % len(slots)] for turn in range(self._turns)] for slots in chosen]
+        rows.append([placement.num_slots] * self._turns)  # no expert: no slot
+        self._table = torch.tensor(rows, dtype=torch.int32, device=device)
+
+    def slots_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """[T, K] int32 expert ids, E for "no expert" -> [T, K] int32 slot ids, S for "no expert".
+
+        Ids outside [0, E] count as "no expert": who wants an error checks them before."""
+        outside = (ids < 0) | (ids > self._num_experts)
+        ids = torch.where(outside, self._num_experts, ids).long()
+        if self._turns == 1:
+            return self._table[:, 0][ids]
+        turn = (torch.arange(ids.shape[0], device=ids.device) + self._first) % self._turns
+        return self._table[ids, turn[:, None]]
+
+
+def _contiguous(num_experts: int, ranks: int) -> tuple[int, ...]:
+    """Experts in order; the first `num_experts % ranks` ranks hold one more, the others' last slot is empty."""
+    fewest, more = divmod(num_experts, ranks)
+    held = [fewest + (rank < more) for rank in range(ranks)]
+    starts = [sum(held[:rank]) for rank in range(ranks)]
+    L = max(held)
+    return tuple(
+        chain.from_iterable(
+            [*range(start, start + count), *[EMPTY] * (L - count)] for start, count in zip(starts, held, strict=True)
+        )
+    )
+
+
+def _least_loaded(placement: ExpertPlacement) -> tuple[tuple[int, ...], ...]:
+    """One slot an expert: those with fewest replicas choose first, each the rank with fewest chosen experts so far."""
+    L, load = placement.num_local_experts, [0] * placement.parallel.ep_size
+    chosen: dict[int, int] = {}
+    for expert in sorted(range(placement.num_experts), key=lambda e: (len(placement.replicas[e]), e)):
+        slot = min(placement.replicas[expert], key=lambda s: (load[s // L], s))
+        chosen[expert] = slot
+        load[slot // L] += 1
+    return tuple((chosen[expert],) for expert in range(placement.num_experts))

@@ -38,7 +38,7 @@ class Dispatcher(ABC):
     Args:
         spec: this dispatcher's row of the table.
         world: who takes part; owns all shared memory.
-        config: the layer's maths.
+        config: the layer's maths, its experts counted in slots (`ExpertPlacement.in_slots`).
         runtime: capacity, payload, validation.
         token_format: one of `spec.formats`.
         layer: number that the ranks compare, so that a wrong layer order is caught.
@@ -72,6 +72,11 @@ class Dispatcher(ABC):
         self.token_format: TokenFormat = token_format
         self.layer = layer
         self.placement = ExpertPlacement(config.num_experts, world.parallel)
+        if not self.placement.is_identity:
+            raise ConfigError(
+                f"{config.num_experts} experts don't divide over {world.parallel.ep_size} expert-parallel ranks: a "
+                "dispatcher counts slots, so give it ExpertPlacement.in_slots(config) and ids of slots (a layer does)"
+            )
         self.shard = self.placement.shard(world.rank)
         self.capacity = Capacity(runtime.max_tokens_per_rank, self.bytes_per_token())
         self.payload_scale = (

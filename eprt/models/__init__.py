@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class LayerParts:
     Attributes:
         layer: its number in the model.
         config: the layer's maths.
+        placement: which experts lie where, on all ranks.
         shard: which experts, which slice of each.
         experts: this rank's share.
         router, shared, latent: whole on every rank; None where the model has none.
@@ -59,6 +60,7 @@ class LayerParts:
 
     layer: int
     config: MoEConfig
+    placement: ExpertPlacement
     shard: ExpertShard
     experts: ExpertWeights
     router: Router
@@ -73,6 +75,7 @@ def load_layer(
     layer: int,
     parallel: ParallelConfig | None = None,
     rank: int = 0,
+    placement: ExpertPlacement | None = None,
 ) -> LayerParts:
     """One MoE layer of a checkpoint, this rank's share of the experts.
 
@@ -83,17 +86,20 @@ def load_layer(
         layer: number of the layer in the model.
         parallel: how ranks share the experts; None is one rank that holds them all.
         rank: this rank, in the World's numbering.
+        placement: which experts lie where; contiguous if None.
 
     Raises:
         CheckpointError: a file or tensor isn't what config.json says.
-        ConfigError: the config is incomplete or unsupported, or the experts don't divide over the ranks.
+        ConfigError: the config is incomplete or unsupported, or the placement is for other experts.
     """
     if not isinstance(source, Checkpoint):
         with Checkpoint(source) as checkpoint:
-            return load_layer(checkpoint, layer, parallel, rank)
+            return load_layer(checkpoint, layer, parallel, rank, placement)
     family = family_for(source.config)
     config = family.moe_config(source.config, layer)
-    shard = ExpertPlacement(config.num_experts, parallel or ParallelConfig()).shard(rank)
+    placement = placement or ExpertPlacement(config.num_experts, parallel or ParallelConfig())
+    placement.in_slots(config)  # made for this many experts
+    shard = placement.shard(rank)
     router = family.load_router(source, layer, config)
     router_bytes = router.weight.contiguous().view(torch.uint8).numpy().tobytes()
     return LayerParts(
@@ -101,6 +107,7 @@ def load_layer(
         config=config,
         shard=shard,
         experts=family.load_experts(source, layer, config, shard),
+        placement=placement,
         router=router,
         shared=family.load_shared(source, layer, config),
         latent=family.load_latent(source, layer, config),
@@ -131,13 +138,14 @@ def build_layer(parts: LayerParts, world: World, runtime: RuntimeConfig | None =
         shared=parts.shared,
         latent=parts.latent,
         layer=parts.layer,
+        placement=parts.placement,
     )
 
 
 def _foreign(parts: LayerParts, world: World) -> ConfigError | None:
     """What is wrong if these experts aren't the ones that this rank will be sent tokens for."""
     try:
-        own = ExpertPlacement(parts.config.num_experts, world.parallel).shard(world.rank)
+        own = replace(parts.placement, parallel=world.parallel).shard(world.rank)
     except ConfigError as error:
         return error
     if parts.shard == own:

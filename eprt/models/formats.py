@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -200,15 +200,14 @@ def load_experts(checkpoint: Checkpoint, names: ExpertNames, config: MoEConfig, 
     _refuse_extra_expert(checkpoint, names)
     width = shard.slice_intermediate(config.intermediate_size)
     H, I = config.hidden_size, config.intermediate_size
-    experts = range(shard.first_expert, shard.end_expert)
     everyone = range(config.num_experts)
     first: tuple[Part, ...] = ("gate", "up") if config.activation.gated else ("up",)
     whole = slice(0, H)
     gate_up = load_matrix(
-        checkpoint, config.weight_format, names.locate, experts, everyone, first, (I, H), (width, whole)
+        checkpoint, config.weight_format, names.locate, shard.experts, everyone, first, (I, H), (width, whole)
     )
     down = load_matrix(
-        checkpoint, config.weight_format, names.locate, experts, everyone, ("down",), (H, I), (whole, width)
+        checkpoint, config.weight_format, names.locate, shard.experts, everyone, ("down",), (H, I), (whole, width)
     )
     weights = ExpertWeights(gate_up, down)
     weights.check(config, shard)
@@ -226,7 +225,7 @@ def load_matrix(
     checkpoint: Checkpoint,
     format: WeightFormat,
     locate: Locate,
-    experts: range,
+    experts: Sequence[int],
     everyone: range,
     parts: tuple[Part, ...],
     size: tuple[int, int],
@@ -237,7 +236,7 @@ def load_matrix(
     Args:
         format: what the config says the tensors are.
         locate: candidates for a field of a part of an expert, in order.
-        experts, everyone: local expert numbers; all of them (whether an optional field exists).
+        experts, everyone: this rank's, in the order of its slots; all of them (whether an optional field exists).
         parts: stacked along the rows.
         size: rows and columns of a whole part.
         take: rows and columns of it that this rank holds.

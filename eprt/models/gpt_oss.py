@@ -66,7 +66,7 @@ class _Reader:
         self.checkpoint = checkpoint
         self.prefix = prefix
         self.config = config
-        self.experts = range(shard.first_expert, shard.end_expert)
+        self.experts = shard.experts
         self.width = shard.slice_intermediate(config.intermediate_size)
         # gate and up rows alternate, so this rank's rows of both are one range.
         self.both = slice(2 * self.width.start, 2 * self.width.stop)
@@ -80,12 +80,16 @@ class _Reader:
 
     def gate_up_bias(self) -> torch.Tensor:
         rows = 2 * self.config.intermediate_size
-        bias = self._read("gate_up_proj_bias", (self._local(), self.both), (rows,), (torch.bfloat16, torch.float32))
+        bias = self._biases("gate_up_proj_bias", rows, self.both)
         return torch.cat((bias[:, 0::2], bias[:, 1::2]), dim=1)
 
     def down_bias(self) -> torch.Tensor:
-        cols = self.config.hidden_size
-        return self._read("down_proj_bias", (self._local(),), (cols,), (torch.bfloat16, torch.float32))
+        return self._biases("down_proj_bias", self.config.hidden_size, slice(None))
+
+    def _biases(self, name: str, cols: int, take: slice) -> torch.Tensor:
+        """The taken ones of [L, cols], the local experts'."""
+        dtypes = (torch.bfloat16, torch.float32)
+        return torch.stack([self._read(name, (expert, take), (cols,), dtypes) for expert in self.experts])
 
     def _stack(self, side: Side, read: Callable[[Side, int], torch.Tensor]) -> torch.Tensor:
         """[L, rows, ...] in canonical order, from `read(side, expert)` of [rows, ...] in the checkpoint's."""
@@ -136,9 +140,6 @@ class _Reader:
                 "choose a moe_tp_size that keeps blocks whole"
             )
         return rows, cols, (take_rows, slice(take_cols.start // MX_BLOCK, take_cols.stop // MX_BLOCK))
-
-    def _local(self) -> slice:
-        return slice(self.experts.start, self.experts.stop)
 
     def _read(
         self, name: str, index: tuple[int | slice, ...], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]

@@ -47,14 +47,22 @@ class Plan:
         return _table(self.candidates, (self.dispatcher, self.executor, self.token_format))
 
 
-def make_plan(config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device) -> Plan:
-    """Choose for a layer, a world and a device.
+def make_plan(
+    config: MoEConfig,
+    parallel: ParallelConfig,
+    runtime: RuntimeConfig,
+    device: Device,
+    placement: ExpertPlacement | None = None,
+) -> Plan:
+    """Choose for a layer, a world and a device; experts lie as `placement` says, contiguous by default.
 
     Raises:
         UnsupportedError: nothing can; the message is the table.
-        ConfigError: an unknown name, or experts that don't divide over the ranks.
+        ConfigError: an unknown name, a placement of other experts, or MoE-TP that doesn't divide an expert.
     """
-    ExpertPlacement(config.num_experts, parallel).shard(0).slice_intermediate(config.intermediate_size)
+    placement = placement or ExpertPlacement(config.num_experts, parallel)
+    config = placement.in_slots(config)
+    placement.shard(0).slice_intermediate(config.intermediate_size)
     dispatchers = list(DISPATCHERS.values()) if runtime.dispatcher == "auto" else [dispatcher_spec(runtime.dispatcher)]
     executors = list(EXECUTORS.values()) if runtime.executor == "auto" else [executor_spec(runtime.executor)]
     candidates = tuple(
@@ -69,7 +77,7 @@ def make_plan(config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfi
             f"no dispatcher/executor pair can run this layer on {parallel.world_size} x {device}:\n"
             + _table(candidates)
         )
-    costs = _Costs.of(config, parallel, runtime, device)
+    costs = _Costs.of(config, placement, runtime, device)
     best = min(possible, key=costs.key)
     return Plan(
         dispatcher=best.dispatcher,
@@ -135,17 +143,16 @@ class _Costs:
     experts: measured.Row | None
 
     @classmethod
-    def of(cls, config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device) -> _Costs:
+    def of(cls, config: MoEConfig, placement: ExpertPlacement, runtime: RuntimeConfig, device: Device) -> _Costs:
         tokens = runtime.max_tokens_per_rank
         if runtime.phase == "decode":
             tokens = min(tokens, DECODE_TOKENS)
-        local = ExpertPlacement(config.num_experts, parallel).num_local_experts
-        payload, ranks = runtime.payload or "bf16", parallel.world_size
+        payload, ranks = runtime.payload or "bf16", placement.parallel.world_size
         return cls(
             device,
             ranks,
             measured.dispatch_row(config, tokens, ranks, device.sm, payload) if ranks > 1 else None,
-            measured.experts_row(config, local, tokens * ranks, device.sm),
+            measured.experts_row(config, placement.num_local_experts, tokens * ranks, device.sm),
         )
 
     def key(self, c: Candidate) -> tuple[bool, int, float, int, int]:

@@ -101,9 +101,7 @@ def test_shards_cover_every_expert_once_per_moe_tp_slice(ep: int, moe_tp: int, p
     assert sorted(held) == sorted(itertools.product(range(ep * per_rank), range(moe_tp)))
 
 
-def test_experts_that_do_not_divide_are_refused_with_the_sizes_that_do() -> None:
-    with pytest.raises(ConfigError, match=r"6 experts .* over 4 .* \[1, 2, 3\]"):
-        ExpertPlacement(6, ParallelConfig(4))
+def test_a_slice_that_does_not_divide_is_refused() -> None:
     shard = ExpertPlacement(6, ParallelConfig(4, moe_tp_size=2)).shard(3)
     assert (shard.first_expert, shard.num_local_experts, shard.moe_tp_rank) == (3, 3, 1)
     with pytest.raises(ConfigError, match="intermediate_size 5 doesn't divide by moe_tp_size 2"):

@@ -1,4 +1,4 @@
-"""What tests/gpu runs on whole layers, as data: test_gpu_layers_on_gloo.py holds it to the plan where there is no GPU."""
+"""What tests/gpu runs on whole layers, as data: held to the plan by test_gpu_layers_on_gloo.py, without a GPU."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from eprt.models import family_for
 from eprt.plan import Plan, make_plan
 from eprt.support import Device
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[3] / "README.md"
 BEGIN, END = "<!-- plan table: python tests/support/cases/plan_table.py -->", "<!-- end of plan table -->"
 WORLD = ParallelConfig(4)
 DEVICES = ("cpu", "sm90", "sm100")
