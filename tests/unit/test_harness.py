@@ -200,7 +200,7 @@ def short_folder():
 def test_ranks_end_with_their_parent(tmp_path, short_folder, number):
     """Also when it has no chance to clean up (SIGKILL), and on Ctrl-C while a job hangs."""
     script = tmp_path / "parent.py"
-    script.write_text(PARENT.format(tests=str(Path(jobs.__file__).parent)))
+    script.write_text(PARENT.format(tests=str(Path(jobs.__file__).parents[2])))
     parent = subprocess.Popen(
         [sys.executable, script],
         stdout=subprocess.PIPE,
