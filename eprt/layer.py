@@ -141,7 +141,8 @@ class ExpertParallelMoE(nn.Module):
             routing: TopK or RouterLogits of the T tokens; None asks the layer's own router. In a world of one, logits
                 (the router's, too) go to an executor that takes them (`ExecutorSpec.takes_logits`) as they are.
             token_ids: [...] vocabulary ids, for hash routing.
-            tokens_per_rank: largest T of any rank, equal on all; None lets the ranks agree (CUDA graphs need it).
+            tokens_per_rank: largest T of any rank, equal on all; None takes that of the step (`World.step`), or lets
+                the ranks agree, each layer for itself, which a CUDA graph capture can't.
                 Under attention TP a rank sends, and its capacity holds, ceil(T / attention_tp_size) of them.
 
         Returns:
@@ -155,8 +156,8 @@ class ExpertParallelMoE(nn.Module):
             self.world.require_cold("the first call of a layer")
         try:
             own = self._own_slice(hidden_states, routing, token_ids)
-            replicas = hidden_states.numel() // self.config.input_size
-            sent_per_rank = self._per_slice(tokens_per_rank, replicas)
+            group_tokens = hidden_states.numel() // self.config.input_size
+            sent_per_rank = self._per_slice(tokens_per_rank, group_tokens)
             with self.observe("route"):
                 chosen = self._placed(self._route(*own, sent_per_rank))
         except EprtError as error:
@@ -164,11 +165,11 @@ class ExpertParallelMoE(nn.Module):
         if isinstance(chosen, RouterLogits):
             y, dense = self._in_kernel(own[0], chosen)
         else:
-            y, dense = self._over_the_world(own[0], chosen, sent_per_rank, replicas)
+            y, dense = self._over_the_world(own[0], chosen, sent_per_rank, group_tokens)
         self._used = True
         y = y if self.latent is None else self.latent.out_of(y)
         y = y if dense is None else y + dense
-        y = self._whole(y, replicas)
+        y = self._whole(y, group_tokens)
         return y if hidden_states.dim() == 2 else y.view(hidden_states.shape)
 
     def warmup(self) -> None:
@@ -317,12 +318,12 @@ class ExpertParallelMoE(nn.Module):
             return y, dense
 
     def _over_the_world(
-        self, x: torch.Tensor, topk: TopK, tokens_per_rank: int | None, replicas: int
+        self, x: torch.Tensor, topk: TopK, tokens_per_rank: int | None, group_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Routed and dense experts' outputs; tokens travel to their experts and back."""
         with self.observe("dispatch"):
             inside = x if self.latent is None else self.latent.into(x)
-            sent = self.dispatcher.dispatch(inside, topk, tokens_per_rank, replicas=replicas)
+            sent = self.dispatcher.dispatch(inside, topk, tokens_per_rank, group_tokens=group_tokens)
         try:
             with self.observe("experts"):
                 y = self.executor(sent.tokens, out=self.dispatcher.output_buffer(sent.handle))

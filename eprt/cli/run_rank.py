@@ -110,7 +110,6 @@ def load(context: RankContext, job: Job, layer: int) -> Loaded:
 def drive(context: RankContext, job: Job, layer: int, step: int) -> Step:
     """Call the loaded layer once, with this rank's tokens of that step."""
     world, moe = job.world(context), context.cache["layer"]
-    world.step = step
     T, H = job.tokens(step, world.dp_rank), moe.config.input_size
     generator = torch.Generator().manual_seed(_SEED + 7919 * layer + 97 * step + world.dp_rank)
     hidden = torch.randn(T, H, generator=generator).to(getattr(torch, job.dtype))
@@ -121,7 +120,8 @@ def drive(context: RankContext, job: Job, layer: int, step: int) -> Step:
         x, routing = hidden.to(world.device), None
         if world.size == 1 and moe.executor.takes_logits:  # a kernel's own choice couldn't be seen
             routing = moe.router(x, token_ids)
-        output = moe(x, routing, token_ids=token_ids)
+        with world.step(T, number=step):
+            output = moe(x, routing, token_ids=token_ids)
     traffic = seen.handles[0].traffic
     part = -(-T // job.attention_tp)
     first = min(world.attention_tp_rank * part, T)

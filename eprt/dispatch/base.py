@@ -158,7 +158,7 @@ class Dispatcher(ABC):
         topk: TopK,
         tokens_per_rank: int | None = None,
         *,
-        replicas: int = 0,
+        group_tokens: int = 0,
         wait: bool = True,
     ) -> Dispatched:
         """Send T tokens to the ranks that hold their experts.
@@ -167,9 +167,9 @@ class Dispatcher(ABC):
             hidden_states: [T, H] bf16 or float32 on the world's device, T >= 0. Read until combine returns. Gradients
                 don't travel.
             topk: their routing.
-            tokens_per_rank: R, the same on every rank, T <= R <= capacity; None agrees on it by a small collective
-                (CUDA graphs need it given).
-            replicas: tokens that this rank's attention-TP group holds together, compared within the group.
+            tokens_per_rank: R, the same on every rank, T <= R <= capacity. None takes it from the step that is open
+                (`World.step`), or agrees on it by a small collective, which a CUDA graph capture can't.
+            group_tokens: tokens that this rank's attention-TP group holds together, compared within the group.
             wait: False returns once the sends are issued, where the dispatcher can (deepep), so that other work
                 overlaps them; then call `handle.wait()` before anything reads the tokens.
 
@@ -181,13 +181,20 @@ class Dispatcher(ABC):
         """
         self._require_world()
         error: EprtError | None = None
+        rows_of_step = self._rows_of_step() if tokens_per_rank is None else None
+        if rows_of_step is not None:
+            tokens_per_rank = rows_of_step
         try:
             self._require_open()
             self._check_call(hidden_states, topk, tokens_per_rank)
+            if rows_of_step is not None:
+                self._check_said(hidden_states.shape[0], group_tokens)
         except EprtError as found:
             error = found
         num_tokens, dtype = (0, torch.bfloat16) if error else (hidden_states.shape[0], hidden_states.dtype)
-        rows = self._agree("dispatch", self._calls, num_tokens, tokens_per_rank, dtype, error, replicas)
+        rows = self._agree("dispatch", self._calls, num_tokens, tokens_per_rank, dtype, error, group_tokens)
+        if not self._capturing():  # what is captured runs later, and in other steps
+            self.world.log_call(self.layer, self.fingerprint)
         handle = self._open[self._calls] = Handle(self, self._calls, num_tokens, rows, dtype, deferred=not wait)
         self._calls += 1
         try:
@@ -239,6 +246,8 @@ class Dispatcher(ABC):
         self._require_world()
         if self.closed:  # the first thing that is wrong with a call, for every rank that makes it
             error = self._closed_error()
+        if tokens_per_rank is None:
+            tokens_per_rank = self._rows_of_step()
         self._agree("dispatch", self._calls, 0, tokens_per_rank, torch.bfloat16, error)
         raise error
 
@@ -364,6 +373,25 @@ class Dispatcher(ABC):
             return
         raise InputError(f"hidden_states is {tuple(x.shape)} {x.dtype} on {x.device}: {expected}")
 
+    def _rows_of_step(self) -> int | None:
+        """R of what is sent, by the step that is open; None outside of one."""
+        step = self.world.current_step
+        if step is None:
+            return None
+        return -(-step.tokens_per_rank // self.world.parallel.attention_tp_size)
+
+    def _check_said(self, num_tokens: int, group_tokens: int) -> None:
+        """Raises InputError if this rank said fewer tokens when the step began."""
+        step, size = self.world.current_step, self.world.parallel.attention_tp_size
+        if step is None:
+            return
+        said = step.tokens[self.world.rank]
+        if max(group_tokens, (num_tokens - 1) * size + 1) > said:
+            raise InputError(
+                f"a layer gets {group_tokens or num_tokens} tokens in a step that this rank began with num_tokens="
+                f"{said}: say the largest number that a layer gets in the step"
+            )
+
     def _check_rows(self, tokens_per_rank: object, capturing: bool) -> None:
         if tokens_per_rank is None:
             if self._incomplete:
@@ -402,7 +430,7 @@ class Dispatcher(ABC):
         tokens_per_rank: int | None,
         dtype: torch.dtype,
         error: EprtError | None,
-        replicas: int = 0,
+        group_tokens: int = 0,
     ) -> int:
         """R for this call. Compares headers with the peers where the world asks for it, else checks locally."""
         compare = self.world.compares_headers(self.full_validation) or (
@@ -411,7 +439,7 @@ class Dispatcher(ABC):
         if not compare or self._incomplete:
             if error is not None:
                 raise error
-            return self.capacity.agree([num_tokens], [tokens_per_rank or 0])
+            return self.capacity.agree([num_tokens], tokens_per_rank or 0)
         header = Header(
             operation=operation,
             layer=self.layer,
@@ -421,10 +449,10 @@ class Dispatcher(ABC):
             dtype=dtype,
             fingerprint=self.fingerprint,
             settings=self.settings,
-            replicas=replicas,
+            group_tokens=group_tokens,
         )
         peers = exchange(self.world, header, error)
-        return self.capacity.agree([p.num_tokens for p in peers], [p.tokens_per_rank for p in peers])
+        return self.capacity.agree(peers.tokens, tokens_per_rank or 0)
 
     def _encode(self, hidden_states: torch.Tensor) -> Payload:
         """The number format that travels: `runtime.payload`, or the input's own."""

@@ -5,6 +5,7 @@ T (a rank's own tokens) <= R (agreed by all ranks for this call) <= capacity (wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eprt.errors import CapacityError, InputError
@@ -37,20 +38,20 @@ class Capacity:
         """Raises CapacityError unless R fits."""
         self._check("tokens_per_rank is", tokens_per_rank)
 
-    def agree(self, tokens: list[int], agreed: list[int]) -> int:
-        """R from every rank's (T, R) pair; 0 in `agreed` means "derive it". Same verdict on every rank.
+    def agree(self, tokens: Sequence[int], agreed: int) -> int:
+        """R from every rank's T; 0 in `agreed` means "derive it". Same verdict on every rank.
 
-        Raises CapacityError. The ranks' R were already found equal and within `check_rows`.
+        Raises CapacityError. `agreed` was already found equal on all ranks and within `check_rows`.
         """
         largest = max(tokens)
-        rows = agreed[0] or max(largest, 1)
+        rows = agreed or max(largest, 1)
         if largest > rows:
             rank = tokens.index(largest)
             raise CapacityError(
                 f"rank {rank} has {largest} tokens, the agreed tokens_per_rank is {rows}: "
                 f"pass tokens_per_rank >= {largest} on every rank, or None to let the ranks agree"
             )
-        if not agreed[0]:
+        if not agreed:
             self._check(f"rank {tokens.index(largest)} has", rows)
         return rows
 

@@ -4,9 +4,9 @@
     layers = parallelize(model, world)             # checkpoint=directory: the experts in their own number format
 
 Each rank keeps the whole attention (data parallel) and its share of the experts. Ranks may run batches of different
-size; a rank without a batch calls `idle_step(layers)` for each forward of the others. A rank that does neither is
-caught if the host sets `world.step` to its own step number before each: counting forwards here couldn't tell a skipped
-one from the next.
+size; a rank without a batch calls `idle_step(layers)` for each forward of the others. Inside
+`with world.step(tokens, number=n)`, n from the host's own count, the ranks agree once for all layers, and a rank that
+does neither is caught: counting forwards here couldn't tell a skipped one from the next.
 """
 
 from __future__ import annotations

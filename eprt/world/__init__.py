@@ -10,7 +10,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -34,8 +35,9 @@ from eprt.world.groups import (
     start_up,
 )
 from eprt.world.guard import EXIT_CODE, Guard
-from eprt.world.header import Header, exchange
+from eprt.world.header import Header, agree_step, exchange
 from eprt.world.resources import SharedResources
+from eprt.world.step import Step
 
 T = TypeVar("T")
 
@@ -244,6 +246,55 @@ class World(Collectives):
     def barrier(self) -> None:
         """Every rank is here. Raises WorldMismatch, on every rank, where one makes another call."""
         exchange(self, Header("barrier", -1, 0))
+
+    @contextmanager
+    def step(self, num_tokens: int, *, number: int | None = None, words: Sequence[int] = ()) -> Iterator[Step]:
+        """One forward of the whole model: the ranks agree once, then every layer called inside knows. Collective.
+
+            with world.step(hidden.shape[0], number=n) as step:  # 0 on a rank that has nothing
+                model(...)
+
+        Layers inside take R from the step unless they are given `tokens_per_rank`, and on GPUs they compare nothing
+        more (gloo worlds compare every call, see `header.py`). A CUDA graph replayed inside is of that R, too.
+
+        What the caller keeps: each rank calls the same layers in the same order, idle ones with T = 0, and none with
+        more tokens than its `num_tokens`. Several forwards fit into one step (a draft model's and the target's): say
+        the largest. So do prefill on some ranks and decode on others: R is then the prefill's, and `words` tell who
+        does what. Under attention TP the ranks of a group say the tokens that they hold together. Threads of a step
+        see it; two steps at once are refused.
+
+        An exception passes through. If it was the same on all ranks, go on with the next step; if this rank alone
+        raised, its peers wait in the step until it ends its World or process, and are told then (RankLost).
+
+        Args:
+            num_tokens: T, most tokens this rank hands to a layer inside.
+            number: the host's own count of its steps, equal on all ranks: what finds a rank that skipped one. None:
+                this World's count of these calls, which can't.
+            words: at most 8 int64 for the other ranks (done, bucket, phase); the same number on every rank.
+
+        Raises:
+            InputError: not such numbers; the same on every rank.
+            WorldMismatch: a table, the same on every rank: other step numbers, another call, other numbers of tokens
+                in one attention-TP group, or the ranks' hosts called different layers in their last step.
+            RankLost: a peer is gone.
+            UsageError: the World is closed, or a step is open.
+        """
+        self.require_open()
+        if self.current_step is not None:
+            raise UsageError(
+                f"step {self.current_step.number} of this World is open: leave it before the next one begins (several "
+                "forwards fit into one step)"
+            )
+        step = agree_step(self, num_tokens, number, words)
+        self.step_number = step.number
+        self.current_step = step
+        try:
+            yield step
+        except BaseException:
+            self.current_step = None
+            self._call_log.failed = True
+            raise
+        self.current_step = None
 
     # ---- shared memory --------------------------------------------------------------------------------------
 

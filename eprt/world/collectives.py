@@ -12,6 +12,7 @@ import torch.distributed as dist
 from eprt.config import ParallelConfig
 from eprt.errors import RankLost, UsageError
 from eprt.world.guard import Guard
+from eprt.world.step import CallLog, Step
 
 # torch 2.13 renamed these; 2.10 has the old names only.
 _all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -27,8 +28,9 @@ class Collectives:
         device: where payload lives.
         group: process group of all ranks, for payload; None in a world of one.
         timeout_s: how long any operation waits for a peer.
-        step: the caller's step number, compared between ranks in every header; set it, from a count of the host's own
-            and not of these calls, to catch skipped ones.
+        current_step: the step that `World.step` opened, for the layers called inside it; None outside. It is the
+            World's, not a thread's: threads that a step starts see it.
+        step_number: of the current step, or else of the last one; compared between ranks in every header.
         generation: how often the job was restarted; handles of another generation are refused.
         closed: whether the World has ended.
     """
@@ -46,7 +48,8 @@ class Collectives:
         self.rank, self.size, self.device, self.parallel = rank, size, device, parallel
         self.group = group
         self.timeout_s = timeout_s
-        self.step = 0
+        self.current_step: Step | None = None
+        self.step_number = 0
         self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.closed = False
         self._attention_tp_group = attention_tp_group
@@ -55,6 +58,7 @@ class Collectives:
         # gloo's threads let go of tensors a little after the operation. The last to let go needs the GIL, and a thread
         # that asks for it while the interpreter ends takes the process down: so these outlive the operation.
         self._moved: tuple[torch.Tensor, ...] = ()
+        self._call_log = CallLog()
         self._abandoned = False  # a collective was left unfinished: torch would wait for it at the end
 
     # ---- coordinates ----------------------------------------------------------------------------------------
@@ -141,10 +145,27 @@ class Collectives:
         self._wait(gather(*self._moved))
         return out
 
+    def gather_words(self, words: list[int]) -> list[list[int]]:
+        """Every rank's int64 words, in rank order; equally many on every rank."""
+        if self.size == 1:
+            self.require_open()
+            return [words]
+        return self.gather_control(torch.tensor(words, dtype=torch.int64)).tolist()
+
+    def log_call(self, layer: int, fingerprint: int) -> None:
+        """Inside a step, this rank's host calls a layer: the next step compares what the ranks called."""
+        if self.current_step is not None:
+            self._call_log.calls.append((layer, fingerprint))
+
+    def take_call_log(self) -> CallLog:
+        """What was logged since the last time."""
+        log, self._call_log = self._call_log, CallLog()
+        return log
+
     def note(self, where: str, layer: int | None = None) -> None:
         """Progress, as peers will read it in a RankLost."""
         if self._guard is not None:
-            self._guard.note(where if layer is None else f"{where} of layer {layer}, step {self.step}")
+            self._guard.note(where if layer is None else f"{where} of layer {layer}, step {self.step_number}")
 
     def raise_if_lost(self) -> None:
         """Raises RankLost if the world already has a verdict."""

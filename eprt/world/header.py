@@ -10,27 +10,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from eprt.errors import EprtError, WorldMismatch, rebuild_error
 from eprt.world.collectives import Collectives
+from eprt.world.step import MAX_WORDS, Step, checked_count, checked_words
 
 MAGIC = 0x65707274  # "eprt"
-_OPERATIONS = ("dispatch", "combine", "load", "build", "warmup", "barrier")
+_OPERATIONS = ("dispatch", "combine", "load", "build", "warmup", "barrier", "step")
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.uint8, torch.float8_e4m3fn)
+_DTYPE_CODES: dict[torch.dtype | None, int] = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _TEXT_BYTES = 2048
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Header:
     """One rank's view of the call.
 
-    `num_tokens` may differ between ranks, `replicas` (tokens that an attention-TP group holds together) between
-    groups; everything else must be equal. Where fingerprints differ, `settings` are what they were made of: the table
-    then shows the ones that aren't equal.
+    `num_tokens` and `words` may differ between ranks, `group_tokens` (tokens that an attention-TP group holds together)
+    between groups; everything else must be equal, the number of words too. Where fingerprints differ, `settings` are
+    what they were made of: the table then shows the ones that aren't equal.
     """
 
     operation: str
@@ -40,13 +42,14 @@ class Header:
     tokens_per_rank: int = 0
     dtype: torch.dtype | None = torch.bfloat16  # None: one without a code
     fingerprint: int = 0
-    replicas: int = 0
+    group_tokens: int = 0
     generation: int = 0
     step: int = 0
-    settings: Mapping[str, str] = field(default_factory=dict)
+    words: tuple[int, ...] = ()
+    settings: Mapping[str, str] | None = None
 
     def encode(self, failed: bool) -> list[int]:
-        dtype = _DTYPES.index(self.dtype) if self.dtype in _DTYPES else -1
+        """What must be equal comes first; a row has one length, whatever the operation."""
         return [
             MAGIC,
             int(failed),
@@ -55,16 +58,19 @@ class Header:
             _OPERATIONS.index(self.operation),
             self.layer,
             self.call,
-            self.num_tokens,
             self.tokens_per_rank,
-            dtype,
+            _DTYPE_CODES.get(self.dtype, -1),
             self.fingerprint,
-            self.replicas,
+            len(self.words),
+            self.num_tokens,
+            self.group_tokens,
+            *self.words,
+            *(0,) * (MAX_WORDS - len(self.words)),
         ]
 
     @classmethod
-    def decode(cls, row: list[int]) -> Header:
-        _, _, generation, step, operation, layer, call, tokens, agreed, dtype, fingerprint, replicas = row
+    def decode(cls, row: Sequence[int]) -> Header:
+        _, _, generation, step, operation, layer, call, agreed, dtype, fingerprint, num_words, tokens, group = row[:13]
         return cls(
             operation=_OPERATIONS[operation],
             layer=layer,
@@ -73,10 +79,22 @@ class Header:
             tokens_per_rank=agreed,
             dtype=_DTYPES[dtype] if dtype >= 0 else None,
             fingerprint=fingerprint,
-            replicas=replicas,
+            group_tokens=group,
             generation=generation,
             step=step,
+            words=tuple(row[13 : 13 + num_words]),
         )
+
+
+_EQUAL, _TOKENS, _WORDS = 11, 11, 13  # of a row: how many first words are equal, where T and the words are
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What may differ between ranks that make the same call, in rank order."""
+
+    tokens: tuple[int, ...]
+    words: tuple[tuple[int, ...], ...]
 
 
 def fingerprint_of(settings: Mapping[str, str]) -> int:
@@ -88,37 +106,92 @@ def fingerprint_of(settings: Mapping[str, str]) -> int:
 _COMPARED = ("generation", "step", "operation", "layer", "call", "tokens_per_rank", "dtype", "fingerprint")
 
 
-def exchange(world: Collectives, header: Header, error: EprtError | None = None) -> list[Header]:
-    """Every rank's header, in rank order. Collective.
+def exchange(world: Collectives, header: Header, error: EprtError | None = None) -> Peers:
+    """Every rank's tokens and words. Collective.
 
     Raises:
         the error of the lowest rank that has one, with its rank in the text unless all ranks have the same.
         WorldMismatch: a table of the fields that differ, the same on every rank.
     """
-    local = replace(header, generation=world.generation, step=world.step)
-    world.note(header.operation, None if header.layer < 0 else header.layer)
-    rows = world.gather_control(torch.tensor(local.encode(error is not None), dtype=torch.int64)).tolist()
-    headers = [Header.decode(row) for row in rows]
+    header.generation = world.generation
+    if header.operation == "step":
+        world.note(f"the start of step {header.step}")
+    else:
+        header.step = world.step_number
+        world.note(header.operation, None if header.layer < 0 else header.layer)
+    own = header.encode(error is not None)
+    rows = world.gather_words(own)
+    size = world.parallel.attention_tp_size
+    if error is not None or any(row[:_EQUAL] != own[:_EQUAL] for row in rows) or (size > 1 and _uneven(rows, size)):
+        _raise_difference(world, header, rows, error)
+    num_words = len(header.words)
+    words = tuple(tuple(row[_WORDS : _WORDS + num_words]) for row in rows) if num_words else ((),) * len(rows)
+    return Peers(tuple(row[_TOKENS] for row in rows), words)
+
+
+def _uneven(rows: list[list[int]], size: int) -> bool:
+    """Whether the ranks of an attention-TP group hold different numbers of tokens."""
+    groups = [{row[_TOKENS + 1] for row in rows[first : first + size]} for first in range(0, len(rows), size)]
+    return any(len(group) > 1 for group in groups)
+
+
+def _raise_difference(world: Collectives, header: Header, rows: list[list[int]], error: EprtError | None) -> None:
+    """What the rows say beyond the fast path; returns where they differ in nothing that counts."""
     failed = [rank for rank, row in enumerate(rows) if row[1]]
     if failed:
         found = _shared_error(world, failed[0], error)
         found.shared = True
         raise found
-    differing = [name for name in _COMPARED if len({getattr(h, name) for h in headers}) > 1]
-    size = world.parallel.attention_tp_size
-    groups = [{h.replicas for h in headers[first : first + size]} for first in range(0, len(headers), size)]
-    if any(len(group) > 1 for group in groups):
-        differing.append("replicas")
+    headers = [Header.decode(row) for row in rows]
+    differing = [name for name in _COMPARED if _differs(name, headers)]
+    if _uneven(rows, world.parallel.attention_tp_size):
+        differing.append("group_tokens")
+    if len({len(h.words) for h in headers}) > 1:
+        differing.append("words")
     if "operation" in differing:  # all else follows from it
         differing = ["operation"]
-    if differing:
-        columns = {name: [str(getattr(h, name)).removeprefix("torch.") for h in headers] for name in differing}
-        if "fingerprint" in differing:
-            columns |= _differing_settings(world, local)
-        mismatch = WorldMismatch(_table(columns))
-        mismatch.shared = True
-        raise mismatch
-    return headers
+    if not differing:
+        return
+    columns = {name: [str(getattr(h, name)).removeprefix("torch.") for h in headers] for name in differing}
+    if "fingerprint" in differing:
+        columns |= _differing_settings(world, header)
+    mismatch = WorldMismatch(_table(columns))
+    mismatch.shared = True
+    raise mismatch
+
+
+def _differs(name: str, headers: list[Header]) -> bool:
+    values = {getattr(header, name) for header in headers}
+    if name == "fingerprint" and all(header.operation == "step" for header in headers):
+        values.discard(0)  # a rank whose host made no layer call replayed a graph: there is nothing to compare
+    return len(values) > 1
+
+
+def agree_step(world: Collectives, num_tokens: object, number: object, words: object) -> Step:
+    """The exchange that begins a step. Collective; raises as `World.step` says."""
+    error: EprtError | None = None
+    tokens, said = 0, world.step_number + 1
+    own: tuple[int, ...] = ()
+    try:
+        tokens = checked_count("num_tokens", num_tokens)
+        said = said if number is None else checked_count("number", number)
+        own = checked_words(words)
+    except EprtError as found:
+        error = found
+    log = world.take_call_log()
+    header = Header(
+        "step",
+        -1,
+        0,
+        tokens,
+        fingerprint=log.fingerprint,
+        group_tokens=tokens,
+        step=said,
+        words=own,
+        settings=log.settings,
+    )
+    peers = exchange(world, header, error)
+    return Step(said, peers.tokens, peers.words)
 
 
 def _shared_error(world: Collectives, rank: int, error: EprtError | None) -> EprtError:
@@ -133,7 +206,7 @@ def _shared_error(world: Collectives, rank: int, error: EprtError | None) -> Epr
 def _differing_settings(world: Collectives, local: Header) -> dict[str, list[str]]:
     """Every rank's value of the settings that aren't equal, cut to what fits a text."""
     # One a line and sorted: a text that is cut loses the same last names everywhere.
-    texts = _share_text(world, "\n".join(json.dumps(item) for item in sorted(local.settings.items())))
+    texts = _share_text(world, "\n".join(json.dumps(item) for item in sorted((local.settings or {}).items())))
     known: list[dict[str, str]] = [
         dict(json.loads(line) for line in text.splitlines() if line.endswith("]")) for text in texts
     ]

@@ -29,7 +29,10 @@ REFUSED = {
         {"latent": True},
     ),
     "hidden_on_meta": ("InputError: rank 1: hidden_states is (4, 16) torch.float32 on meta", {}),
-    "other_number_of_replicas": ("WorldMismatch: the ranks disagree about this call (replicas)", {"attention_tp": 2}),
+    "other_number_of_group_tokens": (
+        "WorldMismatch: the ranks disagree about this call (group_tokens)",
+        {"attention_tp": 2},
+    ),
     "agreed_is_text": ("InputError: rank 1: tokens_per_rank '4': expected an int", {"attention_tp": 2}),
     "agreed_is_a_fraction": ("InputError: rank 1: tokens_per_rank 4.5: expected an int", {}),
     "agreed_is_true": ("InputError: rank 1: tokens_per_rank True: expected an int", {}),

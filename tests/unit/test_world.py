@@ -229,14 +229,15 @@ def test_where_headers_are_not_compared_a_refusal_waits_for_nobody() -> None:
         device=torch.device("cpu"),
         closed=False,
         generation=0,
-        step=0,
+        step_number=0,
+        current_step=None,
         num_dispatchers=0,
         note=lambda *_: None,
-        gather_control=lambda x: x.expand(2, -1),  # the peer builds the same
+        gather_words=lambda words: [words] * 2,  # the peer builds the same
         compares_headers=lambda full: False,
     )
     dispatcher = make_dispatcher("none", world, MoEConfig(8, 2, 16, 8), RuntimeConfig())
-    del world.gather_control
+    del world.gather_words
     with pytest.raises(InputError, match="no router"):
         dispatcher.refuse(InputError("no router"), 4)
 

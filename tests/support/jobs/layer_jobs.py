@@ -130,7 +130,7 @@ BAD = {
     "token_ids_for_more_tokens": lambda x: ((x, good_routing(4)), {"token_ids": torch.zeros(5, dtype=torch.int64)}),
     "bf16_for_a_float32_shared_expert": lambda x: ((x.bfloat16(), good_routing(4)), {}),
     "hidden_on_meta": lambda x: ((x.to("meta"),), {}),
-    "other_number_of_replicas": lambda x: ((x[:2], good_routing(2)), {}),
+    "other_number_of_group_tokens": lambda x: ((x[:2], good_routing(2)), {}),
     "agreed_is_text": lambda x: ((x, good_routing(4)), {"tokens_per_rank": "4"}),
     "agreed_is_a_fraction": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 4.5}),
     "agreed_is_true": lambda x: ((x, good_routing(4)), {"tokens_per_rank": True}),

@@ -52,7 +52,6 @@ def steps(dispatcher: Dispatcher, how: str) -> None:
     world = dispatcher.world
     x, topk = batch(generator_of(world, 7), 3, H, K)
     for step in range(10):
-        world.step = step
         fault = how if step == 5 and world.rank == VICTIM else ""
         if fault == "dies in dispatch":
             die()

@@ -38,10 +38,11 @@ def traffic_with_fault(context, kind: str, victim: int, name: str) -> str:
     world = context.world(timeout_s=3.0)
     dispatcher = make_dispatcher(name, world, CONFIG, RuntimeConfig())
     for step in range(60):
-        world.step = step
-        if context.rank == victim and step == 5:
-            FAULTS[kind](world)
-        _step(dispatcher, 1 + (step + context.rank) % 3)
+        tokens = 1 + (step + context.rank) % 3
+        with world.step(tokens, number=step):
+            if context.rank == victim and step == 5:
+                FAULTS[kind](world)
+            _step(dispatcher, tokens)
     return "finished"
 
 

@@ -176,7 +176,8 @@ class FakeWorld:
         self.rank, self.size = rank, len(board)
         self.device = torch.device("cpu")
         self.parallel = ParallelConfig(self.size)
-        self.generation = self.step = self.allocations = self.num_dispatchers = 0
+        self.generation = self.step_number = self.allocations = self.num_dispatchers = 0
+        self.current_step = None
         self.closed = self.warm = self.broken = False
         self.quiet = False  # ranks don't compare headers
         self._shared = SharedResources()
@@ -188,6 +189,12 @@ class FakeWorld:
         gathered = torch.stack(self._board)
         self._meet.wait()
         return gathered
+
+    def gather_words(self, words):
+        return self.gather_control(torch.tensor(words)).tolist()
+
+    def log_call(self, layer: int, fingerprint: int) -> None:
+        pass
 
     def barrier(self) -> None:
         self.gather_control(torch.zeros(1))

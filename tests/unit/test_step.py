@@ -1,0 +1,112 @@
+"""A step: agreed once, the same on every rank, and a rank that does something else is the same table on all."""
+
+from __future__ import annotations
+
+import pytest
+import step_jobs as jobs
+
+
+def test_every_rank_sees_all_tokens_and_words(pools) -> None:
+    counts, words = [3, 0, 7], [(1, -5), (0, 1 << 62), (2, 2)]
+    expected = [(0, (3, 0, 7), tuple(words)), 7, (70, (3, 0, 7), tuple(words)), 7]
+    assert pools(3).run(jobs.seen, counts=counts, words=words) == [expected] * 3
+
+
+def test_the_smallest_step_is_of_one_token(pools) -> None:
+    assert [found[1] for found in pools(2).run(jobs.seen, counts=[0, 0], words=[(), ()])] == [1, 1]
+
+
+@pytest.mark.parametrize(("attention_tp", "counts"), [(1, [4, 0, 9, 1]), (1, [0, 0, 0, 0]), (2, [5, 2]), (2, [7, 0])])
+def test_layers_of_a_step_compute_what_they_do_outside(pools, attention_tp: int, counts: list[int]) -> None:
+    found = pools(4).run(jobs.same_as_outside, counts=counts, attention_tp=attention_tp)
+    assert found == [0.0] * 4
+
+
+def test_layers_of_a_step_ask_no_peer_for_R(pools) -> None:
+    assert pools(2).run(jobs.no_exchange_inside) == [[1, 0, 1]] * 2
+
+
+SAYS = {
+    "a skipped step": "WorldMismatch: the ranks disagree about this call (step)",
+    "fewer tokens than none": "InputError: rank 1: num_tokens -1: expected an int from 0",
+    "tokens that are no number": "InputError: rank 1: num_tokens '4': expected an int from 0",
+    "tokens that are true": "InputError: rank 1: num_tokens True: expected an int from 0",
+    "a negative number": "InputError: rank 1: number -1: expected an int from 0",
+    "a word more": "WorldMismatch: the ranks disagree about this call (words)",
+    "words that are text": "InputError: rank 1: words 'done': expected a sequence of at most 8 ints",
+    "a word that is too long": "InputError: rank 1: words (9223372036854775808,): 9223372036854775808 is no int64",
+    "too many words": "InputError: rank 1: words (0, 1, 2, 3, 4, 5, 6, 7, 8): expected a sequence of at most 8 ints",
+    "more tokens than it said": "InputError: rank 1: a layer gets 4 tokens in a step that this rank began with "
+    "num_tokens=3: say the largest",
+}
+
+
+@pytest.mark.parametrize("how", jobs.WRONG)
+def test_what_one_rank_says_otherwise_is_the_same_error_on_all(pools, how: str) -> None:
+    found = pools(4).run(jobs.disagree, how=how)
+    assert len(set(found)) == 1
+    assert found[0][0].startswith(SAYS[how])
+
+
+def test_a_table_shows_every_ranks_step(pools) -> None:
+    told = pools(4).run(jobs.disagree, how="a skipped step")[0][0]
+    assert [line.split() for line in told.splitlines()[2:]] == [["0", "10"], ["1", "11"], ["2", "10"], ["3", "10"]]
+
+
+def test_an_attention_tp_group_says_one_number(pools) -> None:
+    found = set(pools(4).run(jobs.groups_that_differ))
+    assert len(found) == 1
+    assert found.pop().startswith("WorldMismatch: the ranks disagree about this call (group_tokens)")
+
+
+def test_a_step_never_meets_another_call(pools) -> None:
+    found = set(pools(2).run(jobs.a_barrier_instead))
+    assert len(found) == 1
+    assert found.pop().startswith("WorldMismatch: the ranks disagree about this call (operation)")
+
+
+@pytest.mark.parametrize(("how", "rank_1"), [(0, "0 0"), (1, "0"), (2, None)])
+def test_ranks_that_called_other_layers_are_told_at_the_next_step(pools, how: int, rank_1: str | None) -> None:
+    (told, then), other = pools(2).run(jobs.other_layers, how=how)
+    assert (told, then) == other
+    assert then == "nothing was raised"
+    if rank_1 is None:  # a host that made no call replayed a graph
+        assert told == "nothing was raised"
+    else:
+        assert told.startswith("WorldMismatch: the ranks disagree about this call (fingerprint")
+        if how == 1:
+            assert "layers of the last step" in told
+            assert told.splitlines()[-1].endswith(f" {rank_1}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("on every rank", "InputError: the caller's own"), ("on rank 1", "InputError: rank 1: hidden_states is (4, 15)")],
+)
+def test_after_an_error_that_all_ranks_raised_the_next_step_works(pools, kind: str, says: str) -> None:
+    (told, fine), other = pools(2).run(jobs.an_error_inside, kind=kind)
+    assert (told, fine) == other
+    assert told.startswith(says)
+    assert fine
+
+
+def test_a_rank_that_swallows_its_own_error_is_found_by_its_next_call(pools) -> None:
+    (told, fine), other = pools(2).run(jobs.swallowed)
+    assert (told, fine) == other == (told, True)
+    assert told.startswith("WorldMismatch: the ranks disagree about this call (operation)")
+
+
+def test_a_step_inside_a_step_is_refused(pools) -> None:
+    for told, tokens in pools(2).run(jobs.nested):
+        assert told.startswith("UsageError: step ")
+        assert tokens == (2, 2)
+
+
+def test_threads_of_a_step_see_it(pools) -> None:
+    assert pools(2).run(jobs.from_a_thread) == [True, True]
+
+
+def test_a_world_of_one_has_steps_too() -> None:
+    empty, tokens, refusal = jobs.alone()
+    assert (empty, tokens) == (1, (2,))
+    assert refusal.startswith("a layer gets 3 tokens in a step that this rank began with num_tokens=2")
