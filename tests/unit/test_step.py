@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import step_jobs as jobs
+from support.jobs import step_jobs as jobs
 
 
 def test_every_rank_sees_all_tokens_and_words(pools) -> None:

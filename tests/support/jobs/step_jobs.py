@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 import torch
-from layer_jobs import H, good_routing, make_layer, said, tokens_of
 
 from eprt.errors import EprtError, InputError
+from support.jobs.layer_jobs import H, good_routing, make_layer, said, tokens_of
 
 
 def kept(context, name="layer", **settings):
