@@ -15,7 +15,16 @@ WeightFormat = Literal["f32", "bf16", "mxfp4", "nvfp4", "fp8_tensor", "fp8_block
 PayloadFormat = Literal["f32", "bf16", "fp8_block", "nvfp4"]
 CombineFormat = Literal["fp8"]
 TokenFormat = Literal["flat", "expert_major"]
-RoutingMethod = Literal["softmax_topk", "topk_softmax", "grouped_sigmoid", "sqrt_softplus", "hash"]
+RoutingMethod = Literal[
+    "softmax_topk",
+    "topk_softmax",
+    "topk_sigmoid",
+    "grouped_sigmoid",
+    "grouped_softmax",
+    "sqrt_softplus",
+    "sparsemixer",
+    "hash",
+]
 
 
 def _require(ok: bool, message: str) -> None:
@@ -75,11 +84,17 @@ class Routing:
     """How router logits become a TopK.
 
     Attributes:
-        method: `softmax_topk` (Qwen), `topk_softmax` (gpt-oss), `grouped_sigmoid` (DeepSeek-V3, Nemotron-H),
-            `sqrt_softplus` (DeepSeek-V4), `hash` (DeepSeek-V4's first layers: ids from a token-id table).
-        renormalize: divide the chosen weights by their sum (`topk_softmax` always sums to 1).
-        num_groups, topk_groups: group-limited choice of `grouped_sigmoid`.
+        method: `softmax_topk` (Qwen, Mixtral), `topk_softmax` (gpt-oss, Granite), `topk_sigmoid` (Llama 4),
+            `grouped_sigmoid` (DeepSeek-V3, GLM, MiniMax-M2, Nemotron-H), `grouped_softmax` (DeepSeek-V2, ERNIE 4.5),
+            `sqrt_softplus` (DeepSeek-V4), `sparsemixer` (Phi-3.5-MoE, two experts a token), `hash` (DeepSeek-V4's first
+            layers: ids from a token-id table).
+        renormalize: divide the chosen weights by their sum (`topk_softmax` always sums to 1; `topk_sigmoid` and
+            `sparsemixer` never do).
+        num_groups, topk_groups: group-limited choice of `grouped_sigmoid` (a group counts as the sum of its two best
+            scores) and `grouped_softmax` (as its best one).
         scaling_factor: routed scaling, applied to the weights here and nowhere else.
+        jitter: of `sparsemixer`: logits further than twice this from the best, relative to the larger of both sizes,
+            don't count in its softmax.
     """
 
     method: RoutingMethod = "softmax_topk"
@@ -87,9 +102,13 @@ class Routing:
     num_groups: int = 1
     topk_groups: int = 1
     scaling_factor: float = 1.0
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         _require_name("routing method", self.method, RoutingMethod)
+        _require(
+            math.isfinite(self.jitter) and self.jitter >= 0, f"routing jitter {self.jitter}: must be finite, 0 or more"
+        )
         _require(math.isfinite(self.scaling_factor), f"routing scaling_factor {self.scaling_factor}: must be finite")
         _require(
             1 <= self.topk_groups <= self.num_groups,
@@ -117,6 +136,7 @@ class MoEConfig:
         intermediate_size: I, of one expert, before any sharding.
         model_hidden_size: the model's own width if the experts live in a latent dimension (Nemotron-H), else None.
         bias: both expert matrices carry a bias (gpt-oss).
+        weight_on_input: the router's weight multiplies the expert's input, not its output (Llama 4). top_k must be 1.
         weight_format: the number format of the expert matrices in the checkpoint.
     """
 
@@ -130,6 +150,7 @@ class MoEConfig:
     weight_format: WeightFormat = "bf16"
     shared: SharedExpert | None = None
     model_hidden_size: int | None = None
+    weight_on_input: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
@@ -140,6 +161,14 @@ class MoEConfig:
         _require(
             self.top_k <= self.num_experts,
             f"top_k {self.top_k} is larger than num_experts {self.num_experts}: a token visits distinct experts",
+        )
+        _require(
+            not self.weight_on_input or self.top_k == 1,
+            f"top_k {self.top_k} with weight_on_input: must be 1, a token travels once, with one input",
+        )
+        _require(
+            self.routing.method != "sparsemixer" or self.top_k == 2,
+            f"top_k {self.top_k} with sparsemixer routing: must be 2",
         )
         _require(
             self.num_experts % self.routing.num_groups == 0,

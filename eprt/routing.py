@@ -1,11 +1,14 @@
 """Router logits -> TopK, once for every model family.
 
 The formulas are those of the models' own code (transformers: `GptOssTopKRouter`, `Qwen3MoeTopKRouter`,
-`DeepseekV3TopkRouter`, `DeepseekV4TopKRouter`, `DeepseekV4HashRouter`, `NemotronHTopkRouter`), rounding included:
-each works in the dtype its model works in, so the choice of experts is the model's own, ties aside.
+`DeepseekV3TopkRouter`, `DeepseekV4TopKRouter`, `DeepseekV4HashRouter`, `NemotronHTopkRouter`, `DeepseekV2TopkRouter`,
+`Ernie4_5_MoeTopKRouter`, `Llama4Router`, phimoe's `sparsemixer`), rounding included: each works in the dtype its model
+works in, so the choice of experts is the model's own, ties aside.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,10 @@ from eprt.tokens import RouterLogits, TopK
 
 # DeepSeek's guard against a zero denominator when the chosen weights are normalised.
 _EPSILON = 1e-20
+# ERNIE 4.5's `moe_norm_min`: the least sum that its weights are divided by.
+NORM_MIN = 1e-12
+
+WeightRounding = Literal["logits", "float32", "tokens"]
 
 
 def route(
@@ -34,7 +41,8 @@ def route(
         logits: [T, E], any float dtype: `F.linear(hidden, router.weight, router.bias)`.
         routing: the method and its numbers.
         top_k: K.
-        correction_bias: [E], added to the scores for the choice alone (`grouped_sigmoid`, `sqrt_softplus`).
+        correction_bias: [E], added to the scores for the choice alone (`grouped_sigmoid`, `grouped_softmax`,
+            `sqrt_softplus`).
         token_ids: [T] integer vocabulary ids (`hash`).
         token_table: [V, K] integer expert ids of each vocabulary id (`hash`).
 
@@ -42,7 +50,7 @@ def route(
         TopK: ids [T, K] int32, weights [T, K] float32 with `routing.scaling_factor` applied.
 
     Raises:
-        ConfigError: top_k outside [1, E], groups that can't hold top_k experts.
+        ConfigError: top_k outside [1, E], groups that can't hold top_k experts, `sparsemixer` without top_k 2.
         InputError: a missing or wrongly shaped tensor; on CPU, a token id outside the table (a CUDA kernel asserts
             on that by itself, since reading the ids here would synchronise).
     """
@@ -59,8 +67,15 @@ def route(
     elif routing.method == "topk_softmax":
         chosen, ids = torch.topk(values, top_k, dim=-1)
         weights = torch.softmax(chosen, dim=-1)
+    elif routing.method == "topk_sigmoid":
+        chosen, ids = torch.topk(values, top_k, dim=-1)
+        weights = torch.sigmoid(chosen.float()).to(values.dtype)
     elif routing.method == "grouped_sigmoid":
         ids, weights = _grouped_sigmoid(values, routing, top_k, correction_bias)
+    elif routing.method == "grouped_softmax":
+        ids, weights = _grouped_softmax(values, routing, top_k, correction_bias)
+    elif routing.method == "sparsemixer":
+        ids, weights = _sparsemixer(values, routing, top_k)
     elif routing.method == "sqrt_softplus":
         scores = F.softplus(values).sqrt()
         for_choice = scores if correction_bias is None else scores + correction_bias
@@ -96,23 +111,54 @@ def _grouped_sigmoid(
     scores = logits.float().sigmoid()
     for_choice = scores if correction_bias is None else scores + correction_bias
     if routing.num_groups > 1:
-        for_choice = _keep_best_groups(for_choice, routing, top_k)
+        for_choice = _keep_best_groups(for_choice, routing, top_k, count=2)
     ids = torch.topk(for_choice, top_k, dim=-1, sorted=False).indices
     return ids, _normalized(scores.gather(1, ids), routing)
 
 
-def _keep_best_groups(scores: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
-    """Scores with -inf outside the `topk_groups` best groups; a group counts as the sum of its two best scores."""
+def _grouped_softmax(
+    logits: torch.Tensor, routing: Routing, top_k: int, correction_bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    for_choice = scores if correction_bias is None else scores + correction_bias
+    if routing.num_groups > 1:
+        for_choice = _keep_best_groups(for_choice, routing, top_k, count=1)
+    ids = torch.topk(for_choice, top_k, dim=-1, sorted=False).indices
+    weights = scores.gather(1, ids)
+    return ids, weights / weights.sum(dim=-1, keepdim=True).clamp(min=NORM_MIN) if routing.renormalize else weights
+
+
+def _sparsemixer(logits: torch.Tensor, routing: Routing, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inference form of https://arxiv.org/abs/2409.12136: the best expert, then the best of the others, each weighed by
+    a softmax of its own over the logits that come near it. In the logits' dtype, as the model computes."""
+    if top_k != 2:
+        raise ConfigError(f"top_k {top_k} with sparsemixer routing: must be 2")
+    best, first = logits.max(dim=-1, keepdim=True)
+    first_weight = torch.softmax(_near(logits, logits, best, routing.jitter), dim=-1).gather(1, first)
+    others = logits.scatter(1, first, float("-inf"))
+    best, second = others.max(dim=-1, keepdim=True)
+    second_weight = torch.softmax(_near(others, logits, best, routing.jitter), dim=-1).gather(1, second)
+    return torch.cat((first, second), dim=-1), torch.cat((first_weight, second_weight), dim=-1)
+
+
+def _near(values: torch.Tensor, logits: torch.Tensor, best: torch.Tensor, jitter: float) -> torch.Tensor:
+    """`values`, -inf where the logit lies further from the best than the threshold."""
+    far = (best - logits) / logits.abs().clamp(min=best) > 2 * jitter
+    return values.masked_fill(far, float("-inf"))
+
+
+def _keep_best_groups(scores: torch.Tensor, routing: Routing, top_k: int, count: int) -> torch.Tensor:
+    """Scores with -inf outside the `topk_groups` best groups; a group counts as the sum of its `count` best scores."""
     num_tokens, num_experts = scores.shape
     size, remainder = divmod(num_experts, routing.num_groups)
-    if remainder or size < 2:
+    if remainder or size < count:
         raise ConfigError(
-            f"{num_experts} experts in {routing.num_groups} groups: groups need an equal size of 2 or more"
+            f"{num_experts} experts in {routing.num_groups} groups: groups need an equal size of {count} or more"
         )
     if top_k > size * routing.topk_groups:
         raise ConfigError(f"top_k {top_k} is larger than the {size * routing.topk_groups} experts of the chosen groups")
     grouped = scores.view(num_tokens, routing.num_groups, size)
-    group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    group_scores = grouped.topk(count, dim=-1).values.sum(dim=-1)
     best = torch.topk(group_scores, routing.topk_groups, dim=-1, sorted=False).indices
     dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
     return grouped.masked_fill(dropped[:, :, None], float("-inf")).view(num_tokens, num_experts)
@@ -151,7 +197,10 @@ class Router(nn.Module):
         correction_bias: [E], see `route`, or None.
         token_table: [V, K] integers, see `route`, or None.
         float32_logits: multiply in float32 whatever the dtypes. None: as the model of that method does, which is
-            float32 for `grouped_sigmoid` (DeepSeek-V3, Nemotron-H) and the model's dtype for the others.
+            float32 for `grouped_sigmoid` and `grouped_softmax` and the model's dtype for the others.
+        weights: what the routing weights are rounded to: `logits` as the method does on logits of this dtype (Qwen),
+            `float32` not at all (Mixtral), `tokens` the dtype of the hidden states whatever the logits' (ERNIE 4.5).
+        token_dtype: of the hidden states, where the router's weight is kept in another (ERNIE 4.5: float32).
 
     Raises:
         ConfigError: shapes that don't fit each other.
@@ -172,6 +221,8 @@ class Router(nn.Module):
         correction_bias: torch.Tensor | None = None,
         token_table: torch.Tensor | None = None,
         float32_logits: bool | None = None,
+        weights: WeightRounding = "logits",
+        token_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if weight.dim() != 2:
@@ -186,11 +237,20 @@ class Router(nn.Module):
             )
         self.routing = routing
         self.top_k = top_k
-        self.float32_logits = routing.method == "grouped_sigmoid" if float32_logits is None else float32_logits
+        if float32_logits is None:
+            float32_logits = routing.method in ("grouped_sigmoid", "grouped_softmax")
+        self.float32_logits = float32_logits
+        self.weights: WeightRounding = weights
+        self._token_dtype = token_dtype
         self.register_buffer("weight", weight)
         self.register_buffer("bias", bias)
         self.register_buffer("correction_bias", correction_bias)
         self.register_buffer("token_table", token_table)
+
+    @property
+    def token_dtype(self) -> torch.dtype:
+        """dtype of the hidden states that the model sends here."""
+        return self._token_dtype or self.weight.dtype
 
     def logits(self, hidden: torch.Tensor) -> RouterLogits:
         """[..., H] hidden states -> RouterLogits [T, E]. Raises InputError on a wrong width or dtype."""
@@ -203,11 +263,12 @@ class Router(nn.Module):
             bias = None if bias is None else bias.float()
         elif hidden.dtype != weight.dtype:
             raise InputError(f"hidden is {hidden.dtype}, the router {weight.dtype}: use router.to(hidden.dtype)")
-        return RouterLogits(F.linear(hidden, weight, bias))
+        logits = F.linear(hidden, weight, bias)
+        return RouterLogits(logits.float() if self.weights == "float32" else logits)
 
     def forward(self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None) -> TopK:
         """[..., H] hidden states (and their [...] vocabulary ids for `hash`) -> TopK of T rows. Raises as `route`."""
-        return route(
+        chosen = route(
             self.logits(hidden),
             self.routing,
             self.top_k,
@@ -215,3 +276,6 @@ class Router(nn.Module):
             token_ids=None if token_ids is None else token_ids.reshape(-1),
             token_table=self.token_table,
         )
+        if self.weights == "tokens":
+            return TopK(chosen.ids, chosen.weights.to(hidden.dtype).float())
+        return chosen

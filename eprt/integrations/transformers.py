@@ -102,8 +102,8 @@ def idle_step(layers: Iterable[ExpertParallelMoE]) -> None:
 
 
 def _dtype(layer: ExpertParallelMoE) -> torch.dtype:
-    """The dtype the other ranks' tokens have: the model's, which the router's weight has too."""
-    return torch.bfloat16 if layer.router is None else layer.router.weight.dtype
+    """The dtype the other ranks' tokens have: the model's."""
+    return torch.bfloat16 if layer.router is None else layer.router.token_dtype
 
 
 def _parent(model: nn.Module, path: str) -> tuple[nn.Module, str]:

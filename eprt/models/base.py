@@ -13,8 +13,10 @@ from eprt.models.checkpoint import Checkpoint
 from eprt.models.formats import ExpertNames, Part, load_experts, load_linear
 from eprt.models.hf_config import model_dtype
 from eprt.placement import ExpertShard
-from eprt.routing import Router
+from eprt.routing import Router, WeightRounding
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
+
+_PLAIN = (torch.bfloat16, torch.float32)
 
 
 class ModelFamily(ABC):
@@ -24,8 +26,9 @@ class ModelFamily(ABC):
     Attributes:
         module: dotted path, in the transformers model, of the module an integration replaces; `{}` is the layer.
         blocks: the same module as checkpoints name it; the first name that a checkpoint uses is taken.
-        router: name of the router inside the block.
-        correction_biases: names of its selection bias, inside the router.
+        routers: names of the router inside the block; the first that a checkpoint uses is taken.
+        correction_biases: names of its selection bias inside the block, [E] or [1, E]; none if the family has none.
+        float32_logits, router_weights: see `Router`; float32_router: its weight is kept in float32.
         shared: name of the shared expert inside the block.
         aliases, stacked: see `formats.ExpertNames`.
         returns_scores: whether that module returns (hidden_states, router_scores), of which an integration's has none.
@@ -33,8 +36,11 @@ class ModelFamily(ABC):
 
     module: ClassVar[str] = "model.layers.{}.mlp"
     blocks: ClassVar[tuple[str, ...]] = ("model.layers.{}.mlp",)
-    router: ClassVar[str] = "gate"
-    correction_biases: ClassVar[tuple[str, ...]] = ("e_score_correction_bias",)
+    routers: ClassVar[tuple[str, ...]] = ("gate",)
+    correction_biases: ClassVar[tuple[str, ...]] = ()
+    float32_logits: ClassVar[bool | None] = None
+    float32_router: ClassVar[bool] = False
+    router_weights: ClassVar[WeightRounding] = "logits"
     shared: ClassVar[str] = "shared_experts"
     returns_scores: ClassVar[bool] = False
     aliases: ClassVar[dict[Part, tuple[str, ...]]] = {
@@ -72,23 +78,22 @@ class ModelFamily(ABC):
 
     def load_router(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> Router:
         """The router, in the model's dtype; its selection bias in float32, as transformers keeps it."""
-        prefix = f"{self.block(checkpoint, layer)}.{self.router}"
-        dtype = model_dtype(self.text_config(checkpoint.config))
+        block, prefix = self._names(checkpoint, layer)
+        token_dtype = model_dtype(self.text_config(checkpoint.config))
+        dtype = torch.float32 if self.float32_router else token_dtype
         E = config.num_experts
-        plain = (torch.bfloat16, torch.float32)
-        weight = checkpoint.read(f"{prefix}.weight", shape=(E, config.input_size), dtypes=plain).to(dtype)
-        bias = checkpoint.read(f"{prefix}.bias", shape=(E,), dtypes=plain).to(dtype) if config.bias else None
-        correction: torch.Tensor | None = None
-        if config.routing.method in ("grouped_sigmoid", "sqrt_softplus"):
-            name = checkpoint.first(*(f"{prefix}.{alias}" for alias in self.correction_biases))
-            correction = checkpoint.read(name, shape=(E,), dtypes=plain).float()
+        weight = checkpoint.read(f"{prefix}.weight", shape=(E, config.input_size), dtypes=_PLAIN).to(dtype)
+        bias = checkpoint.read(f"{prefix}.bias", shape=(E,), dtypes=_PLAIN).to(dtype) if config.bias else None
         return Router(
             weight,
             config.routing,
             config.top_k,
             bias=bias,
-            correction_bias=correction,
+            correction_bias=self._correction_bias(checkpoint, block, config),
             token_table=self._token_table(checkpoint, prefix, config),
+            float32_logits=self.float32_logits,
+            weights=self.router_weights,
+            token_dtype=token_dtype if self.float32_router else None,
         )
 
     def load_shared(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> SharedExpertWeights | None:
@@ -115,15 +120,27 @@ class ModelFamily(ABC):
 
     def block(self, checkpoint: Checkpoint, layer: int) -> str:
         """Name of the layer's MoE block in this checkpoint. Raises CheckpointError."""
-        ending = f".{self.router}.weight"
-        name = checkpoint.first(*(block.format(layer) + ending for block in self.blocks))
-        return name.removesuffix(ending)
+        return self._names(checkpoint, layer)[0]
 
     def expert_modules(self, layer: int) -> tuple[str, ...]:
         """Names by which per-module quantisation settings may know the layer's experts."""
         prefixes = [f"{block.format(layer)}.experts" for block in self.blocks]
         downs = [f"{prefix}.0.{alias}" for prefix in prefixes for alias in self.aliases["down"]]
         return (*downs, *prefixes)
+
+    def _names(self, checkpoint: Checkpoint, layer: int) -> tuple[str, str]:
+        """The layer's MoE block and its router, as this checkpoint names them. Raises CheckpointError."""
+        blocks = [block.format(layer) for block in self.blocks]
+        found = {f"{block}.{name}.weight": (block, f"{block}.{name}") for block in blocks for name in self.routers}
+        return found[checkpoint.first(*found)]
+
+    def _correction_bias(self, checkpoint: Checkpoint, block: str, config: MoEConfig) -> torch.Tensor | None:
+        if not self.correction_biases or config.routing.method == "hash":
+            return None
+        name = checkpoint.first(*(f"{block}.{alias}" for alias in self.correction_biases))
+        E = config.num_experts
+        shape = (1, E) if checkpoint.manifest[name].shape == (1, E) else (E,)
+        return checkpoint.read(name, shape=shape, dtypes=_PLAIN).float().reshape(E)
 
     def _token_table(self, checkpoint: Checkpoint, router: str, config: MoEConfig) -> torch.Tensor | None:
         """[V, K] int64 expert ids of each vocabulary id (hash routing), checked to be experts that exist."""

@@ -1,4 +1,5 @@
-"""DeepSeek-V3 (grouped sigmoid routing with a selection bias) and DeepSeek-V4 (sqrt-softplus, or a token-id table)."""
+"""DeepSeek-V3 (grouped sigmoid routing with a selection bias) and what others built on it, DeepSeek-V2 (grouped
+softmax), DeepSeek-V4 (sqrt-softplus, or a token-id table)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from eprt.models.hf_config import boolean, check_moe_layer, expect, integer, num
 
 
 class DeepseekV3(ModelFamily):
-    """deepseek-ai/DeepSeek-V3, -V3.1, -R1; nvidia's NVFP4 exports of them."""
+    """deepseek-ai/DeepSeek-V3, -V3.1, -R1; nvidia's NVFP4 exports of them; moonshotai/Kimi-K2."""
+
+    correction_biases = ("gate.e_score_correction_bias",)
+    settings: ClassVar[dict[str, object]] = {
+        "hidden_act": "silu",
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         expect(hf, "moe_layer_freq", 1)
@@ -20,9 +28,8 @@ class DeepseekV3(ModelFamily):
 
     def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
         check_moe_layer(layer, self.moe_layers(hf))
-        expect(hf, "hidden_act", "silu")
-        expect(hf, "scoring_func", "sigmoid")
-        expect(hf, "topk_method", "noaux_tc")
+        for name, supported in self.settings.items():
+            expect(hf, name, supported)
         intermediate = integer(hf, "moe_intermediate_size")
         num_shared = integer(hf, "n_shared_experts", default=0)
         return MoEConfig(
@@ -30,15 +37,69 @@ class DeepseekV3(ModelFamily):
             top_k=integer(hf, "num_experts_per_tok"),
             hidden_size=integer(hf, "hidden_size"),
             intermediate_size=intermediate,
-            routing=Routing(
-                "grouped_sigmoid",
-                renormalize=boolean(hf, "norm_topk_prob", True),
-                num_groups=integer(hf, "n_group"),
-                topk_groups=integer(hf, "topk_group"),
-                scaling_factor=real(hf, "routed_scaling_factor"),
-            ),
+            routing=self.routing(hf),
             weight_format=weight_format(hf, self.expert_modules(layer)),
             shared=SharedExpert(intermediate * num_shared) if num_shared else None,
+        )
+
+    def routing(self, hf: dict[str, Any]) -> Routing:
+        return Routing(
+            "grouped_sigmoid",
+            renormalize=boolean(hf, "norm_topk_prob", True),
+            num_groups=integer(hf, "n_group"),
+            topk_groups=integer(hf, "topk_group"),
+            scaling_factor=real(hf, "routed_scaling_factor"),
+        )
+
+
+class DeepseekV32(DeepseekV3):
+    """deepseek-ai/DeepSeek-V3.2; zai-org/GLM-5 and GLM-4.7-Flash: `mlp_layer_types` says which layers are sparse, or
+    the published `first_k_dense_replace`."""
+
+    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
+        kinds = strings(hf, "mlp_layer_types")
+        if kinds is None:
+            return super().moe_layers(hf)
+        return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
+
+
+class Dots1(DeepseekV3):
+    """rednote-hilab/dots.llm1, whose config.json calls the choice of experts its scoring function."""
+
+    settings: ClassVar[dict[str, object]] = {"hidden_act": "silu"}
+
+
+class SolarOpen(DeepseekV3):
+    """upstage/Solar-Open: every layer is a mixture of experts."""
+
+    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
+        return list(range(num_layers(hf)))
+
+
+class DeepseekV2(DeepseekV3):
+    """deepseek-ai/DeepSeek-V2, -V2-Lite, -Coder-V2: softmax scores, a group counts as its best expert."""
+
+    correction_biases = ()
+    settings: ClassVar[dict[str, object]] = {
+        "hidden_act": "silu",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "mlp_bias": False,
+    }
+
+    def routing(self, hf: dict[str, Any]) -> Routing:
+        method = hf.get("topk_method") or "greedy"
+        if method not in ("greedy", "group_limited_greedy"):
+            raise ConfigError(
+                f"config.json: topk_method {method!r} is not supported: expected 'greedy' or 'group_limited_greedy'"
+            )
+        grouped = method == "group_limited_greedy"
+        return Routing(
+            "grouped_softmax",
+            renormalize=False,
+            num_groups=integer(hf, "n_group") if grouped else 1,
+            topk_groups=integer(hf, "topk_group") if grouped else 1,
+            scaling_factor=real(hf, "routed_scaling_factor", default=1.0),
         )
 
 
@@ -46,7 +107,7 @@ class DeepseekV4(ModelFamily):
     """deepseek-ai/DeepSeek-V4. Published names are `ffn`, `w1` (gate), `w3` (up), `w2` (down)."""
 
     blocks = ("model.layers.{}.ffn", "layers.{}.ffn", "model.layers.{}.mlp", "layers.{}.mlp")
-    correction_biases = ("bias", "e_score_correction_bias")
+    correction_biases = ("gate.bias", "gate.e_score_correction_bias")
     aliases: ClassVar[dict[Part, tuple[str, ...]]] = {
         "gate": ("w1", "gate_proj"),
         "up": ("w3", "up_proj"),

@@ -151,13 +151,15 @@ FORMATS: dict[WeightFormat, tuple[type[Matrix], tuple[Field, ...]]] = {
 
 @dataclass(frozen=True)
 class Location:
-    """Where a part may be: a tensor of its own, or rows `chunk` of `chunks` of entry `lead[0]` of a stacked one."""
+    """Where a part may be: a tensor of its own, or rows `chunk` of `chunks` of entry `lead[0]` of a stacked one, whose
+    last two dimensions may be `transposed`: [in, out]."""
 
     name: str
     lead: tuple[int, ...] = ()
     lead_shape: tuple[int, ...] = ()
     chunk: int = 0
     chunks: int = 1
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,12 +171,14 @@ class ExpertNames:
         num_experts: E.
         aliases: module names of each part where experts are apart: `<prefix>.<expert>.<alias>.weight`.
         stacked: of each part, where all experts are one tensor: (name, chunk, chunks), `<prefix>.<name>`.
+        transposed: whether that tensor is [E, in, out].
     """
 
     prefix: str
     num_experts: int
     aliases: dict[Part, tuple[str, ...]]
     stacked: dict[Part, tuple[str, int, int]]
+    transposed: bool = False
 
     def locate(self, expert: int, part: Part, field: Field) -> list[Location]:
         apart = [
@@ -188,7 +192,7 @@ class ExpertNames:
         for suffix in field.suffixes:
             ending = "" if suffix == "weight" else "_" + suffix.removeprefix("weight_")
             stacked = f"{self.prefix}.{name}{ending}"
-            apart.append(Location(stacked, (expert,), (self.num_experts,), chunk, chunks))
+            apart.append(Location(stacked, (expert,), (self.num_experts,), chunk, chunks, self.transposed))
         return apart
 
 
@@ -288,13 +292,11 @@ def _read_piece(
     rows = _entry_slice(take[0], size[0], field.rows)
     cols = _entry_slice(take[1], size[1], field.cols)
     offset = location.chunk * grid[0]
-    values = checkpoint.read(
-        name,
-        (*location.lead, slice(offset + rows.start, offset + rows.stop), cols),
-        shape=(*location.lead_shape, location.chunks * grid[0], grid[1]),
-        dtypes=field.dtypes,
-    )
-    return field.accept(values, checkpoint.where(name))
+    index, shape = (slice(offset + rows.start, offset + rows.stop), cols), (location.chunks * grid[0], grid[1])
+    if location.transposed:
+        index, shape = index[::-1], shape[::-1]
+    values = checkpoint.read(name, (*location.lead, *index), shape=(*location.lead_shape, *shape), dtypes=field.dtypes)
+    return field.accept(values.mT if location.transposed else values, checkpoint.where(name))
 
 
 def _entry_slice(take: slice, size: int, block: int) -> slice:

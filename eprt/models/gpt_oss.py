@@ -26,7 +26,7 @@ Side = Literal["gate_up_proj", "down_proj"]
 class GptOss(ModelFamily):
     """openai/gpt-oss-20b, -120b."""
 
-    router = "router"
+    routers = ("router",)
     returns_scores = True
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:

@@ -76,6 +76,21 @@ def section(hf: dict[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
+def flatten(hf: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a nested `text_config` beside those around it, which win. Raises ConfigError."""
+    nested = section(hf, "text_config") if "text_config" in hf else {}
+    return {**nested, **{name: value for name, value in hf.items() if name != "text_config"}}
+
+
+def of_layer(hf: dict[str, Any], layer: int, *names: str) -> dict[str, Any]:
+    """The config with these fields, where they are lists of one value a layer, as that layer's. Raises ConfigError."""
+    listed = {name: value for name in names if isinstance(value := hf.get(name), list)}
+    for name, values in listed.items():
+        if layer >= len(values):
+            raise ConfigError(f"config.json: {name} has {len(values)} entries: expected one for layer {layer}")
+    return hf | {name: values[layer] for name, values in listed.items()}
+
+
 def expect(hf: dict[str, Any], name: str, supported: object) -> None:
     """Raises ConfigError if the field is set to another value than the one this family's code computes."""
     value = hf.get(name)
@@ -123,6 +138,14 @@ def weight_format(hf: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
     if method == "modelopt":
         return _modelopt_format(hf, quant, modules)
     raise ConfigError(f"config.json: quant_method {method!r} is not supported: expected mxfp4, fp8 or modelopt")
+
+
+def plain_format(hf: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
+    """As `weight_format`, for a family of which no quantised checkpoint is known. Raises ConfigError for one."""
+    found = weight_format(hf, modules)
+    if found not in ("bf16", "f32"):
+        raise ConfigError(f"config.json: {found} experts of this model are not supported: expected bf16 or f32")
+    return found
 
 
 def _modelopt_format(hf: dict[str, Any], quant: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:

@@ -18,6 +18,7 @@ class NemotronH(ModelFamily):
 
     module = "model.layers.{}.mixer"
     blocks = ("backbone.layers.{}.mixer", "model.layers.{}.mixer")
+    correction_biases = ("gate.e_score_correction_bias",)
     aliases: ClassVar[dict[Part, tuple[str, ...]]] = {"up": ("up_proj",), "down": ("down_proj",)}
     stacked: ClassVar[dict[Part, tuple[str, int, int]]] = {"up": ("up_proj", 0, 1), "down": ("down_proj", 0, 1)}
 

@@ -1,8 +1,8 @@
-"""Qwen3-MoE, and Qwen3.5-MoE with its shared expert behind a sigmoid gate."""
+"""Qwen3-MoE; Qwen2-MoE, Qwen3-Next and Qwen3.5-MoE with their shared expert behind a sigmoid gate; OLMoE."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from eprt.config import MoEConfig, Routing, SharedExpert
 from eprt.models.base import ModelFamily
@@ -10,16 +10,18 @@ from eprt.models.hf_config import (
     boolean,
     check_moe_layer,
     expect,
+    flatten,
     integer,
     integers,
     num_layers,
-    section,
     weight_format,
 )
 
 
 class Qwen3Moe(ModelFamily):
     """Qwen/Qwen3-30B-A3B, Qwen3-235B-A22B."""
+
+    intermediate: ClassVar[str] = "moe_intermediate_size"
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         step = integer(hf, "decoder_sparse_step", default=1, least=1)
@@ -36,11 +38,38 @@ class Qwen3Moe(ModelFamily):
             num_experts=integer(hf, "num_experts", "num_local_experts"),
             top_k=integer(hf, "num_experts_per_tok"),
             hidden_size=integer(hf, "hidden_size"),
-            intermediate_size=integer(hf, "moe_intermediate_size"),
+            intermediate_size=integer(hf, self.intermediate),
             routing=Routing("softmax_topk", renormalize=renormalize),
             weight_format=weight_format(hf, self.expert_modules(layer)),
             shared=shared,
         )
+
+
+class Olmoe(Qwen3Moe):
+    """allenai/OLMoE-1B-7B: every layer is a mixture of experts, whose width is the config's only one."""
+
+    intermediate = "intermediate_size"
+
+    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
+        return list(range(num_layers(hf)))
+
+
+class Qwen2Moe(Qwen3Moe):
+    """Qwen/Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B."""
+
+    shared = "shared_expert"
+    renormalize: ClassVar[bool] = False
+
+    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
+        check_moe_layer(layer, self.moe_layers(hf))
+        shared = SharedExpert(integer(hf, "shared_expert_intermediate_size"), gate=True)
+        return self._config(hf, layer, boolean(hf, "norm_topk_prob", self.renormalize), shared)
+
+
+class Qwen3Next(Qwen2Moe):
+    """Qwen/Qwen3-Next-80B-A3B."""
+
+    renormalize = True
 
 
 class Qwen35MoeText(Qwen3Moe):
@@ -64,8 +93,7 @@ class Qwen35Moe(Qwen35MoeText):
     module = "model.language_model.layers.{}.mlp"
 
     def text_config(self, hf: dict[str, Any]) -> dict[str, Any]:
-        nested = section(hf, "text_config") if "text_config" in hf else {}
-        return {**nested, **{name: value for name, value in hf.items() if name != "text_config"}}
+        return flatten(hf)
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         return super().moe_layers(self.text_config(hf))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.cases.model_checkpoints import WRITERS
+from support.cases.model_recipes import RECIPES
 from support.jobs import integration_jobs as jobs
 
 from eprt.config import RuntimeConfig
@@ -15,7 +16,7 @@ from eprt.models.tiny import write_tiny_checkpoint
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 
 
-@pytest.mark.parametrize(("model", "dispatcher"), [("gpt_oss", "none"), *((model, "torch") for model in jobs.MODELS)])
+@pytest.mark.parametrize(("model", "dispatcher"), [("gpt_oss", "none"), *((model, "torch") for model in RECIPES)])
 def test_logits_are_the_models_own(pools, model: str, dispatcher: str) -> None:
     world = 4
     results = pools(world).run(jobs.compare_logits, name=model, dispatcher=dispatcher)
@@ -24,7 +25,7 @@ def test_logits_are_the_models_own(pools, model: str, dispatcher: str) -> None:
     assert max(errors) <= 1e-5, errors
     assert [error for error, count in zip(errors, jobs.PROMPTS, strict=True) if count] != [0.0] * 3, "nothing compared"
     for _, layers, before, after in results:
-        assert layers == (1 if model in jobs.ONE_MOE_LAYER else 2)
+        assert layers == RECIPES[model].moe_layers
         assert after < before, "each rank keeps its share of the experts only"
 
 

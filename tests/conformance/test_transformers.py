@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("transformers", reason="the witness is transformers: pip install 'eprt[transformers]'")
 
-from support.cases.transformers_blocks import BLOCKS, VOCABULARY
-from support.jobs.transformers_jobs import EXECUTORS, PATHS, TOLERANCE, Sample, compare_blocks
+from support.cases.transformers_blocks import BLOCKS, DISTINCT, ROWS, VOCABULARY
+from support.jobs.transformers_jobs import PATHS, TOLERANCE, Sample, compare_blocks
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,15 @@ def _sample(name: str, dtype: torch.dtype) -> Sample:
         inputs.append((x, ids))
         with torch.no_grad():
             expected.append(block.reference(x, ids) if tokens else x.clone())
-    return Sample(name, dtype, replace(block, reference=None), inputs, expected)
+    return Sample(name, name in DISTINCT, dtype, replace(block, reference=None), inputs, expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layer_equals_transformers_block(layout: Layout, pools) -> None:
-    arguments = {"samples": samples(), "moe_tp": layout.moe_tp, "attention_tp": layout.attention_tp}
+    turn = LAYOUTS.index(layout)
+    arguments = {"samples": samples(), "moe_tp": layout.moe_tp, "attention_tp": layout.attention_tp, "turn": turn}
     results = pools(layout.world).run(compare_blocks, **arguments, timeout_s=100.0)
     rows = [row for rank in results for row in rank]
-    assert len(rows) == layout.world * len(BLOCKS) * len(TOLERANCE) * len(PATHS) * len(EXECUTORS)
+    assert len(rows) == layout.world * len(TOLERANCE) * (len(DISTINCT) * len(PATHS) + len(ROWS))
     wrong = [f"{what}: {error:.2e} > {tolerance:.0e}" for what, error, tolerance in rows if not error <= tolerance]
     assert not wrong, "\n".join(wrong)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from support.cases.model_cases import MODELS, edit, saved
 from support.cases.model_formats import QUANT, e4m3, pack
+from support.cases.model_recipes import make_config
 
 from eprt.config import MoEConfig, ParallelConfig
 from eprt.errors import CheckpointError, ConfigError
@@ -24,10 +25,10 @@ class TestTensorsRefused:
 
     @pytest.mark.parametrize("stored", STORED)
     @pytest.mark.parametrize(("change", "original", "stacked"), [
-        ({"num_experts": 3, "num_local_experts": 3}, r"gate.weight' has shape \(4, 64\): expected \(3, 64\)", None),
+        ({"num_experts": 3, "num_local_experts": 3}, r"gate.weight' has shape \(8, 64\): expected \(3, 64\)", None),
         ({"moe_intermediate_size": 64}, r"experts.0.gate_proj.weight' has shape \(96, 64\): expected \(64, 64\)",
-         r"gate_up_proj' has shape \(4, 192, 64\): expected \(4, 128, 64\)"),
-        ({"hidden_size": 32}, r"gate.weight' has shape \(4, 64\): expected \(4, 32\)", None),
+         r"gate_up_proj' has shape \(8, 192, 64\): expected \(8, 128, 64\)"),
+        ({"hidden_size": 32}, r"gate.weight' has shape \(8, 64\): expected \(8, 32\)", None),
     ])  # fmt: skip
     def test_sizes(self, tmp_path, stored, change, original, stacked):
         *_, layer, folders = saved("qwen3_moe")
@@ -56,7 +57,15 @@ class TestTensorsRefused:
             ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj_bias"),
             ("gpt_oss", "model.layers.1.mlp.router.bias"),
             ("nemotron_h", "backbone.layers.1.mixer.fc2_latent_proj.weight"),
-            ("qwen3_5_moe_text", "model.layers.0.mlp.shared_expert_gate.weight"),
+            ("qwen3_5_moe_text", "model.layers.1.mlp.shared_expert_gate.weight"),
+            ("mixtral", "model.layers.1.block_sparse_moe.experts.7.w3.weight"),
+            ("minimax_m2", "model.layers.1.block_sparse_moe.e_score_correction_bias"),
+            ("phimoe", "model.layers.1.block_sparse_moe.gate.weight"),
+            ("granitemoe", "model.layers.1.block_sparse_moe.output_linear.weight"),
+            ("granitemoe", "model.layers.1.block_sparse_moe.router.layer.weight"),
+            ("hunyuan_v1_moe", "model.layers.1.mlp.gate.wg.weight"),
+            ("ernie4_5_moe", "model.layers.1.mlp.moe_statics.e_score_correction_bias"),
+            ("llama4_text", "model.layers.1.feed_forward.experts.gate_up_proj"),
         ],
     )
     def test_missing(self, tmp_path, case, name):
@@ -68,7 +77,7 @@ class TestTensorsRefused:
     @pytest.mark.parametrize(
         ("table", "text"),
         [
-            (torch.full((64, 2), 4), "expert ids 4 to 4: expected 0 to 3"),
+            (torch.full((64, 2), 8), "expert ids 8 to 8: expected 0 to 7"),
             (torch.full((64, 2), -1), "expert ids -1 to -1"),
             (torch.zeros(64, 3, dtype=torch.long), r"shape \(64, 3\): expected \(V, 2\)"),
             (torch.zeros(64, 2), "has dtype F32: expected I64 or I32"),
@@ -101,7 +110,7 @@ class TestTensorsRefused:
     def test_stacked_blocks_shared_by_gate_and_up(self, tmp_path):
         *_, layer, folders = saved("qwen3_moe")
         prefix = "model.layers.1.mlp.experts"
-        stacked = {f"{prefix}.gate_up_proj": e4m3(4, 192, 64), f"{prefix}.gate_up_proj_scale_inv": torch.ones(4, 2, 1)}
+        stacked = {f"{prefix}.gate_up_proj": e4m3(8, 192, 64), f"{prefix}.gate_up_proj_scale_inv": torch.ones(8, 2, 1)}
         folder = edit(folders["stacked"], tmp_path, stacked, {"quantization_config": QUANT["fp8_block"]})
         with pytest.raises(ConfigError, match="96 rows of gate end inside a block of 128"):
             load_layer(folder, layer)
@@ -109,11 +118,8 @@ class TestTensorsRefused:
 
 def hf(case, **changes):
     """The config.json of a case, changed; None removes a field."""
-    import transformers
-
-    _, config_class, fields, layer = MODELS[case]
-    config = getattr(transformers, config_class)(**fields).to_dict() | changes
-    return {name: value for name, value in config.items() if value is not None}, layer
+    config = make_config(MODELS[case]).to_dict() | changes
+    return {name: value for name, value in config.items() if value is not None}, MODELS[case].layer
 
 
 class TestConfigs:
@@ -125,7 +131,7 @@ class TestConfigs:
             ("gpt_oss", {"num_local_experts": True}, "expected an integer"),
             ("gpt_oss", {"num_local_experts": -1}, "expected at least 0"),
             ("gpt_oss", {"num_local_experts": 0}, "num_experts 0: must be a positive integer"),
-            ("gpt_oss", {"num_experts_per_tok": 5}, "top_k 5 is larger than num_experts 4"),
+            ("gpt_oss", {"num_experts_per_tok": 9}, "top_k 9 is larger than num_experts 8"),
             ("gpt_oss", {"hidden_size": 64.5}, "hidden_size is 64.5"),
             ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: expected 'silu'"),
             ("gpt_oss", {"num_hidden_layers": 10**12}, "expected at most 10000"),
@@ -152,6 +158,21 @@ class TestConfigs:
             ("nemotron_h", {"mlp_bias": True}, "mlp_bias True is not supported"),
             ("nemotron_h", {"layers_block_type": None}, "layers_block_type or hybrid_override_pattern is missing"),
             ("nemotron_h", {"layers_block_type": [1]}, "expected a list of str"),
+            ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+            ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+            ("phimoe", {"num_experts_per_tok": 3}, "top_k 3 with sparsemixer routing: must be 2"),
+            ("phimoe", {"router_jitter_noise": -1.0}, "routing jitter -1.0"),
+            ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+            ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True is not supported"),
+            ("deepseek_v2", {"n_group": None}, "n_group is missing"),
+            ("deepseek_v32", {"mlp_layer_types": None, "first_k_dense_replace": None}, "first_k_dense_replace is miss"),
+            ("hunyuan_v1_moe", {"moe_topk": [2]}, "moe_topk has 1 entries: expected one for layer 1"),
+            ("hunyuan_v1_moe", {"moe_topk": [2, "2"]}, "moe_topk is '2': expected an integer"),
+            ("hunyuan_v1_moe", {"moe_layer_num_skipped": 1}, "moe_layer_num_skipped 1 is not supported"),
+            ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min 0.1 is not supported"),
+            ("ernie4_5_moe", {"use_bias": True}, "use_bias True is not supported"),
+            ("llama4_text", {"num_experts_per_tok": 2}, "top_k 2 with weight_on_input: must be 1"),
+            ("llama4_text", {"quantization_config": QUANT["fp8_block"]}, "fp8_block experts of this model"),
         ],
     )
     def test_refused(self, case, changes, text):
@@ -168,6 +189,14 @@ class TestConfigs:
             ("qwen3_5_moe_text", {"num_hidden_layers": 3}, [0, 1, 2]),
             ("deepseek_v3", {"num_hidden_layers": 5, "first_k_dense_replace": 3}, [3, 4]),
             ("deepseek_v4", {}, [0, 1]),
+            ("olmoe", {"num_hidden_layers": 3}, [0, 1, 2]),
+            ("qwen2_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2}, [1, 3]),
+            ("deepseek_v32", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, [0, 2]),
+            ("deepseek_v32", {"mlp_layer_types": None, "num_hidden_layers": 4, "first_k_dense_replace": 3}, [3]),
+            ("ernie4_5_moe", {"num_hidden_layers": 6, "moe_layer_end_index": -1, "moe_layer_interval": 2}, [1, 3, 5]),
+            ("ernie4_5_moe", {"num_hidden_layers": 6, "moe_layer_end_index": 3}, [1, 2, 3]),
+            ("llama4_text", {"moe_layers": None, "num_hidden_layers": 6, "interleave_moe_layer_step": 3}, [2, 5]),
+            ("llama4_text", {"num_hidden_layers": 4, "moe_layers": [3, 1, 9]}, [1, 3]),
             ("nemotron_h", {}, [1]),
             ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MEM*-E"}, [1, 5]),
         ],
@@ -192,7 +221,11 @@ class TestConfigs:
 
     @pytest.mark.parametrize("model_type", FAMILIES)
     def test_every_row_of_the_table_imports(self, model_type):
-        assert family_for({"model_type": model_type}).module_path(3).startswith("model.")
+        assert (
+            family_for({"model_type": model_type})
+            .module_path(3)
+            .startswith(("model.layers.3.", "model.language_model.", "language_model.model."))
+        )
 
     def test_published_sizes(self):
         """DeepSeek-V3 as its hub config.json describes it (the fields that matter)."""

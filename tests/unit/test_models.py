@@ -8,7 +8,17 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases.model_cases import MODELS, canonical_experts, edit, equal, make_model, saved, shard_of
+from support.cases.model_cases import (
+    MODELS,
+    canonical_experts,
+    edit,
+    equal,
+    make_model,
+    moe_layers,
+    routed,
+    saved,
+    shard_of,
+)
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
@@ -45,8 +55,7 @@ class TestAgainstTransformers:
         parts = load_layer(folders[stored], layer)
         hidden = torch.randn(33, parts.config.input_size, generator=torch.Generator().manual_seed(1)).bfloat16()
         token_ids = torch.arange(33)
-        theirs = block.router if case == "gpt_oss" else block.gate
-        _, weights, ids = theirs(hidden, token_ids) if case.endswith("hash") else theirs(hidden)
+        ids, weights = routed(block, hidden, token_ids)
         found = parts.router(hidden, token_ids)
         empty = torch.zeros(33, parts.config.num_experts)
         expected = empty.scatter(1, ids, weights.float())
@@ -57,7 +66,8 @@ class TestAgainstTransformers:
     def test_shared_expert_and_latent_projections(self, case, stored):
         _, block, layer, folders = saved(case)
         parts = load_layer(folders[stored], layer)
-        theirs = getattr(block, "shared_experts", getattr(block, "shared_expert", None))
+        names = ("shared_experts", "shared_expert", "shared_mlp")
+        theirs = next((getattr(block, name) for name in names if getattr(block, name, None) is not None), None)
         assert (parts.shared is None) == (theirs is None) == (parts.config.shared is None)
         if parts.shared is not None:
             gate = theirs.gate_proj.weight if hasattr(theirs, "gate_proj") else None
@@ -85,6 +95,8 @@ class TestAgainstTransformers:
         )
         assert parts.config.activation.gated == (not case.startswith("nemotron"))
         assert parts.config.bias == (case == "gpt_oss")
+        assert parts.config.weight_on_input == case.startswith("llama4")
+        assert family_for(model.config.to_dict()).moe_layers(model.config.to_dict()) == moe_layers(model)
 
     def test_biases_of_every_shard(self):
         _, block, layer, folders = saved("gpt_oss")
@@ -127,12 +139,12 @@ class TestAgainstTransformers:
         (nested / CONFIG).write_text(json.dumps(outer))
         parts = load_layer(nested, layer)
         equal(parts.experts.down.data, block.experts.down_proj.data)
-        assert parts.module_path == "model.language_model.layers.0.mlp"
+        assert parts.module_path == f"model.language_model.layers.{layer}.mlp"
 
     def test_module_path_of_the_vision_language_model(self):
         import transformers
 
-        fields = MODELS["qwen3_5_moe_text"][2]
+        fields = MODELS["qwen3_5_moe_text"].fields
         vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
         config = transformers.Qwen3_5MoeConfig(text_config=dict(fields), vision_config=vision)
         with torch.device("meta"):

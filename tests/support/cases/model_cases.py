@@ -12,108 +12,51 @@ from safetensors.torch import load_file, save_file
 
 from eprt.models.checkpoint import CONFIG, SINGLE
 from eprt.placement import ExpertShard
+from support.cases import model_recipes
+from support.cases.model_recipes import BLOCKS, RECIPES, VARIANTS, known
 
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts_per_tok": 2,
-}
-MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-LINEAR = {f"linear_{kind}": 16 for kind in ("key_head_dim", "value_head_dim")}
-LINEAR |= {"linear_num_key_heads": 1, "linear_num_value_heads": 1}
-V4_ATTENTION = {"q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 2, "index_head_dim": 16}
-
-# family -> transformers' classes, config, the MoE layer that is compared
-MODELS = {
-    "gpt_oss": (
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        COMMON | {"num_hidden_layers": 2, "intermediate_size": 96, "num_local_experts": 4},
-        1,
-    ),
-    "qwen3_moe": (
-        "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
-        COMMON | {"num_hidden_layers": 2, "moe_intermediate_size": 96, "num_experts": 4, "decoder_sparse_step": 2},
-        1,
-    ),
-    "qwen3_5_moe_text": (
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeTextConfig",
-        COMMON
-        | LINEAR
-        | {"num_hidden_layers": 1, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 48}
-        | {"num_experts": 4},
-        0,
-    ),
-    "deepseek_v3": (
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
-        COMMON
-        | MLA
-        | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "intermediate_size": 96, "moe_intermediate_size": 96}
-        | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
-        1,
-    ),
-    "deepseek_v4": (
-        "DeepseekV4ForCausalLM",
-        "DeepseekV4Config",
-        COMMON
-        | V4_ATTENTION
-        | {"num_hidden_layers": 2, "moe_intermediate_size": 96, "n_routed_experts": 4, "num_key_value_heads": 1}
-        | {"num_hash_layers": 1},
-        1,
-    ),
-    "deepseek_v4_hash": (
-        "DeepseekV4ForCausalLM",
-        "DeepseekV4Config",
-        COMMON
-        | V4_ATTENTION
-        | {"num_hidden_layers": 2, "moe_intermediate_size": 96, "n_routed_experts": 4, "num_key_value_heads": 1}
-        | {"num_hash_layers": 1},
-        0,
-    ),
-    "nemotron_h": (
-        "NemotronHForCausalLM",
-        "NemotronHConfig",
-        COMMON
-        | {"layers_block_type": ["full_attention", "moe"], "moe_intermediate_size": 96, "moe_latent_size": 32}
-        | {"moe_shared_expert_intermediate_size": 48, "n_routed_experts": 4, "routed_scaling_factor": 2.5},
-        1,
-    ),
-    "nemotron_h_flat": (
-        "NemotronHForCausalLM",
-        "NemotronHConfig",
-        COMMON
-        | {"layers_block_type": ["moe", "full_attention"], "moe_intermediate_size": 96, "n_routed_experts": 4}
-        | {"moe_shared_expert_intermediate_size": 48},
-        0,
-    ),
-}
+# case -> its recipe; the MoE layer that is compared is the recipe's
+MODELS = {name: recipe for name, recipe in (RECIPES | VARIANTS).items() if known(recipe)}
 
 
 def make_model(case: str, dtype: torch.dtype = torch.bfloat16):
-    """The model of a case, every tensor of its MoE block random, and its block."""
-    import transformers
-
-    model_class, config_class, fields, layer = MODELS[case]
-    torch.manual_seed(0)
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**fields)).requires_grad_(False)
-    block = model.model.layers[layer]
-    block = block.mixer if hasattr(block, "mixer") else block.mlp
-    for name, tensor in block.state_dict().items():
-        if name.endswith("tid2eid"):
-            tensor.copy_(torch.rand(*tensor.shape[:1], 4).argsort(dim=1)[:, : tensor.shape[1]])
-        else:
-            tensor.copy_(torch.randn(tensor.shape) * 0.2)
+    """The model of a case in this dtype, but for what from_pretrained keeps in float32; its MoE block; the layer."""
+    recipe = MODELS[case]
+    model = model_recipes.make_model(recipe)
+    strict = tuple(model._keep_in_fp32_modules_strict or ())
+    kept = {name: tensor.clone() for name, tensor in _tensors(model) if any(part in name for part in strict)}
     model.to(dtype)
-    for name, buffer in block.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            block.get_submodule("gate").e_score_correction_bias = buffer.float()  # as from_pretrained keeps it
-    return model, block, layer
+    for name, tensor in _tensors(model):
+        if name in kept:
+            tensor.data = kept[name]
+    layer = model.model.layers[recipe.layer]
+    return model, next(getattr(layer, name) for name in BLOCKS if hasattr(layer, name)), recipe.layer
+
+
+def _tensors(module: torch.nn.Module):
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def moe_layers(model) -> list[int]:
+    """Numbers of the layers with experts."""
+    names = {name for name, _ in model.named_modules() if name.endswith(".experts")}
+    return sorted({int(name.split(".")[2]) for name in names})
+
+
+def routed(block, hidden: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and weights [T, K] as a transformers block chooses them."""
+    router = block.router if hasattr(block, "router") else block.gate
+    if type(router).__name__ == "Llama4Router":
+        scores, logits = router(hidden)
+        ids = logits.topk(router.top_k, dim=1).indices
+        return ids, scores.gather(1, ids)
+    if type(router).__name__ == "DeepseekV4HashRouter":
+        _, weights, ids = router(hidden, token_ids)
+    elif type(router).__name__ == "MiniMaxM2TopKRouter":
+        _, weights, ids = router(hidden, block.e_score_correction_bias)
+    else:
+        _, weights, ids = router(hidden)
+    return ids, weights
 
 
 def canonical_experts(block) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,6 +65,8 @@ def canonical_experts(block) -> tuple[torch.Tensor, torch.Tensor]:
     if type(experts).__name__ == "GptOssExperts":
         gate_up = experts.gate_up_proj.transpose(1, 2)
         return torch.cat((gate_up[:, 0::2], gate_up[:, 1::2]), dim=1), experts.down_proj.transpose(1, 2)
+    if type(experts).__name__ == "Llama4TextExperts":
+        return experts.gate_up_proj.transpose(1, 2), experts.down_proj.transpose(1, 2)
     first = experts.gate_up_proj if hasattr(experts, "gate_up_proj") else experts.up_proj
     return first, experts.down_proj
 

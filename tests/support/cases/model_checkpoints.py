@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from eprt.models.checkpoint import CONFIG, SINGLE
 from eprt.models.tiny import write_tiny_checkpoint
+from support.cases.model_recipes import RECIPES
 from support.cases.packed_checkpoints import mxfp4_numbers
-from support.jobs.integration_jobs import MODELS
 
 _GPT_OSS_EXPERTS = re.compile(r"(.*experts\.(?:gate_up|down)_proj)_(blocks|scales)$")
 _V4_EXPERT = re.compile(r".*\.ffn\.experts\.\d+\.w[123]\.weight$")
@@ -48,7 +48,7 @@ def deepseek_v4(folder: Path, hidden: int, intermediate: int) -> None:
 
     sizes = {"hidden_size": hidden, "moe_intermediate_size": intermediate, "num_experts_per_tok": 4}
     torch.manual_seed(0)
-    config = transformers.DeepseekV4Config(**MODELS["deepseek_v4"][2] | sizes)
+    config = transformers.DeepseekV4Config(**RECIPES["deepseek_v4"].fields | sizes)
     transformers.DeepseekV4ForCausalLM(config).bfloat16().save_pretrained(folder / "plain")
     plain, published = load_file(folder / "plain" / SINGLE), {}
     for name, tensor in sorted(plain.items()):

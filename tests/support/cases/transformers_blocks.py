@@ -5,8 +5,10 @@ The canonical form is written out here by hand, apart from `eprt.models`, so tha
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -246,7 +248,182 @@ def nemotron_h(dtype: torch.dtype) -> Block:
     )
 
 
-BLOCKS: dict[str, Callable[[torch.dtype], Block]] = {
+@dataclass(frozen=True)
+class Row:
+    """A block of the common shape: a router named `gate` or `router`, stacked experts, maybe a shared expert.
+
+    Attributes:
+        names: transformers' model folder, block class and config class.
+        fields: of that config, beside the sizes, which every family names in its own way.
+        routing, top_k: ours.
+        shared: the shared expert's name in the block, and its config.
+        changes: other fields of our MoEConfig.
+        router: other arguments of our Router.
+    """
+
+    names: tuple[str, str, str]
+    fields: dict[str, Any]
+    routing: Routing
+    top_k: int = K
+    shared: tuple[str, SharedExpert] | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+    router: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, dtype: torch.dtype) -> Block:
+        import transformers
+
+        folder, block_class, config_class = self.names
+        modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+        hf = getattr(transformers, config_class)(hidden_size=H, **self.fields)
+        hf._experts_implementation = "eager"
+        block = _randomize(getattr(modeling, block_class)(hf), dtype)
+        name, shared = self.shared or ("", None)
+        config = MoEConfig(
+            E,
+            self.top_k,
+            H,
+            I,
+            routing=self.routing,
+            weight_format=WEIGHT_FORMAT[dtype],
+            shared=shared,
+            **self.changes,
+        )
+        # Llama 4 keeps [E, in, out]; gate comes first everywhere.
+        gate_up, down = block.experts.gate_up_proj.data, block.experts.down_proj.data
+        if folder == "llama4":
+            gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
+        gate = block.router if hasattr(block, "router") else block.gate
+        gate = getattr(gate, "wg", gate)
+        # The selection bias lies in the router, in the block beside it (MiniMax-M2) or as [1, E] (ERNIE 4.5).
+        biases = [tensor for key, tensor in _tensors(block) if key.endswith("e_score_correction_bias")]
+        output_gate = block.shared_expert_gate.weight.data if hasattr(block, "shared_expert_gate") else None
+        return Block(
+            lambda x, ids: _first(block(x[None])).view(x.shape),
+            config,
+            ExpertWeights(Dense(gate_up), Dense(down)),
+            Router(
+                gate.weight.data,
+                config.routing,
+                self.top_k,
+                correction_bias=biases[0].data.reshape(E) if biases else None,
+                **self.router,
+            ),
+            None if shared is None else _mlp(getattr(block, name), output_gate),
+        )
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _first(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+DEEPSEEK = {
+    "moe_intermediate_size": I,
+    "n_routed_experts": E,
+    "num_experts_per_tok": K,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+GROUPED = Routing("grouped_sigmoid", True, 4, 2, 2.5)
+TWO_SHARED = ("shared_experts", SharedExpert(2 * I))
+MIXTRAL = {"intermediate_size": I, "num_local_experts": E, "num_experts_per_tok": K}
+QWEN = {"moe_intermediate_size": I, "num_experts": E, "num_experts_per_tok": K, "shared_expert_intermediate_size": 40}
+GATED_SHARED = ("shared_expert", SharedExpert(40, gate=True))
+
+
+def _deepseek_kind(folder: str, stem: str) -> Row:
+    return Row((folder, f"{stem}MoE", f"{stem}Config"), DEEPSEEK, GROUPED, shared=TWO_SHARED)
+
+
+def _deepseek_v2(routing: Routing, **fields: Any) -> Row:
+    names = ("deepseek_v2", "DeepseekV2Moe", "DeepseekV2Config")
+    return Row(names, DEEPSEEK | {"norm_topk_prob": False} | fields, routing, shared=TWO_SHARED)
+
+
+ROWS: dict[str, Row] = {
+    "glm4_moe": _deepseek_kind("glm4_moe", "Glm4Moe"),
+    "dots1": _deepseek_kind("dots1", "Dots1"),
+    "solar_open": _deepseek_kind("solar_open", "SolarOpen"),
+    "deepseek_v32": _deepseek_kind("deepseek_v32", "DeepseekV32"),
+    "glm_moe_dsa": _deepseek_kind("glm_moe_dsa", "GlmMoeDsa"),
+    "glm4_moe_lite": _deepseek_kind("glm4_moe_lite", "Glm4MoeLite"),
+    "deepseek_v2": _deepseek_v2(Routing("grouped_softmax", False, 4, 2, 2.5), topk_method="group_limited_greedy"),
+    "deepseek_v2_greedy": _deepseek_v2(Routing("grouped_softmax", False, 1, 1, 2.5), topk_method="greedy"),
+    "mixtral": Row(
+        ("mixtral", "MixtralSparseMoeBlock", "MixtralConfig"),
+        MIXTRAL,
+        Routing("softmax_topk", True),
+        router={"weights": "float32"},
+    ),
+    "minimax": Row(
+        ("minimax", "MiniMaxSparseMoeBlock", "MiniMaxConfig"),
+        MIXTRAL,
+        Routing("softmax_topk", True),
+        router={"weights": "float32"},
+    ),
+    "minimax_m2": Row(
+        ("minimax_m2", "MiniMaxM2SparseMoeBlock", "MiniMaxM2Config"),
+        MIXTRAL,
+        Routing("grouped_sigmoid", True),
+        router={"float32_logits": False},
+    ),
+    # A jitter of 0.3 leaves some logits in the softmax and others out.
+    "phimoe": Row(
+        ("phimoe", "PhimoeSparseMoeBlock", "PhimoeConfig"),
+        MIXTRAL | {"num_experts_per_tok": 2, "router_jitter_noise": 0.3},
+        Routing("sparsemixer", False, jitter=0.3),
+        top_k=2,
+    ),
+    "granitemoe": Row(("granitemoe", "GraniteMoeMoE", "GraniteMoeConfig"), MIXTRAL, Routing("topk_softmax")),
+    "olmoe": Row(
+        ("olmoe", "OlmoeSparseMoeBlock", "OlmoeConfig"),
+        {"intermediate_size": I, "num_experts": E, "num_experts_per_tok": K, "norm_topk_prob": False},
+        Routing("softmax_topk", False),
+    ),
+    "qwen2_moe": Row(
+        ("qwen2_moe", "Qwen2MoeSparseMoeBlock", "Qwen2MoeConfig"),
+        QWEN | {"norm_topk_prob": False},
+        Routing("softmax_topk", False),
+        shared=GATED_SHARED,
+    ),
+    "qwen3_next": Row(
+        ("qwen3_next", "Qwen3NextSparseMoeBlock", "Qwen3NextConfig"),
+        QWEN | {"norm_topk_prob": True},
+        Routing("softmax_topk", True),
+        shared=GATED_SHARED,
+    ),
+    "hunyuan_v1_moe": Row(
+        ("hunyuan_v1_moe", "HunYuanMoEV1Moe", "HunYuanMoEV1Config"),
+        {"intermediate_size": I, "num_experts": E, "moe_topk": K},
+        Routing("softmax_topk", True),
+        shared=("shared_mlp", SharedExpert(I)),
+    ),
+    "ernie4_5_moe": Row(
+        ("ernie4_5_moe", "Ernie4_5_MoeSparseMoeBlock", "Ernie4_5_MoeConfig"),
+        {"moe_intermediate_size": I, "moe_num_experts": E, "moe_k": K, "moe_num_shared_experts": 2},
+        Routing("grouped_softmax", True),
+        shared=TWO_SHARED,
+        router={"weights": "tokens"},
+    ),
+    "llama4": Row(
+        ("llama4", "Llama4TextMoe", "Llama4TextConfig"),
+        MIXTRAL | {"num_experts_per_tok": 1},
+        Routing("topk_sigmoid", False),
+        top_k=1,
+        shared=("shared_expert", SharedExpert(I)),
+        changes={"weight_on_input": True},
+    ),
+}
+
+# Each with arithmetic that no other has.
+DISTINCT: dict[str, Callable[[torch.dtype], Block]] = {
     build.__name__: build
     for build in (gpt_oss, qwen3_moe, qwen3_5_moe, deepseek_v3, deepseek_v4_topk, deepseek_v4_hash, nemotron_h)
 }
+BLOCKS: dict[str, Callable[[torch.dtype], Block]] = DISTINCT | ROWS

@@ -8,72 +8,10 @@ from eprt.config import RuntimeConfig
 from eprt.conformance.harness import RankContext
 from eprt.errors import EprtError
 from support.cases.gpu_limits import BEHIND_S
+from support.cases.model_recipes import HEADS, RECIPES, VOCABULARY, make_model
 
-VOCABULARY = 64
 PROMPTS = (5, 0, 9, 2)  # tokens of each rank's prompt; the second rank has none
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts_per_tok": 2,
-}
-MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-MODELS = {
-    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", SMALL | {"intermediate_size": 96, "num_local_experts": 8}),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", SMALL | {"moe_intermediate_size": 96, "num_experts": 8}),
-    "deepseek_v3": (
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
-        SMALL
-        | MLA
-        | {"first_k_dense_replace": 1, "intermediate_size": 96, "moe_intermediate_size": 96, "n_routed_experts": 8}
-        | {"n_group": 4, "topk_group": 2, "n_shared_experts": 1, "head_dim": 8},
-    ),
-    "qwen3_5_moe": (
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeTextConfig",
-        SMALL
-        | {f"linear_{kind}_head_dim": 16 for kind in ("key", "value")}
-        | {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "moe_intermediate_size": 96, "num_experts": 8}
-        | {"shared_expert_intermediate_size": 48},
-    ),
-    "deepseek_v4": (
-        "DeepseekV4ForCausalLM",
-        "DeepseekV4Config",
-        SMALL
-        | {"q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 2, "index_head_dim": 16}
-        | {"moe_intermediate_size": 96, "n_routed_experts": 8, "num_key_value_heads": 1, "num_hash_layers": 1},
-    ),
-    "nemotron_h": (
-        "NemotronHForCausalLM",
-        "NemotronHConfig",
-        {name: value for name, value in SMALL.items() if name != "num_hidden_layers"}
-        | {"layers_block_type": ["full_attention", "moe"], "moe_intermediate_size": 96, "moe_latent_size": 32}
-        | {"moe_shared_expert_intermediate_size": 48, "n_routed_experts": 8},
-    ),
-}
-ONE_MOE_LAYER = ("deepseek_v3", "nemotron_h")
-
-
-def make_model(name: str, dtype: torch.dtype):
-    import transformers
-
-    model_class, config_class, fields = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**fields)
-    config._experts_implementation = "eager"
-    model = getattr(transformers, model_class)(config).eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(1)
-    for key, tensor in model.state_dict().items():
-        if key.endswith("tid2eid"):  # the token-id table of hash routing
-            experts = torch.rand(tensor.shape[0], 8, generator=generator).argsort(dim=1)
-            tensor.copy_(experts[:, : tensor.shape[1]])
-        elif ("mlp" in key or "mixer" in key) and tensor.is_floating_point():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
-    return model.to(dtype)
+DENSE = {name: value for name, value in HEADS.items() if name != "num_experts_per_tok"}
 
 
 def compare_logits(context: RankContext, name: str, dispatcher: str) -> tuple[float, int, int, int]:
@@ -82,7 +20,7 @@ def compare_logits(context: RankContext, name: str, dispatcher: str) -> tuple[fl
     from eprt.integrations.transformers import idle_step, parallelize
 
     world = context.world()
-    model = make_model(name, torch.float32)
+    model = make_model(RECIPES[name])
     count = PROMPTS[world.rank % len(PROMPTS)]
     prompt = torch.randint(VOCABULARY, (1, count), generator=torch.Generator().manual_seed(world.rank))
     expected = model(prompt, use_cache=False).logits if count else None
@@ -178,15 +116,15 @@ def refusals(context: RankContext, checkpoint: str) -> list[str]:
     from eprt.integrations.transformers import parallelize
 
     world = context.world()
-    dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, intermediate_size=32))
-    qwen = make_model("qwen3_moe", torch.float32)
+    dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**DENSE, intermediate_size=32))
+    qwen = make_model(RECIPES["qwen3_moe"])
     missing = "/no/such/checkpoint" if context.rank == 1 else checkpoint
     found = []
     for attempt in (
         lambda: parallelize(dense, world),
         lambda: parallelize(torch.nn.Linear(2, 2), world),
         lambda: parallelize(qwen, world, checkpoint=checkpoint),
-        lambda: parallelize(make_model("gpt_oss", torch.float32), world, checkpoint=missing),
+        lambda: parallelize(make_model(RECIPES["gpt_oss"]), world, checkpoint=missing),
     ):
         try:
             attempt()

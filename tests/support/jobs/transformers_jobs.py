@@ -17,44 +17,53 @@ from support.cases.transformers_blocks import Block
 # float32: both sides sum in float32, in another order; 1e-5 is about 100 ulp, far under any wrong weight or id.
 # bfloat16: activations round to 8 bits between the same steps in both, and each rank's share rounds once more.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-PATHS = (("none", "flat"), ("torch", "flat"), ("torch", "expert_major"))
-EXECUTORS = ("torch_grouped", "reference")
+PATHS = tuple(
+    (dispatcher, executor, token_format)
+    for dispatcher, token_format in (("none", "flat"), ("torch", "flat"), ("torch", "expert_major"))
+    for executor in ("torch_grouped", "reference")
+)
 Found = tuple[str, float, float]  # what, error, tolerance
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A block without transformers' module, each data-parallel rank's tokens, and what the module made of them."""
+    """A block without transformers' module, each data-parallel rank's tokens, and what the module made of them.
+
+    `distinct` blocks go every path in every world; of the others' layers only routing, names and sizes differ, so they
+    take turns: one path in one world, every path over the worlds.
+    """
 
     name: str
+    distinct: bool
     dtype: torch.dtype
     block: Block
     inputs: list[tuple[torch.Tensor, torch.Tensor]]
     expected: list[torch.Tensor]
 
 
-def compare_blocks(context: RankContext, samples: list[Sample], moe_tp: int, attention_tp: int) -> list[Found]:
-    """Every sample on every path in one world."""
+def compare_blocks(
+    context: RankContext, samples: list[Sample], moe_tp: int, attention_tp: int, turn: int
+) -> list[Found]:
+    """Every sample on its paths in one world. `turn`: the world's number."""
     world = context.world(attention_tp_size=attention_tp, moe_tp_size=moe_tp)
     found = []
-    for sample in samples:
+    for number, sample in enumerate(samples):
         block, (x, ids) = sample.block, sample.inputs[world.dp_rank]
         shard = ExpertPlacement(block.config.num_experts, world.parallel).shard(world.rank)
         weights = shard_weights(block.experts, block.config, shard)
-        for dispatcher, token_format in PATHS:
-            for executor in EXECUTORS:
-                layer = ExpertParallelMoE(
-                    block.config,
-                    world,
-                    weights,
-                    runtime=RuntimeConfig(dispatcher=dispatcher, executor=executor, token_format=token_format),
-                    router=block.router,
-                    shared=block.shared,
-                    latent=block.latent,
-                )
-                output = layer(x, token_ids=ids)
-                layer.close()
-                what = f"{sample.name} {sample.dtype} {dispatcher}/{executor}/{token_format} rank {world.rank}"
-                error = relative_error(output, sample.expected[world.dp_rank])
-                found.append((what, error if output.dtype == sample.dtype else math.inf, TOLERANCE[sample.dtype]))
+        for dispatcher, executor, token_format in PATHS if sample.distinct else [PATHS[(number + turn) % len(PATHS)]]:
+            layer = ExpertParallelMoE(
+                block.config,
+                world,
+                weights,
+                runtime=RuntimeConfig(dispatcher=dispatcher, executor=executor, token_format=token_format),
+                router=block.router,
+                shared=block.shared,
+                latent=block.latent,
+            )
+            output = layer(x, token_ids=ids)
+            layer.close()
+            what = f"{sample.name} {sample.dtype} {dispatcher}/{executor}/{token_format} rank {world.rank}"
+            error = relative_error(output, sample.expected[world.dp_rank])
+            found.append((what, error if output.dtype == sample.dtype else math.inf, TOLERANCE[sample.dtype]))
     return found
