@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from eprt.errors import WorldMismatch as WorldMismatch
     from eprt.layer import ExpertParallelMoE as ExpertParallelMoE
     from eprt.models import LayerParts as LayerParts
+    from eprt.models import ModelFamily as ModelFamily
     from eprt.models import build_layer as build_layer
     from eprt.models import load_layer as load_layer
+    from eprt.models import register_family as register_family
     from eprt.models.checkpoint import Checkpoint as Checkpoint
     from eprt.models.checkpoint import load_on_all_ranks as load_on_all_ranks
     from eprt.plan import Plan as Plan
@@ -64,7 +66,7 @@ _HOME = {
         "WorldMismatch",
     ),
     "eprt.layer": ("ExpertParallelMoE",),
-    "eprt.models": ("LayerParts", "build_layer", "load_layer"),
+    "eprt.models": ("LayerParts", "ModelFamily", "build_layer", "load_layer", "register_family"),
     "eprt.plan": ("Plan", "make_plan"),
     "eprt.routing": ("Router",),
     "eprt.support": ("Device",),

@@ -323,7 +323,8 @@ class ExpertParallelMoE(nn.Module):
         """Routed and dense experts' outputs; tokens travel to their experts and back."""
         with self.observe("dispatch"):
             inside = x if self.latent is None else self.latent.into(x)
-            if self.config.weight_on_input:
+            # Weights that lie elsewhere are dispatch's to refuse, on every rank.
+            if self.config.weight_on_input and topk.weights.device == inside.device:
                 inside, topk = inside * topk.weights.to(inside.dtype), TopK(topk.ids, torch.ones_like(topk.weights))
             sent = self.dispatcher.dispatch(inside, topk, tokens_per_rank, group_tokens=group_tokens)
         try:

@@ -1,4 +1,5 @@
-"""The table of model families: config.json's `model_type` -> family. A new one is a new file and a row here."""
+"""The table of model families: config.json's `model_type` -> family. A new one is a new file and a row here, or a class
+of your own given to `register_family`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
 from eprt.world.header import Header, exchange
 
-__all__ = ["FAMILIES", "LayerParts", "ModelFamily", "build_layer", "family_for", "load_layer"]
+__all__ = ["FAMILIES", "LayerParts", "ModelFamily", "build_layer", "family_for", "load_layer", "register_family"]
 
 FAMILIES: dict[str, str] = {
     "gpt_oss": "eprt.models.gpt_oss:GptOss",
@@ -53,11 +54,47 @@ FAMILIES: dict[str, str] = {
 }
 
 
+_REGISTERED: dict[str, type[ModelFamily]] = {}  # what users added in this process
+
+
+def register_family(model_type: str, family: type[ModelFamily]) -> None:
+    """Make a family of your own known to `load_layer`, `parallelize` and whatever else reads a checkpoint.
+
+    Holds for this process: every rank calls it, before the first checkpoint is read. Twice with one class is once.
+
+    Args:
+        model_type: as config.json says it.
+        family: a subclass of `ModelFamily` that defines `moe_layers` and `moe_config`; instances take no arguments.
+
+    Raises:
+        ConfigError: another family has this model_type, or `family` isn't a complete subclass.
+    """
+    if not isinstance(model_type, str) or not model_type:
+        raise ConfigError(f"model_type {model_type!r}: expected the text that config.json has")
+    if not isinstance(family, type) or not issubclass(family, ModelFamily):
+        raise ConfigError(f"family {family!r} of {model_type!r}: expected a subclass of eprt.models.ModelFamily")
+    if missing := sorted(family.__abstractmethods__):
+        raise ConfigError(f"family {family.__name__} of {model_type!r} doesn't define {', '.join(missing)}")
+    if model_type in FAMILIES:
+        raise ConfigError(f"model_type {model_type!r} is {FAMILIES[model_type]} already: give yours another name")
+    known = _REGISTERED.setdefault(model_type, family)
+    if known is not family:
+        raise ConfigError(
+            f"model_type {model_type!r} is {known.__module__}:{known.__name__} already, not "
+            f"{family.__module__}:{family.__name__}: register one of them"
+        )
+
+
 def family_for(hf: dict[str, Any]) -> ModelFamily:
     """The family of a Hugging Face config. Raises ConfigError if it has none here."""
     model_type = hf.get("model_type")
+    if isinstance(model_type, str) and model_type in _REGISTERED:
+        return _REGISTERED[model_type]()
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(f"config.json: model_type {model_type!r} is not supported: expected {', '.join(FAMILIES)}")
+        known = ", ".join([*FAMILIES, *_REGISTERED])
+        raise ConfigError(
+            f"config.json: model_type {model_type!r} is not supported: expected {known}; eprt.register_family adds one"
+        )
     module, _, name = FAMILIES[model_type].partition(":")
     family: type[ModelFamily] = getattr(importlib.import_module(module), name)
     return family()

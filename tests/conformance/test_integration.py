@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.cases.model_checkpoints import WRITERS
-from support.cases.model_recipes import RECIPES
+from support.cases.model_recipes import RECIPES, make_model
 from support.jobs import integration_jobs as jobs
 
 from eprt.config import RuntimeConfig
@@ -27,6 +27,22 @@ def test_logits_are_the_models_own(pools, model: str, dispatcher: str) -> None:
     for _, layers, before, after in results:
         assert layers == RECIPES[model].moe_layers
         assert after < before, "each rank keeps its share of the experts only"
+
+
+@pytest.mark.parametrize("model", RECIPES)
+def test_logits_are_those_of_the_saved_checkpoint(pools, tmp_path: Path, model: str) -> None:
+    """Experts, routers and shared experts from the files, in the names under which the family is published."""
+    make_model(RECIPES[model], seed=2).save_pretrained(tmp_path)
+    results = pools(2).run(jobs.compare_logits, name=model, dispatcher="torch", checkpoint=str(tmp_path))
+    errors = [error for error, *_ in results]
+    assert 0.0 < max(errors) <= 1e-5, errors
+
+
+def test_an_idle_rank_has_the_tokens_dtype_whatever_the_routers_is(pools) -> None:
+    """ERNIE 4.5's router is float32 in a bf16 model; ranks that differ in dtype would refuse each other."""
+    results = pools(4).run(jobs.compare_logits, name="ernie4_5_moe", dispatcher="torch", dtype=torch.bfloat16)
+    # bf16 on both sides of one MoE layer; each rank's share rounds once more.
+    assert 0.0 < max(error for error, *_ in results) <= 1e-2
 
 
 @pytest.mark.parametrize(("dispatcher", "dtype"), [("none", torch.float32), ("torch", torch.bfloat16)])

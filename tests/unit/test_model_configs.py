@@ -227,6 +227,28 @@ class TestConfigs:
             .startswith(("model.layers.3.", "model.language_model.", "language_model.model."))
         )
 
+    def test_kimi_k2_is_deepseek_v3(self):
+        config, layer = hf("deepseek_v3")
+        found = family_for(config | {"model_type": "kimi_k2"})
+        assert found.moe_config(config, layer) == family_for(config).moe_config(config, layer)
+
+    def test_hunyuan_lists_sizes_layer_by_layer(self):
+        lists = {"num_experts": [4, 8], "moe_topk": [1, 2], "moe_intermediate_size": [32, 48]}
+        config, layer = hf("hunyuan_v1_moe", **lists, num_shared_expert=[1, 2])
+        found = family_for(config).moe_config(config, layer)
+        assert (found.num_experts, found.top_k, found.intermediate_size) == (8, 2, 48)
+        assert found.shared is not None
+        assert found.shared.intermediate_size == 2 * 96
+
+    def test_nested_llama4(self):
+        config, layer = hf("llama4_text")
+        text = {name: value for name, value in config.items() if name != "model_type"}
+        outer = {"model_type": "llama4", "text_config": text, "dtype": "bfloat16"}
+        family = family_for(outer)
+        assert family.moe_layers(outer) == [0, 1]
+        assert family.moe_config(outer, layer).weight_on_input
+        assert family.module_path(1) == "language_model.model.layers.1.feed_forward"
+
     def test_published_sizes(self):
         """DeepSeek-V3 as its hub config.json describes it (the fields that matter)."""
         config = {

@@ -28,7 +28,7 @@ HF_CONFIG = SimpleNamespace(
 )
 GROUPED = Routing("grouped_sigmoid", num_groups=4, topk_groups=2, scaling_factor=2.5)
 
-# transformers' module and class, our Routing, changes to the Hugging Face config
+# transformers' module and class, our Routing, changes to the Hugging Face config (`weights`: to our Router)
 ROUTERS = {
     "gpt_oss": ("gpt_oss", "GptOssTopKRouter", Routing("topk_softmax"), {}),
     "qwen3": ("qwen3_moe", "Qwen3MoeTopKRouter", Routing("softmax_topk"), {}),
@@ -43,6 +43,20 @@ ROUTERS = {
     ),
     "deepseek_v4": ("deepseek_v4", "DeepseekV4TopKRouter", Routing("sqrt_softplus", scaling_factor=2.5), {}),
     "deepseek_v4_hash": ("deepseek_v4", "DeepseekV4HashRouter", Routing("hash", scaling_factor=2.5), {}),
+    "granite": ("granitemoe", "GraniteMoeTopKRouter", Routing("topk_softmax"), {}),
+    "mixtral": ("mixtral", "MixtralTopKRouter", Routing("softmax_topk"), {"weights": "float32"}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        "DeepseekV2TopkRouter",
+        Routing("grouped_softmax", False, 4, 2, 2.5),
+        {"topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v2_greedy": (
+        "deepseek_v2",
+        "DeepseekV2TopkRouter",
+        Routing("grouped_softmax", False, scaling_factor=2.5),
+        {"topk_method": "greedy"},
+    ),
     "nemotron_h": (
         "nemotron_h",
         "NemotronHTopkRouter",
@@ -74,6 +88,7 @@ def theirs_and_ours(name, dtype):
         bias=getattr(theirs, "bias", None),
         correction_bias=getattr(theirs, "e_score_correction_bias", None),
         token_table=getattr(theirs, "tid2eid", None),
+        weights=changes.get("weights", "logits"),
     )
     return theirs, ours
 
@@ -92,7 +107,7 @@ def test_equals_transformers(name, dtype):
     arguments = (hidden, token_ids) if ours.routing.method == "hash" else (hidden,)
     logits, weights, ids = theirs(*arguments)
     found = ours(*arguments)
-    assert torch.equal(ours.logits(hidden).logits, logits)
+    assert torch.equal(ours.logits(hidden).logits.float(), logits.float())
     assert torch.equal(dense(found.ids, found.weights), dense(ids, weights))
     assert found.ids.dtype == torch.int32
     assert found.weights.dtype == torch.float32
@@ -123,6 +138,54 @@ def test_groups_limit_the_choice():
     logits = torch.tensor([[3.0, -9.0, 1.0, 1.5]])
     found = route(logits, Routing("grouped_sigmoid", num_groups=2, topk_groups=1), 2)
     assert sorted(found.ids[0].tolist()) == [2, 3]
+
+
+def test_a_group_of_softmax_scores_counts_as_its_best():
+    # By the sum of two it would be group 1.
+    logits = torch.tensor([[3.0, -9.0, 2.9, 2.9]])
+    found = route(logits, Routing("grouped_softmax", False, num_groups=2, topk_groups=1), 2)
+    assert sorted(found.ids[0].tolist()) == [0, 1]
+
+
+def test_softmax_scores_with_a_selection_bias():
+    """Chosen by score + bias; the weights are the scores alone, over their sum."""
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    found = route(logits, Routing("grouped_softmax"), 2, correction_bias=torch.tensor([0.0, -1.0, 1.0]))
+    assert found.weights[0, found.ids[0].argsort()].tolist() == pytest.approx([5 / 7, 2 / 7])
+    assert sorted(found.ids[0].tolist()) == [0, 2]
+
+
+def test_sigmoid_of_the_chosen_logits():
+    found = route(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), Routing("topk_sigmoid", False), 2)
+    assert found.ids.tolist() == [[0, 1]]
+    assert found.weights[0].tolist() == pytest.approx([0.880797, 0.731059], abs=1e-6)
+
+
+def test_sparsemixer_weighs_each_of_two_among_its_near_ones():
+    """Jitter 0.1: 0.9 is near 1.0 (0.1 of it) and 0.2 isn't; without 1.0 nothing is near 0.9."""
+    found = route(torch.tensor([[0.2, 1.0, -1.0, 0.9]]), Routing("sparsemixer", False, jitter=0.1), 2)
+    assert found.ids.tolist() == [[1, 3]]
+    assert found.weights[0].tolist() == pytest.approx([0.524979, 1.0], abs=1e-6)
+    # Jitter 0.45: 0.2 is near both (0.8 of 1.0, 0.78 of 0.9).
+    found = route(torch.tensor([[0.2, 1.0, -1.0, 0.9]]), Routing("sparsemixer", False, jitter=0.45), 2)
+    assert found.weights[0].tolist() == pytest.approx([0.424779, 0.668188], abs=1e-6)
+
+
+def test_what_the_weights_are_rounded_to():
+    """Mixtral's stay float32 behind bf16 logits; ERNIE's are the tokens' dtype behind a float32 router."""
+    hidden, weight = torch.randn(T, H).bfloat16(), torch.randn(E, H).bfloat16()
+
+    def short(router):
+        weights = router(hidden).weights
+        return torch.equal(weights, weights.bfloat16().float())
+
+    assert short(Router(weight, Routing(), K))
+    assert not short(Router(weight, Routing(), K, weights="float32"))
+    ernie = {"weights": "tokens", "token_dtype": torch.bfloat16}
+    assert short(Router(weight.float(), Routing("grouped_softmax"), K, **ernie))
+    assert not short(Router(weight.float(), Routing("grouped_softmax"), K))
+    assert Router(weight.float(), Routing("grouped_softmax"), K, **ernie).token_dtype == torch.bfloat16
+    assert Router(weight, Routing(), K).token_dtype == torch.bfloat16
 
 
 def test_scaling_is_applied_once_and_leading_dimensions_are_flattened():
@@ -156,6 +219,8 @@ IDS, TABLE = torch.tensor([0, 1, 2]), torch.zeros(V, K, dtype=torch.long)
         (InputError, "correction_bias", lambda: route(LOGITS, GROUPED, K, correction_bias=torch.zeros(3))),
         (ConfigError, "8 experts of the chosen", lambda: route(LOGITS, GROUPED, 9)),
         (ConfigError, "equal size", lambda: route(LOGITS, Routing("grouped_sigmoid", num_groups=16), 1)),
+        (ConfigError, "8 experts of the chosen", lambda: route(LOGITS, Routing("grouped_softmax", False, 4, 2), 9)),
+        (ConfigError, "sparsemixer routing: must be 2", lambda: route(LOGITS, Routing("sparsemixer"), 3)),
         (InputError, "needs token_ids", lambda: route(LOGITS, Routing("hash"), K, token_table=TABLE)),
         (InputError, "needs token_table", lambda: route(LOGITS, Routing("hash"), K, token_ids=IDS)),
         (InputError, "token_ids is", lambda: route(LOGITS, Routing("hash"), K, token_ids=IDS[:2], token_table=TABLE)),

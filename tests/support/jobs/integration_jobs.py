@@ -14,18 +14,32 @@ PROMPTS = (5, 0, 9, 2)  # tokens of each rank's prompt; the second rank has none
 DENSE = {name: value for name, value in HEADS.items() if name != "num_experts_per_tok"}
 
 
-def compare_logits(context: RankContext, name: str, dispatcher: str) -> tuple[float, int, int, int]:
-    """(relative error of the logits, MoE layers, parameters and buffers before, after) on this rank."""
+def compare_logits(
+    context: RankContext,
+    name: str,
+    dispatcher: str,
+    checkpoint: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[float, int, int, int]:
+    """(relative error of the logits, MoE layers, parameters and buffers before, after) on this rank. `checkpoint`: a
+    saved model with other numbers, which both sides then have."""
     from eprt.conformance.oracle import relative_error
     from eprt.integrations.transformers import idle_step, parallelize
 
     world = context.world()
-    model = make_model(RECIPES[name])
+    model = make_model(RECIPES[name], dtype)
+    if checkpoint is not None:
+        model = _loaded(model, checkpoint, dtype)
     count = PROMPTS[world.rank % len(PROMPTS)]
     prompt = torch.randint(VOCABULARY, (1, count), generator=torch.Generator().manual_seed(world.rank))
     expected = model(prompt, use_cache=False).logits if count else None
     before = sum(tensor.numel() for tensor in model.state_dict().values())
-    layers = parallelize(model, world, runtime=RuntimeConfig(dispatcher=dispatcher, executor="torch_grouped"))
+    if checkpoint is not None:  # whatever is left of the model's own experts betrays itself
+        for key, tensor in model.state_dict().items():
+            if ".experts." in key:
+                tensor.zero_()
+    runtime = RuntimeConfig(dispatcher=dispatcher, executor="torch_grouped")
+    layers = parallelize(model, world, runtime=runtime, checkpoint=checkpoint)
     world.warmup(*layers)
     after = sum(tensor.numel() for tensor in model.state_dict().values())
     error = 0.0
@@ -38,6 +52,11 @@ def compare_logits(context: RankContext, name: str, dispatcher: str) -> tuple[fl
     for layer in layers:
         layer.close()
     return error, len(layers), before, after
+
+
+def _loaded(model: torch.nn.Module, folder: str, dtype: torch.dtype) -> torch.nn.Module:
+    """transformers' own reading of the folder."""
+    return type(model).from_pretrained(folder, config=model.config, dtype=dtype).eval().requires_grad_(False)
 
 
 NEAR_TIE = 0.06  # of the scores' spread: bf16 logits of a few units are wrong by a quarter of that at most
