@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import vllm_layouts as layouts
-from vllm_layouts import H, I, K, L, Loaded
+from support.cases import vllm_layouts as layouts
+from support.cases.vllm_layouts import H, I, K, L, Loaded
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CheckpointError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_layouts import named
+from support.cases.vllm_layouts import named
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
