@@ -78,7 +78,7 @@ class Requirement:
         if importlib.util.find_spec(self.module) is None:
             return refuse(f"{self.module} is not installed: pip install '{wanted}'")
         found = self.version()
-        if found is not None and _version_key(found) < _version_key(self.minimum):
+        if found is not None and version_key(found) < version_key(self.minimum):
             return refuse(f"{self.module} {found} is older than {self.minimum}: pip install '{wanted}'")
         return Support(True)
 
@@ -92,7 +92,7 @@ class Requirement:
         return None
 
 
-def _version_key(text: str) -> tuple[int, ...]:
+def version_key(text: str) -> tuple[int, ...]:
     """Release numbers of a PEP 440 version; suffixes (post, rc, +cu130) don't count."""
     numbers: list[int] = []
     for part in text.split("+")[0].split("."):

@@ -13,7 +13,7 @@ from eprt.config import Activation, MoEConfig, ParallelConfig, Routing, RuntimeC
 from eprt.dispatch.capacity import Capacity
 from eprt.errors import CapacityError, ConfigError, EprtError, InputError, RankLost, UsageError, WorldMismatch
 from eprt.placement import ExpertPlacement
-from eprt.support import Device, Requirement, _version_key
+from eprt.support import Device, Requirement, version_key
 from eprt.world.header import fingerprint_of
 
 SMALL = MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=32)
@@ -129,7 +129,7 @@ class TestCapacity:
 
 def test_versions_compare_as_numbers() -> None:
     order = ["0.6", "0.6.2", "0.6.18rc1", "0.7.2.post1", "0.10.0+cu130", "1.2"]
-    assert sorted(order, key=_version_key) == order
+    assert sorted(order, key=version_key) == order
 
 
 def test_a_requirement_names_the_fix() -> None:

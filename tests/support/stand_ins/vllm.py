@@ -1,0 +1,138 @@
+"""As much of vLLM as its plugin touches, in one process of a gloo world: where a method is made, loaded and called.
+
+Written from vLLM 0.26's `fused_moe/routed_experts.py`, `fused_moe_method_base.py` and `forward_context.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_LAYERS = "vllm.model_executor.layers."
+
+
+class FusedMoEMethodBase:
+    """Chooses a kernel when it is made, and raises where there is none, as vLLM's methods do."""
+
+    module = ""
+    selector = ""
+
+    def __init__(self, moe: Any) -> None:
+        self.moe = moe
+        self.moe_quant_config = None
+        self.moe_kernel: Any = None
+        self.kernel, _ = getattr(sys.modules[_LAYERS + self.module], self.selector)(moe)
+
+    @property
+    def is_monolithic(self) -> bool:
+        return True
+
+    @property
+    def topk_indices_dtype(self) -> None:
+        return None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        raise AssertionError("vLLM's own layout")
+
+    def apply(self, **_: Any) -> torch.Tensor:
+        raise AssertionError("vLLM's own experts")
+
+
+class UnquantizedFusedMoEMethod(FusedMoEMethodBase, nn.Module):
+    module, selector = "fused_moe.unquantized_fused_moe_method", "select_unquantized_moe_backend"
+
+    def __init__(self, moe: Any) -> None:
+        nn.Module.__init__(self)
+        super().__init__(moe)
+
+    def create_weights(self, layer: nn.Module, tensors: dict[str, torch.Tensor], **_: Any) -> None:
+        for name, tensor in tensors.items():
+            layer.register_parameter(name, nn.Parameter(tensor.clone(), requires_grad=False))
+
+
+class AutoGPTQMoEMethod(UnquantizedFusedMoEMethod):
+    """One that eprt doesn't read."""
+
+
+def _no_kernel(_: Any) -> Any:
+    raise NotImplementedError("no kernel on this machine")
+
+
+class RoutedExperts(nn.Module):
+    def __init__(self, name: str, moe: Any, activation: str, tensors: dict[str, torch.Tensor], method: type) -> None:
+        super().__init__()
+        self.layer_name = name
+        self.moe_config = moe
+        self.activation = SimpleNamespace(value=activation)
+        self.params_dtype = torch.bfloat16
+        self.expert_map_manager = SimpleNamespace(num_fused_shared_experts=0)
+        self.expert_placement_strategy = "linear"
+        self.apply_router_weight_on_input = False
+        self.kind = method
+        self.quant_method = self._get_quant_method(name, None, moe)
+        self.quant_method.create_weights(self, tensors=tensors)
+
+    def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+        return self.kind(moe_config)
+
+
+def moe_config(num_experts: int, top_k: int, hidden: int, intermediate: int, ranks: int, *, use_ep: bool = True) -> Any:
+    return SimpleNamespace(
+        num_experts=num_experts,
+        num_logical_experts=num_experts,
+        ep_size=ranks,
+        sp_size=1,
+        is_sequence_parallel=False,
+        experts_per_token=top_k,
+        hidden_dim=hidden,
+        intermediate_size_per_partition=intermediate,
+        has_bias=False,
+        in_dtype=torch.bfloat16,
+        skip_final_all_reduce=False,
+        moe_parallel_config=SimpleNamespace(use_ep=use_ep),
+    )
+
+
+@contextmanager
+def installed(config: Any, tokens: list[int]) -> Iterator[SimpleNamespace]:
+    """vLLM's modules, and the plugin in them; `tokens` are those of each DP rank. Yields the forward context."""
+    from eprt.integrations.vllm import method
+    from eprt.integrations.vllm.host import Host
+
+    context = SimpleNamespace(dp_metadata=None, is_padding=None)
+    context.dp_metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens, dtype=torch.int32))
+    group = SimpleNamespace(device=torch.device("cpu"), cpu_group=dist.group.WORLD, device_group=None)
+    routed = type("RoutedExperts", (RoutedExperts,), {})  # patched here, so fresh each time
+    modules: dict[str, dict[str, Any]] = {
+        _LAYERS + "fused_moe.routed_experts": {"RoutedExperts": routed},
+        _LAYERS + "fused_moe.config": {"FUSED_MOE_UNQUANTIZED_CONFIG": "unquantized"},
+        "vllm.config": {"get_current_vllm_config": lambda: config},
+        "vllm.distributed": {
+            "get_ep_group": lambda: group,
+            "get_tp_group": lambda: SimpleNamespace(world_size=1, cpu_group=None, device_group=None),
+        },
+        "vllm.forward_context": {"get_forward_context": lambda: context},
+    }
+    for module, name in method._SELECTORS:
+        modules.setdefault(_LAYERS + module, {})[name] = _no_kernel
+    made: dict[str, ModuleType] = {}
+    for path, names in modules.items():
+        module = made[path] = ModuleType(path)
+        vars(module).update(names)
+        parts = path.split(".")
+        for n in range(1, len(parts)):
+            made.setdefault(".".join(parts[:n]), ModuleType(".".join(parts[:n])))
+    with mock.patch.dict(sys.modules, made), mock.patch.object(method, "_host", Host()) as host:
+        method.install()
+        method.install()  # vLLM may load plugins twice
+        yield SimpleNamespace(context=context, routed=routed, host=host)
+        for world in host.worlds.values():
+            world.close()

@@ -1,0 +1,48 @@
+"""The plugin's hook, on two gloo ranks, in a stand-in for vLLM: what a layer goes through from its making on."""
+
+from __future__ import annotations
+
+import torch
+from support.jobs import vllm_jobs as jobs
+
+
+def wanted(layer: int, rank: int, rows: int | None = None) -> torch.Tensor:
+    """The formula of a SwiGLU expert in float64, from all ranks' experts."""
+    up, down = (matrix.double() for matrix in jobs.experts(layer))
+    x, weights, ids = jobs.tokens(rank)
+    y = torch.zeros(x.shape[0], jobs.H, dtype=torch.float64)
+    for t in range(x.shape[0] if rows is None else rows):
+        for slot in range(jobs.K):
+            gate, value = (up[ids[t, slot]] @ x[t].double()).chunk(2)
+            y[t] += weights[t, slot].double() * (down[ids[t, slot]] @ (gate * torch.sigmoid(gate) * value))
+    return y
+
+
+def close(found: torch.Tensor, want: torch.Tensor) -> None:
+    # Inputs are exact; bf16 holds the inner values, the sums and the output: three roundings of 2^-9.
+    torch.testing.assert_close(found.double(), want, rtol=0, atol=float(want.abs().max()) * 3 * 2**-8)
+
+
+def test_a_layer_from_its_making_to_its_call(pools) -> None:
+    for rank, found in enumerate(pools(2).run(jobs.two_layers)):
+        for layer, output in enumerate(found["outputs"]):
+            close(output, wanted(layer, rank))
+        close(found["padded"], wanted(0, rank, rows=1))  # rows that vLLM marks as padding reach no expert
+        assert not found["padded"][1:].any()
+        assert found["classes"] == ["UnquantizedFusedMoEMethod"] * 2  # vLLM's weight loaders go by the name
+        assert found["monolithic"] is False
+        assert found["ids"] == torch.int32
+        assert found["left_in_vllm"] == 0  # vLLM's copies of the experts are gone
+        assert found["cold"] == 2
+        assert found["warm"] == (0, True)  # one warm-up, at the first call, for both
+        assert found["again"].startswith("UsageError: layers.0 is loaded a second time")
+        assert found["monolithic_call"].startswith("UsageError")
+        assert found["left"] == found["no_ep"] == "NotImplementedError: no kernel on this machine"
+        assert [name for names in found["reasons"].values() for name in names] == ["layers.3"]
+        assert "AutoGPTQMoEMethod" in next(iter(found["reasons"]))
+
+
+def test_a_refusal_is_the_same_on_every_rank(pools) -> None:
+    first, second = pools(2).run(jobs.refused)
+    assert first == second
+    assert first.startswith("ConfigError: eprt can't run this: --enable-eplb")

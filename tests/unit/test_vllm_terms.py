@@ -1,0 +1,219 @@
+"""What the vLLM plugin refuses at start, leaves to vLLM, and asks of it; no vLLM needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.cases.vllm_layouts import named
+
+from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.errors import ConfigError
+from eprt.integrations.vllm import TESTED, check_version
+from eprt.integrations.vllm.method import EprtMoEMethod, Kernel, tokens_per_rank
+from eprt.integrations.vllm.parameters import LeftToVllm
+from eprt.integrations.vllm.terms import captures_graphs, choose, moe_config, require_host, runtime_config
+from eprt.support import Device
+
+
+@pytest.mark.parametrize("version", TESTED)
+def test_tested_versions_are_quiet(version: str) -> None:
+    assert check_version(version) == check_version(f"{version}+cpu") == ""
+
+
+@pytest.mark.parametrize("version", ["0.26.1", "0.29.0", "0.33.2"])
+def test_versions_between_are_warned_of(version: str) -> None:
+    assert "tested with 0.26.0 and 0.32.0" in check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.34.0", "1.0", "0.1.dev1"])
+def test_other_versions_are_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"0\.26 to below 0\.34"):
+        check_version(version)
+
+
+def host(**changes: Any) -> SimpleNamespace:
+    """A VllmConfig as far as the plugin reads it; `changes` are `section.field` with dots as two underscores."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            enable_eplb=False, use_ubatching=False, enable_elastic_ep=False, prefill_context_parallel_size=1
+        ),
+        model_config=SimpleNamespace(enforce_eager=False, enable_sleep_mode=False),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"), cudagraph_capture_sizes=[1, 2, 512]
+        ),
+        lora_config=None,
+        weight_transfer_config=None,
+        additional_config={},
+    )
+    for path, value in changes.items():
+        section, _, field = path.rpartition("__")
+        setattr(getattr(config, section) if section else config, field, value)
+    return config
+
+
+def test_a_plain_host_is_welcome() -> None:
+    require_host(host(), "cuda")
+    require_host(host(model_config__enforce_eager=True), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "remedy"),
+    [
+        ({"parallel_config__enable_eplb": True}, "cuda", "--enable-eplb"),
+        ({"parallel_config__use_ubatching": True}, "cuda", "--enable-dbo"),
+        ({"parallel_config__enable_elastic_ep": True}, "cuda", "elastic EP"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "cuda", "use data parallelism"),
+        ({"lora_config": object()}, "cuda", "serve without LoRA"),
+        ({"model_config__enable_sleep_mode": True}, "cuda", "sleep mode"),
+        ({"weight_transfer_config": object()}, "cuda", "restart"),
+        ({}, "cpu", "--enforce-eager"),
+        ({}, "xpu", "xpu"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start(change: dict[str, Any], device: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy) as refusal:
+        require_host(host(**change), device)
+    assert "take eprt out of VLLM_PLUGINS" in str(refusal.value)
+
+
+def test_capacity_is_vllms_own_limit() -> None:
+    assert runtime_config(host(), 1).max_tokens_per_rank == 8192
+    # Each TP rank sends its part, the last one perhaps less.
+    assert runtime_config(host(scheduler_config__max_num_batched_tokens=8190), 4).max_tokens_per_rank == 2048
+    # A captured batch may be larger than a scheduled one.
+    small = host(scheduler_config__max_num_batched_tokens=256)
+    assert runtime_config(small, 1).max_tokens_per_rank == 512
+
+
+def test_options_are_runtime_configs_fields() -> None:
+    given = host(additional_config={"eprt": {"dispatcher": "none", "validate": "full"}})
+    found = runtime_config(given, 1)
+    assert (found.dispatcher, found.validate, found.executor) == ("none", "full", "auto")
+    for wrong in ({"dispatch": "none"}, {"max_tokens_per_rank": 5}, "none"):
+        with pytest.raises(ConfigError, match="expected fields of RuntimeConfig"):
+            runtime_config(host(additional_config={"eprt": wrong}), 1)
+
+
+def test_graphs_are_captured_unless_vllm_says_eager() -> None:
+    assert captures_graphs(host())
+    assert not captures_graphs(host(model_config__enforce_eager=True))
+    assert not captures_graphs(host(compilation_config__cudagraph_mode=SimpleNamespace(name="NONE")))
+
+
+def routed(**changes: Any) -> SimpleNamespace:
+    """A RoutedExperts of gpt-oss, as far as the plugin reads it; `moe__field` reaches its moe_config."""
+    moe = SimpleNamespace(
+        num_experts=128,
+        num_logical_experts=128,
+        ep_size=2,
+        experts_per_token=4,
+        hidden_dim=2880,
+        intermediate_size_per_partition=2880,
+        has_bias=True,
+        in_dtype=torch.bfloat16,
+        skip_final_all_reduce=False,
+    )
+    layer = SimpleNamespace(
+        moe_config=moe,
+        expert_map_manager=SimpleNamespace(num_fused_shared_experts=0),
+        expert_placement_strategy="linear",
+        apply_router_weight_on_input=False,
+        params_dtype=torch.bfloat16,
+        activation=SimpleNamespace(value="swigluoai"),
+    )
+    for path, value in changes.items():
+        where, _, field = path.rpartition("__")
+        setattr(moe if where else layer, field, value)
+    return layer
+
+
+GPT_OSS = MoEConfig(128, 4, 2880, 2880, Activation(alpha=1.702, beta=1.0, limit=7.0), bias=True, weight_format="mxfp4")
+
+
+def test_a_layers_maths() -> None:
+    assert moe_config(routed(), named("GptOssMxfp4MoEMethod")) == GPT_OSS
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"moe__num_experts": 129, "moe__num_logical_experts": 129}, "129 experts don't divide by 2"),
+        ({"moe__num_experts": 130}, "replicated"),
+        ({"expert_placement_strategy": "round_robin"}, "round_robin"),
+        ({"expert_map_manager": SimpleNamespace(num_fused_shared_experts=1)}, "fused"),
+        ({"apply_router_weight_on_input": True}, "experts' input"),
+        ({"moe__skip_final_all_reduce": True}, "partial outputs"),
+        ({"moe__in_dtype": torch.float16}, "float16"),
+        ({"activation": SimpleNamespace(value="gelu")}, "gelu"),
+    ],
+)
+def test_layers_that_are_left(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LeftToVllm, match=reason):
+        moe_config(routed(**change), named("GptOssMxfp4MoEMethod"))
+
+
+def test_fp8_blocks_over_alternating_rows_are_left() -> None:
+    with pytest.raises(LeftToVllm, match="alternate"):
+        moe_config(routed(), named("Fp8MoEMethod", weight_block_size=[128, 128]))
+
+
+class PlannedWorld(SimpleNamespace):
+    """What `choose` reads of a World."""
+
+
+def world_on(monkeypatch: pytest.MonkeyPatch, device: Device, **parallel: Any) -> Any:
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, _: device))
+    return PlannedWorld(device=torch.device(device.kind), parallel=ParallelConfig(**parallel))
+
+
+def test_the_plan_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_on(monkeypatch, Device("cuda", 90), world_size=2)
+    plan, runtime = choose(GPT_OSS, world, RuntimeConfig(), captured=True)
+    assert (runtime.dispatcher, runtime.executor) == (plan.dispatcher, plan.executor)
+    assert plan.executor == "humming"
+
+
+def test_under_graph_capture_only_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_on(monkeypatch, Device("cuda", 80), world_size=16, ranks_per_host=8)
+    # 2048 tokens of 16 ranks over hosts: DeepEP can't hold them, NVLink doesn't reach.
+    eager, _ = choose(GPT_OSS, world, RuntimeConfig(max_tokens_per_rank=2048), captured=False)
+    captured, _ = choose(GPT_OSS, world, RuntimeConfig(max_tokens_per_rank=2048), captured=True)
+    assert (eager.dispatcher, captured.dispatcher) == ("torch", "none")
+    assert eager.executor == captured.executor
+
+
+def test_experts_that_would_be_decoded_are_left_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    blackwell = world_on(monkeypatch, Device("cuda", 100), world_size=2)
+    with pytest.raises(LeftToVllm, match=r"decode its mxfp4 experts to bf16 \(humming: needs sm80 to sm99"):
+        choose(GPT_OSS, blackwell, RuntimeConfig(), captured=True)
+    plan, _ = choose(GPT_OSS, blackwell, RuntimeConfig(executor="torch_grouped"), captured=True)
+    assert plan.executor == "torch_grouped"  # asked for by name
+
+
+def test_no_pair_at_all_is_left_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_on(monkeypatch, Device("cpu"), world_size=2)
+    with pytest.raises(LeftToVllm, match="symm: runs on cuda"):
+        choose(GPT_OSS, world, RuntimeConfig(dispatcher="symm"), captured=False)
+
+
+def metadata(*tokens: int) -> SimpleNamespace:
+    return SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens, dtype=torch.int32))
+
+
+def test_tokens_per_rank_comes_from_vllm() -> None:
+    assert tokens_per_rank(metadata(3, 17), 3, 1) == 17
+    assert tokens_per_rank(metadata(0, 0), 0, 1) == 1  # R is at least 1
+    assert tokens_per_rank(metadata(3, 17), 2, 4) == 5  # sequence parallel: each TP rank has its chunk
+    assert tokens_per_rank(None, 9, 1) == 9  # no data parallelism: TP ranks hold the same tokens
+
+
+def test_what_vllms_runner_asks_of_a_kernel() -> None:
+    kernel = Kernel()
+    assert kernel.output_is_reduced()
+    assert not kernel.is_monolithic
+    assert not kernel.fused_experts.consumes_expert_mask
+    assert kernel.prepare_finalize.topk_indices_dtype() == EprtMoEMethod.topk_indices_dtype == torch.int32
