@@ -29,7 +29,7 @@ fi
 "$python" -m pip --disable-pip-version-check freeze | grep '^torch==' >.venv/torch-constraint.txt
 echo "setup: installing eprt and what it needs to $kind into .venv (once)"
 if [ "$kind" = test ]; then
-  pip -c .venv/torch-constraint.txt -r scripts/requirements-test.txt -e '.[test,dev,transformers,plot]'
+  pip -c .venv/torch-constraint.txt -r scripts/requirements-test.txt -e '.[test,dev,transformers,plot,docs]'
   # --no-deps: their own requirements would bring CUDA packages that signature tests don't need.
   pip --no-deps -r scripts/requirements-kernels.txt
   # CUDA builds of torch come with the triton they need.

@@ -9,6 +9,7 @@ bin=.venv/bin
 "$bin/ruff" format --check .
 "$bin/pyright" --pythonpath "$bin/python"
 "$bin/shellcheck" scripts/*.sh launch/*.sh launch/*.sbatch .ci/run
+"$bin/mkdocs" build --quiet --strict
 
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT

@@ -1,4 +1,4 @@
-"""The plan's rows and README's tables are those of the result files, and the nearest row answers."""
+"""The plan's rows and the tables of docs/hardware.md are those of the result files, and the nearest row answers."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def test_the_experts_rows_are_those_of_the_result_file() -> None:
     assert planned == pytest.approx(measured, abs=0.0501, rel=0)
 
 
-def readme_table(first_cell: str) -> list[list[str]]:
-    """Cells of README's table whose heading starts with that cell, the line under the heading left out."""
-    lines = (ROOT / "README.md").read_text().split(f"\n| {first_cell} |")[1].split("\n\n")[0].splitlines()
+def page_table(first_cell: str) -> list[list[str]]:
+    """Cells of the page's table whose heading starts with that cell, the line under the heading left out."""
+    lines = (ROOT / "docs/hardware.md").read_text().split(f"\n| {first_cell} |")[1].split("\n\n")[0].splitlines()
     rows = [
         [cell.strip() for cell in line.strip("| ").split("|")] for line in (f"{first_cell} | {lines[0]}", *lines[2:])
     ]
@@ -93,8 +93,8 @@ def as_shown(shown: str, us: float) -> bool:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_readme_shows_the_dispatch_times_that_were_measured(ranks: int) -> None:
-    heading, *rows = readme_table(f"tokens a rank, {ranks} GPUs")
+def test_the_page_shows_the_dispatch_times_that_were_measured(ranks: int) -> None:
+    heading, *rows = page_table(f"tokens a rank, {ranks} GPUs")
     file = f"dispatch_h200_x{ranks}.json"
     names = {
         "`symm`": "symm",
@@ -137,7 +137,7 @@ def test_the_floors_are_those_of_the_link(name: str) -> None:
 
 
 def test_readme_shows_the_expert_times_that_were_measured() -> None:
-    heading, *rows = readme_table("shape")
+    heading, *rows = page_table("shape")
     measured = expert_times()
     for label, tokens, *cells in rows:
         name, weight_format = label.split(", ")

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from support.cases.plan_table import DEVICES, MODELS, TOKENS, choice, config_of, in_readme, plan_for, table
+from support.cases.plan_table import DEVICES, MODELS, TOKENS, choice, config_of, on_page, plan_for, table
 
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
@@ -29,8 +29,8 @@ def verdict(model: str, device: str, dispatcher: str, executor: str, **runtime):
     return next(c.support for c in candidates if (c.dispatcher, c.executor) == (dispatcher, executor))
 
 
-def test_readme_shows_the_table_that_the_plan_makes() -> None:
-    assert in_readme() == table(), "run: python tests/support/cases/plan_table.py"
+def test_the_page_shows_the_table_that_the_plan_makes() -> None:
+    assert on_page() == table(), "run: python tests/support/cases/plan_table.py"
 
 
 def test_the_table_has_every_number_format_and_machine() -> None:

@@ -1,4 +1,4 @@
-"""What `eprt explain` chooses for each model family on each machine: the table in README.md.
+"""What `eprt explain` chooses for each model family on each machine: the table in docs/choose.md.
 
 `python tests/support/cases/plan_table.py` writes it there; test_plan.py compares.
 """
@@ -14,7 +14,7 @@ from eprt.models import family_for
 from eprt.plan import Plan, make_plan
 from eprt.support import Device
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs/choose.md"
 BEGIN, END = "<!-- plan table: python tests/support/cases/plan_table.py -->", "<!-- end of plan table -->"
 WORLD = ParallelConfig(4)
 DEVICES = ("cpu", "sm90", "sm100")
@@ -130,10 +130,10 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def in_readme() -> str:
-    return README.read_text().split(BEGIN)[1].split(END)[0].strip()
+def on_page() -> str:
+    return PAGE.read_text().split(BEGIN)[1].split(END)[0].strip()
 
 
 if __name__ == "__main__":
-    before, _, rest = README.read_text().partition(BEGIN)
-    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}")

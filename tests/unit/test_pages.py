@@ -1,4 +1,4 @@
-"""README and CONTRIBUTING say what is true: paths exist, commands and flags parse, tables are the code's."""
+"""README, CONTRIBUTING and docs/ say what is true: paths exist, commands and flags parse, tables are the code's."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
+)
 README = (ROOT / "README.md").read_text()
+CHOOSE = (ROOT / "docs/choose.md").read_text()
+ERRORS = (ROOT / "docs/limits_and_errors.md").read_text()
 SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("launch/*"), ROOT / ".ci" / "run"])
 
 
 def paths(text: str) -> set[str]:
     """What looks like a path of this repository in backticks, links and code blocks."""
-    known = "eprt|tests|scripts|launch|benchmarks|LICENSE|CONTRIBUTING.md|README.md|.ci"
+    known = "eprt|tests|scripts|launch|benchmarks|docs|LICENSE|CONTRIBUTING.md|CHANGELOG.md|README.md|.ci"
     return set(re.findall(rf"(?<![\w/.-])((?:{known})(?:/[\w.-]+)*/?)(?=[`)\s:,;])", text))
 
 
@@ -40,14 +47,19 @@ def commands() -> list[list[str]]:
 
 
 def test_the_patterns_find_something() -> None:
-    assert {"scripts/run.sh", "scripts/test.sh", "eprt/plan/measured.json", "LICENSE"} <= paths(README)
+    assert {"scripts/run.sh", "scripts/test.sh", "docs/choose.md", "LICENSE"} <= paths(README)
+    assert "eprt/plan/measured.json" in paths(CHOOSE)
     assert len(commands()) >= 5
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_paths_exist(page: str) -> None:
-    missing = [path for path in paths((ROOT / page).read_text()) if "NAME" not in path and not (ROOT / path).exists()]
+    text = (ROOT / page).read_text()
+    missing = [path for path in paths(text) if "NAME" not in path and not (ROOT / path).exists()]
     assert not missing
+    here = (ROOT / page).parent
+    linked = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    assert not [target for target in linked if target and not (here / target).exists()]
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
@@ -71,15 +83,15 @@ def test_the_two_commands_are_the_scripts_that_ci_runs() -> None:
 
 
 def test_python_blocks_use_public_names_that_exist() -> None:
-    for block in code_blocks(README, "python"):
-        compile(block, "README.md", "exec")
+    for block in code_blocks("\n".join((ROOT / page).read_text() for page in PAGES), "python"):
+        compile(block, "a page", "exec")
         for name in re.findall(r"\beprt\.([A-Za-z_]+)", block):
             assert name == "integrations" or hasattr(eprt, name), name
 
 
 @pytest.mark.parametrize(("table", "heading"), [(DISPATCHERS, "### Dispatchers"), (EXECUTORS, "### Executors")])
 def test_backend_tables_list_every_row_and_no_other(table, heading: str) -> None:
-    section = README.split(heading)[1].split("\n#")[0]
+    section = CHOOSE.split(heading)[1].split("\n#")[0]
     assert set(re.findall(r"^\| `(\w+)`", section, flags=re.MULTILINE)) == set(table)
     for name, spec in table.items():
         row = next(line for line in section.splitlines() if line.startswith(f"| `{name}`"))
@@ -95,8 +107,8 @@ def cells(section: str, column: str) -> dict[str, str]:
 
 
 def test_backend_tables_say_what_the_rows_say() -> None:
-    dispatchers = README.split("### Dispatchers")[1].split("\n#")[0]
-    executors = README.split("### Executors")[1].split("\n#")[0].split("\n\n")[1]
+    dispatchers = CHOOSE.split("### Dispatchers")[1].split("\n#")[0]
+    executors = CHOOSE.split("### Executors")[1].split("\n#")[0].split("\n\n")[1]
     words = {"flat": "flat", "expert_major": "expert-major"}
     yes_no = {True: "yes", False: "no"}
     rows = DISPATCHERS.items()
@@ -120,7 +132,7 @@ def test_shown_output_is_what_the_command_prints() -> None:
 
 
 def test_failure_table_names_the_reasons_of_rank_lost() -> None:
-    section = README.split("`RankLost.why`")[1].split("\n\n")[0]
+    section = ERRORS.split("`RankLost.why`")[1].split("\n\n")[0]
     assert set(re.findall(r"\| `(\w+)` \|", section)) == {
         "exited",
         "silent",
@@ -139,6 +151,16 @@ def test_scripts_are_bash_that_stops_at_errors(script: Path) -> None:
     assert "set -euo pipefail" in text
     assert script.stat().st_mode & 0o111, "not executable"
     subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_the_api_page_has_every_public_name_and_no_other() -> None:
+    listed = re.findall(r"^::: ([\w.]+)\.(\w+)$", (ROOT / "docs/api.md").read_text(), flags=re.MULTILINE)
+    assert {name: module for module, name in listed} == eprt._MODULE
+
+
+def test_the_site_knows_every_page() -> None:
+    named = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    assert named == {path.name for path in (ROOT / "docs").glob("*.md")}
 
 
 def test_pages_hold_no_placeholder() -> None:
