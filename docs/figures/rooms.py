@@ -48,7 +48,7 @@ def draw() -> Figure:
     axes.text(
         55,
         2.2,
-        "R, the largest T of any rank, is agreed once a step for all layers; a shared expert sees this rank's own tokens",
+        "R, the largest T of any rank, is agreed once a step for all layers; the shared expert sees its own tokens",
         ha="center",
         fontsize=8.5,
     )
