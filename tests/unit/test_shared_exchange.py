@@ -10,8 +10,8 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import exchange_jobs as jobs
 import pytest
+from support.jobs import exchange_jobs as jobs
 
 from eprt.conformance.harness import launch
 from eprt.errors import WorldMismatch
