@@ -245,7 +245,9 @@ class RuntimeConfig:
 
     Attributes:
         dispatcher, executor: a name from their tables, or "auto" (`eprt explain` shows the choice).
-        max_tokens_per_rank: capacity; every buffer is sized from it. T <= R <= max_tokens_per_rank.
+        max_tokens_per_rank: capacity; every buffer is sized from it. A larger batch passes through the layer in rounds
+            of at most so many tokens a rank, as many on every rank.
+        strict_capacity: raise CapacityError on every rank instead.
         payload: number format in which tokens travel to the experts; None is their own. `nvfp4` takes the checkpoint's
             calibrated `input_scale` (largest of all ranks) as its second-level scale, or 1 where it has none.
         combine_payload: number format in which the experts' outputs travel back; None is the tokens' own. `fp8`, an
@@ -265,6 +267,7 @@ class RuntimeConfig:
     dispatcher: str = "auto"
     executor: str = "auto"
     max_tokens_per_rank: int = 4096
+    strict_capacity: bool = False
     payload: PayloadFormat | None = None
     combine_payload: CombineFormat | None = None
     rank_mask: bool = False

@@ -12,7 +12,7 @@ from torch import nn
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dense import LatentProjection, SharedExpertMLP
-from eprt.dispatch import make_dispatcher
+from eprt.dispatch import Dispatched, make_dispatcher
 from eprt.dispatch.capacity import KNOB, require_agreed
 from eprt.dispatch.payload_scale import calibrated_scale
 from eprt.errors import CapacityError, ConfigError, EprtError, InputError
@@ -143,7 +143,8 @@ class ExpertParallelMoE(nn.Module):
             token_ids: [...] vocabulary ids, for hash routing.
             tokens_per_rank: largest T of any rank, equal on all; None takes that of the step (`World.step`), or lets
                 the ranks agree, each layer for itself, which a CUDA graph capture can't.
-                Under attention TP a rank sends, and its capacity holds, ceil(T / attention_tp_size) of them.
+                Under attention TP a rank sends, and its capacity holds, ceil(T / attention_tp_size) of them. Over the
+                capacity the call is cut into rounds, and `observe` sees dispatch, experts, shared and combine of each.
 
         Returns:
             Shape and dtype of `hidden_states`.
@@ -202,7 +203,7 @@ class ExpertParallelMoE(nn.Module):
         part = -(-x.shape[0] // size)
         rows = slice(self.world.attention_tp_rank * part, (self.world.attention_tp_rank + 1) * part)
         if isinstance(routing, TopK):
-            routing = TopK(routing.ids[rows], routing.weights[rows])
+            routing = _part(routing, rows)
         elif routing is not None:
             routing = RouterLogits(routing.logits[rows])
         return x[rows], routing, None if ids is None else ids[rows]
@@ -320,18 +321,35 @@ class ExpertParallelMoE(nn.Module):
     def _over_the_world(
         self, x: torch.Tensor, topk: TopK, tokens_per_rank: int | None, group_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Routed and dense experts' outputs; tokens travel to their experts and back."""
+        """Routed and dense experts' outputs; tokens travel to their experts and back, over the capacity in rounds that
+        every rank makes, idle ones too."""
+        most, cut = self.dispatcher.capacity.max_tokens_per_rank, not self.dispatcher.runtime.strict_capacity
         with self.observe("dispatch"):
             inside = x if self.latent is None else self.latent.into(x)
             # Weights that lie elsewhere are dispatch's to refuse, on every rank.
             if self.config.weight_on_input and topk.weights.device == inside.device:
                 inside, topk = inside * topk.weights.to(inside.dtype), TopK(topk.ids, torch.ones_like(topk.weights))
-            sent = self.dispatcher.dispatch(inside, topk, tokens_per_rank, group_tokens=group_tokens)
+            rows = self.dispatcher.agree(inside, topk, tokens_per_rank, group_tokens=group_tokens, cut=cut)
+            first = (inside, topk) if rows <= most else (inside[:most], _part(topk, slice(most)))
+            sent = self.dispatcher.send(*first, min(rows, most))
+        y, dense = self._there_and_back(sent, x)
+        if rows <= most:
+            return y, dense
+        outputs = [y]
+        for start in range(most, rows, most):
+            part = slice(start, start + most)
+            with self.observe("dispatch"):
+                sent = self.dispatcher.dispatch(inside[part], _part(topk, part), min(most, rows - start))
+            outputs.append(self._there_and_back(sent, None)[0])
+        return torch.cat(outputs), dense
+
+    def _there_and_back(self, sent: Dispatched, x: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What comes back for the tokens of one dispatch, and the shared expert's output for `x`, if it is due."""
         try:
             with self.observe("experts"):
                 y = self.executor(sent.tokens, out=self.dispatcher.output_buffer(sent.handle))
             with self.observe("shared"):
-                dense = None if self.shared is None else self.shared(x)
+                dense = None if self.shared is None or x is None else self.shared(x)
             with self.observe("combine"):
                 return self.dispatcher.combine(y, sent.handle), dense
         finally:
@@ -354,7 +372,7 @@ class ExpertParallelMoE(nn.Module):
                 f"hidden_states holds {num_tokens} tokens, the agreed tokens_per_rank is {agreed}: pass "
                 f"tokens_per_rank >= {num_tokens} on every rank, or None to let the ranks agree"
             )
-        if (part := -(-agreed // size)) > most:
+        if (part := -(-agreed // size)) > most and self.dispatcher.runtime.strict_capacity:
             raise CapacityError(
                 f"tokens_per_rank is {agreed}, {part} for each of {size} attention-TP ranks, over the capacity of "
                 f"{most}: set {KNOB} >= {part} or split the batch"
@@ -368,6 +386,10 @@ class ExpertParallelMoE(nn.Module):
         part = -(-num_tokens // size)
         padded = y if y.shape[0] == part else F.pad(y, (0, 0, 0, part - y.shape[0]))
         return self.world.gather_attention_tp(padded)[:num_tokens]
+
+
+def _part(topk: TopK, rows: slice) -> TopK:
+    return TopK(topk.ids[rows], topk.weights[rows])
 
 
 def _require_router(router: Router, config: MoEConfig) -> None:

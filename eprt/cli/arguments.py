@@ -147,17 +147,32 @@ class BenchExperts:
 
 
 @dataclass(frozen=True)
+class BenchExchange:
+    """What it costs the ranks to agree: a step, and its few words through shared memory and through gloo."""
+
+    world: int = 4
+    """Ranks to start."""
+    device: DeviceKind = "auto"
+    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
+    rounds: int = 1000
+    """Exchanges of each kind."""
+    json: Path | None = None
+    """Also write the result as JSON to this file; - is stdout, without the tables."""
+
+
+@dataclass(frozen=True)
 class Bench:
-    """Measure a layer, the transports or the executors."""
+    """Measure a layer, the transports, the executors or the ranks' agreement."""
 
     what: (
         Annotated[BenchLayer, subcommand("layer")]
         | Annotated[BenchDispatch, subcommand("dispatch")]
         | Annotated[BenchExperts, subcommand("experts")]
+        | Annotated[BenchExchange, subcommand("exchange")]
     )
 
 
-Command = Run | Explain | Doctor | BenchLayer | BenchDispatch | BenchExperts
+Command = Run | Explain | Doctor | BenchLayer | BenchDispatch | BenchExperts | BenchExchange
 _Parsed = (
     Annotated[Run, subcommand("run")]
     | Annotated[Explain, subcommand("explain")]

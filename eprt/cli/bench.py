@@ -1,4 +1,4 @@
-"""`eprt bench layer | dispatch | experts`: measure, print, store, plot."""
+"""`eprt bench layer | dispatch | experts | exchange`: measure, print, store, plot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eprt.bench.report import Report
-from eprt.cli.arguments import STDOUT, BenchDispatch, BenchExperts, BenchLayer
+from eprt.cli.arguments import STDOUT, BenchDispatch, BenchExchange, BenchExperts, BenchLayer
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal
 from eprt.errors import ConfigError
@@ -136,6 +136,25 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
     return _finish(report, arguments, terminal)
 
 
+def bench_exchange(arguments: BenchExchange, terminal: Terminal) -> int:
+    """The command. Returns 0."""
+    from eprt.bench.exchange import exchange_report, measure_exchange
+
+    if arguments.rounds < 1:
+        raise ConfigError(f"--rounds {arguments.rounds}: expected at least one")
+    with ranks(arguments.world, arguments.device) as workers:
+        if workers.size == 1:
+            raise ConfigError("bench exchange in a world of one: nobody to agree with; use --world 2 or more")
+        report = exchange_report(workers.run(measure_exchange, rounds=arguments.rounds), arguments.rounds)
+        what = f"{workers.size} x {workers.device}"
+    terminal.table(
+        f"Agreement of the ranks, microseconds of the slowest rank ({what}, {report.rows[0]['words']} words a rank)",
+        ["exchange", "p50", "p99"],
+        [[row["exchange"], row["p50_us"], row["p99_us"]] for row in report.rows],
+    )
+    return _finish(report, arguments, terminal)
+
+
 def _say_dispatch(report: Report, what: str, terminal: Terminal) -> None:
     """Two tables a shape and routing: sizes down, transports across; the round trip, then dispatch alone."""
     groups: dict[tuple[int, int, str], list[dict[str, Any]]] = defaultdict(list)
@@ -204,7 +223,9 @@ def _keep(arguments: BenchLayer | BenchDispatch | BenchExperts, terminal: Termin
     return lambda report: report.write(path)
 
 
-def _finish(report: Report, arguments: BenchLayer | BenchDispatch | BenchExperts, terminal: Terminal) -> int:
+def _finish(
+    report: Report, arguments: BenchLayer | BenchDispatch | BenchExperts | BenchExchange, terminal: Terminal
+) -> int:
     """Store and plot, on the rank that speaks."""
     if not terminal.speaks:
         return 0
@@ -212,7 +233,7 @@ def _finish(report: Report, arguments: BenchLayer | BenchDispatch | BenchExperts
     if arguments.json is not None and arguments.json != STDOUT:
         report.write(arguments.json)  # also where nothing could be measured
         terminal.say(f"\nwrote {arguments.json}")
-    if arguments.plot is not None:
+    if not isinstance(arguments, BenchExchange) and arguments.plot is not None:
         from eprt.bench.plot import plot
 
         plot(report, arguments.plot)

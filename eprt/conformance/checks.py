@@ -15,7 +15,7 @@ import torch
 
 from eprt.config import CombineFormat, MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
 from eprt.conformance import transport
-from eprt.conformance.cases import CASES, CONFIGS, TOLERANCE, Batch, Case, make_batches
+from eprt.conformance.cases import CASES, CONFIGS, CUT_CASES, TOLERANCE, Batch, Case, make_batches
 from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
 from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, make_dispatcher
@@ -128,7 +128,7 @@ def standard_checks(size: int, device: Device) -> list[Check]:
                 Check("layer", case, name, token_format, executor, config)
                 for executor in EXECUTORS
                 for config in ("silu_bf16", "gpt_oss")
-                for case in CASES
+                for case in (*CASES, *CUT_CASES)
             ]
             checks += [
                 Check(
@@ -143,7 +143,7 @@ def standard_checks(size: int, device: Device) -> list[Check]:
                 )
                 for executor in EXECUTORS
                 for attention_tp_size, moe_tp_size in ((2, 1), (1, 2))
-                for case in CASES
+                for case in (*CASES, *CUT_CASES)
                 if size % 2 == 0 and case.routing.name == "uniform"
             ]
     return [check for check in checks if _possible(check, size, device)]

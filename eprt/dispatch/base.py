@@ -93,6 +93,7 @@ class Dispatcher(ABC):
             "rank_mask": str(runtime.rank_mask),
             "validate": runtime.validate,
             "max_tokens_per_rank": str(runtime.max_tokens_per_rank),
+            "strict_capacity": str(runtime.strict_capacity),
             "attention_tp_size": str(world.parallel.attention_tp_size),
             "moe_tp_size": str(world.parallel.moe_tp_size),
             # Tells layers of equal numbers and settings apart: ranks that call them in different orders are told so.
@@ -179,6 +180,26 @@ class Dispatcher(ABC):
             RankLost: a peer is gone.
             UsageError: the dispatcher or its world is closed.
         """
+        rows = self.agree(hidden_states, topk, tokens_per_rank, group_tokens=group_tokens)
+        return self.send(hidden_states, topk, rows, wait=wait)
+
+    def agree(
+        self,
+        hidden_states: torch.Tensor,
+        topk: TopK,
+        tokens_per_rank: int | None = None,
+        *,
+        group_tokens: int = 0,
+        cut: bool = False,
+    ) -> int:
+        """The first half of `dispatch`: check the call, and R with the peers. Moves nothing; `send` follows.
+
+        Args:
+            cut: an R over the capacity is returned, not refused: the caller sends in rounds, each agreed on by itself.
+
+        Raises:
+            As in dispatch.
+        """
         self._require_world()
         error: EprtError | None = None
         rows_of_step = self._rows_of_step() if tokens_per_rank is None else None
@@ -186,17 +207,27 @@ class Dispatcher(ABC):
             tokens_per_rank = rows_of_step
         try:
             self._require_open()
-            self._check_call(hidden_states, topk, tokens_per_rank)
+            self._check_call(hidden_states, topk, tokens_per_rank, cut)
             if rows_of_step is not None:
                 self._check_said(hidden_states.shape[0], group_tokens)
         except EprtError as found:
             error = found
         num_tokens, dtype = (0, torch.bfloat16) if error else (hidden_states.shape[0], hidden_states.dtype)
-        rows = self._agree("dispatch", self._calls, num_tokens, tokens_per_rank, dtype, error, group_tokens)
-        if not self._capturing():  # what is captured runs later, and in other steps
-            self.world.log_call(self.layer, self.fingerprint)
-        handle = self._open[self._calls] = Handle(self, self._calls, num_tokens, rows, dtype, deferred=not wait)
+        return self._agree("dispatch", self._calls, num_tokens, tokens_per_rank, dtype, error, group_tokens, cut)
+
+    def send(self, hidden_states: torch.Tensor, topk: TopK, rows: int, *, wait: bool = True) -> Dispatched:
+        """The second half of `dispatch`: what `agree` found to be right travels now.
+
+        Args:
+            hidden_states, topk: what `agree` checked, or the first rows of it where R was over the capacity.
+            rows: R of this round, at most the capacity.
+        """
+        T, dtype = hidden_states.shape[0], hidden_states.dtype
+        handle = self._open[self._calls] = Handle(self, self._calls, T, rows, dtype, deferred=not wait)
         self._calls += 1
+        capturing = self._capturing()
+        if not capturing:  # what is captured runs later, and in other steps
+            self.world.log_call(self.layer, self.fingerprint)
         try:
             if topk.weights.requires_grad:
                 topk = TopK(topk.ids, topk.weights.detach())
@@ -205,7 +236,7 @@ class Dispatcher(ABC):
             handle.close()
             raise
         if self.runtime.rank_mask and (mask := self._mask()) is not None:
-            mask.captured = mask.captured or self._capturing()
+            mask.captured = mask.captured or capturing
         handle.shape = (*tokens.hidden.data.shape[:-1], self.config.hidden_size)
         return Dispatched(tokens, handle)
 
@@ -336,7 +367,7 @@ class Dispatcher(ABC):
         if self.world.closed:
             raise UsageError(f"{self.spec.name}: the world is closed; make a new one")
 
-    def _check_call(self, hidden_states: object, topk: object, tokens_per_rank: object) -> None:
+    def _check_call(self, hidden_states: object, topk: object, tokens_per_rank: object, cut: bool) -> None:
         if not isinstance(hidden_states, torch.Tensor) or not isinstance(topk, TopK):
             kinds = f"{type(hidden_states).__name__} and {type(topk).__name__}"
             raise InputError(f"dispatch got {kinds}: expected a tensor of hidden states and a TopK")
@@ -348,7 +379,7 @@ class Dispatcher(ABC):
                 f"{hidden_states.shape[0]} on {hidden_states.device}: they must agree"
             )
         capturing = self._capturing()
-        self._check_rows(tokens_per_rank, capturing)
+        self._check_rows(tokens_per_rank, capturing, cut)
         if not capturing:
             if self.full_validation or self.world.device.type == "cpu":
                 topk.check_ids(self.config.num_experts)
@@ -392,14 +423,16 @@ class Dispatcher(ABC):
                 f"{said}: say the largest number that a layer gets in the step"
             )
 
-    def _check_rows(self, tokens_per_rank: object, capturing: bool) -> None:
+    def _check_rows(self, tokens_per_rank: object, capturing: bool, cut: bool) -> None:
         if tokens_per_rank is None:
             if self._incomplete:
                 raise InputError("tokens_per_rank is None and a rank is left out, which can't agree on R: pass it")
             if capturing and self.world.size > 1:
                 raise InputError("tokens_per_rank is None during CUDA graph capture: pass R, the same on every rank")
         else:
-            self.capacity.check_rows(require_agreed(tokens_per_rank))
+            agreed = require_agreed(tokens_per_rank)
+            if not cut:
+                self.capacity.check_rows(agreed)
 
     def _check_handle(self, handle: object) -> None:
         if not isinstance(handle, Handle) or handle.owner is not self:
@@ -431,6 +464,7 @@ class Dispatcher(ABC):
         dtype: torch.dtype,
         error: EprtError | None,
         group_tokens: int = 0,
+        cut: bool = False,
     ) -> int:
         """R for this call. Compares headers with the peers where the world asks for it, else checks locally."""
         compare = self.world.compares_headers(self.full_validation) or (
@@ -439,7 +473,7 @@ class Dispatcher(ABC):
         if not compare or self._incomplete:
             if error is not None:
                 raise error
-            return self.capacity.agree([num_tokens], tokens_per_rank or 0)
+            return self.capacity.agree([num_tokens], tokens_per_rank or 0, cut)
         header = Header(
             operation=operation,
             layer=self.layer,
@@ -452,7 +486,7 @@ class Dispatcher(ABC):
             group_tokens=group_tokens,
         )
         peers = exchange(self.world, header, error)
-        return self.capacity.agree(peers.tokens, tokens_per_rank or 0)
+        return self.capacity.agree(peers.tokens, tokens_per_rank or 0, cut)
 
     def _encode(self, hidden_states: torch.Tensor) -> Payload:
         """The number format that travels: `runtime.payload`, or the input's own."""

@@ -1,6 +1,7 @@
 """Tokens-per-rank geometry: one verdict for all ranks, in Python, before any launch.
 
 T (a rank's own tokens) <= R (agreed by all ranks for this call) <= capacity (what the buffers were sized for).
+The layer cuts a call of a larger R into rounds that keep this.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from dataclasses import dataclass
 from eprt.errors import CapacityError, InputError
 
 KNOB = "RuntimeConfig.max_tokens_per_rank"
+MOST_TOKENS = (1 << 31) - 1
 
 
 def require_agreed(tokens_per_rank: object) -> int:
-    """A caller's R. Raises InputError unless it is an int of at least 1."""
+    """A caller's R. Raises InputError unless it is an int from 1 to `MOST_TOKENS`."""
     if not isinstance(tokens_per_rank, int) or isinstance(tokens_per_rank, bool) or tokens_per_rank < 1:
         raise InputError(
             f"tokens_per_rank {tokens_per_rank!r}: expected an int of at least 1, also when every rank is idle"
         )
+    if tokens_per_rank > MOST_TOKENS:
+        raise InputError(f"tokens_per_rank {tokens_per_rank}: expected at most 2^31 - 1")
     return tokens_per_rank
 
 
@@ -38,10 +42,11 @@ class Capacity:
         """Raises CapacityError unless R fits."""
         self._check("tokens_per_rank is", tokens_per_rank)
 
-    def agree(self, tokens: Sequence[int], agreed: int) -> int:
+    def agree(self, tokens: Sequence[int], agreed: int, cut: bool = False) -> int:
         """R from every rank's T; 0 in `agreed` means "derive it". Same verdict on every rank.
 
-        Raises CapacityError. `agreed` was already found equal on all ranks and within `check_rows`.
+        Raises CapacityError, with `cut` not for an R over the capacity. `agreed` was already found equal on all ranks
+        and within `check_rows`.
         """
         largest = max(tokens)
         rows = agreed or max(largest, 1)
@@ -51,7 +56,7 @@ class Capacity:
                 f"rank {rank} has {largest} tokens, the agreed tokens_per_rank is {rows}: "
                 f"pass tokens_per_rank >= {largest} on every rank, or None to let the ranks agree"
             )
-        if not agreed:
+        if not agreed and not cut:
             self._check(f"rank {tokens.index(largest)} has", rows)
         return rows
 

@@ -42,7 +42,7 @@ class AllToAllDispatcher(Dispatcher):
         wanted = (slot[None] == ep_rank[:, None, None]).any(-1)  # [W, T]: does rank w hold an expert of token t
         destination, token = wanted.nonzero(as_tuple=True)
         send = wanted.sum(1).tolist()
-        receive = self.world.gather_control(torch.tensor(send, dtype=torch.int64))[:, self.world.rank].tolist()
+        receive = [row[self.world.rank] for row in self.world.gather_words(send)]
         ids, weights = topk.ids[token], topk.weights[token]
         ids = torch.where(slot[token] == ep_rank[destination, None], ids, E)
         routing = self._exchange(torch.cat([ids, weights.view(torch.int32)], dim=1), send, receive)

@@ -37,6 +37,7 @@ from eprt.world.groups import (
 from eprt.world.guard import EXIT_CODE, Guard
 from eprt.world.header import Header, agree_step, exchange
 from eprt.world.resources import SharedResources
+from eprt.world.shared_exchange import open_exchange
 from eprt.world.step import Step
 
 T = TypeVar("T")
@@ -360,6 +361,9 @@ class World(Collectives):
             if self._guard.verdict is not None or self._abandoned:
                 return  # groups with abandoned work can't be destroyed; the atexit hook ends the process
         self._control = None
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
         if self._owns_default and dist.is_initialized():
             dist.destroy_process_group()
         atexit.unregister(self._at_exit)
@@ -384,6 +388,8 @@ class World(Collectives):
         # Also a barrier: every rank has read who its peers are before any of them can end.
         hosts = self.gather_control(torch.tensor([host_number()]))[:, 0].tolist()
         fewest = min(hosts.count(host) for host in hosts)
+        if fewest == self.size:
+            self._shared = open_exchange(self.rank, self.size, self.gather_control)
         self.parallel = replace(self.parallel, ranks_per_host=None if fewest == self.size else fewest)
 
     def _unhook(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,11 @@ import torch.distributed as dist
 from eprt.config import ParallelConfig
 from eprt.errors import RankLost, UsageError
 from eprt.world.guard import Guard
+from eprt.world.shared_exchange import MAX_WORDS, SharedExchange
 from eprt.world.step import CallLog, Step
+
+SPIN_S = 300e-6
+LONGEST_SLEEP_S = 1e-3
 
 # torch 2.13 renamed these; 2.10 has the old names only.
 _all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -55,6 +59,7 @@ class Collectives:
         self._attention_tp_group = attention_tp_group
         self._control: dist.ProcessGroupGloo | None = None
         self._guard: Guard | None = None
+        self._shared: SharedExchange | None = None
         # gloo's threads let go of tensors a little after the operation. The last to let go needs the GIL, and a thread
         # that asks for it while the interpreter ends takes the process down: so these outlive the operation.
         self._moved: tuple[torch.Tensor, ...] = ()
@@ -145,12 +150,22 @@ class Collectives:
         self._wait(gather(*self._moved))
         return out
 
-    def gather_words(self, words: list[int]) -> list[list[int]]:
-        """Every rank's int64 words, in rank order; equally many on every rank."""
+    def gather_words(self, words: Sequence[int]) -> list[tuple[int, ...]]:
+        """Every rank's int64 words, in rank order; equally many on every rank. Through shared memory where all ranks
+        are on one host, else over the control group."""
+        self.require_open()
         if self.size == 1:
-            self.require_open()
-            return [words]
-        return self.gather_control(torch.tensor(words, dtype=torch.int64)).tolist()
+            return [tuple(words)]
+        if self._shared is None or len(words) > MAX_WORDS:
+            return [tuple(row) for row in self.gather_control(torch.tensor(words, dtype=torch.int64)).tolist()]
+        if self._guard is not None:
+            self._guard.note()
+        return self._shared.gather(words, self._pauses(range(self.size)))
+
+    @property
+    def shares_words(self) -> bool:
+        """Whether `gather_words` goes through shared memory."""
+        return self._shared is not None
 
     def log_call(self, layer: int, fingerprint: int) -> None:
         """Inside a step, this rank's host calls a layer: the next step compares what the ranks called."""
@@ -196,17 +211,12 @@ class Collectives:
     def _wait(self, work: dist.Work, ranks: Iterable[int] | None = None) -> None:
         """Bounded: returns, or raises RankLost naming one of the `ranks` that take part (None: all)."""
         ranks = range(self.size) if ranks is None else ranks
-        start = time.monotonic()
         if self._guard is not None:
             self._guard.note()
+        pauses = self._pauses(ranks)
         try:
             while not work.is_completed():
-                waited = time.monotonic() - start
-                if self._guard is not None:
-                    self._guard.raise_if_lost(ranks)
-                    if waited > self.timeout_s:
-                        self._guard.raise_behind(waited, ranks)
-                time.sleep(20e-6 if waited < 0.01 else 1e-3)
+                next(pauses)
         except BaseException:  # Ctrl-C, too
             self._abandoned = True
             raise
@@ -216,6 +226,25 @@ class Collectives:
             if self._guard is None:
                 raise RankLost(f"a collective failed before the guard started: {error}", -1, "unknown") from error
             self._guard.raise_broken(error)
+
+    def _pauses(self, ranks: Iterable[int]) -> Iterator[None]:
+        """Between two looks at what one of the `ranks` still has to do. Raises RankLost where it won't be done.
+
+        First the CPU is only yielded, for what is nearly there; then this rank sleeps, longer the longer it has waited,
+        so that ranks that share cores don't starve the one they wait for.
+        """
+        start = time.monotonic()
+        while True:
+            waited = time.monotonic() - start
+            if waited < SPIN_S:
+                os.sched_yield()
+            else:
+                if self._guard is not None:
+                    self._guard.raise_if_lost(ranks)
+                    if waited > self.timeout_s:
+                        self._guard.raise_behind(waited, ranks)
+                time.sleep(min(waited / 10, LONGEST_SLEEP_S))
+            yield
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,8 @@ gloo neither notices a skipped call nor a size mismatch (a longer send kills its
 leaves stale bytes), so every dispatch and combine on gloo starts here; GPU worlds do it with validate="full", and
 whenever R has to be agreed. Every world does it when a layer is loaded or built, before memory is shared. A rank whose
 own input is bad still takes part and says so, and then every rank raises the same error.
+
+Inside a step (`World.step`) R was agreed on, so GPU worlds compare nothing; the next step compares what they called.
 """
 
 from __future__ import annotations
@@ -122,20 +124,23 @@ def exchange(world: Collectives, header: Header, error: EprtError | None = None)
     own = header.encode(error is not None)
     rows = world.gather_words(own)
     size = world.parallel.attention_tp_size
-    if error is not None or any(row[:_EQUAL] != own[:_EQUAL] for row in rows) or (size > 1 and _uneven(rows, size)):
+    equal = tuple(own[:_EQUAL])
+    if error is not None or any(row[:_EQUAL] != equal for row in rows) or (size > 1 and _uneven(rows, size)):
         _raise_difference(world, header, rows, error)
     num_words = len(header.words)
-    words = tuple(tuple(row[_WORDS : _WORDS + num_words]) for row in rows) if num_words else ((),) * len(rows)
+    words = tuple(row[_WORDS : _WORDS + num_words] for row in rows)
     return Peers(tuple(row[_TOKENS] for row in rows), words)
 
 
-def _uneven(rows: list[list[int]], size: int) -> bool:
+def _uneven(rows: Sequence[Sequence[int]], size: int) -> bool:
     """Whether the ranks of an attention-TP group hold different numbers of tokens."""
     groups = [{row[_TOKENS + 1] for row in rows[first : first + size]} for first in range(0, len(rows), size)]
     return any(len(group) > 1 for group in groups)
 
 
-def _raise_difference(world: Collectives, header: Header, rows: list[list[int]], error: EprtError | None) -> None:
+def _raise_difference(
+    world: Collectives, header: Header, rows: Sequence[Sequence[int]], error: EprtError | None
+) -> None:
     """What the rows say beyond the fast path; returns where they differ in nothing that counts."""
     failed = [rank for rank, row in enumerate(rows) if row[1]]
     if failed:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.jobs import conformance_jobs as jobs
 
-from eprt.conformance.cases import CASES, CONFIGS, COUNTS, ROUTINGS, find_case, make_topk
-from eprt.conformance.checks import Check, run_checks, standard_checks, summarize
+from eprt.conformance.cases import CASES, CONFIGS, COUNTS, CUT_CASES, ROUTINGS, find_case, make_topk
+from eprt.conformance.checks import CAPACITY, Check, run_checks, standard_checks, summarize
 from eprt.support import Device
 
 PAIRS = [("none", "flat"), ("torch", "flat"), ("torch", "expert_major")]
@@ -102,6 +102,24 @@ def test_layer(pools, config, executor, dispatcher, token_format):
     run(pools, 1, checks[::3])
 
 
+def test_cut_cases_are_over_the_capacity_in_a_group_of_two_as_well():
+    for case in CUT_CASES:
+        rows = [case.counts.agreed or max(case.counts.of(call, 4)) for call in range(case.num_calls)]
+        assert max(rows) > 2 * CAPACITY
+
+
+@pytest.mark.parametrize(("dispatcher", "token_format"), PAIRS)
+@pytest.mark.parametrize(("size", "attention_tp_size", "moe_tp_size"), [(1, 1, 1), (4, 1, 1), (4, 2, 1), (4, 2, 2)])
+def test_layer_cuts_what_is_over_its_capacity(pools, size, attention_tp_size, moe_tp_size, dispatcher, token_format):
+    tp = {"attention_tp_size": attention_tp_size, "moe_tp_size": moe_tp_size}
+    checks = [
+        Check("layer", case, dispatcher, token_format, "torch_grouped", config, dtype=dtype, **tp)
+        for config, dtype in (("silu_f32", "f32"), ("gpt_oss", "bf16"))
+        for case in CUT_CASES
+    ]
+    run(pools, size, checks)
+
+
 @pytest.mark.parametrize(("dispatcher", "token_format"), PAIRS)
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize(
@@ -136,4 +154,5 @@ def test_standard_checks_cover_both_dispatchers_formats_and_executors_on_a_cpu()
     assert layers == {(*pair, executor) for pair in PAIRS for executor in EXECUTORS}
     transports = {(c.dispatcher, c.token_format) for c in checks if c.kind == "transport"}
     assert transports == set(PAIRS)
-    assert {c.case for c in checks} == set(CASES)
+    assert {c.case for c in checks} == {*CASES, *CUT_CASES}
+    assert {c.case for c in checks if c.kind != "layer"} == set(CASES)

@@ -239,6 +239,18 @@ def test_bench_layer_on_cpu(tmp_path, capsys) -> None:
     assert "the same steps by hand" in capsys.readouterr().out
 
 
+def test_bench_exchange_on_cpu(tmp_path, capsys) -> None:
+    result = tmp_path / "exchange.json"
+    words = ["bench", "exchange", "--world", "2", "--device", "cpu", "--rounds", "40"]
+    assert main([*words, "--json", str(result)]) == 0
+    rows = {row["exchange"]: row for row in json.loads(result.read_text())["rows"]}
+    assert set(rows) == {"gloo", "shared", "step"}
+    assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows.values())
+    assert rows["shared"]["p50_us"] < rows["gloo"]["p50_us"]
+    assert "Agreement of the ranks" in capsys.readouterr().out
+    assert main(["bench", "exchange", "--world", "1", "--device", "cpu"]) == ConfigError.exit_code
+
+
 def test_layer_and_hand_written_steps_compute_the_same() -> None:
     """The peer of the measurement does the layer's work: equal outputs, calls numbered in common."""
     from eprt.bench.layer import LayerCase, _by_hand, _make_layer

@@ -112,19 +112,25 @@ class TestCapacity:
     CAPACITY = Capacity(64, bytes_per_token=1000)
 
     def test_derived_and_given_rows(self) -> None:
-        assert self.CAPACITY.agree([0, 0, 0], [0, 0, 0]) == 1
-        assert self.CAPACITY.agree([3, 64, 0], [0, 0, 0]) == 64
-        assert self.CAPACITY.agree([3, 5], [8, 8]) == 8
+        assert self.CAPACITY.agree([0, 0, 0], 0) == 1
+        assert self.CAPACITY.agree([3, 64, 0], 0) == 64
+        assert self.CAPACITY.agree([3, 5], 8) == 8
+
+    def test_a_batch_to_be_cut_may_be_larger(self) -> None:
+        assert self.CAPACITY.agree([3, 650], 0, cut=True) == 650
+        assert self.CAPACITY.agree([3, 65], 80, cut=True) == 80
+        with pytest.raises(CapacityError, match="rank 0 has 90 tokens, the agreed tokens_per_rank is 80"):
+            self.CAPACITY.agree([90, 65], 80, cut=True)
 
     def test_over_capacity_names_knob_value_need_and_bytes(self) -> None:
         with pytest.raises(CapacityError, match=r"rank 1 has 65 .* 64: set RuntimeConfig.max_tokens_per_rank >= 65"):
-            self.CAPACITY.agree([3, 65], [0, 0])
+            self.CAPACITY.agree([3, 65], 0)
         with pytest.raises(CapacityError, match=r"tokens_per_rank is 80.*80,000 bytes a rank"):
             self.CAPACITY.check_rows(80)
 
     def test_more_tokens_than_agreed(self) -> None:
         with pytest.raises(CapacityError, match="rank 1 has 9 tokens, the agreed tokens_per_rank is 8"):
-            self.CAPACITY.agree([3, 9], [8, 8])
+            self.CAPACITY.agree([3, 9], 8)
 
 
 def test_versions_compare_as_numbers() -> None:

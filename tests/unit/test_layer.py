@@ -45,9 +45,18 @@ REFUSED = {
     ),
     "agreed_over_a_groups_capacity": (
         "CapacityError: rank 1: tokens_per_rank is 65, 33 for each of 2 attention-TP ranks, over the capacity of 32",
-        {"attention_tp": 2},
+        {"attention_tp": 2, "strict_capacity": True},
     ),
-    "agreed_over_int64": ("CapacityError: rank 1: tokens_per_rank is 9223372036854775808", {}),
+    "agreed_over_capacity": (
+        "CapacityError: rank 1: tokens_per_rank is 33 tokens, over the capacity of 32: set "
+        "RuntimeConfig.max_tokens_per_rank >= 33",
+        {"strict_capacity": True},
+    ),
+    "over_capacity": (
+        "CapacityError: rank 1 has 33 tokens, over the capacity of 32: set RuntimeConfig.max_tokens_per_rank >= 33",
+        {"strict_capacity": True},
+    ),
+    "agreed_over_int64": ("InputError: rank 1: tokens_per_rank 9223372036854775808: expected at most 2^31 - 1", {}),
 }
 
 
@@ -178,6 +187,31 @@ def test_tokens_that_require_grad_on_one_rank_change_nothing(pools, dispatcher: 
 
 def test_attention_tp_slices_any_number_of_tokens(pools) -> None:
     assert max(max(errors) for errors in pools(4).run(jobs.attention_tp_slices, counts=[0, 1, 2, 3, 7])) < 1e-5
+
+
+@pytest.mark.parametrize("dispatcher", ["none", "torch"])
+@pytest.mark.parametrize(
+    ("attention_tp", "latent", "counts", "rounds"),
+    [
+        (1, False, [0, 9, 3, 4], 3),
+        (1, True, [17, 0, 0, 0], 5),
+        (1, False, [4, 0, 1, 4], 1),
+        (1, False, [0, 0, 0, 0], 1),
+        (2, True, [9, 17], 3),
+        (2, False, [0, 8], 1),
+    ],
+)
+def test_a_batch_over_the_capacity_is_cut(pools, attention_tp, latent, counts, rounds, dispatcher) -> None:
+    """ceil(R / capacity) rounds on every rank, idle ones too; the shared expert runs once, on the whole."""
+    found = pools(4).run(
+        jobs.cut_batches, counts=counts, attention_tp=attention_tp, latent=latent, dispatcher=dispatcher
+    )
+    assert [seen for _, seen in found] == [[(rounds, rounds, 1, 1)]] * 4
+    assert max(error for error, _ in found) < 1e-5
+
+
+def test_token_ids_go_with_their_tokens_through_all_rounds(pools) -> None:
+    assert max(pools(2).run(jobs.cut_hash_routing)) < 1e-5
 
 
 def test_a_router_for_another_layer_is_refused() -> None:

@@ -109,7 +109,7 @@ def test_everything_else_is_a_topk(monkeypatch, world, routing, runtime):
 
 
 def test_calls_that_dispatch_refuses_are_refused(monkeypatch, world):
-    rank = OneRank(monkeypatch, world, Routing())
+    rank = OneRank(monkeypatch, world, Routing(), strict_capacity=True)
     layer, logits = rank.layer, RouterLogits(torch.zeros(T, 8))
     with pytest.raises(CapacityError, match="16"):
         layer(rank._draw(17, WIDE), RouterLogits(torch.zeros(17, 8)))

@@ -25,23 +25,24 @@ VICTIM = 2
 
 
 @pytest.mark.parametrize(
-    ("kind", "why", "name"),
+    ("kind", "why", "name", "sockets"),
     [
-        ("killed", "exited", "none"),
-        ("killed", "exited", "torch"),
-        ("stopped", "silent", "torch"),
-        ("raises", "raised", "none"),
-        ("leaves", "left", "torch"),
-        ("sleeps", "behind", "none"),
+        ("killed", "exited", "none", False),
+        ("killed", "exited", "torch", True),
+        ("stopped", "silent", "torch", False),
+        ("raises", "raised", "none", False),
+        ("leaves", "left", "torch", True),
+        ("leaves", "left", "none", False),
+        ("sleeps", "behind", "none", False),
     ],
 )
-def test_survivors_name_the_lost_rank_in_the_same_words(kind: str, why: str, name: str) -> None:
+def test_survivors_name_the_lost_rank_in_the_same_words(kind: str, why: str, name: str, sockets: bool) -> None:
     # The grace lets every survivor reach its own verdict after the victim's process has ended.
     with WorldPool(4, timeout_s=60.0, grace_s=2.5) as pool:
         pool.run(jobs.meet)  # start-up takes what the machine's load makes it take; finding a fault doesn't
         start = time.monotonic()
         with pytest.raises(WorldFailed) as failure:
-            pool.run(jobs.traffic_with_fault, timeout_s=12.0, kind=kind, victim=VICTIM, name=name)
+            pool.run(jobs.traffic_with_fault, timeout_s=12.0, kind=kind, victim=VICTIM, name=name, sockets=sockets)
         seconds = time.monotonic() - start
     assert seconds < 15.0
     assert failure.value.culprits == (VICTIM,)
@@ -233,7 +234,7 @@ def test_where_headers_are_not_compared_a_refusal_waits_for_nobody() -> None:
         current_step=None,
         num_dispatchers=0,
         note=lambda *_: None,
-        gather_words=lambda words: [words] * 2,  # the peer builds the same
+        gather_words=lambda words: [tuple(words)] * 2,  # the peer builds the same
         compares_headers=lambda full: False,
     )
     dispatcher = make_dispatcher("none", world, MoEConfig(8, 2, 16, 8), RuntimeConfig())

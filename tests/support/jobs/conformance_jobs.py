@@ -165,7 +165,9 @@ def _layer_of(context, pair):
         world = context.world()
         shard = ExpertPlacement(F32.num_experts, world.parallel).shard(world.rank)
         weights = shard_weights(_full(context), F32, shard)
-        runtime = RuntimeConfig(dispatcher=pair[0], token_format=pair[1], executor="reference", max_tokens_per_rank=64)
+        runtime = RuntimeConfig(
+            dispatcher=pair[0], token_format=pair[1], executor="reference", max_tokens_per_rank=64, strict_capacity=True
+        )
         context.cache[key] = ExpertParallelMoE(F32, world, weights, runtime=runtime)
     return context.cache[key]
 
@@ -304,7 +306,7 @@ BAD = {
     "different_dtype": _hidden(lambda x: x.bfloat16()),
     "different_layer_order": _other_order,
     "different_config": _other_config,
-    "skipped_step": _with_another("step", (5, 6)),
+    "skipped_step": _with_another("step_number", (5, 6)),
     "different_generation": _with_another("generation", (1, 0)),
     "different_combine_order": _other_combine_order,
     "top_k_over_experts": _top_k_over_experts,

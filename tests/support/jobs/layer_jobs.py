@@ -138,6 +138,8 @@ BAD = {
     "agreed_is_negative": lambda x: ((x, good_routing(4)), {"tokens_per_rank": -3}),
     "agreed_is_less_than_a_group_has": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 3}),
     "agreed_over_a_groups_capacity": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 65}),
+    "agreed_over_capacity": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 33}),
+    "over_capacity": lambda x: ((x[:1].expand(33, -1), good_routing(33)), {}),
     "agreed_over_int64": lambda x: ((x, good_routing(4)), {"tokens_per_rank": 2**63}),
 }
 
@@ -285,3 +287,59 @@ def grads_on_rank_1(context, dispatcher):
     expected.append(expected[1])
     equal = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     return equal, not any(y.requires_grad for y in found)
+
+
+def cut_batches(context, counts, attention_tp, latent, **size):
+    """A layer of capacity 4 against one that holds everything, in each way to say what a batch's experts are and what R
+    is. (largest difference, numbers of rounds, how often the shared expert ran)"""
+    small, whole = (
+        make_layer(context, attention_tp=attention_tp, shared=True, latent=latent, max_tokens_per_rank=capacity, **size)
+        for capacity in (4, 64)
+    )
+    world = small.world
+    T = counts[world.dp_rank]
+    x = tokens_of(world.dp_rank, T, small.config.input_size)
+    routings = (None, good_routing(T), RouterLogits(torch.randn(T, E, generator=torch.Generator().manual_seed(T))))
+    rounds, dense, errors = [], [], []
+    small.shared.register_forward_hook(lambda *_: dense.append(1))
+    small.observe = lambda phase: rounds.append(phase) or torch.no_grad()
+    for routing in routings:
+        expected = whole(x, routing)
+        for how in ("agreed", "given", "step"):
+            rounds.clear()
+            dense.clear()
+            if how == "step":
+                with world.step(T):
+                    found = small(x, routing)
+            else:
+                found = small(x, routing, tokens_per_rank=None if how == "agreed" else max(*counts, 1))
+            errors.append(float((found - expected).abs().max()) if T else float(found.numel()))
+            errors.append((rounds.count("dispatch"), rounds.count("combine"), rounds.count("route"), len(dense)))
+    small.close()
+    whole.close()
+    return max(errors[::2]), sorted(set(errors[1::2]))
+
+
+def cut_hash_routing(context):
+    """Token ids go with their tokens through all rounds: each token visits the experts of its id."""
+    world = context.world()
+    config = MoEConfig(E, K, H, I, weight_format="f32", routing=Routing("hash"))
+    seeded = torch.Generator().manual_seed(5)
+    weight = torch.randn(E, H, generator=seeded)
+    table = torch.stack([torch.randperm(E, generator=seeded)[:K] for _ in range(40)])
+    local = E // world.size
+    experts = ExpertWeights(Dense(torch.randn(local, 2 * I, H)), Dense(torch.randn(local, H, I)))
+    layers = [
+        ExpertParallelMoE(
+            config,
+            world,
+            experts,
+            runtime=RuntimeConfig(dispatcher="torch", executor="reference", max_tokens_per_rank=capacity),
+            router=Router(weight, config.routing, K, token_table=table),
+        )
+        for capacity in (3, 32)
+    ]
+    T = 11 if context.rank == 0 else 2
+    ids = torch.randint(40, (T,), generator=torch.Generator().manual_seed(context.rank))
+    found, expected = (layer(tokens_of(context.rank, T), token_ids=ids) for layer in layers)
+    return float((found - expected).abs().max())

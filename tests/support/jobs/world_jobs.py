@@ -33,9 +33,11 @@ def meet(context) -> None:
     context.world(timeout_s=3.0)
 
 
-def traffic_with_fault(context, kind: str, victim: int, name: str) -> str:
-    """Steps until the victim's fault; survivors raise what the World tells them."""
+def traffic_with_fault(context, kind: str, victim: int, name: str, sockets: bool = False) -> str:
+    """Steps until the victim's fault; survivors raise what the World tells them. `sockets`: as on several hosts."""
     world = context.world(timeout_s=3.0)
+    if sockets:
+        world._shared = None
     dispatcher = make_dispatcher(name, world, CONFIG, RuntimeConfig())
     for step in range(60):
         tokens = 1 + (step + context.rank) % 3

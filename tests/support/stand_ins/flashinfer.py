@@ -191,7 +191,7 @@ class FakeWorld:
         return gathered
 
     def gather_words(self, words):
-        return self.gather_control(torch.tensor(words)).tolist()
+        return [tuple(row) for row in self.gather_control(torch.tensor(words)).tolist()]
 
     def log_call(self, layer: int, fingerprint: int) -> None:
         pass
