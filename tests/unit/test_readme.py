@@ -15,14 +15,14 @@ from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
 README = (ROOT / "README.md").read_text()
 SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("launch/*"), ROOT / ".ci" / "run"])
 
 
 def paths(text: str) -> set[str]:
     """What looks like a path of this repository in backticks, links and code blocks."""
-    known = "eprt|tests|scripts|launch|benchmarks|LICENSE|CONTRIBUTING.md|README.md|.ci"
+    known = "eprt|tests|scripts|launch|benchmarks|docs|LICENSE|CONTRIBUTING.md|README.md|.ci"
     return set(re.findall(rf"(?<![\w/.-])((?:{known})(?:/[\w.-]+)*/?)(?=[`)\s:,;])", text))
 
 
