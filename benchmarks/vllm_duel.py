@@ -14,12 +14,14 @@ finds compiled kernels on disk. `--plugins eprt --tiny --device cpu` rehearses i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing as mp
 import os
 import shlex
 import shutil
+import signal
 import socket
 import statistics
 import struct
@@ -247,6 +249,7 @@ def _copy_renamed(source: Path, target: Path, old: str, new: str) -> None:
 
 def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str, str], log: Path, meet: Any) -> None:
     """One DP rank: start vLLM, measure every batch, write `log`.json."""
+    os.setsid()
     os.environ.update(environment, VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank))
     with log.open("w") as stream:
         os.dup2(stream.fileno(), 1)
@@ -350,8 +353,10 @@ def run(plugin: str, a: argparse.Namespace, folder: Path, logs: Path, start: int
         time.sleep(0.2)
     for rank in ranks:
         rank.join(20)
-        if rank.is_alive():
-            rank.kill()
+        rank.kill()
+        with contextlib.suppress(ProcessLookupError):  # what it started as well: it holds the GPU's memory
+            assert rank.pid is not None
+            os.killpg(rank.pid, signal.SIGKILL)
     texts = [path.read_text(errors="replace") for path in paths]
     if missing := [rank for rank, path in enumerate(done) if not path.exists()]:
         raise RuntimeError(f"{plugin}: rank {missing[0]} has no result; its log ends with\n{texts[missing[0]][-4000:]}")

@@ -58,9 +58,7 @@ def _installed() -> str:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    import vllm
-
-    return vllm.__version__
+    raise ConfigError("no vLLM is installed: pip install 'eprt[vllm]'")
 
 
 def _text(version: tuple[int, ...]) -> str:

@@ -83,8 +83,7 @@ def _adopt(layer: Any, method: Any) -> Any:
     """`method`, run by eprt from now on. Raises LeftToVllm, and what `Host.seat` does."""
     config = moe_config(layer, method)
     seat = _host.seat(layer.layer_name, config, layer.moe_config.is_sequence_parallel)
-    kind = _over(type(method))
-    adopted = kind.__new__(kind)
+    adopted: Any = object.__new__(_over(type(method)))
     adopted.__dict__.update(method.__dict__)  # what its constructor made: the configuration of parameters and loading
     adopted.eprt = _State(seat)
     adopted.moe_kernel = Kernel()
