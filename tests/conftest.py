@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,12 @@ from eprt.conformance.harness import WorldPool
 # A shell starts background jobs with SIGINT ignored, and so would be what our tests start and then interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--results", type=Path, help="write what passed, and where, as JSON (tests/gpu, tests/integrations)"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from support.results import Results
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--results", type=Path, help="write counts, times and recorded values of each test as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +9,8 @@ from support.results import Results
 from support.vllm_result import fingerprints
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--results", type=Path, help="write counts and times of each test, versions and files as JSON")
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    if path := config.getoption("--results", None):
+    if path := config.getoption("--results"):
         config.pluginmanager.register(VllmResults(path, "vllm tests"))
 
 

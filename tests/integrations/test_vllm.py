@@ -167,7 +167,7 @@ def test_what_cannot_work_is_refused_with_its_reason(qwen3: Path, tmp_path: Path
 def served_command(model: Path, port: int) -> list[str]:
     """The command of docs/vllm.md for this model, with what a CPU needs."""
     page = (ROOT / "docs" / "vllm.md").read_text()
-    [line] = re.findall(r"^VLLM_PLUGINS=eprt (vllm serve MODEL .*)$", page, flags=re.MULTILINE)
+    line, *_ = re.findall(r"^VLLM_PLUGINS=eprt (vllm serve MODEL .*)$", page, flags=re.MULTILINE)
     words = [str(model) if word == "MODEL" else word for word in shlex.split(line)]
     more = [
         "--enforce-eager",

@@ -22,8 +22,6 @@ __all__ = ["TESTED", "check_version", "register"]
 TESTED = ("0.26.0", "0.32.0")  # tests and measurements ran on these
 OLDEST, BELOW = (0, 26), (0, 34)
 
-logger = logging.getLogger("vllm.eprt")  # below vLLM's own, so that its handlers print these lines
-
 
 def check_version(found: str) -> str:
     """What is worth a warning about this vLLM, or "".
@@ -48,7 +46,7 @@ def register() -> None:
         ConfigError: a vLLM that the plugin doesn't fit.
     """
     if warning := check_version(_installed()):
-        logger.warning("eprt: %s", warning)
+        logging.getLogger("vllm.eprt").warning("eprt: %s", warning)
     from eprt.integrations.vllm.method import install
 
     install()
@@ -60,9 +58,7 @@ def _installed() -> str:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    import vllm
-
-    return vllm.__version__
+    raise ConfigError("no vLLM is installed: pip install 'eprt[vllm]'")
 
 
 def _text(version: tuple[int, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +11,13 @@ import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.errors import UsageError
-from eprt.integrations.vllm import logger
 from eprt.integrations.vllm.terms import captures_graphs, choose, require_host, runtime_config
 from eprt.layer import ExpertParallelMoE
 from eprt.plan import Plan
 from eprt.weights import ExpertWeights
 from eprt.world import World
 
+logger = logging.getLogger("vllm.eprt")  # below vLLM's own, so that its handlers print these lines
 TIMEOUT_S = 600.0  # the first start of a model compiles; vLLM's own start-up waits as long
 
 

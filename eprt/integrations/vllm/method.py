@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -68,8 +68,10 @@ def install() -> None:
 def _no_kernel_chosen() -> Iterator[None]:
     """Methods made inside have no kernel of vLLM's: they only declare and load parameters."""
     with ExitStack() as stack:
-        for module, name in _SELECTORS:
-            stack.enter_context(patch.object(import_module(_LAYERS + module), name, _no_kernel))
+        for path, name in _SELECTORS:
+            module = sys.modules.get(_LAYERS + path)  # not imported: no method of it is made
+            if hasattr(module, name):
+                stack.enter_context(patch.object(module, name, _no_kernel))
         yield
 
 
@@ -81,8 +83,7 @@ def _adopt(layer: Any, method: Any) -> Any:
     """`method`, run by eprt from now on. Raises LeftToVllm, and what `Host.seat` does."""
     config = moe_config(layer, method)
     seat = _host.seat(layer.layer_name, config, layer.moe_config.is_sequence_parallel)
-    kind = _over(type(method))
-    adopted = kind.__new__(kind)
+    adopted: Any = object.__new__(_over(type(method)))
     adopted.__dict__.update(method.__dict__)  # what its constructor made: the configuration of parameters and loading
     adopted.eprt = _State(seat)
     adopted.moe_kernel = Kernel()

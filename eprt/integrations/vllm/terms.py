@@ -92,8 +92,8 @@ def runtime_config(config: Any, ranks_of_a_token: int) -> RuntimeConfig:
     """
     given: Any = (config.additional_config or {}).get(OPTIONS, {})
     allowed = sorted({field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "rank_mask"})
-    if not isinstance(given, dict) or (unknown := sorted(set(given) - set(allowed))):
-        found = unknown if isinstance(given, dict) else given
+    found = sorted(set(given) - set(allowed)) if isinstance(given, dict) else given
+    if found or not isinstance(given, dict):
         raise ConfigError(f"--additional-config {OPTIONS}: {found}; expected fields of RuntimeConfig: {allowed}")
     most = max(
         config.scheduler_config.max_num_batched_tokens, *(config.compilation_config.cudagraph_capture_sizes or [0])
