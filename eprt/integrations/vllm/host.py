@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from eprt.weights import ExpertWeights
 from eprt.world import World
 
 logger = logging.getLogger("vllm.eprt")  # below vLLM's own, so that its handlers print these lines
+LOOK_S = 0.25
 TIMEOUT_S = 600.0  # the first start of a model compiles; vLLM's own start-up waits as long
 
 
@@ -121,9 +123,20 @@ def _world(ep: Any, tp: Any, sequence_parallel: bool) -> World:
     on_cpu = ep.device.type == "cpu"
     shared_tokens = tp.world_size > 1 and not sequence_parallel
     tp_group = tp.cpu_group if on_cpu else tp.device_group
-    return World.from_group(
+    world = World.from_group(
         ep.cpu_group if on_cpu else ep.device_group,
         ep.device,
         attention_tp_group=tp_group if shared_tokens else None,
         timeout_s=TIMEOUT_S,
     )
+    threading.Thread(target=_tell_who_is_lost, args=(world,), name="eprt-vllm", daemon=True).start()
+    return world
+
+
+def _tell_who_is_lost(world: World) -> None:
+    """Log the culprit as soon as it is known: vLLM may end this process before a call of its own raises RankLost."""
+    while not world.closed and (guard := world._guard) is not None:
+        if guard.verdict is not None:
+            logger.error("eprt: %s", guard.verdict)
+            return
+        time.sleep(LOOK_S)
