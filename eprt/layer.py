@@ -50,6 +50,8 @@ class ExpertParallelMoE(nn.Module):
         plan: what was chosen, and every candidate's reason.
         observe: `observe(phase)` returns a context manager entered around each of `PHASES`. Replace it to time, trace
             (`torch.profiler.record_function`) or check; default nothing.
+        see: `see(phase, found)` is told what "route" chose (TopK, or RouterLogits where a kernel chooses) and what
+            "dispatch" returned (`Dispatched`: tokens and handle), once a round; default None.
 
     Raises:
         ConfigError: weights that don't fit the config; UnsupportedError: no pair can run it, with every reason. The
@@ -74,6 +76,7 @@ class ExpertParallelMoE(nn.Module):
         self.config = config
         self.world = world
         self.observe: Callable[[str], AbstractContextManager[Any]] = _no_observer
+        self.see: Callable[[str, TopK | RouterLogits | Dispatched], object] | None = None
         try:
             _require_pair("shared", config.shared, shared)
             _require_pair("latent", config.model_hidden_size, latent)
@@ -160,7 +163,10 @@ class ExpertParallelMoE(nn.Module):
             group_tokens = hidden_states.numel() // self.config.input_size
             sent_per_rank = self._per_slice(tokens_per_rank, group_tokens)
             with self.observe("route"):
-                chosen = self._placed(self._route(*own, sent_per_rank))
+                chosen = self._route(*own, sent_per_rank)
+                if self.see is not None:
+                    self.see("route", chosen)
+                chosen = self._placed(chosen)
         except EprtError as error:
             self.dispatcher.refuse(error, tokens_per_rank)
         if isinstance(chosen, RouterLogits):
@@ -346,6 +352,8 @@ class ExpertParallelMoE(nn.Module):
     def _there_and_back(self, sent: Dispatched, x: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What comes back for the tokens of one dispatch, and the shared expert's output for `x`, if it is due."""
         try:
+            if self.see is not None:
+                self.see("dispatch", sent)
             with self.observe("experts"):
                 y = self.executor(sent.tokens, out=self.dispatcher.output_buffer(sent.handle))
             with self.observe("shared"):

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from eprt.errors import ConfigError
 from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.models import build_layer, load_layer
 from eprt.models.checkpoint import load_on_all_ranks
-from eprt.tokens import TopK
+from eprt.tokens import RouterLogits, TopK
 from eprt.world import World
 
 _SEED = 8128
@@ -161,7 +160,6 @@ class _Observation:
         self.choices: list[TopK] = []
         self.handles: list[Handle] = []
         self._layer = layer
-        self._inner: Any = layer.dispatcher.dispatch
 
     def __enter__(self) -> _Observation:
         layer = self._layer
@@ -169,23 +167,18 @@ class _Observation:
             raise ConfigError("eprt run observes the router of a checkpoint's layer: this layer has none")
         if not isinstance(layer.executor, NanOutput):
             layer.executor = NanOutput(layer.executor)
-        self._hook = layer.router.register_forward_hook(self._note_choice)
-        layer.dispatcher.dispatch = self._dispatch
-        self._observe, layer.observe = layer.observe, self._time
+        self._before = layer.observe, layer.see
+        layer.observe, layer.see = self._time, self._see
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-        del self._layer.dispatcher.dispatch  # the class's own again
-        self._layer.observe = self._observe
+        self._layer.observe, self._layer.see = self._before
 
-    def _dispatch(self, *args: Any, **kwargs: Any) -> Dispatched:
-        sent: Dispatched = self._inner(*args, **kwargs)
-        self.handles.append(sent.handle)
-        return sent
-
-    def _note_choice(self, module: Any, args: Any, topk: Any) -> None:
-        self.choices.append(topk)
+    def _see(self, phase: str, found: TopK | RouterLogits | Dispatched) -> None:
+        if isinstance(found, TopK):
+            self.choices.append(found)
+        elif isinstance(found, Dispatched):
+            self.handles.append(found.handle)
 
     @contextmanager
     def _time(self, phase: str) -> Iterator[None]:

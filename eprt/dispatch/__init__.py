@@ -32,6 +32,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             payloads=("bf16", "f32", "fp8_block", "nvfp4"),
             devices=("cpu", "cuda"),
             graph_safe=True,
+            preference=1,
         ),
         DispatcherSpec(
             name="torch",
@@ -41,6 +42,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             payloads=("bf16", "f32", "fp8_block", "nvfp4"),
             devices=("cpu", "cuda"),
             graph_safe=False,
+            preference=2,
         ),
         DispatcherSpec(
             name="symm",
@@ -54,6 +56,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             reach="host",
             max_tokens=(1 << 20) - 1,  # a flag carries R in 20 bits
             requirement=Requirement("triton", ("triton", "pytorch-triton"), "3.4"),
+            preference=5,
         ),
         DispatcherSpec(
             name="flashinfer",
@@ -70,6 +73,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             top_k_sizes=(1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22),  # its moeAlltoAllKernels.cu, SWITCH_TOP_K
             moe_tp=False,
             requirement=Requirement("flashinfer", ("flashinfer-python",), "0.6.18"),
+            preference=4,
         ),
         DispatcherSpec(
             name="deepep",
@@ -85,6 +89,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             max_tokens=1024,  # its internode_ll.cu FINISHED_SUM_TAG
             moe_tp=False,
             requirement=Requirement("deep_ep", ("tokenspeed-deepep",), "1.2.1"),
+            preference=3,
         ),
     )
 }

@@ -31,6 +31,7 @@ class DispatcherSpec:
         moe_tp: can deliver one token to the several ranks that share an expert.
         reach: how far apart its ranks may be: on one host, in one NVLink fabric (within a host before SM100), anywhere.
         requirement: package it needs, or None.
+        preference: where nothing was measured the largest is tried first.
     """
 
     name: str
@@ -49,6 +50,7 @@ class DispatcherSpec:
     moe_tp: bool = True
     reach: Literal["host", "fabric", "network"] = "network"
     requirement: Requirement | None = None
+    preference: int = 0
 
     def supports(self, config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device) -> Support:
         """Whether this dispatcher can carry that layer there; needs no tensors, no GPU, no package (unless

@@ -36,6 +36,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             weights=_ALL_FORMATS,
             payloads=("bf16", "f32", "fp8_block", "nvfp4"),
             devices=("cpu", "cuda"),
+            preference=1,
         ),
         ExecutorSpec(
             name="torch_grouped",
@@ -48,6 +49,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             devices=("cpu", "cuda"),
             sm=(80, 999),
             graph_safe=True,
+            preference=2,
         ),
         ExecutorSpec(
             name="humming",
@@ -60,6 +62,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             sm=(80, 99),
             graph_safe=True,
             requirement=Requirement("humming", ("humming-kernels",), "0.1.19"),
+            preference=4,
         ),
         ExecutorSpec(
             name="cutlass_mxfp4",
@@ -73,6 +76,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             activations=("swiglu",),
             graph_safe=True,
             requirement=_FLASHINFER,
+            preference=3,
         ),
         ExecutorSpec(
             name="cutedsl_nvfp4",
@@ -87,6 +91,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             graph_safe=True,
             requirement=_FLASHINFER_SM100,
             rule=rules.cutedsl_nvfp4,
+            preference=5,
         ),
         ExecutorSpec(
             name="trtllm_gen",
@@ -102,6 +107,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             requirement=_FLASHINFER_SM100,
             rule=rules.trtllm_gen,
             takes_logits=rules.trtllm_logits,
+            preference=6,
         ),
     )
 }

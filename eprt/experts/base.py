@@ -42,6 +42,7 @@ class ExecutorSpec:
         graph_safe: no host sync and static shapes for fixed N or M.
         requirement: package it needs, or None.
         rule: limits that no other field can say (`eprt.experts.rules`), or None.
+        preference: where nothing was measured the largest is tried first.
         takes_logits: whether its kernels choose a layer's experts themselves (`Executor.run_logits`); None: never.
     """
 
@@ -60,6 +61,7 @@ class ExecutorSpec:
     requirement: Requirement | None = None
     rule: Rule | None = None
     takes_logits: LogitsRule | None = None
+    preference: int = 0
 
     def supports(
         self,

@@ -91,16 +91,6 @@ def make_plan(
 
 DECODE_TOKENS = 128  # tokens a rank that stand for a decode batch when rows are looked up
 
-# Order of preference where nothing was measured, best first, by device kind.
-_DISPATCHER_ORDER = {
-    "cpu": ("torch", "none"),
-    "cuda": ("symm", "flashinfer", "deepep", "torch", "none"),
-}
-_EXECUTOR_ORDER = {
-    "cpu": ("torch_grouped", "reference"),
-    "cuda": ("trtllm_gen", "cutedsl_nvfp4", "humming", "cutlass_mxfp4", "torch_grouped", "reference"),
-}
-
 
 def _pair(
     d: DispatcherSpec,
@@ -158,12 +148,12 @@ class _Costs:
     def key(self, c: Candidate) -> tuple[bool, int, float, int, int]:
         """Smallest is best: native before adapted, backends that the rows have before those they lack, then measured
         microseconds, then the order of preference."""
-        order = _DISPATCHER_ORDER[self.device.kind]
         # A world of one has nothing to carry: the dispatcher that moves nothing wins.
-        rank = -1 if self.world_size == 1 and c.dispatcher == "none" else order.index(c.dispatcher)
+        moves_nothing = self.world_size == 1 and c.dispatcher == "none"
+        dispatcher = -1_000_000 if moves_nothing else -DISPATCHERS[c.dispatcher].preference
         times = [row.microseconds.get(name) for row, name in self._halves(c)]
         cost = sum(time for time in times if time is not None)
-        return c.adapted, times.count(None), cost, _EXECUTOR_ORDER[self.device.kind].index(c.executor), rank
+        return c.adapted, times.count(None), cost, -EXECUTORS[c.executor].preference, dispatcher
 
     def _halves(self, c: Candidate) -> list[tuple[measured.Row, str]]:
         """What was measured, and the candidate's part of it."""

@@ -11,7 +11,6 @@ from support.cases.sm100_cases import case
 from support.stand_ins.sm100_kernels import FakeTrtllm
 
 import eprt.layer
-from eprt import plan
 from eprt.config import MoEConfig, Routing, RuntimeConfig, SharedExpert
 from eprt.errors import CapacityError, InputError, UsageError
 from eprt.experts import EXECUTORS
@@ -33,7 +32,6 @@ class OneRank:
         self.fake = FakeTrtllm()
         spec = replace(EXECUTORS["trtllm_gen"], devices=("cpu",), requirement=None)
         monkeypatch.setitem(EXECUTORS, "trtllm_gen", spec)
-        monkeypatch.setitem(plan._EXECUTOR_ORDER, "cpu", ("trtllm_gen",))
         monkeypatch.setattr(TrtllmGenExecutor, "kernels", self.fake.kernels())
         self.made: list[TopK] = []
         monkeypatch.setattr(eprt.layer, "route", lambda *a, **k: self.made.append(route(*a, **k)) or self.made[-1])

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 
 import pytest
 
-from eprt import plan
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.rank_process import RankContext
 from eprt.experts import EXECUTORS
@@ -37,7 +36,6 @@ def humming_on_cpu() -> Iterator[None]:
         Launches().install(patch)
         patch.setenv("XDG_CACHE_HOME", folder)
         patch.setitem(EXECUTORS, "humming", replace(EXECUTORS["humming"], devices=("cpu",)))
-        patch.setitem(plan._EXECUTOR_ORDER, "cpu", plan._EXECUTOR_ORDER["cuda"])
         yield
 
 

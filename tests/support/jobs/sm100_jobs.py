@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from eprt import plan
 from eprt.conformance.checks import Check, Row, run_checks
 from eprt.conformance.rank_process import RankContext
 from eprt.experts import EXECUTORS
@@ -54,15 +53,13 @@ class StandInTrtllm(TrtllmGenExecutor):
 @contextmanager
 def executors_on_cpu() -> Iterator[None]:
     """The two rows of the table, able to run here; put back afterwards, since ranks outlive a test."""
-    before, order = dict(EXECUTORS), plan._EXECUTOR_ORDER["cpu"]
-    plan._EXECUTOR_ORDER["cpu"] = plan._EXECUTOR_ORDER["cuda"]
+    before = dict(EXECUTORS)
     for name, kind in (("cutedsl_nvfp4", "StandInCuteDsl"), ("trtllm_gen", "StandInTrtllm")):
         EXECUTORS[name] = replace(EXECUTORS[name], devices=("cpu",), path=f"{__name__}:{kind}", requirement=None)
     try:
         yield
     finally:
         EXECUTORS.update(before)
-        plan._EXECUTOR_ORDER["cpu"] = order
 
 
 def run_sm100_checks(context: RankContext, checks: Sequence[Check]) -> list[Row]:

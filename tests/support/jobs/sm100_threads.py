@@ -11,7 +11,6 @@ from functools import cache
 
 import torch
 
-from eprt import plan
 from eprt.config import MoEConfig, PayloadFormat, RuntimeConfig
 from eprt.conformance.cases import CASES, Batch, make_batch
 from eprt.conformance.checks import NanOutput
@@ -45,7 +44,6 @@ def install(monkeypatch, dispatcher: str) -> None:
     INSTALL[dispatcher](monkeypatch)
     on_cpu = replace(DISPATCHERS[dispatcher], devices=("cpu",), requirement=None)
     monkeypatch.setitem(DISPATCHERS, dispatcher, on_cpu)
-    monkeypatch.setitem(plan._DISPATCHER_ORDER, "cpu", plan._DISPATCHER_ORDER["cuda"])
 
 
 @contextmanager

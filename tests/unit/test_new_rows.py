@@ -1,0 +1,88 @@
+"""A backend is one file and one row: this file is the file, and the rows are added here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.cases import expert_cases as cases
+
+from eprt.config import RuntimeConfig
+from eprt.conformance.oracle import relative_error
+from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, DispatcherSpec, Handle
+from eprt.errors import UnsupportedError
+from eprt.experts import EXECUTORS
+from eprt.experts.base import ExecutorSpec
+from eprt.experts.reference import ReferenceExecutor
+from eprt.layer import ExpertParallelMoE
+from eprt.tokens import FlatTokens, Payload, RouterLogits, TopK
+from eprt.world import World
+
+
+class Mirror(Dispatcher):
+    """Sends the rows in the other order, which combine must undo."""
+
+    def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
+        flipped = Payload(hidden.data.flip(0), hidden.format)
+        return FlatTokens(flipped, topk.ids.flip(0), topk.weights.flip(0), self.config.num_experts, every_row_read=True)
+
+    def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
+        return expert_output.flip(0).to(handle.dtype)
+
+
+class Counting(ReferenceExecutor):
+    calls = 0
+
+    def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
+        type(self).calls += 1
+        super()._flat(tokens, out)
+
+
+MIRROR = DispatcherSpec(
+    name="mirror", path=f"{__name__}:Mirror", summary="a test's", formats=("flat",), payloads=("bf16", "f32"),
+    devices=("cpu",), graph_safe=False, max_ranks=1,
+)  # fmt: skip
+COUNTING = ExecutorSpec(
+    name="counting", path=f"{__name__}:Counting", summary="a test's", formats=("flat",), weights=("f32",),
+    devices=("cpu",),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [("mirror", "counting"), ("auto", "counting"), ("mirror", "auto"), ("auto", "auto")])
+def test_a_new_row_is_enough(monkeypatch, names: tuple[str, str]) -> None:
+    monkeypatch.setitem(DISPATCHERS, "mirror", MIRROR)
+    monkeypatch.setitem(EXECUTORS, "counting", COUNTING)
+    monkeypatch.setattr(Counting, "calls", 0)
+    config = cases.make_config("f32")
+    weights, flat = cases.make_weights(config), cases.make_flat(config, 7)
+    with World.from_env("cpu") as world:
+        layer = ExpertParallelMoE(config, world, weights, runtime=RuntimeConfig(*names))
+        plain = ExpertParallelMoE(config, world, weights, runtime=RuntimeConfig("none", "reference"))
+        if names == ("auto", "auto"):
+            assert ("mirror", "counting") in {(c.dispatcher, c.executor) for c in layer.plan.candidates}
+        seen: list[tuple[str, object]] = []
+        layer.see = lambda phase, found: seen.append((phase, found))
+        topk = TopK(flat.ids, flat.weights)
+        found = layer(flat.hidden.data, topk)
+        assert relative_error(found, plain(flat.hidden.data, topk)) < 1e-5
+        layer(flat.hidden.data, RouterLogits(torch.randn(7, config.num_experts)))
+    # Rows that say no preference are the last choice where others can.
+    assert layer.plan.dispatcher == ("none" if names[0] == "auto" else names[0])
+    assert layer.plan.executor == ("torch_grouped" if names[1] == "auto" else names[1])
+    assert Counting.calls == (2 if names[1] == "counting" else 0)
+    # What the layer chose and sent is seen from outside, without its private parts.
+    assert [phase for phase, _ in seen] == ["route", "dispatch"] * 2
+    assert seen[0][1] is topk
+    assert isinstance(seen[1][1], Dispatched)
+    assert seen[1][1].handle.num_tokens == 7
+    assert isinstance(seen[2][1], TopK)
+
+
+def test_what_a_new_row_refuses_is_in_the_table(monkeypatch) -> None:
+    monkeypatch.setitem(EXECUTORS, "counting", COUNTING)
+    config = cases.make_config("bf16")
+    weights, runtime = cases.make_weights(config), RuntimeConfig(executor="counting")
+    with (
+        World.from_env("cpu") as world,
+        pytest.raises(UnsupportedError, match="takes f32 weights, not bf16"),
+    ):
+        ExpertParallelMoE(config, world, weights, runtime=runtime)
