@@ -23,6 +23,7 @@ _COMMANDS = {
     "BenchLayer": "eprt.cli.bench:bench_layer",
     "BenchDispatch": "eprt.cli.bench:bench_dispatch",
     "BenchExperts": "eprt.cli.bench:bench_experts",
+    "BenchRouter": "eprt.cli.bench:bench_router",
 }
 
 
