@@ -201,9 +201,7 @@ def _keep_best_groups(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
     return grouped.masked_fill(dropped[:, :, None], float("-inf")).view(num_tokens, num_experts)
 
 
-def _check_table(
-    num_tokens: int, top_k: int, token_ids: torch.Tensor | None, token_table: torch.Tensor | None
-) -> None:
+def _check_table(num_tokens: int, top_k: int, token_ids: torch.Tensor | None, token_table: torch.Tensor | None) -> None:
     if token_ids is None or token_table is None:
         missing = "token_ids" if token_ids is None else "token_table"
         raise InputError(f"hash routing needs {missing}: pass the vocabulary ids of the T tokens and the table [V, K]")

@@ -6,7 +6,7 @@ alike, and of equal scores the lowest expert first. `torch.topk` leaves that ord
 """
 # Triton's language isn't typed: its values are tensors of the kernel, whatever a checker makes of them.
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 
@@ -100,14 +100,13 @@ def _scores(logits, here, METHOD: tl.constexpr, dtype: tl.constexpr):
     """What an expert's weight is made of, in the model's own roundings. A new method begins here."""
     if METHOD == "grouped_sigmoid":
         return _sigmoid(logits)
-    elif METHOD == "sqrt_softplus" or METHOD == "hash":
+    if METHOD == "sqrt_softplus" or METHOD == "hash":
         soft = tl.where(logits > 20.0, logits, _log1p(_exp(tl.minimum(logits, 20.0))))
         return _rounded(tl.sqrt_rn(_rounded(soft, dtype)), dtype)
-    elif METHOD == "softmax_topk" or METHOD == "grouped_softmax":
+    if METHOD == "softmax_topk" or METHOD == "grouped_softmax":
         power = tl.where(here, _exp(logits - tl.max(tl.max(tl.where(here, logits, float("-inf")), 1), 0)), 0.0)
         return _divide(power, tl.sum(tl.sum(power, 1), 0))
-    else:
-        return logits
+    return logits
 
 
 @triton.jit
@@ -144,9 +143,7 @@ def _choose(key, position, slot, END: tl.constexpr, K: tl.constexpr):
 
 
 # The number of tokens changes from call to call: specialised, it would compile again after warm-up.
-@triton.jit(
-    do_not_specialize=["T", "V"], do_not_specialize_on_alignment=["bias", "correction", "token_ids", "table"]
-)
+@triton.jit(do_not_specialize=["T", "V"], do_not_specialize_on_alignment=["bias", "correction", "token_ids", "table"])
 def choice_kernel(
     pieces, bias, correction, token_ids, table, logits_out, ids, weights, T, V,
     METHOD: tl.constexpr, SPLITS: tl.constexpr,
@@ -216,7 +213,8 @@ def logits_kernel(
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Piece s of `pieces` [SPLITS, T, E]: hidden [T, H] @ weight.T over STEPS * BLOCK_H of the H columns. `weight`
-    [PARTS, E, H] is the sum of its parts. Products of bf16 are exact in float32, in which they are added."""
+    [PARTS, E, H] is the sum of its parts. Products of bf16 are exact in float32. Hopper's tensor cores cut off what a
+    sum's last bit doesn't hold, always towards zero, so only BLOCK_H products are added there, and rounded sums here."""
     if EARLY:
         gdc_launch_dependents()
     tiles: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
@@ -237,9 +235,11 @@ def logits_kernel(
             gdc_wait()
         for _ in range(STEPS):
             x = _rows(hidden, t, T, column, H, even)
+            some = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
             for part in tl.static_range(PARTS):
                 w = _rows(weight + (PARTS - 1 - part) * E * H, e, E, column, H, even)  # the smallest first
-                total = tl.dot(x, w.T, total)
+                some = tl.dot(x, w.T, some, max_num_imprecise_acc=BLOCK_H)  # or it would be added to `total` inside
+            total += some
             column += BLOCK_H
     target = pieces + (split * T.to(tl.int64) + t.to(tl.int64))[:, None] * E + e[None, :]
     tl.store(target, total, mask=(t < T)[:, None] & (e < E)[None, :])

@@ -12,6 +12,7 @@ from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal
 from eprt.errors import ConfigError
 
+AnyBench = BenchLayer | BenchDispatch | BenchExperts | BenchRouter
 SIZES = {"h2880k4": (2880, 4), "h7168k8": (7168, 8)}
 
 
@@ -220,7 +221,7 @@ def _both(row: dict[str, Any], name: str) -> str:
     return "-" if p50 is None else f"{p50:.1f}/{row[f'{name}_p99_us']:.1f}"
 
 
-def _keep(arguments: BenchLayer | BenchDispatch | BenchExperts | BenchRouter, terminal: Terminal) -> Callable[[Report], None]:
+def _keep(arguments: AnyBench, terminal: Terminal) -> Callable[[Report], None]:
     """What stores a report after each case: a bench that is stopped leaves what it found."""
     path = arguments.json
     if path is None or path == STDOUT or not terminal.speaks:
@@ -228,7 +229,7 @@ def _keep(arguments: BenchLayer | BenchDispatch | BenchExperts | BenchRouter, te
     return lambda report: report.write(path)
 
 
-def _finish(report: Report, arguments: BenchLayer | BenchDispatch | BenchExperts | BenchRouter, terminal: Terminal) -> int:
+def _finish(report: Report, arguments: AnyBench, terminal: Terminal) -> int:
     """Store and plot, on the rank that speaks."""
     if not terminal.speaks:
         return 0

@@ -7,11 +7,13 @@ in its own order; there the choice is held to float64: no expert left out may be
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from support.stand_ins.kernel_device import (
     DEVICE,
-    INTERPRETED,
     cuda_only,
     generator,
     runs_kernels,
@@ -137,7 +139,8 @@ def test_numbers_that_are_none_choose_experts_that_exist(name, value):
     assert found.ids.min() >= 0
     assert found.ids.max() < E
     assert all(len(set(row)) == K for row in found.ids.tolist())
-    if value != value and routing.method != "hash":
+    # A softmax over all experts makes all of them NaN, and a table doesn't look.
+    if value != value and routing.method not in ("hash", "grouped_softmax"):
         assert E // 2 in found.ids[1].tolist()  # as in torch.topk, NaN is the largest
     clean = plain.route_torch(logits[3:], routing, K, bias, None if token_ids is None else token_ids[3:], table)
     assert_same(type(clean)(found.ids[3:], found.weights[3:]), clean, E, torch.float32)
@@ -187,36 +190,44 @@ class Case:
         return FusedRouter(routing=self.routing, top_k=self.K, token_table=self.table, **given)
 
     def regret(self, ids):
-        """By how much the best expert left out beats the worst chosen one: [T], at most 0 if the choice is right."""
+        """By how much the best expert (or group) left out beats the worst chosen one: [T], 0 if the choice is right."""
         method, scores = self.routing.method, self.exact
+        group_regret = torch.zeros(len(scores), device=DEVICE, dtype=torch.float64)
         if method == "grouped_sigmoid":
             scores = scores.sigmoid() + self.correction.double()
             if self.routing.num_groups > 1:
-                groups = scores.view(len(scores), self.routing.num_groups, -1)
-                sums = groups.topk(2).values.sum(-1)
-                hit = torch.zeros_like(sums).scatter(1, ids.long() // groups.shape[2], 1.0) > 0
-                kept = sums.topk(self.routing.topk_groups).indices
-                best = torch.zeros_like(hit).scatter(1, kept, True)
-                assert (hit & ~best).float().mean() < 0.01  # a group that is a near tie
-                allowed = (best | hit).repeat_interleave(groups.shape[2], 1)
-                scores = torch.where(allowed, scores, -float("inf"))
+                scores, group_regret = self._in_groups(scores, ids)
         elif method == "grouped_softmax":
             scores = scores.softmax(1) + self.correction.double()
         elif method == "sqrt_softplus":
             scores = torch.nn.functional.softplus(scores).sqrt() + self.correction.double()
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids.long(), True)
         worst = torch.where(chosen, scores, float("inf")).amin(1)
-        return torch.where(chosen, -float("inf"), scores).amax(1) - worst
+        return torch.maximum(torch.where(chosen, -float("inf"), scores).amax(1) - worst, group_regret)
+
+    def _in_groups(self, scores, ids):
+        """Scores, -inf outside the groups that were chosen, and by how much a group left out beats one that wasn't."""
+        groups = scores.view(len(scores), self.routing.num_groups, -1)
+        sums = groups.topk(2).values.sum(-1)
+        kept = sums.topk(self.routing.topk_groups)
+        best = torch.zeros_like(sums, dtype=torch.bool).scatter(1, kept.indices, True)
+        hit = torch.zeros_like(best).scatter(1, ids.long() // groups.shape[2], True)
+        worst = kept.values.amin(1, keepdim=True)
+        regret = torch.where(hit, worst - sums, 0.0).amax(1).clamp(min=0)
+        # Where a group was taken that isn't among the best, it took the place of the worst of them.
+        taken = hit | (best & ~((sums == worst) & (hit & ~best).any(1, keepdim=True)))
+        return torch.where(taken.repeat_interleave(groups.shape[2], 1), scores, -float("inf")), regret
 
 
-# Tensor cores drop what is below the last of 24 bits at each of H / 16 additions: 448 times 2^-22 of sums below 4, were
-# they not split. Scores are at most a quarter of it off. bf16 logits up to 8 are rounded by at most 2^-6 each, the root
-# of softplus and the sum of both once more.
-LOGITS = 3e-5
+# float32 sums of up to 7168 products that amount to about 1: rounded to 2^-24 of it as often as there are steps and
+# pieces, and cut off at 2^-22 of it within a step, at each of its 8 to 32 additions. Scores are a quarter of it off, two
+# of them count in a group. bf16 logits up to 8 are rounded by at most 2^-6 each, the root of softplus and the sum of
+# both once more.
+LOGITS = 1e-5
 
 
 def tolerance(case):
-    return LOGITS / 4 if case.logits_dtype == torch.float32 else 2**-4
+    return LOGITS / 2 if case.logits_dtype == torch.float32 else 2**-4
 
 
 @pytest.mark.parametrize("T", TOKENS)
@@ -238,9 +249,7 @@ def test_router(name, T, record_property):
     same = ((a != 0) == (b != 0)).all(1)
     # Equal bf16 logits are common, and torch takes any of them; of float32 ones the chosen are the same.
     assert same.float().mean() >= (1.0 if case.logits_dtype == torch.float32 else 0.8)
-    torch.testing.assert_close(
-        a[same], b[same], rtol=1e-5 if case.logits_dtype == torch.float32 else 2**-7, atol=1e-12
-    )
+    torch.testing.assert_close(a[same], b[same], rtol=1e-5 if case.logits_dtype == torch.float32 else 2**-7, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -267,8 +276,7 @@ def test_one_bf16_part_is_not_enough():
     case = Case("deepseek-v3 f32 weight", sized(512, 16))
     full = case.regret(case.fused().topk(case.hidden, None).ids)
     rounded = case.regret(case.fused(weight=case.weight.bfloat16()).topk(case.hidden, None).ids)
-    assert full.max() <= LOGITS / 4
-    assert rounded.max() > 1e-4
+    assert full.max() <= LOGITS / 2 < rounded.max()
 
 
 def test_a_bias_that_is_ignored_shows():
@@ -437,13 +445,26 @@ def test_graph_replays_with_other_tokens(name):
     assert torch.equal(found.weights, wanted.weights)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on a GPU a device assertion ends the process's CUDA context")
-@pytest.mark.parametrize("spoil", ["token", "table"])
-def test_ids_outside_the_hash_table_are_refused(spoil):
-    from eprt import routing_launch
+_ASK_FOR_A_ROW_THAT_IS_NOT_THERE = """
+import torch
+from eprt.config import Routing
+from eprt.routing import route
+table = torch.tensor([[0, 1], [2, {last}]], device="cuda")
+token_ids = torch.tensor([0, {token}], device="cuda")
+route(torch.zeros(2, 4, device="cuda"), Routing("hash"), 2, token_ids=token_ids, token_table=table)
+torch.cuda.synchronize()
+print("came through")
+"""
 
-    table = torch.tensor([[0, 1], [2, 3]])
-    token_ids = torch.tensor([2 if spoil == "token" else 1])
-    table[1, 1] = 4 if spoil == "table" else 3
-    with pytest.raises(Exception, match="hash routing"):
-        routing_launch.choose(torch.zeros(1, 4), Routing("hash"), 2, None, token_ids, table)
+
+@cuda_only
+@pytest.mark.parametrize(
+    ("token", "last", "text"),
+    [(1, 3, "came through"), (2, 3, "a token id lies outside"), (-1, 3, "a token id lies outside"), (1, 4, "names an")],
+)
+def test_ids_outside_the_hash_table_end_the_call(token, last, text):
+    """In a process of its own, whose CUDA context is lost."""
+    code = _ASK_FOR_A_ROW_THAT_IS_NOT_THERE.format(token=token, last=last)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert text in done.stdout + done.stderr
+    assert (done.returncode == 0) == (text == "came through")
