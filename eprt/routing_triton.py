@@ -214,7 +214,7 @@ def logits_kernel(
 ):  # fmt: skip
     """Piece s of `pieces` [SPLITS, T, E]: hidden [T, H] @ weight.T over STEPS * BLOCK_H of the H columns. `weight`
     [PARTS, E, H] is the sum of its parts. Products of bf16 are exact in float32. Hopper's tensor cores cut off what a
-    sum's last bit doesn't hold, always towards zero, so only BLOCK_H products are added there, and rounded sums here."""
+    sum's last bit doesn't hold, always towards zero, so only BLOCK_H products are added there, their sums here."""
     if EARLY:
         gdc_launch_dependents()
     tiles: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E

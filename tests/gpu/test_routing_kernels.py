@@ -220,9 +220,9 @@ class Case:
 
 
 # float32 sums of up to 7168 products that amount to about 1: rounded to 2^-24 of it as often as there are steps and
-# pieces, and cut off at 2^-22 of it within a step, at each of its 8 to 32 additions. Scores are a quarter of it off, two
-# of them count in a group. bf16 logits up to 8 are rounded by at most 2^-6 each, the root of softplus and the sum of
-# both once more.
+# pieces, and cut off at 2^-22 of it within a step, at each of its 8 to 32 additions. Scores are a quarter of it off,
+# two of them count in a group. bf16 logits up to 8 are rounded by at most 2^-6 each, the root of softplus and the sum
+# of both once more.
 LOGITS = 1e-5
 
 
