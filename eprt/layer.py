@@ -20,6 +20,7 @@ from eprt.experts import make_executor
 from eprt.placement import ExpertPlacement, SlotTable
 from eprt.plan import Plan, make_plan
 from eprt.routing import Router, route
+from eprt.routing import warmup as warmup_routing
 from eprt.support import Device
 from eprt.tokens import Payload, RouterLogits, TopK
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
@@ -184,6 +185,8 @@ class ExpertParallelMoE(nn.Module):
         self.dispatcher.warmup()
         slots = self.dispatcher.spec.padded_top_k(self.config.top_k)
         self.executor.warmup(self.dispatcher.max_rows(), slots)
+        tokens = self.dispatcher.capacity.max_tokens_per_rank
+        warmup_routing(self.config, self.router, tokens, self.world.device, logits=self.executor.takes_logits)
         row = torch.zeros(1, self.config.input_size, dtype=torch.bfloat16, device=self.world.device)
         self._whole(row, self.world.parallel.attention_tp_size)
         self._used = True

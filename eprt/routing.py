@@ -4,24 +4,32 @@ The formulas are those of the models' own code (transformers: `GptOssTopKRouter`
 `DeepseekV3TopkRouter`, `DeepseekV4TopKRouter`, `DeepseekV4HashRouter`, `NemotronHTopkRouter`, `DeepseekV2TopkRouter`,
 `Ernie4_5_MoeTopKRouter`, `Llama4Router`, phimoe's `sparsemixer`), rounding included: each works in the dtype its model
 works in, so the choice of experts is the model's own, ties aside.
+
+On CUDA the work is done by the kernels of `routing_triton.py`, elsewhere, and for what those don't know, by the plain
+torch below, which is also what the kernels are tested against.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eprt.config import Routing
+from eprt.config import MoEConfig, Routing
 from eprt.errors import ConfigError, InputError
 from eprt.tokens import RouterLogits, TopK
+
+if TYPE_CHECKING:
+    from eprt.routing_launch import FusedRouter
 
 # DeepSeek's guard against a zero denominator when the chosen weights are normalised.
 _EPSILON = 1e-20
 # ERNIE 4.5's `moe_norm_min`: the least sum that its weights are divided by.
 NORM_MIN = 1e-12
+# A group counts as the sum of so many of its best scores.
+GROUP_BEST = {"grouped_sigmoid": 2, "grouped_softmax": 1}
 
 WeightRounding = Literal["logits", "float32", "tokens"]
 
@@ -35,7 +43,8 @@ def route(
     token_ids: torch.Tensor | None = None,
     token_table: torch.Tensor | None = None,
 ) -> TopK:
-    """Choose `top_k` experts a token. No host sync on CUDA; T = 0 is ordinary input.
+    """Choose `top_k` experts a token. No host sync on CUDA, where of equal scores the lower expert wins (elsewhere as
+    `torch.topk` leaves them); T = 0 is ordinary input.
 
     Args:
         logits: [T, E], any float dtype: `F.linear(hidden, router.weight, router.bias)`.
@@ -57,11 +66,27 @@ def route(
     values = logits.logits if isinstance(logits, RouterLogits) else logits
     if values.dim() != 2 or not values.is_floating_point():
         raise InputError(f"router logits are {tuple(values.shape)} {values.dtype}: expected a float [T, E]")
-    num_experts = values.shape[1]
-    if not 1 <= top_k <= num_experts:
-        raise ConfigError(f"top_k {top_k}: must lie between 1 and the {num_experts} experts that have logits")
-    if correction_bias is not None and correction_bias.shape != (num_experts,):
-        raise InputError(f"correction_bias is {tuple(correction_bias.shape)}: expected ({num_experts},)")
+    check_choice(routing, top_k, values.shape[1], correction_bias)
+    if routing.method == "hash":
+        _check_table(values.shape[0], top_k, token_ids, token_table)
+    if values.is_cuda:
+        from eprt import routing_launch
+
+        dtypes = [values.dtype, None if correction_bias is None else correction_bias.dtype]
+        if routing_launch.knows(routing, top_k, values.shape[1], *dtypes):
+            return routing_launch.choose(values, routing, top_k, correction_bias, token_ids, token_table)
+    return route_torch(values, routing, top_k, correction_bias, token_ids, token_table)
+
+
+def route_torch(
+    values: torch.Tensor,
+    routing: Routing,
+    top_k: int,
+    correction_bias: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None,
+    token_table: torch.Tensor | None = None,
+) -> TopK:
+    """`route` of checked arguments, in plain torch."""
     if routing.method == "softmax_topk":
         ids, weights = _softmax_topk(values, routing, top_k)
     elif routing.method == "topk_softmax":
@@ -75,18 +100,38 @@ def route(
     elif routing.method == "grouped_softmax":
         ids, weights = _grouped_softmax(values, routing, top_k, correction_bias)
     elif routing.method == "sparsemixer":
-        ids, weights = _sparsemixer(values, routing, top_k)
+        ids, weights = _sparsemixer(values, routing)
     elif routing.method == "sqrt_softplus":
         scores = F.softplus(values).sqrt()
         for_choice = scores if correction_bias is None else scores + correction_bias
         ids = torch.topk(for_choice, top_k, dim=-1, sorted=False).indices
         weights = _normalized(scores.gather(1, ids), routing)
-    elif routing.method == "hash":
-        ids = _table_lookup(values, top_k, token_ids, token_table)
+    elif routing.method == "hash" and token_ids is not None and token_table is not None:
+        ids = token_table[token_ids].long()
         weights = _normalized(F.softplus(values).sqrt().gather(1, ids), routing)
     else:
         raise ConfigError(f"routing method {routing.method!r} is unknown; see eprt.config.RoutingMethod")
     return TopK(ids.to(torch.int32), (weights * routing.scaling_factor).float())
+
+
+def check_choice(routing: Routing, top_k: int, num_experts: int, correction_bias: torch.Tensor | None) -> None:
+    """What doesn't change from call to call. Raises as `route`."""
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError(f"top_k {top_k}: must lie between 1 and the {num_experts} experts that have logits")
+    if correction_bias is not None and correction_bias.shape != (num_experts,):
+        raise InputError(f"correction_bias is {tuple(correction_bias.shape)}: expected ({num_experts},)")
+    if routing.method == "sparsemixer" and top_k != 2:
+        raise ConfigError(f"top_k {top_k} with sparsemixer routing: must be 2")
+    count = GROUP_BEST.get(routing.method)
+    if count is None or routing.num_groups == 1:
+        return
+    size, remainder = divmod(num_experts, routing.num_groups)
+    if remainder or size < count:
+        raise ConfigError(
+            f"{num_experts} experts in {routing.num_groups} groups: groups need an equal size of {count} or more"
+        )
+    if top_k > size * routing.topk_groups:
+        raise ConfigError(f"top_k {top_k} is larger than the {size * routing.topk_groups} experts of the chosen groups")
 
 
 def check_token_ids(token_ids: torch.Tensor, vocabulary: int) -> None:
@@ -111,7 +156,7 @@ def _grouped_sigmoid(
     scores = logits.float().sigmoid()
     for_choice = scores if correction_bias is None else scores + correction_bias
     if routing.num_groups > 1:
-        for_choice = _keep_best_groups(for_choice, routing, top_k, count=2)
+        for_choice = _keep_best_groups(for_choice, routing)
     ids = torch.topk(for_choice, top_k, dim=-1, sorted=False).indices
     return ids, _normalized(scores.gather(1, ids), routing)
 
@@ -122,17 +167,15 @@ def _grouped_softmax(
     scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
     for_choice = scores if correction_bias is None else scores + correction_bias
     if routing.num_groups > 1:
-        for_choice = _keep_best_groups(for_choice, routing, top_k, count=1)
+        for_choice = _keep_best_groups(for_choice, routing)
     ids = torch.topk(for_choice, top_k, dim=-1, sorted=False).indices
     weights = scores.gather(1, ids)
     return ids, weights / weights.sum(dim=-1, keepdim=True).clamp(min=NORM_MIN) if routing.renormalize else weights
 
 
-def _sparsemixer(logits: torch.Tensor, routing: Routing, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _sparsemixer(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
     """Inference form of https://arxiv.org/abs/2409.12136: the best expert, then the best of the others, each weighed by
     a softmax of its own over the logits that come near it. In the logits' dtype, as the model computes."""
-    if top_k != 2:
-        raise ConfigError(f"top_k {top_k} with sparsemixer routing: must be 2")
     best, first = logits.max(dim=-1, keepdim=True)
     first_weight = torch.softmax(_near(logits, logits, best, routing.jitter), dim=-1).gather(1, first)
     others = logits.scatter(1, first, float("-inf"))
@@ -147,16 +190,10 @@ def _near(values: torch.Tensor, logits: torch.Tensor, best: torch.Tensor, jitter
     return values.masked_fill(far, float("-inf"))
 
 
-def _keep_best_groups(scores: torch.Tensor, routing: Routing, top_k: int, count: int) -> torch.Tensor:
-    """Scores with -inf outside the `topk_groups` best groups; a group counts as the sum of its `count` best scores."""
+def _keep_best_groups(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Scores with -inf outside the `topk_groups` best groups."""
     num_tokens, num_experts = scores.shape
-    size, remainder = divmod(num_experts, routing.num_groups)
-    if remainder or size < count:
-        raise ConfigError(
-            f"{num_experts} experts in {routing.num_groups} groups: groups need an equal size of {count} or more"
-        )
-    if top_k > size * routing.topk_groups:
-        raise ConfigError(f"top_k {top_k} is larger than the {size * routing.topk_groups} experts of the chosen groups")
+    size, count = num_experts // routing.num_groups, GROUP_BEST[routing.method]
     grouped = scores.view(num_tokens, routing.num_groups, size)
     group_scores = grouped.topk(count, dim=-1).values.sum(dim=-1)
     best = torch.topk(group_scores, routing.topk_groups, dim=-1, sorted=False).indices
@@ -164,9 +201,7 @@ def _keep_best_groups(scores: torch.Tensor, routing: Routing, top_k: int, count:
     return grouped.masked_fill(dropped[:, :, None], float("-inf")).view(num_tokens, num_experts)
 
 
-def _table_lookup(
-    logits: torch.Tensor, top_k: int, token_ids: torch.Tensor | None, token_table: torch.Tensor | None
-) -> torch.Tensor:
+def _check_table(num_tokens: int, top_k: int, token_ids: torch.Tensor | None, token_table: torch.Tensor | None) -> None:
     if token_ids is None or token_table is None:
         missing = "token_ids" if token_ids is None else "token_table"
         raise InputError(f"hash routing needs {missing}: pass the vocabulary ids of the T tokens and the table [V, K]")
@@ -174,13 +209,12 @@ def _table_lookup(
         raise InputError(
             f"token_table is {tuple(token_table.shape)} {token_table.dtype}: expected an integer [V, {top_k}]"
         )
-    if token_ids.shape != (logits.shape[0],) or token_ids.dtype not in (torch.int32, torch.int64):
+    if token_ids.shape != (num_tokens,) or token_ids.dtype not in (torch.int32, torch.int64):
         raise InputError(
-            f"token_ids is {tuple(token_ids.shape)} {token_ids.dtype}: expected ({logits.shape[0]},) int32 or int64"
+            f"token_ids is {tuple(token_ids.shape)} {token_ids.dtype}: expected ({num_tokens},) int32 or int64"
         )
     if token_ids.device.type == "cpu":
         check_token_ids(token_ids, token_table.shape[0])
-    return token_table[token_ids].long()
 
 
 def _normalized(weights: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -246,6 +280,7 @@ class Router(nn.Module):
         self.register_buffer("bias", bias)
         self.register_buffer("correction_bias", correction_bias)
         self.register_buffer("token_table", token_table)
+        self._fused: tuple[list[tuple[torch.Tensor | None, int]], FusedRouter | None] = ([], None)
 
     @property
     def token_dtype(self) -> torch.dtype:
@@ -254,10 +289,78 @@ class Router(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> RouterLogits:
         """[..., H] hidden states -> RouterLogits [T, E]. Raises InputError on a wrong width or dtype."""
+        hidden = self._rows(hidden)
+        fused = self._kernels(hidden)
+        return self.logits_by_torch(hidden) if fused is None else RouterLogits(fused.logits(hidden))
+
+    def forward(self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None) -> TopK:
+        """[..., H] hidden states (and their [...] vocabulary ids for `hash`) -> TopK of T rows. Raises as `route`."""
+        hidden = self._rows(hidden)
+        token_ids = None if token_ids is None else token_ids.reshape(-1)
+        fused = self._kernels(hidden)
+        if fused is not None and (token_ids is None or token_ids.device == hidden.device):
+            if self.routing.method == "hash":
+                _check_table(hidden.shape[0], self.top_k, token_ids, self.token_table)
+            return fused.topk(hidden, token_ids)
+        chosen = route(
+            self.logits_by_torch(hidden),
+            self.routing,
+            self.top_k,
+            correction_bias=self.correction_bias,
+            token_ids=token_ids,
+            token_table=self.token_table,
+        )
+        if self.weights == "tokens":
+            return TopK(chosen.ids, chosen.weights.to(hidden.dtype).float())
+        return chosen
+
+    def warmup(self, max_tokens: int, *, logits: bool = False) -> None:
+        """Compile what up to `max_tokens` bf16 hidden states need, for `logits` too if asked for. CPU: nothing."""
+        weight = self.weight
+        fused = self._kernels(torch.empty(0, weight.shape[1], dtype=torch.bfloat16, device=weight.device))
+        if fused is not None:
+            fused.warmup(max_tokens, logits=logits)
+
+    def _rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        width = self.weight.shape[1]
+        if hidden.shape[-1] != width:
+            raise InputError(f"hidden is {tuple(hidden.shape)}: the router's weight is {tuple(self.weight.shape)}")
+        return hidden.reshape(-1, width)
+
+    def _kernels(self, hidden: torch.Tensor) -> FusedRouter | None:
+        """The prepared kernels for these hidden states, None where torch does the work."""
+        if not hidden.is_cuda or hidden.dtype != torch.bfloat16:
+            return None
+        buffers = self._buffers.values()
+        made_of, fused = self._fused
+        # Also after `.to()`, `load_state_dict` or a change in place: what is copied from a tensor would be stale.
+        if len(made_of) != len(buffers) or any(
+            tensor is not now or (now is not None and version != _version(now))
+            for (tensor, version), now in zip(made_of, buffers, strict=True)
+        ):
+            fused = self._make_kernels()
+            self._fused = ([(now, 0 if now is None else _version(now)) for now in buffers], fused)
+        return fused if fused is not None and self.weight.device == hidden.device else None
+
+    def _make_kernels(self) -> FusedRouter | None:
+        weight, bias, correction = self.weight, self.bias, self.correction_bias
+        if not weight.is_cuda:
+            return None
+        from eprt.routing_launch import FusedRouter, Rounding, knows
+
+        check_choice(self.routing, self.top_k, weight.shape[0], correction)
+        fits = weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and self.float32_logits)
+        dtypes = [None if tensor is None else tensor.dtype for tensor in (bias, correction)]
+        if not fits or not knows(self.routing, self.top_k, weight.shape[0], *dtypes):
+            return None
+        logits = torch.float32 if self.float32_logits else weight.dtype
+        method = torch.float32 if self.weights == "float32" else logits
+        rounding = Rounding(logits, method, torch.bfloat16 if self.weights == "tokens" else torch.float32)
+        return FusedRouter(weight, self.routing, self.top_k, rounding, bias, correction, self.token_table)
+
+    def logits_by_torch(self, hidden: torch.Tensor) -> RouterLogits:
+        """`logits` of [T, H] by torch alone, on any device."""
         weight, bias = self.weight, self.bias
-        if hidden.shape[-1] != weight.shape[1]:
-            raise InputError(f"hidden is {tuple(hidden.shape)}: the router's weight is {tuple(weight.shape)}")
-        hidden = hidden.reshape(-1, weight.shape[1])
         if self.float32_logits:
             hidden, weight = hidden.float(), weight.float()
             bias = None if bias is None else bias.float()
@@ -266,16 +369,30 @@ class Router(nn.Module):
         logits = F.linear(hidden, weight, bias)
         return RouterLogits(logits.float() if self.weights == "float32" else logits)
 
-    def forward(self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None) -> TopK:
-        """[..., H] hidden states (and their [...] vocabulary ids for `hash`) -> TopK of T rows. Raises as `route`."""
-        chosen = route(
-            self.logits(hidden),
-            self.routing,
-            self.top_k,
-            correction_bias=self.correction_bias,
-            token_ids=None if token_ids is None else token_ids.reshape(-1),
-            token_table=self.token_table,
-        )
-        if self.weights == "tokens":
-            return TopK(chosen.ids, chosen.weights.to(hidden.dtype).float())
-        return chosen
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often the tensor was written in place; inference tensors don't count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def warmup(config: MoEConfig, router: Router | None, max_tokens: int, device: torch.device, *, logits: bool) -> None:
+    """Compile what a layer's routing of up to `max_tokens` tokens needs: its router's calls, `Router.logits` too if
+    asked for, and `route` of bf16 and float32 logits. CPU: nothing."""
+    if device.type != "cuda":
+        return
+    correction = table = None
+    if router is not None:
+        router.warmup(max_tokens, logits=logits)
+        correction, table = router.correction_bias, router.token_table
+    if config.routing.method == "hash" and table is None:
+        return
+    for dtype in (torch.bfloat16, torch.float32):
+        for ids in (torch.int64, torch.int32) if table is not None else (torch.int64,):
+            route(
+                torch.zeros(1, config.num_experts, dtype=dtype, device=device),
+                config.routing,
+                config.top_k,
+                correction_bias=correction,
+                token_ids=torch.zeros(1, dtype=ids, device=device),
+                token_table=table,
+            )

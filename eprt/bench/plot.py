@@ -66,9 +66,11 @@ def _label_bars(axes: Any, labels: list[str]) -> None:
 
 
 def _line_panels(report: Report) -> list[tuple[str, Any]]:
-    """Time against tokens, one line a transport or executor, dashed: the floor."""
+    """Time against tokens, one line a transport, executor or router, dashed: the floor."""
     dispatch = report.bench == "dispatch"
-    series, value = ("transport", "p50_us") if dispatch else ("executor", "us")
+    series, value = {"dispatch": ("transport", "p50_us"), "router": ("router", "us")}.get(
+        report.bench, ("executor", "us")
+    )
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in report.rows:
         title = f"hidden {row['hidden']}, top-{row['top_k']}, {row['routing']}" if dispatch else str(row["shape"])

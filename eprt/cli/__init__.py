@@ -24,6 +24,7 @@ _COMMANDS = {
     "BenchDispatch": "eprt.cli.bench:bench_dispatch",
     "BenchExperts": "eprt.cli.bench:bench_experts",
     "BenchExchange": "eprt.cli.bench:bench_exchange",
+    "BenchRouter": "eprt.cli.bench:bench_router",
 }
 
 

@@ -161,18 +161,33 @@ class BenchExchange:
 
 
 @dataclass(frozen=True)
+class BenchRouter:
+    """The router's kernels beside the same choice in plain torch, with memory and compute floors."""
+
+    tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 2048)
+    """Tokens of this rank."""
+    shapes: tuple[str, ...] = ()
+    """Only these routers (gpt-oss-120b, ...); all if none is named."""
+    json: Path | None = None
+    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    plot: Path | None = None
+    """Write a plot (PNG, SVG) to this file; needs matplotlib."""
+
+
+@dataclass(frozen=True)
 class Bench:
-    """Measure a layer, the transports, the executors or the ranks' agreement."""
+    """Measure a layer, the transports, the executors, the router or the ranks' agreement."""
 
     what: (
         Annotated[BenchLayer, subcommand("layer")]
         | Annotated[BenchDispatch, subcommand("dispatch")]
         | Annotated[BenchExperts, subcommand("experts")]
+        | Annotated[BenchRouter, subcommand("router")]
         | Annotated[BenchExchange, subcommand("exchange")]
     )
 
 
-Command = Run | Explain | Doctor | BenchLayer | BenchDispatch | BenchExperts | BenchExchange
+Command = Run | Explain | Doctor | BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange
 _Parsed = (
     Annotated[Run, subcommand("run")]
     | Annotated[Explain, subcommand("explain")]

@@ -1,4 +1,4 @@
-"""`eprt bench layer | dispatch | experts | exchange`: measure, print, store, plot."""
+"""`eprt bench layer | dispatch | experts | router | exchange`: measure, print, store, plot."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eprt.bench.report import Report
-from eprt.cli.arguments import STDOUT, BenchDispatch, BenchExchange, BenchExperts, BenchLayer
+from eprt.cli.arguments import STDOUT, BenchDispatch, BenchExchange, BenchExperts, BenchLayer, BenchRouter
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal
 from eprt.errors import ConfigError
 
+AnyBench = BenchLayer | BenchDispatch | BenchExperts | BenchRouter
 SIZES = {"h2880k4": (2880, 4), "h7168k8": (7168, 8)}
 
 
@@ -125,7 +126,7 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
                     row["tokens"],
                     row["us"],
                     *("-" if row[name] is None else row[name] for name in ("by_hand_us", "library_us")),
-                    max(row["weights_us"], row["flops_us"]),
+                    _floor(row),
                     row["ratio"],
                     row["host_us"],
                 ]
@@ -153,6 +154,30 @@ def bench_exchange(arguments: BenchExchange, terminal: Terminal) -> int:
         [[row["exchange"], row["p50_us"], row["p99_us"]] for row in report.rows],
     )
     return _finish(report, arguments, terminal)
+
+
+def bench_router(arguments: BenchRouter, terminal: Terminal) -> int:
+    """The command. Returns 0."""
+    from eprt.bench.router import SHAPES, router_report
+
+    _require_tokens(arguments.tokens, 1)
+    report = router_report(arguments.shapes or SHAPES, tokens=arguments.tokens, keep=_keep(arguments, terminal))
+    found = {(row["shape"], row["tokens"], row["router"]): row for row in report.rows}
+    for shape in dict.fromkeys(row["shape"] for row in report.rows):
+        pairs = [(found[shape, tokens, "eprt"], found[shape, tokens, "torch"]) for tokens in arguments.tokens]
+        terminal.table(
+            f"{shape}: microseconds of one call in a CUDA graph that reads each weight from memory",
+            ["tokens", "eprt", "plain torch", "floor", "host time", "of torch"],
+            [
+                [ours["tokens"], ours["us"], theirs["us"], _floor(ours), ours["host_us"], theirs["host_us"]]
+                for ours, theirs in pairs
+            ],
+        )
+    return _finish(report, arguments, terminal)
+
+
+def _floor(row: dict[str, Any]) -> float:
+    return max(row["weights_us"], row["flops_us"])
 
 
 def _say_dispatch(report: Report, what: str, terminal: Terminal) -> None:
@@ -215,7 +240,7 @@ def _both(row: dict[str, Any], name: str) -> str:
     return "-" if p50 is None else f"{p50:.1f}/{row[f'{name}_p99_us']:.1f}"
 
 
-def _keep(arguments: BenchLayer | BenchDispatch | BenchExperts, terminal: Terminal) -> Callable[[Report], None]:
+def _keep(arguments: AnyBench, terminal: Terminal) -> Callable[[Report], None]:
     """What stores a report after each case: a bench that is stopped leaves what it found."""
     path = arguments.json
     if path is None or path == STDOUT or not terminal.speaks:
@@ -223,9 +248,7 @@ def _keep(arguments: BenchLayer | BenchDispatch | BenchExperts, terminal: Termin
     return lambda report: report.write(path)
 
 
-def _finish(
-    report: Report, arguments: BenchLayer | BenchDispatch | BenchExperts | BenchExchange, terminal: Terminal
-) -> int:
+def _finish(report: Report, arguments: AnyBench | BenchExchange, terminal: Terminal) -> int:
     """Store and plot, on the rank that speaks."""
     if not terminal.speaks:
         return 0

@@ -2,6 +2,7 @@
 
 * Casts from float32 truncate (bf16), or lose the carry of a rounded mantissa and round subnormals down (e4m3). Torch's
   own casts, to nearest and ties to even as the hardware's are, take their place.
+* A dot takes bf16 values, which numpy holds as integers, for those integers.
 * A comparison of scalars keeps the integer type of its operands, so that `block & scalar` isn't a mask any more.
 """
 
@@ -19,11 +20,13 @@ _DTYPES = {
     tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
 }
 _create_splat = interpreter.InterpreterBuilder.create_splat
+_create_dot = interpreter.InterpreterBuilder.create_dot
 
 
 def apply() -> None:
     interpreter._convert_float = _rounded_to_nearest
     interpreter.InterpreterBuilder.create_splat = _splat
+    interpreter.InterpreterBuilder.create_dot = _dot
 
 
 def _rounded_to_nearest(values, source, target, rounding_mode):
@@ -35,3 +38,13 @@ def _splat(builder, result_type, value):
     if value.data.dtype == np.bool_:
         value = interpreter.TensorHandle(value.data, tl.int1)
     return _create_splat(builder, result_type, value)
+
+
+def _dot(builder, a, b, *rest):
+    return _create_dot(builder, _as_float32(a), _as_float32(b), *rest)
+
+
+def _as_float32(value):
+    if value.dtype.scalar != tl.bfloat16:
+        return value
+    return interpreter.TensorHandle((value.data.astype(np.uint32) << 16).view(np.float32), tl.float32)

@@ -1,0 +1,147 @@
+"""How fast a router is on one GPU: rows for `eprt bench router`.
+
+The kernels stand beside the plain torch code of `eprt.routing`, in the same run and on the same numbers. Times are of
+CUDA graphs of calls that each read another router's weight, more of them than the L2 cache holds, as the layers of a
+model do. The floor: bytes of the weight and the hidden states over the copy bandwidth measured in the same run, and
+operations over the bf16 rate of a large matrix product.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from eprt.bench.experts import Ceilings
+from eprt.bench.report import Report
+from eprt.config import Routing
+from eprt.errors import ConfigError
+from eprt.experts.tuning import device_microseconds
+from eprt.routing import Router, route_torch
+from eprt.tokens import TopK
+
+CACHE_BYTES = 96 << 20  # more than any GPU's L2 so far
+MOST_ROUTERS = 64
+HOST_CALLS = 200
+
+
+@dataclass(frozen=True)
+class RouterShape:
+    """A model's router; the logits' dtype is the method's."""
+
+    num_experts: int
+    hidden_size: int
+    top_k: int
+    routing: Routing
+    bias: bool = False
+
+    @property
+    def corrected(self) -> bool:
+        return self.routing.method in ("grouped_sigmoid", "sqrt_softplus")
+
+
+# Sizes from the models' own config.json files.
+SHAPES: dict[str, RouterShape] = {
+    "gpt-oss-120b": RouterShape(128, 2880, 4, Routing("topk_softmax"), bias=True),
+    "qwen3-30b-a3b": RouterShape(128, 2048, 8, Routing("softmax_topk")),
+    "deepseek-v3": RouterShape(
+        256, 7168, 8, Routing("grouped_sigmoid", num_groups=8, topk_groups=4, scaling_factor=2.5)
+    ),
+    "deepseek-v4-flash": RouterShape(256, 4096, 6, Routing("sqrt_softplus", scaling_factor=1.5)),
+    "deepseek-v4-flash-hash": RouterShape(256, 4096, 6, Routing("hash", scaling_factor=1.5)),
+}
+VOCABULARY = 1024
+
+
+def router_report(
+    shapes: Iterable[str] = SHAPES, *, tokens: Sequence[int], keep: Callable[[Report], None] = lambda _: None
+) -> Report:
+    """Measure routers of random weights on this GPU; `keep` sees what was found so far.
+
+    Raises:
+        ConfigError: an unknown shape, or no CUDA device.
+    """
+    if unknown := [shape for shape in shapes if shape not in SHAPES]:
+        raise ConfigError(f"shape {unknown[0]!r}: expected one of {', '.join(SHAPES)}")
+    if not torch.cuda.is_available():
+        raise ConfigError("bench router times CUDA kernels: no CUDA device here")
+    device = torch.device("cuda", torch.cuda.current_device())
+    ceilings = Ceilings.measure(device)
+    report = Report("router", [], ceilings.as_dict())
+    for name in shapes:
+        routers = _routers(SHAPES[name], device)
+        routers[0].warmup(max(tokens))
+        for count in tokens:
+            report.rows.extend(_rows(name, routers, count, ceilings))
+            keep(report)
+    return report
+
+
+def _routers(shape: RouterShape, device: torch.device) -> list[Router]:
+    """So many that their weights don't fit the L2 cache together, or as many as a graph of moderate size calls."""
+    E, H, K = shape.num_experts, shape.hidden_size, shape.top_k
+    generator = torch.Generator(device).manual_seed(E + H)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    table = draw(VOCABULARY, E).argsort(dim=1)[:, :K].contiguous() if shape.routing.method == "hash" else None
+    return [
+        Router(
+            (draw(E, H) * H**-0.5).to(torch.bfloat16),
+            shape.routing,
+            K,
+            bias=draw(E).to(torch.bfloat16) if shape.bias else None,
+            correction_bias=draw(E) * 0.05 if shape.corrected else None,
+            token_table=table,
+        )
+        for _ in range(min(MOST_ROUTERS, CACHE_BYTES // (E * H * 2) + 1))
+    ]
+
+
+def _rows(name: str, routers: list[Router], T: int, ceilings: Ceilings) -> list[dict[str, Any]]:
+    """One row for the kernels, one for torch."""
+    E, H = routers[0].weight.shape
+    device = routers[0].weight.device
+    generator = torch.Generator(device).manual_seed(T)
+    hidden = torch.randn(T, H, generator=generator, device=device).to(torch.bfloat16)
+    token_ids = None
+    if routers[0].token_table is not None:
+        token_ids = torch.randint(VOCABULARY, (T,), generator=generator, device=device)
+    floor = {
+        "weights_us": round(2 * (E + T) * H / ceilings.copy_bytes * 1e6, 2),
+        "flops_us": round(2 * T * E * H / ceilings.bf16_flops * 1e6, 2),
+    }
+    rows: list[dict[str, Any]] = []
+    for who, call in (("eprt", _by_kernels), ("torch", _by_torch)):
+        calls = [partial(call, router, hidden, token_ids) for router in routers]
+        us = device_microseconds(*calls, repeats=1, rounds=7)
+        host_us = _host_microseconds(calls[0])
+        rows.append({"shape": name, "router": who, "tokens": T, "us": round(us, 2), "host_us": round(host_us, 1)})
+        rows[-1] |= floor
+    return rows
+
+
+def _by_kernels(router: Router, hidden: torch.Tensor, token_ids: torch.Tensor | None) -> TopK:
+    return router(hidden, token_ids)
+
+
+def _by_torch(router: Router, hidden: torch.Tensor, token_ids: torch.Tensor | None) -> TopK:
+    logits = router.logits_by_torch(hidden).logits
+    return route_torch(logits, router.routing, router.top_k, router.correction_bias, token_ids, router.token_table)
+
+
+def _host_microseconds(call: Callable[[], object]) -> float:
+    """What the host needs to issue a call."""
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    took = (time.perf_counter() - start) / HOST_CALLS * 1e6
+    torch.cuda.synchronize()
+    return took

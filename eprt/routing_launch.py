@@ -1,0 +1,376 @@
+"""Launching the routing kernels: how a GEMM is cut for T tokens, what is compiled in, and what a call still does."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from eprt.config import Routing
+from eprt.rounding import ceil_div, next_power_of_2
+from eprt.routing import GROUP_BEST
+from eprt.routing_triton import METHODS, choice_kernel, logits_kernel
+from eprt.support import Device
+from eprt.tokens import TopK, aligned
+
+MAX_EXPERTS = 1024  # a warp holds a token's scores, 32 a thread
+MAX_TOP_K = 64
+SHARED_BYTES = 200 << 10  # of an SM, for tiles in flight
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+class Tiling(NamedTuple):
+    """How the GEMM is cut for up to `max_tokens`: tokens, experts and columns of a tile, the programs to come near
+    (the columns are split until there are so many), warps and pipeline stages of a program."""
+
+    max_tokens: int
+    block_t: int
+    block_e: int
+    block_h: int
+    programs: int
+    warps: int
+    stages: int
+
+
+# From sweeps over the shapes of `eprt bench router` and Nemotron-H's (512 experts, 22 a token) on one H200.
+TILINGS = (
+    Tiling(16, 16, 32, 512, 132, 4, 1),
+    Tiling(32, 32, 64, 512, 132, 8, 1),
+    Tiling(64, 64, 32, 128, 132, 4, 3),
+    Tiling(128, 64, 64, 128, 132, 4, 4),
+    Tiling(256, 64, 64, 128, 132, 4, 4),
+    Tiling(512, 64, 64, 128, 132, 4, 4),
+    Tiling(1024, 64, 64, 128, 132, 4, 4),
+    Tiling(2048, 64, 128, 128, 132, 4, 3),
+    Tiling(1 << 62, 128, 128, 64, 132, 8, 4),
+)
+# Registers that let a warp have all pieces of a logit in flight; more warps a token were slower.
+CHOICE_REGISTERS = 168
+
+
+class Cut(NamedTuple):
+    """A tiling on one router's weight."""
+
+    block_e: int
+    block_h: int
+    splits: int
+    steps: int
+    stages: int
+
+
+def cut(tiling: Tiling, E: int, H: int, parts: int = 1) -> Cut:
+    """Blocks no larger than the weight; as many splits of H as give about `tiling.programs` programs; as many stages
+    as an SM's memory holds."""
+    block_e = min(tiling.block_e, max(16, next_power_of_2(E)))
+    block_h = min(tiling.block_h, max(16, next_power_of_2(H)))
+    blocks = ceil_div(H, block_h)
+    tiles = ceil_div(tiling.max_tokens, tiling.block_t) * ceil_div(E, block_e)
+    steps = ceil_div(blocks, max(1, min(tiling.programs // tiles, blocks)))
+    stage = (tiling.block_t + parts * block_e) * block_h * 2
+    return Cut(block_e, block_h, ceil_div(blocks, steps), steps, max(1, min(tiling.stages, SHARED_BYTES // stage)))
+
+
+class Prepared:
+    """A kernel compiled for the current device, once, for arguments of these kinds; a call only launches it.
+
+    Args:
+        arguments: the kernel's first: a tensor's dtype, None, or an int that may change from call to call. Tensors
+            are contiguous, start at a multiple of 16 bytes unless the kernel says otherwise, and lie on that device.
+        constants: the kernel's rest, in its order.
+    """
+
+    def __init__(self, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], **options: Any) -> None:
+        self._constants = tuple(constants.values())
+        self._kernel = kernel
+        if not _INTERPRETED:
+            self._kernel = kernel.warmup(*arguments, **constants, **options, grid=(1,))
+            self._kernel[(1, 1, 1)]  # loads it
+
+    def __call__(self, programs: int, *arguments: Any) -> None:
+        self._kernel[(programs, 1, 1)](*arguments, *self._constants)
+
+
+def _early(device: torch.device) -> dict[str, Any]:
+    """Programmatic dependent launch: a kernel may be set up while the one before still ends."""
+    return {"launch_pdl": True} if device.type == "cuda" and Device.of(device).sm >= 90 else {}
+
+
+class Rounding(NamedTuple):
+    """Where a model rounds: its logits to `logits`, what its method computes to `method`, at last weights to `weights`.
+
+    `grouped_sigmoid` and `grouped_softmax` compute in float32 whatever `method` is.
+    """
+
+    logits: torch.dtype
+    method: torch.dtype
+    weights: torch.dtype = torch.float32
+
+
+class Choice(NamedTuple):
+    """What a choice kernel is compiled for.
+
+    Attributes:
+        routing: None: the kernel writes the logits, in `rounding.method`.
+        pieces, bias, correction, token_ids, table: dtypes of what it reads, None where there is none.
+        splits: pieces of H whose sums are to be added.
+    """
+
+    device: torch.device
+    routing: Routing | None
+    top_k: int
+    num_experts: int
+    rounding: Rounding
+    pieces: torch.dtype
+    splits: int = 1
+    bias: torch.dtype | None = None
+    correction: torch.dtype | None = None
+    token_ids: torch.dtype | None = None
+    table: torch.dtype | None = None
+
+
+@cache
+def prepared_choice(what: Choice) -> Prepared:
+    """The kernel of this choice, compiled at the first call for it."""
+    routing = what.routing or Routing("topk_softmax")
+    E, K, early = what.num_experts, what.top_k, _early(what.device)
+    best = GROUP_BEST.get(routing.method)
+    groups = 1 if best is None else routing.num_groups
+    computed = what.rounding.method if best is None or what.routing is None else torch.float32
+    for_choice = computed if what.correction is None else torch.promote_types(computed, what.correction)
+    none = what.routing is None
+    with torch.cuda.device_of(torch.empty(0, device=what.device)):
+        return Prepared(
+            choice_kernel,
+            (
+                what.pieces,
+                what.bias,
+                what.correction,
+                what.token_ids,
+                what.table,
+                computed if none else None,
+                None if none else torch.int32,
+                None if none else torch.float32,
+                2,
+                2,
+            ),
+            {
+                "METHOD": "logits" if none else routing.method,
+                "SPLITS": what.splits,
+                "LOGITS_DTYPE": _DTYPES[what.rounding.logits],
+                "METHOD_DTYPE": _DTYPES[computed],
+                "CHOICE_DTYPE": _DTYPES[for_choice],
+                "WEIGHTS_DTYPE": _DTYPES[what.rounding.weights],
+                "E": E,
+                "K": K,
+                "K_PAD": next_power_of_2(K),
+                "GROUPS": groups,
+                "GROUPS_PAD": next_power_of_2(groups),
+                "SIZE_PAD": next_power_of_2(E // groups),
+                "TOP_GROUPS": routing.topk_groups,
+                "GROUP_BEST": best or 0,
+                "RENORMALIZE": routing.renormalize,
+                "SCALING": float(routing.scaling_factor),
+                "EARLY": bool(early),
+            },
+            num_warps=1,
+            maxnreg=CHOICE_REGISTERS,
+            # A wrong token id must not read another row: it traps, as indexing a tensor does.
+            debug=routing.method == "hash",
+            sanitize_overflow=False,
+            **early,
+        )
+
+
+def knows(routing: Routing, top_k: int, num_experts: int, *dtypes: torch.dtype | None) -> bool:
+    """Whether the choice kernel has this method, these sizes and logits or biases of these dtypes."""
+    known = routing.method in METHODS and num_experts <= MAX_EXPERTS and top_k <= MAX_TOP_K
+    return known and all(dtype is None or dtype in _DTYPES for dtype in dtypes)
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _dtype(tensor: torch.Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
+
+
+def choose(
+    logits: torch.Tensor,
+    routing: Routing,
+    top_k: int,
+    correction_bias: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None,
+    token_table: torch.Tensor | None = None,
+) -> TopK:
+    """`routing.route` of checked arguments that it `knows`, in one launch."""
+    E, dtype = logits.shape[1], logits.dtype
+    if routing.method != "hash":
+        token_ids = token_table = None
+    tensors = tuple(map(_contiguous, (correction_bias, token_ids, token_table)))
+    kinds = map(_dtype, tensors)
+    what = Choice(logits.device, routing, top_k, E, Rounding(dtype, dtype), dtype, 1, None, *kinds)
+    with torch.cuda.device_of(logits):
+        return _choose(prepared_choice(what), aligned(logits), logits.shape[0], top_k, None, *tensors)
+
+
+def _choose(
+    kernel: Prepared,
+    pieces: torch.Tensor,
+    T: int,
+    top_k: int,
+    bias: torch.Tensor | None,
+    correction: torch.Tensor | None,
+    token_ids: torch.Tensor | None,
+    table: torch.Tensor | None,
+) -> TopK:
+    ids = torch.empty((T, top_k), dtype=torch.int32, device=pieces.device)
+    weights = torch.empty((T, top_k), dtype=torch.float32, device=pieces.device)
+    if T:
+        vocabulary = 0 if table is None else table.shape[0]
+        kernel(T, pieces, bias, correction, token_ids, table, None, ids, weights, T, vocabulary)
+    return TopK(ids, weights)
+
+
+class _Size(NamedTuple):
+    """What runs for up to `tiling.max_tokens` tokens."""
+
+    tiling: Tiling
+    cut: Cut
+    gemm: Prepared
+
+
+class FusedRouter:
+    """GEMM and choice of one router on one GPU, bf16 hidden states.
+
+    Logits are float32 sums of exact products. A float32 weight is taken apart into three bf16 parts, which hold its 24
+    bits (down to 2^-110, below which the last ones are lost). So they differ from those of a float32 GEMM by what the
+    order of additions changes, and the choice where two scores are closer than that: tests hold both to float64.
+
+    Args:
+        weight: [E, H] bf16, or float32 with float32 logits; read at each call if it is bf16, contiguous and at a
+            multiple of 16 bytes, else copied now. The other tensors as in `routing.Router`, contiguous copies too.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        routing: Routing,
+        top_k: int,
+        rounding: Rounding,
+        bias: torch.Tensor | None = None,
+        correction_bias: torch.Tensor | None = None,
+        token_table: torch.Tensor | None = None,
+        tilings: tuple[Tiling, ...] = TILINGS,
+    ) -> None:
+        self._device = weight.device
+        self._parts = aligned(weight if weight.dtype == torch.bfloat16 else bf16_parts(weight))
+        self._shape = (weight.shape[0], weight.shape[1])
+        self._bias, self._correction, self._table = map(_contiguous, (bias, correction_bias, token_table))
+        self._top_k, self._dtype = top_k, rounding.method
+        self._tilings = tilings
+        self._sizes: dict[Tiling, _Size] = {}
+        self._choices: dict[tuple[int, torch.dtype | None], Prepared] = {}
+        kinds = map(_dtype, (self._bias, self._correction, None, self._table))
+        self._what = Choice(self._device, routing, top_k, self._shape[0], rounding, torch.float32, 0, *kinds)
+
+    def topk(self, hidden: torch.Tensor, token_ids: torch.Tensor | None) -> TopK:
+        """[T, H] bf16, and [T] ids for `hash`, both checked -> TopK."""
+        T = hidden.shape[0]
+        token_ids = None if self._table is None else _contiguous(token_ids)
+        with torch.cuda.device_of(hidden):
+            pieces, splits = self._gemm(hidden, T)
+            kernel = self._choice(splits, _dtype(token_ids))
+            return _choose(kernel, pieces, T, self._top_k, self._bias, self._correction, token_ids, self._table)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, H] bf16 -> the logits [T, E] that `topk` chooses by."""
+        T = hidden.shape[0]
+        logits = torch.empty((T, self._shape[0]), dtype=self._dtype, device=self._device)
+        with torch.cuda.device_of(hidden):
+            pieces, splits = self._gemm(hidden, T)
+            if T:
+                kernel = prepared_choice(self._logits_of(splits))
+                kernel(T, pieces, self._bias, None, None, None, logits, None, None, T, 0)
+        return logits
+
+    def warmup(self, max_tokens: int, *, logits: bool) -> None:
+        """Compile all that calls of up to `max_tokens` tokens can need, `logits` too if asked for."""
+        with torch.cuda.device_of(self._parts):
+            for tiling in self._tilings:
+                splits = self._size(tiling).cut.splits
+                for dtype in (None,) if self._table is None else (torch.int32, torch.int64):
+                    self._choice(splits, dtype)
+                if logits:
+                    prepared_choice(self._logits_of(splits))
+                if tiling.max_tokens >= max_tokens:
+                    return
+
+    def _gemm(self, hidden: torch.Tensor, T: int) -> tuple[torch.Tensor, int]:
+        """Pieces [splits, T, E] of the logits."""
+        size = self._size(next(tiling for tiling in self._tilings if tiling.max_tokens >= T))
+        (E, _), cut, tiling = self._shape, size.cut, size.tiling
+        pieces = torch.empty((cut.splits, T, E), dtype=torch.float32, device=self._device)
+        if T:
+            programs = ceil_div(T, tiling.block_t) * ceil_div(E, cut.block_e) * cut.splits
+            size.gemm(programs, aligned(hidden), self._parts, pieces, T)
+        return pieces, cut.splits
+
+    def _size(self, tiling: Tiling) -> _Size:
+        found = self._sizes.get(tiling)
+        if found is None:
+            E, H = self._shape
+            parts = 1 if self._parts.dim() == 2 else self._parts.shape[0]
+            gemm = prepared_gemm(self._device, E, H, parts, tiling)
+            found = self._sizes[tiling] = _Size(tiling, cut(tiling, E, H, parts), gemm)
+        return found
+
+    def _choice(self, splits: int, token_ids: torch.dtype | None) -> Prepared:
+        key = (splits, token_ids)
+        found = self._choices.get(key)
+        if found is None:
+            what = self._what._replace(splits=splits, token_ids=token_ids)
+            found = self._choices[key] = prepared_choice(what)
+        return found
+
+    def _logits_of(self, splits: int) -> Choice:
+        return self._what._replace(routing=None, top_k=1, correction=None, table=None, splits=splits)
+
+
+@cache
+def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tiling) -> Prepared:
+    """The GEMM of this shape, compiled at the first call for it, for routers of all layers."""
+    size, early = cut(tiling, E, H, parts), _early(device)
+    with torch.cuda.device_of(torch.empty(0, device=device)):
+        return Prepared(
+            logits_kernel,
+            (torch.bfloat16, torch.bfloat16, torch.float32, 2),
+            {
+                "E": E,
+                "H": H,
+                "PARTS": parts,
+                "SPLITS": size.splits,
+                "STEPS": size.steps,
+                "BLOCK_T": tiling.block_t,
+                "BLOCK_E": size.block_e,
+                "BLOCK_H": size.block_h,
+                "EARLY": bool(early),
+            },
+            num_warps=tiling.warps,
+            num_stages=size.stages,
+            **early,
+        )
+
+
+def bf16_parts(weight: torch.Tensor) -> torch.Tensor:
+    """[E, H] float32 -> [3, E, H] bf16 whose sum it is."""
+    parts: list[torch.Tensor] = []
+    rest = weight.float()
+    for _ in range(3):
+        parts.append(rest.to(torch.bfloat16))
+        rest = rest - parts[-1].float()
+    return torch.stack(parts)

@@ -1,0 +1,470 @@
+"""The routing kernels against the plain torch code of `eprt.routing` and against transformers' own routers, on one GPU
+or interpreted on the CPU.
+
+Which experts are chosen is exact where the logits are the same numbers. Behind a GEMM it can't be, as every GEMM adds
+in its own order; there the choice is held to float64: no expert left out may beat a chosen one by more than rounding.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.stand_ins.kernel_device import (
+    DEVICE,
+    cuda_only,
+    generator,
+    runs_kernels,
+    sized,
+    synchronize,
+)
+
+from eprt import routing as plain
+from eprt.config import Routing
+from eprt.routing import Router
+
+pytestmark = [pytest.mark.gpu, runs_kernels]
+
+GROUPED = Routing("grouped_sigmoid", num_groups=8, topk_groups=4, scaling_factor=2.5)
+# routing, E, K, correction bias
+METHODS = {
+    "gpt-oss": (Routing("topk_softmax"), 128, 4, False),
+    "qwen3": (Routing("softmax_topk"), 128, 8, False),
+    "qwen3 as it is": (Routing("softmax_topk", renormalize=False, scaling_factor=1.5), 128, 8, False),
+    "deepseek-v3": (GROUPED, 256, 8, True),
+    "kimi-k2": (Routing("grouped_sigmoid", scaling_factor=2.827), 384, 8, True),
+    "nemotron-h": (Routing("grouped_sigmoid", scaling_factor=5.0), 512, 22, True),
+    "grouped as it is": (Routing("grouped_sigmoid", False, 3, 2, 1.0), 12, 5, False),
+    "deepseek-v4": (Routing("sqrt_softplus", scaling_factor=1.5), 256, 6, True),
+    "softplus as it is": (Routing("sqrt_softplus", renormalize=False), 77, 6, False),
+    "llama4": (Routing("topk_sigmoid"), 128, 1, False),
+    "deepseek-v2": (Routing("grouped_softmax", False, 8, 3, 16.0), 160, 6, False),
+    "ernie": (Routing("grouped_softmax"), 64, 6, True),
+    "hash": (Routing("hash", scaling_factor=1.5), 256, 6, False),
+    "all experts": (Routing("softmax_topk"), 9, 9, False),
+    "one expert": (Routing("topk_softmax"), 1, 1, False),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+V = 64
+
+
+def extras(routing, E, K, with_bias, T):
+    """correction bias, token ids and table, as far as the method takes them."""
+    draw = generator(E + K)
+    bias = torch.randn(E, generator=draw, device=DEVICE) * 0.2 if with_bias else None
+    if routing.method != "hash":
+        return bias, None, None
+    table = torch.rand(V, E, generator=draw, device=DEVICE).argsort(dim=1)[:, :K].contiguous()
+    return bias, torch.randint(V, (T,), generator=draw, device=DEVICE), table
+
+
+def distinct_logits(T, E, dtype):
+    """No two alike in a row, and every range of the formulas: around 0, beyond softplus' threshold, deep below 0."""
+    step = torch.arange(E, device=DEVICE) - E // 2
+    step = torch.stack([step[torch.randperm(E, generator=generator(t), device=DEVICE)] for t in range(T)])
+    scale = torch.tensor([0.0625, 0.125, 0.015625], device=DEVICE).repeat(T)[:T, None]
+    return (step * scale).to(dtype)
+
+
+def dense(topk, E):
+    assert topk.ids.dtype == torch.int32
+    assert topk.weights.dtype == torch.float32
+    assert all(len(set(row)) == len(row) for row in topk.ids.tolist())
+    return torch.zeros(len(topk.ids), E, device=topk.ids.device).scatter(1, topk.ids.long(), topk.weights)
+
+
+def assert_same(found, wanted, E, dtype):
+    """The same experts. Weights: within 1e-5 (a dozen float32 roundings), and one step where they are rounded to it."""
+    synchronize()
+    a, b = dense(found, E), dense(wanted, E)
+    assert torch.equal(a != 0, b != 0)
+    step = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    torch.testing.assert_close(a, b, rtol=1e-5 + step, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_the_choice_is_torchs(name, dtype):
+    from eprt import routing_launch
+
+    routing, E, K, with_bias = METHODS[name]
+    T = sized(300, 5)
+    logits = distinct_logits(T, E, dtype)
+    bias, token_ids, table = extras(routing, E, K, with_bias, T)
+    found = routing_launch.choose(logits, routing, K, bias, token_ids, table)
+    wanted = plain.route_torch(logits, routing, K, bias, token_ids, table)
+    assert_same(found, wanted, E, dtype)
+    if bias is None and routing.method != "hash":
+        assert (found.weights[:, :-1] >= found.weights[:, 1:]).all()  # best first
+
+
+def test_the_bias_counts_for_the_choice_and_not_for_the_weight():
+    """By hand: sigmoid(0) = 0.5 everywhere, expert 5 and then 2 by their bias."""
+    from eprt import routing_launch
+
+    bias = torch.tensor([0.0, -1.0, 0.25, 0.0, 0.0, 0.5], device=DEVICE)
+    found = routing_launch.choose(
+        torch.zeros(2, 6, device=DEVICE), Routing("grouped_sigmoid", scaling_factor=3.0), 2, bias
+    )
+    assert found.ids.tolist() == [[5, 2]] * 2
+    assert found.weights.tolist() == [[1.5, 1.5]] * 2
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "hash"])
+def test_of_equal_scores_the_lowest_experts_win(name):
+    from eprt import routing_launch
+
+    routing, E, K, _ = METHODS[name]
+    logits = torch.zeros(3, E, device=DEVICE)
+    logits[1] = -0.0
+    logits[2, ::2] = -0.0  # equal to 0, whatever its bits
+    found = routing_launch.choose(logits, routing, K)
+    assert found.ids.tolist() == [list(range(K))] * 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_numbers_that_are_none_choose_experts_that_exist(name, value):
+    from eprt import routing_launch
+
+    routing, E, K, with_bias = METHODS[name]
+    logits = distinct_logits(4, E, torch.float32)
+    logits[0] = value
+    logits[1, E // 2] = value
+    logits[2, : E // 2] = value
+    bias, token_ids, table = extras(routing, E, K, with_bias, 4)
+    found = routing_launch.choose(logits, routing, K, bias, token_ids, table)
+    assert found.ids.min() >= 0
+    assert found.ids.max() < E
+    assert all(len(set(row)) == K for row in found.ids.tolist())
+    # A softmax over all experts makes all of them NaN, and a table doesn't look.
+    if value != value and routing.method not in ("hash", "grouped_softmax"):
+        assert E // 2 in found.ids[1].tolist()  # as in torch.topk, NaN is the largest
+    clean = plain.route_torch(logits[3:], routing, K, bias, None if token_ids is None else token_ids[3:], table)
+    assert_same(type(clean)(found.ids[3:], found.weights[3:]), clean, E, torch.float32)
+
+
+# ---- behind the GEMM ------------------------------------------------------------------------------------------
+
+# E, H, K, routing, dtype of weight, bias
+SHAPES = {
+    "gpt-oss-120b": (128, 2880, 4, Routing("topk_softmax"), torch.bfloat16, True),
+    "qwen3-30b-a3b": (128, 2048, 8, Routing("softmax_topk"), torch.bfloat16, False),
+    "deepseek-v3": (256, 7168, 8, GROUPED, torch.bfloat16, False),
+    "deepseek-v3 f32 weight": (256, 7168, 8, GROUPED, torch.float32, False),
+    "deepseek-v4": (256, 4096, 6, Routing("sqrt_softplus", scaling_factor=1.5), torch.bfloat16, False),
+    "hash": (256, 4096, 6, Routing("hash", scaling_factor=1.5), torch.bfloat16, False),
+    "nemotron-h": (512, 4096, 22, Routing("grouped_sigmoid", scaling_factor=5.0), torch.bfloat16, False),
+    "ernie": (64, 2560, 6, Routing("grouped_softmax"), torch.float32, False),
+    "odd": (41, 77, 5, Routing("softmax_topk"), torch.bfloat16, True),
+    "odd f32": (41, 1000, 5, Routing("grouped_sigmoid"), torch.float32, True),
+}
+TOKENS = sized([1, 8, 16, 17, 32, 33, 128, 129, 513, 2100, 8193], [1, 3, 18])
+
+
+class Case:
+    """A router of random weights, its hidden states, and its scores in float64."""
+
+    def __init__(self, name, T):
+        self.E, H, self.K, self.routing, dtype, with_bias = SHAPES[name]
+        draw = generator(T)
+        normal = lambda *shape: torch.randn(shape, generator=draw, device=DEVICE)  # noqa: E731
+        self.hidden = normal(T, H).bfloat16()
+        self.weight = (normal(self.E, H) * H**-0.5).to(dtype)
+        self.bias = (normal(self.E) * 0.5).to(dtype) if with_bias else None
+        grouped = self.routing.method in ("grouped_sigmoid", "grouped_softmax")
+        choosing = grouped or self.routing.method == "sqrt_softplus"
+        self.correction = normal(self.E) * 0.05 if choosing else None
+        _, self.token_ids, self.table = extras(self.routing, self.E, self.K, False, T)
+        self.logits_dtype = torch.float32 if grouped else torch.bfloat16
+        exact = self.hidden.double() @ self.weight.double().T
+        self.exact = exact if self.bias is None else exact + self.bias.double()
+
+    def fused(self, **changes):
+        from eprt.routing_launch import FusedRouter, Rounding
+
+        given = {"weight": self.weight, "bias": self.bias, "correction_bias": self.correction, **changes}
+        given.setdefault("rounding", Rounding(self.logits_dtype, self.logits_dtype))
+        return FusedRouter(routing=self.routing, top_k=self.K, token_table=self.table, **given)
+
+    def regret(self, ids):
+        """By how much the best expert (or group) left out beats the worst chosen one: [T], 0 if the choice is right."""
+        method, scores = self.routing.method, self.exact
+        group_regret = torch.zeros(len(scores), device=DEVICE, dtype=torch.float64)
+        if method == "grouped_sigmoid":
+            scores = scores.sigmoid() + self.correction.double()
+            if self.routing.num_groups > 1:
+                scores, group_regret = self._in_groups(scores, ids)
+        elif method == "grouped_softmax":
+            scores = scores.softmax(1) + self.correction.double()
+        elif method == "sqrt_softplus":
+            scores = torch.nn.functional.softplus(scores).sqrt() + self.correction.double()
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids.long(), True)
+        worst = torch.where(chosen, scores, float("inf")).amin(1)
+        return torch.maximum(torch.where(chosen, -float("inf"), scores).amax(1) - worst, group_regret)
+
+    def _in_groups(self, scores, ids):
+        """Scores, -inf outside the groups that were chosen, and by how much a group left out beats one that wasn't."""
+        groups = scores.view(len(scores), self.routing.num_groups, -1)
+        sums = groups.topk(2).values.sum(-1)
+        kept = sums.topk(self.routing.topk_groups)
+        best = torch.zeros_like(sums, dtype=torch.bool).scatter(1, kept.indices, True)
+        hit = torch.zeros_like(best).scatter(1, ids.long() // groups.shape[2], True)
+        worst = kept.values.amin(1, keepdim=True)
+        regret = torch.where(hit, worst - sums, 0.0).amax(1).clamp(min=0)
+        # Where a group was taken that isn't among the best, it took the place of the worst of them.
+        taken = hit | (best & ~((sums == worst) & (hit & ~best).any(1, keepdim=True)))
+        return torch.where(taken.repeat_interleave(groups.shape[2], 1), scores, -float("inf")), regret
+
+
+# float32 sums of up to 7168 products that amount to about 1: rounded to 2^-24 of it as often as there are steps and
+# pieces, and cut off at 2^-22 of it within a step, at each of its 8 to 32 additions. Scores are a quarter of it off,
+# two of them count in a group. bf16 logits up to 8 are rounded by at most 2^-6 each, the root of softplus and the sum
+# of both once more.
+LOGITS = 1e-5
+
+
+def tolerance(case):
+    return LOGITS / 2 if case.logits_dtype == torch.float32 else 2**-4
+
+
+@pytest.mark.parametrize("T", TOKENS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_router(name, T, record_property):
+    """Logits against float64, the choice by them against torch's, and against float64."""
+    case = Case(name, T)
+    fused = case.fused()
+    logits, found = fused.logits(case.hidden), fused.topk(case.hidden, case.token_ids)
+    synchronize()
+    assert (logits.shape, logits.dtype) == (case.exact.shape, case.logits_dtype)
+    error = (logits.double() - case.exact).abs()
+    record_property("largest error of a logit", float(error.max()))
+    assert (error <= LOGITS + (2**-8 * case.exact.abs() if case.logits_dtype == torch.bfloat16 else 0)).all()
+    if case.routing.method != "hash":
+        assert case.regret(found.ids).max() <= tolerance(case)
+    by_logits = plain.route_torch(logits, case.routing, case.K, case.correction, case.token_ids, case.table)
+    a, b = dense(found, case.E), dense(by_logits, case.E)
+    same = ((a != 0) == (b != 0)).all(1)
+    # Equal bf16 logits are common, and torch takes any of them; of float32 ones the chosen are the same.
+    assert same.float().mean() >= (1.0 if case.logits_dtype == torch.float32 else 0.8)
+    torch.testing.assert_close(a[same], b[same], rtol=1e-5 if case.logits_dtype == torch.float32 else 2**-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_tokens_and_runs_alike(name):
+    case = Case(name, sized(100, 3))
+    fused = case.fused()
+    none = fused.topk(case.hidden[:0], None if case.token_ids is None else case.token_ids[:0])
+    assert none.ids.shape == none.weights.shape == (0, case.K)
+    assert fused.logits(case.hidden[:0]).shape == (0, case.E)
+    first, again = (fused.topk(case.hidden, case.token_ids) for _ in range(2))
+    assert torch.equal(first.ids, again.ids)
+    assert torch.equal(first.weights, again.weights)
+
+
+def test_parts_of_a_float32_weight_hold_all_its_bits():
+    from eprt.routing_launch import bf16_parts
+
+    weight = torch.randn(256, 300, generator=generator(1), device=DEVICE) * torch.logspace(-30, 30, 300, device=DEVICE)
+    assert torch.equal(bf16_parts(weight).double().sum(0), weight.double())
+
+
+def test_one_bf16_part_is_not_enough():
+    """What the choice would lose if a float32 weight were only rounded: the test above would see it."""
+    case = Case("deepseek-v3 f32 weight", sized(512, 16))
+    full = case.regret(case.fused().topk(case.hidden, None).ids)
+    rounded = case.regret(case.fused(weight=case.weight.bfloat16()).topk(case.hidden, None).ids)
+    assert full.max() <= LOGITS / 2 < rounded.max()
+
+
+def test_a_bias_that_is_ignored_shows():
+    case = Case("odd", sized(200, 9))
+    right, wrong = (case.regret(case.fused(**given).topk(case.hidden, None).ids) for given in ({}, {"bias": None}))
+    assert right.max() <= tolerance(case) < wrong.max()
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "ernie"])
+def test_models_that_round_elsewhere(name):
+    """Mixtral's way: bf16 logits, then float32; ERNIE's: float32 throughout, weights at last in the tokens' dtype."""
+    from eprt.routing_launch import Rounding
+
+    case = Case(name, sized(64, 4))
+    if name == "ernie":
+        rounding, dtype = Rounding(torch.float32, torch.float32, torch.bfloat16), torch.float32
+    else:
+        rounding, dtype = Rounding(torch.bfloat16, torch.float32), torch.float32
+    fused = case.fused(rounding=rounding)
+    logits, found = fused.logits(case.hidden), fused.topk(case.hidden, None)
+    assert logits.dtype == dtype
+    if name != "ernie":
+        assert torch.equal(logits, case.fused().logits(case.hidden).float())
+    wanted = plain.route_torch(logits, case.routing, case.K, case.correction).weights
+    ours, theirs = found.weights.sort(1).values, wanted.sort(1).values
+    if name == "ernie":
+        assert torch.equal(found.weights, found.weights.bfloat16().float())
+        torch.testing.assert_close(ours, theirs, rtol=2**-8 + 1e-5, atol=0)
+    else:
+        assert not torch.equal(found.weights, found.weights.bfloat16().float())
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+
+
+# ---- transformers ---------------------------------------------------------------------------------------------
+
+
+def transformers_router(name, case):
+    """transformers' router of these weights, on this device."""
+    from types import SimpleNamespace
+
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    classes = {
+        "gpt-oss-120b": GptOssTopKRouter,
+        "qwen3-30b-a3b": Qwen3MoeTopKRouter,
+        "deepseek-v4": DeepseekV4TopKRouter,
+    }
+    config = SimpleNamespace(
+        num_experts_per_tok=case.K,
+        num_local_experts=case.E,
+        num_experts=case.E,
+        n_routed_experts=case.E,
+        hidden_size=case.hidden.shape[1],
+        norm_topk_prob=True,
+        n_group=case.routing.num_groups,
+        topk_group=case.routing.topk_groups,
+        routed_scaling_factor=case.routing.scaling_factor,
+        scoring_func="sqrtsoftplus",
+    )
+    router = classes.get(name, DeepseekV3TopkRouter)(config).requires_grad_(False).to(DEVICE)
+    router.weight.data = case.weight
+    if case.bias is not None:
+        router.bias.data = case.bias
+    if case.correction is not None:
+        router.e_score_correction_bias = case.correction
+    return router
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-120b", "qwen3-30b-a3b", "deepseek-v3", "deepseek-v3 f32 weight", "deepseek-v4"]
+)
+def test_transformers_choice_on_weights_of_real_size(name, record_property):
+    """The experts of the model's own router, where no two logits are closer than the two GEMMs' roundings."""
+    pytest.importorskip("transformers")
+    case = Case(name, sized(2048, 12))
+    _, weights, ids = transformers_router(name, case)(case.hidden)
+    found = case.fused().topk(case.hidden, None)
+    synchronize()
+    ours = dense(found, case.E)
+    theirs = torch.zeros_like(ours).scatter(1, ids.long(), weights.float())
+    same = ((ours != 0) == (theirs != 0)).all(1)
+    record_property("tokens with other experts", int((~same).sum()))
+    record_property("of", len(same))
+    exact = case.logits_dtype == torch.float32
+    regrets = [float(case.regret(chosen).max()) for chosen in (found.ids, ids)]
+    record_property("largest regret, ours and theirs", regrets)
+    # Where they differ, the experts at stake are as good as equal, for both.
+    assert max(regrets) <= tolerance(case)
+    assert same.float().mean() >= (0.998 if exact else 0.8)
+    torch.testing.assert_close(ours[same], theirs[same], rtol=1e-5 if exact else 2**-5, atol=1e-12)
+
+
+# ---- the module -----------------------------------------------------------------------------------------------
+
+
+def router(case):
+    return Router(
+        case.weight,
+        case.routing,
+        case.K,
+        bias=case.bias,
+        correction_bias=case.correction,
+        token_table=case.table,
+    )
+
+
+def test_warm_up_and_logits_given_by_the_caller():
+    """What a layer's warm-up calls, on a device with or without kernels."""
+    from eprt.config import MoEConfig
+    from eprt.routing import warmup
+
+    case = Case("odd", 3)
+    config = MoEConfig(case.E, case.K, 77, 8, routing=case.routing)
+    for given in (router(case), None):
+        warmup(config, given, 20, DEVICE, logits=True)
+
+
+@cuda_only
+@pytest.mark.parametrize("name", SHAPES)
+def test_module_launches_the_kernels_and_follows_its_weights(name, monkeypatch):
+    from eprt import routing_launch
+
+    case = Case(name, 40)
+    module = router(case)
+    module.warmup(64, logits=True)
+    monkeypatch.setattr(routing_launch, "Prepared", None)  # nothing compiles after warm-up
+    monkeypatch.setattr(plain, "route_torch", None)
+    seen = []
+    hook = module.register_forward_hook(lambda _, given, found: seen.append(found))
+    for T in (1, 16, 17, 40, 0):
+        ids = None if case.token_ids is None else case.token_ids[:T]
+        wanted = case.fused().topk(case.hidden[:T], ids)
+        found = module(case.hidden[:T], ids)
+        assert torch.equal(found.ids, wanted.ids)
+        assert torch.equal(found.weights, wanted.weights)
+        assert seen[-1] is found
+    hook.remove()
+    assert torch.equal(module.logits(case.hidden).logits, case.fused().logits(case.hidden))
+    other = Case(name, 41)
+    module.weight.copy_(other.weight)
+    case.weight = other.weight
+    assert torch.equal(module.logits(case.hidden).logits, case.fused().logits(case.hidden))
+
+
+@cuda_only
+@pytest.mark.parametrize("name", SHAPES)
+def test_graph_replays_with_other_tokens(name):
+    case, other = Case(name, 24), Case(name, 25)
+    module = router(case)
+    hidden = case.hidden.clone()
+    ids = None if case.token_ids is None else case.token_ids.clone()
+    module(hidden, ids)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = module(hidden, ids)
+    hidden.copy_(other.hidden[:24])
+    if ids is not None:
+        ids.copy_(other.token_ids[:24])
+    graph.replay()
+    synchronize()
+    wanted = module(hidden, ids)
+    assert torch.equal(found.ids, wanted.ids)
+    assert torch.equal(found.weights, wanted.weights)
+
+
+_ASK_FOR_A_ROW_THAT_IS_NOT_THERE = """
+import torch
+from eprt.config import Routing
+from eprt.routing import route
+table = torch.tensor([[0, 1], [2, {last}]], device="cuda")
+token_ids = torch.tensor([0, {token}], device="cuda")
+route(torch.zeros(2, 4, device="cuda"), Routing("hash"), 2, token_ids=token_ids, token_table=table)
+torch.cuda.synchronize()
+print("came through")
+"""
+
+
+@cuda_only
+@pytest.mark.parametrize(
+    ("token", "last", "text"),
+    [(1, 3, "came through"), (2, 3, "a token id lies outside"), (-1, 3, "a token id lies outside"), (1, 4, "names an")],
+)
+def test_ids_outside_the_hash_table_end_the_call(token, last, text):
+    """In a process of its own, whose CUDA context is lost."""
+    code = _ASK_FOR_A_ROW_THAT_IS_NOT_THERE.format(token=token, last=last)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert text in done.stdout + done.stderr
+    assert (done.returncode == 0) == (text == "came through")
