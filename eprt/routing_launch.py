@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
+from triton import knobs
 
 from eprt.config import Routing
 from eprt.rounding import ceil_div, next_power_of_2
@@ -20,7 +20,7 @@ MAX_EXPERTS = 1024  # a warp holds a token's scores, 32 a thread
 MAX_TOP_K = 64
 SHARED_BYTES = 200 << 10  # of an SM, for tiles in flight
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
+_INTERPRETED = bool(knobs.runtime.interpret)
 
 
 class Tiling(NamedTuple):
