@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eprt.config import MoEConfig, Routing
+from eprt.config import GROUP_BEST, MoEConfig, Routing
 from eprt.errors import ConfigError, InputError
 from eprt.tokens import RouterLogits, TopK
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 _EPSILON = 1e-20
 # ERNIE 4.5's `moe_norm_min`: the least sum that its weights are divided by.
 NORM_MIN = 1e-12
-# A group counts as the sum of so many of its best scores.
-GROUP_BEST = {"grouped_sigmoid": 2, "grouped_softmax": 1}
 
 WeightRounding = Literal["logits", "float32", "tokens"]
 

@@ -9,9 +9,8 @@ import torch
 import triton.language as tl
 from triton import knobs
 
-from eprt.config import Routing
+from eprt.config import GROUP_BEST, Routing
 from eprt.rounding import ceil_div, next_power_of_2
-from eprt.routing import GROUP_BEST
 from eprt.routing_triton import METHODS, choice_kernel, logits_kernel
 from eprt.support import Device
 from eprt.tokens import TopK, aligned
