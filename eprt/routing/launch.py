@@ -11,7 +11,7 @@ from triton import knobs
 
 from eprt.config import GROUP_BEST, Routing
 from eprt.rounding import ceil_div, next_power_of_2
-from eprt.routing_triton import METHODS, choice_kernel, logits_kernel
+from eprt.routing.kernels import METHODS, choice_kernel, logits_kernel
 from eprt.support import Device
 from eprt.tokens import TopK, aligned
 
