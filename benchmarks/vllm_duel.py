@@ -160,9 +160,10 @@ def make_model(a: argparse.Namespace) -> Path:
         write_gpt_oss(folder, a.layers, tiny=a.tiny)
     else:
         config = CONFIGS[a.model] | (TINY if a.tiny else {}) | {"num_hidden_layers": a.layers}
-        if a.tiny and "quantization_config" in config:  # vLLM has no FP8 linear layers on CPU
-            kept = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(a.layers) for name in "qkvo"]
-            config["quantization_config"] = FP8 | {"ignored_layers": kept}
+        if "quantization_config" in config:  # routers are never in FP8; vLLM has no FP8 linear layers on CPU
+            kept = ["mlp.gate", *(f"self_attn.{name}_proj" for name in "qkvo" if a.tiny)]
+            ignored = [f"model.layers.{i}.{name}" for i in range(a.layers) for name in kept]
+            config["quantization_config"] = FP8 | {"ignored_layers": ignored}
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
