@@ -280,7 +280,7 @@ def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str
         **settings,
     )
     if a.model != "gpt-oss":
-        llm.apply_model(lively())
+        llm.collective_rpc(lively())  # not apply_model: that pickles its function as an argument
     ready = time.perf_counter() - started
 
     def generate(batch: int, tokens: int) -> tuple[float, list[int]]:
@@ -310,8 +310,8 @@ def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str
 def lively() -> Callable[[Any], None]:
     """Dummy weights send every token to the same experts. A local function, so that it travels by value."""
 
-    def change(model: Any) -> None:
-        for name, parameter in model.named_parameters():
+    def change(worker: Any) -> None:
+        for name, parameter in worker.get_model().named_parameters():
             if name.endswith("norm.weight"):
                 parameter.data.fill_(1.0)
             elif name.endswith("e_score_correction_bias"):
