@@ -312,6 +312,8 @@ def lively() -> Callable[[Any], None]:
 
     def change(worker: Any) -> None:
         for name, parameter in worker.get_model().named_parameters():
+            if parameter.numel() == 0:
+                continue  # packed elsewhere: linear layers on CPU, the experts that eprt holds
             if name.endswith("norm.weight"):
                 parameter.data.fill_(1.0)
             elif name.endswith("e_score_correction_bias"):
