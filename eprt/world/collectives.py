@@ -12,6 +12,7 @@ import torch.distributed as dist
 from eprt.config import ParallelConfig
 from eprt.errors import RankLost, UsageError
 from eprt.world.guard import Guard
+from eprt.world.meeting import restarts
 from eprt.world.shared_exchange import MAX_WORDS, SharedExchange
 from eprt.world.step import CallLog, Step
 
@@ -54,7 +55,7 @@ class Collectives:
         self.timeout_s = timeout_s
         self.current_step: Step | None = None
         self.step_number = 0
-        self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.generation = restarts()
         self.closed = False
         self._attention_tp_group = attention_tp_group
         self._control: dist.ProcessGroupGloo | None = None
