@@ -18,6 +18,7 @@ OK, FAILED, INTERRUPTED = 0, 1, 130
 
 _COMMANDS = {
     "Run": "eprt.cli.run:run",
+    "Generate": "eprt.cli.generate:generate",
     "Explain": "eprt.cli.explain:explain",
     "Doctor": "eprt.cli.doctor:doctor",
     "BenchLayer": "eprt.cli.bench:bench_layer",
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from eprt.cli.arguments import STDOUT, parse
 
     command = parse(arguments)
-    terminal = Terminal(json=command.json in (True, STDOUT))
+    terminal = Terminal(json=getattr(command, "json", False) in (True, STDOUT))
     with stdout_of_our_own(), _ended_by_signals():
         return _run(command, terminal)
 

@@ -45,6 +45,34 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Generate:
+    """Continue prompts with a transformers model whose experts are spread over several ranks; JSON lines in and out.
+
+    Starts the ranks itself, or is one of them if torchrun started it. Results go to stdout as they are finished,
+    progress and tokens/s to stderr.
+    """
+
+    model: Path | None = None
+    """Checkpoint directory (safetensors + config.json). Without one, a tiny gpt-oss in MXFP4 is made."""
+    prompts: Path | None = None
+    """JSON lines: {"prompt": "text" or [token ids]}; - is stdin. Without it, a few of the tiny model."""
+    world: int = 4
+    """Ranks to start (torchrun's number wins under torchrun)."""
+    max_new_tokens: int = 32
+    """Tokens to add to each prompt, at most."""
+    temperature: float = 0.0
+    """0 is greedy; above, tokens are sampled."""
+    seed: int = 0
+    """Of sampling; each rank adds its number."""
+    batch: int = 8
+    """Prompts a rank continues at once."""
+    max_tokens: int = 4096
+    """Tokens a rank that buffers are sized for: the longest prompt at least."""
+    device: DeviceKind = "auto"
+    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
+
+
+@dataclass(frozen=True)
 class Explain:
     """Show every dispatcher/executor pair with its reason, then the choice. Needs no GPU and no kernel library."""
 
@@ -187,9 +215,10 @@ class Bench:
     )
 
 
-Command = Run | Explain | Doctor | BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange
+Command = Run | Generate | Explain | Doctor | BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange
 _Parsed = (
     Annotated[Run, subcommand("run")]
+    | Annotated[Generate, subcommand("generate")]
     | Annotated[Explain, subcommand("explain")]
     | Annotated[Doctor, subcommand("doctor")]
     | Annotated[Bench, subcommand("bench")]
@@ -198,7 +227,7 @@ _Parsed = (
 
 def parse(arguments: Sequence[str] | None = None) -> Command:
     """The command that `arguments` (default: the process's own) ask for. Prints help or an error and exits."""
-    parsed: Run | Explain | Doctor | Bench = tyro.cli(
+    parsed: Run | Generate | Explain | Doctor | Bench = tyro.cli(
         _Parsed,
         prog="eprt",
         description="Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed.",

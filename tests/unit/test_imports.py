@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (5, ("eprt.cli", "eprt.__main__", "eprt.bench", "eprt.integrations", "eprt.conformance")),
     (4, ("eprt.models",)),
     (3, ("eprt.layer",)),
-    (2, ("eprt.plan", "eprt.engines")),
+    (2, ("eprt.plan",)),
     (1, ("eprt.dispatch", "eprt.experts")),
     (0, ("eprt",)),
 )
