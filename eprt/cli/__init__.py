@@ -26,6 +26,7 @@ _COMMANDS = {
     "BenchExperts": "eprt.cli.bench:bench_experts",
     "BenchExchange": "eprt.cli.bench:bench_exchange",
     "BenchRouter": "eprt.cli.bench:bench_router",
+    "BenchStep": "eprt.cli.bench:bench_step",
 }
 
 

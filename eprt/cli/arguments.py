@@ -203,8 +203,34 @@ class BenchRouter:
 
 
 @dataclass(frozen=True)
+class BenchStep:
+    """A decode step of whole models: transformers alone, then eprt's layers eager, in steps and in CUDA graphs."""
+
+    world: int = 2
+    """Ranks to start."""
+    device: DeviceKind = "auto"
+    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
+    models: tuple[Literal["tiny", "gpt-oss-120b", "qwen3-30b-a3b", "deepseek-v3"], ...] = ("tiny",)
+    """Widths of the models; their weights are random."""
+    layers: int = 3
+    """Attention + MoE layers of each."""
+    tokens: tuple[int, ...] = (1, 8, 32, 128, 512)
+    """Requests a rank, one token each."""
+    rounds: int = 10
+    """Times that ten steps in a row are measured."""
+    dispatcher: str = "auto"
+    """How tokens travel."""
+    executor: str = "auto"
+    """What computes the experts."""
+    json: Path | None = None
+    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    plot: Path | None = None
+    """Write a plot (PNG, SVG) to this file; needs matplotlib."""
+
+
+@dataclass(frozen=True)
 class Bench:
-    """Measure a layer, the transports, the executors, the router or the ranks' agreement."""
+    """Measure a layer, the transports, the executors, the router, the ranks' agreement or a whole step."""
 
     what: (
         Annotated[BenchLayer, subcommand("layer")]
@@ -212,10 +238,12 @@ class Bench:
         | Annotated[BenchExperts, subcommand("experts")]
         | Annotated[BenchRouter, subcommand("router")]
         | Annotated[BenchExchange, subcommand("exchange")]
+        | Annotated[BenchStep, subcommand("step")]
     )
 
 
-Command = Run | Generate | Explain | Doctor | BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange
+AnyBench = BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange | BenchStep
+Command = Run | Generate | Explain | Doctor | AnyBench
 _Parsed = (
     Annotated[Run, subcommand("run")]
     | Annotated[Generate, subcommand("generate")]
