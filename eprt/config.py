@@ -27,6 +27,10 @@ RoutingMethod = Literal[
 ]
 
 
+# In group-limited routing a group counts as the sum of so many of its best scores.
+GROUP_BEST = {"grouped_sigmoid": 2, "grouped_softmax": 1}
+
+
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ConfigError(message)

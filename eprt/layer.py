@@ -16,7 +16,8 @@ from eprt.dense import LatentProjection, SharedExpertMLP
 from eprt.dispatch import Dispatched, make_dispatcher
 from eprt.dispatch.capacity import KNOB, require_agreed
 from eprt.dispatch.payload_scale import calibrated_scale
-from eprt.errors import CapacityError, ConfigError, EprtError, InputError
+from eprt.engines import Engine, make_engines
+from eprt.errors import CapacityError, ConfigError, EprtError, InputError, UsageError
 from eprt.experts import make_executor
 from eprt.graphs import LayerGraphs
 from eprt.placement import ExpertPlacement, SlotTable
@@ -24,7 +25,7 @@ from eprt.plan import Plan, make_plan
 from eprt.routing import Router, route
 from eprt.routing import warmup as warmup_routing
 from eprt.support import Device
-from eprt.tokens import Payload, RouterLogits, TopK
+from eprt.tokens import RouterLogits, TopK
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
 from eprt.world.header import Header, exchange, fingerprint_of
@@ -52,6 +53,7 @@ class ExpertParallelMoE(nn.Module):
 
     Attributes:
         plan: what was chosen, and every candidate's reason.
+        engines: what can do the work of a call, the preferred first (`eprt.engines`).
         observe: `observe(phase)` returns a context manager entered around each of `PHASES`. Replace it to time, trace
             (`torch.profiler.record_function`) or check; default nothing.
         see: `see(phase, found)` is told what "route" chose (TopK, or RouterLogits where a kernel chooses) and what
@@ -133,6 +135,7 @@ class ExpertParallelMoE(nn.Module):
         if runtime.layer_graphs:
             self.graphs = LayerGraphs(world, self, self._by_router, config.input_size, self._most_tokens)
         self._number = compiled.register(self)
+        self.engines = make_engines(self)
         self._used = False  # what is compiled and allocated lazily may still be missing
 
     @torch.no_grad()
@@ -155,7 +158,7 @@ class ExpertParallelMoE(nn.Module):
             tokens_per_rank: largest T of any rank, equal on all; None takes that of the step (`World.step`), or lets
                 the ranks agree, each layer for itself, which a CUDA graph capture can't.
                 Under attention TP a rank sends, and its capacity holds, ceil(T / attention_tp_size) of them. Over the
-                capacity the call is cut into rounds, and `observe` sees dispatch, experts, shared and combine of each.
+                capacity the call is cut into rounds, and `observe` sees dispatch, experts and combine of each.
 
         Returns:
             Shape and dtype of `hidden_states`.
@@ -196,14 +199,8 @@ class ExpertParallelMoE(nn.Module):
                 chosen = self._placed(chosen)
         except EprtError as error:
             self.dispatcher.refuse(error, tokens_per_rank)
-        if isinstance(chosen, RouterLogits):
-            y, dense = self._in_kernel(own[0], chosen)
-        else:
-            y, dense = self._over_the_world(own[0], chosen, sent_per_rank, group_tokens)
+        y = self._run(own[0], chosen, sent_per_rank, group_tokens)
         self._used = True
-        y = y if self.latent is None else self.latent.out_of(y)
-        y = y if dense is None else y + dense
-        y = self._whole(y, group_tokens)
         return y if hidden_states.dim() == 2 else y.view(hidden_states.shape)
 
     def warmup(self) -> None:
@@ -268,10 +265,7 @@ class ExpertParallelMoE(nn.Module):
             return x, routing, ids
         part = -(-x.shape[0] // size)
         rows = slice(self.world.attention_tp_rank * part, (self.world.attention_tp_rank + 1) * part)
-        if isinstance(routing, TopK):
-            routing = _part(routing, rows)
-        elif routing is not None:
-            routing = RouterLogits(routing.logits[rows])
+        routing = None if routing is None else _part(routing, rows)
         return x[rows], routing, None if ids is None else ids[rows]
 
     def _check_hidden(self, hidden_states: object) -> None:
@@ -332,7 +326,7 @@ class ExpertParallelMoE(nn.Module):
             if self.world.size > 1 or not self.executor.takes_logits or self._slots is not None:
                 return router(x, token_ids)
             routing = router.logits(x)
-        if isinstance(routing, TopK) or self._kernel_chooses(x, routing, tokens_per_rank):
+        if isinstance(routing, TopK) or self._engine(x, routing, tokens_per_rank) is not None:
             return routing
         bias, table = (None, None) if router is None else (router.correction_bias, router.token_table)
         return route(
@@ -370,75 +364,61 @@ class ExpertParallelMoE(nn.Module):
             padding = padding[first : first + part]
         return TopK(torch.where(padding, self.config.num_experts, chosen.ids), chosen.weights)
 
-    def _kernel_chooses(self, x: torch.Tensor, router: RouterLogits, tokens_per_rank: int | None) -> bool:
-        """Whether nothing has to travel and the executor takes these logits. What dispatch would refuse goes there."""
-        runtime, logits = self.dispatcher.runtime, router.logits
-        capacity = runtime.max_tokens_per_rank
-        rows: object = capacity if tokens_per_rank is None else tokens_per_rank
-        return (
-            self.world.size == 1
-            and self._slots is None
-            and self.executor.takes_logits
-            and runtime.validate == "cheap"
-            and (runtime.payload, runtime.combine_payload) == (None, None)
-            and not (self.dispatcher.closed or self.world.closed)
-            and type(rows) is int
-            and max(x.shape[0], 1) <= rows <= capacity
-            and x.dtype == torch.bfloat16
-            and logits.dtype in (torch.bfloat16, torch.float32)
-            and (logits.device, logits.layout) == (x.device, torch.strided)
-        )
+    def _engine(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> Engine | None:
+        """What does this call; None for logits that no engine takes as they are."""
+        if self._slots is not None and not isinstance(choice, TopK):
+            return None  # a kernel would choose experts, and there are slots
+        return next((engine for engine in self.engines if engine.takes(x, choice, tokens_per_rank)), None)
 
-    def _in_kernel(self, x: torch.Tensor, router: RouterLogits) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Routed and dense experts' outputs; the executor chooses the experts, and no TopK is made."""
-        with self.observe("dispatch"):
-            inside = x if self.latent is None else self.latent.into(x)
-        with self.observe("experts"):
-            bias = None if self.router is None else self.router.correction_bias
-            y = self.executor.run_logits(Payload.plain(inside), router.logits, bias)
-        with self.observe("shared"):
-            dense = None if self.shared is None else self.shared(x)
-        with self.observe("combine"):
-            return y, dense
-
-    def _over_the_world(
-        self, x: torch.Tensor, topk: TopK, tokens_per_rank: int | None, group_tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Routed and dense experts' outputs; tokens travel to their experts and back, over the capacity in rounds that
-        every rank makes, idle ones too."""
+    def _run(
+        self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None, group_tokens: int
+    ) -> torch.Tensor:
+        """Dispatch, experts, combine; over the capacity in rounds that every rank makes, idle ones too."""
+        engine = self._engine(x, choice, tokens_per_rank)
+        if engine is None:
+            raise UsageError("no engine takes this call: the last row of eprt.engines.ENGINES must take every TopK")
         most, cut = self.dispatcher.capacity.max_tokens_per_rank, not self.dispatcher.runtime.strict_capacity
-        with self.observe("dispatch"):
-            inside = x if self.latent is None else self.latent.into(x)
-            # Weights that lie elsewhere are dispatch's to refuse, on every rank.
-            if self.config.weight_on_input and topk.weights.device == inside.device:
-                inside, topk = inside * topk.weights.to(inside.dtype), TopK(topk.ids, torch.ones_like(topk.weights))
-            rows = self.dispatcher.agree(inside, topk, tokens_per_rank, group_tokens=group_tokens, cut=cut)
-            first = (inside, topk) if rows <= most else (inside[:most], _part(topk, slice(most)))
-            sent = self.dispatcher.send(*first, min(rows, most))
-        y, dense = self._there_and_back(sent, x)
-        if rows <= most:
-            return y, dense
-        outputs = [y]
-        for start in range(most, rows, most):
-            part = slice(start, start + most)
+        rows, start, outputs = most, 0, list[torch.Tensor]()
+        inside, dense = x, None
+        while True:
             with self.observe("dispatch"):
-                sent = self.dispatcher.dispatch(inside[part], _part(topk, part), min(most, rows - start))
-            outputs.append(self._there_and_back(sent, None)[0])
-        return torch.cat(outputs), dense
+                if start == 0:
+                    inside, choice = self._inside(x, choice)
+                    rows = engine.agree(inside, choice, tokens_per_rank, group_tokens, cut)
+                now = _round(inside, choice, start, rows, most)
+                if start > 0:
+                    engine.agree(*now)
+                work = engine.begin(*now)
+            try:
+                if self.see is not None and isinstance(work, Dispatched):
+                    self.see("dispatch", work)
+                with self.observe("experts"):
+                    y = engine.compute(work)
+                if start == 0:
+                    with self.observe("shared"):
+                        dense = None if self.shared is None else self.shared(x)
+                start += most
+                with self.observe("combine"):
+                    outputs.append(engine.finish(y, work))
+                    if start >= rows:
+                        return self._outside(outputs, dense, group_tokens)
+            finally:
+                engine.close(work)
 
-    def _there_and_back(self, sent: Dispatched, x: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What comes back for the tokens of one dispatch, and the shared expert's output for `x`, if it is due."""
-        try:
-            if self.see is not None:
-                self.see("dispatch", sent)
-            with self.observe("experts"):
-                y = self.executor(sent.tokens, out=self.dispatcher.output_buffer(sent.handle))
-            with self.observe("shared"):
-                dense = None if self.shared is None or x is None else self.shared(x)
-            with self.observe("combine"):
-                return self.dispatcher.combine(y, sent.handle), dense
-        finally:
-            sent.handle.close()
+    def _inside(self, x: torch.Tensor, choice: TopK | RouterLogits) -> tuple[torch.Tensor, TopK | RouterLogits]:
+        """Tokens as the experts see them, and the weights that they are to apply."""
+        inside = x if self.latent is None else self.latent.into(x)
+        # Weights that lie elsewhere are dispatch's to refuse, on every rank.
+        if self.config.weight_on_input and isinstance(choice, TopK) and choice.weights.device == inside.device:
+            return inside * choice.weights.to(inside.dtype), TopK(choice.ids, torch.ones_like(choice.weights))
+        return inside, choice
+
+    def _outside(self, outputs: list[torch.Tensor], dense: torch.Tensor | None, group_tokens: int) -> torch.Tensor:
+        """The rounds' sums as the model sees them: [T, H_model] of the whole attention-TP group."""
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        y = y if self.latent is None else self.latent.out_of(y)
+        y = y if dense is None else y + dense
+        return self._whole(y, group_tokens)
 
     def _per_slice(self, tokens_per_rank: int | None, num_tokens: int) -> int | None:
         """R of the slices that are sent."""
@@ -473,8 +453,20 @@ class ExpertParallelMoE(nn.Module):
         return self.world.gather_attention_tp(padded)[:num_tokens]
 
 
-def _part(topk: TopK, rows: slice) -> TopK:
-    return TopK(topk.ids[rows], topk.weights[rows])
+def _part(choice: TopK | RouterLogits, rows: slice) -> TopK | RouterLogits:
+    if isinstance(choice, TopK):
+        return TopK(choice.ids[rows], choice.weights[rows])
+    return RouterLogits(choice.logits[rows])
+
+
+def _round(
+    inside: torch.Tensor, choice: TopK | RouterLogits, start: int, rows: int, most: int
+) -> tuple[torch.Tensor, TopK | RouterLogits, int]:
+    """Tokens, choice and R of the round that begins at token `start`."""
+    if rows <= most:
+        return inside, choice, rows
+    part = slice(start, start + most)
+    return inside[part], _part(choice, part), min(most, rows - start)
 
 
 def _require_router(router: Router, config: MoEConfig) -> None:

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (5, ("eprt.models",)),
     (4, ("eprt.layer",)),
     (3, ("eprt.graphs",)),
-    (2, ("eprt.plan",)),
+    (2, ("eprt.plan", "eprt.engines")),
     (1, ("eprt.dispatch", "eprt.experts")),
     (0, ("eprt",)),
 )

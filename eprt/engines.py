@@ -1,0 +1,176 @@
+"""What does a layer's work once its experts are chosen. One face for a dispatcher with an executor, for a kernel that
+chooses the experts by itself, and for a kernel that is dispatch, experts and combine in one.
+
+The first row of `ENGINES` that takes a call does it; the last takes every call. Checks, agreement with the peers and
+capacity stand before an engine, in `agree`; the latent projections, the shared expert and attention TP around it, in
+the layer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+import torch
+
+from eprt.config import MoEConfig
+from eprt.dispatch import Dispatched, Dispatcher
+from eprt.errors import UsageError
+from eprt.experts.base import Executor
+from eprt.routing import Router
+from eprt.tokens import Payload, RouterLogits, TopK
+from eprt.world import World
+
+ENGINES: dict[str, str] = {  # name -> "module:class"
+    "kernel_routed": "eprt.engines:KernelRouted",
+    "split": "eprt.engines:Split",
+}
+
+
+class Parts(Protocol):
+    """A layer, as its engines know it. They read its parts at each call: tests and tools may exchange them."""
+
+    config: MoEConfig
+    world: World
+    dispatcher: Dispatcher
+    executor: Executor
+    router: Router | None
+
+
+class Engine(ABC):
+    """One way to do a layer's work. State of a call lives in what `begin` returns, never here.
+
+    Args:
+        parts: the layer.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+
+    @abstractmethod
+    def takes(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> bool:
+        """Whether it does this call. Decided without the peers, so only by what is equal on all ranks, or in a world
+        of one.
+
+        Args:
+            x: [T, H_model] this rank's tokens, checked.
+            choice: their experts, or the router's logits; not checked yet.
+            tokens_per_rank: as the caller passed it.
+        """
+
+    def agree(
+        self,
+        inside: torch.Tensor,
+        choice: TopK | RouterLogits,
+        tokens_per_rank: int | None,
+        group_tokens: int = 0,
+        cut: bool = False,
+    ) -> int:
+        """R of the call, checked and agreed on with the peers: `Dispatcher.agree`, for every engine whose tokens
+        travel."""
+        if not isinstance(choice, TopK):
+            raise UsageError(f"{type(self).__name__} took router logits and agrees on a TopK: give it an `agree`")
+        return self.parts.dispatcher.agree(inside, choice, tokens_per_rank, group_tokens=group_tokens, cut=cut)
+
+    @abstractmethod
+    def begin(self, inside: torch.Tensor, choice: TopK | RouterLogits, rows: int) -> Any:
+        """Phase "dispatch": bring tokens to their experts.
+
+        Args:
+            inside: [T, H] the tokens of this round, as the experts see them.
+            choice: theirs, checked.
+            rows: R of this round, at most the capacity.
+
+        Returns:
+            the call's state, for the other verbs.
+        """
+
+    @abstractmethod
+    def compute(self, work: Any) -> torch.Tensor:
+        """Phase "experts"."""
+
+    @abstractmethod
+    def finish(self, y: torch.Tensor, work: Any) -> torch.Tensor:
+        """Phase "combine": [T, H] weighted sums of this rank's tokens, from what `compute` returned."""
+
+    def close(self, work: Any) -> None:
+        """In a `finally`: free what a failed call left. Idempotent."""
+
+
+class Split(Engine):
+    """A dispatcher carries tokens to an executor and its sums back."""
+
+    def takes(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> bool:
+        return isinstance(choice, TopK)
+
+    def begin(self, inside: torch.Tensor, choice: TopK | RouterLogits, rows: int) -> Dispatched:
+        if not isinstance(choice, TopK):
+            raise UsageError("Split got router logits: a dispatcher needs a TopK")
+        return self.parts.dispatcher.send(inside, choice, rows)
+
+    def compute(self, work: Dispatched) -> torch.Tensor:
+        return self.parts.executor(work.tokens, out=self.parts.dispatcher.output_buffer(work.handle))
+
+    def finish(self, y: torch.Tensor, work: Dispatched) -> torch.Tensor:
+        return self.parts.dispatcher.combine(y, work.handle)
+
+    def close(self, work: Dispatched) -> None:
+        work.handle.close()
+
+
+class KernelRouted(Engine):
+    """In a world of one nothing travels, and an executor that takes logits chooses the experts: no TopK is made."""
+
+    def takes(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> bool:
+        """What dispatch would refuse is left to it, so that it is refused."""
+        parts = self.parts
+        if parts.world.size > 1 or not isinstance(choice, RouterLogits) or not parts.executor.takes_logits:
+            return False
+        runtime, logits = parts.dispatcher.runtime, choice.logits
+        capacity = runtime.max_tokens_per_rank
+        rows: object = capacity if tokens_per_rank is None else tokens_per_rank
+        return (
+            (runtime.validate, runtime.payload, runtime.combine_payload) == ("cheap", None, None)
+            and not (parts.dispatcher.closed or parts.world.closed)
+            and type(rows) is int
+            and max(x.shape[0], 1) <= rows <= capacity
+            and x.dtype == torch.bfloat16
+            and logits.dtype in (torch.bfloat16, torch.float32)
+            and (logits.device, logits.layout) == (x.device, torch.strided)
+        )
+
+    def agree(
+        self,
+        inside: torch.Tensor,
+        choice: TopK | RouterLogits,
+        tokens_per_rank: int | None,
+        group_tokens: int = 0,
+        cut: bool = False,
+    ) -> int:
+        """`takes` has checked, and there are no peers."""
+        return max(inside.shape[0], 1)
+
+    def begin(
+        self, inside: torch.Tensor, choice: TopK | RouterLogits, rows: int
+    ) -> tuple[torch.Tensor, TopK | RouterLogits]:
+        return inside, choice
+
+    def compute(self, work: tuple[torch.Tensor, RouterLogits]) -> torch.Tensor:
+        inside, choice = work
+        router = self.parts.router
+        bias = None if router is None else router.correction_bias
+        return self.parts.executor.run_logits(Payload.plain(inside), choice.logits, bias)
+
+    def finish(self, y: torch.Tensor, work: tuple[torch.Tensor, RouterLogits]) -> torch.Tensor:
+        return y
+
+
+def make_engines(parts: Parts) -> list[Engine]:
+    """One of each row, in the table's order; nothing is imported before."""
+    found: list[Engine] = []
+    for path in ENGINES.values():
+        module, _, name = path.partition(":")
+        kind: type[Engine] = getattr(importlib.import_module(module), name)
+        found.append(kind(parts))
+    return found
