@@ -13,44 +13,59 @@ from eprt.conformance.oracle import relative_error
 from eprt.integrations.transformers import parallelize
 from support.cases.model_recipes import RECIPES, make_model
 from support.jobs.integration_jobs import PROMPTS
+from support.jobs.layer_jobs import make_layer
 
 
-def compare_compiled(context: RankContext, name: str, dtype: torch.dtype, backend: str) -> float:
+def compare_compiled(context: RankContext, name: str, dtype: torch.dtype) -> float:
     """Error of the compiled logits against the eager ones, parameters wanting gradients as they do by default. Every
-    rank has another prompt; the second call has another length."""
+    rank has another prompt."""
     world = context.world()
     model = make_model(RECIPES[name], dtype).requires_grad_(True)
     layers = parallelize(model, world, runtime=RuntimeConfig(dispatcher="torch", max_tokens_per_rank=64))
     torch._dynamo.reset()
-    whole = torch.compile(model, backend=backend, fullgraph=True)
-    error = 0.0
-    for extra in (3, 5):
-        count = PROMPTS[context.rank % len(PROMPTS)] + extra
-        prompt = torch.randint(3, 60, (1, count), generator=torch.Generator().manual_seed(context.rank))
-        with torch.no_grad():
-            expected = model(prompt, use_cache=False).logits
-        found = whole(prompt, use_cache=False).logits
-        error = max(error, relative_error(found.detach(), expected))
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    count = PROMPTS[context.rank % len(PROMPTS)] + 3
+    prompt = torch.randint(3, 60, (1, count), generator=torch.Generator().manual_seed(context.rank))
+    with torch.no_grad():
+        expected = model(prompt, use_cache=False).logits
+    error = relative_error(whole(prompt, use_cache=False).logits.detach(), expected)
     for layer in layers:
         layer.close()
     return error
 
 
-def unused_output(context: RankContext) -> int:
-    """Calls of a layer by compiled code that drops its output: a rank that doesn't need it takes part all the same."""
-    world = context.world()
-    model = make_model(RECIPES["qwen3_moe"])
-    layers = parallelize(model, world)
-    x = torch.randn(3, layers[0].config.input_size)
-    before = layers[0].dispatcher._calls
+def by_inductor(context: RankContext) -> list[float]:
+    """Errors of a layer between fused operators, for two numbers of tokens: the second is compiled with a symbol."""
+    layer = make_layer(context)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        layers[0](x)
+        return torch.relu(layer(torch.sin(x) * 2)) + 1
+
+    torch._dynamo.reset()
+    whole = torch.compile(forward, fullgraph=True)
+    errors = []
+    for count in (3, 5):
+        x = torch.randn(count, layer.config.input_size, generator=torch.Generator().manual_seed(count))
+        errors.append(relative_error(whole(x), forward(x)))
+    layer.close()
+    return errors
+
+
+def unused_output(context: RankContext) -> int:
+    """Calls of a layer by compiled code that drops its output: a rank that doesn't need it takes part all the same."""
+    layer = make_layer(context)
+    x = torch.randn(3, layer.config.input_size)
+    before = layer.dispatcher._calls
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        layer(x)
         return x + 1
 
     torch._dynamo.reset()
     torch.compile(forward, backend="aot_eager", fullgraph=True)(x)
-    return layers[0].dispatcher._calls - before
+    calls = layer.dispatcher._calls - before
+    layer.close()
+    return calls
 
 
 def refused(context: RankContext) -> str:
