@@ -237,8 +237,11 @@ def _meet_before_fsdp(model: nn.Module, world: World, agreement: Agreement) -> I
 
 
 def _tell(world: World, agreement: Agreement, error: Exception) -> None:
-    """Let the others raise `error` at their next forward, unless all know of it. An EprtError is raised here, too, in the
-    words that all ranks have."""
+    """Let the others raise `error` at their next forward, unless all know of it.
+
+    Raises:
+        EprtError: `error` is one: the same again, in the words that all ranks have.
+    """
     agreement.end(error)
     known = isinstance(error, RankLost) or (isinstance(error, EprtError) and error.shared)
     if known or world.closed:
