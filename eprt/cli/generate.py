@@ -56,6 +56,8 @@ def _drive(job: Job, prompts: list[dict[str, Any]], workers: Ranks, terminal: Te
     started = time.perf_counter()
     loaded = workers.run(generate_rank.load, job=job)
     seconds = time.perf_counter() - started
+    if not loaded[0].tokenizer and any(isinstance(row["prompt"], str) for row in prompts):
+        raise InputError("a prompt is text and the checkpoint has no tokenizer: give token ids, or add its files")
     plan = f"dispatcher {loaded[0].dispatcher}, executor {loaded[0].executor}"
     terminal.note(f"{loaded[0].layers} MoE layers on {workers.size} ranks, ready after {seconds:.1f} s; {plan}")
     tokens, busy = [0] * workers.size, [0.0] * workers.size

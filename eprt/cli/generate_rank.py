@@ -11,7 +11,6 @@ import torch
 
 from eprt.config import RuntimeConfig
 from eprt.conformance.harness import RankContext
-from eprt.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the plan chose, and how many MoE layers there are."""
+    """What the plan chose, how many MoE layers there are, and whether text can be given."""
 
     layers: int
+    tokenizer: bool
     dispatcher: str
     executor: str
 
@@ -59,9 +59,10 @@ def load(context: RankContext, job: Job) -> Loaded:
     model = load_without_experts(job.directory, dtype="auto", device_map=None).eval().to(world.device)
     layers = parallelize(model, world, RuntimeConfig(max_tokens_per_rank=job.max_tokens_per_rank))
     world.warmup(*layers)
-    context.cache["generate"] = _Held(model, _tokenizer(job.directory), layers)
+    tokenizer = _tokenizer(job.directory)
+    context.cache["generate"] = _Held(model, tokenizer, layers)
     torch.manual_seed(job.seed + world.dp_rank)
-    return Loaded(len(layers), layers[0].plan.dispatcher, layers[0].plan.executor)
+    return Loaded(len(layers), tokenizer is not None, layers[0].plan.dispatcher, layers[0].plan.executor)
 
 
 def generate(context: RankContext, job: Job, prompts: list[list[str | list[int]]]) -> Part:
@@ -96,8 +97,6 @@ class _Held:
     def ids(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
-        if self.tokenizer is None:
-            raise InputError("a prompt is text and the checkpoint has no tokenizer: give token ids, or add its files")
         return list(self.tokenizer(prompt)["input_ids"])
 
     def text(self, tokens: list[int]) -> str | None:

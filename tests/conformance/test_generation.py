@@ -82,6 +82,16 @@ def test_the_registered_implementation_gives_the_same_tokens(pools, name: str) -
     check(run(pools, name, "expert_parallel", fsdp_size=4), name)
 
 
+def test_a_tensor_parallel_group_shares_its_batch(pools) -> None:
+    """Two groups of two ranks; each rank sends its slice of what its group holds. The second group has no prompt."""
+    name = "qwen3_moe"
+    _require_registry(name)
+    shared = [PROMPTS[0], PROMPTS[0], [], []]
+    arguments = {"folder": saved(name), "prompts": shared, "dtype": torch.float32, "options": OPTIONS}
+    found = pools(4).run(jobs.continue_prompts, way="expert_parallel", tp_size=2, fsdp_size=2, **arguments)
+    assert [tokens for tokens, _ in found] == [expected(name)[0], expected(name)[0], [], []]
+
+
 def test_ranks_that_end_at_any_time(pools) -> None:
     """Each prompt stops at its own end-of-sequence token, which is one of those that greedy decoding gives."""
     name = "qwen3_moe"

@@ -54,7 +54,7 @@ def test_prompts_come_back_in_order_with_their_fields(tiny: Path, tmp_path: Path
 )
 def test_a_wrong_line_is_refused(tiny: Path, tmp_path: Path, line: str, said: str, capsys) -> None:
     (tmp_path / "prompts.jsonl").write_text(line + "\n")
-    words = [*WORDS, "--model", str(tiny), "--world", "1", "--prompts", str(tmp_path / "prompts.jsonl")]
+    words = [*WORDS, "--model", str(tiny), "--world", "2", "--prompts", str(tmp_path / "prompts.jsonl")]
     assert main(words) == 2
     assert said in capsys.readouterr().err
 

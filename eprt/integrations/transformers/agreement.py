@@ -7,7 +7,7 @@ of prompts takes idle steps until all have.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -237,13 +237,21 @@ def _meet_before_fsdp(model: nn.Module, world: World, agreement: Agreement) -> I
 
 
 def _tell(world: World, agreement: Agreement, error: Exception) -> None:
-    """Let the others raise `error` at their next forward, unless all know of it."""
+    """Let the others raise `error` at their next forward, unless all know of it.
+
+    Raises:
+        EprtError: `error` is one: the same again, in the words that all ranks have.
+    """
     agreement.end(error)
     known = isinstance(error, RankLost) or (isinstance(error, EprtError) and error.shared)
-    if not known and not world.closed:
-        said = error if isinstance(error, EprtError) else UsageError(f"{type(error).__name__}: {error}")
-        with suppress(EprtError):  # raised here, too: the caller's own exception says more
-            exchange(world, Header("barrier", -1, 0), said)
+    if known or world.closed:
+        return
+    said = error if isinstance(error, EprtError) else UsageError(f"{type(error).__name__}: {error}")
+    try:
+        exchange(world, Header("barrier", -1, 0), said)
+    except EprtError:
+        if isinstance(error, EprtError):
+            raise
 
 
 def _shares_dense_weights(model: nn.Module) -> bool:

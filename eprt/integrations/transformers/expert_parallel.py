@@ -138,7 +138,8 @@ def _drop_weights(experts: Any) -> None:
     """The layer holds them now. FSDP, of which each expert is on one rank, must neither keep nor gather them."""
     from torch.distributed.fsdp import FSDPModule
 
-    if isinstance(experts, FSDPModule):
+    managed: bool = isinstance(experts, FSDPModule)
+    if managed:
         state: Any = experts._get_fsdp_state()
         if hasattr(state, "_fsdp_param_groups"):
             state._fsdp_param_groups = []

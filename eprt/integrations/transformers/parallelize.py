@@ -132,10 +132,11 @@ def _source(model: nn.Module, checkpoint: str | Path | None) -> Checkpoint:
         raise ConfigError(f"the {config.get('model_type')} model has no MoE layers")
     blocks = [_block(model, path) for path in paths]
     _require_loaded(model, paths, blocks, checkpoint)
-    lean = next((block for block in blocks if isinstance(block, Placeholder)), None)
-    if checkpoint is None and lean is None:
+    lean = [block.checkpoint for block in blocks if isinstance(block, Placeholder)]
+    place = checkpoint if checkpoint is not None or not lean else lean[0]
+    if place is None:
         return _ModelTensors(model, _dtype_of(model))
-    source = Checkpoint(find_checkpoint(checkpoint if checkpoint is not None or lean is None else lean.checkpoint))
+    source = Checkpoint(find_checkpoint(place))
     try:
         _require_same_model(source, config, family, _dtype_of(model))
     except ConfigError:
