@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eprt.rounding import ceil_div, next_power_of_2
 
@@ -106,21 +107,25 @@ def _copy_rows(x_ptr, rows_ptr, place_ptr, H, K: tl.constexpr, K_PAD: tl.constex
 
 @triton.jit(do_not_specialize_on_alignment=["weights_ptr"])
 def _weighted_sum(
-    rows_ptr, place_ptr, weights_ptr, out_ptr, H, K: tl.constexpr, BLOCK_H: tl.constexpr, EVERY_ROW: tl.constexpr
-):
+    rows_ptr, place_ptr, weights_ptr, out_ptr, H, K: tl.constexpr, BLOCK_H: tl.constexpr, EVERY_ROW: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The K rows are loaded without a branch between them, so that all are on their way at once."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
-    found = 0
+    last = -1
     for k in tl.static_range(K):
         place = tl.load(place_ptr + row * K + k)
-        if place >= 0:
-            weight = tl.load(weights_ptr + row * K + k)
-            total += weight * tl.load(rows_ptr + place.to(tl.int64) * H + cols, mask=cols < H).to(tl.float32)
-            found = 1
-    if EVERY_ROW or found:
-        target = out_ptr + row.to(tl.int64) * H + cols
-        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=cols < H)
+        weight = tl.load(weights_ptr + row * K + k, mask=place >= 0, other=0.0)
+        value = tl.load(rows_ptr + place.to(tl.int64) * H + cols, mask=(cols < H) & (place >= 0), other=0.0)
+        total += weight * value.to(tl.float32)
+        last = tl.maximum(last, place)
+    target = out_ptr + row.to(tl.int64) * H + cols
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(cols < H) & (EVERY_ROW or last >= 0))
 
 
 @triton.jit
@@ -167,13 +172,23 @@ def group_rows(
 
 
 def weighted_unpermute(
-    rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, every_row: bool
+    rows: torch.Tensor,
+    place: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    every_row: bool,
+    *,
+    pdl: bool = False,
 ) -> None:
-    """See `eprt.experts.permute.weighted_unpermute`; `out` is contiguous."""
+    """See `eprt.experts.permute.weighted_unpermute`; `out` is contiguous.
+
+    `pdl`: launched as a dependent of the kernel before, which needs compute capability 9.0.
+    """
     N, K = place.shape
     H = rows.shape[1]
     block = min(COPY_BLOCK, next_power_of_2(H))
-    _weighted_sum[(N, ceil_div(H, block))](rows, place, weights, out, H, K, block, every_row)
+    settings = {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+    _weighted_sum[(N, ceil_div(H, block))](rows, place, weights, out, H, K, block, every_row, **settings)
 
 
 def _outputs(ids: torch.Tensor, L: int) -> tuple[torch.Tensor, torch.Tensor]:

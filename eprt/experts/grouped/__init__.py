@@ -1,0 +1,133 @@
+"""Triton's grouped GEMMs of our own: bf16 and FP8 weights on Ampere and Hopper, with nothing to install beside torch.
+
+One small kernel sorts the slots and lists the row tiles (`eprt.experts.place_triton`). The first GEMM gathers the rows
+it needs and ends in the activation, the second writes each slot's result, one pass weights and sums them. Nothing is
+read by the host and programs walk the list that lies on the device, so a call can be captured in a CUDA graph and costs
+what came. Slabs of ExpertMajorTokens are listed alike and read where they lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from eprt.experts.base import Executor
+from eprt.experts.grouped.schedules import Pair, Schedule, choose, limits
+from eprt.experts.grouped.weights import FP8_FORMATS, GroupedMatrix
+from eprt.experts.permute import plain_hidden
+from eprt.quant import encode_payload
+from eprt.support import Device
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, aligned
+from eprt.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from eprt.experts.grouped.launch import Gemm
+
+
+def _has_fp8(device: torch.device) -> bool:
+    """Whether the tensor cores multiply E4M3."""
+    return Device.of(device).sm >= 90
+
+
+class TritonGroupedExecutor(Executor):
+    """Computes with float32 accumulation, bf16 between the matrices; float32 and packed tokens become bf16 first.
+
+    FP8 weights stay FP8 and meet bf16 activations. `RuntimeConfig.low_precision_activations` quantises activations to
+    E4M3 with a scale for 128 values, as DeepSeek-V3 was trained, on compute capability 9.0; tokens that come packed so
+    are then taken as they are. Sums don't depend on timing; on the schedule, and so on the number of slots, they may.
+    """
+
+    strided = True
+
+    def _prepare(self, weights: ExpertWeights) -> None:
+        config, shard, device = self.config, self.shard, self.device
+        self._first = GroupedMatrix.prepare(weights.gate_up, weights.gate_up_bias, config.activation.parts, device)
+        # The sum over MoE-TP ranks must hold the bias once.
+        down_bias = weights.down_bias if shard.moe_tp_rank == 0 else None
+        self._second = GroupedMatrix.prepare(weights.down, down_bias, 1, device)
+        self._pair: Pair = "bf16"
+        if config.weight_format in FP8_FORMATS:
+            self._pair = "w8a8" if self.runtime.low_precision_activations and _has_fp8(device) else "w8a16"
+
+    @cached_property
+    def _gemms(self) -> tuple[Gemm, Gemm]:
+        from eprt.experts.grouped.launch import Chip, Gemm
+
+        activation, chip = self.config.activation, Chip.of(self.device)
+        return Gemm(self._first, activation, self._pair, chip), Gemm(self._second, None, self._pair, chip)
+
+    def _schedule(self, num_tokens: int) -> Schedule:
+        """For the rows an expert gets if so many tokens of all ranks are routed evenly."""
+        return choose(self._pair, num_tokens * self.config.top_k / self.config.num_experts)
+
+    def _inputs(self, hidden: Payload) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(rows, scales or None) in the first GEMM's number format."""
+        if self._pair != "w8a8":
+            return plain_hidden(hidden).to(torch.bfloat16), None
+        if hidden.scale is None or hidden.format != "fp8_block":
+            plain = plain_hidden(hidden)
+            hidden = encode_payload(plain.flatten(0, -2), "fp8_block")
+            hidden = replace(hidden, data=hidden.data.view(plain.shape))
+        assert hidden.scale is not None
+        return hidden.data, hidden.scale.reshape(-1, hidden.scale.shape[-1]).contiguous()
+
+    def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
+        from eprt.experts.grouped.launch import Rows, both
+        from eprt.experts.permute_triton import weighted_unpermute
+        from eprt.experts.place_triton import place_slots
+
+        N, K = tokens.ids.shape
+        schedule, pdl = self._schedule(N), self._gemms[0].pdl
+        data, scale = self._inputs(tokens.hidden)
+        first, L = self.shard.first_expert, self.shard.num_local_experts
+        _, place, source, work = place_slots(tokens.ids, first, L, schedule.m, pdl=pdl)
+        result = torch.empty((N * K, out.shape[1]), dtype=torch.bfloat16, device=out.device)
+        both(self._gemms, Rows(aligned(data), scale, source), work, schedule, (N * K,), result)
+        direct = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        if direct is not out and not tokens.every_row_read:
+            direct.copy_(out)
+        weighted_unpermute(result, place, tokens.weights.contiguous(), direct, tokens.every_row_read, pdl=pdl)
+        if direct is not out:
+            out.copy_(direct)
+
+    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
+        from eprt.experts.grouped.launch import Rows, both
+        from eprt.experts.place_triton import list_slabs
+
+        L, M = out.shape[:2]
+        # M rows a slab is what all tokens of all ranks could bring.
+        schedule = self._schedule(M)
+        data, scale = self._inputs(tokens.hidden)
+        work = list_slabs(tokens.counts, M, schedule.m, pdl=self._gemms[0].pdl)
+        both(self._gemms, Rows(data, scale), work, schedule, (L, M), out)
+
+    def warmup(self, max_rows: int, slots: int | None = None) -> None:
+        """Compile every schedule that up to `max_rows` rows can need. Nothing is tuned."""
+        config, form = self.config, self.runtime.token_format
+        # One number of tokens for each schedule: the last that it serves, as far as that can come.
+        counts = {limit * config.num_experts // config.top_k for limit in limits(self._pair)} | {max_rows}
+        for rows in sorted(min(max(count, 1), max_rows) for count in counts):
+            if form in (None, "flat"):
+                self._try_flat(rows, slots or config.top_k)
+            if form in (None, "expert_major"):
+                self._try_slabs(rows)
+
+    def _try_flat(self, rows: int, slots: int) -> None:
+        """All that calls with so many rows compile; no slot has an expert, so nothing is computed."""
+        config, device = self.config, self.device
+        ids = torch.full((rows, slots), config.num_experts, dtype=torch.int32, device=device)
+        weights = torch.ones(rows, slots, device=device)
+        for dtype in (torch.bfloat16, torch.float32):
+            hidden = Payload.plain(torch.empty(rows, config.hidden_size, dtype=dtype, device=device))
+            for every_row in (True, False):
+                self(FlatTokens(hidden, ids, weights, config.num_experts, every_row))
+
+    def _try_slabs(self, rows: int) -> None:
+        L, device = self.shard.num_local_experts, self.device
+        counts = torch.zeros(L, dtype=torch.int32, device=device)
+        for dtype in (torch.bfloat16, torch.float32):
+            hidden = torch.empty(L, rows, self.config.hidden_size, dtype=dtype, device=device)
+            self(ExpertMajorTokens(Payload.plain(hidden), counts))

@@ -1,0 +1,306 @@
+# ruff: noqa: ANN001, ANN202  (kernel arguments have no Python types)
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+"""The grouped GEMM: rows of each expert times its matrix, for a list of tiles that lies on the device.
+
+One kernel for both matrices of an expert. The first gathers the rows it needs and ends in bias and activation, the
+second reads what the first wrote. Programs walk the list, so a launch costs what came, not what could have come.
+
+A tile is BLOCK_M rows x BLOCK_N columns; one with at most half the rows is computed in half the height, which keeps
+the last tile of an expert cheap. With SWAP the product is weights x tokens: the tensor cores' 64 rows are then filled
+by weights, of which there are always enough, and tokens are its N, which may be as few as 8.
+
+FP8 weights (`PAIR` w8a8, w8a16) have a scale for 128 x 128 of them and, in w8a8, tokens one for 128 values: each 128
+columns of K are summed by the tensor cores, then scaled and added in float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from eprt.experts.grouped.weights import INTERLEAVE
+from eprt.experts.place_triton import ITEM
+from eprt.quant.payload_kernels import fp8_groups
+from eprt.weights import FP8_BLOCK
+
+_FP8_BLOCK = tl.constexpr(FP8_BLOCK)
+_INTERLEAVE = tl.constexpr(INTERLEAVE)
+_ITEM = tl.constexpr(ITEM)
+
+
+@triton.jit
+def _position(items, tile, NUM_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
+    """(expert, first row, row after the expert's last, index along N) of a tile. Tiles of GROUP_M neighbours along M
+    follow each other, so that weights stay in L2 while rows do."""
+    entry = items + (tile // NUM_N) * _ITEM
+    expert, begin = tl.load(entry), tl.load(entry + 1)
+    end, first = tl.load(entry + 2), tl.load(entry + 3)
+    inside = tile - first * NUM_N
+    group = inside // (GROUP_M * NUM_N)
+    height = tl.minimum(tl.cdiv(end - begin, BLOCK_M) - group * GROUP_M, GROUP_M)
+    inside -= group * (GROUP_M * NUM_N)
+    return expert, begin + (group * GROUP_M + inside % height) * BLOCK_M, end, inside // height
+
+
+@triton.jit
+def _e4m3_to_bf16(codes, ASM: tl.constexpr):
+    """uint8 to bf16, exact; NaN codes become 480."""
+    if ASM:
+        # Two codes at a time: a byte's low seven bits, shifted to bf16's exponent and mantissa, are 2^-120 too small.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            shr.u32 c, a, 4;
+            shr.u32 d, b, 4;
+            and.b32 c, c, 0x07f007f0;
+            and.b32 d, d, 0x07f007f0;
+            lop3.b32 a, a, 0x80008000, c, 0xea;
+            lop3.b32 b, b, 0x80008000, d, 0xea;
+            mov.b32 c, 0x7b807b80;
+            mul.rn.bf16x2 $0, a, c;
+            mul.rn.bf16x2 $1, b, c;
+            }
+            """,
+            "=r,=r,r",
+            [codes],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    wide = codes.to(tl.uint16)
+    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 4)
+    return (bits.to(tl.bfloat16, bitcast=True).to(tl.float32) * 2.0**120).to(tl.bfloat16)
+
+
+@triton.jit
+def _halves(tile, SWAP: tl.constexpr):
+    """(gate, up) of a product whose columns (rows with SWAP) alternate by INTERLEAVE."""
+    first: tl.constexpr = tile.shape[0]
+    last: tl.constexpr = tile.shape[1]
+    if SWAP:
+        groups = tl.reshape(tile, (first // (2 * _INTERLEAVE), 2, _INTERLEAVE, last))
+        gate, up = tl.split(tl.permute(groups, (0, 2, 3, 1)))
+        gate, up = tl.reshape(gate, (first // 2, last)), tl.reshape(up, (first // 2, last))
+    else:
+        groups = tl.reshape(tile, (first, last // (2 * _INTERLEAVE), 2, _INTERLEAVE))
+        gate, up = tl.split(tl.permute(groups, (0, 1, 3, 2)))
+        gate, up = tl.reshape(gate, (first, last // 2)), tl.reshape(up, (first, last // 2))
+    return gate, up
+
+
+@triton.jit
+def _across(vector, SWAP: tl.constexpr):
+    """A value for each token, along a product's token dimension."""
+    return vector[None, :] if SWAP else vector[:, None]
+
+
+@triton.jit
+def _along(vector, SWAP: tl.constexpr):
+    """A value for each weight row, along a product's other dimension."""
+    return vector[:, None] if SWAP else vector[None, :]
+
+
+@triton.jit
+def _product(
+    x, x_tiles, x_offset, x_ok, x_row, w, w_row, w_scale, x_scale, scale_row,
+    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PAIR: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
+    W_ROWS: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """float32 product of one tile: (gate, up), or twice the same where the matrix has one part.
+
+    Args:
+        x_offset, x_ok: [BLOCK_M] offsets of rows and which there are. `x_row`: the first of them, for TMA.
+        w_row: the tile's first row among all experts'.
+        w_scale: of this tile's first 128-block along N; `UP_SCALE` further on lies that of up.
+        x_scale, scale_row: scales of tokens and [BLOCK_M] offsets of their rows.
+    """
+    parts: tl.constexpr = 2 if GATED else 1
+    k_blocks: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
+    even: tl.constexpr = K % BLOCK_K == 0
+    half: tl.constexpr = BLOCK_N // parts
+    lanes = tl.arange(0, BLOCK_K)
+    if SWAP:
+        total = tl.zeros((half if PAIR != "bf16" else BLOCK_N, BLOCK_M), dtype=tl.float32)
+    else:
+        total = tl.zeros((BLOCK_M, half if PAIR != "bf16" else BLOCK_N), dtype=tl.float32)
+    second = total
+    if not W_TMA:
+        row = w_row + tl.arange(0, BLOCK_N)
+        w_offset = row.to(tl.int64) * W_STRIDE
+        w_ok = row < W_ROWS
+    up_scale: tl.constexpr = (N // 2 + _FP8_BLOCK - 1) // _FP8_BLOCK * k_blocks
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        k = start + lanes
+        if X_TMA:
+            a = x_tiles.load([x_row, start])
+        elif even:
+            a = tl.load(x + x_offset[:, None] + k[None, :], mask=x_ok[:, None], other=0.0)
+        else:
+            a = tl.load(x + x_offset[:, None] + k[None, :], mask=x_ok[:, None] & (k < K)[None, :], other=0.0)
+        if W_TMA:
+            b = w.load([w_row, start])
+        elif even:
+            b = tl.load(w + w_offset[:, None] + k[None, :], mask=w_ok[:, None], other=0)
+        else:
+            b = tl.load(w + w_offset[:, None] + k[None, :], mask=w_ok[:, None] & (k < K)[None, :], other=0)
+        if PAIR == "w8a16":
+            b = _e4m3_to_bf16(b, ASM)
+        if PAIR == "bf16":
+            total = tl.dot(b, a.T, total) if SWAP else tl.dot(a, b.T, total)
+        else:
+            block = start // _FP8_BLOCK
+            factor = tl.load(w_scale + block)
+            part = tl.dot(b, a.T) if SWAP else tl.dot(a, b.T)
+            if PAIR == "w8a8":
+                token = tl.load(x_scale + scale_row + block, mask=x_ok, other=0.0)
+                if GATED:
+                    gate, up = _halves(part, SWAP)
+                    other = tl.load(w_scale + up_scale + block)
+                    total += gate * _across(token * factor, SWAP)
+                    second += up * _across(token * other, SWAP)
+                else:
+                    total += part * _across(token * factor, SWAP)
+            elif GATED:
+                gate, up = _halves(part, SWAP)
+                total += gate * factor
+                second += up * tl.load(w_scale + up_scale + block)
+            else:
+                total += part * factor
+    if PAIR == "bf16" and GATED:
+        total, second = _halves(total, SWAP)
+    return total, second
+
+
+@triton.jit
+def _activate(gate, up, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
+    """`eprt.config.Activation` in float32; LIMIT 0 is none."""
+    if not GATED:
+        positive = tl.maximum(gate, 0.0)
+        return positive * positive
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return gate * tl.sigmoid(ALPHA * gate) * (up + BETA)
+
+
+@triton.jit
+def _tile(
+    x, x_tiles, source, x_scale, w, w_scale, bias, out,
+    expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LIMIT: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    parts: tl.constexpr = 2 if GATED else 1
+    k_blocks: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
+    part_blocks: tl.constexpr = (N // parts + _FP8_BLOCK - 1) // _FP8_BLOCK
+    m = row + tl.arange(0, BLOCK_M)
+    ok = m < end
+    if source is not None:
+        read = tl.load(source + m, mask=ok, other=0).to(tl.int64)
+    else:
+        read = m.to(tl.int64)
+    x_offset = read * x_stride + expert.to(tl.int64) * x_skip
+    w_scale_tile = w_scale
+    if PAIR != "bf16":
+        w_scale_tile = w_scale + (expert * parts * part_blocks + column * BLOCK_N // parts // _FP8_BLOCK) * k_blocks
+    gate, up = _product(
+        x, x_tiles, x_offset, ok, row, w, expert * N + column * BLOCK_N, w_scale_tile, x_scale, read * k_blocks,
+        N, K, W_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PAIR, GATED, SWAP, X_TMA, W_TMA, W_ROWS, ASM, STAGES,
+    )  # fmt: skip
+    width: tl.constexpr = N // parts
+    n = column * (BLOCK_N // parts) + tl.arange(0, BLOCK_N // parts)
+    if bias is not None:
+        own = bias + expert * N + n
+        gate += _along(tl.load(own, mask=n < width, other=0.0), SWAP)
+        if GATED:
+            up += _along(tl.load(own + width, mask=n < width, other=0.0), SWAP)
+    if FIRST:
+        gate = _activate(gate, up, GATED, ALPHA, BETA, LIMIT)
+    target = m.to(tl.int64) * out_stride + expert.to(tl.int64) * out_skip
+    tl.store(
+        out + _across(target, SWAP) + _along(n, SWAP),
+        gate.to(out.dtype.element_ty),
+        mask=_across(ok, SWAP) & _along(n < width, SWAP),
+    )
+
+
+@triton.jit
+def grouped_gemm(
+    x, x_tiles, source, x_scale, w, w_scale, bias, out, items, num_items, x_stride, x_skip, out_stride, out_skip,
+    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+    PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LIMIT: tl.constexpr, SWAP: tl.constexpr, TAIL: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`out[m] = x[m or source[m]] @ w[expert of m].T`, plus bias; the FIRST matrix's through the activation.
+
+    Args:
+        x: [rows, K].  x_tiles: the same as a descriptor of blocks [BLOCK_M, BLOCK_K] (X_TMA).  source: [rows] int32, the row to read,
+            or None.  x_scale: [rows, ceil(K / 128)] float32 (w8a8).
+        w: [experts * N, W_STRIDE]: a pointer, or a descriptor of blocks [BLOCK_N, BLOCK_K]; gate and up rows
+            alternate by INTERLEAVE.  w_scale: [experts, parts, ceil(N / parts / 128), ceil(K / 128)] float32.
+        bias: [experts, parts, N / parts] float32, or None.
+        items, num_items: the list of row tiles: int32 [.., ITEM], and how many there are.
+        x_stride, out_stride: elements between rows.  x_skip, out_skip: more elements for each expert (slabs that lie
+            further apart than their rows fill).
+        N, K: rows of an expert's matrix (both parts, with padding) and columns without padding.
+        TAIL: compute the last tile of an expert in half the height where that is enough.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    total = tl.load(num_items) * NUM_N
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        expert, row, end, column = _position(items, tile, NUM_N, BLOCK_M, GROUP_M)
+        if TAIL:
+            if end - row <= BLOCK_M // 2:
+                _tile(
+                    x, x_tiles, source, x_scale, w, w_scale, bias, out,
+                    expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+                    N, K, W_STRIDE, W_ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K, STAGES,
+                    PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA, ASM,
+                )  # fmt: skip
+            else:
+                _tile(
+                    x, x_tiles, source, x_scale, w, w_scale, bias, out,
+                    expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+                    N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                    PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, X_TMA, W_TMA, ASM,
+                )  # fmt: skip
+        else:
+            _tile(
+                x, x_tiles, source, x_scale, w, w_scale, bias, out,
+                expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+                N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, X_TMA, W_TMA, ASM,
+            )  # fmt: skip
+
+
+@triton.jit
+def quantize_tiles(
+    x, codes, scale, items, num_items, stride, K: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr
+):
+    """Rows of the list in E4M3: x, codes [rows, stride], scale [rows, ceil(K / 128)] float32."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    groups: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
+    for tile in tl.range(tl.program_id(0), tl.load(num_items) * groups, tl.num_programs(0)):
+        _, row, end, group = _position(items, tile, groups, BLOCK_M, 1)
+        m = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        k = group * _FP8_BLOCK + tl.arange(0, _FP8_BLOCK)
+        ok = (m < end)[:, None] & (k < K)[None, :]
+        value = tl.load(x + m[:, None] * stride + k[None, :], mask=ok, other=0.0).to(tl.float32)
+        code, factor = fp8_groups(value)
+        tl.store(codes + m[:, None] * stride + k[None, :], code, mask=ok)
+        tl.store(scale + m * groups + group, factor, mask=m < end)

@@ -1,0 +1,197 @@
+# ruff: noqa: ANN001, ANN202  (kernel arguments have no Python types)
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""Triton kernels that sort slots by expert and list the row tiles of a grouped GEMM. Imported only where CUDA tensors are.
+
+Every program places one block of slots. It needs the counts of all slots and those of the slots before its own: up to
+SMALL_SLOTS it counts the ids itself, which then sit in L2; above, a kernel before it has counted each block. Inside a
+block a slot's rank is the number of earlier ones with its expert, so the order is that of the slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from eprt.rounding import ceil_div, next_power_of_2
+
+SMALL_SLOTS = 4096  # up to which counting again in every program is cheaper than a launch
+MANY_BLOCKS = 128  # blocks of slots above which they become larger: every program reads the counts of all
+ITEM = 4  # int32 an entry of the work list: expert, its first row, the row after its last, its first entry
+
+_ITEM = tl.constexpr(ITEM)
+
+
+@dataclass(frozen=True)
+class WorkList:
+    """Row tiles of a grouped GEMM, on the device.
+
+    Attributes:
+        items: int32 [bound, ITEM].  count: int32 [1], entries that are there.
+        block_m: rows of a tile.
+    """
+
+    items: torch.Tensor
+    count: torch.Tensor
+    block_m: int
+
+    @classmethod
+    def empty(cls, bound: int, block_m: int, device: torch.device) -> WorkList:
+        memory = torch.empty(bound * ITEM + 1, dtype=torch.int32, device=device)
+        return cls(memory[: bound * ITEM], memory[bound * ITEM :], block_m)
+
+    @property
+    def bound(self) -> int:
+        """Entries that there can be at most."""
+        return self.items.numel() // ITEM
+
+
+@triton.jit
+def _experts_of(ids_ptr, s, num_slots, first, L):
+    """Local experts of slots, L where there is none."""
+    own = tl.load(ids_ptr + s, mask=s < num_slots, other=first - 1) - first
+    return tl.where((own >= 0) & (own < L), own, L)
+
+
+@triton.jit
+def _write_items(items_ptr, num_items_ptr, expert, begin, rows, BLOCK_M: tl.constexpr):
+    """The list of tiles of experts with `rows` rows from `begin`; programs share it."""
+    tiles = (rows + BLOCK_M - 1) // BLOCK_M
+    first = tl.cumsum(tiles, axis=0) - tiles
+    for tile in range(tl.program_id(0), tl.max(tiles, axis=0), tl.num_programs(0)):
+        entry = items_ptr + (first + tile) * _ITEM
+        there = tile < tiles
+        tl.store(entry, expert, mask=there)
+        tl.store(entry + 1, begin, mask=there)
+        tl.store(entry + 2, begin + rows, mask=there)
+        tl.store(entry + 3, first, mask=there)
+    if tl.program_id(0) == 0:
+        tl.store(num_items_ptr, tl.sum(tiles, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_slots", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])
+def _count_slots(
+    ids_ptr, counts_ptr, num_slots, first, L, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block = tl.program_id(0)
+    own = _experts_of(ids_ptr, block * BLOCK_S + tl.arange(0, BLOCK_S), num_slots, first, L)
+    tl.store(counts_ptr + block * L_PAD + tl.arange(0, L_PAD), tl.histogram(own, L_PAD))
+
+
+@triton.jit(do_not_specialize=["num_slots", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])
+def _place_slots(
+    ids_ptr, counts_ptr, place_ptr, source_ptr, offsets_ptr, items_ptr, num_items_ptr, num_slots, first, L,
+    K: tl.constexpr, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block = tl.program_id(0)
+    expert = tl.arange(0, L_PAD)
+    total = tl.zeros([L_PAD], dtype=tl.int32)
+    earlier = tl.zeros([L_PAD], dtype=tl.int32)
+    if counts_ptr is None:
+        for start in range(0, num_slots, CHUNK):
+            s = start + tl.arange(0, CHUNK)
+            other = _experts_of(ids_ptr, s, num_slots, first, L)
+            total += tl.histogram(other, L_PAD)
+            earlier += tl.histogram(tl.where(s < block * BLOCK_S, other, L), L_PAD)
+    else:
+        num_blocks = tl.num_programs(0)
+        for start in range(0, num_blocks, CHUNK):
+            b = start + tl.arange(0, CHUNK)
+            part = tl.load(counts_ptr + b[:, None] * L_PAD + expert[None, :], mask=(b < num_blocks)[:, None], other=0)
+            total += tl.sum(part, axis=0)
+            earlier += tl.sum(tl.where((b < block)[:, None], part, 0), axis=0)
+    total = tl.where(expert < L, total, 0)
+    begin = tl.cumsum(total, axis=0) - total
+    s = block * BLOCK_S + tl.arange(0, BLOCK_S)
+    own = _experts_of(ids_ptr, s, num_slots, first, L)
+    rank = tl.zeros([BLOCK_S], dtype=tl.int32)
+    for start in range(0, BLOCK_S, 32):
+        t = block * BLOCK_S + start + tl.arange(0, 32)
+        other = _experts_of(ids_ptr, t, num_slots, first, L)
+        same = (other[None, :] == own[:, None]) & (t[None, :] < s[:, None])
+        rank += tl.sum(same.to(tl.int32), axis=1)
+    place = tl.gather(begin + earlier, own, 0) + rank
+    local = own < L
+    tl.store(place_ptr + s, tl.where(local, place, -1), mask=s < num_slots)
+    if source_ptr is not None:
+        tl.store(source_ptr + place, s // K, mask=local)
+    if items_ptr is not None:
+        _write_items(items_ptr, num_items_ptr, expert, begin, total, BLOCK_M)
+    if block == 0:
+        tl.store(offsets_ptr + expert, begin.to(tl.int64), mask=expert < L)
+        tl.store(offsets_ptr + L, tl.sum(total, axis=0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["M", "L"], do_not_specialize_on_alignment=["counts_ptr"])
+def _list_slabs(
+    counts_ptr, items_ptr, num_items_ptr, M, L, L_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.arange(0, L_PAD)
+    rows = tl.load(counts_ptr + expert, mask=expert < L, other=0)
+    _write_items(items_ptr, num_items_ptr, expert, expert * M, rows, BLOCK_M)
+
+
+def place_slots(
+    ids: torch.Tensor, first: int, L: int, block_m: int | None = None, *, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, WorkList | None]:
+    """Where each slot goes when slots are sorted by local expert, those of other experts left out.
+
+    Args:
+        ids: [N, K] int32, global.
+        block_m: rows of a GEMM's tile: also list the tiles, and the row that each sorted one came from.
+        pdl: launch as a dependent of the kernel before, which needs compute capability 9.0.
+
+    Returns:
+        offsets [L + 1] int64, place [N, K] int32, and with `block_m` source [N * K] int32 (rows n, in sorted order)
+        and the list.
+    """
+    N, K = ids.shape
+    ids, num_slots, device = ids.contiguous(), N * K, ids.device
+    offsets = torch.empty(L + 1, dtype=torch.int64, device=device)
+    place = torch.empty((N, K), dtype=torch.int32, device=device)
+    source = work = None
+    if block_m is not None:
+        source = torch.empty(num_slots, dtype=torch.int32, device=device)
+        work = WorkList.empty(min(L, num_slots) + num_slots // block_m, block_m, device)
+    l_pad = max(16, next_power_of_2(L + 1))
+    settings = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
+    counts, chunk = None, 1024
+    if num_slots <= SMALL_SLOTS:
+        block_s = 32 if num_slots <= 1024 else 128
+        num_blocks = ceil_div(num_slots, block_s)
+    else:
+        block_s = min(1024, max(128, next_power_of_2(ceil_div(num_slots, MANY_BLOCKS))))
+        num_blocks = ceil_div(num_slots, block_s)
+        counts = torch.empty((num_blocks, l_pad), dtype=torch.int32, device=device)
+        chunk = max(1, 8192 // l_pad)
+        _count_slots[(num_blocks,)](ids, counts, num_slots, first, L, L_PAD=l_pad, BLOCK_S=block_s, **settings)
+    _place_slots[(num_blocks,)](
+        ids, counts, place, source, offsets, work and work.items, work and work.count, num_slots, first, L,
+        K=K, L_PAD=l_pad, BLOCK_S=block_s, CHUNK=chunk, BLOCK_M=block_m or 1, num_warps=8, **settings,
+    )  # fmt: skip
+    return offsets, place, source, work
+
+
+def list_slabs(counts: torch.Tensor, M: int, block_m: int, *, pdl: bool = False) -> WorkList:
+    """The row tiles of L slabs of M rows, of which counts [L] int32 are valid."""
+    L = counts.shape[0]
+    work = WorkList.empty(L * ceil_div(M, block_m), block_m, counts.device)
+    settings = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
+    _list_slabs[(1,)](
+        counts.contiguous(), work.items, work.count, M, L,
+        L_PAD=max(16, next_power_of_2(L)), BLOCK_M=block_m, **settings,
+    )  # fmt: skip
+    return work
