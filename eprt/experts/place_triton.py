@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from eprt.rounding import ceil_div, next_power_of_2
 
 SMALL_SLOTS = 4096  # up to which counting again in every program is cheaper than a launch
-MANY_BLOCKS = 128  # blocks of slots above which they become larger: every program reads the counts of all
+MANY_BLOCKS = 256  # blocks of slots above which they become larger: every program reads the counts of all
 ITEM = 4  # int32 an entry of the work list: expert, its first row, the row after its last, its first entry
 
 _ITEM = tl.constexpr(ITEM)
@@ -114,13 +114,12 @@ def _place_slots(
     begin = tl.cumsum(total, axis=0) - total
     s = block * BLOCK_S + tl.arange(0, BLOCK_S)
     own = _experts_of(ids_ptr, s, num_slots, first, L)
-    rank = tl.zeros([BLOCK_S], dtype=tl.int32)
+    same = tl.zeros([BLOCK_S, 32], dtype=tl.int32)
     for start in range(0, BLOCK_S, 32):
         t = block * BLOCK_S + start + tl.arange(0, 32)
         other = _experts_of(ids_ptr, t, num_slots, first, L)
-        same = (other[None, :] == own[:, None]) & (t[None, :] < s[:, None])
-        rank += tl.sum(same.to(tl.int32), axis=1)
-    place = tl.gather(begin + earlier, own, 0) + rank
+        same += ((other[None, :] == own[:, None]) & (t[None, :] < s[:, None])).to(tl.int32)
+    place = tl.gather(begin + earlier, own, 0) + tl.sum(same, axis=1)
     local = own < L
     tl.store(place_ptr + s, tl.where(local, place, -1), mask=s < num_slots)
     if source_ptr is not None:

@@ -35,15 +35,14 @@ FP8_BOUND = 6e-2
 
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 ACTIVATIONS = {"silu": Activation(), "gpt_oss": GPT_OSS, "relu2": Activation("relu2")}
-SMALL = Tile(64, 32, 2, 4, 1)
 SCHEDULES = {
-    "plain": Schedule(16, False, False, SMALL, SMALL),
-    "swap": Schedule(16, True, False, SMALL, Tile(64, 64, 3, 4, 2)),
-    "tail": Schedule(64, False, True, Tile(128, 64, 2, 4, 1), SMALL, group=2),
+    "plain": Schedule(16, Tile(64, 32, 2, 4, 1), Tile(64, 32, 2, 4, 1, tma=True)),
+    "swap": Schedule(16, Tile(64, 32, 2, 4, 1, swap=True), Tile(64, 64, 3, 4, 2, swap=True)),
+    "halvings": Schedule(64, Tile(128, 64, 2, 4, 1, halvings=1), Tile(64, 32, 2, 4, 1, True, halvings=2), group=2),
 }
 FP8_SCHEDULES = {
-    "plain": Schedule(32, False, True, Tile(64, 128, 2, 4, 1), Tile(128, 128, 2, 4, 1)),
-    "swap": Schedule(16, True, False, Tile(128, 128, 2, 4, 1), Tile(64, 128, 2, 4, 2)),
+    "plain": Schedule(32, Tile(64, 128, 2, 4, 1, halvings=1), Tile(128, 128, 2, 4, 1)),
+    "swap": Schedule(16, Tile(128, 128, 2, 4, 1, swap=True), Tile(64, 128, 2, 4, 2, swap=True)),
 }
 
 

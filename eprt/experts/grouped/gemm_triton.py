@@ -5,8 +5,7 @@
 One kernel for both matrices of an expert. The first gathers the rows it needs and ends in bias and activation, the
 second reads what the first wrote. Programs walk the list, so a launch costs what came, not what could have come.
 
-A tile is BLOCK_M rows x BLOCK_N columns; one with at most half the rows is computed in half the height, which keeps
-the last tile of an expert cheap. With SWAP the product is weights x tokens: the tensor cores' 64 rows are then filled
+A tile is BLOCK_M rows x BLOCK_N columns; the last of an expert may be computed in half or a quarter of the height. With SWAP the product is weights x tokens: the tensor cores' 64 rows are then filled
 by weights, of which there are always enough, and tokens are its N, which may be as few as 8.
 
 FP8 weights (`PAIR` w8a8, w8a16) have a scale for 128 x 128 of them and, in w8a8, tokens one for 128 values: each 128
@@ -146,9 +145,9 @@ def _product(
         if W_TMA:
             b = w.load([w_row, start])
         elif even:
-            b = tl.load(w + w_offset[:, None] + k[None, :], mask=w_ok[:, None], other=0)
+            b = tl.load(w + w_offset[:, None] + k[None, :], mask=w_ok[:, None], other=0.0)
         else:
-            b = tl.load(w + w_offset[:, None] + k[None, :], mask=w_ok[:, None] & (k < K)[None, :], other=0)
+            b = tl.load(w + w_offset[:, None] + k[None, :], mask=w_ok[:, None] & (k < K)[None, :], other=0.0)
         if PAIR == "w8a16":
             b = _e4m3_to_bf16(b, ASM)
         if PAIR == "bf16":
@@ -238,8 +237,8 @@ def grouped_gemm(
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
     PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, SWAP: tl.constexpr, TAIL: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, FLATTEN: tl.constexpr, X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`out[m] = x[m or source[m]] @ w[expert of m].T`, plus bias; the FIRST matrix's through the activation.
 
@@ -253,30 +252,30 @@ def grouped_gemm(
         x_stride, out_stride: elements between rows.  x_skip, out_skip: more elements for each expert (slabs that lie
             further apart than their rows fill).
         N, K: rows of an expert's matrix (both parts, with padding) and columns without padding.
-        TAIL: compute the last tile of an expert in half the height where that is enough.
+        HALVINGS: how often a tile's height may be halved where that is enough for an expert's last rows: 0, 1 or 2.
+        FLATTEN: one pipeline over all tiles of a program, instead of one for each.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     total = tl.load(num_items) * NUM_N
-    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
         expert, row, end, column = _position(items, tile, NUM_N, BLOCK_M, GROUP_M)
-        if TAIL:
-            if end - row <= BLOCK_M // 2:
-                _tile(
-                    x, x_tiles, source, x_scale, w, w_scale, bias, out,
-                    expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
-                    N, K, W_STRIDE, W_ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K, STAGES,
-                    PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA, ASM,
-                )  # fmt: skip
-            else:
-                _tile(
-                    x, x_tiles, source, x_scale, w, w_scale, bias, out,
-                    expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
-                    N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-                    PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, X_TMA, W_TMA, ASM,
-                )  # fmt: skip
+        if HALVINGS > 1 and end - row <= BLOCK_M // 4:
+            _tile(
+                x, x_tiles, source, x_scale, w, w_scale, bias, out,
+                expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+                N, K, W_STRIDE, W_ROWS, BLOCK_M // 4, BLOCK_N, BLOCK_K, STAGES,
+                PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA, ASM,
+            )  # fmt: skip
+        elif HALVINGS > 0 and end - row <= BLOCK_M // 2:
+            _tile(
+                x, x_tiles, source, x_scale, w, w_scale, bias, out,
+                expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+                N, K, W_STRIDE, W_ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K, STAGES,
+                PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA, ASM,
+            )  # fmt: skip
         else:
             _tile(
                 x, x_tiles, source, x_scale, w, w_scale, bias, out,

@@ -101,7 +101,7 @@ class Gemm:
         """Write [rows, width], or slabs of it, for the rows of the work list alone."""
         columns = ceil_div(self.matrix.rows, tile.n)
         grid = min(self._chip.multiprocessors * tile.ctas, work.bound * columns)
-        x_tma = schedule.tokens_by_tma and self._chip.hopper and rows.source is None and rows.data.dim() == 2
+        x_tma = tile.tma and self._chip.hopper and rows.source is None and rows.data.dim() == 2
         grouped_gemm[(grid,)](
             rows.data,
             TensorDescriptor.from_tensor(rows.data, [schedule.m, tile.k]) if x_tma else None,
@@ -120,8 +120,9 @@ class Gemm:
             BLOCK_K=tile.k,
             STAGES=tile.stages,
             GROUP_M=schedule.group,
-            SWAP=schedule.swap,
-            TAIL=schedule.tail,
+            SWAP=tile.swap,
+            HALVINGS=tile.halvings,
+            FLATTEN=tile.flatten,
             X_TMA=x_tma,
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -141,11 +142,12 @@ def quantize_rows(data: torch.Tensor, work: WorkList, gemm: Gemm, block_m: int) 
     """E4M3 rows of the work list, with a scale for 128 values; other rows stay garbage."""
     K = gemm.matrix.cols
     groups = ceil_div(K, FP8_BLOCK)
-    codes = torch.empty(data.shape, dtype=torch.float8_e4m3fn, device=data.device)
+    stride = data.stride(-2)
+    codes = torch.empty((*data.shape[:-1], stride), dtype=torch.float8_e4m3fn, device=data.device)[..., :K]
     scale = torch.empty((*data.shape[:-1], groups), dtype=torch.float32, device=data.device)
     grid = min(gemm._chip.multiprocessors * 8, work.bound * groups)
     quantize_tiles[(grid,)](
-        data, codes, scale, work.items, work.count, data.stride(-2), K=K, BLOCK_M=block_m, num_warps=4, **gemm._launch
+        data, codes, scale, work.items, work.count, stride, K=K, BLOCK_M=block_m, num_warps=4, **gemm._launch
     )
     return Rows(codes, scale.view(-1, groups))
 

@@ -17,6 +17,10 @@ class Tile:
         n, k: columns (both parts of a gated matrix) and depth of a block; n / parts divides 128, and k is 128, where
             there are scales.
         stages: blocks in flight.  warps: of a program.  ctas: programs on a multiprocessor.
+        swap: weights x tokens instead of tokens x weights.
+        halvings: how often an expert's last tile may be halved in height where that is enough.
+        flatten: one pipeline over all tiles of a program; not with halvings.
+        tma: tokens by the copy engine, where they lie in rows (the second GEMM of FlatTokens).
     """
 
     n: int
@@ -24,6 +28,10 @@ class Tile:
     stages: int
     warps: int
     ctas: int
+    swap: bool = False
+    halvings: int = 0
+    flatten: bool = False
+    tma: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,34 +40,36 @@ class Schedule:
 
     Attributes:
         m: rows of a tile.
-        swap: weights x tokens instead of tokens x weights.
-        tail: an expert's last tile in half the height where that is enough.
-        first, second: the two GEMMs.
         group: row tiles of an expert that share columns before the next columns come.
-        tokens_by_tma: the second GEMM's rows by the copy engine.
     """
 
     m: int
-    swap: bool
-    tail: bool
     first: Tile
     second: Tile
     group: int = 8
-    tokens_by_tma: bool = False
 
 
 ANY = 1 << 30
-_FEW = Schedule(16, True, False, Tile(64, 128, 4, 4, 2), Tile(64, 128, 4, 4, 2))
-_SOME = Schedule(64, True, False, Tile(128, 64, 4, 4, 2), Tile(128, 64, 4, 4, 2))
-_MANY = Schedule(128, False, True, Tile(128, 64, 3, 4, 2), Tile(128, 64, 3, 4, 2))
-_FP8_FEW = Schedule(16, True, False, Tile(128, 128, 4, 4, 2), Tile(128, 128, 4, 4, 2))
-_FP8_SOME = Schedule(64, False, False, Tile(128, 128, 4, 4, 2), Tile(128, 128, 4, 4, 2))
-_FP8_MANY = Schedule(128, False, True, Tile(128, 128, 4, 8, 1), Tile(128, 128, 4, 8, 1))
 # Up to so many rows an expert, as even routing would bring.
 HOPPER: dict[Pair, tuple[tuple[int, Schedule], ...]] = {
-    "bf16": ((12, _FEW), (48, _SOME), (ANY, _MANY)),
-    "w8a8": ((12, _FP8_FEW), (48, _FP8_SOME), (ANY, _FP8_MANY)),
-    "w8a16": ((12, _FP8_FEW), (48, _FP8_SOME), (ANY, _FP8_MANY)),
+    "bf16": (
+        (12, Schedule(16, Tile(64, 128, 3, 4, 3, swap=True), Tile(128, 64, 4, 4, 3, swap=True))),
+        (24, Schedule(32, Tile(64, 128, 4, 4, 2, swap=True), Tile(64, 128, 4, 4, 2, swap=True))),
+        (64, Schedule(64, Tile(128, 64, 3, 4, 3), Tile(128, 64, 4, 4, 2))),
+        (256, Schedule(128, Tile(256, 64, 3, 8, 1, halvings=1), Tile(128, 64, 3, 4, 2, halvings=1, tma=True))),
+        (ANY, Schedule(128, Tile(256, 64, 4, 8, 1), Tile(256, 64, 4, 8, 1, halvings=1, tma=True))),
+    ),
+    "w8a8": (
+        (12, Schedule(16, Tile(128, 128, 6, 4, 2, swap=True), Tile(128, 128, 3, 4, 4, swap=True))),
+        (24, Schedule(32, Tile(128, 128, 4, 4, 2, swap=True), Tile(128, 128, 3, 4, 3, swap=True))),
+        (96, Schedule(64, Tile(128, 128, 4, 4, 2), Tile(128, 128, 4, 4, 2))),
+        (ANY, Schedule(128, Tile(128, 128, 4, 8, 1), Tile(128, 128, 4, 8, 1, halvings=1, tma=True))),
+    ),
+    "w8a16": (
+        (12, Schedule(16, Tile(64, 128, 4, 4, 5, swap=True), Tile(64, 128, 4, 4, 5, swap=True))),
+        (48, Schedule(32, Tile(128, 128, 3, 4, 3, swap=True), Tile(128, 128, 3, 4, 3, swap=True))),
+        (ANY, Schedule(128, Tile(128, 128, 4, 8, 1), Tile(128, 128, 4, 8, 1))),
+    ),
 }
 
 
