@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eprt.rounding import ceil_div, next_power_of_2
 
 SMALL_SLOTS = 4096  # N * K up to which one launch that reads all ids in every program is the cheaper way
+SUM_BLOCK = 2048  # columns a program sums of long rows: enough on their way where few slots are local
 COPY_BLOCK = 1024  # columns a program moves at a time: 4 warps x 8 values of 16 bits
 
 
@@ -108,12 +108,8 @@ def _copy_rows(x_ptr, rows_ptr, place_ptr, H, K: tl.constexpr, K_PAD: tl.constex
 @triton.jit(do_not_specialize_on_alignment=["weights_ptr"])
 def _weighted_sum(
     rows_ptr, place_ptr, weights_ptr, out_ptr, H, K: tl.constexpr, BLOCK_H: tl.constexpr, EVERY_ROW: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """The K rows are loaded without a branch between them, so that all are on their way at once."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
@@ -172,23 +168,13 @@ def group_rows(
 
 
 def weighted_unpermute(
-    rows: torch.Tensor,
-    place: torch.Tensor,
-    weights: torch.Tensor,
-    out: torch.Tensor,
-    every_row: bool,
-    *,
-    pdl: bool = False,
+    rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, every_row: bool
 ) -> None:
-    """See `eprt.experts.permute.weighted_unpermute`; `out` is contiguous.
-
-    `pdl`: launched as a dependent of the kernel before, which needs compute capability 9.0.
-    """
+    """See `eprt.experts.permute.weighted_unpermute`; `out` is contiguous."""
     N, K = place.shape
     H = rows.shape[1]
-    block = min(COPY_BLOCK, next_power_of_2(H))
-    settings = {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
-    _weighted_sum[(N, ceil_div(H, block))](rows, place, weights, out, H, K, block, every_row, **settings)
+    block = min(SUM_BLOCK if H > SUM_BLOCK else COPY_BLOCK, next_power_of_2(H))
+    _weighted_sum[(N, ceil_div(H, block))](rows, place, weights, out, H, K, block, every_row)
 
 
 def _outputs(ids: torch.Tensor, L: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,8 +3,9 @@
 """Triton kernels that sort slots by expert and list the row tiles of a grouped GEMM. Imported only where CUDA tensors are.
 
 Every program places one block of slots. It needs the counts of all slots and those of the slots before its own: up to
-SMALL_SLOTS it counts the ids itself, which then sit in L2; above, a kernel before it has counted each block. Inside a
-block a slot's rank is the number of earlier ones with its expert, so the order is that of the slots.
+SMALL_SLOTS it counts the ids itself, which then sit in L2; above, two kernels before it have counted each block and
+summed the blocks up. Inside a block a slot's rank is the number of earlier ones with its expert, so the order is that
+of the slots.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eprt.rounding import ceil_div, next_power_of_2
 
-SMALL_SLOTS = 4096  # up to which counting again in every program is cheaper than a launch
-MANY_BLOCKS = 256  # blocks of slots above which they become larger: every program reads the counts of all
+SMALL_SLOTS = 4096  # up to which counting again in every program is cheaper than two launches
+BLOCK_S = 128  # slots that a program places; half of a square of so many comparisons
+SCAN_EXPERTS = 8  # that a program sums up over all blocks
+GEMMS = 2  # that walk a list
 ITEM = 4  # int32 an entry of the work list: expert, its first row, the row after its last, its first entry
 
 _ITEM = tl.constexpr(ITEM)
@@ -30,7 +32,9 @@ class WorkList:
     """Row tiles of a grouped GEMM, on the device.
 
     Attributes:
-        items: int32 [bound, ITEM].  count: int32 [1], entries that are there.
+        items: int32 [bound, ITEM].
+        count: int32 [1 + GEMMS], entries that are there; then, for each GEMM that walks the list, the tiles that its
+            programs have taken, 0 at first.
         block_m: rows of a tile.
     """
 
@@ -40,7 +44,7 @@ class WorkList:
 
     @classmethod
     def empty(cls, bound: int, block_m: int, device: torch.device) -> WorkList:
-        memory = torch.empty(bound * ITEM + 1, dtype=torch.int32, device=device)
+        memory = torch.empty(bound * ITEM + 1 + GEMMS, dtype=torch.int32, device=device)
         return cls(memory[: bound * ITEM], memory[bound * ITEM :], block_m)
 
     @property
@@ -70,46 +74,53 @@ def _write_items(items_ptr, num_items_ptr, expert, begin, rows, BLOCK_M: tl.cons
         tl.store(entry + 3, first, mask=there)
     if tl.program_id(0) == 0:
         tl.store(num_items_ptr, tl.sum(tiles, axis=0))
+        tl.store(num_items_ptr + 1, 0)
+        tl.store(num_items_ptr + 2, 0)
 
 
 @triton.jit(do_not_specialize=["num_slots", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])
 def _count_slots(
-    ids_ptr, counts_ptr, num_slots, first, L, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr
+    ids_ptr, counts_ptr, num_slots, first, L, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     block = tl.program_id(0)
     own = _experts_of(ids_ptr, block * BLOCK_S + tl.arange(0, BLOCK_S), num_slots, first, L)
     tl.store(counts_ptr + block * L_PAD + tl.arange(0, L_PAD), tl.histogram(own, L_PAD))
 
 
+@triton.jit(do_not_specialize=["num_blocks"])
+def _sum_counts(
+    counts_ptr, totals_ptr, num_blocks, L_PAD: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Each block's counts become those of the blocks before it; a program does some experts."""
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    before = tl.zeros([EXPERTS], dtype=tl.int32)
+    for start in range(0, num_blocks, CHUNK):
+        b = start + tl.arange(0, CHUNK)
+        cell = counts_ptr + b[:, None] * L_PAD + expert[None, :]
+        part = tl.load(cell, mask=(b < num_blocks)[:, None], other=0)
+        tl.store(cell, tl.cumsum(part, axis=0) - part + before[None, :], mask=(b < num_blocks)[:, None])
+        before += tl.sum(part, axis=0)
+    tl.store(totals_ptr + expert, before)
+
+
 @triton.jit(do_not_specialize=["num_slots", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])
 def _place_slots(
-    ids_ptr, counts_ptr, place_ptr, source_ptr, offsets_ptr, items_ptr, num_items_ptr, num_slots, first, L,
+    ids_ptr, counts_ptr, totals_ptr, place_ptr, source_ptr, offsets_ptr, items_ptr, num_items_ptr, num_slots, first, L,
     K: tl.constexpr, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     block = tl.program_id(0)
     expert = tl.arange(0, L_PAD)
-    total = tl.zeros([L_PAD], dtype=tl.int32)
-    earlier = tl.zeros([L_PAD], dtype=tl.int32)
     if counts_ptr is None:
+        total = tl.zeros([L_PAD], dtype=tl.int32)
+        earlier = tl.zeros([L_PAD], dtype=tl.int32)
         for start in range(0, num_slots, CHUNK):
             s = start + tl.arange(0, CHUNK)
             other = _experts_of(ids_ptr, s, num_slots, first, L)
             total += tl.histogram(other, L_PAD)
             earlier += tl.histogram(tl.where(s < block * BLOCK_S, other, L), L_PAD)
     else:
-        num_blocks = tl.num_programs(0)
-        for start in range(0, num_blocks, CHUNK):
-            b = start + tl.arange(0, CHUNK)
-            part = tl.load(counts_ptr + b[:, None] * L_PAD + expert[None, :], mask=(b < num_blocks)[:, None], other=0)
-            total += tl.sum(part, axis=0)
-            earlier += tl.sum(tl.where((b < block)[:, None], part, 0), axis=0)
+        total = tl.load(totals_ptr + expert)
+        earlier = tl.load(counts_ptr + block * L_PAD + expert)
     total = tl.where(expert < L, total, 0)
     begin = tl.cumsum(total, axis=0) - total
     s = block * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -133,25 +144,21 @@ def _place_slots(
 
 @triton.jit(do_not_specialize=["M", "L"], do_not_specialize_on_alignment=["counts_ptr"])
 def _list_slabs(
-    counts_ptr, items_ptr, num_items_ptr, M, L, L_PAD: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr
+    counts_ptr, items_ptr, num_items_ptr, M, L, L_PAD: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     expert = tl.arange(0, L_PAD)
     rows = tl.load(counts_ptr + expert, mask=expert < L, other=0)
     _write_items(items_ptr, num_items_ptr, expert, expert * M, rows, BLOCK_M)
 
 
 def place_slots(
-    ids: torch.Tensor, first: int, L: int, block_m: int | None = None, *, pdl: bool = False
+    ids: torch.Tensor, first: int, L: int, block_m: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, WorkList | None]:
     """Where each slot goes when slots are sorted by local expert, those of other experts left out.
 
     Args:
         ids: [N, K] int32, global.
         block_m: rows of a GEMM's tile: also list the tiles, and the row that each sorted one came from.
-        pdl: launch as a dependent of the kernel before, which needs compute capability 9.0.
 
     Returns:
         offsets [L + 1] int64, place [N, K] int32, and with `block_m` source [N * K] int32 (rows n, in sorted order)
@@ -166,31 +173,29 @@ def place_slots(
         source = torch.empty(num_slots, dtype=torch.int32, device=device)
         work = WorkList.empty(min(L, num_slots) + num_slots // block_m, block_m, device)
     l_pad = max(16, next_power_of_2(L + 1))
-    settings = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
-    counts, chunk = None, 1024
-    if num_slots <= SMALL_SLOTS:
-        block_s = 32 if num_slots <= 1024 else 128
-        num_blocks = ceil_div(num_slots, block_s)
-    else:
-        block_s = min(1024, max(128, next_power_of_2(ceil_div(num_slots, MANY_BLOCKS))))
-        num_blocks = ceil_div(num_slots, block_s)
-        counts = torch.empty((num_blocks, l_pad), dtype=torch.int32, device=device)
-        chunk = max(1, 8192 // l_pad)
-        _count_slots[(num_blocks,)](ids, counts, num_slots, first, L, L_PAD=l_pad, BLOCK_S=block_s, **settings)
+    counts = totals = None
+    block_s = BLOCK_S if num_slots > 1024 else 32
+    num_blocks = ceil_div(num_slots, block_s)
+    if num_slots > SMALL_SLOTS:
+        counts = torch.empty((num_blocks + 1, l_pad), dtype=torch.int32, device=device)
+        totals = counts[num_blocks]
+        _count_slots[(num_blocks,)](ids, counts, num_slots, first, L, L_PAD=l_pad, BLOCK_S=block_s)
+        _sum_counts[(l_pad // SCAN_EXPERTS,)](
+            counts, totals, num_blocks, L_PAD=l_pad, EXPERTS=SCAN_EXPERTS, CHUNK=512, num_warps=8
+        )
     _place_slots[(num_blocks,)](
-        ids, counts, place, source, offsets, work and work.items, work and work.count, num_slots, first, L,
-        K=K, L_PAD=l_pad, BLOCK_S=block_s, CHUNK=chunk, BLOCK_M=block_m or 1, num_warps=8, **settings,
+        ids, counts, totals, place, source, offsets, work and work.items, work and work.count, num_slots, first, L,
+        K=K, L_PAD=l_pad, BLOCK_S=block_s, CHUNK=1024, BLOCK_M=block_m or 1, num_warps=8,
     )  # fmt: skip
     return offsets, place, source, work
 
 
-def list_slabs(counts: torch.Tensor, M: int, block_m: int, *, pdl: bool = False) -> WorkList:
+def list_slabs(counts: torch.Tensor, M: int, block_m: int) -> WorkList:
     """The row tiles of L slabs of M rows, of which counts [L] int32 are valid."""
     L = counts.shape[0]
     work = WorkList.empty(L * ceil_div(M, block_m), block_m, counts.device)
-    settings = {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
     _list_slabs[(1,)](
         counts.contiguous(), work.items, work.count, M, L,
-        L_PAD=max(16, next_power_of_2(L)), BLOCK_M=block_m, **settings,
+        L_PAD=max(16, next_power_of_2(L)), BLOCK_M=block_m,
     )  # fmt: skip
     return work

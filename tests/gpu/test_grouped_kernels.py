@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_device import DEVICE, INTERPRETED, runs_kernels, sized
+from kernel_device import DEVICE, INTERPRETED, cuda_only, runs_kernels, sized
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.experts import place_triton
@@ -39,6 +39,8 @@ SCHEDULES = {
     "plain": Schedule(16, Tile(64, 32, 2, 4, 1), Tile(64, 32, 2, 4, 1, tma=True)),
     "swap": Schedule(16, Tile(64, 32, 2, 4, 1, swap=True), Tile(64, 64, 3, 4, 2, swap=True)),
     "halvings": Schedule(64, Tile(128, 64, 2, 4, 1, halvings=1), Tile(64, 32, 2, 4, 1, True, halvings=2), group=2),
+    "stealing": Schedule(16, Tile(64, 32, 2, 4, 1, stealing=True), Tile(64, 32, 2, 4, 1, halvings=1, stealing=True)),
+    "flat": Schedule(64, Tile(64, 32, 2, 4, 1, flatten=True), Tile(64, 32, 2, 4, 1, flatten=True, tma=True)),
 }
 FP8_SCHEDULES = {
     "plain": Schedule(32, Tile(64, 128, 2, 4, 1, halvings=1), Tile(128, 128, 2, 4, 1)),
@@ -153,3 +155,200 @@ def test_fp8(H, I, form, low_precision, name, schedule, monkeypatch):
     runtime, bound = (FP8_RUNTIME, FP8_BOUND) if low_precision else (RUNTIME, BOUND)
     found = error_on_flat(config, all_experts(config), tokens, runtime=runtime)
     assert (BOUND if low_precision else 0) < found < bound
+
+
+def test_slabs_lie_apart_and_hold_garbage_past_their_counts(schedule):
+    """Rows of slabs further apart than they are wide, a slab without rows, outputs as far apart."""
+    schedule(SCHEDULES["swap"])
+    config = layer()
+    weights, shard = all_experts(config), whole(config)
+    flat = make_tokens(config, 40)
+    flat = replace(flat, ids=torch.where(flat.ids == 2, config.num_experts, flat.ids))
+    slabs, _ = expert_major_from_flat(flat, shard, 45)
+    past = torch.arange(45, device=DEVICE)[None] >= slabs.counts[:, None]
+    wide = torch.full((6, 47, 112), NAN, dtype=torch.bfloat16, device=DEVICE)
+    data = wide[:, :45, :96]
+    data[~past] = slabs.hidden.data[~past]
+    slabs = replace(slabs, hidden=Payload.plain(data))
+    expected = build(ReferenceExecutor, config, weights)(ExpertMajorTokens(Payload.plain(data.float()), slabs.counts))
+    for dtype in (torch.bfloat16, torch.float32):
+        out = torch.full((6, 46, 104), NAN, dtype=dtype, device=DEVICE)
+        executor = build(TritonGroupedExecutor, config, weights)
+        tokens = slabs if dtype == torch.bfloat16 else replace(slabs, hidden=Payload.plain(data.float()))
+        executor(tokens, out[:, :45, :96])
+        assert error(out[:, :45, :96][~past], expected[~past]) < BOUND
+        out[:, :45, :96][~past] = NAN
+        assert out.isnan().all()
+
+
+@pytest.mark.parametrize("low_precision", [False, True], ids=["w8a16", "w8a8"])
+def test_slabs_of_fp8_weights_and_tokens(low_precision, schedule, monkeypatch):
+    schedule(FP8_SCHEDULES["swap"])
+    monkeypatch.setattr("eprt.experts.grouped._has_fp8", lambda device: True)
+    config = layer("fp8_block", H=144, I=40)
+    weights, shard = all_experts(config), whole(config)
+    slabs, _ = expert_major_from_flat(make_tokens(config, 20), shard, 24)
+    valid = torch.arange(24, device=DEVICE)[None] < slabs.counts[:, None]
+    data = torch.where(valid[..., None], slabs.hidden.data, NAN)
+    executor = build(TritonGroupedExecutor, config, weights, runtime=FP8_RUNTIME if low_precision else RUNTIME)
+    expected = build(ReferenceExecutor, config, weights)(ExpertMajorTokens(Payload.plain(data.float()), slabs.counts))
+    bound = FP8_BOUND if low_precision else BOUND
+    assert error(executor(replace(slabs, hidden=Payload.plain(data)))[valid], expected[valid]) < bound
+    packed = replace(slabs, hidden=encode_payload(data.nan_to_num(), "fp8_block"))
+    expected = build(ReferenceExecutor, config, weights)(packed)
+    assert error(executor(packed)[valid], expected[valid]) < bound
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 3])
+@pytest.mark.parametrize("moe_tp_size", [1, 2])
+def test_shares_add_up_to_the_layer(ep_size, moe_tp_size, schedule):
+    schedule(SCHEDULES["swap"])
+    config = layer()
+    weights, tokens = all_experts(config), make_tokens(config, sized(64, 20))
+    parallel = ParallelConfig(ep_size * moe_tp_size, moe_tp_size=moe_tp_size)
+    placement = ExpertPlacement(config.num_experts, parallel)
+    total = torch.zeros(tokens.num_rows, config.hidden_size, device=DEVICE)
+    for rank in range(parallel.world_size):
+        total += build(TritonGroupedExecutor, config, weights, placement.shard(rank))(tokens).float()
+    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
+    assert error(total, build(ReferenceExecutor, config, weights)(plain)) < BOUND
+
+
+def test_rows_without_a_local_expert(schedule):
+    """Zeros if they are read, else untouched; no slot at all and no row at all."""
+    schedule(SCHEDULES["plain"])
+    config = layer()
+    weights, shard = all_experts(config), ExpertPlacement(6, ParallelConfig(3)).shard(1)
+    executor, tokens = build(TritonGroupedExecutor, config, weights, shard), make_tokens(config, 30)
+    local = ((tokens.ids >= shard.first_expert) & (tokens.ids < shard.end_expert)).any(1)
+    assert 0 < int(local.sum()) < 30
+    for every_row_read in (True, False):
+        out = torch.full((30, 96), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        executor(replace(tokens, every_row_read=every_row_read), out)
+        assert (out[~local] == (0 if every_row_read else 7)).all()
+        assert out.isfinite().all()
+    nothing = replace(tokens, ids=torch.full_like(tokens.ids, 6))
+    assert not executor(nothing).any()
+    assert executor(make_tokens(config, 0)).shape == (0, 96)
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8_block"])
+def test_swapped_halves_and_scales_would_be_seen(form, schedule):
+    schedule(SCHEDULES["swap"] if form == "bf16" else FP8_SCHEDULES["swap"])
+    config = layer(form, H=144, I=48)
+    weights, tokens = all_experts(config), make_tokens(config, 20)
+    half = weights.gate_up.shape[1] // 2
+    roll = {name: t.roll(half if name == "data" else 1, 1) for name, t in weights.gate_up.tensors().items()}
+    assert weights.gate_up_bias is not None
+    wrong = [replace(weights, gate_up=replace(weights.gate_up, **roll), gate_up_bias=weights.gate_up_bias.roll(half, 1))]
+    if form == "fp8_block":
+        scale = weights.gate_up.scale
+        wrong.append(replace(weights, gate_up=replace(weights.gate_up, scale=scale.roll(1, 1).contiguous())))
+        wrong.append(replace(weights, gate_up=replace(weights.gate_up, scale=scale.roll(1, 2).contiguous())))
+    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
+    expected = build(ReferenceExecutor, config, weights)(plain)
+    assert error(build(TritonGroupedExecutor, config, weights)(tokens), expected) < BOUND
+    for mistake in wrong:
+        assert error(build(TritonGroupedExecutor, config, mistake)(tokens), expected) > 5 * BOUND
+
+
+@pytest.mark.parametrize("small_slots", [1 << 30, 0], ids=["one launch", "three"])
+@pytest.mark.parametrize(("N", "K", "E", "first", "L"), [(5, 3, 6, 2, 2), (70, 6, 24, 7, 5), (90, 4, 300, 0, 300)])
+def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, monkeypatch):
+    """Against torch's stable sort, and the list written out by hand."""
+    from eprt.experts.permute import _group_slots_torch
+
+    monkeypatch.setattr(place_triton, "SMALL_SLOTS", small_slots)
+    ids = torch.rand(N, E + 1, generator=torch.Generator().manual_seed(N)).argsort(1)[:, :K].to(torch.int32)
+    ids[3::4], ids[4::5, 0] = E, -1
+    ids[N // 2 :, 1] = first + 1
+    wanted = _group_slots_torch(ids, first, L)
+    offsets, place, source, work = place_triton.place_slots(ids.to(DEVICE), first, L, 16)
+    assert torch.equal(offsets.cpu(), wanted.offsets)
+    assert torch.equal(place.cpu(), wanted.place)
+    assert source is not None
+    assert work is not None
+    rows = torch.arange(N)[:, None].expand(N, K)
+    assert torch.equal(source.cpu()[wanted.place[wanted.place >= 0].long()], rows[wanted.place >= 0].int())
+    items = []
+    for expert, (begin, end) in enumerate(zip(wanted.offsets.tolist(), wanted.offsets.tolist()[1:], strict=False)):
+        first_item = len(items)
+        items += [[expert, begin, end, first_item]] * -(-(end - begin) // 16)
+    assert work.count.tolist() == [len(items), 0, 0]
+    assert work.items.view(-1, 4)[: len(items)].tolist() == items
+    assert len(items) <= work.bound
+
+
+def test_the_product_of_two_schedules_is_the_same(schedule):
+    """How tiles are cut changes no sum: each element's products are added along K in the same order."""
+    config = layer(H=256, I=128)
+    weights, tokens = all_experts(config), make_tokens(config, 40)
+    found = []
+    for name in SCHEDULES:
+        schedule(SCHEDULES[name])
+        found.append(build(TritonGroupedExecutor, config, weights)(tokens))
+    assert all(error(each, found[0]) < 1e-3 for each in found[1:])
+
+
+@cuda_only
+@pytest.mark.parametrize("form", ["bf16", "fp8_block"])
+def test_graph_replays_with_other_counts(form):
+    """Captured once after a warm-up; replayed with other routing, one expert alone, and no slot at all."""
+    config = layer(form, H=256, I=128, E=8)
+    weights, shard = all_experts(config), ExpertPlacement(8, ParallelConfig(2)).shard(1)
+    runner = build(TritonGroupedExecutor, config, weights, shard)
+    runner.warmup(64)
+    static = make_tokens(config, 64)
+    out = torch.empty(64, 256, dtype=torch.bfloat16, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        runner(static, out)
+    for seed in range(5):
+        fresh = make_tokens(config, 64, seed=seed)
+        if seed == 3:
+            fresh = replace(fresh, ids=torch.where(fresh.ids == 5, 5, 8).to(torch.int32))
+        if seed == 4:
+            fresh = replace(fresh, ids=torch.full_like(fresh.ids, 8))
+        for name in ("ids", "weights"):
+            getattr(static, name).copy_(getattr(fresh, name))
+        static.hidden.data.copy_(fresh.hidden.data)
+        out.fill_(NAN)
+        graph.replay()
+        if seed == 4:
+            assert not out.any()
+        else:
+            plain = replace(fresh, hidden=Payload.plain(fresh.hidden.data.float()))
+            assert error(out, build(ReferenceExecutor, config, weights, shard)(plain)) < BOUND, seed
+
+
+@cuda_only
+@pytest.mark.parametrize("form", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("rows", [4, 100, 900, 4000])
+def test_measured_schedules(form, rows):
+    """Those of the table, as they are."""
+    config = layer(form, H=512, I=256, E=8, K=2)
+    weights, tokens = all_experts(config), make_tokens(config, rows)
+    assert error_on_flat(config, weights, tokens) < BOUND
+    if form == "fp8_block":
+        assert BOUND < error_on_flat(config, weights, tokens, runtime=FP8_RUNTIME) < FP8_BOUND
+
+
+@cuda_only
+@pytest.mark.parametrize("form", ["bf16", "fp8_block"])
+def test_nothing_compiles_after_warmup(form):
+    config = layer(form, H=512, I=256, E=8, K=2)
+    runner = build(TritonGroupedExecutor, config, all_experts(config))
+    runner.warmup(3000)
+    from eprt.experts.grouped.gemm_triton import grouped_gemm
+
+    def compiled():
+        return sum(len(cache[0]) for cache in grouped_gemm.device_caches.values())
+
+    before = compiled()
+    assert before > 0
+    for rows in (1, 7, 33, 500, 2999, 3000):
+        for every_row in (True, False):
+            runner(make_tokens(config, rows, every_row_read=every_row))
+    slabs, _ = expert_major_from_flat(make_tokens(config, 50), whole(config), 61)
+    runner(slabs)
+    assert compiled() == before

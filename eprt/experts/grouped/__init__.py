@@ -18,13 +18,13 @@ from eprt.experts.base import Executor
 from eprt.experts.grouped.schedules import Pair, Schedule, choose, limits
 from eprt.experts.grouped.weights import FP8_FORMATS, GroupedMatrix
 from eprt.experts.permute import plain_hidden
-from eprt.quant import encode_payload
 from eprt.support import Device
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, aligned
 from eprt.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from eprt.experts.grouped.launch import Gemm
+    from eprt.experts.grouped.launch import Gemm, Rows
+    from eprt.experts.place_triton import WorkList
 
 
 def _has_fp8(device: torch.device) -> bool:
@@ -63,46 +63,46 @@ class TritonGroupedExecutor(Executor):
         """For the rows an expert gets if so many tokens of all ranks are routed evenly."""
         return choose(self._pair, num_tokens * self.config.top_k / self.config.num_experts)
 
-    def _inputs(self, hidden: Payload) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(rows, scales or None) in the first GEMM's number format."""
-        if self._pair != "w8a8":
-            return plain_hidden(hidden).to(torch.bfloat16), None
-        if hidden.scale is None or hidden.format != "fp8_block":
-            plain = plain_hidden(hidden)
-            hidden = encode_payload(plain.flatten(0, -2), "fp8_block")
-            hidden = replace(hidden, data=hidden.data.view(plain.shape))
-        assert hidden.scale is not None
-        return hidden.data, hidden.scale.reshape(-1, hidden.scale.shape[-1]).contiguous()
+    def _rows(self, hidden: Payload, work: WorkList, source: torch.Tensor | None = None) -> Rows:
+        """Tokens in the first GEMM's number format."""
+        from eprt.experts.grouped.launch import Rows, quantize_rows
+
+        if self._pair == "w8a8" and hidden.scale is not None and hidden.format == "fp8_block":
+            return Rows(aligned(hidden.data), hidden.scale.reshape(-1, hidden.scale.shape[-1]).contiguous(), source)
+        plain = plain_hidden(hidden)
+        if self._pair == "w8a8":
+            return replace(quantize_rows(plain, None if source is not None else work, self._gemms[0]), source=source)
+        plain = plain.to(torch.bfloat16)
+        return Rows(aligned(plain) if source is not None else plain, None, source)
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
-        from eprt.experts.grouped.launch import Rows, both
+        from eprt.experts.grouped.launch import both
         from eprt.experts.permute_triton import weighted_unpermute
         from eprt.experts.place_triton import place_slots
 
         N, K = tokens.ids.shape
-        schedule, pdl = self._schedule(N), self._gemms[0].pdl
-        data, scale = self._inputs(tokens.hidden)
+        schedule = self._schedule(N)
         first, L = self.shard.first_expert, self.shard.num_local_experts
-        _, place, source, work = place_slots(tokens.ids, first, L, schedule.m, pdl=pdl)
+        _, place, source, work = place_slots(tokens.ids, first, L, schedule.m)
+        assert work is not None
         result = torch.empty((N * K, out.shape[1]), dtype=torch.bfloat16, device=out.device)
-        both(self._gemms, Rows(aligned(data), scale, source), work, schedule, (N * K,), result)
+        both(self._gemms, self._rows(tokens.hidden, work, source), work, schedule, (N * K,), result)
         direct = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
         if direct is not out and not tokens.every_row_read:
             direct.copy_(out)
-        weighted_unpermute(result, place, tokens.weights.contiguous(), direct, tokens.every_row_read, pdl=pdl)
+        weighted_unpermute(result, place, tokens.weights.contiguous(), direct, tokens.every_row_read)
         if direct is not out:
             out.copy_(direct)
 
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
-        from eprt.experts.grouped.launch import Rows, both
+        from eprt.experts.grouped.launch import both
         from eprt.experts.place_triton import list_slabs
 
         L, M = out.shape[:2]
         # M rows a slab is what all tokens of all ranks could bring.
         schedule = self._schedule(M)
-        data, scale = self._inputs(tokens.hidden)
-        work = list_slabs(tokens.counts, M, schedule.m, pdl=self._gemms[0].pdl)
-        both(self._gemms, Rows(data, scale), work, schedule, (L, M), out)
+        work = list_slabs(tokens.counts, M, schedule.m)
+        both(self._gemms, self._rows(tokens.hidden, work), work, schedule, (L, M), out)
 
     def warmup(self, max_rows: int, slots: int | None = None) -> None:
         """Compile every schedule that up to `max_rows` rows can need. Nothing is tuned."""

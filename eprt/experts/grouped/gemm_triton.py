@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eprt.experts.grouped.weights import INTERLEAVE
 from eprt.experts.place_triton import ITEM
-from eprt.quant.payload_kernels import fp8_groups
+from eprt.quant.elements import E4M3_MAX, TINY
 from eprt.weights import FP8_BLOCK
 
 _FP8_BLOCK = tl.constexpr(FP8_BLOCK)
 _INTERLEAVE = tl.constexpr(INTERLEAVE)
 _ITEM = tl.constexpr(ITEM)
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_TINY = tl.constexpr(TINY)
 
 
 @triton.jit
@@ -232,13 +233,47 @@ def _tile(
 
 
 @triton.jit
+def _listed_tile(
+    x, x_tiles, source, x_scale, w, w_scale, bias, out, items, tile, x_stride, x_skip, out_stride, out_skip,
+    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+    PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """A tile in the least height that holds its rows."""
+    expert, row, end, column = _position(items, tile, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_M, GROUP_M)
+    if HALVINGS > 1 and end - row <= BLOCK_M // 4:
+        _tile(
+            x, x_tiles, source, x_scale, w, w_scale, bias, out,
+            expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+            N, K, W_STRIDE, W_ROWS, BLOCK_M // 4, BLOCK_N, BLOCK_K, STAGES,
+            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA, ASM,
+        )  # fmt: skip
+    elif HALVINGS > 0 and end - row <= BLOCK_M // 2:
+        _tile(
+            x, x_tiles, source, x_scale, w, w_scale, bias, out,
+            expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+            N, K, W_STRIDE, W_ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K, STAGES,
+            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA, ASM,
+        )  # fmt: skip
+    else:
+        _tile(
+            x, x_tiles, source, x_scale, w, w_scale, bias, out,
+            expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+            N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, X_TMA, W_TMA, ASM,
+        )  # fmt: skip
+
+
+@triton.jit
 def grouped_gemm(
-    x, x_tiles, source, x_scale, w, w_scale, bias, out, items, num_items, x_stride, x_skip, out_stride, out_skip,
+    x, x_tiles, source, x_scale, w, w_scale, bias, out, items, num_items, taken, x_stride, x_skip, out_stride, out_skip,
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
     PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, FLATTEN: tl.constexpr, X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    W_TMA: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`out[m] = x[m or source[m]] @ w[expert of m].T`, plus bias; the FIRST matrix's through the activation.
 
@@ -249,57 +284,59 @@ def grouped_gemm(
             alternate by INTERLEAVE.  w_scale: [experts, parts, ceil(N / parts / 128), ceil(K / 128)] float32.
         bias: [experts, parts, N / parts] float32, or None.
         items, num_items: the list of row tiles: int32 [.., ITEM], and how many there are.
+        taken: tiles that programs have taken beyond their first, 0 at first: whoever is done takes the next; or None:
+            each program walks the list in steps.
         x_stride, out_stride: elements between rows.  x_skip, out_skip: more elements for each expert (slabs that lie
             further apart than their rows fill).
         N, K: rows of an expert's matrix (both parts, with padding) and columns without padding.
         HALVINGS: how often a tile's height may be halved where that is enough for an expert's last rows: 0, 1 or 2.
         FLATTEN: one pipeline over all tiles of a program, instead of one for each.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     total = tl.load(num_items) * NUM_N
-    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-        expert, row, end, column = _position(items, tile, NUM_N, BLOCK_M, GROUP_M)
-        if HALVINGS > 1 and end - row <= BLOCK_M // 4:
-            _tile(
-                x, x_tiles, source, x_scale, w, w_scale, bias, out,
-                expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
-                N, K, W_STRIDE, W_ROWS, BLOCK_M // 4, BLOCK_N, BLOCK_K, STAGES,
-                PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA, ASM,
+    if taken is None:
+        for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
+            _listed_tile(
+                x, x_tiles, source, x_scale, w, w_scale, bias, out, items, tile,
+                x_stride, x_skip, out_stride, out_skip,
+                N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+                PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, HALVINGS, X_TMA, W_TMA, ASM,
             )  # fmt: skip
-        elif HALVINGS > 0 and end - row <= BLOCK_M // 2:
-            _tile(
-                x, x_tiles, source, x_scale, w, w_scale, bias, out,
-                expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
-                N, K, W_STRIDE, W_ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K, STAGES,
-                PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA, ASM,
+    else:
+        tile = tl.program_id(0)
+        while tile < total:
+            following = tl.atomic_add(taken, 1) + tl.num_programs(0)  # asked for early: it comes while this one is done
+            _listed_tile(
+                x, x_tiles, source, x_scale, w, w_scale, bias, out, items, tile,
+                x_stride, x_skip, out_stride, out_skip,
+                N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+                PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, HALVINGS, X_TMA, W_TMA, ASM,
             )  # fmt: skip
-        else:
-            _tile(
-                x, x_tiles, source, x_scale, w, w_scale, bias, out,
-                expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
-                N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-                PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, X_TMA, W_TMA, ASM,
-            )  # fmt: skip
+            tile = following
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def quantize_tiles(
-    x, codes, scale, items, num_items, stride, K: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr
+    x, codes, scale, items, num_items, num_rows, x_stride, x_skip, code_stride, K: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Rows of the list in E4M3: x, codes [rows, stride], scale [rows, ceil(K / 128)] float32."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    """Rows in E4M3: codes [rows, code_stride], scale [rows, ceil(K / 128)] float32; x, x_skip as in `grouped_gemm`.
+
+    `items`, `num_items`: the rows of a list alone; None: the first `num_rows`. A value is multiplied by the inverse of
+    its scale: a true division, as `eprt.quant` makes it, takes ten times as long as the memory does.
+    """
     groups: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
-    for tile in tl.range(tl.program_id(0), tl.load(num_items) * groups, tl.num_programs(0)):
-        _, row, end, group = _position(items, tile, groups, BLOCK_M, 1)
+    total = tl.cdiv(num_rows, BLOCK_M) if items is None else tl.load(num_items)
+    for tile in tl.range(tl.program_id(0), total * groups, tl.num_programs(0)):
+        if items is None:
+            expert, row, end, group = 0, tile // groups * BLOCK_M, num_rows, tile % groups
+        else:
+            expert, row, end, group = _position(items, tile, groups, BLOCK_M, 1)
         m = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
         k = group * _FP8_BLOCK + tl.arange(0, _FP8_BLOCK)
         ok = (m < end)[:, None] & (k < K)[None, :]
-        value = tl.load(x + m[:, None] * stride + k[None, :], mask=ok, other=0.0).to(tl.float32)
-        code, factor = fp8_groups(value)
-        tl.store(codes + m[:, None] * stride + k[None, :], code, mask=ok)
+        read = x + expert * x_skip.to(tl.int64) + m[:, None] * x_stride
+        value = tl.load(read + k[None, :], mask=ok, other=0.0).to(tl.float32)
+        factor = tl.maximum(tl.max(tl.abs(value), 1) / _E4M3_MAX, _TINY)
+        code = tl.clamp(value * (1.0 / factor)[:, None], -_E4M3_MAX, _E4M3_MAX).to(tl.float8e4nv)
+        tl.store(codes + m[:, None] * code_stride + k[None, :], code, mask=ok)
         tl.store(scale + m * groups + group, factor, mask=m < end)

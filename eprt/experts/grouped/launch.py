@@ -28,7 +28,7 @@ class Chip:
 
     Attributes:
         multiprocessors: programs that run at once, one each.
-        hopper: has a copy engine for tiles (TMA), and kernels that start while the one before ends (PDL).
+        hopper: has a copy engine for tiles (TMA).
     """
 
     multiprocessors: int
@@ -68,6 +68,7 @@ class Gemm:
         self.matrix = matrix
         self.pair: Pair = pair
         self._chip = chip
+        self._index = 0 if activation else 1
         weights = matrix.data.view(torch.uint8) if pair == "w8a16" else matrix.data
         self._weights = weights
         self._tiles: dict[tuple[int, int], Any] = {}
@@ -86,11 +87,6 @@ class Gemm:
             "W_TMA": chip.hopper,
             "ASM": chip.hopper,
         }
-        self._launch = {"PDL": True, "launch_pdl": True} if chip.hopper else {"PDL": False}
-
-    @property
-    def pdl(self) -> bool:
-        return self._chip.hopper
 
     @property
     def width(self) -> int:
@@ -113,6 +109,7 @@ class Gemm:
             out,
             work.items,
             work.count,
+            work.count[1 + self._index :] if tile.stealing else None,
             *_strides(rows.data),
             *_strides(out),
             BLOCK_M=schedule.m,
@@ -122,12 +119,11 @@ class Gemm:
             GROUP_M=schedule.group,
             SWAP=tile.swap,
             HALVINGS=tile.halvings,
-            FLATTEN=tile.flatten,
+            FLATTEN=tile.flatten and x_tma,
             X_TMA=x_tma,
             num_warps=tile.warps,
             num_stages=tile.stages,
             **self._constants,
-            **self._launch,
         )
 
     def _descriptor(self, tile: Tile) -> Any:
@@ -138,17 +134,18 @@ class Gemm:
         return self._tiles[block]
 
 
-def quantize_rows(data: torch.Tensor, work: WorkList, gemm: Gemm, block_m: int) -> Rows:
-    """E4M3 rows of the work list, with a scale for 128 values; other rows stay garbage."""
+def quantize_rows(data: torch.Tensor, work: WorkList | None, gemm: Gemm) -> Rows:
+    """Rows of the work list in E4M3, with a scale for 128 values; others stay garbage. None: all rows."""
     K = gemm.matrix.cols
-    groups = ceil_div(K, FP8_BLOCK)
-    stride = data.stride(-2)
+    groups, stride = ceil_div(K, FP8_BLOCK), round_up(K, 16)
     codes = torch.empty((*data.shape[:-1], stride), dtype=torch.float8_e4m3fn, device=data.device)[..., :K]
     scale = torch.empty((*data.shape[:-1], groups), dtype=torch.float32, device=data.device)
-    grid = min(gemm._chip.multiprocessors * 8, work.bound * groups)
-    quantize_tiles[(grid,)](
-        data, codes, scale, work.items, work.count, stride, K=K, BLOCK_M=block_m, num_warps=4, **gemm._launch
-    )
+    block_m = work.block_m if work else 16
+    tiles = (work.bound if work else ceil_div(data.shape[0], block_m)) * groups
+    quantize_tiles[(min(gemm._chip.multiprocessors * 64, tiles),)](
+        data, codes, scale, work and work.items, work and work.count, data.shape[0], *_strides(data), stride,
+        K=K, BLOCK_M=block_m,
+    )  # fmt: skip
     return Rows(codes, scale.view(-1, groups))
 
 
@@ -163,7 +160,7 @@ def both(
     first(rows, work, schedule, schedule.first, between)
     middle = Rows(between)
     if second.pair == "w8a8":
-        middle = quantize_rows(between, work, second, schedule.m)
+        middle = quantize_rows(between, work, second)
     second(middle, work, schedule, schedule.second, out)
 
 
