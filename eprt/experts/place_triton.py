@@ -21,7 +21,6 @@ from eprt.rounding import ceil_div, next_power_of_2
 SMALL_SLOTS = 4096  # up to which counting again in every program is cheaper than two launches
 BLOCK_S = 128  # slots that a program places; half of a square of so many comparisons
 SCAN_EXPERTS = 8  # that a program sums up over all blocks
-GEMMS = 2  # that walk a list
 ITEM = 4  # int32 an entry of the work list: expert, its first row, the row after its last, its first entry
 
 _ITEM = tl.constexpr(ITEM)
@@ -32,9 +31,7 @@ class WorkList:
     """Row tiles of a grouped GEMM, on the device.
 
     Attributes:
-        items: int32 [bound, ITEM].
-        count: int32 [1 + GEMMS], entries that are there; then, for each GEMM that walks the list, the tiles that its
-            programs have taken, 0 at first.
+        items: int32 [bound, ITEM].  count: int32 [1], entries that are there.
         block_m: rows of a tile.
     """
 
@@ -44,7 +41,7 @@ class WorkList:
 
     @classmethod
     def empty(cls, bound: int, block_m: int, device: torch.device) -> WorkList:
-        memory = torch.empty(bound * ITEM + 1 + GEMMS, dtype=torch.int32, device=device)
+        memory = torch.empty(bound * ITEM + 1, dtype=torch.int32, device=device)
         return cls(memory[: bound * ITEM], memory[bound * ITEM :], block_m)
 
     @property
@@ -74,8 +71,6 @@ def _write_items(items_ptr, num_items_ptr, expert, begin, rows, BLOCK_M: tl.cons
         tl.store(entry + 3, first, mask=there)
     if tl.program_id(0) == 0:
         tl.store(num_items_ptr, tl.sum(tiles, axis=0))
-        tl.store(num_items_ptr + 1, 0)
-        tl.store(num_items_ptr + 2, 0)
 
 
 @triton.jit(do_not_specialize=["num_slots", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_device import DEVICE, INTERPRETED, cuda_only, runs_kernels, sized
+from kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.experts import place_triton
@@ -39,7 +39,6 @@ SCHEDULES = {
     "plain": Schedule(16, Tile(64, 32, 2, 4, 1), Tile(64, 32, 2, 4, 1, tma=True)),
     "swap": Schedule(16, Tile(64, 32, 2, 4, 1, swap=True), Tile(64, 64, 3, 4, 2, swap=True)),
     "halvings": Schedule(64, Tile(128, 64, 2, 4, 1, halvings=1), Tile(64, 32, 2, 4, 1, True, halvings=2), group=2),
-    "stealing": Schedule(16, Tile(64, 32, 2, 4, 1, stealing=True), Tile(64, 32, 2, 4, 1, halvings=1, stealing=True)),
     "flat": Schedule(64, Tile(64, 32, 2, 4, 1, flatten=True), Tile(64, 32, 2, 4, 1, flatten=True, tma=True)),
 }
 FP8_SCHEDULES = {
@@ -146,10 +145,8 @@ def test_bf16(H, I, activation, name, schedule):
 @pytest.mark.parametrize("form", ["fp8_block", "fp8_tensor"])
 @pytest.mark.parametrize(("H", "I"), [(256, 136), (144, 40)])
 @pytest.mark.parametrize("low_precision", [False, True], ids=["w8a16", "w8a8"])
-def test_fp8(H, I, form, low_precision, name, schedule, monkeypatch):
+def test_fp8(H, I, form, low_precision, name, schedule):
     schedule(FP8_SCHEDULES[name])
-    if INTERPRETED:  # the CPU has no compute capability
-        monkeypatch.setattr("eprt.experts.grouped._has_fp8", lambda device: True)
     config = layer(form, H=H, I=I)
     tokens = make_tokens(config, 40)
     runtime, bound = (FP8_RUNTIME, FP8_BOUND) if low_precision else (RUNTIME, BOUND)
@@ -182,9 +179,8 @@ def test_slabs_lie_apart_and_hold_garbage_past_their_counts(schedule):
 
 
 @pytest.mark.parametrize("low_precision", [False, True], ids=["w8a16", "w8a8"])
-def test_slabs_of_fp8_weights_and_tokens(low_precision, schedule, monkeypatch):
+def test_slabs_of_fp8_weights_and_tokens(low_precision, schedule):
     schedule(FP8_SCHEDULES["swap"])
-    monkeypatch.setattr("eprt.experts.grouped._has_fp8", lambda device: True)
     config = layer("fp8_block", H=144, I=40)
     weights, shard = all_experts(config), whole(config)
     slabs, _ = expert_major_from_flat(make_tokens(config, 20), shard, 24)
@@ -232,13 +228,18 @@ def test_rows_without_a_local_expert(schedule):
     assert executor(make_tokens(config, 0)).shape == (0, 96)
 
 
+def _roll(tensor, rows):
+    """Along dimension 1; torch can't roll FP8 on a GPU."""
+    return torch.cat([tensor[:, -rows:].view(torch.uint8), tensor[:, :-rows].view(torch.uint8)], 1).view(tensor.dtype)
+
+
 @pytest.mark.parametrize("form", ["bf16", "fp8_block"])
 def test_swapped_halves_and_scales_would_be_seen(form, schedule):
     schedule(SCHEDULES["swap"] if form == "bf16" else FP8_SCHEDULES["swap"])
     config = layer(form, H=144, I=48)
     weights, tokens = all_experts(config), make_tokens(config, 20)
     half = weights.gate_up.shape[1] // 2
-    roll = {name: t.roll(half if name == "data" else 1, 1) for name, t in weights.gate_up.tensors().items()}
+    roll = {name: _roll(t, half if name == "data" else 1) for name, t in weights.gate_up.tensors().items()}
     assert weights.gate_up_bias is not None
     wrong = [replace(weights, gate_up=replace(weights.gate_up, **roll), gate_up_bias=weights.gate_up_bias.roll(half, 1))]
     if form == "fp8_block":
@@ -274,7 +275,7 @@ def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, monkeypatch
     for expert, (begin, end) in enumerate(zip(wanted.offsets.tolist(), wanted.offsets.tolist()[1:], strict=False)):
         first_item = len(items)
         items += [[expert, begin, end, first_item]] * -(-(end - begin) // 16)
-    assert work.count.tolist() == [len(items), 0, 0]
+    assert work.count.tolist() == [len(items)]
     assert work.items.view(-1, 4)[: len(items)].tolist() == items
     assert len(items) <= work.bound
 

@@ -18,7 +18,6 @@ from eprt.experts.base import Executor
 from eprt.experts.grouped.schedules import Pair, Schedule, choose, limits
 from eprt.experts.grouped.weights import FP8_FORMATS, GroupedMatrix
 from eprt.experts.permute import plain_hidden
-from eprt.support import Device
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, aligned
 from eprt.weights import ExpertWeights
 
@@ -27,17 +26,12 @@ if TYPE_CHECKING:
     from eprt.experts.place_triton import WorkList
 
 
-def _has_fp8(device: torch.device) -> bool:
-    """Whether the tensor cores multiply E4M3."""
-    return Device.of(device).sm >= 90
-
-
 class TritonGroupedExecutor(Executor):
     """Computes with float32 accumulation, bf16 between the matrices; float32 and packed tokens become bf16 first.
 
-    FP8 weights stay FP8 and meet bf16 activations. `RuntimeConfig.low_precision_activations` quantises activations to
-    E4M3 with a scale for 128 values, as DeepSeek-V3 was trained, on compute capability 9.0; tokens that come packed so
-    are then taken as they are. Sums don't depend on timing; on the schedule, and so on the number of slots, they may.
+    FP8 weights meet activations of two E4M3 numbers each, as exact as bf16. `RuntimeConfig.low_precision_activations`
+    makes it one, with a scale for 128 values, as DeepSeek-V3 was trained; tokens that come packed so are then taken as
+    they are. Sums don't depend on timing.
     """
 
     strided = True
@@ -50,7 +44,7 @@ class TritonGroupedExecutor(Executor):
         self._second = GroupedMatrix.prepare(weights.down, down_bias, 1, device)
         self._pair: Pair = "bf16"
         if config.weight_format in FP8_FORMATS:
-            self._pair = "w8a8" if self.runtime.low_precision_activations and _has_fp8(device) else "w8a16"
+            self._pair = "w8a8" if self.runtime.low_precision_activations else "w8a16"
 
     @cached_property
     def _gemms(self) -> tuple[Gemm, Gemm]:
@@ -70,7 +64,7 @@ class TritonGroupedExecutor(Executor):
         if self._pair == "w8a8" and hidden.scale is not None and hidden.format == "fp8_block":
             return Rows(aligned(hidden.data), hidden.scale.reshape(-1, hidden.scale.shape[-1]).contiguous(), source)
         plain = plain_hidden(hidden)
-        if self._pair == "w8a8":
+        if self._pair != "bf16":
             return replace(quantize_rows(plain, None if source is not None else work, self._gemms[0]), source=source)
         plain = plain.to(torch.bfloat16)
         return Rows(aligned(plain) if source is not None else plain, None, source)

@@ -8,8 +8,9 @@ second reads what the first wrote. Programs walk the list, so a launch costs wha
 A tile is BLOCK_M rows x BLOCK_N columns; the last of an expert may be computed in half or a quarter of the height. With SWAP the product is weights x tokens: the tensor cores' 64 rows are then filled
 by weights, of which there are always enough, and tokens are its N, which may be as few as 8.
 
-FP8 weights (`PAIR` w8a8, w8a16) have a scale for 128 x 128 of them and, in w8a8, tokens one for 128 values: each 128
-columns of K are summed by the tensor cores, then scaled and added in float32.
+FP8 weights (`PAIR` w8a8, w8a16) have a scale for 128 x 128 of them, tokens one for 128 values: each 128 columns of K are
+summed by the tensor cores, then scaled and added in float32. In w8a16 a token is two E4M3 numbers, one rounded and what
+that left over: together they keep the 8 bits of bf16, and weights needn't be converted.
 """
 
 from __future__ import annotations
@@ -41,39 +42,6 @@ def _position(items, tile, NUM_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: 
     height = tl.minimum(tl.cdiv(end - begin, BLOCK_M) - group * GROUP_M, GROUP_M)
     inside -= group * (GROUP_M * NUM_N)
     return expert, begin + (group * GROUP_M + inside % height) * BLOCK_M, end, inside // height
-
-
-@triton.jit
-def _e4m3_to_bf16(codes, ASM: tl.constexpr):
-    """uint8 to bf16, exact; NaN codes become 480."""
-    if ASM:
-        # Two codes at a time: a byte's low seven bits, shifted to bf16's exponent and mantissa, are 2^-120 too small.
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b, c, d;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            shr.u32 c, a, 4;
-            shr.u32 d, b, 4;
-            and.b32 c, c, 0x07f007f0;
-            and.b32 d, d, 0x07f007f0;
-            lop3.b32 a, a, 0x80008000, c, 0xea;
-            lop3.b32 b, b, 0x80008000, d, 0xea;
-            mov.b32 c, 0x7b807b80;
-            mul.rn.bf16x2 $0, a, c;
-            mul.rn.bf16x2 $1, b, c;
-            }
-            """,
-            "=r,=r,r",
-            [codes],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-    wide = codes.to(tl.uint16)
-    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 4)
-    return (bits.to(tl.bfloat16, bitcast=True).to(tl.float32) * 2.0**120).to(tl.bfloat16)
 
 
 @triton.jit
@@ -110,7 +78,7 @@ def _product(
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PAIR: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
-    W_ROWS: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    W_ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """float32 product of one tile: (gate, up), or twice the same where the matrix has one part.
 
@@ -122,6 +90,7 @@ def _product(
     """
     parts: tl.constexpr = 2 if GATED else 1
     k_blocks: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
+    X_LOW: tl.constexpr = (K + 15) // 16 * 16  # columns of a token's first numbers: whole 16 bytes
     even: tl.constexpr = K % BLOCK_K == 0
     half: tl.constexpr = BLOCK_N // parts
     lanes = tl.arange(0, BLOCK_K)
@@ -149,29 +118,29 @@ def _product(
             b = tl.load(w + w_offset[:, None] + k[None, :], mask=w_ok[:, None], other=0.0)
         else:
             b = tl.load(w + w_offset[:, None] + k[None, :], mask=w_ok[:, None] & (k < K)[None, :], other=0.0)
-        if PAIR == "w8a16":
-            b = _e4m3_to_bf16(b, ASM)
         if PAIR == "bf16":
             total = tl.dot(b, a.T, total) if SWAP else tl.dot(a, b.T, total)
         else:
             block = start // _FP8_BLOCK
             factor = tl.load(w_scale + block)
+            token = tl.load(x_scale + scale_row + block, mask=x_ok, other=0.0)
             part = tl.dot(b, a.T) if SWAP else tl.dot(a, b.T)
-            if PAIR == "w8a8":
-                token = tl.load(x_scale + scale_row + block, mask=x_ok, other=0.0)
-                if GATED:
-                    gate, up = _halves(part, SWAP)
-                    other = tl.load(w_scale + up_scale + block)
-                    total += gate * _across(token * factor, SWAP)
-                    second += up * _across(token * other, SWAP)
+            if PAIR == "w8a16":
+                if X_TMA:
+                    low = x_tiles.load([x_row, X_LOW + start])
+                elif even:
+                    low = tl.load(x + x_offset[:, None] + (k + X_LOW)[None, :], mask=x_ok[:, None], other=0.0)
                 else:
-                    total += part * _across(token * factor, SWAP)
-            elif GATED:
+                    ok = x_ok[:, None] & (k < K)[None, :]
+                    low = tl.load(x + x_offset[:, None] + (k + X_LOW)[None, :], mask=ok, other=0.0)
+                part = tl.dot(b, low.T, part) if SWAP else tl.dot(low, b.T, part)
+            if GATED:
                 gate, up = _halves(part, SWAP)
-                total += gate * factor
-                second += up * tl.load(w_scale + up_scale + block)
+                other = tl.load(w_scale + up_scale + block)
+                total += gate * _across(token * factor, SWAP)
+                second += up * _across(token * other, SWAP)
             else:
-                total += part * factor
+                total += part * _across(token * factor, SWAP)
     if PAIR == "bf16" and GATED:
         total, second = _halves(total, SWAP)
     return total, second
@@ -196,7 +165,7 @@ def _tile(
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, ASM: tl.constexpr,
+    LIMIT: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = 2 if GATED else 1
     k_blocks: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
@@ -213,7 +182,7 @@ def _tile(
         w_scale_tile = w_scale + (expert * parts * part_blocks + column * BLOCK_N // parts // _FP8_BLOCK) * k_blocks
     gate, up = _product(
         x, x_tiles, x_offset, ok, row, w, expert * N + column * BLOCK_N, w_scale_tile, x_scale, read * k_blocks,
-        N, K, W_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PAIR, GATED, SWAP, X_TMA, W_TMA, W_ROWS, ASM, STAGES,
+        N, K, W_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PAIR, GATED, SWAP, X_TMA, W_TMA, W_ROWS, STAGES,
     )  # fmt: skip
     width: tl.constexpr = N // parts
     n = column * (BLOCK_N // parts) + tl.arange(0, BLOCK_N // parts)
@@ -239,7 +208,6 @@ def _listed_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
     PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
-    ASM: tl.constexpr,
 ):  # fmt: skip
     """A tile in the least height that holds its rows."""
     expert, row, end, column = _position(items, tile, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_M, GROUP_M)
@@ -248,44 +216,43 @@ def _listed_tile(
             x, x_tiles, source, x_scale, w, w_scale, bias, out,
             expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
             N, K, W_STRIDE, W_ROWS, BLOCK_M // 4, BLOCK_N, BLOCK_K, STAGES,
-            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA, ASM,
+            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA,
         )  # fmt: skip
     elif HALVINGS > 0 and end - row <= BLOCK_M // 2:
         _tile(
             x, x_tiles, source, x_scale, w, w_scale, bias, out,
             expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
             N, K, W_STRIDE, W_ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K, STAGES,
-            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA, ASM,
+            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA,
         )  # fmt: skip
     else:
         _tile(
             x, x_tiles, source, x_scale, w, w_scale, bias, out,
             expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
             N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, X_TMA, W_TMA, ASM,
+            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, X_TMA, W_TMA,
         )  # fmt: skip
 
 
 @triton.jit
 def grouped_gemm(
-    x, x_tiles, source, x_scale, w, w_scale, bias, out, items, num_items, taken, x_stride, x_skip, out_stride, out_skip,
+    x, x_tiles, source, x_scale, w, w_scale, bias, out, items, num_items, x_stride, x_skip, out_stride, out_skip,
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
     PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, FLATTEN: tl.constexpr, X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr, ASM: tl.constexpr,
+    W_TMA: tl.constexpr,
 ):  # fmt: skip
     """`out[m] = x[m or source[m]] @ w[expert of m].T`, plus bias; the FIRST matrix's through the activation.
 
     Args:
         x: [rows, K].  x_tiles: the same as a descriptor of blocks [BLOCK_M, BLOCK_K] (X_TMA).  source: [rows] int32, the row to read,
-            or None.  x_scale: [rows, ceil(K / 128)] float32 (w8a8).
+            or None.  x_scale: [rows, ceil(K / 128)] float32 of FP8 weights; in w8a16
+            x is [rows, 2 * K rounded up to 16].
         w: [experts * N, W_STRIDE]: a pointer, or a descriptor of blocks [BLOCK_N, BLOCK_K]; gate and up rows
             alternate by INTERLEAVE.  w_scale: [experts, parts, ceil(N / parts / 128), ceil(K / 128)] float32.
         bias: [experts, parts, N / parts] float32, or None.
         items, num_items: the list of row tiles: int32 [.., ITEM], and how many there are.
-        taken: tiles that programs have taken beyond their first, 0 at first: whoever is done takes the next; or None:
-            each program walks the list in steps.
         x_stride, out_stride: elements between rows.  x_skip, out_skip: more elements for each expert (slabs that lie
             further apart than their rows fill).
         N, K: rows of an expert's matrix (both parts, with padding) and columns without padding.
@@ -294,49 +261,43 @@ def grouped_gemm(
     """
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     total = tl.load(num_items) * NUM_N
-    if taken is None:
-        for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-            _listed_tile(
-                x, x_tiles, source, x_scale, w, w_scale, bias, out, items, tile,
-                x_stride, x_skip, out_stride, out_skip,
-                N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
-                PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, HALVINGS, X_TMA, W_TMA, ASM,
-            )  # fmt: skip
-    else:
-        tile = tl.program_id(0)
-        while tile < total:
-            following = tl.atomic_add(taken, 1) + tl.num_programs(0)  # asked for early: it comes while this one is done
-            _listed_tile(
-                x, x_tiles, source, x_scale, w, w_scale, bias, out, items, tile,
-                x_stride, x_skip, out_stride, out_skip,
-                N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
-                PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, HALVINGS, X_TMA, W_TMA, ASM,
-            )  # fmt: skip
-            tile = following
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
+        _listed_tile(
+            x, x_tiles, source, x_scale, w, w_scale, bias, out, items, tile, x_stride, x_skip, out_stride, out_skip,
+            N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, HALVINGS, X_TMA, W_TMA,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def quantize_tiles(
-    x, codes, scale, items, num_items, num_rows, x_stride, x_skip, code_stride, K: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """Rows in E4M3: codes [rows, code_stride], scale [rows, ceil(K / 128)] float32; x, x_skip as in `grouped_gemm`.
+    x, codes, scale, items, num_items, num_rows, x_stride, x_skip, code_stride,
+    K: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Rows in E4M3: codes [rows, code_stride], scale [rows, GROUPS] float32; x, x_skip as in `grouped_gemm`.
 
     `items`, `num_items`: the rows of a list alone; None: the first `num_rows`. A value is multiplied by the inverse of
-    its scale: a true division, as `eprt.quant` makes it, takes ten times as long as the memory does.
+    its scale: a true division, as `eprt.quant` makes it, takes ten times as long as the memory does. SPLIT: what
+    rounding leaves over of a value follows in the second half of the columns, with the same scale: |value| <= 448 leaves
+    16 at most, and of what is left the E4M3 of another 4 bits, or 2^-10.
     """
-    groups: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
+    width: tl.constexpr = (K + 15) // 16 * 16
     total = tl.cdiv(num_rows, BLOCK_M) if items is None else tl.load(num_items)
-    for tile in tl.range(tl.program_id(0), total * groups, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), total * GROUPS, tl.num_programs(0)):
         if items is None:
-            expert, row, end, group = 0, tile // groups * BLOCK_M, num_rows, tile % groups
+            expert, row, end, group = 0, tile // GROUPS * BLOCK_M, num_rows, tile % GROUPS
         else:
-            expert, row, end, group = _position(items, tile, groups, BLOCK_M, 1)
+            expert, row, end, group = _position(items, tile, GROUPS, BLOCK_M, 1)
         m = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
         k = group * _FP8_BLOCK + tl.arange(0, _FP8_BLOCK)
         ok = (m < end)[:, None] & (k < K)[None, :]
         read = x + expert * x_skip.to(tl.int64) + m[:, None] * x_stride
         value = tl.load(read + k[None, :], mask=ok, other=0.0).to(tl.float32)
         factor = tl.maximum(tl.max(tl.abs(value), 1) / _E4M3_MAX, _TINY)
-        code = tl.clamp(value * (1.0 / factor)[:, None], -_E4M3_MAX, _E4M3_MAX).to(tl.float8e4nv)
-        tl.store(codes + m[:, None] * code_stride + k[None, :], code, mask=ok)
-        tl.store(scale + m * groups + group, factor, mask=m < end)
+        value = tl.clamp(value * (1.0 / factor)[:, None], -_E4M3_MAX, _E4M3_MAX)
+        code = value.to(tl.float8e4nv)
+        target, there = codes + m[:, None] * code_stride + k[None, :], (m < end)[:, None] & (k < width)[None, :]
+        tl.store(target, code, mask=there)
+        if SPLIT:
+            tl.store(target + width, (value - code.to(tl.float32)).to(tl.float8e4nv), mask=there)
+        tl.store(scale + m * GROUPS + group, factor, mask=m < end)

@@ -47,7 +47,7 @@ class Rows:
     """What a GEMM reads.
 
     Attributes:
-        data: [rows, K] or slabs [L, M, K], last dimension contiguous.
+        data: [rows, K] or slabs [L, M, K], last dimension contiguous; in w8a16 twice as wide.
         scale: [rows, ceil(K / 128)] float32 of E4M3 data, of slabs [L * M, ..].
         source: int32, for each row of the work list the row of `data`; None: the same.
     """
@@ -68,9 +68,7 @@ class Gemm:
         self.matrix = matrix
         self.pair: Pair = pair
         self._chip = chip
-        self._index = 0 if activation else 1
-        weights = matrix.data.view(torch.uint8) if pair == "w8a16" else matrix.data
-        self._weights = weights
+        self._weights = matrix.data
         self._tiles: dict[tuple[int, int], Any] = {}
         gated = matrix.parts > 1
         self._constants = {
@@ -85,7 +83,6 @@ class Gemm:
             "BETA": activation.beta if activation else 0.0,
             "LIMIT": (activation.limit or 0.0) if activation else 0.0,
             "W_TMA": chip.hopper,
-            "ASM": chip.hopper,
         }
 
     @property
@@ -109,7 +106,6 @@ class Gemm:
             out,
             work.items,
             work.count,
-            work.count[1 + self._index :] if tile.stealing else None,
             *_strides(rows.data),
             *_strides(out),
             BLOCK_M=schedule.m,
@@ -135,16 +131,16 @@ class Gemm:
 
 
 def quantize_rows(data: torch.Tensor, work: WorkList | None, gemm: Gemm) -> Rows:
-    """Rows of the work list in E4M3, with a scale for 128 values; others stay garbage. None: all rows."""
-    K = gemm.matrix.cols
-    groups, stride = ceil_div(K, FP8_BLOCK), round_up(K, 16)
-    codes = torch.empty((*data.shape[:-1], stride), dtype=torch.float8_e4m3fn, device=data.device)[..., :K]
+    """Rows of the work list in E4M3 for `gemm`, with a scale for 128 values; others stay garbage. None: all rows."""
+    K, split = gemm.matrix.cols, gemm.pair == "w8a16"
+    groups, width = ceil_div(K, FP8_BLOCK), round_up(K, 16) * (2 if split else 1)
+    codes = torch.empty((*data.shape[:-1], width), dtype=torch.float8_e4m3fn, device=data.device)
     scale = torch.empty((*data.shape[:-1], groups), dtype=torch.float32, device=data.device)
     block_m = work.block_m if work else 16
     tiles = (work.bound if work else ceil_div(data.shape[0], block_m)) * groups
     quantize_tiles[(min(gemm._chip.multiprocessors * 64, tiles),)](
-        data, codes, scale, work and work.items, work and work.count, data.shape[0], *_strides(data), stride,
-        K=K, BLOCK_M=block_m,
+        data, codes, scale, work and work.items, work and work.count, data.shape[0], *_strides(data), width,
+        K=K, GROUPS=groups, BLOCK_M=block_m, SPLIT=split,
     )  # fmt: skip
     return Rows(codes, scale.view(-1, groups))
 
@@ -159,7 +155,7 @@ def both(
     between = torch.empty((*count, stride), dtype=torch.bfloat16, device=out.device)[..., : second.matrix.cols]
     first(rows, work, schedule, schedule.first, between)
     middle = Rows(between)
-    if second.pair == "w8a8":
+    if second.pair != "bf16":
         middle = quantize_rows(between, work, second)
     second(middle, work, schedule, schedule.second, out)
 
