@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_device import DEVICE, cuda_only, runs_kernels, sized
+from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.experts import place_triton
@@ -126,7 +126,7 @@ def error_on_flat(config, weights, tokens, shard=None, runtime=RUNTIME):
 @pytest.fixture
 def schedule(monkeypatch):
     def use(chosen):
-        monkeypatch.setattr("eprt.experts.grouped.choose", lambda pair, rows: chosen)
+        monkeypatch.setattr("eprt.experts.grouped.choose", lambda *_, **__: chosen)
 
     return use
 

@@ -18,6 +18,7 @@ from eprt.experts.base import Executor
 from eprt.experts.grouped.schedules import Pair, Schedule, choose, limits
 from eprt.experts.grouped.weights import FP8_FORMATS, GroupedMatrix
 from eprt.experts.permute import plain_hidden
+from eprt.support import Device
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, aligned
 from eprt.weights import ExpertWeights
 
@@ -42,6 +43,7 @@ class TritonGroupedExecutor(Executor):
         # The sum over MoE-TP ranks must hold the bias once.
         down_bias = weights.down_bias if shard.moe_tp_rank == 0 else None
         self._second = GroupedMatrix.prepare(weights.down, down_bias, 1, device)
+        self._hopper = Device.of(device).sm >= 90
         self._pair: Pair = "bf16"
         if config.weight_format in FP8_FORMATS:
             self._pair = "w8a8" if self.runtime.low_precision_activations else "w8a16"
@@ -55,7 +57,7 @@ class TritonGroupedExecutor(Executor):
 
     def _schedule(self, num_tokens: int) -> Schedule:
         """For the rows an expert gets if so many tokens of all ranks are routed evenly."""
-        return choose(self._pair, num_tokens * self.config.top_k / self.config.num_experts)
+        return choose(self._pair, num_tokens * self.config.top_k / self.shard.num_experts, hopper=self._hopper)
 
     def _rows(self, hidden: Payload, work: WorkList, source: torch.Tensor | None = None) -> Rows:
         """Tokens in the first GEMM's number format."""
@@ -100,24 +102,25 @@ class TritonGroupedExecutor(Executor):
 
     def warmup(self, max_rows: int, slots: int | None = None) -> None:
         """Compile every schedule that up to `max_rows` rows can need. Nothing is tuned."""
-        config, form = self.config, self.runtime.token_format
+        K, form = self.config.top_k, self.runtime.token_format
         # One number of tokens for each schedule: the last that it serves, as far as that can come.
-        counts = {limit * config.num_experts // config.top_k for limit in limits(self._pair)} | {max_rows}
+        starts = limits(self._pair, hopper=self._hopper)
+        counts = {limit * self.shard.num_experts // K for limit in starts} | {max_rows}
         for rows in sorted(min(max(count, 1), max_rows) for count in counts):
             if form in (None, "flat"):
-                self._try_flat(rows, slots or config.top_k)
+                self._try_flat(rows, slots or K)
             if form in (None, "expert_major"):
                 self._try_slabs(rows)
 
     def _try_flat(self, rows: int, slots: int) -> None:
         """All that calls with so many rows compile; no slot has an expert, so nothing is computed."""
-        config, device = self.config, self.device
-        ids = torch.full((rows, slots), config.num_experts, dtype=torch.int32, device=device)
+        E, device = self.shard.num_experts, self.device
+        ids = torch.full((rows, slots), E, dtype=torch.int32, device=device)
         weights = torch.ones(rows, slots, device=device)
         for dtype in (torch.bfloat16, torch.float32):
-            hidden = Payload.plain(torch.empty(rows, config.hidden_size, dtype=dtype, device=device))
+            hidden = Payload.plain(torch.empty(rows, self.config.hidden_size, dtype=dtype, device=device))
             for every_row in (True, False):
-                self(FlatTokens(hidden, ids, weights, config.num_experts, every_row))
+                self(FlatTokens(hidden, ids, weights, E, every_row))
 
     def _try_slabs(self, rows: int) -> None:
         L, device = self.shard.num_local_experts, self.device

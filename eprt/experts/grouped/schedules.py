@@ -69,11 +69,22 @@ HOPPER: dict[Pair, tuple[tuple[int, Schedule], ...]] = {
 }
 
 
-def choose(pair: Pair, rows: float) -> Schedule:
+# Tiles that fit the shared memory of every card from Ampere on, 99 KiB. Not measured on one.
+AMPERE: tuple[tuple[int, Schedule], ...] = (
+    (24, Schedule(16, Tile(64, 64, 4, 4, 2), Tile(64, 64, 4, 4, 2))),
+    (ANY, Schedule(64, Tile(128, 32, 4, 4, 1, halvings=1), Tile(128, 32, 4, 4, 1, halvings=1))),
+)
+
+
+def choose(pair: Pair, rows: float, *, hopper: bool) -> Schedule:
     """For so many rows an expert."""
-    return next(schedule for limit, schedule in HOPPER[pair] if rows <= limit)
+    return next(schedule for limit, schedule in _table(pair, hopper) if rows <= limit)
 
 
-def limits(pair: Pair) -> list[int]:
+def limits(pair: Pair, *, hopper: bool) -> list[int]:
     """Rows an expert at which another schedule begins."""
-    return [limit for limit, _ in HOPPER[pair][:-1]]
+    return [limit for limit, _ in _table(pair, hopper)[:-1]]
+
+
+def _table(pair: Pair, hopper: bool) -> tuple[tuple[int, Schedule], ...]:
+    return HOPPER[pair] if hopper else AMPERE
