@@ -146,33 +146,55 @@ def _list_slabs(
     _write_items(items_ptr, num_items_ptr, expert, expert * M, rows, BLOCK_M)
 
 
-def place_slots(
-    ids: torch.Tensor, first: int, L: int, block_m: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, WorkList | None]:
+def place_slots(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each slot goes when slots are sorted by local expert, those of other experts left out.
 
     Args:
         ids: [N, K] int32, global.
-        block_m: rows of a GEMM's tile: also list the tiles, and the row that each sorted one came from.
 
     Returns:
-        offsets [L + 1] int64, place [N, K] int32, and with `block_m` source [N * K] int32 (rows n, in sorted order)
-        and the list.
+        offsets [L + 1] int64, and place [N, K] int32, -1 where the expert isn't local.
     """
-    N, K = ids.shape
-    ids, num_slots, device = ids.contiguous(), N * K, ids.device
-    offsets = torch.empty(L + 1, dtype=torch.int64, device=device)
-    place = torch.empty((N, K), dtype=torch.int32, device=device)
-    source = work = None
-    if block_m is not None:
-        source = torch.empty(num_slots, dtype=torch.int32, device=device)
-        work = WorkList.empty(min(L, num_slots) + num_slots // block_m, block_m, device)
-    l_pad = max(16, next_power_of_2(L + 1))
+    offsets, place = _outputs(ids, L)
+    _place(ids, first, L, offsets, place, None, None)
+    return offsets, place
+
+
+def list_slots(ids: torch.Tensor, first: int, L: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor, WorkList]:
+    """The same slots for a GEMM with tiles of `block_m` rows.
+
+    Returns:
+        place, source [N * K] int32 (the row n that each sorted one comes from), and the tiles.
+    """
+    num_slots = ids.numel()
+    offsets, place = _outputs(ids, L)
+    source = torch.empty(num_slots, dtype=torch.int32, device=ids.device)
+    work = WorkList.empty(min(L, num_slots) + num_slots // block_m, block_m, ids.device)
+    _place(ids, first, L, offsets, place, source, work)
+    return place, source, work
+
+
+def _outputs(ids: torch.Tensor, L: int) -> tuple[torch.Tensor, torch.Tensor]:
+    offsets = torch.empty(L + 1, dtype=torch.int64, device=ids.device)
+    return offsets, torch.empty_like(ids, memory_format=torch.contiguous_format)
+
+
+def _place(
+    ids: torch.Tensor,
+    first: int,
+    L: int,
+    offsets: torch.Tensor,
+    place: torch.Tensor,
+    source: torch.Tensor | None,
+    work: WorkList | None,
+) -> None:
+    (N, K), ids = ids.shape, ids.contiguous()
+    num_slots, l_pad = N * K, max(16, next_power_of_2(L + 1))
     counts = totals = None
     block_s = BLOCK_S if num_slots > 1024 else 32
-    num_blocks = ceil_div(num_slots, block_s)
+    num_blocks = max(1, ceil_div(num_slots, block_s))
     if num_slots > SMALL_SLOTS:
-        counts = torch.empty((num_blocks + 1, l_pad), dtype=torch.int32, device=device)
+        counts = torch.empty((num_blocks + 1, l_pad), dtype=torch.int32, device=ids.device)
         totals = counts[num_blocks]
         _count_slots[(num_blocks,)](ids, counts, num_slots, first, L, L_PAD=l_pad, BLOCK_S=block_s)
         _sum_counts[(l_pad // SCAN_EXPERTS,)](
@@ -180,9 +202,8 @@ def place_slots(
         )
     _place_slots[(num_blocks,)](
         ids, counts, totals, place, source, offsets, work and work.items, work and work.count, num_slots, first, L,
-        K=K, L_PAD=l_pad, BLOCK_S=block_s, CHUNK=1024, BLOCK_M=block_m or 1, num_warps=8,
+        K=K, L_PAD=l_pad, BLOCK_S=block_s, CHUNK=1024, BLOCK_M=work.block_m if work else 1, num_warps=8,
     )  # fmt: skip
-    return offsets, place, source, work
 
 
 def list_slabs(counts: torch.Tensor, M: int, block_m: int) -> WorkList:

@@ -13,7 +13,7 @@ import torch
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
-from eprt.experts import place_triton
+from eprt.experts import activation_triton, place_triton
 from eprt.experts.grouped import TritonGroupedExecutor, schedules
 from eprt.experts.grouped.schedules import Schedule, Tile
 from eprt.experts.reference import ReferenceExecutor
@@ -253,6 +253,27 @@ def test_swapped_halves_and_scales_would_be_seen(form, schedule):
         assert error(build(TritonGroupedExecutor, config, mistake)(tokens), expected) > 5 * BOUND
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize(("L", "M", "I"), [(3, 5, 40), (2, 9, 1100)])
+def test_slabs_are_activated_up_to_their_counts(L, M, I, activation):
+    """By the formula in float64; rows past the counts are NaN and stay unread."""
+    wide = random(L, M, activation.parts * I, seed=I).to(torch.bfloat16) * 4
+    counts = torch.tensor([M, 0, 2][:L], dtype=torch.int32, device=DEVICE)
+    valid = torch.arange(M, device=DEVICE)[None] < counts[:, None]
+    wide[~valid] = NAN
+    narrow = torch.full((L, M, I), NAN, dtype=torch.bfloat16, device=DEVICE)
+    activation_triton.activate_slabs(activation, wide, counts, narrow)
+    gate, up = wide.double()[..., :I], wide.double()[..., -I:]
+    if activation.gated:
+        limit = activation.limit or float("inf")
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        wanted = gate / (1 + torch.exp(-activation.alpha * gate)) * (up + activation.beta)
+    else:
+        wanted = gate.clamp(min=0) ** 2
+    torch.testing.assert_close(narrow[valid].double(), wanted[valid], rtol=2**-8, atol=1e-6)
+    assert narrow[~valid].isnan().all()
+
+
 @pytest.mark.parametrize("small_slots", [1 << 30, 0], ids=["one launch", "three"])
 @pytest.mark.parametrize(("N", "K", "E", "first", "L"), [(5, 3, 6, 2, 2), (70, 6, 24, 7, 5), (90, 4, 300, 0, 300)])
 def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, monkeypatch):
@@ -264,11 +285,11 @@ def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, monkeypatch
     ids[3::4], ids[4::5, 0] = E, -1
     ids[N // 2 :, 1] = first + 1
     wanted = _group_slots_torch(ids, first, L)
-    offsets, place, source, work = place_triton.place_slots(ids.to(DEVICE), first, L, 16)
+    offsets, place = place_triton.place_slots(ids.to(DEVICE), first, L)
     assert torch.equal(offsets.cpu(), wanted.offsets)
     assert torch.equal(place.cpu(), wanted.place)
-    assert source is not None
-    assert work is not None
+    place, source, work = place_triton.list_slots(ids.to(DEVICE), first, L, 16)
+    assert torch.equal(place.cpu(), wanted.place)
     rows = torch.arange(N)[:, None].expand(N, K)
     assert torch.equal(source.cpu()[wanted.place[wanted.place >= 0].long()], rows[wanted.place >= 0].int())
     items = []

@@ -74,13 +74,12 @@ class TritonGroupedExecutor(Executor):
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         from eprt.experts.grouped.launch import both
         from eprt.experts.permute_triton import weighted_unpermute
-        from eprt.experts.place_triton import place_slots
+        from eprt.experts.place_triton import list_slots
 
         N, K = tokens.ids.shape
         schedule = self._schedule(N)
         first, L = self.shard.first_expert, self.shard.num_local_experts
-        _, place, source, work = place_slots(tokens.ids, first, L, schedule.m)
-        assert work is not None
+        place, source, work = list_slots(tokens.ids, first, L, schedule.m)
         result = torch.empty((N * K, out.shape[1]), dtype=torch.bfloat16, device=out.device)
         both(self._gemms, self._rows(tokens.hidden, work, source), work, schedule, (N * K,), result)
         direct = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
@@ -95,8 +94,7 @@ class TritonGroupedExecutor(Executor):
         from eprt.experts.place_triton import list_slabs
 
         L, M = out.shape[:2]
-        # M rows a slab is what all tokens of all ranks could bring.
-        schedule = self._schedule(M)
+        schedule = self._schedule(tokens.allowed_tokens)
         work = list_slabs(tokens.counts, M, schedule.m)
         both(self._gemms, self._rows(tokens.hidden, work), work, schedule, (L, M), out)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from eprt.experts.activation_triton import activated
 from eprt.experts.grouped.weights import INTERLEAVE
 from eprt.experts.place_triton import ITEM
 from eprt.quant.elements import E4M3_MAX, TINY
@@ -147,18 +148,6 @@ def _product(
 
 
 @triton.jit
-def _activate(gate, up, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
-    """`eprt.config.Activation` in float32; LIMIT 0 is none."""
-    if not GATED:
-        positive = tl.maximum(gate, 0.0)
-        return positive * positive
-    if LIMIT > 0:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return gate * tl.sigmoid(ALPHA * gate) * (up + BETA)
-
-
-@triton.jit
 def _tile(
     x, x_tiles, source, x_scale, w, w_scale, bias, out,
     expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
@@ -192,7 +181,7 @@ def _tile(
         if GATED:
             up += _along(tl.load(own + width, mask=n < width, other=0.0), SWAP)
     if FIRST:
-        gate = _activate(gate, up, GATED, ALPHA, BETA, LIMIT)
+        gate = activated(gate, up, GATED, ALPHA, BETA, LIMIT)
     target = m.to(tl.int64) * out_stride + expert.to(tl.int64) * out_skip
     tl.store(
         out + _across(target, SWAP) + _along(n, SWAP),

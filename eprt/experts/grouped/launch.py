@@ -11,6 +11,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eprt.config import Activation
+from eprt.experts.activation_triton import constants
 from eprt.experts.grouped.gemm_triton import grouped_gemm, quantize_tiles
 from eprt.experts.grouped.schedules import Pair, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
@@ -70,18 +71,14 @@ class Gemm:
         self._chip = chip
         self._weights = matrix.data
         self._tiles: dict[tuple[int, int], Any] = {}
-        gated = matrix.parts > 1
-        self._constants = {
+        self._constants: dict[str, Any] = {
             "N": matrix.rows,
             "K": matrix.cols,
             "W_STRIDE": matrix.data.shape[1],
             "W_ROWS": matrix.data.shape[0],
             "PAIR": pair,
             "FIRST": activation is not None,
-            "GATED": gated,
-            "ALPHA": activation.alpha if activation else 1.0,
-            "BETA": activation.beta if activation else 0.0,
-            "LIMIT": (activation.limit or 0.0) if activation else 0.0,
+            **constants(activation),
             "W_TMA": chip.hopper,
         }
 
