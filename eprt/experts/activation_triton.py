@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN202  (kernel arguments have no Python types)
+# ruff: noqa: ANN001, ANN201, ANN202  (kernel arguments have no Python types)
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Activations in Triton: for the end of a GEMM, and over the valid rows of slabs. Imported only where kernels run."""
 

@@ -2,9 +2,9 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Triton kernels of `eprt.experts.permute`. Imported only where CUDA tensors are.
 
-Two ways to sort and copy rows, by size: up to SMALL_SLOTS slots one launch does everything, each row counting for itself
-which slots come before its own (every program reads all ids, which then sit in L2); above, slots are placed first
-(`place_triton`), then the rows are copied.
+Two ways to sort and copy rows, by size: up to SMALL_SLOTS slots one launch does everything, each row counting for
+itself which slots come before its own (every program reads all ids, which then sit in L2); above, slots are placed
+first (`place_triton`), then the rows are copied.
 """
 
 from __future__ import annotations

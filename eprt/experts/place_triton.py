@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN202  (kernel arguments have no Python types)
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""Triton kernels that sort slots by expert and list the row tiles of a grouped GEMM. Imported only where CUDA tensors are.
+"""Triton kernels that sort slots by expert and list a grouped GEMM's row tiles. Imported only where CUDA tensors are.
 
 Every program places one block of slots. It needs the counts of all slots and those of the slots before its own: up to
 SMALL_SLOTS it counts the ids itself, which then sit in L2; above, two kernels before it have counted each block and
@@ -74,9 +74,7 @@ def _write_items(items_ptr, num_items_ptr, expert, begin, rows, BLOCK_M: tl.cons
 
 
 @triton.jit(do_not_specialize=["num_slots", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])
-def _count_slots(
-    ids_ptr, counts_ptr, num_slots, first, L, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr
-):
+def _count_slots(ids_ptr, counts_ptr, num_slots, first, L, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr):
     block = tl.program_id(0)
     own = _experts_of(ids_ptr, block * BLOCK_S + tl.arange(0, BLOCK_S), num_slots, first, L)
     tl.store(counts_ptr + block * L_PAD + tl.arange(0, L_PAD), tl.histogram(own, L_PAD))
@@ -138,9 +136,7 @@ def _place_slots(
 
 
 @triton.jit(do_not_specialize=["M", "L"], do_not_specialize_on_alignment=["counts_ptr"])
-def _list_slabs(
-    counts_ptr, items_ptr, num_items_ptr, M, L, L_PAD: tl.constexpr, BLOCK_M: tl.constexpr
-):
+def _list_slabs(counts_ptr, items_ptr, num_items_ptr, M, L, L_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
     expert = tl.arange(0, L_PAD)
     rows = tl.load(counts_ptr + expert, mask=expert < L, other=0)
     _write_items(items_ptr, num_items_ptr, expert, expert * M, rows, BLOCK_M)

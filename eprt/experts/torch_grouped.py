@@ -18,7 +18,6 @@ from eprt.experts.base import Executor
 from eprt.experts.permute import group_rows, weighted_unpermute
 from eprt.quant import decode, decode_payload
 from eprt.rounding import round_up
-from eprt.slabs import ExpertMajorIndex, weighted_sum_to_flat
 from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import ExpertWeights, Matrix
 

@@ -14,7 +14,7 @@ from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, siz
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.experts import activation_triton, place_triton
-from eprt.experts.grouped import TritonGroupedExecutor, schedules
+from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.schedules import Schedule, Tile
 from eprt.experts.reference import ReferenceExecutor
 from eprt.placement import ExpertPlacement
@@ -241,7 +241,9 @@ def test_swapped_halves_and_scales_would_be_seen(form, schedule):
     half = weights.gate_up.shape[1] // 2
     roll = {name: _roll(t, half if name == "data" else 1) for name, t in weights.gate_up.tensors().items()}
     assert weights.gate_up_bias is not None
-    wrong = [replace(weights, gate_up=replace(weights.gate_up, **roll), gate_up_bias=weights.gate_up_bias.roll(half, 1))]
+    wrong = [
+        replace(weights, gate_up=replace(weights.gate_up, **roll), gate_up_bias=weights.gate_up_bias.roll(half, 1))
+    ]
     if form == "fp8_block":
         scale = weights.gate_up.scale
         wrong.append(replace(weights, gate_up=replace(weights.gate_up, scale=scale.roll(1, 1).contiguous())))

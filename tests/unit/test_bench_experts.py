@@ -85,7 +85,9 @@ def test_the_cases_of_each_generation():
 
 
 def test_the_report_says_what_was_left_out(monkeypatch):
-    row = ExpertRow("humming", "gpt-oss-120b", "mxfp4", "bf16", 1, 1, 1.0, 7.5, None, None, 128.0, 1.0, 0.0, 7.5, 2.9, 57.1, 0.0221)
+    row = ExpertRow(
+        "humming", "gpt-oss-120b", "mxfp4", "bf16", 1, 1, 1.0, 7.5, None, None, 128.0, 1.0, 0.0, 7.5, 2.9, 57.1, 0.0221
+    )
     monkeypatch.setattr(bench, "_cuda", lambda device: CPU)
     monkeypatch.setattr(bench.Ceilings, "measure", lambda device: Ceilings(4.25678e12, 8e14))
     monkeypatch.setattr(bench, "_bench_one", lambda case, *rest: [row] if case.executor == "torch_grouped" else [])
@@ -129,7 +131,9 @@ def test_sampled_routing_is_distinct_even_and_repeatable():
 
 
 def test_a_row_is_plain_data():
-    row = ExpertRow("humming", "gpt-oss-120b", "mxfp4", "bf16", 1, 0, 0.0, 7.5, None, None, 128.0, 0.0, 0.0, None, 2.9, 57.1, 0.0221)
+    row = ExpertRow(
+        "humming", "gpt-oss-120b", "mxfp4", "bf16", 1, 0, 0.0, 7.5, None, None, 128.0, 0.0, 0.0, None, 2.9, 57.1, 0.0221
+    )
     assert row.as_dict()["prepare_peak"] == 0.022
     assert row.as_dict()["ratio"] is None
     assert Ceilings(4.3e12, 8e14).copy_bytes == 4.3e12

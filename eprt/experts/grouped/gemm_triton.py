@@ -1,16 +1,17 @@
-# ruff: noqa: ANN001, ANN202  (kernel arguments have no Python types)
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# ruff: noqa: ANN001, ANN201, ANN202  (kernel arguments have no Python types)
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 """The grouped GEMM: rows of each expert times its matrix, for a list of tiles that lies on the device.
 
 One kernel for both matrices of an expert. The first gathers the rows it needs and ends in bias and activation, the
 second reads what the first wrote. Programs walk the list, so a launch costs what came, not what could have come.
 
-A tile is BLOCK_M rows x BLOCK_N columns; the last of an expert may be computed in half or a quarter of the height. With SWAP the product is weights x tokens: the tensor cores' 64 rows are then filled
-by weights, of which there are always enough, and tokens are its N, which may be as few as 8.
+A tile is BLOCK_M rows x BLOCK_N columns; the last of an expert may be computed in half or a quarter of the height. With
+SWAP the product is weights x tokens: the tensor cores' 64 rows are then filled by weights, of which there are always
+enough, and tokens are its N, which may be as few as 8.
 
-FP8 weights (`PAIR` w8a8, w8a16) have a scale for 128 x 128 of them, tokens one for 128 values: each 128 columns of K are
-summed by the tensor cores, then scaled and added in float32. In w8a16 a token is two E4M3 numbers, one rounded and what
-that left over: together they keep the 8 bits of bf16, and weights needn't be converted.
+FP8 weights (`PAIR` w8a8, w8a16) have a scale for 128 x 128 of them, tokens one for 128 values: each 128 columns of K
+are summed by the tensor cores, then scaled and added in float32. In w8a16 a token's value is two E4M3 numbers, one
+rounded and what that left over: together they keep the 8 bits of bf16, and weights needn't be converted.
 """
 
 from __future__ import annotations
@@ -74,75 +75,72 @@ def _along(vector, SWAP: tl.constexpr):
 
 
 @triton.jit
+def _block(
+    pointer, tiles, offset, ok, row, start, SHIFT: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_K columns from SHIFT + `start` of some rows: by the copy engine from `row` on, or those at `offset` that
+    are `ok`; zeros past K columns."""
+    if TMA:
+        value = tiles.load([row, SHIFT + start])
+    else:
+        k = start + tl.arange(0, BLOCK_K)
+        there = ok[:, None]
+        if K % BLOCK_K != 0:
+            there = there & (k < K)[None, :]
+        value = tl.load(pointer + offset[:, None] + (SHIFT + k)[None, :], mask=there, other=0.0)
+    return value
+
+
+@triton.jit
+def _dot(tokens, weights, total, SWAP: tl.constexpr):
+    return tl.dot(weights, tokens.T, total) if SWAP else tl.dot(tokens, weights.T, total)
+
+
+@triton.jit
 def _product(
-    x, x_tiles, x_offset, x_ok, x_row, w, w_row, w_scale, x_scale, scale_row,
-    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PAIR: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
-    W_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    x, x_tiles, x_offset, x_ok, x_row, w, w_row, w_scale, x_scale,
+    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    PAIR: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
 ):  # fmt: skip
     """float32 product of one tile: (gate, up), or twice the same where the matrix has one part.
 
     Args:
         x_offset, x_ok: [BLOCK_M] offsets of rows and which there are. `x_row`: the first of them, for TMA.
         w_row: the tile's first row among all experts'.
-        w_scale: of this tile's first 128-block along N; `UP_SCALE` further on lies that of up.
-        x_scale, scale_row: scales of tokens and [BLOCK_M] offsets of their rows.
+        w_scale: the scales of this tile's first 128-block along N; `UP_SCALE` further on lie those of up.
+        x_scale: [BLOCK_M] where the scales of the rows begin.
     """
-    parts: tl.constexpr = 2 if GATED else 1
-    k_blocks: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
-    X_LOW: tl.constexpr = (K + 15) // 16 * 16  # columns of a token's first numbers: whole 16 bytes
-    even: tl.constexpr = K % BLOCK_K == 0
-    half: tl.constexpr = BLOCK_N // parts
-    lanes = tl.arange(0, BLOCK_K)
-    if SWAP:
-        total = tl.zeros((half if PAIR != "bf16" else BLOCK_N, BLOCK_M), dtype=tl.float32)
-    else:
-        total = tl.zeros((BLOCK_M, half if PAIR != "bf16" else BLOCK_N), dtype=tl.float32)
+    K_BLOCKS: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
+    UP_SCALE: tl.constexpr = (N // 2 + _FP8_BLOCK - 1) // _FP8_BLOCK * K_BLOCKS
+    LOW: tl.constexpr = (K + 15) // 16 * 16  # columns of a token's first numbers: whole 16 bytes
+    WIDTH: tl.constexpr = BLOCK_N if PAIR == "bf16" else BLOCK_N // PARTS
+    total = tl.zeros((WIDTH, BLOCK_M) if SWAP else (BLOCK_M, WIDTH), dtype=tl.float32)
     second = total
-    if not W_TMA:
-        row = w_row + tl.arange(0, BLOCK_N)
-        w_offset = row.to(tl.int64) * W_STRIDE
-        w_ok = row < W_ROWS
-    up_scale: tl.constexpr = (N // 2 + _FP8_BLOCK - 1) // _FP8_BLOCK * k_blocks
+    row = w_row + tl.arange(0, BLOCK_N)
+    w_offset, w_ok = row.to(tl.int64) * W_STRIDE, row < W_ROWS
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = start + lanes
-        if X_TMA:
-            a = x_tiles.load([x_row, start])
-        elif even:
-            a = tl.load(x + x_offset[:, None] + k[None, :], mask=x_ok[:, None], other=0.0)
-        else:
-            a = tl.load(x + x_offset[:, None] + k[None, :], mask=x_ok[:, None] & (k < K)[None, :], other=0.0)
-        if W_TMA:
-            b = w.load([w_row, start])
-        elif even:
-            b = tl.load(w + w_offset[:, None] + k[None, :], mask=w_ok[:, None], other=0.0)
-        else:
-            b = tl.load(w + w_offset[:, None] + k[None, :], mask=w_ok[:, None] & (k < K)[None, :], other=0.0)
+        tokens = _block(x, x_tiles, x_offset, x_ok, x_row, start, 0, K, BLOCK_K, X_TMA)
+        weights = _block(w, w, w_offset, w_ok, w_row, start, 0, K, BLOCK_K, W_TMA)
         if PAIR == "bf16":
-            total = tl.dot(b, a.T, total) if SWAP else tl.dot(a, b.T, total)
+            total = _dot(tokens, weights, total, SWAP)
         else:
             block = start // _FP8_BLOCK
             factor = tl.load(w_scale + block)
-            token = tl.load(x_scale + scale_row + block, mask=x_ok, other=0.0)
-            part = tl.dot(b, a.T) if SWAP else tl.dot(a, b.T)
+            token = tl.load(x_scale + block, mask=x_ok, other=0.0)
+            part = _dot(tokens, weights, None, SWAP)
             if PAIR == "w8a16":
-                if X_TMA:
-                    low = x_tiles.load([x_row, X_LOW + start])
-                elif even:
-                    low = tl.load(x + x_offset[:, None] + (k + X_LOW)[None, :], mask=x_ok[:, None], other=0.0)
-                else:
-                    ok = x_ok[:, None] & (k < K)[None, :]
-                    low = tl.load(x + x_offset[:, None] + (k + X_LOW)[None, :], mask=ok, other=0.0)
-                part = tl.dot(b, low.T, part) if SWAP else tl.dot(low, b.T, part)
-            if GATED:
+                rest = _block(x, x_tiles, x_offset, x_ok, x_row, start, LOW, K, BLOCK_K, X_TMA)
+                part = _dot(rest, weights, part, SWAP)
+            if PARTS == 2:
                 gate, up = _halves(part, SWAP)
-                other = tl.load(w_scale + up_scale + block)
+                other = tl.load(w_scale + UP_SCALE + block)
                 total += gate * _across(token * factor, SWAP)
                 second += up * _across(token * other, SWAP)
             else:
                 total += part * _across(token * factor, SWAP)
-    if PAIR == "bf16" and GATED:
+    if PAIR == "bf16" and PARTS == 2:
         total, second = _halves(total, SWAP)
     return total, second
 
@@ -161,17 +159,16 @@ def _tile(
     part_blocks: tl.constexpr = (N // parts + _FP8_BLOCK - 1) // _FP8_BLOCK
     m = row + tl.arange(0, BLOCK_M)
     ok = m < end
-    if source is not None:
-        read = tl.load(source + m, mask=ok, other=0).to(tl.int64)
-    else:
-        read = m.to(tl.int64)
+    read = m if source is None else tl.load(source + m, mask=ok, other=0)
+    read = read.to(tl.int64)
     x_offset = read * x_stride + expert.to(tl.int64) * x_skip
-    w_scale_tile = w_scale
+    w_scale_tile, x_scale_rows = w_scale, x_scale
     if PAIR != "bf16":
+        x_scale_rows = x_scale + read * k_blocks
         w_scale_tile = w_scale + (expert * parts * part_blocks + column * BLOCK_N // parts // _FP8_BLOCK) * k_blocks
     gate, up = _product(
-        x, x_tiles, x_offset, ok, row, w, expert * N + column * BLOCK_N, w_scale_tile, x_scale, read * k_blocks,
-        N, K, W_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PAIR, GATED, SWAP, X_TMA, W_TMA, W_ROWS, STAGES,
+        x, x_tiles, x_offset, ok, row, w, expert * N + column * BLOCK_N, w_scale_tile, x_scale_rows,
+        N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PAIR, parts, SWAP, X_TMA, W_TMA,
     )  # fmt: skip
     width: tl.constexpr = N // parts
     n = column * (BLOCK_N // parts) + tl.arange(0, BLOCK_N // parts)
@@ -235,9 +232,9 @@ def grouped_gemm(
     """`out[m] = x[m or source[m]] @ w[expert of m].T`, plus bias; the FIRST matrix's through the activation.
 
     Args:
-        x: [rows, K].  x_tiles: the same as a descriptor of blocks [BLOCK_M, BLOCK_K] (X_TMA).  source: [rows] int32, the row to read,
-            or None.  x_scale: [rows, ceil(K / 128)] float32 of FP8 weights; in w8a16
-            x is [rows, 2 * K rounded up to 16].
+        x: [rows, K]; in w8a16 [rows, 2 * K rounded up to 16].  x_tiles: the same as a descriptor of blocks
+            [BLOCK_M, BLOCK_K] (X_TMA).  source: [rows] int32, the row to read, or None.
+        x_scale: [rows, ceil(K / 128)] float32 where weights are FP8.
         w: [experts * N, W_STRIDE]: a pointer, or a descriptor of blocks [BLOCK_N, BLOCK_K]; gate and up rows
             alternate by INTERLEAVE.  w_scale: [experts, parts, ceil(N / parts / 128), ceil(K / 128)] float32.
         bias: [experts, parts, N / parts] float32, or None.
@@ -267,8 +264,8 @@ def quantize_tiles(
 
     `items`, `num_items`: the rows of a list alone; None: the first `num_rows`. A value is multiplied by the inverse of
     its scale: a true division, as `eprt.quant` makes it, takes ten times as long as the memory does. SPLIT: what
-    rounding leaves over of a value follows in the second half of the columns, with the same scale: |value| <= 448 leaves
-    16 at most, and of what is left the E4M3 of another 4 bits, or 2^-10.
+    rounding leaves over follows in the second half of the columns, with the same scale. A value of at most 448 leaves
+    16 at most, and of that at most 2^-5, or 2^-10 in all.
     """
     width: tl.constexpr = (K + 15) // 16 * 16
     total = tl.cdiv(num_rows, BLOCK_M) if items is None else tl.load(num_items)
