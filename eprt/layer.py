@@ -276,7 +276,7 @@ class ExpertParallelMoE(nn.Module):
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != width:
             expected = f"expected [..., {width}] (the model's hidden)"
         elif hidden_states.dtype not in (torch.bfloat16, torch.float32):
-            expected = "expected bfloat16 or float32"
+            expected = "expected bfloat16 or float32; use .to(torch.bfloat16)"
         elif hidden_states.layout != torch.strided:
             expected = "expected a dense tensor; use .to_dense()"
         elif hidden_states.device.type != device.type:

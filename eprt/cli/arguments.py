@@ -168,6 +168,8 @@ class BenchExperts:
     """Only these layers (gpt-oss-120b, ...); all if none is named."""
     executors: tuple[str, ...] = ()
     """Only these executors; all that work here if none is named."""
+    low_precision_activations: bool = False
+    """Let executors quantise activations to FP8, as DeepSeek-V3's were in training."""
     json: Path | None = None
     """Also write the result as JSON to this file; - is stdout, without the tables."""
     plot: Path | None = None

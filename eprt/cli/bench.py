@@ -10,6 +10,7 @@ from eprt.bench.report import Report
 from eprt.cli.arguments import STDOUT, BenchDispatch, BenchExchange, BenchExperts, BenchLayer, BenchRouter, BenchStep
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal
+from eprt.config import RuntimeConfig
 from eprt.errors import ConfigError
 
 AnyBench = BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchStep
@@ -110,6 +111,7 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
         arguments.shapes or SHAPES,
         arguments.executors or None,
         tokens=arguments.tokens,
+        runtime=RuntimeConfig(low_precision_activations=arguments.low_precision_activations),
         keep=_keep(arguments, terminal),
     )
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -118,12 +120,24 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
     for shape, some in groups.items():
         terminal.table(
             f"{shape}: microseconds of one call in a CUDA graph, permute and un-permute included",
-            ["executor", "weights", "tokens in", "eprt", "by hand", "bare library", "floor", "eprt/floor", "host time"],
+            [
+                "executor",
+                "weights",
+                "tokens in",
+                "rows an expert",
+                "eprt",
+                "by hand",
+                "bare library",
+                "floor",
+                "eprt/floor",
+                "host time",
+            ],
             [
                 [
                     row["executor"],
                     row["weight_format"],
                     row["tokens"],
+                    row["rows_per_expert"],
                     row["us"],
                     *("-" if row[name] is None else row[name] for name in ("by_hand_us", "library_us")),
                     _floor(row),

@@ -402,7 +402,7 @@ class Dispatcher(ABC):
         if x.dim() != 2 or x.shape[1] != H:
             expected = f"expected [T, {H}] (the hidden size the experts see)"
         elif x.dtype not in (torch.bfloat16, torch.float32):
-            expected = "expected bfloat16 or float32"
+            expected = "expected bfloat16 or float32; use .to(torch.bfloat16)"
         elif x.layout != torch.strided:
             expected = "expected a dense tensor; use .to_dense()"
         elif x.dtype == torch.float32 and "f32" not in self.spec.payloads:

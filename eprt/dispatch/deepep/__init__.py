@@ -251,7 +251,7 @@ class DeepEPDispatcher(Dispatcher):
             payload = Payload(received[..., :H])
         if not handle.deferred:
             call.copy_scale()
-        return ExpertMajorTokens(payload, counts)
+        return ExpertMajorTokens(payload, counts, handle.tokens_per_rank * self.world.size)
 
     def _wait(self, handle: Handle) -> None:
         handle.state.receive()
