@@ -26,7 +26,9 @@ PAGES = (
 README = (ROOT / "README.md").read_text()
 CHOOSE = (ROOT / "docs/choose.md").read_text()
 ERRORS = (ROOT / "docs/limits_and_errors.md").read_text()
-SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("launch/*"), ROOT / ".ci" / "run"])
+SCRIPTS = sorted(
+    p for p in [*ROOT.glob("scripts/*.sh"), *ROOT.glob("launch/*"), ROOT / ".ci" / "run"] if p.suffix != ".yaml"
+)
 
 
 def paths(text: str) -> set[str]:
