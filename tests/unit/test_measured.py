@@ -179,3 +179,12 @@ def test_nothing_measured_is_no_row() -> None:
     config = MoEConfig(128, 4, 2880, 2880, weight_format="f32")
     assert dispatch_row(config, 128, 4, sm=100) is None
     assert experts_row(config, 32, 128, sm=90) is None
+
+
+def test_the_page_shows_the_steps_that_were_measured() -> None:
+    heading, *rows = page_table("step, tokens a rank")
+    found = json.loads((RESULTS / "step_h200_x2.json").read_text())["rows"]
+    measured = {(row["path"], row["tokens"]): row["step_p50_us"] / 1e3 for row in found}
+    shown = {(path, int(n)): cell for path, *cells in rows for n, cell in zip(heading[1:], cells, strict=True)}
+    assert shown.keys() == measured.keys()
+    assert not {key: cell for key, cell in shown.items() if not as_shown(cell, measured[key])}
