@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, UsageError
+from eprt.world.bounded import at_exit_leave
 from eprt.world.collectives import Collectives
 from eprt.world.groups import (
     control_group,
@@ -31,7 +32,10 @@ from eprt.world.groups import (
     hosts_store,
     init_default_group,
     local_device,
+    meet_in_environment,
+    meet_in_group,
     place,
+    start_guard,
     start_up,
 )
 from eprt.world.guard import EXIT_CODE, Guard
@@ -43,7 +47,6 @@ from eprt.world.step import Step
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 60.0
-SILENT_AFTER_S = 10.0
 
 
 class Warmable(Protocol):
@@ -77,6 +80,7 @@ class World(Collectives):
         attention_tp_group: dist.ProcessGroup | None,
         timeout_s: float,
         owns_default: bool = False,
+        guard: Guard | None = None,
     ) -> None:
         super().__init__(rank, size, device, parallel, group, attention_tp_group, timeout_s)
         self.warm = False
@@ -89,9 +93,11 @@ class World(Collectives):
         self._resources = SharedResources()
         self._excepthook = sys.excepthook
         if group is not None and size > 1:
-            with start_up():
-                self._control, store = control_group(dist.get_process_group_ranks(group), rank, timeout_s)
-                self._start_guard(store)
+            with start_up(timeout_s) as guards:
+                if guard is None:
+                    guard = start_guard(meet_in_group(group, rank, timeout_s), timeout_s, device)
+                guards.append(guard)
+                self._start(guard)
 
     # ---- making one -----------------------------------------------------------------------------------------
 
@@ -131,16 +137,15 @@ class World(Collectives):
                 timeout_s=timeout_s,
             )
         owns_default = not dist.is_initialized()
-        if owns_default:
-            with start_up():
-                init_default_group(rank, size, where, timeout_s)
-        meshes = [
-            init_device_mesh(where.type, shape, mesh_dim_names=names)
-            for shape, names in (
-                ((parallel.dp_size, attention_tp_size), ("dp", "attention_tp")),
-                ((parallel.ep_size, moe_tp_size), ("ep", "moe_tp")),
-            )
-        ]
+        with start_up(timeout_s) as guards:
+            met = meet_in_environment(rank, size, timeout_s) if owns_default else None
+            if met is None:
+                met = meet_in_group(dist.distributed_c10d._get_default_group(), rank, timeout_s)
+            guard = start_guard(met, timeout_s, where, our_store=owns_default)
+            guards.append(guard)
+            if owns_default:
+                guard.bounded(lambda: init_default_group(met, where, timeout_s), timeout_s)
+            meshes = guard.bounded(lambda: _meshes(where, parallel), timeout_s)
         group = dist.distributed_c10d._get_default_group()
         world = cls(
             rank=dist.get_rank(),
@@ -151,6 +156,7 @@ class World(Collectives):
             attention_tp_group=meshes[0]["attention_tp"].get_group(),
             timeout_s=timeout_s,
             owns_default=owns_default,
+            guard=guard,
         )
         world.attention_mesh, world.moe_mesh = meshes
         return world
@@ -358,7 +364,9 @@ class World(Collectives):
         if self._guard is not None:
             self._guard.close(self.timeout_s if self._hosts_store else 0.0)
             self._unhook()
-            if self._guard.verdict is not None or self._abandoned:
+            if self._guard.stuck:
+                at_exit_leave(EXIT_CODE)
+            if self._guard.verdict is not None or self._abandoned or self._guard.stuck:
                 return  # groups with abandoned work can't be destroyed; the atexit hook ends the process
         self._control = None
         if self._shared is not None:
@@ -376,13 +384,11 @@ class World(Collectives):
             self._guard.leave(f"raised: {type(error).__name__}: {error}")
         self.close()
 
-    def _start_guard(self, store: dist.Store) -> None:
-        on_gpu = self.device.type == "cuda"
-        silent_after_s = min(SILENT_AFTER_S, self.timeout_s / 2)
-        guard = Guard(store, self.rank, self.size, silent_after_s, 2.0 if on_gpu else None)
-        self.barrier()
-        guard.start()
+    def _start(self, guard: Guard) -> None:
         self._guard = guard
+        self.nonce = guard.nonce
+        self._control = guard.bounded(lambda: control_group(guard.met, self.timeout_s), self.timeout_s)
+        self.barrier()
         sys.excepthook = self._on_exception
         atexit.register(self._at_exit)
         # Also a barrier: every rank has read who its peers are before any of them can end.
@@ -412,6 +418,17 @@ class World(Collectives):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(EXIT_CODE if self._guard.verdict is not None else 1)
+
+
+def _meshes(device: torch.device, parallel: ParallelConfig) -> list[DeviceMesh]:
+    """("dp", "attention_tp") and ("ep", "moe_tp")."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    shapes = ((parallel.dp_size, parallel.attention_tp_size), (parallel.ep_size, parallel.moe_tp_size))
+    return [
+        init_device_mesh(device.type, shape, mesh_dim_names=names)
+        for shape, names in zip(shapes, (("dp", "attention_tp"), ("ep", "moe_tp")), strict=True)
+    ]
 
 
 def _group_of(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:

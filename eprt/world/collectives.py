@@ -36,6 +36,7 @@ class Collectives:
             World's, not a thread's: threads that a step starts see it.
         step_number: of the current step, or else of the last one; compared between ranks in every header.
         generation: how often the job was restarted; handles of another generation are refused.
+        nonce: drawn when the ranks met, compared in every header; 0 in a world of one.
         closed: whether the World has ended.
     """
 
@@ -55,6 +56,7 @@ class Collectives:
         self.current_step: Step | None = None
         self.step_number = 0
         self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.nonce = 0
         self.closed = False
         self._attention_tp_group = attention_tp_group
         self._control: dist.ProcessGroupGloo | None = None

@@ -48,12 +48,13 @@ class Header:
     generation: int = 0
     step: int = 0
     words: tuple[int, ...] = ()
+    nonce: int = 0
     settings: Mapping[str, str] | None = None
 
     def encode(self, failed: bool) -> list[int]:
         """What must be equal comes first; a row has one length, whatever the operation."""
         return [
-            MAGIC,
+            MAGIC ^ self.nonce,
             int(failed),
             self.generation,
             self.step,
@@ -72,7 +73,7 @@ class Header:
 
     @classmethod
     def decode(cls, row: Sequence[int]) -> Header:
-        _, _, generation, step, operation, layer, call, agreed, dtype, fingerprint, num_words, tokens, group = row[:13]
+        magic, _, generation, step, operation, layer, call, agreed, dtype, fingerprint, num_words, tokens, group = row[:13]
         return cls(
             operation=_OPERATIONS[operation],
             layer=layer,
@@ -85,6 +86,7 @@ class Header:
             generation=generation,
             step=step,
             words=tuple(row[13 : 13 + num_words]),
+            nonce=magic ^ MAGIC,
         )
 
 
@@ -105,7 +107,7 @@ def fingerprint_of(settings: Mapping[str, str]) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-_COMPARED = ("generation", "step", "operation", "layer", "call", "tokens_per_rank", "dtype", "fingerprint")
+_COMPARED = ("nonce", "generation", "step", "operation", "layer", "call", "tokens_per_rank", "dtype", "fingerprint")
 
 
 def exchange(world: Collectives, header: Header, error: EprtError | None = None) -> Peers:
@@ -115,7 +117,7 @@ def exchange(world: Collectives, header: Header, error: EprtError | None = None)
         the error of the lowest rank that has one, with its rank in the text unless all ranks have the same.
         WorldMismatch: a table of the fields that differ, the same on every rank.
     """
-    header.generation = world.generation
+    header.generation, header.nonce = world.generation, world.nonce
     if header.operation == "step":
         world.note(f"the start of step {header.step}")
     else:

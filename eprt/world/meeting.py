@@ -1,0 +1,423 @@
+"""How the ranks of a World find each other in a store: who is there, under which key, and where each listens.
+
+Every wait is bounded and ends on all ranks in the same words: what goes wrong is written to the store once, and all
+that still wait read it. The names of keys hold the job's identity, so a process of another job that shares the port is told
+so, and a number that rank 0 draws, which only those that met know.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import ipaddress
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from eprt.errors import EprtError, RankLost, WorldMismatch, one_block
+from eprt.world.bounded import bounded
+
+logger = logging.getLogger("eprt")
+T = TypeVar("T")
+
+OVER = "over"  # the key under which a meeting's, or a World's, end is written
+_LOOK_S = 0.05
+_LOOK_CLOSER_S = 0.5  # at the processes that are there: has one of them ended?
+_MAX_RECORD_BYTES = 16_384
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+# Where launchers say which job this is; the first that is set counts.
+JOB_VARIABLES = (
+    "EPRT_JOB",
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "PBS_JOBID",
+    "LSB_JOBID",
+    "FLUX_JOB_ID",
+    "PMIX_NAMESPACE",
+)
+_PROCESS = secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a process says of itself.
+
+    Attributes:
+        process: differs between any two processes.
+        boot, pids, net: where its process number and its loopback address mean something: the running kernel, the PID
+            and the network namespace.
+        size: of the World it means to join.
+    """
+
+    process: str
+    host: str
+    boot: str
+    pids: str
+    net: str
+    pid: int
+    size: int
+    eprt: str
+    torch: str
+
+    @classmethod
+    def here(cls, size: int) -> Member:
+        from eprt import __version__
+
+        pid = os.getpid()
+        release = torch.__version__.partition("+")[0]
+        return cls(
+            f"{_PROCESS}.{pid}", socket.gethostname(), boot_id(), _space("pid"), _space("net"), pid, size,
+            __version__, release,
+        )  # fmt: skip
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Member | None:
+        """None if these bytes are no such record."""
+        found = _record(raw)
+        if found is None or found.keys() != {field.name for field in fields(cls)}:
+            return None
+        numbers = {"pid", "size"}
+        if any(type(value) is not (int if name in numbers else str) for name, value in found.items()):
+            return None
+        return cls(
+            **{name: one_block(value, 200) if isinstance(value, str) else value for name, value in found.items()}
+        )
+
+    @property
+    def home(self) -> tuple[str, str, str]:
+        """Equal for processes that see each other's numbers. Hosts may share a name, and namespaces their numbers."""
+        return self.host, self.boot, self.pids
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The result. `store` is a part of the store that only these processes know; `listener` is this rank's."""
+
+    rank: int
+    members: list[Member]
+    addresses: list[tuple[str, int]]
+    listener: socket.socket
+    nonce: str
+    key: bytes
+    store: dist.Store
+    base: dist.Store
+
+    @cached_property
+    def number(self) -> int:
+        """The nonce as a header carries it."""
+        return int(self.nonce[:15], 16)
+
+    def intruded(self, text: str) -> tuple[int, str] | None:
+        """(rank, words) of the end that somebody outside of the World wrote, if it is one."""
+        verdict = _Over.parse(text.encode())
+        return (verdict.rank, verdict.message) if verdict is not None and verdict.why == "foreign" else None
+
+
+@dataclass(frozen=True)
+class _Over:
+    """The end of a meeting, as it stands in the store."""
+
+    why: str
+    ranks: tuple[int, ...]
+    message: str
+
+    @classmethod
+    def parse(cls, raw: bytes) -> _Over | None:
+        match _record(raw):
+            case {"why": str(why), "ranks": [*ranks], "message": str(message)} if all(type(r) is int for r in ranks):
+                return cls(why, tuple(ranks), one_block(message))
+            case _:
+                return None
+
+    @property
+    def rank(self) -> int:
+        return self.ranks[0] if self.ranks else -1
+
+    @property
+    def error(self) -> EprtError:
+        if self.why == "mismatch":
+            return WorldMismatch(self.message)
+        return RankLost(self.message, self.rank, self.why, self.ranks)
+
+
+class _Table:
+    """A meeting under way: bounded calls to the store, below one prefix."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, silent_s: float, host: str) -> None:
+        self.store, self.rank, self.size, self._host = store, rank, size, host
+        self.timeout_s, self._silent_s = timeout_s, silent_s
+        self.deadline = time.monotonic() + timeout_s
+        self.members: dict[int, Member] = {}
+
+    def ask(self, call: Callable[[], T]) -> T:
+        try:
+            return bounded(call, self._silent_s)
+        except TimeoutError as error:
+            message = f"the control store gave no answer for {self._silent_s:g} s: {self._host} is stopped or cut off"
+            raise self._store_lost(message) from error
+        except dist.DistNetworkError as error:
+            raise self._store_lost(f"the control store is gone while ranks met: {self._host} ended") from error
+
+    def _store_lost(self, message: str) -> RankLost:
+        rank = 0 if self._host == "rank 0" else -1
+        return RankLost(f"{message}. Restart the job.", rank, "store" if rank < 0 else "silent")
+
+    def sit_down(self, me: Member) -> None:
+        """Take this rank's seat in the first meeting that this process hasn't been to."""
+        record = json.dumps(asdict(me))
+        nth = 0
+        while True:
+            nth += 1
+            table = dist.PrefixStore(f"world_{nth}", self.store)
+            seat = f"member/{self.rank}"
+            there = self.ask(lambda table=table, seat=seat: bytes(table.compare_set(seat, "", record)))
+            holder = Member.parse(there)
+            if holder is None:
+                logger.warning("the store's key %s held garbage: overwritten", seat)
+                self.ask(lambda table=table, seat=seat: table.set(seat, record))
+            elif holder.process == me.process:
+                if self._fresh(table):
+                    self.store = table
+                    return
+            else:
+                message = (
+                    f"two processes say that they are rank {self.rank} of this world: {holder}, and {me}. Two jobs "
+                    "share a MASTER_PORT, or one was started twice: give each job a port of its own, and set EPRT_JOB"
+                )
+                over = _Over("foreign", (self.rank,), message)
+                self.ask(lambda table=table, over=over: table.compare_set(OVER, "", json.dumps(asdict(over))))
+                raise WorldMismatch(message)
+
+    def _fresh(self, table: dist.Store) -> bool:
+        """Whether this process took the seat just now: seats of meetings it has been to hold the same record."""
+        taken = f"taken/{self.rank}"
+        return self.ask(lambda: table.add(taken, 1)) == 1
+
+    def all(self, what: str, mine: str | None) -> list[bytes]:
+        """Every rank's `what`. Raises what the ranks agree went wrong, in the same words on all of them."""
+        names = [f"{what}/{rank}" for rank in range(self.size)]
+        if mine is not None:
+            self.ask(lambda: self.store.set(names[self.rank], mine))
+        look_closer = time.monotonic() + _LOOK_CLOSER_S
+        while not self.ask(lambda: self.store.check(names)):
+            self.raise_if_over()
+            now = time.monotonic()
+            if now > look_closer:
+                look_closer = now + _LOOK_CLOSER_S
+                self._look_for_dead()
+            if now > self.deadline:
+                self._end_late(names)
+            time.sleep(_LOOK_S)
+        self.raise_if_over()
+        return [bytes(self.ask(lambda name=name: self.store.get(name))) for name in names]
+
+    def end(self, over: _Over) -> NoReturn:
+        """Write that it is over, and raise what stands there: another rank may have been first."""
+        over = replace(over, message=one_block(over.message))
+        self.ask(lambda: self.store.compare_set(OVER, "", json.dumps(asdict(over))))
+        if self._host == f"rank {self.rank}":
+            time.sleep(10 * _LOOK_S)  # the store goes with this process: let the others read
+        self.raise_if_over()
+        raise over.error
+
+    def raise_if_over(self) -> None:
+        if self.ask(lambda: self.store.check([OVER])):
+            over = _Over.parse(bytes(self.ask(lambda: self.store.get(OVER))))
+            if over is not None:
+                raise over.error
+
+    def _end_late(self, names: list[str]) -> None:
+        missing = [rank for rank, name in enumerate(names) if not self.ask(lambda name=name: self.store.check([name]))]
+        if not missing:
+            return
+        message = (
+            f"ranks {missing} of {self.size} didn't come within {self.timeout_s:g} s of start-up; look at their logs. "
+            "Restart the job."
+        )
+        self.end(_Over("silent", tuple(missing), message))
+
+    def _look_for_dead(self) -> None:
+        me = Member.here(self.size)
+        for rank in range(self.size):
+            name = f"member/{rank}"
+            if rank not in self.members and self.ask(lambda name=name: self.store.check([name])):
+                member = Member.parse(bytes(self.ask(lambda name=name: self.store.get(name))))
+                if member is not None:
+                    self.members[rank] = member
+        dead = tuple(r for r, member in self.members.items() if member.home == me.home and ended(member.pid))
+        if dead:
+            words = "; ".join(f"rank {r} exited while ranks met: {self.members[r]} is gone" for r in dead)
+            self.end(_Over("exited", dead, f"{words}. Restart the job."))
+
+
+def meet(
+    store: dist.Store, label: str, rank: int, size: int, timeout_s: float, silent_s: float, host: str, job: str
+) -> Meeting:
+    """Find the other ranks in `store`. Collective.
+
+    Args:
+        label: names the group of ranks; Worlds of one group are told apart by their order.
+        timeout_s: how long to wait for a rank that isn't there; silent_s: for an answer of the store.
+        host: who serves the store, for messages.
+        job: what the launcher calls this job.
+
+    Raises:
+        RankLost: a rank didn't come, or ended meanwhile; the same on all ranks that came.
+        WorldMismatch: another process has this rank's place, or the ranks run different versions.
+    """
+    base = dist.PrefixStore(f"eprt/{_digest(job)}/attempt_{attempt()}/{label}", store)
+    table = _Table(base, rank, size, timeout_s, silent_s, host)
+    me = Member.here(size)
+    table.sit_down(me)
+    members: list[Member] = []
+    for peer, raw in enumerate(table.all("member", None)):
+        member = Member.parse(raw)
+        if member is None:
+            table.end(_Over("foreign", (peer,), f"the store's record of rank {peer} was overwritten by a stranger"))
+        members.append(member)
+    _compare(table, members)
+    listener = _listen(members)
+    port = listener.getsockname()[1]
+    offer = {"address": [listener.getsockname()[0], port], "nonce": secrets.token_hex(16)}
+    addresses: list[tuple[str, int]] = []
+    nonce = ""
+    for peer, raw in enumerate(table.all("offer", json.dumps(offer))):
+        found = _offer(raw)
+        if found is None:
+            table.end(_Over("foreign", (peer,), f"the store's offer of rank {peer} was overwritten by a stranger"))
+        addresses.append(found[0])
+        nonce = nonce or found[1]  # rank 0's
+    key = hashlib.sha256(f"{job}\0{nonce}".encode()).digest()
+    return Meeting(rank, members, addresses, listener, nonce, key, dist.PrefixStore(nonce, table.store), table.store)
+
+
+def claim_store(store: dist.Store, job: str, silent_s: float) -> None:
+    """The store belongs to the job that came first. Raises WorldMismatch for another."""
+    me = replace(Member.here(0), process=job[:200])
+    first = Member.parse(bytes(bounded(lambda: store.compare_set("eprt/owner", "", json.dumps(asdict(me))), silent_s)))
+    if first is not None and first.process != me.process:
+        raise WorldMismatch(
+            f"the control store of MASTER_PORT {os.environ.get('MASTER_PORT')} belongs to job {first.process!r} "
+            f"({first}), this process ({me}) to job {me.process!r}: give each job a MASTER_PORT of its own, or its "
+            "ranks the same EPRT_JOB"
+        )
+
+
+def job_name() -> str:
+    """What the launcher calls this job; "" where none says."""
+    return next((f"{name}={os.environ[name]}" for name in JOB_VARIABLES if os.environ.get(name)), "")
+
+
+def attempt() -> str:
+    """torchrun's restart number: its store outlives an attempt."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def boot_id() -> str:
+    """Of the running kernel: the same in all of its containers, different on any other host. "" where none says."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def ended(pid: int) -> bool:
+    """Whether a process of this host has ended (a zombie has)."""
+    state = _state(pid)
+    return state == "" or state in "ZX"
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process of this host is stopped (SIGSTOP, a debugger)."""
+    return _state(pid) in ("T", "t")
+
+
+def _state(pid: int) -> str:
+    """Its letter in /proc; "" if it is gone, "?" where that can't be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # the second: it went between open and read
+        return "" if Path("/proc/self/stat").exists() else "?"
+    except OSError:
+        return "?"
+
+
+def _space(kind: str) -> str:
+    link = Path(f"/proc/self/ns/{kind}")
+    return str(link.readlink()) if link.is_symlink() else ""
+
+
+def _compare(table: _Table, members: list[Member]) -> None:
+    for name in ("size", "eprt", "torch"):
+        values = [str(getattr(member, name)) for member in members]
+        if len(set(values)) > 1:
+            rows = "\n".join(f"{rank:4}  {value:16}  {members[rank]}" for rank, value in enumerate(values))
+            what = {"size": "the world's size", "eprt": "eprt's version", "torch": "torch's version"}[name]
+            message = f"the ranks disagree about {what}; start all of them alike:\nrank  {name:16}  process\n{rows}"
+            table.end(_Over("mismatch", (), message))
+
+
+def _listen(members: list[Member]) -> socket.socket:
+    """Loopback if nobody is elsewhere, else the address that gloo would use."""
+    alone = len({(member.boot, member.net) for member in members}) == 1
+    address = "127.0.0.1" if alone else own_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((address, 0))
+    listener.listen(len(members) + 16)
+    return listener
+
+
+def own_address() -> str:
+    """Of the interface that GLOO_SOCKET_IFNAME names, else of the one that leads to MASTER_ADDR, else of this host's
+    name."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            if interface:
+                packed = struct.pack("256s", interface.encode()[:15])
+                return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, packed)[20:24])
+            master = socket.gethostbyname(os.environ.get("MASTER_ADDR", ""))
+            if master and not ipaddress.ip_address(master).is_loopback:
+                probe.connect((master, 9))  # sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            logger.debug("no address by interface or MASTER_ADDR: %s", error)
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _offer(raw: bytes) -> tuple[tuple[str, int], str] | None:
+    match _record(raw):
+        case {"address": [str(host), int(port)], "nonce": str(nonce)} if nonce.isalnum() and 0 < port < 65536:
+            return (host, port), nonce
+        case _:
+            return None
+
+
+def _record(raw: bytes) -> dict[str, Any] | None:
+    if len(raw) > _MAX_RECORD_BYTES:
+        return None
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,290 @@
+"""No hang, no stranger, no silent wrong answer: what a World does when ranks or its store die, stop or lie."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fault_jobs as jobs
+import pytest
+import torch
+
+import eprt
+from eprt.config import MoEConfig
+from eprt.conformance.harness import WorldFailed, launch
+from eprt.errors import UsageError, one_block
+from eprt.world import values
+
+SLACK_S = 25.0  # a loaded machine starts four processes that import torch
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def survivors(failure: WorldFailed, lost: set[int]) -> set[tuple[str, int, str, str]]:
+    """What those that weren't lost raised; one element means that all say the same."""
+    raised = [report.raised for report in failure.reports if report.rank not in lost]
+    assert all(raised), str(failure)
+    return {(r.error, r.lost_rank, r.why, r.message) for r in raised}
+
+
+@pytest.mark.parametrize(
+    ("what", "victim", "why"),
+    [
+        ("stops", 0, "silent"),  # it serves the store
+        ("stops in torch's group", 0, "silent"),
+        ("dies in the meeting", 1, "exited"),
+        ("dies in torch's group", 2, "exited"),
+        ("dies in torch's group", 0, "exited"),
+        ("dies in the meshes", 1, "exited"),
+        ("dies in the control group", 2, "exited"),
+    ],
+)
+def test_one_verdict_while_ranks_meet_and_without_the_store(what: str, victim: int, why: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.meets_without_torchrun, 3, timeout_s=40.0, grace_s=6.0, port=free_port(), victim=victim, what=what)
+    assert time.monotonic() - start < jobs.LIMIT_S + 6.0 + SLACK_S
+    ((error, rank, found, message),) = survivors(failure.value, {victim})
+    assert (error, rank, found) == ("RankLost", victim, why), message
+
+
+@pytest.mark.parametrize("what", ["SIGSTOP", "SIGKILL"])
+def test_the_store_of_torchruns_agent_is_blamed_and_nobody_innocent(what: str) -> None:
+    serve = (
+        "import sys, time, torch.distributed as d\n"
+        "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "sys.stdout.write(f'{store.port}\\n')\nsys.stdout.flush()\ntime.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            with pytest.raises(WorldFailed) as failure:
+                launch(jobs.outlives_the_store, 3, timeout_s=40, grace_s=6, port=port, server=server.pid, what=what)
+        finally:
+            server.send_signal(signal.SIGKILL)
+    ((error, rank, why, message),) = survivors(failure.value, set())
+    assert (error, rank, why) == ("RankLost", -1, "store"), message
+
+
+def test_a_rank_that_goes_on_after_the_verdict_agrees_with_it() -> None:
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.is_stopped_and_goes_on, 4, timeout_s=40, grace_s=6, victim=0)
+    ((error, rank, why, message),) = survivors(failure.value, set())
+    assert (error, rank, why) == ("RankLost", 0, "silent"), message
+
+
+def test_all_that_are_lost_at_once_are_named() -> None:
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.two_die_at_once, 4, timeout_s=40, grace_s=4)
+    ((_, rank, why, message),) = survivors(failure.value, {1, 3})
+    assert (rank, why) == (1, "exited")
+    assert "rank 1 exited" in message
+    assert "rank 3 exited" in message
+
+
+def test_hosts_of_one_name_are_told_apart() -> None:
+    assert launch(jobs.two_of_one_name, 2) == ["healthy"] * 2
+
+
+def test_strangers_and_garbage_end_nothing() -> None:
+    assert launch(jobs.garbage_for_the_guard, 3) == ["None"] * 3
+
+
+def test_a_peers_words_reach_nobody_uncleaned_or_uncut() -> None:
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.a_verdict_with_control_characters, 2, timeout_s=40, grace_s=4)
+    ((_, rank, why, message),) = survivors(failure.value, {1})
+    assert (rank, why) == (1, "raised")
+    assert "\x1b" not in message
+    assert "\x07" not in message
+    assert len(message) < 5000
+
+
+WORLD = """
+import os, sys, torch
+from eprt.world import World
+with World.from_env("cpu", timeout_s={timeout}) as world:
+    total = world.gather_control(torch.tensor([world.rank]))
+    {then}
+    world.barrier()
+"""
+
+
+def process(rank: int, size: int, port: int, then: str = "pass", timeout: float = 3.0, **more: str) -> subprocess.Popen:
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "EPRT_JOB")}
+    environment |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
+    script = WORLD.format(timeout=timeout, then=then)
+    return subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(*processes: subprocess.Popen) -> list[tuple[int, str]]:
+    try:
+        return [(p.wait(60), p.stderr.read()) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+            p.communicate()
+
+
+def test_a_lost_rank_at_start_up_is_exit_code_75() -> None:
+    port = free_port()
+    found = finish(*(process(rank, 3, port) for rank in (0, 2)))
+    for code, said in found:
+        assert code == 75, said
+        assert "RankLost: ranks [1] of 3 didn't come within 3 s" in said
+
+
+def test_a_process_of_another_job_is_refused_and_named() -> None:
+    port = free_port()
+    first, second = (process(rank, 2, port, EPRT_JOB="mine", timeout=20.0) for rank in (0, 1))
+    time.sleep(0.1)
+    ours = finish(first, second)
+    assert [code for code, _ in ours] == [0, 0], ours
+    port = free_port()
+    rank_0 = process(0, 2, port, EPRT_JOB="mine", timeout=15.0)
+    while True:  # until it serves the store
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.1)
+    time.sleep(1.0)
+    stray = process(1, 2, port, EPRT_JOB="theirs")
+    ((code, said),) = finish(stray)
+    assert code != 0
+    assert "belongs to job 'EPRT_JOB=mine'" in said
+    assert finish(process(1, 2, port, EPRT_JOB="mine", timeout=15.0), rank_0)[1][0] == 0
+
+
+def test_a_second_process_of_one_rank_ends_the_world_on_all() -> None:
+    """No launcher says which job they are of, so nobody knows whose rank 1 is the right one."""
+    port = free_port()
+    forever = "import time; exec('while True: world.barrier(); time.sleep(0.05)')"
+    pair = [process(rank, 2, port, then=forever, timeout=20.0) for rank in (0, 1)]
+    time.sleep(6.0)
+    stray = process(1, 2, port, timeout=20.0)
+    (code, said), *ours = finish(stray, *pair)
+    assert code != 0
+    assert "two processes say that they are rank 1" in said
+    for ended, words in ours:
+        assert ended == 75, words
+        assert "two processes say that they are rank 1" in words
+
+
+def test_a_store_for_one_host_listens_on_loopback_only() -> None:
+    port = free_port()
+    address = socket.gethostbyname(socket.gethostname())
+    first = process(0, 2, port, timeout=20.0)
+    second = process(1, 2, port, timeout=20.0, then="import time; time.sleep(4)")
+    reached = set()
+    until = time.monotonic() + 15
+    while time.monotonic() < until and first.poll() is None:
+        for host in ("127.0.0.1", "::1", address):
+            try:
+                socket.create_connection((host, port), 0.2).close()
+                reached.add(host)
+            except OSError:
+                pass
+        time.sleep(0.2)
+    assert [code for code, _ in finish(first, second)] == [0, 0]
+    assert "127.0.0.1" in reached
+    assert address.startswith("127.") or address not in reached
+
+
+# ---- values between ranks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -3,
+        2.5,
+        "é\n",
+        b"\0\xff",
+        [1, [2, ()]],
+        (1, "a", None),
+        {"a": {1: (2,)}},
+        torch.bfloat16,
+        MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=8),
+    ],
+)
+def test_values_travel(value: object) -> None:
+    found = values.unpack(values.pack(value))
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_tensors_travel(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.ones(shape).to(dtype)
+    found = values.unpack(values.pack(value))
+    assert (found.dtype, found.shape) == (dtype, value.shape)
+    assert torch.equal(found, value)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x80\x04K\x05.",
+        b"[" * 100_000,
+        b'{"dataclass": ["subprocess", "Popen", {"args": "true"}]}',
+        b'{"dataclass": ["eprt.world", "os.system", {}]}',
+        b'{"dataclass": ["eprt.config", "MoEConfig", {"num_experts": -1}]}',
+        b'{"tensor": ["float32", [1000000], "AAAA"]}',
+        b'{"tensor": ["load", [1], "AAAA"]}',
+        b'{"eval": "1"}',
+        b'{"a": 1, "b": 2}',
+        b"",
+    ],
+)
+def test_bytes_that_are_no_value_are_refused(raw: bytes) -> None:
+    with pytest.raises(UsageError, match="can't be read"):
+        values.unpack(raw)
+
+
+def test_what_does_not_travel_is_said_before() -> None:
+    with pytest.raises(UsageError, match=r"subprocess\.Popen doesn't travel|builtins\.object doesn't travel"):
+        values.pack([object()])
+
+
+def test_nothing_that_can_run_code_travels_or_is_loaded() -> None:
+    """pickle stays inside one machine's own files (the harness hands jobs to processes it started itself)."""
+    forbidden = re.compile(
+        r"^\s*(?:import|from) pickle|pickle\.|torch\.load\(|\beval\(|_object(?:s|_list)?\(|\bexec\(", re.MULTILINE
+    )
+    root = Path(eprt.__file__).parent
+    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if forbidden.search(path.read_text())}
+    allowed = {"conformance/harness.py", "conformance/rank_process.py"}
+    assert {name for name in found if not _only_modes(root / name, forbidden)} == allowed
+
+
+def _only_modes(path: Path, forbidden: re.Pattern[str]) -> bool:
+    """`module.eval()` sets a mode, `ctypes.py_object(...)` and the like are no collectives."""
+    harmless = re.compile(r"\.eval\(\)|py_object\(")
+    return all(harmless.search(line) for line in path.read_text().splitlines() if forbidden.search(line))
+
+
+def test_one_block_cleans_and_cuts() -> None:
+    assert one_block("a\x1b[2Jb\r\nc") == "a?[2Jb?\nc"
+    assert len(one_block("x" * 10**6, 100)) == 100
