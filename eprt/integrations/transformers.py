@@ -23,7 +23,8 @@ from eprt.config import RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError
 from eprt.layer import ExpertParallelMoE
 from eprt.models import build_layer, family_for, load_layer
-from eprt.models.checkpoint import DTYPE_NAMES, Checkpoint, Index, TensorInfo, load_on_all_ranks
+from eprt.models.checkpoint import Checkpoint, TensorInfo, load_on_all_ranks
+from eprt.models.shards import DTYPE_NAMES, Index, require_finite
 from eprt.world import World
 
 
@@ -123,7 +124,8 @@ class _ModelTensors(Checkpoint):
         self.directory = Path(type(model).__name__)
         self.config = _config_of(model)
         self.bytes_read = 0
-        self._handles = {}
+        self.touched = set()
+        self._shards = {}
         self._tensors: dict[str, torch.Tensor] = dict(model.state_dict())
         unreadable = [name for name, tensor in self._tensors.items() if tensor.dtype not in DTYPE_NAMES]
         for name in unreadable:
@@ -156,4 +158,12 @@ class _ModelTensors(Checkpoint):
             raise CheckpointError(f"{where} has dtype {info.dtype}: expected {' or '.join(allowed)}")
         view = self._tensors[name][index or (...,)]
         self.bytes_read += view.numel() * view.element_size()
-        return view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self.touched.add(name)
+        found = view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        require_finite(found, where)
+        return found
+
+    def sample(self, name: str, size: int = 64) -> bytes:
+        """The first bytes of a tensor."""
+        head = self._tensors[name].detach().flatten()[:size].cpu()
+        return head.view(torch.uint8).numpy().tobytes()[:size]

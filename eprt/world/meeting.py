@@ -1,8 +1,8 @@
 """How the ranks of a World find each other in a store: who is there, under which key, and where each listens.
 
 Every wait is bounded and ends on all ranks in the same words: what goes wrong is written to the store once, and all
-that still wait read it. The names of keys hold the job's identity, so a process of another job that shares the port is told
-so, and a number that rank 0 draws, which only those that met know.
+that still wait read it. The names of keys hold the job's identity, so a process of another job that shares the port
+is told so, and a number that rank 0 draws, which only those that met know.
 """
 
 from __future__ import annotations
@@ -169,13 +169,15 @@ class _Table:
             return bounded(call, self._silent_s)
         except TimeoutError as error:
             message = f"the control store gave no answer for {self._silent_s:g} s: {self._host} is stopped or cut off"
-            raise self._store_lost(message) from error
+            raise self._store_lost(message, "silent") from error
         except dist.DistNetworkError as error:
-            raise self._store_lost(f"the control store is gone while ranks met: {self._host} ended") from error
+            raise self._store_lost(
+                f"the control store is gone while ranks met: {self._host} ended", "exited"
+            ) from error
 
-    def _store_lost(self, message: str) -> RankLost:
+    def _store_lost(self, message: str, why: str) -> RankLost:
         rank = 0 if self._host == "rank 0" else -1
-        return RankLost(f"{message}. Restart the job.", rank, "store" if rank < 0 else "silent")
+        return RankLost(f"{message}. Restart the job.", rank, "store" if rank < 0 else why)
 
     def sit_down(self, me: Member) -> None:
         """Take this rank's seat in the first meeting that this process hasn't been to."""
@@ -225,6 +227,13 @@ class _Table:
             time.sleep(_LOOK_S)
         self.raise_if_over()
         return [bytes(self.ask(lambda name=name: self.store.get(name))) for name in names]
+
+    def leave(self) -> None:
+        """Whoever serves the store stays until all have read what they need of it."""
+        if self._host == f"rank {self.rank}":
+            self.all("read", "")
+        else:
+            self.ask(lambda: self.store.set(f"read/{self.rank}", ""))
 
     def end(self, over: _Over) -> NoReturn:
         """Write that it is over, and raise what stands there: another rank may have been first."""
@@ -302,6 +311,7 @@ def meet(
             table.end(_Over("foreign", (peer,), f"the store's offer of rank {peer} was overwritten by a stranger"))
         addresses.append(found[0])
         nonce = nonce or found[1]  # rank 0's
+    table.leave()
     key = hashlib.sha256(f"{job}\0{nonce}".encode()).digest()
     return Meeting(rank, members, addresses, listener, nonce, key, dist.PrefixStore(nonce, table.store), table.store)
 
