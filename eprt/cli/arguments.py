@@ -78,8 +78,14 @@ class Doctor:
 
     run: bool = False
     """Also run the conformance cases here: gloo ranks on the CPU, and all GPUs if there are any."""
+    faults: bool = False
+    """Also break ranks on purpose (kill, stop, raise, leave, skip, sleep) and time the others' verdicts."""
+    trials: int = 20
+    """How many cells of the fault matrix --faults runs; about 5 s each."""
     world: int = 4
-    """CPU ranks of --run."""
+    """CPU ranks of --run and --faults."""
+    output: Path | None = None
+    """Also write the trials of --faults as JSON to this file."""
     json: bool = False
     """Print one JSON object instead of tables."""
 

@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -134,6 +135,11 @@ class WorldPool:
         """Process ids in rank order; empty while no world is up."""
         return [rank.process.pid or 0 for rank in self._ranks]
 
+    @property
+    def folder(self) -> Path | None:
+        """Logs, jobs and results while a world is up."""
+        return None if self._folder is None else Path(self._folder.name)
+
     def run(self, function: Callable[..., Any], *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """`function(context, **kwargs)` on every rank at once; the results in rank order.
 
@@ -188,8 +194,13 @@ class WorldPool:
         """Start the ranks; the world's folder."""
         from torch.distributed import TCPStore
 
-        # The parent owns the store, so its port is taken before any rank is told of it: no race for free ports.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # The parent owns the store, so its port is taken before any rank is told of it: no race for free ports. torch
+        # would listen on every interface.
+        listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, self.size))
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         self._folder = tempfile.TemporaryDirectory(prefix="eprt-world-")
         folder = Path(self._folder.name)
         for rank in range(self.size):

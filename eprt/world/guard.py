@@ -196,6 +196,17 @@ class Guard:
         if not self._ending and os.getpid() == self._pid:
             self._ending = one_block(ending, _MAX_WORDS)
             self._on_loop(self._beat)
+            self._tell_the_unconnected()
+
+    def _tell_the_unconnected(self) -> None:
+        """A rank that goes while others are still connecting: they must hear why, too."""
+        deadline = time.monotonic() + ENDED_GRACE_S
+        while self._thread.is_alive() and time.monotonic() < deadline and self._verdict is None:
+            missing = [r for r, p in self._peers.items() if r not in self._links and not p.closed and not self._gone(r)]
+            if not missing:
+                self._on_loop(self._beat)
+                return
+            time.sleep(BEAT_S / 10)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Stop the threads.

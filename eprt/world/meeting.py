@@ -18,6 +18,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -235,6 +236,15 @@ class _Table:
         else:
             self.ask(lambda: self.store.set(f"read/{self.rank}", ""))
 
+    def excuse(self, error: BaseException) -> None:
+        """Tell the others why this rank goes, if the store can still be asked."""
+        words = (
+            f"rank {self.rank} raised: {type(error).__name__}: {error}; others were still to meet it. Restart the job."
+        )
+        over = _Over("raised", (self.rank,), one_block(words))
+        with suppress(EprtError, RuntimeError, OSError):
+            self.ask(lambda: self.store.compare_set(OVER, "", json.dumps(asdict(over))))
+
     def end(self, over: _Over) -> NoReturn:
         """Write that it is over, and raise what stands there: another rank may have been first."""
         over = replace(over, message=one_block(over.message))
@@ -291,8 +301,17 @@ def meet(
     """
     base = dist.PrefixStore(f"eprt/{_digest(job)}/attempt_{attempt()}/{label}", store)
     table = _Table(base, rank, size, timeout_s, silent_s, host)
-    me = Member.here(size)
-    table.sit_down(me)
+    table.sit_down(Member.here(size))
+    try:
+        return _hold(table, rank, job)
+    except EprtError:
+        raise
+    except BaseException as error:
+        table.excuse(error)
+        raise
+
+
+def _hold(table: _Table, rank: int, job: str) -> Meeting:
     members: list[Member] = []
     for peer, raw in enumerate(table.all("member", None)):
         member = Member.parse(raw)

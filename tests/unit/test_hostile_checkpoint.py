@@ -57,7 +57,7 @@ HOSTILE = [
 def mutate(folder: Path, dice: random.Random) -> None:
     """One thing, or a few, in one of the files."""
     for _ in range(dice.choice((1, 1, 1, 2, 4))):
-        with suppress(FileNotFoundError, StopIteration):  # an earlier mutation removed it
+        with suppress(FileNotFoundError, IndexError):  # an earlier mutation removed it
             dice.choice((_json_value, _json_text, _header_value, _payload, _cut, _extra))(folder, dice)
 
 
