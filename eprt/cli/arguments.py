@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import subcommand
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
-STDOUT = Path("-")
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,10 @@ class BenchLayer:
     """How tokens travel."""
     executor: str = "auto"
     """What computes the experts."""
-    json: Path | None = None
-    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    output: Path | None = None
+    """Also write the result as JSON to this file."""
     plot: Path | None = None
     """Write a plot (PNG, SVG) to this file; needs matplotlib."""
 
@@ -130,8 +132,10 @@ class BenchDispatch:
     """Only these dispatchers and peers; all that work here if none is named."""
     payload: Literal["bf16", "fp8_block"] = "bf16"
     """What travels to the experts."""
-    json: Path | None = None
-    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    output: Path | None = None
+    """Also write the result as JSON to this file."""
     plot: Path | None = None
     """Write a plot (PNG, SVG) to this file; needs matplotlib."""
 
@@ -146,8 +150,10 @@ class BenchExperts:
     """Only these layers (gpt-oss-120b, ...); all if none is named."""
     executors: tuple[str, ...] = ()
     """Only these executors; all that work here if none is named."""
-    json: Path | None = None
-    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    output: Path | None = None
+    """Also write the result as JSON to this file."""
     plot: Path | None = None
     """Write a plot (PNG, SVG) to this file; needs matplotlib."""
 
@@ -162,8 +168,10 @@ class BenchExchange:
     """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
     rounds: int = 1000
     """Exchanges of each kind."""
-    json: Path | None = None
-    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    output: Path | None = None
+    """Also write the result as JSON to this file."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +182,10 @@ class BenchRouter:
     """Tokens of this rank."""
     shapes: tuple[str, ...] = ()
     """Only these routers (gpt-oss-120b, ...); all if none is named."""
-    json: Path | None = None
-    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    output: Path | None = None
+    """Also write the result as JSON to this file."""
     plot: Path | None = None
     """Write a plot (PNG, SVG) to this file; needs matplotlib."""
 
@@ -194,7 +204,15 @@ class Bench:
 
 
 Command = Run | Explain | Doctor | BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange
-_Parsed = (
+_COMMANDS: dict[str, type[Any]] = {"run": Run, "explain": Explain, "doctor": Doctor}
+_BENCHES: dict[str, type[Any]] = {
+    "layer": BenchLayer,
+    "dispatch": BenchDispatch,
+    "experts": BenchExperts,
+    "router": BenchRouter,
+    "exchange": BenchExchange,
+}
+_All = (
     Annotated[Run, subcommand("run")]
     | Annotated[Explain, subcommand("explain")]
     | Annotated[Doctor, subcommand("doctor")]
@@ -203,12 +221,30 @@ _Parsed = (
 
 
 def parse(arguments: Sequence[str] | None = None) -> Command:
-    """The command that `arguments` (default: the process's own) ask for. Prints help or an error and exits."""
-    parsed: Run | Explain | Doctor | Bench = tyro.cli(
-        _Parsed,
-        prog="eprt",
-        description="Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed.",
-        args=arguments,
+    """The command that `arguments` (default: the process's own) ask for. Prints help, version or an error and exits."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words == ["--version"]:
+        from eprt import __version__
+
+        sys.stdout.write(f"eprt {__version__}\n")
+        raise SystemExit(0)
+    # A command that is named is parsed by itself, so that an unknown flag is answered with that command's own.
+    match words:
+        case [name, *rest] if name in _COMMANDS:
+            return _parse(_COMMANDS[name], f"eprt {name}", rest)
+        case ["bench", name, *rest] if name in _BENCHES:
+            return _parse(_BENCHES[name], f"eprt bench {name}", rest)
+        case _:
+            parsed: Run | Explain | Doctor | Bench = _parse(_All, "eprt", words)
+            return parsed.what if isinstance(parsed, Bench) else parsed
+
+
+def _parse(kind: Any, prog: str, words: list[str]) -> Any:
+    about = "Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed."
+    return tyro.cli(
+        kind,
+        prog=prog,
+        description=about if prog == "eprt" else None,
+        args=words,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
     )
-    return parsed.what if isinstance(parsed, Bench) else parsed

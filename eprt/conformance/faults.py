@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ import torch
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.harness import RankContext, RankReport, WorldFailed, WorldPool
+from eprt.conformance.scratch import Scratch
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import EprtError
 from eprt.layer import ExpertParallelMoE
@@ -198,8 +198,8 @@ def trials(world: int, device: str = "cpu", count: int | None = None, seed: int 
 def run_trial(trial: Trial) -> Result:
     """One trial in a world of its own."""
     before = _footprint()
-    with tempfile.TemporaryDirectory(prefix="eprt-faults-") as folder:
-        stamp = Path(folder) / "fault"
+    with Scratch("faults") as folder:
+        stamp = folder / "fault"
         # Wide enough that a survivor that hangs is seen to: the pool ends it then.
         grace_s = trial.limit_s + 2.0
         pids: list[int] = []

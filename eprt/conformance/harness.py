@@ -23,7 +23,6 @@ import pickle
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -35,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from eprt.conformance.autopsy import RankReport, WorldFailed, read_stack, state_of, tail
 from eprt.conformance.rank_process import Raised, RankContext, RankSetup, close_worlds, serve
+from eprt.conformance.scratch import Scratch
 from eprt.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class WorldPool:
         self._environment = environment or {}
         self._ranks: list[_Rank] = []
         self._store: TCPStore | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Scratch | None = None
         self._jobs = 0
 
     @property
@@ -138,7 +138,7 @@ class WorldPool:
     @property
     def folder(self) -> Path | None:
         """Logs, jobs and results while a world is up."""
-        return None if self._folder is None else Path(self._folder.name)
+        return None if self._folder is None else self._folder.path
 
     def run(self, function: Callable[..., Any], *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """`function(context, **kwargs)` on every rank at once; the results in rank order.
@@ -201,8 +201,8 @@ class WorldPool:
         self._store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self._folder = tempfile.TemporaryDirectory(prefix="eprt-world-")
-        folder = Path(self._folder.name)
+        self._folder = Scratch("world")
+        folder = self._folder.path
         for rank in range(self.size):
             environment = {
                 "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
@@ -223,7 +223,7 @@ class WorldPool:
 
     def _watch(self, arguments: bytes, timeout_s: float) -> list[Any]:
         started = time.monotonic()
-        folder = self._start() if self._folder is None else Path(self._folder.name)
+        folder = self._start() if self._folder is None else self._folder.path
         self._jobs += 1
         name = f"job{self._jobs}"
         (folder / name).write_bytes(pickle.dumps((sys.path, arguments)))
@@ -286,7 +286,7 @@ class WorldPool:
         self._ranks = []
         self._store = None
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
             self._folder = None
 
 

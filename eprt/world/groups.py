@@ -19,6 +19,8 @@ from eprt.world.guard import Guard
 from eprt.world.meeting import Meeting, boot_id, claim_store, job_name, meet
 
 SILENT_AFTER_S = 10.0
+# What srun and the usual mpiruns tell their tasks; a batch script or an interactive shell has none of them above 1.
+_TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def place() -> tuple[int, int]:
@@ -39,8 +41,21 @@ def place() -> tuple[int, int]:
 
 
 def joins_torchrun() -> bool:
-    """Whether torchrun, or something like it, says that this process is one of a world's ranks."""
-    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    """Whether torchrun, or something like it, says that this process is one of a world's ranks.
+
+    Raises ConfigError where srun or mpirun started several processes that nothing told of each other: each would be a
+    world of its own.
+    """
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return True
+    for name in _TASK_COUNTS:
+        if (count := os.environ.get(name, "")).isdigit() and int(count) > 1:
+            raise ConfigError(
+                f"{name}={count}, but no WORLD_SIZE: {count} processes were started side by side and don't know each "
+                "other; start torchrun in each node's task (launch/slurm.sbatch), or set RANK, WORLD_SIZE, LOCAL_RANK, "
+                "MASTER_ADDR and MASTER_PORT"
+            )
+    return False
 
 
 def hosts_store(rank: int) -> bool:
