@@ -258,7 +258,6 @@ def _job(context: RankContext, trial: Trial, stamp: str) -> None:
     world = context.world(timeout_s=TIMEOUT_S)
     layer, weights = _layer(world, trial.dispatcher)
     for step in range(STEPS):
-        world.step = step
         here = victim and step == FAULT_STEP
         if here and trial.moment in STEP[1:]:
             layer.observe = lambda phase: _at(phase == trial.moment, act)
@@ -286,7 +285,8 @@ def _run_step(world: World, layer: ExpertParallelMoE, weights: tuple[torch.Tenso
     scores = torch.rand(tokens, _CONFIG.num_experts, generator=generator)
     shares, ids = scores.topk(_CONFIG.top_k, dim=1)
     topk = TopK(ids.to(world.device, torch.int32), shares.to(world.device))
-    found = layer(hidden.to(world.device), topk).cpu()
+    with world.step(tokens, number=step):
+        found = layer(hidden.to(world.device), topk).cpu()
     expected = torch.zeros_like(hidden)
     gate_up, down = weights
     for token in range(tokens):

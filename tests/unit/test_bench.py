@@ -242,7 +242,7 @@ def test_bench_layer_on_cpu(tmp_path, capsys) -> None:
 def test_bench_exchange_on_cpu(tmp_path, capsys) -> None:
     result = tmp_path / "exchange.json"
     words = ["bench", "exchange", "--world", "2", "--device", "cpu", "--rounds", "40"]
-    assert main([*words, "--json", str(result)]) == 0
+    assert main([*words, "--output", str(result)]) == 0
     rows = {row["exchange"]: row for row in json.loads(result.read_text())["rows"]}
     assert set(rows) == {"gloo", "shared", "step"}
     assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows.values())
