@@ -310,6 +310,43 @@ def _layer(world: World, dispatcher: str) -> tuple[ExpertParallelMoE, tuple[torc
     return ExpertParallelMoE(_CONFIG, world, experts, runtime=runtime), (gate_up, down)
 
 
+@dataclass(frozen=True)
+class Growth:
+    """What one rank's process held at a step of a soak.
+
+    Attributes:
+        resident_mb: of memory; descriptors, threads: how many.
+        seconds: since the first step.
+    """
+
+    step: int
+    resident_mb: float
+    descriptors: int
+    threads: int
+    seconds: float
+
+
+def soak(context: RankContext, dispatcher: str, steps: int, looks: int = 10) -> list[Growth]:
+    """A job: many steps, idle ranks included, every output held to the formula. What the process held meanwhile.
+
+    Raises:
+        WrongOutput: at the first step whose numbers aren't right.
+    """
+    world = context.world()
+    layer, weights = _layer(world, dispatcher)
+    found: list[Growth] = []
+    start = time.monotonic()
+    for step in range(steps):
+        _run_step(world, layer, weights, step)
+        if step % max(1, steps // looks) == 0 or step == steps - 1:
+            status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+            resident = int(status["VmRSS"].split()[0]) / 1024
+            descriptors = len(os.listdir("/proc/self/fd"))
+            found.append(Growth(step, resident, descriptors, int(status["Threads"]), time.monotonic() - start))
+    layer.close()
+    return found
+
+
 def _footprint() -> set[str]:
     """Shared memory by names that our libraries give."""
     patterns = ("eprt*", "torch_*", "nccl*", "nvshmem*")

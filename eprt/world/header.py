@@ -73,9 +73,8 @@ class Header:
 
     @classmethod
     def decode(cls, row: Sequence[int]) -> Header:
-        magic, _, generation, step, operation, layer, call, agreed, dtype, fingerprint, num_words, tokens, group = row[
-            :13
-        ]
+        magic, _, generation, step, operation, layer, call, agreed, dtype, fingerprint, num_words, *rest = row
+        tokens, group = rest[:2]
         return cls(
             operation=_OPERATIONS[operation],
             layer=layer,

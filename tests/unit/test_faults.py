@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-import fault_jobs as jobs
 import pytest
 import torch
+from support.jobs import fault_jobs as jobs
 
 import eprt
 from eprt.config import MoEConfig
