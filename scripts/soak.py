@@ -42,8 +42,8 @@ def main() -> int:
     ok = all(found <= limit for found, limit in zip(grew, (MORE_MB, MORE_DESCRIPTORS, MORE_THREADS), strict=True))
     sys.stdout.write(
         f"{'PASS' if ok else 'FAIL'}: {arguments.steps} steps on {arguments.world} gloo ranks by "
-        f"{arguments.dispatcher} in {worst['seconds']:.0f} s, every output right; most growth of a rank after the first tenth: "
-        f"{grew[0]:.1f} MB, {grew[1]} descriptors, {grew[2]} threads\n"
+        f"{arguments.dispatcher} in {worst['seconds']:.0f} s, every output right; most growth of a rank after the "
+        f"first tenth: {grew[0]:.1f} MB, {grew[1]} descriptors, {grew[2]} threads\n"
     )
     return 0 if ok else 1
 

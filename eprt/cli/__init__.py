@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse and run one command; the exit code."""
     from eprt.cli.arguments import parse
 
-    if sys.stdout is None or sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison] - closed by the caller
+    if sys.stdout is None or sys.stderr is None:  # closed by the caller
         return _nowhere_to_write()
     show_everything()
     try:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _nowhere_to_write() -> int:
-    if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]
+    if sys.stderr is not None:
         sys.stderr.write("eprt: standard output is closed: there is nowhere to write the result\n")
     return NO_OUTPUT
 

@@ -248,12 +248,13 @@ def _job(context: RankContext, trial: Trial, stamp: str) -> None:
     fault = FAULTS[trial.fault]
     victim = context.rank == trial.rank
 
-    def act() -> None:
+    def act(*_: Any) -> None:
         Path(stamp).write_text(str(time.monotonic()))
         fault.act()
 
     if victim and trial.moment in START_UP:
-        with mock.patch(START_UP[trial.moment], side_effect=lambda *_: act()):
+        where = START_UP[trial.moment]
+        with mock.patch(where, side_effect=act):
             context.world(timeout_s=TIMEOUT_S)
     world = context.world(timeout_s=TIMEOUT_S)
     layer, weights = _layer(world, trial.dispatcher)

@@ -86,15 +86,14 @@ class Member:
     @classmethod
     def parse(cls, raw: bytes) -> Member | None:
         """None if these bytes are no such record."""
-        found = _record(raw)
-        if found is None or found.keys() != {field.name for field in fields(cls)}:
+        found = _record(raw) or {}
+        pid, size = found.pop("pid", None), found.pop("size", None)
+        names = {field.name for field in fields(cls)} - {"pid", "size"}
+        if found.keys() != names or type(pid) is not int or type(size) is not int:
             return None
-        numbers = {"pid", "size"}
-        if any(type(value) is not (int if name in numbers else str) for name, value in found.items()):
+        if not all(isinstance(value, str) for value in found.values()):
             return None
-        return cls(
-            **{name: one_block(value, 200) if isinstance(value, str) else value for name, value in found.items()}
-        )
+        return cls(pid=pid, size=size, **{name: one_block(value, 200) for name, value in found.items()})
 
     @property
     def home(self) -> tuple[str, str, str]:

@@ -17,9 +17,10 @@ from support.jobs import fault_jobs as jobs
 
 import eprt
 from eprt.config import MoEConfig
+from eprt.conformance import faults
 from eprt.conformance.harness import WorldFailed, launch
 from eprt.errors import UsageError, one_block
-from eprt.world import values
+from eprt.world import guard, values
 
 SLACK_S = 25.0  # a loaded machine starts four processes that import torch
 
@@ -290,3 +291,69 @@ def _only_modes(path: Path, forbidden: re.Pattern[str]) -> bool:
 def test_one_block_cleans_and_cuts() -> None:
     assert one_block("a\x1b[2Jb\r\nc") == "a?[2Jb?\nc"
     assert len(one_block("x" * 10**6, 100)) == 100
+
+
+# ---- the promises of docs/limits_and_errors.md -----------------------------------------------------------------------
+
+PROMISE = re.compile(r"^\| .* \| `(\w+)` \| (?:about )?(at once|[\d.]+ s|the World's timeout)", re.MULTILINE)
+
+
+def promises() -> dict[str, float]:
+    """Seconds by `RankLost.why`, in a World of `faults.TIMEOUT_S`; the largest where a why has two rows."""
+    page = (Path(__file__).parents[2] / "docs/limits_and_errors.md").read_text()
+    found: dict[str, float] = {}
+    for why, words in PROMISE.findall(page):
+        named = faults.TIMEOUT_S if "timeout" in words else float(words.removesuffix(" s").replace("at once", "0"))
+        shorter = faults.TIMEOUT_S / 2 + 1 if why in ("silent", "store") and named >= 10 else named
+        found[why] = max(found.get(why, 0.0), shorter)
+    return found
+
+
+def test_the_table_of_promises_is_the_guards() -> None:
+    assert set(promises()) == set(guard._WHY)
+    for fault in faults.FAULTS.values():
+        if fault.why != "mismatch":
+            assert promises()[fault.why] <= fault.limit_s <= promises()[fault.why] + 1.0, fault.name
+    documented = eprt.RankLost.__doc__ or ""
+    assert all(f"`{why}`" in documented for why in guard._WHY)
+
+
+TRIALS = faults.trials(4, count=20)
+
+
+def test_a_short_run_is_spread_over_the_matrix() -> None:
+    assert {trial.fault for trial in TRIALS} == set(faults.FAULTS)
+    assert {trial.dispatcher for trial in TRIALS} == {"none", "torch"}
+    assert {trial.rank for trial in TRIALS} == {0, 1, 2, 3}
+    assert len({trial.moment for trial in faults.trials(4)}) == 7
+    assert len(faults.trials(4, count=500)) == 500
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda t: f"{t.fault}-{t.moment}-{t.rank}-{t.dispatcher}")
+def test_what_the_survivors_say_is_as_promised(trial: faults.Trial) -> None:
+    result = faults.run_trial(trial)
+    assert result.culprit, result
+    assert not result.wrong, result
+    assert not result.leftovers, result
+    assert result.seconds is not None, result
+    assert result.seconds < result.trial.limit_s + SLACK_S, result
+
+
+def test_the_matrix_sees_wrong_numbers() -> None:
+    """Experts that are off by a little are found by the formula, in one process."""
+    from eprt.world import World
+
+    with World.from_env("cpu") as world:
+        layer, weights = faults._layer(world, "none")
+        faults._run_step(world, layer, weights, 1)
+        with pytest.raises(faults.WrongOutput, match="step 2, rank 0"):
+            faults._run_step(world, layer, (weights[0], 1.001 * weights[1]), 2)
+
+
+def test_a_soak_counts_what_the_process_holds() -> None:
+    (seen, *others) = launch(faults.soak, 2, dispatcher="torch", steps=20)
+    assert len(others) == 1
+    assert [look.step for look in seen] == [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 19]
+    assert seen[-1].descriptors == seen[2].descriptors
+    assert seen[-1].threads == seen[2].threads
+    assert 0 < seen[-1].resident_mb < 10_000
