@@ -39,7 +39,10 @@ SILENT_S = TIMEOUT_S / 2
 STEPS, FAULT_STEP = 12, 5
 SLACK_S = 3.0  # a loaded machine schedules four processes on two cores
 TOLERANCE = 1e-4  # float32 on both sides, summed in another order
-_CONFIG = MoEConfig(num_experts=8, top_k=2, hidden_size=32, intermediate_size=16, weight_format="f32")
+
+
+def _config(world_size: int) -> MoEConfig:
+    return MoEConfig(num_experts=2 * world_size, top_k=2, hidden_size=32, intermediate_size=16, weight_format="f32")
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,9 @@ def trials(world: int, device: str = "cpu", count: int | None = None, seed: int 
     """
     where = Device.of(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
     parallel = ParallelConfig(world)
-    names = [name for name, spec in DISPATCHERS.items() if spec.supports(_CONFIG, parallel, RuntimeConfig(), where)]
+    names = [
+        name for name, spec in DISPATCHERS.items() if spec.supports(_config(world), parallel, RuntimeConfig(), where)
+    ]
     cells = [
         Trial(fault, moment, rank, name, world, device)
         for fault, moment, rank, name in itertools.product(FAULTS, (*START_UP, *STEP), range(world), names)
@@ -280,11 +285,12 @@ def _at(here: bool, act: Callable[[], None]) -> Iterator[None]:
 
 def _run_step(world: World, layer: ExpertParallelMoE, weights: tuple[torch.Tensor, torch.Tensor], step: int) -> None:
     """One call, its output held to the formula."""
+    config = _config(world.size)
     generator = torch.Generator().manual_seed(1000 * step + world.rank)
     tokens = (step + world.rank) % 4  # idle ranks, too
-    hidden = torch.randn(tokens, _CONFIG.hidden_size, generator=generator)
-    scores = torch.rand(tokens, _CONFIG.num_experts, generator=generator)
-    shares, ids = scores.topk(_CONFIG.top_k, dim=1)
+    hidden = torch.randn(tokens, config.hidden_size, generator=generator)
+    scores = torch.rand(tokens, config.num_experts, generator=generator)
+    shares, ids = scores.topk(config.top_k, dim=1)
     topk = TopK(ids.to(world.device, torch.int32), shares.to(world.device))
     with world.step(tokens, number=step):
         found = layer(hidden.to(world.device), topk).cpu()
@@ -300,15 +306,16 @@ def _run_step(world: World, layer: ExpertParallelMoE, weights: tuple[torch.Tenso
 
 def _layer(world: World, dispatcher: str) -> tuple[ExpertParallelMoE, tuple[torch.Tensor, torch.Tensor]]:
     """A layer of random float32 experts, and all of them."""
+    config = _config(world.size)
     generator = torch.Generator().manual_seed(7)
-    E, H, I = _CONFIG.num_experts, _CONFIG.hidden_size, _CONFIG.intermediate_size
+    E, H, I = config.num_experts, config.hidden_size, config.intermediate_size
     gate_up = torch.randn(E, 2 * I, H, generator=generator)
     down = torch.randn(E, H, I, generator=generator)
     shard = ExpertPlacement(E, world.parallel).shard(world.rank)
     own = slice(shard.first_expert, shard.end_expert)
     experts = ExpertWeights(Dense(gate_up[own].to(world.device)), Dense(down[own].to(world.device)))
     runtime = RuntimeConfig(dispatcher=dispatcher, executor="reference", max_tokens_per_rank=8)
-    return ExpertParallelMoE(_CONFIG, world, experts, runtime=runtime), (gate_up, down)
+    return ExpertParallelMoE(config, world, experts, runtime=runtime), (gate_up, down)
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,17 @@ def test_a_store_for_one_host_listens_on_loopback_only() -> None:
     assert address.startswith("127.") or address not in reached
 
 
+def test_combine_twice_on_one_rank_leaves_nobody_out_of_step() -> None:
+    said = "UsageError: combine on a handle that is already combined: dispatch again for a new one"
+    assert launch(jobs.combines_twice_on_one_rank, 3) == [["right"], [said, "right"], ["right"]]
+
+
+def test_nested_tokens_are_refused_on_all_ranks() -> None:
+    for found in launch(jobs.nested_tokens, 2):
+        assert len(found) == 4
+        assert all(words.startswith("InputError: rank 1: hidden_states is a nested tensor") for words in found)
+
+
 # ---- values between ranks -------------------------------------------------------------------------------------------
 
 

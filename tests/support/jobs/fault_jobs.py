@@ -8,8 +8,10 @@ import socket
 import time
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
+from eprt.errors import EprtError
 from eprt.world import World
 
 LIMIT_S = 3.0  # of the Worlds here: half of it is the silent limit
@@ -124,3 +126,48 @@ def _step_until_lost(world: World) -> str:
         world.barrier()
         time.sleep(0.01)
     return "nothing was raised"
+
+
+def combines_twice_on_one_rank(context) -> list[object]:
+    """Rank 1 alone combines once more, and the others go on: nobody is one exchange out of step afterwards."""
+    from eprt.conformance import faults
+    from eprt.tokens import TopK
+
+    world = context.world(timeout_s=20)
+    layer, weights = faults._layer(world, "torch")
+    hidden, topk = torch.ones(2, 32), TopK(torch.tensor([[0, 4], [1, 5]], dtype=torch.int32), torch.ones(2, 2))
+    sent = layer.dispatcher.dispatch(hidden, topk)
+    output = layer.executor(sent.tokens)
+    layer.dispatcher.combine(output, sent.handle)
+    found: list[object] = []
+    if context.rank == 1:
+        try:
+            layer.dispatcher.combine(output, sent.handle)
+        except EprtError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    for step in range(4):
+        faults._run_step(world, layer, weights, step)
+    layer.close()
+    return [*found, "right"]
+
+
+def nested_tokens(context) -> list[str]:
+    from eprt.conformance import faults
+    from eprt.tokens import TopK
+
+    world = context.world(timeout_s=20)
+    layer, weights = faults._layer(world, "torch")
+    topk = TopK(torch.tensor([[0, 4], [1, 5]], dtype=torch.int32), torch.ones(2, 2))
+    nested = [
+        torch.nested.nested_tensor([torch.ones(1, 32)] * 2, layout=kind) for kind in (torch.strided, torch.jagged)
+    ]
+    found: list[str] = []
+    for hidden in nested:
+        for call in (layer, layer.dispatcher.dispatch):
+            try:
+                call(hidden if context.rank == 1 else torch.ones(2, 32), topk)
+            except EprtError as error:
+                found.append(f"{type(error).__name__}: {error}")
+    faults._run_step(world, layer, weights, 1)
+    layer.close()
+    return found
