@@ -157,7 +157,7 @@ def nested_tokens(context) -> list[str]:
 
     world = context.world(timeout_s=20)
     layer, weights = faults._layer(world, "torch")
-    topk = TopK(torch.tensor([[0, 4], [1, 5]], dtype=torch.int32), torch.ones(2, 2))
+    topk = TopK(torch.tensor([[0, 2], [1, 3]], dtype=torch.int32), torch.ones(2, 2))
     nested = [
         torch.nested.nested_tensor([torch.ones(1, 32)] * 2, layout=kind) for kind in (torch.strided, torch.jagged)
     ]
