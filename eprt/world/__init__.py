@@ -8,21 +8,23 @@ Payload moves over `group` (NCCL on CUDA, gloo on CPU), agreement over a gloo co
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from eprt.config import ParallelConfig
-from eprt.errors import ConfigError, UsageError
+from eprt.errors import ConfigError, RankLost, UsageError
 from eprt.world.bounded import at_exit_leave
 from eprt.world.collectives import Collectives
 from eprt.world.groups import (
@@ -44,6 +46,7 @@ from eprt.world.resources import SharedResources
 from eprt.world.shared_exchange import open_exchange
 from eprt.world.step import Step
 
+logger = logging.getLogger("eprt")
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -90,6 +93,8 @@ class World(Collectives):
         self._pid = os.getpid()
         self._owns_default = owns_default
         self._hosts_store = owns_default and hosts_store(rank)
+        self._asked_to_leave = False
+        self._sigterm: Any = None
         self._resources = SharedResources()
         self._excepthook = sys.excepthook
         if group is not None and size > 1:
@@ -292,7 +297,12 @@ class World(Collectives):
                 f"step {self.current_step.number} of this World is open: leave it before the next one begins (several "
                 "forwards fit into one step)"
             )
-        step = agree_step(self, num_tokens, number, words)
+        try:
+            step = agree_step(self, num_tokens, number, words)
+        except RankLost as lost:
+            if self._asked_to_leave and lost.why == "left":  # it was asked, too, and was a step ahead
+                self._leave_as_asked()
+            raise
         self.step_number = step.number
         self.current_step = step
         try:
@@ -302,6 +312,25 @@ class World(Collectives):
             self._call_log.failed = True
             raise
         self.current_step = None
+        if self._asked_to_leave:
+            self._leave_as_asked()
+
+    def drain_on_sigterm(self) -> None:
+        """From now on SIGTERM lets the step in flight end; then this rank closes its World and exits with code 0, and
+        its peers are told that it `left`. Ranks that are all asked at once all end that way. From the main thread.
+
+        Opt in, since a signal's handler belongs to the program; the one before is run by nobody until `close`.
+        """
+        self._sigterm = signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        del number, frame
+        self._asked_to_leave = True
+
+    def _leave_as_asked(self) -> NoReturn:
+        logger.info("rank %d leaves after step %d: it got SIGTERM", self.rank, self.step_number)
+        self.close()
+        raise SystemExit(0)
 
     # ---- shared memory --------------------------------------------------------------------------------------
 
@@ -355,6 +384,8 @@ class World(Collectives):
         if self.closed:
             return
         self.closed = True
+        if self._sigterm is not None:
+            signal.signal(signal.SIGTERM, self._sigterm)
         try:
             self._resources.close()
         finally:
@@ -414,10 +445,12 @@ class World(Collectives):
         if self._guard is None or os.getpid() != self._pid:
             return
         self._guard.close(self.timeout_s if self._hosts_store else 0.0)
-        if self._guard.verdict is not None or self._abandoned:
+        verdict = self._guard.verdict
+        if verdict is not None or self._abandoned:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(EXIT_CODE if self._guard.verdict is not None else 1)
+            drained = self._asked_to_leave and verdict is not None and verdict.why == "left"
+            os._exit(0 if drained else EXIT_CODE if verdict is not None else 1)
 
 
 def _meshes(device: torch.device, parallel: ParallelConfig) -> list[DeviceMesh]:

@@ -190,6 +190,24 @@ def test_a_second_process_of_one_rank_ends_the_world_on_all() -> None:
         assert "two processes say that they are rank 1" in words
 
 
+STEPS = "world.drain_on_sigterm(); print('up', flush=True); exec('for n in range(10**6):\\n with world.step(1): pass')"
+
+
+@pytest.mark.parametrize("asked", [(1,), (0,), (0, 1, 2)])
+def test_sigterm_ends_the_step_and_then_the_rank(asked: tuple[int, ...]) -> None:
+    port = free_port()
+    ranks = [process(rank, 3, port, then=STEPS, timeout=30.0) for rank in range(3)]
+    for rank in ranks:
+        assert rank.stdout.readline() == "up\n"
+    time.sleep(0.5)
+    for rank in asked:
+        ranks[rank].send_signal(signal.SIGTERM)
+    for rank, (code, said) in enumerate(finish(*ranks)):
+        assert code == (0 if rank in asked else 75), said
+        if rank not in asked:
+            assert f"rank {asked[0]} left: closed its World" in said
+
+
 def test_a_store_for_one_host_listens_on_loopback_only() -> None:
     port = free_port()
     address = socket.gethostbyname(socket.gethostname())
