@@ -85,6 +85,17 @@ def test_a_rank_that_goes_on_after_the_verdict_agrees_with_it() -> None:
     assert (error, rank, why) == ("RankLost", 0, "silent"), message
 
 
+def test_a_rank_that_hears_nobody_ends_itself() -> None:
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.is_cut_off, 4, timeout_s=40, grace_s=6, victim=2)
+    ((error, rank, why, message),) = survivors(failure.value, {2})
+    assert (error, rank) == ("RankLost", 2), message
+    assert why in ("silent", "exited"), message  # it may be gone before the others' limit
+    ((error, rank, why, message),) = survivors(failure.value, {0, 1, 3})
+    assert (error, rank, why) == ("RankLost", 2, "silent"), message
+    assert "it hears none of its 3 peers: it is cut off" in message
+
+
 def test_all_that_are_lost_at_once_are_named() -> None:
     with pytest.raises(WorldFailed) as failure:
         launch(jobs.two_die_at_once, 4, timeout_s=40, grace_s=4)

@@ -171,3 +171,15 @@ def nested_tokens(context) -> list[str]:
     faults._run_step(world, layer, weights, 1)
     layer.close()
     return found
+
+
+def is_cut_off(context, victim: int) -> str:
+    """Nothing that the guards say reaches the victim or leaves it, while gloo, by another way, still works."""
+    world = context.world(timeout_s=LIMIT_S)
+    world.barrier()
+    if context.rank == victim:
+        guard = world._guard
+        guard._links.send_all = lambda *_, **__: None
+        guard._links.send = lambda *_, **__: None
+        guard._links._heard = lambda *_: None
+    return _step_until_lost(world)
