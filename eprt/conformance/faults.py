@@ -110,7 +110,7 @@ FAULTS: dict[str, Fault] = {
 }
 # Where it happens: while ranks meet and groups are made, or in a step.
 START_UP: dict[str, str] = {
-    "meeting": "eprt.world.meeting._listen",
+    "meeting": "eprt.world.meeting.listen",
     "groups": "eprt.world.init_default_group",
     "control": "eprt.world.control_group",
 }

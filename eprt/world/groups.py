@@ -16,7 +16,8 @@ import torch.distributed as dist
 from eprt.errors import ConfigError, EprtError, RankLost, one_block
 from eprt.world.bounded import at_exit_leave, bounded
 from eprt.world.guard import Guard
-from eprt.world.meeting import Meeting, boot_id, claim_store, job_name, meet
+from eprt.world.meeting import Meeting, claim_store, job_name, meet
+from eprt.world.members import boot_id
 
 SILENT_AFTER_S = 10.0
 # What srun and the usual mpiruns tell their tasks; a batch script or an interactive shell has none of them above 1.

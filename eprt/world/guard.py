@@ -36,7 +36,8 @@ import torch.distributed as dist
 from eprt.errors import RankLost, one_block
 from eprt.world.bounded import bounded
 from eprt.world.links import Links
-from eprt.world.meeting import OVER, Meeting, ended, stopped
+from eprt.world.meeting import OVER, Meeting
+from eprt.world.members import ended, stopped
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")
