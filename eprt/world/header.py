@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from eprt.errors import EprtError, WorldMismatch, rebuild_error
+from eprt.errors import EprtError, WorldMismatch, one_block, rebuild_error
 from eprt.world.collectives import Collectives
 from eprt.world.step import MAX_WORDS, Step, checked_count, checked_words
 
@@ -219,7 +219,7 @@ def _differing_settings(world: Collectives, local: Header) -> dict[str, list[str
         dict(json.loads(line) for line in text.splitlines() if line.endswith("]")) for text in texts
     ]
     names = sorted({name for settings in known for name in settings})
-    columns = {name: [settings.get(name, "-") for settings in known] for name in names}
+    columns = {name: [one_block(str(settings.get(name, "-"))) for settings in known] for name in names}
     return {name: values for name, values in columns.items() if len(set(values)) > 1}
 
 
@@ -228,7 +228,8 @@ def _share_text(world: Collectives, text: str) -> list[str]:
     encoded = text.encode(errors="replace")[:_TEXT_BYTES]
     buffer = torch.frombuffer(bytearray(encoded.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
     rows = world.gather_control(buffer)
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
+    found = [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
+    return [one_block(text, _TEXT_BYTES) for text in found]
 
 
 def _table(columns: dict[str, list[str]]) -> str:
