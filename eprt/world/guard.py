@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -244,6 +245,10 @@ class Guard:
             self._loop.create_task(self._links.start(self.met.listener, self.met.addresses))
             self._loop.call_soon(self._tick, time.monotonic())
             self._loop.run_forever()
+            pending = asyncio.all_tasks(self._loop)  # connections that never came about
+            for task in pending:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         finally:
             self._loop.close()
 
@@ -333,7 +338,7 @@ class Guard:
                 self._store_error = str(error)
                 return
             if over and (rank := self.met.intruded(over)) is not None:
-                self._loop.call_soon_threadsafe(self._propose, _Case(rank[0], "foreign", rank[1]))
+                self._on_loop(partial(self._propose, _Case(rank[0], "foreign", rank[1])))
                 return
 
     # ---- what peers say -------------------------------------------------------------------------------------
