@@ -10,23 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from eprt import compiled
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dense import LatentProjection, SharedExpertMLP
 from eprt.dispatch import Dispatched, make_dispatcher
 from eprt.dispatch.capacity import KNOB, require_agreed
 from eprt.dispatch.payload_scale import calibrated_scale
-from eprt.engines import Engine, make_engines
-from eprt.errors import CapacityError, ConfigError, EprtError, InputError, UsageError
+from eprt.errors import CapacityError, ConfigError, EprtError, InputError
 from eprt.experts import make_executor
+from eprt.graphs import LayerGraphs
 from eprt.placement import ExpertPlacement, SlotTable
 from eprt.plan import Plan, make_plan
 from eprt.routing import Router, route
 from eprt.routing import warmup as warmup_routing
 from eprt.support import Device
-from eprt.tokens import RouterLogits, TopK
+from eprt.tokens import Payload, RouterLogits, TopK
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
 from eprt.world.header import Header, exchange, fingerprint_of
+from eprt.world.step import rounded
 
 PHASES: tuple[str, ...] = ("route", "dispatch", "experts", "shared", "combine")
 
@@ -50,7 +52,6 @@ class ExpertParallelMoE(nn.Module):
 
     Attributes:
         plan: what was chosen, and every candidate's reason.
-        engines: what can do the work of a call, the preferred first (`eprt.engines`).
         observe: `observe(phase)` returns a context manager entered around each of `PHASES`. Replace it to time, trace
             (`torch.profiler.record_function`) or check; default nothing.
         see: `see(phase, found)` is told what "route" chose (TopK, or RouterLogits where a kernel chooses) and what
@@ -128,7 +129,10 @@ class ExpertParallelMoE(nn.Module):
         if config.shared is not None and shared is not None:
             self.shared = SharedExpertMLP(config.shared, shared).to(world.device)
         self.latent = None if latent is None else LatentProjection(latent).to(world.device)
-        self.engines = make_engines(self)
+        self.graphs: LayerGraphs | None = None
+        if runtime.layer_graphs:
+            self.graphs = LayerGraphs(world, self, self._by_router, config.input_size, self._most_tokens)
+        self._number = compiled.register(self)
         self._used = False  # what is compiled and allocated lazily may still be missing
 
     @torch.no_grad()
@@ -151,7 +155,7 @@ class ExpertParallelMoE(nn.Module):
             tokens_per_rank: largest T of any rank, equal on all; None takes that of the step (`World.step`), or lets
                 the ranks agree, each layer for itself, which a CUDA graph capture can't.
                 Under attention TP a rank sends, and its capacity holds, ceil(T / attention_tp_size) of them. Over the
-                capacity the call is cut into rounds, and `observe` sees dispatch, experts and combine of each.
+                capacity the call is cut into rounds, and `observe` sees dispatch, experts, shared and combine of each.
 
         Returns:
             Shape and dtype of `hidden_states`.
@@ -160,8 +164,26 @@ class ExpertParallelMoE(nn.Module):
             InputError, CapacityError, WorldMismatch, RankLost, UsageError: see `Dispatcher.dispatch`.
             UsageError: the first call of a layer that wasn't passed to the `World.warmup` before.
         """
+        if torch.compiler.is_compiling():
+            return compiled.call(self._number, hidden_states, routing, token_ids, tokens_per_rank)
         if not self._used:
             self.world.require_cold("the first call of a layer")
+        if self.graphs is not None:
+            if type(tokens_per_rank) is int:
+                tokens_per_rank = rounded(
+                    tokens_per_rank, self.world.buckets
+                )  # also where this rank's call has no graph
+            if routing is None and (replayed := self._replayed(hidden_states, tokens_per_rank)) is not None:
+                return replayed
+        return self._forward(hidden_states, routing, token_ids, tokens_per_rank)
+
+    def _forward(
+        self,
+        hidden_states: torch.Tensor,
+        routing: TopK | RouterLogits | None,
+        token_ids: torch.Tensor | None,
+        tokens_per_rank: int | None,
+    ) -> torch.Tensor:
         try:
             own = self._own_slice(hidden_states, routing, token_ids)
             group_tokens = hidden_states.numel() // self.config.input_size
@@ -170,11 +192,18 @@ class ExpertParallelMoE(nn.Module):
                 chosen = self._route(*own, sent_per_rank)
                 if self.see is not None:
                     self.see("route", chosen)
+                chosen = self._without_padding(chosen, group_tokens)
                 chosen = self._placed(chosen)
         except EprtError as error:
             self.dispatcher.refuse(error, tokens_per_rank)
-        y = self._run(own[0], chosen, sent_per_rank, group_tokens)
+        if isinstance(chosen, RouterLogits):
+            y, dense = self._in_kernel(own[0], chosen)
+        else:
+            y, dense = self._over_the_world(own[0], chosen, sent_per_rank, group_tokens)
         self._used = True
+        y = y if self.latent is None else self.latent.out_of(y)
+        y = y if dense is None else y + dense
+        y = self._whole(y, group_tokens)
         return y if hidden_states.dim() == 2 else y.view(hidden_states.shape)
 
     def warmup(self) -> None:
@@ -187,10 +216,41 @@ class ExpertParallelMoE(nn.Module):
         row = torch.zeros(1, self.config.input_size, dtype=torch.bfloat16, device=self.world.device)
         self._whole(row, self.world.parallel.attention_tp_size)
         self._used = True
+        if self.graphs is not None:
+            self.graphs.capture()
 
     def close(self) -> None:
         """Give back the dispatcher's shared memory. Idempotent."""
         self.dispatcher.close()
+
+    # ---- graphs of its own ------------------------------------------------------------------------------------
+
+    @property
+    def _most_tokens(self) -> int:
+        """The largest R of a caller that one dispatch carries."""
+        return self.dispatcher.capacity.max_tokens_per_rank * self.world.parallel.attention_tp_size
+
+    def _by_router(self, hidden_states: torch.Tensor, tokens_per_rank: int) -> torch.Tensor:
+        return self._forward(hidden_states, None, None, tokens_per_rank)
+
+    def _replayed(self, hidden_states: object, tokens_per_rank: object) -> torch.Tensor | None:
+        """The output of the layer's own graph; None where it has none for such a call, where phases are observed, and
+        where the call will be refused."""
+        graphs, router, width, step = self.graphs, self.router, self.config.input_size, self.world.current_step
+        if tokens_per_rank is None and step is not None:
+            tokens_per_rank = step.tokens_per_rank
+        if graphs is None or router is None or router.token_table is not None or self.world.padding is not None:
+            return None
+        if type(tokens_per_rank) is not int or self.observe is not _no_observer or self.see is not None:
+            return None
+        if not isinstance(hidden_states, torch.Tensor) or hidden_states.layout != torch.strided:
+            return None
+        if hidden_states.dim() < 2 or hidden_states.shape[-1] != width:
+            return None
+        x = hidden_states.reshape(-1, width)
+        most = tokens_per_rank if step is None else step.tokens[self.world.rank]
+        y = graphs.replay(x, tokens_per_rank) if x.shape[0] <= min(most, tokens_per_rank) else None
+        return None if y is None else y.view(hidden_states.shape)
 
     # ---- the steps ------------------------------------------------------------------------------------------
 
@@ -208,7 +268,10 @@ class ExpertParallelMoE(nn.Module):
             return x, routing, ids
         part = -(-x.shape[0] // size)
         rows = slice(self.world.attention_tp_rank * part, (self.world.attention_tp_rank + 1) * part)
-        routing = None if routing is None else _part(routing, rows)
+        if isinstance(routing, TopK):
+            routing = _part(routing, rows)
+        elif routing is not None:
+            routing = RouterLogits(routing.logits[rows])
         return x[rows], routing, None if ids is None else ids[rows]
 
     def _check_hidden(self, hidden_states: object) -> None:
@@ -271,7 +334,7 @@ class ExpertParallelMoE(nn.Module):
             if self.world.size > 1 or not self.executor.takes_logits or self._slots is not None:
                 return router(x, token_ids)
             routing = router.logits(x)
-        if isinstance(routing, TopK) or self._engine(x, routing, tokens_per_rank) is not None:
+        if isinstance(routing, TopK) or self._kernel_chooses(x, routing, tokens_per_rank):
             return routing
         bias, table = (None, None) if router is None else (router.correction_bias, router.token_table)
         return route(
@@ -292,61 +355,92 @@ class ExpertParallelMoE(nn.Module):
             chosen.check_ids(self.config.num_experts)
         return TopK(self._slots.slots_of(chosen.ids), chosen.weights)
 
-    def _engine(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> Engine | None:
-        """What does this call; None for logits that no engine takes as they are."""
-        if self._slots is not None and not isinstance(choice, TopK):
-            return None  # a kernel would choose experts, and there are slots
-        return next((engine for engine in self.engines if engine.takes(x, choice, tokens_per_rank)), None)
+    def _without_padding(self, chosen: TopK | RouterLogits, num_tokens: int) -> TopK | RouterLogits:
+        """Rows that only fill a batch up name no expert (`World.padding`); `num_tokens` before they are cut in slices.
+        Where the executor chooses, which is in a world of one, they are computed for nothing."""
+        padding = self.world.padding
+        if padding is None or num_tokens == 0 or isinstance(chosen, RouterLogits):
+            return chosen
+        if padding.shape[0] != num_tokens:
+            raise InputError(
+                f"a layer inside a batch of {padding.shape[0]} padded rows got {num_tokens}: which of them hold tokens?"
+                " Call it with all rows, or with none"
+            )
+        size, part = self.world.parallel.attention_tp_size, chosen.ids.shape[0]
+        if size > 1:
+            first = self.world.attention_tp_rank * -(-num_tokens // size)
+            padding = padding[first : first + part]
+        return TopK(torch.where(padding, self.config.num_experts, chosen.ids), chosen.weights)
 
-    def _run(
-        self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None, group_tokens: int
-    ) -> torch.Tensor:
-        """Dispatch, experts, combine; over the capacity in rounds that every rank makes, idle ones too."""
-        engine = self._engine(x, choice, tokens_per_rank)
-        if engine is None:
-            raise UsageError("no engine takes this call: the last row of eprt.engines.ENGINES must take every TopK")
+    def _kernel_chooses(self, x: torch.Tensor, router: RouterLogits, tokens_per_rank: int | None) -> bool:
+        """Whether nothing has to travel and the executor takes these logits. What dispatch would refuse goes there."""
+        runtime, logits = self.dispatcher.runtime, router.logits
+        capacity = runtime.max_tokens_per_rank
+        rows: object = capacity if tokens_per_rank is None else tokens_per_rank
+        return (
+            self.world.size == 1
+            and self._slots is None
+            and self.executor.takes_logits
+            and runtime.validate == "cheap"
+            and (runtime.payload, runtime.combine_payload) == (None, None)
+            and not (self.dispatcher.closed or self.world.closed)
+            and type(rows) is int
+            and max(x.shape[0], 1) <= rows <= capacity
+            and x.dtype == torch.bfloat16
+            and logits.dtype in (torch.bfloat16, torch.float32)
+            and (logits.device, logits.layout) == (x.device, torch.strided)
+        )
+
+    def _in_kernel(self, x: torch.Tensor, router: RouterLogits) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Routed and dense experts' outputs; the executor chooses the experts, and no TopK is made."""
+        with self.observe("dispatch"):
+            inside = x if self.latent is None else self.latent.into(x)
+        with self.observe("experts"):
+            bias = None if self.router is None else self.router.correction_bias
+            y = self.executor.run_logits(Payload.plain(inside), router.logits, bias)
+        with self.observe("shared"):
+            dense = None if self.shared is None else self.shared(x)
+        with self.observe("combine"):
+            return y, dense
+
+    def _over_the_world(
+        self, x: torch.Tensor, topk: TopK, tokens_per_rank: int | None, group_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Routed and dense experts' outputs; tokens travel to their experts and back, over the capacity in rounds that
+        every rank makes, idle ones too."""
         most, cut = self.dispatcher.capacity.max_tokens_per_rank, not self.dispatcher.runtime.strict_capacity
-        rows, start, outputs = most, 0, list[torch.Tensor]()
-        inside, dense = x, None
-        while True:
+        with self.observe("dispatch"):
+            inside = x if self.latent is None else self.latent.into(x)
+            # Weights that lie elsewhere are dispatch's to refuse, on every rank.
+            if self.config.weight_on_input and topk.weights.device == inside.device:
+                inside, topk = inside * topk.weights.to(inside.dtype), TopK(topk.ids, torch.ones_like(topk.weights))
+            rows = self.dispatcher.agree(inside, topk, tokens_per_rank, group_tokens=group_tokens, cut=cut)
+            first = (inside, topk) if rows <= most else (inside[:most], _part(topk, slice(most)))
+            sent = self.dispatcher.send(*first, min(rows, most))
+        y, dense = self._there_and_back(sent, x)
+        if rows <= most:
+            return y, dense
+        outputs = [y]
+        for start in range(most, rows, most):
+            part = slice(start, start + most)
             with self.observe("dispatch"):
-                if start == 0:
-                    inside, choice = self._inside(x, choice)
-                    rows = engine.agree(inside, choice, tokens_per_rank, group_tokens, cut)
-                now = _round(inside, choice, start, rows, most)
-                if start > 0:
-                    engine.agree(*now)
-                work = engine.begin(*now)
-            try:
-                if self.see is not None and isinstance(work, Dispatched):
-                    self.see("dispatch", work)
-                with self.observe("experts"):
-                    y = engine.compute(work)
-                if start == 0:
-                    with self.observe("shared"):
-                        dense = None if self.shared is None else self.shared(x)
-                start += most
-                with self.observe("combine"):
-                    outputs.append(engine.finish(y, work))
-                    if start >= rows:
-                        return self._outside(outputs, dense, group_tokens)
-            finally:
-                engine.close(work)
+                sent = self.dispatcher.dispatch(inside[part], _part(topk, part), min(most, rows - start))
+            outputs.append(self._there_and_back(sent, None)[0])
+        return torch.cat(outputs), dense
 
-    def _inside(self, x: torch.Tensor, choice: TopK | RouterLogits) -> tuple[torch.Tensor, TopK | RouterLogits]:
-        """Tokens as the experts see them, and the weights that they are to apply."""
-        inside = x if self.latent is None else self.latent.into(x)
-        # Weights that lie elsewhere are dispatch's to refuse, on every rank.
-        if self.config.weight_on_input and isinstance(choice, TopK) and choice.weights.device == inside.device:
-            return inside * choice.weights.to(inside.dtype), TopK(choice.ids, torch.ones_like(choice.weights))
-        return inside, choice
-
-    def _outside(self, outputs: list[torch.Tensor], dense: torch.Tensor | None, group_tokens: int) -> torch.Tensor:
-        """The rounds' sums as the model sees them: [T, H_model] of the whole attention-TP group."""
-        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        y = y if self.latent is None else self.latent.out_of(y)
-        y = y if dense is None else y + dense
-        return self._whole(y, group_tokens)
+    def _there_and_back(self, sent: Dispatched, x: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What comes back for the tokens of one dispatch, and the shared expert's output for `x`, if it is due."""
+        try:
+            if self.see is not None:
+                self.see("dispatch", sent)
+            with self.observe("experts"):
+                y = self.executor(sent.tokens, out=self.dispatcher.output_buffer(sent.handle))
+            with self.observe("shared"):
+                dense = None if self.shared is None or x is None else self.shared(x)
+            with self.observe("combine"):
+                return self.dispatcher.combine(y, sent.handle), dense
+        finally:
+            sent.handle.close()
 
     def _per_slice(self, tokens_per_rank: int | None, num_tokens: int) -> int | None:
         """R of the slices that are sent."""
@@ -381,20 +475,8 @@ class ExpertParallelMoE(nn.Module):
         return self.world.gather_attention_tp(padded)[:num_tokens]
 
 
-def _part(choice: TopK | RouterLogits, rows: slice) -> TopK | RouterLogits:
-    if isinstance(choice, TopK):
-        return TopK(choice.ids[rows], choice.weights[rows])
-    return RouterLogits(choice.logits[rows])
-
-
-def _round(
-    inside: torch.Tensor, choice: TopK | RouterLogits, start: int, rows: int, most: int
-) -> tuple[torch.Tensor, TopK | RouterLogits, int]:
-    """Tokens, choice and R of the round that begins at token `start`."""
-    if rows <= most:
-        return inside, choice, rows
-    part = slice(start, start + most)
-    return inside[part], _part(choice, part), min(most, rows - start)
+def _part(topk: TopK, rows: slice) -> TopK:
+    return TopK(topk.ids[rows], topk.weights[rows])
 
 
 def _require_router(router: Router, config: MoEConfig) -> None:

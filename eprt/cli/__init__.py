@@ -27,6 +27,7 @@ OK, FAILED, INTERRUPTED = 0, 1, 130
 
 _COMMANDS = {
     "Run": "eprt.cli.run:run",
+    "Generate": "eprt.cli.generate:generate",
     "Explain": "eprt.cli.explain:explain",
     "Doctor": "eprt.cli.doctor:doctor",
     "BenchLayer": "eprt.cli.bench:bench_layer",
@@ -34,6 +35,7 @@ _COMMANDS = {
     "BenchExperts": "eprt.cli.bench:bench_experts",
     "BenchExchange": "eprt.cli.bench:bench_exchange",
     "BenchRouter": "eprt.cli.bench:bench_router",
+    "BenchStep": "eprt.cli.bench:bench_step",
 }
 
 
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_everything()
     try:
         command = parse(arguments)
-        terminal = Terminal(json=command.json)
+        terminal = Terminal(json=getattr(command, "json", False))
         with stdout_of_our_own(), _ended_by_signals():
             return _run(command, terminal)
     except OutputLost as error:

@@ -92,6 +92,7 @@ class Dispatcher(ABC):
             "combine_payload": str(runtime.combine_payload),
             "rank_mask": str(runtime.rank_mask),
             "validate": runtime.validate,
+            "layer_graphs": str(runtime.layer_graphs),
             "max_tokens_per_rank": str(runtime.max_tokens_per_rank),
             "strict_capacity": str(runtime.strict_capacity),
             "attention_tp_size": str(world.parallel.attention_tp_size),
@@ -311,6 +312,14 @@ class Dispatcher(ABC):
         self._settle()
         self._leave_out(wanted)
         self._settle()
+
+    def check_peers(self) -> None:
+        """What is known of the other ranks, without a device sync; for a loop that only replays graphs.
+
+        Raises:
+            RankLost, WorldMismatch: the World's verdict, or what an earlier kernel reported.
+        """
+        self.world.raise_if_lost()
 
     @property
     def alive(self) -> tuple[bool, ...]:

@@ -88,6 +88,11 @@ class Checkpoint:
         while self._shards:
             self._shards.popitem()[1].close()
 
+    def forget(self, prefix: str) -> None:
+        """What was read so far won't be read again (a module of the model, by its dotted prefix). Files hold nothing of
+        it: they are read, not mapped."""
+        del prefix
+
     @property
     def fingerprint(self) -> int:
         """63-bit hash of the config and of all names, shapes and dtypes, to be compared between ranks."""

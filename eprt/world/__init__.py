@@ -417,7 +417,7 @@ class World(Collectives):
 
     def _start(self, guard: Guard) -> None:
         self._guard = guard
-        self.nonce = guard.nonce
+        self.nonce, self.generation = guard.nonce, guard.met.generation
         self._control = guard.bounded(lambda: control_group(guard.met, self.timeout_s), self.timeout_s)
         self.barrier()
         sys.excepthook = self._on_exception

@@ -44,6 +44,9 @@ JOB_VARIABLES = (
 )
 
 
+_BEEN: set[tuple[str, int]] = set()  # (meeting, rank) that this process took part in
+
+
 @dataclass(frozen=True)
 class Meeting:
     """The result. `store` is a part of the store that only these processes know; `listener` is this rank's."""
@@ -56,6 +59,11 @@ class Meeting:
     key: bytes
     store: dist.Store
     base: dist.Store
+
+    @property
+    def generation(self) -> int:
+        """How often the job was restarted: the most that any rank's launcher counts."""
+        return max(member.restarts for member in self.members)
 
     @cached_property
     def number(self) -> int:
@@ -95,6 +103,10 @@ class _Over:
         return RankLost(self.message, self.rank, self.why, self.ranks)
 
 
+class _Stale(Exception):
+    """Rank 0 asked for another meeting."""
+
+
 class _Table:
     """A meeting under way: bounded calls to the store, below one prefix."""
 
@@ -103,6 +115,7 @@ class _Table:
         self.timeout_s, self._silent_s = timeout_s, silent_s
         self.deadline = time.monotonic() + timeout_s
         self.members: dict[int, Member] = {}
+        self._moved: Callable[[], bool] = lambda: False
 
     def ask(self, call: Callable[[], T]) -> T:
         try:
@@ -120,35 +133,75 @@ class _Table:
         return RankLost(f"{message}. Restart the job.", rank, "store" if rank < 0 else why)
 
     def sit_down(self, me: Member) -> None:
-        """Take this rank's seat in the first meeting that this process hasn't been to."""
-        record = json.dumps(asdict(me))
-        nth = 0
-        while True:
-            nth += 1
-            table = dist.PrefixStore(f"world_{nth}", self.store)
-            seat = f"member/{self.rank}"
-            there = self.ask(lambda table=table, seat=seat: bytes(table.compare_set(seat, "", record)))
-            holder = Member.parse(there)
-            if holder is None:
-                logger.warning("the store's key %s held garbage: overwritten", seat)
-                self.ask(lambda table=table, seat=seat: table.set(seat, record))
-            elif holder.process == me.process:
-                if self._fresh(table):
-                    self.store = table
-                    return
-            else:
-                message = (
-                    f"two processes say that they are rank {self.rank} of this world: {holder}, and {me}. Two jobs "
-                    "share a MASTER_PORT, or one was started twice: give each job a port of its own, and set EPRT_JOB"
-                )
-                over = _Over("foreign", (self.rank,), message)
-                self.ask(lambda table=table, over=over: table.compare_set(OVER, "", json.dumps(asdict(over))))
-                raise WorldMismatch(message)
+        """Take this rank's seat in the meeting that rank 0 asks for.
 
-    def _fresh(self, table: dist.Store) -> bool:
-        """Whether this process took the seat just now: seats of meetings it has been to hold the same record."""
-        taken = f"taken/{self.rank}"
-        return self.ask(lambda: table.add(taken, 1)) == 1
+        The store may hold the keys of attempts and Worlds before, and no number of torchrun's tells attempts apart: its
+        agents share one store, and each counts restarts by itself. So rank 0 asks under a new name; to that only the
+        living answer.
+        """
+        base, record_of_me = self.store, json.dumps(asdict(me))
+        if self.rank == 0:
+            name = secrets.token_hex(8)
+            self.store = dist.PrefixStore(name, base)
+            self.ask(lambda: self.store.set("member/0", record_of_me))
+            _BEEN.add((name, 0))
+            self._claim_zero(base, name, me)
+            return
+        stale: _Over | None = None
+        while time.monotonic() <= self.deadline:
+            name = self._asked(base)
+            if name and (name, self.rank) not in _BEEN:
+                self.store = dist.PrefixStore(name, base)
+                stale = self._over()
+                if stale is None and self._take_seat(me, record_of_me):
+                    _BEEN.add((name, self.rank))
+                    self._moved = lambda name=name: self._asked(base) != name
+                    return
+            time.sleep(_LOOK_S)
+        if stale is not None:
+            raise stale.error
+        self.store = dist.PrefixStore("nobody asked", base)
+        self.end(_Over("silent", (0,), self._absent([0])))
+
+    def _claim_zero(self, base: dist.Store, name: str, me: Member) -> None:
+        """Ask for the meeting. A living rank 0 of the one before is either a World ago, this process, or a stranger."""
+        before = self._asked(base)
+        holder = Member.parse(bytes(self.ask(lambda: base.get(f"{before}/member/0")))) if before else None
+        if holder is not None and holder.process != me.process and holder.home == me.home and not ended(holder.pid):
+            self.store = dist.PrefixStore(before, base)
+            self._refuse(holder, me)
+        self.ask(lambda: base.set("asked", name))
+
+    def _asked(self, base: dist.Store) -> str:
+        """The name that stands in the store; "" for none, or garbage."""
+        if not self.ask(lambda: base.check(["asked"])):
+            return ""
+        name = bytes(self.ask(lambda: base.get("asked"))).decode(errors="replace")
+        return name if name.isalnum() and len(name) == 16 else ""
+
+    def _take_seat(self, me: Member, record_of_me: str) -> bool:
+        """False if a process that may be of an earlier attempt holds it: rank 0 will ask anew if it is."""
+        seat = f"member/{self.rank}"
+        there = self.ask(lambda: bytes(self.store.compare_set(seat, "", record_of_me)))
+        holder = Member.parse(there)
+        if holder is None:
+            logger.warning("the store's key %s held garbage: overwritten", seat)
+            self.ask(lambda: self.store.set(seat, record_of_me))
+            return True
+        if holder.process == me.process:
+            return True
+        if holder.home == me.home and not ended(holder.pid):
+            self._refuse(holder, me)
+        return False
+
+    def _refuse(self, holder: Member, me: Member) -> NoReturn:
+        message = (
+            f"two processes say that they are rank {self.rank} of this world: {holder}, and {me}. Two jobs share a "
+            "MASTER_PORT, or one was started twice: give each job a port of its own, and set EPRT_JOB"
+        )
+        over = _Over("foreign", (self.rank,), message)
+        self.ask(lambda: self.store.compare_set(OVER, "", json.dumps(asdict(over))))
+        raise WorldMismatch(message)
 
     def all(self, what: str, mine: str | None) -> list[bytes]:
         """Every rank's `what`. Raises what the ranks agree went wrong, in the same words on all of them."""
@@ -157,6 +210,8 @@ class _Table:
             self.ask(lambda: self.store.set(names[self.rank], mine))
         look_closer = time.monotonic() + _LOOK_CLOSER_S
         while not self.ask(lambda: self.store.check(names)):
+            if self._moved():
+                raise _Stale
             self.raise_if_over()
             now = time.monotonic()
             if now > look_closer:
@@ -194,20 +249,26 @@ class _Table:
         raise over.error
 
     def raise_if_over(self) -> None:
-        if self.ask(lambda: self.store.check([OVER])):
-            over = _Over.parse(bytes(self.ask(lambda: self.store.get(OVER))))
-            if over is not None:
-                raise over.error
+        over = self._over()
+        if over is not None:
+            raise over.error
+
+    def _over(self) -> _Over | None:
+        if not self.ask(lambda: self.store.check([OVER])):
+            return None
+        return _Over.parse(bytes(self.ask(lambda: self.store.get(OVER))))
+
+    def _absent(self, missing: list[int]) -> str:
+        return (
+            f"ranks {missing} of {self.size} didn't come within {self.timeout_s:g} s of start-up; look at their logs. "
+            "Restart the job."
+        )
 
     def _end_late(self, names: list[str]) -> None:
         missing = [rank for rank, name in enumerate(names) if not self.ask(lambda name=name: self.store.check([name]))]
         if not missing:
             return
-        message = (
-            f"ranks {missing} of {self.size} didn't come within {self.timeout_s:g} s of start-up; look at their logs. "
-            "Restart the job."
-        )
-        self.end(_Over("silent", tuple(missing), message))
+        self.end(_Over("silent", tuple(missing), self._absent(missing)))
 
     def _look_for_dead(self) -> None:
         me = Member.here(self.size)
@@ -238,16 +299,21 @@ def meet(
         RankLost: a rank didn't come, or ended meanwhile; the same on all ranks that came.
         WorldMismatch: another process has this rank's place, or the ranks run different versions.
     """
-    base = dist.PrefixStore(f"eprt/{_digest(job)}/attempt_{attempt()}/{label}", store)
-    table = _Table(base, rank, size, timeout_s, silent_s, host)
-    table.sit_down(Member.here(size))
-    try:
-        return _hold(table, rank, job)
-    except EprtError:
-        raise
-    except BaseException as error:
-        table.excuse(error)
-        raise
+    base = dist.PrefixStore(f"eprt/{_digest(job)}/{label}", store)
+    until = time.monotonic() + timeout_s
+    while True:
+        table = _Table(base, rank, size, timeout_s, silent_s, host)
+        table.deadline = until
+        table.sit_down(Member.here(size))
+        try:
+            return _hold(table, rank, job)
+        except _Stale:
+            logger.debug("rank 0 asked anew: what this rank had joined was of an earlier attempt")
+        except EprtError:
+            raise
+        except BaseException as error:
+            table.excuse(error)
+            raise
 
 
 def _hold(table: _Table, rank: int, job: str) -> Meeting:
@@ -289,11 +355,6 @@ def claim_store(store: dist.Store, job: str, silent_s: float) -> None:
 def job_name() -> str:
     """What the launcher calls this job; "" where none says."""
     return next((f"{name}={os.environ[name]}" for name in JOB_VARIABLES if os.environ.get(name)), "")
-
-
-def attempt() -> str:
-    """torchrun's restart number: its store outlives an attempt."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _compare(table: _Table, members: list[Member]) -> None:

@@ -34,6 +34,7 @@ class Member:
         boot, pids, net: where its process number and its loopback address mean something: the running kernel, the PID
             and the network namespace.
         size: of the World it means to join.
+        restarts: how often its launcher says that it started the ranks again. Each torchrun agent counts by itself.
     """
 
     process: str
@@ -43,6 +44,7 @@ class Member:
     net: str
     pid: int
     size: int
+    restarts: int
     eprt: str
     torch: str
 
@@ -52,22 +54,21 @@ class Member:
 
         pid = os.getpid()
         release = torch.__version__.partition("+")[0]
-        return cls(
-            f"{_PROCESS}.{pid}", socket.gethostname(), boot_id(), _space("pid"), _space("net"), pid, size,
-            __version__, release,
-        )  # fmt: skip
+        place = socket.gethostname(), boot_id(), _space("pid"), _space("net")
+        return cls(f"{_PROCESS}.{pid}", *place, pid, size, restarts(), __version__, release)
 
     @classmethod
     def parse(cls, raw: bytes) -> Member | None:
         """None if these bytes are no such record."""
         found = record(raw) or {}
-        pid, size = found.pop("pid", None), found.pop("size", None)
-        names = {field.name for field in fields(cls)} - {"pid", "size"}
-        if found.keys() != names or type(pid) is not int or type(size) is not int:
+        numbers = {name: found.pop(name, None) for name in ("pid", "size", "restarts")}
+        names = {field.name for field in fields(cls)} - numbers.keys()
+        if found.keys() != names or not all(type(number) is int for number in numbers.values()):
             return None
         if not all(isinstance(value, str) for value in found.values()):
             return None
-        return cls(pid=pid, size=size, **{name: one_block(value, 200) for name, value in found.items()})
+        texts = {name: one_block(value, 200) for name, value in found.items()}
+        return cls(**{name: int(number or 0) for name, number in numbers.items()}, **texts)  # pyright: ignore
 
     @property
     def home(self) -> tuple[str, str, str]:
@@ -76,6 +77,11 @@ class Member:
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
+
+
+def restarts() -> int:
+    """How often this rank's torchrun agent says that it started its ranks again; 0 without one."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def boot_id() -> str:

@@ -87,7 +87,7 @@ def assert_same(found, wanted, E, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", METHODS)
 def test_the_choice_is_torchs(name, dtype):
-    from eprt.routing import launch as routing_launch
+    from eprt import routing_launch
 
     routing, E, K, with_bias = METHODS[name]
     T = sized(300, 5)
@@ -102,7 +102,7 @@ def test_the_choice_is_torchs(name, dtype):
 
 def test_the_bias_counts_for_the_choice_and_not_for_the_weight():
     """By hand: sigmoid(0) = 0.5 everywhere, expert 5 and then 2 by their bias."""
-    from eprt.routing import launch as routing_launch
+    from eprt import routing_launch
 
     bias = torch.tensor([0.0, -1.0, 0.25, 0.0, 0.0, 0.5], device=DEVICE)
     found = routing_launch.choose(
@@ -114,7 +114,7 @@ def test_the_bias_counts_for_the_choice_and_not_for_the_weight():
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "hash"])
 def test_of_equal_scores_the_lowest_experts_win(name):
-    from eprt.routing import launch as routing_launch
+    from eprt import routing_launch
 
     routing, E, K, _ = METHODS[name]
     logits = torch.zeros(3, E, device=DEVICE)
@@ -127,7 +127,7 @@ def test_of_equal_scores_the_lowest_experts_win(name):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 @pytest.mark.parametrize("name", METHODS)
 def test_numbers_that_are_none_choose_experts_that_exist(name, value):
-    from eprt.routing import launch as routing_launch
+    from eprt import routing_launch
 
     routing, E, K, with_bias = METHODS[name]
     logits = distinct_logits(4, E, torch.float32)
@@ -161,7 +161,7 @@ SHAPES = {
     "odd": (41, 77, 5, Routing("softmax_topk"), torch.bfloat16, True),
     "odd f32": (41, 1000, 5, Routing("grouped_sigmoid"), torch.float32, True),
 }
-TOKENS = sized([1, 8, 16, 17, 32, 33, 128, 129, 513, 2100, 8193], [1, 18])
+TOKENS = sized([1, 8, 16, 17, 32, 33, 128, 129, 513, 2100, 8193], [1, 3, 18])
 
 
 class Case:
@@ -183,7 +183,7 @@ class Case:
         self.exact = exact if self.bias is None else exact + self.bias.double()
 
     def fused(self, **changes):
-        from eprt.routing.launch import FusedRouter, Rounding
+        from eprt.routing_launch import FusedRouter, Rounding
 
         given = {"weight": self.weight, "bias": self.bias, "correction_bias": self.correction, **changes}
         given.setdefault("rounding", Rounding(self.logits_dtype, self.logits_dtype))
@@ -265,21 +265,18 @@ def test_no_tokens_and_runs_alike(name):
 
 
 def test_parts_of_a_float32_weight_hold_all_its_bits():
-    from eprt.routing.launch import bf16_parts
+    from eprt.routing_launch import bf16_parts
 
     weight = torch.randn(256, 300, generator=generator(1), device=DEVICE) * torch.logspace(-30, 30, 300, device=DEVICE)
     assert torch.equal(bf16_parts(weight).double().sum(0), weight.double())
 
 
 def test_one_bf16_part_is_not_enough():
-    """What a float32 weight that is only rounded would do to the logits, and to the choice of enough tokens."""
-    case = Case("deepseek-v3 f32 weight", sized(512, 4))
-    full, rounded = case.fused(), case.fused(weight=case.weight.bfloat16())
-    errors = [(router.logits(case.hidden).double() - case.exact).abs().max() for router in (full, rounded)]
-    assert errors[0] <= LOGITS < 1e-3 < errors[1]
-    assert case.regret(full.topk(case.hidden, None).ids).max() <= LOGITS / 2
-    if sized(True, False):
-        assert case.regret(rounded.topk(case.hidden, None).ids).max() > 1e-4
+    """What the choice would lose if a float32 weight were only rounded: the test above would see it."""
+    case = Case("deepseek-v3 f32 weight", sized(512, 16))
+    full = case.regret(case.fused().topk(case.hidden, None).ids)
+    rounded = case.regret(case.fused(weight=case.weight.bfloat16()).topk(case.hidden, None).ids)
+    assert full.max() <= LOGITS / 2 < rounded.max()
 
 
 def test_a_bias_that_is_ignored_shows():
@@ -291,7 +288,7 @@ def test_a_bias_that_is_ignored_shows():
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "ernie"])
 def test_models_that_round_elsewhere(name):
     """Mixtral's way: bf16 logits, then float32; ERNIE's: float32 throughout, weights at last in the tokens' dtype."""
-    from eprt.routing.launch import Rounding
+    from eprt.routing_launch import Rounding
 
     case = Case(name, sized(64, 4))
     if name == "ernie":
@@ -403,7 +400,7 @@ def test_warm_up_and_logits_given_by_the_caller():
 @cuda_only
 @pytest.mark.parametrize("name", SHAPES)
 def test_module_launches_the_kernels_and_follows_its_weights(name, monkeypatch):
-    from eprt.routing import launch as routing_launch
+    from eprt import routing_launch
 
     case = Case(name, 40)
     module = router(case)

@@ -6,12 +6,10 @@ import pytest
 import torch
 from support.cases import expert_cases as cases
 
-from eprt import engines
 from eprt.config import RuntimeConfig
 from eprt.conformance.oracle import relative_error
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, DispatcherSpec, Handle
-from eprt.engines import Engine
-from eprt.errors import InputError, UnsupportedError, UsageError
+from eprt.errors import UnsupportedError
 from eprt.experts import EXECUTORS
 from eprt.experts.base import ExecutorSpec
 from eprt.experts.reference import ReferenceExecutor
@@ -88,51 +86,3 @@ def test_what_a_new_row_refuses_is_in_the_table(monkeypatch) -> None:
         pytest.raises(UnsupportedError, match="takes f32 weights, not bf16"),
     ):
         ExpertParallelMoE(config, world, weights, runtime=runtime)
-
-
-class Fused(Engine):
-    """Dispatch, experts and combine in one, by the definition: every expert's function on every rank's own tokens."""
-
-    calls: list[tuple[int, int]] = []  # noqa: RUF012
-
-    def takes(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> bool:
-        return isinstance(choice, TopK)
-
-    def begin(self, inside: torch.Tensor, choice: TopK | RouterLogits, rows: int):
-        self.calls.append((inside.shape[0], rows))
-        return inside, choice
-
-    def compute(self, work) -> torch.Tensor:
-        inside, topk = work
-        config = self.parts.config
-        tokens = FlatTokens(Payload.plain(inside), topk.ids, topk.weights, config.num_experts, every_row_read=True)
-        return self.parts.executor(tokens)
-
-    def finish(self, y: torch.Tensor, work) -> torch.Tensor:
-        return y
-
-
-def test_a_fused_engine_is_one_row(monkeypatch) -> None:
-    """Checks, agreement, capacity and rounds stand before it; it is given what they let through."""
-    monkeypatch.setattr(engines, "ENGINES", {"fused": f"{__name__}:Fused", **engines.ENGINES})
-    Fused.calls.clear()
-    config = cases.make_config("f32")
-    weights, flat = cases.make_weights(config), cases.make_flat(config, 7)
-    x, topk, phases = flat.hidden.data, TopK(flat.ids, flat.weights), []
-    with World.from_env("cpu") as world:
-        fused = ExpertParallelMoE(config, world, weights, runtime=RuntimeConfig("none", "reference", 3))
-        monkeypatch.undo()
-        split = ExpertParallelMoE(config, world, weights, runtime=RuntimeConfig("none", "reference"))
-        monkeypatch.setattr(fused.dispatcher, "_dispatch", lambda *_: pytest.fail("a dispatcher was used"))
-        fused.observe = lambda phase: phases.append(phase) or torch.no_grad()
-        assert relative_error(fused(x, topk), split(x, topk)) < 1e-5
-        assert Fused.calls == [(3, 3), (3, 3), (1, 1)]
-        assert phases == [
-            "route", "dispatch", "experts", "shared", "combine", *["dispatch", "experts", "combine"] * 2
-        ]  # fmt: skip
-        with pytest.raises(InputError, match="expected int32"):
-            fused(x, TopK(topk.ids.long(), topk.weights))
-        fused.close()
-        with pytest.raises(UsageError, match="closed"):
-            fused(x, topk)
-    assert len(Fused.calls) == 3

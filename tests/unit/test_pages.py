@@ -43,7 +43,7 @@ def commands() -> list[list[str]]:
     """Every `eprt ...` command of the pages, in blocks and in backticks."""
     text = "\n".join((ROOT / page).read_text() for page in PAGES)
     lines = [line for block in code_blocks(text, "bash") for line in block.splitlines()]
-    lines += re.findall(r"`(eprt (?:run|explain|doctor|bench)[^`]*)`", text)
+    lines += re.findall(r"`(eprt (?:run|generate|explain|doctor|bench)[^`]*)`", text)
     found = [shlex.split(line, comments=True) for line in lines if re.match(r"(\.venv/bin/)?eprt ", line)]
     return [words[1:] for words in found]
 

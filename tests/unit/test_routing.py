@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eprt.config import MoEConfig, Routing
+from eprt.config import Routing
 from eprt.errors import ConfigError, InputError
-from eprt.routing import Router, check_token_ids, route, warmup
+from eprt.routing import Router, check_token_ids, route
 from eprt.tokens import RouterLogits
 
 T, E, K, H, V = 37, 16, 4, 32, 50
@@ -239,13 +239,3 @@ IDS, TABLE = torch.tensor([0, 1, 2]), torch.zeros(V, K, dtype=torch.long)
 def test_refusals(error, text, call):
     with pytest.raises(error, match=text):
         call()
-
-
-def test_warm_up_needs_no_gpu_and_hooks_see_the_choice():
-    router = Router(torch.randn(E, H), Routing(), K)
-    router.warmup(64, logits=True)
-    warmup(MoEConfig(E, K, H, 8), router, 64, torch.device("cpu"), logits=True)
-    seen = []
-    router.register_forward_hook(lambda _, given, found: seen.append(found))
-    found = router(torch.randn(3, H))
-    assert seen == [found]

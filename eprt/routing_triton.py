@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton import knobs
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -25,7 +24,7 @@ _EPSILON = tl.constexpr(1e-20)  # both as in eprt.routing
 _NORM_MIN = tl.constexpr(1e-12)
 _TAKEN = tl.constexpr(-(2**31))  # below every score's key
 _NAN = tl.constexpr(2**31 - 1)  # above every score's key
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # libdevice is for GPUs only
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # libdevice is for GPUs only
 
 
 @triton.jit

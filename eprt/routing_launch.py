@@ -6,12 +6,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
-from triton import knobs
 
-from eprt.config import GROUP_BEST, Routing
+from eprt.config import Routing
 from eprt.rounding import ceil_div, next_power_of_2
-from eprt.routing.kernels import METHODS, choice_kernel, logits_kernel
+from eprt.routing import GROUP_BEST
+from eprt.routing_triton import METHODS, choice_kernel, logits_kernel
 from eprt.support import Device
 from eprt.tokens import TopK, aligned
 
@@ -19,7 +20,7 @@ MAX_EXPERTS = 1024  # a warp holds a token's scores, 32 a thread
 MAX_TOP_K = 64
 SHARED_BYTES = 200 << 10  # of an SM, for tiles in flight
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_INTERPRETED = bool(knobs.runtime.interpret)
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 class Tiling(NamedTuple):

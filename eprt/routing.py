@@ -5,7 +5,7 @@ The formulas are those of the models' own code (transformers: `GptOssTopKRouter`
 `Ernie4_5_MoeTopKRouter`, `Llama4Router`, phimoe's `sparsemixer`), rounding included: each works in the dtype its model
 works in, so the choice of experts is the model's own, ties aside.
 
-On CUDA the work is done by the kernels of `kernels.py`, elsewhere, and for what those don't know, by the plain
+On CUDA the work is done by the kernels of `routing_triton.py`, elsewhere, and for what those don't know, by the plain
 torch below, which is also what the kernels are tested against.
 """
 
@@ -17,17 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eprt.config import GROUP_BEST, MoEConfig, Routing
+from eprt.config import MoEConfig, Routing
 from eprt.errors import ConfigError, InputError
 from eprt.tokens import RouterLogits, TopK
 
 if TYPE_CHECKING:
-    from eprt.routing.launch import FusedRouter
+    from eprt.routing_launch import FusedRouter
 
 # DeepSeek's guard against a zero denominator when the chosen weights are normalised.
 _EPSILON = 1e-20
 # ERNIE 4.5's `moe_norm_min`: the least sum that its weights are divided by.
 NORM_MIN = 1e-12
+# A group counts as the sum of so many of its best scores.
+GROUP_BEST = {"grouped_sigmoid": 2, "grouped_softmax": 1}
 
 WeightRounding = Literal["logits", "float32", "tokens"]
 
@@ -68,7 +70,7 @@ def route(
     if routing.method == "hash":
         _check_table(values.shape[0], top_k, token_ids, token_table)
     if values.is_cuda:
-        from eprt.routing import launch as routing_launch
+        from eprt import routing_launch
 
         dtypes = [values.dtype, None if correction_bias is None else correction_bias.dtype]
         if routing_launch.knows(routing, top_k, values.shape[1], *dtypes):
@@ -344,7 +346,7 @@ class Router(nn.Module):
         weight, bias, correction = self.weight, self.bias, self.correction_bias
         if not weight.is_cuda:
             return None
-        from eprt.routing.launch import FusedRouter, Rounding, knows
+        from eprt.routing_launch import FusedRouter, Rounding, knows
 
         check_choice(self.routing, self.top_k, weight.shape[0], correction)
         fits = weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and self.float32_logits)

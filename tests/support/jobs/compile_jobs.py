@@ -1,0 +1,66 @@
+"""Job of test_compile.py: a tiny transformers model over the ranks, compiled whole and beside it eager."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from eprt import compiled
+from eprt.config import RuntimeConfig
+from eprt.conformance.harness import RankContext
+from eprt.conformance.oracle import relative_error
+from eprt.integrations.transformers import parallelize
+from support.cases.model_recipes import RECIPES, make_model
+from support.jobs.integration_jobs import PROMPTS
+
+
+def compare_compiled(context: RankContext, name: str, dtype: torch.dtype, backend: str) -> float:
+    """Error of the compiled logits against the eager ones, parameters wanting gradients as they do by default. Every
+    rank has another prompt; the second call has another length."""
+    world = context.world()
+    model = make_model(RECIPES[name], dtype).requires_grad_(True)
+    layers = parallelize(model, world, runtime=RuntimeConfig(dispatcher="torch", max_tokens_per_rank=64))
+    torch._dynamo.reset()
+    whole = torch.compile(model, backend=backend, fullgraph=True)
+    error = 0.0
+    for extra in (3, 5):
+        count = PROMPTS[context.rank % len(PROMPTS)] + extra
+        prompt = torch.randint(3, 60, (1, count), generator=torch.Generator().manual_seed(context.rank))
+        with torch.no_grad():
+            expected = model(prompt, use_cache=False).logits
+        found = whole(prompt, use_cache=False).logits
+        error = max(error, relative_error(found.detach(), expected))
+    for layer in layers:
+        layer.close()
+    return error
+
+
+def unused_output(context: RankContext) -> int:
+    """Calls of a layer by compiled code that drops its output: a rank that doesn't need it takes part all the same."""
+    world = context.world()
+    model = make_model(RECIPES["qwen3_moe"])
+    layers = parallelize(model, world)
+    x = torch.randn(3, layers[0].config.input_size)
+    before = layers[0].dispatcher._calls
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        layers[0](x)
+        return x + 1
+
+    torch._dynamo.reset()
+    torch.compile(forward, backend="aot_eager", fullgraph=True)(x)
+    return layers[0].dispatcher._calls - before
+
+
+def refused(context: RankContext) -> str:
+    """What compiled code says whose layer is gone."""
+    del context
+    number = compiled.register(layer := torch.nn.Linear(1, 1))
+    del layer
+    gc.collect()
+    try:
+        compiled.moe_layer(torch.zeros(1, 1), number, None, None, None, None, None)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
