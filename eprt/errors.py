@@ -56,15 +56,18 @@ class RankLost(EprtError, RuntimeError):
     Attributes:
         rank: the lost rank (in the World's numbering), or -1 where nobody is named: the control store itself is gone,
             or torch reported a failure of its own.
-        why: `silent` | `exited` | `raised` | `left` | `behind` | `store` | `unknown` (torch's error names nobody).
+        why: `silent` | `exited` | `raised` | `left` | `behind` | `foreign` (two processes say they are that rank) |
+            `store` | `unknown` (torch's error names nobody).
+        ranks: all that were lost at the same moment, `rank` first of them.
     """
 
     exit_code: ClassVar[int] = 75  # EX_TEMPFAIL: the job may be started again
 
-    def __init__(self, message: str, rank: int = -1, why: str = "silent") -> None:
+    def __init__(self, message: str, rank: int = -1, why: str = "silent", ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.rank = rank
         self.why = why
+        self.ranks = ranks or ((rank,) if rank >= 0 else ())
 
 
 _BY_NAME: dict[str, type[EprtError]] = {
@@ -76,3 +79,9 @@ _BY_NAME: dict[str, type[EprtError]] = {
 def rebuild_error(name: str, message: str) -> EprtError:
     """The error a peer reported, as the same type here. Unknown names become `EprtError`."""
     return _BY_NAME.get(name, EprtError)(message)
+
+
+def one_block(text: str, limit: int = 2000) -> str:
+    """Text from elsewhere (a peer, a file) as it may be shown: no control characters but line ends, cut to `limit`."""
+    clean = "".join(c if c.isprintable() or c == "\n" else "?" for c in text[: limit + 1])
+    return clean if len(clean) <= limit else f"{clean[: limit - 4]} ..."

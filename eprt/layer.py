@@ -273,6 +273,8 @@ class ExpertParallelMoE(nn.Module):
         width, device = self.config.input_size, self.world.device
         if not isinstance(hidden_states, torch.Tensor):
             raise InputError(f"hidden_states is a {type(hidden_states).__name__}: expected a tensor [..., {width}]")
+        if hidden_states.is_nested:
+            raise InputError(f"hidden_states is a nested tensor: expected a dense [..., {width}]; concatenate its rows")
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != width:
             expected = f"expected [..., {width}] (the model's hidden)"
         elif hidden_states.dtype not in (torch.bfloat16, torch.float32):

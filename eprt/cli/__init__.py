@@ -5,12 +5,21 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from eprt.cli.terminal import Terminal, configure_logging, stdout_of_our_own
+from eprt.cli.terminal import (
+    NO_OUTPUT,
+    OutputLost,
+    Terminal,
+    configure_logging,
+    lost,
+    show_everything,
+    stdout_of_our_own,
+)
 from eprt.errors import EprtError
 
 # Exit codes, beside those of `EprtError.exit_code`.
@@ -32,12 +41,26 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse and run one command; the exit code."""
-    from eprt.cli.arguments import STDOUT, parse
+    from eprt.cli.arguments import parse
 
-    command = parse(arguments)
-    terminal = Terminal(json=getattr(command, "json", False) in (True, STDOUT))
-    with stdout_of_our_own(), _ended_by_signals():
-        return _run(command, terminal)
+    if sys.stdout is None or sys.stderr is None:  # closed by the caller
+        return _nowhere_to_write()
+    show_everything()
+    try:
+        command = parse(arguments)
+        terminal = Terminal(json=getattr(command, "json", False))
+        with stdout_of_our_own(), _ended_by_signals():
+            return _run(command, terminal)
+    except OutputLost as error:
+        return error.code
+    except BrokenPipeError as error:  # tyro's help, into a pipe that was closed
+        return lost(sys.stdout, error).code
+
+
+def _nowhere_to_write() -> int:
+    if sys.stderr is not None:
+        sys.stderr.write("eprt: standard output is closed: there is nowhere to write the result\n")
+    return NO_OUTPUT
 
 
 @contextmanager
@@ -67,6 +90,13 @@ def _run(command: Any, terminal: Terminal) -> int:
     except KeyboardInterrupt:
         terminal.error("interrupted; all ranks that this command started have been ended")
         return INTERRUPTED
+    except OutputLost:
+        raise
+    except OSError as error:  # of the system: a full disk, a folder that can't be written
+        terminal.error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", shared=False)
+        if os.environ.get("EPRT_LOG", "").upper() == "DEBUG":
+            raise
+        return NO_OUTPUT
     except EprtError as error:  # one block that names what to do; anything else is a bug and keeps its traceback
         terminal.error(f"{type(error).__name__}: {error}", error.shared)
         return error.exit_code

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import subcommand
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
-STDOUT = Path("-")
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,14 @@ class Doctor:
 
     run: bool = False
     """Also run the conformance cases here: gloo ranks on the CPU, and all GPUs if there are any."""
+    faults: bool = False
+    """Also break ranks on purpose (kill, stop, raise, leave, skip, sleep) and time the others' verdicts."""
+    trials: int = 20
+    """How many cells of the fault matrix --faults runs; about 5 s each."""
     world: int = 4
-    """CPU ranks of --run."""
+    """CPU ranks of --run and --faults."""
+    output: Path | None = None
+    """Also write the trials of --faults as JSON to this file."""
     json: bool = False
     """Print one JSON object instead of tables."""
 
@@ -128,8 +134,10 @@ class BenchLayer:
     """How tokens travel."""
     executor: str = "auto"
     """What computes the experts."""
-    json: Path | None = None
-    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    output: Path | None = None
+    """Also write the result as JSON to this file."""
     plot: Path | None = None
     """Write a plot (PNG, SVG) to this file; needs matplotlib."""
 
@@ -152,8 +160,10 @@ class BenchDispatch:
     """Only these dispatchers and peers; all that work here if none is named."""
     payload: Literal["bf16", "fp8_block"] = "bf16"
     """What travels to the experts."""
-    json: Path | None = None
-    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    output: Path | None = None
+    """Also write the result as JSON to this file."""
     plot: Path | None = None
     """Write a plot (PNG, SVG) to this file; needs matplotlib."""
 
@@ -170,8 +180,10 @@ class BenchExperts:
     """Only these executors; all that work here if none is named."""
     low_precision_activations: bool = False
     """Let executors quantise activations to FP8, as DeepSeek-V3's were in training."""
-    json: Path | None = None
-    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    output: Path | None = None
+    """Also write the result as JSON to this file."""
     plot: Path | None = None
     """Write a plot (PNG, SVG) to this file; needs matplotlib."""
 
@@ -186,8 +198,10 @@ class BenchExchange:
     """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
     rounds: int = 1000
     """Exchanges of each kind."""
-    json: Path | None = None
-    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    output: Path | None = None
+    """Also write the result as JSON to this file."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +212,10 @@ class BenchRouter:
     """Tokens of this rank."""
     shapes: tuple[str, ...] = ()
     """Only these routers (gpt-oss-120b, ...); all if none is named."""
-    json: Path | None = None
-    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    output: Path | None = None
+    """Also write the result as JSON to this file."""
     plot: Path | None = None
     """Write a plot (PNG, SVG) to this file; needs matplotlib."""
 
@@ -224,8 +240,10 @@ class BenchStep:
     """How tokens travel."""
     executor: str = "auto"
     """What computes the experts."""
-    json: Path | None = None
-    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    output: Path | None = None
+    """Also write the result as JSON to this file."""
     plot: Path | None = None
     """Write a plot (PNG, SVG) to this file; needs matplotlib."""
 
@@ -246,7 +264,16 @@ class Bench:
 
 AnyBench = BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange | BenchStep
 Command = Run | Generate | Explain | Doctor | AnyBench
-_Parsed = (
+_COMMANDS: dict[str, type[Any]] = {"run": Run, "generate": Generate, "explain": Explain, "doctor": Doctor}
+_BENCHES: dict[str, type[Any]] = {
+    "layer": BenchLayer,
+    "dispatch": BenchDispatch,
+    "experts": BenchExperts,
+    "router": BenchRouter,
+    "exchange": BenchExchange,
+    "step": BenchStep,
+}
+_All = (
     Annotated[Run, subcommand("run")]
     | Annotated[Generate, subcommand("generate")]
     | Annotated[Explain, subcommand("explain")]
@@ -256,12 +283,30 @@ _Parsed = (
 
 
 def parse(arguments: Sequence[str] | None = None) -> Command:
-    """The command that `arguments` (default: the process's own) ask for. Prints help or an error and exits."""
-    parsed: Run | Generate | Explain | Doctor | Bench = tyro.cli(
-        _Parsed,
-        prog="eprt",
-        description="Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed.",
-        args=arguments,
+    """The command that `arguments` (default: the process's own) ask for. Prints help, version or an error and exits."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words == ["--version"]:
+        from eprt import __version__
+
+        sys.stdout.write(f"eprt {__version__}\n")
+        raise SystemExit(0)
+    # A command that is named is parsed by itself, so that an unknown flag is answered with that command's own.
+    match words:
+        case [name, *rest] if name in _COMMANDS:
+            return _parse(_COMMANDS[name], f"eprt {name}", rest)
+        case ["bench", name, *rest] if name in _BENCHES:
+            return _parse(_BENCHES[name], f"eprt bench {name}", rest)
+        case _:
+            parsed: Run | Generate | Explain | Doctor | Bench = _parse(_All, "eprt", words)
+            return parsed.what if isinstance(parsed, Bench) else parsed
+
+
+def _parse(kind: Any, prog: str, words: list[str]) -> Any:
+    about = "Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed."
+    return tyro.cli(
+        kind,
+        prog=prog,
+        description=about if prog == "eprt" else None,
+        args=words,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
     )
-    return parsed.what if isinstance(parsed, Bench) else parsed

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eprt.bench.report import Report
-from eprt.cli.arguments import STDOUT, BenchDispatch, BenchExchange, BenchExperts, BenchLayer, BenchRouter, BenchStep
+from eprt.cli.arguments import BenchDispatch, BenchExchange, BenchExperts, BenchLayer, BenchRouter, BenchStep
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal
 from eprt.config import RuntimeConfig
@@ -299,8 +299,8 @@ def _both(row: dict[str, Any], name: str) -> str:
 
 def _keep(arguments: AnyBench, terminal: Terminal) -> Callable[[Report], None]:
     """What stores a report after each case: a bench that is stopped leaves what it found."""
-    path = arguments.json
-    if path is None or path == STDOUT or not terminal.speaks:
+    path = arguments.output
+    if path is None or not terminal.speaks:
         return lambda report: None
     return lambda report: report.write(path)
 
@@ -310,9 +310,9 @@ def _finish(report: Report, arguments: AnyBench | BenchExchange, terminal: Termi
     if not terminal.speaks:
         return 0
     terminal.result(report.as_dict())
-    if arguments.json is not None and arguments.json != STDOUT:
-        report.write(arguments.json)  # also where nothing could be measured
-        terminal.say(f"\nwrote {arguments.json}")
+    if arguments.output is not None:
+        report.write(arguments.output)  # also where nothing could be measured
+        terminal.say(f"\nwrote {arguments.output}")
     if not isinstance(arguments, BenchExchange) and arguments.plot is not None:
         from eprt.bench.plot import plot
 

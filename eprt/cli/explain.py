@@ -11,6 +11,7 @@ from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.models import family_for
 from eprt.models.checkpoint import read_config
+from eprt.models.hf_config import where
 from eprt.plan import Candidate, Plan, make_plan
 from eprt.support import Device
 
@@ -43,7 +44,7 @@ def _kinds_of_layers(hf: dict[str, Any]) -> list[tuple[MoEConfig, list[int]]]:
         config = family.moe_config(hf, layer)
         kinds.setdefault(replace(config, routing=Routing()), (config, []))[1].append(layer)
     if not kinds:
-        raise ConfigError(f"config.json: the {hf.get('model_type')} model has no MoE layers")
+        raise ConfigError(f"{where(hf)}: the {hf.get('model_type')} model has no MoE layers")
     return list(kinds.values())
 
 

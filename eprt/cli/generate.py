@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eprt.cli import generate_rank
-from eprt.cli.arguments import STDOUT, Generate
+from eprt.cli.arguments import Generate
 from eprt.cli.generate_rank import Job, Part
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.run import checkpoint_directory
@@ -90,7 +90,7 @@ def _read(path: Path | None) -> list[dict[str, Any]]:
     if path is None:
         return [dict(example) for example in EXAMPLES]
     try:
-        lines: Iterable[str] = sys.stdin if path == STDOUT else path.read_text().splitlines()
+        lines: Iterable[str] = sys.stdin if path == Path("-") else path.read_text().splitlines()
     except OSError as error:
         raise ConfigError(f"--prompts {path}: {error.strerror or error}") from error
     return [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]

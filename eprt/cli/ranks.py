@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ import torch
 from eprt.conformance.harness import RankContext, WorldFailed, WorldPool
 from eprt.errors import ConfigError, rebuild_error
 from eprt.world.groups import joins_torchrun, place
+from eprt.world.values import gather_values
 
 # A rank that dies or stops is noticed in seconds whatever these are. They bound a rank that is alive but behind: on
 # GPUs it may be compiling kernels, which takes up to half an hour where nothing was compiled before.
@@ -66,13 +66,8 @@ class _Joined:
         self.timeout_s = BEHIND_TIMEOUT_S["cuda"]  # rank 0 also judges results between jobs, while the others wait
 
     def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        mine = pickle.dumps(function(self._context, **kwargs))
-        world = self._context.world(timeout_s=self.timeout_s)
-        sizes = world.gather_control(torch.tensor([len(mine)]))[:, 0].tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        rows = world.gather_control(padded)
-        return [pickle.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
+        found = function(self._context, **kwargs)
+        return gather_values(self._context.world(timeout_s=self.timeout_s), found)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from eprt.cli.terminal import Terminal
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import COUNTS, TOLERANCE, Batch
 from eprt.conformance.oracle import relative_error
+from eprt.conformance.scratch import Scratch
 from eprt.conformance.whole_layer import expected_layer_output
 from eprt.errors import ConfigError
 from eprt.layer import PHASES
@@ -156,9 +156,9 @@ def checkpoint_directory(model: Path | None, say: Callable[[str], None]) -> Iter
         return
     from eprt.models.tiny import write_tiny_checkpoint
 
-    with tempfile.TemporaryDirectory(prefix="eprt-tiny-") as folder:
+    with Scratch("tiny") as folder:
         say("No --model: made a tiny gpt-oss checkpoint (random weights, the published MXFP4 format).")
-        yield write_tiny_checkpoint(Path(folder) / "gpt-oss-tiny")
+        yield write_tiny_checkpoint(folder / "gpt-oss-tiny")
 
 
 # ---- what is said -------------------------------------------------------------------------------------------
@@ -168,10 +168,11 @@ def _report(
     outcome: _Outcome, model: Path | None, layers: list[int], config: MoEConfig, workers: Ranks, terminal: Terminal
 ) -> int:
     plan = outcome.loaded[0].plan
+    transport = "gloo" if workers.device == "cpu" else "NCCL"
     what = (
-        f"{len(layers)} MoE layer{'s' * (len(layers) != 1)} of {model or 'the tiny gpt-oss'} ({config.num_experts} "
-        f"experts in {config.weight_format}, top-{config.top_k}) ran on {workers.size} "
-        f"{'gloo' if workers.device == 'cpu' else 'NCCL'} ranks, {len(outcome.steps)} steps each"
+        f"{_count(len(layers), 'MoE layer')} of {model or 'the tiny gpt-oss'} ({_count(config.num_experts, 'expert')} "
+        f"in {config.weight_format}, top-{config.top_k}) ran on {_count(workers.size, f'{transport} rank')}, "
+        f"{_count(len(outcome.steps), 'step')} each"
     )
     terminal.say(f"\nPlan: dispatcher {plan['dispatcher']}, executor {plan['executor']}, {plan['tokens']} tokens")
     terminal.say(f"  why: {plan['reason']}; `eprt explain` lists every candidate")
@@ -207,6 +208,10 @@ def _report(
     terminal.say(f"\n{verdict}: {what}; worst error {outcome.error:.1e} {relation} {outcome.tolerance:.0e}")
     terminal.result(_as_json(outcome, what, plan, workers))
     return 0 if outcome.ok else 1
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _counts(outcome: _Outcome, step: int) -> list[int]:

@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+import io
 import json as json_format
 import logging
 import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol, TextIO
 
 from eprt.errors import ConfigError
+
+NO_OUTPUT = 74  # EX_IOERR
+PIPE_CLOSED = 141  # what a shell says of a process that SIGPIPE ended
+
+
+class OutputLost(Exception):
+    """Standard output takes nothing any more. `code` is what the command ends with."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"standard output is lost, exit code {code}")
+        self.code = code
+
+
+def write(text: str) -> None:
+    """A line or block to standard output. Raises OutputLost, after saying why unless a reader just had enough."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        raise lost(sys.stdout, error) from error
+
+
+def lost(stream: TextIO, error: OSError) -> OutputLost:
+    """Say why, and let what is still buffered go nowhere: Python would try again at exit."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+    if isinstance(error, BrokenPipeError):
+        return OutputLost(PIPE_CLOSED)
+    sys.stderr.write(f"eprt: the result couldn't be written: {error.strerror or error}\n")
+    return OutputLost(NO_OUTPUT)
+
+
+def show_everything() -> None:
+    """What the locale's encoding lacks (a path's accents under LC_ALL=C) is escaped, not an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class Terminal:
@@ -30,8 +70,7 @@ class Terminal:
     def say(self, text: str = "") -> None:
         """A line or block for people."""
         if self.speaks and not self.json:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+            write(text)
 
     def note(self, text: str) -> None:
         """A line for people on stderr, for a command whose stdout is data."""
@@ -48,8 +87,7 @@ class Terminal:
     def result(self, value: dict[str, Any]) -> None:
         """The JSON object, if it was asked for."""
         if self.speaks and self.json:
-            sys.stdout.write(json_format.dumps(_as_json(value), allow_nan=False) + "\n")
-            sys.stdout.flush()
+            write(json_format.dumps(_as_json(value), allow_nan=False))
 
     def error(self, text: str, shared: bool = True) -> None:
         """One block on stderr; from every rank, with its number, if not all ranks say the same."""
@@ -163,12 +201,15 @@ def stdout_of_our_own() -> Iterator[None]:
     replaced, kept = sys.stdout, os.dup(1)
     replaced.flush()
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(kept, "w", encoding=replaced.encoding, closefd=False)
+    sys.stdout = os.fdopen(kept, "w", encoding=replaced.encoding, errors=replaced.errors, closefd=False)
     try:
         yield
     finally:
-        sys.stdout.flush()
-        sys.stdout = replaced
+        ours, sys.stdout = sys.stdout, replaced
+        try:
+            ours.flush()
+        except OSError as error:
+            lost(ours, error)
         os.dup2(kept, 1)
         os.close(kept)
 

@@ -21,8 +21,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from eprt.conformance.autopsy import RankReport, WorldFailed, read_stack, state_of, tail
 from eprt.conformance.rank_process import Raised, RankContext, RankSetup, close_worlds, serve
+from eprt.conformance.scratch import Scratch
 from eprt.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -126,13 +127,18 @@ class WorldPool:
         self._environment = environment or {}
         self._ranks: list[_Rank] = []
         self._store: TCPStore | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Scratch | None = None
         self._jobs = 0
 
     @property
     def pids(self) -> list[int]:
         """Process ids in rank order; empty while no world is up."""
         return [rank.process.pid or 0 for rank in self._ranks]
+
+    @property
+    def folder(self) -> Path | None:
+        """Logs, jobs and results while a world is up."""
+        return None if self._folder is None else self._folder.path
 
     def run(self, function: Callable[..., Any], *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """`function(context, **kwargs)` on every rank at once; the results in rank order.
@@ -188,10 +194,15 @@ class WorldPool:
         """Start the ranks; the world's folder."""
         from torch.distributed import TCPStore
 
-        # The parent owns the store, so its port is taken before any rank is told of it: no race for free ports.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._folder = tempfile.TemporaryDirectory(prefix="eprt-world-")
-        folder = Path(self._folder.name)
+        # The parent owns the store, so its port is taken before any rank is told of it: no race for free ports. torch
+        # would listen on every interface.
+        listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, self.size))
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self._folder = Scratch("world")
+        folder = self._folder.path
         for rank in range(self.size):
             environment = {
                 "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
@@ -212,7 +223,7 @@ class WorldPool:
 
     def _watch(self, arguments: bytes, timeout_s: float) -> list[Any]:
         started = time.monotonic()
-        folder = self._start() if self._folder is None else Path(self._folder.name)
+        folder = self._start() if self._folder is None else self._folder.path
         self._jobs += 1
         name = f"job{self._jobs}"
         (folder / name).write_bytes(pickle.dumps((sys.path, arguments)))
@@ -275,7 +286,7 @@ class WorldPool:
         self._ranks = []
         self._store = None
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
             self._folder = None
 
 

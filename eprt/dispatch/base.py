@@ -258,6 +258,8 @@ class Dispatcher(ABC):
             self._check_handle(handle)
             self._check_output(expert_output, handle)
         except EprtError as found:
+            if not self._open and not self.closed:  # no call of ours waits for this: no peer can be in a combine
+                raise
             error = found
         call = (-1, 0, 1, torch.bfloat16)  # of a call that nobody makes
         if error is None:
@@ -399,6 +401,8 @@ class Dispatcher(ABC):
 
     def _check_hidden(self, x: torch.Tensor) -> None:
         H, device = self.config.hidden_size, self.world.device
+        if x.is_nested:
+            raise InputError(f"hidden_states is a nested tensor: expected a dense one, [T, {H}]; concatenate its rows")
         if x.dim() != 2 or x.shape[1] != H:
             expected = f"expected [T, {H}] (the hidden size the experts see)"
         elif x.dtype not in (torch.bfloat16, torch.float32):

@@ -286,11 +286,15 @@ class CutlassMxfp4Executor(Executor):
             "sizes": (self._hidden, self._intermediate),
             "variant": (config.bias, config.activation.limit is not None, self._fp8, self.runtime.deterministic),
         }
-        found = cache.load(problem)
+        found = cache.load(problem, lambda stored: self._possible(stored, slots))
         if found is None:
             found = self._tune(rows, slots)
             cache.store(problem, found)
         return found[0], found[1]
+
+    def _possible(self, stored: Any, slots: int) -> bool:
+        first, second = self._candidates(torch.zeros(1, self._hidden, dtype=torch.bfloat16, device=self.device), slots)
+        return len(stored) == 2 and stored[0] in first and stored[1] in second
 
     def _tune(self, rows: int, slots: int) -> list[int]:
         hidden = torch.randn(rows, self._hidden, device=self.device).to(torch.bfloat16)

@@ -12,9 +12,11 @@ import gc
 import hashlib
 import json
 import os
+import stat
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +27,7 @@ import torch
 from eprt.config import MoEConfig
 from eprt.tokens import FlatTokens, Payload
 
+MAX_RESULT_BYTES = 1 << 20
 SLEEP_CYCLES = 2_000_000  # about 1 ms at Hopper clocks: longer than queueing a few calls takes
 
 
@@ -116,27 +119,36 @@ class TuningCache:
         digest = hashlib.sha256(json.dumps(self._key(problem), sort_keys=True).encode()).hexdigest()[:24]
         return self.root / f"{self.tuner}-{self.version}" / f"{digest}.json"
 
-    def load(self, problem: Mapping[str, Any]) -> Any:
-        """The stored result, or None. A corrupt or foreign file is removed with a TuningCacheWarning."""
+    def load(self, problem: Mapping[str, Any], accept: Callable[[Any], bool] = lambda _: True) -> Any:
+        """The stored result, or None. A file that is corrupt, foreign, not a regular one of this user or holds a result
+        that isn't accepted is removed with a TuningCacheWarning.
+
+        Args:
+            accept: whether this could be a result of tuning here: it goes to a kernel.
+        """
         path = self.path(problem)
         try:
-            content = json.loads(path.read_text())
-            if content["key"] == self._key(problem):
+            content = json.loads(_read_own(path))
+            if content["key"] != self._key(problem):
+                reason = "it belongs to another key"
+            elif not accept(content["result"]):
+                reason = "its result is none that tuning here could find"
+            else:
                 return content["result"]
-            reason = "it belongs to another key"
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"tuning cache {path} is unusable ({reason}); tuning again", TuningCacheWarning, stacklevel=2)
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder, or not ours to remove
+            path.unlink(missing_ok=True)
         return None
 
     def store(self, problem: Mapping[str, Any], result: Any) -> None:
         """Keep a JSON-able result. A folder that can't be written costs a warning, not the run."""
         path = self.path(problem)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
                 json.dump({"key": self._key(problem), "result": result}, file)
             os.replace(file.name, path)
@@ -148,6 +160,21 @@ class TuningCache:
         return json.loads(
             json.dumps({"tuner": self.tuner, "version": self.version, "gpu": self.gpu, "problem": dict(problem)})
         )
+
+
+def _read_own(path: Path) -> bytes:
+    """A regular file of this user that nobody else can write: no pipe that would never end, no device, no link."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("not a regular file")
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise ValueError(f"user {found.st_uid} owns it, mode {stat.filemode(found.st_mode)}: others could write it")
+        content = file.read(MAX_RESULT_BYTES + 1)
+    if len(content) > MAX_RESULT_BYTES:
+        raise ValueError(f"over {MAX_RESULT_BYTES} bytes")
+    return content
 
 
 def tuning_cache(tuner: str, version: str, gpu: str) -> TuningCache:

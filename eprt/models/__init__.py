@@ -4,6 +4,7 @@ of your own given to `register_family`."""
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,10 +12,12 @@ from typing import Any, cast
 import torch
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
-from eprt.errors import ConfigError
+from eprt.errors import CheckpointError, ConfigError
 from eprt.layer import ExpertParallelMoE
 from eprt.models.base import ModelFamily
 from eprt.models.checkpoint import Checkpoint, hash63
+from eprt.models.hf_config import where
+from eprt.models.json_files import shown
 from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.routing import Router
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
@@ -93,9 +96,8 @@ def family_for(hf: dict[str, Any]) -> ModelFamily:
         return _REGISTERED[model_type]()
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join([*FAMILIES, *_REGISTERED])
-        raise ConfigError(
-            f"config.json: model_type {model_type!r} is not supported: expected {known}; eprt.register_family adds one"
-        )
+        words = f"model_type {shown(model_type)} is not supported: expected {known}; eprt.register_family adds one"
+        raise ConfigError(f"{where(hf)}: {words}")
     module, _, name = FAMILIES[model_type].partition(":")
     family: type[ModelFamily] = getattr(importlib.import_module(module), name)
     return family()
@@ -113,7 +115,8 @@ class LayerParts:
         experts: this rank's share.
         router, shared, latent: whole on every rank; None where the model has none.
         module_path: what the layer replaces in the transformers model.
-        fingerprint: hash of config, manifest and the router's bytes: differs between revisions of a checkpoint.
+        fingerprint: hash of config, manifest, the router's bytes and the first of each kind of tensor of the block:
+            differs between checkpoints, and between revisions of one.
     """
 
     layer: int
@@ -147,20 +150,26 @@ def load_layer(
         placement: which experts lie where; contiguous if None.
 
     Raises:
-        CheckpointError: a file or tensor isn't what config.json says.
+        CheckpointError: a file or tensor isn't what config.json says, holds NaN or infinity, or belongs to the layer
+            and isn't part of what config.json describes.
         ConfigError: the config is incomplete or unsupported, or the placement is for other experts.
     """
     if not isinstance(source, Checkpoint):
         with Checkpoint(source) as checkpoint:
             return load_layer(checkpoint, layer, parallel, rank, placement)
     family = family_for(source.config)
-    config = family.moe_config(source.config, layer)
+    try:
+        config = family.moe_config(source.config, layer)
+    except ConfigError as error:
+        if str(error).startswith(where(source.config)):
+            raise
+        raise ConfigError(f"{where(source.config)}: {error}") from error
     placement = placement or ExpertPlacement(config.num_experts, parallel or ParallelConfig())
     placement.in_slots(config)  # made for this many experts
     shard = placement.shard(rank)
     router = family.load_router(source, layer, config)
     router_bytes = router.weight.contiguous().view(torch.uint8).numpy().tobytes()
-    return LayerParts(
+    parts = LayerParts(
         layer=layer,
         config=config,
         shard=shard,
@@ -170,8 +179,42 @@ def load_layer(
         shared=family.load_shared(source, layer, config),
         latent=family.load_latent(source, layer, config),
         module_path=family.module_path(layer),
-        fingerprint=hash63(str(source.fingerprint).encode(), router_bytes),
+        fingerprint=hash63(str(source.fingerprint).encode(), router_bytes, _samples(source, family, layer)),
     )
+    _refuse_unread(source, family.block(source, layer), config.num_experts)
+    return parts
+
+
+def _samples(source: Checkpoint, family: ModelFamily, layer: int) -> bytes:
+    """The first bytes of one tensor of each kind in the block, the same ones whichever rank reads them."""
+    block = family.block(source, layer)
+    first: dict[str, str] = {}
+    for name in sorted(source.manifest):
+        if name.startswith(f"{block}."):
+            first.setdefault(_kind(name), name)
+    return b"".join(source.sample(name) for name in first.values())
+
+
+def _refuse_unread(source: Checkpoint, block: str, num_experts: int) -> None:
+    """Every tensor of the block was read, if not by this rank then its like by another: what config.json doesn't
+    mention, a shared expert for instance, would be left out of the sum without a word."""
+    experts = {str(expert) for expert in range(num_experts)}
+    kinds = {_kind(name) for name in source.touched}
+    for name in sorted(source.manifest):
+        known = name in source.touched or (_kind(name) in kinds and _EXPERT.findall(name)[-1] in experts)
+        if name.startswith(f"{block}.") and not known:
+            raise CheckpointError(
+                f"{source.where(name)} belongs to this layer, and nothing in {where(source.config)} says what it is "
+                "for: complete the config, or remove the tensor"
+            )
+
+
+_EXPERT = re.compile(r"\.experts\.(\d+)(?=\.)")
+
+
+def _kind(name: str) -> str:
+    """The name with its expert's number left out."""
+    return _EXPERT.sub(".experts.*", name)
 
 
 def build_layer(parts: LayerParts, world: World, runtime: RuntimeConfig | None = None) -> ExpertParallelMoE:

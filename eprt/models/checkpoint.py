@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from eprt.errors import CheckpointError, EprtError, WorldMismatch
+from eprt.models.hf_config import HfConfig
+from eprt.models.json_files import read_object, shown
+from eprt.models.shards import DTYPE_NAMES, Index, Shard
 from eprt.world.header import Header, exchange
 
 if TYPE_CHECKING:
@@ -29,21 +31,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INDEX_BYTES = 256 << 20
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-
-# safetensors' name of each dtype we read.
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int32: "I32",
-    torch.int64: "I64",
-}
-
-Index = tuple[int | slice | EllipsisType, ...]
 
 
 @dataclass(frozen=True)
@@ -67,6 +54,7 @@ class Checkpoint:
             exports), it is added as `quantization_config`.
         manifest: name -> TensorInfo of every tensor.
         bytes_read: bytes of tensor data copied out so far.
+        touched: names of the tensors that were read.
 
     Raises:
         CheckpointError: naming the file and, where there is one, the tensor.
@@ -76,8 +64,8 @@ class Checkpoint:
         self.directory = Path(directory)
         self.config = read_config(self.directory)
         self.bytes_read = 0
-        self._handles: dict[str, Any] = {}
-        self._touched: set[str] = set()
+        self.touched: set[str] = set()
+        self._shards: dict[str, Shard] = {}
         try:
             self.manifest = self._read_headers()
         except CheckpointError:
@@ -96,18 +84,14 @@ class Checkpoint:
         return name in self.manifest
 
     def close(self) -> None:
-        """Unmap the files. Tensors already read are copies and stay valid."""
-        while self._handles:
-            _, handle = self._handles.popitem()
-            handle.__exit__(None, None, None)
+        """Close the files. Tensors already read are copies and stay valid."""
+        while self._shards:
+            self._shards.popitem()[1].close()
 
     def forget(self, prefix: str) -> None:
-        """What was read so far won't be read again (a module of the model, by its dotted prefix). The files are mapped
-        anew, so that their pages no longer count as this process's memory."""
-        for file in self._touched:
-            self._handles.pop(file).__exit__(None, None, None)
-            self._handles[file] = self._open(file)
-        self._touched.clear()
+        """What was read so far won't be read again (a module of the model, by its dotted prefix). Files hold nothing of
+        it: they are read, not mapped."""
+        del prefix
 
     @property
     def fingerprint(self) -> int:
@@ -138,7 +122,7 @@ class Checkpoint:
         shape: tuple[int, ...] | None = None,
         dtypes: Iterable[torch.dtype] = (),
     ) -> torch.Tensor:
-        """A slice of a tensor, as an owned CPU copy. Only the slice's bytes are read.
+        """A slice of a tensor, as an owned CPU copy, all of it finite numbers.
 
         Args:
             name: the tensor.
@@ -147,7 +131,8 @@ class Checkpoint:
             dtypes: those allowed, if they must be checked.
 
         Raises:
-            CheckpointError: no such tensor, or its shape or dtype isn't as expected.
+            CheckpointError: no such tensor, its shape or dtype isn't as expected, it holds NaN or infinity, or its file
+                was cut off.
         """
         where = self.where(name)
         info = self.manifest[name]
@@ -156,31 +141,30 @@ class Checkpoint:
             raise CheckpointError(f"{where} has dtype {info.dtype}: expected {' or '.join(allowed)}")
         if shape is not None and info.shape != shape:
             raise CheckpointError(f"{where} has shape {info.shape}: expected {shape}")
-        self._touched.add(info.file)
-        try:
-            # The library maps the file, so a slice is a view: pages outside it are never touched.
-            view: torch.Tensor = self._handles[info.file].get_slice(name)[index or (...,)]
-        except (SafetensorError, IndexError) as error:
-            raise CheckpointError(f"{where} {list(info.shape)} can't be read at {index}: {error}") from error
-        self.bytes_read += view.numel() * view.element_size()
-        return view.clone(memory_format=torch.contiguous_format)
+        found = self._shards[info.file].read(name, index)
+        self.touched.add(name)
+        self.bytes_read += found.numel() * found.element_size()
+        return found
+
+    def sample(self, name: str, size: int = 64) -> bytes:
+        """The first bytes of a tensor, at most `size`. Raises CheckpointError."""
+        self.where(name)
+        return self._shards[self.manifest[name].file].sample(name, size)
 
     def _read_headers(self) -> dict[str, TensorInfo]:
         weight_map = self._weight_map()
         manifest: dict[str, TensorInfo] = {}
         for file in sorted(set(weight_map.values())) if weight_map else [SINGLE]:
-            handle = self._handles[file] = self._open(file)
-            for name in handle.keys():  # noqa: SIM118 (not a dict)
+            shard = self._shards[file] = self._open(file)
+            for name, entry in shard.entries.items():
                 if name in manifest:
-                    raise CheckpointError(
-                        f"{self.directory}: tensor {name!r} is in {manifest[name].file} and in {file}: expected it once"
-                    )
-                header = handle.get_slice(name)
-                manifest[name] = TensorInfo(file, tuple(header.get_shape()), str(header.get_dtype()))
+                    both = f"{manifest[name].file} and in {file}"
+                    raise CheckpointError(f"{self.directory}: tensor {shown(name)} is in {both}: expected it once")
+                manifest[name] = TensorInfo(file, entry.shape, entry.dtype)
         for name, file in weight_map.items():
             if name not in manifest or manifest[name].file != file:
                 raise CheckpointError(
-                    f"{self.directory / INDEX}: tensor {name!r} is said to be in {file}, which lacks it"
+                    f"{self.directory / INDEX}: tensor {shown(name)} is said to be in {file}, which lacks it"
                 )
         return manifest
 
@@ -195,31 +179,28 @@ class Checkpoint:
                 f"found {pickles[0]}, a pickle, which can run code when it is read; convert it to" if pickles else "no"
             )
             raise CheckpointError(f"{self.directory}: {why} safetensors (expected {SINGLE} or {INDEX})")
-        weight_map = _read_json(resolve_inside(self.directory, INDEX), MAX_INDEX_BYTES).get("weight_map")
+        weight_map = read_object(resolve_inside(self.directory, INDEX), MAX_INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{path}: expected a non-empty object 'weight_map'")
         for name, file in weight_map.items():
             if not isinstance(file, str):
-                raise CheckpointError(f"{path}: tensor {name!r} is mapped to {file!r}: expected a file name")
+                raise CheckpointError(f"{path}: tensor {shown(name)} is mapped to {shown(file)}: expected a file name")
         return weight_map
 
-    def _open(self, file: str) -> Any:
+    def _open(self, file: str) -> Shard:
         path = resolve_inside(self.directory, file)
         if not file.endswith(".safetensors"):
             raise CheckpointError(f"{self.directory / file}: expected a .safetensors file")
-        try:
-            return safe_open(str(path), framework="pt", device="cpu").__enter__()
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.directory / file}: not a complete safetensors file: {error}") from error
+        return Shard(path, self.directory / file)
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config(path: str | Path) -> HfConfig:
     """config.json of a directory, or that file itself, with hf_quant_config.json merged in. Raises CheckpointError."""
     path = Path(path)
     directory, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
-    config = _read_json(resolve_inside(directory, name), MAX_CONFIG_BYTES)
+    config = HfConfig(read_object(resolve_inside(directory, name), MAX_CONFIG_BYTES), str(directory / name))
     if "quantization_config" not in config and (directory / QUANT_CONFIG).exists():
-        extra = _read_json(resolve_inside(directory, QUANT_CONFIG), MAX_CONFIG_BYTES).get("quantization")
+        extra = read_object(resolve_inside(directory, QUANT_CONFIG), MAX_CONFIG_BYTES).get("quantization")
         if not isinstance(extra, dict):
             raise CheckpointError(f"{directory / QUANT_CONFIG}: expected an object 'quantization'")
         config["quantization_config"] = {"quant_method": "modelopt", **extra}
@@ -233,14 +214,16 @@ def resolve_inside(directory: Path, name: str) -> Path:
     that model's `blobs`. Raises CheckpointError for any other place, and if there is no such file.
     """
     if Path(name).name != name or name in ("", ".", ".."):
-        raise CheckpointError(f"{directory}: entry {name!r} leaves the checkpoint's folder; expected a bare file name")
+        raise CheckpointError(
+            f"{directory}: entry {shown(name)} leaves the checkpoint's folder; expected a bare file name"
+        )
     root = directory.resolve()
     allowed = [root] + ([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])
     try:
         path = (root / name).resolve()
         is_file = path.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL, a loop of links (until 3.13)
-        raise CheckpointError(f"{directory}: entry {name!r} is no usable file name: {error}") from error
+        raise CheckpointError(f"{directory}: entry {shown(name)} is no usable file name: {error}") from error
     if path.parent not in allowed:
         raise CheckpointError(f"{directory / name}: links to {path}, outside the checkpoint's folder")
     if not is_file:
@@ -252,30 +235,6 @@ def hash63(*chunks: bytes) -> int:
     """63-bit hash for a header's fingerprint."""
     digest = hashlib.sha256(b"\0".join(chunks)).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _read_json(path: Path, limit: int) -> dict[str, Any]:
-    size = path.stat().st_size
-    if size > limit:
-        raise CheckpointError(f"{path}: {size} bytes, over the limit of {limit}; is it really a JSON description?")
-    try:
-        parsed = json.loads(path.read_bytes(), object_pairs_hook=lambda pairs: _unique(path, pairs))
-    except (ValueError, RecursionError, OSError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path}: found a JSON {type(parsed).__name__}: expected an object")
-    return parsed
-
-
-def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise CheckpointError(f"{path}: key {twice!r} appears twice: expected it once")
-    return found
 
 
 class Loaded(Protocol):

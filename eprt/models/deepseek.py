@@ -9,7 +9,18 @@ from eprt.config import Activation, MoEConfig, Routing, SharedExpert
 from eprt.errors import ConfigError
 from eprt.models.base import ModelFamily
 from eprt.models.formats import Part
-from eprt.models.hf_config import boolean, check_moe_layer, expect, integer, num_layers, real, strings, weight_format
+from eprt.models.hf_config import (
+    boolean,
+    check_moe_layer,
+    expect,
+    integer,
+    num_layers,
+    real,
+    strings,
+    weight_format,
+    where,
+)
+from eprt.models.json_files import shown
 
 
 class DeepseekV3(ModelFamily):
@@ -91,7 +102,8 @@ class DeepseekV2(DeepseekV3):
         method = hf.get("topk_method") or "greedy"
         if method not in ("greedy", "group_limited_greedy"):
             raise ConfigError(
-                f"config.json: topk_method {method!r} is not supported: expected 'greedy' or 'group_limited_greedy'"
+                f"{where(hf)}: topk_method {shown(method)} is not supported: expected 'greedy' or "
+                "'group_limited_greedy'"
             )
         grouped = method == "group_limited_greedy"
         return Routing(
@@ -145,5 +157,6 @@ class DeepseekV4(ModelFamily):
             return layer < integer(hf, "num_hash_layers")
         if len(kinds) <= layer or kinds[layer] not in ("moe", "hash_moe"):
             found = kinds[layer] if layer < len(kinds) else f"{len(kinds)} entries"
-            raise ConfigError(f"config.json: mlp_layer_types has {found!r} for layer {layer}: expected moe or hash_moe")
+            words = f"mlp_layer_types has {shown(found)} for layer {layer}: expected moe or hash_moe"
+            raise ConfigError(f"{where(hf)}: {words}")
         return kinds[layer] == "hash_moe"

@@ -10,6 +10,7 @@ import torch
 
 from eprt.config import WeightFormat
 from eprt.errors import ConfigError
+from eprt.models.json_files import shown
 
 _DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -22,6 +23,20 @@ _MODELOPT_FORMATS: dict[str, WeightFormat] = {
 }
 
 
+class HfConfig(dict[str, Any]):
+    """The fields, and the file they are from, which every complaint begins with."""
+
+    def __init__(self, fields: dict[str, Any], where: str) -> None:
+        super().__init__(fields)
+        self.where = where
+
+
+def where(hf: dict[str, Any]) -> str:
+    """The file that `hf` was read from, as far as that is known."""
+    return hf.where if isinstance(hf, HfConfig) else "config.json"
+
+
+MAX_PATTERNS = 1000  # with wildcards, in a list of modules that aren't quantised
 MAX_LAYERS = 10_000  # far above any model: keeps a hostile config from asking for a list of 10**12
 
 
@@ -30,15 +45,15 @@ def integer(hf: dict[str, Any], *names: str, default: int | None = None, least: 
     integer of at least `least`."""
     value = _number(hf, names, default, (int,), "an integer")
     if value < least:
-        raise ConfigError(f"config.json: {names[0]} is {value}: expected at least {least}")
+        raise ConfigError(f"{where(hf)}: {names[0]} is {value}: expected at least {least}")
     return value
 
 
 def real(hf: dict[str, Any], *names: str, default: float | None = None) -> float:
     """As `integer`, for any finite number."""
-    value = float(_number(hf, names, default, (int, float), "a number"))
+    value = float(_number(hf, names, default, (int, float), "a number"))  # integers have 64 bits at most
     if not math.isfinite(value):
-        raise ConfigError(f"config.json: {names[0]} is {value}: expected a finite number")
+        raise ConfigError(f"{where(hf)}: {names[0]} is {value}: expected a finite number")
     return value
 
 
@@ -46,7 +61,7 @@ def num_layers(hf: dict[str, Any]) -> int:
     """`num_hidden_layers`. Raises ConfigError."""
     value = integer(hf, "num_hidden_layers", least=1)
     if value > MAX_LAYERS:
-        raise ConfigError(f"config.json: num_hidden_layers is {value}: expected at most {MAX_LAYERS}")
+        raise ConfigError(f"{where(hf)}: num_hidden_layers is {value}: expected at most {MAX_LAYERS}")
     return value
 
 
@@ -54,7 +69,7 @@ def boolean(hf: dict[str, Any], name: str, default: bool) -> bool:
     """Raises ConfigError if the field is set to something else than a boolean."""
     value = hf.get(name)
     if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"config.json: {name} is {value!r}: expected true or false")
+        raise ConfigError(f"{where(hf)}: {name} is {shown(value)}: expected true or false")
     return default if value is None else value
 
 
@@ -72,14 +87,14 @@ def section(hf: dict[str, Any], name: str) -> dict[str, Any]:
     """A nested object. Raises ConfigError if it is missing or something else."""
     value = hf.get(name)
     if not isinstance(value, dict):
-        raise ConfigError(f"config.json: {name} is {value!r}: expected an object")
-    return value
+        raise ConfigError(f"{where(hf)}: {name} is {shown(value)}: expected an object")
+    return HfConfig(value, f"{where(hf)}: {name}")
 
 
 def flatten(hf: dict[str, Any]) -> dict[str, Any]:
     """The fields of a nested `text_config` beside those around it, which win. Raises ConfigError."""
     nested = section(hf, "text_config") if "text_config" in hf else {}
-    return {**nested, **{name: value for name, value in hf.items() if name != "text_config"}}
+    return HfConfig({**nested, **{name: value for name, value in hf.items() if name != "text_config"}}, where(hf))
 
 
 def of_layer(hf: dict[str, Any], layer: int, *names: str) -> dict[str, Any]:
@@ -87,21 +102,21 @@ def of_layer(hf: dict[str, Any], layer: int, *names: str) -> dict[str, Any]:
     listed = {name: value for name in names if isinstance(value := hf.get(name), list)}
     for name, values in listed.items():
         if layer >= len(values):
-            raise ConfigError(f"config.json: {name} has {len(values)} entries: expected one for layer {layer}")
-    return hf | {name: values[layer] for name, values in listed.items()}
+            raise ConfigError(f"{where(hf)}: {name} has {len(values)} entries: expected one for layer {layer}")
+    return HfConfig(hf | {name: values[layer] for name, values in listed.items()}, where(hf))
 
 
 def expect(hf: dict[str, Any], name: str, supported: object) -> None:
     """Raises ConfigError if the field is set to another value than the one this family's code computes."""
     value = hf.get(name)
     if value is not None and value != supported:
-        raise ConfigError(f"config.json: {name} {value!r} is not supported: expected {supported!r}")
+        raise ConfigError(f"{where(hf)}: {name} {shown(value)} is not supported: expected {supported!r}")
 
 
 def check_moe_layer(layer: int, layers: list[int]) -> None:
     """Raises ConfigError unless `layer` is one of the model's MoE layers."""
     if layer not in layers:
-        raise ConfigError(f"layer {layer} is not a mixture of experts; this model's are {layers}")
+        raise ConfigError(f"layer {layer} is not a mixture of experts; this model's are {shown(layers)}")
 
 
 def model_dtype(hf: dict[str, Any]) -> torch.dtype:
@@ -109,7 +124,7 @@ def model_dtype(hf: dict[str, Any]) -> torch.dtype:
     name = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
     if not isinstance(name, str) or name not in _DTYPES:
         raise ConfigError(
-            f"config.json: dtype {name!r} is not supported: convert the checkpoint to bfloat16 or float32"
+            f"{where(hf)}: dtype {shown(name)} is not supported: convert the checkpoint to bfloat16 or float32"
         )
     return _DTYPES[name]
 
@@ -137,21 +152,24 @@ def weight_format(hf: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
         return "fp8_block"
     if method == "modelopt":
         return _modelopt_format(hf, quant, modules)
-    raise ConfigError(f"config.json: quant_method {method!r} is not supported: expected mxfp4, fp8 or modelopt")
+    raise ConfigError(f"{where(hf)}: quant_method {shown(method)} is not supported: expected mxfp4, fp8 or modelopt")
 
 
 def plain_format(hf: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
     """As `weight_format`, for a family of which no quantised checkpoint is known. Raises ConfigError for one."""
     found = weight_format(hf, modules)
     if found not in ("bf16", "f32"):
-        raise ConfigError(f"config.json: {found} experts of this model are not supported: expected bf16 or f32")
+        raise ConfigError(f"{where(hf)}: {found} experts of this model are not supported: expected bf16 or f32")
     return found
 
 
 def _modelopt_format(hf: dict[str, Any], quant: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
-    excluded = [*(strings(quant, "ignore") or []), *(strings(quant, "exclude_modules") or [])]
+    excluded = {*(strings(quant, "ignore") or []), *(strings(quant, "exclude_modules") or [])}
     plain: WeightFormat = "f32" if model_dtype(hf) == torch.float32 else "bf16"
-    if any(fnmatchcase(module, pattern) for module in modules for pattern in excluded):
+    patterns = [pattern for pattern in excluded if any(c in pattern for c in "*?[")]
+    if len(patterns) > MAX_PATTERNS:
+        raise ConfigError(f"{where(quant)}: {len(patterns)} excluded patterns: expected at most {MAX_PATTERNS}")
+    if excluded.intersection(modules) or any(fnmatchcase(module, p) for module in modules for p in patterns):
         return plain
     algorithm = quant.get("quant_algo")
     if algorithm == "MIXED_PRECISION":
@@ -162,7 +180,7 @@ def _modelopt_format(hf: dict[str, Any], quant: dict[str, Any], modules: tuple[s
         algorithm = named[0].get("quant_algo")
     if not isinstance(algorithm, str) or algorithm not in _MODELOPT_FORMATS:
         raise ConfigError(
-            f"config.json: quant_algo {algorithm!r} is not supported: expected {', '.join(_MODELOPT_FORMATS)}"
+            f"{where(hf)}: quant_algo {shown(algorithm)} is not supported: expected {', '.join(_MODELOPT_FORMATS)}"
         )
     return _MODELOPT_FORMATS[algorithm]
 
@@ -171,8 +189,8 @@ def _list(hf: dict[str, Any], name: str, kind: type) -> list[Any] | None:
     value = hf.get(name)
     if value is None:
         return None
-    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-        raise ConfigError(f"config.json: {name} is {value!r}: expected a list of {kind.__name__}")
+    if not isinstance(value, list) or not all(type(item) is kind for item in value):
+        raise ConfigError(f"{where(hf)}: {name} is {shown(value)}: expected a list of {kind.__name__}")
     return value
 
 
@@ -184,8 +202,8 @@ def _number(
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, kinds):
-            raise ConfigError(f"config.json: {name} is {value!r}: expected {wanted}")
+            raise ConfigError(f"{where(hf)}: {name} is {shown(value)}: expected {wanted}")
         return value
     if default is None:
-        raise ConfigError(f"config.json: field {' or '.join(names)} is missing: expected {wanted}")
+        raise ConfigError(f"{where(hf)}: field {' or '.join(names)} is missing: expected {wanted}")
     return default

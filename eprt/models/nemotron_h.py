@@ -9,7 +9,17 @@ from eprt.errors import ConfigError
 from eprt.models.base import ModelFamily
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.formats import Part, load_linear
-from eprt.models.hf_config import boolean, check_moe_layer, expect, integer, real, strings, weight_format
+from eprt.models.hf_config import (
+    MAX_LAYERS,
+    boolean,
+    check_moe_layer,
+    expect,
+    integer,
+    real,
+    strings,
+    weight_format,
+    where,
+)
 from eprt.weights import LatentWeights
 
 
@@ -24,11 +34,13 @@ class NemotronH(ModelFamily):
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         kinds = strings(hf, "layers_block_type")
+        pattern = hf.get("hybrid_override_pattern")
+        if isinstance(layers := pattern if kinds is None else kinds, (str, list)) and len(layers) > MAX_LAYERS:
+            raise ConfigError(f"{where(hf)}: {len(layers)} layers: expected at most {MAX_LAYERS}")
         if kinds is not None:
             return [layer for layer, kind in enumerate(kinds) if kind == "moe"]
-        pattern = hf.get("hybrid_override_pattern")
         if not isinstance(pattern, str):
-            raise ConfigError("config.json: field layers_block_type or hybrid_override_pattern is missing")
+            raise ConfigError(f"{where(hf)}: field layers_block_type or hybrid_override_pattern is missing")
         return [layer for layer, kind in enumerate(pattern) if kind == "E"]
 
     def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:

@@ -25,7 +25,7 @@ class Qwen3Moe(ModelFamily):
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         step = integer(hf, "decoder_sparse_step", default=1, least=1)
-        dense = integers(hf, "mlp_only_layers") or []
+        dense = set(integers(hf, "mlp_only_layers") or [])
         return [i for i in range(num_layers(hf)) if i not in dense and (i + 1) % step == 0]
 
     def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:

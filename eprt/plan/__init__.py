@@ -112,6 +112,8 @@ def _pair(
             support = refuse(f"{d.name}: {carries.reason}")
         elif not computes:
             support = refuse(f"{e.name}: {computes.reason}")
+        elif e.name == "reference" and device.kind == "cuda" and runtime.executor == "auto":
+            support = refuse("reference: the oracle, in float32 and slow: on a GPU only where it is asked for by name")
         else:
             remarks = [carries.reason, computes.reason, f"adapter from {token_format}" if adapted else ""]
             support = Support(True, "; ".join(r for r in remarks if r))

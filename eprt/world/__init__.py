@@ -8,21 +8,24 @@ Payload moves over `group` (NCCL on CUDA, gloo on CPU), agreement over a gloo co
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from eprt.config import ParallelConfig
-from eprt.errors import ConfigError, UsageError
+from eprt.errors import ConfigError, RankLost, UsageError
+from eprt.world.bounded import at_exit_leave
 from eprt.world.collectives import Collectives
 from eprt.world.groups import (
     control_group,
@@ -31,7 +34,10 @@ from eprt.world.groups import (
     hosts_store,
     init_default_group,
     local_device,
+    meet_in_environment,
+    meet_in_group,
     place,
+    start_guard,
     start_up,
 )
 from eprt.world.guard import EXIT_CODE, Guard
@@ -40,10 +46,10 @@ from eprt.world.resources import SharedResources
 from eprt.world.shared_exchange import open_exchange
 from eprt.world.step import Step
 
+logger = logging.getLogger("eprt")
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 60.0
-SILENT_AFTER_S = 10.0
 
 
 class Warmable(Protocol):
@@ -77,6 +83,7 @@ class World(Collectives):
         attention_tp_group: dist.ProcessGroup | None,
         timeout_s: float,
         owns_default: bool = False,
+        guard: Guard | None = None,
     ) -> None:
         super().__init__(rank, size, device, parallel, group, attention_tp_group, timeout_s)
         self.warm = False
@@ -86,13 +93,16 @@ class World(Collectives):
         self._pid = os.getpid()
         self._owns_default = owns_default
         self._hosts_store = owns_default and hosts_store(rank)
+        self._asked_to_leave = False
+        self._sigterm: Any = None
         self._resources = SharedResources()
         self._excepthook = sys.excepthook
         if group is not None and size > 1:
-            with start_up():
-                ranks = dist.get_process_group_ranks(group)
-                self._control, store, self.generation = control_group(ranks, rank, timeout_s)
-                self._start_guard(store)
+            with start_up(timeout_s) as guards:
+                if guard is None:
+                    guard = start_guard(meet_in_group(group, rank, timeout_s), timeout_s, device)
+                guards.append(guard)
+                self._start(guard)
 
     # ---- making one -----------------------------------------------------------------------------------------
 
@@ -132,16 +142,15 @@ class World(Collectives):
                 timeout_s=timeout_s,
             )
         owns_default = not dist.is_initialized()
-        if owns_default:
-            with start_up():
-                init_default_group(rank, size, where, timeout_s)
-        meshes = [
-            init_device_mesh(where.type, shape, mesh_dim_names=names)
-            for shape, names in (
-                ((parallel.dp_size, attention_tp_size), ("dp", "attention_tp")),
-                ((parallel.ep_size, moe_tp_size), ("ep", "moe_tp")),
-            )
-        ]
+        with start_up(timeout_s) as guards:
+            met = meet_in_environment(rank, size, timeout_s) if owns_default else None
+            if met is None:
+                met = meet_in_group(dist.distributed_c10d._get_default_group(), rank, timeout_s)
+            guard = start_guard(met, timeout_s, where, our_store=owns_default)
+            guards.append(guard)
+            if owns_default:
+                guard.bounded(lambda: init_default_group(met, where, timeout_s), timeout_s)
+            meshes = guard.bounded(lambda: _meshes(where, parallel), timeout_s)
         group = dist.distributed_c10d._get_default_group()
         world = cls(
             rank=dist.get_rank(),
@@ -152,6 +161,7 @@ class World(Collectives):
             attention_tp_group=meshes[0]["attention_tp"].get_group(),
             timeout_s=timeout_s,
             owns_default=owns_default,
+            guard=guard,
         )
         world.attention_mesh, world.moe_mesh = meshes
         return world
@@ -287,7 +297,12 @@ class World(Collectives):
                 f"step {self.current_step.number} of this World is open: leave it before the next one begins (several "
                 "forwards fit into one step)"
             )
-        step = agree_step(self, num_tokens, number, words)
+        try:
+            step = agree_step(self, num_tokens, number, words)
+        except RankLost as lost:
+            if self._asked_to_leave and lost.why == "left":  # it was asked, too, and was a step ahead
+                self._leave_as_asked()
+            raise
         self.step_number = step.number
         self.current_step = step
         try:
@@ -297,6 +312,25 @@ class World(Collectives):
             self._call_log.failed = True
             raise
         self.current_step = None
+        if self._asked_to_leave:
+            self._leave_as_asked()
+
+    def drain_on_sigterm(self) -> None:
+        """From now on SIGTERM lets the step in flight end; then this rank closes its World and exits with code 0, and
+        its peers are told that it `left`. Ranks that are all asked at once all end that way. From the main thread.
+
+        Opt in, since a signal's handler belongs to the program; the one before is run by nobody until `close`.
+        """
+        self._sigterm = signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        del number, frame
+        self._asked_to_leave = True
+
+    def _leave_as_asked(self) -> NoReturn:
+        logger.info("rank %d leaves after step %d: it got SIGTERM", self.rank, self.step_number)
+        self.close()
+        raise SystemExit(0)
 
     # ---- shared memory --------------------------------------------------------------------------------------
 
@@ -350,6 +384,8 @@ class World(Collectives):
         if self.closed:
             return
         self.closed = True
+        if self._sigterm is not None:
+            signal.signal(signal.SIGTERM, self._sigterm)
         try:
             self._resources.close()
         finally:
@@ -359,7 +395,9 @@ class World(Collectives):
         if self._guard is not None:
             self._guard.close(self.timeout_s if self._hosts_store else 0.0)
             self._unhook()
-            if self._guard.verdict is not None or self._abandoned:
+            if self._guard.stuck:
+                at_exit_leave(EXIT_CODE)
+            if self._guard.verdict is not None or self._abandoned or self._guard.stuck:
                 return  # groups with abandoned work can't be destroyed; the atexit hook ends the process
         self._control = None
         if self._shared is not None:
@@ -377,13 +415,11 @@ class World(Collectives):
             self._guard.leave(f"raised: {type(error).__name__}: {error}")
         self.close()
 
-    def _start_guard(self, store: dist.Store) -> None:
-        on_gpu = self.device.type == "cuda"
-        silent_after_s = min(SILENT_AFTER_S, self.timeout_s / 2)
-        guard = Guard(store, self.rank, self.size, silent_after_s, 2.0 if on_gpu else None)
-        self.barrier()
-        guard.start()
+    def _start(self, guard: Guard) -> None:
         self._guard = guard
+        self.nonce, self.generation = guard.nonce, guard.met.generation
+        self._control = guard.bounded(lambda: control_group(guard.met, self.timeout_s), self.timeout_s)
+        self.barrier()
         sys.excepthook = self._on_exception
         atexit.register(self._at_exit)
         # Also a barrier: every rank has read who its peers are before any of them can end.
@@ -409,10 +445,23 @@ class World(Collectives):
         if self._guard is None or os.getpid() != self._pid:
             return
         self._guard.close(self.timeout_s if self._hosts_store else 0.0)
-        if self._guard.verdict is not None or self._abandoned:
+        verdict = self._guard.verdict
+        if verdict is not None or self._abandoned:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(EXIT_CODE if self._guard.verdict is not None else 1)
+            drained = self._asked_to_leave and verdict is not None and verdict.why == "left"
+            os._exit(0 if drained else EXIT_CODE if verdict is not None else 1)
+
+
+def _meshes(device: torch.device, parallel: ParallelConfig) -> list[DeviceMesh]:
+    """("dp", "attention_tp") and ("ep", "moe_tp")."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    shapes = ((parallel.dp_size, parallel.attention_tp_size), (parallel.ep_size, parallel.moe_tp_size))
+    return [
+        init_device_mesh(device.type, shape, mesh_dim_names=names)
+        for shape, names in zip(shapes, (("dp", "attention_tp"), ("ep", "moe_tp")), strict=True)
+    ]
 
 
 def _group_of(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from eprt.config import ParallelConfig
 from eprt.errors import RankLost, UsageError
 from eprt.world.guard import Guard
-from eprt.world.meeting import restarts
+from eprt.world.members import restarts
 from eprt.world.shared_exchange import MAX_WORDS, SharedExchange
 from eprt.world.step import CallLog, Step
 
@@ -37,6 +37,7 @@ class Collectives:
             World's, not a thread's: threads that a step starts see it.
         step_number: of the current step, or else of the last one; compared between ranks in every header.
         generation: how often the job was restarted; handles of another generation are refused.
+        nonce: drawn when the ranks met, compared in every header; 0 in a world of one.
         closed: whether the World has ended.
         buckets: sizes that the R of a step is rounded up to, ascending; what graphs were captured for.
         padding: inside a batch that was filled up to a bucket: bool [rows, 1], True where a row holds no token.
@@ -58,6 +59,7 @@ class Collectives:
         self.current_step: Step | None = None
         self.step_number = 0
         self.generation = restarts()
+        self.nonce = 0
         self.closed = False
         self.buckets: tuple[int, ...] = ()
         self.padding: torch.Tensor | None = None

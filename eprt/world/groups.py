@@ -1,11 +1,11 @@
-"""Making process groups and stores: the part of a World that touches torchrun's environment."""
+"""Making process groups and stores: the part of a World that touches torchrun's environment and torch's groups."""
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,10 +13,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from eprt.errors import ConfigError, RankLost
-from eprt.world.meeting import meet
+from eprt.errors import ConfigError, EprtError, RankLost, one_block
+from eprt.world.bounded import at_exit_leave, bounded
+from eprt.world.guard import Guard
+from eprt.world.meeting import Meeting, claim_store, job_name, meet
+from eprt.world.members import boot_id
 
-_LATE_PEERS_S = 2.0  # ranks that started later than the store's host ask it the same question a little later
+SILENT_AFTER_S = 10.0
+# What srun and the usual mpiruns tell their tasks; a batch script or an interactive shell has none of them above 1.
+_TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def place() -> tuple[int, int]:
@@ -37,8 +42,21 @@ def place() -> tuple[int, int]:
 
 
 def joins_torchrun() -> bool:
-    """Whether torchrun, or something like it, says that this process is one of a world's ranks."""
-    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    """Whether torchrun, or something like it, says that this process is one of a world's ranks.
+
+    Raises ConfigError where srun or mpirun started several processes that nothing told of each other: each would be a
+    world of its own.
+    """
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return True
+    for name in _TASK_COUNTS:
+        if (count := os.environ.get(name, "")).isdigit() and int(count) > 1:
+            raise ConfigError(
+                f"{name}={count}, but no WORLD_SIZE: {count} processes were started side by side and don't know each "
+                "other; start torchrun in each node's task (launch/slurm.sbatch), or set RANK, WORLD_SIZE, LOCAL_RANK, "
+                "MASTER_ADDR and MASTER_PORT"
+            )
+    return False
 
 
 def hosts_store(rank: int) -> bool:
@@ -48,18 +66,26 @@ def hosts_store(rank: int) -> bool:
 
 def host_number() -> int:
     """The same for the processes of one host (of one container, where containers have names of their own)."""
-    return int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "little") >> 1
+    name = f"{socket.gethostname()} {boot_id()}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
 
 
 @contextmanager
-def start_up() -> Iterator[None]:
-    """What torch raises while ranks meet is a lost rank, which it can't name."""
+def start_up(timeout_s: float) -> Iterator[list[Guard]]:
+    """While ranks meet: what goes wrong on one is told to those whose guards are up (those put into the list), and a
+    process that ends because of it ends with RankLost's exit code."""
+    guards: list[Guard] = []
     try:
-        yield
-    except RankLost:
+        yield guards
+    except BaseException as error:
+        at_exit_leave()
+        for guard in guards:
+            guard.leave(f"raised: {type(error).__name__}: {error}")
+            guard.close(timeout_s if hosts_store(guard.rank) else 0.0)
+        if isinstance(error, RuntimeError) and not isinstance(error, EprtError):
+            message = f"a rank was lost while the World was made: {one_block(str(error))}. Restart the job."
+            raise RankLost(message, -1, "unknown") from error
         raise
-    except RuntimeError as error:
-        raise RankLost(f"a rank was lost while the World was made: {error}. Restart the job.", -1, "unknown") from error
 
 
 def host_device(device: torch.device | str) -> torch.device:
@@ -91,70 +117,115 @@ def local_device(device: str | None) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def init_default_group(rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-    """torch's default group over a store of our own prefix: a restarted attempt must not meet the last one's
-    keys, nor a second World of one process the first one's."""
+def meet_in_environment(rank: int, size: int, timeout_s: float) -> Meeting:
+    """All ranks that torchrun's environment speaks of. Raises RankLost, WorldMismatch."""
+    host, job = ("rank 0" if hosts_store(0) else "torchrun's agent"), job_name()
+    silent_s = silent_after(timeout_s)
+    where = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ['MASTER_PORT']}"
+    try:
+        store = bounded(lambda: _job_store(rank, size, timeout_s), timeout_s + 1.0)
+    except (TimeoutError, dist.DistError) as error:
+        message = f"the control store at {where} didn't answer within {timeout_s:g} s ({host} serves it): is it up?"
+        raise RankLost(message, 0 if rank and host == "rank 0" else -1, "store") from error
+    claim_store(store, job, silent_s)
+    met = meet(store, "world", rank, size, timeout_s, silent_s, host, job)
+    store.set_timeout(timedelta(seconds=2 * timeout_s))
+    return met
+
+
+def meet_in_group(group: dist.ProcessGroup, rank: int, timeout_s: float) -> Meeting:
+    """The ranks of a host engine's group, in torch.distributed's own store. Raises RankLost, WorldMismatch."""
+    ranks = dist.get_process_group_ranks(group)
+    store = dist.distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
+    label = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    silent_s = silent_after(timeout_s)
+    return meet(store, label, rank, len(ranks), timeout_s, silent_s, "torch.distributed's store", job_name())
+
+
+def silent_after(timeout_s: float) -> float:
+    """How long a peer, or the store, may give no sign of life."""
+    return min(SILENT_AFTER_S, timeout_s / 2)
+
+
+def start_guard(met: Meeting, timeout_s: float, device: torch.device, our_store: bool = False) -> Guard:
+    """A running guard. It watches a store that torchrun's agent serves, and, for strangers, one that this rank does;
+    where another rank does, the guards' own links tell more."""
+    watched = not hosts_store(0) or (our_store and met.rank == 0)
+    guard = Guard(
+        met,
+        silent_after(timeout_s),
+        2.0 if device.type == "cuda" else None,
+        met.base.clone() if watched else None,  # pyright: ignore[reportAttributeAccessIssue]
+    )
+    guard.start()
+    return guard
+
+
+def init_default_group(met: Meeting, device: torch.device, timeout_s: float) -> None:
+    """torch's default group over a part of the store that only these ranks know: a restarted attempt must not meet the
+    last one's keys, nor a second World of one process the first one's."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # this is another thread than the one that chose it
     dist.init_process_group(
         backend,
-        store=_meet(rank, size, timeout_s),
-        rank=rank,
-        world_size=size,
+        store=dist.PrefixStore("default", met.store),
+        rank=met.rank,
+        world_size=len(met.members),
         timeout=timedelta(seconds=2 * timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
 
 
-def _meet(rank: int, size: int, timeout_s: float) -> dist.Store:
-    """A prefix of the job's store once all ranks are there. Raises RankLost naming those that aren't."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return _arrive(rank, size, timeout_s, deadline)
-        except dist.DistNetworkError as error:
-            # Rank 0's last server may have ended under us: its next one is at the same address.
-            if time.monotonic() > deadline:
-                where = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ['MASTER_PORT']}"
-                message = f"the control store at {where} didn't answer within {timeout_s:.0f} s: is rank 0 up?"
-                raise RankLost(message, -1, "store") from error
-            time.sleep(0.1)
-
-
-def _arrive(rank: int, size: int, timeout_s: float, deadline: float) -> dist.Store:
-    store = dist.TCPStore(
-        os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        int(os.environ["MASTER_PORT"]),
-        size,
-        is_master=hosts_store(rank),
-        timeout=timedelta(seconds=max(deadline - time.monotonic(), 0.1)),
-        wait_for_workers=False,
-        multi_tenant=True,  # a World made after another was closed may find its server still up
-    )
-    try:
-        name = meet(dist.PrefixStore("eprt/init", store), rank, size, timeout_s).name
-    except RankLost:
-        if hosts_store(rank):
-            time.sleep(_LATE_PEERS_S)
-        raise
-    store.set_timeout(timedelta(seconds=2 * timeout_s))
-    return dist.PrefixStore(f"eprt/init/{name}", store)
-
-
-def control_group(ranks: list[int], rank: int, timeout_s: float) -> tuple[dist.ProcessGroupGloo, dist.Store, int]:
-    """A gloo group over these global ranks, the store prefix that it and nothing else uses, and how often the job was
-    restarted. Collective over them.
+def control_group(met: Meeting, timeout_s: float) -> dist.ProcessGroupGloo:
+    """A gloo group of the ranks that met. Collective.
 
     Not `dist.new_group`: that names a group after its ranks, so one made after another was destroyed meets its keys in
     the store and connects to sockets that are gone (torch 2.13).
-
-    Args:
-        rank: this process's place in `ranks`.
     """
-    store = dist.distributed_c10d._get_default_store()
-    label = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    base = dist.PrefixStore(f"eprt/{label}", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
-    meeting = meet(base, rank, len(ranks), 2 * timeout_s)
-    own = dist.PrefixStore(meeting.name, base)
     timeout = timedelta(seconds=2 * timeout_s)
-    group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", own), rank, len(ranks), timeout)
-    return group, own, meeting.generation
+    return dist.ProcessGroupGloo(dist.PrefixStore("control", met.store), met.rank, len(met.members), timeout)
+
+
+# Rank 0's servers, by port: they stay until the process ends, since the next World of the same ranks may already have
+# connected to the one that the last World made.
+_SERVED: dict[int, dist.TCPStore] = {}
+
+
+def _job_store(rank: int, size: int, timeout_s: float) -> dist.TCPStore:
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=timeout_s)
+    serves = hosts_store(rank)
+    if serves and port not in _SERVED:
+        listener = _loopback_listener(address, port)
+        _SERVED[port] = dist.TCPStore(
+            address,
+            port,
+            size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,  # the host engine may have served this port before
+            master_listen_fd=listener,
+        )
+    return dist.TCPStore(address, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _loopback_listener(address: str, port: int) -> int | None:
+    """A listening socket for a store that only this host reaches; None leaves it to torch, which listens everywhere."""
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    if not all(ipaddress.ip_address(entry[4][0]).is_loopback for entry in found):
+        return None
+    family, kind, _, _, where = found[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(1024)
+    except OSError:  # taken: torch finds its own server of this process, or says so
+        listener.close()
+        return None
+    return listener.detach()

@@ -1,103 +1,138 @@
 """Finding the rank that died, hung or left, and saying so in the same words on every rank.
 
 gloo names nobody and wakes nobody: a survivor sees "connection closed" with a port number, or sits out its whole
-timeout. So each process of a World has one `Guard` thread on the control store. It publishes a heartbeat with the
-rank's progress, reads the peers' heartbeats, and the first rank that finds a fault writes one verdict that all raise.
+timeout. So each process of a World has one `Guard` thread that beats to every peer over connections of its own
+(`eprt.world.links`), hears theirs, and agrees with them on one verdict that all raise. The control store has no part in
+that: its host may be what is lost.
 
 Faults and how they are found, measured from the moment they happen:
-    exited  a process on this host is gone                          one beat
-    silent  no heartbeat (stopped, killed elsewhere, GIL held)      silent_after_s
-    raised  the rank left its World through an exception            1.3 s, once somebody waits for it
-    left    the rank closed its World or exited                     1.3 s, once somebody waits for it
-    behind  alive, but not in the operation others wait in          the World's timeout
-    store   the control store itself is gone                        one beat
+    exited  a process is gone: its connection closed, and on this host /proc says so too     one beat
+    silent  no heartbeat (stopped, cut off, GIL held)                                        silent_after_s
+    raised  the rank left its World through an exception                    1.3 s, once somebody waits for it
+    left    the rank closed its World or exited                             1.3 s, once somebody waits for it
+    behind  alive, but not in the operation others wait in                                   the World's timeout
+    foreign a second process says that it is one of the ranks                                two beats
+    store   the control store is gone, or answers no more, and every rank is there           1.3 s; silent_after_s
+
+A verdict is made by one rank, the lowest that nobody accuses, so that ranks that see different things at the same
+moment still say the same. Whoever hears it passes it on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
-import json
 import logging
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from eprt.errors import RankLost
+from eprt.errors import RankLost, one_block
+from eprt.world.bounded import bounded
+from eprt.world.links import Links
+from eprt.world.meeting import OVER, Meeting
+from eprt.world.members import ended, stopped
 
 logger = logging.getLogger("eprt")
+T = TypeVar("T")
 
 BEAT_S = 0.25
+MAX_BEAT_S = 0.5
 ENDED_GRACE_S = 1.0
+COLLECT_S = 0.15  # between the first accusation and the verdict: what broke at the same moment is named with it
+ASK_NEXT_S = 1.0  # for an answer from the rank that should decide
 LINGER_S = 3.0
 EXIT_CODE = RankLost.exit_code
+_WHY = ("silent", "exited", "raised", "left", "behind", "store", "foreign", "unknown")
+_MAX_WORDS = 2000
 
 
 @dataclass
 class _Peer:
     """What this rank last heard of another."""
 
-    beat: str = ""
     heard_at: float = field(default_factory=time.monotonic)
-    host: str = ""
-    pid: int = 0
     ops: int = 0
     where: str = "start-up"
     ending: str = ""
     ended_at: float = 0.0
+    closed: bool = False
+    warned: bool = False
+
+
+@dataclass(frozen=True)
+class _Case:
+    """An accusation. `rank` -1 accuses nobody: the store is gone."""
+
+    rank: int
+    why: str
+    detail: str
+
+    def words(self) -> str:
+        return f"rank {self.rank} {self.why}: {self.detail}" if self.rank >= 0 else self.detail
 
 
 class Guard:
-    """Heartbeats and verdicts of one rank. Construction is collective: every rank must have beaten once before any
-    rank watches, so the caller puts a barrier between `Guard(...)` and `start()`, and one after it.
+    """Heartbeats and verdicts of one rank. `start` begins both; nothing waits for the peers to do the same.
 
     Args:
-        store: a store no other thread blocks on (a clone), under a prefix that no other World uses.
+        meeting: who takes part, and where they listen.
         silent_after_s: a peer without a heartbeat for this long is lost.
         exit_after_s: on GPU worlds the host may sit in a kernel that waits for the dead; this long after a verdict that
             no call has raised, the process writes a report to stderr and exits with code 75. None: never.
+        store: watched, if it isn't None; one that no other thread uses (a clone).
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, silent_after_s: float, exit_after_s: float | None
+        self, meeting: Meeting, silent_after_s: float, exit_after_s: float | None, store: dist.Store | None
     ) -> None:
-        self._store = store
-        self._rank = rank
+        self.met = meeting
+        self.rank, self._size = meeting.rank, len(meeting.members)
+        self._members = meeting.members
         self._pid = os.getpid()
-        self._home = _home()
         self._silent_after_s = silent_after_s
         self._exit_after_s = exit_after_s
-        self._peers = {peer: _Peer() for peer in range(size) if peer != rank}
+        self._beat_s = min(max(BEAT_S, silent_after_s / 20), MAX_BEAT_S)
+        self._peers = {peer: _Peer() for peer in range(self._size) if peer != self.rank}
         self._progress = (0, "start-up")
         self._ending = ""
-        self._counter = 0
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
         self._verdict: RankLost | None = None
+        self._agreed = threading.Event()
         self._raised = False
+        self._cases: list[_Case] = []
+        self._passed_over: set[int] = set()  # ranks that were asked for a verdict and gave none
+        self._stop = threading.Event()
+        self._store = store
+        self._store_asked_at: float | None = None
+        self._store_error: str | None = None
+        self._store_gone_at: float | None = None
+        self._loop = asyncio.new_event_loop()
+        self._links = Links(self.rank, meeting.key, self._heard, self._closed)
         self._thread = threading.Thread(target=self._run, name="eprt-guard", daemon=True)
-        if rank == 0:
-            store.set("verdict", "")
-        self._beat()
+        self._watcher = threading.Thread(target=self._watch, name="eprt-store-watch", daemon=True)
 
     def start(self) -> None:
         for peer in self._peers.values():
             peer.heard_at = time.monotonic()
-        try:
-            self._listen()  # who the peers are, in case one takes the store along before the first beat
-        except (RuntimeError, OSError) as error:
-            logger.debug("control store is gone at start-up: %s", error)  # the thread will find that, too
         self._thread.start()
+        if self._store is not None:
+            self._watcher.start()
 
     def note(self, where: str | None = None) -> None:
         """This rank enters another operation: `where` names it, None is one more step of the last one named."""
         self._progress = (self._progress[0] + 1, where or self._progress[1])
+
+    @property
+    def nonce(self) -> int:
+        """What only the ranks that met know."""
+        return self.met.number
 
     @property
     def verdict(self) -> RankLost | None:
@@ -108,6 +143,25 @@ class Guard:
     def failing(self) -> bool:
         """Whether a verdict stands, or this rank is leaving through an exception."""
         return self._verdict is not None or self._ending.startswith("raised")
+
+    @property
+    def stuck(self) -> bool:
+        """After `close`: whether a thread is still inside a call that doesn't return."""
+        return self._watcher.is_alive()
+
+    def bounded(self, call: Callable[[], T], limit_s: float) -> T:
+        """What `call()`, a construction that all ranks take part in, returns. Raises RankLost instead of waiting for a
+        rank that is lost, and for any other longer than `limit_s`."""
+        try:
+            return bounded(call, limit_s, lambda: self.raise_if_lost(self._peers))
+        except TimeoutError:
+            self.raise_behind(limit_s, self._peers)
+            raise
+        except RankLost:
+            raise
+        except RuntimeError as error:  # torch's words for a peer that went
+            self.raise_broken(error)
+            raise
 
     def raise_if_lost(self, waiting_for: Iterable[int] = ()) -> None:
         """Raises RankLost if there is a verdict, or if one of the ranks this one is `waiting_for` has ended."""
@@ -121,7 +175,7 @@ class Guard:
                     self._accuse(rank, why, f"{detail.strip() or 'closed its World'}; others still wait for it")
         if self._verdict is not None:
             self._raised = True
-            raise RankLost(str(self._verdict), self._verdict.rank, self._verdict.why)
+            raise RankLost(str(self._verdict), self._verdict.rank, self._verdict.why, self._verdict.ranks)
 
     def raise_behind(self, waited_s: float, waiting_for: Iterable[int]) -> None:
         """This rank waited for its whole timeout: name the one that is furthest behind. Always raises RankLost."""
@@ -131,7 +185,7 @@ class Guard:
 
     def raise_broken(self, error: RuntimeError) -> None:
         """A collective failed (a peer's socket closed): wait for the verdict that names the peer. Always raises."""
-        deadline = time.monotonic() + self._silent_after_s + 2 * BEAT_S
+        deadline = time.monotonic() + self._silent_after_s + 2 * self._beat_s
         while time.monotonic() < deadline and self._verdict is None:
             self.raise_if_lost(self._peers)
             time.sleep(BEAT_S / 5)
@@ -142,141 +196,268 @@ class Guard:
         """Publish that this rank is going: "left", or "raised: <what>". Idempotent; the first word stands. A forked
         child that ends isn't this rank."""
         if not self._ending and os.getpid() == self._pid:
-            self._ending = ending
-            try:
-                self._beat()
-            except (RuntimeError, OSError):
-                logger.debug("control store is gone while leaving")
+            self._ending = one_block(ending, _MAX_WORDS)
+            self._on_loop(self._beat)
+            self._tell_the_unconnected()
+
+    def _tell_the_unconnected(self) -> None:
+        """A rank that goes while others are still connecting: they must hear why, too."""
+        deadline = time.monotonic() + ENDED_GRACE_S
+        while self._thread.is_alive() and time.monotonic() < deadline and self._verdict is None:
+            missing = [r for r, p in self._peers.items() if r not in self._links and not p.closed and not self._gone(r)]
+            if not missing:
+                self._on_loop(self._beat)
+                return
+            time.sleep(BEAT_S / 10)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Stop the thread. A thread inside a store call at interpreter exit would end the process with an abort.
+        """Stop the threads.
 
         Args:
             linger_s: for the rank that hosts the store, which peers would miss: wait this long for them to end too.
         """
         self.leave("left")
-        if linger_s and not self._stop.is_set() and os.getpid() == self._pid:
+        if os.getpid() != self._pid or self._stop.is_set():
+            return
+        if linger_s:
             self._linger(time.monotonic() + linger_s)
         self._stop.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout=2.0)
+        self._on_loop(self._links.close)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        for thread in (self._thread, self._watcher):
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(timeout=2.0)
 
     def _linger(self, deadline: float) -> None:
         """Until every peer has ended, too. After a verdict they need no more than a moment."""
         started = time.monotonic()
         while time.monotonic() < (min(deadline, started + LINGER_S) if self.failing else deadline):
-            try:
-                with self._lock:
-                    beats = self._store.multi_get([f"beat/{rank}" for rank in self._peers])
-            except (RuntimeError, OSError):
-                return
-            heard = [json.loads(bytes(beat).decode()) for beat in beats]
-            if all(ending or (home == self._home and _ended(pid)) for _, home, pid, _, _, ending in heard):
+            if all(peer.ending or peer.closed or self._gone(rank) for rank, peer in self._peers.items()):
                 return
             time.sleep(BEAT_S / 5)
 
     # ---- the thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stop.wait(BEAT_S):
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.create_task(self._links.start(self.met.listener, self.met.addresses))
+            self._loop.call_soon(self._tick, time.monotonic())
+            self._loop.run_forever()
+            pending = asyncio.all_tasks(self._loop)  # connections that never came about
+            for task in pending:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        finally:
+            self._loop.close()
+
+    def _on_loop(self, call: Callable[[], None], wait_s: float = 1.0) -> None:
+        """Have the thread do it, and wait for that a little: it must have happened before this process ends."""
+        if not self._thread.is_alive() or self._thread is threading.current_thread():
+            return
+        done = threading.Event()
+
+        def do() -> None:
             try:
-                self._beat()
-                self._listen()
-            except (RuntimeError, OSError, ValueError) as error:
-                if not self._stop.is_set() and self._verdict is None:
-                    self._store_lost(error)
-            if self._verdict is not None:
-                self._exit_if_stuck()
-                return
+                call()
+            finally:
+                done.set()
 
-    def _beat(self) -> None:
-        with self._lock:
-            self._counter += 1
-            ops, where = self._progress
-            beat = [self._counter, self._home, self._pid, ops, where, self._ending]
-            self._store.set(f"beat/{self._rank}", json.dumps(beat))
+        try:
+            self._loop.call_soon_threadsafe(do)
+        except RuntimeError:  # the loop ended in between
+            return
+        done.wait(wait_s)
 
-    def _listen(self) -> None:
-        ranks = list(self._peers)
-        with self._lock:
-            *beats, verdict = self._store.multi_get([f"beat/{rank}" for rank in ranks] + ["verdict"])
-        if verdict:
-            self._adopt(bytes(verdict).decode())
+    def _tick(self, due: float) -> None:
+        if self._stop.is_set():
             return
         now = time.monotonic()
-        for rank, raw in zip(ranks, beats, strict=True):
-            peer, beat = self._peers[rank], bytes(raw).decode()
-            if beat != peer.beat:
-                peer.beat, peer.heard_at = beat, now
-                _, peer.host, peer.pid, peer.ops, peer.where, peer.ending = json.loads(beat)
-                peer.ended_at = peer.ended_at or (now if peer.ending else 0.0)
-            elif not peer.ending and self._gone(peer):
-                self._accuse(rank, "exited", f"process {peer.pid} on {peer.host.split()[0]} is gone")
-            elif not peer.ending and now - peer.heard_at > self._silent_after_s:
-                self._accuse(rank, "silent", f"no heartbeat for {now - peer.heard_at:.1f} s (stopped, or GIL held)")
+        if (asleep := now - due) > self._beat_s:  # this process was stopped or starved: peers beat, nobody heard them
+            for peer in self._peers.values():
+                peer.heard_at = min(peer.heard_at + asleep, now)
+        self._beat()
+        self._judge()
+        self._loop.call_at(self._loop.time() + self._beat_s, self._tick, now + self._beat_s)
+
+    def _beat(self) -> None:
+        self._links.send_all({"beat": [*self._progress, self._ending]}, must=bool(self._ending))
+
+    def _judge(self) -> None:
+        """Accuse what this rank can see."""
+        if self._verdict is not None or self._stop.is_set():
+            return
+        now = time.monotonic()
+        expected = {rank: peer for rank, peer in self._peers.items() if not peer.ending}
+        for rank, peer in expected.items():
+            if self._gone(rank):
+                self._propose(self._case(rank, "exited", f"process {self._members[rank].pid} is gone"))
+            elif peer.closed and not self._same_home(rank):
+                self._propose(self._case(rank, "exited", "its connections closed"))
+        silent = [rank for rank, peer in expected.items() if now - peer.heard_at > self._silent_after_s]
+        if silent:
+            # Those that stopped with it are a beat behind at most.
+            limit = self._silent_after_s - 2 * self._beat_s
+            self._accuse_silent([rank for rank, peer in expected.items() if now - peer.heard_at > limit])
+        self._judge_store(now)
+
+    def _accuse_silent(self, silent: list[int]) -> None:
+        halted = [rank for rank in silent if self._same_home(rank) and stopped(self._members[rank].pid)]
+        words = f"no heartbeat for {self._silent_after_s:g} s"
+        if len(silent) == len(self._peers) > 1 and not halted:
+            alone = _Case(self.rank, "silent", f"it hears none of its {len(silent)} peers: it is cut off")
+            self._adopt((self.rank,), "silent", _sentence([alone]))
+            return
+        for rank in halted or silent:
+            never = "" if rank in self._links or self._peers[rank].closed else ", and never a connection"
+            how = "its process is stopped" if rank in halted else f"stopped, cut off, or GIL held{never}"
+            self._propose(self._case(rank, "silent", f"{words} ({how})"))
+
+    def _judge_store(self, now: float) -> None:
+        asked_at = self._store_asked_at
+        if self._store_error is not None:
+            self._store_gone_at = self._store_gone_at or now
+            if any(peer.ending or peer.closed for peer in self._peers.values()):
+                return  # it went with a rank that ended: only a call that waits for that rank is lost
+            if now - self._store_gone_at > ENDED_GRACE_S:
+                self._propose(_Case(-1, "store", "the control store is gone, its host ended (torchrun's agent?)"))
+        elif asked_at is not None and now - asked_at > self._silent_after_s + 2 * self._beat_s:
+            words = f"the control store gave no answer for {self._silent_after_s:g} s: its host is stopped or cut off"
+            self._propose(_Case(-1, "store", words))
+
+    def _watch(self) -> None:
+        """The store's thread: a call to it may never return."""
+        store = self._store
+        while store is not None and not self._stop.wait(self._beat_s):
+            try:
+                self._store_asked_at = time.monotonic()
+                over = bytes(store.get(OVER)).decode(errors="replace") if store.check([OVER]) else ""
+                self._store_asked_at = None
+            except (RuntimeError, OSError) as error:
+                self._store_error = str(error)
+                return
+            if over and (rank := self.met.intruded(over)) is not None:
+                self._on_loop(partial(self._propose, _Case(rank[0], "foreign", rank[1])))
+                return
+
+    # ---- what peers say -------------------------------------------------------------------------------------
+
+    def _heard(self, rank: int, message: Any) -> None:
+        """In the guard's thread. Peers proved who they are; what they say is checked all the same."""
+        if rank not in self._peers:
+            return
+        peer = self._peers[rank]
+        match message:
+            case {"beat": [int(ops), str(where), str(ending)]}:
+                peer.heard_at = time.monotonic()
+                peer.ops, peer.where = ops, one_block(where, 200)
+                if ending and not peer.ending:
+                    peer.ending, peer.ended_at = one_block(ending, _MAX_WORDS), time.monotonic()
+            case {"case": [int(accused), str(why), str(detail)]} if accused < self._size and why in _WHY:
+                self._propose(_Case(accused, why, one_block(detail, _MAX_WORDS)), own=False)
+            case {"verdict": [[*ranks], str(why), str(words)]} if why in _WHY and all(
+                isinstance(lost, int) and 0 <= lost < self._size for lost in ranks
+            ):
+                self._adopt(tuple(ranks), why, one_block(words, _MAX_WORDS))
+            case _:
+                if not peer.warned:
+                    logger.warning("rank %d sent what no guard understands: ignored", rank)
+                peer.warned = True
+
+    def _closed(self, rank: int) -> None:
+        if rank in self._peers:
+            self._peers[rank].closed = True
+            self._loop.call_later(
+                BEAT_S / 5, self._judge
+            )  # a dying process closes its sockets before it counts as gone
+
+    # ---- one verdict ----------------------------------------------------------------------------------------
+
+    def _case(self, rank: int, why: str, detail: str) -> _Case:
+        seen = f"last heard of in {self._peers[rank].where}, missed by rank {self.rank} in {self._progress[1]}"
+        return _Case(rank, why, f"{detail}; {seen}")
 
     def _accuse(self, rank: int, why: str, detail: str) -> None:
-        """Propose a verdict; the first proposal in the store is everybody's."""
-        message = (
-            f"rank {rank} {why}: {detail}; last heard of in {self._peers[rank].where}, missed by rank {self._rank} in "
-            f"{self._progress[1]}. The step's outputs are discarded; restart the job."
-        )
-        try:
-            with self._lock:
-                agreed = self._store.compare_set("verdict", "", json.dumps([rank, why, message]))
-            self._adopt(bytes(agreed).decode())
-        except (RuntimeError, OSError) as error:
-            self._store_lost(error)
-            self._verdict = self._verdict or RankLost(message, rank, why)
+        """From the main thread: there is a verdict when this returns."""
+        case = self._case(rank, why, detail)
+        self._on_loop(lambda: self._propose(case))
+        if not self._agreed.wait(COLLECT_S + self._size * ASK_NEXT_S if self._thread.is_alive() else 0.0):
+            self._adopt((rank,), why, _sentence([case]))
 
-    def _adopt(self, verdict: str) -> None:
-        rank, why, message = json.loads(verdict)
-        if self._verdict is None:
-            self._verdict = RankLost(message, rank, why)
-
-    def _store_lost(self, error: Exception) -> None:
-        """Nothing can be agreed on any more, so the words must follow from what every rank sees."""
-        logger.debug("control store is gone: %s", error)
-        if any(peer.ending for peer in self._peers.values()):
-            self._stop.set()  # it went with a rank that had ended: only a call that waits for that rank is lost
+    def _propose(self, case: _Case, own: bool = True) -> None:
+        """In the guard's thread. A rank that is accused already isn't accused twice."""
+        if self._verdict is not None:
+            if not own:
+                self._pass_on()
             return
-        deadline = time.monotonic() + ENDED_GRACE_S  # a dying process closes its sockets before it counts as gone
-        while not (gone := [rank for rank, peer in self._peers.items() if self._gone(peer)]):
-            if time.monotonic() > deadline:
-                self._verdict = RankLost("the control store is gone. Restart the job.", -1, "store")
-                return
-            time.sleep(BEAT_S / 5)
-        message = f"rank {gone[0]} exited: its process is gone, and the control store with it. Restart the job."
-        self._verdict = RankLost(message, gone[0], "exited")
+        if any(known.rank == case.rank for known in self._cases):
+            return
+        self._cases.append(case)
+        if own:
+            self._tell(case)
+        if len(self._cases) == 1:
+            self._loop.call_later(COLLECT_S, self._decide)
 
-    def _gone(self, peer: _Peer) -> bool:
-        return peer.host == self._home and _ended(peer.pid)
+    def _judges(self) -> list[int]:
+        """Who may decide, in order: ranks that nobody accuses, that can be reached and gave no reason to doubt it."""
+        doubted = {case.rank for case in self._cases} | self._passed_over
+        recent = time.monotonic() - self._silent_after_s / 2 - self._beat_s
+        doubted |= {rank for rank, peer in self._peers.items() if peer.ending or peer.heard_at < recent}
+        return sorted({*(rank for rank in self._peers if rank in self._links and rank not in doubted), self.rank})
+
+    def _tell(self, case: _Case) -> None:
+        judge = self._judges()[0]
+        if judge != self.rank:
+            self._links.send(judge, {"case": [case.rank, case.why, case.detail]})
+
+    def _decide(self) -> None:
+        """The verdict, if it is this rank's to make; else wait for the one whose it is."""
+        if self._verdict is not None or self._stop.is_set():
+            return
+        judge = self._judges()[0]
+        if judge != self.rank:
+            self._links.send(judge, {"case": [self._cases[0].rank, self._cases[0].why, self._cases[0].detail]})
+            self._passed_over.add(judge)
+            self._loop.call_later(ASK_NEXT_S, self._decide)
+            return
+        first = self._cases[0]
+        together = ("exited", "silent")
+        named = [case for case in self._cases if case is first or (case.why in together and first.why in together)]
+        named.sort(key=lambda case: case.rank)
+        self._adopt(tuple(case.rank for case in named if case.rank >= 0), first.why, _sentence(named))
+
+    def _adopt(self, ranks: tuple[int, ...], why: str, words: str) -> None:
+        """The first verdict stands. From the guard's thread, or from another once that has ended."""
+        if self._verdict is not None:
+            return
+        self._verdict = RankLost(words, ranks[0] if ranks else -1, why, ranks)
+        self._agreed.set()
+        self._pass_on()
+        if self._exit_after_s is not None and threading.current_thread() is self._thread:
+            self._loop.call_later(self._exit_after_s, self._exit_if_stuck)
+
+    def _pass_on(self) -> None:
+        if self._verdict is not None and threading.current_thread() is self._thread:
+            self._links.send_all({"verdict": [list(self._verdict.ranks), self._verdict.why, str(self._verdict)]})
+
+    def _same_home(self, rank: int) -> bool:
+        return self._members[rank].home == self._members[self.rank].home
+
+    def _gone(self, rank: int) -> bool:
+        return self._same_home(rank) and ended(self._members[rank].pid)
 
     def _exit_if_stuck(self) -> None:
         """Leave a process whose main thread can't be woken (a kernel or a foreign library waits for the dead)."""
-        if self._exit_after_s is None:
+        if self._stop.is_set() or self._raised:
             return
-        if self._stop.wait(self._exit_after_s) or self._raised:
-            return
-        sys.stderr.write(f"eprt: rank {self._rank} is stuck in a call and its world is lost; its stacks:\n")
+        sys.stderr.write(f"eprt: rank {self.rank} is stuck in a call and its world is lost; its stacks:\n")
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.write(f"eprt: no call returned to raise this: {self._verdict}\n")  # last: where logs are read
         sys.stderr.flush()
         os._exit(EXIT_CODE)
 
 
-def _home() -> str:
-    """Where a process number means something: host and PID namespace. Containers may share the host's name."""
-    namespace = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {namespace.readlink() if namespace.is_symlink() else ''}"
-
-
-def _ended(pid: int) -> bool:
-    """Whether a process of this host has ended (a zombie has)."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # the second: it went between open and read
-        return Path("/proc/self/stat").exists()
-    except OSError:
-        return False
-    return state in "ZX"
+def _sentence(cases: list[_Case]) -> str:
+    lost = "; ".join(case.words() for case in cases)
+    return f"{lost}. The step's outputs are discarded; restart the job."

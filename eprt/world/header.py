@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from eprt.errors import EprtError, WorldMismatch, rebuild_error
+from eprt.errors import EprtError, WorldMismatch, one_block, rebuild_error
 from eprt.world.collectives import Collectives
 from eprt.world.step import MAX_WORDS, Step, checked_count, checked_words
 
@@ -48,12 +48,13 @@ class Header:
     generation: int = 0
     step: int = 0
     words: tuple[int, ...] = ()
+    nonce: int = 0
     settings: Mapping[str, str] | None = None
 
     def encode(self, failed: bool) -> list[int]:
         """What must be equal comes first; a row has one length, whatever the operation."""
         return [
-            MAGIC,
+            MAGIC ^ self.nonce,
             int(failed),
             self.generation,
             self.step,
@@ -72,7 +73,8 @@ class Header:
 
     @classmethod
     def decode(cls, row: Sequence[int]) -> Header:
-        _, _, generation, step, operation, layer, call, agreed, dtype, fingerprint, num_words, tokens, group = row[:13]
+        magic, _, generation, step, operation, layer, call, agreed, dtype, fingerprint, num_words, *rest = row
+        tokens, group = rest[:2]
         return cls(
             operation=_OPERATIONS[operation],
             layer=layer,
@@ -85,6 +87,7 @@ class Header:
             generation=generation,
             step=step,
             words=tuple(row[13 : 13 + num_words]),
+            nonce=magic ^ MAGIC,
         )
 
 
@@ -105,7 +108,7 @@ def fingerprint_of(settings: Mapping[str, str]) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-_COMPARED = ("generation", "step", "operation", "layer", "call", "tokens_per_rank", "dtype", "fingerprint")
+_COMPARED = ("nonce", "generation", "step", "operation", "layer", "call", "tokens_per_rank", "dtype", "fingerprint")
 
 
 def exchange(world: Collectives, header: Header, error: EprtError | None = None) -> Peers:
@@ -115,7 +118,7 @@ def exchange(world: Collectives, header: Header, error: EprtError | None = None)
         the error of the lowest rank that has one, with its rank in the text unless all ranks have the same.
         WorldMismatch: a table of the fields that differ, the same on every rank.
     """
-    header.generation = world.generation
+    header.generation, header.nonce = world.generation, world.nonce
     if header.operation == "step":
         world.note(f"the start of step {header.step}")
     else:
@@ -217,7 +220,7 @@ def _differing_settings(world: Collectives, local: Header) -> dict[str, list[str
         dict(json.loads(line) for line in text.splitlines() if line.endswith("]")) for text in texts
     ]
     names = sorted({name for settings in known for name in settings})
-    columns = {name: [settings.get(name, "-") for settings in known] for name in names}
+    columns = {name: [one_block(str(settings.get(name, "-"))) for settings in known] for name in names}
     return {name: values for name, values in columns.items() if len(set(values)) > 1}
 
 
@@ -226,7 +229,8 @@ def _share_text(world: Collectives, text: str) -> list[str]:
     encoded = text.encode(errors="replace")[:_TEXT_BYTES]
     buffer = torch.frombuffer(bytearray(encoded.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
     rows = world.gather_control(buffer)
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
+    found = [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
+    return [one_block(text, _TEXT_BYTES) for text in found]
 
 
 def _table(columns: dict[str, list[str]]) -> str:

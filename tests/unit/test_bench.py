@@ -229,7 +229,7 @@ def test_bench_layer_on_cpu(tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib")
     result, picture = tmp_path / "layer.json", tmp_path / "layer.png"
     words = ["bench", "layer", "--world", "2", "--device", "cpu", "--tokens", "0", "3"]
-    assert main([*words, "--json", str(result), "--plot", str(picture)]) == 0
+    assert main([*words, "--output", str(result), "--plot", str(picture)]) == 0
     rows = json.loads(result.read_text())["rows"]
     assert [row["tokens"] for row in rows] == [0, 3]
     for row in rows:
@@ -243,7 +243,7 @@ def test_bench_layer_on_cpu(tmp_path, capsys) -> None:
 def test_bench_exchange_on_cpu(tmp_path, capsys) -> None:
     result = tmp_path / "exchange.json"
     words = ["bench", "exchange", "--world", "2", "--device", "cpu", "--rounds", "40"]
-    assert main([*words, "--json", str(result)]) == 0
+    assert main([*words, "--output", str(result)]) == 0
     rows = {row["exchange"]: row for row in json.loads(result.read_text())["rows"]}
     assert set(rows) == {"gloo", "shared", "step"}
     assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows.values())
@@ -269,7 +269,7 @@ def test_bench_dispatch_on_cpu(tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "dispatch.svg"
     words = ["bench", "dispatch", "--world", "2", "--device", "cpu", "--tokens", "4", "--shapes", "h2880k4"]
-    assert main([*words, "--json", "-", "--plot", str(picture)]) == 0
+    assert main([*words, "--json", "--plot", str(picture)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {row["transport"] for row in report["rows"]} == {"none", "torch", "collectives by hand"}
     assert {row["routing"] for row in report["rows"]} == {"uniform", "hot_expert"}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import shutil
-import signal
 
 import pytest
 import torch
@@ -124,7 +122,7 @@ class TestConfigRefused:
         os.truncate(folder / CONFIG, MAX_CONFIG_BYTES + 1)
         refuses(folder, CONFIG, str(MAX_CONFIG_BYTES + 1), str(MAX_CONFIG_BYTES))
 
-    @pytest.mark.parametrize("text", ["{", "\x00", '{"a": }', "[" * 100_000])
+    @pytest.mark.parametrize("text", ["{", "\x00", '{"a": }'])
     def test_invalid_json(self, folder, text):
         (folder / CONFIG).write_text(text)
         refuses(folder, CONFIG, "not valid JSON")
@@ -279,20 +277,6 @@ def one_file_a_tensor(directory, num_local, page=4096):
     return cuts
 
 
-def signal_of_child(work):
-    """Run `work` in a forked child: the signal that killed it, or 0."""
-    child = os.fork()
-    if child == 0:
-        faulthandler.disable()
-        torch.set_num_threads(1)  # the parent's OpenMP threads aren't here: a parallel loop would wait for them
-        try:
-            work()
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "m", num_layers=1)
@@ -318,7 +302,7 @@ class TestOnlyLocalBytes:
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
     def test_the_system_sees_no_read_past_the_local_experts(self, tmp_path):
-        """Cut foreign experts off the files once they are open: a read of a single page there is a SIGBUS."""
+        """Cut foreign experts off the files once they are open: a read of a single page there is an error."""
         tiny = write_tiny_checkpoint(tmp_path / "m", hidden_size=256, intermediate_size=256, num_layers=1)
         cuts = one_file_a_tensor(tiny, num_local=4)
         assert sum((tiny / file).stat().st_size - size for file, size in cuts.items()) > 8 * 4096
@@ -327,9 +311,10 @@ class TestOnlyLocalBytes:
             for file, size in cuts.items():
                 if size < (tiny / file).stat().st_size:
                     os.truncate(tiny / file, size)
-            assert signal_of_child(lambda: load_layer(checkpoint, 0, parallel, 0)) == 0
+            load_layer(checkpoint, 0, parallel, 0)
             # The trap does catch: rank 1 needs what was cut off.
-            assert signal_of_child(lambda: load_layer(checkpoint, 0, parallel, 1)) == signal.SIGBUS
+            with pytest.raises(CheckpointError, match="can't be read: the file ends at"):
+                load_layer(checkpoint, 0, parallel, 1)
 
     def test_foreign_scales_are_not_looked_at(self, tiny, tmp_path):
         """NaN scales in expert 7 stop the rank that owns it and no other."""

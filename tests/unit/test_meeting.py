@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from eprt.errors import RankLost
-from eprt.world import meeting
+from eprt.world import members
 from eprt.world.meeting import Meeting, meet
 
 SIZE = 3
@@ -21,7 +21,7 @@ def come(store: dist.Store, ranks: range | list[int], timeout_s: float = 20.0, l
     def one(rank: int) -> Meeting | str:
         time.sleep(0.2 if rank == late else 0.0)
         try:
-            return meet(store, rank, SIZE, timeout_s)
+            return meet(store, "label", rank, SIZE, timeout_s, 10.0, "the store", "job")
         except RankLost as lost:
             return f"{lost.rank} {lost.why}: {lost}"
 
@@ -35,8 +35,8 @@ def test_every_meeting_has_a_name_of_its_own(late: int) -> None:
     names = set()
     for _ in range(3):
         found = come(store, range(SIZE), late=late)
-        assert len(set(found)) == 1
-        names.add(found[0].name)
+        (name,) = {meeting.nonce for meeting in found}
+        names.add(name)
     assert len(names) == 3
 
 
@@ -45,12 +45,12 @@ def test_an_attempt_that_died_on_the_way_leaves_nothing_that_misleads() -> None:
     store = dist.HashStore()
     assert all("ranks [2] of 3 didn't come within 0.3 s" in text for text in come(store, [0, 1], timeout_s=0.3))
     found = come(store, range(SIZE), late=0)
-    assert len(set(found)) == 1
+    assert len({meeting.nonce for meeting in found}) == 1
 
 
 def test_the_generation_is_the_most_that_any_launcher_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [0, 2, 0]
-    monkeypatch.setattr(meeting, "restarts", counts.pop)
+    monkeypatch.setattr(members, "restarts", lambda: counts.pop() if counts else 0)
     assert [found.generation for found in come(dist.HashStore(), range(SIZE))] == [2] * SIZE
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -305,6 +306,45 @@ def test_corrupt_cache_is_rebuilt_with_a_warning(tmp_path, content):
     assert not cache.path({"rows": 4}).exists()
     cache.store({"rows": 4}, 2)
     assert cache.load({"rows": 4}) == 2
+
+
+def test_only_a_plain_file_of_this_user_is_read(tmp_path):
+    """A pipe would hang, /dev/zero fill the memory, deep nesting end the parser: one warning each, and a new result."""
+    cache = TuningCache("tuner", "1.0", "gpu", tmp_path)
+    cache.store({"rows": 4}, 1)
+    path = cache.path({"rows": 4})
+    good = path.read_text()
+
+    def writable_by_all() -> None:
+        path.write_text(good)
+        path.chmod(0o666)
+
+    for make in (
+        lambda: os.mkfifo(path),
+        lambda: path.symlink_to("/dev/zero"),
+        lambda: path.write_text("[" * 500_000),
+        lambda: path.write_text(good + " " * (2 << 20)),
+        lambda: path.mkdir(),
+        writable_by_all,
+    ):
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+        make()
+        with pytest.warns(TuningCacheWarning, match=r"unusable .*tuning again") as said:
+            assert cache.load({"rows": 4}) is None
+        assert len(said) == 1
+    path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def test_a_result_that_tuning_could_not_find_is_not_used(tmp_path):
+    cache = TuningCache("tuner", "1.0", "gpu", tmp_path)
+    cache.store({"rows": 4}, {"tile": 10**9})
+    with pytest.warns(TuningCacheWarning, match="none that tuning here could find"):
+        assert cache.load({"rows": 4}, lambda stored: stored["tile"] in (8, 16)) is None
+    cache.store({"rows": 4}, [])
+    with pytest.warns(TuningCacheWarning, match="unusable"):
+        assert cache.load({"rows": 4}, lambda stored: stored["tile"] in (8, 16)) is None
+    cache.store({"rows": 4}, {"tile": 8})
+    assert cache.load({"rows": 4}, lambda stored: stored["tile"] in (8, 16)) == {"tile": 8}
 
 
 def test_cache_that_cannot_be_written_warns(tmp_path):

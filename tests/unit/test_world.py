@@ -232,6 +232,7 @@ def test_where_headers_are_not_compared_a_refusal_waits_for_nobody() -> None:
         generation=0,
         step_number=0,
         current_step=None,
+        nonce=0,
         num_dispatchers=0,
         note=lambda *_: None,
         gather_words=lambda words: [tuple(words)] * 2,  # the peer builds the same

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import pickle
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from eprt.dispatch.rank_mask import RankMask
 from eprt.dispatch.shared_memory import Slots, require_allocatable
 from eprt.errors import ConfigError
 from eprt.rounding import round_up
+from eprt.world.values import gather_values
 
 if TYPE_CHECKING:
     from eprt.world import World
@@ -240,12 +240,7 @@ class ControlPlane:
         return self._world.size
 
     def allgather(self, data: Any) -> tuple[Any, ...]:
-        raw = bytearray(pickle.dumps(data))
-        sizes = self._world.gather_control(torch.tensor([len(raw)])).flatten().tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(raw)] = torch.frombuffer(raw, dtype=torch.uint8)
-        gathered = self._world.gather_control(padded)
-        return tuple(pickle.loads(bytes(row[:size].tolist())) for row, size in zip(gathered, sizes, strict=True))
+        return tuple(gather_values(self._world, data))
 
     def bcast(self, data: Any, root: int) -> Any:
         return self.allgather(data)[root]

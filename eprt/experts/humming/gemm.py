@@ -326,7 +326,7 @@ class GroupedGemm:
     def _tuned(self, gemm_type: GemmType, rows: int, routing: EvenRouting) -> dict[str, Any]:
         """The fastest schedule for so many rows, from disk if it was measured before."""
         cache, problem = self._cache(), self._problem(gemm_type, rows, routing)
-        found = cache.load(problem)
+        found = cache.load(problem, lambda stored: stored in _as_stored(self._candidates(gemm_type, rows)))
         if found is None:
             schedules = self._candidates(gemm_type, rows)
             tables = [self._try_compile(gemm_type, schedule) for schedule in schedules]
@@ -378,6 +378,11 @@ class GroupedGemm:
             self._launch(table, inputs, layout, rows, out, scale)
 
         return Trial(launch, layouts, out, valid)
+
+
+def _as_stored(schedules: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As they come back from JSON."""
+    return json.loads(json.dumps(schedules))
 
 
 def humming_version() -> str:

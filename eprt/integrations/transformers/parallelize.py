@@ -16,8 +16,9 @@ from eprt.integrations.transformers.agreement import Place, places_of
 from eprt.integrations.transformers.load import Placeholder, find_checkpoint
 from eprt.layer import ExpertParallelMoE
 from eprt.models import ModelFamily, build_layer, family_for, load_layer
-from eprt.models.checkpoint import DTYPE_NAMES, Checkpoint, Index, TensorInfo, load_on_all_ranks
+from eprt.models.checkpoint import Checkpoint, TensorInfo, load_on_all_ranks
 from eprt.models.hf_config import model_dtype
+from eprt.models.shards import DTYPE_NAMES, Index, require_finite
 from eprt.world import World
 
 
@@ -237,7 +238,8 @@ class _ModelTensors(Checkpoint):
         self.directory = Path(type(model).__name__)
         self.config = _config_of(model)
         self.bytes_read = 0
-        self._handles = {}
+        self.touched = set()
+        self._shards = {}
         tensors: dict[str, torch.Tensor] = model.state_dict()
         self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.dtype in DTYPE_NAMES}
         self.manifest = {
@@ -271,4 +273,12 @@ class _ModelTensors(Checkpoint):
             raise CheckpointError(f"{where} has dtype {info.dtype}: expected {' or '.join(allowed)}")
         view = self._tensors[name][index or (...,)]
         self.bytes_read += view.numel() * view.element_size()
-        return view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self.touched.add(name)
+        found = view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        require_finite(found, where)
+        return found
+
+    def sample(self, name: str, size: int = 64) -> bytes:
+        """The first bytes of a tensor."""
+        head = self._tensors[name].detach().flatten()[:size].cpu()
+        return head.view(torch.uint8).numpy().tobytes()[:size]

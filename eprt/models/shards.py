@@ -1,0 +1,229 @@
+"""One safetensors file: its header, checked, and slices of its tensors, read.
+
+Slices are read with `pread` into memory of ours, not mapped: a file that shrinks, or a disk that fails, while it is
+read is then an error that names the file, where a mapping would end the process with SIGBUS. Numbers are checked to be
+finite as they come, a piece at a time.
+
+Format: https://huggingface.co/docs/safetensors. The library itself judges each header first; what it lets pass and we
+don't (a name twice, of which the last would win) is refused here.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import EllipsisType
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from eprt.errors import CheckpointError
+from eprt.models.json_files import parse_object, shown
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_PIECE_BYTES = 1 << 20
+_SPAN_BYTES = 8 << 20  # rows of which a part is wanted are read together up to this size, and cut in memory
+
+# safetensors' name of each dtype we read.
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_E4M3_NANS = (0x7F, 0xFF)
+
+Index = tuple[int | slice | EllipsisType, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the header says of a tensor. `start` counts from the file's beginning."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+
+
+class Shard:
+    """An open file. Raises CheckpointError, naming it, wherever it isn't what its header says."""
+
+    def __init__(self, path: Path, shown_as: Path) -> None:
+        self.path = shown_as
+        try:
+            with safe_open(str(path), framework="pt", device="cpu"):
+                pass
+            self._file = path.open("rb", buffering=0)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{shown_as}: not a complete safetensors file: {error}") from error
+        try:
+            self.entries = self._header()
+        except CheckpointError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, name: str, index: Index) -> torch.Tensor:
+        """An owned copy of a slice. Raises CheckpointError: the index doesn't fit, the file ends too early, or a number
+        isn't finite."""
+        entry = self.entries[name]
+        where = f"{self.path}: tensor {name!r}"
+        if entry.dtype not in _DTYPES:
+            raise CheckpointError(f"{where} has dtype {entry.dtype}: expected one of {', '.join(_DTYPES)}")
+        ranges, kept = _ranges(entry.shape, index, where)
+        dtype = _DTYPES[entry.dtype]
+        out = torch.empty([len(r) for r in ranges], dtype=dtype)
+        if out.numel():
+            self._fill(out, entry, ranges, where)
+            _require_finite(out, where, ranges)
+        return out.view([len(r) for r, keep in zip(ranges, kept, strict=True) if keep])
+
+    def sample(self, name: str, size: int) -> bytes:
+        """The first bytes of a tensor, `size` of them at most."""
+        entry = self.entries[name]
+        itemsize = _DTYPES[entry.dtype].itemsize if entry.dtype in _DTYPES else 1
+        buffer = bytearray(min(size, prod(entry.shape) * itemsize))
+        self._pread(memoryview(buffer), entry.start, f"{self.path}: tensor {name!r}")
+        return bytes(buffer)
+
+    def _fill(self, out: torch.Tensor, entry: Entry, ranges: list[range], where: str) -> None:
+        """Read `ranges` of the tensor into `out`, in as few reads as its order allows."""
+        itemsize = out.element_size()
+        # Bytes from one entry of each dimension to the next.
+        strides = [prod(entry.shape[dim + 1 :]) * itemsize for dim in range(len(ranges))]
+        whole = [len(r) == size for r, size in zip(ranges, entry.shape, strict=True)]
+
+        def fill(part: torch.Tensor, dim: int, at: int) -> None:
+            if dim == len(ranges):
+                self._pread(_bytes(part), at, where)
+                return
+            first = at + ranges[dim].start * strides[dim]
+            if all(whole[dim + 1 :]):
+                self._pread(_bytes(part), first, where)
+            elif len(ranges[dim]) * strides[dim] <= _SPAN_BYTES:
+                span = torch.empty([len(ranges[dim]), *entry.shape[dim + 1 :]], dtype=out.dtype)
+                self._pread(_bytes(span), first, where)
+                part.copy_(span[(slice(None), *(slice(r.start, r.stop) for r in ranges[dim + 1 :]))])
+            elif strides[dim] > _SPAN_BYTES:
+                for row in range(len(ranges[dim])):
+                    fill(part[row], dim + 1, first + row * strides[dim])
+            else:
+                rows = max(1, _SPAN_BYTES // strides[dim])
+                for row in range(0, len(ranges[dim]), rows):
+                    count = min(rows, len(ranges[dim]) - row)
+                    span = torch.empty([count, *entry.shape[dim + 1 :]], dtype=out.dtype)
+                    self._pread(_bytes(span), first + row * strides[dim], where)
+                    part[row : row + count] = span[(slice(None), *(slice(r.start, r.stop) for r in ranges[dim + 1 :]))]
+
+        fill(out, 0, entry.start)
+
+    def _pread(self, into: memoryview, at: int, where: str) -> None:
+        done = 0
+        while done < len(into):
+            try:
+                count = os.preadv(self._file.fileno(), [into[done : done + (1 << 30)]], at + done)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{where} can't be read: {error}") from error
+            if count == 0:
+                raise CheckpointError(f"{where} can't be read: the file ends at byte {at + done}, it was cut off")
+            done += count
+
+    def _header(self) -> dict[str, Entry]:
+        size = os.fstat(self._file.fileno()).st_size
+        prefix = bytearray(8)
+        self._pread(memoryview(prefix), 0, str(self.path))
+        (length,) = struct.unpack("<Q", prefix)
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"{self.path}: a header of {length} bytes in a file of {size}")
+        raw = bytearray(length)
+        self._pread(memoryview(raw), 8, str(self.path))
+        found: dict[str, Entry] = {}
+        for name, said in parse_object(bytes(raw), f"{self.path}: header").items():
+            if name == "__metadata__":
+                continue
+            match said:
+                case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]} if all(
+                    type(n) is int and n >= 0 for n in shape
+                ):
+                    found[name] = Entry(tuple(shape), dtype, 8 + length + start)
+                case _:
+                    raise CheckpointError(f"{self.path}: header says {shown(said)} of tensor {shown(name)}")
+            if not 0 <= start <= end <= size - 8 - length:
+                raise CheckpointError(f"{self.path}: tensor {shown(name)} lies outside of the file")
+            if dtype in _DTYPES and end - start != prod(shape) * _DTYPES[dtype].itemsize:
+                raise CheckpointError(f"{self.path}: tensor {shown(name)} has {end - start} bytes for {shape} {dtype}")
+        return found
+
+
+def require_finite(tensor: torch.Tensor, where: str) -> None:
+    """Raises CheckpointError naming the first number that isn't finite, and where it is."""
+    _require_finite(tensor, where, [range(size) for size in tensor.shape])
+
+
+def _require_finite(tensor: torch.Tensor, where: str, ranges: list[range]) -> None:
+    """One pass over memory for floats, two for FP8, which has no infinity; none for codes and integers."""
+    flat = tensor.detach().flatten()
+    piece = _PIECE_BYTES // tensor.element_size()
+    for start in range(0, flat.numel(), piece):
+        part = flat[start : start + piece]
+        if not _finite(part):
+            bad = (~_finite_each(part)).nonzero()[0].item()
+            place: list[int] = []
+            rest = start + int(bad)
+            for r in reversed(ranges):
+                rest, offset = divmod(rest, len(r))
+                place.insert(0, r.start + offset)
+            value = part[int(bad)].float().item()
+            raise CheckpointError(f"{where} holds {value} at {place}: expected finite numbers")
+
+
+def _finite(part: torch.Tensor) -> bool:
+    if part.dtype == torch.float8_e4m3fn:
+        high, high_unsigned = part.view(torch.int8).max(), part.view(torch.uint8).max()
+        return int(high) != _E4M3_NANS[0] and int(high_unsigned) != _E4M3_NANS[1]
+    if not part.dtype.is_floating_point or part.dtype == torch.float8_e8m0fnu:  # scales have a check of their own
+        return True
+    low, high = torch.aminmax(part)  # both are NaN if one is
+    return bool(torch.isfinite(low) and torch.isfinite(high))
+
+
+def _finite_each(part: torch.Tensor) -> torch.Tensor:
+    return torch.isfinite(part.float())
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+
+
+def _ranges(shape: tuple[int, ...], index: Index, where: str) -> tuple[list[range], list[bool]]:
+    """The part of each dimension that an index takes, and whether the result keeps the dimension."""
+    given = list(index)
+    if Ellipsis in given:
+        at = given.index(Ellipsis)
+        given[at : at + 1] = [slice(None)] * (len(shape) - len(given) + 1)
+    given += [slice(None)] * (len(shape) - len(given))
+    if len(given) != len(shape):
+        raise CheckpointError(f"{where} {list(shape)} can't be read at {index}: too many indices")
+    ranges: list[range] = []
+    for item, size in zip(given, shape, strict=True):
+        if isinstance(item, int):
+            if not 0 <= item < size:
+                raise CheckpointError(f"{where} {list(shape)} can't be read at {index}: {item} is out of range")
+            ranges.append(range(item, item + 1))
+        elif isinstance(item, slice):
+            start, stop, step = item.indices(size)
+            if step != 1:
+                raise CheckpointError(f"{where} {list(shape)} can't be read at {index}: expected steps of 1")
+            ranges.append(range(start, max(start, stop)))
+    return ranges, [not isinstance(item, int) for item in given]

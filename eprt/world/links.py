@@ -1,0 +1,186 @@
+"""Authenticated connections between the guards of a World: how ranks hear of each other without the control store.
+
+Each rank listens, and connects to the ranks below it. Both ends prove that they know the World's key before anything
+they say is read, so a stranger that finds the port is closed out. Then short JSON messages travel, each behind its
+length. All of it runs on the event loop of one guard's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, cast
+
+logger = logging.getLogger("eprt")
+
+MAX_MESSAGE_BYTES = 16_384
+_MAX_UNSENT_BYTES = 65_536  # to a peer that stopped reading: it misses heartbeats, not verdicts
+_CHALLENGE_BYTES = 16
+_HELLO = struct.Struct(f">{_CHALLENGE_BYTES}sI")
+_LENGTH = struct.Struct(">I")
+_MAC_BYTES = 32
+_HANDSHAKE_S = 5.0
+_RETRY_S = 0.1
+
+
+class Links:
+    """One rank's connections to all others, on the running event loop.
+
+    Args:
+        heard: called with (rank, message) for everything a peer says.
+        closed: called with the rank whose connection ended.
+    """
+
+    def __init__(self, rank: int, key: bytes, heard: Callable[[int, Any], None], closed: Callable[[int], None]) -> None:
+        self.rank, self.key = rank, key
+        self._heard, self._closed = heard, closed
+        self._open: dict[int, _Link] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._server: asyncio.Server | None = None
+        self._ending = False
+
+    async def start(self, listener: socket.socket, addresses: list[tuple[str, int]]) -> None:
+        """Listen on `listener` and go on connecting to the lower ranks' `addresses` until they answer."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Link(self, None), sock=listener)
+        self._tasks = [loop.create_task(self._connect(peer, addresses[peer])) for peer in range(self.rank)]
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._open
+
+    def send(self, rank: int, message: object, must: bool = True) -> None:
+        """To one peer; nothing happens if it isn't connected, or, unless it `must`, if it doesn't read."""
+        if rank in self._open:
+            self._open[rank].send(message, must)
+
+    def send_all(self, message: object, must: bool = True) -> None:
+        for rank in list(self._open):
+            self.send(rank, message, must)
+
+    def close(self) -> None:
+        """What was sent still goes out."""
+        self._ending = True
+        for task in self._tasks:
+            task.cancel()
+        if self._server is not None:
+            self._server.close()
+        for link in list(self._open.values()):
+            link.transport.close()
+
+    async def _connect(self, peer: int, address: tuple[str, int]) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._ending and peer not in self._open:
+            try:
+                await asyncio.wait_for(loop.create_connection(lambda: _Link(self, peer), *address), _HANDSHAKE_S)
+            except (OSError, asyncio.TimeoutError) as error:
+                logger.debug("rank %d can't be reached at %s yet: %s", peer, address, error)
+                await asyncio.sleep(_RETRY_S)
+            else:
+                return
+
+    # ---- called by a link -----------------------------------------------------------------------------------
+
+    def opened(self, peer: int, link: _Link) -> bool:
+        """Whether it may stay: a peer has one connection."""
+        return not self._ending and self._open.setdefault(peer, link) is link
+
+    def heard(self, peer: int, message: Any) -> None:
+        self._heard(peer, message)
+
+    def ended(self, peer: int, link: _Link) -> None:
+        if self._open.get(peer) is link:
+            del self._open[peer]
+            if not self._ending:
+                self._closed(peer)
+
+
+class _Link(asyncio.Protocol):
+    """One connection. `peer` is the rank that was called, None for a caller who has yet to prove its rank."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, links: Links, peer: int | None) -> None:
+        self._links = links
+        self._called = peer
+        self._peer = peer
+        self._mine = secrets.token_bytes(_CHALLENGE_BYTES)
+        self._theirs = b""
+        self._trusted = False
+        self._unread = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self.transport.write(_HELLO.pack(self._mine, self._links.rank))
+        asyncio.get_running_loop().call_later(_HANDSHAKE_S, self._expect_trust)
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += data
+        if not self._theirs and len(self._unread) >= _HELLO.size:
+            self._theirs, rank = _HELLO.unpack(self._take(_HELLO.size))
+            if self._called is None:
+                self._peer = rank
+            self.transport.write(self._proof(self._called is not None))
+        if self._theirs and not self._trusted and len(self._unread) >= _MAC_BYTES:
+            proof = self._take(_MAC_BYTES)
+            if not hmac.compare_digest(proof, self._proof(self._called is None)):
+                self._refuse("it doesn't know this World's key")
+                return
+            self._trusted = True
+            if self._peer is None or self._peer == self._links.rank or not self._links.opened(self._peer, self):
+                self._refuse(f"rank {self._peer} is connected already")
+                return
+        while self._trusted and len(self._unread) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._unread)
+            if length > MAX_MESSAGE_BYTES:
+                self._refuse(f"a message of {length} bytes, over the limit of {MAX_MESSAGE_BYTES}")
+                return
+            if len(self._unread) < _LENGTH.size + length:
+                return
+            self._take(_LENGTH.size)
+            self._deliver(self._take(length))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        if self._trusted and self._peer is not None:
+            self._links.ended(self._peer, self)
+
+    def send(self, message: object, must: bool) -> None:
+        if must or self.transport.get_write_buffer_size() < _MAX_UNSENT_BYTES:
+            data = json.dumps(message).encode()
+            self.transport.write(_LENGTH.pack(len(data)) + data)
+
+    def _deliver(self, data: bytes) -> None:
+        try:
+            message = json.loads(data)
+        except (ValueError, RecursionError):
+            logger.warning("rank %s sent something that isn't JSON: ignored", self._peer)
+            return
+        if self._peer is not None:
+            self._links.heard(self._peer, message)
+
+    def _take(self, size: int) -> bytes:
+        taken = bytes(self._unread[:size])
+        del self._unread[:size]
+        return taken
+
+    def _proof(self, by_caller: bool) -> bytes:
+        """That one end knows the key: over both challenges and both ranks, different for each end."""
+        ends = [(self._mine, self._links.rank), (self._theirs, self._peer or 0)]
+        caller, called = ends if self._called is not None else ends[::-1]
+        text = b"".join((b"caller" if by_caller else b"called", _HELLO.pack(*caller), _HELLO.pack(*called)))
+        return hmac.new(self._links.key, text, hashlib.sha256).digest()
+
+    def _expect_trust(self) -> None:
+        if not self._trusted and not self.transport.is_closing():
+            self._refuse(f"no proof within {_HANDSHAKE_S:g} s")
+
+    def _refuse(self, why: str) -> None:
+        logger.warning("a connection from %s was refused: %s", self.transport.get_extra_info("peername"), why)
+        self.transport.abort()

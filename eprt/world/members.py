@@ -1,0 +1,157 @@
+"""Who a process is: what it says of itself to the ranks it means to meet, and what can be seen of another."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eprt.errors import one_block
+
+logger = logging.getLogger("eprt")
+
+_MAX_RECORD_BYTES = 16_384
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_PROCESS = secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a process says of itself.
+
+    Attributes:
+        process: differs between any two processes.
+        boot, pids, net: where its process number and its loopback address mean something: the running kernel, the PID
+            and the network namespace.
+        size: of the World it means to join.
+        restarts: how often its launcher says that it started the ranks again. Each torchrun agent counts by itself.
+    """
+
+    process: str
+    host: str
+    boot: str
+    pids: str
+    net: str
+    pid: int
+    size: int
+    restarts: int
+    eprt: str
+    torch: str
+
+    @classmethod
+    def here(cls, size: int) -> Member:
+        from eprt import __version__
+
+        pid = os.getpid()
+        release = torch.__version__.partition("+")[0]
+        place = socket.gethostname(), boot_id(), _space("pid"), _space("net")
+        return cls(f"{_PROCESS}.{pid}", *place, pid, size, restarts(), __version__, release)
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Member | None:
+        """None if these bytes are no such record."""
+        found = record(raw) or {}
+        numbers = {name: found.pop(name, None) for name in ("pid", "size", "restarts")}
+        names = {field.name for field in fields(cls)} - numbers.keys()
+        if found.keys() != names or not all(type(number) is int for number in numbers.values()):
+            return None
+        if not all(isinstance(value, str) for value in found.values()):
+            return None
+        texts = {name: one_block(value, 200) for name, value in found.items()}
+        return cls(**{name: int(number or 0) for name, number in numbers.items()}, **texts)  # pyright: ignore
+
+    @property
+    def home(self) -> tuple[str, str, str]:
+        """Equal for processes that see each other's numbers. Hosts may share a name, and namespaces their numbers."""
+        return self.host, self.boot, self.pids
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def restarts() -> int:
+    """How often this rank's torchrun agent says that it started its ranks again; 0 without one."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def boot_id() -> str:
+    """Of the running kernel: the same in all of its containers, different on any other host. "" where none says."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def ended(pid: int) -> bool:
+    """Whether a process of this host has ended (a zombie has)."""
+    state = _state(pid)
+    return state == "" or state in "ZX"
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process of this host is stopped (SIGSTOP, a debugger)."""
+    return _state(pid) in ("T", "t")
+
+
+def _state(pid: int) -> str:
+    """Its letter in /proc; "" if it is gone, "?" where that can't be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # the second: it went between open and read
+        return "" if Path("/proc/self/stat").exists() else "?"
+    except OSError:
+        return "?"
+
+
+def _space(kind: str) -> str:
+    link = Path(f"/proc/self/ns/{kind}")
+    return str(link.readlink()) if link.is_symlink() else ""
+
+
+def listen(members: list[Member]) -> socket.socket:
+    """Loopback if nobody is elsewhere, else the address that gloo would use."""
+    alone = len({(member.boot, member.net) for member in members}) == 1
+    address = "127.0.0.1" if alone else own_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((address, 0))
+    listener.listen(len(members) + 16)
+    return listener
+
+
+def own_address() -> str:
+    """Of the interface that GLOO_SOCKET_IFNAME names, else of the one that leads to MASTER_ADDR, else of this host's
+    name."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            if interface:
+                packed = struct.pack("256s", interface.encode()[:15])
+                return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, packed)[20:24])
+            master = socket.gethostbyname(os.environ.get("MASTER_ADDR", ""))
+            if master and not ipaddress.ip_address(master).is_loopback:
+                probe.connect((master, 9))  # sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            logger.debug("no address by interface or MASTER_ADDR: %s", error)
+    return socket.gethostbyname(socket.gethostname())
+
+
+def record(raw: bytes) -> dict[str, Any] | None:
+    if len(raw) > _MAX_RECORD_BYTES:
+        return None
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

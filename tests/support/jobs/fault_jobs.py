@@ -1,0 +1,185 @@
+"""Jobs and scripts for test_faults.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from eprt.errors import EprtError
+from eprt.world import World
+
+LIMIT_S = 3.0  # of the Worlds here: half of it is the silent limit
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def meets_without_torchrun(context, port: int, victim: int, what: str) -> str:
+    """Plain processes; rank 0 serves the store. The victim meets its fate, the others step until they hear of it."""
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+    moments = {
+        "dies in the meeting": ("eprt.world.meeting.listen", lambda *_: _die()),
+        "dies in torch's group": ("eprt.world.init_default_group", lambda *_: _die()),
+        "dies in the meshes": ("eprt.world._meshes", lambda *_: _die()),
+        "dies in the control group": ("eprt.world.control_group", lambda *_: _die()),
+        "stops in torch's group": ("eprt.world.init_default_group", lambda *_: os.kill(os.getpid(), signal.SIGSTOP)),
+    }
+    if context.rank == victim and what in moments:
+        place, action = moments[what]
+        with mock.patch(place, action):
+            World.from_env("cpu", timeout_s=LIMIT_S)
+    world = World.from_env("cpu", timeout_s=LIMIT_S)
+    if context.rank == victim and what == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return _step_until_lost(world)
+
+
+def outlives_the_store(context, port: int, server: int, what: str) -> str:
+    """As under torchrun, whose agent serves the store and is stopped or killed."""
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    world = World.from_env("cpu", timeout_s=LIMIT_S)
+    world.barrier()
+    if context.rank == 1:
+        os.kill(server, getattr(signal, what))
+    return _step_until_lost(world)
+
+
+def is_stopped_and_goes_on(context, victim: int) -> str:
+    """The victim sleeps like a stopped process, which hears nobody, and wakes after the others' verdict."""
+    world = context.world(timeout_s=LIMIT_S)
+    if context.rank == victim and os.fork() == 0:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(LIMIT_S)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    return _step_until_lost(world)
+
+
+def two_of_one_name(context) -> str:
+    """Two hosts whose names and namespace numbers are equal: rank 1's process number is nobody's on rank 0's."""
+    with (
+        mock.patch("eprt.world.members.boot_id", return_value=f"boot {context.rank}"),
+        mock.patch("eprt.world.members.os.getpid", return_value=2**22 + context.rank),
+        World.from_env("cpu", timeout_s=20) as world,
+    ):
+        time.sleep(1.5)
+        world.barrier()
+    return "healthy"
+
+
+def garbage_for_the_guard(context) -> str:
+    """What a stranger may do to the store and to the guards' ports; the job goes on."""
+    world = context.world(timeout_s=20)
+    guard = world._guard
+    assert guard is not None
+    if context.rank == 1:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        for key in [*store.list_keys(), "verdict", "beat/0"] if hasattr(store, "list_keys") else ["verdict"]:
+            for value in ("5", '["\\u001b[31m"]', "\0", "[" * 5000):
+                store.set(key.rpartition("/")[0] + "/verdict", value)
+                store.set(key.rpartition("/")[0] + "/beat/0", value)
+                store.set(key.rpartition("/")[0] + "/over", value)
+        for address in guard.met.addresses:
+            for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(4096)):
+                with socket.create_connection(address) as stranger:
+                    stranger.sendall(said)
+        for message in (
+            5,
+            {"beat": "x"},
+            {"beat": [1, 2, 3]},
+            {"verdict": [[99], "exited", "x"]},
+            {"case": []},
+            [],
+            None,
+        ):
+            guard._on_loop(lambda message=message: guard._links.send_all(message))
+    time.sleep(1.0)
+    world.barrier()
+    return str(guard.verdict)
+
+
+def a_verdict_with_control_characters(context) -> str:
+    world = context.world(timeout_s=LIMIT_S)
+    if context.rank == 1:
+        raise ArithmeticError("\x1b[31mred\x07\r" + "x" * 100_000)
+    return _step_until_lost(world)
+
+
+def two_die_at_once(context) -> str:
+    world = context.world(timeout_s=LIMIT_S)
+    world.barrier()
+    if context.rank in (1, 3):
+        _die()
+    return _step_until_lost(world)
+
+
+def _step_until_lost(world: World) -> str:
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        world.barrier()
+        time.sleep(0.01)
+    return "nothing was raised"
+
+
+def combines_twice_on_one_rank(context) -> list[object]:
+    """Rank 1 alone combines once more, and the others go on: nobody is one exchange out of step afterwards."""
+    from eprt.conformance import faults
+    from eprt.tokens import TopK
+
+    world = context.world(timeout_s=20)
+    layer, weights = faults._layer(world, "torch")
+    hidden, topk = torch.ones(2, 32), TopK(torch.tensor([[0, 4], [1, 5]], dtype=torch.int32), torch.ones(2, 2))
+    sent = layer.dispatcher.dispatch(hidden, topk)
+    output = layer.executor(sent.tokens)
+    layer.dispatcher.combine(output, sent.handle)
+    found: list[object] = []
+    if context.rank == 1:
+        try:
+            layer.dispatcher.combine(output, sent.handle)
+        except EprtError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    for step in range(4):
+        faults._run_step(world, layer, weights, step)
+    layer.close()
+    return [*found, "right"]
+
+
+def nested_tokens(context) -> list[str]:
+    from eprt.conformance import faults
+    from eprt.tokens import TopK
+
+    world = context.world(timeout_s=20)
+    layer, weights = faults._layer(world, "torch")
+    topk = TopK(torch.tensor([[0, 2], [1, 3]], dtype=torch.int32), torch.ones(2, 2))
+    nested = [
+        torch.nested.nested_tensor([torch.ones(1, 32)] * 2, layout=kind) for kind in (torch.strided, torch.jagged)
+    ]
+    found: list[str] = []
+    for hidden in nested:
+        for call in (layer, layer.dispatcher.dispatch):
+            try:
+                call(hidden if context.rank == 1 else torch.ones(2, 32), topk)
+            except EprtError as error:
+                found.append(f"{type(error).__name__}: {error}")
+    faults._run_step(world, layer, weights, 1)
+    layer.close()
+    return found
+
+
+def is_cut_off(context, victim: int) -> str:
+    """Nothing that the guards say reaches the victim or leaves it, while gloo, by another way, still works."""
+    world = context.world(timeout_s=LIMIT_S)
+    world.barrier()
+    if context.rank == victim:
+        guard = world._guard
+        guard._links.send_all = lambda *_, **__: None
+        guard._links.send = lambda *_, **__: None
+        guard._links._heard = lambda *_: None
+    return _step_until_lost(world)

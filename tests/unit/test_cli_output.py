@@ -1,0 +1,132 @@
+"""The command where nothing can be shown or written, and where it was started by something else than torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eprt.cli import main
+from eprt.conformance.scratch import MAX_TMPDIR, Scratch, sweep
+from eprt.errors import ConfigError
+from eprt.world import World
+
+EXPLAIN = ("explain", "--model", "config.json", "--device", "sm90")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    from eprt.models.tiny import write_tiny_checkpoint
+
+    return write_tiny_checkpoint(tmp_path / "model", num_layers=1) / "config.json"
+
+
+def shell(line: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"EPRT": f"{sys.executable} -m eprt", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100, cwd=cwd, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        (f"$EPRT {' '.join(EXPLAIN)} >&-", 74, "eprt: standard output is closed"),
+        (f"$EPRT {' '.join(EXPLAIN)} --json > /dev/full", 74, "eprt: the result couldn't be written: No space left"),
+        (f"$EPRT {' '.join(EXPLAIN)} > /dev/full", 74, "eprt: the result couldn't be written: No space left"),
+        (f"$EPRT {' '.join(EXPLAIN)} | true; exit ${{PIPESTATUS[0]}}", 141, ""),
+    ],
+)
+def test_where_nothing_can_be_shown(config: Path, line: str, code: int, says: str) -> None:
+    done = shell(line, config.parent)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith(says)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert len(done.stderr.splitlines()) == bool(says)
+
+
+def test_a_path_that_the_locale_cannot_show(tmp_path: Path) -> None:
+    changes = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = shell("$EPRT explain --model $'mod\\xc3\\xa8le'", tmp_path, **changes)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "no such file" in done.stderr
+
+
+def test_version(tmp_path: Path) -> None:
+    done = shell("$EPRT --version", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("eprt ")
+
+
+def test_an_unknown_flag_is_answered_with_its_own_commands(capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["run", "--stepz", "3"])
+    assert left.value.code == 2
+    said = "".join(capsys.readouterr())
+    assert "--steps" in said
+    assert "explain" not in said
+    assert "bench" not in said
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_tasks_that_know_nothing_of_each_other_are_no_worlds_of_one(name: str, monkeypatch) -> None:
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(ConfigError, match=f"{name}=4, but no WORLD_SIZE"):
+        World.from_env("cpu")
+    monkeypatch.setenv(name, "1")
+    World.from_env("cpu").close()
+
+
+def test_one_rank_and_one_step_are_singular(config: Path, capsys) -> None:
+    words = ["run", "--model", str(config.parent), "--world", "1", "--steps", "1", "--device", "cpu", "--json"]
+    assert main(words) == 0
+    assert "ran on 1 gloo rank, 1 step each" in json.loads(capsys.readouterr().out)["what"]
+
+
+def test_a_long_tmpdir_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 83)
+    folder.mkdir()
+    done = shell("$EPRT run --world 2", tmp_path, TMPDIR=str(folder))
+    assert done.returncode == 2
+    assert f"set TMPDIR to one of at most {MAX_TMPDIR}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path, monkeypatch) -> None:
+    hold = (
+        "import time\nfrom eprt.conformance.scratch import Scratch\nheld = Scratch('tiny')\n"
+        "print(held.path, flush=True)\ntime.sleep(60)"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", hold], env=environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        left = Path(child.stdout.readline().strip())
+        (left / "file").write_text("x")
+        sweep(tmp_path)
+        assert left.is_dir(), "its process lives"
+        child.send_signal(signal.SIGKILL)
+    (tmp_path / "eprt-somebody-elses").mkdir()
+    sweep(tmp_path)
+    assert not left.exists()
+    assert (tmp_path / "eprt-somebody-elses").is_dir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Scratch("world") as mine:
+        assert mine.is_dir()
+    assert not mine.exists()
+
+
+def test_output_and_json_are_two_things() -> None:
+    """--json is the same flag in every command."""
+    from dataclasses import fields
+
+    from eprt.cli import arguments
+
+    for name in ("Run", "Explain", "Doctor", "BenchLayer", "BenchDispatch", "BenchExperts", "BenchExchange"):
+        kinds = {field.name: field.type for field in fields(getattr(arguments, name))}
+        assert kinds["json"] == "bool"

@@ -1,0 +1,387 @@
+"""No hang, no stranger, no silent wrong answer: what a World does when ranks or its store die, stop or lie."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.jobs import fault_jobs as jobs
+
+import eprt
+from eprt.config import MoEConfig
+from eprt.conformance import faults
+from eprt.conformance.harness import WorldFailed, launch
+from eprt.errors import UsageError, one_block
+from eprt.world import guard, values
+
+SLACK_S = 25.0  # a loaded machine starts four processes that import torch
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def survivors(failure: WorldFailed, lost: set[int]) -> set[tuple[str, int, str, str]]:
+    """What those that weren't lost raised; one element means that all say the same."""
+    raised = [report.raised for report in failure.reports if report.rank not in lost]
+    assert all(raised), str(failure)
+    return {(r.error, r.lost_rank, r.why, r.message) for r in raised}
+
+
+@pytest.mark.parametrize(
+    ("what", "victim", "why"),
+    [
+        ("stops", 0, "silent"),  # it serves the store
+        ("stops in torch's group", 0, "silent"),
+        ("dies in the meeting", 1, "exited"),
+        ("dies in torch's group", 2, "exited"),
+        ("dies in torch's group", 0, "exited"),
+        ("dies in the meshes", 1, "exited"),
+        ("dies in the control group", 2, "exited"),
+    ],
+)
+def test_one_verdict_while_ranks_meet_and_without_the_store(what: str, victim: int, why: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.meets_without_torchrun, 3, timeout_s=40.0, grace_s=6.0, port=free_port(), victim=victim, what=what)
+    assert time.monotonic() - start < jobs.LIMIT_S + 6.0 + SLACK_S
+    ((error, rank, found, message),) = survivors(failure.value, {victim})
+    assert (error, rank, found) == ("RankLost", victim, why), message
+
+
+@pytest.mark.parametrize("what", ["SIGSTOP", "SIGKILL"])
+def test_the_store_of_torchruns_agent_is_blamed_and_nobody_innocent(what: str) -> None:
+    serve = (
+        "import sys, time, torch.distributed as d\n"
+        "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "sys.stdout.write(f'{store.port}\\n')\nsys.stdout.flush()\ntime.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            with pytest.raises(WorldFailed) as failure:
+                launch(jobs.outlives_the_store, 3, timeout_s=40, grace_s=6, port=port, server=server.pid, what=what)
+        finally:
+            server.send_signal(signal.SIGKILL)
+    ((error, rank, why, message),) = survivors(failure.value, set())
+    assert (error, rank, why) == ("RankLost", -1, "store"), message
+
+
+def test_a_rank_that_goes_on_after_the_verdict_agrees_with_it() -> None:
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.is_stopped_and_goes_on, 4, timeout_s=40, grace_s=6, victim=0)
+    ((error, rank, why, message),) = survivors(failure.value, set())
+    assert (error, rank, why) == ("RankLost", 0, "silent"), message
+
+
+def test_a_rank_that_hears_nobody_ends_itself() -> None:
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.is_cut_off, 4, timeout_s=40, grace_s=6, victim=2)
+    ((error, rank, why, message),) = survivors(failure.value, {2})
+    assert (error, rank) == ("RankLost", 2), message
+    assert why in ("silent", "exited"), message  # it may be gone before the others' limit
+    ((error, rank, why, message),) = survivors(failure.value, {0, 1, 3})
+    assert (error, rank, why) == ("RankLost", 2, "silent"), message
+    assert "it hears none of its 3 peers: it is cut off" in message
+
+
+def test_all_that_are_lost_at_once_are_named() -> None:
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.two_die_at_once, 4, timeout_s=40, grace_s=4)
+    ((_, rank, why, message),) = survivors(failure.value, {1, 3})
+    assert (rank, why) == (1, "exited")
+    assert "rank 1 exited" in message
+    assert "rank 3 exited" in message
+
+
+def test_hosts_of_one_name_are_told_apart() -> None:
+    assert launch(jobs.two_of_one_name, 2) == ["healthy"] * 2
+
+
+def test_strangers_and_garbage_end_nothing() -> None:
+    assert launch(jobs.garbage_for_the_guard, 3) == ["None"] * 3
+
+
+def test_a_peers_words_reach_nobody_uncleaned_or_uncut() -> None:
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.a_verdict_with_control_characters, 2, timeout_s=40, grace_s=4)
+    ((_, rank, why, message),) = survivors(failure.value, {1})
+    assert (rank, why) == (1, "raised")
+    assert "\x1b" not in message
+    assert "\x07" not in message
+    assert len(message) < 5000
+
+
+WORLD = """
+import os, sys, torch
+from eprt.world import World
+with World.from_env("cpu", timeout_s={timeout}) as world:
+    total = world.gather_control(torch.tensor([world.rank]))
+    {then}
+    world.barrier()
+"""
+
+
+def process(rank: int, size: int, port: int, then: str = "pass", timeout: float = 3.0, **more: str) -> subprocess.Popen:
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "EPRT_JOB")}
+    environment |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
+    script = WORLD.format(timeout=timeout, then=then)
+    return subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(*processes: subprocess.Popen) -> list[tuple[int, str]]:
+    try:
+        return [(p.wait(150), p.stderr.read()) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+            p.communicate()
+
+
+def test_a_lost_rank_at_start_up_is_exit_code_75() -> None:
+    ((code, said),) = finish(process(0, 2, free_port()))
+    assert code == 75, said
+    assert "RankLost: ranks [1] of 2 didn't come within 3 s" in said
+
+
+def await_server(port: int) -> None:
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+
+
+def test_a_process_of_another_job_is_refused_and_named() -> None:
+    port = free_port()
+    rank_0 = process(0, 2, port, EPRT_JOB="mine", timeout=100.0)
+    await_server(port)
+    time.sleep(0.5)  # its claim follows at once
+    ((code, said),) = finish(process(1, 2, port, EPRT_JOB="theirs"))
+    assert code != 0
+    assert "belongs to job 'EPRT_JOB=mine'" in said
+    ours = finish(process(1, 2, port, EPRT_JOB="mine", timeout=100.0), rank_0)
+    assert [code for code, _ in ours] == [0, 0], ours
+
+
+def test_a_second_process_of_one_rank_ends_the_world_on_all() -> None:
+    """No launcher says which job they are of, so nobody knows whose rank 1 is the right one."""
+    port = free_port()
+    forever = "print('up', flush=True); import time; exec('while True: world.barrier(); time.sleep(0.05)')"
+    pair = [process(rank, 2, port, then=forever, timeout=100.0) for rank in (0, 1)]
+    for rank in pair:
+        assert rank.stdout.readline() == "up\n"
+    (code, said), *ours = finish(process(1, 2, port, timeout=100.0), *pair)
+    assert code != 0
+    assert "two processes say that they are rank 1" in said
+    for ended, words in ours:
+        assert ended == 75, words
+        assert "two processes say that they are rank 1" in words
+
+
+STEPS = "world.drain_on_sigterm(); print('up', flush=True); exec('for n in range(10**6):\\n with world.step(1): pass')"
+
+
+@pytest.mark.parametrize("asked", [(1,), (0,), (0, 1, 2)])
+def test_sigterm_ends_the_step_and_then_the_rank(asked: tuple[int, ...]) -> None:
+    port = free_port()
+    ranks = [process(rank, 3, port, then=STEPS, timeout=100.0) for rank in range(3)]
+    for rank in ranks:
+        assert rank.stdout.readline() == "up\n"
+    time.sleep(0.5)
+    for rank in asked:
+        ranks[rank].send_signal(signal.SIGTERM)
+    for rank, (code, said) in enumerate(finish(*ranks)):
+        assert code == (0 if rank in asked else 75), said
+        if rank not in asked:
+            assert f"rank {asked[0]} left: closed its World" in said
+
+
+def test_a_store_for_one_host_listens_on_loopback_only() -> None:
+    port = free_port()
+    rank_0 = process(0, 2, port, timeout=100.0)
+    await_server(port)
+    address = socket.gethostbyname(socket.gethostname())
+    if not address.startswith("127."):
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((address, port), 1.0).close()
+    assert [code for code, _ in finish(process(1, 2, port, timeout=100.0), rank_0)] == [0, 0]
+
+
+def test_combine_twice_on_one_rank_leaves_nobody_out_of_step() -> None:
+    said = "UsageError: combine on a handle that is already combined: dispatch again for a new one"
+    assert launch(jobs.combines_twice_on_one_rank, 3) == [["right"], [said, "right"], ["right"]]
+
+
+def test_nested_tokens_are_refused_on_all_ranks() -> None:
+    for found in launch(jobs.nested_tokens, 2):
+        assert len(found) == 4
+        assert all(words.startswith("InputError: rank 1: hidden_states is a nested tensor") for words in found)
+
+
+# ---- values between ranks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -3,
+        2.5,
+        "é\n",
+        b"\0\xff",
+        [1, [2, ()]],
+        (1, "a", None),
+        {"a": {1: (2,)}},
+        torch.bfloat16,
+        MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=8),
+    ],
+)
+def test_values_travel(value: object) -> None:
+    found = values.unpack(values.pack(value))
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_tensors_travel(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.ones(shape).to(dtype)
+    found = values.unpack(values.pack(value))
+    assert (found.dtype, found.shape) == (dtype, value.shape)
+    assert torch.equal(found, value)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x80\x04K\x05.",
+        b"[" * 100_000,
+        b'{"dataclass": ["subprocess", "Popen", {"args": "true"}]}',
+        b'{"dataclass": ["eprt.world", "os.system", {}]}',
+        b'{"dataclass": ["eprt.config", "MoEConfig", {"num_experts": -1}]}',
+        b'{"tensor": ["float32", [1000000], "AAAA"]}',
+        b'{"tensor": ["load", [1], "AAAA"]}',
+        b'{"eval": "1"}',
+        b'{"a": 1, "b": 2}',
+        b"",
+    ],
+)
+def test_bytes_that_are_no_value_are_refused(raw: bytes) -> None:
+    with pytest.raises(UsageError, match="can't be read"):
+        values.unpack(raw)
+
+
+def test_what_does_not_travel_is_said_before() -> None:
+    with pytest.raises(UsageError, match=r"subprocess\.Popen doesn't travel|builtins\.object doesn't travel"):
+        values.pack([object()])
+
+
+def test_nothing_that_can_run_code_travels_or_is_loaded() -> None:
+    """pickle stays inside one machine's own files (the harness hands jobs to processes it started itself)."""
+    objects = r"(?:gather|scatter|broadcast|send|recv)_object"
+    objects = r"(?:gather|scatter|broadcast|send|recv)_object"
+    forbidden = re.compile(
+        rf"^\s*(?:import|from) pickle|pickle\.|torch\.load\(|\beval\(|{objects}|\bexec\(", re.MULTILINE
+    )
+    root = Path(eprt.__file__).parent
+    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if forbidden.search(path.read_text())}
+    allowed = {"conformance/harness.py", "conformance/rank_process.py"}
+    assert {name for name in found if not _only_modes(root / name, forbidden)} == allowed
+
+
+def _only_modes(path: Path, forbidden: re.Pattern[str]) -> bool:
+    """`module.eval()` sets a mode, `ctypes.py_object(...)` and the like are no collectives."""
+    harmless = re.compile(r"\.eval\(\)|py_object\(")
+    return all(harmless.search(line) for line in path.read_text().splitlines() if forbidden.search(line))
+
+
+def test_one_block_cleans_and_cuts() -> None:
+    assert one_block("a\x1b[2Jb\r\nc") == "a?[2Jb?\nc"
+    assert len(one_block("x" * 10**6, 100)) == 100
+
+
+# ---- the promises of docs/limits_and_errors.md -----------------------------------------------------------------------
+
+PROMISE = re.compile(r"^\| .* \| `(\w+)` \| (?:about )?(at once|[\d.]+ s|the World's timeout)", re.MULTILINE)
+
+
+def promises() -> dict[str, float]:
+    """Seconds by `RankLost.why`, in a World of `faults.TIMEOUT_S`; the largest where a why has two rows."""
+    page = (Path(__file__).parents[2] / "docs/limits_and_errors.md").read_text()
+    found: dict[str, float] = {}
+    for why, words in PROMISE.findall(page):
+        named = faults.TIMEOUT_S if "timeout" in words else float(words.removesuffix(" s").replace("at once", "0"))
+        shorter = faults.TIMEOUT_S / 2 + 1 if why in ("silent", "store") and named >= 10 else named
+        found[why] = max(found.get(why, 0.0), shorter)
+    return found
+
+
+def test_the_table_of_promises_is_the_guards() -> None:
+    assert set(promises()) == set(guard._WHY)
+    for fault in faults.FAULTS.values():
+        if fault.why != "mismatch":
+            assert promises()[fault.why] <= fault.limit_s <= promises()[fault.why] + 1.0, fault.name
+    documented = eprt.RankLost.__doc__ or ""
+    assert all(f"`{why}`" in documented for why in guard._WHY)
+
+
+TRIALS = faults.trials(4, count=20)
+
+
+def test_a_short_run_is_spread_over_the_matrix() -> None:
+    assert {trial.fault for trial in TRIALS} == set(faults.FAULTS)
+    assert {trial.dispatcher for trial in TRIALS} == {"none", "torch"}
+    assert {trial.rank for trial in TRIALS} == {0, 1, 2, 3}
+    assert len({trial.moment for trial in faults.trials(4)}) == 7
+    assert len(faults.trials(4, count=500)) == 500
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda t: f"{t.fault}-{t.moment}-{t.rank}-{t.dispatcher}")
+def test_what_the_survivors_say_is_as_promised(trial: faults.Trial) -> None:
+    result = faults.run_trial(trial)
+    assert result.culprit, result
+    assert not result.wrong, result
+    assert not result.leftovers, result
+    assert result.seconds is not None, result
+    assert result.seconds < result.trial.limit_s + SLACK_S, result
+
+
+def test_the_matrix_sees_wrong_numbers() -> None:
+    """Experts that are off by a little are found by the formula, in one process."""
+    from eprt.world import World
+
+    with World.from_env("cpu") as world:
+        layer, weights = faults._layer(world, "none")
+        faults._run_step(world, layer, weights, 1)
+        with pytest.raises(faults.WrongOutput, match="step 2, rank 0"):
+            faults._run_step(world, layer, (weights[0], 1.001 * weights[1]), 2)
+
+
+def test_a_soak_counts_what_the_process_holds() -> None:
+    (seen, *others) = launch(faults.soak, 2, dispatcher="torch", steps=20)
+    assert len(others) == 1
+    assert [look.step for look in seen] == [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 19]
+    assert seen[-1].descriptors == seen[2].descriptors
+    assert seen[-1].threads == seen[2].threads
+    assert 0 < seen[-1].resident_mb < 10_000

@@ -1,0 +1,330 @@
+"""Checkpoints that somebody broke, on purpose or not: a typed error that names the file, or numbers that are right."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eprt.errors import CheckpointError, ConfigError, EprtError
+from eprt.models import load_layer
+from eprt.models.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_config
+from eprt.models.json_files import MAX_DEPTH, parse_object
+from eprt.models.tiny import write_tiny_checkpoint
+
+CASES = 500
+LAYER = "model.layers.0.mlp"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    return write_tiny_checkpoint(folder, num_layers=1, num_experts=4, top_k=2, hidden_size=32, intermediate_size=32)
+
+
+def shard_of(folder: Path) -> Path:
+    return next(path for path in sorted(folder.glob("*.safetensors")) if f"{LAYER}.router.weight" in load_file(path))
+
+
+def header_of(path: Path) -> tuple[dict, bytes]:
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def with_header(path: Path, header: str, data: bytes) -> None:
+    encoded = header.encode("utf-8", errors="surrogatepass")
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
+
+
+# ---- 500 mutations --------------------------------------------------------------------------------------------------
+
+HOSTILE = [
+    None, True, -1, 0, 1, 10**18, 10**400, 1e308, float("nan"), float("inf"), "", "\x1b[31m", "x" * 5000, [], {}, [[]],
+    {"a": 1}, ["*" * 50] * 3, "../../etc/passwd", "F32", [2**62, 2**62], -(10**30), "é" * 300,
+]  # fmt: skip
+
+
+def mutate(folder: Path, dice: random.Random) -> None:
+    """One thing, or a few, in one of the files."""
+    for _ in range(dice.choice((1, 1, 1, 2, 4))):
+        with suppress(FileNotFoundError, IndexError):  # an earlier mutation removed it
+            dice.choice((_json_value, _json_text, _header_value, _payload, _cut, _extra))(folder, dice)
+
+
+def _json_value(folder: Path, dice: random.Random) -> None:
+    path = folder / dice.choice((CONFIG, CONFIG, INDEX))
+    try:
+        value = json.loads(path.read_text(errors="replace"))
+    except ValueError:
+        return
+    if isinstance(value, dict):
+        _edit(value, dice)
+        path.write_text(json.dumps(value))
+
+
+def _edit(value: dict, dice: random.Random) -> None:
+    key = dice.choice([*value, "n_shared_experts"])
+    inner = value.get(key)
+    if isinstance(inner, dict) and inner and dice.random() < 0.5:
+        _edit(inner, dice)
+    elif dice.random() < 0.3:
+        value.pop(key, None)
+    else:
+        value[key] = dice.choice(HOSTILE)
+
+
+def _json_text(folder: Path, dice: random.Random) -> None:
+    path = folder / dice.choice((CONFIG, INDEX))
+    text = bytearray(path.read_bytes())
+    for _ in range(dice.randint(1, 3)):
+        if text:
+            text[dice.randrange(len(text))] = dice.choice(b'{}[]",:0e9\x00\xff\\-')
+    path.write_bytes(bytes(text))
+
+
+def _header_value(folder: Path, dice: random.Random) -> None:
+    path = dice.choice(sorted(folder.glob("*.safetensors")))
+    try:
+        header, data = header_of(path)
+    except (ValueError, struct.error):
+        return
+    name = dice.choice(list(header))
+    action = dice.randrange(4)
+    if action == 0 and isinstance(header[name], dict):
+        header[name][dice.choice(["dtype", "shape", "data_offsets"])] = dice.choice(HOSTILE)
+    elif action == 1:
+        header[dice.choice(["", "model.x", f"{LAYER}.shared_experts.up_proj.weight"])] = header.pop(name)
+    elif action == 2:
+        header.pop(name)
+    text = json.dumps(header)
+    if action == 3:
+        text = text[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}"
+    with_header(path, text, data)
+
+
+def _payload(folder: Path, dice: random.Random) -> None:
+    path = dice.choice(sorted(folder.glob("*.safetensors")))
+    raw = bytearray(path.read_bytes())
+    for _ in range(dice.randint(1, 8)):
+        if raw:
+            raw[dice.randrange(len(raw))] = dice.choice((0, 0x7F, 0x80, 0xFF, dice.randrange(256)))
+    path.write_bytes(bytes(raw))
+
+
+def _cut(folder: Path, dice: random.Random) -> None:
+    path = dice.choice(sorted(folder.iterdir()))
+    raw = path.read_bytes()
+    path.write_bytes(raw[: dice.randrange(len(raw) + 1)] + os.urandom(dice.choice((0, 0, 1, 100))))
+
+
+def _extra(folder: Path, dice: random.Random) -> None:
+    path = dice.choice(sorted(folder.iterdir()))
+    if dice.random() < 0.5:
+        path.unlink()
+    else:
+        shutil.copy(path, folder / dice.choice(("model.safetensors", "model.bin", "hf_quant_config.json")))
+
+
+def test_500_broken_checkpoints(tiny: Path, tmp_path: Path) -> None:
+    refused = 0
+    started = time.process_time()
+    for seed in range(CASES):
+        folder = tmp_path / str(seed)
+        shutil.copytree(tiny, folder)
+        mutate(folder, random.Random(seed))
+        refusal, parts = "", None
+        try:
+            parts = load_layer(folder, 0)
+        except EprtError as error:
+            refusal = str(error)
+        if parts is not None:
+            assert_right(folder, parts, seed)
+        else:
+            refused += 1
+            assert str(folder) in refusal, f"seed {seed}: {refusal}"
+            assert len(refusal) < 5000, f"seed {seed}"
+        shutil.rmtree(folder)
+    assert CASES / 4 < refused < CASES, "the mutations no longer do what they should"
+    assert time.process_time() - started < 60
+
+
+def assert_right(folder: Path, parts, seed: int) -> None:
+    """What was loaded is what safetensors' own reader finds, rows of gate and up taken apart by hand."""
+    found = {}
+    for file in {json.loads((folder / INDEX).read_text())["weight_map"][f"{LAYER}.router.weight"]}:
+        found = load_file(folder / file)
+    blocks = found[f"{LAYER}.experts.gate_up_proj_blocks"].flatten(2)
+    scales = found[f"{LAYER}.experts.gate_up_proj_scales"]
+    codes, factors = parts.experts.gate_up.codes, parts.experts.gate_up.scales
+    half = blocks.shape[1] // 2
+    assert torch.equal(codes[:, :half], blocks[:, 0::2]), f"seed {seed}"
+    assert torch.equal(codes[:, half:], blocks[:, 1::2]), f"seed {seed}"
+    assert torch.equal(factors[:, :half], scales[:, 0::2]), f"seed {seed}"
+    assert torch.equal(parts.experts.down.codes, found[f"{LAYER}.experts.down_proj_blocks"].flatten(2)), f"seed {seed}"
+    for tensor in (parts.router.weight, parts.router.bias, parts.experts.gate_up_bias, parts.experts.down_bias):
+        assert tensor.isfinite().all(), f"seed {seed}"
+    assert torch.equal(parts.router.weight, found[f"{LAYER}.router.weight"]), f"seed {seed}"
+
+
+# ---- one by one -----------------------------------------------------------------------------------------------------
+
+
+def config_of(tiny: Path, tmp_path: Path, **fields: object) -> Path:
+    config = json.loads((tiny / CONFIG).read_text()) | fields
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    (folder / CONFIG).write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("field", ["swiglu_limit", "hidden_size", "num_local_experts"])
+@pytest.mark.parametrize("value", [10**400, float("nan"), float("inf"), "x" * 10**6, ["y" * 100] * 10**5])
+def test_values_that_no_number_holds(tiny: Path, tmp_path: Path, field: str, value: object) -> None:
+    folder = config_of(tiny, tmp_path, **{field: value})
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        load_layer(folder, 0)
+    assert str(folder / CONFIG) in str(caught.value)
+    assert len(str(caught.value)) < 2000
+
+
+def test_sizes_that_contradict_each_other_name_the_file(tiny: Path, tmp_path: Path) -> None:
+    folder = config_of(tiny, tmp_path, num_experts_per_tok=400, experts_per_token=400)
+    with pytest.raises(ConfigError) as caught:
+        load_layer(folder, 0)
+    assert str(folder / CONFIG) in str(caught.value)
+
+
+def test_a_late_duplicate_key_takes_linear_time(tmp_path: Path) -> None:
+    text = "{" + ",".join(f'"{i}": 1' for i in range(200_000)) + ', "199999": 2}'
+    (tmp_path / CONFIG).write_text(text)
+    started = time.process_time()
+    with pytest.raises(CheckpointError, match="key '199999' appears twice"):
+        read_config(tmp_path)
+    assert time.process_time() - started < 10
+
+
+def test_nesting_is_limited() -> None:
+    def nested(depth: int) -> bytes:
+        return b'{"a": ' + b"[" * (depth - 1) + b"]" * (depth - 1) + b', "[[[": "\\"[[[["}'
+
+    assert parse_object(nested(MAX_DEPTH), "file")
+    for depth in (MAX_DEPTH + 1, 200_000):
+        with pytest.raises(CheckpointError, match=f"nested {depth} deep: expected at most {MAX_DEPTH}"):
+            parse_object(nested(depth), "file")
+
+
+def test_a_long_list_of_dense_layers_takes_linear_time(tmp_path: Path) -> None:
+    from eprt.models.qwen_moe import Qwen3Moe
+
+    hf = {"num_hidden_layers": 10_000, "mlp_only_layers": list(range(3_000_000))}
+    started = time.process_time()
+    assert Qwen3Moe().moe_layers(hf) == []
+    assert time.process_time() - started < 5
+
+
+def test_a_million_exclude_patterns() -> None:
+    from eprt.models.hf_config import weight_format
+
+    quant = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [f"lm.{i}" for i in range(1_000_000)]}
+    started = time.process_time()
+    assert weight_format({"quantization_config": quant}, ("model.x",)) == "nvfp4"
+    quant["ignore"] = [f"lm.{i}*" for i in range(1_000_000)]
+    with pytest.raises(ConfigError, match="1000000 excluded patterns: expected at most"):
+        weight_format({"quantization_config": quant}, ("model.x",))
+    assert time.process_time() - started < 10
+
+
+def test_a_name_twice_in_a_header_is_refused(tiny: Path, tmp_path: Path) -> None:
+    """safetensors takes the last."""
+    folder = config_of(tiny, tmp_path)
+    path = shard_of(folder)
+    header, data = header_of(path)
+    name = f"{LAYER}.router.weight"
+    with_header(path, json.dumps(header)[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}", data)
+    with pytest.raises(CheckpointError, match=r"appears twice|duplicate"):
+        load_layer(folder, 0)
+
+
+def test_a_tensor_of_the_layer_that_nobody_reads_is_named(tiny: Path, tmp_path: Path) -> None:
+    folder = config_of(tiny, tmp_path)
+    path = shard_of(folder)
+    name = f"{LAYER}.shared_experts.up_proj.weight"
+    save_file(load_file(path) | {name: torch.ones(32, 32)}, path)
+    with pytest.raises(CheckpointError, match=r"shared_experts\.up_proj\.weight' belongs to this layer"):
+        load_layer(folder, 0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "name", ["router.weight", "router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"]
+)
+def test_numbers_that_are_none_are_found_with_their_place(tiny: Path, tmp_path: Path, name: str, value: float) -> None:
+    folder = config_of(tiny, tmp_path)
+    path = shard_of(folder)
+    tensors = load_file(path)
+    tensor = tensors[f"{LAYER}.{name}"]
+    place = [2] if tensor.dim() == 1 else [2, 5]
+    tensor[tuple(place)] = value
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError) as caught:
+        load_layer(folder, 0)
+    assert f"{path}: tensor '{LAYER}.{name}' holds {value} at {place}" in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_nan_among_fp8_codes_is_found(tmp_path: Path, code: int) -> None:
+    codes = torch.zeros(3, 40, 50, dtype=torch.uint8)
+    codes[:] = 0x7E  # the largest number, 448
+    codes[:, 0] = 0xFE
+    (tmp_path / CONFIG).write_text("{}")
+    save_file({"w": codes.view(torch.float8_e4m3fn)}, tmp_path / SINGLE)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.read("w").shape == (3, 40, 50)
+    codes[1, 7, 9] = code
+    save_file({"w": codes.view(torch.float8_e4m3fn)}, tmp_path / SINGLE)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.read("w", (0,)).shape == (40, 50)
+        with pytest.raises(CheckpointError, match=r"holds nan at \[1, 7, 9\]"):
+            checkpoint.read("w", (1, slice(5, 9), slice(4, 20)))
+
+
+def test_a_file_that_is_cut_off_while_open_is_an_error(tmp_path: Path) -> None:
+    """A mapping would end the process with SIGBUS."""
+    (tmp_path / CONFIG).write_text("{}")
+    save_file({"w": torch.ones(1 << 20)}, tmp_path / SINGLE)
+    with Checkpoint(tmp_path) as checkpoint:
+        os.truncate(tmp_path / SINGLE, 10_000)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor 'w' can't be read: the file ends at"):
+            checkpoint.read("w")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slices_are_those_of_torch(tmp_path: Path, seed: int, monkeypatch) -> None:
+    """Whatever way the reads are cut: limits are made small so that each is taken."""
+    from eprt.models import shards
+
+    dice = random.Random(seed)
+    monkeypatch.setattr(shards, "_SPAN_BYTES", dice.choice((16, 64, 300, 1 << 20)))
+    shape = [dice.randint(1, 7) for _ in range(dice.randint(1, 4))]
+    tensor = torch.randn(shape).to(dice.choice((torch.float32, torch.bfloat16)))
+    (tmp_path / CONFIG).write_text("{}")
+    save_file({"other": torch.ones(3), "w": tensor}, tmp_path / SINGLE)
+    with Checkpoint(tmp_path) as checkpoint:
+        for _ in range(30):
+            index: list = []
+            for size in shape[: dice.randint(0, len(shape))]:
+                first = dice.randrange(size)
+                index.append(first if dice.random() < 0.3 else slice(first, dice.randint(first, size)))
+            found = checkpoint.read("w", tuple(index))
+            assert torch.equal(found, tensor[tuple(index)])
+            assert found.is_contiguous()
