@@ -106,6 +106,13 @@ def test_layer_against_the_oracle(pool, config: str, executor: str, pair: Pair) 
     run(pool, pair, "layer", executor=executor, config=config)
 
 
+@every_pair
+@pytest.mark.parametrize("config", ["silu_bf16", "relu2_bf16"])
+def test_our_own_grouped_gemm_against_the_oracle(pool, config: str, pair: Pair) -> None:
+    require(pair)
+    run(pool, pair, "layer", executor="triton_grouped", config=config)
+
+
 @pytest.mark.parametrize("beyond", jobs.BEYOND, ids=str)
 def test_beyond_a_limit_the_plan_and_the_dispatcher_name_it(pool, beyond: Beyond) -> None:
     require(beyond.pair)

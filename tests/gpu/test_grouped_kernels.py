@@ -30,8 +30,9 @@ RUNTIME = RuntimeConfig()
 FP8_RUNTIME = RuntimeConfig(low_precision_activations=True)
 # Tokens, the values between the matrices and the results of slots are rounded to bf16, 2^-9 each.
 BOUND = 1e-2
-# E4M3 keeps 4 bits: 2^-5 at most, 2% to 3% in norm, of the tokens and of what lies between the matrices.
-FP8_BOUND = 6e-2
+# E4M3 keeps 4 bits: 2^-4 of a number at most, 2% to 3% in norm, of the tokens and of what lies between the matrices,
+# which a steep activation magnifies: 4% in all for SiLU, 6% for gpt-oss's.
+FP8_BOUND = 8e-2
 
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 ACTIVATIONS = {"silu": Activation(), "gpt_oss": GPT_OSS, "relu2": Activation("relu2")}

@@ -42,6 +42,8 @@ def exchange(dispatcher: DeepEPDispatcher, case, *, wait: bool = True) -> list[s
         sent.handle.wait()
         problems += transport.wrong_arrivals(sent.tokens, [batch], dispatcher.shard, payload)
         hidden = sent.tokens.hidden
+        if sent.tokens.num_tokens != sent.handle.tokens_per_rank:
+            problems.append(f"{sent.tokens.num_tokens} tokens are said to be allowed in a world of one")
         if hidden.data.stride(2) != 1 or (hidden.scale is not None and not hidden.scale.is_contiguous()):
             problems.append("an executor may take rows and scales for contiguous")
         y = transport.scale_experts(sent.tokens, dispatcher.shard, torch.ones(E), torch.bfloat16)
