@@ -1,5 +1,6 @@
 """Step graphs and layer graphs on the GPUs of one host: captured, replayed with changing counts, idle ranks and
-buckets, on every dispatcher that can be captured. The jobs also run on gloo: tests/conformance/test_step_graphs.py."""
+buckets, on every dispatcher that can be captured. The jobs also run on gloo:
+tests/conformance/test_step_graphs_on_gloo.py."""
 
 from __future__ import annotations
 

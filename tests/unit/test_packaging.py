@@ -20,7 +20,7 @@ EXTRAS = {
     "cuda": {"flashinfer-python>=0.6.18", "humming-kernels>=0.1.19"},
     "deepep": {"tokenspeed-deepep==1.2.1.post20251110", "nvidia-nvshmem-cu13>=3.4.5"},
     "cu12": {"nvidia-nccl-cu12"},
-    "transformers": {"transformers<6,>=5.17"},
+    "transformers": {"transformers<6,>=5.17", "accelerate>=1"},
     "vllm": {"vllm<0.34,>=0.26"},
     "plot": {"matplotlib>=3.8"},
     "docs": {"mkdocs>=1.6", "mkdocstrings[python]>=1.0"},

@@ -178,6 +178,8 @@ class FakeWorld:
         self.parallel = ParallelConfig(self.size)
         self.generation = self.step_number = self.allocations = self.num_dispatchers = 0
         self.current_step = None
+        self.padding = None
+        self.buckets = ()
         self.nonce = 0
         self.closed = self.warm = self.broken = False
         self.quiet = False  # ranks don't compare headers
