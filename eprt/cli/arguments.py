@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import subcommand
 
+from eprt.config import ParallelConfig, RuntimeConfig
+
+GPUS_PER_HOST = 8  # of a host that `eprt explain` isn't told about
 DeviceKind = Literal["auto", "cpu", "cuda"]
 STDOUT = Path("-")
 
@@ -46,30 +49,35 @@ class Run:
 
 @dataclass(frozen=True)
 class Explain:
-    """Show every dispatcher/executor pair with its reason, then the choice. Needs no GPU and no kernel library."""
+    """Show every dispatcher/executor pair with its reason, then the choice and other layouts of the same ranks.
+
+    Needs no GPU, no kernel library and no weights.
+    """
 
     model: Path
-    """Checkpoint directory, or a config.json."""
+    """Checkpoint directory, a config.json, or the name of a well-known model (gpt-oss-120b, ...)."""
     world: int = 4
     """Ranks."""
     device: str = "cpu"
     """cpu, or a GPU's compute capability: sm90 (Hopper), sm100 (B200), ..."""
-    phase: Literal["prefill", "decode"] = "decode"
-    """Many tokens a rank, or few."""
     attention_tp: int = 1
     """Ranks that hold the same tokens."""
     moe_tp: int = 1
     """Ranks that share one expert."""
     ranks_per_host: int | None = None
-    """GPUs of a host; without it all ranks are on one."""
-    dispatcher: str = "auto"
-    """Only this one."""
-    executor: str = "auto"
-    """Only this one."""
-    max_tokens: int = 1024
-    """Tokens a rank that buffers are sized for."""
+    """Ranks of a host; without it 8 for GPUs, all for CPUs."""
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    """What a layer would be built with; the same defaults."""
     json: bool = False
     """Print one JSON object instead of tables."""
+    plot: Path | None = None
+    """Write a plot (PNG, SVG) of a layer's time over tokens a rank to this file; needs matplotlib."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The world that is asked for."""
+        per_host = self.ranks_per_host or (self.world if self.device == "cpu" else min(self.world, GPUS_PER_HOST))
+        return ParallelConfig(self.world, self.attention_tp, self.moe_tp, per_host)
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class _Ask:
                 f"adapter from {token_format}" if adapted else "",
             ]
             support = Support(True, "; ".join(r for r in remarks if r))
-            found.append(Candidate(*common, support, runtime.max_tokens_per_rank, *self._times(d, e, runtime)))
+            found.append(Candidate(*common, support, runtime.max_tokens_per_rank, *self._times(d, e, runtime, adapted)))
         return found
 
     def _within(self, d: DispatcherSpec) -> RuntimeConfig:
@@ -173,24 +173,26 @@ class _Ask:
         return found
 
     def _times(
-        self, d: DispatcherSpec, e: ExecutorSpec, runtime: RuntimeConfig
+        self, d: DispatcherSpec, e: ExecutorSpec, runtime: RuntimeConfig, adapted: bool
     ) -> tuple[Estimate | None, Estimate | None]:
         """Of dispatch + combine and of the experts, all rounds of one call together."""
         rounds = -(-self.tokens // runtime.max_tokens_per_rank)
         tokens, ranks = -(-self.tokens // rounds), self.parallel.world_size
         carried = dispatch_estimate(d, self.config, self.parallel, tokens, self.device, runtime.payload or "bf16")
         work = experts_estimate(e, self.config, self.parallel, self.local_experts, tokens * ranks, self.device)
+        if work and adapted:
+            work = work.adapted(tokens * self.config.top_k, self.config.hidden_size, self.device)
         return carried and carried.times(rounds), work and work.times(rounds)
 
-    def key(self, c: Candidate) -> tuple[bool, int, float, int, int]:
-        """Smallest is best: native before adapted, backends with rows on this generation of GPU before those without,
-        then microseconds, then the order of preference."""
+    def key(self, c: Candidate) -> tuple[int, bool, float, bool, int, int]:
+        """Smallest is best: backends with rows on this generation of GPU before those without, then microseconds, then
+        native before adapted, then the order of preference."""
         # A world of one has nothing to carry: the dispatcher that moves nothing wins.
         moves_nothing = self.parallel.world_size == 1 and c.dispatcher == "none"
         dispatcher = -1_000_000 if moves_nothing else -DISPATCHERS[c.dispatcher].preference
         unknown = sum(2 if half is None else not half.here for half in (c.dispatch, c.experts))
         cost = sum(half.us for half in (c.dispatch, c.experts) if half is not None)
-        return c.adapted, unknown, cost, -EXECUTORS[c.executor].preference, dispatcher
+        return unknown, c.us is None and c.adapted, cost, c.adapted, -EXECUTORS[c.executor].preference, dispatcher
 
     def why(self, best: Candidate, possible: list[Candidate]) -> str:
         """What the choice went by, and what others would take."""

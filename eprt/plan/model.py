@@ -25,7 +25,7 @@ from eprt.dispatch.spec import DispatcherSpec
 from eprt.experts import EXECUTORS
 from eprt.experts.base import ExecutorSpec
 from eprt.plan.machines import RDMA_GB_PER_S, Machine, linked_ranks, machine_of
-from eprt.plan.measured import BENCH_EXPERTS, dispatch_time, experts_time, shipped
+from eprt.plan.measured import BENCH_EXPERTS, Row, dispatch_time, experts_time, shipped
 from eprt.support import Device
 
 # Bytes of one weight with its share of block scales.
@@ -42,6 +42,7 @@ DISPATCH_TERMS = ("constant", "steps", "rows", "link", "memory")
 DISPATCH_LEAST = (0.0, 0.0, 0.0, 1.0, 0.0)  # nothing crosses a link faster than its peak
 EXPERTS_TERMS = ("constant", "weights", "FLOPs", "activations")
 EXPERTS_LEAST = (0.0, 0.0, 0.0, 0.0)
+ADAPTER_US = 20.0  # assumed: a few small kernels and their launches
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Estimate:
             "assumed": no row of that backend exists anywhere, others' typical coefficients stand in.
         here: rows of this backend on this generation exist.
         why: words for `eprt explain`.
-        parts: microseconds by cause, of the model; empty if measured.
+        parts: microseconds by cause, in the model's proportions.
     """
 
     us: float
@@ -61,6 +62,16 @@ class Estimate:
     here: bool
     why: str
     parts: dict[str, float] = field(default_factory=dict)
+
+    def adapted(self, rows: float, hidden: int, device: Device) -> Estimate:
+        """With an adapter between the token formats, an assumption: launches, and received rows and outputs each read
+        and written once."""
+        machine = machine_of(device)
+        if machine is None:
+            return self
+        us = ADAPTER_US + 4 * rows * 2 * hidden / machine.memory_gb_per_s / 1e3
+        why = f"{self.why}, adapter assumed {us:.3g} us"
+        return Estimate(self.us + us, self.basis, self.here, why, {**self.parts, "adapter": us})
 
     def times(self, rounds: int) -> Estimate:
         """So many calls."""
@@ -93,10 +104,17 @@ def dispatch_estimate(
     """Dispatch + combine of `tokens` on every rank; None where nothing is known (CPU without rows of its own)."""
     if parallel.world_size == 1:
         return Estimate(0.0, "measured", True, "a world of one moves nothing")
+    modelled = _modelled_dispatch(spec, config, parallel, tokens, device, payload)
     if not parallel.spans_hosts and parallel.moe_tp_size == 1:
         row = dispatch_time(spec.name, config, tokens, parallel.world_size, device.sm, payload)
         if row is not None:
-            return Estimate(row.us, "measured", True, str(row))
+            return _measured(row, modelled)
+    return modelled
+
+
+def _modelled_dispatch(
+    spec: DispatcherSpec, config: MoEConfig, parallel: ParallelConfig, tokens: int, device: Device, payload: str
+) -> Estimate | None:
     machine = machine_of(device)
     fit = _dispatch_fits().get(spec.name) if machine else None
     if machine is None or fit is None:
@@ -182,10 +200,16 @@ def experts_estimate(
     """The experts of one rank, `tokens` of all ranks; None where nothing is known, and for a witness."""
     if spec.witness:
         return None
+    modelled = _modelled_experts(spec, config, parallel, local_experts, tokens, device)
+    row = None
     if parallel.moe_tp_size == 1:
         row = experts_time(spec.name, config, local_experts, tokens, device.sm)
-        if row is not None:
-            return Estimate(row.us, "measured", True, str(row))
+    return modelled if row is None else _measured(row, modelled)
+
+
+def _modelled_experts(
+    spec: ExecutorSpec, config: MoEConfig, parallel: ParallelConfig, local_experts: int, tokens: int, device: Device
+) -> Estimate | None:
     machine = machine_of(device)
     if machine is None:
         return None
@@ -329,6 +353,12 @@ def _typical(fits: tuple[Fit, ...]) -> Fit:
 
 def _parts(names: Sequence[str], fit: Fit, terms: Sequence[float]) -> dict[str, float]:
     return {name: a * x for name, a, x in zip(names, fit.coefficients, terms, strict=True)}
+
+
+def _measured(row: Row, modelled: Estimate | None) -> Estimate:
+    """A row's time; its causes in the model's proportions."""
+    parts = {} if modelled is None else {name: us * row.us / modelled.us for name, us in modelled.parts.items()}
+    return Estimate(row.us, "measured", True, str(row), parts)
 
 
 def _modelled(parts: dict[str, float], fit: Fit, device: Device) -> Estimate:

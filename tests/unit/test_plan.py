@@ -223,7 +223,10 @@ def test_explain_prints_it(tmp_path, capsys) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MODELS[GPT_OSS]))
     assert (
-        main(["explain", "--model", str(path), "--device", "sm90", "--phase", "prefill", "--max-tokens", "4096"]) == 0
+        main(
+            ["explain", "--model", str(path), "--device", "sm90", "--phase", "prefill", "--max-tokens-per-rank", "4096"]
+        )
+        == 0
     )
     text = capsys.readouterr().out
     plan = plan_for(GPT_OSS, "sm90", "prefill")
