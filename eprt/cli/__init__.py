@@ -19,6 +19,7 @@ OK, FAILED, INTERRUPTED = 0, 1, 130
 _COMMANDS = {
     "Run": "eprt.cli.run:run",
     "Explain": "eprt.cli.explain:explain",
+    "Tune": "eprt.cli.tune:tune",
     "Doctor": "eprt.cli.doctor:doctor",
     "BenchLayer": "eprt.cli.bench:bench_layer",
     "BenchDispatch": "eprt.cli.bench:bench_dispatch",

@@ -81,6 +81,22 @@ class Explain:
 
 
 @dataclass(frozen=True)
+class Tune:
+    """Measure this machine for one model: its dispatchers and executors, as rows that the plan goes by first."""
+
+    model: Path
+    """Checkpoint directory, a config.json, or the name of a well-known model. Weights are made up."""
+    world: int = 4
+    """Ranks to start."""
+    device: DeviceKind = "auto"
+    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
+    tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 1024, 4096)
+    """Tokens a rank."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+
+@dataclass(frozen=True)
 class Doctor:
     """A report to paste into an issue: versions, devices, links, and which backends work here and why not."""
 
@@ -195,10 +211,11 @@ class Bench:
     )
 
 
-Command = Run | Explain | Doctor | BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange
+Command = Run | Explain | Tune | Doctor | BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange
 _Parsed = (
     Annotated[Run, subcommand("run")]
     | Annotated[Explain, subcommand("explain")]
+    | Annotated[Tune, subcommand("tune")]
     | Annotated[Doctor, subcommand("doctor")]
     | Annotated[Bench, subcommand("bench")]
 )
@@ -206,7 +223,7 @@ _Parsed = (
 
 def parse(arguments: Sequence[str] | None = None) -> Command:
     """The command that `arguments` (default: the process's own) ask for. Prints help or an error and exits."""
-    parsed: Run | Explain | Doctor | Bench = tyro.cli(
+    parsed: Run | Explain | Tune | Doctor | Bench = tyro.cli(
         _Parsed,
         prog="eprt",
         description="Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed.",
