@@ -160,9 +160,10 @@ def make_model(a: argparse.Namespace) -> Path:
         write_gpt_oss(folder, a.layers, tiny=a.tiny)
     else:
         config = CONFIGS[a.model] | (TINY if a.tiny else {}) | {"num_hidden_layers": a.layers}
-        if a.tiny and "quantization_config" in config:  # vLLM has no FP8 linear layers on CPU
-            kept = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(a.layers) for name in "qkvo"]
-            config["quantization_config"] = FP8 | {"ignored_layers": kept}
+        if "quantization_config" in config:  # routers are never in FP8; vLLM has no FP8 linear layers on CPU
+            kept = ["mlp.gate", *(f"self_attn.{name}_proj" for name in "qkvo" if a.tiny)]
+            ignored = [f"model.layers.{i}.{name}" for i in range(a.layers) for name in kept]
+            config["quantization_config"] = FP8 | {"ignored_layers": ignored}
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
@@ -279,7 +280,7 @@ def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str
         **settings,
     )
     if a.model != "gpt-oss":
-        llm.apply_model(lively())
+        llm.collective_rpc(lively())  # not apply_model: that pickles its function as an argument
     ready = time.perf_counter() - started
 
     def generate(batch: int, tokens: int) -> tuple[float, list[int]]:
@@ -309,8 +310,10 @@ def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str
 def lively() -> Callable[[Any], None]:
     """Dummy weights send every token to the same experts. A local function, so that it travels by value."""
 
-    def change(model: Any) -> None:
-        for name, parameter in model.named_parameters():
+    def change(worker: Any) -> None:
+        for name, parameter in worker.get_model().named_parameters():
+            if parameter.numel() == 0:
+                continue  # packed elsewhere: linear layers on CPU, the experts that eprt holds
             if name.endswith("norm.weight"):
                 parameter.data.fill_(1.0)
             elif name.endswith("e_score_correction_bias"):

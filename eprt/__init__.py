@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from eprt.errors import UnsupportedError as UnsupportedError
     from eprt.errors import UsageError as UsageError
     from eprt.errors import WorldMismatch as WorldMismatch
+    from eprt.graphs import StepGraphs as StepGraphs
     from eprt.layer import ExpertParallelMoE as ExpertParallelMoE
     from eprt.models import LayerParts as LayerParts
     from eprt.models import ModelFamily as ModelFamily
@@ -67,6 +68,7 @@ _HOME = {
         "UsageError",
         "WorldMismatch",
     ),
+    "eprt.graphs": ("StepGraphs",),
     "eprt.layer": ("ExpertParallelMoE",),
     "eprt.models": ("LayerParts", "ModelFamily", "build_layer", "load_layer", "register_family"),
     "eprt.placement": ("ExpertPlacement",),

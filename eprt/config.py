@@ -266,6 +266,9 @@ class RuntimeConfig:
         phase: which row of the measured tables the automatic choice uses.
         deterministic: ask executors for run-to-run identical sums.
         low_precision_activations: let an executor quantise activations to FP8 (an explicit accuracy trade).
+        layer_graphs: `World.warmup` captures each layer's call in CUDA graphs for small R, which eager callers then
+            replay: for a model whose attention can't be captured. Calls without a known R, or with a routing of the
+            caller's own, run as they are. `eprt.StepGraphs` captures more and is faster.
     """
 
     dispatcher: str = "auto"
@@ -280,6 +283,7 @@ class RuntimeConfig:
     phase: Literal["prefill", "decode"] = "decode"
     deterministic: bool = False
     low_precision_activations: bool = False
+    layer_graphs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dispatcher", "executor"):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from eprt import compiled
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dense import LatentProjection, SharedExpertMLP
 from eprt.dispatch import Dispatched, make_dispatcher
@@ -19,6 +20,7 @@ from eprt.dispatch.payload_scale import calibrated_scale
 from eprt.engines import Engine, make_engines
 from eprt.errors import CapacityError, ConfigError, EprtError, InputError, UsageError
 from eprt.experts import make_executor
+from eprt.graphs import LayerGraphs
 from eprt.placement import ExpertPlacement, SlotTable
 from eprt.plan import Plan, make_plan
 from eprt.routing import Router, route
@@ -28,6 +30,7 @@ from eprt.tokens import RouterLogits, TopK
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
 from eprt.world.header import Header, exchange, fingerprint_of
+from eprt.world.step import rounded
 
 PHASES: tuple[str, ...] = ("route", "dispatch", "experts", "shared", "combine")
 
@@ -130,6 +133,10 @@ class ExpertParallelMoE(nn.Module):
         if config.shared is not None and shared is not None:
             self.shared = SharedExpertMLP(config.shared, shared).to(world.device)
         self.latent = None if latent is None else LatentProjection(latent).to(world.device)
+        self.graphs: LayerGraphs | None = None
+        if runtime.layer_graphs:
+            self.graphs = LayerGraphs(world, self, self._by_router, config.input_size, self._most_tokens)
+        self._number = compiled.register(self)
         self.engines = make_engines(self)
         self._used = False  # what is compiled and allocated lazily may still be missing
 
@@ -162,8 +169,26 @@ class ExpertParallelMoE(nn.Module):
             InputError, CapacityError, WorldMismatch, RankLost, UsageError: see `Dispatcher.dispatch`.
             UsageError: the first call of a layer that wasn't passed to the `World.warmup` before.
         """
+        if torch.compiler.is_compiling():
+            return compiled.call(self._number, hidden_states, routing, token_ids, tokens_per_rank)
         if not self._used:
             self.world.require_cold("the first call of a layer")
+        if self.graphs is not None:
+            if type(tokens_per_rank) is int:
+                tokens_per_rank = rounded(
+                    tokens_per_rank, self.world.buckets
+                )  # also where this rank's call has no graph
+            if routing is None and (replayed := self._replayed(hidden_states, tokens_per_rank)) is not None:
+                return replayed
+        return self._forward(hidden_states, routing, token_ids, tokens_per_rank)
+
+    def _forward(
+        self,
+        hidden_states: torch.Tensor,
+        routing: TopK | RouterLogits | None,
+        token_ids: torch.Tensor | None,
+        tokens_per_rank: int | None,
+    ) -> torch.Tensor:
         try:
             own = self._own_slice(hidden_states, routing, token_ids)
             group_tokens = hidden_states.numel() // self.config.input_size
@@ -172,6 +197,7 @@ class ExpertParallelMoE(nn.Module):
                 chosen = self._route(*own, sent_per_rank)
                 if self.see is not None:
                     self.see("route", chosen)
+                chosen = self._without_padding(chosen, group_tokens)
                 chosen = self._placed(chosen)
         except EprtError as error:
             self.dispatcher.refuse(error, tokens_per_rank)
@@ -189,10 +215,41 @@ class ExpertParallelMoE(nn.Module):
         row = torch.zeros(1, self.config.input_size, dtype=torch.bfloat16, device=self.world.device)
         self._whole(row, self.world.parallel.attention_tp_size)
         self._used = True
+        if self.graphs is not None:
+            self.graphs.capture()
 
     def close(self) -> None:
         """Give back the dispatcher's shared memory. Idempotent."""
         self.dispatcher.close()
+
+    # ---- graphs of its own ------------------------------------------------------------------------------------
+
+    @property
+    def _most_tokens(self) -> int:
+        """The largest R of a caller that one dispatch carries."""
+        return self.dispatcher.capacity.max_tokens_per_rank * self.world.parallel.attention_tp_size
+
+    def _by_router(self, hidden_states: torch.Tensor, tokens_per_rank: int) -> torch.Tensor:
+        return self._forward(hidden_states, None, None, tokens_per_rank)
+
+    def _replayed(self, hidden_states: object, tokens_per_rank: object) -> torch.Tensor | None:
+        """The output of the layer's own graph; None where it has none for such a call, where phases are observed, and
+        where the call will be refused."""
+        graphs, router, width, step = self.graphs, self.router, self.config.input_size, self.world.current_step
+        if tokens_per_rank is None and step is not None:
+            tokens_per_rank = step.tokens_per_rank
+        if graphs is None or router is None or router.token_table is not None or self.world.padding is not None:
+            return None
+        if type(tokens_per_rank) is not int or self.observe is not _no_observer or self.see is not None:
+            return None
+        if not isinstance(hidden_states, torch.Tensor) or hidden_states.layout != torch.strided:
+            return None
+        if hidden_states.dim() < 2 or hidden_states.shape[-1] != width:
+            return None
+        x = hidden_states.reshape(-1, width)
+        most = tokens_per_rank if step is None else step.tokens[self.world.rank]
+        y = graphs.replay(x, tokens_per_rank) if x.shape[0] <= min(most, tokens_per_rank) else None
+        return None if y is None else y.view(hidden_states.shape)
 
     # ---- the steps ------------------------------------------------------------------------------------------
 
@@ -221,7 +278,7 @@ class ExpertParallelMoE(nn.Module):
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != width:
             expected = f"expected [..., {width}] (the model's hidden)"
         elif hidden_states.dtype not in (torch.bfloat16, torch.float32):
-            expected = "expected bfloat16 or float32"
+            expected = "expected bfloat16 or float32; use .to(torch.bfloat16)"
         elif hidden_states.layout != torch.strided:
             expected = "expected a dense tensor; use .to_dense()"
         elif hidden_states.device.type != device.type:
@@ -291,6 +348,23 @@ class ExpertParallelMoE(nn.Module):
             chosen.check(self.config.num_experts, self.config.top_k)
             chosen.check_ids(self.config.num_experts)
         return TopK(self._slots.slots_of(chosen.ids), chosen.weights)
+
+    def _without_padding(self, chosen: TopK | RouterLogits, num_tokens: int) -> TopK | RouterLogits:
+        """Rows that only fill a batch up name no expert (`World.padding`); `num_tokens` before they are cut in slices.
+        Where the executor chooses, which is in a world of one, they are computed for nothing."""
+        padding = self.world.padding
+        if padding is None or num_tokens == 0 or isinstance(chosen, RouterLogits):
+            return chosen
+        if padding.shape[0] != num_tokens:
+            raise InputError(
+                f"a layer inside a batch of {padding.shape[0]} padded rows got {num_tokens}: which of them hold tokens?"
+                " Call it with all rows, or with none"
+            )
+        size, part = self.world.parallel.attention_tp_size, chosen.ids.shape[0]
+        if size > 1:
+            first = self.world.attention_tp_rank * -(-num_tokens // size)
+            padding = padding[first : first + part]
+        return TopK(torch.where(padding, self.config.num_experts, chosen.ids), chosen.weights)
 
     def _engine(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> Engine | None:
         """What does this call; None for logits that no engine takes as they are."""

@@ -190,12 +190,20 @@ class ExpertMajorTokens:
             a transport carries a wider one; each is contiguous.
         counts: [L] int32, valid rows of each slab, on the tokens' device. Rows at and past `counts[e]` are garbage:
             never read by an executor, never required to be written.
+        num_tokens: tokens of all ranks that this call allows (R x ranks), by which an executor chooses how to compute,
+            never what; None: M of them, a slab's room.
 
     Owned by the dispatcher; valid until combine of the same handle returns.
     """
 
     hidden: Payload
     counts: torch.Tensor
+    num_tokens: int | None = None
+
+    @property
+    def allowed_tokens(self) -> int:
+        """`num_tokens`, or M where nobody said."""
+        return self.hidden.data.shape[1] if self.num_tokens is None else self.num_tokens
 
     def check(self) -> None:
         """Raises InputError unless shapes, dtypes and devices are as documented."""

@@ -50,6 +50,10 @@ SHAPES: dict[str, ExpertShape] = {
     "deepseek-v3": ExpertShape(MoEConfig(256, 8, 7168, 2048, weight_format="mxfp4"), 4),
     "deepseek-v3-nvfp4": ExpertShape(MoEConfig(256, 8, 7168, 2048, weight_format="nvfp4"), 4),
     "deepseek-v3-fp8": ExpertShape(MoEConfig(256, 8, 7168, 2048, weight_format="fp8_block"), 4),
+    "kimi-k2-fp8": ExpertShape(MoEConfig(384, 8, 7168, 2048, weight_format="fp8_block"), 8),
+    "qwen3-30b-a3b": ExpertShape(MoEConfig(128, 8, 2048, 768), 2),
+    "glm-4.5-air": ExpertShape(MoEConfig(128, 8, 4096, 1408), 4),
+    "mixtral-8x7b": ExpertShape(MoEConfig(8, 2, 4096, 14336), 2),
 }
 
 
@@ -58,7 +62,8 @@ class ExpertRow:
     """One measurement; microseconds unless said otherwise.
 
     Attributes:
-        tokens: N, rows fed in.  local_rows: slots of local experts.
+        activations: "fp8" where the executor was let quantise them (`low_precision_activations`), else "bf16".
+        tokens: N, rows fed in.  local_rows: slots of local experts.  rows_per_expert: of those that got any.
         us: the executor's call in a graph.  by_hand_us: the same job with the bare library in a graph, or None.
         library_us: the kernels of the library alone in a graph, or None.
         host_us: time the host needs to issue one eager call.
@@ -70,8 +75,10 @@ class ExpertRow:
     executor: str
     shape: str
     weight_format: str
+    activations: str
     tokens: int
     local_rows: int
+    rows_per_expert: float
     us: float
     by_hand_us: float | None
     library_us: float | None
@@ -249,13 +256,15 @@ def _bench_one(
     for count in tokens:
         flat = _flat_tokens(config, count, device)
         local = flat.ids[flat.ids < shard.num_local_experts]
-        weights_us = layer_bytes * local.unique().numel() / shard.num_local_experts / ceilings.copy_bytes * 1e6
+        hit = local.unique().numel()
+        weights_us = layer_bytes * hit / shard.num_local_experts / ceilings.copy_bytes * 1e6
         flops = 2 * local.numel() * (config.gate_up_rows + config.intermediate_size) * config.hidden_size
         flops_us = flops / ceilings.bf16_flops * 1e6
         us, by_hand_us, library_us, host_us = _times(executor, flat)
         ratio = us / max(weights_us, flops_us) if local.numel() else None
         measured = (us, by_hand_us, library_us, host_us, weights_us, flops_us, ratio, prepare_s, warmup_s, peak)
-        rows.append(ExpertRow(case.executor, case.shape, config.weight_format, count, local.numel(), *measured))
+        what = (case.executor, case.shape, config.weight_format, "fp8" if runtime.low_precision_activations else "bf16")
+        rows.append(ExpertRow(*what, count, local.numel(), local.numel() / max(hit, 1), *measured))
     return rows
 
 

@@ -9,6 +9,13 @@ from eprt.bench.report import Report
 from eprt.errors import ConfigError
 from eprt.layer import PHASES
 
+# Of each bench: what names a line, and what is drawn.
+_LINES = {
+    "dispatch": ("transport", "p50_us"),
+    "experts": ("executor", "us"),
+    "router": ("router", "us"),
+    "step": ("path", "step_p50_us"),
+}
 _REMEDY = "plots need matplotlib: pip install 'eprt[plot]'"
 
 
@@ -66,14 +73,15 @@ def _label_bars(axes: Any, labels: list[str]) -> None:
 
 
 def _line_panels(report: Report) -> list[tuple[str, Any]]:
-    """Time against tokens, one line a transport, executor or router, dashed: the floor."""
-    dispatch = report.bench == "dispatch"
-    series, value = {"dispatch": ("transport", "p50_us"), "router": ("router", "us")}.get(
-        report.bench, ("executor", "us")
-    )
+    """Time against tokens, one line a transport, executor, router or way of stepping; dashed: the floor if there is
+    one."""
+    dispatch, step = report.bench == "dispatch", report.bench == "step"
+    series, value = _LINES[report.bench]
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in report.rows:
-        title = f"hidden {row['hidden']}, top-{row['top_k']}, {row['routing']}" if dispatch else str(row["shape"])
+        title = str(row["model"] if step else row.get("shape"))
+        if dispatch:
+            title = f"hidden {row['hidden']}, top-{row['top_k']}, {row['routing']}"
         groups.setdefault(title, []).append(row)
 
     def drawer(rows: list[dict[str, Any]]) -> Any:
@@ -81,11 +89,12 @@ def _line_panels(report: Report) -> list[tuple[str, Any]]:
             for name in dict.fromkeys(row[series] for row in rows):
                 points = sorted((row["tokens"], row[value]) for row in rows if row[series] == name)
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-            floors = {row["tokens"]: _floor(row, dispatch) for row in rows}
-            axes.plot(*zip(*sorted(floors.items()), strict=True), "k--", linewidth=1, label="floor")
+            if not step:
+                floors = {row["tokens"]: _floor(row, dispatch) for row in rows}
+                axes.plot(*zip(*sorted(floors.items()), strict=True), "k--", linewidth=1, label="floor")
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-            axes.set_xlabel("tokens a rank" if dispatch else "tokens in")
+            axes.set_xlabel("tokens a rank" if dispatch or step else "tokens in")
             axes.set_ylabel("microseconds")
             axes.legend(fontsize=7)
 

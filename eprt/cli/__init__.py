@@ -18,6 +18,7 @@ OK, FAILED, INTERRUPTED = 0, 1, 130
 
 _COMMANDS = {
     "Run": "eprt.cli.run:run",
+    "Generate": "eprt.cli.generate:generate",
     "Explain": "eprt.cli.explain:explain",
     "Tune": "eprt.cli.tune:tune",
     "Doctor": "eprt.cli.doctor:doctor",
@@ -26,6 +27,7 @@ _COMMANDS = {
     "BenchExperts": "eprt.cli.bench:bench_experts",
     "BenchExchange": "eprt.cli.bench:bench_exchange",
     "BenchRouter": "eprt.cli.bench:bench_router",
+    "BenchStep": "eprt.cli.bench:bench_step",
 }
 
 
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from eprt.cli.arguments import STDOUT, parse
 
     command = parse(arguments)
-    terminal = Terminal(json=command.json in (True, STDOUT))
+    terminal = Terminal(json=getattr(command, "json", False) in (True, STDOUT))
     with stdout_of_our_own(), _ended_by_signals():
         return _run(command, terminal)
 

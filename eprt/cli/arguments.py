@@ -48,6 +48,34 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Generate:
+    """Continue prompts with a transformers model whose experts are spread over several ranks; JSON lines in and out.
+
+    Starts the ranks itself, or is one of them if torchrun started it. Results go to stdout as they are finished,
+    progress and tokens/s to stderr.
+    """
+
+    model: Path | None = None
+    """Checkpoint directory (safetensors + config.json). Without one, a tiny gpt-oss in MXFP4 is made."""
+    prompts: Path | None = None
+    """JSON lines: {"prompt": "text" or [token ids]}; - is stdin. Without it, a few of the tiny model."""
+    world: int = 4
+    """Ranks to start (torchrun's number wins under torchrun)."""
+    max_new_tokens: int = 32
+    """Tokens to add to each prompt, at most."""
+    temperature: float = 0.0
+    """0 is greedy; above, tokens are sampled."""
+    seed: int = 0
+    """Of sampling; each rank adds its number."""
+    batch: int = 8
+    """Prompts a rank continues at once."""
+    max_tokens: int = 4096
+    """Tokens a rank that buffers are sized for: the longest prompt at least."""
+    device: DeviceKind = "auto"
+    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
+
+
+@dataclass(frozen=True)
 class Explain:
     """Show every dispatcher/executor pair with its reason, then the choice and other layouts of the same ranks.
 
@@ -164,6 +192,8 @@ class BenchExperts:
     """Only these layers (gpt-oss-120b, ...); all if none is named."""
     executors: tuple[str, ...] = ()
     """Only these executors; all that work here if none is named."""
+    low_precision_activations: bool = False
+    """Let executors quantise activations to FP8, as DeepSeek-V3's were in training."""
     json: Path | None = None
     """Also write the result as JSON to this file; - is stdout, without the tables."""
     plot: Path | None = None
@@ -199,8 +229,34 @@ class BenchRouter:
 
 
 @dataclass(frozen=True)
+class BenchStep:
+    """A decode step of whole models: transformers alone, then eprt's layers eager, in steps and in CUDA graphs."""
+
+    world: int = 2
+    """Ranks to start."""
+    device: DeviceKind = "auto"
+    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
+    models: tuple[Literal["tiny", "gpt-oss-120b", "qwen3-30b-a3b", "deepseek-v3"], ...] = ("tiny",)
+    """Widths of the models; their weights are random."""
+    layers: int = 3
+    """Attention + MoE layers of each."""
+    tokens: tuple[int, ...] = (1, 8, 32, 128, 512)
+    """Requests a rank, one token each."""
+    rounds: int = 10
+    """Times that ten steps in a row are measured."""
+    dispatcher: str = "auto"
+    """How tokens travel."""
+    executor: str = "auto"
+    """What computes the experts."""
+    json: Path | None = None
+    """Also write the result as JSON to this file; - is stdout, without the tables."""
+    plot: Path | None = None
+    """Write a plot (PNG, SVG) to this file; needs matplotlib."""
+
+
+@dataclass(frozen=True)
 class Bench:
-    """Measure a layer, the transports, the executors, the router or the ranks' agreement."""
+    """Measure a layer, the transports, the executors, the router, the ranks' agreement or a whole step."""
 
     what: (
         Annotated[BenchLayer, subcommand("layer")]
@@ -208,12 +264,15 @@ class Bench:
         | Annotated[BenchExperts, subcommand("experts")]
         | Annotated[BenchRouter, subcommand("router")]
         | Annotated[BenchExchange, subcommand("exchange")]
+        | Annotated[BenchStep, subcommand("step")]
     )
 
 
-Command = Run | Explain | Tune | Doctor | BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange
+AnyBench = BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange | BenchStep
+Command = Run | Generate | Explain | Tune | Doctor | AnyBench
 _Parsed = (
     Annotated[Run, subcommand("run")]
+    | Annotated[Generate, subcommand("generate")]
     | Annotated[Explain, subcommand("explain")]
     | Annotated[Tune, subcommand("tune")]
     | Annotated[Doctor, subcommand("doctor")]
@@ -223,7 +282,7 @@ _Parsed = (
 
 def parse(arguments: Sequence[str] | None = None) -> Command:
     """The command that `arguments` (default: the process's own) ask for. Prints help or an error and exits."""
-    parsed: Run | Explain | Tune | Doctor | Bench = tyro.cli(
+    parsed: Run | Generate | Explain | Tune | Doctor | Bench = tyro.cli(
         _Parsed,
         prog="eprt",
         description="Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed.",

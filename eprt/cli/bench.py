@@ -1,4 +1,4 @@
-"""`eprt bench layer | dispatch | experts | router | exchange`: measure, print, store, plot."""
+"""`eprt bench layer | dispatch | experts | router | exchange | step`: measure, print, store, plot."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eprt.bench.report import Report
-from eprt.cli.arguments import STDOUT, BenchDispatch, BenchExchange, BenchExperts, BenchLayer, BenchRouter
+from eprt.cli.arguments import STDOUT, BenchDispatch, BenchExchange, BenchExperts, BenchLayer, BenchRouter, BenchStep
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal
+from eprt.config import RuntimeConfig
 from eprt.errors import ConfigError
 
-AnyBench = BenchLayer | BenchDispatch | BenchExperts | BenchRouter
+AnyBench = BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchStep
 SIZES = {"h2880k4": (2880, 4), "h7168k8": (7168, 8)}
 
 
@@ -110,6 +111,7 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
         arguments.shapes or SHAPES,
         arguments.executors or None,
         tokens=arguments.tokens,
+        runtime=RuntimeConfig(low_precision_activations=arguments.low_precision_activations),
         keep=_keep(arguments, terminal),
     )
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -118,12 +120,24 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
     for shape, some in groups.items():
         terminal.table(
             f"{shape}: microseconds of one call in a CUDA graph, permute and un-permute included",
-            ["executor", "weights", "tokens in", "eprt", "by hand", "bare library", "floor", "eprt/floor", "host time"],
+            [
+                "executor",
+                "weights",
+                "tokens in",
+                "rows an expert",
+                "eprt",
+                "by hand",
+                "bare library",
+                "floor",
+                "eprt/floor",
+                "host time",
+            ],
             [
                 [
                     row["executor"],
                     row["weight_format"],
                     row["tokens"],
+                    row["rows_per_expert"],
                     row["us"],
                     *("-" if row[name] is None else row[name] for name in ("by_hand_us", "library_us")),
                     _floor(row),
@@ -178,6 +192,49 @@ def bench_router(arguments: BenchRouter, terminal: Terminal) -> int:
 
 def _floor(row: dict[str, Any]) -> float:
     return max(row["weights_us"], row["flops_us"])
+
+
+def bench_step(arguments: BenchStep, terminal: Terminal) -> int:
+    """The command. Returns 0."""
+    from eprt.bench.step import StepCase, measure_step, step_report
+
+    _require_tokens(arguments.tokens, 1)
+    if arguments.layers < 1 or arguments.rounds < 1:
+        raise ConfigError(f"--layers {arguments.layers} --rounds {arguments.rounds}: must be at least 1")
+    cases = [
+        StepCase(model, arguments.layers, arguments.tokens, arguments.dispatcher, arguments.executor, arguments.rounds)
+        for model in arguments.models
+    ]
+    with ranks(arguments.world, arguments.device) as workers, terminal.progress("bench step", len(cases)) as progress:
+
+        def run(case: StepCase) -> list[Any]:
+            found = workers.run(measure_step, case=case)
+            progress.advance(case.model)
+            return found
+
+        report = step_report(cases, run, _keep(arguments, terminal))
+        what = f"{workers.size} x {workers.device}"
+    for model in arguments.models:
+        some = [row for row in report.rows if row["model"] == model]
+        terminal.table(
+            f"One step of {arguments.layers} layers of {model}, microseconds ({what}; {some[-1]['pair']})",
+            ["tokens", "path", "step p50/p99", "of eager", "of graph", "host", "host a layer", "host in an MoE block"],
+            [
+                [
+                    row["tokens"],
+                    row["path"],
+                    _both(row, "step"),
+                    *(
+                        "-" if row[name] is None else row[name]
+                        for name in ("of_eager", "of_graph", "host_us", "host_us_per_layer", "moe_host_us")
+                    ),
+                ]
+                for row in sorted(some, key=lambda row: row["tokens"])
+            ],
+        )
+    terminal.say("\nof eager, of graph: the step's time over transformers' own, eager and in a CUDA graph")
+    _say_notes(report, terminal)
+    return _finish(report, arguments, terminal)
 
 
 def _say_dispatch(report: Report, what: str, terminal: Terminal) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +64,10 @@ def run(arguments: Run, terminal: Terminal) -> int:
     """The command. Returns 0 if every output is within tolerance, else 1."""
     if arguments.steps < 1 or (arguments.layers is not None and arguments.layers < 1):
         raise ConfigError(f"--steps {arguments.steps}, --layers {arguments.layers}: both must be at least 1")
-    with _model(arguments.model, terminal) as directory, ranks(arguments.world, arguments.device) as workers:
+    with (
+        checkpoint_directory(arguments.model, terminal.say) as directory,
+        ranks(arguments.world, arguments.device) as workers,
+    ):
         return _drive(directory, arguments, workers, terminal)
 
 
@@ -146,7 +149,7 @@ def _whole_batch(group: list[Step], config: MoEConfig) -> Batch:
 
 
 @contextmanager
-def _model(model: Path | None, terminal: Terminal) -> Iterator[Path]:
+def checkpoint_directory(model: Path | None, say: Callable[[str], None]) -> Iterator[Path]:
     """The checkpoint directory: the one given, or a tiny one that goes away afterwards."""
     if model is not None:
         yield model
@@ -154,7 +157,7 @@ def _model(model: Path | None, terminal: Terminal) -> Iterator[Path]:
     from eprt.models.tiny import write_tiny_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="eprt-tiny-") as folder:
-        terminal.say("No --model: made a tiny gpt-oss checkpoint (random weights, the published MXFP4 format).")
+        say("No --model: made a tiny gpt-oss checkpoint (random weights, the published MXFP4 format).")
         yield write_tiny_checkpoint(Path(folder) / "gpt-oss-tiny")
 
 

@@ -33,6 +33,18 @@ class Terminal:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
 
+    def note(self, text: str) -> None:
+        """A line for people on stderr, for a command whose stdout is data."""
+        if self.speaks:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
+    def lines(self, values: Iterable[dict[str, Any]]) -> None:
+        """JSON objects, one a line, on stdout."""
+        if self.speaks:
+            sys.stdout.write("".join(json_format.dumps(_as_json(value), allow_nan=False) + "\n" for value in values))
+            sys.stdout.flush()
+
     def result(self, value: dict[str, Any]) -> None:
         """The JSON object, if it was asked for."""
         if self.speaks and self.json:

@@ -92,6 +92,7 @@ class Dispatcher(ABC):
             "combine_payload": str(runtime.combine_payload),
             "rank_mask": str(runtime.rank_mask),
             "validate": runtime.validate,
+            "layer_graphs": str(runtime.layer_graphs),
             "max_tokens_per_rank": str(runtime.max_tokens_per_rank),
             "strict_capacity": str(runtime.strict_capacity),
             "attention_tp_size": str(world.parallel.attention_tp_size),
@@ -310,6 +311,14 @@ class Dispatcher(ABC):
         self._leave_out(wanted)
         self._settle()
 
+    def check_peers(self) -> None:
+        """What is known of the other ranks, without a device sync; for a loop that only replays graphs.
+
+        Raises:
+            RankLost, WorldMismatch: the World's verdict, or what an earlier kernel reported.
+        """
+        self.world.raise_if_lost()
+
     @property
     def alive(self) -> tuple[bool, ...]:
         """[W]: which ranks take part; all until `set_alive`."""
@@ -393,7 +402,7 @@ class Dispatcher(ABC):
         if x.dim() != 2 or x.shape[1] != H:
             expected = f"expected [T, {H}] (the hidden size the experts see)"
         elif x.dtype not in (torch.bfloat16, torch.float32):
-            expected = "expected bfloat16 or float32"
+            expected = "expected bfloat16 or float32; use .to(torch.bfloat16)"
         elif x.layout != torch.strided:
             expected = "expected a dense tensor; use .to_dense()"
         elif x.dtype == torch.float32 and "f32" not in self.spec.payloads:

@@ -52,6 +52,20 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             preference=2,
         ),
         ExecutorSpec(
+            name="triton_grouped",
+            path="eprt.experts.grouped:TritonGroupedExecutor",
+            summary="Triton grouped GEMMs of our own; bf16 weights, on Hopper FP8 too, with nothing to install",
+            formats=("flat", "expert_major"),
+            weights=("bf16", "fp8_tensor", "fp8_block"),
+            payloads=("bf16", "f32", "fp8_block", "nvfp4"),
+            devices=("cuda",),
+            sm=(80, 90),
+            graph_safe=True,
+            requirement=Requirement("triton", ("triton", "pytorch-triton"), "3.6"),
+            rule=rules.triton_grouped,
+            preference=5,
+        ),
+        ExecutorSpec(
             name="humming",
             path="eprt.experts.humming:HummingExecutor",
             summary="humming's JIT grouped GEMMs for low-bit weights",
@@ -91,7 +105,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             graph_safe=True,
             requirement=_FLASHINFER_SM100,
             rule=rules.cutedsl_nvfp4,
-            preference=5,
+            preference=6,
         ),
         ExecutorSpec(
             name="trtllm_gen",
@@ -107,7 +121,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             requirement=_FLASHINFER_SM100,
             rule=rules.trtllm_gen,
             takes_logits=rules.trtllm_logits,
-            preference=6,
+            preference=7,
         ),
     )
 }

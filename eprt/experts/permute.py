@@ -35,9 +35,9 @@ class SlotOrder:
 def group_slots(ids: torch.Tensor, first_expert: int, num_local: int) -> SlotOrder:
     """The order alone. `ids` is [N, K] int32, global; anything outside the local range is dropped."""
     if ids.is_cuda:
-        from eprt.experts import permute_triton
+        from eprt.experts import place_triton
 
-        return SlotOrder(*permute_triton.place_slots(ids, first_expert, num_local))
+        return SlotOrder(*place_triton.place_slots(ids, first_expert, num_local))
     return _group_slots_torch(ids, first_expert, num_local)
 
 
@@ -57,10 +57,11 @@ def group_rows(
         return rows, SlotOrder(offsets, place)
     order = _group_slots_torch(ids, first_expert, num_local)
     N, K = ids.shape
-    rows = torch.empty((N * K, hidden.shape[1]), dtype=dtype)
-    local = order.place.flatten() >= 0
-    rows[order.place.flatten()[local].long()] = hidden.repeat_interleave(K, dim=0)[local].to(dtype)
-    return rows, order
+    # One spare row swallows the slots that aren't local, so that no size depends on the routing.
+    rows = torch.empty((N * K + 1, hidden.shape[1]), dtype=dtype, device=hidden.device)
+    target = torch.where(order.place >= 0, order.place, N * K).flatten().long()
+    rows.index_copy_(0, target, hidden.to(dtype).repeat_interleave(K, dim=0))
+    return rows[:-1], order
 
 
 def weighted_unpermute(
@@ -80,10 +81,13 @@ def weighted_unpermute(
         permute_triton.weighted_unpermute(rows, order.place, weights, out, every_row)
         return
     local = order.place >= 0
-    taken = rows[order.place.clamp(min=0).long()].float()
-    total = torch.where(local[..., None], taken * weights[..., None], 0.0).sum(dim=1)
-    written = torch.ones_like(local[:, 0]) if every_row else local.any(dim=1)
-    out[written] = total[written].to(out.dtype)
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for k in range(local.shape[1]):
+        here = local[:, k, None]
+        taken = torch.where(here, rows.index_select(0, order.place[:, k].clamp(min=0)), 0.0)
+        total.addcmul_(taken, torch.where(here, weights[:, k, None], 0.0))
+    written = total.to(out.dtype)
+    out.copy_(written if every_row else torch.where(local.any(dim=1, keepdim=True), written, out))
 
 
 def copy_columns(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -108,7 +112,7 @@ def _group_slots_torch(ids: torch.Tensor, first_expert: int, num_local: int) -> 
     local = torch.where((local >= 0) & (local < num_local), local, num_local)
     order = local.argsort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=ids.device))
-    counts = torch.bincount(local, minlength=num_local + 1)[:num_local]
+    counts = local.new_zeros(num_local + 1).scatter_add_(0, local, torch.ones_like(local))[:num_local]
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     place = torch.where(local < num_local, place, -1).to(torch.int32)
     return SlotOrder(offsets, place.view(ids.shape))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from eprt.config import MoEConfig
+from eprt.config import Activation, MoEConfig
 from eprt.errors import ConfigError
 from eprt.experts.base import Executor
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
@@ -109,17 +109,20 @@ def expert_forward(
     hidden = x @ gate_up.T
     if gate_up_bias is not None:
         hidden = hidden + gate_up_bias.float()
-    act = config.activation
-    if act.kind == "relu2":
-        hidden = torch.relu(hidden) ** 2
-    else:
-        gate, up = hidden.chunk(2, dim=-1)
-        if act.limit is not None:
-            gate = gate.clamp(max=act.limit)
-            up = up.clamp(-act.limit, act.limit)
-        hidden = gate * torch.sigmoid(act.alpha * gate) * (up + act.beta)
+    hidden = activation_forward(config.activation, hidden)
     output = hidden @ down.T
     return output if down_bias is None else output + down_bias.float()
+
+
+def activation_forward(activation: Activation, hidden: torch.Tensor) -> torch.Tensor:
+    """[rows, parts * I] float32, halves [gate; up] -> [rows, I]."""
+    if activation.kind == "relu2":
+        return torch.relu(hidden) ** 2
+    gate, up = hidden.chunk(2, dim=-1)
+    if activation.limit is not None:
+        gate = gate.clamp(max=activation.limit)
+        up = up.clamp(-activation.limit, activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
 
 
 class ReferenceExecutor(Executor):

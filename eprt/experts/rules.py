@@ -18,6 +18,15 @@ TRTLLM_LOGITS = {
 }
 
 
+def triton_grouped(
+    config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device, payload: PayloadFormat
+) -> str:
+    """FP8 is multiplied as it is, by tensor cores that have it."""
+    if config.weight_format != "bf16" and device.sm < 90:
+        return f"{config.weight_format} weights need sm90, not {device}"
+    return ""
+
+
 def cutedsl_nvfp4(
     config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device, payload: PayloadFormat
 ) -> str:

@@ -1,6 +1,6 @@
 """torch's own grouped GEMM: the executor of unquantised checkpoints, on CPU and CUDA.
 
-FlatTokens are sorted by expert, slots without a local expert last; the GEMM's offsets end before those. Shapes
+FlatTokens are sorted by expert, slots without a local expert left out; the GEMM's offsets end with the last row. Shapes
 depend on N, K and L only and nothing is read back to the host, so a call can be captured in a CUDA graph.
 
 `grouped_mm` keeps that promise on CPU and, on CUDA, for bf16 on compute capability 9.x and 10.x. Elsewhere (float32,
@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import grouped_mm, pad
 
-from eprt.config import Activation
+from eprt.experts.activation import CHUNK, activate
 from eprt.experts.base import Executor
+from eprt.experts.permute import group_rows, weighted_unpermute
 from eprt.quant import decode, decode_payload
 from eprt.rounding import round_up
-from eprt.slabs import ExpertMajorIndex, weighted_sum_to_flat
 from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import ExpertWeights, Matrix
 
@@ -37,16 +37,6 @@ def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def activate(activation: Activation, hidden: torch.Tensor) -> torch.Tensor:
-    """[..., parts * I] float32 -> [..., I] float32; the formula of `eprt.config.Activation`. Zeros stay zeros."""
-    if not activation.gated:
-        return hidden.relu().square()
-    gate, up = hidden.chunk(2, dim=-1)
-    if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    return gate * torch.sigmoid(gate * activation.alpha) * (up + activation.beta)
-
-
 class GroupedExecutor(Executor):
     """Computes in bf16 with float32 accumulation; in float32 throughout if the checkpoint is float32.
 
@@ -63,7 +53,7 @@ class GroupedExecutor(Executor):
         self._gate_up = self._load(weights.gate_up, parts)
         self._down = self._load(weights.down, 1)
         self._grouped = has_grouped_kernel(self.device, self._dtype)
-        # Padded like the matrices' rows, with a spare row of zeros for slots that have no local expert.
+        # Padded like the matrices' rows.
         self._gate_up_bias = self._load_bias(weights.gate_up_bias, parts)
         self._down_bias = self._load_bias(weights.down_bias if self.shard.moe_tp_rank == 0 else None, 1)
         self._experts = torch.arange(L, dtype=torch.int32, device=self.device)
@@ -83,7 +73,7 @@ class GroupedExecutor(Executor):
         if bias is None:
             return None
         split = bias.to(self.device, torch.float32).unflatten(1, (parts, bias.shape[1] // parts))
-        return pad(pad(split, (0, -split.shape[2] % ALIGNMENT)).flatten(1, 2), (0, 0, 0, 1))
+        return pad(split, (0, -split.shape[2] % ALIGNMENT)).flatten(1, 2)
 
     def _aligned_hidden(self, tokens: FlatTokens | ExpertMajorTokens) -> torch.Tensor:
         hidden = decode_payload(tokens.hidden).to(self._dtype)
@@ -91,51 +81,72 @@ class GroupedExecutor(Executor):
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         hidden = self._aligned_hidden(tokens)
-        total = self._sorted(hidden, tokens) if self._grouped else self._dense(hidden, tokens)
-        out.copy_(total[:, : self.config.hidden_size])
+        if self._grouped:
+            self._sorted(hidden, tokens, out)
+        else:
+            out.copy_(self._dense(hidden, tokens)[:, : self.config.hidden_size])
 
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
         # A row of the result depends on the same row of the slab alone: garbage rows stay among themselves.
-        out.copy_(self._batched(self._aligned_hidden(tokens))[..., : self.config.hidden_size])
+        rows = self._batched(self._aligned_hidden(tokens))[..., : self.config.hidden_size]
+        if self._down_bias is None:
+            out.copy_(rows)
+        else:
+            torch.add(rows, self._down_bias[:, None, : self.config.hidden_size], out=out)
 
-    def _sorted(self, hidden: torch.Tensor, tokens: FlatTokens) -> torch.Tensor:
-        """[N, H] float32: each (row, slot) computed by its expert alone, weighted, summed over K."""
-        N, K = tokens.ids.shape
-        slot_expert = self._local_ids(tokens).flatten()
-        sorted_expert, order = slot_expert.sort(stable=True)
-        ends = torch.searchsorted(sorted_expert, self._experts, right=True, out_int32=True)
-        rows = hidden.index_select(0, order // K)
-        rows = self._biased(grouped_mm(rows, self._gate_up.mT, offs=ends), self._gate_up_bias, sorted_expert)
-        rows = activate(self.config.activation, rows).to(self._dtype)
-        rows = self._biased(grouped_mm(rows, self._down.mT, offs=ends), self._down_bias, sorted_expert)
-        # Rows at and past ends[-1] were never written by the GEMM: the index leaves them out.
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(N * K, device=order.device))
-        place = torch.where(slot_expert < self.shard.num_local_experts, place, -1)
-        return weighted_sum_to_flat(rows[None], ExpertMajorIndex(place.view(N, K), tokens.weights))
+    def _sorted(self, hidden: torch.Tensor, tokens: FlatTokens, out: torch.Tensor) -> None:
+        """Each (row, slot) computed by its expert alone, weighted, summed over K."""
+        first, L = self.shard.first_expert, self.shard.num_local_experts
+        rows, order = group_rows(hidden.contiguous(), tokens.ids, first, L, self._dtype)
+        ends = order.offsets[1:].to(torch.int32)
+        bias = self._gate_up_bias
+        expert = None
+        if bias is not None:  # rows past the last one's are garbage, with any expert's bias
+            row = torch.arange(rows.shape[0], device=rows.device)
+            expert = torch.bucketize(row, order.offsets[1:], right=True).clamp_(max=L - 1)
+        rows = self._activated(grouped_mm(rows, self._gate_up.mT, offs=ends), expert)
+        rows = grouped_mm(rows, self._down.mT, offs=ends)
+        if self._down_bias is None and out.is_contiguous() and not self._hidden_pad:
+            weighted_unpermute(rows, order, tokens.weights.contiguous(), out, every_row=True)
+            return
+        total = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
+        weighted_unpermute(rows, order, tokens.weights.contiguous(), total, every_row=True)
+        if self._down_bias is not None:
+            local = self._local_ids(tokens).long()
+            weights = torch.where(local < L, tokens.weights, 0.0)
+            share = weights.new_zeros((len(local), L + 1)).scatter_add_(1, local, weights)
+            total.addmm_(share[:, :L], self._down_bias)
+        out.copy_(total[:, : self.config.hidden_size])
 
     def _dense(self, hidden: torch.Tensor, tokens: FlatTokens) -> torch.Tensor:
         """[N, H] float32: every local expert on every row, then each row's own experts summed with their weights."""
         chosen = self._local_ids(tokens)[None] == self._experts[:, None, None]
         weights = torch.where(chosen, tokens.weights, 0.0).sum(2, keepdim=True)
         rows = self._batched(hidden.expand(self.shard.num_local_experts, *hidden.shape)).float()
+        if self._down_bias is not None:
+            rows += self._down_bias[:, None]
         return torch.where(chosen.any(2, keepdim=True), rows * weights, 0.0).sum(0)
 
     def _batched(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[L, M, H] -> [L, M, H], slab e through expert e."""
-        rows = self._biased(torch.bmm(hidden, self._gate_up.mT), self._gate_up_bias)
-        rows = activate(self.config.activation, rows).to(self._dtype)
-        return self._biased(torch.bmm(rows, self._down.mT), self._down_bias)
+        """[L, M, H] -> [L, M, H], slab e through expert e, the last bias left out."""
+        return torch.bmm(self._activated(torch.bmm(hidden, self._gate_up.mT)), self._down.mT)
+
+    def _activated(self, rows: torch.Tensor, expert: torch.Tensor | None = None) -> torch.Tensor:
+        """[rows, parts * I] or slabs of them -> as many rows of I, biased and activated in float32, some at a time.
+
+        `expert` [rows] names the expert of each row; slab e has e's.
+        """
+        parts, bias = self.config.activation.parts, self._gate_up_bias
+        narrow = rows.new_empty((*rows.shape[:-1], rows.shape[-1] // parts))
+        step = max(1, CHUNK // max(1, rows.shape[-1] * (rows.shape[0] if rows.dim() == 3 else 1)))
+        for start in range(0, rows.shape[-2], step):
+            some = rows.narrow(-2, start, min(step, rows.shape[-2] - start)).float()
+            if bias is not None:
+                some += bias[:, None] if expert is None else bias.index_select(0, expert[start : start + step])
+            narrow.narrow(-2, start, some.shape[-2]).copy_(activate(self.config.activation, some))
+        return narrow
 
     def _local_ids(self, tokens: FlatTokens) -> torch.Tensor:
         """[N, K] int32 in [0, L], L for a slot without a local expert."""
         local, L = tokens.ids - self.shard.first_expert, self.shard.num_local_experts
         return torch.where((local >= 0) & (local < L), local, L)
-
-    def _biased(
-        self, rows: torch.Tensor, bias: torch.Tensor | None, sorted_expert: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """float32 rows plus their expert's bias; `sorted_expert` names the expert of each row, else slab e has e's."""
-        rows = rows.float()
-        if bias is None:
-            return rows
-        return rows + (bias[:-1, None] if sorted_expert is None else bias.index_select(0, sorted_expert))

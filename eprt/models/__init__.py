@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -69,9 +69,10 @@ def register_family(model_type: str, family: type[ModelFamily]) -> None:
     Raises:
         ConfigError: another family has this model_type, or `family` isn't a complete subclass.
     """
-    if not isinstance(model_type, str) or not model_type:
+    name, given = cast(object, model_type), cast(object, family)
+    if not isinstance(name, str) or not name:
         raise ConfigError(f"model_type {model_type!r}: expected the text that config.json has")
-    if not isinstance(family, type) or not issubclass(family, ModelFamily):
+    if not isinstance(given, type) or not issubclass(given, ModelFamily):
         raise ConfigError(f"family {family!r} of {model_type!r}: expected a subclass of eprt.models.ModelFamily")
     if missing := sorted(family.__abstractmethods__):
         raise ConfigError(f"family {family.__name__} of {model_type!r} doesn't define {', '.join(missing)}")

@@ -77,6 +77,7 @@ class Checkpoint:
         self.config = read_config(self.directory)
         self.bytes_read = 0
         self._handles: dict[str, Any] = {}
+        self._touched: set[str] = set()
         try:
             self.manifest = self._read_headers()
         except CheckpointError:
@@ -99,6 +100,14 @@ class Checkpoint:
         while self._handles:
             _, handle = self._handles.popitem()
             handle.__exit__(None, None, None)
+
+    def forget(self, prefix: str) -> None:
+        """What was read so far won't be read again (a module of the model, by its dotted prefix). The files are mapped
+        anew, so that their pages no longer count as this process's memory."""
+        for file in self._touched:
+            self._handles.pop(file).__exit__(None, None, None)
+            self._handles[file] = self._open(file)
+        self._touched.clear()
 
     @property
     def fingerprint(self) -> int:
@@ -147,6 +156,7 @@ class Checkpoint:
             raise CheckpointError(f"{where} has dtype {info.dtype}: expected {' or '.join(allowed)}")
         if shape is not None and info.shape != shape:
             raise CheckpointError(f"{where} has shape {info.shape}: expected {shape}")
+        self._touched.add(info.file)
         try:
             # The library maps the file, so a slice is a view: pages outside it are never touched.
             view: torch.Tensor = self._handles[info.file].get_slice(name)[index or (...,)]

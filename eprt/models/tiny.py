@@ -49,7 +49,7 @@ def write_tiny_checkpoint(
     if hidden_size % MX_BLOCK or intermediate_size % MX_BLOCK:
         raise ConfigError(f"hidden {hidden_size}, intermediate {intermediate_size}: expected multiples of {MX_BLOCK}")
     directory.mkdir(parents=True, exist_ok=True)
-    config = _config(num_layers, num_experts, top_k, hidden_size, intermediate_size)
+    config = gpt_oss_config(num_layers, num_experts, top_k, hidden_size, intermediate_size)
     random = _Random(seed)
     shards = [_ends(random, config)] + [_layer(random, config, layer) for layer in range(num_layers)]
     weight_map: dict[str, str] = {}
@@ -112,7 +112,9 @@ def _layer(random: _Random, config: dict[str, Any], layer: int) -> dict[str, tor
     return {f"model.layers.{layer}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _config(num_layers: int, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int) -> dict[str, Any]:
+def gpt_oss_config(
+    num_layers: int, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int
+) -> dict[str, Any]:
     """config.json with the fields of openai/gpt-oss-20b's."""
     return {
         "architectures": ["GptOssForCausalLM"],

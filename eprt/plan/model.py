@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
 from statistics import median
@@ -51,8 +51,8 @@ class Estimate:
 
     Attributes:
         basis: "measured" rows of this shape, ranks and generation; "modelled" by a fit to rows of the same backend;
-            "assumed": no row of that backend exists anywhere, others' typical coefficients stand in.
-        here: rows of this backend on this generation exist.
+            "assumed": no row of that backend exists anywhere, the best that others reach stands in.
+        here: rows of this backend on this generation exist; for an executor, in this weight format.
         why: words for `eprt explain`.
         parts: microseconds by cause, in the model's proportions.
     """
@@ -86,6 +86,7 @@ class Fit:
 
     Attributes:
         sms: generations whose rows it was fitted to; empty: coefficients of other backends stand in.
+        formats: (SM, number format) of those rows.
         median_error, worst_error: relative, leaving each row out in turn.
     """
 
@@ -93,6 +94,7 @@ class Fit:
     sms: frozenset[int]
     median_error: float
     worst_error: float
+    formats: frozenset[tuple[int, str]] = frozenset()
 
 
 # ---- dispatch -----------------------------------------------------------------------------------------------------
@@ -213,9 +215,10 @@ def _modelled_experts(
     machine = machine_of(device)
     if machine is None:
         return None
-    fit = _experts_fits().get(spec.name) or _typical(tuple(_experts_fits().values()))
+    fit = _experts_fits().get(spec.name) or _best(tuple(_experts_fits().values()))
     work = expert_terms(spec, config, parallel.moe_tp_size, local_experts, tokens, machine)
-    return _modelled(_parts(EXPERTS_TERMS, fit, work), fit, device)
+    found = _modelled(_parts(EXPERTS_TERMS, fit, work), fit, device)
+    return replace(found, here=(device.sm, config.weight_format) in fit.formats)
 
 
 def expert_terms(
@@ -249,7 +252,7 @@ def experts_samples(name: str) -> Iterator[Sample]:
                 row["experts"], row["top_k"], row["hidden"], row["intermediate"], weight_format=row["weight_format"]
             )
             terms = expert_terms(EXECUTORS[name], config, 1, row["local_experts"], row["tokens"], machine)
-            yield Sample(sm, terms, row["us"][name])
+            yield Sample(sm, terms, row["us"][name], row["weight_format"])
 
 
 # ---- fitting ------------------------------------------------------------------------------------------------------
@@ -257,11 +260,12 @@ def experts_samples(name: str) -> Iterator[Sample]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured row: its generation, the values of its terms, microseconds."""
+    """One measured row: its generation, the values of its terms, microseconds, an executor's weight format."""
 
     sm: int
     terms: tuple[float, ...]
     us: float
+    format: str = ""
 
     def left(self, least: Sequence[float]) -> float:
         """Share of the microseconds that the least coefficients leave to be explained."""
@@ -275,7 +279,8 @@ def fit_of(samples: Sequence[Sample], least: Sequence[float]) -> Fit | None:
     every = _Normal.of(samples, least)
     errors = [abs(_dot(every.without(sample).solved(), sample.terms) / sample.us - 1) for sample in samples]
     sms = frozenset(sample.sm for sample in samples)
-    return Fit(tuple(every.solved()), sms, median(errors), max(errors))
+    formats = frozenset((sample.sm, sample.format) for sample in samples)
+    return Fit(tuple(every.solved()), sms, median(errors), max(errors), formats)
 
 
 @dataclass(frozen=True)
@@ -345,10 +350,10 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-def _typical(fits: tuple[Fit, ...]) -> Fit:
-    """Term by term the median of what was fitted to others."""
+def _best(fits: tuple[Fit, ...]) -> Fit:
+    """Term by term the least that was fitted to others; between equals preference decides."""
     columns = zip(*(fit.coefficients for fit in fits), strict=True)
-    return Fit(tuple(median(column) for column in columns), frozenset(), math.nan, math.nan)
+    return Fit(tuple(min(column) for column in columns), frozenset(), math.nan, math.nan)
 
 
 def _parts(names: Sequence[str], fit: Fit, terms: Sequence[float]) -> dict[str, float]:
@@ -365,7 +370,7 @@ def _modelled(parts: dict[str, float], fit: Fit, device: Device) -> Estimate:
     us = sum(parts.values())
     shown = ", ".join(f"{name} {part:.3g}" for name, part in sorted(parts.items(), key=lambda p: -p[1]) if part >= 0.5)
     if not fit.sms:
-        why = f"assumed {us:.3g} us, never measured on any GPU: typical of other executors ({shown})"
+        why = f"assumed {us:.3g} us, never measured on any GPU: the best that others reach ({shown})"
         return Estimate(us, "assumed", False, why, parts)
     here = device.sm in fit.sms
     rows = "" if here else f", from rows of {', '.join(f'sm{sm}' for sm in sorted(fit.sms))} by the machines' peaks"

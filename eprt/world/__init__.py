@@ -90,7 +90,8 @@ class World(Collectives):
         self._excepthook = sys.excepthook
         if group is not None and size > 1:
             with start_up():
-                self._control, store = control_group(dist.get_process_group_ranks(group), rank, timeout_s)
+                ranks = dist.get_process_group_ranks(group)
+                self._control, store, self.generation = control_group(ranks, rank, timeout_s)
                 self._start_guard(store)
 
     # ---- making one -----------------------------------------------------------------------------------------

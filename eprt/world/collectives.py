@@ -12,6 +12,7 @@ import torch.distributed as dist
 from eprt.config import ParallelConfig
 from eprt.errors import RankLost, UsageError
 from eprt.world.guard import Guard
+from eprt.world.meeting import restarts
 from eprt.world.shared_exchange import MAX_WORDS, SharedExchange
 from eprt.world.step import CallLog, Step
 
@@ -37,6 +38,8 @@ class Collectives:
         step_number: of the current step, or else of the last one; compared between ranks in every header.
         generation: how often the job was restarted; handles of another generation are refused.
         closed: whether the World has ended.
+        buckets: sizes that the R of a step is rounded up to, ascending; what graphs were captured for.
+        padding: inside a batch that was filled up to a bucket: bool [rows, 1], True where a row holds no token.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class Collectives:
         self.timeout_s = timeout_s
         self.current_step: Step | None = None
         self.step_number = 0
-        self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.generation = restarts()
         self.closed = False
+        self.buckets: tuple[int, ...] = ()
+        self.padding: torch.Tensor | None = None
         self._attention_tp_group = attention_tp_group
         self._control: dist.ProcessGroupGloo | None = None
         self._guard: Guard | None = None
@@ -182,10 +187,18 @@ class Collectives:
         if self._guard is not None:
             self._guard.note(where if layer is None else f"{where} of layer {layer}, step {self.step_number}")
 
-    def raise_if_lost(self) -> None:
-        """Raises RankLost if the world already has a verdict."""
+    def raise_if_lost(self, waited_s: float = 0.0) -> None:
+        """Raises RankLost if the world already has a verdict; for who has waited for all ranks, also if one of them
+        has ended or, after the World's timeout, is behind."""
         if self._guard is not None:
-            self._guard.raise_if_lost()
+            self._guard.raise_if_lost(range(self.size) if waited_s else ())
+            if waited_s > self.timeout_s:
+                self._guard.raise_behind(waited_s, range(self.size))
+
+    def add_buckets(self, buckets: Iterable[int]) -> None:
+        """Sizes that graphs are captured for; the same on every rank. Whoever runs eagerly takes the same R then, so
+        that ranks which replay a graph and ranks which don't understand each other."""
+        self.buckets = tuple(sorted({*self.buckets, *buckets}))
 
     def require_open(self) -> None:
         """Raises UsageError after `close`."""

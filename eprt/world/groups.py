@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from eprt.errors import ConfigError, RankLost
+from eprt.world.meeting import meet
 
 _LATE_PEERS_S = 2.0  # ranks that started later than the store's host ask it the same question a little later
 
@@ -129,26 +130,19 @@ def _arrive(rank: int, size: int, timeout_s: float, deadline: float) -> dist.Sto
         wait_for_workers=False,
         multi_tenant=True,  # a World made after another was closed may find its server still up
     )
-    nth = store.add(f"eprt/attempt_{_attempt()}/inits/{rank}", 1)  # equal on all ranks: Worlds are made in one order
-    own = dist.PrefixStore(f"eprt/attempt_{_attempt()}/init_{nth}", store)
-    own.set(f"here/{rank}", "")
     try:
-        own.wait([f"here/{peer}" for peer in range(size)])
-    except dist.DistStoreError as error:
-        missing = [peer for peer in range(size) if not own.check([f"here/{peer}"])]
+        name = meet(dist.PrefixStore("eprt/init", store), rank, size, timeout_s).name
+    except RankLost:
         if hosts_store(rank):
             time.sleep(_LATE_PEERS_S)
-        message = (
-            f"ranks {missing} of {size} didn't come within {timeout_s:g} s of start-up; look at their logs. "
-            "Restart the job."
-        )
-        raise RankLost(message, missing[0] if missing else -1, "silent") from error
+        raise
     store.set_timeout(timedelta(seconds=2 * timeout_s))
-    return own
+    return dist.PrefixStore(f"eprt/init/{name}", store)
 
 
-def control_group(ranks: list[int], rank: int, timeout_s: float) -> tuple[dist.ProcessGroupGloo, dist.Store]:
-    """A gloo group over these global ranks, and the store prefix that it and nothing else uses. Collective over them.
+def control_group(ranks: list[int], rank: int, timeout_s: float) -> tuple[dist.ProcessGroupGloo, dist.Store, int]:
+    """A gloo group over these global ranks, the store prefix that it and nothing else uses, and how often the job was
+    restarted. Collective over them.
 
     Not `dist.new_group`: that names a group after its ranks, so one made after another was destroyed meets its keys in
     the store and connects to sockets that are gone (torch 2.13).
@@ -158,13 +152,9 @@ def control_group(ranks: list[int], rank: int, timeout_s: float) -> tuple[dist.P
     """
     store = dist.distributed_c10d._get_default_store()
     label = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    base = f"eprt/attempt_{_attempt()}/{label}"
-    nth = store.add(f"{base}/count_{rank}", 1)  # equal on all ranks: Worlds are made in one order
-    own = dist.PrefixStore(f"{base}/{nth}", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
+    base = dist.PrefixStore(f"eprt/{label}", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
+    meeting = meet(base, rank, len(ranks), 2 * timeout_s)
+    own = dist.PrefixStore(meeting.name, base)
     timeout = timedelta(seconds=2 * timeout_s)
-    return dist.ProcessGroupGloo(dist.PrefixStore("gloo", own), rank, len(ranks), timeout), own
-
-
-def _attempt() -> str:
-    """torchrun's restart number: its store outlives an attempt."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", own), rank, len(ranks), timeout)
+    return group, own, meeting.generation

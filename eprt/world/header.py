@@ -172,9 +172,10 @@ def _differs(name: str, headers: list[Header]) -> bool:
     return len(values) > 1
 
 
-def agree_step(world: Collectives, num_tokens: object, number: object, words: object) -> Step:
-    """The exchange that begins a step. Collective; raises as `World.step` says."""
-    error: EprtError | None = None
+def agree_step(
+    world: Collectives, num_tokens: object, number: object = None, words: object = (), error: EprtError | None = None
+) -> Step:
+    """The exchange that begins a step. Collective; raises as `World.step` says, and `error`, this rank's own."""
     tokens, said = 0, world.step_number + 1
     own: tuple[int, ...] = ()
     try:
@@ -182,7 +183,7 @@ def agree_step(world: Collectives, num_tokens: object, number: object, words: ob
         said = said if number is None else checked_count("number", number)
         own = checked_words(words)
     except EprtError as found:
-        error = found
+        error = error or found
     log = world.take_call_log()
     header = Header(
         "step",
@@ -196,7 +197,7 @@ def agree_step(world: Collectives, num_tokens: object, number: object, words: ob
         settings=log.settings,
     )
     peers = exchange(world, header, error)
-    return Step(said, peers.tokens, peers.words)
+    return Step(said, peers.tokens, peers.words, world.buckets)
 
 
 def _shared_error(world: Collectives, rank: int, error: EprtError | None) -> EprtError:

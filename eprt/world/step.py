@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,16 +22,23 @@ class Step:
         number: the caller's own count, or the World's.
         tokens: [W], every rank's num_tokens.
         words: [W], every rank's words.
+        buckets: sizes that R is rounded up to, ascending (`Collectives.buckets`).
     """
 
     number: int
     tokens: tuple[int, ...]
     words: tuple[tuple[int, ...], ...]
+    buckets: tuple[int, ...] = ()
 
     @cached_property
     def tokens_per_rank(self) -> int:
-        """R of every layer called inside: the largest num_tokens, at least 1."""
-        return max(1, *self.tokens)
+        """R of every layer called inside: the largest num_tokens, at least 1, rounded up to a bucket that holds it."""
+        return rounded(max(1, *self.tokens), self.buckets)
+
+
+def rounded(tokens_per_rank: int, buckets: Sequence[int]) -> int:
+    """The smallest of the ascending `buckets` that holds R; R itself above the largest."""
+    return next((rows for rows in buckets if rows >= tokens_per_rank), tokens_per_rank)
 
 
 @dataclass

@@ -17,7 +17,7 @@ SM90 = Device.parse("sm90")
 
 def test_every_graph_case_can_run_on_an_sm90():
     assert {case.name: case.refusal(SM90) for case in GRAPHS} == {case.name: "" for case in GRAPHS}
-    assert {case.runtime.executor for case in GRAPHS} == {"humming", "cutlass_mxfp4", "torch_grouped"}
+    assert {case.runtime.executor for case in GRAPHS} == {"humming", "cutlass_mxfp4", "torch_grouped", "triton_grouped"}
     assert {case.runtime.dispatcher for case in GRAPHS} == {"none", "symm", "flashinfer", "deepep"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_an_idle_rank_has_the_tokens_dtype_whatever_the_routers_is(pools) -> Non
     assert 0.0 < max(error for error, *_ in results) <= 1e-2
 
 
-@pytest.mark.parametrize(("dispatcher", "dtype"), [("none", torch.float32), ("torch", torch.bfloat16)])
+@pytest.mark.parametrize(("dispatcher", "dtype"), [("none", torch.bfloat16), ("torch", torch.bfloat16)])
 @pytest.mark.parametrize("model", WRITERS)
 def test_a_published_checkpoint_gives_the_plain_models_logits(
     pools, tmp_path: Path, model: str, dispatcher: str, dtype: torch.dtype
@@ -63,7 +64,8 @@ def test_a_published_checkpoint_gives_the_plain_models_logits(
 def test_what_cannot_be_parallelized_says_why(pools, tmp_path: Path) -> None:
     """On every rank the same, also where one rank alone has no checkpoint."""
     checkpoint = str(write_tiny_checkpoint(tmp_path / "tiny", num_layers=1))
-    for found in pools(2).run(jobs.refusals, checkpoint=checkpoint):
+    make_model(RECIPES["gpt_oss"]).save_pretrained(tmp_path / "own")
+    for found in pools(2).run(jobs.refusals, checkpoint=checkpoint, own=str(tmp_path / "own")):
         assert len(found) == 4
         assert (
             found[2] == f"ConfigError: {checkpoint} is a checkpoint of gpt_oss, the model is of qwen3_moe: give its own"
@@ -71,3 +73,84 @@ def test_what_cannot_be_parallelized_says_why(pools, tmp_path: Path) -> None:
         assert found[3].startswith("CheckpointError: rank 1: /no/such/checkpoint")
         assert found[0].startswith("ConfigError: config.json: model_type 'llama' is not supported")
         assert "Linear has no config: expected a transformers model" in found[1]
+
+
+OTHERS = {  # a qwen3_moe checkpoint that isn't the model's -> what the error says of both
+    "experts": ({"num_experts": 16}, "num_experts         16          8"),
+    "top-k": ({"num_experts_per_tok": 3}, "top_k               3           2"),
+    "renormalised": ({"norm_topk_prob": True}, "routing.renormalize  True        False"),
+    "layer pattern": ({"decoder_sparse_step": 1}, "moe layers  [0, 1]      [1]"),
+}
+
+
+def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
+    folders = {}
+    for name, (fields, _) in OTHERS.items():
+        folders[name] = str(tmp_path / name)
+        recipe = RECIPES["qwen3_moe"]
+        make_model(replace(recipe, fields=recipe.fields | fields)).save_pretrained(folders[name])
+    folders["dtype"] = str(tmp_path / "dtype")
+    make_model(RECIPES["qwen3_moe"], torch.bfloat16).save_pretrained(folders["dtype"])
+    found = pools(2).run(jobs.mistakes, folders=folders)
+    expected = {
+        **{
+            name: ("ConfigError", "is a checkpoint of another qwen3_moe model", said)
+            for name, (_, said) in OTHERS.items()
+        },
+        "dtype": ("ConfigError", "the model computes in float32", "is in bfloat16", "dtype=torch.bfloat16"),
+        "router logits in the config": ("ConfigError", "output_router_logits"),
+        "meta": ("ConfigError", "are on meta"),
+        "meta experts": ("ConfigError", "parallelize(..., checkpoint=...)"),
+        "no parameters": ("ConfigError", "no floating-point parameters"),
+        "generate too early": ("UsageError", "call parallelize(model, world)"),
+        "twice": ("UsageError", "parallelized already"),
+        "router logits in a call": ("UnsupportedError", "output_router_logits=True"),
+        "save": ("UsageError", "save_pretrained"),
+        "pickle": ("UsageError", "can't be pickled or deep-copied"),
+        "deepcopy": ("UsageError", "can't be pickled or deep-copied"),
+        "backward": ("UsageError", "has no gradient"),
+        "empty prompt": ("InputError", "prompt 1 is (0,)"),
+        "an idle rank": ("WorldMismatch", "operation"),
+    }
+    for rank, said in enumerate(found):
+        for name, parts in expected.items():
+            squeezed = " ".join(said[name].split())
+            assert all(" ".join(part.split()) in squeezed for part in parts), f"rank {rank}, {name}: {said[name]!r}"
+        assert said["the next call works"] == ""
+    assert "idle_step(model)" in found[0]["an idle rank"]
+    assert "generate(model, prompts)" in found[0]["an idle rank"]
+    assert found[0]["an error in a loop"].startswith("UsageError: rank 1: KeyError")
+    assert found[1]["an error in a loop"].startswith("KeyError")
+
+
+def test_a_lean_model_never_holds_nor_reads_another_ranks_experts(pools, tmp_path: Path) -> None:
+    recipe = RECIPES["qwen3_moe"]
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 32}
+    sizes |= {"num_hidden_layers": 6, "decoder_sparse_step": 1}
+    model = make_model(replace(recipe, fields=recipe.fields | sizes), torch.bfloat16)
+    size = {name: tensor.nbytes for name, tensor in model.state_dict().items()}
+    experts = sum(count for name, count in size.items() if ".experts." in name)
+    others = sum(size.values()) - experts
+    model.save_pretrained(tmp_path)
+    del model
+    for peak, read, materialized in pools(4).run(jobs.load_lean, folder=str(tmp_path)):
+        assert read == experts // 4
+        assert 0 < materialized <= others
+        # allocators keep a few MiB of what was freed
+        assert peak <= others + experts // 4 + experts // 6 + (8 << 20), (peak, others, experts)
+
+
+def test_a_hub_id_is_found_in_the_cache(tmp_path: Path, monkeypatch) -> None:
+    from eprt.errors import CheckpointError
+    from eprt.integrations.transformers.load import find_checkpoint
+
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    folder = tmp_path / "models--someone--tiny"
+    write_tiny_checkpoint(folder / "snapshots" / revision, num_layers=1)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(revision)
+    assert find_checkpoint("someone/tiny", cache_dir=tmp_path, local_files_only=True).name == revision
+    with pytest.raises(CheckpointError, match="someone/else: no such directory, and no model"):
+        find_checkpoint("someone/else", cache_dir=tmp_path, local_files_only=True)
+    with pytest.raises(CheckpointError, match="no such directory"):
+        find_checkpoint("/no/such/folder")

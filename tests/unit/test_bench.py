@@ -23,6 +23,7 @@ from eprt.bench.dispatch import (
 )
 from eprt.bench.peers import PEERS
 from eprt.bench.report import Report, percentile, slowest
+from eprt.bench.step import StepCase, StepFound, StepTimes, step_rows
 from eprt.bench.timing import first_samples, samples
 from eprt.cli import main
 from eprt.config import MoEConfig
@@ -313,3 +314,56 @@ def test_a_plot_that_cannot_be_written_is_a_config_error(tmp_path) -> None:
 
     with pytest.raises(ConfigError, match=r"--plot .*picture\.txtx"):
         plot(Report("dispatch", []), tmp_path / "picture.txtx")
+
+
+def test_a_step_counts_its_slowest_rank_and_stands_beside_its_peers() -> None:
+    case = StepCase("tiny", layers=2, tokens=(4,))
+
+    def rank(eager: float, graph: float, ours: float) -> StepFound:
+        times = [("transformers", eager), ("transformers graph", graph), ("in a step", ours)]
+        return StepFound(
+            [StepTimes(4, path, [us] * 3, [us / 2] * 3, [us / 8] * 5) for path, us in times], "none + torch_grouped", []
+        )
+
+    eager, graph, ours = step_rows(case, [rank(100.0, 40.0, 60.0), rank(80.0, 50.0, 20.0)])
+    assert [row["step_p50_us"] for row in (eager, graph, ours)] == [100.0, 50.0, 60.0]
+    assert (ours["of_eager"], ours["of_graph"], eager["of_graph"]) == (0.6, 1.2, None)
+    assert (ours["host_us"], ours["host_us_per_layer"], ours["moe_host_us"]) == (30.0, 15.0, 7.5)
+    assert (eager["pair"], ours["pair"]) == ("", "none + torch_grouped")
+
+
+def test_bench_step_on_gloo_ranks(tmp_path, capsys) -> None:
+    """Everything but the rows in graphs."""
+    pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+    result, picture = tmp_path / "step.json", tmp_path / "step.png"
+    command = [
+        "bench",
+        "step",
+        "--device",
+        "cpu",
+        "--world",
+        "2",
+        "--layers",
+        "1",
+        "--tokens",
+        "1",
+        "3",
+        "--rounds",
+        "1",
+    ]
+    assert main([*command, "--json", str(result), "--plot", str(picture)]) == 0
+    found = json.loads(result.read_text())
+    rows = {(row["tokens"], row["path"]): row for row in found["rows"]}
+    assert rows.keys() == {(tokens, path) for tokens in (1, 3) for path in ("transformers", "eager", "in a step")}
+    for (_, path), row in rows.items():
+        assert row["step_p50_us"] >= row["host_us"] > 0
+        assert row["moe_host_us"] > 0
+        assert bool(row["pair"]) is (path != "transformers")
+    assert found["notes"] == ["tiny: graphs: a CPU world has none"]
+    assert picture.stat().st_size > 0
+    assert "of eager" in capsys.readouterr().out
+
+
+def test_bench_step_names_what_it_cannot_measure() -> None:
+    assert main(["bench", "step", "--device", "cpu", "--layers", "0"]) == 2
+    assert main(["bench", "step", "--device", "cpu", "--tokens", "0"]) == 2

@@ -17,9 +17,10 @@ MODULES = sorted(ROOT.rglob("*.py"))
 
 # A module may import its own layer and those below it. The first prefix that fits names the layer.
 LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (5, ("eprt.cli", "eprt.__main__", "eprt.bench", "eprt.integrations", "eprt.conformance")),
-    (4, ("eprt.models",)),
-    (3, ("eprt.layer",)),
+    (6, ("eprt.cli", "eprt.__main__", "eprt.bench", "eprt.integrations", "eprt.conformance")),
+    (5, ("eprt.models",)),
+    (4, ("eprt.layer",)),
+    (3, ("eprt.graphs",)),
     (2, ("eprt.plan", "eprt.engines")),
     (1, ("eprt.dispatch", "eprt.experts")),
     (0, ("eprt",)),

@@ -26,7 +26,9 @@ PAGES = (
 README = (ROOT / "README.md").read_text()
 CHOOSE = (ROOT / "docs/choose.md").read_text()
 ERRORS = (ROOT / "docs/limits_and_errors.md").read_text()
-SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("launch/*"), ROOT / ".ci" / "run"])
+SCRIPTS = sorted(
+    p for p in [*ROOT.glob("scripts/*.sh"), *ROOT.glob("launch/*"), ROOT / ".ci" / "run"] if p.suffix != ".yaml"
+)
 
 
 def paths(text: str) -> set[str]:
@@ -43,7 +45,7 @@ def commands() -> list[list[str]]:
     """Every `eprt ...` command of the pages, in blocks and in backticks."""
     text = "\n".join((ROOT / page).read_text() for page in PAGES)
     lines = [line for block in code_blocks(text, "bash") for line in block.splitlines()]
-    lines += re.findall(r"`(eprt (?:run|explain|doctor|bench)[^`]*)`", text)
+    lines += re.findall(r"`(eprt (?:run|generate|explain|doctor|bench)[^`]*)`", text)
     found = [shlex.split(line, comments=True) for line in lines if re.match(r"(\.venv/bin/)?eprt ", line)]
     return [words[1:] for words in found]
 

@@ -219,7 +219,7 @@ class DeepEPDispatcher(Dispatcher):
         return Payload.plain(hidden_states)
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> ExpertMajorTokens:
-        self._check_peers()
+        self.check_peers()
         memory = self._require_memory()
         H, width = self.config.hidden_size, self._geometry.hidden_size
         from eprt.dispatch.deepep import pack_triton
@@ -251,14 +251,14 @@ class DeepEPDispatcher(Dispatcher):
             payload = Payload(received[..., :H])
         if not handle.deferred:
             call.copy_scale()
-        return ExpertMajorTokens(payload, counts)
+        return ExpertMajorTokens(payload, counts, handle.tokens_per_rank * self.world.size)
 
     def _wait(self, handle: Handle) -> None:
         handle.state.receive()
         handle.state.copy_scale()
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
-        self._check_peers()
+        self.check_peers()
         H, rows = self.config.hidden_size, expert_output.to(torch.bfloat16)
         buffer = self.output_buffer(handle)
         if buffer is None:
@@ -273,7 +273,7 @@ class DeepEPDispatcher(Dispatcher):
         if not isinstance(handle.state, _Call) or self._memory is None or self.world.closed:
             return
         try:
-            self._check_peers()
+            self.check_peers()
         except RankLost:
             return
         handle.wait()
@@ -293,7 +293,7 @@ class DeepEPDispatcher(Dispatcher):
         rows = geometry.num_ranks * geometry.tokens_per_rank
         return self.shard.num_local_experts, rows, geometry.hidden_size
 
-    def _check_peers(self) -> None:
+    def check_peers(self) -> None:
         self.world.raise_if_lost()
         self._require_memory().raise_given_up()
 

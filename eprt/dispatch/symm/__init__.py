@@ -173,11 +173,7 @@ class SymmetricMemoryDispatcher(Dispatcher):
     # ---- checks ---------------------------------------------------------------------------------------------
 
     def check_peers(self) -> None:
-        """Without a device sync; every call does it. For a loop that only replays graphs.
-
-        Raises:
-            RankLost, WorldMismatch: the World's verdict, or what an earlier kernel reported.
-        """
+        """Every call does it, too."""
         self.world.raise_if_lost()
         if self._launcher is not None:
             self._launcher.memory.raise_faults(self.world.timeout_s)

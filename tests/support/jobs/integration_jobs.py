@@ -45,7 +45,7 @@ def compare_logits(
     error = 0.0
     for _ in range(2):
         if expected is None:
-            idle_step(layers)
+            idle_step(model)
         else:
             error = max(error, relative_error(model(prompt, use_cache=False).logits, expected))
     world.warm = False  # this World serves other tests, which build layers of their own
@@ -77,11 +77,9 @@ def compare_checkpoint_logits(
         prompt = steady_prompt(model, count, world.rank).to(world.device) if count else None
         expected = None if prompt is None else model(prompt, use_cache=False).logits
         layers = parallelize(model, world, runtime, checkpoint=f"{folder}/published")
-        for layer in layers:
-            layer.to(dtype)  # what the checkpoint has in bf16: router, shared expert
         error = 0.0
         if prompt is None:
-            idle_step(layers)
+            idle_step(model)
         else:
             error = relative_error(model(prompt, use_cache=False).logits, expected)
     plan = layers[0].plan
@@ -128,8 +126,8 @@ def steady_prompt(model: torch.nn.Module, count: int, rank: int) -> torch.Tensor
     raise LookupError(f"no prompt of {count} tokens without a near-tie: give the routers larger weights")
 
 
-def refusals(context: RankContext, checkpoint: str) -> list[str]:
-    """The errors of models that can't be parallelized, in order. `checkpoint`: of a gpt-oss."""
+def refusals(context: RankContext, checkpoint: str, own: str) -> list[str]:
+    """The errors of models that can't be parallelized, in order. `checkpoint`: of a gpt-oss; `own`: of the recipe's."""
     import transformers
 
     from eprt.integrations.transformers import parallelize
@@ -137,7 +135,7 @@ def refusals(context: RankContext, checkpoint: str) -> list[str]:
     world = context.world()
     dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**DENSE, intermediate_size=32))
     qwen = make_model(RECIPES["qwen3_moe"])
-    missing = "/no/such/checkpoint" if context.rank == 1 else checkpoint
+    missing = "/no/such/checkpoint" if context.rank == 1 else own
     found = []
     for attempt in (
         lambda: parallelize(dense, world),
@@ -150,3 +148,132 @@ def refusals(context: RankContext, checkpoint: str) -> list[str]:
         except EprtError as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
+    """What is said to each mistake, "" where nothing was. `folders`: checkpoints of other qwen3_moe models."""
+    import copy
+    import pickle
+
+    from eprt.integrations.transformers import generate, lockstep, parallelize
+
+    world = context.world()
+    runtime = RuntimeConfig(executor="torch_grouped", max_tokens_per_rank=64)
+    said: dict[str, str] = {}
+
+    def attempt(name: str, call) -> None:
+        said[name] = ""
+        try:
+            call()
+        except EprtError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    def fresh(**fields):
+        model = make_model(RECIPES["qwen3_moe"])
+        for name, value in fields.items():
+            setattr(model.config, name, value)
+        return model
+
+    for name, folder in folders.items():
+        attempt(name, lambda folder=folder: parallelize(fresh(), world, runtime, checkpoint=folder))
+    attempt("router logits in the config", lambda: parallelize(fresh(output_router_logits=True), world, runtime))
+    attempt("meta", lambda: parallelize(fresh().to("meta"), world, runtime))
+    meta_experts = fresh()
+    meta_experts.model.layers[1].mlp.to("meta")
+    attempt("meta experts", lambda: parallelize(meta_experts, world, runtime))
+    bare = fresh()
+    for module in bare.modules():
+        module._parameters.clear()
+    attempt("no parameters", lambda: parallelize(bare, world, runtime))
+    model = fresh()
+    attempt("generate too early", lambda: generate(model, [[5]]))
+    layers = parallelize(model, world, runtime)
+    ids = torch.tensor([[5, 6, 7]])
+    attempt("twice", lambda: parallelize(model, world, runtime))
+    attempt("router logits in a call", lambda: model(ids, output_router_logits=True))
+    attempt("save", lambda: model.save_pretrained("/nowhere"))
+    attempt("pickle", lambda: pickle.dumps(model))
+    attempt("deepcopy", lambda: copy.deepcopy(model))
+    model.requires_grad_(True)
+    attempt("backward", lambda: model(ids).logits.sum().backward())
+    attempt("empty prompt", lambda: generate(model, [[5], []] if world.rank == 1 else [[5]]))
+
+    def wrong_loop() -> None:
+        with torch.no_grad(), lockstep(model):
+            model(ids)
+            if world.rank == 1:
+                raise KeyError("mine")
+
+    try:
+        attempt("an error in a loop", wrong_loop)
+    except KeyError as error:
+        said["an error in a loop"] = f"KeyError: {error}"
+    with torch.no_grad():  # rank 1 has no batch, and does something else
+        attempt("an idle rank", (lambda: model(ids)) if world.rank == 0 else world.barrier)
+        attempt("the next call works", lambda: model(ids))
+    for layer in layers:
+        layer.close()
+    return said
+
+
+class Peak:
+    """Most bytes that this process held at once, beyond what it held before; pages of mapped files count."""
+
+    def __enter__(self) -> Peak:
+        import gc
+        from pathlib import Path
+
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM begins again
+        self._before = self._read("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bytes = self._read("VmHWM") - self._before
+
+    @staticmethod
+    def _read(name: str) -> int:
+        from pathlib import Path
+
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def load_lean(context: RankContext, folder: str) -> tuple[int, int, int]:
+    """(most bytes held while `folder` is loaded and spread, bytes of experts that eprt read, bytes that transformers
+    read), on this rank."""
+    from transformers import core_model_loading
+
+    from eprt.integrations.transformers import load_without_experts, parallelize
+    from eprt.models.checkpoint import Checkpoint
+
+    world = context.world()
+    runtime = RuntimeConfig(executor="torch_grouped", max_tokens_per_rank=16)
+    experts, others = [0], [0]
+    read, materialize = Checkpoint.read, core_model_loading._materialize_copy
+
+    def note_read(self, name, *args, **options):
+        found = read(self, name, *args, **options)
+        experts[0] += found.nbytes if ".experts." in name else 0
+        return found
+
+    def note_materialize(*args, **options):
+        found = materialize(*args, **options)
+        others[0] += found.nbytes
+        return found
+
+    def load() -> list:
+        model = load_without_experts(folder, dtype=torch.bfloat16)
+        return parallelize(model, world, runtime)
+
+    for layer in load():  # what is imported and allocated once isn't the model's
+        layer.close()
+    Checkpoint.read, core_model_loading._materialize_copy = note_read, note_materialize
+    try:
+        with Peak() as peak:
+            layers = load()
+    finally:
+        Checkpoint.read, core_model_loading._materialize_copy = read, materialize
+    for layer in layers:
+        layer.close()
+    return peak.bytes, experts[0], others[0]

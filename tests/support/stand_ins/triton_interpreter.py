@@ -2,7 +2,7 @@
 
 * Casts from float32 truncate (bf16), or lose the carry of a rounded mantissa and round subnormals down (e4m3). Torch's
   own casts, to nearest and ties to even as the hardware's are, take their place.
-* A dot takes bf16 values, which numpy holds as integers, for those integers.
+* `tl.dot` multiplies bf16 as the whole numbers that hold its bits, and takes e4m3 through float16.
 * A comparison of scalars keeps the integer type of its operands, so that `block & scalar` isn't a mask any more.
 """
 
@@ -20,7 +20,6 @@ _DTYPES = {
     tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
 }
 _create_splat = interpreter.InterpreterBuilder.create_splat
-_create_dot = interpreter.InterpreterBuilder.create_dot
 
 
 def apply() -> None:
@@ -40,11 +39,13 @@ def _splat(builder, result_type, value):
     return _create_splat(builder, result_type, value)
 
 
-def _dot(builder, a, b, *rest):
-    return _create_dot(builder, _as_float32(a), _as_float32(b), *rest)
+def _dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
+    left, right = (_in_float32(operand) for operand in (a, b))
+    return interpreter.TensorHandle(np.matmul(left, right) + d.data, d.dtype.scalar)
 
 
-def _as_float32(value):
-    if value.dtype.scalar != tl.bfloat16:
-        return value
-    return interpreter.TensorHandle((value.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+def _in_float32(operand):
+    found = _DTYPES.get(operand.dtype.scalar)
+    if found is None:
+        return operand.data
+    return torch.from_numpy(np.ascontiguousarray(operand.data)).view(found[0]).float().numpy()

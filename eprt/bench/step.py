@@ -1,0 +1,395 @@
+"""A decode step of a whole model: transformers alone, then its MoE blocks over the ranks, one way of calling them
+after the other.
+
+Every rank runs its own batch through the same random weights, attention and head included; the layers are fewer, all
+widths are the model's. The peer of the same run is transformers' own model, whole on each rank, in bf16. All rows make
+the same step on a StaticCache: one token a request, an explicit mask, logits and their argmax.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from eprt.bench.experts import random_experts
+from eprt.bench.report import Report, percentile, slowest
+from eprt.bench.step_models import MODELS, make_model
+from eprt.bench.timing import world_of
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.conformance.rank_process import RankContext
+from eprt.graphs import StepGraphs
+from eprt.graphs.recording import Pool, Recording, refusal
+from eprt.layer import ExpertParallelMoE
+from eprt.models import family_for
+from eprt.placement import ExpertPlacement
+from eprt.routing import Router
+from eprt.weights import SharedExpertWeights
+from eprt.world import World
+
+CONTEXT = 64  # positions of the cache; a round fits, so that no step runs past its end
+_STEPS, _WARM_STEPS = 10, 3  # of a round; they follow each other as in a decode loop
+PATHS = ("transformers", "transformers graph", "eager", "in a step", "layer graphs", "step graph")
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """One model on every rank: `layers` of it, each number of `tokens` (requests) a rank."""
+
+    model: str
+    layers: int
+    tokens: tuple[int, ...]
+    dispatcher: str = "auto"
+    executor: str = "auto"
+    rounds: int = 10
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One rank's microseconds of one way of stepping, a round's mean each.
+
+    Attributes:
+        step: from one step to the next.  host: until the host has issued it.  moe_host: of that, in one MoE block.
+    """
+
+    tokens: int
+    path: str
+    step: list[float]
+    host: list[float]
+    moe_host: list[float]
+
+
+@dataclass(frozen=True)
+class StepFound:
+    """What one rank measured of one model; `pair` is "dispatcher + executor", `notes` what was left out, and why."""
+
+    times: list[StepTimes]
+    pair: str
+    notes: list[str]
+
+
+class _Batch:
+    """One number of requests: their tokens, their cache, and a step."""
+
+    def __init__(self, model: Any, tokens: int, device: torch.device) -> None:
+        from transformers import StaticCache
+
+        self._model, dtype = model, torch.bfloat16
+        self.cache: Any = StaticCache(config=model.config, max_cache_len=CONTEXT)
+        self._position = torch.zeros(1, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(tokens, 1, dtype=torch.int64, device=device)
+        mask = torch.zeros(tokens, 1, 1, CONTEXT, dtype=dtype, device=device)
+        layered = hasattr(model.config, "layer_types") and model.config.model_type == "gpt_oss"
+        self._mask: Any = {"full_attention": mask, "sliding_attention": mask} if layered else mask
+        self.token = torch.randint(0, model.config.vocab_size, (tokens, 1), device=device)
+
+    def __call__(self, token: torch.Tensor) -> torch.Tensor:
+        """[rows, 1] -> the next [rows, 1]."""
+        output = self._model(
+            token,
+            past_key_values=self.cache,
+            cache_position=self._position,
+            position_ids=self._positions,
+            attention_mask=self._mask,
+            use_cache=True,
+        )
+        return output.logits[:, -1:].argmax(-1)
+
+
+def measure_step(context: RankContext, case: StepCase) -> StepFound:
+    """This rank's share of one model. Collective; a job for `WorldPool.run`."""
+    world = world_of(context)
+    torch.manual_seed(world.rank)
+    with torch.no_grad():
+        model, hf = make_model(case.model, case.layers, world.device)
+        family = family_for(hf)
+        paths = [family.module_path(number) for number in family.moe_layers(hf)]
+        found = _Measured(world, case, [model.get_submodule(path) for path in paths])
+        batches = {tokens: _Batch(model, tokens, world.device) for tokens in case.tokens}
+        for batch in batches.values():
+            found.measure("transformers", batch)
+            found.measure("transformers graph", batch, capture=world.device.type == "cuda")
+        layers = _parallelized(model, hf, world, case)
+        found.blocks = [model.get_submodule(path) for path in paths]
+        try:
+            _measure_ours(found, layers, batches)
+        finally:
+            world.warm, world.buckets = False, ()  # this World serves the next model, too
+            for layer in layers:
+                layer.close()
+    pair = f"{layers[0].plan.dispatcher} + {layers[0].plan.executor}"
+    return StepFound(found.times, pair, found.notes)
+
+
+def _parallelized(model: nn.Module, hf: dict[str, Any], world: World, case: StepCase) -> list[ExpertParallelMoE]:
+    """The model's MoE blocks over the world, with random weights too, made where they are used: experts in the number
+    format of the published checkpoint, router and shared expert in bf16."""
+    family = family_for(hf)
+    graphs = world.device.type == "cuda"
+    layers: list[ExpertParallelMoE] = []
+    for number in family.moe_layers(hf):
+        config = family.moe_config(hf, number)
+        parent, _, name = family.module_path(number).rpartition(".")
+        setattr(model.get_submodule(parent), name, nn.Identity())  # its experts make room
+        gc.collect()
+        local = ExpertPlacement(config.num_experts, world.parallel).num_local_experts
+        runtime = RuntimeConfig(
+            dispatcher=case.dispatcher,
+            executor=case.executor,
+            max_tokens_per_rank=max(case.tokens),
+            layer_graphs=graphs,
+        )
+        layer = ExpertParallelMoE(
+            config,
+            world,
+            random_experts(config, local, world.device),
+            runtime=runtime,
+            router=_random_router(config, world.device),
+            shared=_random_shared(config, world.device),
+            layer=number,
+        )
+        layers.append(layer)
+        setattr(model.get_submodule(parent), name, _Block(layer, family.returns_scores))
+    world.warmup(*layers)
+    return layers
+
+
+class _Block(nn.Module):
+    """Returns what the model's decoder layer expects of its MoE block."""
+
+    def __init__(self, layer: ExpertParallelMoE, returns_scores: bool) -> None:
+        super().__init__()
+        self.layer, self._returns_scores = layer, returns_scores
+
+    def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> Any:
+        output = self.layer(hidden_states)
+        return (output, None) if self._returns_scores else output
+
+
+def _random(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=device, dtype=torch.bfloat16) * shape[-1] ** -0.5
+
+
+def _random_router(config: MoEConfig, device: torch.device) -> Router:
+    E = config.num_experts
+    corrected = config.routing.method in ("grouped_sigmoid", "sqrt_softplus")
+    return Router(
+        _random(device, E, config.input_size),
+        config.routing,
+        config.top_k,
+        bias=_random(device, E) if config.bias else None,
+        correction_bias=torch.zeros(E, device=device) if corrected else None,
+    )
+
+
+def _random_shared(config: MoEConfig, device: torch.device) -> SharedExpertWeights | None:
+    if config.shared is None:
+        return None
+    H, I = config.input_size, config.shared.intermediate_size
+    up, down, gate = _random(device, I, H), _random(device, H, I), _random(device, I, H)
+    output_gate = _random(device, 1, H) if config.shared.gate else None
+    return SharedExpertWeights(up, down, gate if config.shared.activation.gated else None, output_gate)
+
+
+def _measure_ours(found: _Measured, layers: list[ExpertParallelMoE], batches: dict[int, _Batch]) -> None:
+    world = found.world
+    reason = refusal(layers[0]) if world.device.type == "cuda" else "a CPU world has none"
+    by_layer = [layer.graphs for layer in layers]
+
+    def set_graphs(on: bool) -> None:
+        for layer, graphs in zip(layers, by_layer, strict=True):
+            layer.graphs = graphs if on else None
+
+    def in_a_step(batch: _Batch) -> Callable[[torch.Tensor], torch.Tensor]:
+        def call(token: torch.Tensor) -> torch.Tensor:
+            with world.step(token.shape[0]):
+                return batch(token)
+
+        return call
+
+    set_graphs(False)
+    for batch in batches.values():
+        found.measure("eager", batch)
+        found.measure("in a step", batch, in_a_step(batch))
+    if reason:
+        found.notes.append(f"{found.case.model}: graphs: {reason}")
+        return
+    set_graphs(True)
+    for batch in batches.values():
+        found.measure("layer graphs", batch, in_a_step(batch))
+    set_graphs(False)
+
+    def forward(token: torch.Tensor) -> torch.Tensor:
+        return batches[token.shape[0]](token)
+
+    graphs = StepGraphs(
+        world,
+        layers,
+        forward,
+        {"token": torch.zeros(1, 1, dtype=torch.int64, device=world.device)},
+        buckets=tuple(batches),
+        idle=lambda: _idle(layers),
+    )
+    graphs.capture()
+    for batch in batches.values():
+        found.measure("step graph", batch, lambda token: graphs(token.shape[0], token=token))
+
+
+def _idle(layers: list[ExpertParallelMoE]) -> None:
+    """The step of a rank without requests."""
+    for layer in layers:
+        layer(torch.empty(0, layer.config.input_size, dtype=torch.bfloat16, device=layer.world.device))
+
+
+class _Measured:
+    """What was found so far, and how it is found.
+
+    Args:
+        blocks: the model's MoE blocks: transformers' own, then ours.
+    """
+
+    def __init__(self, world: World, case: StepCase, blocks: list[nn.Module]) -> None:
+        self.world, self.case, self.blocks = world, case, blocks
+        self.times: list[StepTimes] = []
+        self.notes: list[str] = []
+
+    def measure(
+        self,
+        path: str,
+        batch: _Batch,
+        call: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        capture: bool | None = None,
+    ) -> None:
+        """Time `call` (the batch's own step if None), in a CUDA graph of its own where `capture` says so; capture=False
+        leaves it out."""
+        if capture is False:
+            return
+        step = call or batch
+        token = batch.token
+        self._warm(batch, lambda: step(token))
+        play: Callable[[], object] = lambda: step(token)  # noqa: E731
+        if capture:
+            batch.cache.reset()
+            try:
+                play = Recording.of(lambda: step(token), Pool()).play
+            except RuntimeError as error:  # of a peer, which may synchronise where it likes
+                self.notes.append(f"{self.case.model}, {token.shape[0]} tokens, {path}: {str(error).splitlines()[0]}")
+                return
+        rounds = [self._round(batch, play) for _ in range(self.case.rounds)]
+        inside: list[float] = []
+        if not capture and path != "step graph":
+            inside = self._inside_blocks(batch, play)
+        steps, hosts = ([pair[i] for pair in rounds] for i in (0, 1))
+        self.times.append(StepTimes(token.shape[0], path, steps, hosts, inside))
+
+    def _warm(self, batch: _Batch, call: Callable[[], object]) -> None:
+        batch.cache.reset()
+        self.world.barrier()
+        for _ in range(_WARM_STEPS):
+            call()
+        self._settle()
+
+    def _round(self, batch: _Batch, call: Callable[[], object]) -> tuple[float, float]:
+        """Microseconds of one step, and of the host's part."""
+        batch.cache.reset()
+        self._settle()
+        self.world.barrier()
+        start = time.perf_counter()
+        for _ in range(_STEPS):
+            call()
+        issued = time.perf_counter()
+        self._settle()
+        done = time.perf_counter()
+        return (done - start) * 1e6 / _STEPS, (issued - start) * 1e6 / _STEPS
+
+    def _inside_blocks(self, batch: _Batch, call: Callable[[], object]) -> list[float]:
+        """Host time of one MoE block's call, mean of a step's blocks; apart, as the clock takes time too."""
+        spent: list[float] = []
+        batch.cache.reset()
+        self.world.barrier()
+        with _clocked(self.blocks, spent):
+            for _ in range(_STEPS):
+                call()
+                self._settle()
+        count = len(self.blocks)
+        return [sum(spent[i : i + count]) / count for i in range(0, len(spent), count)]
+
+    def _settle(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@contextmanager
+def _clocked(blocks: Sequence[nn.Module], spent: list[float]) -> Iterator[None]:
+    """Microseconds of each call of a block, appended to `spent`."""
+    started = [0.0]
+
+    def before(*_: object) -> None:
+        started[0] = time.perf_counter()
+
+    def after(*_: object) -> None:
+        spent.append((time.perf_counter() - started[0]) * 1e6)
+
+    hooks = [block.register_forward_pre_hook(before) for block in blocks]
+    hooks += [block.register_forward_hook(after) for block in blocks]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------
+
+
+def step_rows(case: StepCase, by_rank: list[StepFound]) -> list[dict[str, Any]]:
+    """Rows of the report: over all rounds, the slowest rank's times. Ratios are to transformers' eager step, and to its
+    step in a graph, where one was measured."""
+    rows: list[dict[str, Any]] = []
+    medians: dict[tuple[int, str], float] = {}
+    for times in zip(*(found.times for found in by_rank), strict=True):
+        tokens, path = times[0].tokens, times[0].path
+        step, host = slowest([t.step for t in times]), slowest([t.host for t in times])
+        inside = slowest([t.moe_host for t in times])
+        medians[tokens, path] = median = percentile(step, 50)
+        row: dict[str, Any] = {
+            "model": case.model,
+            "ranks": len(by_rank),
+            "layers": case.layers,
+            "tokens": tokens,
+            "path": path,
+            "pair": "" if path.startswith("transformers") else by_rank[0].pair,
+            "step_p50_us": round(median, 1),
+            "step_p99_us": round(percentile(step, 99), 1),
+            "host_us": round(percentile(host, 50), 1),
+            "host_us_per_layer": round(percentile(host, 50) / case.layers, 1),
+            "moe_host_us": round(percentile(inside, 50), 1) if inside else None,
+        }
+        for name, peer in (("of_eager", "transformers"), ("of_graph", "transformers graph")):
+            row[name] = round(median / medians[tokens, peer], 3) if (tokens, peer) in medians else None
+        rows.append(row)
+    return rows
+
+
+def step_report(
+    cases: list[StepCase],
+    run: Callable[[StepCase], list[StepFound]],
+    keep: Callable[[Report], None] = lambda _: None,
+) -> Report:
+    """Measure the cases; `run` makes every rank call `measure_step`. `keep` sees what was found so far."""
+    report = Report("step", [])
+    for case in cases:
+        by_rank = run(case)
+        report.rows.extend(step_rows(case, by_rank))
+        report.notes.extend(by_rank[0].notes)
+        keep(report)
+    return report
+
+
+__all__ = ["MODELS", "PATHS", "StepCase", "StepFound", "StepTimes", "measure_step", "step_report", "step_rows"]

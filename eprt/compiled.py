@@ -1,0 +1,77 @@
+"""The layer as one operator of torch.compile: `torch.ops.eprt.moe_layer`.
+
+What a layer does on the host (checks, exchanges, launches that depend on what the ranks agree on) can't be traced and
+must not be: the compiler sees one opaque call, keeps it, and never puts it into a CUDA graph of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch.fx.node import has_side_effect
+
+from eprt.errors import UsageError
+from eprt.tokens import RouterLogits, TopK
+
+
+class _Layer(Protocol):
+    def __call__(self, hidden_states: torch.Tensor, routing: Any = None, **options: Any) -> torch.Tensor: ...
+
+
+_LAYERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(layer: object) -> int:
+    """A number by which the operator finds the layer as long as it lives; never used again."""
+    number = next(_numbers)
+    _LAYERS[number] = layer
+    return number
+
+
+@torch.library.custom_op("eprt::moe_layer", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def moe_layer(
+    hidden_states: torch.Tensor,
+    number: int,
+    topk_ids: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    logits: torch.Tensor | None,
+    token_ids: torch.Tensor | None,
+    tokens_per_rank: int | None,
+) -> torch.Tensor:
+    """`ExpertParallelMoE.forward` of the layer with that number."""
+    layer: _Layer | None = _LAYERS.get(number)
+    if layer is None:
+        raise UsageError(f"compiled code calls layer {number}, which is gone: keep the layer, or compile again")
+    routing: TopK | RouterLogits | None = None
+    if topk_ids is not None and topk_weights is not None:
+        routing = TopK(topk_ids, topk_weights)
+    elif logits is not None:
+        routing = RouterLogits(logits)
+    output = layer(hidden_states, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
+    return output.contiguous()
+
+
+@moe_layer.register_fake
+def _(hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+
+
+# A rank that doesn't use the output takes part all the same.
+has_side_effect(torch.ops.eprt.moe_layer.default)
+
+
+def call(
+    number: int,
+    hidden_states: torch.Tensor,
+    routing: TopK | RouterLogits | None,
+    token_ids: torch.Tensor | None,
+    tokens_per_rank: int | None,
+) -> torch.Tensor:
+    """What `forward` is while it is traced."""
+    ids, weights = (routing.ids, routing.weights) if isinstance(routing, TopK) else (None, None)
+    logits = routing.logits if isinstance(routing, RouterLogits) else None
+    return moe_layer(hidden_states, number, ids, weights, logits, token_ids, tokens_per_rank)

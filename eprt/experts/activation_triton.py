@@ -1,0 +1,62 @@
+# ruff: noqa: ANN001, ANN201, ANN202  (kernel arguments have no Python types)
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""Activations in Triton: for the end of a GEMM, and over the valid rows of slabs. Imported only where kernels run."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from eprt.config import Activation
+from eprt.rounding import next_power_of_2
+
+BLOCK = 1024  # columns a program activates at a time
+CTAS = 2048  # that share the rows of all slabs
+
+
+@triton.jit
+def activated(gate, up, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
+    """`eprt.config.Activation` in float32; LIMIT 0 is none."""
+    if not GATED:
+        positive = tl.maximum(gate, 0.0)
+        return positive * positive
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return gate * tl.sigmoid(ALPHA * gate) * (up + BETA)
+
+
+def constants(activation: Activation | None) -> dict[str, bool | float]:
+    """The arguments of `activated`; None computes nothing."""
+    if activation is None:
+        return {"GATED": False, "ALPHA": 1.0, "BETA": 0.0, "LIMIT": 0.0}
+    numbers = {"ALPHA": activation.alpha, "BETA": activation.beta, "LIMIT": activation.limit or 0.0}
+    return {"GATED": activation.gated, **{name: float(value) for name, value in numbers.items()}}
+
+
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["counts"])
+def _activate_slabs(
+    wide, narrow, counts, M, I: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Grid: slabs x programs that share a slab's rows x blocks of columns."""
+    slab = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    for row in range(tl.program_id(1), tl.load(counts + slab), tl.num_programs(1)):
+        read = wide + (slab * M + row) * (2 * I if GATED else I) + column
+        gate = tl.load(read, mask=column < I).to(tl.float32)
+        up = gate
+        if GATED:
+            up = tl.load(read + I, mask=column < I).to(tl.float32)
+        value = activated(gate, up, GATED, ALPHA, BETA, LIMIT)
+        tl.store(narrow + (slab * M + row) * I + column, value.to(narrow.dtype.element_ty), mask=column < I)
+
+
+def activate_slabs(activation: Activation, wide: torch.Tensor, counts: torch.Tensor, narrow: torch.Tensor) -> None:
+    """See `eprt.experts.activation.activate_slabs`; all are contiguous."""
+    L, M, I = narrow.shape
+    block = min(BLOCK, next_power_of_2(I))
+    columns = -(-I // block)
+    grid = (L, min(M, max(1, CTAS // (L * columns))), columns)
+    _activate_slabs[grid](wide, narrow, counts, M, I=I, BLOCK=block, **constants(activation))

@@ -1,0 +1,128 @@
+"""Triton's grouped GEMMs of our own: bf16 and FP8 weights on Ampere and Hopper, with nothing to install beside torch.
+
+One small kernel sorts the slots and lists the row tiles (`eprt.experts.place_triton`). The first GEMM gathers the rows
+it needs and ends in the activation, the second writes each slot's result, one pass weights and sums them. Nothing is
+read by the host and programs walk the list that lies on the device, so a call can be captured in a CUDA graph and costs
+what came. Slabs of ExpertMajorTokens are listed alike and read where they lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from eprt.experts.base import Executor
+from eprt.experts.grouped.schedules import Pair, Schedule, choose, limits
+from eprt.experts.grouped.weights import FP8_FORMATS, GroupedMatrix
+from eprt.experts.permute import plain_hidden
+from eprt.support import Device
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, aligned
+from eprt.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from eprt.experts.grouped.launch import Gemm, Rows
+    from eprt.experts.place_triton import WorkList
+
+
+class TritonGroupedExecutor(Executor):
+    """Computes with float32 accumulation, bf16 between the matrices; float32 and packed tokens become bf16 first.
+
+    FP8 weights meet activations of two E4M3 numbers each, as exact as bf16. `RuntimeConfig.low_precision_activations`
+    makes it one, with a scale for 128 values, as DeepSeek-V3 was trained; tokens that come packed so are then taken as
+    they are. Sums don't depend on timing.
+    """
+
+    strided = True
+
+    def _prepare(self, weights: ExpertWeights) -> None:
+        config, shard, device = self.config, self.shard, self.device
+        self._first = GroupedMatrix.prepare(weights.gate_up, weights.gate_up_bias, config.activation.parts, device)
+        # The sum over MoE-TP ranks must hold the bias once.
+        down_bias = weights.down_bias if shard.moe_tp_rank == 0 else None
+        self._second = GroupedMatrix.prepare(weights.down, down_bias, 1, device)
+        self._hopper = Device.of(device).sm >= 90
+        self._pair: Pair = "bf16"
+        if config.weight_format in FP8_FORMATS:
+            self._pair = "w8a8" if self.runtime.low_precision_activations else "w8a16"
+
+    @cached_property
+    def _gemms(self) -> tuple[Gemm, Gemm]:
+        from eprt.experts.grouped.launch import Chip, Gemm
+
+        activation, chip = self.config.activation, Chip.of(self.device)
+        return Gemm(self._first, activation, self._pair, chip), Gemm(self._second, None, self._pair, chip)
+
+    def _schedule(self, num_tokens: int) -> Schedule:
+        """For the rows an expert gets if so many tokens of all ranks are routed evenly."""
+        return choose(self._pair, num_tokens * self.config.top_k / self.shard.num_experts, hopper=self._hopper)
+
+    def _rows(self, hidden: Payload, work: WorkList, source: torch.Tensor | None = None) -> Rows:
+        """Tokens in the first GEMM's number format."""
+        from eprt.experts.grouped.launch import Rows, quantize_rows
+
+        if self._pair == "w8a8" and hidden.scale is not None and hidden.format == "fp8_block":
+            return Rows(aligned(hidden.data), hidden.scale.reshape(-1, hidden.scale.shape[-1]).contiguous(), source)
+        plain = plain_hidden(hidden)
+        if self._pair != "bf16":
+            return replace(quantize_rows(plain, None if source is not None else work, self._gemms[0]), source=source)
+        plain = plain.to(torch.bfloat16)
+        return Rows(aligned(plain) if source is not None else plain, None, source)
+
+    def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
+        from eprt.experts.grouped.launch import both
+        from eprt.experts.permute_triton import weighted_unpermute
+        from eprt.experts.place_triton import list_slots
+
+        N, K = tokens.ids.shape
+        schedule = self._schedule(N)
+        first, L = self.shard.first_expert, self.shard.num_local_experts
+        place, source, work = list_slots(tokens.ids, first, L, schedule.m)
+        result = torch.empty((N * K, out.shape[1]), dtype=torch.bfloat16, device=out.device)
+        both(self._gemms, self._rows(tokens.hidden, work, source), work, schedule, (N * K,), result)
+        direct = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        if direct is not out and not tokens.every_row_read:
+            direct.copy_(out)
+        weighted_unpermute(result, place, tokens.weights.contiguous(), direct, tokens.every_row_read)
+        if direct is not out:
+            out.copy_(direct)
+
+    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
+        from eprt.experts.grouped.launch import both
+        from eprt.experts.place_triton import list_slabs
+
+        L, M = out.shape[:2]
+        schedule = self._schedule(tokens.allowed_tokens)
+        work = list_slabs(tokens.counts, M, schedule.m)
+        both(self._gemms, self._rows(tokens.hidden, work), work, schedule, (L, M), out)
+
+    def warmup(self, max_rows: int, slots: int | None = None) -> None:
+        """Compile every schedule that up to `max_rows` rows can need. Nothing is tuned."""
+        K, form = self.config.top_k, self.runtime.token_format
+        # One number of tokens for each schedule: the last that it serves, as far as that can come.
+        starts = limits(self._pair, hopper=self._hopper)
+        counts = {limit * self.shard.num_experts // K for limit in starts} | {max_rows}
+        for rows in sorted(min(max(count, 1), max_rows) for count in counts):
+            if form in (None, "flat"):
+                self._try_flat(rows, slots or K)
+            if form in (None, "expert_major"):
+                self._try_slabs(rows)
+
+    def _try_flat(self, rows: int, slots: int) -> None:
+        """All that calls with so many rows compile; no slot has an expert, so nothing is computed."""
+        E, device = self.shard.num_experts, self.device
+        ids = torch.full((rows, slots), E, dtype=torch.int32, device=device)
+        weights = torch.ones(rows, slots, device=device)
+        for dtype in (torch.bfloat16, torch.float32):
+            hidden = Payload.plain(torch.empty(rows, self.config.hidden_size, dtype=dtype, device=device))
+            for every_row in (True, False):
+                self(FlatTokens(hidden, ids, weights, E, every_row))
+
+    def _try_slabs(self, rows: int) -> None:
+        L, device = self.shard.num_local_experts, self.device
+        counts = torch.zeros(L, dtype=torch.int32, device=device)
+        for dtype in (torch.bfloat16, torch.float32):
+            hidden = torch.empty(L, rows, self.config.hidden_size, dtype=dtype, device=device)
+            self(ExpertMajorTokens(Payload.plain(hidden), counts))

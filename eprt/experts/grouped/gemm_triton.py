@@ -1,0 +1,289 @@
+# ruff: noqa: ANN001, ANN201, ANN202  (kernel arguments have no Python types)
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+"""The grouped GEMM: rows of each expert times its matrix, for a list of tiles that lies on the device.
+
+One kernel for both matrices of an expert. The first gathers the rows it needs and ends in bias and activation, the
+second reads what the first wrote. Programs walk the list, so a launch costs what came, not what could have come.
+
+A tile is BLOCK_M rows x BLOCK_N columns; the last of an expert may be computed in half or a quarter of the height. With
+SWAP the product is weights x tokens: the tensor cores' 64 rows are then filled by weights, of which there are always
+enough, and tokens are its N, which may be as few as 8.
+
+FP8 weights (`PAIR` w8a8, w8a16) have a scale for 128 x 128 of them, tokens one for 128 values: each 128 columns of K
+are summed by the tensor cores, then scaled and added in float32. In w8a16 a token's value is two E4M3 numbers, one
+rounded and what that left over: together they keep the 8 bits of bf16, and weights needn't be converted.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from eprt.experts.activation_triton import activated
+from eprt.experts.grouped.weights import INTERLEAVE
+from eprt.experts.place_triton import ITEM
+from eprt.quant.elements import E4M3_MAX, TINY
+from eprt.weights import FP8_BLOCK
+
+_FP8_BLOCK = tl.constexpr(FP8_BLOCK)
+_INTERLEAVE = tl.constexpr(INTERLEAVE)
+_ITEM = tl.constexpr(ITEM)
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_TINY = tl.constexpr(TINY)
+
+
+@triton.jit
+def _position(items, tile, NUM_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
+    """(expert, first row, row after the expert's last, index along N) of a tile. Tiles of GROUP_M neighbours along M
+    follow each other, so that weights stay in L2 while rows do."""
+    entry = items + (tile // NUM_N) * _ITEM
+    expert, begin = tl.load(entry), tl.load(entry + 1)
+    end, first = tl.load(entry + 2), tl.load(entry + 3)
+    inside = tile - first * NUM_N
+    group = inside // (GROUP_M * NUM_N)
+    height = tl.minimum(tl.cdiv(end - begin, BLOCK_M) - group * GROUP_M, GROUP_M)
+    inside -= group * (GROUP_M * NUM_N)
+    return expert, begin + (group * GROUP_M + inside % height) * BLOCK_M, end, inside // height
+
+
+@triton.jit
+def _halves(tile, SWAP: tl.constexpr):
+    """(gate, up) of a product whose columns (rows with SWAP) alternate by INTERLEAVE."""
+    first: tl.constexpr = tile.shape[0]
+    last: tl.constexpr = tile.shape[1]
+    if SWAP:
+        groups = tl.reshape(tile, (first // (2 * _INTERLEAVE), 2, _INTERLEAVE, last))
+        gate, up = tl.split(tl.permute(groups, (0, 2, 3, 1)))
+        gate, up = tl.reshape(gate, (first // 2, last)), tl.reshape(up, (first // 2, last))
+    else:
+        groups = tl.reshape(tile, (first, last // (2 * _INTERLEAVE), 2, _INTERLEAVE))
+        gate, up = tl.split(tl.permute(groups, (0, 1, 3, 2)))
+        gate, up = tl.reshape(gate, (first, last // 2)), tl.reshape(up, (first, last // 2))
+    return gate, up
+
+
+@triton.jit
+def _across(vector, SWAP: tl.constexpr):
+    """A value for each token, along a product's token dimension."""
+    return vector[None, :] if SWAP else vector[:, None]
+
+
+@triton.jit
+def _along(vector, SWAP: tl.constexpr):
+    """A value for each weight row, along a product's other dimension."""
+    return vector[:, None] if SWAP else vector[None, :]
+
+
+@triton.jit
+def _block(
+    pointer, tiles, offset, ok, row, start, SHIFT: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_K columns from SHIFT + `start` of some rows: by the copy engine from `row` on, or those at `offset` that
+    are `ok`; zeros past K columns."""
+    if TMA:
+        value = tiles.load([row, SHIFT + start])
+    else:
+        k = start + tl.arange(0, BLOCK_K)
+        there = ok[:, None]
+        if K % BLOCK_K != 0:
+            there = there & (k < K)[None, :]
+        value = tl.load(pointer + offset[:, None] + (SHIFT + k)[None, :], mask=there, other=0.0)
+    return value
+
+
+@triton.jit
+def _dot(tokens, weights, total, SWAP: tl.constexpr):
+    return tl.dot(weights, tokens.T, total) if SWAP else tl.dot(tokens, weights.T, total)
+
+
+@triton.jit
+def _product(
+    x, x_tiles, x_offset, x_ok, x_row, w, w_row, w_scale, x_scale,
+    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    PAIR: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
+):  # fmt: skip
+    """float32 product of one tile: (gate, up), or twice the same where the matrix has one part.
+
+    Args:
+        x_offset, x_ok: [BLOCK_M] offsets of rows and which there are. `x_row`: the first of them, for TMA.
+        w_row: the tile's first row among all experts'.
+        w_scale: the scales of this tile's first 128-block along N; `UP_SCALE` further on lie those of up.
+        x_scale: [BLOCK_M] where the scales of the rows begin.
+    """
+    K_BLOCKS: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
+    UP_SCALE: tl.constexpr = (N // 2 + _FP8_BLOCK - 1) // _FP8_BLOCK * K_BLOCKS
+    LOW: tl.constexpr = (K + 15) // 16 * 16  # columns of a token's first numbers: whole 16 bytes
+    WIDTH: tl.constexpr = BLOCK_N if PAIR == "bf16" else BLOCK_N // PARTS
+    total = tl.zeros((WIDTH, BLOCK_M) if SWAP else (BLOCK_M, WIDTH), dtype=tl.float32)
+    second = total
+    row = w_row + tl.arange(0, BLOCK_N)
+    w_offset, w_ok = row.to(tl.int64) * W_STRIDE, row < W_ROWS
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        tokens = _block(x, x_tiles, x_offset, x_ok, x_row, start, 0, K, BLOCK_K, X_TMA)
+        weights = _block(w, w, w_offset, w_ok, w_row, start, 0, K, BLOCK_K, W_TMA)
+        if PAIR == "bf16":
+            total = _dot(tokens, weights, total, SWAP)
+        else:
+            block = start // _FP8_BLOCK
+            factor = tl.load(w_scale + block)
+            token = tl.load(x_scale + block, mask=x_ok, other=0.0)
+            part = _dot(tokens, weights, None, SWAP)
+            if PAIR == "w8a16":
+                rest = _block(x, x_tiles, x_offset, x_ok, x_row, start, LOW, K, BLOCK_K, X_TMA)
+                part = _dot(rest, weights, part, SWAP)
+            if PARTS == 2:
+                gate, up = _halves(part, SWAP)
+                other = tl.load(w_scale + UP_SCALE + block)
+                total += gate * _across(token * factor, SWAP)
+                second += up * _across(token * other, SWAP)
+            else:
+                total += part * _across(token * factor, SWAP)
+    if PAIR == "bf16" and PARTS == 2:
+        total, second = _halves(total, SWAP)
+    return total, second
+
+
+@triton.jit
+def _tile(
+    x, x_tiles, source, x_scale, w, w_scale, bias, out,
+    expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LIMIT: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
+):  # fmt: skip
+    parts: tl.constexpr = 2 if GATED else 1
+    k_blocks: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
+    part_blocks: tl.constexpr = (N // parts + _FP8_BLOCK - 1) // _FP8_BLOCK
+    m = row + tl.arange(0, BLOCK_M)
+    ok = m < end
+    read = m if source is None else tl.load(source + m, mask=ok, other=0)
+    read = read.to(tl.int64)
+    x_offset = read * x_stride + expert.to(tl.int64) * x_skip
+    w_scale_tile, x_scale_rows = w_scale, x_scale
+    if PAIR != "bf16":
+        x_scale_rows = x_scale + read * k_blocks
+        w_scale_tile = w_scale + (expert * parts * part_blocks + column * BLOCK_N // parts // _FP8_BLOCK) * k_blocks
+    gate, up = _product(
+        x, x_tiles, x_offset, ok, row, w, expert * N + column * BLOCK_N, w_scale_tile, x_scale_rows,
+        N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PAIR, parts, SWAP, X_TMA, W_TMA,
+    )  # fmt: skip
+    width: tl.constexpr = N // parts
+    n = column * (BLOCK_N // parts) + tl.arange(0, BLOCK_N // parts)
+    if bias is not None:
+        own = bias + expert * N + n
+        gate += _along(tl.load(own, mask=n < width, other=0.0), SWAP)
+        if GATED:
+            up += _along(tl.load(own + width, mask=n < width, other=0.0), SWAP)
+    if FIRST:
+        gate = activated(gate, up, GATED, ALPHA, BETA, LIMIT)
+    target = m.to(tl.int64) * out_stride + expert.to(tl.int64) * out_skip
+    tl.store(
+        out + _across(target, SWAP) + _along(n, SWAP),
+        gate.to(out.dtype.element_ty),
+        mask=_across(ok, SWAP) & _along(n < width, SWAP),
+    )
+
+
+@triton.jit
+def _listed_tile(
+    x, x_tiles, source, x_scale, w, w_scale, bias, out, items, tile, x_stride, x_skip, out_stride, out_skip,
+    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+    PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
+):  # fmt: skip
+    """A tile in the least height that holds its rows."""
+    expert, row, end, column = _position(items, tile, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_M, GROUP_M)
+    if HALVINGS > 1 and end - row <= BLOCK_M // 4:
+        _tile(
+            x, x_tiles, source, x_scale, w, w_scale, bias, out,
+            expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+            N, K, W_STRIDE, W_ROWS, BLOCK_M // 4, BLOCK_N, BLOCK_K, STAGES,
+            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA,
+        )  # fmt: skip
+    elif HALVINGS > 0 and end - row <= BLOCK_M // 2:
+        _tile(
+            x, x_tiles, source, x_scale, w, w_scale, bias, out,
+            expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+            N, K, W_STRIDE, W_ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K, STAGES,
+            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA,
+        )  # fmt: skip
+    else:
+        _tile(
+            x, x_tiles, source, x_scale, w, w_scale, bias, out,
+            expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+            N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, X_TMA, W_TMA,
+        )  # fmt: skip
+
+
+@triton.jit
+def grouped_gemm(
+    x, x_tiles, source, x_scale, w, w_scale, bias, out, items, num_items, x_stride, x_skip, out_stride, out_skip,
+    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+    PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, FLATTEN: tl.constexpr, X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr,
+):  # fmt: skip
+    """`out[m] = x[m or source[m]] @ w[expert of m].T`, plus bias; the FIRST matrix's through the activation.
+
+    Args:
+        x: [rows, K]; in w8a16 [rows, 2 * K rounded up to 16].  x_tiles: the same as a descriptor of blocks
+            [BLOCK_M, BLOCK_K] (X_TMA).  source: [rows] int32, the row to read, or None.
+        x_scale: [rows, ceil(K / 128)] float32 where weights are FP8.
+        w: [experts * N, W_STRIDE]: a pointer, or a descriptor of blocks [BLOCK_N, BLOCK_K]; gate and up rows
+            alternate by INTERLEAVE.  w_scale: [experts, parts, ceil(N / parts / 128), ceil(K / 128)] float32.
+        bias: [experts, parts, N / parts] float32, or None.
+        items, num_items: the list of row tiles: int32 [.., ITEM], and how many there are.
+        x_stride, out_stride: elements between rows.  x_skip, out_skip: more elements for each expert (slabs that lie
+            further apart than their rows fill).
+        N, K: rows of an expert's matrix (both parts, with padding) and columns without padding.
+        HALVINGS: how often a tile's height may be halved where that is enough for an expert's last rows: 0, 1 or 2.
+        FLATTEN: one pipeline over all tiles of a program, instead of one for each.
+    """
+    NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    total = tl.load(num_items) * NUM_N
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
+        _listed_tile(
+            x, x_tiles, source, x_scale, w, w_scale, bias, out, items, tile, x_stride, x_skip, out_stride, out_skip,
+            N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, HALVINGS, X_TMA, W_TMA,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def quantize_tiles(
+    x, codes, scale, items, num_items, num_rows, x_stride, x_skip, code_stride,
+    K: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Rows in E4M3: codes [rows, code_stride], scale [rows, GROUPS] float32; x, x_skip as in `grouped_gemm`.
+
+    `items`, `num_items`: the rows of a list alone; None: the first `num_rows`. A value is multiplied by the inverse of
+    its scale: a true division, as `eprt.quant` makes it, takes ten times as long as the memory does. SPLIT: what
+    rounding leaves over follows in the second half of the columns, with the same scale. A value of at most 448 leaves
+    16 at most, and of that at most 2^-5, or 2^-10 in all.
+    """
+    width: tl.constexpr = (K + 15) // 16 * 16
+    total = tl.cdiv(num_rows, BLOCK_M) if items is None else tl.load(num_items)
+    for tile in tl.range(tl.program_id(0), total * GROUPS, tl.num_programs(0)):
+        if items is None:
+            expert, row, end, group = 0, tile // GROUPS * BLOCK_M, num_rows, tile % GROUPS
+        else:
+            expert, row, end, group = _position(items, tile, GROUPS, BLOCK_M, 1)
+        m = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        k = group * _FP8_BLOCK + tl.arange(0, _FP8_BLOCK)
+        ok = (m < end)[:, None] & (k < K)[None, :]
+        read = x + expert * x_skip.to(tl.int64) + m[:, None] * x_stride
+        value = tl.load(read + k[None, :], mask=ok, other=0.0).to(tl.float32)
+        factor = tl.maximum(tl.max(tl.abs(value), 1) / _E4M3_MAX, _TINY)
+        value = tl.clamp(value * (1.0 / factor)[:, None], -_E4M3_MAX, _E4M3_MAX)
+        code = value.to(tl.float8e4nv)
+        target, there = codes + m[:, None] * code_stride + k[None, :], (m < end)[:, None] & (k < width)[None, :]
+        tl.store(target, code, mask=there)
+        if SPLIT:
+            tl.store(target + width, (value - code.to(tl.float32)).to(tl.float8e4nv), mask=there)
+        tl.store(scale + m * GROUPS + group, factor, mask=m < end)

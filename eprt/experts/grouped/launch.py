@@ -1,0 +1,164 @@
+"""Launching the grouped GEMM. Imported only where its kernels run."""
+# Triton's launchers aren't typed.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from eprt.config import Activation
+from eprt.experts.activation_triton import constants
+from eprt.experts.grouped.gemm_triton import grouped_gemm, quantize_tiles
+from eprt.experts.grouped.schedules import Pair, Schedule, Tile
+from eprt.experts.grouped.weights import GroupedMatrix
+from eprt.experts.place_triton import WorkList
+from eprt.rounding import ceil_div, round_up
+from eprt.support import Device
+from eprt.weights import FP8_BLOCK
+
+_CPU_PROGRAMS = 3  # Triton's interpreter runs one after another: a few, so that each walks the list
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What kernels may use there.
+
+    Attributes:
+        multiprocessors: programs that run at once, one each.
+        hopper: has a copy engine for tiles (TMA).
+    """
+
+    multiprocessors: int
+    hopper: bool
+
+    @classmethod
+    def of(cls, device: torch.device) -> Chip:
+        found = Device.of(device)
+        if found.kind == "cpu":
+            return cls(_CPU_PROGRAMS, False)
+        return cls(torch.cuda.get_device_properties(device).multi_processor_count, found.sm >= 90)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a GEMM reads.
+
+    Attributes:
+        data: [rows, K] or slabs [L, M, K], last dimension contiguous; in w8a16 twice as wide.
+        scale: [rows, ceil(K / 128)] float32 of E4M3 data, of slabs [L * M, ..].
+        source: int32, for each row of the work list the row of `data`; None: the same.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+    source: torch.Tensor | None = None
+
+
+class Gemm:
+    """One of the two matrices, ready to be launched.
+
+    Args:
+        activation: of the first matrix; None for the second.
+    """
+
+    def __init__(self, matrix: GroupedMatrix, activation: Activation | None, pair: Pair, chip: Chip) -> None:
+        self.matrix = matrix
+        self.pair: Pair = pair
+        self._chip = chip
+        self._weights = matrix.data
+        self._tiles: dict[tuple[int, int], Any] = {}
+        self._constants: dict[str, Any] = {
+            "N": matrix.rows,
+            "K": matrix.cols,
+            "W_STRIDE": matrix.data.shape[1],
+            "W_ROWS": matrix.data.shape[0],
+            "PAIR": pair,
+            "FIRST": activation is not None,
+            **constants(activation),
+            "W_TMA": chip.hopper,
+        }
+
+    @property
+    def width(self) -> int:
+        """Columns of what it writes."""
+        return self.matrix.rows // self.matrix.parts
+
+    def __call__(self, rows: Rows, work: WorkList, schedule: Schedule, tile: Tile, out: torch.Tensor) -> None:
+        """Write [rows, width], or slabs of it, for the rows of the work list alone."""
+        columns = ceil_div(self.matrix.rows, tile.n)
+        grid = min(self._chip.multiprocessors * tile.ctas, work.bound * columns)
+        x_tma = tile.tma and self._chip.hopper and rows.source is None and rows.data.dim() == 2
+        grouped_gemm[(grid,)](
+            rows.data,
+            TensorDescriptor.from_tensor(rows.data, [schedule.m, tile.k]) if x_tma else None,
+            rows.source,
+            rows.scale,
+            self._descriptor(tile) if self._constants["W_TMA"] else self._weights,
+            self.matrix.scale,
+            self.matrix.bias,
+            out,
+            work.items,
+            work.count,
+            *_strides(rows.data),
+            *_strides(out),
+            BLOCK_M=schedule.m,
+            BLOCK_N=tile.n,
+            BLOCK_K=tile.k,
+            STAGES=tile.stages,
+            GROUP_M=schedule.group,
+            SWAP=tile.swap,
+            HALVINGS=tile.halvings,
+            FLATTEN=tile.flatten and x_tma,
+            X_TMA=x_tma,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **self._constants,
+        )
+
+    def _descriptor(self, tile: Tile) -> Any:
+        block = tile.n, tile.k
+        if block not in self._tiles:
+            w = self._weights
+            self._tiles[block] = TensorDescriptor(w, [w.shape[0], self.matrix.cols], [w.shape[1], 1], list(block))
+        return self._tiles[block]
+
+
+def quantize_rows(data: torch.Tensor, work: WorkList | None, gemm: Gemm) -> Rows:
+    """Rows of the work list in E4M3 for `gemm`, with a scale for 128 values; others stay garbage. None: all rows."""
+    K, split = gemm.matrix.cols, gemm.pair == "w8a16"
+    groups, width = ceil_div(K, FP8_BLOCK), round_up(K, 16) * (2 if split else 1)
+    codes = torch.empty((*data.shape[:-1], width), dtype=torch.float8_e4m3fn, device=data.device)
+    scale = torch.empty((*data.shape[:-1], groups), dtype=torch.float32, device=data.device)
+    block_m = work.block_m if work else 16
+    tiles = (work.bound if work else ceil_div(data.shape[0], block_m)) * groups
+    quantize_tiles[(min(gemm._chip.multiprocessors * 64, tiles),)](
+        data, codes, scale, work and work.items, work and work.count, data.shape[0], *_strides(data), width,
+        K=K, GROUPS=groups, BLOCK_M=block_m, SPLIT=split,
+    )  # fmt: skip
+    return Rows(codes, scale.view(-1, groups))
+
+
+def both(
+    gemms: tuple[Gemm, Gemm], rows: Rows, work: WorkList, schedule: Schedule, count: tuple[int, ...], out: torch.Tensor
+) -> None:
+    """Both matrices: `count` rows (or slabs of rows) of room between them, results into `out`."""
+    first, second = gemms
+    # Rows of whole 16 bytes, whatever the intermediate size.
+    stride = round_up(first.width, 16)
+    between = torch.empty((*count, stride), dtype=torch.bfloat16, device=out.device)[..., : second.matrix.cols]
+    first(rows, work, schedule, schedule.first, between)
+    middle = Rows(between)
+    if second.pair != "bf16":
+        middle = quantize_rows(between, work, second)
+    second(middle, work, schedule, schedule.second, out)
+
+
+def _strides(rows: torch.Tensor) -> tuple[int, int]:
+    """Elements between rows, and how many more between slabs than their rows take."""
+    if rows.dim() == 2:
+        return rows.stride(0), 0
+    return rows.stride(1), rows.stride(0) - rows.shape[1] * rows.stride(1)

@@ -1,0 +1,94 @@
+"""Tiles of the grouped GEMM, by what is multiplied and how many rows an expert gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# Weights x activations: plain bf16; E4M3 blocks times E4M3 groups; E4M3 blocks times bf16.
+Pair = Literal["bf16", "w8a8", "w8a16"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one of the two GEMMs is cut.
+
+    Attributes:
+        n, k: columns (both parts of a gated matrix) and depth of a block; n / parts divides 128, and k is 128, where
+            there are scales.
+        stages: blocks in flight.  warps: of a program.  ctas: programs on a multiprocessor.
+        swap: weights x tokens instead of tokens x weights.
+        halvings: how often an expert's last tile may be halved in height where that is enough.
+        flatten: one pipeline over all tiles of a program, where `tma` holds; not with halvings.
+        tma: tokens by the copy engine, where they lie in rows (the second GEMM of FlatTokens).
+    """
+
+    n: int
+    k: int
+    stages: int
+    warps: int
+    ctas: int
+    swap: bool = False
+    halvings: int = 0
+    flatten: bool = False
+    tma: bool = False
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Both GEMMs for about so many rows an expert.
+
+    Attributes:
+        m: rows of a tile.
+        group: row tiles of an expert that share columns before the next columns come.
+    """
+
+    m: int
+    first: Tile
+    second: Tile
+    group: int = 8
+
+
+ANY = 1 << 30
+# Up to so many rows an expert, as even routing would bring: the fastest of 20 to 40 on an H200, of Qwen3-30B-A3B's
+# sizes (bf16) and DeepSeek-V3's (FP8).
+HOPPER: dict[Pair, tuple[tuple[int, Schedule], ...]] = {
+    "bf16": (
+        (12, Schedule(16, Tile(64, 128, 3, 4, 3, swap=True), Tile(128, 64, 3, 4, 4, swap=True))),
+        (24, Schedule(32, Tile(64, 128, 4, 4, 2, swap=True), Tile(64, 128, 4, 4, 2, swap=True))),
+        (160, Schedule(64, Tile(128, 64, 3, 4, 3), Tile(128, 64, 3, 4, 3))),
+        (ANY, Schedule(128, Tile(256, 64, 4, 8, 1), Tile(256, 64, 4, 8, 1, flatten=True, tma=True))),
+    ),
+    "w8a8": (
+        (12, Schedule(16, Tile(128, 128, 6, 4, 2, swap=True), Tile(128, 128, 3, 4, 4, swap=True))),
+        (24, Schedule(32, Tile(128, 128, 4, 4, 2, swap=True), Tile(128, 128, 3, 4, 3, swap=True))),
+        (ANY, Schedule(64, Tile(128, 128, 4, 4, 2), Tile(128, 128, 4, 4, 2))),
+    ),
+    # As w8a8, with as many stages as leave room for tokens of twice the width. Not timed.
+    "w8a16": (
+        (12, Schedule(16, Tile(128, 128, 5, 4, 2, swap=True), Tile(128, 128, 3, 4, 3, swap=True))),
+        (24, Schedule(32, Tile(128, 128, 4, 4, 2, swap=True), Tile(128, 128, 4, 4, 2, swap=True))),
+        (ANY, Schedule(64, Tile(128, 128, 3, 4, 2), Tile(128, 128, 3, 4, 2))),
+    ),
+}
+
+
+# Tiles that fit the shared memory of every card from Ampere on, 99 KiB. Not measured on one.
+AMPERE: tuple[tuple[int, Schedule], ...] = (
+    (24, Schedule(16, Tile(64, 64, 4, 4, 2), Tile(64, 64, 4, 4, 2))),
+    (ANY, Schedule(64, Tile(128, 32, 4, 4, 1, halvings=1), Tile(128, 32, 4, 4, 1, halvings=1))),
+)
+
+
+def choose(pair: Pair, rows: float, *, hopper: bool) -> Schedule:
+    """For so many rows an expert."""
+    return next(schedule for limit, schedule in _table(pair, hopper) if rows <= limit)
+
+
+def limits(pair: Pair, *, hopper: bool) -> list[int]:
+    """Rows an expert at which another schedule begins."""
+    return [limit for limit, _ in _table(pair, hopper)[:-1]]
+
+
+def _table(pair: Pair, hopper: bool) -> tuple[tuple[int, Schedule], ...]:
+    return HOPPER[pair] if hopper else AMPERE

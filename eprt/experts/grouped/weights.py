@@ -1,0 +1,74 @@
+"""Expert matrices as the grouped GEMM reads them: gate and up rows taking turns, rows of whole 16 bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from eprt.config import WeightFormat
+from eprt.experts.layouts import as_bytes, spread_tensor_scale, stack_experts
+from eprt.quant import decode
+from eprt.rounding import ceil_div, round_up
+from eprt.weights import FP8_BLOCK, Fp8Block, Fp8Tensor, Matrix
+
+INTERLEAVE = 8  # gate and up rows take turns by so many: halves of what one thread holds of a tile, so nothing moves
+FP8_FORMATS: tuple[WeightFormat, ...] = ("fp8_block", "fp8_tensor")
+
+
+@dataclass(frozen=True)
+class GroupedMatrix:
+    """One of the two matrices of all local experts.
+
+    Attributes:
+        data: [L * rows, stride] bf16 or e4m3; columns past `cols` are zeros.
+        scale: [L, parts, ceil(rows / parts / 128), ceil(cols / 128)] float32 of FP8 weights, else None.
+        bias: [L, parts, rows / parts] float32, or None.
+        parts: 2 where gate and up alternate by INTERLEAVE rows.
+        rows, cols: of one expert; each part's rows padded to INTERLEAVE.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    parts: int
+    rows: int
+    cols: int
+
+    @classmethod
+    def prepare(cls, matrix: Matrix, bias: torch.Tensor | None, parts: int, device: torch.device) -> GroupedMatrix:
+        """From a canonical matrix on any device, expert by expert; other formats than FP8 in bf16."""
+        L, rows, cols = matrix.shape
+        part = rows // parts
+        padded = round_up(part, INTERLEAVE) if parts > 1 else part
+        fp8 = isinstance(matrix, (Fp8Block, Fp8Tensor))
+        stride = round_up(cols, 16 if fp8 else 8)
+
+        def prepare(index: int) -> dict[str, torch.Tensor]:
+            own = matrix.expert(index).map(lambda tensor: tensor.to(device))
+            if isinstance(own, (Fp8Block, Fp8Tensor)):
+                found = {"data": alternate(own.data, parts, padded, stride)}
+                grid = ceil_div(part, FP8_BLOCK), ceil_div(cols, FP8_BLOCK)
+                scale = own.scale if isinstance(own, Fp8Block) else spread_tensor_scale(own.scale, *grid)
+                found["scale"] = scale.to(torch.float32).view(1, parts, *grid)
+            else:
+                found = {"data": alternate(decode(own, parts, torch.bfloat16), parts, padded, stride)}
+            if bias is not None:
+                halves = bias[index].to(device, torch.float32).view(1, parts, part)
+                found["bias"] = torch.nn.functional.pad(halves, (0, padded - part))
+            return found
+
+        tensors = stack_experts(L, prepare)
+        data = tensors["data"].flatten(0, 1)
+        return cls(data, tensors.get("scale"), tensors.get("bias"), parts, parts * padded, cols)
+
+
+def alternate(stack: torch.Tensor, parts: int, rows: int, stride: int) -> torch.Tensor:
+    """[n, parts * r, c] to [n, parts * rows, stride]: parts padded with zeros, their rows in turns of INTERLEAVE."""
+    n, height, cols = stack.shape
+    part = height // parts
+    wide = as_bytes(stack).new_zeros((n, parts, rows, stride))
+    wide[:, :, :part, :cols] = as_bytes(stack).view(n, parts, part, cols)
+    if parts > 1:
+        wide = wide.view(n, parts, rows // INTERLEAVE, INTERLEAVE, stride).transpose(1, 2)
+    return wide.reshape(n, parts * rows, stride).view(stack.dtype)

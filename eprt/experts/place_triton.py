@@ -1,0 +1,213 @@
+# ruff: noqa: ANN001, ANN202  (kernel arguments have no Python types)
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""Triton kernels that sort slots by expert and list a grouped GEMM's row tiles. Imported only where CUDA tensors are.
+
+Every program places one block of slots. It needs the counts of all slots and those of the slots before its own: up to
+SMALL_SLOTS it counts the ids itself, which then sit in L2; above, two kernels before it have counted each block and
+summed the blocks up. Inside a block a slot's rank is the number of earlier ones with its expert, so the order is that
+of the slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from eprt.rounding import ceil_div, next_power_of_2
+
+SMALL_SLOTS = 4096  # up to which counting again in every program is cheaper than two launches
+BLOCK_S = 128  # slots that a program places; half of a square of so many comparisons
+SCAN_EXPERTS = 8  # that a program sums up over all blocks
+ITEM = 4  # int32 an entry of the work list: expert, its first row, the row after its last, its first entry
+
+_ITEM = tl.constexpr(ITEM)
+
+
+@dataclass(frozen=True)
+class WorkList:
+    """Row tiles of a grouped GEMM, on the device.
+
+    Attributes:
+        items: int32 [bound, ITEM].  count: int32 [1], entries that are there.
+        block_m: rows of a tile.
+    """
+
+    items: torch.Tensor
+    count: torch.Tensor
+    block_m: int
+
+    @classmethod
+    def empty(cls, bound: int, block_m: int, device: torch.device) -> WorkList:
+        memory = torch.empty(bound * ITEM + 1, dtype=torch.int32, device=device)
+        return cls(memory[: bound * ITEM], memory[bound * ITEM :], block_m)
+
+    @property
+    def bound(self) -> int:
+        """Entries that there can be at most."""
+        return self.items.numel() // ITEM
+
+
+@triton.jit
+def _experts_of(ids_ptr, s, num_slots, first, L):
+    """Local experts of slots, L where there is none."""
+    own = tl.load(ids_ptr + s, mask=s < num_slots, other=first - 1) - first
+    return tl.where((own >= 0) & (own < L), own, L)
+
+
+@triton.jit
+def _write_items(items_ptr, num_items_ptr, expert, begin, rows, BLOCK_M: tl.constexpr):
+    """The list of tiles of experts with `rows` rows from `begin`; programs share it."""
+    tiles = (rows + BLOCK_M - 1) // BLOCK_M
+    first = tl.cumsum(tiles, axis=0) - tiles
+    for tile in range(tl.program_id(0), tl.max(tiles, axis=0), tl.num_programs(0)):
+        entry = items_ptr + (first + tile) * _ITEM
+        there = tile < tiles
+        tl.store(entry, expert, mask=there)
+        tl.store(entry + 1, begin, mask=there)
+        tl.store(entry + 2, begin + rows, mask=there)
+        tl.store(entry + 3, first, mask=there)
+    if tl.program_id(0) == 0:
+        tl.store(num_items_ptr, tl.sum(tiles, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_slots", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])
+def _count_slots(ids_ptr, counts_ptr, num_slots, first, L, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr):
+    block = tl.program_id(0)
+    own = _experts_of(ids_ptr, block * BLOCK_S + tl.arange(0, BLOCK_S), num_slots, first, L)
+    tl.store(counts_ptr + block * L_PAD + tl.arange(0, L_PAD), tl.histogram(own, L_PAD))
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _sum_counts(
+    counts_ptr, totals_ptr, num_blocks, L_PAD: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Each block's counts become those of the blocks before it; a program does some experts."""
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    before = tl.zeros([EXPERTS], dtype=tl.int32)
+    for start in range(0, num_blocks, CHUNK):
+        b = start + tl.arange(0, CHUNK)
+        cell = counts_ptr + b[:, None] * L_PAD + expert[None, :]
+        part = tl.load(cell, mask=(b < num_blocks)[:, None], other=0)
+        tl.store(cell, tl.cumsum(part, axis=0) - part + before[None, :], mask=(b < num_blocks)[:, None])
+        before += tl.sum(part, axis=0)
+    tl.store(totals_ptr + expert, before)
+
+
+@triton.jit(do_not_specialize=["num_slots", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])
+def _place_slots(
+    ids_ptr, counts_ptr, totals_ptr, place_ptr, source_ptr, offsets_ptr, items_ptr, num_items_ptr, num_slots, first, L,
+    K: tl.constexpr, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    expert = tl.arange(0, L_PAD)
+    if counts_ptr is None:
+        total = tl.zeros([L_PAD], dtype=tl.int32)
+        earlier = tl.zeros([L_PAD], dtype=tl.int32)
+        for start in range(0, num_slots, CHUNK):
+            s = start + tl.arange(0, CHUNK)
+            other = _experts_of(ids_ptr, s, num_slots, first, L)
+            total += tl.histogram(other, L_PAD)
+            earlier += tl.histogram(tl.where(s < block * BLOCK_S, other, L), L_PAD)
+    else:
+        total = tl.load(totals_ptr + expert)
+        earlier = tl.load(counts_ptr + block * L_PAD + expert)
+    total = tl.where(expert < L, total, 0)
+    begin = tl.cumsum(total, axis=0) - total
+    s = block * BLOCK_S + tl.arange(0, BLOCK_S)
+    own = _experts_of(ids_ptr, s, num_slots, first, L)
+    same = tl.zeros([BLOCK_S, 32], dtype=tl.int32)
+    for start in range(0, BLOCK_S, 32):
+        t = block * BLOCK_S + start + tl.arange(0, 32)
+        other = _experts_of(ids_ptr, t, num_slots, first, L)
+        same += ((other[None, :] == own[:, None]) & (t[None, :] < s[:, None])).to(tl.int32)
+    place = tl.gather(begin + earlier, own, 0) + tl.sum(same, axis=1)
+    local = own < L
+    tl.store(place_ptr + s, tl.where(local, place, -1), mask=s < num_slots)
+    if source_ptr is not None:
+        tl.store(source_ptr + place, s // K, mask=local)
+    if items_ptr is not None:
+        _write_items(items_ptr, num_items_ptr, expert, begin, total, BLOCK_M)
+    if block == 0:
+        tl.store(offsets_ptr + expert, begin.to(tl.int64), mask=expert < L)
+        tl.store(offsets_ptr + L, tl.sum(total, axis=0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["M", "L"], do_not_specialize_on_alignment=["counts_ptr"])
+def _list_slabs(counts_ptr, items_ptr, num_items_ptr, M, L, L_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
+    expert = tl.arange(0, L_PAD)
+    rows = tl.load(counts_ptr + expert, mask=expert < L, other=0)
+    _write_items(items_ptr, num_items_ptr, expert, expert * M, rows, BLOCK_M)
+
+
+def place_slots(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each slot goes when slots are sorted by local expert, those of other experts left out.
+
+    Args:
+        ids: [N, K] int32, global.
+
+    Returns:
+        offsets [L + 1] int64, and place [N, K] int32, -1 where the expert isn't local.
+    """
+    offsets, place = _outputs(ids, L)
+    _place(ids, first, L, offsets, place, None, None)
+    return offsets, place
+
+
+def list_slots(ids: torch.Tensor, first: int, L: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor, WorkList]:
+    """The same slots for a GEMM with tiles of `block_m` rows.
+
+    Returns:
+        place, source [N * K] int32 (the row n that each sorted one comes from), and the tiles.
+    """
+    num_slots = ids.numel()
+    offsets, place = _outputs(ids, L)
+    source = torch.empty(num_slots, dtype=torch.int32, device=ids.device)
+    work = WorkList.empty(min(L, num_slots) + num_slots // block_m, block_m, ids.device)
+    _place(ids, first, L, offsets, place, source, work)
+    return place, source, work
+
+
+def _outputs(ids: torch.Tensor, L: int) -> tuple[torch.Tensor, torch.Tensor]:
+    offsets = torch.empty(L + 1, dtype=torch.int64, device=ids.device)
+    return offsets, torch.empty_like(ids, memory_format=torch.contiguous_format)
+
+
+def _place(
+    ids: torch.Tensor,
+    first: int,
+    L: int,
+    offsets: torch.Tensor,
+    place: torch.Tensor,
+    source: torch.Tensor | None,
+    work: WorkList | None,
+) -> None:
+    (N, K), ids = ids.shape, ids.contiguous()
+    num_slots, l_pad = N * K, max(16, next_power_of_2(L + 1))
+    counts = totals = None
+    block_s = BLOCK_S if num_slots > 1024 else 32
+    num_blocks = max(1, ceil_div(num_slots, block_s))
+    if num_slots > SMALL_SLOTS:
+        counts = torch.empty((num_blocks + 1, l_pad), dtype=torch.int32, device=ids.device)
+        totals = counts[num_blocks]
+        _count_slots[(num_blocks,)](ids, counts, num_slots, first, L, L_PAD=l_pad, BLOCK_S=block_s)
+        _sum_counts[(l_pad // SCAN_EXPERTS,)](
+            counts, totals, num_blocks, L_PAD=l_pad, EXPERTS=SCAN_EXPERTS, CHUNK=512, num_warps=8
+        )
+    _place_slots[(num_blocks,)](
+        ids, counts, totals, place, source, offsets, work and work.items, work and work.count, num_slots, first, L,
+        K=K, L_PAD=l_pad, BLOCK_S=block_s, CHUNK=1024, BLOCK_M=work.block_m if work else 1, num_warps=8,
+    )  # fmt: skip
+
+
+def list_slabs(counts: torch.Tensor, M: int, block_m: int) -> WorkList:
+    """The row tiles of L slabs of M rows, of which counts [L] int32 are valid."""
+    L = counts.shape[0]
+    work = WorkList.empty(L * ceil_div(M, block_m), block_m, counts.device)
+    _list_slabs[(1,)](
+        counts.contiguous(), work.items, work.count, M, L,
+        L_PAD=max(16, next_power_of_2(L)), BLOCK_M=block_m,
+    )  # fmt: skip
+    return work

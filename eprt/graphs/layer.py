@@ -1,0 +1,106 @@
+"""`LayerGraphs`: one layer's call as a CUDA graph for each small size, for callers that are eager themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from eprt.errors import ConfigError
+from eprt.graphs.recording import GraphedLayer, Padding, Peers, Pool, Recording, refusal
+from eprt.rounding import next_power_of_2
+from eprt.world import World
+
+LARGEST = 128  # tokens a rank; from there on the experts take longer than the host needs to launch them one by one
+
+
+class LayerGraphs:
+    """Replays a layer for small R: the caller pays one launch and two copies.
+
+    Ranks that replay and ranks that don't (another dtype, a routing of their own) use the same R, as it is rounded up
+    to a bucket for both. On a CPU world the call itself is made, on a batch padded alike.
+
+    Args:
+        layer: whose calls these are.
+        call: (hidden [R, H_model], R) -> [R, H_model]: the layer's eager call, routed by its own router.
+        width: H_model.
+        capacity: the largest R that one call of the layer may have.
+
+    Attributes:
+        buckets: powers of two up to LARGEST and the capacity, or the capacity alone.
+
+    Raises:
+        ConfigError: the layer's pair can't be captured, with the reason.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        layer: GraphedLayer,
+        call: Callable[[torch.Tensor, int], torch.Tensor],
+        width: int,
+        capacity: int,
+    ) -> None:
+        if world.device.type == "cuda" and (reason := refusal(layer)):
+            raise ConfigError(f"RuntimeConfig.layer_graphs: {reason}; `eprt explain` lists the pairs that can")
+        self._world, self._layer, self._call = world, layer, call
+        self._peers = Peers(world, [layer])
+        largest = min(LARGEST, capacity)
+        self.buckets = (*(1 << n for n in range(next_power_of_2(largest).bit_length()) if 1 << n < largest), largest)
+        world.add_buckets(self.buckets)
+        self._padding = Padding(world, largest)
+        self._hidden = _static_rows(world, largest, width)
+        self._captured: dict[int, Recording] = {}
+
+    def capture(self) -> None:
+        """Record every bucket, the largest first. Collective, as the call is made before."""
+        pool = Pool.shared(self._world)
+        with torch.no_grad(), self._peers.capturing():
+            for rows in reversed(self.buckets):
+                self._captured[rows] = self._record(rows, pool)
+
+    def replay(self, hidden: torch.Tensor, tokens_per_rank: int) -> torch.Tensor | None:
+        """[T, H_model] of the caller's own for hidden [T, H_model] and an R that is rounded already. None: no graph
+        fits such a call, so make it.
+
+        Raises:
+            RankLost, WorldMismatch: what is known of the peers.
+        """
+        recording, T = self._captured.get(tokens_per_rank), hidden.shape[0]
+        on_gpu = self._world.device.type == "cuda"
+        if recording is None or tokens_per_rank < T or (on_gpu and not self._fits(hidden)):
+            return None
+        self._padding.valid.write(T)
+        if not on_gpu:
+            padded = F.pad(hidden, (0, 0, 0, tokens_per_rank - T))
+            with self._padding.applied(tokens_per_rank):
+                return self._call(padded, tokens_per_rank)[:T].clone()
+        self._peers.check()
+        dispatcher = self._layer.dispatcher
+        dispatcher._calls += 1  # as on ranks that make this call
+        self._world.log_call(dispatcher.layer, dispatcher.fingerprint)
+        if T:
+            self._hidden[:T].copy_(hidden)
+        return recording.play()[:T].clone()
+
+    def _fits(self, hidden: torch.Tensor) -> bool:
+        free = not (self._peers.closed or self._peers.changed or torch.cuda.is_current_stream_capturing())
+        return free and hidden.dtype == self._hidden.dtype
+
+    def _record(self, rows: int, pool: Pool | None) -> Recording:
+        def call() -> torch.Tensor:
+            with self._padding.applied(rows):
+                return self._call(self._hidden[:rows], rows)
+
+        if pool is not None:
+            self._padding.valid.write(0)
+            call()
+            self._peers.wait()
+        return Recording.of(call, pool)
+
+
+def _static_rows(world: World, rows: int, width: int) -> torch.Tensor:
+    """Where graphs read their tokens; one for all layers of a width, which run one after the other."""
+    make: Callable[[], torch.Tensor] = lambda: torch.zeros(rows, width, dtype=torch.bfloat16, device=world.device)  # noqa: E731
+    return world.resource(("layer graphs' tokens", rows, width), make)

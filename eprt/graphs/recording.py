@@ -1,0 +1,210 @@
+"""What every kind of graph needs: rows that only fill a batch up, one recorded call, and a wait that notices the lost.
+
+On CPUs there is nothing to capture: a recording is the call itself, so all but the capture is the same code there.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from eprt.dispatch import DISPATCHERS, Dispatcher
+from eprt.experts import EXECUTORS
+from eprt.plan import Plan
+from eprt.world import World
+
+_PATIENCE_S = 1e-3  # a wait only polls for this long; then it also asks for the peers, and sleeps in between
+
+
+class GraphedLayer(Protocol):
+    """What graphs need to know of an `ExpertParallelMoE`."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def dispatcher(self) -> Dispatcher: ...
+
+
+def refusal(layer: GraphedLayer) -> str:
+    """Why a call of the layer can't be captured in a CUDA graph, or nothing."""
+    dispatcher, executor = layer.plan.dispatcher, layer.plan.executor
+    refusals = [
+        (not DISPATCHERS[dispatcher].graph_safe, f"dispatcher {dispatcher} reads sizes on the host in every call"),
+        (not EXECUTORS[executor].graph_safe, f"executor {executor} isn't made for fixed shapes without a host sync"),
+        (layer.dispatcher.full_validation, 'validate="full" reads values on the host; use "cheap"'),
+    ]
+    return "; ".join(reason for failed, reason in refusals if failed)
+
+
+class ValidRows:
+    """How many rows of a padded batch hold tokens, where captured kernels read it; one number a World.
+
+    Attributes:
+        count: int32 [1] on the world's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.count = torch.zeros(1, dtype=torch.int32, device=device)
+        self._written = 0
+
+    @classmethod
+    def of(cls, world: World) -> ValidRows:
+        return world.resource(("valid rows",), lambda: cls(world.device))
+
+    def write(self, rows: int) -> None:
+        """In stream order; nothing is launched where the number is there already."""
+        if rows != self._written:
+            self.count.fill_(rows)
+            self._written = rows
+
+
+class Padding:
+    """Which rows of a batch of at most `rows` hold no token: what layers inside `applied` leave out."""
+
+    def __init__(self, world: World, rows: int) -> None:
+        self.valid = ValidRows.of(world)
+        self._world = world
+        with torch.inference_mode(False):
+            self._numbers = torch.arange(rows, dtype=torch.int32, device=world.device)[:, None]
+
+    @contextmanager
+    def applied(self, rows: int) -> Iterator[None]:
+        """`World.padding` of a batch of `rows`, computed here: in a graph it follows the number of each replay."""
+        world, before = self._world, self._world.padding
+        world.padding = self._numbers[:rows] >= self.valid.count
+        try:
+            yield
+        finally:
+            world.padding = before
+
+
+class Pool:
+    """Memory of graphs that never run at once. Lives as long as the recordings made in it: torch gives a pool up with
+    its last graph, and the handle must not be used again."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+    @classmethod
+    def of(cls, device: torch.device) -> Pool | None:
+        """A new one; None on CPUs."""
+        return cls() if device.type == "cuda" else None
+
+    @classmethod
+    def shared(cls, world: World) -> Pool | None:
+        """That of all layers of a World."""
+        found = _shared_pools.get(world)
+        pool = found() if found is not None else None
+        if pool is None and (pool := cls.of(world.device)) is not None:
+            _shared_pools[world] = ref(pool)
+        return pool
+
+
+_shared_pools: WeakKeyDictionary[World, ref[Pool]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A call that can be made again: `play()` returns its output, which a graph's next replay overwrites."""
+
+    play: Callable[[], Any]
+    pool: Pool | None = None
+
+    @classmethod
+    def of(cls, call: Callable[[], Any], pool: Pool | None) -> Recording:
+        """Args:
+        call: reads and writes only what stays where it is. On CUDA it was made before, so that nothing compiles now.
+        pool: None on CPUs.
+        """
+        if pool is None:
+            return cls(call)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (NCCL's watchdog) may ask for events meanwhile.
+        with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
+            output = call()
+
+        def play() -> Any:
+            graph.replay()
+            return output
+
+        return cls(play, pool)
+
+
+class Peers:
+    """What the dispatchers of some layers know of the other ranks.
+
+    Args:
+        layers: whose graphs these are.
+    """
+
+    def __init__(self, world: World, layers: Iterable[GraphedLayer]) -> None:
+        self._world = world
+        self._all = [layer.dispatcher for layer in layers]
+        self._captured_with: list[tuple[bool, ...]] = []
+
+    def check(self) -> None:
+        """Without a device sync. Raises RankLost, WorldMismatch."""
+        self._world.raise_if_lost()
+        seen: set[int] = set()
+        for dispatcher in self._all:  # those that share memory know the same
+            if (memory := id(dispatcher._slots())) not in seen:
+                seen.add(memory)
+                dispatcher.check_peers()
+
+    @property
+    def closed(self) -> bool:
+        return self._world.closed or any(dispatcher.closed for dispatcher in self._all)
+
+    @property
+    def changed(self) -> bool:
+        """Whether ranks were left out since `capturing`, and the kernels captured there don't know."""
+        return self._captured_with != [mask.alive for mask in self._frozen_masks()]
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Around a capture whose owner asks for `changed` before each replay, so that `set_alive` stays allowed."""
+        masks = self._frozen_masks()
+        before = [mask.captured for mask in masks]
+        collects = gc.isenabled()
+        gc.collect()  # what is freed by chance during a capture could end it
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+            for mask, captured in zip(masks, before, strict=True):
+                mask.captured = captured
+        self._captured_with = [mask.alive for mask in masks]
+
+    def wait(self) -> None:
+        """Until this rank's GPU has done what was launched on the current stream. The host asks for the peers
+        meanwhile, as a kernel that waits for a lost one doesn't return.
+
+        Raises:
+            RankLost, WorldMismatch: the World's verdict, what a kernel reported, or, after the World's timeout, the
+                rank that is furthest behind.
+        """
+        if self._world.device.type != "cuda":
+            return
+        done = torch.cuda.Event()
+        done.record()
+        begun = time.monotonic()
+        while not done.query():
+            if (waited := time.monotonic() - begun) > _PATIENCE_S:
+                self.check()
+                self._world.raise_if_lost(waited)
+                time.sleep(50e-6)
+
+    def _frozen_masks(self) -> list[Any]:
+        """Masks that kernels get as an argument: a graph keeps the one of its capture."""
+        masks = {id(mask): mask for d in self._all if (mask := d._mask()) is not None and mask.in_arguments}
+        return list(masks.values())

@@ -1,0 +1,275 @@
+"""Where a model calls its expert-parallel layers, and what the ranks agree on once a forward, at the first of them.
+
+Any rank may run any number of forwards inside `lockstep`, which is all that generation needs: a rank that has run out
+of prompts takes idle steps until all have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from eprt.errors import EprtError, RankLost, UsageError, WorldMismatch
+from eprt.layer import ExpertParallelMoE
+from eprt.tokens import TopK
+from eprt.world import World
+from eprt.world.header import Header, exchange
+from eprt.world.step import Step
+
+REMEDY = (
+    "Each forward of the model needs all ranks: one that has nothing to feed calls idle_step(model) where the others "
+    "call model(...); generate(model, prompts), or `with lockstep(model):` around a loop of your own, does that by "
+    "itself (all three in eprt.integrations.transformers)."
+)
+
+
+class Place:
+    """Where a model calls one of its expert-parallel layers. The module there keeps it as `eprt_place`.
+
+    Attributes:
+        world: the ranks that make the same call.
+        dtype: of the hidden states that arrive.
+        agreement: shared by the places of one model; None until one was made.
+    """
+
+    def __init__(self, world: World, dtype: torch.dtype, layer: ExpertParallelMoE | None = None) -> None:
+        self.world, self.dtype = world, dtype
+        self.agreement: Agreement | None = None
+        self._layer = layer
+
+    @property
+    def layer(self) -> ExpertParallelMoE:
+        """The layer; one that isn't there yet is built now, on every rank."""
+        if self._layer is None:
+            self._layer = self._build()
+        return self._layer
+
+    def __call__(
+        self, hidden_states: torch.Tensor, routing: TopK | None = None, token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The layer's output; its errors say what a rank without a batch has to do. Its gradient is refused."""
+        layer, agreement = self.layer, self.agreement
+        muted = agreement is not None and agreement.muted
+        x = hidden_states
+        if muted:
+            x = x.reshape(-1, x.shape[-1])[:0]
+            routing = None if routing is None else TopK(routing.ids[:0], routing.weights[:0])
+            token_ids = None if token_ids is None else token_ids.reshape(-1)[:0]
+        try:
+            if agreement is None:
+                output = layer(x, routing, token_ids=token_ids)
+            else:
+                with agreement.at(self, x.numel() // x.shape[-1]):
+                    output = layer(x, routing, token_ids=token_ids)
+        except (RankLost, WorldMismatch) as error:
+            error.args = (f"{error}\n{REMEDY}", *error.args[1:])
+            raise
+        output = torch.zeros_like(hidden_states) if muted else output
+        if torch.is_grad_enabled() and hidden_states.requires_grad:
+            output = _NoBackward.apply(output, hidden_states)
+        return output
+
+    def idle(self) -> None:
+        """The same call on a rank that has no token."""
+        layer = self.layer
+        nothing = torch.empty(0, layer.config.input_size, dtype=self.dtype, device=layer.world.device)
+        ids = torch.empty(0, dtype=torch.int64, device=layer.world.device)
+        routing = None
+        if layer.router is None:
+            none = torch.empty(0, layer.config.top_k, device=layer.world.device)
+            routing = TopK(none.to(torch.int32), none)
+        self(nothing, routing, ids if layer.config.routing.method == "hash" else None)
+
+    def _build(self) -> ExpertParallelMoE:
+        raise UsageError("this place has no layer yet")
+
+
+class Agreement:
+    """One `World.step` a forward, from its first MoE layer to its last: R for all of them, and who still computes.
+
+    A step that the host opened around the forward is taken instead.
+
+    Args:
+        places: those of a model, in the order in which it calls them.
+
+    Attributes:
+        muted: the model runs on a token that isn't one, and its places take none of it.
+    """
+
+    def __init__(self, places: list[Place]) -> None:
+        self.muted = False
+        self._first, self._last = places[0], places[-1]
+        self._step: AbstractContextManager[Step] | None = None
+        self._met = False
+
+    @contextmanager
+    def at(self, place: Place, num_tokens: int) -> Iterator[None]:
+        """Around the layer's call. The step begins at the first place (collective; not if the ranks met before), and
+        ends at the last."""
+        try:
+            if place is self._first and not self._met:
+                self.meet(place.world, num_tokens)
+            self._met = False
+            yield
+        except BaseException as error:
+            self.end(error)
+            raise
+        if place is self._last:
+            self.end()
+
+    def meet(self, world: World, num_tokens: int | None) -> bool:
+        """Meet the others at the next forward. Collective.
+
+        Args:
+            num_tokens: T of this rank; None if it has left its loop and only waits for the others.
+
+        Returns:
+            whether the forward takes place: at least one rank hasn't left.
+        """
+        self.end()  # one that an exception kept from its last layer
+        going = True
+        if world.current_step is None:
+            step = world.step(num_tokens or 0, words=(int(num_tokens is None),))
+            going = not all(left for (left,) in step.__enter__().words)
+            self._step = step
+        if not going:
+            self.end()
+        self._met = going
+        return going
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Leave the step, if one is open."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.__exit__(None if error is None else type(error), error, None)
+
+
+def places_of(model: nn.Module) -> list[Place]:
+    """In the order of the model's layers. Raises UsageError if it has none."""
+    found = [module.__dict__.get("eprt_place") for module in model.modules()]
+    places = [place for place in found if isinstance(place, Place)]
+    if not places:
+        raise UsageError(
+            f"{type(model).__name__} has no expert-parallel layers: call parallelize(model, world), or load it with "
+            'DistributedConfig(..., ep_implementation="eprt")'
+        )
+    if places[0].agreement is None:
+        agreement = Agreement(places)
+        for place in places:
+            place.agreement = agreement
+    return places
+
+
+def expert_layers(model: nn.Module) -> list[ExpertParallelMoE]:
+    """The model's expert-parallel layers, for `World.warmup` and `close`. Collective where they have to be built.
+
+    Raises:
+        UsageError: it has none.
+    """
+    return [place.layer for place in places_of(model)]
+
+
+def idle_step(model: nn.Module) -> None:
+    """One forward of a rank without tokens: it takes part in every layer's exchange and computes what others send.
+
+    Raises:
+        UsageError: the model has no expert-parallel layers. Else as a layer's forward.
+    """
+    places = places_of(model)
+    agreement = places[0].agreement
+    if agreement is None or not _shares_dense_weights(model):
+        for place in places:
+            place.idle()
+        return
+    # Weights that FSDP gathers in every forward need the whole model to run: on a token that no expert sees.
+    agreement.muted = True
+    try:
+        token: Any = torch.zeros(1, 1, dtype=torch.int64, device=places[0].world.device)
+        model(token, use_cache=False)
+    finally:
+        agreement.muted = False
+
+
+@contextmanager
+def lockstep(model: nn.Module) -> Iterator[None]:
+    """Inside, each rank calls `model` as often as it likes, or never; on the way out it idles until all are out.
+
+    Collective: every rank enters. An exception that leaves the block on one rank is raised on all.
+
+    Raises:
+        UsageError: the model has no expert-parallel layers. RankLost: a rank died or fell behind.
+    """
+    places = places_of(model)
+    world, agreement = places[0].world, places[0].agreement
+    if agreement is None:
+        raise UsageError("places_of makes the agreement")
+    for place in places:
+        _ = place.layer  # built now, if need be
+    early = _meet_before_fsdp(model, world, agreement) if _shares_dense_weights(model) else nullcontext()
+    try:
+        with early:
+            yield
+    except Exception as error:
+        _tell(world, agreement, error)
+        raise
+    while agreement.meet(world, None):
+        idle_step(model)
+
+
+@contextmanager
+def _meet_before_fsdp(model: nn.Module, world: World, agreement: Agreement) -> Iterator[None]:
+    """Agree at the model's own call: FSDP's first collective comes before any layer."""
+
+    def meet(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = kwargs.get("input_ids", args[0] if args else None)
+        tokens = kwargs["inputs_embeds"].shape[:-1].numel() if given is None else given.numel()
+        agreement.meet(world, tokens)
+
+    hook = model.register_forward_pre_hook(meet, prepend=True, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _tell(world: World, agreement: Agreement, error: Exception) -> None:
+    """Let the others raise `error` at their next forward, unless all know of it.
+
+    Raises:
+        EprtError: `error` is one: the same again, in the words that all ranks have.
+    """
+    agreement.end(error)
+    known = isinstance(error, RankLost) or (isinstance(error, EprtError) and error.shared)
+    if known or world.closed:
+        return
+    said = error if isinstance(error, EprtError) else UsageError(f"{type(error).__name__}: {error}")
+    try:
+        exchange(world, Header("barrier", -1, 0), said)
+    except EprtError:
+        if isinstance(error, EprtError):
+            raise
+
+
+def _shares_dense_weights(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
+
+
+class _NoBackward(torch.autograd.Function):
+    """The layers are for inference: without this, a backward would silently leave the experts' part out."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise UsageError(
+            "backward through an expert-parallel layer: it is for inference and has no gradient; call the model under "
+            "torch.no_grad(), or train it without eprt"
+        )

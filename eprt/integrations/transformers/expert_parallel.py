@@ -1,0 +1,200 @@
+"""`ep_implementation="eprt"`: transformers (from 5.23) shards the experts while it loads, eprt runs them.
+
+    DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="eprt")     # each rank its own batch
+
+works for every model whose experts transformers plans as `ep_dispatch_experts`: it keeps the router and whatever lies
+around the experts, so no family of eprt's is needed. FSDP gathers the dense weights in every forward, those that
+`fsdp_plan` says to keep (`{"model.layers.*": "keep_full_weight", ...}`) in the first one only. With `tp_size` the ranks
+of a tensor-parallel group hold one batch, and each sends its slice of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from eprt.config import Activation, MoEConfig, RuntimeConfig
+from eprt.errors import UnsupportedError, UsageError
+from eprt.experts.reference import activation_forward
+from eprt.integrations.transformers.agreement import Place
+from eprt.layer import ExpertParallelMoE
+from eprt.tokens import TopK
+from eprt.weights import Dense, ExpertWeights
+from eprt.world import World
+
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "top_k")
+# transformers makes the implementations itself, one for each experts module, and hands them groups, not a World: the
+# modules of a model find the one of their groups here.
+_worlds: dict[tuple[str, str], World] = {}
+
+
+def register_expert_parallel(runtime: RuntimeConfig | None = None, name: str = "eprt") -> bool:
+    """Let `DistributedConfig(ep_implementation=name)` run the experts by eprt. Importing the package registers "eprt".
+
+    Args:
+        runtime: capacity, backends, validation of models loaded with that name.
+
+    Returns:
+        whether this transformers has such a registry (5.23 and later).
+    """
+    try:
+        from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+    except ImportError:
+        return False
+
+    class EprtExpertParallel(EPImplementation):
+        """Dispatch, experts and combine of one experts module."""
+
+        def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+            super().__init__(experts, ep_mesh, tp_mesh)
+            world = _world(experts, ep_mesh, tp_mesh)
+            experts.__dict__["eprt_place"] = self.place = _ExpertsPlace(experts, world, runtime)
+
+        def __call__(
+            self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
+            self.place.top_k = top_k_index.shape[-1]
+            routing = TopK(top_k_index.to(torch.int32).contiguous(), top_k_weights.detach().float().contiguous())
+            return self.place(hidden_states.contiguous(), routing)
+
+    EPImplementationInterface.register(name, EprtExpertParallel)
+    return True
+
+
+class _ExpertsPlace(Place):
+    """An experts module of transformers; the layer is built when the weights are there, at the first call."""
+
+    def __init__(self, experts: nn.Module, world: World, runtime: RuntimeConfig | None) -> None:
+        super().__init__(world, torch.bfloat16)
+        self.experts, self.runtime = experts, runtime
+        self.top_k: int | None = None
+        self.activation = _activation(experts)
+
+    def _build(self) -> ExpertParallelMoE:
+        experts: Any = self.experts
+        gate_up = _local(experts.gate_up_proj if experts.has_gate else experts.up_proj)
+        down = _local(experts.down_proj)
+        if experts.is_transposed:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        bias: list[torch.Tensor | None] = [None, None]
+        if experts.has_bias:
+            bias = [_local(experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias)]
+            bias += [_local(experts.down_proj_bias).contiguous()]
+        if not experts.is_concatenated:
+            gate_up, bias[0] = _halves(gate_up), None if bias[0] is None else _halves(bias[0])
+        self.dtype = down.dtype
+        L, H, I = down.shape
+        if experts.num_experts != L:
+            raise UnsupportedError(
+                f"each expert is spread over {experts.num_experts // L} ranks: choose ep_size = fsdp_size * tp_size"
+            )
+        config = MoEConfig(
+            num_experts=L * self.world.parallel.ep_size,
+            top_k=_top_k(experts.config) if self.top_k is None else self.top_k,
+            hidden_size=H,
+            intermediate_size=I,
+            activation=self.activation,
+            bias=experts.has_bias,
+            weight_format="f32" if down.dtype == torch.float32 else "bf16",
+        )
+        weights = ExpertWeights(Dense(gate_up.contiguous()), Dense(down.contiguous()), *bias)
+        layer = ExpertParallelMoE(config, self.world, weights, runtime=self.runtime)
+        _drop_weights(experts)
+        return layer
+
+
+def _world(experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> World:
+    """The World around the expert group; attention TP where the model says that a TP group shares its batch."""
+    ep_group, tp_group = ep_mesh.get_group(), tp_mesh.get_group()
+    distributed: Any = getattr(getattr(experts, "config", None), "distributed_config", None)
+    # Ranks that share a batch may also send all of it each: that is more work, and never wrong.
+    shared = tp_mesh.size() > 1 and distributed is not None
+    key = (ep_group.group_name, tp_group.group_name if shared else "")
+    world = _worlds.get(key)
+    if world is None or world.closed:
+        world = World.from_group(ep_group, ep_mesh.device_type, attention_tp_group=tp_group if shared else None)
+        _worlds[key] = world
+    return world
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    tensor: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    if tensor.dtype not in (torch.bfloat16, torch.float32):
+        raise UnsupportedError(
+            f"experts in {tensor.dtype}: load the model with dtype=torch.bfloat16, or in the checkpoint's own number "
+            "format with load_without_experts and parallelize"
+        )
+    return tensor.detach()
+
+
+def _halves(interleaved: torch.Tensor) -> torch.Tensor:
+    """[L, 2 * I, ...] with rows g0, u0, g1, u1, ... as [gate; up]."""
+    return torch.cat((interleaved[:, 0::2], interleaved[:, 1::2]), dim=1)
+
+
+def _drop_weights(experts: Any) -> None:
+    """The layer holds them now. FSDP, of which each expert is on one rank, must neither keep nor gather them."""
+    from torch.distributed.fsdp import FSDPModule
+
+    managed: bool = isinstance(experts, FSDPModule)
+    if managed:
+        state: Any = experts._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):
+            state._fsdp_param_groups = []
+        else:  # torch before 2.12
+            state._fsdp_param_group = None
+    for name in list(experts._parameters):
+        experts._parameters[name] = None
+
+    def no_state_dict(*_: Any) -> None:
+        raise UsageError(
+            "state_dict (or save_pretrained) of a model whose experts eprt runs: they are no parameters any more; save "
+            "it before its first batch, or copy the checkpoint that it came from"
+        )
+
+    experts.register_state_dict_pre_hook(no_state_dict)
+
+
+def _top_k(config: Any) -> int:
+    for name in _TOP_K:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    raise UsageError(
+        f"{type(config).__name__} doesn't say how many experts a token visits: call the model on all ranks once"
+    )
+
+
+def _activation(experts: Any) -> Activation:
+    """What lies between the two matrices, held to the module's own function. Raises UnsupportedError."""
+    name = type(experts).__name__
+    if not hasattr(experts, "has_gate") or getattr(experts, "has_post_expert_norm", False):
+        raise UnsupportedError(f"{name} isn't a pair of matrices around an activation; use another ep_implementation")
+    limit = _first_float(experts, "limit", "swiglu_limit")
+    alpha = _first_float(experts, "alpha", "swiglu_alpha")
+    # The model is being made: on meta, in its own dtype.
+    line = torch.linspace(-20.0, 20.0, 162, dtype=torch.float32, device="cpu")[None]
+    grid = torch.cat((line, line.flip(1), 0.1 * line))
+    candidates = [Activation("relu2")]
+    if experts.has_gate:
+        candidates = [Activation(), Activation(limit=limit), Activation(alpha=alpha or 1.0, beta=1.0, limit=limit)]
+    with torch.device("cpu"), torch.no_grad():
+        if not experts.has_gate:
+            expected = experts.act_fn(grid)
+        else:
+            given = grid if experts.is_concatenated else torch.stack(grid.chunk(2, dim=1), dim=2).flatten(1)
+            expected = experts._apply_gate(given)
+        for candidate in candidates:
+            if torch.allclose(activation_forward(candidate, grid), expected, rtol=1e-4, atol=1e-5):
+                return candidate
+    raise UnsupportedError(
+        f"{name} has an activation that no executor computes (expected SwiGLU, with alpha, beta and limit or without, "
+        "or squared ReLU); use another ep_implementation"
+    )
+
+
+def _first_float(module: Any, *names: str) -> float | None:
+    values = (getattr(module, name, None) for name in names)
+    return next((float(value) for value in values if isinstance(value, (int, float))), None)

@@ -1,0 +1,167 @@
+"""Generation with data-parallel attention and expert-parallel experts, by transformers' own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from eprt.errors import ConfigError, InputError
+from eprt.integrations.transformers.agreement import lockstep, places_of
+from eprt.world import World
+
+OnToken = Callable[[int, int], None]
+
+
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int] | torch.Tensor],
+    world: World | None = None,
+    *,
+    batch_size: int = 8,
+    on_token: OnToken | None = None,
+    **options: Any,
+) -> list[list[int]]:
+    """Continue this rank's prompts. Collective: every rank calls it, with as many prompts as it has, or none.
+
+    Prompts are taken `batch_size` at a time, padded on the left; fewer where `RuntimeConfig.max_tokens_per_rank`
+    doesn't hold them. A longer prompt needs `prefill_chunk_size=` or a larger capacity. A rank whose prompts are
+    finished computes for the others until all are; none waits for another's batch to end.
+
+    Args:
+        model: one with expert-parallel layers: `parallelize(model, world)`, or `ep_implementation="eprt"`.
+        prompts: token ids, each at least one. Ranks of one attention-TP group pass the same.
+        world: the one that the model runs over, if it should be checked; None takes the layers' own.
+        batch_size: prompts at once.
+        on_token: `on_token(prompt, token)` as each is chosen; `prompt` counts from 0. With one beam only.
+        options: `model.generate`'s: max_new_tokens, do_sample, temperature, eos_token_id, generation_config, ...
+            Sampling takes torch's random numbers of this process: seed ranks apart with `torch.manual_seed`, those of
+            one attention-TP group alike.
+
+    Returns:
+        for each prompt the tokens that follow it, up to and with the first end-of-sequence token.
+
+    Raises:
+        InputError: an empty prompt, or a token that the vocabulary hasn't got; ConfigError: an option that can't work
+            here. An error of one rank, `on_token`'s included, is raised on all.
+        CapacityError, RankLost, WorldMismatch: as the layers' forward.
+    """
+    with lockstep(model):
+        _check(model, world, batch_size, options)
+        rows = [_checked(model, number, prompt) for number, prompt in enumerate(prompts)]
+        found: list[list[int]] = []
+        for batch in _batches(rows, batch_size, _most_tokens(model)):
+            found += _run(model, batch, len(found), on_token, options)
+    return found
+
+
+def _run(
+    model: Any, rows: list[torch.Tensor], first: int, on_token: OnToken | None, options: dict[str, Any]
+) -> list[list[int]]:
+    """One batch through `model.generate`; `first` is the number of its first prompt."""
+    longest = max(map(len, rows))
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    ends, pad = _special_tokens(model, options)
+    ids.fill_(pad)
+    for row, prompt in enumerate(rows):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    given: dict[str, Any] = {"pad_token_id": pad, **options, "synced_gpus": False}  # lockstep keeps the ranks together
+    if on_token is not None:
+        given["streamer"] = _Streamer(first, ends, on_token)
+    device = places_of(model)[0].world.device
+    out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
+    return [_until_end(tokens, ends) for tokens in out[:, longest:].tolist()]
+
+
+def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[set[int], int]:
+    """Tokens that end a sequence, and what is put in front of short prompts and behind finished ones."""
+    ends, pad = (_option(model, options, name) for name in ("eos_token_id", "pad_token_id"))
+    stops: set[int] = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
+    return stops, int(pad) if pad is not None else min(stops, default=0)
+
+
+def _option(model: Any, options: dict[str, Any], name: str) -> Any:
+    """What `model.generate` will take: an option, None included, else the first config that says something."""
+    if name in options:
+        return options[name]
+    values = (getattr(config, name, None) for config in (options.get("generation_config"), model.generation_config))
+    return next((value for value in values if value is not None), None)
+
+
+def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
+    stop = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: stop + 1]
+
+
+def _batches(rows: list[torch.Tensor], size: int, most_tokens: int) -> Iterator[list[torch.Tensor]]:
+    """Rows in order: at most `size` of them, and no more than the layers take at once where that is possible."""
+    batch: list[torch.Tensor] = []
+    for row in rows:
+        longest = max(len(row), *map(len, batch), 0)
+        if batch and (len(batch) == size or (len(batch) + 1) * longest > most_tokens):
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _most_tokens(model: nn.Module) -> int:
+    layer = places_of(model)[0].layer
+    return layer.dispatcher.capacity.max_tokens_per_rank * layer.world.parallel.attention_tp_size
+
+
+def _checked(model: Any, number: int, prompt: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """The prompt as [S] int64 on the CPU. Raises InputError."""
+    ids = torch.as_tensor(prompt, device="cpu")
+    if ids.dim() != 1 or ids.numel() == 0 or ids.is_floating_point():
+        raise InputError(f"prompt {number} is {tuple(ids.shape)} {ids.dtype}: expected at least one token id")
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    low, high = (int(v) for v in torch.aminmax(ids))
+    if low < 0 or high >= vocabulary:
+        raise InputError(f"prompt {number} holds token ids {low} to {high}: expected 0 to {vocabulary - 1}")
+    return ids.long()
+
+
+def _check(model: nn.Module, world: World | None, batch_size: int, options: dict[str, Any]) -> None:
+    """Raises ConfigError."""
+    if world is not None and world is not places_of(model)[0].world:
+        raise ConfigError("the model was parallelized over another World: pass that one, or none")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size {batch_size}: must be at least 1")
+    config = options.get("generation_config")
+    for name, ordinary in (("num_return_sequences", 1), ("return_dict_in_generate", False)):
+        value = options.get(name, getattr(config, name, None))
+        if value not in (None, ordinary):
+            raise ConfigError(
+                f"{name}={value!r}: generate returns one list of tokens a prompt; repeat the prompt instead"
+            )
+    for name in ("synced_gpus", "streamer", "inputs", "input_ids", "attention_mask"):
+        if name in options:
+            raise ConfigError(f"{name} is set by generate itself (streaming: on_token)")
+
+
+class _Streamer:
+    """What `model.generate` hands its tokens to: the prompts first, then one token a row and step."""
+
+    def __init__(self, first: int, ends: set[int], on_token: OnToken) -> None:
+        self._first, self._ends, self._on_token = first, ends, on_token
+        self._prompts_seen = False
+        self._finished: set[int] = set()
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._prompts_seen:
+            self._prompts_seen = True
+            return
+        for row, token in enumerate(value.flatten().tolist()):
+            if row not in self._finished:
+                self._on_token(self._first + row, token)
+            if token in self._ends:
+                self._finished.add(row)
+
+    def end(self) -> None:
+        """Nothing is held back."""

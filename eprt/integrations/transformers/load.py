@@ -1,0 +1,114 @@
+"""A transformers model without its experts: no rank ever holds, or reads, one that `parallelize` won't give it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+
+from eprt.errors import CheckpointError, ConfigError, UsageError
+from eprt.models import ModelFamily, family_for
+from eprt.models.checkpoint import Checkpoint
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+_PLAIN = ("BF16", "F32", "F16", "I64", "I32", "BOOL")
+
+
+class Placeholder(nn.Module):
+    """Where `parallelize` will put an expert-parallel layer; `checkpoint` is the directory its experts are in."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            "the model was loaded without its experts: call parallelize(model, world) before the first batch"
+        )
+
+
+def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] | None = None, **options: Any) -> Any:
+    """`from_pretrained` of all but the MoE blocks, each of which `parallelize` then reads, this rank's share of it.
+
+    Not collective.
+
+    Args:
+        path_or_hub_id: a checkpoint directory (safetensors), or a model id of the Hugging Face hub, whose files then
+            are in its cache.
+        model_class: None takes the class that AutoModelForCausalLM would.
+        options: `from_pretrained`'s: dtype, device_map, attn_implementation, revision, cache_dir, ...
+
+    Returns:
+        the model; calling it before `parallelize(model, world)` is a UsageError.
+
+    Raises:
+        CheckpointError: no such directory or model. ConfigError: its family isn't in `eprt.models.FAMILIES`.
+    """
+    import transformers
+
+    directory = find_checkpoint(path_or_hub_id, **{name: options.pop(name) for name in _WHERE if name in options})
+    config: Any = options.pop("config", None) or transformers.AutoConfig.from_pretrained(directory)
+    family = family_for(config.to_dict())
+    paths = [family.module_path(number) for number in family.moe_layers(config.to_dict())]
+    if getattr(config, "quantization_config", None) is not None and not _packed_outside(directory, family):
+        del config.quantization_config  # only the experts are packed: what is left is plain
+    base = model_class or _class_of(config)
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)  # `from_pretrained` does this on meta
+        for path in paths:
+            parent, _, name = path.rpartition(".")
+            setattr(self.get_submodule(parent), name, Placeholder(directory))
+
+    fields = {
+        "__init__": init,
+        "__module__": base.__module__,
+        "_keys_to_ignore_on_load_unexpected": [rf"^{re.escape(path)}\." for path in paths],
+    }
+    return type(base.__name__, (base,), fields).from_pretrained(directory, config=config, **options)
+
+
+def find_checkpoint(path_or_hub_id: str | Path, **where: Any) -> Path:
+    """The directory of a checkpoint; that of a hub id is its snapshot in the cache, downloaded if need be.
+
+    Args:
+        where: `huggingface_hub.snapshot_download`'s revision, cache_dir, token, local_files_only, force_download.
+
+    Raises:
+        CheckpointError: neither a directory nor a hub id whose files can be had.
+    """
+    path = Path(path_or_hub_id)
+    if path.is_dir():
+        return path
+    if not _HUB_ID.fullmatch(str(path_or_hub_id)):
+        raise CheckpointError(f"{path}: no such directory")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+    try:
+        return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns, ignore_patterns=["*/*"], **where))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: no such directory, and no model to be had from the hub: {error}") from error
+
+
+def _class_of(config: Any) -> type[Any]:
+    import transformers
+
+    try:
+        found: Any = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError as error:
+        raise ConfigError(f"AutoModelForCausalLM has no class for a {config.model_type}: pass model_class=") from error
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _packed_outside(directory: Path, family: ModelFamily) -> bool:
+    """Whether anything but the MoE blocks is packed, and so needs transformers' own quantizer."""
+    with Checkpoint(directory) as checkpoint:
+        numbers = family.moe_layers(checkpoint.config)
+        inside = tuple(f"{block.format(number)}." for block in family.blocks for number in numbers)
+        return any(
+            info.dtype not in _PLAIN for name, info in checkpoint.manifest.items() if not name.startswith(inside)
+        )

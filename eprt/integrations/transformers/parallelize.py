@@ -1,0 +1,274 @@
+"""A model's MoE blocks replaced by expert-parallel layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
+from eprt.integrations.transformers.agreement import Place, places_of
+from eprt.integrations.transformers.load import Placeholder, find_checkpoint
+from eprt.layer import ExpertParallelMoE
+from eprt.models import ModelFamily, build_layer, family_for, load_layer
+from eprt.models.checkpoint import DTYPE_NAMES, Checkpoint, Index, TensorInfo, load_on_all_ranks
+from eprt.models.hf_config import model_dtype
+from eprt.world import World
+
+
+class MoEBlock(nn.Module):
+    """Stands where the model had its MoE block, and returns what the model's decoder layer expects of it."""
+
+    def __init__(self, layer: ExpertParallelMoE, returns_scores: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.returns_scores = returns_scores
+        self.eprt_place = Place(layer.world, dtype, layer)
+
+    def forward(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None, **_: Any) -> Any:
+        output = self.eprt_place(hidden_states, None, input_ids)
+        return (output, None) if self.returns_scores else output
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "a parallelized model can't be pickled or deep-copied: its experts are on several ranks; copy it before "
+            "parallelize, or load it once more"
+        )
+
+
+def parallelize(
+    model: nn.Module, world: World, runtime: RuntimeConfig | None = None, *, checkpoint: str | Path | None = None
+) -> list[ExpertParallelMoE]:
+    """Replace every MoE block of `model` by an `ExpertParallelMoE` that holds this rank's experts. Collective.
+
+    Each block's own experts are freed before the next block is read, so that a rank never holds more than its share
+    and one layer of what the model brought along.
+
+    Args:
+        model: a transformers model of a family in `eprt.models.FAMILIES`, on the world's device.
+        runtime: capacity, backends, validation.
+        checkpoint: the directory or hub id the experts come from, in its number format; only this rank's bytes are
+            read. None takes the model's own tensors, in the dtype they have (transformers may have unpacked them), or
+            for a model of `load_without_experts` the checkpoint that it was loaded from.
+
+    Returns:
+        the layers, in model order. `World.warmup(*layers)` compiles and allocates before the first batch.
+
+    Raises:
+        UsageError: the model is parallelized already.
+        ConfigError: the model or the checkpoint isn't one that can be used, or they aren't of one model. The same on
+            every rank, before anything is changed, as is UnsupportedError.
+        CheckpointError: a file or tensor is wrong, the same on every rank. Blocks before it are replaced already:
+            load the model again.
+    """
+    with load_on_all_ranks(world, lambda: _source(model, checkpoint)) as source:
+        family = family_for(_config_of(model))
+        layers: list[ExpertParallelMoE] = []
+        for number in family.moe_layers(_config_of(model)):
+            parts = load_on_all_ranks(
+                world, lambda number=number: load_layer(source, number, world.parallel, world.rank), number
+            )
+            layers.append(build_layer(parts, world, runtime))
+            del parts  # before the next layer's are read
+            path = family.module_path(number)
+            parent, _, name = path.rpartition(".")
+            block = MoEBlock(layers[-1], family.returns_scores, _dtype_of(model))
+            setattr(model.get_submodule(parent), name, block)
+            source.forget(f"{path}.")
+    places_of(model)
+    model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
+    model.__dict__["save_pretrained"] = _refuse_to_save
+    return layers
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raises ConfigError, UsageError."""
+    if any(isinstance(module, MoEBlock) for module in model.modules()):
+        raise UsageError("the model is parallelized already: load it once more to spread it over another world")
+    if not any(parameter.is_floating_point() for parameter in model.parameters()):
+        raise ConfigError(f"{type(model).__name__} has no floating-point parameters: expected a loaded model")
+    if (dtype := _dtype_of(model)) not in (torch.bfloat16, torch.float32):
+        raise ConfigError(f"the model computes in {_name(dtype)}: load it with dtype=torch.bfloat16 (or float32)")
+    if getattr(model.config, "output_router_logits", False):
+        raise ConfigError(
+            "config.output_router_logits is True: the routers are inside the expert-parallel layers, which don't hand "
+            "their logits out; set it to False"
+        )
+
+
+def _dtype_of(model: Any) -> torch.dtype:
+    """Of the hidden states that reach the MoE blocks: the embeddings', whatever else is kept in float32."""
+    return model.get_input_embeddings().weight.dtype
+
+
+def _refuse_router_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """A hook before each forward. The routers are inside the layers, where transformers doesn't find them."""
+    if kwargs.get("output_router_logits"):
+        refused = (
+            "output_router_logits=True: a parallelized model doesn't hand its routers' logits out; call it without"
+        )
+        places_of(model)[0].layer.dispatcher.refuse(UnsupportedError(refused))
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
+    raise UsageError(
+        "save_pretrained of a parallelized model would write this rank's experts only: save it before parallelize, or "
+        "copy the checkpoint that it came from"
+    )
+
+
+def _source(model: nn.Module, checkpoint: str | Path | None) -> Checkpoint:
+    """Where the experts come from. Raises CheckpointError, ConfigError, UsageError."""
+    config = _config_of(model)
+    family = family_for(config)
+    _check_model(model)
+    paths = [family.module_path(number) for number in family.moe_layers(config)]
+    if not paths:
+        raise ConfigError(f"the {config.get('model_type')} model has no MoE layers")
+    blocks = [_block(model, path) for path in paths]
+    _require_loaded(model, paths, blocks, checkpoint)
+    lean = [block.checkpoint for block in blocks if isinstance(block, Placeholder)]
+    place = checkpoint if checkpoint is not None or not lean else lean[0]
+    if place is None:
+        return _ModelTensors(model, _dtype_of(model))
+    source = Checkpoint(find_checkpoint(place))
+    try:
+        _require_same_model(source, config, family, _dtype_of(model))
+    except ConfigError:
+        source.close()
+        raise
+    return source
+
+
+def _require_loaded(model: nn.Module, paths: list[str], blocks: list[nn.Module], checkpoint: str | Path | None) -> None:
+    """Raises ConfigError if weights that are needed are on meta."""
+    inside = tuple(f"{path}." for path in paths)
+    outside = [name for name, p in model.named_parameters() if p.is_meta and not name.startswith(inside)]
+    if outside:
+        raise ConfigError(
+            f"{len(outside)} of the model's weights are on meta ({outside[0]}, ...): load it, with "
+            "load_without_experts if its experts don't fit"
+        )
+    if checkpoint is None and any(p.is_meta for block in blocks for p in block.parameters()):
+        raise ConfigError("the model's experts are on meta: say where they come from, parallelize(..., checkpoint=...)")
+
+
+def _require_same_model(source: Checkpoint, config: dict[str, Any], family: ModelFamily, dtype: torch.dtype) -> None:
+    """Raises ConfigError with what differs, side by side."""
+    # A text model of a family that also has images says `_text`.
+    found, expected = (str(c.get("model_type")).removesuffix("_text") for c in (source.config, config))
+    if found != expected:
+        raise ConfigError(f"{source.directory} is a checkpoint of {found}, the model is of {expected}: give its own")
+    theirs = family_for(source.config)
+    # The model's tensors may have been unpacked when they were loaded; which number format they had doesn't matter.
+    run = _facts(family, {name: value for name, value in config.items() if name != "quantization_config"})
+    read = _facts(theirs, source.config)
+    differing = [name for name in {**run, **read} if read.get(name, "-") != run.get(name, "-")]
+    if differing:
+        rows = [("", "checkpoint", "model")]
+        rows += [(name, str(read.get(name, "-")), str(run.get(name, "-"))) for name in differing]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        table = "\n".join(f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows)
+        raise ConfigError(f"{source.directory} is a checkpoint of another {expected} model: give its own\n{table}")
+    stored = model_dtype(theirs.text_config(source.config))
+    if stored != dtype:
+        raise ConfigError(
+            f"the model computes in {_name(dtype)}, {source.directory} is in {_name(stored)}: load the model with "
+            f"dtype=torch.{_name(stored)}"
+        )
+
+
+def _facts(family: ModelFamily, config: dict[str, Any]) -> dict[str, Any]:
+    """The maths of all MoE layers, by name; one value where all layers agree."""
+    layers = family.moe_layers(config)
+    found: dict[str, Any] = {"moe layers": layers}
+    for number in layers:
+        for name, value in _flat(family.moe_config(config, number)).items():
+            found.setdefault(name, {})[number] = value
+    return {
+        name: next(iter(value.values())) if isinstance(value, dict) and len(set(value.values())) == 1 else value
+        for name, value in found.items()
+    }
+
+
+def _flat(config: MoEConfig) -> dict[str, Any]:
+    """Dotted names; without the number format, which transformers may have unpacked."""
+    found: dict[str, Any] = {}
+
+    def add(prefix: str, fields: dict[str, Any]) -> None:
+        for name, value in fields.items():
+            if isinstance(value, dict):
+                add(f"{prefix}{name}.", value)
+            else:
+                found[prefix + name] = value
+
+    add("", asdict(config))
+    del found["weight_format"]
+    return found
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise ConfigError(f"{type(model).__name__} has no config: expected a transformers model")
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def _block(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError as error:
+        raise ConfigError(f"{type(model).__name__} has no module {path}: expected the model with its head") from error
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class _ModelTensors(Checkpoint):
+    """A model in memory, read as if it were its checkpoint: names and shapes are those of `state_dict`."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.directory = Path(type(model).__name__)
+        self.config = _config_of(model)
+        self.bytes_read = 0
+        self._handles = {}
+        tensors: dict[str, torch.Tensor] = model.state_dict()
+        self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.dtype in DTYPE_NAMES}
+        self.manifest = {
+            name: TensorInfo("state_dict", tuple(tensor.shape), DTYPE_NAMES[tensor.dtype])
+            for name, tensor in self._tensors.items()
+        }
+        # Whatever the files held, these are plain numbers now, in one dtype.
+        self.config.pop("quantization_config", None)
+        for section in (self.config, self.config.get("text_config")):
+            if isinstance(section, dict):
+                section["dtype"] = _name(dtype)
+
+    def forget(self, prefix: str) -> None:
+        for name in [name for name in self._tensors if name.startswith(prefix)]:
+            del self._tensors[name], self.manifest[name]
+
+    def read(
+        self,
+        name: str,
+        index: Index = (),
+        *,
+        shape: tuple[int, ...] | None = None,
+        dtypes: Any = (),
+    ) -> torch.Tensor:
+        """A slice of a tensor as an owned CPU copy; arguments and errors as in Checkpoint."""
+        where, info = self.where(name), self.manifest[name]
+        if shape is not None and info.shape != shape:
+            raise CheckpointError(f"{where} has shape {info.shape}: expected {shape}")
+        allowed = [DTYPE_NAMES[dtype] for dtype in dtypes]
+        if allowed and info.dtype not in allowed:
+            raise CheckpointError(f"{where} has dtype {info.dtype}: expected {' or '.join(allowed)}")
+        view = self._tensors[name][index or (...,)]
+        self.bytes_read += view.numel() * view.element_size()
+        return view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

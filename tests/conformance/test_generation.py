@@ -1,0 +1,125 @@
+"""Tokens out: greedy tokens of four gloo ranks, uneven prompts and a rank without any, are those of one process."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from support.cases.model_recipes import RECIPES, known, make_model
+from support.jobs import generation_jobs as jobs
+
+from eprt.models import FAMILIES
+
+pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+
+NEW_TOKENS = 6
+# Of each rank: none on the second; the last one runs out first.
+PROMPTS: list[list[list[int]]] = [
+    [[5, 17, 33, 8], [41, 9, 60], [12, 13, 14, 15, 16, 17, 18]],
+    [],
+    [[7, 3], [55, 54, 53]],
+    [[30]],
+]
+OPTIONS = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+MODELS = [name for name, recipe in RECIPES.items() if known(recipe)]
+
+
+@functools.cache
+def _root() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="eprt-generation-")
+
+
+@functools.cache
+def saved(name: str) -> str:
+    """The family's checkpoint, in its own names, float32: so that a greedy choice isn't rounding's."""
+    folder = Path(_root().name) / name
+    make_model(RECIPES[name]).save_pretrained(folder)
+    return str(folder)
+
+
+@functools.cache
+def expected(name: str) -> list[list[list[int]]]:
+    model = jobs.load(saved(name), torch.float32)
+    return [[alone(model, prompt) for prompt in prompts] for prompts in PROMPTS]
+
+
+def alone(model, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)[0, len(prompt) :].tolist()
+
+
+def check(found, name: str) -> None:
+    for rank, (tokens, streamed) in enumerate(found):
+        assert tokens == expected(name)[rank], f"rank {rank}"
+        for number, row in enumerate(tokens):
+            assert [token for prompt, token in streamed if prompt == number] == row
+    assert len({token for rank in expected(name) for row in rank for token in row}) > 4, "tokens that tell nothing"
+
+
+def run(pools, name: str, way: str, **sizes):
+    arguments = {"folder": saved(name), "prompts": PROMPTS, "dtype": torch.float32, "options": OPTIONS}
+    return pools(4).run(jobs.continue_prompts, way=way, **arguments, **sizes)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name in FAMILIES])
+def test_greedy_tokens_are_those_of_one_process(pools, name: str) -> None:
+    """Loaded without experts; each family in the names and format in which it is published."""
+    check(run(pools, name, "without_experts"), name)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_a_model_in_memory_gives_the_same_tokens(pools, name: str) -> None:
+    check(run(pools, name, "parallelized"), name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_registered_implementation_gives_the_same_tokens(pools, name: str) -> None:
+    """Data-parallel batches: the rank without a prompt runs the model too, whose dense weights FSDP gathers."""
+    _require_registry(name)
+    check(run(pools, name, "expert_parallel", fsdp_size=4), name)
+
+
+def test_a_tensor_parallel_group_shares_its_batch(pools) -> None:
+    """Two groups of two ranks; each rank sends its slice of what its group holds. The second group has no prompt."""
+    name = "qwen3_moe"
+    _require_registry(name)
+    shared = [PROMPTS[0], PROMPTS[0], [], []]
+    arguments = {"folder": saved(name), "prompts": shared, "dtype": torch.float32, "options": OPTIONS}
+    found = pools(4).run(jobs.continue_prompts, way="expert_parallel", tp_size=2, fsdp_size=2, **arguments)
+    assert [tokens for tokens, _ in found] == [expected(name)[0], expected(name)[0], [], []]
+
+
+def test_ranks_that_end_at_any_time(pools) -> None:
+    """Each prompt stops at its own end-of-sequence token, which is one of those that greedy decoding gives."""
+    name = "qwen3_moe"
+    rows = [row for rank in expected(name) for row in rank]
+    end = rows[0][2]
+    options = OPTIONS | {"eos_token_id": end}
+    arguments = {"folder": saved(name), "prompts": PROMPTS, "dtype": torch.float32, "options": options}
+    found = pools(4).run(jobs.continue_prompts, way="parallelized", **arguments)
+    for (tokens, streamed), wanted in zip(found, expected(name), strict=True):
+        cut = [row[: row.index(end) + 1] if end in row else row for row in wanted]
+        assert tokens == cut
+        assert sorted(streamed) == sorted((n, token) for n, row in enumerate(cut) for token in row)
+    assert len(found[0][0][0]) <= 3
+
+
+def test_sampled_tokens_differ_by_seed_alone(pools) -> None:
+    options = OPTIONS | {"do_sample": True, "temperature": 2.0}
+    arguments = {"folder": saved("qwen3_moe"), "prompts": [[[5, 6]]] * 4, "dtype": torch.float32, "options": options}
+    first, again = (pools(4).run(jobs.continue_prompts, way="parallelized", **arguments) for _ in range(2))
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again]
+    assert len({tuple(tokens[0]) for tokens, _ in first}) > 1, "ranks are seeded apart"
+
+
+def _require_registry(name: str) -> None:
+    pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers >= 5.23")
+    pytest.importorskip("accelerate", reason="transformers' sharded loading asks for it")
+    from support.cases.model_recipes import make_config
+
+    plan = make_config(RECIPES[name]).base_model_ep_plan or {}
+    if "ep_dispatch_experts" not in plan.values():
+        pytest.skip(f"transformers has no ep_dispatch_experts plan for {name}")

@@ -1,0 +1,35 @@
+"""The Python blocks of docs/transformers.md and docs/own_engine.md run, in order, on four gloo ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.jobs.page_jobs import run_blocks
+
+from eprt.conformance.harness import launch
+from eprt.models.tiny import write_tiny_checkpoint
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
+
+
+def test_in_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+    model = str(write_tiny_checkpoint(tmp_path / "tiny"))
+    page = "transformers.md"
+    found = launch(run_blocks, 4, timeout_s=110, page=page, blocks=blocks(page), names={"MODEL": model})
+    assert [len(rank["tokens"]) for rank in found] == [2, 0, 0, 0]
+    assert all(len(row) <= 8 for row in found[0]["tokens"])
+    assert found[0]["logits"] == (1, 3, 512)
+
+
+def test_in_your_own_engine() -> None:
+    page = "own_engine.md"
+    found = launch(run_blocks, 4, page=page, blocks=blocks(page), names={})
+    assert [rank["n"] for rank in found] == [3, 3, 3, 3], "all ranks leave with the one that has the most steps"
+    assert [rank["output"] for rank in found] == [(4, 64), (0, 64), (6, 64), (0, 64)]

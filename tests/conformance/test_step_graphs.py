@@ -1,0 +1,150 @@
+"""Step graphs and layer graphs on gloo ranks: everything but the capture, which tests/gpu/test_step_graphs.py has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.jobs import lost_rank_jobs
+from support.jobs import step_graph_jobs as jobs
+from support.jobs.step_graph_jobs import BUCKETS, LAYERS, SCHEDULE, TOLERANCE
+
+from eprt.config import RuntimeConfig
+from eprt.conformance.harness import WorldFailed, launch
+from eprt.dispatch import DISPATCHERS
+from eprt.experts import EXECUTORS
+from eprt.graphs.recording import refusal
+
+SIZE = 4
+PAIRS = [("none", "flat"), ("torch", "flat"), ("torch", "expert_major")]
+
+
+def runtime(dispatcher: str = "none", token_format: str = "flat", **options) -> RuntimeConfig:
+    return RuntimeConfig(dispatcher=dispatcher, token_format=token_format, max_tokens_per_rank=32, **options)
+
+
+def padded(counts: list[int]) -> int:
+    """Rows of a forward in that step: the bucket, or 0 for an eager step."""
+    return next((rows for rows in BUCKETS if rows >= max(counts)), 0)
+
+
+def forwards(rank: int) -> list[int]:
+    """Rows of each forward that a rank's host makes: padded where a bucket fits, none where it is idle."""
+    mine = [(counts[rank], padded(counts)) for counts in SCHEDULE]
+    return [rows or count for count, rows in mine if count]
+
+
+def check(found: list[tuple[list[list[float]], list[int], int]], dtype: torch.dtype, size: int = SIZE) -> None:
+    assert len(found) == size
+    for errors, *_ in found:
+        assert max(max(each, default=0.0) for each in errors) <= TOLERANCE[dtype], errors
+    busy = [sum(bool(each) for each in errors) for errors, *_ in found]
+    assert busy == [sum(counts[rank] > 0 for counts in SCHEDULE) for rank in range(size)], "nothing compared"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_a_decode_loop_gives_what_the_eager_loop_gives(pools, pair: tuple[str, str], dtype: torch.dtype) -> None:
+    """Changing counts, buckets and idle ranks, with a cache that betrays a padded row which touched a live slot."""
+    found = pools(SIZE).run(jobs.decode, runtime=runtime(*pair), dtype=dtype)
+    check(found, dtype)
+    for rank, (_, rows, slots) in enumerate(found):
+        assert rows == forwards(rank), "an idle rank walks nothing, a padded batch has its bucket's rows"
+        top_k = jobs.config_of(dtype).top_k
+        assert slots == LAYERS * top_k * sum(counts[rank] for counts in SCHEDULE), "padded rows name no expert"
+
+
+def test_a_rank_that_runs_eagerly_understands_ranks_that_do_not(pools) -> None:
+    """It takes the bucket for R, as they do; its own rows aren't padded."""
+    found = pools(SIZE).run(jobs.decode, runtime=runtime(), dtype=torch.float32, eager_rank=2)
+    check(found, torch.float32)
+    assert found[2][1] == [count for counts in SCHEDULE if (count := counts[2])]
+
+
+def test_a_rank_without_an_idle_step_runs_the_forward_on_empty_rows(pools) -> None:
+    found = pools(SIZE).run(jobs.decode, runtime=runtime(), dtype=torch.float32, idle=False)
+    check(found, torch.float32)
+    for rank, (_, rows, slots) in enumerate(found):
+        assert rows == [padded(counts) or counts[rank] or BUCKETS[0] for counts in SCHEDULE]
+        assert slots == LAYERS * jobs.config_of(torch.float32).top_k * sum(counts[rank] for counts in SCHEDULE)
+
+
+def test_a_second_capture_leaves_the_caches_alone(pools) -> None:
+    """It calls forward on rows without tokens, not on those of the step before."""
+    check(pools(SIZE).run(jobs.decode, runtime=runtime(), dtype=torch.float32, captured_again=2), torch.float32)
+
+
+def test_attention_tp_groups_pad_their_slices_alike(pools) -> None:
+    found = pools(SIZE).run(jobs.decode, runtime=runtime(), dtype=torch.float32, attention_tp=2)
+    for errors, *_ in found:
+        assert max(max(each, default=0.0) for each in errors) <= TOLERANCE[torch.float32], errors
+    top_k, tokens = jobs.config_of(torch.float32).top_k, [sum(counts[group] for counts in SCHEDULE) for group in (0, 1)]
+    sent = [slots for *_, slots in found]
+    assert [sent[0] + sent[1], sent[2] + sent[3]] == [LAYERS * top_k * count for count in tokens]
+
+
+@pytest.mark.parametrize("in_steps", [True, False])
+@pytest.mark.parametrize("own_rank", [-1, 1])
+def test_layers_with_graphs_of_their_own_give_what_layers_without_give(pools, in_steps: bool, own_rank: int) -> None:
+    """`own_rank` gives its layer a routing, so that it runs eagerly where the others replay."""
+    settings = {"runtime": runtime("torch", layer_graphs=True), "dtype": torch.float32}
+    found = pools(SIZE).run(jobs.decode_by_layers, **settings, in_steps=in_steps, own_rank=own_rank)
+    for rank, (errors, own_errors, replays) in enumerate(found):
+        assert max(errors + own_errors) <= 1e-5, "the same executor on both sides: float32 in another order"
+        assert len(own_errors) == (len(SCHEDULE) if rank == own_rank else 0)
+        assert replays == LAYERS * len(SCHEDULE) - len(own_errors), "R is a bucket in every step"
+
+
+def test_what_step_graphs_refuse(pools) -> None:
+    """The same on every rank, also where one alone is wrong; the next call works."""
+    by_rank = pools(2).run(jobs.refusals)
+    expected = {
+        "no buckets": "ConfigError: buckets []: expected at least one positive int",
+        "no inputs": "ConfigError: StepGraphs without inputs",
+        "two rows": "ConfigError: input token is (2,) on cpu: expected one row, [1, ...]",
+        "buckets differ": "WorldMismatch: the ranks disagree about this call (fingerprint, buckets)",
+        "before capture": "UsageError: StepGraphs before capture()",
+        "output of other rows": "ConfigError: forward returned (1, 3) for 4 rows: expected tensors [4, ...]",
+        "output of no tensor": "ConfigError: forward returned int for 4 rows",
+        "another dtype on rank 1": "InputError: rank 1: input token is (3,) torch.int32: expected (3,) torch.int64",
+        "a row too few on rank 1": "InputError: rank 1: input token is (3,) torch.int64: expected (4,) torch.int64",
+        "a missing input": "InputError: inputs are token: expected token, position",
+        "more than the step was told": "InputError: a call of 3 tokens in a step that this rank began with",
+        "capture in a step": "UsageError: StepGraphs.capture() inside a step",
+        "a layer with some of the rows": "InputError: a layer inside a batch of 4 padded rows got 2",
+        "the next call": "True",
+        "after close": "UsageError: StepGraphs after its world or a layer was closed",
+    }
+    for found in by_rank:
+        assert found.keys() == expected.keys()
+        for what, said in expected.items():
+            # The rank whose own input is wrong names no rank where it raises by itself.
+            assert said.replace("rank 1: ", "") in found[what].replace("rank 1: ", ""), (what, found[what])
+
+
+class _Layer:
+    """What `refusal` reads of a layer."""
+
+    def __init__(self, dispatcher: str, executor: str, full: bool = False) -> None:
+        self.plan = type("Plan", (), {"dispatcher": dispatcher, "executor": executor})()
+        self.dispatcher = type("Dispatcher", (), {"full_validation": full})()
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_pair_is_captured_or_refused_as_its_rows_say(dispatcher: str, executor: str) -> None:
+    reason = refusal(_Layer(dispatcher, executor))
+    assert (dispatcher in reason) is not DISPATCHERS[dispatcher].graph_safe
+    assert (executor in reason) is not EXECUTORS[executor].graph_safe
+    assert 'validate="full"' in refusal(_Layer(dispatcher, executor, full=True))
+
+
+def test_a_rank_lost_in_a_step_is_named() -> None:
+    settings = {"runtime": runtime(), "victim": lost_rank_jobs.VICTIM, "limit_s": lost_rank_jobs.LIMIT_S, "waits": True}
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.lost_in_replay, SIZE, grace_s=lost_rank_jobs.LIMIT_S + 2, **settings)
+    assert lost_rank_jobs.unheard(failure.value, may_exit=False) == []
+
+
+def test_a_capture_after_a_step_in_which_one_rank_replayed_and_another_did_not(pools) -> None:
+    """What the hosts called in that step differs; the next step compares neither that nor the capture's own calls."""
+    assert pools(2).run(jobs.captured_after_unequal_calls) == [True, True]

@@ -1,0 +1,378 @@
+"""The grouped GEMM of our own against the float32 witness, on one GPU or interpreted on the CPU.
+
+What may be garbage is NaN: rows and weights without a local expert, rows past the counts of a slab, outputs before they
+are written. Gate and up, experts and scale blocks differ beyond mistaking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
+
+from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.experts import activation_triton, place_triton
+from eprt.experts.grouped import TritonGroupedExecutor
+from eprt.experts.grouped.schedules import Schedule, Tile
+from eprt.experts.reference import ReferenceExecutor
+from eprt.placement import ExpertPlacement
+from eprt.quant import encode, encode_payload
+from eprt.slabs import expert_major_from_flat
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
+from eprt.weights import ExpertWeights
+
+pytestmark = [pytest.mark.gpu, runs_kernels]
+
+NAN = float("nan")
+RUNTIME = RuntimeConfig()
+FP8_RUNTIME = RuntimeConfig(low_precision_activations=True)
+# Tokens, the values between the matrices and the results of slots are rounded to bf16, 2^-9 each.
+BOUND = 1e-2
+# E4M3 keeps 4 bits: 2^-5 at most, 2% to 3% in norm, of the tokens and of what lies between the matrices.
+FP8_BOUND = 6e-2
+
+GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
+ACTIVATIONS = {"silu": Activation(), "gpt_oss": GPT_OSS, "relu2": Activation("relu2")}
+SCHEDULES = {
+    "plain": Schedule(16, Tile(64, 32, 2, 4, 1), Tile(64, 32, 2, 4, 1, tma=True)),
+    "swap": Schedule(16, Tile(64, 32, 2, 4, 1, swap=True), Tile(64, 64, 3, 4, 2, swap=True)),
+    "halvings": Schedule(64, Tile(128, 64, 2, 4, 1, halvings=1), Tile(64, 32, 2, 4, 1, True, halvings=2), group=2),
+    "flat": Schedule(64, Tile(64, 32, 2, 4, 1, flatten=True), Tile(64, 32, 2, 4, 1, flatten=True, tma=True)),
+}
+FP8_SCHEDULES = {
+    "plain": Schedule(32, Tile(64, 128, 2, 4, 1, halvings=1), Tile(128, 128, 2, 4, 1)),
+    "swap": Schedule(16, Tile(128, 128, 2, 4, 1, swap=True), Tile(64, 128, 2, 4, 2, swap=True)),
+}
+
+
+def layer(form="bf16", H=96, I=48, E=6, K=3, activation=GPT_OSS, bias=True):
+    return MoEConfig(E, K, H, I, activation, bias=bias, weight_format=form)
+
+
+def random(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def all_experts(config, seed=0):
+    """Up is three times gate, expert e scaled by 1 + e / 4; every 128 x 128 block has a scale of its own."""
+    E, H, I, parts = config.num_experts, config.hidden_size, config.intermediate_size, config.activation.parts
+    expert = 1 + torch.arange(E, device=DEVICE)[:, None, None] / 4
+    gate_up = random(E, parts * I, H, seed=seed) * 2 * H**-0.5
+    gate_up[:, (parts - 1) * I :] *= 3
+    down = random(E, H, I, seed=seed + 1) * I**-0.5 * expert
+    for matrix in (gate_up, down):
+        for block in range(1, -(-matrix.shape[2] // 128)):
+            matrix[:, :, block * 128 :] *= 1.5
+        matrix[:, 128:] *= 1.5
+    bias = (random(E, parts * I, seed=seed + 2), random(E, H, seed=seed + 3) * 3) if config.bias else (None, None)
+    form = config.weight_format
+    return ExpertWeights(encode(form, gate_up, parts), encode(form, down, 1), *bias)
+
+
+def make_tokens(config, num_rows, seed=1, every_row_read=True, dtype=torch.bfloat16):
+    """Distinct experts; every fifth row has none, every third misses a slot."""
+    generator = torch.Generator().manual_seed(seed)
+    E, K = config.num_experts, config.top_k
+    hidden = torch.randn(num_rows, config.hidden_size, generator=generator)
+    ids = torch.rand(num_rows, E, generator=generator).argsort(1)[:, :K].to(torch.int32)
+    weights = torch.rand(num_rows, K, generator=generator) + 0.25
+    ids[2::3, -1] = E
+    ids[4::5] = E
+    weights[ids == E] = NAN
+    hidden[4::5] = NAN
+    payload = Payload.plain(hidden.to(DEVICE, dtype))
+    return FlatTokens(payload, ids.to(DEVICE), weights.to(DEVICE), E, every_row_read)
+
+
+def whole(config):
+    return ExpertPlacement(config.num_experts, ParallelConfig()).shard(0)
+
+
+def cut(weights, config, shard):
+    """The shard's part, cut along the experts and, of plain numbers, along the intermediate size."""
+    local = weights.map(lambda tensor: tensor[shard.first_expert : shard.end_expert])
+    if shard.moe_tp_size == 1:
+        return local
+    width, parts = shard.slice_intermediate(config.intermediate_size), config.activation.parts
+
+    def rows(tensor):
+        return tensor.unflatten(1, (parts, -1))[:, :, width].flatten(1, 2).contiguous()
+
+    bias = None if local.gate_up_bias is None else rows(local.gate_up_bias)
+    down = replace(local.down, data=local.down.data[..., width].contiguous())
+    return ExpertWeights(replace(local.gate_up, data=rows(local.gate_up.data)), down, bias, local.down_bias)
+
+
+def build(kind, config, weights, shard=None, runtime=RUNTIME):
+    shard = shard or whole(config)
+    return kind(config, shard, cut(weights, config, shard), DEVICE, runtime)
+
+
+def error(actual, expected):
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+def error_on_flat(config, weights, tokens, shard=None, runtime=RUNTIME):
+    plain = tokens.hidden if tokens.hidden.scale is not None else Payload.plain(tokens.hidden.data.float())
+    expected = build(ReferenceExecutor, config, weights, shard)(replace(tokens, hidden=plain))
+    out = torch.full((tokens.num_rows, config.hidden_size), NAN, dtype=torch.bfloat16, device=DEVICE)
+    found = build(TritonGroupedExecutor, config, weights, shard, runtime)(tokens, out)
+    assert found is out
+    return error(out, expected)
+
+
+@pytest.fixture
+def schedule(monkeypatch):
+    def use(chosen):
+        monkeypatch.setattr("eprt.experts.grouped.choose", lambda *_, **__: chosen)
+
+    return use
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize(("H", "I"), [(96, 48), (100, 20), (33, 7)])
+def test_bf16(H, I, activation, name, schedule):
+    """Sizes that no 16-byte row and no tile holds."""
+    schedule(SCHEDULES[name])
+    config = layer(H=H, I=I, activation=activation)
+    assert error_on_flat(config, all_experts(config), make_tokens(config, 70)) < BOUND
+
+
+@pytest.mark.parametrize("name", FP8_SCHEDULES)
+@pytest.mark.parametrize("form", ["fp8_block", "fp8_tensor"])
+@pytest.mark.parametrize(("H", "I"), [(256, 136), (144, 40)])
+@pytest.mark.parametrize("low_precision", [False, True], ids=["w8a16", "w8a8"])
+def test_fp8(H, I, form, low_precision, name, schedule):
+    schedule(FP8_SCHEDULES[name])
+    config = layer(form, H=H, I=I)
+    tokens = make_tokens(config, 40)
+    runtime, bound = (FP8_RUNTIME, FP8_BOUND) if low_precision else (RUNTIME, BOUND)
+    found = error_on_flat(config, all_experts(config), tokens, runtime=runtime)
+    assert (BOUND if low_precision else 0) < found < bound
+
+
+def test_slabs_lie_apart_and_hold_garbage_past_their_counts(schedule):
+    """Rows of slabs further apart than they are wide, a slab without rows, outputs as far apart."""
+    schedule(SCHEDULES["swap"])
+    config = layer()
+    weights, shard = all_experts(config), whole(config)
+    flat = make_tokens(config, 40)
+    flat = replace(flat, ids=torch.where(flat.ids == 2, config.num_experts, flat.ids))
+    slabs, _ = expert_major_from_flat(flat, shard, 45)
+    past = torch.arange(45, device=DEVICE)[None] >= slabs.counts[:, None]
+    wide = torch.full((6, 47, 112), NAN, dtype=torch.bfloat16, device=DEVICE)
+    data = wide[:, :45, :96]
+    data[~past] = slabs.hidden.data[~past]
+    slabs = replace(slabs, hidden=Payload.plain(data))
+    expected = build(ReferenceExecutor, config, weights)(ExpertMajorTokens(Payload.plain(data.float()), slabs.counts))
+    for dtype in (torch.bfloat16, torch.float32):
+        out = torch.full((6, 46, 104), NAN, dtype=dtype, device=DEVICE)
+        executor = build(TritonGroupedExecutor, config, weights)
+        tokens = slabs if dtype == torch.bfloat16 else replace(slabs, hidden=Payload.plain(data.float()))
+        executor(tokens, out[:, :45, :96])
+        assert error(out[:, :45, :96][~past], expected[~past]) < BOUND
+        out[:, :45, :96][~past] = NAN
+        assert out.isnan().all()
+
+
+@pytest.mark.parametrize("low_precision", [False, True], ids=["w8a16", "w8a8"])
+def test_slabs_of_fp8_weights_and_tokens(low_precision, schedule):
+    schedule(FP8_SCHEDULES["swap"])
+    config = layer("fp8_block", H=144, I=40)
+    weights, shard = all_experts(config), whole(config)
+    slabs, _ = expert_major_from_flat(make_tokens(config, 20), shard, 24)
+    valid = torch.arange(24, device=DEVICE)[None] < slabs.counts[:, None]
+    data = torch.where(valid[..., None], slabs.hidden.data, NAN)
+    executor = build(TritonGroupedExecutor, config, weights, runtime=FP8_RUNTIME if low_precision else RUNTIME)
+    expected = build(ReferenceExecutor, config, weights)(ExpertMajorTokens(Payload.plain(data.float()), slabs.counts))
+    bound = FP8_BOUND if low_precision else BOUND
+    assert error(executor(replace(slabs, hidden=Payload.plain(data)))[valid], expected[valid]) < bound
+    packed = replace(slabs, hidden=encode_payload(data.nan_to_num(), "fp8_block"))
+    expected = build(ReferenceExecutor, config, weights)(packed)
+    assert error(executor(packed)[valid], expected[valid]) < bound
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 3])
+@pytest.mark.parametrize("moe_tp_size", [1, 2])
+def test_shares_add_up_to_the_layer(ep_size, moe_tp_size, schedule):
+    schedule(SCHEDULES["swap"])
+    config = layer()
+    weights, tokens = all_experts(config), make_tokens(config, sized(64, 20))
+    parallel = ParallelConfig(ep_size * moe_tp_size, moe_tp_size=moe_tp_size)
+    placement = ExpertPlacement(config.num_experts, parallel)
+    total = torch.zeros(tokens.num_rows, config.hidden_size, device=DEVICE)
+    for rank in range(parallel.world_size):
+        total += build(TritonGroupedExecutor, config, weights, placement.shard(rank))(tokens).float()
+    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
+    assert error(total, build(ReferenceExecutor, config, weights)(plain)) < BOUND
+
+
+def test_rows_without_a_local_expert(schedule):
+    """Zeros if they are read, else untouched; no slot at all and no row at all."""
+    schedule(SCHEDULES["plain"])
+    config = layer()
+    weights, shard = all_experts(config), ExpertPlacement(6, ParallelConfig(3)).shard(1)
+    executor, tokens = build(TritonGroupedExecutor, config, weights, shard), make_tokens(config, 30)
+    local = ((tokens.ids >= shard.first_expert) & (tokens.ids < shard.end_expert)).any(1)
+    assert 0 < int(local.sum()) < 30
+    for every_row_read in (True, False):
+        out = torch.full((30, 96), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        executor(replace(tokens, every_row_read=every_row_read), out)
+        assert (out[~local] == (0 if every_row_read else 7)).all()
+        assert out.isfinite().all()
+    nothing = replace(tokens, ids=torch.full_like(tokens.ids, 6))
+    assert not executor(nothing).any()
+    assert executor(make_tokens(config, 0)).shape == (0, 96)
+
+
+def _roll(tensor, rows):
+    """Along dimension 1; torch can't roll FP8 on a GPU."""
+    return torch.cat([tensor[:, -rows:].view(torch.uint8), tensor[:, :-rows].view(torch.uint8)], 1).view(tensor.dtype)
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8_block"])
+def test_swapped_halves_and_scales_would_be_seen(form, schedule):
+    schedule(SCHEDULES["swap"] if form == "bf16" else FP8_SCHEDULES["swap"])
+    config = layer(form, H=144, I=48)
+    weights, tokens = all_experts(config), make_tokens(config, 20)
+    half = weights.gate_up.shape[1] // 2
+    roll = {name: _roll(t, half if name == "data" else 1) for name, t in weights.gate_up.tensors().items()}
+    assert weights.gate_up_bias is not None
+    wrong = [
+        replace(weights, gate_up=replace(weights.gate_up, **roll), gate_up_bias=weights.gate_up_bias.roll(half, 1))
+    ]
+    if form == "fp8_block":
+        scale = weights.gate_up.scale
+        wrong.append(replace(weights, gate_up=replace(weights.gate_up, scale=scale.roll(1, 1).contiguous())))
+        wrong.append(replace(weights, gate_up=replace(weights.gate_up, scale=scale.roll(1, 2).contiguous())))
+    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
+    expected = build(ReferenceExecutor, config, weights)(plain)
+    assert error(build(TritonGroupedExecutor, config, weights)(tokens), expected) < BOUND
+    for mistake in wrong:
+        assert error(build(TritonGroupedExecutor, config, mistake)(tokens), expected) > 5 * BOUND
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize(("L", "M", "I"), [(3, 5, 40), (2, 9, 1100)])
+def test_slabs_are_activated_up_to_their_counts(L, M, I, activation):
+    """By the formula in float64; rows past the counts are NaN and stay unread."""
+    wide = random(L, M, activation.parts * I, seed=I).to(torch.bfloat16) * 4
+    counts = torch.tensor([M, 0, 2][:L], dtype=torch.int32, device=DEVICE)
+    valid = torch.arange(M, device=DEVICE)[None] < counts[:, None]
+    wide[~valid] = NAN
+    narrow = torch.full((L, M, I), NAN, dtype=torch.bfloat16, device=DEVICE)
+    activation_triton.activate_slabs(activation, wide, counts, narrow)
+    gate, up = wide.double()[..., :I], wide.double()[..., -I:]
+    if activation.gated:
+        limit = activation.limit or float("inf")
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        wanted = gate / (1 + torch.exp(-activation.alpha * gate)) * (up + activation.beta)
+    else:
+        wanted = gate.clamp(min=0) ** 2
+    torch.testing.assert_close(narrow[valid].double(), wanted[valid], rtol=2**-8, atol=1e-6)
+    assert narrow[~valid].isnan().all()
+
+
+@pytest.mark.parametrize("small_slots", [1 << 30, 0], ids=["one launch", "three"])
+@pytest.mark.parametrize(("N", "K", "E", "first", "L"), [(5, 3, 6, 2, 2), (70, 6, 24, 7, 5), (90, 4, 300, 0, 300)])
+def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, monkeypatch):
+    """Against torch's stable sort, and the list written out by hand."""
+    from eprt.experts.permute import _group_slots_torch
+
+    monkeypatch.setattr(place_triton, "SMALL_SLOTS", small_slots)
+    ids = torch.rand(N, E + 1, generator=torch.Generator().manual_seed(N)).argsort(1)[:, :K].to(torch.int32)
+    ids[3::4], ids[4::5, 0] = E, -1
+    ids[N // 2 :, 1] = first + 1
+    wanted = _group_slots_torch(ids, first, L)
+    offsets, place = place_triton.place_slots(ids.to(DEVICE), first, L)
+    assert torch.equal(offsets.cpu(), wanted.offsets)
+    assert torch.equal(place.cpu(), wanted.place)
+    place, source, work = place_triton.list_slots(ids.to(DEVICE), first, L, 16)
+    assert torch.equal(place.cpu(), wanted.place)
+    rows = torch.arange(N)[:, None].expand(N, K)
+    assert torch.equal(source.cpu()[wanted.place[wanted.place >= 0].long()], rows[wanted.place >= 0].int())
+    items = []
+    for expert, (begin, end) in enumerate(zip(wanted.offsets.tolist(), wanted.offsets.tolist()[1:], strict=False)):
+        first_item = len(items)
+        items += [[expert, begin, end, first_item]] * -(-(end - begin) // 16)
+    assert work.count.tolist() == [len(items)]
+    assert work.items.view(-1, 4)[: len(items)].tolist() == items
+    assert len(items) <= work.bound
+
+
+def test_the_product_of_two_schedules_is_the_same(schedule):
+    """How tiles are cut changes no sum: each element's products are added along K in the same order."""
+    config = layer(H=256, I=128)
+    weights, tokens = all_experts(config), make_tokens(config, 40)
+    found = []
+    for name in SCHEDULES:
+        schedule(SCHEDULES[name])
+        found.append(build(TritonGroupedExecutor, config, weights)(tokens))
+    assert all(error(each, found[0]) < 1e-3 for each in found[1:])
+
+
+@cuda_only
+@pytest.mark.parametrize("form", ["bf16", "fp8_block"])
+def test_graph_replays_with_other_counts(form):
+    """Captured once after a warm-up; replayed with other routing, one expert alone, and no slot at all."""
+    config = layer(form, H=256, I=128, E=8)
+    weights, shard = all_experts(config), ExpertPlacement(8, ParallelConfig(2)).shard(1)
+    runner = build(TritonGroupedExecutor, config, weights, shard)
+    runner.warmup(64)
+    static = make_tokens(config, 64)
+    out = torch.empty(64, 256, dtype=torch.bfloat16, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        runner(static, out)
+    for seed in range(5):
+        fresh = make_tokens(config, 64, seed=seed)
+        if seed == 3:
+            fresh = replace(fresh, ids=torch.where(fresh.ids == 5, 5, 8).to(torch.int32))
+        if seed == 4:
+            fresh = replace(fresh, ids=torch.full_like(fresh.ids, 8))
+        for name in ("ids", "weights"):
+            getattr(static, name).copy_(getattr(fresh, name))
+        static.hidden.data.copy_(fresh.hidden.data)
+        out.fill_(NAN)
+        graph.replay()
+        if seed == 4:
+            assert not out.any()
+        else:
+            plain = replace(fresh, hidden=Payload.plain(fresh.hidden.data.float()))
+            assert error(out, build(ReferenceExecutor, config, weights, shard)(plain)) < BOUND, seed
+
+
+@cuda_only
+@pytest.mark.parametrize("form", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("rows", [4, 100, 900, 4000])
+def test_measured_schedules(form, rows):
+    """Those of the table, as they are."""
+    config = layer(form, H=512, I=256, E=8, K=2)
+    weights, tokens = all_experts(config), make_tokens(config, rows)
+    assert error_on_flat(config, weights, tokens) < BOUND
+    if form == "fp8_block":
+        assert BOUND < error_on_flat(config, weights, tokens, runtime=FP8_RUNTIME) < FP8_BOUND
+
+
+@cuda_only
+@pytest.mark.parametrize("form", ["bf16", "fp8_block"])
+def test_nothing_compiles_after_warmup(form):
+    config = layer(form, H=512, I=256, E=8, K=2)
+    runner = build(TritonGroupedExecutor, config, all_experts(config))
+    runner.warmup(3000)
+    from eprt.experts.grouped.gemm_triton import grouped_gemm
+
+    def compiled():
+        return sum(len(cache[0]) for cache in grouped_gemm.device_caches.values())
+
+    before = compiled()
+    assert before > 0
+    for rows in (1, 7, 33, 500, 2999, 3000):
+        for every_row in (True, False):
+            runner(make_tokens(config, rows, every_row_read=every_row))
+    slabs, _ = expert_major_from_flat(make_tokens(config, 50), whole(config), 61)
+    runner(slabs)
+    assert compiled() == before

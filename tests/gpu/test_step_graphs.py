@@ -1,0 +1,104 @@
+"""Step graphs and layer graphs on the GPUs of one host: captured, replayed with changing counts, idle ranks and
+buckets, on every dispatcher that can be captured. The jobs also run on gloo: tests/conformance/test_step_graphs.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.cases.gpu_limits import JOB_S
+from support.jobs import lost_rank_jobs
+from support.jobs import step_graph_jobs as jobs
+from support.jobs.step_graph_jobs import BUCKETS, LAYERS, SCHEDULE, TOLERANCE
+
+from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.conformance.harness import WorldFailed, WorldPool, launch
+from eprt.dispatch import DISPATCHERS
+from eprt.errors import UnsupportedError
+from eprt.plan import make_plan
+from eprt.support import Device
+
+SIZE = min(4, torch.cuda.device_count())
+GRAPH_SAFE = [name for name, spec in DISPATCHERS.items() if spec.graph_safe]
+BF16 = torch.bfloat16
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(JOB_S + 60),
+    pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host: this machine has {SIZE}"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
+        yield held
+
+
+def runtime_or_skip(dispatcher: str, **options) -> RuntimeConfig:
+    runtime = RuntimeConfig(dispatcher=dispatcher, executor="torch_grouped", max_tokens_per_rank=32, **options)
+    try:
+        make_plan(jobs.config_of(BF16), ParallelConfig(SIZE), runtime, Device.of(torch.device("cuda", 0)))
+    except UnsupportedError as error:
+        pytest.skip(f"the plan refuses {dispatcher}: {error}")
+    return runtime
+
+
+def check(found: list[tuple[list[list[float]], list[int], int]]) -> None:
+    for rank, (errors, *_) in enumerate(found):
+        assert max(max(each, default=0.0) for each in errors) <= TOLERANCE[BF16], errors
+        assert [bool(each) for each in errors] == [counts[rank] > 0 for counts in SCHEDULE], "nothing compared"
+
+
+@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize("dispatcher", GRAPH_SAFE)
+def test_replays_give_what_the_eager_loop_gives(pool, dispatcher: str, idle: bool) -> None:
+    """Only steps over the largest bucket are walked by the host."""
+    found = pool.run(jobs.decode, runtime=runtime_or_skip(dispatcher), dtype=BF16, idle=idle)
+    check(found)
+    for rank, (_, rows, _) in enumerate(found):
+        large = [counts[rank] for counts in SCHEDULE if max(counts[:SIZE]) > BUCKETS[-1]]
+        assert rows == [count or BUCKETS[0] for count in large if count or not idle], "the host walked a captured step"
+
+
+def test_a_second_capture_leaves_the_caches_alone(pool) -> None:
+    check(pool.run(jobs.decode, runtime=runtime_or_skip("symm"), dtype=BF16, captured_again=2))
+
+
+@pytest.mark.parametrize("dispatcher", GRAPH_SAFE)
+def test_a_rank_that_runs_eagerly_understands_ranks_that_replay(pool, dispatcher: str) -> None:
+    found = pool.run(jobs.decode, runtime=runtime_or_skip(dispatcher), dtype=BF16, eager_rank=SIZE - 1)
+    check(found)
+    assert found[SIZE - 1][1] == [count for counts in SCHEDULE if (count := counts[SIZE - 1])]
+
+
+@pytest.mark.parametrize("in_steps", [True, False])
+@pytest.mark.parametrize("own_rank", [-1, 1])
+@pytest.mark.parametrize("dispatcher", GRAPH_SAFE)
+def test_layers_with_graphs_of_their_own(pool, dispatcher: str, own_rank: int, in_steps: bool) -> None:
+    runtime = runtime_or_skip(dispatcher, layer_graphs=True)
+    found = pool.run(jobs.decode_by_layers, runtime=runtime, dtype=BF16, in_steps=in_steps, own_rank=own_rank)
+    for errors, own_errors, replays in found:
+        assert max(errors + own_errors) <= 1e-2, "one layer, bf16 on both sides, rounded in another order"
+        assert replays == LAYERS * len(SCHEDULE) - len(own_errors)
+
+
+@pytest.mark.parametrize("dispatcher", [name for name in GRAPH_SAFE if DISPATCHERS[name].rank_mask])
+def test_graphs_are_captured_again_by_the_ranks_that_are_left(pool, dispatcher: str) -> None:
+    runtime = runtime_or_skip(dispatcher, rank_mask=True)
+    assert pool.run(jobs.alive_changes, runtime=runtime) == [[]] * SIZE
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("dispatcher", GRAPH_SAFE)
+def test_a_rank_lost_inside_a_replay_is_named(dispatcher: str, waits: bool) -> None:
+    """A loop that waits by `StepGraphs.wait` raises; one that sits in torch's synchronize is taken away by the guard,
+    unless a kernel of symm gave up before."""
+    settings = {
+        "runtime": runtime_or_skip(dispatcher),
+        "victim": lost_rank_jobs.VICTIM,
+        "limit_s": lost_rank_jobs.LIMIT_S,
+        "waits": waits,
+    }
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.lost_in_replay, SIZE, "cuda", timeout_s=JOB_S, grace_s=lost_rank_jobs.LIMIT_S + 7, **settings)
+    assert lost_rank_jobs.unheard(failure.value, may_exit=not waits) == []
