@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ class ExpertParallelMoE(nn.Module):
             self.placement = placement or ExpertPlacement(config.num_experts, world.parallel)
             inside = self.placement.in_slots(config)
             self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device), self.placement)
+            runtime = replace(runtime, max_tokens_per_rank=self.plan.max_tokens_per_rank)
         except EprtError as error:
             exchange(world, Header("build", layer, 0), error)  # the peers are in make_dispatcher
             raise

@@ -29,6 +29,7 @@ _COMMANDS = {
     "Run": "eprt.cli.run:run",
     "Generate": "eprt.cli.generate:generate",
     "Explain": "eprt.cli.explain:explain",
+    "Tune": "eprt.cli.tune:tune",
     "Doctor": "eprt.cli.doctor:doctor",
     "BenchLayer": "eprt.cli.bench:bench_layer",
     "BenchDispatch": "eprt.cli.bench:bench_dispatch",

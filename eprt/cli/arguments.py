@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import subcommand
 
+from eprt.config import ParallelConfig, RuntimeConfig
+
+GPUS_PER_HOST = 8  # of a host that `eprt explain` isn't told about
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
 
@@ -74,28 +77,49 @@ class Generate:
 
 @dataclass(frozen=True)
 class Explain:
-    """Show every dispatcher/executor pair with its reason, then the choice. Needs no GPU and no kernel library."""
+    """Show every dispatcher/executor pair with its reason, then the choice and other layouts of the same ranks.
+
+    Needs no GPU, no kernel library and no weights.
+    """
 
     model: Path
-    """Checkpoint directory, or a config.json."""
+    """Checkpoint directory, a config.json, or the name of a well-known model (gpt-oss-120b, ...)."""
     world: int = 4
     """Ranks."""
     device: str = "cpu"
     """cpu, or a GPU's compute capability: sm90 (Hopper), sm100 (B200), ..."""
-    phase: Literal["prefill", "decode"] = "decode"
-    """Many tokens a rank, or few."""
     attention_tp: int = 1
     """Ranks that hold the same tokens."""
     moe_tp: int = 1
     """Ranks that share one expert."""
     ranks_per_host: int | None = None
-    """GPUs of a host; without it all ranks are on one."""
-    dispatcher: str = "auto"
-    """Only this one."""
-    executor: str = "auto"
-    """Only this one."""
-    max_tokens: int = 1024
-    """Tokens a rank that buffers are sized for."""
+    """Ranks of a host; without it 8 for GPUs, all for CPUs."""
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    """What a layer would be built with; the same defaults."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    plot: Path | None = None
+    """Write a plot (PNG, SVG) of a layer's time over tokens a rank to this file; needs matplotlib."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The world that is asked for."""
+        per_host = self.ranks_per_host or (self.world if self.device == "cpu" else min(self.world, GPUS_PER_HOST))
+        return ParallelConfig(self.world, self.attention_tp, self.moe_tp, per_host)
+
+
+@dataclass(frozen=True)
+class Tune:
+    """Measure this machine for one model: its dispatchers and executors, as rows that the plan goes by first."""
+
+    model: Path
+    """Checkpoint directory, a config.json, or the name of a well-known model. Weights are made up."""
+    world: int = 4
+    """Ranks to start."""
+    device: DeviceKind = "auto"
+    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
+    tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 1024, 4096)
+    """Tokens a rank."""
     json: bool = False
     """Print one JSON object instead of tables."""
 
@@ -263,8 +287,8 @@ class Bench:
 
 
 AnyBench = BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange | BenchStep
-Command = Run | Generate | Explain | Doctor | AnyBench
-_COMMANDS: dict[str, type[Any]] = {"run": Run, "generate": Generate, "explain": Explain, "doctor": Doctor}
+Command = Run | Generate | Explain | Tune | Doctor | AnyBench
+_COMMANDS: dict[str, type[Any]] = {"run": Run, "generate": Generate, "explain": Explain, "tune": Tune, "doctor": Doctor}
 _BENCHES: dict[str, type[Any]] = {
     "layer": BenchLayer,
     "dispatch": BenchDispatch,
@@ -277,6 +301,7 @@ _All = (
     Annotated[Run, subcommand("run")]
     | Annotated[Generate, subcommand("generate")]
     | Annotated[Explain, subcommand("explain")]
+    | Annotated[Tune, subcommand("tune")]
     | Annotated[Doctor, subcommand("doctor")]
     | Annotated[Bench, subcommand("bench")]
 )
@@ -297,7 +322,7 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
         case ["bench", name, *rest] if name in _BENCHES:
             return _parse(_BENCHES[name], f"eprt bench {name}", rest)
         case _:
-            parsed: Run | Generate | Explain | Doctor | Bench = _parse(_All, "eprt", words)
+            parsed: Run | Generate | Explain | Tune | Doctor | Bench = _parse(_All, "eprt", words)
             return parsed.what if isinstance(parsed, Bench) else parsed
 
 

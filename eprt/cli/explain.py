@@ -7,36 +7,53 @@ from typing import Any
 
 from eprt.cli.arguments import Explain
 from eprt.cli.terminal import Terminal
-from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
+from eprt.config import MoEConfig, Routing
 from eprt.errors import ConfigError
 from eprt.models import family_for
-from eprt.models.checkpoint import read_config
 from eprt.models.hf_config import where
+from eprt.models.published import model_config
 from eprt.plan import Candidate, Plan, make_plan
+from eprt.plan.layouts import Layout, layouts
+from eprt.plan.machines import linked_ranks, machine_of
+from eprt.plan.measured import own_path, own_tables
+from eprt.plan.model import Estimate
 from eprt.support import Device
 
 
 def explain(arguments: Explain, terminal: Terminal) -> int:
     """The command. Returns 0; a model that nothing can run raises UnsupportedError with the same table."""
-    hf = read_config(arguments.model)
-    parallel = ParallelConfig(arguments.world, arguments.attention_tp, arguments.moe_tp, arguments.ranks_per_host)
-    runtime = RuntimeConfig(
-        dispatcher=arguments.dispatcher,
-        executor=arguments.executor,
-        max_tokens_per_rank=arguments.max_tokens,
-        phase=arguments.phase,
-    )
-    device = Device.parse(arguments.device)
+    parallel, runtime, device = arguments.parallel, arguments.runtime, Device.parse(arguments.device)
+    kinds = kinds_of_layers(model_config(arguments.model))
+    _say_world(terminal, arguments, device)
     shown: list[dict[str, Any]] = []
-    for config, layers in _kinds_of_layers(hf):
+    for config, layers in kinds:
         plan = make_plan(config, parallel, runtime, device)
-        _say(terminal, config, layers, parallel, arguments, plan)
-        shown.append({"layers": layers, "config": asdict(config), **_as_json(plan)})
-    terminal.result({"model": str(arguments.model), "device": str(device), "phase": runtime.phase, "plans": shown})
+        _say(terminal, config, layers, plan)
+        shown.append({"layers": layers, "config": asdict(config), **as_json(plan)})
+    ways = layouts([(config, len(layers)) for config, layers in kinds], parallel, runtime, device)
+    if parallel.world_size > 1:
+        _say_layouts(terminal, ways, arguments)
+    if arguments.plot is not None:
+        from eprt.cli.explain_plot import plot
+
+        plot(kinds[0][0], parallel, runtime, device, arguments.plot)
+        terminal.say(f"plot written to {arguments.plot}")
+    terminal.result(
+        {
+            "model": str(arguments.model),
+            "device": str(device),
+            "phase": runtime.phase,
+            "parallel": asdict(parallel),
+            "runtime": asdict(runtime),
+            "own_rows": str(own_path()) if own_tables() else None,
+            "plans": shown,
+            "layouts": [_layout_as_json(way) for way in ways],
+        }
+    )
     return 0
 
 
-def _kinds_of_layers(hf: dict[str, Any]) -> list[tuple[MoEConfig, list[int]]]:
+def kinds_of_layers(hf: dict[str, Any]) -> list[tuple[MoEConfig, list[int]]]:
     """Each kind of layer that a plan tells apart (routing doesn't matter to it): its first config, its numbers."""
     family = family_for(hf)
     kinds: dict[MoEConfig, tuple[MoEConfig, list[int]]] = {}
@@ -48,46 +65,94 @@ def _kinds_of_layers(hf: dict[str, Any]) -> list[tuple[MoEConfig, list[int]]]:
     return list(kinds.values())
 
 
-def _say(
-    terminal: Terminal,
-    config: MoEConfig,
-    layers: list[int],
-    parallel: ParallelConfig,
-    arguments: Explain,
-    plan: Plan,
-) -> None:
+def _say_world(terminal: Terminal, arguments: Explain, device: Device) -> None:
+    parallel, runtime, machine = arguments.parallel, arguments.runtime, machine_of(device)
+    hosts = f"{parallel.ranks_per_host} ranks a host" + " (--ranks-per-host)" * (arguments.ranks_per_host is None)
     terminal.say(
-        f"layers {_ranges(layers)}: {config.num_experts} experts in {config.weight_format}, top-{config.top_k}, "
+        f"world of {parallel.world_size} x {device}, {hosts}: {parallel.dp_size} data-parallel x "
+        f"{parallel.attention_tp_size} attention-TP, {parallel.ep_size} expert-parallel x {parallel.moe_tp_size} "
+        f"MoE-TP; {runtime.phase}, up to {runtime.max_tokens_per_rank} tokens a rank"
+    )
+    if machine is not None:
+        joined = "; hosts taken as one NVLink fabric" * (
+            parallel.spans_hosts and linked_ranks(parallel, device) > (parallel.ranks_per_host or 0)
+        )
+        terminal.say(f"{device} stands for {machine.name}{joined}")
+    if own_tables():
+        terminal.say(f"rows measured by eprt tune come first: {own_path()}")
+
+
+def _say(terminal: Terminal, config: MoEConfig, layers: list[int], plan: Plan) -> None:
+    terminal.say(
+        f"\nlayers {_ranges(layers)}: {config.num_experts} experts in {config.weight_format}, top-{config.top_k}, "
         f"hidden {config.hidden_size}, intermediate {config.intermediate_size}, {config.activation.kind}"
     )
-    terminal.say(
-        f"world of {parallel.world_size} x {arguments.device}: {parallel.dp_size} data-parallel x "
-        f"{parallel.attention_tp_size} attention-TP, {parallel.ep_size} expert-parallel x {parallel.moe_tp_size} "
-        f"MoE-TP; {arguments.phase}, up to {arguments.max_tokens} tokens a rank"
-    )
-    chosen = (plan.dispatcher, plan.executor, plan.token_format)
+    chosen = plan.chosen
     terminal.table(
-        "Candidates (-> chosen, ok possible, no refused)",
-        ["", "dispatcher", "executor", "tokens", "reason"],
-        [[_mark(c, chosen), c.dispatcher, c.executor, c.token_format, c.support.reason] for c in plan.candidates],
+        f"Candidates (-> chosen, ok possible, no refused; us: all but routing, {plan.tokens} tokens a rank)",
+        ["", "dispatcher", "executor", "tokens", "us", "reason"],
+        [
+            [_mark(c, chosen), c.dispatcher, c.executor, c.token_format, _microseconds(c), c.support.reason]
+            for c in plan.candidates
+        ],
     )
     terminal.say(f"\nChoice: dispatcher {plan.dispatcher}, executor {plan.executor}, {plan.token_format} tokens")
     terminal.say(f"  why: {plan.reason}\n")
 
 
-def _mark(candidate: Candidate, chosen: tuple[str, str, str]) -> str:
-    if (candidate.dispatcher, candidate.executor, candidate.token_format) == chosen:
+def _microseconds(candidate: Candidate) -> str:
+    halves = [half for half in (candidate.dispatch, candidate.experts) if half is not None]
+    if candidate.us is None:
+        return "-"
+    return (
+        f"{candidate.us:.0f}" + "" if all(half.basis == "measured" for half in halves) else f"{candidate.us:.0f} model"
+    )
+
+
+def _say_layouts(terminal: Terminal, ways: list[Layout], arguments: Explain) -> None:
+    tokens = next((way.plans[0].tokens for way in ways if way.plans), 0)
+    terminal.table(
+        f"Layouts of these {arguments.world} ranks, {tokens} tokens on each: routed experts of all layers alone",
+        ["layout", "pair", "weights GB", "buffers GB", "us a layer", "tokens/s", "bound by", "fits"],
+        [
+            [
+                way.name,
+                "+".join((way.plans[0].dispatcher, way.plans[0].executor)) if way.plans else way.refused,
+                f"{way.weight_gb:.1f}" if way.plans else "-",
+                f"{way.buffer_gb:.1f}" if way.plans else "-",
+                "-" if way.layer_us is None else f"{way.layer_us:.0f}",
+                "-" if way.tokens_per_s is None else f"{way.tokens_per_s:,.0f}",
+                way.bound or "-",
+                {True: "yes", False: "no", None: "-"}[way.fits],
+            ]
+            for way in ways
+        ],
+    )
+    best = ways[0]
+    if best.tokens_per_s is not None and best.fits and best.parallel != arguments.parallel:
+        asked = next((way for way in ways if way.parallel == arguments.parallel), None)
+        slower = ""
+        if asked is not None and asked.tokens_per_s and asked.fits:
+            slower = f": {best.tokens_per_s / asked.tokens_per_s:.2f} times the tokens of {asked.name}"
+        terminal.say(f"\nBy the times above, {best.name} is the fastest that fits{slower}.")
+
+
+def _mark(candidate: Candidate, chosen: Candidate) -> str:
+    if candidate is chosen:
         return "->"
     return "ok" if candidate.support else "no"
 
 
-def _as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan) -> dict[str, Any]:
+    """A plan as plain values."""
     return {
         "dispatcher": plan.dispatcher,
         "executor": plan.executor,
         "tokens": plan.token_format,
         "payload": plan.payload,
         "reason": plan.reason,
+        "max_tokens_per_rank": plan.max_tokens_per_rank,
+        "tokens_per_rank": plan.tokens,
         "candidates": [
             {
                 "dispatcher": c.dispatcher,
@@ -96,10 +161,23 @@ def _as_json(plan: Plan) -> dict[str, Any]:
                 "adapted": c.adapted,
                 "ok": c.support.ok,
                 "reason": c.support.reason,
+                "max_tokens_per_rank": c.max_tokens_per_rank,
+                "dispatch": _estimate_as_json(c.dispatch),
+                "experts": _estimate_as_json(c.experts),
             }
             for c in plan.candidates
         ],
     }
+
+
+def _estimate_as_json(estimate: Estimate | None) -> dict[str, Any] | None:
+    return None if estimate is None else asdict(estimate)
+
+
+def _layout_as_json(way: Layout) -> dict[str, Any]:
+    found = asdict(replace(way, plans=()))
+    pairs = [{"dispatcher": plan.dispatcher, "executor": plan.executor} for plan in way.plans]
+    return {**found, "plans": pairs}
 
 
 def _ranges(numbers: list[int]) -> str:

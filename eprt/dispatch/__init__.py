@@ -32,6 +32,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             payloads=("bf16", "f32", "fp8_block", "nvfp4"),
             devices=("cpu", "cuda"),
             graph_safe=True,
+            sends="everyone",
             preference=1,
         ),
         DispatcherSpec(
@@ -88,6 +89,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             hidden_sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192),  # its launch.cuh SWITCH_HIDDEN
             max_tokens=1024,  # its internode_ll.cu FINISHED_SUM_TAG
             moe_tp=False,
+            sends="expert",
             requirement=Requirement("deep_ep", ("tokenspeed-deepep",), "1.2.1"),
             preference=3,
         ),

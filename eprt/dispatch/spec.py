@@ -30,6 +30,8 @@ class DispatcherSpec:
         max_tokens: largest max_tokens_per_rank it can be sized for. None: memory is the limit.
         moe_tp: can deliver one token to the several ranks that share an expert.
         reach: how far apart its ranks may be: on one host, in one NVLink fabric (within a host before SM100), anywhere.
+        sends: to whom a token's row travels: every rank, each rank that holds one of its experts, or each of its
+            experts. What the cost model counts.
         requirement: package it needs, or None.
         preference: where nothing was measured the largest is tried first.
     """
@@ -49,6 +51,7 @@ class DispatcherSpec:
     max_tokens: int | None = None
     moe_tp: bool = True
     reach: Literal["host", "fabric", "network"] = "network"
+    sends: Literal["everyone", "rank", "expert"] = "rank"
     requirement: Requirement | None = None
     preference: int = 0
 

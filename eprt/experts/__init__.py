@@ -36,7 +36,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             weights=_ALL_FORMATS,
             payloads=("bf16", "f32", "fp8_block", "nvfp4"),
             devices=("cpu", "cuda"),
-            preference=1,
+            witness=True,
         ),
         ExecutorSpec(
             name="torch_grouped",

@@ -43,6 +43,7 @@ class ExecutorSpec:
         requirement: package it needs, or None.
         rule: limits that no other field can say (`eprt.experts.rules`), or None.
         preference: where nothing was measured the largest is tried first.
+        witness: there to check others, not to be fast: the plan takes it only by name.
         takes_logits: whether its kernels choose a layer's experts themselves (`Executor.run_logits`); None: never.
     """
 
@@ -62,6 +63,7 @@ class ExecutorSpec:
     rule: Rule | None = None
     takes_logits: LogitsRule | None = None
     preference: int = 0
+    witness: bool = False
 
     def supports(
         self,

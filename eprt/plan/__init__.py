@@ -1,19 +1,23 @@
 """Choosing a dispatcher and an executor: every candidate pair with its reason, then the choice.
 
-Needs no tensors, no GPU and no kernel library, so a plan for eight B200 can be made on a laptop.
+Needs no tensors, no GPU and no kernel library, so a plan for eight B200 can be made on a laptop. The choice follows
+microseconds: measured ones (`eprt.plan.measured`) where rows of this shape, ranks and generation exist, else those of a
+model fitted to the rows (`eprt.plan.model`), else the order of preference.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
 from eprt.dispatch import DISPATCHERS, DispatcherSpec, dispatcher_spec
 from eprt.errors import UnsupportedError
 from eprt.experts import EXECUTORS, ExecutorSpec, executor_spec
 from eprt.placement import ExpertPlacement
-from eprt.plan import measured
+from eprt.plan.model import Estimate, dispatch_estimate, experts_estimate
 from eprt.support import Device, Support, refuse
+
+DECODE_TOKENS = 128  # tokens a rank that stand for a decode batch when times are looked up
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,9 @@ class Candidate:
 
     Attributes:
         token_format: what the dispatcher would emit; `adapted` says that an adapter bridges it to the executor.
+        max_tokens_per_rank: capacity of its buffers; a dispatcher's own limit where that is less than was asked for,
+            and a larger batch passes in rounds.
+        dispatch, experts: microseconds of one layer's call; None where nothing is known, or the pair can't work.
     """
 
     dispatcher: str
@@ -29,11 +36,26 @@ class Candidate:
     token_format: TokenFormat
     adapted: bool
     support: Support
+    max_tokens_per_rank: int
+    dispatch: Estimate | None = None
+    experts: Estimate | None = None
+
+    @property
+    def us(self) -> float | None:
+        """Microseconds of a layer's call, route and shared expert aside."""
+        halves = (self.dispatch, self.experts)
+        return None if self.dispatch is None or self.experts is None else sum(half.us for half in halves if half)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice, why, and what was turned down."""
+    """The choice, why, and what was turned down.
+
+    Attributes:
+        max_tokens_per_rank: capacity that the layer's buffers are sized for: `RuntimeConfig.max_tokens_per_rank`, or
+            the dispatcher's own limit below it.
+        tokens: tokens a rank that the times are of.
+    """
 
     dispatcher: str
     executor: str
@@ -41,10 +63,18 @@ class Plan:
     payload: PayloadFormat | None
     reason: str
     candidates: tuple[Candidate, ...]
+    max_tokens_per_rank: int
+    tokens: int
+
+    @property
+    def chosen(self) -> Candidate:
+        """The candidate that was."""
+        key = (self.dispatcher, self.executor, self.token_format)
+        return next(c for c in self.candidates if (c.dispatcher, c.executor, c.token_format) == key)
 
     def table(self) -> str:
         """Plain text: one line a candidate."""
-        return _table(self.candidates, (self.dispatcher, self.executor, self.token_format))
+        return _table(self.candidates, self.chosen)
 
 
 def make_plan(
@@ -58,125 +88,137 @@ def make_plan(
 
     Raises:
         UnsupportedError: nothing can; the message is the table.
-        ConfigError: an unknown name, a placement of other experts, or MoE-TP that doesn't divide an expert.
+        ConfigError: an unknown name, a placement of other experts, MoE-TP that doesn't divide an expert, or a file of
+            `eprt tune` that can't be read.
     """
     placement = placement or ExpertPlacement(config.num_experts, parallel)
     config = placement.in_slots(config)
     placement.shard(0).slice_intermediate(config.intermediate_size)
+    ask = _Ask(config, parallel, runtime, device, placement.num_local_experts)
     dispatchers = list(DISPATCHERS.values()) if runtime.dispatcher == "auto" else [dispatcher_spec(runtime.dispatcher)]
     executors = list(EXECUTORS.values()) if runtime.executor == "auto" else [executor_spec(runtime.executor)]
-    candidates = tuple(
-        candidate
-        for d in dispatchers
-        for e in executors
-        for candidate in _pair(d, e, config, parallel, runtime, device)
-    )
+    candidates = tuple(candidate for d in dispatchers for e in executors for candidate in ask.pair(d, e))
     possible = [c for c in candidates if c.support]
     if not possible:
         raise UnsupportedError(
             f"no dispatcher/executor pair can run this layer on {parallel.world_size} x {device}:\n"
             + _table(candidates)
         )
-    costs = _Costs.of(config, placement, runtime, device)
-    best = min(possible, key=costs.key)
+    best = min(possible, key=ask.key)
     return Plan(
         dispatcher=best.dispatcher,
         executor=best.executor,
         token_format=best.token_format,
         payload=runtime.payload,
-        reason=costs.why(best),
+        reason=ask.why(best, possible),
         candidates=candidates,
+        max_tokens_per_rank=best.max_tokens_per_rank,
+        tokens=ask.tokens,
     )
 
 
-DECODE_TOKENS = 128  # tokens a rank that stand for a decode batch when rows are looked up
-
-
-def _pair(
-    d: DispatcherSpec,
-    e: ExecutorSpec,
-    config: MoEConfig,
-    parallel: ParallelConfig,
-    runtime: RuntimeConfig,
-    device: Device,
-) -> list[Candidate]:
-    """The pair in every token format it could use: native ones, or one adapted."""
-    carries = d.supports(config, parallel, runtime, device)
-    formats: list[TokenFormat] = [f for f in d.formats if runtime.token_format in (None, f)] or list(d.formats)
-    native: list[TokenFormat] = [f for f in formats if f in e.formats]
-    computes = e.supports(config, parallel, runtime, device, runtime.payload or "bf16")
-    found: list[Candidate] = []
-    for token_format in native or formats[:1]:
-        adapted = token_format not in native
-        if not carries:
-            support = refuse(f"{d.name}: {carries.reason}")
-        elif not computes:
-            support = refuse(f"{e.name}: {computes.reason}")
-        elif e.name == "reference" and device.kind == "cuda" and runtime.executor == "auto":
-            support = refuse("reference: the oracle, in float32 and slow: on a GPU only where it is asked for by name")
-        else:
-            remarks = [carries.reason, computes.reason, f"adapter from {token_format}" if adapted else ""]
-            support = Support(True, "; ".join(r for r in remarks if r))
-        found.append(Candidate(d.name, e.name, token_format, adapted, support))
-    return found
-
-
 @dataclass(frozen=True)
-class _Costs:
-    """What the choice goes by: the measured rows nearest to the call, else the order of preference.
+class _Ask:
+    """What is to be planned, in slots."""
 
-    Attributes:
-        dispatch, experts: None where nothing was measured on this device for this weight format.
-    """
-
+    config: MoEConfig
+    parallel: ParallelConfig
+    runtime: RuntimeConfig
     device: Device
-    world_size: int
-    dispatch: measured.Row | None
-    experts: measured.Row | None
+    local_experts: int
 
-    @classmethod
-    def of(cls, config: MoEConfig, placement: ExpertPlacement, runtime: RuntimeConfig, device: Device) -> _Costs:
-        tokens = runtime.max_tokens_per_rank
-        if runtime.phase == "decode":
-            tokens = min(tokens, DECODE_TOKENS)
-        payload, ranks = runtime.payload or "bf16", placement.parallel.world_size
-        return cls(
-            device,
-            ranks,
-            measured.dispatch_row(config, tokens, ranks, device.sm, payload) if ranks > 1 else None,
-            measured.experts_row(config, placement.num_local_experts, tokens * ranks, device.sm),
-        )
+    @property
+    def tokens(self) -> int:
+        """Tokens a rank that times are compared at."""
+        tokens = self.runtime.max_tokens_per_rank
+        return min(tokens, DECODE_TOKENS) if self.runtime.phase == "decode" else tokens
 
-    def key(self, c: Candidate) -> tuple[bool, int, float, int, int]:
-        """Smallest is best: native before adapted, backends that the rows have before those they lack, then measured
-        microseconds, then the order of preference."""
+    def pair(self, d: DispatcherSpec, e: ExecutorSpec) -> list[Candidate]:
+        """The pair in every token format it could use: native ones, or one adapted."""
+        runtime = self._within(d)
+        carries = d.supports(self.config, self.parallel, runtime, self.device)
+        computes = self._computes(e)
+        formats: list[TokenFormat] = [f for f in d.formats if runtime.token_format in (None, f)] or list(d.formats)
+        native: list[TokenFormat] = [f for f in formats if f in e.formats]
+        found: list[Candidate] = []
+        for token_format in native or formats[:1]:
+            adapted = token_format not in native
+            common = (d.name, e.name, token_format, adapted)
+            if not carries or not computes:
+                name, lacks = (d.name, carries) if not carries else (e.name, computes)
+                found.append(Candidate(*common, refuse(f"{name}: {lacks.reason}"), runtime.max_tokens_per_rank))
+                continue
+            cut = runtime.max_tokens_per_rank < self.runtime.max_tokens_per_rank
+            remarks = [
+                carries.reason,
+                f"in rounds of at most {runtime.max_tokens_per_rank} tokens a rank" if cut else "",
+                computes.reason,
+                f"adapter from {token_format}" if adapted else "",
+            ]
+            support = Support(True, "; ".join(r for r in remarks if r))
+            found.append(Candidate(*common, support, runtime.max_tokens_per_rank, *self._times(d, e, runtime, adapted)))
+        return found
+
+    def _within(self, d: DispatcherSpec) -> RuntimeConfig:
+        """The options with the capacity that this dispatcher can have: larger batches pass in rounds."""
+        asked = self.runtime.max_tokens_per_rank
+        if d.max_tokens is None or asked <= d.max_tokens or self.runtime.strict_capacity:
+            return self.runtime
+        return replace(self.runtime, max_tokens_per_rank=d.max_tokens)
+
+    def _computes(self, e: ExecutorSpec) -> Support:
+        found = e.supports(self.config, self.parallel, self.runtime, self.device, self.runtime.payload or "bf16")
+        if found and e.witness and self.runtime.executor == "auto":
+            return refuse(f"there to check the others, not to be fast: only by name, executor={e.name!r}")
+        return found
+
+    def _times(
+        self, d: DispatcherSpec, e: ExecutorSpec, runtime: RuntimeConfig, adapted: bool
+    ) -> tuple[Estimate | None, Estimate | None]:
+        """Of dispatch + combine and of the experts, all rounds of one call together."""
+        rounds = -(-self.tokens // runtime.max_tokens_per_rank)
+        tokens, ranks = -(-self.tokens // rounds), self.parallel.world_size
+        carried = dispatch_estimate(d, self.config, self.parallel, tokens, self.device, runtime.payload or "bf16")
+        work = experts_estimate(e, self.config, self.parallel, self.local_experts, tokens * ranks, self.device)
+        if work and adapted:
+            work = work.adapted(tokens * self.config.top_k, self.config.hidden_size, self.device)
+        return carried and carried.times(rounds), work and work.times(rounds)
+
+    def key(self, c: Candidate) -> tuple[int, bool, float, bool, int, int]:
+        """Smallest is best: backends with rows on this generation of GPU before those without, then microseconds, then
+        native before adapted, then the order of preference."""
         # A world of one has nothing to carry: the dispatcher that moves nothing wins.
-        moves_nothing = self.world_size == 1 and c.dispatcher == "none"
+        moves_nothing = self.parallel.world_size == 1 and c.dispatcher == "none"
         dispatcher = -1_000_000 if moves_nothing else -DISPATCHERS[c.dispatcher].preference
-        times = [row.microseconds.get(name) for row, name in self._halves(c)]
-        cost = sum(time for time in times if time is not None)
-        return c.adapted, times.count(None), cost, -EXECUTORS[c.executor].preference, dispatcher
+        unknown = sum(2 if half is None else not half.here for half in (c.dispatch, c.experts))
+        cost = sum(half.us for half in (c.dispatch, c.experts) if half is not None)
+        return unknown, c.us is None and c.adapted, cost, c.adapted, -EXECUTORS[c.executor].preference, dispatcher
 
-    def _halves(self, c: Candidate) -> list[tuple[measured.Row, str]]:
-        """What was measured, and the candidate's part of it."""
-        halves = ((self.dispatch, c.dispatcher), (self.experts, c.executor))
-        return [(row, name) for row, name in halves if row is not None]
+    def why(self, best: Candidate, possible: list[Candidate]) -> str:
+        """What the choice went by, and what others would take."""
+        halves = ((best.dispatcher, best.dispatch), (best.executor, best.experts))
+        said = [f"{name} {half.why}" for name, half in halves if half is not None]
+        if all(half is None or half.us == 0 for _, half in halves):
+            said = [f"nothing measured on {self.device} for this layer: first in the order of preference that can"]
+        elif not any(half and half.here and half.us for _, half in halves):
+            said.insert(0, f"nothing measured on {self.device} for this layer")
+        if self.parallel.world_size == 1:
+            said.append("a world of one moves nothing")
+        others = {c.dispatcher: c.dispatch.us for c in possible if c.dispatch and c.dispatcher != best.dispatcher}
+        others |= {c.executor: c.experts.us for c in possible if c.experts and c.executor != best.executor}
+        if others:
+            shown = ", ".join(f"{name} {us:.3g}" for name, us in sorted(others.items(), key=lambda item: item[1]))
+            said.append(f"others: {shown} us")
+        return "; ".join(said)
 
-    def why(self, c: Candidate) -> str:
-        rows = [f"{name}, {row}" for row, name in self._halves(c) if name in row.microseconds]
-        if not rows:
-            rows = [f"nothing measured on {self.device} for this layer: first in the order of preference that can"]
-        if self.world_size == 1:
-            rows.append("a world of one moves nothing")
-        return "; ".join(rows)
 
-
-def _table(candidates: tuple[Candidate, ...], chosen: tuple[str, str, str] | None = None) -> str:
-    rows = [("", "dispatcher", "executor", "tokens", "reason")]
+def _table(candidates: tuple[Candidate, ...], chosen: Candidate | None = None) -> str:
+    rows = [("", "dispatcher", "executor", "tokens", "us", "reason")]
     for c in candidates:
-        mark = "->" if chosen == (c.dispatcher, c.executor, c.token_format) else ("ok" if c.support else "no")
-        rows.append((mark, c.dispatcher, c.executor, c.token_format, c.support.reason))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        mark = "->" if c is chosen else ("ok" if c.support else "no")
+        us = "" if c.us is None else f"{c.us:.0f}"
+        rows.append((mark, c.dispatcher, c.executor, c.token_format, us, c.support.reason))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[4] for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[5] for row in rows
     )

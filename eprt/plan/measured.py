@@ -1,86 +1,164 @@
 """What dispatchers and executors were measured to take, kept as data: the plan's automatic choice follows it.
 
 `measured.json` holds rows of `eprt bench dispatch` and `eprt bench experts`, with the machine and the result file they
-come from. A row answers for the shapes nearest to it.
+come from. `eprt tune` writes rows of one's own machine in the same form, which come first. A row answers for its own
+shape, number of ranks and generation of GPU; between two token counts it is interpolated.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from eprt.config import MoEConfig
+from eprt.errors import ConfigError
+
+BENCH_EXPERTS = 128  # experts of the layer whose tokens `eprt bench dispatch` sends
+SLACK = 1.5  # a row answers for up to so many times its tokens, and down to its tokens over this
+
+_SIZES = {
+    "dispatch": ("ranks", "hidden", "top_k", "tokens"),
+    "experts": ("hidden", "intermediate", "top_k", "experts", "local_experts", "tokens"),
+}
+_WORDS = {"dispatch": "payload", "experts": "weight_format"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured shape: microseconds by backend name, and words for `eprt explain`."""
+    """Microseconds of one backend at one shape, and words for `eprt explain`."""
 
     what: str
-    microseconds: dict[str, float]
+    us: float
     source: str
 
     def __str__(self) -> str:
-        times = ", ".join(f"{name} {us:g}" for name, us in sorted(self.microseconds.items(), key=lambda item: item[1]))
-        return f"{self.what}: {times} us ({self.source})"
+        return f"measured {self.us:.4g} us ({self.what}; {self.source})"
 
 
-def dispatch_row(config: MoEConfig, tokens: int, ranks: int, sm: int, payload: str = "bf16") -> Row | None:
-    """Dispatch + combine of the nearest measured (hidden, top-k, tokens a rank, ranks) on that generation of GPU, with
-    tokens in that format if it was measured, else in bf16."""
-    wanted = {"hidden": config.hidden_size, "top_k": config.top_k, "tokens": tokens, "ranks": ranks}
-    found = _nearest("dispatch", sm, wanted, {"payload": payload}) or _nearest(
-        "dispatch", sm, wanted, {"payload": "bf16"}
-    )
-    if found is None:
-        return None
-    row, source = found
-    what = (
-        f"dispatch + combine of {row['payload']} tokens at hidden {row['hidden']}, top-k {row['top_k']}, "
-        f"{row['tokens']} tokens a rank, {row['ranks']} ranks"
-    )
-    return Row(what, row["us"], source)
+def dispatch_time(name: str, config: MoEConfig, tokens: int, ranks: int, sm: int, payload: str = "bf16") -> Row | None:
+    """Dispatch + combine of that many tokens on each of that many ranks of one host, if it was measured."""
+    wanted = {"hidden": config.hidden_size, "top_k": config.top_k, "ranks": ranks, "payload": payload}
+    what = f"{payload} tokens of hidden {config.hidden_size}, top-{config.top_k}, {ranks} ranks"
+    return _answer("dispatch", name, sm, wanted, tokens, what, "tokens a rank")
 
 
-def experts_row(config: MoEConfig, num_local_experts: int, tokens: int, sm: int) -> Row | None:
-    """The experts of the nearest measured shape of the same weight format; `tokens` counts all ranks' tokens."""
+def experts_time(name: str, config: MoEConfig, local_experts: int, tokens: int, sm: int) -> Row | None:
+    """One rank's experts, if they were measured; `tokens` counts all ranks' tokens."""
     wanted = {
         "hidden": config.hidden_size,
         "intermediate": config.intermediate_size,
         "top_k": config.top_k,
-        "local_experts": num_local_experts,
-        "tokens": tokens,
+        "experts": config.num_experts,
+        "local_experts": local_experts,
+        "weight_format": config.weight_format,
     }
-    found = _nearest("experts", sm, wanted, {"weight_format": config.weight_format})
-    if found is None:
-        return None
-    row, source = found
-    what = (
-        f"{row['weight_format']} experts at hidden {row['hidden']}, intermediate {row['intermediate']}, "
-        f"{row['local_experts']} local, {row['tokens']} tokens of all ranks"
-    )
-    return Row(what, row["us"], source)
+    what = f"{config.weight_format}, hidden {config.hidden_size}, {local_experts} of {config.num_experts} experts"
+    return _answer("experts", name, sm, wanted, tokens, what, "tokens of all ranks")
 
 
-def _nearest(kind: str, sm: int, wanted: dict[str, int], exact: dict[str, str]) -> tuple[dict[str, Any], str] | None:
-    """Row with the smallest sum of |log ratio| over the wanted sizes, among those of this SM that match exactly."""
-    candidates = [
-        (sum(abs(math.log(row[name] / size)) for name, size in wanted.items()), index, row, table["source"])
-        for table in _tables()
-        if table["kind"] == kind and table["sm"] == sm
-        for index, row in enumerate(table["rows"])
-        if all(row[name] == value for name, value in exact.items())
-    ]
-    if not candidates:
-        return None
-    _, _, row, source = min(candidates, key=lambda c: c[:2])
-    return row, source
+def shipped(kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(SM, row) of the rows that come with eprt."""
+    return ((table["sm"], row) for table in _shipped() if table["kind"] == kind for row in table["rows"])
+
+
+def _answer(kind: str, name: str, sm: int, wanted: dict[str, Any], tokens: int, what: str, unit: str) -> Row | None:
+    """From the first table that knows: at that many tokens, or between the two rows around them."""
+    for table in (*own_tables(), *_shipped()):
+        if (table["kind"], table["sm"]) != (kind, sm):
+            continue
+        rows = [row for row in table["rows"] if name in row["us"] and wanted.items() <= row.items()]
+        times = {row["tokens"]: row["us"][name] for row in rows}
+        if times and min(times) / SLACK <= tokens <= max(times) * SLACK:
+            us, at = _interpolated(times, tokens)
+            return Row(f"{what}, {at} {unit}", us, table["source"])
+    return None
+
+
+def _interpolated(times: dict[int, float], tokens: int) -> tuple[float, str]:
+    """Along a straight line between logarithms; outside the rows the nearest one."""
+    low = max((t for t in times if t <= tokens), default=min(times))
+    high = min((t for t in times if t >= tokens), default=max(times))
+    if low == high or tokens <= low:
+        return times[low], str(low)
+    if tokens >= high:
+        return times[high], str(high)
+    share = math.log(tokens / low) / math.log(high / low)
+    return times[low] ** (1 - share) * times[high] ** share, f"between {low} and {high}"
 
 
 @cache
-def _tables() -> list[dict[str, Any]]:
+def _shipped() -> list[dict[str, Any]]:
     return json.loads(resources.files("eprt.plan").joinpath("measured.json").read_text())
+
+
+# ---- one's own rows -----------------------------------------------------------------------------------------------
+
+
+def own_path() -> Path:
+    """Where `eprt tune` writes: `plan.json` under the user's cache folder (XDG), or what EPRT_PLAN_ROWS names."""
+    if named := os.environ.get("EPRT_PLAN_ROWS"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eprt" / "plan.json"
+
+
+def own_tables() -> list[dict[str, Any]]:
+    """Tables that `eprt tune` measured here; none without a file. Raises ConfigError for a file that isn't one."""
+    path = own_path()
+    try:
+        stamp = path.stat().st_mtime_ns
+    except OSError:
+        return []
+    return _read_own(path, stamp)
+
+
+@cache
+def _read_own(path: Path, stamp: int) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}; remove it, or measure again with eprt tune") from error
+    if wrong := complaint(found):
+        raise ConfigError(f"{path}: {wrong}; remove it, or measure again with eprt tune")
+    return found
+
+
+def complaint(tables: object) -> str:
+    """What keeps them from being tables of rows; "" if nothing does."""
+    if not isinstance(tables, list):
+        return "expected a list of tables"
+    for number, table in enumerate(tables):
+        where = f"table {number}"
+        if not isinstance(table, dict) or table.get("kind") not in _SIZES:
+            return f"{where}: kind must be one of {', '.join(_SIZES)}"
+        if not isinstance(table.get("sm"), int) or not isinstance(table.get("source"), str):
+            return f"{where}: sm must be a number, source a text"
+        rows = table.get("rows")
+        if not isinstance(rows, list):
+            return f"{where}: rows must be a list"
+        for row in rows:
+            if wrong := _wrong_row(table["kind"], row):
+                return f"{where}: {wrong}"
+    return ""
+
+
+def _wrong_row(kind: str, row: Any) -> str:
+    if not isinstance(row, dict):
+        return "a row must be an object"
+    for name in _SIZES[kind]:
+        if not isinstance(row.get(name), int) or row[name] < 1:
+            return f"{name} must be a positive integer, is {row.get(name)!r}"
+    if not isinstance(row.get(_WORDS[kind]), str):
+        return f"{_WORDS[kind]} must be a text"
+    times = row.get("us")
+    if not isinstance(times, dict) or not all(
+        isinstance(us, (int, float)) and math.isfinite(us) and us > 0 for us in times.values()
+    ):
+        return "us must hold positive microseconds by backend"
+    return ""

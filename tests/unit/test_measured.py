@@ -1,4 +1,4 @@
-"""The plan's rows and the tables of docs/hardware.md are those of the result files, and the nearest row answers."""
+"""The plan's rows and the tables of docs/hardware.md are those of the result files; what a row answers for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 from eprt.bench.experts import SHAPES
 from eprt.config import MoEConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.plan.measured import dispatch_row, experts_row
+from eprt.errors import ConfigError
+from eprt.plan.measured import complaint, dispatch_time, experts_time
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -150,29 +151,76 @@ def test_readme_shows_the_expert_times_that_were_measured() -> None:
     assert heading[2:] == ["`humming`", "`cutlass_mxfp4`", "`torch_grouped`"]
 
 
-def test_tokens_in_a_format_that_was_not_measured_are_judged_as_bf16() -> None:
-    config = MoEConfig(128, 8, 7168, 2048)
-    said = [str(dispatch_row(config, 1024, 4, 90, payload)) for payload in ("bf16", "fp8_block", "nvfp4")]
-    assert ["of fp8_block tokens" in text for text in said] == [False, True, False]
-    assert said[0] == said[2]
+def dispatch(name: str = "symm", tokens: int = 128, ranks: int = 4, payload: str = "bf16", **sizes: int):
+    config = MoEConfig(128, **{"top_k": 8, "hidden_size": 7168, "intermediate_size": 2048} | sizes)
+    return dispatch_time(name, config, tokens, ranks, 90, payload)
+
+
+def test_a_row_answers_for_its_own_shape_ranks_and_format_only() -> None:
+    row = dispatch()
+    assert row is not None
+    assert row.us == dispatch_results(["symm"], "p50_us", "dispatch_h200_x4.json")["symm", 7168, 8, 128]
+    assert "hidden 7168, top-8, 4 ranks, 128 tokens a rank; benchmarks/results/" in str(row)
+    others = (
+        {"ranks": 8},
+        {"hidden_size": 6000},
+        {"top_k": 6},
+        {"payload": "nvfp4"},
+        {"name": "deepep", "tokens": 4096},
+    )
+    assert [dispatch(**other) for other in others] == [None] * 5  # type: ignore[arg-type]
+    assert dispatch_time("symm", MoEConfig(128, 8, 7168, 2048), 128, 4, sm=100) is None
+    assert experts_time("humming", MoEConfig(128, 4, 2880, 2880, weight_format="f32"), 32, 128, sm=90) is None
+
+
+def test_between_two_rows_time_is_interpolated_and_little_beyond_them_the_last_one_answers() -> None:
+    low, between, high = (dispatch(tokens=tokens) for tokens in (1024, 1448, 2048))
+    assert low is not None
+    assert between is not None
+    assert high is not None
+    assert between.us == pytest.approx(math.sqrt(low.us * high.us), rel=1e-3)  # the geometric middle of both
+    assert "between 1024 and 2048" in between.what
+    assert [dispatch(tokens=tokens) is None for tokens in (6000, 7000)] == [False, True]
+
+
+def own_rows(**changes: object) -> list[dict[str, object]]:
+    row = {"payload": "bf16", "ranks": 4, "hidden": 7168, "top_k": 8, "tokens": 128, "us": {"symm": 3.5}} | changes
+    return [{"kind": "dispatch", "sm": 90, "source": "my own machine", "rows": [row]}]
+
+
+def test_ones_own_rows_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    monkeypatch.setenv("EPRT_PLAN_ROWS", str(path))
+    shipped = dispatch()
+    path.write_text(json.dumps(own_rows()))
+    own = dispatch()
+    assert own is not None
+    assert (own.us, own.source) == (3.5, "my own machine")
+    assert dispatch("flashinfer") == dispatch("flashinfer", tokens=128)
+    path.unlink()
+    assert dispatch() == shipped
 
 
 @pytest.mark.parametrize(
-    ("hidden", "top_k", "tokens", "ranks", "found"),
+    ("content", "complaint"),
     [
-        (7168, 8, 128, 4, (7168, 8, 128, 4)),
-        (6000, 8, 100, 8, (7168, 8, 128, 4)),
-        (2048, 4, 2500, 2, (2880, 4, 2048, 2)),
+        ("{", "Expecting property name"),
+        (json.dumps({}), "expected a list of tables"),
+        (json.dumps([{"kind": "weather"}]), "table 0: kind must be one of dispatch, experts"),
+        (json.dumps(own_rows(tokens=0)), "table 0: tokens must be a positive integer, is 0"),
+        (json.dumps(own_rows(hidden="wide")), "table 0: hidden must be a positive integer, is 'wide'"),
+        (json.dumps(own_rows(payload=8)), "table 0: payload must be a text"),
+        (json.dumps(own_rows(us={"symm": -1})), "table 0: us must hold positive microseconds by backend"),
     ],
 )
-def test_the_nearest_shape_answers(
-    hidden: int, top_k: int, tokens: int, ranks: int, found: tuple[int, int, int, int]
+def test_a_file_of_ones_own_that_is_none_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, complaint: str
 ) -> None:
-    config = MoEConfig(128, top_k, hidden, 2048)
-    row = dispatch_row(config, tokens, ranks, sm=90)
-    assert row is not None
-    assert "hidden {}, top-k {}, {} tokens a rank, {} ranks".format(*found) in row.what
-    assert "benchmarks/results/" in str(row)
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    monkeypatch.setenv("EPRT_PLAN_ROWS", str(path))
+    with pytest.raises(ConfigError, match=f"{path}: {complaint}.*; remove it, or measure again with eprt tune"):
+        dispatch()
 
 
 def test_nothing_measured_is_no_row() -> None:
@@ -188,3 +236,7 @@ def test_the_page_shows_the_steps_that_were_measured() -> None:
     shown = {(path, int(n)): cell for path, *cells in rows for n, cell in zip(heading[1:], cells, strict=True)}
     assert shown.keys() == measured.keys()
     assert not {key: cell for key, cell in shown.items() if not as_shown(cell, measured[key])}
+
+
+def test_the_rows_that_come_with_eprt_keep_the_schema() -> None:
+    assert complaint(TABLES) == ""

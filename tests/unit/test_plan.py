@@ -128,6 +128,42 @@ def test_a_measured_choice_shows_the_row_it_used() -> None:
     assert "nothing measured on sm100" in plan_for(GPT_OSS, "sm100", "decode").reason
 
 
+def plan_of(model: str, world: int, device: str, per_host: int = 8, **runtime):
+    parallel = ParallelConfig(world, ranks_per_host=per_host)
+    return make_plan(config_of(model), parallel, RuntimeConfig(**runtime), Device.parse(device))
+
+
+@pytest.mark.parametrize("phase", TOKENS)
+@pytest.mark.parametrize("world", [16, 32, 64])
+@pytest.mark.parametrize("model", MODELS)
+def test_over_hosts_of_hopper_all_is_gathered_only_where_it_is_the_cheapest(model: str, world: int, phase: str) -> None:
+    plan = plan_of(model, world, "sm90", phase=phase)
+    times = {c.dispatcher: c.dispatch.us for c in plan.candidates if c.support and c.dispatch}
+    assert {"none", "torch"} <= set(times)
+    assert plan.dispatcher == min(times, key=lambda name: times[name])
+    assert "modelled, not measured" in plan.reason
+    assert f"{plan.dispatcher} measured" not in plan.reason
+
+
+def test_prefill_over_hosts_passes_through_deepep_in_rounds() -> None:
+    plan = plan_of(DEEPSEEK_FP8, 64, "sm90", phase="prefill")
+    assert (plan.dispatcher, plan.max_tokens_per_rank, plan.tokens) == ("deepep", 1024, 4096)
+    assert "in rounds of at most 1024 tokens a rank" in plan.chosen.support.reason
+    assert "4 rounds" in plan.reason
+    with pytest.raises(UnsupportedError, match="at most 1024 tokens a rank, max_tokens_per_rank is 4096"):
+        plan_of(DEEPSEEK_FP8, 64, "sm90", dispatcher="deepep", strict_capacity=True)
+    assert plan_of(DEEPSEEK_FP8, 64, "sm90", max_tokens_per_rank=256).max_tokens_per_rank == 256
+
+
+def test_the_witness_is_taken_by_name_only() -> None:
+    """sm70 has nothing else: that is an answer, not a layer that is a hundred times slower."""
+    with pytest.raises(
+        UnsupportedError, match=r"only by name, executor='reference'[\s\S]*needs sm80 or later, not sm70"
+    ):
+        plan_for(QWEN3, "sm70", "decode")
+    assert plan_for(QWEN3, "sm70", "decode", executor="reference").executor == "reference"
+
+
 def test_nothing_possible_raises_the_whole_table() -> None:
     with pytest.raises(UnsupportedError) as caught:
         plan_for(GPT_OSS, "cpu", "decode", dispatcher="symm")
@@ -171,7 +207,6 @@ def test_nvfp4_tokens_need_whole_groups_of_values() -> None:
 def test_what_one_half_of_a_pair_lacks_does_not_hide_what_the_other_was_measured_to_take() -> None:
     measured = plan_for(GPT_OSS, "sm90", "prefill")
     assert plan_for(GPT_OSS, "sm90", "prefill", executor="reference").dispatcher == measured.dispatcher
-    # DeepEP was measured at up to 1024 tokens only: not measured isn't fast.
     assert plan_for(GPT_OSS, "sm90", "prefill", executor="humming").dispatcher == measured.dispatcher
 
 
@@ -188,7 +223,10 @@ def test_explain_prints_it(tmp_path, capsys) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MODELS[GPT_OSS]))
     assert (
-        main(["explain", "--model", str(path), "--device", "sm90", "--phase", "prefill", "--max-tokens", "4096"]) == 0
+        main(
+            ["explain", "--model", str(path), "--device", "sm90", "--phase", "prefill", "--max-tokens-per-rank", "4096"]
+        )
+        == 0
     )
     text = capsys.readouterr().out
     plan = plan_for(GPT_OSS, "sm90", "prefill")

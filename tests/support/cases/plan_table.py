@@ -1,4 +1,4 @@
-"""What `eprt explain` chooses for each model family on each machine: the table in docs/choose.md.
+"""What `eprt explain` chooses for well-known models on each machine: the table in docs/choose.md.
 
 `python tests/support/cases/plan_table.py` writes it there; test_plan.py compares.
 """
@@ -11,6 +11,7 @@ from typing import Any
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import UnsupportedError
 from eprt.models import family_for
+from eprt.models.published import MODELS as PUBLISHED
 from eprt.plan import Plan, make_plan
 from eprt.support import Device
 
@@ -20,21 +21,22 @@ WORLD = ParallelConfig(4)
 DEVICES = ("cpu", "sm90", "sm100")
 TOKENS = {"decode": 128, "prefill": 4096}
 
-_MODELOPT_NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-_MODELOPT_FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
-_DEEPSEEK_V3: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 61,
-    "first_k_dense_replace": 3,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "hidden_size": 7168,
-    "moe_intermediate_size": 2048,
-    "n_shared_experts": 1,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-}
+# Of the page's table: (ranks, ranks of a host), GPUs.
+WORLDS = ((1, 8), (2, 8), (4, 8), (8, 8), (8, 4), (16, 8), (64, 8))
+GPUS = ("sm80", "sm90", "sm100")
+SHOWN = (
+    "gpt-oss-120b, MXFP4",
+    "Qwen3-30B-A3B, bf16",
+    "Qwen3-235B-A22B, FP8 blocks",
+    "Qwen3.5-397B-A17B, NVFP4",
+    "DeepSeek-V3, FP8 blocks",
+    "DeepSeek-V3, NVFP4",
+    "DeepSeek-V4-Flash, MXFP4",
+    "GLM-4.5, bf16",
+    "Mixtral-8x7B, bf16",
+    "Nemotron-H (latent experts), NVFP4",
+)
+
 _NEMOTRON_H: dict[str, Any] = {
     "model_type": "nemotron_h",
     "hybrid_override_pattern": "MEM*E",
@@ -49,55 +51,19 @@ _NEMOTRON_H: dict[str, Any] = {
 
 # The fields of each family's config.json that a plan reads, at a published model's sizes.
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt-oss-120b, MXFP4": {
-        "model_type": "gpt_oss",
-        "num_hidden_layers": 36,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "swiglu_limit": 7.0,
-        "quantization_config": {"quant_method": "mxfp4"},
-    },
-    "Qwen3-30B-A3B, bf16": {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 48,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
-    "Qwen3.5-397B-A17B, NVFP4": {
-        "model_type": "qwen3_5_moe",
-        "text_config": {
-            "num_hidden_layers": 60,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "hidden_size": 4096,
-            "moe_intermediate_size": 1024,
-            "shared_expert_intermediate_size": 1024,
-        },
-        "quantization_config": _MODELOPT_NVFP4,
-    },
-    "DeepSeek-V3, FP8 blocks": _DEEPSEEK_V3
-    | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-    "DeepSeek-V3, NVFP4": _DEEPSEEK_V3 | {"quantization_config": _MODELOPT_NVFP4},
-    "DeepSeek-V3, FP8 per tensor": _DEEPSEEK_V3 | {"quantization_config": _MODELOPT_FP8},
-    "DeepSeek-V4-Flash, MXFP4": {
-        "model_type": "deepseek_v4",
-        "num_hidden_layers": 43,
-        "num_hash_layers": 3,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 6,
-        "hidden_size": 4096,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "swiglu_limit": 10.0,
-        "routed_scaling_factor": 1.5,
-        "quantization_config": {"quant_method": "fp8", "expert_dtype": "fp4"},
-    },
-    "Nemotron-H (latent experts), NVFP4": _NEMOTRON_H | {"quantization_config": _MODELOPT_NVFP4},
+    "gpt-oss-120b, MXFP4": PUBLISHED["gpt-oss-120b"],
+    "Qwen3-30B-A3B, bf16": PUBLISHED["Qwen3-30B-A3B"],
+    "Qwen3-235B-A22B, FP8 blocks": PUBLISHED["Qwen3-235B-A22B-FP8"],
+    "Qwen3.5-397B-A17B, NVFP4": PUBLISHED["Qwen3.5-397B-A17B-NVFP4"],
+    "DeepSeek-V3, FP8 blocks": PUBLISHED["DeepSeek-V3"],
+    "DeepSeek-V3, NVFP4": PUBLISHED["DeepSeek-V3-NVFP4"],
+    "DeepSeek-V3, FP8 per tensor": PUBLISHED["DeepSeek-V3"]
+    | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
+    "DeepSeek-V4-Flash, MXFP4": PUBLISHED["DeepSeek-V4-Flash"],
+    "GLM-4.5, bf16": PUBLISHED["GLM-4.5"],
+    "Mixtral-8x7B, bf16": PUBLISHED["Mixtral-8x7B-Instruct-v0.1"],
+    "Nemotron-H (latent experts), NVFP4": _NEMOTRON_H
+    | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
     "Nemotron-H (latent experts), bf16": _NEMOTRON_H,
 }
 
@@ -113,20 +79,28 @@ def plan_for(model: str, device: str, phase: str, **runtime: Any) -> Plan:
     return make_plan(config_of(model), WORLD, settings, Device.parse(device))
 
 
-def choice(model: str, device: str, phase: str) -> str:
+def choice(model: str, device: str, phase: str, parallel: ParallelConfig = WORLD) -> str:
+    settings = RuntimeConfig(phase=phase, max_tokens_per_rank=TOKENS[phase])  # type: ignore[arg-type]
     try:
-        plan = plan_for(model, device, phase)
+        plan = make_plan(config_of(model), parallel, settings, Device.parse(device))
     except UnsupportedError:
         return "nothing"
     return f"{plan.dispatcher} + {plan.executor}"
 
 
 def table() -> str:
-    columns = [(device, phase) for device in DEVICES for phase in TOKENS]
-    lines = ["| model, experts' format | " + " | ".join(f"{device} {phase}" for device, phase in columns) + " |"]
-    lines.append("|" + " --- |" * (1 + len(columns)))
-    for model in MODELS:
-        lines.append(f"| {model} | " + " | ".join(choice(model, *column) for column in columns) + " |")
+    """A line a model and world; neighbours that say the same are one."""
+    columns = [(device, phase) for device in GPUS for phase in TOKENS]
+    heading = ["model, experts' format", "ranks (a host)", *(f"{device} {phase}" for device, phase in columns)]
+    lines = [f"| {' | '.join(heading)} |", "|" + " --- |" * len(heading)]
+    for model in SHOWN:
+        found: dict[tuple[str, ...], list[str]] = {}
+        for ranks, host in WORLDS:
+            parallel = ParallelConfig(ranks, ranks_per_host=min(ranks, host))
+            world = f"{ranks} ({host})" if ranks > host else str(ranks)
+            found.setdefault(tuple(choice(model, *column, parallel) for column in columns), []).append(world)
+        for cells, worlds in found.items():
+            lines.append(f"| {' | '.join([model, ', '.join(worlds), *cells])} |")
     return "\n".join(lines)
 
 

@@ -1,0 +1,121 @@
+"""One model's rows of this machine for the plan: every dispatcher and executor that works here, by the benches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from eprt.bench.dispatch import DispatchCase, DispatchTimes
+from eprt.bench.experts import random_experts
+from eprt.bench.report import percentile, provenance, slowest
+from eprt.bench.timing import world_of
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.conformance.rank_process import RankContext
+from eprt.dispatch import DISPATCHERS
+from eprt.errors import EprtError, RankLost
+from eprt.experts import EXECUTORS, executor_spec, make_executor
+from eprt.experts.tuning import device_microseconds, sample_ids
+from eprt.placement import ExpertPlacement
+from eprt.support import Device
+from eprt.tokens import FlatTokens, Payload
+
+WALL_CALLS = 5  # of an executor on a CPU; the middle one counts
+
+
+@dataclass(frozen=True)
+class ExpertTimes:
+    """One rank's microseconds by number of all ranks' tokens, or why there are none; the GPU's SM, 0 for a CPU."""
+
+    sm: int
+    us: dict[int, float]
+    refused: str = ""
+
+
+def measure_experts(context: RankContext, name: str, config: MoEConfig, tokens: Sequence[int]) -> ExpertTimes:
+    """This rank's experts by one executor, all ranks at once. A job for `WorldPool.run`."""
+    world = world_of(context)
+    device, spec, runtime = Device.of(world.device), executor_spec(name), RuntimeConfig()
+    kept = replace(config, weight_format="bf16") if config.weight_format in spec.decodes else config
+    verdict = spec.supports(kept, world.parallel, runtime, device, "bf16")
+    if not verdict:
+        return ExpertTimes(device.sm, {}, verdict.reason)
+    try:
+        shard = ExpertPlacement(kept.num_experts, world.parallel).shard(world.rank)
+        weights = random_experts(kept, shard.num_local_experts, world.device)
+        executor = make_executor(name, kept, shard, weights, world.device, runtime, token_format="flat")
+        del weights
+        executor.warmup(max(tokens))
+        return ExpertTimes(device.sm, {count: _time(executor, kept, count, world.device) for count in tokens})
+    except RankLost:
+        raise
+    except EprtError as error:
+        return ExpertTimes(device.sm, {}, str(error).splitlines()[0])
+
+
+def _time(executor: Callable[..., torch.Tensor], config: MoEConfig, count: int, device: torch.device) -> float:
+    hidden = torch.randn(count, config.hidden_size, device=device).to(torch.bfloat16)
+    ids = sample_ids(count, config.top_k, config.num_experts, device, seed=count)
+    weights = torch.full(ids.shape, 1.0 / config.top_k, device=device)
+    flat = FlatTokens(Payload.plain(hidden), ids, weights, config.num_experts, every_row_read=True)
+    out = torch.empty_like(hidden)
+    if device.type == "cuda":
+        return device_microseconds(lambda: executor(flat, out))
+    executor(flat, out)
+    taken: list[float] = []
+    for _ in range(WALL_CALLS):
+        start = time.perf_counter()
+        executor(flat, out)
+        taken.append((time.perf_counter() - start) * 1e6)
+    return median(taken)
+
+
+def dispatch_cases(config: MoEConfig, tokens: Sequence[int], device: str) -> list[DispatchCase]:
+    """What there is to measure for a model on that kind of device, dispatchers only."""
+    names = [name for name, spec in DISPATCHERS.items() if device in spec.devices]
+    return [DispatchCase(name, config.hidden_size, config.top_k, count) for name in names for count in tokens]
+
+
+def executors_here(device: str) -> list[str]:
+    """Executors to measure on that kind of device: all but the witness."""
+    return [name for name, spec in EXECUTORS.items() if device in spec.devices and not spec.witness]
+
+
+def dispatch_table(sm: int, ranks: int, found: Sequence[tuple[DispatchCase, list[DispatchTimes]]]) -> dict[str, Any]:
+    """Rows of the plan: the slowest rank's middle round."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for case, by_rank in found:
+        if all(rank.samples for rank in by_rank):
+            sizes = {"payload": case.payload, "ranks": ranks, "hidden": case.hidden, "top_k": case.top_k}
+            row = rows.setdefault((*sizes.values(), case.tokens), {**sizes, "tokens": case.tokens, "us": {}})
+            row["us"][case.transport] = round(percentile(slowest([rank.samples for rank in by_rank]), 50), 2)
+    return {"kind": "dispatch", "sm": sm, "source": _source(), "rows": list(rows.values())}
+
+
+def experts_table(config: MoEConfig, ranks: int, found: dict[str, list[ExpertTimes]]) -> dict[str, Any]:
+    """Rows of the plan: the slowest rank."""
+    sizes = {
+        "weight_format": config.weight_format,
+        "hidden": config.hidden_size,
+        "intermediate": config.intermediate_size,
+        "top_k": config.top_k,
+        "experts": config.num_experts,
+        "local_experts": -(-config.num_experts // ranks),
+    }
+    rows: dict[int, dict[str, Any]] = {}
+    sm = 0
+    for name, by_rank in found.items():
+        sm = by_rank[0].sm
+        for count in by_rank[0].us if not any(rank.refused for rank in by_rank) else ():
+            row = rows.setdefault(count, {**sizes, "tokens": count, "us": {}})
+            row["us"][name] = round(max(rank.us[count] for rank in by_rank), 2)
+    return {"kind": "experts", "sm": sm, "source": _source(), "rows": list(rows.values())}
+
+
+def _source() -> str:
+    machine = provenance()
+    return f"eprt tune, {machine['time'][:10]}, {machine['machine'][0] if machine['machine'] else 'cpu'}"

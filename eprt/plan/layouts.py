@@ -1,0 +1,150 @@
+"""Ways to lay a model's experts over the same GPUs, compared: expert parallelism, tensor parallelism, replicas.
+
+All ranks of a world hold equally many tokens in each. Counted are the MoE layers' routed experts: their time, their
+weights, the dispatcher's buffers. Attention, KV cache and dense layers are left out, the same in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.dispatch import DISPATCHERS
+from eprt.errors import EprtError
+from eprt.experts import EXECUTORS
+from eprt.placement import ExpertPlacement
+from eprt.plan import Plan, make_plan
+from eprt.plan.machines import machine_of
+from eprt.plan.model import WEIGHT_BYTES
+from eprt.support import Device
+
+USABLE = 0.9  # share of a GPU's memory that experts and buffers may fill
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way, and what it comes to.
+
+    Attributes:
+        name, parallel, replicas: so many worlds of `parallel` beside each other.
+        plans: of each kind of layer; empty if `refused` says why there is none.
+        weight_gb, buffer_gb: a rank's, decimal; buffers are about that.
+        layer_us: mean of an MoE layer; None where nothing is known.
+        tokens_per_s: of all replicas, through the MoE layers alone; None without a time.
+        bound: what takes most of the time.
+        fits: into the GPU's memory; None for a CPU.
+    """
+
+    name: str
+    parallel: ParallelConfig
+    replicas: int
+    plans: tuple[Plan, ...] = ()
+    refused: str = ""
+    weight_gb: float = 0.0
+    buffer_gb: float = 0.0
+    layer_us: float | None = None
+    tokens_per_s: float | None = None
+    bound: str = ""
+    fits: bool | None = None
+
+
+def layouts(
+    kinds: Sequence[tuple[MoEConfig, int]], parallel: ParallelConfig, runtime: RuntimeConfig, device: Device
+) -> list[Layout]:
+    """Every way of this world, the fastest that fits first.
+
+    Args:
+        kinds: the model's kinds of MoE layers, and how many layers there are of each.
+        parallel: the world; its own MoE-TP is one of the ways.
+    """
+    found = [_judged(name, way, kinds, parallel.world_size, runtime, device) for name, way in _ways(parallel).items()]
+    return sorted(found, key=lambda way: (bool(way.refused), way.fits is False, -(way.tokens_per_s or 0.0)))
+
+
+def _ways(parallel: ParallelConfig) -> dict[str, ParallelConfig]:
+    """Worlds of one replica, by name; each shape once."""
+    W = parallel.world_size
+    host = min(parallel.ranks_per_host or W, W)
+    named = {
+        f"EP {parallel.ep_size}" + f" x MoE-TP {parallel.moe_tp_size}" * (parallel.moe_tp_size > 1): (
+            W,
+            parallel.moe_tp_size,
+        ),
+        f"EP {W}": (W, 1),
+        f"EP {host} within a host, {W // host} replicas": (host, 1),
+        f"EP {W // host} x MoE-TP {host} within a host": (W, host),
+        f"TP {host} within a host, {W // host} replicas": (host, host),
+        f"one GPU, {W} replicas": (1, 1),
+    }
+    ways: dict[str, ParallelConfig] = {}
+    for name, (size, tp) in named.items():
+        way = ParallelConfig(size, 1, tp, min(host, size))
+        if W % size == 0 and way not in ways.values():
+            ways[name] = way
+    return ways
+
+
+def _judged(
+    name: str,
+    way: ParallelConfig,
+    kinds: Sequence[tuple[MoEConfig, int]],
+    world: int,
+    runtime: RuntimeConfig,
+    device: Device,
+) -> Layout:
+    replicas, layers = world // way.world_size, sum(count for _, count in kinds)
+    try:
+        plans = tuple(make_plan(config, way, runtime, device) for config, _ in kinds)
+    except EprtError as error:
+        return Layout(name, way, replicas, refused=str(error).splitlines()[0])
+    counted = [(config, count, plan) for (config, count), plan in zip(kinds, plans, strict=True)]
+    weights = sum(count * _weight_bytes(config, way, plan) for config, count, plan in counted) / 1e9
+    buffers = max(_buffer_bytes(config, way, plan) for config, _, plan in counted) / 1e9
+    times = [(count, plan.chosen.us) for _, count, plan in counted]
+    total = None if any(us is None for _, us in times) else sum(count * (us or 0.0) for count, us in times)
+    machine = machine_of(device)
+    return Layout(
+        name,
+        way,
+        replicas,
+        plans,
+        weight_gb=weights,
+        buffer_gb=buffers,
+        layer_us=None if total is None else total / layers,
+        tokens_per_s=world * plans[0].tokens / total * 1e6 if total else None,
+        bound=_bound(counted),
+        fits=None if machine is None else weights + buffers <= USABLE * machine.memory_gb,
+    )
+
+
+def _weight_bytes(config: MoEConfig, way: ParallelConfig, plan: Plan) -> float:
+    """Of a rank's experts of one layer, as the executor keeps them."""
+    kept = config.weight_format if config.weight_format in EXECUTORS[plan.executor].weights else "bf16"
+    values = (config.activation.parts + 1) * config.intermediate_size * config.hidden_size / way.moe_tp_size
+    return ExpertPlacement(config.num_experts, way).num_local_experts * values * WEIGHT_BYTES[kept]
+
+
+def _buffer_bytes(config: MoEConfig, way: ParallelConfig, plan: Plan) -> float:
+    """About what a dispatcher keeps, once for all layers: rows there and back from every rank; one that sends to each
+    expert has a place for every token at each of them, twice over each way."""
+    if way.world_size == 1:
+        return 0.0
+    spec = DISPATCHERS[plan.dispatcher]
+    row = 2 * spec.padded_hidden(config.hidden_size)
+    rows = 4 * config.num_experts if spec.sends == "expert" else 2 * way.world_size
+    return rows * plan.max_tokens_per_rank * row
+
+
+def _bound(counted: Sequence[tuple[MoEConfig, int, Plan]]) -> str:
+    """The largest cause over all layers, and its share."""
+    causes: dict[str, float] = {}
+    for _, count, plan in counted:
+        for half in (plan.chosen.dispatch, plan.chosen.experts):
+            for cause, us in half.parts.items() if half else ():
+                named = {"constant": "latency", "steps": "latency", "rows": "latency"}.get(cause, cause)
+                causes[named] = causes.get(named, 0.0) + count * us
+    if not causes:
+        return ""
+    most = max(causes, key=lambda cause: causes[cause])
+    return f"{most} {causes[most] / sum(causes.values()):.0%}"

@@ -1,0 +1,382 @@
+"""What a dispatcher or an executor takes where it wasn't measured: sums of a few physical times, fitted to the rows.
+
+A dispatcher's round trip: a constant, steps between ranks, rows to prepare, bytes over the link at its peak rate, bytes
+through memory at its peak rate; and bytes over RDMA at an assumed rate. An executor's call: a constant, weights of the
+experts hit at the memory's peak rate, operations at the bf16 peak, values between the two matrices through memory. Each
+coefficient says how far from the peak a backend stays, so it carries over to another machine's peaks.
+
+Routing is taken as uniform. `tests/unit/test_plan_model.py` holds the fit: each measured row against the model without
+that row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import combinations
+from statistics import median
+from typing import Literal
+
+from eprt.config import MoEConfig, ParallelConfig, WeightFormat
+from eprt.dispatch import DISPATCHERS
+from eprt.dispatch.spec import DispatcherSpec
+from eprt.experts import EXECUTORS
+from eprt.experts.base import ExecutorSpec
+from eprt.plan.machines import RDMA_GB_PER_S, Machine, linked_ranks, machine_of
+from eprt.plan.measured import BENCH_EXPERTS, Row, dispatch_time, experts_time, shipped
+from eprt.support import Device
+
+# Bytes of one weight with its share of block scales.
+WEIGHT_BYTES: dict[WeightFormat, float] = {
+    "f32": 4,
+    "bf16": 2,
+    "mxfp4": 1 / 2 + 1 / 32,
+    "nvfp4": 1 / 2 + 1 / 16,
+    "fp8_tensor": 1,
+    "fp8_block": 1 + 4 / 128**2,
+    "mxfp8": 1 + 1 / 32,
+}
+DISPATCH_TERMS = ("constant", "steps", "rows", "link", "memory")
+DISPATCH_LEAST = (0.0, 0.0, 0.0, 1.0, 0.0)  # nothing crosses a link faster than its peak
+EXPERTS_TERMS = ("constant", "weights", "FLOPs", "activations")
+EXPERTS_LEAST = (0.0, 0.0, 0.0, 0.0)
+ADAPTER_US = 20.0  # assumed: a few small kernels and their launches
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Microseconds of one half of a layer, and where they come from.
+
+    Attributes:
+        basis: "measured" rows of this shape, ranks and generation; "modelled" by a fit to rows of the same backend;
+            "assumed": no row of that backend exists anywhere, the best that others reach stands in.
+        here: rows of this backend on this generation exist; for an executor, in this weight format.
+        why: words for `eprt explain`.
+        parts: microseconds by cause, in the model's proportions.
+    """
+
+    us: float
+    basis: Literal["measured", "modelled", "assumed"]
+    here: bool
+    why: str
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def adapted(self, rows: float, hidden: int, device: Device) -> Estimate:
+        """With an adapter between the token formats, an assumption: launches, and received rows and outputs each read
+        and written once."""
+        machine = machine_of(device)
+        if machine is None:
+            return self
+        us = ADAPTER_US + 4 * rows * 2 * hidden / machine.memory_gb_per_s / 1e3
+        why = f"{self.why}, adapter assumed {us:.3g} us"
+        return Estimate(self.us + us, self.basis, self.here, why, {**self.parts, "adapter": us})
+
+    def times(self, rounds: int) -> Estimate:
+        """So many calls."""
+        parts = {name: rounds * us for name, us in self.parts.items()}
+        why = self.why if rounds == 1 else f"{rounds} rounds, each {self.why}"
+        return Estimate(rounds * self.us, self.basis, self.here, why, parts)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Coefficients of a backend's terms, all at least 0, and how well they foretell a row that they weren't fitted to.
+
+    Attributes:
+        sms: generations whose rows it was fitted to; empty: coefficients of other backends stand in.
+        formats: (SM, number format) of those rows.
+        median_error, worst_error: relative, leaving each row out in turn.
+    """
+
+    coefficients: tuple[float, ...]
+    sms: frozenset[int]
+    median_error: float
+    worst_error: float
+    formats: frozenset[tuple[int, str]] = frozenset()
+
+
+# ---- dispatch -----------------------------------------------------------------------------------------------------
+
+
+def dispatch_estimate(
+    spec: DispatcherSpec, config: MoEConfig, parallel: ParallelConfig, tokens: int, device: Device, payload: str
+) -> Estimate | None:
+    """Dispatch + combine of `tokens` on every rank; None where nothing is known (CPU without rows of its own)."""
+    if parallel.world_size == 1:
+        return Estimate(0.0, "measured", True, "a world of one moves nothing")
+    modelled = _modelled_dispatch(spec, config, parallel, tokens, device, payload)
+    if not parallel.spans_hosts and parallel.moe_tp_size == 1:
+        row = dispatch_time(spec.name, config, tokens, parallel.world_size, device.sm, payload)
+        if row is not None:
+            return _measured(row, modelled)
+    return modelled
+
+
+def _modelled_dispatch(
+    spec: DispatcherSpec, config: MoEConfig, parallel: ParallelConfig, tokens: int, device: Device, payload: str
+) -> Estimate | None:
+    machine = machine_of(device)
+    fit = _dispatch_fits().get(spec.name) if machine else None
+    if machine is None or fit is None:
+        return None
+    sent = _sent(spec, config, parallel, tokens, linked_ranks(parallel, device), payload)
+    parts = _parts(DISPATCH_TERMS, fit, sent.terms(machine))
+    parts[machine.link] = parts.pop("link")
+    if sent.network_bytes:
+        parts["RDMA"] = sent.network_bytes / RDMA_GB_PER_S / 1e3
+    return _modelled(parts, fit, device)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What the busiest resource of a rank carries, there and back, under uniform routing."""
+
+    ranks: int
+    hidden: int
+    link_bytes: float
+    network_bytes: float
+    memory_bytes: float
+
+    def terms(self, machine: Machine) -> tuple[float, ...]:
+        """Values of `DISPATCH_TERMS`; times in microseconds at the machine's peaks."""
+        return (
+            1.0,
+            math.log2(self.ranks),
+            self.hidden / 1e3,
+            self.link_bytes / machine.link_gb_per_s / 1e3,
+            self.memory_bytes / machine.memory_gb_per_s / 1e3,
+        )
+
+
+def _sent(
+    spec: DispatcherSpec, config: MoEConfig, parallel: ParallelConfig, tokens: int, linked: int, payload: str
+) -> _Sent:
+    W, hidden, top_k = parallel.world_size, spec.padded_hidden(config.hidden_size), config.top_k
+    row = token_bytes(hidden, payload) + 8 * top_k + 2 * hidden
+    if spec.sends == "everyone":
+        # Every rank gets all rows over the link; each host gets those of the others once, over all its NICs.
+        near, far, touched = tokens * (W - 1), tokens * (W - linked) / linked, tokens * W
+    else:
+        copies = tokens * (top_k if spec.sends == "expert" else ranks_of_a_token(config, parallel))
+        near, far, touched = copies * (linked - 1) / W, copies * (W - linked) / W, copies
+    return _Sent(W, hidden, near * row, far * row, touched * 4 * hidden)
+
+
+def token_bytes(hidden: int, payload: str) -> float:
+    """Bytes of one token in a payload format, scales included."""
+    return hidden * {"f32": 4, "bf16": 2, "fp8_block": 1 + 4 / 128, "nvfp4": 1 / 2 + 1 / 16}[payload]
+
+
+def ranks_of_a_token(config: MoEConfig, parallel: ParallelConfig) -> float:
+    """Ranks that hold an expert of a token, in the mean over uniform routing: each is missed with probability
+    C(E - E/R, K) / C(E, K) for R expert-parallel ranks."""
+    E, K, R = config.num_experts, config.top_k, parallel.ep_size
+    missed = math.comb(max(E - round(E / R), 0), K) / math.comb(E, K)
+    return parallel.moe_tp_size * R * (1 - missed)
+
+
+@cache
+def _dispatch_fits() -> dict[str, Fit]:
+    return {name: fit for name in DISPATCHERS if (fit := fit_of(list(dispatch_samples(name)), DISPATCH_LEAST))}
+
+
+def dispatch_samples(name: str) -> Iterator[Sample]:
+    """Terms and microseconds of each measured row of a dispatcher."""
+    for sm, row in shipped("dispatch"):
+        machine = machine_of(Device("cuda", sm))
+        if name in row["us"] and machine is not None:
+            config = MoEConfig(BENCH_EXPERTS, row["top_k"], row["hidden"], 128)
+            parallel = ParallelConfig(row["ranks"])
+            sent = _sent(DISPATCHERS[name], config, parallel, row["tokens"], row["ranks"], row["payload"])
+            yield Sample(sm, sent.terms(machine), row["us"][name])
+
+
+# ---- experts ------------------------------------------------------------------------------------------------------
+
+
+def experts_estimate(
+    spec: ExecutorSpec, config: MoEConfig, parallel: ParallelConfig, local_experts: int, tokens: int, device: Device
+) -> Estimate | None:
+    """The experts of one rank, `tokens` of all ranks; None where nothing is known, and for a witness."""
+    if spec.witness:
+        return None
+    modelled = _modelled_experts(spec, config, parallel, local_experts, tokens, device)
+    row = None
+    if parallel.moe_tp_size == 1:
+        row = experts_time(spec.name, config, local_experts, tokens, device.sm)
+    return modelled if row is None else _measured(row, modelled)
+
+
+def _modelled_experts(
+    spec: ExecutorSpec, config: MoEConfig, parallel: ParallelConfig, local_experts: int, tokens: int, device: Device
+) -> Estimate | None:
+    machine = machine_of(device)
+    if machine is None:
+        return None
+    fit = _experts_fits().get(spec.name) or _best(tuple(_experts_fits().values()))
+    work = expert_terms(spec, config, parallel.moe_tp_size, local_experts, tokens, machine)
+    found = _modelled(_parts(EXPERTS_TERMS, fit, work), fit, device)
+    return replace(found, here=(device.sm, config.weight_format) in fit.formats)
+
+
+def expert_terms(
+    spec: ExecutorSpec, config: MoEConfig, moe_tp: int, local_experts: int, tokens: int, machine: Machine
+) -> tuple[float, ...]:
+    """Values of `EXPERTS_TERMS`; times in microseconds at the machine's peaks."""
+    E, K, intermediate = config.num_experts, config.top_k, config.intermediate_size / moe_tp
+    values = (config.activation.parts + 1) * intermediate * config.hidden_size
+    stored = config.weight_format if config.weight_format in spec.weights else "bf16"
+    hit = local_experts * (1 - (1 - K / E) ** tokens)
+    rows = tokens * K * local_experts / E
+    return (
+        1.0,
+        hit * values * WEIGHT_BYTES[stored] / machine.memory_gb_per_s / 1e3,
+        2 * rows * values / machine.bf16_tflop_per_s / 1e6,
+        2 * rows * intermediate / machine.memory_gb_per_s / 1e3,
+    )
+
+
+@cache
+def _experts_fits() -> dict[str, Fit]:
+    return {name: fit for name in EXECUTORS if (fit := fit_of(list(experts_samples(name)), EXPERTS_LEAST))}
+
+
+def experts_samples(name: str) -> Iterator[Sample]:
+    """Terms and microseconds of each measured row of an executor."""
+    for sm, row in shipped("experts"):
+        machine = machine_of(Device("cuda", sm))
+        if name in row["us"] and machine is not None:
+            config = MoEConfig(
+                row["experts"], row["top_k"], row["hidden"], row["intermediate"], weight_format=row["weight_format"]
+            )
+            terms = expert_terms(EXECUTORS[name], config, 1, row["local_experts"], row["tokens"], machine)
+            yield Sample(sm, terms, row["us"][name], row["weight_format"])
+
+
+# ---- fitting ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured row: its generation, the values of its terms, microseconds, an executor's weight format."""
+
+    sm: int
+    terms: tuple[float, ...]
+    us: float
+    format: str = ""
+
+    def left(self, least: Sequence[float]) -> float:
+        """Share of the microseconds that the least coefficients leave to be explained."""
+        return 1 - _dot(least, self.terms) / self.us
+
+
+def fit_of(samples: Sequence[Sample], least: Sequence[float]) -> Fit | None:
+    """Fitted to the samples; None without enough of them to say anything of a sample left out."""
+    if not samples or len(samples) < 2 * len(least):
+        return None
+    every = _Normal.of(samples, least)
+    errors = [abs(_dot(every.without(sample).solved(), sample.terms) / sample.us - 1) for sample in samples]
+    sms = frozenset(sample.sm for sample in samples)
+    formats = frozenset((sample.sm, sample.format) for sample in samples)
+    return Fit(tuple(every.solved()), sms, median(errors), max(errors), formats)
+
+
+@dataclass(frozen=True)
+class _Normal:
+    """The normal equations A x = b of samples: their terms, divided by their microseconds, should sum to 1.
+
+    Least squares of the relative errors. Attributes: `least`, what no coefficient may fall below, and x counts from
+    there; `squares`, the sum of what is left to explain, squared.
+    """
+
+    least: tuple[float, ...]
+    A: list[list[float]]
+    b: list[float]
+    squares: float
+    count: int
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], least: Sequence[float]) -> _Normal:
+        terms = len(least)
+        empty = cls(tuple(least), [[0.0] * terms for _ in range(terms)], [0.0] * terms, 0.0, 0)
+        for sample in samples:
+            empty = empty.plus(sample, 1)
+        return empty
+
+    def without(self, sample: Sample) -> _Normal:
+        return self.plus(sample, -1)
+
+    def plus(self, sample: Sample, sign: int) -> _Normal:
+        row, left = [value / sample.us for value in sample.terms], sample.left(self.least)
+        A = [[a + sign * x * y for a, y in zip(line, row, strict=True)] for line, x in zip(self.A, row, strict=True)]
+        b = [a + sign * x * left for a, x in zip(self.b, row, strict=True)]
+        return _Normal(self.least, A, b, self.squares + sign * left**2, self.count + sign)
+
+    def solved(self) -> list[float]:
+        """Coefficients, none below its least. Of all subsets of terms that differ from it the one with the smallest
+        Bayesian information criterion, so that a term that explains little stays out."""
+        terms = range(len(self.b))
+        best: tuple[float, list[float]] = (math.inf, list(self.least))
+        for size in range(1, len(self.b) + 1):
+            for chosen in combinations(terms, size):
+                x = _solve([[self.A[i][j] for j in chosen] for i in chosen], [self.b[i] for i in chosen])
+                if x is None or min(x) < 0:
+                    continue
+                missed = self.squares - sum(value * self.b[i] for value, i in zip(x, chosen, strict=True))
+                criterion = self.count * math.log(max(missed, 1e-9) / self.count) + size * math.log(self.count)
+                values = dict(zip(chosen, x, strict=True))
+                best = min(best, (criterion, [low + values.get(i, 0.0) for i, low in enumerate(self.least)]))
+        return best[1]
+
+
+def _solve(A: list[list[float]], b: list[float]) -> list[float] | None:
+    """x of A x = b, A symmetric and positive definite, by Gauss-Jordan elimination; None if it is singular."""
+    n = len(b)
+    scale = [math.sqrt(A[i][i]) or 1.0 for i in range(n)]  # a unit diagonal, so that one threshold fits all
+    rows = [[A[i][j] / scale[i] / scale[j] for j in range(n)] + [b[i] / scale[i]] for i in range(n)]
+    for i in range(n):
+        if rows[i][i] < 1e-9:
+            return None
+        for k in range(n):
+            if k != i:
+                factor = rows[k][i] / rows[i][i]
+                rows[k] = [x - factor * y for x, y in zip(rows[k], rows[i], strict=True)]
+    return [rows[i][n] / rows[i][i] / scale[i] for i in range(n)]
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def _best(fits: tuple[Fit, ...]) -> Fit:
+    """Term by term the least that was fitted to others; between equals preference decides."""
+    columns = zip(*(fit.coefficients for fit in fits), strict=True)
+    return Fit(tuple(min(column) for column in columns), frozenset(), math.nan, math.nan)
+
+
+def _parts(names: Sequence[str], fit: Fit, terms: Sequence[float]) -> dict[str, float]:
+    return {name: a * x for name, a, x in zip(names, fit.coefficients, terms, strict=True)}
+
+
+def _measured(row: Row, modelled: Estimate | None) -> Estimate:
+    """A row's time; its causes in the model's proportions."""
+    parts = {} if modelled is None else {name: us * row.us / modelled.us for name, us in modelled.parts.items()}
+    return Estimate(row.us, "measured", True, str(row), parts)
+
+
+def _modelled(parts: dict[str, float], fit: Fit, device: Device) -> Estimate:
+    us = sum(parts.values())
+    shown = ", ".join(f"{name} {part:.3g}" for name, part in sorted(parts.items(), key=lambda p: -p[1]) if part >= 0.5)
+    if not fit.sms:
+        why = f"assumed {us:.3g} us, never measured on any GPU: the best that others reach ({shown})"
+        return Estimate(us, "assumed", False, why, parts)
+    here = device.sm in fit.sms
+    rows = "" if here else f", from rows of {', '.join(f'sm{sm}' for sm in sorted(fit.sms))} by the machines' peaks"
+    network = "; RDMA at an assumed rate" if "RDMA" in parts else ""
+    why = (
+        f"modelled, not measured: {us:.3g} us ({shown}){rows}{network}; a row left out is foretold within "
+        f"{fit.median_error:.0%}, at worst {fit.worst_error:.0%}"
+    )
+    return Estimate(us, "modelled", here, why, parts)

@@ -1,0 +1,184 @@
+"""`eprt explain`: the same plan as a layer's, names without files, other layouts, the plot's curves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.cases import expert_cases as cases
+
+from eprt.cli import main
+from eprt.cli.arguments import Explain, parse
+from eprt.cli.explain import as_json, kinds_of_layers
+from eprt.cli.explain_plot import curves
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.errors import ConfigError, UnsupportedError
+from eprt.layer import ExpertParallelMoE
+from eprt.models.published import MODELS, model_config
+from eprt.plan import make_plan
+from eprt.plan.layouts import layouts
+from eprt.support import Device
+from eprt.world import World
+
+RUNTIMES = st.builds(
+    RuntimeConfig,
+    dispatcher=st.sampled_from(["auto", "none", "torch"]),
+    executor=st.sampled_from(["auto", "reference", "torch_grouped"]),
+    max_tokens_per_rank=st.integers(1, 1 << 16),
+    strict_capacity=st.booleans(),
+    payload=st.sampled_from([None, "f32", "bf16"]),
+    token_format=st.sampled_from([None, "flat", "expert_major"]),
+    phase=st.sampled_from(["decode", "prefill"]),
+    deterministic=st.booleans(),
+)
+
+
+def explained(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert main(["explain", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def flags(runtime: RuntimeConfig) -> list[str]:
+    words: list[str] = []
+    for name, value in asdict(runtime).items():
+        flag = "--" + name.replace("_", "-")
+        words += [flag] * value if isinstance(value, bool) else [flag, str(value)]
+    return words
+
+
+@given(runtime=RUNTIMES)
+@settings(max_examples=30, deadline=None)
+def test_flags_say_every_option_of_a_layer_and_leave_it_its_defaults(runtime: RuntimeConfig) -> None:
+    assert parse(["explain", "--model", "x"]).runtime == RuntimeConfig()  # type: ignore[union-attr]
+    assert parse(["explain", "--model", "x", *flags(runtime)]).runtime == runtime  # type: ignore[union-attr]
+
+
+@given(runtime=RUNTIMES)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_the_layer_is_built_with_the_plan_that_is_explained(runtime: RuntimeConfig) -> None:
+    config = cases.make_config("f32")
+    arguments = Explain(model=None, world=1, runtime=runtime)  # type: ignore[arg-type]
+    with World.from_env("cpu") as world:
+        plan, refused = None, ""
+        try:
+            plan = make_plan(config, arguments.parallel, arguments.runtime, Device.parse(arguments.device))
+        except UnsupportedError as error:
+            refused = str(error)
+        if plan is None:
+            with pytest.raises(UnsupportedError) as caught:
+                ExpertParallelMoE(config, world, cases.make_weights(config), runtime=runtime)
+            assert str(caught.value) == refused
+            return
+        layer = ExpertParallelMoE(config, world, cases.make_weights(config), runtime=runtime)
+        assert as_json(layer.plan) == as_json(plan)
+        assert layer.dispatcher.capacity.max_tokens_per_rank == plan.max_tokens_per_rank
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_name_answers_without_a_file(name: str) -> None:
+    kinds = kinds_of_layers(model_config(name.upper()))
+    for config, layers in kinds:
+        assert layers
+        plan = make_plan(config, ParallelConfig(4), RuntimeConfig(), Device.parse("sm90"))
+        assert plan.chosen.us is not None
+
+
+def test_published_sizes_add_up_to_the_models_names() -> None:
+    """Routed experts' parameters, in thousand millions, of models whose names or cards say how large they are."""
+
+    def billions(name: str) -> float:
+        kinds = kinds_of_layers(model_config(name))
+        return sum(
+            len(layers) * c.num_experts * (c.activation.parts + 1) * c.intermediate_size * c.hidden_size
+            for c, layers in kinds
+        ) / 1e9  # fmt: skip
+
+    said = {
+        "gpt-oss-120b": 117, "gpt-oss-20b": 21, "Qwen3-30B-A3B": 30.5, "Qwen3-235B-A22B": 235,
+        "Qwen3-Coder-480B-A35B-Instruct": 480, "Qwen3-Next-80B-A3B-Instruct": 80, "DeepSeek-V3": 671,
+        "DeepSeek-V2-Lite": 15.7, "Kimi-K2-Instruct": 1000, "GLM-4.5": 355, "GLM-4.5-Air": 106, "MiniMax-M2": 230,
+        "Mixtral-8x7B-Instruct-v0.1": 46.7, "Mixtral-8x22B-Instruct-v0.1": 141, "Phi-3.5-MoE-instruct": 42,
+        "OLMoE-1B-7B-0125": 6.9, "granite-3.1-3b-a800m-instruct": 3.3, "Llama-4-Scout-17B-16E": 109,
+        "Llama-4-Maverick-17B-128E": 400, "Qwen3.5-397B-A17B": 397,
+    }  # fmt: skip
+    shares = {name: billions(name) / total for name, total in said.items()}
+    assert not {name: share for name, share in shares.items() if not 0.85 <= share <= 1.03}
+
+
+def test_a_name_that_nobody_knows_is_refused_with_those_known() -> None:
+    with pytest.raises(ConfigError, match=r"--model gpt-oss-12b: there is no such file .*gpt-oss-120b, gpt-oss-20b"):
+        model_config("gpt-oss-12b")
+
+
+def test_gpus_are_not_put_on_one_host_silently(capsys: pytest.CaptureFixture[str]) -> None:
+    found = explained(capsys, "--model", "deepseek-v3", "--world", "64", "--device", "sm90")
+    assert found["parallel"]["ranks_per_host"] == 8
+    assert found["plans"][0]["dispatcher"] == "deepep"
+    assert main(["explain", "--model", "deepseek-v3", "--world", "64", "--device", "sm90"]) == 0
+    text = capsys.readouterr().out
+    assert "world of 64 x sm90, 8 ranks a host (--ranks-per-host)" in text
+    assert "sm90 stands for H200 SXM" in text
+    assert "modelled, not measured" in text
+
+
+def ways(kinds, world: int, phase="decode", device: str = "sm90", per_host: int = 8, tokens: int = 4096):
+    runtime = RuntimeConfig(phase=phase, max_tokens_per_rank=tokens)
+    return layouts(kinds, ParallelConfig(world, ranks_per_host=per_host), runtime, Device.parse(device))
+
+
+def test_layouts_of_64_gpus() -> None:
+    [(config, layers)] = kinds_of_layers(model_config("deepseek-v3"))
+    found = {way.name: way for way in ways([(config, len(layers))], 64)}
+    assert len(found) == 5
+    one, hosts, all_of_them = (
+        found[name] for name in ("one GPU, 64 replicas", "EP 8 within a host, 8 replicas", "EP 64")
+    )
+    # 58 layers of 256 experts of 3 * 2048 * 7168 FP8 weights: counted apart from the plan's own table of bytes.
+    assert one.weight_gb == pytest.approx(58 * 256 * 3 * 2048 * 7168 * (1 + 4 / 128**2) / 1e9)
+    assert one.fits is False
+    assert hosts.weight_gb == pytest.approx(one.weight_gb / 8)
+    assert all_of_them.weight_gb == pytest.approx(one.weight_gb / 64)
+    assert all_of_them.bound.startswith("RDMA")
+    assert hosts.fits
+    for way in (hosts, all_of_them):
+        assert way.tokens_per_s == pytest.approx(64 * 128 / (58 * way.layer_us * 1e-6))  # type: ignore[operator]
+
+
+def test_replicas_can_beat_expert_parallelism() -> None:
+    small = MoEConfig(32, 8, 1024, 256)
+    best = ways([(small, 24)], 16, phase="prefill")[0]
+    assert best.parallel.world_size == 1
+    assert best.fits
+
+
+def test_what_does_not_fit_is_never_first() -> None:
+    for name in ("Kimi-K2-Instruct", "DeepSeek-V3", "Mixtral-8x22B-Instruct-v0.1"):
+        kinds = [(config, len(layers)) for config, layers in kinds_of_layers(model_config(name))]
+        assert ways(kinds, 64)[0].fits, name
+
+
+def test_no_pair_is_drawn_below_the_floor() -> None:
+    config = kinds_of_layers(model_config("gpt-oss-120b"))[0][0]
+    for parallel in (ParallelConfig(4), ParallelConfig(32, ranks_per_host=8)):
+        lines = curves(config, parallel, RuntimeConfig(), Device.parse("sm90"))
+        floor = dict(lines.pop("floor"))
+        assert len(lines) >= 3
+        for name, points in lines.items():
+            assert all(us > floor[tokens] for tokens, us in points), name
+
+
+def test_the_plot_is_a_picture(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    assert main(["explain", "--model", "gpt-oss-20b", "--device", "sm90", "--plot", str(path)]) == 0
+    assert "<svg" in path.read_text()
+    assert main(["explain", "--model", "gpt-oss-20b", "--device", "cpu", "--plot", str(path)]) == 2
+    assert "no time is known on cpu" in capsys.readouterr().err
+
+
+def test_every_option_of_a_layer_can_be_asked_for() -> None:
+    assert {field.name for field in fields(RuntimeConfig)} <= set(asdict(Explain(model=None).runtime))  # type: ignore[arg-type]
+    assert replace(Explain(model=None), world=3, device="sm90").parallel.ranks_per_host == 3  # type: ignore[arg-type]
