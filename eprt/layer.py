@@ -216,6 +216,18 @@ class ExpertParallelMoE(nn.Module):
         if self.graphs is not None:
             self.graphs.capture()
 
+    @property
+    def translates_ids(self) -> bool:
+        """Whether ids of experts become ids of slots: always, unless the layer was built with its experts in order."""
+        return self._slots is not None
+
+    def adopt_placement(self, placement: ExpertPlacement) -> None:
+        """Send tokens where `placement` says from now on. For `eprt.balance.rebalance`, which puts the weights there:
+        alone it makes wrong sums."""
+        self.placement = placement
+        if self._slots is not None:
+            self._slots.update(placement)
+
     def close(self) -> None:
         """Give back the dispatcher's shared memory. Idempotent."""
         self.dispatcher.close()
