@@ -11,6 +11,7 @@ Outputs don't depend on the placement; only times do.
 
 from __future__ import annotations
 
+from eprt.balance.counts import gather_load, read_counts, write_counts, zipf
 from eprt.balance.moving import Moved, rebalance
 
-__all__ = ["Moved", "rebalance"]
+__all__ = ["Moved", "gather_load", "read_counts", "rebalance", "write_counts", "zipf"]

@@ -147,8 +147,7 @@ class _Move:
                 if target == own:
                     self._into[source * tp + world.moe_tp_rank].append((index, transfer.target % L))
         self._sent, self._received = (
-            [sum(self._slot_bytes(layer) for layer, _ in pieces) for pieces in side]
-            for side in (self._out, self._into)
+            [sum(self._slot_bytes(layer) for layer, _ in pieces) for pieces in side] for side in (self._out, self._into)
         )
         self.received = sum(self._received)
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -169,13 +168,16 @@ class _Move:
                 self._buffers = self._bytes(out), self._bytes(into)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise CapacityError(
-                f"rank {self.world.rank} has no memory to stage {into} and send {out} bytes: move fewer layers at a time"
+                f"rank {self.world.rank} has no memory to stage {into} and send {out} bytes: move fewer layers at "
+                "a time"
             ) from error
 
     def _bytes(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8, device=self.world.device)
 
-    def _pieces(self, side: list[list[tuple[int, int]]], buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _pieces(
+        self, side: list[list[tuple[int, int]]], buffer: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(bytes in the executor, their place in the buffer), for every tensor of every piece of that side."""
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         start = 0
@@ -209,9 +211,7 @@ class _Move:
         self.world.finish_device_work()
 
 
-def _require_movable(
-    world: World, layers: Sequence[ExpertParallelMoE], placements: Sequence[ExpertPlacement]
-) -> None:
+def _require_movable(world: World, layers: Sequence[ExpertParallelMoE], placements: Sequence[ExpertPlacement]) -> None:
     """Raises ConfigError, UsageError."""
     world.require_open()
     if world.current_step is not None:
@@ -249,8 +249,8 @@ def _require_slots(layer: ExpertParallelMoE, tensors: Sequence[tuple[str, torch.
     for name, tensor in tensors:
         if tensor.shape[0] != L or not tensor.is_contiguous():
             raise UnsupportedError(
-                f"{layer.executor.spec.name} holds {name} as {tuple(tensor.shape)}, strides {tensor.stride()}: expected "
-                f"{L} slots, contiguous"
+                f"{layer.executor.spec.name} holds {name} as {tuple(tensor.shape)}, strides {tensor.stride()}: "
+                f"expected {L} slots, contiguous"
             )
 
 

@@ -163,8 +163,8 @@ class Executor(ABC):
             UnsupportedError: this executor's layout isn't one of whole experts, or nobody has shown that it is.
         """
         raise UnsupportedError(
-            f"{self.spec.name} can't move experts: its layout isn't known to be divided by expert; use another executor, "
-            "or load the model again with the new placement"
+            f"{self.spec.name} can't move experts: its layout isn't known to be divided by expert; use another "
+            "executor, or load the model again with the new placement"
         )
 
     @property

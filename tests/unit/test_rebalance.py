@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from support.jobs import balance_jobs as jobs
 
 from eprt.balance.moving import transfers
 from eprt.config import ParallelConfig
+from eprt.conformance.harness import WorldFailed, WorldPool
 from eprt.placement import EMPTY, ExpertPlacement
 
 E = jobs.E
@@ -82,13 +84,17 @@ def test_with_moe_tp_each_slice_goes_to_its_own_rank(pools) -> None:
     ],
 )
 def test_what_fails_leaves_the_old_placement(pools, what: str, says: str) -> None:
-    import re
-
     found = pools(2).run(jobs.refusals, what=what)
     told = {text for text, _ in found}
     assert len(told) == 1, told
     assert re.match(says, told.pop(), re.DOTALL), found
     assert all(still for _, still in found)
+
+
+def test_a_rank_killed_half_way_leaves_the_old_placement_on_the_others(tmp_path) -> None:
+    with WorldPool(3, grace_s=10) as pool, pytest.raises(WorldFailed, match="rank 1 was killed"):
+        pool.run(jobs.killed_half_way, folder=tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "RankLost True", "2": "RankLost True"}
 
 
 def test_weights_come_from_the_nearest_replica() -> None:

@@ -7,7 +7,7 @@ import signal
 
 import torch
 
-from eprt.balance import rebalance
+from eprt.balance import gather_load, rebalance
 from eprt.config import Activation, MoEConfig, RuntimeConfig
 from eprt.errors import EprtError
 from eprt.layer import ExpertParallelMoE
@@ -150,8 +150,8 @@ def fail(*_):
     raise ArithmeticError("the transport broke")
 
 
-def killed_half_way(context):
-    """Rank 1 dies while weights travel; the others still hold what they held."""
+def killed_half_way(context, folder):
+    """Rank 1 dies while weights travel; each of the others writes what it raised, and whether it holds what it held."""
     world = context.world(timeout_s=5.0)
     layer = build(world, (*range(E), 0))
     before, held = layer.placement, {n: t.clone() for n, t in layer.executor.slot_tensors().items()}
@@ -161,5 +161,36 @@ def killed_half_way(context):
         rebalance(world, [layer], [ExpertPlacement(E, world.parallel, (0, *reversed(range(E))))])
     except EprtError as error:
         same = all(torch.equal(t, held[n]) for n, t in layer.executor.slot_tensors().items())
-        return type(error).__name__, same and layer.placement is before
-    return "moved", False
+        (folder / str(world.rank)).write_text(f"{type(error).__name__} {same and layer.placement is before}")
+
+
+def counted(context, slots, *, steps):
+    """(this rank's counts, what they should be, counts after a reset, sums over ranks) of a layer that counts."""
+    world = context.world()
+    layer = build(world, slots, runtime={"count_load": True})
+    layer.warmup()
+    wanted = torch.zeros(E + 1, dtype=torch.int64)
+    for step in range(steps):
+        x, ids, weights = batch(world.rank, step)
+        layer(x, TopK(ids, weights))
+        for expert in ids.flatten().tolist():
+            wanted[expert] += 1
+    found, total = layer.load(), gather_load(world, [layer, layer])
+    layer.reset_load()
+    after = layer.load()
+    layer.close()
+    return found.tolist(), wanted[:E].tolist(), int(after.sum()), total.tolist()
+
+
+def not_counted(context):
+    """What a layer says that doesn't count, asked by one rank, and by all for the sum."""
+    world = context.world()
+    layer = build(world, range(E))
+    told = []
+    for ask in (layer.load, layer.reset_load, lambda: gather_load(world, [layer])):
+        try:
+            ask()
+        except EprtError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    layer.close()
+    return told
