@@ -186,7 +186,7 @@ class SlotTable:
     def update(self, placement: ExpertPlacement) -> None:
         """Translate to another placement of as many experts on as many slots from now on. Addresses stay, so CUDA
         graphs that were captured with this table follow."""
-        chosen = _least_loaded(placement) if self._one_replica else placement.replicas
+        chosen = chosen_slots(placement) if self._one_replica else placement.replicas
         width = self._slots.shape[1]
         rows = [[*slots, *[0] * (width - len(slots))] for slots in chosen]
         rows.append([placement.num_slots] * width)  # no expert: no slot
@@ -219,7 +219,7 @@ def _contiguous(num_experts: int, ranks: int) -> tuple[int, ...]:
     )
 
 
-def _least_loaded(placement: ExpertPlacement) -> tuple[tuple[int, ...], ...]:
+def chosen_slots(placement: ExpertPlacement) -> tuple[tuple[int, ...], ...]:
     """One slot an expert: those with fewest replicas choose first, each the rank with fewest chosen experts so far."""
     L, load = placement.num_local_experts, [0] * placement.parallel.ep_size
     chosen: dict[int, int] = {}

@@ -77,7 +77,7 @@ class GroupedExecutor(Executor):
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         biases = {"gate_up_bias": self._gate_up_bias, "down_bias": self._down_bias}
-        found = {name: bias[:-1] for name, bias in biases.items() if bias is not None}
+        found = {name: bias for name, bias in biases.items() if bias is not None}
         return {"gate_up": self._gate_up, "down": self._down, **found}
 
     def _aligned_hidden(self, tokens: FlatTokens | ExpertMajorTokens) -> torch.Tensor:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.jobs import balance_jobs as jobs
 
 from eprt.balance import read_counts, write_counts, zipf
+from eprt.balance.planner import imbalance, plan_placement, rank_loads
+from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
 from eprt.load import ExpertLoad
+from eprt.placement import EMPTY, ExpertPlacement
+from eprt.placement_file import PlacementFile
 
 E = jobs.E
 
@@ -77,3 +85,122 @@ def test_zipf_is_what_it_says() -> None:
     assert set(zipf(4, 0.0)) == {250_000}
     with pytest.raises(ConfigError, match="exponent -1"):
         zipf(4, -1.0)
+
+
+# ---- the planner ------------------------------------------------------------------------------------------------
+
+
+@given(
+    counts=st.lists(st.integers(0, 1000), min_size=1, max_size=24),
+    ranks=st.sampled_from([1, 2, 4, 8]),
+    more=st.integers(0, 12),
+    data=st.data(),
+)
+def test_every_plan_is_a_placement(counts, ranks, more, data) -> None:
+    E, parallel = len(counts), ParallelConfig(ranks)
+    num_slots = -(-(E + more) // ranks) * ranks
+    domain = data.draw(st.sampled_from([n for n in (1, 2, 4, 8) if n <= ranks]))
+    plan = plan_placement(counts, parallel, num_slots, domain_size=domain)
+    L = num_slots // ranks
+    held = [[e for e in plan.slots[start : start + L] if e != EMPTY] for start in range(0, num_slots, L)]
+    assert all(len(set(each)) == len(each) for each in held), "two replicas on one rank"
+    by_hand = [sum(counts[e] / len(plan.replicas[e]) for e in each) for each in held]
+    assert rank_loads(counts, plan) == pytest.approx(by_hand)
+    assert sum(by_hand) == pytest.approx(sum(counts))
+    # A rank carries what is left at the mean at least; whatever fits can't be better than that.
+    assert max(by_hand) >= sum(counts) / ranks - 1e-6
+    if domain == ranks:  # never hotter than a third above the best that any packing could do, as LPT promises
+        best = max(sum(counts) / ranks, max(counts) / ranks)
+        assert max(by_hand) <= 4 / 3 * best + max(counts[e] / len(plan.replicas[e]) for e in range(E))
+    again = plan_placement(counts, parallel, num_slots, current=plan, domain_size=domain)
+    assert again.slots == plan.slots, "nothing moves where nothing changed"
+
+
+def test_a_hot_expert_gets_replicas_and_the_hottest_rank_cools_down() -> None:
+    counts = [800, 100, 100, 100, 100, 100, 100, 100]
+    parallel = ParallelConfig(4)
+    plan = plan_placement(counts, parallel, 12)
+    assert len(plan.replicas[0]) == 4, "one a rank, no more"
+    assert imbalance(rank_loads(counts, ExpertPlacement(8, parallel))) == pytest.approx(900 / 375)
+    assert imbalance(rank_loads(counts, plan)) < 1.1
+
+
+def test_few_experts_travel_for_a_small_change() -> None:
+    parallel, counts = ParallelConfig(8), list(zipf(64, 1.0))
+    now = plan_placement(counts, parallel, 80)
+    counts[40] *= 20
+    fresh, near = plan_placement(counts, parallel, 80), plan_placement(counts, parallel, 80, current=now)
+    moved = [sum(a not in (b, EMPTY) for a, b in zip(plan.slots, now.slots, strict=True)) for plan in (fresh, near)]
+    assert moved[1] <= 10 < moved[0] / 3
+    assert max(rank_loads(counts, near)) <= 1.02 * max(rank_loads(counts, fresh))
+
+
+def test_hosts_are_balanced_first() -> None:
+    counts = list(zipf(16, 0.8))
+    plan = plan_placement(counts, ParallelConfig(4), 16, domain_size=2)
+    loads = rank_loads(counts, plan)
+    assert imbalance([loads[0] + loads[1], loads[2] + loads[3]]) < 1.02
+    known = plan_placement(counts, ParallelConfig(4, ranks_per_host=2), 16)
+    assert known.slots == plan.slots
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"counts": []}, "counts of 0 experts"),
+        ({"counts": [1, -1]}, "smallest -1"),
+        ({"num_slots": 3}, "3 slots for 4 experts on 2 ranks"),
+        ({"num_slots": 2}, "2 slots for 4 experts"),
+        ({"domain_size": 0}, "domain_size 0"),
+        ({"current": ExpertPlacement(4, ParallelConfig(2), (0, 1, 2, 3))}, "expected 4 in 6 on 2"),
+    ],
+)
+def test_what_cannot_be_planned(wrong, says: str) -> None:
+    given = {"counts": [4, 3, 2, 1], "parallel": ParallelConfig(2), "num_slots": 6} | wrong
+    with pytest.raises(ConfigError, match=says):
+        plan_placement(**given)
+
+
+# ---- placement files --------------------------------------------------------------------------------------------
+
+
+def test_placements_come_back_from_their_file(tmp_path) -> None:
+    parallel = ParallelConfig(2)
+    placements = {
+        3: ExpertPlacement(4, parallel, (3, 2, 1, 0)),
+        None: ExpertPlacement(4, parallel, (0, 1, 2, 3, 0, EMPTY)),
+    }
+    PlacementFile.of_placements(placements).write(tmp_path / "p.json")
+    found = PlacementFile.read(tmp_path / "p.json")
+    assert found.placement(3, 4, parallel) == placements[3]
+    assert found.placement(4, 4, parallel) == placements[None]
+    with pytest.raises(ConfigError, match="for 4 experts, layer 3 has 8"):
+        found.placement(3, 8, parallel)
+    with pytest.raises(ConfigError, match="for 2 expert-parallel ranks, layer 3 has 4"):
+        found.placement(3, 4, ParallelConfig(4))
+    with pytest.raises(ConfigError, match="has no layer 1: it has 3"):
+        PlacementFile(4, 2, {3: (3, 2, 1, 0)}).placement(1, 4, parallel)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"format": "x"}, "no placement file"),
+        ({"num_experts": True}, "num_experts is True"),
+        ({"ep_size": 0}, "ep_size is 0"),
+        ({"layers": []}, "layers is missing or empty"),
+        ({"layers": {"one": [0, 1]}}, "layer 'one'"),
+        ({"layers": {"1": [0, 1.0]}}, "layer 1: expected a list"),
+        ({"layers": {"1": [0, 0]}}, r"layer 1: experts \[1\] have no slot"),
+        ({"layers": {"1": [0, 1, 2, 2]}}, r"layer 1: slots name experts \[2\]"),
+    ],
+)
+def test_what_is_no_placement_file(tmp_path, changes, says: str) -> None:
+    path = tmp_path / "p.json"
+    right = {"format": "eprt expert placement", "version": 1, "num_experts": 2, "ep_size": 2, "layers": {"1": [0, 1]}}
+    path.write_text(json.dumps(right))
+    assert PlacementFile.read(path).layers == {1: (0, 1)}
+    path.write_text(json.dumps(right | changes))
+    with pytest.raises(ConfigError, match=says) as told:
+        PlacementFile.read(path)
+    assert str(path) in str(told.value)
