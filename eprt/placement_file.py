@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,6 +50,12 @@ class PlacementFile:
             return _parsed(value)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
+
+    @property
+    def fingerprint(self) -> int:
+        """63 bits that differ where placements do, for ranks to compare."""
+        text = repr((self.num_experts, self.ep_size, sorted(self.layers.items(), key=lambda item: item[0] or -1)))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
     def write(self, path: str | Path) -> None:
         """Raises ConfigError where it can't be written."""

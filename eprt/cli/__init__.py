@@ -20,6 +20,7 @@ _COMMANDS = {
     "Run": "eprt.cli.run:run",
     "Generate": "eprt.cli.generate:generate",
     "Explain": "eprt.cli.explain:explain",
+    "PlanExperts": "eprt.cli.plan_experts:plan_experts",
     "Doctor": "eprt.cli.doctor:doctor",
     "BenchLayer": "eprt.cli.bench:bench_layer",
     "BenchDispatch": "eprt.cli.bench:bench_dispatch",

@@ -101,6 +101,40 @@ class Explain:
 
 
 @dataclass(frozen=True)
+class PlanExperts:
+    """Plan where replicas of experts lie: balance before and after, and whether it pays. Needs no GPU."""
+
+    slots: int
+    """Places for experts on all ranks together; what exceeds the model's experts is for replicas."""
+    counts: Path | None = None
+    """How often experts are chosen, as eprt.balance.write_counts writes it; without it, Zipf."""
+    zipf: float = 1.1
+    """Exponent of the Zipf distribution that stands for counts."""
+    experts: int | None = None
+    """Experts of a layer, where neither counts nor a model say it."""
+    world: int = 4
+    """Ranks."""
+    moe_tp: int = 1
+    """Ranks that share one expert."""
+    ranks_per_host: int | None = None
+    """GPUs of a host; without it all ranks are on one."""
+    domain_size: int | None = None
+    """Expert-parallel ranks of an NVLink domain, if that isn't the host."""
+    current: Path | None = None
+    """Placement file that holds now; the plan stays near it. Without one, experts lie in order."""
+    model: Path | None = None
+    """Checkpoint directory or config.json, for the estimate of what it brings."""
+    tokens: int = 8192
+    """Tokens a rank in one forward, for that estimate."""
+    phase: Literal["prefill", "decode"] = "prefill"
+    """Many tokens a rank, shared by replicas; or few, each expert's to one replica."""
+    out: Path | None = None
+    """Write the placement file here."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+
+@dataclass(frozen=True)
 class Doctor:
     """A report to paste into an issue: versions, devices, links, and which backends work here and why not."""
 
@@ -245,11 +279,12 @@ class Bench:
 
 
 AnyBench = BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange | BenchStep
-Command = Run | Generate | Explain | Doctor | AnyBench
+Command = Run | Generate | Explain | PlanExperts | Doctor | AnyBench
 _Parsed = (
     Annotated[Run, subcommand("run")]
     | Annotated[Generate, subcommand("generate")]
     | Annotated[Explain, subcommand("explain")]
+    | Annotated[PlanExperts, subcommand("plan-experts")]
     | Annotated[Doctor, subcommand("doctor")]
     | Annotated[Bench, subcommand("bench")]
 )
@@ -257,7 +292,7 @@ _Parsed = (
 
 def parse(arguments: Sequence[str] | None = None) -> Command:
     """The command that `arguments` (default: the process's own) ask for. Prints help or an error and exits."""
-    parsed: Run | Generate | Explain | Doctor | Bench = tyro.cli(
+    parsed: Run | Generate | Explain | PlanExperts | Doctor | Bench = tyro.cli(
         _Parsed,
         prog="eprt",
         description="Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed.",

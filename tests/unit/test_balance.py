@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.jobs import balance_jobs as jobs
 
-from eprt.balance import read_counts, write_counts, zipf
+from eprt.balance import read_counts, report, weigh, write_counts, zipf
 from eprt.balance.planner import imbalance, plan_placement, rank_loads
-from eprt.config import ParallelConfig
+from eprt.cli import main
+from eprt.config import Activation, MoEConfig, ParallelConfig
 from eprt.errors import ConfigError
 from eprt.load import ExpertLoad
+from eprt.models.tiny import write_tiny_checkpoint
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.placement_file import PlacementFile
 
@@ -204,3 +206,86 @@ def test_what_is_no_placement_file(tmp_path, changes, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as told:
         PlacementFile.read(path)
     assert str(path) in str(told.value)
+
+
+# ---- the report and whether it pays -----------------------------------------------------------------------------
+
+
+def test_the_report_says_which_rank_is_hot(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    parallel = ParallelConfig(2)
+    plain, spread = ExpertPlacement(4, parallel), ExpertPlacement(4, parallel, (0, 1, 2, 0, 3, EMPTY))
+    found = report([[6, 1, 1, 2], [6, 1, 1, 2]], [plain, spread], [3, 5])
+    assert [row.loads for row in found.layers] == [(7, 3), (5, 5)]
+    assert [row.imbalance for row in found.layers] == pytest.approx([1.4, 1.0])
+    assert (found.worst.layer, found.worst.hot_rank, found.worst.hot_expert, found.worst.hot_share) == (3, 0, 0, 0.6)
+    assert found.mean == pytest.approx(1.2)
+    assert "    3     1.400             0" in str(found)
+    found.plot(tmp_path / "b.png")
+    assert (tmp_path / "b.png").stat().st_size > 1000
+    with pytest.raises(ConfigError, match=r"b\.xyz"):
+        found.plot(tmp_path / "b.xyz")
+    with pytest.raises(ConfigError, match="counts of 1 layers, 2 placements"):
+        report([[1, 1, 1, 1]], [plain, spread])
+
+
+GPT_OSS = MoEConfig(128, 4, 2880, 2880, Activation(alpha=1.702, beta=1.0, limit=7.0), bias=True, weight_format="mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "one_replica", "pays"), [(8192, False, True), (8, False, False), (8, True, False), (1, True, False)]
+)
+def test_replicas_pay_where_rows_set_the_time_and_not_where_weights_do(tokens, one_replica, pays) -> None:
+    counts, parallel = [200, *[100] * 127], ParallelConfig(4)
+    before, after = ExpertPlacement(128, parallel), plan_placement(counts, parallel, 132)
+    if pays:
+        counts = list(zipf(128, 1.1))
+        after = plan_placement(counts, parallel, 132)
+    verdict = weigh(GPT_OSS, counts, before, after, tokens, one_replica=one_replica)
+    assert verdict.pays is pays, verdict
+    # One slot more a rank: 3 matrices of 2880 x 2880 at 4.25 bits.
+    assert verdict.more_bytes == round(3 * 2880**2 * 4.25 / 8)
+
+
+def test_the_estimate_is_the_slowest_ranks() -> None:
+    parallel = ParallelConfig(2)
+    config = MoEConfig(4, 1, 128, 128, weight_format="bf16")
+    before = ExpertPlacement(4, parallel)
+    after = ExpertPlacement(4, parallel, (0, 2, 1, 3))
+    verdict = weigh(config, [30, 30, 20, 20], before, after, 50, time=lambda rows, experts: rows)
+    assert (verdict.before_s, verdict.after_s) == pytest.approx((60, 50))
+    assert verdict.imbalance_before == pytest.approx(1.2)
+    assert verdict.gain == pytest.approx(1 / 6)
+    assert verdict.break_even_calls == pytest.approx(verdict.move_s / 10)
+    assert weigh(config, [1, 1, 1, 1], before, before, 50).break_even_calls == float("inf")
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+def test_plan_experts_writes_a_file_that_it_reads_again(tmp_path, capsys) -> None:
+    counts, first, again = tmp_path / "c.json", tmp_path / "p.json", tmp_path / "q.json"
+    write_counts(counts, {0: zipf(16, 1.0), 2: zipf(16, 0.5)})
+    words = ["plan-experts", "--counts", str(counts), "--slots", "20", "--world", "4"]
+    assert main([*words, "--out", str(first), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["mean_after"] < 1.05 < 1.3 < said["mean_before"]
+    assert said["pays"] is None
+    placed = PlacementFile.read(first)
+    assert placed.layers == {row["layer"]: tuple(row["slots"]) for row in said["layers"]}
+    assert main([*words, "--current", str(first), "--out", str(again)]) == 0
+    assert PlacementFile.read(again) == placed, "nothing changed, so nothing moves"
+    assert "max/mean on average" in capsys.readouterr().out
+
+
+def test_plan_experts_says_when_it_does_not_pay(tmp_path, capsys) -> None:
+    model = write_tiny_checkpoint(tmp_path / "tiny", num_layers=1)
+    words = ["plan-experts", "--model", str(model), "--slots", "16", "--world", "4"]
+    assert main([*words, "--tokens", "100000"]) == 0
+    assert "It pays at 100000 tokens a rank, prefill" in capsys.readouterr().out
+    assert main([*words, "--tokens", "2", "--zipf", "0"]) == 0
+    assert "It does not pay at 2 tokens a rank" in capsys.readouterr().out
+    assert main(["plan-experts", "--slots", "16"]) == 2
+    assert "nothing to plan for" in capsys.readouterr().err
+    assert main([*words[:3], "--slots", "7"]) == 2
+    assert "7 slots for 8 experts" in capsys.readouterr().err
