@@ -56,7 +56,8 @@ def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
     else:
         terminal.say("Whether it pays depends on the experts' sizes: name the model with --model")
     if arguments.out is not None and terminal.speaks:
-        PlacementFile.of_placements(dict(after)).write(arguments.out)
+        placed: dict[int | None, ExpertPlacement] = {**after}
+        PlacementFile.of_placements(placed).write(arguments.out)
         terminal.say(f"wrote {arguments.out}")
     terminal.result(_as_json(arguments, spread, after, moved, verdicts))
     return 0
