@@ -265,6 +265,7 @@ class RuntimeConfig:
             finite weights) and compares all ranks' headers before payload moves. gloo worlds always compare headers.
         phase: which row of the measured tables the automatic choice uses.
         deterministic: ask executors for run-to-run identical sums.
+        count_load: count on the device how often each expert is chosen, for `ExpertParallelMoE.load`.
         low_precision_activations: let an executor quantise activations to FP8 (an explicit accuracy trade).
         layer_graphs: `World.warmup` captures each layer's call in CUDA graphs for small R, which eager callers then
             replay: for a model whose attention can't be captured. Calls without a known R, or with a routing of the
@@ -284,6 +285,7 @@ class RuntimeConfig:
     deterministic: bool = False
     low_precision_activations: bool = False
     layer_graphs: bool = False
+    count_load: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dispatcher", "executor"):

@@ -21,6 +21,7 @@ from eprt.engines import Engine, make_engines
 from eprt.errors import CapacityError, ConfigError, EprtError, InputError, UsageError
 from eprt.experts import make_executor
 from eprt.graphs import LayerGraphs
+from eprt.load import ExpertLoad
 from eprt.placement import ExpertPlacement, SlotTable
 from eprt.plan import Plan, make_plan
 from eprt.routing import Router, route
@@ -128,6 +129,7 @@ class ExpertParallelMoE(nn.Module):
         if not self.placement.is_identity:
             one_replica = runtime.phase == "decode"
             self._slots = SlotTable(self.placement, world.device, one_replica=one_replica, rank=world.rank)
+        self._load = ExpertLoad(config.num_experts, world.device) if runtime.count_load else None
         self.router = None if router is None else router.to(world.device)
         self.shared: SharedExpertMLP | None = None
         if config.shared is not None and shared is not None:
@@ -214,9 +216,42 @@ class ExpertParallelMoE(nn.Module):
         warmup_routing(self.config, self.router, tokens, self.world.device, logits=self.executor.takes_logits)
         row = torch.zeros(1, self.config.input_size, dtype=torch.bfloat16, device=self.world.device)
         self._whole(row, self.world.parallel.attention_tp_size)
+        if self._load is not None:
+            nobody = self.config.num_experts
+            self._load.add(torch.full((1, self.config.top_k), nobody, dtype=torch.int32, device=self.world.device))
         self._used = True
         if self.graphs is not None:
             self.graphs.capture()
+
+    def load(self) -> torch.Tensor:
+        """How often this rank's tokens chose each expert since the last `reset_load`: [E] int64 on the world's device,
+        a copy. Padding (ids of "no expert") isn't counted. `eprt.balance.gather_load` sums over the ranks.
+
+        Raises:
+            UsageError: the layer doesn't count.
+        """
+        return self._counter().read()
+
+    def reset_load(self) -> None:
+        """Count from zero again. Raises UsageError where the layer doesn't count."""
+        self._counter().reset()
+
+    def _counter(self) -> ExpertLoad:
+        if self._load is None:
+            raise UsageError("this layer doesn't count its experts' load: build it with RuntimeConfig(count_load=True)")
+        return self._load
+
+    @property
+    def translates_ids(self) -> bool:
+        """Whether ids of experts become ids of slots: always, unless the layer was built with its experts in order."""
+        return self._slots is not None
+
+    def adopt_placement(self, placement: ExpertPlacement) -> None:
+        """Send tokens where `placement` says from now on. For `eprt.balance.rebalance`, which puts the weights there:
+        alone it makes wrong sums."""
+        self.placement = placement
+        if self._slots is not None:
+            self._slots.update(placement)
 
     def close(self) -> None:
         """Give back the dispatcher's shared memory. Idempotent."""
@@ -327,7 +362,7 @@ class ExpertParallelMoE(nn.Module):
         if routing is None:
             if router is None:
                 raise InputError("the layer has no router of its own: pass routing=TopK(...) or RouterLogits(...)")
-            if self.world.size > 1 or not self.executor.takes_logits or self._slots is not None:
+            if self.world.size > 1 or not self.executor.takes_logits or self._needs_ids:
                 return router(x, token_ids)
             routing = router.logits(x)
         if isinstance(routing, TopK) or self._engine(x, routing, tokens_per_rank) is not None:
@@ -342,14 +377,25 @@ class ExpertParallelMoE(nn.Module):
             token_table=table,
         )
 
+    @property
+    def _needs_ids(self) -> bool:
+        """Whether this layer looks at the chosen experts itself, so that no kernel may choose them unseen."""
+        return self._slots is not None or self._load is not None
+
     def _placed(self, chosen: TopK | RouterLogits) -> TopK | RouterLogits:
-        """Ids of experts become ids of slots, here and nowhere else."""
-        if self._slots is None or not isinstance(chosen, TopK):
+        """Ids of experts are counted and become ids of slots, here and nowhere else."""
+        if not self._needs_ids or not isinstance(chosen, TopK):
             return chosen
+        chosen.check(self.config.num_experts, self.config.top_k)
+        if chosen.ids.device.type != self.world.device.type:
+            raise InputError(
+                f"topk_ids is on {chosen.ids.device}: the world runs on {self.world.device}; move it there"
+            )
         if self.world.device.type == "cpu" or self.dispatcher.full_validation:
-            chosen.check(self.config.num_experts, self.config.top_k)
             chosen.check_ids(self.config.num_experts)
-        return TopK(self._slots.slots_of(chosen.ids), chosen.weights)
+        if self._load is not None:
+            self._load.add(chosen.ids)
+        return chosen if self._slots is None else TopK(self._slots.slots_of(chosen.ids), chosen.weights)
 
     def _without_padding(self, chosen: TopK | RouterLogits, num_tokens: int) -> TopK | RouterLogits:
         """Rows that only fill a batch up name no expert (`World.padding`); `num_tokens` before they are cut in slices.
@@ -370,8 +416,8 @@ class ExpertParallelMoE(nn.Module):
 
     def _engine(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> Engine | None:
         """What does this call; None for logits that no engine takes as they are."""
-        if self._slots is not None and not isinstance(choice, TopK):
-            return None  # a kernel would choose experts, and there are slots
+        if self._needs_ids and not isinstance(choice, TopK):
+            return None  # a kernel would choose experts unseen
         return next((engine for engine in self.engines if engine.takes(x, choice, tokens_per_rank)), None)
 
     def _run(

@@ -11,7 +11,6 @@ import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from math import lcm
 
 import torch
 
@@ -19,7 +18,6 @@ from eprt.config import MoEConfig, ParallelConfig, Routing
 from eprt.errors import ConfigError
 
 EMPTY = -1  # a slot without an expert
-MOST_TURNS = 64  # columns of the table that deals an expert's tokens out to its replicas
 
 
 @dataclass(frozen=True)
@@ -178,12 +176,23 @@ class SlotTable:
     """
 
     def __init__(self, placement: ExpertPlacement, device: torch.device, *, one_replica: bool, rank: int) -> None:
-        chosen = _least_loaded(placement) if one_replica else placement.replicas
-        self._turns = min(lcm(*(len(slots) for slots in chosen)), MOST_TURNS)
-        self._num_experts, self._first = placement.num_experts, rank
-        rows = [[slots[turn % len(slots)] for turn in range(self._turns)] for slots in chosen]
-        rows.append([placement.num_slots] * self._turns)  # no expert: no slot
-        self._table = torch.tensor(rows, dtype=torch.int32, device=device)
+        self._num_experts, self._first, self._one_replica = placement.num_experts, rank, one_replica
+        # As wide as any placement on these slots can need, so that another one fits into the same memory.
+        most = 1 if one_replica else placement.num_slots - placement.num_experts + 1
+        self._slots = torch.zeros(placement.num_experts + 1, most, dtype=torch.int32, device=device)
+        self._replicas = torch.ones(placement.num_experts + 1, dtype=torch.int64, device=device)
+        self.update(placement)
+
+    def update(self, placement: ExpertPlacement) -> None:
+        """Translate to another placement of as many experts on as many slots from now on. Addresses stay, so CUDA
+        graphs that were captured with this table follow."""
+        chosen = chosen_slots(placement) if self._one_replica else placement.replicas
+        width = self._slots.shape[1]
+        rows = [[*slots, *[0] * (width - len(slots))] for slots in chosen]
+        rows.append([placement.num_slots] * width)  # no expert: no slot
+        with torch.inference_mode():  # also where they were made in it
+            self._slots.copy_(torch.tensor(rows, dtype=torch.int32))
+            self._replicas.copy_(torch.tensor([*map(len, chosen), 1]))
 
     def slots_of(self, ids: torch.Tensor) -> torch.Tensor:
         """[T, K] int32 expert ids, E for "no expert" -> [T, K] int32 slot ids, S for "no expert".
@@ -191,10 +200,10 @@ class SlotTable:
         Ids outside [0, E] count as "no expert": who wants an error checks them before."""
         outside = (ids < 0) | (ids > self._num_experts)
         ids = torch.where(outside, self._num_experts, ids).long()
-        if self._turns == 1:
-            return self._table[:, 0][ids]
-        turn = (torch.arange(ids.shape[0], device=ids.device) + self._first) % self._turns
-        return self._table[ids, turn[:, None]]
+        if self._slots.shape[1] == 1:
+            return self._slots[:, 0][ids]
+        turn = torch.arange(ids.shape[0], device=ids.device) + self._first
+        return self._slots[ids, turn[:, None] % self._replicas[ids]]
 
 
 def _contiguous(num_experts: int, ranks: int) -> tuple[int, ...]:
@@ -210,7 +219,7 @@ def _contiguous(num_experts: int, ranks: int) -> tuple[int, ...]:
     )
 
 
-def _least_loaded(placement: ExpertPlacement) -> tuple[tuple[int, ...], ...]:
+def chosen_slots(placement: ExpertPlacement) -> tuple[tuple[int, ...], ...]:
     """One slot an expert: those with fewest replicas choose first, each the rank with fewest chosen experts so far."""
     L, load = placement.num_local_experts, [0] * placement.parallel.ep_size
     chosen: dict[int, int] = {}

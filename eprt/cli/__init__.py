@@ -30,6 +30,7 @@ _COMMANDS = {
     "Generate": "eprt.cli.generate:generate",
     "Explain": "eprt.cli.explain:explain",
     "Tune": "eprt.cli.tune:tune",
+    "PlanExperts": "eprt.cli.plan_experts:plan_experts",
     "Doctor": "eprt.cli.doctor:doctor",
     "BenchLayer": "eprt.cli.bench:bench_layer",
     "BenchDispatch": "eprt.cli.bench:bench_dispatch",

@@ -125,6 +125,40 @@ class Tune:
 
 
 @dataclass(frozen=True)
+class PlanExperts:
+    """Plan where replicas of experts lie: balance before and after, and whether it pays. Needs no GPU."""
+
+    slots: int
+    """Places for experts on all ranks together; what exceeds the model's experts is for replicas."""
+    counts: Path | None = None
+    """How often experts are chosen, as eprt.balance.write_counts writes it; without it, Zipf."""
+    zipf: float = 1.1
+    """Exponent of the Zipf distribution that stands for counts."""
+    experts: int | None = None
+    """Experts of a layer, where neither counts nor a model say it."""
+    world: int = 4
+    """Ranks."""
+    moe_tp: int = 1
+    """Ranks that share one expert."""
+    ranks_per_host: int | None = None
+    """GPUs of a host; without it all ranks are on one."""
+    domain_size: int | None = None
+    """Expert-parallel ranks of an NVLink domain, if that isn't the host."""
+    current: Path | None = None
+    """Placement file that holds now; the plan stays near it. Without one, experts lie in order."""
+    model: Path | None = None
+    """Checkpoint directory or config.json, for the estimate of what it brings."""
+    tokens: int = 8192
+    """Tokens a rank in one forward, for that estimate."""
+    phase: Literal["prefill", "decode"] = "prefill"
+    """Many tokens a rank, shared by replicas; or few, each expert's to one replica."""
+    out: Path | None = None
+    """Write the placement file here."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+
+@dataclass(frozen=True)
 class Doctor:
     """A report to paste into an issue: versions, devices, links, and which backends work here and why not."""
 
@@ -287,8 +321,15 @@ class Bench:
 
 
 AnyBench = BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange | BenchStep
-Command = Run | Generate | Explain | Tune | Doctor | AnyBench
-_COMMANDS: dict[str, type[Any]] = {"run": Run, "generate": Generate, "explain": Explain, "tune": Tune, "doctor": Doctor}
+Command = Run | Generate | Explain | Tune | PlanExperts | Doctor | AnyBench
+_COMMANDS: dict[str, type[Any]] = {
+    "run": Run,
+    "generate": Generate,
+    "explain": Explain,
+    "tune": Tune,
+    "plan-experts": PlanExperts,
+    "doctor": Doctor,
+}
 _BENCHES: dict[str, type[Any]] = {
     "layer": BenchLayer,
     "dispatch": BenchDispatch,
@@ -302,6 +343,7 @@ _All = (
     | Annotated[Generate, subcommand("generate")]
     | Annotated[Explain, subcommand("explain")]
     | Annotated[Tune, subcommand("tune")]
+    | Annotated[PlanExperts, subcommand("plan-experts")]
     | Annotated[Doctor, subcommand("doctor")]
     | Annotated[Bench, subcommand("bench")]
 )
@@ -322,7 +364,7 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
         case ["bench", name, *rest] if name in _BENCHES:
             return _parse(_BENCHES[name], f"eprt bench {name}", rest)
         case _:
-            parsed: Run | Generate | Explain | Tune | Doctor | Bench = _parse(_All, "eprt", words)
+            parsed: Run | Generate | Explain | Tune | PlanExperts | Doctor | Bench = _parse(_All, "eprt", words)
             return parsed.what if isinstance(parsed, Bench) else parsed
 
 

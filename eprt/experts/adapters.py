@@ -36,6 +36,9 @@ class AdaptedExecutor(Executor):
     def _prepare(self, weights: ExpertWeights) -> None:
         raise ConfigError("an adapter holds no weights: build the inner executor with them")
 
+    def slot_tensors(self) -> dict[str, torch.Tensor]:
+        return self.inner.slot_tensors()
+
     def warmup(self, max_rows: int, slots: int | None = None) -> None:
         """For the format that the inner executor doesn't take, in the shape in which it is handed on."""
         if "flat" in self.native_formats:

@@ -15,7 +15,7 @@ import torch
 
 from eprt import slabs
 from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat, WeightFormat
-from eprt.errors import ConfigError, InputError
+from eprt.errors import ConfigError, InputError, UnsupportedError
 from eprt.placement import ExpertShard
 from eprt.support import Device, Requirement, Support, refuse
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
@@ -153,6 +153,21 @@ class Executor(ABC):
             max_rows: most rows to come: N of FlatTokens, M of ExpertMajorTokens.
             slots: K of the FlatTokens to come, where a dispatcher pads the model's; None: the model's top-k.
         """
+
+    def slot_tensors(self) -> dict[str, torch.Tensor]:
+        """What was prepared from the weights, by name, slot by slot: what takes an expert from one slot to another.
+
+        Returns:
+            tensors [L, ...], contiguous, equal in name, dtype and shape on all ranks of one moe_tp_rank: views of the
+            memory that calls read, so what is written to them counts from the next call on, in captured graphs, too.
+
+        Raises:
+            UnsupportedError: this executor's layout isn't one of whole experts, or nobody has shown that it is.
+        """
+        raise UnsupportedError(
+            f"{self.spec.name} can't move experts: its layout isn't known to be divided by expert; use another "
+            "executor, or load the model again with the new placement"
+        )
 
     @property
     def takes_logits(self) -> bool:

@@ -166,6 +166,17 @@ class CutlassMxfp4Executor(Executor):
         biases = stacks.get("gate_up_bias"), stacks.get("down_bias")
         return CutlassWeights(stacks["gate_up"], stacks["down"], scales, *biases, alpha, beta, limit)
 
+    def slot_tensors(self) -> dict[str, torch.Tensor]:
+        held = self.weights
+        scales = {f"scale_{n}": scale for n, scale in enumerate(held.quant_scales) if scale.dim() > 0}
+        biases = {"gate_up_bias": held.gate_up_bias, "down_bias": held.down_bias}
+        return {
+            "gate_up": held.gate_up,
+            "down": held.down,
+            **scales,
+            **{name: bias for name, bias in biases.items() if bias is not None},
+        }
+
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         hidden = self._padded(tokens)
         whole = self._hidden == self.config.hidden_size and out.dtype == torch.bfloat16

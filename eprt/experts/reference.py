@@ -63,7 +63,7 @@ def decode_matrix(matrix: Matrix, parts: int) -> torch.Tensor:
     _, rows, cols = matrix.shape
     part_rows = rows // parts
     if isinstance(matrix, Dense):
-        return matrix.data.float()
+        return matrix.data.to(torch.float32, copy=True)  # never the caller's memory: experts may be moved
     if isinstance(matrix, Mxfp4):
         return _nibbles(matrix.codes) * _repeat(_look_up(E8M0, matrix.scales), 32, 2, cols)
     if isinstance(matrix, Mxfp8):
@@ -134,9 +134,15 @@ class ReferenceExecutor(Executor):
         weights = weights.to(self.device)
         self._gate_up = decode_matrix(weights.gate_up, self.config.activation.parts)
         self._down = decode_matrix(weights.down, 1)
-        self._gate_up_bias = weights.gate_up_bias
+        biases = [None if bias is None else bias.clone() for bias in (weights.gate_up_bias, weights.down_bias)]
+        self._gate_up_bias = biases[0]
         # The sum over MoE-TP ranks must hold the bias once.
-        self._down_bias = weights.down_bias if self.shard.moe_tp_rank == 0 else None
+        self._down_bias = biases[1] if self.shard.moe_tp_rank == 0 else None
+
+    def slot_tensors(self) -> dict[str, torch.Tensor]:
+        biases = {"gate_up_bias": self._gate_up_bias, "down_bias": self._down_bias}
+        found = {name: bias for name, bias in biases.items() if bias is not None}
+        return {"gate_up": self._gate_up, "down": self._down, **found}
 
     def _expert(self, index: int, x: torch.Tensor) -> torch.Tensor:
         bias = [None if b is None else b[index] for b in (self._gate_up_bias, self._down_bias)]

@@ -75,6 +75,11 @@ class GroupedExecutor(Executor):
         split = bias.to(self.device, torch.float32).unflatten(1, (parts, bias.shape[1] // parts))
         return pad(split, (0, -split.shape[2] % ALIGNMENT)).flatten(1, 2)
 
+    def slot_tensors(self) -> dict[str, torch.Tensor]:
+        biases = {"gate_up_bias": self._gate_up_bias, "down_bias": self._down_bias}
+        found = {name: bias for name, bias in biases.items() if bias is not None}
+        return {"gate_up": self._gate_up, "down": self._down, **found}
+
     def _aligned_hidden(self, tokens: FlatTokens | ExpertMajorTokens) -> torch.Tensor:
         hidden = decode_payload(tokens.hidden).to(self._dtype)
         return pad(hidden, (0, self._hidden_pad)) if self._hidden_pad else hidden

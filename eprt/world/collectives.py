@@ -134,6 +134,16 @@ class Collectives:
         self._run(_all_gather(*self._moved, group=self._attention_tp_group, async_op=True), range(first, first + size))
         return out
 
+    def finish_device_work(self) -> None:
+        """The host waits, bounded, for what it has issued to this rank's stream. Raises RankLost."""
+        if self.device.type != "cuda":
+            return
+        done = torch.cuda.Event()
+        done.record()
+        pauses = self._pauses(range(self.size))
+        while not done.query():
+            next(pauses)
+
     # ---- agreement ------------------------------------------------------------------------------------------
 
     def compares_headers(self, full: bool) -> bool:

@@ -22,7 +22,7 @@ from eprt.world.collectives import Collectives
 from eprt.world.step import MAX_WORDS, Step, checked_count, checked_words
 
 MAGIC = 0x65707274  # "eprt"
-_OPERATIONS = ("dispatch", "combine", "load", "build", "warmup", "barrier", "step")
+_OPERATIONS = ("dispatch", "combine", "load", "build", "warmup", "barrier", "step", "rebalance")
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.uint8, torch.float8_e4m3fn)
 _DTYPE_CODES: dict[torch.dtype | None, int] = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _TEXT_BYTES = 2048

@@ -12,7 +12,10 @@ from support.cases.model_recipes import RECIPES, make_model
 from support.jobs import integration_jobs as jobs
 
 from eprt.config import RuntimeConfig
+from eprt.conformance.harness import WorldFailed
 from eprt.models.tiny import write_tiny_checkpoint
+from eprt.placement import EMPTY
+from eprt.placement_file import PlacementFile
 
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 
@@ -28,6 +31,20 @@ def test_logits_are_the_models_own(pools, model: str, dispatcher: str) -> None:
     for _, layers, before, after in results:
         assert layers == RECIPES[model].moe_layers
         assert after < before, "each rank keeps its share of the experts only"
+
+
+@pytest.mark.parametrize("model", ["gpt_oss", "qwen3_moe"])
+def test_logits_are_the_models_own_wherever_the_experts_lie(pools, tmp_path: Path, model: str) -> None:
+    config = make_model(RECIPES[model]).config
+    E = getattr(config, "num_local_experts", None) or config.num_experts
+    spare = (-E) % 4 + 4
+    slots = (*reversed(range(E)), *range(spare - 1), EMPTY)
+    PlacementFile(E, 4, {None: slots}).write(tmp_path / "placement.json")
+    results = pools(4).run(jobs.compare_logits, name=model, dispatcher="torch", placement=tmp_path / "placement.json")
+    assert 0 < max(error for error, *_ in results) <= 1e-5, results
+    PlacementFile(E + 1, 4, {None: (*slots[:-1], E)}).write(tmp_path / "other.json")
+    with pytest.raises(WorldFailed, match=f"ConfigError: the placement file is for {E + 1} experts, layer . has {E}"):
+        pools(4).run(jobs.compare_logits, name=model, dispatcher="torch", placement=tmp_path / "other.json")
 
 
 @pytest.mark.parametrize("model", RECIPES)

@@ -18,7 +18,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # A module may import its own layer and those below it. The first prefix that fits names the layer.
 LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (6, ("eprt.cli", "eprt.__main__", "eprt.bench", "eprt.integrations", "eprt.conformance")),
-    (5, ("eprt.models",)),
+    (5, ("eprt.models", "eprt.balance")),
     (4, ("eprt.layer",)),
     (3, ("eprt.graphs",)),
     (2, ("eprt.plan", "eprt.engines")),

@@ -223,12 +223,6 @@ def test_a_file_of_ones_own_that_is_none_is_an_error(
         dispatch()
 
 
-def test_nothing_measured_is_no_row() -> None:
-    config = MoEConfig(128, 4, 2880, 2880, weight_format="f32")
-    assert dispatch_row(config, 128, 4, sm=100) is None
-    assert experts_row(config, 32, 128, sm=90) is None
-
-
 def test_the_page_shows_the_steps_that_were_measured() -> None:
     heading, *rows = page_table("step, tokens a rank")
     found = json.loads((RESULTS / "step_h200_x2.json").read_text())["rows"]

@@ -55,6 +55,12 @@ class TritonGroupedExecutor(Executor):
         activation, chip = self.config.activation, Chip.of(self.device)
         return Gemm(self._first, activation, self._pair, chip), Gemm(self._second, None, self._pair, chip)
 
+    def slot_tensors(self) -> dict[str, torch.Tensor]:
+        matrices = {"gate_up": self._first, "down": self._second}
+        return {
+            f"{n}.{part}": tensor for n, matrix in matrices.items() for part, tensor in matrix.slot_tensors().items()
+        }
+
     def _schedule(self, num_tokens: int) -> Schedule:
         """For the rows an expert gets if so many tokens of all ranks are routed evenly."""
         return choose(self._pair, num_tokens * self.config.top_k / self.shard.num_experts, hopper=self._hopper)

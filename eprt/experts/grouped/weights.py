@@ -62,6 +62,11 @@ class GroupedMatrix:
         data = tensors["data"].flatten(0, 1)
         return cls(data, tensors.get("scale"), tensors.get("bias"), parts, parts * padded, cols)
 
+    def slot_tensors(self) -> dict[str, torch.Tensor]:
+        """What belongs to each local expert, [L, ...]: views."""
+        found = {"data": self.data.view(-1, self.rows, self.data.shape[1]), "scale": self.scale, "bias": self.bias}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
 
 def alternate(stack: torch.Tensor, parts: int, rows: int, stride: int) -> torch.Tensor:
     """[n, parts * r, c] to [n, parts * rows, stride]: parts padded with zeros, their rows in turns of INTERLEAVE."""

@@ -67,6 +67,10 @@ class HummingExecutor(Executor):
         self._fp8 = fp8
         self._row_kernels: dict[tuple[str, bool, int], RowKernel] = {}
 
+    def slot_tensors(self) -> dict[str, torch.Tensor]:
+        matrices = {"gate_up": self._gate_up, "down": self._down}
+        return {f"{name}.{part}": tensor for name, gemm in matrices.items() for part, tensor in gemm.tensors.items()}
+
     def _expected_rows(self, num_tokens: int) -> int:
         """Rows of local experts that so many tokens bring if routing is even."""
         config, L = self.config, self.shard.num_local_experts

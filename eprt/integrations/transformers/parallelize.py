@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from eprt.config import MoEConfig, RuntimeConfig
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
 from eprt.integrations.transformers.agreement import Place, places_of
 from eprt.integrations.transformers.load import Placeholder, find_checkpoint
@@ -19,6 +19,7 @@ from eprt.models import ModelFamily, build_layer, family_for, load_layer
 from eprt.models.checkpoint import Checkpoint, TensorInfo, load_on_all_ranks
 from eprt.models.hf_config import model_dtype
 from eprt.models.shards import DTYPE_NAMES, Index, require_finite
+from eprt.placement_file import PlacementFile
 from eprt.world import World
 
 
@@ -43,7 +44,12 @@ class MoEBlock(nn.Module):
 
 
 def parallelize(
-    model: nn.Module, world: World, runtime: RuntimeConfig | None = None, *, checkpoint: str | Path | None = None
+    model: nn.Module,
+    world: World,
+    runtime: RuntimeConfig | None = None,
+    *,
+    checkpoint: str | Path | None = None,
+    placement: str | Path | PlacementFile | None = None,
 ) -> list[ExpertParallelMoE]:
     """Replace every MoE block of `model` by an `ExpertParallelMoE` that holds this rank's experts. Collective.
 
@@ -56,6 +62,7 @@ def parallelize(
         checkpoint: the directory or hub id the experts come from, in its number format; only this rank's bytes are
             read. None takes the model's own tensors, in the dtype they have (transformers may have unpacked them), or
             for a model of `load_without_experts` the checkpoint that it was loaded from.
+        placement: which experts lie where, layer by layer, as `eprt plan-experts` writes it; None: in order.
 
     Returns:
         the layers, in model order. `World.warmup(*layers)` compiles and allocates before the first batch.
@@ -67,12 +74,23 @@ def parallelize(
         CheckpointError: a file or tensor is wrong, the same on every rank. Blocks before it are replaced already:
             load the model again.
     """
+    placed: PlacementFile | None = None
+    if placement is not None:
+        placed = load_on_all_ranks(world, lambda: _checked_file(model, world.parallel, placement))
     with load_on_all_ranks(world, lambda: _source(model, checkpoint)) as source:
         family = family_for(_config_of(model))
         layers: list[ExpertParallelMoE] = []
         for number in family.moe_layers(_config_of(model)):
             parts = load_on_all_ranks(
-                world, lambda number=number: load_layer(source, number, world.parallel, world.rank), number
+                world,
+                lambda number=number: load_layer(
+                    source,
+                    number,
+                    world.parallel,
+                    world.rank,
+                    None if placed is None else placed.placement(number, placed.num_experts, world.parallel),
+                ),
+                number,
             )
             layers.append(build_layer(parts, world, runtime))
             del parts  # before the next layer's are read
@@ -85,6 +103,16 @@ def parallelize(
     model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
     model.__dict__["save_pretrained"] = _refuse_to_save
     return layers
+
+
+def _checked_file(model: nn.Module, parallel: ParallelConfig, given: str | Path | PlacementFile) -> PlacementFile:
+    """With a placement for every MoE layer. Raises ConfigError."""
+    found = given if isinstance(given, PlacementFile) else PlacementFile.read(given)
+    config = _config_of(model)
+    family = family_for(config)
+    for number in family.moe_layers(config):
+        found.placement(number, family.moe_config(config, number).num_experts, parallel)
+    return found
 
 
 def _check_model(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ def compare_logits(
     dispatcher: str,
     checkpoint: str | None = None,
     dtype: torch.dtype = torch.float32,
+    placement: str | None = None,
 ) -> tuple[float, int, int, int]:
     """(relative error of the logits, MoE layers, parameters and buffers before, after) on this rank. `checkpoint`: a
     saved model with other numbers, which both sides then have."""
@@ -39,7 +40,7 @@ def compare_logits(
             if ".experts." in key:
                 tensor.zero_()
     runtime = RuntimeConfig(dispatcher=dispatcher, executor="torch_grouped")
-    layers = parallelize(model, world, runtime=runtime, checkpoint=checkpoint)
+    layers = parallelize(model, world, runtime=runtime, checkpoint=checkpoint, placement=placement)
     world.warmup(*layers)
     after = sum(tensor.numel() for tensor in model.state_dict().values())
     error = 0.0

@@ -1,0 +1,141 @@
+"""Whether replicas pay: what the hottest rank's experts take before and after, against memory and the moving.
+
+A simple estimate: experts take as long as their weights need from memory, or their products on the tensor cores,
+whichever is longer. Transport isn't in it. A better model of a rank's time can be put in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from eprt.balance.moving import transfers
+from eprt.balance.planner import imbalance
+from eprt.config import MoEConfig, WeightFormat
+from eprt.placement import EMPTY, ExpertPlacement, chosen_slots
+
+# One H200: HBM3e and dense bf16 by its data sheet; what NVLink (NV18) brought one rank in our own runs.
+HBM_BYTES_PER_S = 4.8e12
+FLOPS_PER_S = 989e12
+LINK_BYTES_PER_S = 375e9
+WORTH = 0.02  # of the experts' time: below that a gain is less than what runs differ by
+
+# Bits of one weight, scales included.
+BITS: dict[WeightFormat, float] = {
+    "f32": 32,
+    "bf16": 16,
+    "fp8_tensor": 8,
+    "fp8_block": 8 + 32 / 128**2,
+    "mxfp8": 8.25,
+    "mxfp4": 4.25,
+    "nvfp4": 4.5,
+}
+RankTime = Callable[[float, float], float]  # (rows, experts that got any) of one rank -> seconds of its experts
+
+
+def expert_bytes(config: MoEConfig, moe_tp_size: int = 1) -> int:
+    """Bytes of one expert's matrices on one rank, unpadded."""
+    weights = (config.gate_up_rows + config.intermediate_size) * config.hidden_size
+    return round(weights * BITS[config.weight_format] / 8 / moe_tp_size)
+
+
+def roofline(config: MoEConfig, moe_tp_size: int = 1) -> RankTime:
+    """The simple estimate, for H200."""
+    size = expert_bytes(config, moe_tp_size)
+    flops = 2 * (config.gate_up_rows + config.intermediate_size) * config.hidden_size / moe_tp_size
+    return lambda rows, experts: max(experts * size / HBM_BYTES_PER_S, rows * flops / FLOPS_PER_S)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a placement would bring to one layer.
+
+    Attributes:
+        imbalance_before, imbalance_after: max / mean of the rows that ranks get.
+        before_s, after_s: experts' time of the slowest rank in one call.
+        more_bytes: what a rank holds more than before, of this layer.
+        move_s: time to bring the experts to their new slots, by the rank that receives most.
+    """
+
+    imbalance_before: float
+    imbalance_after: float
+    before_s: float
+    after_s: float
+    more_bytes: int
+    move_s: float
+
+    @property
+    def gain(self) -> float:
+        """Of the experts' time, 0 to 1; negative where it gets slower."""
+        return 1 - self.after_s / self.before_s
+
+    @property
+    def pays(self) -> bool:
+        return self.gain >= WORTH
+
+    @property
+    def break_even_calls(self) -> float:
+        """Calls of the layer until the moving is paid for."""
+        saved = self.before_s - self.after_s
+        return self.move_s / saved if saved > 0 else float("inf")
+
+
+def weigh(
+    config: MoEConfig,
+    counts: Sequence[int],
+    before: ExpertPlacement,
+    after: ExpertPlacement,
+    tokens: int,
+    *,
+    one_replica: bool = False,
+    time: RankTime | None = None,
+) -> Verdict:
+    """Compare two placements of one layer.
+
+    Args:
+        counts: [E] how often each expert was chosen.
+        tokens: of one rank, in one call.
+        one_replica: each expert's tokens go to one of its replicas, as decode does; else they are shared evenly.
+        time: of one rank's experts; None: `roofline`.
+    """
+    time = time or roofline(config, before.parallel.moe_tp_size)
+    size = expert_bytes(config, before.parallel.moe_tp_size)
+    groups = before.parallel.world_size  # each rank sends tokens of its own
+    rows = tokens * groups * config.top_k
+    loads = [_slot_rows(counts, placement, rows, one_replica) for placement in (before, after)]
+    times = [max(time(sum(per_slot), sum(_touched(n) for n in per_slot)) for per_slot in ranks) for ranks in loads]
+    spread = [imbalance([sum(per_slot) for per_slot in ranks]) for ranks in loads]
+    extra = (after.num_local_experts - before.num_local_experts) * size
+    return Verdict(spread[0], spread[1], times[0], times[1], extra, _received(before, after) * size / LINK_BYTES_PER_S)
+
+
+def _slot_rows(counts: Sequence[int], placement: ExpertPlacement, rows: int, one_replica: bool) -> list[list[float]]:
+    """[ranks][L] rows that each slot gets on average."""
+    total, L = max(1, sum(counts)), placement.num_local_experts
+    homes = chosen_slots(placement) if one_replica else placement.replicas
+    found = [0.0] * placement.num_slots
+    for count, slots in zip(counts, homes, strict=True):
+        for slot in slots:
+            found[slot] = rows * count / total / len(slots)
+    return [found[start : start + L] for start in range(0, len(found), L)]
+
+
+def _touched(rows: float) -> float:
+    """How likely a slot gets any row, where it gets so many on average (Poisson)."""
+    return 1 - 2.718281828459045**-rows
+
+
+def _received(before: ExpertPlacement, after: ExpertPlacement) -> int:
+    """Most experts that one rank has to receive from another."""
+    L = after.num_local_experts
+    held = [
+        set(before.slots[start : start + before.num_local_experts])
+        for start in range(0, before.num_slots, before.num_local_experts)
+    ]
+    if before.num_slots == after.num_slots:
+        arriving = [t.target // L for t in transfers(before, after) if t.source // L != t.target // L]
+    else:
+        arriving = [
+            slot // L for slot, expert in enumerate(after.slots) if expert != EMPTY and expert not in held[slot // L]
+        ]
+    return max((arriving.count(rank) for rank in set(arriving)), default=0)

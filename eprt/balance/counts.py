@@ -1,0 +1,92 @@
+"""Counts of a whole world, and files of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eprt.errors import ConfigError, EprtError
+from eprt.layer import ExpertParallelMoE
+from eprt.world import World
+from eprt.world.header import Header, exchange
+
+FORMAT, VERSION = "eprt expert counts", 1
+Counts = Mapping[int, tuple[int, ...]]  # layer number -> [E]
+
+
+def gather_load(world: World, layers: Sequence[ExpertParallelMoE]) -> torch.Tensor:
+    """How often all ranks' tokens chose each expert: [layers, E] int64 on the CPU, equal on all ranks. Collective;
+    synchronises a GPU.
+
+    Raises:
+        UsageError: a layer doesn't count. ConfigError: no layer, or layers of different numbers of experts. The same
+            on every rank.
+    """
+    own = torch.empty(0, dtype=torch.int64)
+    error: EprtError | None = None
+    try:
+        if len({layer.config.num_experts for layer in layers}) != 1:
+            raise ConfigError("gather_load takes layers of one number of experts: ask for each kind by itself")
+        own = torch.stack([layer.load() for layer in layers])
+    except EprtError as found:
+        error = found
+    exchange(world, Header("rebalance", -1, 3, tokens_per_rank=len(layers)), error)
+    every = own.new_empty((world.size * own.shape[0], own.shape[1]))
+    world.all_gather(every, own)
+    return every.view(world.size, *own.shape).sum(0).cpu()
+
+
+def zipf(num_experts: int, exponent: float, total: int = 1_000_000) -> tuple[int, ...]:
+    """[E] counts of a Zipf distribution: expert e gets a share proportional to 1 / (e + 1) ** exponent.
+
+    Raises:
+        ConfigError: no experts, or a negative exponent.
+    """
+    if num_experts < 1 or not 0 <= exponent < 100:
+        raise ConfigError(
+            f"Zipf over {num_experts} experts with exponent {exponent}: expected at least 1, and 0 or more"
+        )
+    shares = [(place + 1) ** -exponent for place in range(num_experts)]
+    return tuple(round(total * share / sum(shares)) for share in shares)
+
+
+def write_counts(path: str | Path, counts: Mapping[int, Sequence[int]]) -> None:
+    """Write counts by layer number as JSON, for `read_counts` and `eprt plan-experts`. Raises ConfigError."""
+    layers = {str(layer): [int(count) for count in row] for layer, row in counts.items()}
+    value = {"format": FORMAT, "version": VERSION, "layers": layers}
+    _checked(value, path)
+    try:
+        Path(path).write_text(json.dumps(value) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def read_counts(path: str | Path) -> Counts:
+    """What `write_counts` wrote. Raises ConfigError naming the file and what is wrong with it."""
+    try:
+        value = json.loads(Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no file of expert counts: {error}") from error
+    return _checked(value, path)
+
+
+def _checked(value: Any, path: str | Path) -> Counts:
+    if not isinstance(value, dict) or value.get("format") != FORMAT or value.get("version") != VERSION:
+        raise ConfigError(
+            f"{path} is no file of expert counts: expected an object with format {FORMAT!r}, version {VERSION}"
+        )
+    layers = value.get("layers")
+    if not isinstance(layers, dict) or not layers:
+        raise ConfigError(f"{path}: layers is missing or empty: expected an object of layer numbers")
+    found: dict[int, tuple[int, ...]] = {}
+    for name, row in layers.items():
+        if not name.isascii() or not name.isdigit():
+            raise ConfigError(f"{path}: layer {name!r}: expected a layer's number")
+        if not isinstance(row, list) or not row or not all(type(n) is int and 0 <= n < 1 << 63 for n in row):
+            raise ConfigError(f"{path}: layer {name}: expected a list of counts, one an expert, none negative")
+        found[int(name)] = tuple(row)
+    return found

@@ -1,0 +1,119 @@
+"""How evenly ranks are loaded, layer by layer: numbers, a table, a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eprt.balance.counts import gather_load
+from eprt.balance.planner import imbalance, rank_loads
+from eprt.errors import ConfigError
+from eprt.layer import ExpertParallelMoE
+from eprt.placement import ExpertPlacement
+from eprt.world import World
+
+
+@dataclass(frozen=True)
+class LayerBalance:
+    """One layer.
+
+    Attributes:
+        layer: its number.
+        loads: [ranks] rows each expert-parallel rank gets, replicas sharing evenly.
+        imbalance: max / mean of them.
+        hot_rank: which has most.
+        hot_expert, hot_share: the most chosen expert, and its share of all choices.
+    """
+
+    layer: int
+    loads: tuple[float, ...]
+    imbalance: float
+    hot_rank: int
+    hot_expert: int
+    hot_share: float
+
+
+@dataclass(frozen=True)
+class Balance:
+    """All layers. `str()` is the table."""
+
+    layers: tuple[LayerBalance, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean over the layers of max / mean."""
+        return sum(row.imbalance for row in self.layers) / len(self.layers)
+
+    @property
+    def worst(self) -> LayerBalance:
+        return max(self.layers, key=lambda row: row.imbalance)
+
+    def __str__(self) -> str:
+        lines = ["layer  max/mean  hottest rank  most chosen expert  its share"]
+        lines += [
+            f"{row.layer:>5}  {row.imbalance:>8.3f}  {row.hot_rank:>12}  {row.hot_expert:>18}  {row.hot_share:>9.1%}"
+            for row in self.layers
+        ]
+        lines.append(f" mean  {self.mean:>8.3f}")
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path) -> None:
+        """Rows of each rank over the mean, a line a layer. Raises ConfigError: matplotlib is missing, or the file."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ConfigError("plots need matplotlib: pip install 'eprt[plot]'") from error
+        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+        image = [[load * len(row.loads) / max(sum(row.loads), 1e-9) for load in row.loads] for row in self.layers]
+        drawn = axes.imshow(image, aspect="auto", cmap="coolwarm", vmin=0, vmax=max(2.0, *map(max, image)))
+        figure.colorbar(drawn, label="rows over the mean of the ranks")
+        axes.set_yticks(range(len(self.layers)), [str(row.layer) for row in self.layers], fontsize=6)
+        axes.set_xlabel("expert-parallel rank")
+        axes.set_ylabel("layer")
+        axes.set_title(f"max/mean {self.mean:.3f} on average, {self.worst.imbalance:.3f} at worst", fontsize=10)
+        try:
+            figure.savefig(path)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+def report(
+    counts: torch.Tensor | Sequence[Sequence[int]],
+    placements: Sequence[ExpertPlacement],
+    layers: Sequence[int] | None = None,
+) -> Balance:
+    """How these counts load the ranks under these placements.
+
+    Args:
+        counts: [layers, E] over all ranks, as `gather_load` gives them.
+        placements: one for each layer.
+        layers: their numbers; None: 0, 1, 2, ...
+
+    Raises:
+        ConfigError: other numbers of layers or experts.
+    """
+    rows: list[list[int]] = [[int(count) for count in row] for row in counts]
+    numbers = list(range(len(rows))) if layers is None else list(layers)
+    if not rows or not len(rows) == len(placements) == len(numbers):
+        raise ConfigError(f"counts of {len(rows)} layers, {len(placements)} placements, {len(numbers)} numbers")
+    found: list[LayerBalance] = []
+    for number, row, placement in zip(numbers, rows, placements, strict=True):
+        if len(row) != placement.num_experts:
+            raise ConfigError(
+                f"layer {number}: counts of {len(row)} experts, the placement has {placement.num_experts}"
+            )
+        loads, hot = rank_loads(row, placement), row.index(max(row))
+        found.append(
+            LayerBalance(number, loads, imbalance(loads), loads.index(max(loads)), hot, row[hot] / max(1, sum(row)))
+        )
+    return Balance(tuple(found))
+
+
+def report_layers(world: World, layers: Sequence[ExpertParallelMoE]) -> Balance:
+    """`report` of what these layers have counted on all ranks. Collective; raises as `gather_load`."""
+    counts = gather_load(world, layers)
+    return report(counts, [layer.placement for layer in layers], [layer.dispatcher.layer for layer in layers])

@@ -1,0 +1,114 @@
+"""Placements of a model's layers in a JSON file: what `eprt plan-experts` writes, and what loads a model reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eprt.config import ParallelConfig
+from eprt.errors import ConfigError
+from eprt.placement import ExpertPlacement
+
+FORMAT, VERSION = "eprt expert placement", 1
+ALL = "all"  # for the layers that have no entry of their own
+
+
+@dataclass(frozen=True)
+class PlacementFile:
+    """Which experts lie where, layer by layer.
+
+    Attributes:
+        num_experts: E of every layer in it.
+        ep_size: expert-parallel ranks.
+        layers: layer number -> [S] expert in each slot (see `ExpertPlacement.slots`); None stands for all the others.
+    """
+
+    num_experts: int
+    ep_size: int
+    layers: Mapping[int | None, tuple[int, ...]]
+
+    @classmethod
+    def of_placements(cls, placements: Mapping[int | None, ExpertPlacement]) -> PlacementFile:
+        """From placements by layer number. Raises ConfigError where they are of different sizes, or there are none."""
+        sizes = {(each.num_experts, each.parallel.ep_size) for each in placements.values()}
+        if len(sizes) != 1:
+            raise ConfigError(f"placements of (experts, ranks) {sorted(sizes)}: a file holds those of one size")
+        return cls(*sizes.pop(), {layer: each.slots for layer, each in placements.items()})
+
+    @classmethod
+    def read(cls, path: str | Path) -> PlacementFile:
+        """Raises ConfigError naming the file and what is wrong with it."""
+        try:
+            value = json.loads(Path(path).read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is no placement file: {error}") from error
+        try:
+            return _parsed(value)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    @property
+    def fingerprint(self) -> int:
+        """63 bits that differ where placements do, for ranks to compare."""
+        text = repr((self.num_experts, self.ep_size, sorted(self.layers.items(), key=lambda item: item[0] or -1)))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+    def write(self, path: str | Path) -> None:
+        """Raises ConfigError where it can't be written."""
+        layers = {ALL if layer is None else str(layer): list(slots) for layer, slots in self.layers.items()}
+        value = {
+            "format": FORMAT,
+            "version": VERSION,
+            "num_experts": self.num_experts,
+            "ep_size": self.ep_size,
+            "layers": layers,
+        }
+        try:
+            Path(path).write_text(json.dumps(value) + "\n")
+        except OSError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def placement(self, layer: int, num_experts: int, parallel: ParallelConfig) -> ExpertPlacement:
+        """For one layer of a model. Raises ConfigError: made for other sizes, or the layer isn't in it."""
+        for what, made, here in (
+            ("experts", self.num_experts, num_experts),
+            ("expert-parallel ranks", self.ep_size, parallel.ep_size),
+        ):
+            if made != here:
+                raise ConfigError(f"the placement file is for {made} {what}, layer {layer} has {here}: plan for it")
+        slots = self.layers.get(layer, self.layers.get(None))
+        if slots is None:
+            known = ", ".join(map(str, self.layers))
+            raise ConfigError(f"the placement file has no layer {layer}: it has {known}; add it, or {ALL!r}")
+        return ExpertPlacement(num_experts, parallel, slots)
+
+
+def _parsed(value: Any) -> PlacementFile:
+    """Raises ConfigError."""
+    if not isinstance(value, dict) or value.get("format") != FORMAT or value.get("version") != VERSION:
+        raise ConfigError(f"no placement file: expected an object with format {FORMAT!r}, version {VERSION}")
+    sizes: list[int] = []
+    for name in ("num_experts", "ep_size"):
+        found = value.get(name)
+        if type(found) is not int or found < 1:
+            raise ConfigError(f"{name} is {found!r}: expected a whole number, at least 1")
+        sizes.append(found)
+    layers = value.get("layers")
+    if not isinstance(layers, dict) or not layers:
+        raise ConfigError(f"layers is missing or empty: expected an object of layer numbers, or {ALL!r}")
+    placed: dict[int | None, tuple[int, ...]] = {}
+    for name, slots in layers.items():
+        if name != ALL and not (name.isascii() and name.isdigit()):
+            raise ConfigError(f"layer {name!r}: expected a layer's number, or {ALL!r}")
+        if not isinstance(slots, list) or not slots or not all(type(expert) is int for expert in slots):
+            raise ConfigError(f"layer {name}: expected a list with the expert in each slot, -1 for none")
+        try:
+            placement = ExpertPlacement(sizes[0], ParallelConfig(sizes[1]), tuple(slots))
+        except ConfigError as error:
+            raise ConfigError(f"layer {name}: {error}") from error
+        placed[None if name == ALL else int(name)] = placement.slots
+    return PlacementFile(sizes[0], sizes[1], placed)

@@ -1,0 +1,291 @@
+"""Counting experts' load, and what is made of the counts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.jobs import balance_jobs as jobs
+
+from eprt.balance import read_counts, report, weigh, write_counts, zipf
+from eprt.balance.planner import imbalance, plan_placement, rank_loads
+from eprt.cli import main
+from eprt.config import Activation, MoEConfig, ParallelConfig
+from eprt.errors import ConfigError
+from eprt.load import ExpertLoad
+from eprt.models.tiny import write_tiny_checkpoint
+from eprt.placement import EMPTY, ExpertPlacement
+from eprt.placement_file import PlacementFile
+
+E = jobs.E
+
+
+# ---- counting ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [(), (*range(E), 3, 3, 0, 1)], ids=["plain", "replicas"])
+def test_a_layer_counts_what_its_tokens_chose(pools, slots) -> None:
+    found = pools(2).run(jobs.counted, slots=slots, steps=12)
+    for counts, wanted, after, total in found:
+        assert counts == wanted
+        assert sum(counts) > 50
+        assert after == 0
+        assert total == [[a + b for a, b in zip(found[0][1], found[1][1], strict=True)]] * 2
+
+
+def test_who_does_not_count_says_so(pools) -> None:
+    for told in pools(2).run(jobs.not_counted):
+        assert [text.partition(":")[0] for text in told] == ["UsageError"] * 3
+        assert all("RuntimeConfig(count_load=True)" in text for text in told)
+
+
+def test_ids_outside_are_not_counted_and_nothing_is_read() -> None:
+    load = ExpertLoad(4, torch.device("cpu"))
+    load.add(torch.tensor([[0, 3], [4, -1], [3, 9]], dtype=torch.int32))
+    load.add(torch.empty(0, 2, dtype=torch.int32))
+    before = load.read()
+    assert before.tolist() == [1, 0, 0, 2]
+    load.add(torch.tensor([[1, 1]], dtype=torch.int32))
+    assert before.tolist() == [1, 0, 0, 2], "a copy"
+    assert load.read().tolist() == [1, 2, 0, 2]
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def test_counts_come_back_from_their_file(tmp_path) -> None:
+    write_counts(tmp_path / "c.json", {3: [1, 2, 3], 7: torch.tensor([4, 5, 6])})
+    assert read_counts(tmp_path / "c.json") == {3: (1, 2, 3), 7: (4, 5, 6)}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[", "is no file of expert counts"),
+        ("[]", "expected an object with format"),
+        ('{"format": "eprt expert counts", "version": 2}', "version 1"),
+        ('{"format": "eprt expert counts", "version": 1, "layers": {}}', "missing or empty"),
+        ('{"format": "eprt expert counts", "version": 1, "layers": {"x": [1]}}', "layer 'x'"),
+        ('{"format": "eprt expert counts", "version": 1, "layers": {"1": [1, -1]}}', "layer 1: .*none negative"),
+        ('{"format": "eprt expert counts", "version": 1, "layers": {"1": [1.5]}}', "layer 1"),
+    ],
+)
+def test_what_is_no_file_of_counts(tmp_path, text: str, says: str) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_counts(path)
+    with pytest.raises(ConfigError, match="is no file of expert counts"):
+        read_counts(tmp_path / "none.json")
+
+
+def test_zipf_is_what_it_says() -> None:
+    assert zipf(3, 1.0, 1100) == (600, 300, 200)
+    assert set(zipf(4, 0.0)) == {250_000}
+    with pytest.raises(ConfigError, match="exponent -1"):
+        zipf(4, -1.0)
+
+
+# ---- the planner ------------------------------------------------------------------------------------------------
+
+
+@given(
+    counts=st.lists(st.integers(0, 1000), min_size=1, max_size=24),
+    ranks=st.sampled_from([1, 2, 4, 8]),
+    more=st.integers(0, 12),
+    data=st.data(),
+)
+def test_every_plan_is_a_placement(counts, ranks, more, data) -> None:
+    E, parallel = len(counts), ParallelConfig(ranks)
+    num_slots = -(-(E + more) // ranks) * ranks
+    domain = data.draw(st.sampled_from([n for n in (1, 2, 4, 8) if n <= ranks]))
+    plan = plan_placement(counts, parallel, num_slots, domain_size=domain)
+    L = num_slots // ranks
+    held = [[e for e in plan.slots[start : start + L] if e != EMPTY] for start in range(0, num_slots, L)]
+    assert all(len(set(each)) == len(each) for each in held), "two replicas on one rank"
+    by_hand = [sum(counts[e] / len(plan.replicas[e]) for e in each) for each in held]
+    assert rank_loads(counts, plan) == pytest.approx(by_hand)
+    assert sum(by_hand) == pytest.approx(sum(counts))
+    # A rank carries what is left at the mean at least; whatever fits can't be better than that.
+    assert max(by_hand) >= sum(counts) / ranks - 1e-6
+    if domain == ranks:  # never hotter than a third above the best that any packing could do, as LPT promises
+        best = max(sum(counts) / ranks, max(counts) / ranks)
+        assert max(by_hand) <= 4 / 3 * best + max(counts[e] / len(plan.replicas[e]) for e in range(E))
+    again = plan_placement(counts, parallel, num_slots, current=plan, domain_size=domain)
+    assert again.slots == plan.slots, "nothing moves where nothing changed"
+
+
+def test_a_hot_expert_gets_replicas_and_the_hottest_rank_cools_down() -> None:
+    counts = [800, 100, 100, 100, 100, 100, 100, 100]
+    parallel = ParallelConfig(4)
+    plan = plan_placement(counts, parallel, 12)
+    assert len(plan.replicas[0]) == 4, "one a rank, no more"
+    assert imbalance(rank_loads(counts, ExpertPlacement(8, parallel))) == pytest.approx(900 / 375)
+    assert imbalance(rank_loads(counts, plan)) < 1.1
+
+
+def test_few_experts_travel_for_a_small_change() -> None:
+    parallel, counts = ParallelConfig(8), list(zipf(64, 1.0))
+    now = plan_placement(counts, parallel, 80)
+    counts[40] *= 20
+    fresh, near = plan_placement(counts, parallel, 80), plan_placement(counts, parallel, 80, current=now)
+    moved = [sum(a not in (b, EMPTY) for a, b in zip(plan.slots, now.slots, strict=True)) for plan in (fresh, near)]
+    assert moved[1] <= 10 < moved[0] / 3
+    assert max(rank_loads(counts, near)) <= 1.02 * max(rank_loads(counts, fresh))
+
+
+def test_hosts_are_balanced_first() -> None:
+    counts = list(zipf(16, 0.8))
+    plan = plan_placement(counts, ParallelConfig(4), 16, domain_size=2)
+    loads = rank_loads(counts, plan)
+    assert imbalance([loads[0] + loads[1], loads[2] + loads[3]]) < 1.02
+    known = plan_placement(counts, ParallelConfig(4, ranks_per_host=2), 16)
+    assert known.slots == plan.slots
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"counts": []}, "counts of 0 experts"),
+        ({"counts": [1, -1]}, "smallest -1"),
+        ({"num_slots": 3}, "3 slots for 4 experts on 2 ranks"),
+        ({"num_slots": 2}, "2 slots for 4 experts"),
+        ({"domain_size": 0}, "domain_size 0"),
+        ({"current": ExpertPlacement(4, ParallelConfig(2), (0, 1, 2, 3))}, "expected 4 in 6 on 2"),
+    ],
+)
+def test_what_cannot_be_planned(wrong, says: str) -> None:
+    given = {"counts": [4, 3, 2, 1], "parallel": ParallelConfig(2), "num_slots": 6} | wrong
+    with pytest.raises(ConfigError, match=says):
+        plan_placement(**given)
+
+
+# ---- placement files --------------------------------------------------------------------------------------------
+
+
+def test_placements_come_back_from_their_file(tmp_path) -> None:
+    parallel = ParallelConfig(2)
+    placements = {
+        3: ExpertPlacement(4, parallel, (3, 2, 1, 0)),
+        None: ExpertPlacement(4, parallel, (0, 1, 2, 3, 0, EMPTY)),
+    }
+    PlacementFile.of_placements(placements).write(tmp_path / "p.json")
+    found = PlacementFile.read(tmp_path / "p.json")
+    assert found.placement(3, 4, parallel) == placements[3]
+    assert found.placement(4, 4, parallel) == placements[None]
+    with pytest.raises(ConfigError, match="for 4 experts, layer 3 has 8"):
+        found.placement(3, 8, parallel)
+    with pytest.raises(ConfigError, match="for 2 expert-parallel ranks, layer 3 has 4"):
+        found.placement(3, 4, ParallelConfig(4))
+    with pytest.raises(ConfigError, match="has no layer 1: it has 3"):
+        PlacementFile(4, 2, {3: (3, 2, 1, 0)}).placement(1, 4, parallel)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"format": "x"}, "no placement file"),
+        ({"num_experts": True}, "num_experts is True"),
+        ({"ep_size": 0}, "ep_size is 0"),
+        ({"layers": []}, "layers is missing or empty"),
+        ({"layers": {"one": [0, 1]}}, "layer 'one'"),
+        ({"layers": {"1": [0, 1.0]}}, "layer 1: expected a list"),
+        ({"layers": {"1": [0, 0]}}, r"layer 1: experts \[1\] have no slot"),
+        ({"layers": {"1": [0, 1, 2, 2]}}, r"layer 1: slots name experts \[2\]"),
+    ],
+)
+def test_what_is_no_placement_file(tmp_path, changes, says: str) -> None:
+    path = tmp_path / "p.json"
+    right = {"format": "eprt expert placement", "version": 1, "num_experts": 2, "ep_size": 2, "layers": {"1": [0, 1]}}
+    path.write_text(json.dumps(right))
+    assert PlacementFile.read(path).layers == {1: (0, 1)}
+    path.write_text(json.dumps(right | changes))
+    with pytest.raises(ConfigError, match=says) as told:
+        PlacementFile.read(path)
+    assert str(path) in str(told.value)
+
+
+# ---- the report and whether it pays -----------------------------------------------------------------------------
+
+
+def test_the_report_says_which_rank_is_hot(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    parallel = ParallelConfig(2)
+    plain, spread = ExpertPlacement(4, parallel), ExpertPlacement(4, parallel, (0, 1, 2, 0, 3, EMPTY))
+    found = report([[6, 1, 1, 2], [6, 1, 1, 2]], [plain, spread], [3, 5])
+    assert [row.loads for row in found.layers] == [(7, 3), (5, 5)]
+    assert [row.imbalance for row in found.layers] == pytest.approx([1.4, 1.0])
+    assert (found.worst.layer, found.worst.hot_rank, found.worst.hot_expert, found.worst.hot_share) == (3, 0, 0, 0.6)
+    assert found.mean == pytest.approx(1.2)
+    assert "    3     1.400             0" in str(found)
+    found.plot(tmp_path / "b.png")
+    assert (tmp_path / "b.png").stat().st_size > 1000
+    with pytest.raises(ConfigError, match=r"b\.xyz"):
+        found.plot(tmp_path / "b.xyz")
+    with pytest.raises(ConfigError, match="counts of 1 layers, 2 placements"):
+        report([[1, 1, 1, 1]], [plain, spread])
+
+
+GPT_OSS = MoEConfig(128, 4, 2880, 2880, Activation(alpha=1.702, beta=1.0, limit=7.0), bias=True, weight_format="mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "one_replica", "pays"), [(8192, False, True), (8, False, False), (8, True, False), (1, True, False)]
+)
+def test_replicas_pay_where_rows_set_the_time_and_not_where_weights_do(tokens, one_replica, pays) -> None:
+    counts, parallel = [200, *[100] * 127], ParallelConfig(4)
+    before, after = ExpertPlacement(128, parallel), plan_placement(counts, parallel, 132)
+    if pays:
+        counts = list(zipf(128, 1.1))
+        after = plan_placement(counts, parallel, 132)
+    verdict = weigh(GPT_OSS, counts, before, after, tokens, one_replica=one_replica)
+    assert verdict.pays is pays, verdict
+    # One slot more a rank: 3 matrices of 2880 x 2880 at 4.25 bits.
+    assert verdict.more_bytes == round(3 * 2880**2 * 4.25 / 8)
+
+
+def test_the_estimate_is_the_slowest_ranks() -> None:
+    parallel = ParallelConfig(2)
+    config = MoEConfig(4, 1, 128, 128, weight_format="bf16")
+    before = ExpertPlacement(4, parallel)
+    after = ExpertPlacement(4, parallel, (0, 2, 1, 3))
+    verdict = weigh(config, [30, 30, 20, 20], before, after, 50, time=lambda rows, experts: rows)
+    assert (verdict.before_s, verdict.after_s) == pytest.approx((60, 50))
+    assert verdict.imbalance_before == pytest.approx(1.2)
+    assert verdict.gain == pytest.approx(1 / 6)
+    assert verdict.break_even_calls == pytest.approx(verdict.move_s / 10)
+    assert weigh(config, [1, 1, 1, 1], before, before, 50).break_even_calls == float("inf")
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+def test_plan_experts_writes_a_file_that_it_reads_again(tmp_path, capsys) -> None:
+    counts, first, again = tmp_path / "c.json", tmp_path / "p.json", tmp_path / "q.json"
+    write_counts(counts, {0: zipf(16, 1.0), 2: zipf(16, 0.5)})
+    words = ["plan-experts", "--counts", str(counts), "--slots", "20", "--world", "4"]
+    assert main([*words, "--out", str(first), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["mean_after"] < 1.05 < 1.3 < said["mean_before"]
+    assert said["pays"] is None
+    placed = PlacementFile.read(first)
+    assert placed.layers == {row["layer"]: tuple(row["slots"]) for row in said["layers"]}
+    assert main([*words, "--current", str(first), "--out", str(again)]) == 0
+    assert PlacementFile.read(again) == placed, "nothing changed, so nothing moves"
+    assert "max/mean on average" in capsys.readouterr().out
+
+
+def test_plan_experts_says_when_it_does_not_pay(tmp_path, capsys) -> None:
+    model = write_tiny_checkpoint(tmp_path / "tiny", num_layers=1)
+    words = ["plan-experts", "--model", str(model), "--slots", "16", "--world", "4"]
+    assert main([*words, "--tokens", "100000"]) == 0
+    assert "It pays at 100000 tokens a rank, prefill" in capsys.readouterr().out
+    assert main([*words, "--tokens", "2", "--zipf", "0"]) == 0
+    assert "It does not pay at 2 tokens a rank" in capsys.readouterr().out
+    assert main(["plan-experts", "--slots", "16"]) == 2
+    assert "nothing to plan for" in capsys.readouterr().err
+    assert main([*words[:3], "--slots", "7"]) == 2
+    assert "7 slots for 8 experts" in capsys.readouterr().err
