@@ -94,6 +94,9 @@ class RouterLogits:
 
     logits: torch.Tensor
 
+    def narrow(self, start: int, length: int) -> RouterLogits:
+        return RouterLogits(self.logits[start : start + length])
+
 
 @dataclass(frozen=True)
 class Payload:

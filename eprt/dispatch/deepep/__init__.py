@@ -16,13 +16,12 @@ import torch
 
 from eprt import slabs
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
-from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.handle import Handle
 from eprt.dispatch.rank_mask import RankMask
-from eprt.dispatch.shared_memory import Slots, require_allocatable
+from eprt.dispatch.shared_memory import SharedMemoryDispatcher, SlotCall
+from eprt.dispatch.slots import Slots
 from eprt.errors import ConfigError, RankLost
 from eprt.rounding import round_up
-from eprt.support import Device
 from eprt.tokens import ExpertMajorTokens, Payload, TopK
 
 if TYPE_CHECKING:
@@ -117,9 +116,8 @@ class LowLatencyBuffer:
 
 
 @dataclass
-class _Call:
-    """What combine needs of a dispatch.
-
+class _Call(SlotCall):
+    """
     Attributes:
         ids: int64 [T, K], -1 where there is no expert.
         received: the library's handle.
@@ -129,7 +127,6 @@ class _Call:
         output: rows as wide as combine takes them, made on first use; `output_buffer` shows their first H columns.
     """
 
-    slot: int
     ids: torch.Tensor
     weights: torch.Tensor
     received: tuple[Any, ...]
@@ -143,7 +140,7 @@ class _Call:
             slabs.copy_valid_rows(*self.scale, self.counts)
 
 
-class DeepEPDispatcher(Dispatcher):
+class DeepEPDispatcher(SharedMemoryDispatcher[Geometry, LowLatencyBuffer]):
     """Emits slabs of W * capacity rows for each local expert, the capacity rounded up to what the library takes.
 
     Other hidden sizes travel padded to the next instantiated one: rows lie as far apart as that, and so do those of
@@ -163,6 +160,8 @@ class DeepEPDispatcher(Dispatcher):
             an `NVSHMEM_QP_DEPTH` that is too small.
     """
 
+    memory_name = "the DeepEP low-latency buffer"
+
     def __init__(
         self,
         world: World,
@@ -171,24 +170,18 @@ class DeepEPDispatcher(Dispatcher):
         token_format: TokenFormat = "expert_major",
         layer: int = 0,
     ) -> None:
-        verdict = self.spec.supports(config, world.parallel, runtime, Device.of(world.device))
-        if not verdict:
-            raise ConfigError(f"deepep: {verdict.reason}")
+        super().__init__(world, config, runtime, token_format, layer)
         if world.group is None:
             raise ConfigError("deepep: a world of one has no process group and nothing to send; use 'none'")
-        self._geometry = Geometry(
+        require_qp_depth(self._geometry.tokens_per_rank)
+
+    def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> Geometry:
+        return Geometry(
             num_ranks=world.size,
             num_experts=config.num_experts,
             tokens_per_rank=least_capacity(world.size, runtime.max_tokens_per_rank),
             hidden_size=self.spec.padded_hidden(config.hidden_size),
         )
-        require_qp_depth(self._geometry.tokens_per_rank)
-        self._key = ("deepep", self._geometry, runtime.rank_mask)
-        self._memory: LowLatencyBuffer | None = None
-        super().__init__(world, config, runtime, token_format, layer)
-
-    def bytes_per_token(self) -> int:
-        return self._geometry.bytes_per_token
 
     def max_rows(self) -> int:
         return self._slab_shape()[1]
@@ -220,7 +213,7 @@ class DeepEPDispatcher(Dispatcher):
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> ExpertMajorTokens:
         self.check_peers()
-        memory = self._require_memory()
+        memory = self._ensure_memory()
         H, width = self.config.hidden_size, self._geometry.hidden_size
         from eprt.dispatch.deepep import pack_triton
 
@@ -254,34 +247,26 @@ class DeepEPDispatcher(Dispatcher):
         return ExpertMajorTokens(payload, counts, handle.tokens_per_rank * self.world.size)
 
     def _wait(self, handle: Handle) -> None:
-        handle.state.receive()
-        handle.state.copy_scale()
+        call = handle.kept(_Call)
+        call.receive()
+        call.copy_scale()
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
         self.check_peers()
-        H, rows = self.config.hidden_size, expert_output.to(torch.bfloat16)
+        H, rows, call = self.config.hidden_size, expert_output.to(torch.bfloat16), handle.kept(_Call)
         buffer = self.output_buffer(handle)
-        if buffer is None:
+        if buffer is None or call.output is None:
             return self._finish(rows.contiguous(), handle)
         if rows.data_ptr() != buffer.data_ptr() or rows.stride() != buffer.stride():
-            slabs.copy_valid_rows(rows, buffer, handle.state.counts)
-        return self._finish(handle.state.output, handle)[:, :H].contiguous()
+            slabs.copy_valid_rows(rows, buffer, call.counts)
+        return self._finish(call.output, handle)[:, :H].contiguous()
 
-    def _release(self, handle: Handle) -> None:
-        """The peers' combine waits for this rank's rows, so a handle that is dropped still sends: NaN, not the numbers
-        of an earlier call."""
-        if not isinstance(handle.state, _Call) or self._memory is None or self.world.closed:
-            return
-        try:
-            self.check_peers()
-        except RankLost:
-            return
+    def _send_nan(self, memory: LowLatencyBuffer, handle: Handle) -> None:
         handle.wait()
-        nan = torch.full(self._slab_shape(), torch.nan, dtype=torch.bfloat16, device=self.world.device)
-        self._finish(nan, handle)
+        self._finish(torch.full(self._slab_shape(), torch.nan, dtype=torch.bfloat16, device=self.world.device), handle)
 
     def _finish(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
-        memory, call = self._require_memory(), handle.state
+        memory, call = self._ensure_memory(), handle.kept(_Call)
         out, _, _ = memory.buffer.low_latency_combine(rows, call.ids, call.weights, call.received)
         memory.report()
         memory.slots.release(call.slot)
@@ -295,30 +280,18 @@ class DeepEPDispatcher(Dispatcher):
 
     def check_peers(self) -> None:
         self.world.raise_if_lost()
-        self._require_memory().raise_given_up()
+        self._ensure_memory().raise_given_up()
 
     # ---- memory ---------------------------------------------------------------------------------------------
-
-    def _slots(self) -> Slots | None:
-        memory: LowLatencyBuffer | None = self._memory or self.world.held(self._key)
-        return None if memory is None else memory.slots
 
     def _mask(self) -> RankMask | None:
         return None if self._memory is None else self._memory.mask
 
     def _leave_out(self, alive: tuple[bool, ...]) -> None:
-        self._require_memory().leave_out(alive)
-
-    def _require_memory(self) -> LowLatencyBuffer:
-        if self._memory is None:
-            self._require_open()
-            self._memory = self.world.resource(self._key, self._allocate, self._destroy)
-        return self._memory
+        self._ensure_memory().leave_out(alive)
 
     def _allocate(self) -> LowLatencyBuffer:
-        """Collective."""
         geometry = self._geometry
-        require_allocatable(self.world, geometry.num_bytes, "the DeepEP low-latency buffer")
         library = load_library()
         buffer = library.Buffer(
             self.world.group,
@@ -335,15 +308,10 @@ class DeepEPDispatcher(Dispatcher):
         mask = RankMask((True,) * W, slots, in_arguments=False)
         return LowLatencyBuffer(library, buffer, slots, mask, given_up if self.runtime.rank_mask else None)
 
-    def _destroy(self, memory: LowLatencyBuffer) -> None:
+    def _free(self, memory: LowLatencyBuffer) -> None:
         """The library frees behind a barrier without a time limit: not with peers that may never come to it."""
         if not self.world.broken:
             memory.buffer.destroy()
-
-    def _close(self) -> None:
-        if self._memory is not None:
-            self._memory = None
-            self.world.release(self._key)
 
 
 def require_qp_depth(capacity: int) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from eprt.config import MoEConfig, PayloadFormat, RuntimeConfig
-from eprt.dispatch.shared_memory import Slots, require_allocatable
+from eprt.dispatch.slots import Slots
 from eprt.errors import ConfigError, RankLost, WorldMismatch
 from eprt.tokens import Payload
 
@@ -128,10 +128,8 @@ class SymmetricMemory:
         """Collective.
 
         Raises:
-            UsageError, CapacityError: see `require_allocatable`.
             ConfigError: a rank's GPU can't map its peers' memory.
         """
-        require_allocatable(world, geometry.num_bytes, "symm's symmetric memory")
         if world.group is None:
             memory = torch.zeros(geometry.num_bytes, dtype=torch.uint8, device=world.device)
             return cls(geometry, 0, memory, [memory.data_ptr()])
