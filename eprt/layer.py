@@ -118,6 +118,7 @@ class ExpertParallelMoE(nn.Module):
                 world.device,
                 runtime,
                 self.plan.token_format,
+                world.require_cold,
             )
         except EprtError as error:
             refused = error

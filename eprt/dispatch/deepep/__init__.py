@@ -17,19 +17,18 @@ import torch
 from eprt import slabs
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.handle import Handle
+from eprt.dispatch.limits import DEEPEP_MAX_TOKENS
 from eprt.dispatch.rank_mask import RankMask
 from eprt.dispatch.shared_memory import SharedMemoryDispatcher, SlotCall
 from eprt.dispatch.slots import Slots
 from eprt.errors import ConfigError, RankLost
-from eprt.rounding import round_up
+from eprt.rounding import ceil_div, round_up
 from eprt.tokens import ExpertMajorTokens, Payload, TopK
 
 if TYPE_CHECKING:
     from eprt.world import World
 
-# deep_ep 1.2.1: FINISHED_SUM_TAG of csrc/kernels/internode_ll.cu; the warnings and asserts of deep_ep/buffer.py.
-MAX_TOKENS = 1024
-MAX_OPEN = 2
+MAX_OPEN = 2  # deep_ep 1.2.1: the warnings and asserts of deep_ep/buffer.py
 QP_DEPTH_VARIABLE = "NVSHMEM_QP_DEPTH"
 SCALE_BLOCK = 128
 
@@ -63,7 +62,7 @@ class Geometry:
     @property
     def num_bytes(self) -> int:
         """What `Buffer.get_low_latency_rdma_size_hint` asks for: one more flag an expert, and a multiple of 128."""
-        flags = -(-4 * self.num_experts // 128) * 128
+        flags = round_up(4 * self.num_experts, 128)
         return (2 * flags + self.tokens_per_rank * self.bytes_per_token + 128) // 128 * 128
 
 
@@ -237,7 +236,7 @@ class DeepEPDispatcher(SharedMemoryDispatcher[Geometry, LowLatencyBuffer]):
         if packed:
             # The library's scales have their last two dimensions swapped in memory, for the sake of its own GEMM.
             data, scale = received
-            scale = scale[..., : -(-H // SCALE_BLOCK)]
+            scale = scale[..., : ceil_div(H, SCALE_BLOCK)]
             call.scale = scale, torch.empty_like(scale, memory_format=torch.contiguous_format)
             payload = Payload(data[..., :H], "fp8_block", call.scale[1])
         else:
@@ -320,7 +319,7 @@ def require_qp_depth(capacity: int) -> None:
     Raises:
         ConfigError: the environment sets no number, or less than 2 * (capacity + 1).
     """
-    depth = os.environ.setdefault(QP_DEPTH_VARIABLE, str(2 * (MAX_TOKENS + 1)))
+    depth = os.environ.setdefault(QP_DEPTH_VARIABLE, str(2 * (DEEPEP_MAX_TOKENS + 1)))
     needed = 2 * (capacity + 1)
     if not depth.isdigit() or int(depth) < needed:
         raise ConfigError(

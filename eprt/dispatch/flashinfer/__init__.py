@@ -18,7 +18,7 @@ from eprt.dispatch.handle import Handle
 from eprt.dispatch.rank_mask import RankMask
 from eprt.dispatch.shared_memory import SharedMemoryDispatcher, SlotCall
 from eprt.support import Device
-from eprt.tokens import FlatTokens, Payload, TopK
+from eprt.tokens import PAYLOADS, FlatTokens, Payload, TopK, as_bytes
 
 if TYPE_CHECKING:
     from eprt.world import World
@@ -56,12 +56,13 @@ class FlashInferDispatcher(SharedMemoryDispatcher[Geometry, Workspace]):
             require_fp8_combine()
 
     def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> Geometry:
+        facts, H = PAYLOADS[runtime.payload or "bf16"], config.hidden_size
         routing = 8 * self.spec.padded_top_k(config.top_k)
         return Geometry(
             num_ranks=world.size,
             tokens_per_rank=runtime.max_tokens_per_rank,
-            dispatch_bytes=routing + sum(_payload_bytes(config.hidden_size, runtime)),
-            combine_bytes=2 * config.hidden_size,  # for FP8, too: the library asks for room for what it casts
+            dispatch_bytes=routing + facts.data_bytes(H) + facts.scale_bytes(H),
+            combine_bytes=2 * H,  # for FP8, too: the library asks for room for what it casts
         )
 
     def output_buffer(self, handle: Handle) -> torch.Tensor | None:
@@ -80,9 +81,9 @@ class FlashInferDispatcher(SharedMemoryDispatcher[Geometry, Workspace]):
         ids, weights = topk.ids.contiguous(), topk.weights.contiguous()
         if extra:
             ids, weights = pad(ids, (0, extra), value=E), pad(weights, (0, extra))
-        sent = {"data": _wire(hidden.data.contiguous()), "ids": ids, "weights": weights}
+        sent = {"data": as_bytes(hidden.data.contiguous()), "ids": ids, "weights": weights}
         if hidden.scale is not None:
-            sent["scale"] = _wire(hidden.scale.contiguous())
+            sent["scale"] = as_bytes(hidden.scale.contiguous())
         # A receive region starts right behind the one before: the wider a row's own alignment, the earlier it comes,
         # so that each may be moved in its widest words.
         order = sorted(sent, key=lambda name: -math.gcd(16, sent[name].shape[1] * sent[name].element_size()))
@@ -132,17 +133,3 @@ class FlashInferDispatcher(SharedMemoryDispatcher[Geometry, Workspace]):
             memory.abandon()
         else:
             memory.close()
-
-
-def _payload_bytes(hidden_size: int, runtime: RuntimeConfig) -> tuple[int, int]:
-    """Bytes of one travelling token: data, scale."""
-    if runtime.payload == "fp8_block":
-        return hidden_size, 4 * -(-hidden_size // 128)
-    if runtime.payload == "nvfp4":
-        return hidden_size // 2, hidden_size // 16
-    return 2 * hidden_size, 0
-
-
-def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """FP8 travels as bytes."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
