@@ -41,8 +41,13 @@ def check_hidden(
         flat: [T, width]; False: any number of leading dimensions, at least one.
         only: dtypes, and what takes no other.
     """
+    leading = "T" if flat else "..."
+    if x.is_nested:  # has no shape to describe
+        raise InputError(
+            f"hidden_states is a nested tensor: expected a dense one, [{leading}, {width}]; concatenate its rows"
+        )
     if x.shape[-1:] != (width,) or (x.dim() != 2 if flat else x.dim() < 2):
-        expected = f"expected [{'T' if flat else '...'}, {width}] ({meaning})"
+        expected = f"expected [{leading}, {width}] ({meaning})"
     elif x.dtype not in (torch.bfloat16, torch.float32):
         expected = "expected bfloat16 or float32; use .to(torch.bfloat16)"
     elif x.layout != torch.strided:
