@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eprt.config import Activation, SharedExpert
+from eprt.activation import activated
+from eprt.config import SharedExpert
 from eprt.weights import LatentWeights, SharedExpertWeights
 
 
@@ -34,7 +35,7 @@ class SharedExpertMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         up = F.linear(x, self.up)
         gate = None if self.gate is None else F.linear(x, self.gate)
-        y = F.linear(activate(self.activation, gate, up), self.down)
+        y = F.linear(activated(self.activation, gate, up), self.down)
         return y if self.output_gate is None else torch.sigmoid(F.linear(x, self.output_gate)) * y
 
 
@@ -62,14 +63,3 @@ class LatentProjection(nn.Module):
 
     def out_of(self, y: torch.Tensor) -> torch.Tensor:
         return F.linear(y, self.outward, self.outward_bias)
-
-
-def activate(activation: Activation, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
-    """`Activation` on whole tensors, in their dtype; formula in its docstring."""
-    if gate is None:
-        return F.relu(up).square()
-    if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    if (activation.alpha, activation.beta) == (1.0, 0.0):
-        return F.silu(gate) * up
-    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)

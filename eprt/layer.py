@@ -15,15 +15,16 @@ from eprt import compiled
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dense import LatentProjection, SharedExpertMLP
 from eprt.dispatch import Dispatched, make_dispatcher
-from eprt.dispatch.capacity import KNOB, require_agreed
+from eprt.dispatch.call import check_group_rows, check_hidden, check_routing
 from eprt.dispatch.payload_scale import calibrated_scale
 from eprt.engines import Engine, make_engines
-from eprt.errors import CapacityError, ConfigError, EprtError, InputError, UsageError
+from eprt.errors import ConfigError, EprtError, InputError, UsageError
 from eprt.experts import make_executor
 from eprt.graphs import LayerGraphs
 from eprt.load import ExpertLoad
 from eprt.placement import ExpertPlacement, SlotTable
 from eprt.plan import Plan, make_plan
+from eprt.rounding import ceil_div
 from eprt.routing import Router, route
 from eprt.routing import warmup as warmup_routing
 from eprt.support import Device
@@ -120,6 +121,7 @@ class ExpertParallelMoE(nn.Module):
                 world.device,
                 runtime,
                 self.plan.token_format,
+                world.require_cold,
             )
         except EprtError as error:
             refused = error
@@ -295,60 +297,24 @@ class ExpertParallelMoE(nn.Module):
         width = self.config.input_size
         self._check_hidden(hidden_states)
         x = hidden_states.reshape(-1, width)
-        self._check_routing(x.shape[0], routing, token_ids)
+        check_routing(x.shape[0], routing, token_ids, self.config)
         ids = None if token_ids is None else token_ids.reshape(-1)
         size = self.world.parallel.attention_tp_size
         if size == 1:
             return x, routing, ids
-        part = -(-x.shape[0] // size)
-        rows = slice(self.world.attention_tp_rank * part, (self.world.attention_tp_rank + 1) * part)
-        routing = None if routing is None else _part(routing, rows)
-        return x[rows], routing, None if ids is None else ids[rows]
+        part = ceil_div(x.shape[0], size)
+        start = self.world.attention_tp_rank * part
+        rows = slice(start, start + part)
+        return x[rows], None if routing is None else routing.narrow(start, part), None if ids is None else ids[rows]
 
-    def _check_hidden(self, hidden_states: object) -> None:
+    def _check_hidden(self, x: object) -> None:
         """What the dispatcher can't see: it gets this rank's slice, behind the latent projection."""
-        width, device = self.config.input_size, self.world.device
-        if not isinstance(hidden_states, torch.Tensor):
-            raise InputError(f"hidden_states is a {type(hidden_states).__name__}: expected a tensor [..., {width}]")
-        if hidden_states.is_nested:
-            raise InputError(f"hidden_states is a nested tensor: expected a dense [..., {width}]; concatenate its rows")
-        if hidden_states.dim() < 2 or hidden_states.shape[-1] != width:
-            expected = f"expected [..., {width}] (the model's hidden)"
-        elif hidden_states.dtype not in (torch.bfloat16, torch.float32):
-            expected = "expected bfloat16 or float32; use .to(torch.bfloat16)"
-        elif hidden_states.layout != torch.strided:
-            expected = "expected a dense tensor; use .to_dense()"
-        elif hidden_states.device.type != device.type:
-            expected = f"the world runs on {device}; move it there"
-        elif self.shared is not None and self.shared.dtype != hidden_states.dtype:
-            expected = f"the shared expert is {self.shared.dtype}; use hidden_states.to({self.shared.dtype})"
-        elif self.latent is not None and self.latent.dtype != hidden_states.dtype:
-            expected = f"the latent projection is {self.latent.dtype}; use hidden_states.to({self.latent.dtype})"
-        else:
-            return
-        raise InputError(
-            f"hidden_states is {tuple(hidden_states.shape)} {hidden_states.dtype} on {hidden_states.device}: {expected}"
-        )
-
-    def _check_routing(self, num_tokens: int, routing: object, token_ids: object) -> None:
-        """Before slices of it are taken, which would hide rows too many."""
-        if isinstance(routing, TopK):
-            given = [("topk_ids", routing.ids, self.config.top_k), ("topk_weights", routing.weights, self.config.top_k)]
-        elif isinstance(routing, RouterLogits):
-            given = [("router logits", routing.logits, self.config.num_experts)]
-        elif routing is None:
-            given = []
-        else:
-            raise InputError(f"routing is a {type(routing).__name__}: expected TopK, RouterLogits or None")
-        for name, tensor, width in given:
-            found = tuple(tensor.shape) if torch.is_tensor(tensor) else type(tensor).__name__
-            if found != (num_tokens, width):
-                raise InputError(
-                    f"{name} is {found}, hidden_states holds {num_tokens} tokens: they must agree; "
-                    f"expected [T, {width}]"
-                )
-        if token_ids is not None and (not isinstance(token_ids, torch.Tensor) or token_ids.numel() != num_tokens):
-            raise InputError(f"token_ids must be a tensor of {num_tokens} ids, one for each token of hidden_states")
+        width = self.config.input_size
+        if not isinstance(x, torch.Tensor):
+            raise InputError(f"hidden_states is a {type(x).__name__}: expected a tensor [..., {width}]")
+        parts = (("the shared expert", self.shared), ("the latent projection", self.latent))
+        only = [(part.dtype, name) for name, part in parts if part is not None]
+        check_hidden(x, width, self.world.device, meaning="the model's hidden", flat=False, only=only)
 
     def _route(
         self,
@@ -410,7 +376,7 @@ class ExpertParallelMoE(nn.Module):
             )
         size, part = self.world.parallel.attention_tp_size, chosen.ids.shape[0]
         if size > 1:
-            first = self.world.attention_tp_rank * -(-num_tokens // size)
+            first = self.world.attention_tp_rank * ceil_div(num_tokens, size)
             padding = padding[first : first + part]
         return TopK(torch.where(padding, self.config.num_experts, chosen.ids), chosen.weights)
 
@@ -475,38 +441,17 @@ class ExpertParallelMoE(nn.Module):
         size = self.world.parallel.attention_tp_size
         if size == 1 or tokens_per_rank is None:
             return tokens_per_rank
-        self._check_agreed(tokens_per_rank, num_tokens)
-        return -(-tokens_per_rank // size)
-
-    def _check_agreed(self, given: object, num_tokens: int) -> None:
-        """The caller's own number under attention TP: the dispatcher only knows the slices'."""
-        size, most = self.world.parallel.attention_tp_size, self.dispatcher.capacity.max_tokens_per_rank
-        agreed = require_agreed(given)
-        if num_tokens > agreed:
-            raise CapacityError(
-                f"hidden_states holds {num_tokens} tokens, the agreed tokens_per_rank is {agreed}: pass "
-                f"tokens_per_rank >= {num_tokens} on every rank, or None to let the ranks agree"
-            )
-        if (part := -(-agreed // size)) > most and self.dispatcher.runtime.strict_capacity:
-            raise CapacityError(
-                f"tokens_per_rank is {agreed}, {part} for each of {size} attention-TP ranks, over the capacity of "
-                f"{most}: set {KNOB} >= {part} or split the batch"
-            )
+        strict = self.dispatcher.runtime.strict_capacity
+        return check_group_rows(tokens_per_rank, num_tokens, size, self.dispatcher.capacity, strict)
 
     def _whole(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """The attention-TP group's slices back together; equal on each of its ranks."""
         size = self.world.parallel.attention_tp_size
         if size == 1:
             return y
-        part = -(-num_tokens // size)
+        part = ceil_div(num_tokens, size)
         padded = y if y.shape[0] == part else F.pad(y, (0, 0, 0, part - y.shape[0]))
         return self.world.gather_attention_tp(padded)[:num_tokens]
-
-
-def _part(choice: TopK | RouterLogits, rows: slice) -> TopK | RouterLogits:
-    if isinstance(choice, TopK):
-        return TopK(choice.ids[rows], choice.weights[rows])
-    return RouterLogits(choice.logits[rows])
 
 
 def _round(
@@ -515,8 +460,7 @@ def _round(
     """Tokens, choice and R of the round that begins at token `start`."""
     if rows <= most:
         return inside, choice, rows
-    part = slice(start, start + most)
-    return inside[part], _part(choice, part), min(most, rows - start)
+    return inside[start : start + most], choice.narrow(start, most), min(most, rows - start)
 
 
 def _require_router(router: Router, config: MoEConfig) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from eprt.placement import ExpertShard
-from eprt.tokens import ExpertMajorTokens, FlatTokens
+from eprt.tokens import ExpertMajorTokens, FlatTokens, as_bytes
 
 
 def copy_valid_rows(source: torch.Tensor, target: torch.Tensor, counts: torch.Tensor) -> None:
@@ -67,9 +67,7 @@ def expert_major_from_flat(
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
         slab = tensor.new_empty((num_local * rows_per_expert + 1, *tensor.shape[1:]))
-        as_bytes = slab.view(torch.uint8) if slab.dtype.itemsize == 1 else slab
-        values = tensor.view(torch.uint8) if slab.dtype.itemsize == 1 else tensor
-        as_bytes.index_copy_(0, target, values.index_select(0, source))
+        as_bytes(slab).index_copy_(0, target, as_bytes(tensor).index_select(0, source))
         return slab[:-1].view(num_local, rows_per_expert, *tensor.shape[1:])
 
     hidden = replace(

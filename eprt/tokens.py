@@ -20,6 +20,8 @@ import torch
 
 from eprt.config import PayloadFormat
 from eprt.errors import InputError
+from eprt.rounding import ceil_div
+from eprt.weights import FP8_BLOCK, NVFP4_BLOCK
 
 
 def _expect(ok: bool, message: str) -> None:
@@ -29,6 +31,11 @@ def _expect(ok: bool, message: str) -> None:
 
 def _describe(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes instead of FP8, for operations that torch hasn't got for FP8 everywhere; wider dtypes as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def aligned(rows: torch.Tensor) -> torch.Tensor:
@@ -94,6 +101,41 @@ class RouterLogits:
 
     logits: torch.Tensor
 
+    def narrow(self, start: int, length: int) -> RouterLogits:
+        return RouterLogits(self.logits[start : start + length])
+
+
+@dataclass(frozen=True)
+class PayloadFacts:
+    """How numbers of a format travel.
+
+    Attributes:
+        dtype, packing: of `Payload.data`, and how many numbers one element holds.
+        block, scale_dtype: how many numbers of a row share a scale (the last few may be fewer), and its dtype; 0 and
+            None: no scales.
+    """
+
+    dtype: torch.dtype
+    packing: int = 1
+    block: int = 0
+    scale_dtype: torch.dtype | None = None
+
+    def data_bytes(self, hidden_size: int) -> int:
+        """Of one token."""
+        return hidden_size // self.packing * self.dtype.itemsize
+
+    def scale_bytes(self, hidden_size: int) -> int:
+        """Of one token."""
+        return 0 if self.scale_dtype is None else ceil_div(hidden_size, self.block) * self.scale_dtype.itemsize
+
+
+PAYLOADS: dict[PayloadFormat, PayloadFacts] = {
+    "f32": PayloadFacts(torch.float32),
+    "bf16": PayloadFacts(torch.bfloat16),
+    "fp8_block": PayloadFacts(torch.float8_e4m3fn, block=FP8_BLOCK, scale_dtype=torch.float32),
+    "nvfp4": PayloadFacts(torch.uint8, packing=2, block=NVFP4_BLOCK, scale_dtype=torch.float8_e4m3fn),
+}
+
 
 @dataclass(frozen=True)
 class Payload:
@@ -117,20 +159,18 @@ class Payload:
 
     @property
     def hidden_size(self) -> int:
-        return self.data.shape[-1] * (2 if self.format == "nvfp4" else 1)
+        return self.data.shape[-1] * PAYLOADS[self.format].packing
 
     def check(self) -> None:
         """Raises InputError unless dtype and scale fit the format."""
-        dtypes = {"f32": torch.float32, "bf16": torch.bfloat16, "fp8_block": torch.float8_e4m3fn, "nvfp4": torch.uint8}
+        facts = PAYLOADS[self.format]
         _expect(
-            self.data.dtype == dtypes[self.format],
-            f"{self.format} payload is {_describe(self.data)}: expected {dtypes[self.format]}",
+            self.data.dtype == facts.dtype, f"{self.format} payload is {_describe(self.data)}: expected {facts.dtype}"
         )
-        block = {"fp8_block": 128, "nvfp4": 16}.get(self.format)
-        if block is None:
+        if not facts.block:
             _expect(self.scale is None, f"{self.format} payload carries a scale: only packed formats have one")
             return
-        groups = -(-self.hidden_size // block)
+        groups = ceil_div(self.hidden_size, facts.block)
         _expect(
             self.scale is not None and self.scale.shape == (*self.data.shape[:-1], groups),
             f"{self.format} payload of {_describe(self.data)} needs a scale of shape "

@@ -18,6 +18,7 @@ import torch
 from eprt.config import MoEConfig, WeightFormat
 from eprt.errors import ConfigError
 from eprt.placement import ExpertShard
+from eprt.rounding import ceil_div
 
 MX_BLOCK = 32  # OCP Microscaling v1.0, section 5.2: one E8M0 scale for 32 elements along the columns
 NVFP4_BLOCK = 16  # one E4M3 scale for 16 elements along the columns
@@ -189,7 +190,7 @@ class Fp8Block(Matrix):
         return L, rows, cols
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        grid = (parts * -(-(rows // parts) // FP8_BLOCK), -(-cols // FP8_BLOCK))
+        grid = (parts * ceil_div(rows // parts, FP8_BLOCK), ceil_div(cols, FP8_BLOCK))
         return {"data": ((rows, cols), torch.float8_e4m3fn), "scale": (grid, torch.float32)}
 
 

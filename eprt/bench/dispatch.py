@@ -24,7 +24,7 @@ from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, dispatcher_spec, make_dispatcher
 from eprt.errors import EprtError, RankLost
 from eprt.support import Device
-from eprt.tokens import TopK
+from eprt.tokens import PAYLOADS, TopK
 from eprt.world import World
 
 NUM_EXPERTS = 128
@@ -54,8 +54,8 @@ class DispatchCase:
 
     def bytes_there(self) -> int:
         """Of one token: payload (with scales), ids and weights."""
-        payload = 2 * self.hidden if self.payload == "bf16" else self.hidden + 4 * -(-self.hidden // 128)
-        return payload + 8 * self.top_k
+        facts = PAYLOADS[self.payload]
+        return facts.data_bytes(self.hidden) + facts.scale_bytes(self.hidden) + 8 * self.top_k
 
     def row_bytes(self) -> int:
         """Of one token there and its sum back, which is bf16."""

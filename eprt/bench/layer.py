@@ -1,7 +1,7 @@
 """Where a layer's time goes, and what `ExpertParallelMoE` adds to the same steps written out by hand.
 
-The peer of the same run calls the same router, the transport's and the executor's own functions directly: no checks,
-no header exchange, no handles to close. All ranks have the same number of tokens, routed uniformly.
+The peer of the same run calls the same router, then the unchecked halves of dispatcher and executor: no checks, no word
+with the peers about the call. All ranks have the same number of tokens, routed uniformly.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from eprt.bench.report import Report, percentile, slowest
 from eprt.bench.timing import samples, world_of
 from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig
 from eprt.conformance.rank_process import RankContext
-from eprt.dispatch import DISPATCHERS, Handle
+from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError
 from eprt.experts import EXECUTORS
 from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.routing import Router
-from eprt.tokens import Payload
 from eprt.world import World
 
 TINY = MoEConfig(8, 4, 128, 256, Activation(alpha=1.702, beta=1.0, limit=7.0), Routing("topk_softmax"), True, "mxfp4")
@@ -102,22 +101,16 @@ def _make_layer(world: World, case: LayerCase) -> ExpertParallelMoE:
 
 
 def _by_hand(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
-    """The layer's work without the layer. Numbers its calls as the dispatcher does, so that both may alternate."""
+    """The layer's work without the layer. Its calls are the dispatcher's, too, so that both may alternate."""
     router, dispatcher, executor = layer.router, layer.dispatcher, layer.executor
     if router is None:
         raise ConfigError("the bench's layer has a router of its own: this one has none")
-    topk = router(x)
-    T = x.shape[0]
-    handle = Handle(dispatcher, dispatcher._calls, T, max(T, 1), x.dtype)
-    dispatcher._calls += 1
-    tokens = dispatcher._dispatch(Payload.plain(x), topk, handle)
-    y = dispatcher.output_buffer(handle)
-    y = torch.empty_like(tokens.hidden.data) if y is None else y
+    sent = dispatcher.send(x, router(x), max(x.shape[0], 1))
+    y = dispatcher.output_buffer(sent.handle)
+    y = torch.empty_like(sent.tokens.hidden.data) if y is None else y
     if y.numel():
-        executor._unchecked(tokens, y)
-    y = dispatcher._combine(y, handle)
-    handle.status = "combined"
-    return y
+        executor.run(sent.tokens, y)
+    return dispatcher.bring_back(y, sent.handle)
 
 
 def _phases(layer: ExpertParallelMoE, call: Callable[[], object], rounds: int) -> dict[str, list[float]]:

@@ -8,6 +8,7 @@ from typing import Any
 from eprt.bench.report import Report
 from eprt.errors import ConfigError
 from eprt.layer import PHASES
+from eprt.rounding import ceil_div
 
 # Of each bench: what names a line, and what is drawn.
 _LINES = {
@@ -30,10 +31,10 @@ def plot(report: Report, path: Path) -> None:
         raise ConfigError(_REMEDY) from error
     panels = _layer_panels(report) if report.bench == "layer" else _line_panels(report)
     figure = Figure(
-        figsize=(6.4 * max(1, min(2, len(panels))), 4.2 * max(1, -(-len(panels) // 2))), layout="constrained"
+        figsize=(6.4 * max(1, min(2, len(panels))), 4.2 * max(1, ceil_div(len(panels), 2))), layout="constrained"
     )
     for index, (title, draw) in enumerate(panels):
-        axes = figure.add_subplot(-(-len(panels) // 2), min(2, len(panels)), index + 1)
+        axes = figure.add_subplot(ceil_div(len(panels), 2), min(2, len(panels)), index + 1)
         axes.set_title(title, fontsize=10)
         draw(axes)
     try:

@@ -19,7 +19,6 @@ from eprt.conformance.cases import CASES, CONFIGS, CUT_CASES, TOLERANCE, Batch, 
 from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
 from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, make_dispatcher
-from eprt.errors import UsageError
 from eprt.experts import EXECUTORS
 from eprt.experts.base import Executor
 from eprt.layer import ExpertParallelMoE
@@ -254,36 +253,22 @@ class NanOutput(Executor):
     """Stands in front of an executor and hands it an output full of NaN, so that an unwritten row shows."""
 
     def __init__(self, inner: Executor) -> None:
-        # Executor.__init__ would prepare weights; the inner executor did.
         self.inner = inner
+        self.config = inner.config
 
     @property
     def takes_logits(self) -> bool:
         return False  # a kernel that chooses the experts itself is handed no output
 
-    def __call__(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor | None = None) -> torch.Tensor:
-        hidden = tokens.hidden
-        if out is None:
-            dtype = torch.float32 if hidden.format == "f32" else torch.bfloat16
-            shape = (*hidden.data.shape[:-1], hidden.hidden_size)
-            out = torch.empty(shape, dtype=dtype, device=hidden.data.device)
+    def run(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor) -> None:
         out.fill_(math.nan)
         if out.is_contiguous() or self.inner.strided:
-            return self.inner(tokens, out)
-        # The inner executor would write into memory of its own, and copy that.
-        return out.copy_(self.inner(tokens, out.clone(memory_format=torch.contiguous_format)))
+            self.inner(tokens, out)
+        else:  # the inner executor would write into memory of its own, and copy that
+            out.copy_(self.inner(tokens, out.clone(memory_format=torch.contiguous_format)))
 
     def warmup(self, max_rows: int, slots: int | None = None) -> None:
         self.inner.warmup(max_rows, slots)
-
-    def _prepare(self, weights: ExpertWeights) -> None:
-        raise UsageError("NanOutput holds no weights: the inner executor does")
-
-    def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
-        self.inner(tokens, out)
-
-    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
-        self.inner(tokens, out)
 
 
 def _world(context: RankContext, check: Check) -> World:

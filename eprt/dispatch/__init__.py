@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.handle import Dispatched, Handle, Traffic
+from eprt.dispatch.limits import DEEPEP_MAX_TOKENS, SYMM_MAX_RANKS, SYMM_R_BITS
 from eprt.dispatch.payload_scale import agree_payload_scale, check_payload_scale
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError
@@ -53,9 +54,9 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             payloads=("bf16", "fp8_block", "nvfp4"),
             devices=("cuda",),
             graph_safe=True,
-            max_ranks=8,
+            max_ranks=SYMM_MAX_RANKS,
             reach="host",
-            max_tokens=(1 << 20) - 1,  # a flag carries R in 20 bits
+            max_tokens=(1 << SYMM_R_BITS) - 1,
             requirement=Requirement("triton", ("triton", "pytorch-triton"), "3.4"),
             preference=5,
         ),
@@ -87,7 +88,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             rank_mask=True,
             top_k_sizes=tuple(range(1, 12)),  # deep_ep 1.2.1 internode_ll.cu kNumMaxTopK
             hidden_sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192),  # its launch.cuh SWITCH_HIDDEN
-            max_tokens=1024,  # its internode_ll.cu FINISHED_SUM_TAG
+            max_tokens=DEEPEP_MAX_TOKENS,
             moe_tp=False,
             sends="expert",
             requirement=Requirement("deep_ep", ("tokenspeed-deepep",), "1.2.1"),

@@ -15,15 +15,26 @@ from weakref import WeakValueDictionary
 import torch
 
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
+from eprt.dispatch.call import (
+    agree_on_rows,
+    check_derivable,
+    check_handle,
+    check_hidden,
+    check_output,
+    check_said,
+    check_topk,
+    settings_of,
+)
 from eprt.dispatch.capacity import Capacity, require_agreed
 from eprt.dispatch.handle import Dispatched, Handle
 from eprt.dispatch.rank_mask import RankMask, checked_mask, require_changeable
-from eprt.dispatch.shared_memory import Slots
+from eprt.dispatch.slots import Slots
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError, InputError, UsageError
 from eprt.placement import ExpertPlacement
+from eprt.rounding import ceil_div
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
-from eprt.world.header import Header, exchange, fingerprint_of
+from eprt.world.header import fingerprint_of
 
 if TYPE_CHECKING:
     from eprt.world import World
@@ -85,21 +96,7 @@ class Dispatcher(ABC):
         self.closed = False
         self._calls = 0
         self._open: WeakValueDictionary[int, Handle] = WeakValueDictionary()
-        self.settings = {
-            **config.settings(),
-            "dispatcher": self.spec.name,
-            "payload": str(runtime.payload),
-            "combine_payload": str(runtime.combine_payload),
-            "rank_mask": str(runtime.rank_mask),
-            "validate": runtime.validate,
-            "layer_graphs": str(runtime.layer_graphs),
-            "max_tokens_per_rank": str(runtime.max_tokens_per_rank),
-            "strict_capacity": str(runtime.strict_capacity),
-            "attention_tp_size": str(world.parallel.attention_tp_size),
-            "moe_tp_size": str(world.parallel.moe_tp_size),
-            # Tells layers of equal numbers and settings apart: ranks that call them in different orders are told so.
-            "dispatchers_before": str(world.num_dispatchers),
-        }
+        self.settings = settings_of(self.spec.name, world, config, runtime)
         self.fingerprint = fingerprint_of(self.settings)
 
     # ---- what a dispatcher fills in -------------------------------------------------------------------------
@@ -209,12 +206,14 @@ class Dispatcher(ABC):
         try:
             self._require_open()
             self._check_call(hidden_states, topk, tokens_per_rank, cut)
-            if rows_of_step is not None:
-                self._check_said(hidden_states.shape[0], group_tokens)
+            if (step := self.world.current_step) is not None and rows_of_step is not None:
+                size = self.world.parallel.attention_tp_size
+                check_said(step, self.world.rank, size, hidden_states.shape[0], group_tokens)
         except EprtError as found:
             error = found
         num_tokens, dtype = (0, torch.bfloat16) if error else (hidden_states.shape[0], hidden_states.dtype)
-        return self._agree("dispatch", self._calls, num_tokens, tokens_per_rank, dtype, error, group_tokens, cut)
+        facts = self._calls, num_tokens, tokens_per_rank, dtype
+        return agree_on_rows(self, "dispatch", *facts, error, group_tokens=group_tokens, cut=cut)
 
     def send(self, hidden_states: torch.Tensor, topk: TopK, rows: int, *, wait: bool = True) -> Dispatched:
         """The second half of `dispatch`: what `agree` found to be right travels now.
@@ -255,16 +254,24 @@ class Dispatcher(ABC):
         error: EprtError | None = None
         try:
             self._require_open()
-            self._check_handle(handle)
-            self._check_output(expert_output, handle)
+            check_handle(handle, self)
+            check_output(expert_output, handle.shape, self.world.device)
         except EprtError as found:
             if not self._open and not self.closed:  # no call of ours waits for this: no peer can be in a combine
                 raise
             error = found
-        call = (-1, 0, 1, torch.bfloat16)  # of a call that nobody makes
+        facts = (-1, 0, 1, torch.bfloat16)  # of a call that nobody makes
         if error is None:
-            call = (handle.call, handle.num_tokens, handle.tokens_per_rank, expert_output.dtype)
-        self._agree("combine", *call, error)
+            facts = (handle.call, handle.num_tokens, handle.tokens_per_rank, expert_output.dtype)
+        agree_on_rows(self, "combine", *facts, error)
+        return self.bring_back(expert_output, handle)
+
+    def bring_back(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """The second half of `combine`: no checks, no word with the peers. For what has made them, or measures without.
+
+        Args, Returns:
+            As in combine. Consumes the handle.
+        """
         output = self._combine(_without_grad(expert_output), handle)
         handle.status = "combined"
         handle.state = None
@@ -282,7 +289,7 @@ class Dispatcher(ABC):
             error = self._closed_error()
         if tokens_per_rank is None:
             tokens_per_rank = self._rows_of_step()
-        self._agree("dispatch", self._calls, 0, tokens_per_rank, torch.bfloat16, error)
+        agree_on_rows(self, "dispatch", self._calls, 0, tokens_per_rank, torch.bfloat16, error)
         raise error
 
     def set_alive(self, alive: Sequence[bool]) -> None:
@@ -336,7 +343,7 @@ class Dispatcher(ABC):
         self.closed = True
         self._close()
 
-    def _give_up(self, handle: Handle) -> None:
+    def _abandon(self, handle: Handle) -> None:
         """An open handle won't be combined."""
         self._open.pop(handle.call, None)
         self._release(handle)
@@ -348,7 +355,7 @@ class Dispatcher(ABC):
         return self.runtime.validate == "full"
 
     @property
-    def _incomplete(self) -> bool:
+    def incomplete(self) -> bool:
         """Whether a rank is left out, so that nothing may be asked of all of them."""
         return self.runtime.rank_mask and not all(self.alive)
 
@@ -382,15 +389,17 @@ class Dispatcher(ABC):
         if not isinstance(hidden_states, torch.Tensor) or not isinstance(topk, TopK):
             kinds = f"{type(hidden_states).__name__} and {type(topk).__name__}"
             raise InputError(f"dispatch got {kinds}: expected a tensor of hidden states and a TopK")
-        self._check_hidden(hidden_states)
-        topk.check(self.config.num_experts, self.config.top_k)
-        if topk.ids.device != hidden_states.device or topk.ids.shape[0] != hidden_states.shape[0]:
-            raise InputError(
-                f"topk is for {topk.ids.shape[0]} tokens on {topk.ids.device}, hidden_states for "
-                f"{hidden_states.shape[0]} on {hidden_states.device}: they must agree"
-            )
+        only = () if "f32" in self.spec.payloads else ((torch.bfloat16, self.spec.name),)
+        H, device = self.config.hidden_size, self.world.device
+        check_hidden(hidden_states, H, device, meaning="the hidden size the experts see", flat=True, only=only)
+        check_topk(topk, hidden_states, self.config)
         capturing = self._capturing()
-        self._check_rows(tokens_per_rank, capturing, cut)
+        if tokens_per_rank is None:
+            check_derivable(self.incomplete, capturing and self.world.size > 1)
+        else:
+            agreed = require_agreed(tokens_per_rank)
+            if not cut:
+                self.capacity.check_rows(agreed)
         if not capturing:
             if self.full_validation or self.world.device.type == "cpu":
                 topk.check_ids(self.config.num_experts)
@@ -399,107 +408,12 @@ class Dispatcher(ABC):
         if (slots := self._slots()) is not None:
             slots.require_free()
 
-    def _check_hidden(self, x: torch.Tensor) -> None:
-        H, device = self.config.hidden_size, self.world.device
-        if x.is_nested:
-            raise InputError(f"hidden_states is a nested tensor: expected a dense one, [T, {H}]; concatenate its rows")
-        if x.dim() != 2 or x.shape[1] != H:
-            expected = f"expected [T, {H}] (the hidden size the experts see)"
-        elif x.dtype not in (torch.bfloat16, torch.float32):
-            expected = "expected bfloat16 or float32; use .to(torch.bfloat16)"
-        elif x.layout != torch.strided:
-            expected = "expected a dense tensor; use .to_dense()"
-        elif x.dtype == torch.float32 and "f32" not in self.spec.payloads:
-            expected = f"{self.spec.name} carries bfloat16 tokens; use .bfloat16()"
-        elif x.device.type != device.type:
-            expected = f"the world runs on {device}; move it there"
-        else:
-            return
-        raise InputError(f"hidden_states is {tuple(x.shape)} {x.dtype} on {x.device}: {expected}")
-
     def _rows_of_step(self) -> int | None:
         """R of what is sent, by the step that is open; None outside of one."""
         step = self.world.current_step
         if step is None:
             return None
-        return -(-step.tokens_per_rank // self.world.parallel.attention_tp_size)
-
-    def _check_said(self, num_tokens: int, group_tokens: int) -> None:
-        """Raises InputError if this rank said fewer tokens when the step began."""
-        step, size = self.world.current_step, self.world.parallel.attention_tp_size
-        if step is None:
-            return
-        said = step.tokens[self.world.rank]
-        if max(group_tokens, (num_tokens - 1) * size + 1) > said:
-            raise InputError(
-                f"a layer gets {group_tokens or num_tokens} tokens in a step that this rank began with num_tokens="
-                f"{said}: say the largest number that a layer gets in the step"
-            )
-
-    def _check_rows(self, tokens_per_rank: object, capturing: bool, cut: bool) -> None:
-        if tokens_per_rank is None:
-            if self._incomplete:
-                raise InputError("tokens_per_rank is None and a rank is left out, which can't agree on R: pass it")
-            if capturing and self.world.size > 1:
-                raise InputError("tokens_per_rank is None during CUDA graph capture: pass R, the same on every rank")
-        else:
-            agreed = require_agreed(tokens_per_rank)
-            if not cut:
-                self.capacity.check_rows(agreed)
-
-    def _check_handle(self, handle: object) -> None:
-        if not isinstance(handle, Handle) or handle.owner is not self:
-            raise UsageError("combine got a handle of another dispatcher: pass the one that the same dispatch returned")
-        if handle.status != "open":
-            raise UsageError(f"combine on a handle that is already {handle.status}: dispatch again for a new one")
-        if handle.deferred:
-            raise UsageError("combine on a handle that nobody waited for: call handle.wait() before the experts run")
-
-    def _check_output(self, expert_output: object, handle: Handle) -> None:
-        """An executor's output, before any collective, so that peers can be told."""
-        if not isinstance(expert_output, torch.Tensor):
-            raise InputError(f"expert_output is a {type(expert_output).__name__}: expected a tensor {handle.shape}")
-        fits = handle.shape is None or tuple(expert_output.shape) == handle.shape
-        device = self.world.device.type
-        if fits and expert_output.is_floating_point() and expert_output.device.type == device:
-            return
-        raise InputError(
-            f"expert_output is {tuple(expert_output.shape)} {expert_output.dtype} on {expert_output.device}: expected "
-            f"{handle.shape or 'the shape of the tokens'}, a row for each of the tokens' rows, float on {device}"
-        )
-
-    def _agree(
-        self,
-        operation: str,
-        call: int,
-        num_tokens: int,
-        tokens_per_rank: int | None,
-        dtype: torch.dtype,
-        error: EprtError | None,
-        group_tokens: int = 0,
-        cut: bool = False,
-    ) -> int:
-        """R for this call. Compares headers with the peers where the world asks for it, else checks locally."""
-        compare = self.world.compares_headers(self.full_validation) or (
-            self.world.size > 1 and tokens_per_rank is None and operation == "dispatch"
-        )
-        if not compare or self._incomplete:
-            if error is not None:
-                raise error
-            return self.capacity.agree([num_tokens], tokens_per_rank or 0, cut)
-        header = Header(
-            operation=operation,
-            layer=self.layer,
-            call=call,
-            num_tokens=num_tokens,
-            tokens_per_rank=0 if error else tokens_per_rank or 0,
-            dtype=dtype,
-            fingerprint=self.fingerprint,
-            settings=self.settings,
-            group_tokens=group_tokens,
-        )
-        peers = exchange(self.world, header, error)
-        return self.capacity.agree(peers.tokens, tokens_per_rank or 0, cut)
+        return ceil_div(step.tokens_per_rank, self.world.parallel.attention_tp_size)
 
     def _encode(self, hidden_states: torch.Tensor) -> Payload:
         """The number format that travels: `runtime.payload`, or the input's own."""

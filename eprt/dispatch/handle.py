@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 
+from eprt.errors import UsageError
 from eprt.tokens import ExpertMajorTokens, FlatTokens
+
+
+class CallState:
+    """What a dispatcher's combine needs of its dispatch: each dispatcher's own class."""
+
+
+S = TypeVar("S", bound=CallState)
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class HandleOwner(Protocol):
 
     def _wait(self, handle: Handle) -> None: ...
 
-    def _give_up(self, handle: Handle) -> None: ...
+    def _abandon(self, handle: Handle) -> None: ...
 
 
 @dataclass
@@ -46,11 +54,21 @@ class Handle:
     num_tokens: int
     tokens_per_rank: int
     dtype: torch.dtype
-    state: Any = None
+    state: CallState | None = None
     traffic: Traffic | None = None
     deferred: bool = False
-    status: str = field(default="open", compare=False)
+    status: Literal["open", "combined", "closed"] = field(default="open", compare=False)
     shape: tuple[int, ...] | None = None
+
+    def kept(self, kind: type[S]) -> S:
+        """`state`, for the dispatcher that put it there.
+
+        Raises:
+            UsageError: it is gone, as the call has ended, or another's.
+        """
+        if not isinstance(self.state, kind):
+            raise UsageError(f"the handle is {self.status} and holds no {kind.__name__}: dispatch again for a new one")
+        return self.state
 
     def wait(self) -> None:
         """Until the rows have arrived, in stream order. Idempotent; for `dispatch(..., wait=False)` alone."""
@@ -61,7 +79,7 @@ class Handle:
     def close(self) -> None:
         """Idempotent."""
         if self.status == "open":
-            self.owner._give_up(self)
+            self.owner._abandon(self)
             self.status = "closed"
         self.state = None
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eprt.dispatch.shared_memory import Slots
+from eprt.dispatch.slots import Slots
 from eprt.errors import InputError, UsageError
 
 if TYPE_CHECKING:

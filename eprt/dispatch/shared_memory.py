@@ -1,16 +1,137 @@
-"""What dispatchers with kept, shared buffers have in common: when they may be allocated, and who uses which part."""
+"""Dispatchers over memory that the ranks share: when it is made, who uses which part, when it is given back."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
+from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
+from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.capacity import KNOB
-from eprt.errors import CapacityError, UsageError
+from eprt.dispatch.handle import CallState, Handle
+from eprt.dispatch.slots import Slots
+from eprt.errors import CapacityError, ConfigError, RankLost, UsageError, WorldMismatch
+from eprt.support import Device
 
 if TYPE_CHECKING:
     from eprt.world import World
+
+
+class Geometry(Protocol):
+    """All that is baked into a memory: a World keeps one for each. Hashable; equal ones share it."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes a rank pays for each unit of capacity."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes a rank pays in all."""
+        ...
+
+
+class Memory(Protocol):
+    """What the ranks share of one geometry."""
+
+    @property
+    def slots(self) -> Slots: ...
+
+
+G = TypeVar("G", bound=Geometry)
+M = TypeVar("M", bound=Memory)
+
+
+@dataclass
+class SlotCall(CallState):
+    """What combine needs of a dispatch: at least which part of the memory it used."""
+
+    slot: int
+
+
+class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
+    """Calls go through slots of a memory that dispatchers of equal geometry share. The first of them that needs it
+    makes it, before the end of warm-up; the last that closes frees it.
+
+    Fill in, beside `_dispatch` and `_combine`: `memory_name`, `_geometry_of`, `_allocate`, `_free`, `_send_nan`. Their
+    `state` is a `SlotCall`.
+
+    Raises:
+        ConfigError: what the plan would refuse.
+    """
+
+    memory_name: ClassVar[str]  # as errors name it
+
+    def __init__(
+        self, world: World, config: MoEConfig, runtime: RuntimeConfig, token_format: TokenFormat, layer: int
+    ) -> None:
+        verdict = self.spec.supports(config, world.parallel, runtime, Device.of(world.device))
+        if not verdict:
+            raise ConfigError(f"{self.spec.name}: {verdict.reason}")
+        self._geometry = self._geometry_of(world, config, runtime)
+        self._key = (self.spec.name, self._geometry, runtime.rank_mask)
+        self._memory: M | None = None
+        super().__init__(world, config, runtime, token_format, layer)
+
+    @abstractmethod
+    def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> G:
+        """Called before anything else is set; `spec` supports the layer."""
+
+    @abstractmethod
+    def _allocate(self) -> M:
+        """Collective. Every rank has the room. Raises ConfigError if a rank can't share memory with its peers."""
+
+    @abstractmethod
+    def _free(self, memory: M) -> None:
+        """Its last user closes, or its World does, perhaps with a peer lost (`World.broken`)."""
+
+    @abstractmethod
+    def _send_nan(self, memory: M, handle: Handle) -> None:
+        """Do what combine does for the peers, with NaN for the experts' output, and free the slot."""
+
+    def bytes_per_token(self) -> int:
+        return self._geometry.bytes_per_token
+
+    def _ensure_memory(self) -> M:
+        """Collective the first time: allocates.
+
+        Raises:
+            UsageError: the dispatcher is closed; see also `require_allocatable`.
+            CapacityError: see `require_allocatable`.
+        """
+        if self._memory is None:
+            self._require_open()
+            self._memory = self.world.resource(self._key, self._checked_allocate, self._free)
+        return self._memory
+
+    def _checked_allocate(self) -> M:
+        require_allocatable(self.world, self._geometry.num_bytes, self.memory_name)
+        return self._allocate()
+
+    def _slots(self) -> Slots | None:
+        memory: M | None = self._memory or self.world.held(self._key)
+        return None if memory is None else memory.slots
+
+    def _release(self, handle: Handle) -> None:
+        """The peers' combine waits for this rank, so a handle that is dropped still sends, unless some of them are
+        lost: then nobody goes on. What they get is NaN, not the numbers of an earlier call."""
+        call = handle.state
+        if self._memory is None or not isinstance(call, SlotCall) or self.world.closed:
+            return
+        try:
+            self.check_peers()
+        except (RankLost, WorldMismatch):
+            self._memory.slots.release(call.slot)
+            return
+        self._send_nan(self._memory, handle)
+
+    def _close(self) -> None:
+        if self._memory is not None:
+            self._memory = None
+            self.world.release(self._key)
 
 
 def require_allocatable(world: World, num_bytes: int, what: str) -> None:
@@ -32,63 +153,3 @@ def require_allocatable(world: World, num_bytes: int, what: str) -> None:
             f"{what} needs {num_bytes:,} bytes of GPU memory on every rank, rank {free.index(min(free))} has "
             f"{min(free):,} free: lower {KNOB}, or leave more memory free"
         )
-
-
-class Slots:
-    """Parts of a buffer that serve one dispatch/combine pair each. The lowest free one is next, hence the same one on
-    ranks that make the same calls.
-
-    Args:
-        count, what: how many, and whose they are.
-        device: where the buffer is, whose streams use it.
-    """
-
-    def __init__(self, count: int, what: str, device: torch.device) -> None:
-        self.count = count
-        self._what = what
-        self._device = device
-        self._free = set(range(count))
-        self._last_stream: dict[int, torch.cuda.Stream] = {}
-
-    def require_free(self) -> None:
-        """Raises UsageError if every slot is in use."""
-        if not self._free:
-            raise UsageError(
-                f"{self._what}: {self.count} dispatches of this geometry are open, which is the limit: combine or "
-                "close one before the next dispatch"
-            )
-
-    def require_idle(self) -> None:
-        """Raises UsageError if a slot is in use."""
-        if len(self._free) < self.count:
-            raise UsageError(
-                f"{self._what}: {self.count - len(self._free)} dispatches of this geometry are open: combine or close "
-                "them before ranks are left out"
-            )
-
-    def acquire(self) -> int:
-        """Raises UsageError if every slot is in use."""
-        self.require_free()
-        slot = min(self._free)
-        self._free.remove(slot)
-        self._follow(slot)
-        return slot
-
-    def release(self, slot: int) -> None:
-        if self._device.type == "cuda":
-            self._last_stream[slot] = torch.cuda.current_stream(self._device)
-        self._free.add(slot)
-
-    def _follow(self, slot: int) -> None:
-        """A slot is reused in stream order. Work of another stream is waited for, unless exactly one of the two is
-        being captured: then the order of replay and eager calls is the caller's."""
-        last = self._last_stream.get(slot)
-        if last is None or last == (current := torch.cuda.current_stream(self._device)):
-            return
-        if _captures(last) == _captures(current):
-            current.wait_stream(last)
-
-
-def _captures(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from eprt.dispatch.base import Dispatcher
-from eprt.dispatch.handle import Handle, Traffic
+from eprt.dispatch.handle import CallState, Handle, Traffic
 from eprt.slabs import ExpertMajorIndex, expert_major_from_flat, weighted_sum_to_flat
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
 
 
 @dataclass(frozen=True)
-class _Route:
+class _Route(CallState):
     """One call's geometry.
 
     Attributes:
@@ -65,7 +65,7 @@ class AllToAllDispatcher(Dispatcher):
         return slabs
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
-        route: _Route = handle.state
+        route = handle.kept(_Route)
         if route.index is not None:
             expert_output = weighted_sum_to_flat(expert_output, route.index)
         returned = self._exchange(expert_output.to(handle.dtype), route.receive, route.send)

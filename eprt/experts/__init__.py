@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from eprt.errors import ConfigError
 from eprt.experts import rules
-from eprt.experts.base import Executor, ExecutorSpec
+from eprt.experts.base import Executor, ExecutorSpec, PreparedExecutor, anytime
 from eprt.support import Requirement
 
 if TYPE_CHECKING:
@@ -142,23 +143,25 @@ def make_executor(
     device: torch.device,
     runtime: RuntimeConfig,
     token_format: TokenFormat | None = None,
+    require_cold: Callable[[str], None] = anytime,
 ) -> Executor:
     """Import and build the executor `name`.
 
     Args:
         token_format: what the dispatcher emits. An executor whose kernels don't take it is built behind an adapter
             (`eprt.experts.adapters`), which takes both. None: the executor's native formats will do.
+        require_cold: `World.require_cold`: calls that would compile something after the warm-up are refused.
 
     Raises:
         ConfigError: unknown name, or weights that don't fit.
     """
     spec = executor_spec(name)
     module, _, attribute = spec.path.partition(":")
-    kind: type[Executor] = getattr(importlib.import_module(module), attribute)
+    kind: type[PreparedExecutor] = getattr(importlib.import_module(module), attribute)
     kind.spec = spec
     # An executor with a layout for each format makes the one it will be given.
     runtime = replace(runtime, token_format=token_format or runtime.token_format)
-    executor = kind(config, shard, weights, device, runtime)
+    executor = kind(config, shard, weights, device, runtime, require_cold)
     if token_format is None or token_format in spec.formats:
         return executor
     from eprt.experts.adapters import AdaptedExecutor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from eprt.activation import activated
 from eprt.config import Activation
 
 CHUNK = 1 << 21  # float32 values at a time: 8 MB, which stay in a GPU's L2 from one operation to the next
@@ -11,12 +12,8 @@ CHUNK = 1 << 21  # float32 values at a time: 8 MB, which stay in a GPU's L2 from
 
 def activate(activation: Activation, hidden: torch.Tensor) -> torch.Tensor:
     """[..., parts * I] float32 -> [..., I] float32; the formula of `eprt.config.Activation`. Zeros stay zeros."""
-    if not activation.gated:
-        return hidden.relu().square()
-    gate, up = hidden.chunk(2, dim=-1)
-    if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    return gate * torch.sigmoid(gate * activation.alpha) * (up + activation.beta)
+    gate, up = hidden.chunk(2, dim=-1) if activation.gated else (None, hidden)
+    return activated(activation, gate, up)
 
 
 def activate_slabs(activation: Activation, wide: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from eprt.config import Activation
-from eprt.rounding import next_power_of_2
+from eprt.rounding import ceil_div, next_power_of_2
 
 BLOCK = 1024  # columns a program activates at a time
 CTAS = 2048  # that share the rows of all slabs
@@ -57,6 +57,6 @@ def activate_slabs(activation: Activation, wide: torch.Tensor, counts: torch.Ten
     """See `eprt.experts.activation.activate_slabs`; all are contiguous."""
     L, M, I = narrow.shape
     block = min(BLOCK, next_power_of_2(I))
-    columns = -(-I // block)
+    columns = ceil_div(I, block)
     grid = (L, min(M, max(1, CTAS // (L * columns))), columns)
     _activate_slabs[grid](wide, narrow, counts, M, I=I, BLOCK=block, **constants(activation))

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from eprt.errors import ConfigError
-from eprt.experts.base import Executor
+from eprt.experts.base import Executor, PreparedExecutor, on_dense_slabs
 from eprt.slabs import expert_major_from_flat, flat_from_expert_major, weighted_sum_to_flat
 from eprt.tokens import ExpertMajorTokens, FlatTokens
-from eprt.weights import ExpertWeights
 
 
 class AdaptedExecutor(Executor):
@@ -23,18 +21,12 @@ class AdaptedExecutor(Executor):
         inner: a built executor. The adapter owns nothing else.
     """
 
-    def __init__(self, inner: Executor) -> None:
-        # Executor.__init__ would prepare weights; the inner executor did.
+    def __init__(self, inner: PreparedExecutor) -> None:
         self.inner = inner
         self.config = inner.config
         self.shard = inner.shard
-        self.device = inner.device
-        self.runtime = inner.runtime
         self.native_formats = inner.spec.formats
         self.spec = replace(inner.spec, formats=("flat", "expert_major"), takes_logits=None)
-
-    def _prepare(self, weights: ExpertWeights) -> None:
-        raise ConfigError("an adapter holds no weights: build the inner executor with them")
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         return self.inner.slot_tensors()
@@ -46,18 +38,17 @@ class AdaptedExecutor(Executor):
         else:
             self.inner.warmup(max_rows)
 
-    def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
-        if "flat" in self.native_formats:
+    def run(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor) -> None:
+        if ("flat" if isinstance(tokens, FlatTokens) else "expert_major") in self.native_formats:
             self.inner(tokens, out)
-            return
-        # Without repeats in a row, no expert can get more than N rows.
-        slabs, index = expert_major_from_flat(merge_repeats(tokens), self.shard, tokens.num_rows)
-        out.copy_(weighted_sum_to_flat(self.inner(slabs), index))
+        elif isinstance(tokens, FlatTokens):
+            # Without repeats in a row, no expert can get more than N rows.
+            slabs, index = expert_major_from_flat(merge_repeats(tokens), self.shard, tokens.num_rows)
+            out.copy_(weighted_sum_to_flat(self.inner(slabs), index))
+        else:
+            on_dense_slabs(self._as_flat, tokens, out)
 
-    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
-        if "expert_major" in self.native_formats:
-            self.inner(tokens, out)
-            return
+    def _as_flat(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
         out.copy_(self.inner(flat_from_expert_major(tokens, self.shard)).view_as(out))
 
 

@@ -1,7 +1,8 @@
 """What is computed on received tokens: the contract every executor keeps.
 
-An executor is built once from canonical weights (its own layout is made then, expert by expert) and called with
-tokens of a format in its spec. It describes itself in an `ExecutorSpec` of the table in `eprt/experts/__init__.py`.
+An `Executor` is what is called, with tokens of a format in its spec; a `PreparedExecutor` is built once from canonical
+weights (its own layout is made then, expert by expert). It describes itself in an `ExecutorSpec` of the table in
+`eprt/experts/__init__.py`.
 """
 
 from __future__ import annotations
@@ -101,50 +102,51 @@ class ExecutorSpec:
         return Support(True, f"decodes {config.weight_format} to bf16 at load" if decoded else "")
 
 
+def anytime(what: str) -> None:
+    """Lets `what` be compiled: for executors outside of a World."""
+
+
 class Executor(ABC):
-    """The local experts' function.
+    """The local experts' function, as a layer calls it.
 
-    Args:
+    Attributes:
+        spec: its row of the table; an adapter has one of its own.
         config: the layer's maths.
-        shard: which experts, which slice of each.
-        weights: canonical weights of that shard, on any device; not kept after construction.
-        device: where to compute.
-        runtime: determinism, precision.
-
-    Raises:
-        ConfigError: weights aren't what config and shard say.
+        strided: takes expert-major rows that lie further apart than H; else valid rows are copied, and so is what it
+            writes.
     """
 
-    spec: ExecutorSpec  # make_executor sets it on the class; an adapter has one of its own
-    # Takes expert-major rows that lie further apart than H; else valid rows are copied, and so is what it writes.
+    spec: ExecutorSpec
+    config: MoEConfig
     strided: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        shard: ExpertShard,
-        weights: ExpertWeights,
-        device: torch.device,
-        runtime: RuntimeConfig,
-    ) -> None:
-        weights.check(config, shard)
-        self.config = config
-        self.shard = shard
-        self.device = device
-        self.runtime = runtime
-        self._prepare(weights)
-
     @abstractmethod
-    def _prepare(self, weights: ExpertWeights) -> None:
-        """Make the kernel's layout on `self.device`, expert by expert. `weights` are already checked."""
+    def run(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor) -> None:
+        """A call without its checks, of at least one row: write into `out` what `__call__` returns."""
 
-    @abstractmethod
-    def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
-        """Write [N, H] into `out`: weights applied, summed over K."""
+    def __call__(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the experts.
 
-    @abstractmethod
-    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
-        """Write [L, M, H] into `out`: rows below the counts, no weights. Both are contiguous unless `strided`."""
+        Args:
+            tokens: as a dispatcher emitted them.
+            out: where to write: [N, H] or [L, M, H] in the tokens' plain dtype (bf16 for packed payloads). Allocated
+                if None.
+
+        Returns:
+            FlatTokens: [N, H]. ExpertMajorTokens: [L, M, H]. Zero rows: returned without a launch.
+        """
+        hidden = tokens.hidden
+        shape = (*hidden.data.shape[:-1], hidden.hidden_size)
+        if shape[-1] != self.config.hidden_size:
+            raise InputError(f"tokens have hidden size {shape[-1]}: the experts have {self.config.hidden_size}")
+        dtype = torch.float32 if hidden.format == "f32" else torch.bfloat16
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device=hidden.data.device)
+        elif tuple(out.shape) != shape or out.dtype != dtype:
+            raise InputError(f"out is {tuple(out.shape)} {out.dtype}: expected {shape} {dtype}")
+        if out.numel():
+            self.run(tokens, out)
+        return out
 
     def warmup(self, max_rows: int, slots: int | None = None) -> None:
         """Compile and tune all that a call can need. Called by every rank inside `World.warmup()`.
@@ -192,48 +194,71 @@ class Executor(ABC):
         """
         raise ConfigError(f"{self.spec.name} takes no router logits: use eprt.routing.route and dispatch")
 
-    def __call__(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the experts.
 
-        Args:
-            tokens: as a dispatcher emitted them.
-            out: where to write: [N, H] or [L, M, H] in the tokens' plain dtype (bf16 for packed payloads). Allocated
-                if None.
+class PreparedExecutor(Executor):
+    """An executor with weights of its own, laid out for its kernels.
 
-        Returns:
-            FlatTokens: [N, H]. ExpertMajorTokens: [L, M, H]. Zero rows: returned without a launch.
-        """
-        hidden = tokens.hidden
-        shape = (*hidden.data.shape[:-1], hidden.hidden_size)
-        if shape[-1] != self.config.hidden_size:
-            raise InputError(f"tokens have hidden size {shape[-1]}: the experts have {self.config.hidden_size}")
-        dtype = torch.float32 if hidden.format == "f32" else torch.bfloat16
-        if out is None:
-            out = torch.empty(shape, dtype=dtype, device=hidden.data.device)
-        elif tuple(out.shape) != shape or out.dtype != dtype:
-            raise InputError(f"out is {tuple(out.shape)} {out.dtype}: expected {shape} {dtype}")
-        if out.numel() == 0:
-            return out
-        self._unchecked(tokens, out)
-        return out
+    Args:
+        config: the layer's maths.
+        shard: which experts, which slice of each.
+        weights: canonical weights of that shard, on any device; not kept after construction.
+        device: where to compute.
+        runtime: determinism, precision.
+        require_cold: asked before anything is compiled by a call; raises UsageError after `World.warmup`.
 
-    def _unchecked(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor) -> None:
-        """A call without its checks."""
+    Raises:
+        ConfigError: weights aren't what config and shard say.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        shard: ExpertShard,
+        weights: ExpertWeights,
+        device: torch.device,
+        runtime: RuntimeConfig,
+        require_cold: Callable[[str], None] = anytime,
+    ) -> None:
+        weights.check(config, shard)
+        self.config = config
+        self.shard = shard
+        self.device = device
+        self.runtime = runtime
+        self.require_cold = require_cold
+        self._prepare(weights)
+
+    @abstractmethod
+    def _prepare(self, weights: ExpertWeights) -> None:
+        """Make the kernel's layout on `self.device`, expert by expert. `weights` are already checked."""
+
+    @abstractmethod
+    def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
+        """Write [N, H] into `out`: weights applied, summed over K."""
+
+    @abstractmethod
+    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
+        """Write [L, M, H] into `out`: rows below the counts, no weights. Both are contiguous unless `strided`."""
+
+    def run(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor) -> None:
         if isinstance(tokens, FlatTokens):
             self._flat(tokens, out)
         elif self.strided:
             self._expert_major(tokens, out)
         else:
-            self._dense_slabs(tokens, out)
+            on_dense_slabs(self._expert_major, tokens, out)
 
-    def _dense_slabs(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
-        data = slabs.dense(tokens.hidden.data, tokens.counts)
-        if data is not tokens.hidden.data:
-            tokens = replace(tokens, hidden=replace(tokens.hidden, data=data))
-        whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        self._expert_major(tokens, whole)
-        if whole is not out:
-            slabs.copy_valid_rows(whole, out, tokens.counts)
+
+def on_dense_slabs(
+    compute: Callable[[ExpertMajorTokens, torch.Tensor], None], tokens: ExpertMajorTokens, out: torch.Tensor
+) -> None:
+    """`compute` on contiguous tokens, into a contiguous output; copies valid rows where they aren't."""
+    data = slabs.dense(tokens.hidden.data, tokens.counts)
+    if data is not tokens.hidden.data:
+        tokens = replace(tokens, hidden=replace(tokens.hidden, data=data))
+    whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    compute(tokens, whole)
+    if whole is not out:
+        slabs.copy_valid_rows(whole, out, tokens.counts)
 
 
 def unsupported_format(executor: str, token_format: TokenFormat) -> ConfigError:

@@ -24,7 +24,7 @@ import torch
 
 from eprt.config import Activation
 from eprt.errors import ConfigError
-from eprt.experts.base import Executor, unsupported_format
+from eprt.experts.base import PreparedExecutor, unsupported_format
 from eprt.experts.layouts import TILE, pad_parts, stack_experts
 from eprt.experts.permute import copy_columns, plain_hidden
 from eprt.experts.tuning import (
@@ -118,7 +118,7 @@ def swiglu_parameters(activation: Activation) -> tuple[float, float, float] | No
     return activation.alpha, activation.beta, no_limit if activation.limit is None else activation.limit
 
 
-class CutlassMxfp4Executor(Executor):
+class CutlassMxfp4Executor(PreparedExecutor):
     """FlatTokens in bf16 or float32 (computed in bf16), or packed (decoded to bf16 first).
 
     `RuntimeConfig.low_precision_activations` switches to FP8 activations (MXFP4 x FP8, FlashInfer's Humming-style

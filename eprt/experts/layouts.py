@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from eprt.tokens import as_bytes
+
 TILE = 128  # rows and columns of the smallest tile that both Hopper executors' kernels accept
 
 
@@ -50,11 +52,6 @@ def unpad_parts(
     n, height, width = padded.shape
     halves = padded.view(n, parts, height // parts, width)[:, :, :rows, : width if cols is None else cols]
     return (halves.flip(1) if reverse else halves).flatten(1, 2)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes instead of FP8, for operations that torch hasn't got for FP8 everywhere; wider dtypes as they are."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def spread_tensor_scale(scale: torch.Tensor, blocks_per_part: int, col_blocks: int) -> torch.Tensor:

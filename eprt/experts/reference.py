@@ -14,7 +14,7 @@ import torch
 
 from eprt.config import Activation, MoEConfig
 from eprt.errors import ConfigError
-from eprt.experts.base import Executor
+from eprt.experts.base import PreparedExecutor
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import Dense, ExpertWeights, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Mxfp8, Nvfp4
 
@@ -125,7 +125,7 @@ def activation_forward(activation: Activation, hidden: torch.Tensor) -> torch.Te
     return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
 
 
-class ReferenceExecutor(Executor):
+class ReferenceExecutor(PreparedExecutor):
     """Decodes every expert to float32 once, then loops over the local experts."""
 
     strided = True

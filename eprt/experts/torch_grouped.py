@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import grouped_mm, pad
 
 from eprt.experts.activation import CHUNK, activate
-from eprt.experts.base import Executor
+from eprt.experts.base import PreparedExecutor
 from eprt.experts.permute import group_rows, weighted_unpermute
 from eprt.quant import decode, decode_payload
 from eprt.rounding import round_up
@@ -37,7 +37,7 @@ def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-class GroupedExecutor(Executor):
+class GroupedExecutor(PreparedExecutor):
     """Computes in bf16 with float32 accumulation; in float32 throughout if the checkpoint is float32.
 
     Tokens are converted to that dtype first, quantised weights are decoded to bf16 when they are loaded.

@@ -13,6 +13,7 @@ from eprt.errors import CheckpointError, ConfigError
 from eprt.models.checkpoint import Checkpoint
 from eprt.placement import ExpertShard
 from eprt.quant import decode
+from eprt.rounding import ceil_div
 from eprt.weights import (
     FP8_BLOCK,
     MX_BLOCK,
@@ -100,7 +101,7 @@ class Field:
 
     def entries(self, size: tuple[int, int]) -> tuple[int, int]:
         """The field's own shape for a part of `size` rows and columns."""
-        return -(-size[0] // self.rows), -(-size[1] // self.cols)
+        return ceil_div(size[0], self.rows), ceil_div(size[1], self.cols)
 
 
 _BYTES = (torch.uint8, torch.int8)
@@ -307,7 +308,7 @@ def _entry_slice(take: slice, size: int, block: int) -> slice:
             f"[{take.start}, {take.stop}) of {size} cuts a scale block of {block}; choose a moe_tp_size that keeps "
             f"blocks whole"
         )
-    return slice(take.start // block, -(-take.stop // block))
+    return slice(take.start // block, ceil_div(take.stop, block))
 
 
 def load_linear(checkpoint: Checkpoint, modules: tuple[str, ...], rows: int, cols: int) -> torch.Tensor:

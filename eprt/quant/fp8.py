@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from eprt.quant.elements import E4M3_EMAX, E4M3_MAX, TINY, decode_e8m0, encode_e4m3, shared_scale
+from eprt.rounding import ceil_div
 from eprt.weights import FP8_BLOCK, MX_BLOCK
 
 
@@ -45,7 +46,7 @@ def encode_fp8_groups(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     """[..., H] float -> (e4m3 [..., H], scale f32 [..., ceil(H/128)]). The last group of 128 may be short."""
     values = values.float()
     H = values.shape[-1]
-    groups = -(-H // FP8_BLOCK)
+    groups = ceil_div(H, FP8_BLOCK)
     scale = fp8_scale(pad(values.abs(), (0, -H % FP8_BLOCK)).unflatten(-1, (groups, FP8_BLOCK)).amax(-1))
     return encode_e4m3(values / spread_groups(scale, H)), scale
 

@@ -89,7 +89,7 @@ def _nvfp4_kernel(x, global_scale, data, scale, H: tl.constexpr, GROUPS: tl.cons
 def encode_fp8_rows(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, H] bf16 or float32 on CUDA -> (e4m3 [T, H], scale f32 [T, ceil(H/128)]), T >= 0."""
     T, H = hidden.shape
-    groups = -(-H // FP8_BLOCK)
+    groups = ceil_div(H, FP8_BLOCK)
     data = torch.empty(T, H, dtype=torch.float8_e4m3fn, device=hidden.device)
     scale = torch.empty(T, groups, dtype=torch.float32, device=hidden.device)
     if T:

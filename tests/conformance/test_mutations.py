@@ -14,7 +14,7 @@ from eprt.conformance.cases import CASES, CONFIGS, find_case, make_batches
 from eprt.conformance.checks import Check, NanOutput, Row, summarize
 from eprt.conformance.oracle import relative_error
 from eprt.conformance.transport import scale_experts, wrong_arrivals
-from eprt.experts.base import Executor
+from eprt.experts.base import PreparedExecutor
 from eprt.placement import ExpertPlacement
 from eprt.slabs import expert_major_from_flat
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
@@ -128,12 +128,12 @@ class TestTransport:
 def test_executors_get_outputs_full_of_nan():
     flat = FlatTokens(Payload.plain(torch.ones(3, 8)), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2), 4)
     for out in (None, torch.zeros(3, 8)):
-        unwritten = NanOutput(lambda tokens, out: out)(flat, out)
+        unwritten = NanOutput(WritesNothing(MoEConfig(4, 2, 8, 16)))(flat, out)
         assert unwritten.shape == (3, 8)
         assert unwritten.isnan().all()
 
 
-class WritesNothing(Executor):
+class WritesNothing(PreparedExecutor):
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
 

@@ -27,7 +27,7 @@ from support.cases.sm100_cases import ACTIVATIONS, as_quantised, as_slabs, build
 from support.stand_ins.sm100_kernels import FakeCuteDsl, FakeTrtllm
 
 from eprt.config import Routing
-from eprt.errors import ConfigError, InputError
+from eprt.errors import ConfigError, InputError, UsageError
 from eprt.experts import EXECUTORS, rules
 from eprt.experts.adapters import AdaptedExecutor
 from eprt.experts.blackwell import cutedsl_layouts, trtllm_formats
@@ -251,6 +251,26 @@ def test_warmup_runs_the_largest_batch(kind):
     executor = build(kind, fake, config, shard, weights, replace(RUNTIME, max_tokens_per_rank=8))
     executor.warmup(16)
     assert {"run", "grouped_gemm_nt_masked", "fp4"} & set(fake.calls)
+
+
+def test_cutedsl_builds_nothing_behind_a_warm_world():
+    config, shard, weights = case("nvfp4", (128, 64))
+    warm = []
+
+    def require_cold(what: str) -> None:
+        if warm:
+            raise UsageError(what)
+
+    kind = type("Built", (CuteDslExecutor,), {"kernels": FakeCuteDsl().kernels()})
+    executor = kind(config, shard, weights, CPU, replace(RUNTIME, token_format="flat"), require_cold)
+    executor.warmup(16)
+    warm.append(True)
+    tokens = make_flat(config, dtype=torch.bfloat16)
+    executor(tokens)
+    ids = torch.nn.functional.pad(tokens.ids, (0, 1), value=config.num_experts)
+    wider = replace(tokens, ids=ids, weights=torch.nn.functional.pad(tokens.weights, (0, 1)))
+    with pytest.raises(UsageError, match=f"for {config.top_k + 1} slots a token"):
+        executor(wider)
 
 
 def test_the_ladder_holds_what_the_dispatcher_says_it_hands_over():

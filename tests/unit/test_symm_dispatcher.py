@@ -12,8 +12,8 @@ import torch
 from support.stand_ins.flashinfer import FakeWorld, run_ranks
 
 from eprt.config import MoEConfig, RuntimeConfig
-from eprt.dispatch import DISPATCHERS, make_dispatcher
-from eprt.dispatch.symm import memory as module
+from eprt.dispatch import DISPATCHERS, make_dispatcher, shared_memory
+from eprt.dispatch.symm.memory import Geometry
 from eprt.errors import EprtError
 from eprt.tokens import TopK
 
@@ -45,13 +45,13 @@ def allocations(monkeypatch) -> list[tuple[int, str]]:
     monkeypatch.setitem(DISPATCHERS, "symm", replace(DISPATCHERS["symm"], devices=("cpu",), requirement=None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     asked: list[tuple[int, str]] = []
-    rule = module.require_allocatable
+    rule = shared_memory.require_allocatable
 
     def ask(world, num_bytes, what):
         rule(world, num_bytes, what)
         asked.append((num_bytes, what))
 
-    monkeypatch.setattr(module, "require_allocatable", ask)
+    monkeypatch.setattr(shared_memory, "require_allocatable", ask)
     return asked
 
 
@@ -84,7 +84,7 @@ def test_memory_comes_with_the_warm_up_and_is_shared_by_equal_geometries(allocat
         return before, same, len(world.resources)
 
     assert run_ranks(job, SIZE) == [(0, True, 1)] * SIZE
-    expected = [module.Geometry(SIZE, capacity, H, K, "bf16").num_bytes for capacity in (8, 9)]
+    expected = [Geometry(SIZE, capacity, H, K, "bf16").num_bytes for capacity in (8, 9)]
     assert sorted(allocations) == sorted((size, "symm's symmetric memory") for size in expected for _ in range(SIZE))
 
 

@@ -19,6 +19,7 @@ from support.stand_ins.humming import Launches, described_h200
 from eprt.bench.expert_peers import by_hand, check_peer
 from eprt.bench.experts import SHAPES
 from eprt.config import RuntimeConfig
+from eprt.errors import UsageError
 from eprt.experts import executor_spec, make_executor
 from eprt.experts import humming as humming_module
 from eprt.experts.humming.gemm import FP8_INPUT_SCHEMAS, WEIGHT_SCHEMAS, GemmShape, GroupedGemm
@@ -338,6 +339,25 @@ def test_warmup_tunes_what_the_dispatcher_emits(launches, monkeypatch, tmp_path,
     HummingKernel._str2kernel_cache.clear()
     run_layer(config, tokens, runtime, warm=6)
     assert {path: path.read_text() for path in tmp_path.rglob("*.json")} == files
+
+
+def test_a_call_behind_a_warm_world_compiles_nothing_or_is_refused(launches, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    warm = []
+
+    def require_cold(what: str) -> None:
+        if warm:
+            raise UsageError(what)
+
+    config = cases.make_config("mxfp4", hidden_size=128, intermediate_size=128)
+    flat, shard = replace(cases.make_flat(config, 6), every_row_read=True), cases.shard_of(config)
+    given = config, shard, cases.make_weights(config), cases.CPU, RuntimeConfig(token_format="flat")
+    ready, late = (make_executor("humming", *given, require_cold=require_cold) for _ in range(2))
+    ready.warmup(6)
+    warm.append(True)
+    assert ready(flat).isfinite().all()
+    with pytest.raises(UsageError, match="compiling humming's"):
+        late(flat)
 
 
 def test_a_schedule_that_the_card_cannot_launch_is_not_tried(launches, monkeypatch, tmp_path):

@@ -16,21 +16,19 @@ import torch
 
 from eprt import slabs
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
-from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.handle import Handle
+from eprt.dispatch.limits import DEEPEP_MAX_TOKENS
 from eprt.dispatch.rank_mask import RankMask
-from eprt.dispatch.shared_memory import Slots, require_allocatable
+from eprt.dispatch.shared_memory import SharedMemoryDispatcher, SlotCall
+from eprt.dispatch.slots import Slots
 from eprt.errors import ConfigError, RankLost
-from eprt.rounding import round_up
-from eprt.support import Device
+from eprt.rounding import ceil_div, round_up
 from eprt.tokens import ExpertMajorTokens, Payload, TopK
 
 if TYPE_CHECKING:
     from eprt.world import World
 
-# deep_ep 1.2.1: FINISHED_SUM_TAG of csrc/kernels/internode_ll.cu; the warnings and asserts of deep_ep/buffer.py.
-MAX_TOKENS = 1024
-MAX_OPEN = 2
+MAX_OPEN = 2  # deep_ep 1.2.1: the warnings and asserts of deep_ep/buffer.py
 QP_DEPTH_VARIABLE = "NVSHMEM_QP_DEPTH"
 SCALE_BLOCK = 128
 
@@ -64,7 +62,7 @@ class Geometry:
     @property
     def num_bytes(self) -> int:
         """What `Buffer.get_low_latency_rdma_size_hint` asks for: one more flag an expert, and a multiple of 128."""
-        flags = -(-4 * self.num_experts // 128) * 128
+        flags = round_up(4 * self.num_experts, 128)
         return (2 * flags + self.tokens_per_rank * self.bytes_per_token + 128) // 128 * 128
 
 
@@ -117,9 +115,8 @@ class LowLatencyBuffer:
 
 
 @dataclass
-class _Call:
-    """What combine needs of a dispatch.
-
+class _Call(SlotCall):
+    """
     Attributes:
         ids: int64 [T, K], -1 where there is no expert.
         received: the library's handle.
@@ -129,7 +126,6 @@ class _Call:
         output: rows as wide as combine takes them, made on first use; `output_buffer` shows their first H columns.
     """
 
-    slot: int
     ids: torch.Tensor
     weights: torch.Tensor
     received: tuple[Any, ...]
@@ -143,7 +139,7 @@ class _Call:
             slabs.copy_valid_rows(*self.scale, self.counts)
 
 
-class DeepEPDispatcher(Dispatcher):
+class DeepEPDispatcher(SharedMemoryDispatcher[Geometry, LowLatencyBuffer]):
     """Emits slabs of W * capacity rows for each local expert, the capacity rounded up to what the library takes.
 
     Other hidden sizes travel padded to the next instantiated one: rows lie as far apart as that, and so do those of
@@ -163,6 +159,8 @@ class DeepEPDispatcher(Dispatcher):
             an `NVSHMEM_QP_DEPTH` that is too small.
     """
 
+    memory_name = "the DeepEP low-latency buffer"
+
     def __init__(
         self,
         world: World,
@@ -171,24 +169,18 @@ class DeepEPDispatcher(Dispatcher):
         token_format: TokenFormat = "expert_major",
         layer: int = 0,
     ) -> None:
-        verdict = self.spec.supports(config, world.parallel, runtime, Device.of(world.device))
-        if not verdict:
-            raise ConfigError(f"deepep: {verdict.reason}")
+        super().__init__(world, config, runtime, token_format, layer)
         if world.group is None:
             raise ConfigError("deepep: a world of one has no process group and nothing to send; use 'none'")
-        self._geometry = Geometry(
+        require_qp_depth(self._geometry.tokens_per_rank)
+
+    def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> Geometry:
+        return Geometry(
             num_ranks=world.size,
             num_experts=config.num_experts,
             tokens_per_rank=least_capacity(world.size, runtime.max_tokens_per_rank),
             hidden_size=self.spec.padded_hidden(config.hidden_size),
         )
-        require_qp_depth(self._geometry.tokens_per_rank)
-        self._key = ("deepep", self._geometry, runtime.rank_mask)
-        self._memory: LowLatencyBuffer | None = None
-        super().__init__(world, config, runtime, token_format, layer)
-
-    def bytes_per_token(self) -> int:
-        return self._geometry.bytes_per_token
 
     def max_rows(self) -> int:
         return self._slab_shape()[1]
@@ -220,7 +212,7 @@ class DeepEPDispatcher(Dispatcher):
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> ExpertMajorTokens:
         self.check_peers()
-        memory = self._require_memory()
+        memory = self._ensure_memory()
         H, width = self.config.hidden_size, self._geometry.hidden_size
         from eprt.dispatch.deepep import pack_triton
 
@@ -244,7 +236,7 @@ class DeepEPDispatcher(Dispatcher):
         if packed:
             # The library's scales have their last two dimensions swapped in memory, for the sake of its own GEMM.
             data, scale = received
-            scale = scale[..., : -(-H // SCALE_BLOCK)]
+            scale = scale[..., : ceil_div(H, SCALE_BLOCK)]
             call.scale = scale, torch.empty_like(scale, memory_format=torch.contiguous_format)
             payload = Payload(data[..., :H], "fp8_block", call.scale[1])
         else:
@@ -254,34 +246,26 @@ class DeepEPDispatcher(Dispatcher):
         return ExpertMajorTokens(payload, counts, handle.tokens_per_rank * self.world.size)
 
     def _wait(self, handle: Handle) -> None:
-        handle.state.receive()
-        handle.state.copy_scale()
+        call = handle.kept(_Call)
+        call.receive()
+        call.copy_scale()
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
         self.check_peers()
-        H, rows = self.config.hidden_size, expert_output.to(torch.bfloat16)
+        H, rows, call = self.config.hidden_size, expert_output.to(torch.bfloat16), handle.kept(_Call)
         buffer = self.output_buffer(handle)
-        if buffer is None:
+        if buffer is None or call.output is None:
             return self._finish(rows.contiguous(), handle)
         if rows.data_ptr() != buffer.data_ptr() or rows.stride() != buffer.stride():
-            slabs.copy_valid_rows(rows, buffer, handle.state.counts)
-        return self._finish(handle.state.output, handle)[:, :H].contiguous()
+            slabs.copy_valid_rows(rows, buffer, call.counts)
+        return self._finish(call.output, handle)[:, :H].contiguous()
 
-    def _release(self, handle: Handle) -> None:
-        """The peers' combine waits for this rank's rows, so a handle that is dropped still sends: NaN, not the numbers
-        of an earlier call."""
-        if not isinstance(handle.state, _Call) or self._memory is None or self.world.closed:
-            return
-        try:
-            self.check_peers()
-        except RankLost:
-            return
+    def _send_nan(self, memory: LowLatencyBuffer, handle: Handle) -> None:
         handle.wait()
-        nan = torch.full(self._slab_shape(), torch.nan, dtype=torch.bfloat16, device=self.world.device)
-        self._finish(nan, handle)
+        self._finish(torch.full(self._slab_shape(), torch.nan, dtype=torch.bfloat16, device=self.world.device), handle)
 
     def _finish(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
-        memory, call = self._require_memory(), handle.state
+        memory, call = self._ensure_memory(), handle.kept(_Call)
         out, _, _ = memory.buffer.low_latency_combine(rows, call.ids, call.weights, call.received)
         memory.report()
         memory.slots.release(call.slot)
@@ -295,30 +279,18 @@ class DeepEPDispatcher(Dispatcher):
 
     def check_peers(self) -> None:
         self.world.raise_if_lost()
-        self._require_memory().raise_given_up()
+        self._ensure_memory().raise_given_up()
 
     # ---- memory ---------------------------------------------------------------------------------------------
-
-    def _slots(self) -> Slots | None:
-        memory: LowLatencyBuffer | None = self._memory or self.world.held(self._key)
-        return None if memory is None else memory.slots
 
     def _mask(self) -> RankMask | None:
         return None if self._memory is None else self._memory.mask
 
     def _leave_out(self, alive: tuple[bool, ...]) -> None:
-        self._require_memory().leave_out(alive)
-
-    def _require_memory(self) -> LowLatencyBuffer:
-        if self._memory is None:
-            self._require_open()
-            self._memory = self.world.resource(self._key, self._allocate, self._destroy)
-        return self._memory
+        self._ensure_memory().leave_out(alive)
 
     def _allocate(self) -> LowLatencyBuffer:
-        """Collective."""
         geometry = self._geometry
-        require_allocatable(self.world, geometry.num_bytes, "the DeepEP low-latency buffer")
         library = load_library()
         buffer = library.Buffer(
             self.world.group,
@@ -335,15 +307,10 @@ class DeepEPDispatcher(Dispatcher):
         mask = RankMask((True,) * W, slots, in_arguments=False)
         return LowLatencyBuffer(library, buffer, slots, mask, given_up if self.runtime.rank_mask else None)
 
-    def _destroy(self, memory: LowLatencyBuffer) -> None:
+    def _free(self, memory: LowLatencyBuffer) -> None:
         """The library frees behind a barrier without a time limit: not with peers that may never come to it."""
         if not self.world.broken:
             memory.buffer.destroy()
-
-    def _close(self) -> None:
-        if self._memory is not None:
-            self._memory = None
-            self.world.release(self._key)
 
 
 def require_qp_depth(capacity: int) -> None:
@@ -352,7 +319,7 @@ def require_qp_depth(capacity: int) -> None:
     Raises:
         ConfigError: the environment sets no number, or less than 2 * (capacity + 1).
     """
-    depth = os.environ.setdefault(QP_DEPTH_VARIABLE, str(2 * (MAX_TOKENS + 1)))
+    depth = os.environ.setdefault(QP_DEPTH_VARIABLE, str(2 * (DEEPEP_MAX_TOKENS + 1)))
     needed = 2 * (capacity + 1)
     if not depth.isdigit() or int(depth) < needed:
         raise ConfigError(

@@ -13,20 +13,18 @@ import torch
 from torch.nn.functional import pad
 
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
-from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.flashinfer.workspace import Geometry, Workspace, require_fp8_combine
 from eprt.dispatch.handle import Handle
 from eprt.dispatch.rank_mask import RankMask
-from eprt.dispatch.shared_memory import Slots
-from eprt.errors import ConfigError, RankLost
+from eprt.dispatch.shared_memory import SharedMemoryDispatcher, SlotCall
 from eprt.support import Device
-from eprt.tokens import FlatTokens, Payload, TopK
+from eprt.tokens import PAYLOADS, FlatTokens, Payload, TopK, as_bytes
 
 if TYPE_CHECKING:
     from eprt.world import World
 
 
-class FlashInferDispatcher(Dispatcher):
+class FlashInferDispatcher(SharedMemoryDispatcher[Geometry, Workspace]):
     """Emits W * R flat rows, rank by rank; slots of absent tokens and of other ranks' experts hold E.
 
     Ids and weights have the next instantiated top-k as their width; added slots hold E. Two calls may be open at once,
@@ -40,6 +38,8 @@ class FlashInferDispatcher(Dispatcher):
             if that is asked for.
     """
 
+    memory_name = "the FlashInfer workspace"
+
     def __init__(
         self,
         world: World,
@@ -48,49 +48,47 @@ class FlashInferDispatcher(Dispatcher):
         token_format: TokenFormat = "flat",
         layer: int = 0,
     ) -> None:
+        super().__init__(world, config, runtime, token_format, layer)
         self._device = Device.of(world.device)
-        verdict = self.spec.supports(config, world.parallel, runtime, self._device)
-        if not verdict:
-            raise ConfigError(f"flashinfer: {verdict.reason}")
+        self._top_k = self.spec.padded_top_k(config.top_k)
         self._fp8_combine = runtime.combine_payload == "fp8"
         if self._fp8_combine:
             require_fp8_combine()
-        self._top_k = self.spec.padded_top_k(config.top_k)
-        self._geometry = Geometry(
+
+    def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> Geometry:
+        facts, H = PAYLOADS[runtime.payload or "bf16"], config.hidden_size
+        routing = 8 * self.spec.padded_top_k(config.top_k)
+        return Geometry(
             num_ranks=world.size,
             tokens_per_rank=runtime.max_tokens_per_rank,
-            dispatch_bytes=8 * self._top_k + sum(_payload_bytes(config.hidden_size, runtime)),
-            combine_bytes=2 * config.hidden_size,  # for FP8, too: the library asks for room for what it casts
+            dispatch_bytes=routing + facts.data_bytes(H) + facts.scale_bytes(H),
+            combine_bytes=2 * H,  # for FP8, too: the library asks for room for what it casts
         )
-        self._key = ("flashinfer", self._geometry, runtime.rank_mask)
-        self._memory: Workspace | None = None
-        super().__init__(world, config, runtime, token_format, layer)
-
-    def bytes_per_token(self) -> int:
-        return self._geometry.bytes_per_token
 
     def output_buffer(self, handle: Handle) -> torch.Tensor | None:
         """[W * R, H] bf16 of the workspace: what is written here, combine doesn't copy."""
-        if self._memory is None or handle.state is None:
+        call = handle.state
+        if self._memory is None or not isinstance(call, SlotCall):
             return None
-        return self._memory.views(handle.state, handle.tokens_per_rank).output
+        return self._memory.views(call.slot, handle.tokens_per_rank).output
 
     # ---- the two verbs --------------------------------------------------------------------------------------
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
         self.world.raise_if_lost()
-        memory = self._require_memory()
+        memory = self._ensure_memory()
         E, extra = self.config.num_experts, self._top_k - self.config.top_k
         ids, weights = topk.ids.contiguous(), topk.weights.contiguous()
         if extra:
             ids, weights = pad(ids, (0, extra), value=E), pad(weights, (0, extra))
-        sent = {"data": _wire(hidden.data.contiguous()), "ids": ids, "weights": weights}
+        sent = {"data": as_bytes(hidden.data.contiguous()), "ids": ids, "weights": weights}
         if hidden.scale is not None:
-            sent["scale"] = _wire(hidden.scale.contiguous())
+            sent["scale"] = as_bytes(hidden.scale.contiguous())
         # A receive region starts right behind the one before: the wider a row's own alignment, the earlier it comes,
         # so that each may be moved in its widest words.
         order = sorted(sent, key=lambda name: -math.gcd(16, sent[name].shape[1] * sent[name].element_size()))
-        handle.state = slot = memory.slots.acquire()
+        slot = memory.slots.acquire()
+        handle.state = SlotCall(slot)
         received = memory.dispatch(slot, ids, [sent[name] for name in order], handle.tokens_per_rank, E)
         found = dict(zip(order, received, strict=True))
         from eprt.dispatch.flashinfer import ids_triton
@@ -109,62 +107,29 @@ class FlashInferDispatcher(Dispatcher):
         self._finish(expert_output.to(torch.bfloat16).contiguous(), handle, out)
         return out
 
-    def _release(self, handle: Handle) -> None:
-        """The peers' combine waits for this rank's flag, so a handle that is dropped still raises it; what they pull
-        is NaN, not the numbers of an earlier call."""
-        if handle.state is None or self._memory is None or self.world.closed:
-            return
-        try:
-            self.world.raise_if_lost()
-        except RankLost:
-            return
-        rows = self._memory.views(handle.state, handle.tokens_per_rank).output.fill_(torch.nan)
+    def _send_nan(self, memory: Workspace, handle: Handle) -> None:
+        slot = handle.kept(SlotCall).slot
+        rows = memory.views(slot, handle.tokens_per_rank).output.fill_(torch.nan)
         self._finish(rows, handle, rows[:0].clone())
 
     def _finish(self, rows: torch.Tensor, handle: Handle, out: torch.Tensor) -> None:
-        memory = self._require_memory()
-        memory.combine(handle.state, rows, handle.tokens_per_rank, self._top_k, out, self._fp8_combine)
-        memory.slots.release(handle.state)
+        memory, slot = self._ensure_memory(), handle.kept(SlotCall).slot
+        memory.combine(slot, rows, handle.tokens_per_rank, self._top_k, out, self._fp8_combine)
+        memory.slots.release(slot)
 
-    def _slots(self) -> Slots | None:
-        memory: Workspace | None = self._memory or self.world.held(self._key)
-        return None if memory is None else memory.slots
+    # ---- memory ---------------------------------------------------------------------------------------------
+
+    def _allocate(self) -> Workspace:
+        return Workspace.allocate(self.world, self._geometry)
 
     def _mask(self) -> RankMask | None:
         return None if self._memory is None else self._memory.mask
 
     def _leave_out(self, alive: tuple[bool, ...]) -> None:
-        self._require_memory().leave_out(alive)
-
-    def _require_memory(self) -> Workspace:
-        if self._memory is None:
-            self._require_open()
-            self._memory = self.world.resource(
-                self._key, lambda: Workspace.allocate(self.world, self._geometry), self._free
-            )
-        return self._memory
+        self._ensure_memory().leave_out(alive)
 
     def _free(self, memory: Workspace) -> None:
         if self.world.broken:
             memory.abandon()
         else:
             memory.close()
-
-    def _close(self) -> None:
-        if self._memory is not None:
-            self._memory = None
-            self.world.release(self._key)
-
-
-def _payload_bytes(hidden_size: int, runtime: RuntimeConfig) -> tuple[int, int]:
-    """Bytes of one travelling token: data, scale."""
-    if runtime.payload == "fp8_block":
-        return hidden_size, 4 * -(-hidden_size // 128)
-    if runtime.payload == "nvfp4":
-        return hidden_size // 2, hidden_size // 16
-    return 2 * hidden_size, 0
-
-
-def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """FP8 travels as bytes."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from eprt.dispatch.rank_mask import RankMask
-from eprt.dispatch.shared_memory import Slots, require_allocatable
+from eprt.dispatch.slots import Slots
 from eprt.errors import ConfigError
 from eprt.rounding import round_up
 from eprt.world.values import gather_values
@@ -64,6 +64,10 @@ class Geometry:
     def slot_bytes(self) -> int:
         """What `moe_a2a_get_workspace_size_per_rank` asks for."""
         return self.combine_offset + round_up(self.num_ranks * self.tokens_per_rank * self.combine_bytes, ALIGNMENT)
+
+    @property
+    def num_bytes(self) -> int:
+        return NUM_SLOTS * self.slot_bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -120,14 +124,12 @@ class Workspace:
         """Collective.
 
         Raises:
-            UsageError, CapacityError: see `require_allocatable`.
             ConfigError: a rank's GPU can't map its peers' memory.
         """
-        require_allocatable(world, NUM_SLOTS * geometry.slot_bytes, "the FlashInfer workspace")
         library = load_library()
         library.get_moe_alltoall_module()  # may compile for minutes: before any rank waits inside a kernel
         world.barrier()
-        owner, memory = _map_memory(world, NUM_SLOTS * geometry.slot_bytes)
+        owner, memory = _map_memory(world, geometry.num_bytes)
         parts = list(memory.split(geometry.slot_bytes, dim=1))
         W, R = geometry.num_ranks, geometry.tokens_per_rank
         metainfo = [library.moe_a2a_initialize(part, world.rank, W, R) for part in parts]

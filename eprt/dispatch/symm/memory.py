@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from eprt.config import MoEConfig, PayloadFormat, RuntimeConfig
-from eprt.dispatch.shared_memory import Slots, require_allocatable
+from eprt.dispatch.limits import SYMM_MAX_RANKS, SYMM_R_BITS
+from eprt.dispatch.slots import Slots
 from eprt.errors import ConfigError, RankLost, WorldMismatch
-from eprt.tokens import Payload
+from eprt.rounding import round_up
+from eprt.tokens import PAYLOADS, Payload
 
 if TYPE_CHECKING:
     from eprt.world import World
 
 NUM_SLOTS = 2
-MAX_RANKS = 8
+MAX_RANKS = SYMM_MAX_RANKS
 ALIGNMENT = 256  # of regions; also the room for a slot's flags: two phases, one int64 for each source
-R_BITS = 20  # of a flag: the R that its source used
+R_BITS = SYMM_R_BITS  # of a flag: the R that its source used
 
 REGIONS = ("data", "scale", "ids", "weights", "output")
 # Lines of the address book, as the kernels index them.
@@ -62,12 +64,14 @@ class Geometry:
     def row_bytes(self) -> dict[str, int]:
         """Bytes that one received token takes in each region."""
         H, K = self.hidden_size, self.top_k
-        data, scale = {
-            "bf16": (2 * H, 0),
-            "fp8_block": (H, 4 * -(-H // 128)),
-            "nvfp4": (H // 2, H // 16),
-        }[self.payload]
-        return {"data": data, "scale": scale, "ids": 4 * K, "weights": 4 * K, "output": 2 * H}
+        facts = PAYLOADS[self.payload]
+        return {
+            "data": facts.data_bytes(H),
+            "scale": facts.scale_bytes(H),
+            "ids": 4 * K,
+            "weights": 4 * K,
+            "output": 2 * H,
+        }
 
     @property
     def bytes_per_token(self) -> int:
@@ -78,7 +82,7 @@ class Geometry:
     def offsets(self) -> dict[str, int]:
         """Byte offset of each region in a slot; `end` is the slot's size."""
         rows = self.num_ranks * self.tokens_per_rank
-        sizes = [-(-rows * size // ALIGNMENT) * ALIGNMENT for size in self.row_bytes.values()]
+        sizes = [round_up(rows * size, ALIGNMENT) for size in self.row_bytes.values()]
         return dict(zip((*REGIONS, "end"), itertools.accumulate(sizes, initial=0), strict=True))
 
     def slot_start(self, slot: int) -> int:
@@ -128,10 +132,8 @@ class SymmetricMemory:
         """Collective.
 
         Raises:
-            UsageError, CapacityError: see `require_allocatable`.
             ConfigError: a rank's GPU can't map its peers' memory.
         """
-        require_allocatable(world, geometry.num_bytes, "symm's symmetric memory")
         if world.group is None:
             memory = torch.zeros(geometry.num_bytes, dtype=torch.uint8, device=world.device)
             return cls(geometry, 0, memory, [memory.data_ptr()])
@@ -161,15 +163,9 @@ class SymmetricMemory:
 
     def payload(self, slot: int, R: int, global_scale: torch.Tensor | None) -> Payload:
         """[W * R, ...] received rows, rank by rank."""
-        format = self.geometry.payload
-        data = {"bf16": torch.bfloat16, "fp8_block": torch.float8_e4m3fn, "nvfp4": torch.uint8}[format]
-        scale = {"fp8_block": torch.float32, "nvfp4": torch.float8_e4m3fn}.get(format)
-        return Payload(
-            self._rows("data", slot, R, data),
-            format,
-            None if scale is None else self._rows("scale", slot, R, scale),
-            global_scale,
-        )
+        facts = PAYLOADS[self.geometry.payload]
+        scale = None if facts.scale_dtype is None else self._rows("scale", slot, R, facts.scale_dtype)
+        return Payload(self._rows("data", slot, R, facts.dtype), self.geometry.payload, scale, global_scale)
 
     def routing(self, slot: int, R: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Received ids and weights, [W * R, K]."""

@@ -18,18 +18,18 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.nn.functional import pad
 
+from eprt.activation import activated
 from eprt.config import Activation, RuntimeConfig, TokenFormat
 from eprt.errors import ConfigError, InputError
 from eprt.experts.adapters import merge_repeats
-from eprt.experts.base import Executor
+from eprt.experts.base import PreparedExecutor, anytime
 from eprt.experts.blackwell.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
 from eprt.experts.blackwell.layouts import mma_scale_view, swizzle_scales
 from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix
-from eprt.experts.layouts import as_bytes
 from eprt.experts.tuning import even_tokens
 from eprt.placement import ExpertShard
 from eprt.quant.payload import decode_payload
-from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, as_bytes
 from eprt.weights import NVFP4_BLOCK, ExpertWeights
 
 T = TypeVar("T")
@@ -174,7 +174,9 @@ class ContiguousExperts:
         activation: Activation,
         shard: ExpertShard,
         runtime: RuntimeConfig,
+        require_cold: Callable[[str], None] = anytime,
     ) -> None:
+        self._require_cold = require_cold
         self._kernels = kernels
         self._layout = _require(layout, ContiguousLayout)
         self._activation = activation
@@ -232,6 +234,7 @@ class ContiguousExperts:
     def _wrapper(self, top_k: int) -> Any:
         """One a number of slots: a dispatcher may pad the model's top-k, an adapter emits one slot."""
         if top_k not in self._wrappers:
+            self._require_cold(f"compiling cutedsl_nvfp4's kernels for {top_k} slots a token")
             activation, layout = self._activation, self._layout
             swiglu: dict[str, float] = {}
             if not activation.plain:
@@ -256,7 +259,7 @@ class ContiguousExperts:
         return self._wrappers[top_k]
 
 
-class CuteDslExecutor(Executor):
+class CuteDslExecutor(PreparedExecutor):
     """Takes both token formats natively, as bf16 or NVFP4. Keeps the layout of `runtime.token_format` (the plan's
     choice), or both layouts if that is None.
 
@@ -278,7 +281,9 @@ class CuteDslExecutor(Executor):
         self._masked: MaskedExperts | None = None
         if wanted in (None, "flat"):
             layout = ContiguousLayout.prepare(weights, size, activation, self.device)
-            self._contiguous = ContiguousExperts(kernels, layout, activation, self.shard, self.runtime)
+            self._contiguous = ContiguousExperts(
+                kernels, layout, activation, self.shard, self.runtime, self.require_cold
+            )
         if wanted == "expert_major" or (wanted is None and calibrated):
             masked = MaskedLayout.prepare(weights, size, activation.parts, self.device)
             factors = Nvfp4Factors.from_weights(weights, self.device)
@@ -334,10 +339,6 @@ def _pad_columns(tensor: torch.Tensor, cols: int) -> torch.Tensor:
 def _activation(activation: Activation, middle: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
     """The activations that the fused SwiGLU kernel doesn't know, in float32: [L, M, parts * I] -> bf16 [L, M, I]."""
     if not activation.gated:
-        return torch.relu(middle.float()).square().to(torch.bfloat16)
+        return activated(activation, None, middle.float()).to(torch.bfloat16)
     gate, up = middle.float().chunk(2, dim=-1)
-    up = up * ratio[:, None, None]
-    if activation.limit is not None:
-        gate = gate.clamp(max=activation.limit)
-        up = up.clamp(-activation.limit, activation.limit)
-    return (gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)).to(torch.bfloat16)
+    return activated(activation, gate, up * ratio[:, None, None]).to(torch.bfloat16)

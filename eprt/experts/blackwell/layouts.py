@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from eprt.experts.layouts import as_bytes, pad_parts
+from eprt.experts.layouts import pad_parts
 from eprt.rounding import round_up
+from eprt.tokens import as_bytes
 
 SCALE_ROWS, SCALE_COLS = 128, 4  # one tile of block scales: 128 rows of 4 scales, 512 bytes
 GATED_ROWS = 64  # rows of up, then of gate, that CuteDSL's fused SwiGLU reads together

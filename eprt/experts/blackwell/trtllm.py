@@ -17,7 +17,7 @@ import torch
 from eprt.config import Routing
 from eprt.errors import ConfigError, InputError
 from eprt.experts.adapters import merge_repeats
-from eprt.experts.base import Executor, unsupported_format
+from eprt.experts.base import PreparedExecutor, unsupported_format
 from eprt.experts.blackwell.trtllm_formats import FORMATS, TrtllmKernels
 from eprt.experts.rules import TRTLLM_LOGITS
 from eprt.experts.tuning import even_tokens
@@ -26,7 +26,7 @@ from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights
 
 
-class TrtllmGenExecutor(Executor):
+class TrtllmGenExecutor(PreparedExecutor):
     """Takes FlatTokens. One call routes, computes, weights and sums; every output row is written (0 where nothing is
     local).
 

@@ -33,11 +33,11 @@ from eprt.experts.blackwell.layouts import (
     trtllm_row_order,
 )
 from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix, share_global_scale
-from eprt.experts.layouts import as_bytes, pad_parts, stack_experts
+from eprt.experts.layouts import pad_parts, stack_experts
 from eprt.quant.elements import encode_e4m3
 from eprt.quant.fp8 import encode_fp8_groups
 from eprt.rounding import round_up
-from eprt.tokens import Payload
+from eprt.tokens import Payload, as_bytes
 from eprt.weights import MX_BLOCK, NVFP4_BLOCK, ExpertWeights, Fp8Block, Fp8Tensor, Mxfp8, Nvfp4
 
 ROWS = 128  # rows of a GEMM (H, and 2 I or I) come in tiles of 128; FP8 contracts 128 columns at a time

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from eprt.experts.base import Executor
+from eprt.experts.base import PreparedExecutor
 from eprt.experts.grouped.schedules import Pair, Schedule, choose, limits
 from eprt.experts.grouped.weights import FP8_FORMATS, GroupedMatrix
 from eprt.experts.permute import plain_hidden
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from eprt.experts.place_triton import WorkList
 
 
-class TritonGroupedExecutor(Executor):
+class TritonGroupedExecutor(PreparedExecutor):
     """Computes with float32 accumulation, bf16 between the matrices; float32 and packed tokens become bf16 first.
 
     FP8 weights meet activations of two E4M3 numbers each, as exact as bf16. `RuntimeConfig.low_precision_activations`

@@ -14,7 +14,7 @@ import torch
 
 from eprt.config import TokenFormat
 from eprt.experts.activation import activate_slabs
-from eprt.experts.base import Executor
+from eprt.experts.base import PreparedExecutor
 from eprt.experts.humming.gemm import FP8_INPUT_SCHEMAS, GemmShape, GemmType, GroupedGemm
 from eprt.experts.humming.rows import RowKernel, RowLayout
 from eprt.experts.humming.schedules import EvenRouting
@@ -30,7 +30,7 @@ _GEMM_TYPES: dict[TokenFormat | None, tuple[GemmType, ...]] = {
 }
 
 
-class HummingExecutor(Executor):
+class HummingExecutor(PreparedExecutor):
     """Computes in bf16 with float32 accumulation; float32 and packed tokens are converted first.
 
     `RuntimeConfig.low_precision_activations` quantises activations to FP8 for MXFP4 (a scale a token) and FP8 weights
@@ -129,6 +129,7 @@ class HummingExecutor(Executor):
         """Both GEMMs and the activation between them, on grouped rows."""
         cold = [gemm for gemm in (self._gate_up, self._down) if not gemm.is_compiled(gemm_type, expected)]
         if cold:
+            self.require_cold("compiling humming's GEMMs")
             with ThreadPoolExecutor(len(cold)) as pool:
                 for job in [pool.submit(gemm.compile, gemm_type, expected) for gemm in cold]:
                     job.result()
@@ -149,6 +150,7 @@ class HummingExecutor(Executor):
     def _rows(self, layout: RowLayout, *, activation: bool = False, slots: int = 1) -> RowKernel:
         """The elementwise kernel in front of a GEMM, compiled on first use (in `warmup`, if it was called)."""
         if (layout, activation, slots) not in self._row_kernels:
+            self.require_cold("compiling humming's kernels around the GEMMs")
             gemm = self._down if activation else self._gate_up
             self._row_kernels[layout, activation, slots] = RowKernel(
                 gemm.config,

@@ -12,6 +12,7 @@ import torch
 
 from eprt.experts.permute import group_slots
 from eprt.experts.tuning import device_microseconds, sample_ids
+from eprt.rounding import round_up
 
 ANY_ROWS = 1 << 30
 TRIALS = 5  # routings a schedule is timed on
@@ -70,7 +71,7 @@ def unique(schedules: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def row_bucket(rows: int, step: int = 1) -> int:
     """The smallest power of `2 ** step` that holds `rows`."""
     exponent = (max(rows, 1) - 1).bit_length()
-    return 1 << -(-exponent // step) * step
+    return 1 << round_up(exponent, step)
 
 
 @dataclass(frozen=True)

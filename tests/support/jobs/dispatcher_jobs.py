@@ -262,7 +262,7 @@ REFUSED = {
     "over_capacity": ("CapacityError", "max_tokens_per_rank >= "),
     "unequal_r": ("WorldMismatch", "tokens_per_rank"),
     "float64_on_rank_1": ("InputError", "rank 1: hidden_states is (3, 2048) torch.float64"),
-    "float32": ("InputError", "carries bfloat16 tokens"),
+    "float32": ("InputError", "takes torch.bfloat16 tokens"),
     "third_dispatch": ("UsageError", "2 dispatches of this geometry are open"),
     "combine_after_close": ("UsageError", "already closed"),
     "output_shape_on_rank_1": ("InputError", "rank 1: expert_output is (3, 2047)"),

@@ -1,0 +1,67 @@
+"""Who uses which part of a buffer that serves several calls."""
+
+from __future__ import annotations
+
+import torch
+
+from eprt.errors import UsageError
+
+
+class Slots:
+    """Parts of a buffer that serve one dispatch/combine pair each. The lowest free one is next, hence the same one on
+    ranks that make the same calls.
+
+    Args:
+        count, what: how many, and whose they are.
+        device: where the buffer is, whose streams use it.
+    """
+
+    def __init__(self, count: int, what: str, device: torch.device) -> None:
+        self.count = count
+        self._what = what
+        self._device = device
+        self._free = set(range(count))
+        self._last_stream: dict[int, torch.cuda.Stream] = {}
+
+    def require_free(self) -> None:
+        """Raises UsageError if every slot is in use."""
+        if not self._free:
+            raise UsageError(
+                f"{self._what}: {self.count} dispatches of this geometry are open, which is the limit: combine or "
+                "close one before the next dispatch"
+            )
+
+    def require_idle(self) -> None:
+        """Raises UsageError if a slot is in use."""
+        if len(self._free) < self.count:
+            raise UsageError(
+                f"{self._what}: {self.count - len(self._free)} dispatches of this geometry are open: combine or close "
+                "them before ranks are left out"
+            )
+
+    def acquire(self) -> int:
+        """Raises UsageError if every slot is in use."""
+        self.require_free()
+        slot = min(self._free)
+        self._free.remove(slot)
+        self._follow(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        if self._device.type == "cuda":
+            self._last_stream[slot] = torch.cuda.current_stream(self._device)
+        self._free.add(slot)
+
+    def _follow(self, slot: int) -> None:
+        """A slot is reused in stream order. Work of another stream is waited for, unless exactly one of the two is
+        being captured: then the order of replay and eager calls is the caller's."""
+        last = self._last_stream.get(slot)
+        if last is None or last == (current := torch.cuda.current_stream(self._device)):
+            return
+        if _captures(last) == _captures(current):
+            current.wait_stream(last)
+
+
+def _captures(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
