@@ -69,7 +69,7 @@ def test_every_pair_is_listed_with_a_reason(model: str, device: str, phase: str)
         (GPT_OSS, "sm90", {"humming", "cutlass_mxfp4"}),
         (QWEN3, "sm90", {"triton_grouped"}),
         (QWEN3, "sm100", {"torch_grouped"}),
-        (DEEPSEEK_FP8, "sm90", {"triton_grouped"}),
+        (DEEPSEEK_FP8, "sm90", {"humming"}),
         (DEEPSEEK_FP8, "sm100", {"trtllm_gen"}),
         (DEEPSEEK_NVFP4, "sm90", {"humming"}),
         (DEEPSEEK_NVFP4, "sm100", {"trtllm_gen", "cutedsl_nvfp4"}),
