@@ -351,7 +351,7 @@ def test_bench_step_on_gloo_ranks(tmp_path, capsys) -> None:
         "--rounds",
         "1",
     ]
-    assert main([*command, "--json", str(result), "--plot", str(picture)]) == 0
+    assert main([*command, "--output", str(result), "--plot", str(picture)]) == 0
     found = json.loads(result.read_text())
     rows = {(row["tokens"], row["path"]): row for row in found["rows"]}
     assert rows.keys() == {(tokens, path) for tokens in (1, 3) for path in ("transformers", "eager", "in a step")}

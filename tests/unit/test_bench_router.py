@@ -44,7 +44,7 @@ def test_table_and_json(monkeypatch, tmp_path, capsys):
     calls = []
     monkeypatch.setattr(bench, "device_microseconds", lambda *given, **_: calls.append(given) or 7.0 * len(calls))
     path = tmp_path / "router.json"
-    assert main(["bench", "router", "--tokens", "3", "--shapes", "gpt-oss-120b", "--json", str(path)]) == 0
+    assert main(["bench", "router", "--tokens", "3", "--shapes", "gpt-oss-120b", "--output", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [(row["router"], row["tokens"], row["us"]) for row in rows] == [("eprt", 3, 7.0), ("torch", 3, 14.0)]
     assert rows[0]["weights_us"] == pytest.approx(2 * 131 * 2880 / 1e6, abs=0.01)
