@@ -21,8 +21,8 @@ TRTLLM_LOGITS = {
 def triton_grouped(
     config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device, payload: PayloadFormat
 ) -> str:
-    """FP8 is multiplied as it is, by tensor cores that have it. With bf16 tokens that has run in the interpreter alone, so
-    nothing chooses it by itself."""
+    """FP8 is multiplied as it is, by tensor cores that have it. With bf16 tokens that has run in the interpreter
+    alone, so nothing chooses it by itself."""
     if config.weight_format == "bf16":
         return ""
     if device.sm < 90:
