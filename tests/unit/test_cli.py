@@ -370,10 +370,8 @@ def test_flags_stay_few() -> None:
         "Run": sorted(
             "model world attention_tp moe_tp dispatcher executor layers steps device json".split()  # noqa: SIM905
         ),
-        "Explain": sorted(
-            "model world device phase attention_tp moe_tp ranks_per_host dispatcher executor max_tokens json".split()  # noqa: SIM905
-        ),
-        "Doctor": ["json", "run", "world"],
+        "Explain": sorted(["attention_tp", "device", "json", "model", "moe_tp", "plot", "ranks_per_host", "runtime", "world"]),
+        "Doctor": ["faults", "json", "output", "run", "trials", "world"],
     }
 
 
@@ -411,7 +409,7 @@ def test_logging_leaves_the_root_logger_alone(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_ranks_and_leaves_no_folder(tiny: Path, tmp_path: Path, monkeypatch, number) -> None:
+def test_signals_leave_no_folder(tiny: Path, tmp_path: Path, monkeypatch, number) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     process, ranks = start_long_run(tiny)
     assert list(tmp_path.glob("eprt-world-*"))
