@@ -370,7 +370,9 @@ def test_flags_stay_few() -> None:
         "Run": sorted(
             "model world attention_tp moe_tp dispatcher executor layers steps device json".split()  # noqa: SIM905
         ),
-        "Explain": sorted(["attention_tp", "device", "json", "model", "moe_tp", "plot", "ranks_per_host", "runtime", "world"]),
+        "Explain": sorted(
+            ["attention_tp", "device", "json", "model", "moe_tp", "plot", "ranks_per_host", "runtime", "world"]
+        ),
         "Doctor": ["faults", "json", "output", "run", "trials", "world"],
     }
 
