@@ -42,7 +42,7 @@ def moe_layer(
     token_ids: torch.Tensor | None,
     tokens_per_rank: int | None,
 ) -> torch.Tensor:
-    """`ExpertParallelMoE.forward` of the layer with that number."""
+    """The layer with that number, called as `ExpertParallelMoE.forward` is."""
     layer: _Layer | None = _LAYERS.get(number)
     if layer is None:
         raise UsageError(f"compiled code calls layer {number}, which is gone: keep the layer, or compile again")

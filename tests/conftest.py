@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--results", type=Path, help="write what passed, and where, as JSON (tests/gpu, tests/integrations)"
     )
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """For TMPDIR: sockets lie in it, and `tmp_path` comes close to the 107 bytes that their names may have."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

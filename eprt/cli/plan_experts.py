@@ -17,7 +17,7 @@ from eprt.errors import ConfigError
 from eprt.models import family_for
 from eprt.models.checkpoint import read_config
 from eprt.placement import EMPTY, ExpertPlacement
-from eprt.placement_file import PlacementFile
+from eprt.placement.file import PlacementFile
 
 
 def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:

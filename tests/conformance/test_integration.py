@@ -15,7 +15,7 @@ from eprt.config import RuntimeConfig
 from eprt.conformance.harness import WorldFailed
 from eprt.models.tiny import write_tiny_checkpoint
 from eprt.placement import EMPTY
-from eprt.placement_file import PlacementFile
+from eprt.placement.file import PlacementFile
 
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 

@@ -59,9 +59,9 @@ def test_rows_are_padded_with_zeros_and_ids_widened(T, K, H, width):
 )
 @pytest.mark.parametrize("swapped", [False, True])
 def test_valid_rows_alone_are_copied(L, M, columns, width, ctas, dtype, swapped, monkeypatch):
-    from eprt import slabs_triton
+    from eprt.slabs import copy_triton
 
-    monkeypatch.setattr(slabs_triton, "COPY_CTAS", ctas)
+    monkeypatch.setattr(copy_triton, "COPY_CTAS", ctas)
     values = torch.randn(L, M, width, device=DEVICE, generator=generator(L)).to(dtype)
     source = values.mT.contiguous().mT[..., :columns] if swapped else values[..., :columns]
     counts = torch.randint(0, M + 1, (L,), device=DEVICE, dtype=torch.int32, generator=generator(M))
@@ -73,6 +73,6 @@ def test_valid_rows_alone_are_copied(L, M, columns, width, ctas, dtype, swapped,
         torch.ones(L, columns, M, device=DEVICE).to(dtype).mT,
     ):
         words = torch.uint8 if dtype.itemsize == 1 else dtype
-        slabs_triton.copy_valid_rows(source.view(words), target.view(words), counts)
+        copy_triton.copy_valid_rows(source.view(words), target.view(words), counts)
         expected = torch.where(valid, source.float(), torch.ones((), device=DEVICE)).to(dtype)
         assert torch.equal(as_bytes(target), as_bytes(expected))

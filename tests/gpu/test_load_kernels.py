@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, runs_kernels]
 @pytest.mark.parametrize("E", [1, 8, 127, 128, 384])
 @pytest.mark.parametrize("shape", [(0, 4), (1, 1), (7, 4), (600, 8)])
 def test_every_id_of_an_expert_counts_once(E, shape):
-    from eprt.load_triton import count_ids
+    from eprt.load.count_triton import count_ids
 
     draw = torch.Generator().manual_seed(E)
     ids = torch.randint(-2, E + 3, shape, generator=draw).to(torch.int32)
@@ -26,7 +26,7 @@ def test_every_id_of_an_expert_counts_once(E, shape):
 
 
 def test_a_view_is_read_as_it_looks():
-    from eprt.load_triton import count_ids
+    from eprt.load.count_triton import count_ids
 
     ids = torch.arange(12, dtype=torch.int32, device=DEVICE).view(3, 4)[:, :2]
     counts = torch.zeros(12, dtype=torch.int64, device=DEVICE)

@@ -18,7 +18,7 @@ from eprt.errors import ConfigError
 from eprt.load import ExpertLoad
 from eprt.models.tiny import write_tiny_checkpoint
 from eprt.placement import EMPTY, ExpertPlacement
-from eprt.placement_file import PlacementFile
+from eprt.placement.file import PlacementFile
 
 E = jobs.E
 

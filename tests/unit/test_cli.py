@@ -411,12 +411,12 @@ def test_logging_leaves_the_root_logger_alone(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signals_leave_no_folder(tiny: Path, tmp_path: Path, monkeypatch, number) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_signals_leave_no_folder(tiny: Path, short_folder: Path, monkeypatch, number) -> None:
+    monkeypatch.setenv("TMPDIR", str(short_folder))
     process, ranks = start_long_run(tiny)
-    assert list(tmp_path.glob("eprt-world-*"))
+    assert list(short_folder.glob("eprt-world-*"))
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == 128 + number
     wait_until_gone(ranks)
-    assert not list(tmp_path.glob("eprt-*"))
+    assert not list(short_folder.glob("eprt-*"))

@@ -98,24 +98,24 @@ def test_a_long_tmpdir_is_refused(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path, monkeypatch) -> None:
+def test_what_a_killed_process_left_is_removed_by_the_next(short_folder: Path, monkeypatch) -> None:
     hold = (
         "import time\nfrom eprt.conformance.scratch import Scratch\nheld = Scratch('tiny')\n"
         "print(held.path, flush=True)\ntime.sleep(60)"
     )
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    environment = os.environ | {"TMPDIR": str(short_folder)}
     with subprocess.Popen([sys.executable, "-c", hold], env=environment, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         left = Path(child.stdout.readline().strip())
         (left / "file").write_text("x")
-        sweep(tmp_path)
+        sweep(short_folder)
         assert left.is_dir(), "its process lives"
         child.send_signal(signal.SIGKILL)
-    (tmp_path / "eprt-somebody-elses").mkdir()
-    sweep(tmp_path)
+    (short_folder / "eprt-somebody-elses").mkdir()
+    sweep(short_folder)
     assert not left.exists()
-    assert (tmp_path / "eprt-somebody-elses").is_dir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert (short_folder / "eprt-somebody-elses").is_dir()
+    monkeypatch.setattr("tempfile.tempdir", str(short_folder))
     with Scratch("world") as mine:
         assert mine.is_dir()
     assert not mine.exists()

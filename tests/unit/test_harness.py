@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -189,13 +188,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def short_folder():
-    """For TMPDIR: sockets lie in it, and `tmp_path` comes close to the 107 bytes that their names may have."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        yield folder
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_ranks_end_with_their_parent(tmp_path, short_folder, number):
     """Also when it has no chance to clean up (SIGKILL), and on Ctrl-C while a job hangs."""
@@ -207,7 +199,7 @@ def test_ranks_end_with_their_parent(tmp_path, short_folder, number):
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
-        env={**os.environ, "TMPDIR": short_folder},  # a parent that is killed leaves its world's folder there
+        env={**os.environ, "TMPDIR": str(short_folder)},  # a parent that is killed leaves its world's folder there
     )
     try:
         pids = [int(pid) for pid in parent.stdout.readline().split()]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from eprt import compiled
 from eprt.errors import EprtError, RankLost, UsageError, WorldMismatch
 from eprt.layer import ExpertParallelMoE
 from eprt.tokens import TopK
@@ -40,6 +41,7 @@ class Place:
         self.world, self.dtype = world, dtype
         self.agreement: Agreement | None = None
         self._layer = layer
+        self._number = compiled.register(self)
 
     @property
     def layer(self) -> ExpertParallelMoE:
@@ -49,9 +51,16 @@ class Place:
         return self._layer
 
     def __call__(
-        self, hidden_states: torch.Tensor, routing: TopK | None = None, token_ids: torch.Tensor | None = None
+        self,
+        hidden_states: torch.Tensor,
+        routing: TopK | None = None,
+        token_ids: torch.Tensor | None = None,
+        tokens_per_rank: int | None = None,
     ) -> torch.Tensor:
         """The layer's output; its errors say what a rank without a batch has to do. Its gradient is refused."""
+        if torch.compiler.is_compiling():
+            with torch.no_grad():  # what the ranks agree on stays inside the operator
+                return compiled.call(self._number, hidden_states, routing, token_ids, tokens_per_rank)
         layer, agreement = self.layer, self.agreement
         muted = agreement is not None and agreement.muted
         x = hidden_states
@@ -61,10 +70,10 @@ class Place:
             token_ids = None if token_ids is None else token_ids.reshape(-1)[:0]
         try:
             if agreement is None:
-                output = layer(x, routing, token_ids=token_ids)
+                output = layer(x, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
             else:
                 with agreement.at(self, x.numel() // x.shape[-1]):
-                    output = layer(x, routing, token_ids=token_ids)
+                    output = layer(x, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
         except (RankLost, WorldMismatch) as error:
             error.args = (f"{error}\n{REMEDY}", *error.args[1:])
             raise

@@ -19,7 +19,7 @@ from eprt.models import ModelFamily, build_layer, family_for, load_layer
 from eprt.models.checkpoint import Checkpoint, TensorInfo, load_on_all_ranks
 from eprt.models.hf_config import model_dtype
 from eprt.models.shards import DTYPE_NAMES, Index, require_finite
-from eprt.placement_file import PlacementFile
+from eprt.placement.file import PlacementFile
 from eprt.world import World
 
 

@@ -24,9 +24,9 @@ class ExpertLoad:
     def add(self, ids: torch.Tensor) -> None:
         """Count [T, K] int32 ids; what lies outside [0, E) isn't one of an expert."""
         if ids.is_cuda:
-            from eprt import load_triton
+            from eprt.load import count_triton
 
-            load_triton.count_ids(ids, self._counts)
+            count_triton.count_ids(ids, self._counts)
             return
         E = self._counts.numel()
         known = torch.where((ids < 0) | (ids > E), E, ids).flatten()
