@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -66,13 +67,16 @@ def tune(world: World, memory: SymmetricMemory, tokens: int) -> dict[str, object
     ids = torch.rand(tokens, NUM_EXPERTS, device="cuda", generator=generator).topk(K, dim=1).indices.int()
     topk, out = TopK(ids, torch.rand(tokens, K, device="cuda", generator=generator)), torch.empty_like(x)
 
+    @cache
+    def launcher_of(tuning: Tuning) -> Launcher:
+        return Launcher(memory, NUM_EXPERTS, L, 1, TIMEOUT_S, (tuning,))
+
     def dispatch(tuning: Tuning) -> None:
-        launcher = Launcher(memory, NUM_EXPERTS, L, 1, (tuning,))
-        launcher.dispatch(0, x, topk, tokens, TIMEOUT_S)
+        launcher_of(tuning).dispatch(0, x, topk, tokens)
 
     def both(tuning: Tuning) -> None:
         dispatch(tuning)
-        Launcher(memory, NUM_EXPERTS, L, 1, (tuning,)).combine(0, out, ids, tokens, TIMEOUT_S)
+        launcher_of(tuning).combine(0, out, ids, tokens)
 
     small = tokens <= TUNING[0].max_rows
     usual = (4096, 8, 264)

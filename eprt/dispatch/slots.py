@@ -21,7 +21,8 @@ class Slots:
         self._what = what
         self._device = device
         self._free = set(range(count))
-        self._last_stream: dict[int, torch.cuda.Stream] = {}
+        self._on_gpu = device.type == "cuda"
+        self._last_stream: dict[int, tuple[int, torch.cuda.Stream]] = {}  # with its number, which is asked for faster
 
     def require_free(self) -> None:
         """Raises UsageError if every slot is in use."""
@@ -48,18 +49,26 @@ class Slots:
         return slot
 
     def release(self, slot: int) -> None:
-        if self._device.type == "cuda":
-            self._last_stream[slot] = torch.cuda.current_stream(self._device)
+        if self._on_gpu:
+            last = self._last_stream.get(slot)
+            if last is None or last[0] != self._stream_number():
+                stream = torch.cuda.current_stream(self._device)
+                self._last_stream[slot] = stream.cuda_stream, stream
         self._free.add(slot)
 
     def _follow(self, slot: int) -> None:
         """A slot is reused in stream order. Work of another stream is waited for, unless exactly one of the two is
         being captured: then the order of replay and eager calls is the caller's."""
         last = self._last_stream.get(slot)
-        if last is None or last == (current := torch.cuda.current_stream(self._device)):
+        if last is None or last[0] == self._stream_number():
             return
-        if _captures(last) == _captures(current):
-            current.wait_stream(last)
+        current = torch.cuda.current_stream(self._device)
+        if _captures(last[1]) == _captures(current):
+            current.wait_stream(last[1])
+
+    def _stream_number(self) -> int:
+        """`torch.cuda.current_stream().cuda_stream`, without making a Stream."""
+        return torch._C._cuda_getCurrentRawStream(self._device.index)
 
 
 def _captures(stream: torch.cuda.Stream) -> bool:

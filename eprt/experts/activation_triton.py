@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from eprt.config import Activation
+from eprt.launching import Prepared
 from eprt.rounding import ceil_div, next_power_of_2
 
 BLOCK = 1024  # columns a program activates at a time
@@ -58,5 +61,14 @@ def activate_slabs(activation: Activation, wide: torch.Tensor, counts: torch.Ten
     L, M, I = narrow.shape
     block = min(BLOCK, next_power_of_2(I))
     columns = ceil_div(I, block)
-    grid = (L, min(M, max(1, CTAS // (L * columns))), columns)
-    _activate_slabs[grid](wide, narrow, counts, M, I=I, BLOCK=block, **constants(activation))
+    grid = L, min(M, max(1, CTAS // (L * columns))), columns
+    _prepared_slabs(wide.device, wide.dtype, narrow.dtype, I, block, activation)(grid, wide, narrow, counts, M)
+
+
+@cache
+def _prepared_slabs(
+    device: torch.device, source: torch.dtype, target: torch.dtype, I: int, block: int, activation: Activation
+) -> Prepared:
+    return Prepared(
+        _activate_slabs, device, (source, target, torch.int32, 2), {"I": I, "BLOCK": block, **constants(activation)}
+    )

@@ -9,12 +9,16 @@ first (`place_triton`), then the rows are copied.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from eprt.experts.place_triton import place_slots
+from eprt.launching import Prepared, like, starts_aligned
 from eprt.rounding import ceil_div, next_power_of_2
+from eprt.tokens import aligned
 
 SMALL_SLOTS = 4096  # N * K up to which one launch that reads all ids in every program is the cheaper way
 SUM_BLOCK = 2048  # columns a program sums of long rows: enough on their way where few slots are local
@@ -101,8 +105,13 @@ def copy_columns(source: torch.Tensor, target: torch.Tensor) -> None:
     """See `eprt.experts.permute.copy_columns`; the last dimension of both is contiguous."""
     width, target_width = min(source.shape[1], target.shape[1]), target.shape[1]
     block = min(COPY_BLOCK, next_power_of_2(target_width))
-    grid = (source.shape[0], ceil_div(target_width, block))
-    _copy_columns[grid](source, target, source.stride(0), target.stride(0), width, target_width, block)
+    grid = source.shape[0], ceil_div(target_width, block), 1
+    numbers = source.stride(0), target.stride(0), width, target_width
+    if starts_aligned(source, target):
+        kernel = _prepared_columns(source.device, source.dtype, target.dtype, *map(like, numbers), block)
+        kernel(grid, source, target, *numbers)
+    else:
+        _copy_columns[grid](source, target, *numbers, block)
 
 
 def group_rows(
@@ -110,16 +119,17 @@ def group_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(rows [N * K, H], offsets, place)."""
     N, K = ids.shape
-    H = hidden.shape[1]
-    hidden = hidden.contiguous()
-    rows = torch.empty((N * K, H), dtype=dtype, device=hidden.device)
-    if ids.numel() <= SMALL_SLOTS:
-        offsets = torch.empty(L + 1, dtype=torch.int64, device=ids.device)
-        place = torch.empty_like(ids, memory_format=torch.contiguous_format)
-        _launch_small(ids, hidden, rows, offsets, place, first, L)
+    H, device = hidden.shape[1], hidden.device
+    hidden = aligned(hidden)
+    rows = torch.empty((N * K, H), dtype=dtype, device=device)
+    if N * K <= SMALL_SLOTS:
+        offsets = torch.empty(L + 1, dtype=torch.int64, device=device)
+        place = torch.empty((N, K), dtype=torch.int32, device=device)
+        kernel = _prepared_small(device, hidden.dtype, dtype, H, K)
+        kernel((max(N, L + 1), 1, 1), ids.contiguous(), hidden, rows, place, offsets, N, N * K, first, L, H)
     else:
         offsets, place = place_slots(ids, first, L)
-        _copy_rows[(N,)](hidden, rows, place, H, K, next_power_of_2(K), _column_block(H, K))
+        _prepared_copy(device, hidden.dtype, dtype, H, K)((N, 1, 1), hidden, rows, place, H)
     return rows, offsets, place
 
 
@@ -130,7 +140,12 @@ def weighted_unpermute(
     N, K = place.shape
     H = rows.shape[1]
     block = min(SUM_BLOCK if H > SUM_BLOCK else COPY_BLOCK, next_power_of_2(H))
-    _weighted_sum[(N, ceil_div(H, block))](rows, place, weights, out, H, K, block, every_row)
+    grid = N, ceil_div(H, block), 1
+    if starts_aligned(out):
+        kernel = _prepared_sum(out.device, rows.dtype, out.dtype, H, K, block, every_row)
+        kernel(grid, rows, place, weights, out, H)
+    else:
+        _weighted_sum[grid](rows, place, weights, out, H, K, block, every_row)
 
 
 def _column_block(H: int, K: int) -> int:
@@ -138,18 +153,34 @@ def _column_block(H: int, K: int) -> int:
     return min(next_power_of_2(H), max(128, COPY_BLOCK * 4 // next_power_of_2(K)), COPY_BLOCK)
 
 
-def _launch_small(
-    ids: torch.Tensor,
-    hidden: torch.Tensor,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
-    place: torch.Tensor,
-    first: int,
-    L: int,
-) -> None:
-    N, K = ids.shape
-    H = hidden.shape[1]
-    _group_small[(max(N, L + 1),)](
-        ids.contiguous(), hidden, rows, place, offsets, N, N * K, first, L, H,
-        K=K, K_PAD=next_power_of_2(K), BLOCK_S=512, BLOCK_H=_column_block(H, K),
-    )  # fmt: skip
+# ---- prepared once for each shape ---------------------------------------------------------------------------------
+
+
+@cache
+def _prepared_small(device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int) -> Prepared:
+    return Prepared(
+        _group_small,
+        device,
+        (torch.int32, source, target, torch.int32, torch.int64, 2, 2, 2, 2, like(H)),
+        {"K": K, "K_PAD": next_power_of_2(K), "BLOCK_S": 512, "BLOCK_H": _column_block(H, K)},
+    )
+
+
+@cache
+def _prepared_copy(device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int) -> Prepared:
+    constants = {"K": K, "K_PAD": next_power_of_2(K), "BLOCK_H": _column_block(H, K)}
+    return Prepared(_copy_rows, device, (source, target, torch.int32, like(H)), constants)
+
+
+@cache
+def _prepared_sum(
+    device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int, block: int, every_row: bool
+) -> Prepared:
+    constants = {"K": K, "BLOCK_H": block, "EVERY_ROW": every_row}
+    return Prepared(_weighted_sum, device, (source, torch.int32, torch.float32, target, like(H)), constants)
+
+
+@cache
+def _prepared_columns(device: torch.device, source: torch.dtype, target: torch.dtype, *numbers: int) -> Prepared:
+    """Numbers: as the kernel takes them, `like` those that come; the last is its block."""
+    return Prepared(_copy_columns, device, (source, target, *numbers[:-1]), {"BLOCK": numbers[-1]})

@@ -11,11 +11,13 @@ of the slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
+from eprt.launching import Prepared
 from eprt.rounding import ceil_div, next_power_of_2
 
 SMALL_SLOTS = 4096  # up to which counting again in every program is cheaper than two launches
@@ -192,22 +194,49 @@ def _place(
     if num_slots > SMALL_SLOTS:
         counts = torch.empty((num_blocks + 1, l_pad), dtype=torch.int32, device=ids.device)
         totals = counts[num_blocks]
-        _count_slots[(num_blocks,)](ids, counts, num_slots, first, L, L_PAD=l_pad, BLOCK_S=block_s)
-        _sum_counts[(l_pad // SCAN_EXPERTS,)](
-            counts, totals, num_blocks, L_PAD=l_pad, EXPERTS=SCAN_EXPERTS, CHUNK=512, num_warps=8
-        )
-    _place_slots[(num_blocks,)](
-        ids, counts, totals, place, source, offsets, work and work.items, work and work.count, num_slots, first, L,
-        K=K, L_PAD=l_pad, BLOCK_S=block_s, CHUNK=1024, BLOCK_M=work.block_m if work else 1, num_warps=8,
-    )  # fmt: skip
+        _prepared_count(ids.device, l_pad, block_s)((num_blocks, 1, 1), ids, counts, num_slots, first, L)
+        _prepared_scan(ids.device, l_pad)((l_pad // SCAN_EXPERTS, 1, 1), counts, totals, num_blocks)
+    items, count, block_m = (None, None, 1) if work is None else (work.items, work.count, work.block_m)
+    kernel = _prepared_place(ids.device, K, l_pad, block_s, block_m, counts is not None, source is not None)
+    kernel((num_blocks, 1, 1), ids, counts, totals, place, source, offsets, items, count, num_slots, first, L)
 
 
 def list_slabs(counts: torch.Tensor, M: int, block_m: int) -> WorkList:
     """The row tiles of L slabs of M rows, of which counts [L] int32 are valid."""
     L = counts.shape[0]
     work = WorkList.empty(L * ceil_div(M, block_m), block_m, counts.device)
-    _list_slabs[(1,)](
-        counts.contiguous(), work.items, work.count, M, L,
-        L_PAD=max(16, next_power_of_2(L)), BLOCK_M=block_m,
-    )  # fmt: skip
+    kernel = _prepared_slabs(counts.device, max(16, next_power_of_2(L)), block_m)
+    kernel((1, 1, 1), counts.contiguous(), work.items, work.count, M, L)
     return work
+
+
+# ---- prepared once for each shape ---------------------------------------------------------------------------------
+
+
+@cache
+def _prepared_count(device: torch.device, l_pad: int, block_s: int) -> Prepared:
+    return Prepared(_count_slots, device, (torch.int32, torch.int32, 2, 2, 2), {"L_PAD": l_pad, "BLOCK_S": block_s})
+
+
+@cache
+def _prepared_scan(device: torch.device, l_pad: int) -> Prepared:
+    constants = {"L_PAD": l_pad, "EXPERTS": SCAN_EXPERTS, "CHUNK": 512}
+    return Prepared(_sum_counts, device, (torch.int32, torch.int32, 2), constants, num_warps=8)
+
+
+@cache
+def _prepared_place(
+    device: torch.device, K: int, l_pad: int, block_s: int, block_m: int, counted: bool, lists: bool
+) -> Prepared:
+    """`counted`: by the two kernels before; `lists`: source rows and tiles, too."""
+    counts, listed = torch.int32 if counted else None, torch.int32 if lists else None
+    arguments = torch.int32, counts, counts, torch.int32, listed, torch.int64, listed, listed, 2, 2, 2
+    constants = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": 1024, "BLOCK_M": block_m}
+    return Prepared(_place_slots, device, arguments, constants, num_warps=8)
+
+
+@cache
+def _prepared_slabs(device: torch.device, l_pad: int, block_m: int) -> Prepared:
+    return Prepared(
+        _list_slabs, device, (torch.int32, torch.int32, torch.int32, 2, 2), {"L_PAD": l_pad, "BLOCK_M": block_m}
+    )

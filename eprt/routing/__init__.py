@@ -67,13 +67,14 @@ def route(
     check_choice(routing, top_k, values.shape[1], correction_bias)
     if routing.method == "hash":
         _check_table(values.shape[0], top_k, token_ids, token_table)
+    given = correction_bias, token_ids, token_table
     if values.is_cuda:
         from eprt.routing import launch as routing_launch
 
         dtypes = [values.dtype, None if correction_bias is None else correction_bias.dtype]
         if routing_launch.knows(routing, top_k, values.shape[1], *dtypes):
-            return routing_launch.choose(values, routing, top_k, correction_bias, token_ids, token_table)
-    return route_torch(values, routing, top_k, correction_bias, token_ids, token_table)
+            return routing_launch.choose(values, routing, top_k, *given)
+    return route_torch(values, routing, top_k, *given)
 
 
 def route_torch(
@@ -278,7 +279,7 @@ class Router(nn.Module):
         self.register_buffer("bias", bias)
         self.register_buffer("correction_bias", correction_bias)
         self.register_buffer("token_table", token_table)
-        self._fused: tuple[list[tuple[torch.Tensor | None, int]], FusedRouter | None] = ([], None)
+        self._fused: tuple[list[tuple[str, torch.Tensor | None, int]], FusedRouter | None] = ([], None)
 
     @property
     def token_dtype(self) -> torch.dtype:
@@ -320,25 +321,28 @@ class Router(nn.Module):
             fused.warmup(max_tokens, logits=logits)
 
     def _rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        width = self.weight.shape[1]
+        weight = self._buffers["weight"]  # as the attribute, without a search for it
+        width = 0 if weight is None else weight.shape[1]
         if hidden.shape[-1] != width:
             raise InputError(f"hidden is {tuple(hidden.shape)}: the router's weight is {tuple(self.weight.shape)}")
-        return hidden.reshape(-1, width)
+        return hidden if hidden.dim() == 2 else hidden.reshape(-1, width)
 
     def _kernels(self, hidden: torch.Tensor) -> FusedRouter | None:
         """The prepared kernels for these hidden states, None where torch does the work."""
         if not hidden.is_cuda or hidden.dtype != torch.bfloat16:
             return None
-        buffers = self._buffers.values()
         made_of, fused = self._fused
+        buffers = self._buffers
+        same = len(made_of) == len(buffers)
         # Also after `.to()`, `load_state_dict` or a change in place: what is copied from a tensor would be stale.
-        if len(made_of) != len(buffers) or any(
-            tensor is not now or (now is not None and version != _version(now))
-            for (tensor, version), now in zip(made_of, buffers, strict=True)
-        ):
+        for name, tensor, version in made_of:
+            now = buffers.get(name)
+            same = same and tensor is now and (now is None or version == _version(now))
+        if not same:
             fused = self._make_kernels()
-            self._fused = ([(now, 0 if now is None else _version(now)) for now in buffers], fused)
-        return fused if fused is not None and self.weight.device == hidden.device else None
+            made_of = [(name, now, 0 if now is None else _version(now)) for name, now in buffers.items()]
+            self._fused = made_of, fused
+        return fused if fused is not None and fused.device == hidden.device else None
 
     def _make_kernels(self) -> FusedRouter | None:
         weight, bias, correction = self.weight, self.bias, self.correction_bias

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
-from triton import knobs
 
 from eprt.config import GROUP_BEST, Routing
+from eprt.launching import Prepared, early
 from eprt.rounding import ceil_div, next_power_of_2
 from eprt.routing.kernels import METHODS, choice_kernel, logits_kernel
-from eprt.support import Device
 from eprt.tokens import TopK, aligned
 
 MAX_EXPERTS = 1024  # a warp holds a token's scores, 32 a thread
 MAX_TOP_K = 64
 SHARED_BYTES = 200 << 10  # of an SM, for tiles in flight
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_INTERPRETED = bool(knobs.runtime.interpret)
 
 
 class Tiling(NamedTuple):
@@ -73,31 +72,6 @@ def cut(tiling: Tiling, E: int, H: int, parts: int = 1) -> Cut:
     return Cut(block_e, block_h, ceil_div(blocks, steps), steps, max(1, min(tiling.stages, SHARED_BYTES // stage)))
 
 
-class Prepared:
-    """A kernel compiled for the current device, once, for arguments of these kinds; a call only launches it.
-
-    Args:
-        arguments: the kernel's first: a tensor's dtype, None, or an int that may change from call to call. Tensors
-            are contiguous, start at a multiple of 16 bytes unless the kernel says otherwise, and lie on that device.
-        constants: the kernel's rest, in its order.
-    """
-
-    def __init__(self, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], **options: Any) -> None:
-        self._constants = tuple(constants.values())
-        self._kernel = kernel
-        if not _INTERPRETED:
-            self._kernel = kernel.warmup(*arguments, **constants, **options, grid=(1,))
-            self._kernel[(1, 1, 1)]  # loads it
-
-    def __call__(self, programs: int, *arguments: Any) -> None:
-        self._kernel[(programs, 1, 1)](*arguments, *self._constants)
-
-
-def _early(device: torch.device) -> dict[str, Any]:
-    """Programmatic dependent launch: a kernel may be set up while the one before still ends."""
-    return {"launch_pdl": True} if device.type == "cuda" and Device.of(device).sm >= 90 else {}
-
-
 class Rounding(NamedTuple):
     """Where a model rounds: its logits to `logits`, what its method computes to `method`, at last weights to `weights`.
 
@@ -135,53 +109,53 @@ class Choice(NamedTuple):
 def prepared_choice(what: Choice) -> Prepared:
     """The kernel of this choice, compiled at the first call for it."""
     routing = what.routing or Routing("topk_softmax")
-    E, K, early = what.num_experts, what.top_k, _early(what.device)
+    E, K, launch = what.num_experts, what.top_k, early(what.device)
     best = GROUP_BEST.get(routing.method)
     groups = 1 if best is None else routing.num_groups
     computed = what.rounding.method if best is None or what.routing is None else torch.float32
     for_choice = computed if what.correction is None else torch.promote_types(computed, what.correction)
     none = what.routing is None
-    with torch.cuda.device_of(torch.empty(0, device=what.device)):
-        return Prepared(
-            choice_kernel,
-            (
-                what.pieces,
-                what.bias,
-                what.correction,
-                what.token_ids,
-                what.table,
-                computed if none else None,
-                None if none else torch.int32,
-                None if none else torch.float32,
-                2,
-                2,
-            ),
-            {
-                "METHOD": "logits" if none else routing.method,
-                "SPLITS": what.splits,
-                "LOGITS_DTYPE": _DTYPES[what.rounding.logits],
-                "METHOD_DTYPE": _DTYPES[computed],
-                "CHOICE_DTYPE": _DTYPES[for_choice],
-                "WEIGHTS_DTYPE": _DTYPES[what.rounding.weights],
-                "E": E,
-                "K": K,
-                "K_PAD": next_power_of_2(K),
-                "GROUPS": groups,
-                "GROUPS_PAD": next_power_of_2(groups),
-                "SIZE_PAD": next_power_of_2(E // groups),
-                "TOP_GROUPS": routing.topk_groups,
-                "GROUP_BEST": best or 0,
-                "RENORMALIZE": routing.renormalize,
-                "SCALING": float(routing.scaling_factor),
-                "EARLY": bool(early),
-            },
-            num_warps=1,
-            maxnreg=CHOICE_REGISTERS,
-            # A wrong token id must not read another row: it traps, as indexing a tensor does.
-            debug=routing.method == "hash",
-            sanitize_overflow=False,
-            **early,
-        )
+    return Prepared(
+        choice_kernel,
+        what.device,
+        (
+            what.pieces,
+            what.bias,
+            what.correction,
+            what.token_ids,
+            what.table,
+            computed if none else None,
+            None if none else torch.int32,
+            None if none else torch.float32,
+            2,
+            2,
+        ),
+        {
+            "METHOD": "logits" if none else routing.method,
+            "SPLITS": what.splits,
+            "LOGITS_DTYPE": _DTYPES[what.rounding.logits],
+            "METHOD_DTYPE": _DTYPES[computed],
+            "CHOICE_DTYPE": _DTYPES[for_choice],
+            "WEIGHTS_DTYPE": _DTYPES[what.rounding.weights],
+            "E": E,
+            "K": K,
+            "K_PAD": next_power_of_2(K),
+            "GROUPS": groups,
+            "GROUPS_PAD": next_power_of_2(groups),
+            "SIZE_PAD": next_power_of_2(E // groups),
+            "TOP_GROUPS": routing.topk_groups,
+            "GROUP_BEST": best or 0,
+            "RENORMALIZE": routing.renormalize,
+            "SCALING": float(routing.scaling_factor),
+            "EARLY": bool(launch),
+        },
+        num_warps=1,
+        maxnreg=CHOICE_REGISTERS,
+        # A wrong token id must not read another row: it traps, as indexing a tensor does.
+        debug=routing.method == "hash",
+        sanitize_overflow=False,
+        **launch,
+    )
 
 
 def knows(routing: Routing, top_k: int, num_experts: int, *dtypes: torch.dtype | None) -> bool:
@@ -198,23 +172,14 @@ def _dtype(tensor: torch.Tensor | None) -> torch.dtype | None:
     return None if tensor is None else tensor.dtype
 
 
-def choose(
-    logits: torch.Tensor,
-    routing: Routing,
-    top_k: int,
-    correction_bias: torch.Tensor | None = None,
-    token_ids: torch.Tensor | None = None,
-    token_table: torch.Tensor | None = None,
-) -> TopK:
-    """`routing.route` of checked arguments that it `knows`, in one launch."""
+def choose(logits: torch.Tensor, routing: Routing, top_k: int, *given: torch.Tensor | None) -> TopK:
+    """`routing.route_torch` of what it `knows`, `given` being its last three arguments, in one launch."""
     E, dtype = logits.shape[1], logits.dtype
+    tensors = (*map(_contiguous, given), None, None, None)[:3]
     if routing.method != "hash":
-        token_ids = token_table = None
-    tensors = tuple(map(_contiguous, (correction_bias, token_ids, token_table)))
-    kinds = map(_dtype, tensors)
-    what = Choice(logits.device, routing, top_k, E, Rounding(dtype, dtype), dtype, 1, None, *kinds)
-    with torch.cuda.device_of(logits):
-        return _choose(prepared_choice(what), aligned(logits), logits.shape[0], top_k, None, *tensors)
+        tensors = (tensors[0], None, None)
+    what = Choice(logits.device, routing, top_k, E, Rounding(dtype, dtype), dtype, 1, None, *map(_dtype, tensors))
+    return _choose(prepared_choice(what), aligned(logits), logits.shape[0], top_k, None, *tensors)
 
 
 def _choose(
@@ -227,19 +192,21 @@ def _choose(
     token_ids: torch.Tensor | None,
     table: torch.Tensor | None,
 ) -> TopK:
-    ids = torch.empty((T, top_k), dtype=torch.int32, device=pieces.device)
-    weights = torch.empty((T, top_k), dtype=torch.float32, device=pieces.device)
+    device = pieces.device
+    ids = torch.empty((T, top_k), dtype=torch.int32, device=device)
+    weights = torch.empty((T, top_k), dtype=torch.float32, device=device)
     if T:
         vocabulary = 0 if table is None else table.shape[0]
-        kernel(T, pieces, bias, correction, token_ids, table, None, ids, weights, T, vocabulary)
+        kernel((T, 1, 1), pieces, bias, correction, token_ids, table, None, ids, weights, T, vocabulary)
     return TopK(ids, weights)
 
 
 class _Size(NamedTuple):
-    """What runs for up to `tiling.max_tokens` tokens."""
+    """What runs with one tiling: the GEMM, and how many programs it takes for each `block_t` tokens."""
 
-    tiling: Tiling
-    cut: Cut
+    block_t: int
+    programs: int
+    splits: int
     gemm: Prepared
 
 
@@ -266,66 +233,65 @@ class FusedRouter:
         token_table: torch.Tensor | None = None,
         tilings: tuple[Tiling, ...] = TILINGS,
     ) -> None:
-        self._device = weight.device
+        self.device = weight.device
         self._parts = aligned(weight if weight.dtype == torch.bfloat16 else bf16_parts(weight))
         self._shape = (weight.shape[0], weight.shape[1])
         self._bias, self._correction, self._table = map(_contiguous, (bias, correction_bias, token_table))
         self._top_k, self._dtype = top_k, rounding.method
         self._tilings = tilings
-        self._sizes: dict[Tiling, _Size] = {}
+        self._most = [tiling.max_tokens for tiling in tilings]
+        self._sizes: dict[int, _Size] = {}
         self._choices: dict[tuple[int, torch.dtype | None], Prepared] = {}
         kinds = map(_dtype, (self._bias, self._correction, None, self._table))
-        self._what = Choice(self._device, routing, top_k, self._shape[0], rounding, torch.float32, 0, *kinds)
+        self._what = Choice(self.device, routing, top_k, self._shape[0], rounding, torch.float32, 0, *kinds)
 
     def topk(self, hidden: torch.Tensor, token_ids: torch.Tensor | None) -> TopK:
         """[T, H] bf16, and [T] ids for `hash`, both checked -> TopK."""
         T = hidden.shape[0]
         token_ids = None if self._table is None else _contiguous(token_ids)
-        with torch.cuda.device_of(hidden):
-            pieces, splits = self._gemm(hidden, T)
-            kernel = self._choice(splits, _dtype(token_ids))
-            return _choose(kernel, pieces, T, self._top_k, self._bias, self._correction, token_ids, self._table)
+        pieces, splits = self._gemm(hidden, T)
+        kernel = self._choice(splits, None if token_ids is None else token_ids.dtype)
+        return _choose(kernel, pieces, T, self._top_k, self._bias, self._correction, token_ids, self._table)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, H] bf16 -> the logits [T, E] that `topk` chooses by."""
         T = hidden.shape[0]
-        logits = torch.empty((T, self._shape[0]), dtype=self._dtype, device=self._device)
-        with torch.cuda.device_of(hidden):
-            pieces, splits = self._gemm(hidden, T)
-            if T:
-                kernel = prepared_choice(self._logits_of(splits))
-                kernel(T, pieces, self._bias, None, None, None, logits, None, None, T, 0)
+        logits = torch.empty((T, self._shape[0]), dtype=self._dtype, device=self.device)
+        pieces, splits = self._gemm(hidden, T)
+        if T:
+            kernel = prepared_choice(self._logits_of(splits))
+            kernel((T, 1, 1), pieces, self._bias, None, None, None, logits, None, None, T, 0)
         return logits
 
     def warmup(self, max_tokens: int, *, logits: bool) -> None:
         """Compile all that calls of up to `max_tokens` tokens can need, `logits` too if asked for."""
-        with torch.cuda.device_of(self._parts):
-            for tiling in self._tilings:
-                splits = self._size(tiling).cut.splits
-                for dtype in (None,) if self._table is None else (torch.int32, torch.int64):
-                    self._choice(splits, dtype)
-                if logits:
-                    prepared_choice(self._logits_of(splits))
-                if tiling.max_tokens >= max_tokens:
-                    return
+        for number, most in enumerate(self._most):
+            splits = self._size(number).splits
+            for dtype in (None,) if self._table is None else (torch.int32, torch.int64):
+                self._choice(splits, dtype)
+            if logits:
+                prepared_choice(self._logits_of(splits))
+            if most >= max_tokens:
+                return
 
     def _gemm(self, hidden: torch.Tensor, T: int) -> tuple[torch.Tensor, int]:
         """Pieces [splits, T, E] of the logits."""
-        size = self._size(next(tiling for tiling in self._tilings if tiling.max_tokens >= T))
-        (E, _), cut, tiling = self._shape, size.cut, size.tiling
-        pieces = torch.empty((cut.splits, T, E), dtype=torch.float32, device=self._device)
+        size = self._size(bisect_left(self._most, T))
+        splits = size.splits
+        pieces = torch.empty((splits, T, self._shape[0]), dtype=torch.float32, device=self.device)
         if T:
-            programs = ceil_div(T, tiling.block_t) * ceil_div(E, cut.block_e) * cut.splits
-            size.gemm(programs, aligned(hidden), self._parts, pieces, T)
-        return pieces, cut.splits
+            size.gemm((ceil_div(T, size.block_t) * size.programs, 1, 1), aligned(hidden), self._parts, pieces, T)
+        return pieces, splits
 
-    def _size(self, tiling: Tiling) -> _Size:
-        found = self._sizes.get(tiling)
+    def _size(self, number: int) -> _Size:
+        """Of that tiling."""
+        found = self._sizes.get(number)
         if found is None:
-            E, H = self._shape
+            (E, H), tiling = self._shape, self._tilings[number]
             parts = 1 if self._parts.dim() == 2 else self._parts.shape[0]
-            gemm = prepared_gemm(self._device, E, H, parts, tiling)
-            found = self._sizes[tiling] = _Size(tiling, cut(tiling, E, H, parts), gemm)
+            size = cut(tiling, E, H, parts)
+            programs, gemm = ceil_div(E, size.block_e) * size.splits, prepared_gemm(self.device, E, H, parts, tiling)
+            found = self._sizes[number] = _Size(tiling.block_t, programs, size.splits, gemm)
         return found
 
     def _choice(self, splits: int, token_ids: torch.dtype | None) -> Prepared:
@@ -343,26 +309,26 @@ class FusedRouter:
 @cache
 def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tiling) -> Prepared:
     """The GEMM of this shape, compiled at the first call for it, for routers of all layers."""
-    size, early = cut(tiling, E, H, parts), _early(device)
-    with torch.cuda.device_of(torch.empty(0, device=device)):
-        return Prepared(
-            logits_kernel,
-            (torch.bfloat16, torch.bfloat16, torch.float32, 2),
-            {
-                "E": E,
-                "H": H,
-                "PARTS": parts,
-                "SPLITS": size.splits,
-                "STEPS": size.steps,
-                "BLOCK_T": tiling.block_t,
-                "BLOCK_E": size.block_e,
-                "BLOCK_H": size.block_h,
-                "EARLY": bool(early),
-            },
-            num_warps=tiling.warps,
-            num_stages=size.stages,
-            **early,
-        )
+    size, launch = cut(tiling, E, H, parts), early(device)
+    return Prepared(
+        logits_kernel,
+        device,
+        (torch.bfloat16, torch.bfloat16, torch.float32, 2),
+        {
+            "E": E,
+            "H": H,
+            "PARTS": parts,
+            "SPLITS": size.splits,
+            "STEPS": size.steps,
+            "BLOCK_T": tiling.block_t,
+            "BLOCK_E": size.block_e,
+            "BLOCK_H": size.block_h,
+            "EARLY": bool(launch),
+        },
+        num_warps=tiling.warps,
+        num_stages=size.stages,
+        **launch,
+    )
 
 
 def bf16_parts(weight: torch.Tensor) -> torch.Tensor:

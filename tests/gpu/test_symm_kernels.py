@@ -41,7 +41,7 @@ class Batch:
 class Ranks:
     """W ranks of one process. `expert_output[p]` plays the executors: random numbers, NaN where none may be read."""
 
-    def __init__(self, W, E, K, H, capacity, payload="bf16", moe_tp=1):
+    def __init__(self, W, E, K, H, capacity, payload="bf16", moe_tp=1, timeout_s=20.0):
         from eprt.dispatch.symm.launch import TUNING, Launcher
         from eprt.dispatch.symm.memory import Geometry, SymmetricMemory
 
@@ -59,7 +59,7 @@ class Ranks:
         # All ranks' waiting CTAs share one GPU here, so they must fit it together. Interpreted, a few share all rows.
         most = sized({"combine_ctas": 264 // W}, {"combine_ctas": 7, "dispatch_ctas": 9})
         tuning = [row._replace(**{name: min(getattr(row, name), n) for name, n in most.items()}) for row in TUNING]
-        self.launchers = [Launcher(memory, E, self.L, moe_tp, tuple(tuning)) for memory in self.memories]
+        self.launchers = [Launcher(memory, E, self.L, moe_tp, timeout_s, tuple(tuning)) for memory in self.memories]
         self.streams = [] if INTERPRETED else [torch.cuda.Stream() for _ in range(W)]
         self.synchronize()
 
@@ -92,20 +92,20 @@ class Ranks:
         ids = torch.where(torch.rand(T, self.K, device=DEVICE) < 0.1, self.E, ids).int().contiguous()
         return Batch(hidden, sent, TopK(ids, torch.rand(T, self.K, device=DEVICE)))
 
-    def dispatch(self, slot, batches, R, ranks=None, timeout_s=20.0):
+    def dispatch(self, slot, batches, R, ranks=None):
         for r in ranks or self.order(slot):
             with self.stream(r):
-                self.launchers[r].dispatch(slot, batches[r].hidden, batches[r].topk, R, timeout_s, self.global_scale)
+                self.launchers[r].dispatch(slot, batches[r].hidden, batches[r].topk, R, self.global_scale)
         if INTERPRETED and ranks is None:
             self.synchronize(least_waits=self.W)
 
-    def combine(self, slot, batches, R, ranks=None, timeout_s=20.0):
+    def combine(self, slot, batches, R, ranks=None):
         outs = {}
         for r in ranks or self.order(slot):
             with self.stream(r):
                 T = batches[r].topk.ids.shape[0]
                 outs[r] = torch.full((T, self.H), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-                self.launchers[r].combine(slot, outs[r], batches[r].topk.ids, R, timeout_s)
+                self.launchers[r].combine(slot, outs[r], batches[r].topk.ids, R)
         if INTERPRETED and ranks is None:
             self.synchronize(least_waits=self.W)
         return outs
@@ -279,16 +279,16 @@ LIMIT_S = 2.0  # of a wait; other tests may share the GPU
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_a_missing_rank_is_named_in_bounded_time(phase):
-    ranks = Ranks(W=3, E=6, K=2, H=128, capacity=4)
+    ranks = Ranks(W=3, E=6, K=2, H=128, capacity=4, timeout_s=LIMIT_S)
     batches = [ranks.batch(4) for _ in range(3)]
     ranks.step(0, batches, R=4)
     present = [0, 2]
     started = time.monotonic()
-    ranks.dispatch(0, batches, 4, ranks=present if phase == "dispatch" else None, timeout_s=LIMIT_S)
-    ranks.combine(0, batches, 4, ranks=present, timeout_s=LIMIT_S)
+    ranks.dispatch(0, batches, 4, ranks=present if phase == "dispatch" else None)
+    ranks.combine(0, batches, 4, ranks=present)
     ranks.synchronize()
     assert all(ranks.memories[r].faulty for r in present)
-    ranks.dispatch(1, batches, 4, ranks=present, timeout_s=LIMIT_S)  # not waited for again
+    ranks.dispatch(1, batches, 4, ranks=present)  # not waited for again
     ranks.synchronize()
     assert INTERPRETED or 0.9 * LIMIT_S < time.monotonic() - started < 1.9 * LIMIT_S
     for r in present:

@@ -52,7 +52,6 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
         layer: int = 0,
     ) -> None:
         self._launcher: Launcher | None = None
-        self._compiled = False
         super().__init__(world, config, runtime, token_format, layer)
 
     def output_buffer(self, handle: Handle) -> torch.Tensor | None:
@@ -66,13 +65,13 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
         """Allocate, compile on every rank before any rank waits for another, then exchange an empty batch with each
         kernel."""
         self.check_peers()
-        launcher = self._ensure_launcher()
-        self._compile()
+        launcher = self._ready()
         self.world.barrier()
         for R in launcher.row_counts(self.capacity.max_tokens_per_rank):
             slot = launcher.memory.slots.acquire()
-            self._exchange_nothing(slot, R, compile_only=False)
-            launcher.memory.slots.release(slot)
+            token, topk = self._unwanted_token()
+            launcher.dispatch(slot, token, topk, R, self.payload_scale)
+            self._finish(slot, token, topk.ids, R)
         torch.cuda.synchronize(self.world.device)
         self.check_peers()
 
@@ -84,28 +83,26 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
         self.check_peers()
-        launcher = self._ensure_launcher()
-        self._compile()
-        R, memory = handle.tokens_per_rank, launcher.memory
-        topk = TopK(topk.ids.contiguous(), topk.weights.contiguous())
+        launcher, R, scale = self._ready(), handle.tokens_per_rank, self.payload_scale
+        memory = launcher.memory
+        if not (topk.ids.is_contiguous() and topk.weights.is_contiguous()):
+            topk = TopK(topk.ids.contiguous(), topk.weights.contiguous())
         slot = memory.slots.acquire()
         try:
-            launcher.dispatch(slot, hidden.data, topk, R, self.world.timeout_s, self.payload_scale)
+            launcher.dispatch(slot, hidden.data, topk, R, scale)
         except BaseException:  # nothing was launched: the slot is free again
             memory.slots.release(slot)
             raise
         handle.state = _Call(slot, topk.ids)
-        return FlatTokens(
-            memory.payload(slot, R, self.payload_scale),
-            *memory.routing(slot, R),
-            num_experts=self.config.num_experts,
-        )
+        return memory.tokens(slot, R, self.config.num_experts, scale)
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
         self.check_peers()
         call = handle.kept(_Call)
-        buffer = self._ensure_launcher().memory.output(call.slot, handle.tokens_per_rank)
-        if expert_output.data_ptr() != buffer.data_ptr() or expert_output.stride() != buffer.stride():
+        buffer = self._ready().memory.output(call.slot, handle.tokens_per_rank)
+        if expert_output is not buffer and (
+            expert_output.data_ptr() != buffer.data_ptr() or expert_output.stride() != buffer.stride()
+        ):
             buffer.copy_(expert_output)
         out = torch.empty(handle.num_tokens, self.config.hidden_size, dtype=handle.dtype, device=self.world.device)
         self._finish(call.slot, out, call.ids, handle.tokens_per_rank)
@@ -119,8 +116,8 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
         self._finish(call.slot, out, none, handle.tokens_per_rank)
 
     def _finish(self, slot: int, out: torch.Tensor, ids: torch.Tensor, R: int) -> None:
-        launcher = self._ensure_launcher()
-        launcher.combine(slot, out, ids, R, self.world.timeout_s)
+        launcher = self._ready()
+        launcher.combine(slot, out, ids, R)
         launcher.memory.slots.release(slot)
 
     # ---- memory ---------------------------------------------------------------------------------------------
@@ -134,14 +131,18 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
     def _free(self, memory: SymmetricMemory) -> None:
         memory.close()
 
-    def _ensure_launcher(self) -> Launcher:
-        """Allocates the first time: `_ensure_memory`."""
+    def _ready(self) -> Launcher:
+        """Allocates and compiles the first time: `_ensure_memory`."""
         if self._launcher is None:
             memory = self._ensure_memory()
             from eprt.dispatch.symm.launch import Launcher
 
+            self.world.require_cold("compiling the symm kernels")
             E, L = self.config.num_experts, self.placement.num_local_experts
-            self._launcher = Launcher(memory, E, L, self.world.parallel.moe_tp_size)
+            launcher = Launcher(memory, E, L, self.world.parallel.moe_tp_size, self.world.timeout_s)
+            for R in launcher.row_counts(self.capacity.max_tokens_per_rank):
+                launcher.compile(R)
+            self._launcher = launcher
         return self._launcher
 
     def _close(self) -> None:
@@ -155,17 +156,3 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
         self.world.raise_if_lost()
         if self._memory is not None:
             self._memory.raise_faults(self.world.timeout_s)
-
-    def _compile(self) -> None:
-        if not self._compiled:
-            self.world.require_cold("compiling the symm kernels")
-            for R in self._ensure_launcher().row_counts(self.capacity.max_tokens_per_rank):
-                self._exchange_nothing(0, R, compile_only=True)
-            self._compiled = True
-
-    def _exchange_nothing(self, slot: int, R: int, compile_only: bool) -> None:
-        """One row that no expert wants."""
-        launcher, timeout_s = self._ensure_launcher(), self.world.timeout_s
-        token, topk = self._unwanted_token()
-        launcher.dispatch(slot, token, topk, R, timeout_s, self.payload_scale, compile_only)
-        launcher.combine(slot, token, topk.ids, R, timeout_s, compile_only)

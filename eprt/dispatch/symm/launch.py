@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from eprt.dispatch.symm.kernels import ROUTING_BLOCK, combine_kernel, dispatch_kernel
 from eprt.dispatch.symm.memory import R_BITS, SymmetricMemory
+from eprt.launching import Prepared, early
 from eprt.rounding import ceil_div, next_power_of_2
-from eprt.support import Device
 from eprt.tokens import TopK, aligned
 
 
@@ -37,12 +38,24 @@ TUNING = (
 PACKED_COLUMNS = 1024  # of a row that a CTA packs at once
 
 
+@dataclass(frozen=True)
+class _Pair:
+    """Both kernels, cut and compiled for R up to a tuning's `max_rows`, and into how many pieces they cut a row."""
+
+    tuning: Tuning
+    push: Prepared
+    push_pieces: int
+    pull: Prepared
+    pull_pieces: int
+
+
 class Launcher:
-    """The kernels of one layer over one memory: their compile-time values, their grids.
+    """The kernels of one layer over one memory: compiled when first asked for, their grids, the addresses they take.
 
     Args:
         memory: whose slots the calls use.
         num_experts, num_local_experts, moe_tp_size: E, L, and the ranks that share an expert.
+        timeout_s: how long a kernel waits for its peers.
     """
 
     def __init__(
@@ -51,15 +64,28 @@ class Launcher:
         num_experts: int,
         num_local_experts: int,
         moe_tp_size: int,
+        timeout_s: float,
         tuning: tuple[Tuning, ...] = TUNING,
     ) -> None:
-        geometry = memory.geometry
+        geometry, rank = memory.geometry, memory.rank
         self.memory = memory
-        self._offsets = geometry.offsets
         self._tuning = tuning
-        # Programmatic dependent launch: ours may be set up while the kernel before still ends.
-        early = Device.of(memory.states.device).sm >= 90
-        self._launch = {"EARLY": early, **({"launch_pdl": True} if early else {})}
+        self._pairs: dict[Tuning, _Pair] = {}
+        self._device = memory.states.device
+        self._top_k, self._packed = geometry.top_k, geometry.payload != "bf16"
+        self._limit_ns = int(timeout_s * 1e9)
+        offsets = geometry.offsets
+        states, books = memory.states.unbind(), memory.books.unbind()
+        regions = tuple(offsets[region] for region in ("data", "scale", "ids", "weights"))
+        # What a call of a slot takes beside its tensors. A push goes to this rank first, then in rank order, round.
+        self._push_to = [
+            ((*peers[rank:], *peers[:rank]), *regions, book, state)
+            for peers, book, state in zip(memory.peers, books, states, strict=True)
+        ]
+        self._pull_from = [
+            (peers, offsets["output"], book, state)
+            for peers, book, state in zip(memory.peers, books, states, strict=True)
+        ]
         self._routing = {
             "E": num_experts,
             "L": num_local_experts,
@@ -74,83 +100,73 @@ class Launcher:
         firsts = [1, *(tuning.max_rows + 1 for tuning in self._tuning[:-1])]
         return [R for R in firsts if capacity >= R]
 
+    def compile(self, R: int) -> None:
+        """What calls with this R launch."""
+        self._pair(R)
+
     def dispatch(
-        self,
-        slot: int,
-        hidden: torch.Tensor,
-        topk: TopK,
-        R: int,
-        timeout_s: float,
-        global_scale: torch.Tensor | None = None,
-        compile_only: bool = False,
+        self, slot: int, hidden: torch.Tensor, topk: TopK, R: int, global_scale: torch.Tensor | None = None
     ) -> None:
         """Push bf16 rows [T, H], in the memory's payload format, and routing into every rank's `slot`; the stream goes
         on when all peers' have arrived. `global_scale`: of `nvfp4`, float32 [1]."""
-        tuning, payload = self._tuned(R), self.memory.geometry.payload
-        rows = _words(hidden) if payload == "bf16" else aligned(hidden)
-        T, words = rows.shape
-        rank, peers = self.memory.rank, self.memory.peers[slot]
-        block = PACKED_COLUMNS
-        if payload == "bf16":
-            block = min(next_power_of_2(words), tuning.dispatch_bytes // rows.element_size())
-        ctas = min(T * ceil_div(words, block), tuning.dispatch_ctas)
-        with torch.cuda.device_of(rows):
-            (dispatch_kernel.warmup if compile_only else dispatch_kernel.run)(
-                rows,
-                rows if global_scale is None else global_scale,
-                topk.ids,
-                topk.weights,
-                peers[rank:] + peers[:rank],
-                *(self._offsets[region] for region in ("data", "scale", "ids", "weights")),
-                self.memory.books[slot],
-                self.memory.states[slot],
-                T,
-                R,
-                rank,
-                int(timeout_s * 1e9),
-                **self._routing,
-                **self._launch,
-                WORDS=words,
-                BLOCK=block,
-                PAYLOAD=payload,
-                num_warps=tuning.dispatch_warps,
-                grid=(ceil_div(R * self._routing["K"], ROUTING_BLOCK) + ctas,),
-                **({} if compile_only else {"warmup": False}),
-            )
+        pair, T = self._pair(R), hidden.shape[0]
+        ctas = min(T * pair.push_pieces, pair.tuning.dispatch_ctas)
+        pair.push(
+            (ceil_div(R * self._top_k, ROUTING_BLOCK) + ctas, 1, 1),
+            aligned(hidden),
+            global_scale,
+            topk.ids,
+            topk.weights,
+            *self._push_to[slot],
+            T,
+            R,
+            self.memory.rank,
+            self._limit_ns,
+        )
 
-    def combine(
-        self, slot: int, out: torch.Tensor, ids: torch.Tensor, R: int, timeout_s: float, compile_only: bool = False
-    ) -> None:
+    def combine(self, slot: int, out: torch.Tensor, ids: torch.Tensor, R: int) -> None:
         """Sum into out [T, H] the rows that the experts of `ids` [T, K] wrote, once every peer has written."""
-        tuning = self._tuned(R)
-        out = _words(out)
-        T, words = out.shape
-        block = min(next_power_of_2(words), tuning.combine_bytes // out.element_size())
-        with torch.cuda.device_of(out):
-            (combine_kernel.warmup if compile_only else combine_kernel.run)(
-                out,
-                ids,
-                self.memory.peers[slot],
-                self._offsets["output"],
-                self.memory.books[slot],
-                self.memory.states[slot],
-                T,
-                R,
-                self.memory.rank,
-                int(timeout_s * 1e9),
-                **self._routing,
-                **self._launch,
-                WORDS=words,
-                BLOCK=block,
-                num_warps=tuning.combine_warps,
-                grid=(max(1, min(T * ceil_div(words, block), tuning.combine_ctas)),),
-                **({} if compile_only else {"warmup": False}),
-            )
+        pair, T = self._pair(R), out.shape[0]
+        grid = max(1, min(T * pair.pull_pieces, pair.tuning.combine_ctas)), 1, 1
+        pair.pull(grid, out, ids, *self._pull_from[slot], T, R, self.memory.rank, self._limit_ns)
 
-    def _tuned(self, R: int) -> Tuning:
-        return next(tuning for tuning in self._tuning if tuning.max_rows >= R)
+    def _pair(self, R: int) -> _Pair:
+        for tuning in self._tuning:
+            if tuning.max_rows >= R:
+                return self._pairs.get(tuning) or self._prepare(tuning)
+        raise ValueError(R)
+
+    def _prepare(self, tuning: Tuning) -> _Pair:
+        geometry, options = self.memory.geometry, early(self._device)
+        H, words, word = geometry.hidden_size, *_words(geometry.hidden_size)
+        scalars = 2, 2, 2, self._limit_ns
+        width, kind = (H, torch.bfloat16) if self._packed else (words, word)
+        block = PACKED_COLUMNS
+        if not self._packed:
+            block = min(next_power_of_2(words), tuning.dispatch_bytes // word.itemsize)
+        pull_block = min(next_power_of_2(words), tuning.combine_bytes // word.itemsize)
+        scale = torch.float32 if geometry.payload == "nvfp4" else None
+        push = Prepared(
+            dispatch_kernel,
+            self._device,
+            (kind, scale, torch.int32, torch.float32, *self._push_to[0], *scalars),
+            {**self._routing, "WORDS": width, "BLOCK": block, "PAYLOAD": geometry.payload, "EARLY": bool(options)},
+            num_warps=tuning.dispatch_warps,
+            **options,
+        )
+        pull = Prepared(
+            combine_kernel,
+            self._device,
+            (word, torch.int32, *self._pull_from[0], *scalars),
+            {**self._routing, "WORDS": words, "BLOCK": pull_block, "EARLY": bool(options)},
+            num_warps=tuning.combine_warps,
+            **options,
+        )
+        pair = _Pair(tuning, push, ceil_div(width, block), pull, ceil_div(words, pull_block))
+        self._pairs[tuning] = pair
+        return pair
 
 
-def _words(rows: torch.Tensor) -> torch.Tensor:
-    """bf16 rows as the widest integers that fit them, 16-byte aligned."""
-    return aligned(rows).view(torch.int32 if rows.shape[1] % 2 == 0 else torch.int16)
+def _words(hidden_size: int) -> tuple[int, torch.dtype]:
+    """bf16 rows as the widest integers that fit them: how many, and which."""
+    return (hidden_size // 2, torch.int32) if hidden_size % 2 == 0 else (hidden_size, torch.int16)

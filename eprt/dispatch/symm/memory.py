@@ -18,7 +18,7 @@ from eprt.dispatch.limits import SYMM_MAX_RANKS, SYMM_R_BITS
 from eprt.dispatch.slots import Slots
 from eprt.errors import ConfigError, RankLost, WorldMismatch
 from eprt.rounding import round_up
-from eprt.tokens import PAYLOADS, Payload
+from eprt.tokens import PAYLOADS, FlatTokens, Payload
 
 if TYPE_CHECKING:
     from eprt.world import World
@@ -120,12 +120,13 @@ class SymmetricMemory:
         self._owner = owner
         self._fault = torch.zeros(MAX_RANKS, dtype=torch.int32, device=device)
         self._host_fault = torch.zeros(MAX_RANKS, dtype=torch.int32, pin_memory=memory.is_cuda)
-        self._seen_fault = self._host_fault.numpy()  # one read of host memory, without a device sync
+        self._seen_fault = memoryview(self._host_fault.numpy())  # one read of host memory, without a device sync
         self.states = torch.zeros(NUM_SLOTS, 4, dtype=torch.int64, device=device)
         self.peers = [tuple(base + geometry.slot_start(slot) for base in bases) for slot in range(NUM_SLOTS)]
         self.books = torch.tensor([self._book(slot, bases) for slot in range(NUM_SLOTS)], device=device)
         self.slots = Slots(NUM_SLOTS, "symm", device)
         self._views: dict[tuple[str, int], torch.Tensor] = {}  # by region and slot, for the R it was used with last
+        self._tokens: dict[int, tuple[tuple[int, int, torch.Tensor | None], FlatTokens]] = {}  # likewise, by slot
 
     @classmethod
     def allocate(cls, world: World, geometry: Geometry) -> SymmetricMemory:
@@ -157,9 +158,21 @@ class SymmetricMemory:
         """Wait for this rank's kernels and drop the memory. Peers that still write keep their own mapping of it."""
         torch.cuda.synchronize(self._memory.device)
         self._views.clear()
+        self._tokens.clear()
         del self._memory, self._owner, self.books
 
     # ---- views ----------------------------------------------------------------------------------------------
+
+    def tokens(self, slot: int, R: int, num_experts: int, global_scale: torch.Tensor | None) -> FlatTokens:
+        """What a dispatch received there."""
+        kept = self._tokens.get(slot)
+        if kept is not None:
+            (rows, experts, scale), tokens = kept
+            if rows == R and experts == num_experts and scale is global_scale:
+                return tokens
+        tokens = FlatTokens(self.payload(slot, R, global_scale), *self.routing(slot, R), num_experts)
+        self._tokens[slot] = (R, num_experts, global_scale), tokens
+        return tokens
 
     def payload(self, slot: int, R: int, global_scale: torch.Tensor | None) -> Payload:
         """[W * R, ...] received rows, rank by rank."""
@@ -201,7 +214,7 @@ class SymmetricMemory:
     @property
     def faulty(self) -> bool:
         """Whether a kernel reported a peer."""
-        return any(self._seen_fault.data)
+        return any(self._seen_fault)
 
     def raise_faults(self, timeout_s: float) -> None:
         """Raise what the kernels reported, without a device sync.
@@ -210,7 +223,7 @@ class SymmetricMemory:
             RankLost: a peer raised no flag within the limit.
             WorldMismatch: a peer made the call with another R.
         """
-        if not self.faulty:
+        if not any(self._seen_fault):
             return
         silent = [rank for rank, word in enumerate(self._seen_fault) if word < 0]
         if silent:

@@ -16,6 +16,7 @@ from eprt.experts.grouped.gemm_triton import grouped_gemm, quantize_tiles
 from eprt.experts.grouped.schedules import Pair, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.place_triton import WorkList
+from eprt.launching import Prepared, like, starts_aligned
 from eprt.rounding import ceil_div, round_up
 from eprt.support import Device
 from eprt.weights import FP8_BLOCK
@@ -71,6 +72,7 @@ class Gemm:
         self._chip = chip
         self._weights = matrix.data
         self._tiles: dict[tuple[int, int], Any] = {}
+        self._prepared: dict[Any, Prepared] = {}
         self._constants: dict[str, Any] = {
             "N": matrix.rows,
             "K": matrix.cols,
@@ -89,12 +91,14 @@ class Gemm:
 
     def __call__(self, rows: Rows, work: WorkList, schedule: Schedule, tile: Tile, out: torch.Tensor) -> None:
         """Write [rows, width], or slabs of it, for the rows of the work list alone."""
+        data = rows.data
         columns = ceil_div(self.matrix.rows, tile.n)
-        grid = min(self._chip.multiprocessors * tile.ctas, work.bound * columns)
-        x_tma = tile.tma and self._chip.hopper and rows.source is None and rows.data.dim() == 2
-        grouped_gemm[(grid,)](
-            rows.data,
-            TensorDescriptor.from_tensor(rows.data, [schedule.m, tile.k]) if x_tma else None,
+        grid = min(self._chip.multiprocessors * tile.ctas, work.bound * columns), 1, 1
+        x_tma = tile.tma and self._chip.hopper and rows.source is None and data.dim() == 2
+        strides = *_strides(data), *_strides(out)
+        arguments = (
+            data,
+            TensorDescriptor.from_tensor(data, [schedule.m, tile.k]) if x_tma else None,
             rows.source,
             rows.scale,
             self._descriptor(tile) if self._constants["W_TMA"] else self._weights,
@@ -103,21 +107,21 @@ class Gemm:
             out,
             work.items,
             work.count,
-            *_strides(rows.data),
-            *_strides(out),
-            BLOCK_M=schedule.m,
-            BLOCK_N=tile.n,
-            BLOCK_K=tile.k,
-            STAGES=tile.stages,
-            GROUP_M=schedule.group,
-            SWAP=tile.swap,
-            HALVINGS=tile.halvings,
-            FLATTEN=tile.flatten and x_tma,
-            X_TMA=x_tma,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            **self._constants,
+            *strides,
         )
+        if not starts_aligned(data, out, data if rows.scale is None else rows.scale):
+            grouped_gemm[grid](*arguments, **self._constants, **_cut(schedule, tile, x_tma), **_options(tile))
+            return
+        key = (schedule.m, schedule.group, tile, x_tma, data.dtype, out.dtype, rows.source is None, *map(like, strides))
+        kernel = self._prepared.get(key)
+        if kernel is None:
+            kernel = self._prepared[key] = self._prepare(arguments, _cut(schedule, tile, x_tma), tile)
+        kernel(grid, *arguments)
+
+    def _prepare(self, arguments: tuple[Any, ...], cut: dict[str, Any], tile: Tile) -> Prepared:
+        """For arguments like these: of tensors only the dtype counts."""
+        kinds = (a.dtype if isinstance(a, torch.Tensor) else like(a) if isinstance(a, int) else a for a in arguments)
+        return Prepared(grouped_gemm, self._weights.device, tuple(kinds), {**self._constants, **cut}, **_options(tile))
 
     def _descriptor(self, tile: Tile) -> Any:
         block = tile.n, tile.k
@@ -125,6 +129,26 @@ class Gemm:
             w = self._weights
             self._tiles[block] = TensorDescriptor(w, [w.shape[0], self.matrix.cols], [w.shape[1], 1], list(block))
         return self._tiles[block]
+
+
+def _cut(schedule: Schedule, tile: Tile, x_tma: bool) -> dict[str, Any]:
+    """What the kernel is told of them."""
+    return {
+        "BLOCK_M": schedule.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "STAGES": tile.stages,
+        "GROUP_M": schedule.group,
+        "SWAP": tile.swap,
+        "HALVINGS": tile.halvings,
+        "FLATTEN": tile.flatten and x_tma,
+        "X_TMA": x_tma,
+    }
+
+
+def _options(tile: Tile) -> dict[str, int]:
+    """What Triton is told."""
+    return {"num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def quantize_rows(data: torch.Tensor, work: WorkList | None, gemm: Gemm) -> Rows:

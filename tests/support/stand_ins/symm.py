@@ -42,7 +42,9 @@ class Launcher:
 
     host: Host
 
-    def __init__(self, memory: SymmetricMemory, num_experts: int, num_local_experts: int, moe_tp_size: int) -> None:
+    def __init__(
+        self, memory: SymmetricMemory, num_experts: int, num_local_experts: int, moe_tp_size: int, timeout_s: float
+    ) -> None:
         assert moe_tp_size == 1
         self.memory = memory
         self.num_experts, self.num_local_experts = num_experts, num_local_experts
@@ -50,9 +52,10 @@ class Launcher:
     def row_counts(self, capacity: int) -> list[int]:
         return [1]
 
-    def dispatch(self, slot, hidden, topk, R, timeout_s, global_scale=None, compile_only=False):
-        if compile_only:
-            return
+    def compile(self, R: int) -> None:
+        pass
+
+    def dispatch(self, slot, hidden, topk, R, global_scale=None):
         own, T, format = self.memory, hidden.shape[0], self.memory.geometry.payload
         assert hidden.dtype == torch.bfloat16
         assert T <= R <= own.geometry.tokens_per_rank
@@ -75,9 +78,7 @@ class Launcher:
                 part[here][wanted] = sent.view(torch.uint8)[wanted]
         self.host.meeting.wait()
 
-    def combine(self, slot, out, ids, R, timeout_s, compile_only=False):
-        if compile_only:
-            return
+    def combine(self, slot, out, ids, R):
         self.host.meeting.wait()
         total, start = torch.zeros(out.shape), self.memory.rank * R
         for rank, peer in enumerate(self.host.peers(self.memory)):

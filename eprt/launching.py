@@ -1,0 +1,101 @@
+"""Launching Triton kernels that were prepared once. Imported only where kernels run.
+
+Triton's own launcher looks at every argument to find the compiled kernel that fits: 20 to 60 us of host time a launch.
+What a kernel of ours is compiled for is known when its layer is made, so it is looked up once, and a call only
+launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+
+from eprt.support import Device
+
+INTERPRETED = bool(knobs.runtime.interpret)
+_INT32 = 1 << 31
+_ALIGNMENT = 16  # bytes, and the multiple that Triton specialises integers for
+
+Grid = tuple[int, int, int]
+
+
+class Prepared:
+    """A kernel compiled for a device, once, for arguments of these kinds; a call only launches it.
+
+    Args:
+        arguments: the kernel's first, of each what it is compiled for: a tensor's dtype, None, an int like those that
+            will come (`like`), or the value itself (tensor descriptors, tuples of addresses). Tensors are contiguous,
+            start at a multiple of 16 bytes unless the kernel says otherwise, and lie on that device; one of another
+            dtype is read as if it had this one.
+        constants: the kernel's rest, by name.
+    """
+
+    def __init__(
+        self, kernel: Any, device: torch.device, arguments: tuple[Any, ...], constants: dict[str, Any], **options: Any
+    ) -> None:
+        self._constants = tuple(constants[name] for name in kernel.arg_names if name in constants)
+        self._kernel = kernel
+        self._dtypes = arguments
+        if INTERPRETED:
+            return
+        with torch.cuda.device(device):
+            self._kernel = kernel.warmup(*arguments, **constants, **options, grid=(1,))
+            self._kernel[(1, 1, 1)]  # loads it
+            self._device = driver.active.get_current_device()
+        # What CompiledKernel's own launcher does, without what it finds anew each time.
+        self._run: Callable[..., None] = self._kernel.run
+        self._function, self._metadata = self._kernel.function, self._kernel.packed_metadata
+        self._current_device: Callable[[], int] = driver.active.get_current_device
+        self._stream: Callable[[int], int] = driver.active.get_current_stream
+
+    def __call__(self, grid: Grid, *arguments: Any) -> None:
+        if INTERPRETED:
+            self._kernel[grid](*map(_as_dtype, arguments, self._dtypes), *self._constants)
+            return
+        device = self._device
+        if self._current_device() != device:
+            with torch.cuda.device(device):
+                self(grid, *arguments)
+            return
+        if _hooked():
+            self._kernel[grid](*arguments, *self._constants)
+            return
+        x, y, z = grid
+        self._run(
+            x, y, z, self._stream(device), self._function, self._metadata, None, None, None, *arguments,
+            *self._constants,
+        )  # fmt: skip
+
+
+def _hooked() -> bool:
+    """Whether a profiler wants to hear of launches."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _as_dtype(argument: Any, dtype: Any) -> Any:
+    """The interpreter takes a tensor's own dtype."""
+    differs = isinstance(argument, torch.Tensor) and isinstance(dtype, torch.dtype) and argument.dtype != dtype
+    return argument.view(dtype) if differs else argument
+
+
+def like(number: int) -> int:
+    """One integer for all that Triton compiles alike: 1, multiples of 16, the rest, and so for more than 32 bits."""
+    if number == 1:
+        return 1
+    return (0 if -_INT32 <= number < _INT32 else _INT32 << 1) + (_ALIGNMENT if number % _ALIGNMENT == 0 else 2)
+
+
+def starts_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether they start where a kernel that was prepared for them says."""
+    return all([tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors])
+
+
+def early(device: torch.device) -> dict[str, Any]:
+    """Programmatic dependent launch: a kernel may be set up while the one before still ends."""
+    return {"launch_pdl": True} if device.type == "cuda" and Device.of(device).sm >= 90 else {}
