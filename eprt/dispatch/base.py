@@ -17,20 +17,19 @@ import torch
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.call import (
     agree_on_rows,
-    check_derivable,
+    check_call,
     check_handle,
-    check_hidden,
     check_output,
+    check_rows,
     check_said,
-    check_topk,
     settings_of,
 )
-from eprt.dispatch.capacity import Capacity, require_agreed
+from eprt.dispatch.capacity import Capacity
 from eprt.dispatch.handle import Dispatched, Handle
 from eprt.dispatch.rank_mask import RankMask, checked_mask, require_changeable
 from eprt.dispatch.slots import Slots
 from eprt.dispatch.spec import DispatcherSpec
-from eprt.errors import ConfigError, EprtError, InputError, UsageError
+from eprt.errors import ConfigError, EprtError, UsageError
 from eprt.placement import ExpertPlacement
 from eprt.rounding import ceil_div
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
@@ -94,6 +93,8 @@ class Dispatcher(ABC):
             torch.ones(1, dtype=torch.float32, device=world.device) if runtime.payload == "nvfp4" else None
         )
         self.closed = False
+        self.full_validation = runtime.validate == "full"
+        self._accepted: tuple[object, ...] | None = None  # what was right about the last call
         self._calls = 0
         self._open: WeakValueDictionary[int, Handle] = WeakValueDictionary()
         self.settings = settings_of(self.spec.name, world, config, runtime)
@@ -200,13 +201,17 @@ class Dispatcher(ABC):
         """
         self._require_world()
         error: EprtError | None = None
-        rows_of_step = self._rows_of_step() if tokens_per_rank is None else None
-        if rows_of_step is not None:
-            tokens_per_rank = rows_of_step
+        step = self.world.current_step if tokens_per_rank is None else None
+        if step is not None:
+            tokens_per_rank = self._rows_of_step()
+        capturing = self._capturing()
         try:
             self._require_open()
-            self._check_call(hidden_states, topk, tokens_per_rank, cut)
-            if (step := self.world.current_step) is not None and rows_of_step is not None:
+            self._accepted = check_call(self, hidden_states, topk, self._accepted, capturing=capturing)
+            check_rows(self, tokens_per_rank, capturing=capturing, cut=cut)
+            if (slots := self._slots()) is not None:
+                slots.require_free()
+            if step is not None:
                 size = self.world.parallel.attention_tp_size
                 check_said(step, self.world.rank, size, hidden_states.shape[0], group_tokens)
         except EprtError as found:
@@ -231,7 +236,8 @@ class Dispatcher(ABC):
         try:
             if topk.weights.requires_grad:
                 topk = TopK(topk.ids, topk.weights.detach())
-            tokens = self._dispatch(self._encode(_without_grad(hidden_states)), topk, handle)
+            x = hidden_states.detach() if hidden_states.requires_grad else hidden_states
+            tokens = self._dispatch(self._encode(x), topk, handle)
         except BaseException:
             handle.close()
             raise
@@ -272,7 +278,8 @@ class Dispatcher(ABC):
         Args, Returns:
             As in combine. Consumes the handle.
         """
-        output = self._combine(_without_grad(expert_output), handle)
+        y = expert_output.detach() if expert_output.requires_grad else expert_output
+        output = self._combine(y, handle)
         handle.status = "combined"
         handle.state = None
         self._open.pop(handle.call, None)
@@ -351,10 +358,6 @@ class Dispatcher(ABC):
     # ---- shared steps ---------------------------------------------------------------------------------------
 
     @property
-    def full_validation(self) -> bool:
-        return self.runtime.validate == "full"
-
-    @property
     def incomplete(self) -> bool:
         """Whether a rank is left out, so that nothing may be asked of all of them."""
         return self.runtime.rank_mask and not all(self.alive)
@@ -385,35 +388,10 @@ class Dispatcher(ABC):
         if self.world.closed:
             raise UsageError(f"{self.spec.name}: the world is closed; make a new one")
 
-    def _check_call(self, hidden_states: object, topk: object, tokens_per_rank: object, cut: bool) -> None:
-        if not isinstance(hidden_states, torch.Tensor) or not isinstance(topk, TopK):
-            kinds = f"{type(hidden_states).__name__} and {type(topk).__name__}"
-            raise InputError(f"dispatch got {kinds}: expected a tensor of hidden states and a TopK")
-        only = () if "f32" in self.spec.payloads else ((torch.bfloat16, self.spec.name),)
-        H, device = self.config.hidden_size, self.world.device
-        check_hidden(hidden_states, H, device, meaning="the hidden size the experts see", flat=True, only=only)
-        check_topk(topk, hidden_states, self.config)
-        capturing = self._capturing()
-        if tokens_per_rank is None:
-            check_derivable(self.incomplete, capturing and self.world.size > 1)
-        else:
-            agreed = require_agreed(tokens_per_rank)
-            if not cut:
-                self.capacity.check_rows(agreed)
-        if not capturing:
-            if self.full_validation or self.world.device.type == "cpu":
-                topk.check_ids(self.config.num_experts)
-            if self.full_validation:
-                topk.check_weights()
-        if (slots := self._slots()) is not None:
-            slots.require_free()
-
     def _rows_of_step(self) -> int | None:
         """R of what is sent, by the step that is open; None outside of one."""
         step = self.world.current_step
-        if step is None:
-            return None
-        return ceil_div(step.tokens_per_rank, self.world.parallel.attention_tp_size)
+        return None if step is None else ceil_div(step.tokens_per_rank, self.world.parallel.attention_tp_size)
 
     def _encode(self, hidden_states: torch.Tensor) -> Payload:
         """The number format that travels: `runtime.payload`, or the input's own."""
@@ -422,7 +400,3 @@ class Dispatcher(ABC):
         from eprt.quant import encode_payload
 
         return encode_payload(hidden_states, self.runtime.payload, self.payload_scale)
-
-
-def _without_grad(x: torch.Tensor) -> torch.Tensor:
-    return x.detach() if x.requires_grad else x

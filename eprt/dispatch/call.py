@@ -7,13 +7,14 @@ The checks are pure and made before any collective, so that a rank that finds so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch.capacity import KNOB, Capacity, require_agreed
 from eprt.dispatch.handle import Handle, HandleOwner
+from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import CapacityError, EprtError, InputError, UsageError
 from eprt.rounding import ceil_div
 from eprt.tokens import RouterLogits, TopK
@@ -60,6 +61,14 @@ def check_hidden(
             return
         expected = f"{refused[1]} takes {refused[0]} tokens; use hidden_states.to({refused[0]})"
     raise InputError(f"hidden_states is {tuple(x.shape)} {x.dtype} on {x.device}: {expected}")
+
+
+def looks_of(x: object, *more: object) -> tuple[object, ...] | None:
+    """All that `check_hidden` and `TopK.check` read of a tensor, and whatever else a caller's check depends on: equal
+    looks, equal verdicts. None: look closer."""
+    if not isinstance(x, torch.Tensor) or x.is_nested:
+        return None
+    return x.shape, x.dtype, x.device, x.layout, *more
 
 
 def check_topk(topk: TopK, hidden_states: torch.Tensor, config: MoEConfig) -> None:
@@ -163,17 +172,60 @@ def check_output(expert_output: object, shape: tuple[int, ...] | None, device: t
 class Party(Protocol):
     """A dispatcher, as one that agrees with its peers."""
 
+    spec: ClassVar[DispatcherSpec]
     world: World
+    config: MoEConfig
     layer: int
     capacity: Capacity
     settings: dict[str, str]
     fingerprint: int
-
-    @property
-    def full_validation(self) -> bool: ...
+    full_validation: bool
 
     @property
     def incomplete(self) -> bool: ...
+
+
+def check_call(
+    party: Party, hidden_states: object, topk: object, accepted: tuple[object, ...] | None, *, capturing: bool
+) -> tuple[object, ...] | None:
+    """Raises InputError unless a dispatch may get these.
+
+    Args:
+        accepted: what the last call's tensors looked like, which were right: nothing else about them is checked, unless
+            values are read.
+
+    Returns:
+        how these look.
+    """
+    if not isinstance(hidden_states, torch.Tensor) or not isinstance(topk, TopK):
+        kinds = f"{type(hidden_states).__name__} and {type(topk).__name__}"
+        raise InputError(f"dispatch got {kinds}: expected a tensor of hidden states and a TopK")
+    looks = looks_of(hidden_states, looks_of(topk.ids), looks_of(topk.weights))
+    if looks is None or looks != accepted:
+        only = () if "f32" in party.spec.payloads else ((torch.bfloat16, party.spec.name),)
+        H, device = party.config.hidden_size, party.world.device
+        check_hidden(hidden_states, H, device, meaning="the hidden size the experts see", flat=True, only=only)
+        check_topk(topk, hidden_states, party.config)
+    if not capturing:
+        if party.full_validation or party.world.device.type == "cpu":
+            topk.check_ids(party.config.num_experts)
+        if party.full_validation:
+            topk.check_weights()
+    return looks
+
+
+def check_rows(party: Party, tokens_per_rank: object, *, capturing: bool, cut: bool) -> None:
+    """Raises InputError unless R is one, or None where the ranks can agree on it; CapacityError where it doesn't fit.
+
+    Args:
+        cut: an R over the capacity fits.
+    """
+    if tokens_per_rank is None:
+        check_derivable(party.incomplete, capturing and party.world.size > 1)
+    else:
+        agreed = require_agreed(tokens_per_rank)
+        if not cut:
+            party.capacity.check_rows(agreed)
 
 
 def settings_of(dispatcher: str, world: World, config: MoEConfig, runtime: RuntimeConfig) -> dict[str, str]:
@@ -215,13 +267,12 @@ def agree_on_rows(
         cut: an R over the capacity is returned, not refused.
     """
     world = party.world
-    compare = world.compares_headers(party.full_validation) or (
-        world.size > 1 and tokens_per_rank is None and operation == "dispatch"
-    )
+    derive = tokens_per_rank is None and operation == "dispatch"
+    compare = world.size > 1 and (derive or world.compares_headers(party.full_validation))
     if not compare or party.incomplete:
         if error is not None:
             raise error
-        return party.capacity.agree([num_tokens], tokens_per_rank or 0, cut)
+        return party.capacity.agree((num_tokens,), tokens_per_rank or 0, cut)
     header = Header(
         operation=operation,
         layer=party.layer,

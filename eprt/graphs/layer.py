@@ -51,6 +51,7 @@ class LayerGraphs:
         world.add_buckets(self.buckets)
         self._padding = Padding(world, largest)
         self._hidden = _static_rows(world, largest, width)
+        self._width = width
         self._captured: dict[int, Recording] = {}
 
     def capture(self) -> None:
@@ -59,6 +60,22 @@ class LayerGraphs:
         with torch.no_grad(), self._peers.capturing():
             for rows in reversed(self.buckets):
                 self._captured[rows] = self._record(rows, pool)
+
+    def output_of(self, hidden: object, tokens_per_rank: object) -> torch.Tensor | None:
+        """`replay` for a layer's own arguments; None also where the call will be refused."""
+        step, width = self._world.current_step, self._width
+        if tokens_per_rank is None and step is not None:
+            tokens_per_rank = step.tokens_per_rank
+        if type(tokens_per_rank) is not int or self._world.padding is not None:
+            return None
+        if not isinstance(hidden, torch.Tensor) or hidden.layout != torch.strided:
+            return None
+        if hidden.dim() < 2 or hidden.shape[-1] != width:
+            return None
+        x = hidden.reshape(-1, width)
+        most = tokens_per_rank if step is None else step.tokens[self._world.rank]
+        y = self.replay(x, tokens_per_rank) if x.shape[0] <= min(most, tokens_per_rank) else None
+        return None if y is None else y.view(hidden.shape)
 
     def replay(self, hidden: torch.Tensor, tokens_per_rank: int) -> torch.Tensor | None:
         """[T, H_model] of the caller's own for hidden [T, H_model] and an R that is rounded already. None: no graph

@@ -7,7 +7,7 @@ from typing import Any
 from eprt.config import MoEConfig, Routing, SharedExpert
 from eprt.models.base import ModelFamily
 from eprt.models.hf_config import check_moe_layer, expect, integer, num_layers, weight_format
-from eprt.routing import NORM_MIN
+from eprt.routing.formulas import NORM_MIN
 
 
 class Ernie45Moe(ModelFamily):

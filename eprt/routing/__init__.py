@@ -6,7 +6,7 @@ The formulas are those of the models' own code (transformers: `GptOssTopKRouter`
 works in, so the choice of experts is the model's own, ties aside.
 
 On CUDA the work is done by the kernels of `kernels.py`, elsewhere, and for what those don't know, by the plain
-torch below, which is also what the kernels are tested against.
+torch of `formulas.py`, which is also what the kernels are tested against.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ from torch import nn
 
 from eprt.config import GROUP_BEST, MoEConfig, Routing
 from eprt.errors import ConfigError, InputError
+from eprt.routing.formulas import route_torch
 from eprt.tokens import RouterLogits, TopK
 
 if TYPE_CHECKING:
     from eprt.routing.launch import FusedRouter
-
-# DeepSeek's guard against a zero denominator when the chosen weights are normalised.
-_EPSILON = 1e-20
-# ERNIE 4.5's `moe_norm_min`: the least sum that its weights are divided by.
-NORM_MIN = 1e-12
 
 WeightRounding = Literal["logits", "float32", "tokens"]
 
@@ -77,42 +73,6 @@ def route(
     return route_torch(values, routing, top_k, *given)
 
 
-def route_torch(
-    values: torch.Tensor,
-    routing: Routing,
-    top_k: int,
-    correction_bias: torch.Tensor | None = None,
-    token_ids: torch.Tensor | None = None,
-    token_table: torch.Tensor | None = None,
-) -> TopK:
-    """`route` of checked arguments, in plain torch."""
-    if routing.method == "softmax_topk":
-        ids, weights = _softmax_topk(values, routing, top_k)
-    elif routing.method == "topk_softmax":
-        chosen, ids = torch.topk(values, top_k, dim=-1)
-        weights = torch.softmax(chosen, dim=-1)
-    elif routing.method == "topk_sigmoid":
-        chosen, ids = torch.topk(values, top_k, dim=-1)
-        weights = torch.sigmoid(chosen.float()).to(values.dtype)
-    elif routing.method == "grouped_sigmoid":
-        ids, weights = _grouped_sigmoid(values, routing, top_k, correction_bias)
-    elif routing.method == "grouped_softmax":
-        ids, weights = _grouped_softmax(values, routing, top_k, correction_bias)
-    elif routing.method == "sparsemixer":
-        ids, weights = _sparsemixer(values, routing)
-    elif routing.method == "sqrt_softplus":
-        scores = F.softplus(values).sqrt()
-        for_choice = scores if correction_bias is None else scores + correction_bias
-        ids = torch.topk(for_choice, top_k, dim=-1, sorted=False).indices
-        weights = _normalized(scores.gather(1, ids), routing)
-    elif routing.method == "hash" and token_ids is not None and token_table is not None:
-        ids = token_table[token_ids].long()
-        weights = _normalized(F.softplus(values).sqrt().gather(1, ids), routing)
-    else:
-        raise ConfigError(f"routing method {routing.method!r} is unknown; see eprt.config.RoutingMethod")
-    return TopK(ids.to(torch.int32), (weights * routing.scaling_factor).float())
-
-
 def check_choice(routing: Routing, top_k: int, num_experts: int, correction_bias: torch.Tensor | None) -> None:
     """What doesn't change from call to call. Raises as `route`."""
     if not 1 <= top_k <= num_experts:
@@ -142,64 +102,6 @@ def check_token_ids(token_ids: torch.Tensor, vocabulary: int) -> None:
         raise InputError(f"token_ids span [{low}, {high}]: the hash table has rows [0, {vocabulary})")
 
 
-def _softmax_topk(logits: torch.Tensor, routing: Routing, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen, ids = torch.topk(torch.softmax(logits, dim=-1, dtype=torch.float32), top_k, dim=-1)
-    if routing.renormalize:
-        chosen = chosen / chosen.sum(dim=-1, keepdim=True)
-    return ids, chosen.to(logits.dtype)
-
-
-def _grouped_sigmoid(
-    logits: torch.Tensor, routing: Routing, top_k: int, correction_bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = logits.float().sigmoid()
-    for_choice = scores if correction_bias is None else scores + correction_bias
-    if routing.num_groups > 1:
-        for_choice = _keep_best_groups(for_choice, routing)
-    ids = torch.topk(for_choice, top_k, dim=-1, sorted=False).indices
-    return ids, _normalized(scores.gather(1, ids), routing)
-
-
-def _grouped_softmax(
-    logits: torch.Tensor, routing: Routing, top_k: int, correction_bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    for_choice = scores if correction_bias is None else scores + correction_bias
-    if routing.num_groups > 1:
-        for_choice = _keep_best_groups(for_choice, routing)
-    ids = torch.topk(for_choice, top_k, dim=-1, sorted=False).indices
-    weights = scores.gather(1, ids)
-    return ids, weights / weights.sum(dim=-1, keepdim=True).clamp(min=NORM_MIN) if routing.renormalize else weights
-
-
-def _sparsemixer(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inference form of https://arxiv.org/abs/2409.12136: the best expert, then the best of the others, each weighed by
-    a softmax of its own over the logits that come near it. In the logits' dtype, as the model computes."""
-    best, first = logits.max(dim=-1, keepdim=True)
-    first_weight = torch.softmax(_near(logits, logits, best, routing.jitter), dim=-1).gather(1, first)
-    others = logits.scatter(1, first, float("-inf"))
-    best, second = others.max(dim=-1, keepdim=True)
-    second_weight = torch.softmax(_near(others, logits, best, routing.jitter), dim=-1).gather(1, second)
-    return torch.cat((first, second), dim=-1), torch.cat((first_weight, second_weight), dim=-1)
-
-
-def _near(values: torch.Tensor, logits: torch.Tensor, best: torch.Tensor, jitter: float) -> torch.Tensor:
-    """`values`, -inf where the logit lies further from the best than the threshold."""
-    far = (best - logits) / logits.abs().clamp(min=best) > 2 * jitter
-    return values.masked_fill(far, float("-inf"))
-
-
-def _keep_best_groups(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Scores with -inf outside the `topk_groups` best groups."""
-    num_tokens, num_experts = scores.shape
-    size, count = num_experts // routing.num_groups, GROUP_BEST[routing.method]
-    grouped = scores.view(num_tokens, routing.num_groups, size)
-    group_scores = grouped.topk(count, dim=-1).values.sum(dim=-1)
-    best = torch.topk(group_scores, routing.topk_groups, dim=-1, sorted=False).indices
-    dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
-    return grouped.masked_fill(dropped[:, :, None], float("-inf")).view(num_tokens, num_experts)
-
-
 def _check_table(num_tokens: int, top_k: int, token_ids: torch.Tensor | None, token_table: torch.Tensor | None) -> None:
     if token_ids is None or token_table is None:
         missing = "token_ids" if token_ids is None else "token_table"
@@ -214,10 +116,6 @@ def _check_table(num_tokens: int, top_k: int, token_ids: torch.Tensor | None, to
         )
     if token_ids.device.type == "cpu":
         check_token_ids(token_ids, token_table.shape[0])
-
-
-def _normalized(weights: torch.Tensor, routing: Routing) -> torch.Tensor:
-    return weights / (weights.sum(dim=-1, keepdim=True) + _EPSILON) if routing.renormalize else weights
 
 
 class Router(nn.Module):
@@ -359,6 +257,15 @@ class Router(nn.Module):
         method = torch.float32 if self.weights == "float32" else logits
         rounding = Rounding(logits, method, torch.bfloat16 if self.weights == "tokens" else torch.float32)
         return FusedRouter(weight, self.routing, self.top_k, rounding, bias, correction, self.token_table)
+
+    def check(self, config: MoEConfig) -> None:
+        """Raises ConfigError unless it chooses among this layer's experts, and as the config says."""
+        found = (*self.weight.shape, self.top_k)
+        expected = (config.num_experts, config.input_size, config.top_k)
+        if found != expected:
+            raise ConfigError(f"the router has (experts, hidden, top_k) {found}: the config says {expected}")
+        if self.routing != config.routing:
+            raise ConfigError(f"the router has {self.routing}: the config says {config.routing}; build both from one")
 
     def logits_by_torch(self, hidden: torch.Tensor) -> RouterLogits:
         """`logits` of [T, H] by torch alone, on any device."""

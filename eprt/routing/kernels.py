@@ -21,7 +21,7 @@ METHODS = (
     "softmax_topk", "topk_softmax", "topk_sigmoid", "grouped_sigmoid", "grouped_softmax", "sqrt_softplus", "hash",
 )  # fmt: skip
 
-_EPSILON = tl.constexpr(1e-20)  # both as in eprt.routing
+_EPSILON = tl.constexpr(1e-20)  # both as in eprt.routing.formulas
 _NORM_MIN = tl.constexpr(1e-12)
 _TAKEN = tl.constexpr(-(2**31))  # below every score's key
 _NAN = tl.constexpr(2**31 - 1)  # above every score's key

@@ -173,7 +173,7 @@ def _dtype(tensor: torch.Tensor | None) -> torch.dtype | None:
 
 
 def choose(logits: torch.Tensor, routing: Routing, top_k: int, *given: torch.Tensor | None) -> TopK:
-    """`routing.route_torch` of what it `knows`, `given` being its last three arguments, in one launch."""
+    """`route_torch` of what it `knows`, `given` being its last three arguments, in one launch."""
     E, dtype = logits.shape[1], logits.dtype
     tensors = (*map(_contiguous, given), None, None, None)[:3]
     if routing.method != "hash":

@@ -8,23 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from eprt import compiled
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dense import LatentProjection, SharedExpertMLP
 from eprt.dispatch import Dispatched, make_dispatcher
-from eprt.dispatch.call import check_group_rows, check_hidden, check_routing
+from eprt.dispatch.call import check_hidden, check_routing, looks_of
 from eprt.dispatch.payload_scale import calibrated_scale
 from eprt.engines import Engine, make_engines
 from eprt.errors import ConfigError, EprtError, InputError, UsageError
 from eprt.experts import make_executor
 from eprt.graphs import LayerGraphs
-from eprt.load import ExpertLoad
-from eprt.placement import ExpertPlacement, SlotTable
+from eprt.layer.slices import Slices
+from eprt.layer.slots import ChosenSlots
+from eprt.placement import ExpertPlacement
 from eprt.plan import Plan, make_plan
-from eprt.rounding import ceil_div
 from eprt.routing import Router, route
 from eprt.routing import warmup as warmup_routing
 from eprt.support import Device
@@ -94,7 +93,7 @@ class ExpertParallelMoE(nn.Module):
             if latent is not None:
                 latent.check(config)
             if router is not None:
-                _require_router(router, config)
+                router.check(config)
             self.placement = placement or ExpertPlacement(config.num_experts, world.parallel)
             inside = self.placement.in_slots(config)
             self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device), self.placement)
@@ -127,11 +126,15 @@ class ExpertParallelMoE(nn.Module):
             refused = error
         placed = {"placement": self.placement.fingerprint()}
         exchange(world, Header("build", layer, 1, fingerprint=fingerprint_of(placed), settings=placed), refused)
-        self._slots: SlotTable | None = None
-        if not self.placement.is_identity:
-            one_replica = runtime.phase == "decode"
-            self._slots = SlotTable(self.placement, world.device, one_replica=one_replica, rank=world.rank)
-        self._load = ExpertLoad(config.num_experts, world.device) if runtime.count_load else None
+        self._slices = Slices(world)
+        self._slots = ChosenSlots(
+            config,
+            world,
+            self._slices,
+            self.placement,
+            one_replica=runtime.phase == "decode",
+            count_load=runtime.count_load,
+        )
         self.router = None if router is None else router.to(world.device)
         self.shared: SharedExpertMLP | None = None
         if config.shared is not None and shared is not None:
@@ -143,8 +146,8 @@ class ExpertParallelMoE(nn.Module):
         self._number = compiled.register(self)
         self.engines = make_engines(self)
         self._used = False  # what is compiled and allocated lazily may still be missing
+        self._accepted: tuple[object, ...] | None = None  # what was right about the last call's hidden states
 
-    @torch.no_grad()
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -173,15 +176,16 @@ class ExpertParallelMoE(nn.Module):
             InputError, CapacityError, WorldMismatch, RankLost, UsageError: see `Dispatcher.dispatch`.
             UsageError: the first call of a layer that wasn't passed to the `World.warmup` before.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.forward(hidden_states, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
         if torch.compiler.is_compiling():
             return compiled.call(self._number, hidden_states, routing, token_ids, tokens_per_rank)
         if not self._used:
             self.world.require_cold("the first call of a layer")
         if self.graphs is not None:
-            if type(tokens_per_rank) is int:
-                tokens_per_rank = rounded(
-                    tokens_per_rank, self.world.buckets
-                )  # also where this rank's call has no graph
+            if type(tokens_per_rank) is int:  # also where this rank's call has no graph
+                tokens_per_rank = rounded(tokens_per_rank, self.world.buckets)
             if routing is None and (replayed := self._replayed(hidden_states, tokens_per_rank)) is not None:
                 return replayed
         return self._forward(hidden_states, routing, token_ids, tokens_per_rank)
@@ -193,21 +197,25 @@ class ExpertParallelMoE(nn.Module):
         token_ids: torch.Tensor | None,
         tokens_per_rank: int | None,
     ) -> torch.Tensor:
+        """Route; then `_run`: dispatch, experts, combine."""
+        dispatcher = self.dispatcher
         try:
-            own = self._own_slice(hidden_states, routing, token_ids)
-            group_tokens = hidden_states.numel() // self.config.input_size
-            sent_per_rank = self._per_slice(tokens_per_rank, group_tokens)
+            rows = self._checked(hidden_states, routing, token_ids)
+            group_tokens = rows.shape[0]
+            ids = None if token_ids is None else token_ids.reshape(-1)
+            x, routing, ids = self._slices.own(rows, routing, ids)
+            strict = dispatcher.runtime.strict_capacity
+            sent_per_rank = self._slices.agreed(tokens_per_rank, group_tokens, dispatcher.capacity, strict)
             with self.observe("route"):
-                chosen = self._route(*own, sent_per_rank)
+                chosen = self._route(x, routing, ids, sent_per_rank)
                 if self.see is not None:
                     self.see("route", chosen)
-                chosen = self._without_padding(chosen, group_tokens)
-                chosen = self._placed(chosen)
+                chosen = self._slots.of(chosen, group_tokens, dispatcher.full_validation)
         except EprtError as error:
-            self.dispatcher.refuse(error, tokens_per_rank)
-        y = self._run(own[0], chosen, sent_per_rank, group_tokens)
+            dispatcher.refuse(error, tokens_per_rank)
+        y = self._run(x, chosen, sent_per_rank, group_tokens)
         self._used = True
-        return y if hidden_states.dim() == 2 else y.view(hidden_states.shape)
+        return y if rows is hidden_states else y.view(hidden_states.shape)
 
     def warmup(self) -> None:
         """Collective; called by `World.warmup(layer)`."""
@@ -217,10 +225,8 @@ class ExpertParallelMoE(nn.Module):
         tokens = self.dispatcher.capacity.max_tokens_per_rank
         warmup_routing(self.config, self.router, tokens, self.world.device, logits=self.executor.takes_logits)
         row = torch.zeros(1, self.config.input_size, dtype=torch.bfloat16, device=self.world.device)
-        self._whole(row, self.world.parallel.attention_tp_size)
-        if self._load is not None:
-            nobody = self.config.num_experts
-            self._load.add(torch.full((1, self.config.top_k), nobody, dtype=torch.int32, device=self.world.device))
+        self._slices.whole(row, self.world.parallel.attention_tp_size)
+        self._slots.warmup()
         self._used = True
         if self.graphs is not None:
             self.graphs.capture()
@@ -232,28 +238,22 @@ class ExpertParallelMoE(nn.Module):
         Raises:
             UsageError: the layer doesn't count.
         """
-        return self._counter().read()
+        return self._slots.load.read()
 
     def reset_load(self) -> None:
         """Count from zero again. Raises UsageError where the layer doesn't count."""
-        self._counter().reset()
-
-    def _counter(self) -> ExpertLoad:
-        if self._load is None:
-            raise UsageError("this layer doesn't count its experts' load: build it with RuntimeConfig(count_load=True)")
-        return self._load
+        self._slots.load.reset()
 
     @property
     def translates_ids(self) -> bool:
         """Whether ids of experts become ids of slots: always, unless the layer was built with its experts in order."""
-        return self._slots is not None
+        return self._slots.translates
 
     def adopt_placement(self, placement: ExpertPlacement) -> None:
         """Send tokens where `placement` says from now on. For `eprt.balance.rebalance`, which puts the weights there:
         alone it makes wrong sums."""
         self.placement = placement
-        if self._slots is not None:
-            self._slots.update(placement)
+        self._slots.adopt(placement)
 
     def close(self) -> None:
         """Give back the dispatcher's shared memory. Idempotent."""
@@ -269,52 +269,32 @@ class ExpertParallelMoE(nn.Module):
     def _by_router(self, hidden_states: torch.Tensor, tokens_per_rank: int) -> torch.Tensor:
         return self._forward(hidden_states, None, None, tokens_per_rank)
 
-    def _replayed(self, hidden_states: object, tokens_per_rank: object) -> torch.Tensor | None:
-        """The output of the layer's own graph; None where it has none for such a call, where phases are observed, and
-        where the call will be refused."""
-        graphs, router, width, step = self.graphs, self.router, self.config.input_size, self.world.current_step
-        if tokens_per_rank is None and step is not None:
-            tokens_per_rank = step.tokens_per_rank
-        if graphs is None or router is None or router.token_table is not None or self.world.padding is not None:
+    def _replayed(self, hidden_states: torch.Tensor, tokens_per_rank: int | None) -> torch.Tensor | None:
+        """The output of the layer's own graph; None where it has none for such a call, or phases are observed."""
+        graphs, router, unseen = self.graphs, self.router, self.observe is _no_observer and self.see is None
+        if graphs is None or router is None or router.token_table is not None or not unseen:
             return None
-        if type(tokens_per_rank) is not int or self.observe is not _no_observer or self.see is not None:
-            return None
-        if not isinstance(hidden_states, torch.Tensor) or hidden_states.layout != torch.strided:
-            return None
-        if hidden_states.dim() < 2 or hidden_states.shape[-1] != width:
-            return None
-        x = hidden_states.reshape(-1, width)
-        most = tokens_per_rank if step is None else step.tokens[self.world.rank]
-        y = graphs.replay(x, tokens_per_rank) if x.shape[0] <= min(most, tokens_per_rank) else None
-        return None if y is None else y.view(hidden_states.shape)
+        return graphs.output_of(hidden_states, tokens_per_rank)
 
     # ---- the steps ------------------------------------------------------------------------------------------
 
-    def _own_slice(
-        self, hidden_states: torch.Tensor, routing: TopK | RouterLogits | None, token_ids: torch.Tensor | None
-    ) -> tuple[torch.Tensor, TopK | RouterLogits | None, torch.Tensor | None]:
-        """Rows this rank sends: all of its own, or its part of what its attention-TP group holds together."""
+    def _checked(self, x: torch.Tensor, routing: object, token_ids: object) -> torch.Tensor:
+        """`x` as [T, H_model], once it is found to be right. The dispatcher can't: it gets this rank's slice, behind
+        the latent projection. What looks like the last call's was checked then."""
         width = self.config.input_size
-        self._check_hidden(hidden_states)
-        x = hidden_states.reshape(-1, width)
-        check_routing(x.shape[0], routing, token_ids, self.config)
-        ids = None if token_ids is None else token_ids.reshape(-1)
-        size = self.world.parallel.attention_tp_size
-        if size == 1:
-            return x, routing, ids
-        part = ceil_div(x.shape[0], size)
-        start = self.world.attention_tp_rank * part
-        rows = slice(start, start + part)
-        return x[rows], None if routing is None else routing.narrow(start, part), None if ids is None else ids[rows]
-
-    def _check_hidden(self, x: object) -> None:
-        """What the dispatcher can't see: it gets this rank's slice, behind the latent projection."""
-        width = self.config.input_size
-        if not isinstance(x, torch.Tensor):
-            raise InputError(f"hidden_states is a {type(x).__name__}: expected a tensor [..., {width}]")
-        parts = (("the shared expert", self.shared), ("the latent projection", self.latent))
-        only = [(part.dtype, name) for name, part in parts if part is not None]
-        check_hidden(x, width, self.world.device, meaning="the model's hidden", flat=False, only=only)
+        shared, latent = self.shared, self.latent
+        looks = looks_of(x, shared and shared.dtype, latent and latent.dtype)
+        if looks is None or looks != self._accepted:
+            if not isinstance(x, torch.Tensor):
+                raise InputError(f"hidden_states is a {type(x).__name__}: expected a tensor [..., {width}]")
+            parts = (("the shared expert", shared), ("the latent projection", latent))
+            only = [(part.dtype, name) for name, part in parts if part is not None]
+            check_hidden(x, width, self.world.device, meaning="the model's hidden", flat=False, only=only)
+            self._accepted = looks
+        rows = x if x.dim() == 2 else x.reshape(-1, width)
+        if routing is not None or token_ids is not None:
+            check_routing(rows.shape[0], routing, token_ids, self.config)
+        return rows
 
     def _route(
         self,
@@ -328,7 +308,7 @@ class ExpertParallelMoE(nn.Module):
         if routing is None:
             if router is None:
                 raise InputError("the layer has no router of its own: pass routing=TopK(...) or RouterLogits(...)")
-            if self.world.size > 1 or not self.executor.takes_logits or self._needs_ids:
+            if self.world.size > 1 or not self.executor.takes_logits or self._slots.need_ids:
                 return router(x, token_ids)
             routing = router.logits(x)
         if isinstance(routing, TopK) or self._engine(x, routing, tokens_per_rank) is not None:
@@ -343,57 +323,23 @@ class ExpertParallelMoE(nn.Module):
             token_table=table,
         )
 
-    @property
-    def _needs_ids(self) -> bool:
-        """Whether this layer looks at the chosen experts itself, so that no kernel may choose them unseen."""
-        return self._slots is not None or self._load is not None
-
-    def _placed(self, chosen: TopK | RouterLogits) -> TopK | RouterLogits:
-        """Ids of experts are counted and become ids of slots, here and nowhere else."""
-        if not self._needs_ids or not isinstance(chosen, TopK):
-            return chosen
-        chosen.check(self.config.num_experts, self.config.top_k)
-        if chosen.ids.device.type != self.world.device.type:
-            raise InputError(
-                f"topk_ids is on {chosen.ids.device}: the world runs on {self.world.device}; move it there"
-            )
-        if self.world.device.type == "cpu" or self.dispatcher.full_validation:
-            chosen.check_ids(self.config.num_experts)
-        if self._load is not None:
-            self._load.add(chosen.ids)
-        return chosen if self._slots is None else TopK(self._slots.slots_of(chosen.ids), chosen.weights)
-
-    def _without_padding(self, chosen: TopK | RouterLogits, num_tokens: int) -> TopK | RouterLogits:
-        """Rows that only fill a batch up name no expert (`World.padding`); `num_tokens` before they are cut in slices.
-        Where the executor chooses, which is in a world of one, they are computed for nothing."""
-        padding = self.world.padding
-        if padding is None or num_tokens == 0 or isinstance(chosen, RouterLogits):
-            return chosen
-        if padding.shape[0] != num_tokens:
-            raise InputError(
-                f"a layer inside a batch of {padding.shape[0]} padded rows got {num_tokens}: which of them hold tokens?"
-                " Call it with all rows, or with none"
-            )
-        size, part = self.world.parallel.attention_tp_size, chosen.ids.shape[0]
-        if size > 1:
-            first = self.world.attention_tp_rank * ceil_div(num_tokens, size)
-            padding = padding[first : first + part]
-        return TopK(torch.where(padding, self.config.num_experts, chosen.ids), chosen.weights)
-
     def _engine(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> Engine | None:
         """What does this call; None for logits that no engine takes as they are."""
-        if self._needs_ids and not isinstance(choice, TopK):
+        if not isinstance(choice, TopK) and self._slots.need_ids:
             return None  # a kernel would choose experts unseen
-        return next((engine for engine in self.engines if engine.takes(x, choice, tokens_per_rank)), None)
+        for engine in self.engines:
+            if engine.takes(x, choice, tokens_per_rank):
+                return engine
+        return None
 
     def _run(
         self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None, group_tokens: int
     ) -> torch.Tensor:
         """Dispatch, experts, combine; over the capacity in rounds that every rank makes, idle ones too."""
-        engine = self._engine(x, choice, tokens_per_rank)
+        engine, shared, dispatcher = self._engine(x, choice, tokens_per_rank), self.shared, self.dispatcher
         if engine is None:
             raise UsageError("no engine takes this call: the last row of eprt.engines.ENGINES must take every TopK")
-        most, cut = self.dispatcher.capacity.max_tokens_per_rank, not self.dispatcher.runtime.strict_capacity
+        most, cut = dispatcher.capacity.max_tokens_per_rank, not dispatcher.runtime.strict_capacity
         rows, start, outputs = most, 0, list[torch.Tensor]()
         inside, dense = x, None
         while True:
@@ -401,7 +347,9 @@ class ExpertParallelMoE(nn.Module):
                 if start == 0:
                     inside, choice = self._inside(x, choice)
                     rows = engine.agree(inside, choice, tokens_per_rank, group_tokens, cut)
-                now = _round(inside, choice, start, rows, most)
+                now = inside, choice, rows
+                if rows > most:
+                    now = inside[start : start + most], choice.narrow(start, most), min(most, rows - start)
                 if start > 0:
                     engine.agree(*now)
                 work = engine.begin(*now)
@@ -412,7 +360,7 @@ class ExpertParallelMoE(nn.Module):
                     y = engine.compute(work)
                 if start == 0:
                     with self.observe("shared"):
-                        dense = None if self.shared is None else self.shared(x)
+                        dense = None if shared is None else shared(x)
                 start += most
                 with self.observe("combine"):
                     outputs.append(engine.finish(y, work))
@@ -434,43 +382,7 @@ class ExpertParallelMoE(nn.Module):
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         y = y if self.latent is None else self.latent.out_of(y)
         y = y if dense is None else y + dense
-        return self._whole(y, group_tokens)
-
-    def _per_slice(self, tokens_per_rank: int | None, num_tokens: int) -> int | None:
-        """R of the slices that are sent."""
-        size = self.world.parallel.attention_tp_size
-        if size == 1 or tokens_per_rank is None:
-            return tokens_per_rank
-        strict = self.dispatcher.runtime.strict_capacity
-        return check_group_rows(tokens_per_rank, num_tokens, size, self.dispatcher.capacity, strict)
-
-    def _whole(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """The attention-TP group's slices back together; equal on each of its ranks."""
-        size = self.world.parallel.attention_tp_size
-        if size == 1:
-            return y
-        part = ceil_div(num_tokens, size)
-        padded = y if y.shape[0] == part else F.pad(y, (0, 0, 0, part - y.shape[0]))
-        return self.world.gather_attention_tp(padded)[:num_tokens]
-
-
-def _round(
-    inside: torch.Tensor, choice: TopK | RouterLogits, start: int, rows: int, most: int
-) -> tuple[torch.Tensor, TopK | RouterLogits, int]:
-    """Tokens, choice and R of the round that begins at token `start`."""
-    if rows <= most:
-        return inside, choice, rows
-    return inside[start : start + most], choice.narrow(start, most), min(most, rows - start)
-
-
-def _require_router(router: Router, config: MoEConfig) -> None:
-    """Raises ConfigError unless the router chooses among this layer's experts, and as the config says."""
-    found = (*router.weight.shape, router.top_k)
-    expected = (config.num_experts, config.input_size, config.top_k)
-    if found != expected:
-        raise ConfigError(f"the router has (experts, hidden, top_k) {found}: the config says {expected}")
-    if router.routing != config.routing:
-        raise ConfigError(f"the router has {router.routing}: the config says {config.routing}; build both from one")
+        return self._slices.whole(y, group_tokens)
 
 
 def _require_pair(name: str, wanted: object, given: object) -> None:
