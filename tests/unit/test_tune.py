@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.jobs import layer_jobs as jobs
 
 from eprt.cli import main
 from eprt.cli.tune import _merged
@@ -59,3 +60,31 @@ def test_rows_that_were_not_measured_again_are_kept() -> None:
 
     merged = _merged([table(t1=5.0, t8=6.0)], [table(t8=1.0)])
     assert merged == [table(t8=1.0), table(t1=5.0)]
+
+
+def dispatch_rows(**us: float) -> str:
+    row = {"payload": "bf16", "ranks": 2, "hidden": jobs.H, "top_k": jobs.K, "tokens": 32, "us": us}
+    return json.dumps([{"kind": "dispatch", "sm": 0, "source": "a rank's own", "rows": [row]}])
+
+
+def test_ranks_with_other_rows_are_told_so_in_the_same_words(tmp_path: Path, pools) -> None:
+    """The faster dispatcher is another one by each file; without the comparison one rank would wait in each."""
+    files = [tmp_path / name for name in ("torch.json", "none.json", "same.json", "broken.json")]
+    for file, rows in zip(files, [{"none": 9.0, "torch": 1.0}, {"none": 1.0, "torch": 9.0}] * 2, strict=True):
+        file.write_text(dispatch_rows(**rows))
+    told = pools(2).run(jobs.tuned, files=files[:2])
+    assert told[0] == told[1]
+    lines = told[0][0].splitlines()
+    assert lines[0].startswith("WorldMismatch: the ranks disagree about this call (fingerprint, dispatcher, rows of ep")
+    assert [line.split()[0] for line in lines[1:]] == ["rank", "0", "1"]
+    assert [line.split()[2] for line in lines[2:]] == ["torch", "none"]
+    assert lines[2].split()[-1] != lines[3].split()[-1]
+
+    assert pools(2).run(jobs.tuned, files=[files[0], tmp_path / "none there"])[0][0].count("none") == 1
+    files[2].write_text(dispatch_rows(torch=1.0, none=9.0))  # written elsewhere, in another order: the same rows
+    assert pools(2).run(jobs.tuned, files=[files[0], files[2]]) == [("nothing was raised", True)] * 2
+    files[3].write_text("{")
+    broken = pools(2).run(jobs.tuned, files=[files[0], files[3]])
+    assert broken[0] == broken[1]
+    assert "ConfigError" in broken[0][0]
+    assert "broken.json" in broken[0][0]
