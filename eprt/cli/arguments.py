@@ -120,6 +120,8 @@ class Tune:
     """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
     tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 1024, 4096)
     """Tokens a rank."""
+    budget_s: float = 170.0
+    """Seconds that measuring may take. What would take longer (kernels that are compiled first) is ended, and said."""
     json: bool = False
     """Print one JSON object instead of tables."""
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from support.jobs import layer_jobs as jobs
+from support.jobs import tune_jobs
 
+from eprt.bench import tune as bench
 from eprt.cli import main
-from eprt.cli.tune import _merged
+from eprt.cli.tune import _merged, _missing
+from eprt.config import MoEConfig
+from eprt.conformance.rank_process import RankContext
+from eprt.dispatch import DISPATCHERS
+from eprt.experts import EXECUTORS
 from eprt.plan.measured import complaint, own_tables
 
 TINY = {
@@ -60,6 +67,50 @@ def test_rows_that_were_not_measured_again_are_kept() -> None:
 
     merged = _merged([table(t1=5.0, t8=6.0)], [table(t8=1.0)])
     assert merged == [table(t8=1.0), table(t1=5.0)]
+
+
+def test_what_takes_too_long_is_ended_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An executor that would compile for a minute costs its share of the budget; dispatchers are measured all the
+    same, by ranks that were started again."""
+    monkeypatch.setenv("EPRT_PLAN_ROWS", str(tmp_path / "plan.json"))
+    monkeypatch.setattr(bench, "measure_experts", tune_jobs.compiles_for_a_minute)
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(TINY))
+    start = time.monotonic()
+    words = ["--model", str(model), "--world", "2", "--device", "cpu", "--tokens", "4", "--budget-s", "24", "--json"]
+    assert main(["tune", *words]) == 0
+    assert time.monotonic() - start < 40
+    found = json.loads(capsys.readouterr().out)
+    assert [line.partition(": ended after ")[0] for line in found["cut"]] == ["experts by torch_grouped"]
+    [dispatch] = found["tables"]
+    assert [set(row["us"]) for row in dispatch["rows"]] == [{"none", "torch"}]
+    assert main(["tune", *words[:-2], "1"]) == 0
+    assert capsys.readouterr().out.count("not begun, the time was over") == 3
+    assert main(["tune", *words[:-2], "0"]) == 2
+
+
+def test_no_number_of_tokens_is_begun_after_its_time() -> None:
+    config = MoEConfig(8, 2, 64, 32)
+    context = RankContext(0, 1, "cpu")
+    found = bench.measure_experts(context, "torch_grouped", config, (4, 16), seconds=0.0)
+    context.close()
+    assert (found.us, found.refused) == ({}, "")
+    assert _missing(bench.Part("torch_grouped"), [found], 2) == {
+        "torch_grouped": "experts by torch_grouped: 0 of 2 numbers of tokens"
+    }
+
+
+def test_what_compiles_for_minutes_comes_last() -> None:
+    config = MoEConfig(128, 4, 2880, 2880, weight_format="mxfp4")
+    names = list(dict.fromkeys(part.name for part in bench.parts(config, (1, 8), 2, "cuda")))
+    requirements = {name: {**EXECUTORS, **DISPATCHERS}[name].requirement for name in names}
+    from_libraries = [name for name in names if (r := requirements[name]) is not None and r.module != "triton"]
+    assert names[-len(from_libraries) :] == from_libraries
+    assert {"torch_grouped", "symm", "none"} <= set(names) - set(from_libraries)
+    assert "reference" not in names
+    assert [part.case for part in bench.parts(config, (1, 8), 1, "cuda")].count(None) == len(EXECUTORS) - 1
 
 
 def dispatch_rows(**us: float) -> str:
