@@ -6,7 +6,7 @@ rows and experts against an even share of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from eprt.config import MoEConfig, ParallelConfig
@@ -15,7 +15,8 @@ from eprt.errors import UsageError
 from eprt.experts import EXECUTORS
 from eprt.placement import ExpertPlacement
 from eprt.plan import Candidate, Plan
-from eprt.plan.model import evenly, modelled_dispatch, modelled_experts
+from eprt.plan.machines import linked_ranks
+from eprt.plan.model import evenly, modelled_dispatch, modelled_experts, sent_by
 from eprt.support import Device
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ class Demand:
         tokens = ids.shape[0]
         slots = ids.long().clamp(0, S)
         ranks = (slots // L).sort(1).values  # no expert: R
-        first = ranks.clone().fill_(True).bool()
-        first[:, 1:] = ranks[:, 1:] != ranks[:, :-1]
+        first = ranks.diff(dim=1, prepend=ranks[:, :1] - 1) != 0
         by_slot = slots.flatten().bincount(minlength=S)[:S]
         by_rank = ranks[first].bincount(minlength=R)[:R]
         return cls(placement, tuple((by_slot / tokens).tolist()), tuple((by_rank / tokens).tolist()))
@@ -74,7 +74,7 @@ class LayerTime:
         dispatch: there and back.
         mean_experts: mean of the ranks, which the others wait for the slowest of.
         received_mb, hottest_mb: there and back, from other ranks, in the mean and of the hottest rank.
-        modelled: how the even times are known: "measured", "modelled" or "assumed", the less certain half.
+        basis: how the even times are known: "measured", "modelled" or "assumed", the less certain half.
     """
 
     dispatch: float
@@ -82,7 +82,7 @@ class LayerTime:
     mean_experts: float
     received_mb: float
     hottest_mb: float
-    modelled: str
+    basis: str
 
     @property
     def us(self) -> float:
@@ -110,13 +110,11 @@ def layer_time(
     if candidate.dispatch is None or candidate.experts is None:
         return None
     d, e = DISPATCHERS[candidate.dispatcher], EXECUTORS[candidate.executor]
-    payload = plan.payload or "bf16"
-    rounds = -(-plan.tokens // candidate.max_tokens_per_rank)
+    payload, rounds = plan.payload or "bf16", -(-plan.tokens // candidate.max_tokens_per_rank)
     tokens = -(-plan.tokens // rounds)
-    every = tokens * parallel.world_size
-    inside = ExpertPlacement(config.num_experts, parallel)
-    even = inside.in_slots(config)
-
+    in_order = ExpertPlacement(config.num_experts, parallel)
+    even = in_order.in_slots(config)
+    linked = linked_ranks(parallel, device)
     shares = demand.rows if d.sends == "expert" else demand.ranks
 
     def carried(share: float | None) -> float:
@@ -127,18 +125,30 @@ def layer_time(
         found = modelled_experts(e, even, parallel, hit, rows, device)
         return 0.0 if found is None else found.us
 
-    evenly_computed = computed(*evenly(even, inside.num_local_experts, every))
+    def received_mb(share: float) -> float:
+        sent = sent_by(d, even, parallel, tokens, linked, payload, share)
+        return rounds * (sent.link_bytes + sent.network_bytes) / 1e6
+
+    every = tokens * parallel.world_size
     by_rank = [computed(*_work(demand.of_rank(rank), every)) for rank in range(len(demand.ranks))]
-    scale = candidate.experts.us / evenly_computed if evenly_computed else 0.0
-    evenly_carried = carried(None) if parallel.world_size > 1 else 0.0
-    dispatch = candidate.dispatch.us * carried(max(shares)) / evenly_carried if evenly_carried else 0.0
-    sent = [_received_mb(plan, config, parallel, candidate, share) for share in shares]
+    expert_scale = _over(candidate.experts.us, computed(*evenly(even, in_order.num_local_experts, every)))
+    dispatch_scale = _over(candidate.dispatch.us, carried(None)) if parallel.world_size > 1 else 0.0
+    received = [received_mb(share) for share in shares]
     order = ("measured", "modelled", "assumed")
     return LayerTime(
-        dispatch=dispatch,
-        experts=scale * max(by_rank),
-        mean_experts=scale * sum(by_rank) / len(by_rank),
-        received_mb=sum(sent) / len(sent),
-        hottest_mb=max(sent),
-        modelled=max((candidate.dispatch.basis, candidate.experts.basis), key=order.index),
+        dispatch=dispatch_scale * carried(max(shares)),
+        experts=expert_scale * max(by_rank),
+        mean_experts=expert_scale * sum(by_rank) / len(by_rank),
+        received_mb=sum(received) / len(received),
+        hottest_mb=max(received),
+        basis=max((candidate.dispatch.basis, candidate.experts.basis), key=order.index),
     )
+
+
+def _work(shares: tuple[float, ...], tokens: int) -> tuple[float, float]:
+    """(experts that get any row, rows) of slots that get so much of each of the world's tokens."""
+    return sum(1 - (1 - min(share, 1.0)) ** tokens for share in shares), tokens * sum(shares)
+
+
+def _over(us: float, modelled: float) -> float:
+    return us / modelled if modelled else 0.0
