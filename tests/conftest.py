@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from eprt.conformance.harness import WorldPool
 # A shell starts background jobs with SIGINT ignored, and so would be what our tests start and then interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What `eprt tune` measured on a developer's machine must not choose for the tests, nor for the ranks that they start.
+os.environ["EPRT_PLAN_ROWS"] = f"{os.devnull}/no-rows.json"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from eprt.errors import EprtError, RankLost
 from eprt.experts import EXECUTORS, executor_spec, make_executor
 from eprt.experts.tuning import device_microseconds, sample_ids
 from eprt.placement import ExpertPlacement
-from eprt.support import Device
+from eprt.support import Device, Requirement
 from eprt.tokens import FlatTokens, Payload
 
 WALL_CALLS = 5  # of an executor on a CPU; the middle one counts
@@ -29,32 +30,42 @@ WALL_CALLS = 5  # of an executor on a CPU; the middle one counts
 
 @dataclass(frozen=True)
 class ExpertTimes:
-    """One rank's microseconds by number of all ranks' tokens, or why there are none; the GPU's SM, 0 for a CPU."""
+    """One rank's microseconds by number of all ranks' tokens, or why there are none. Numbers for which there was no
+    time are missing."""
 
-    sm: int
     us: dict[int, float]
     refused: str = ""
 
 
-def measure_experts(context: RankContext, name: str, config: MoEConfig, tokens: Sequence[int]) -> ExpertTimes:
-    """This rank's experts by one executor, all ranks at once. A job for `WorldPool.run`."""
-    world = world_of(context)
+def measure_experts(
+    context: RankContext, name: str, config: MoEConfig, tokens: Sequence[int], seconds: float = math.inf
+) -> ExpertTimes:
+    """This rank's experts by one executor, all ranks at once. A job for `WorldPool.run`.
+
+    Args:
+        seconds: after which no number of tokens is begun.
+    """
+    world, start = world_of(context), time.monotonic()
     device, spec, runtime = Device.of(world.device), executor_spec(name), RuntimeConfig()
     kept = replace(config, weight_format="bf16") if config.weight_format in spec.decodes else config
     verdict = spec.supports(kept, world.parallel, runtime, device, "bf16")
     if not verdict:
-        return ExpertTimes(device.sm, {}, verdict.reason)
+        return ExpertTimes({}, verdict.reason)
     try:
         shard = ExpertPlacement(kept.num_experts, world.parallel).shard(world.rank)
         weights = random_experts(kept, shard.num_local_experts, world.device)
         executor = make_executor(name, kept, shard, weights, world.device, runtime, token_format="flat")
         del weights
         executor.warmup(max(tokens))
-        return ExpertTimes(device.sm, {count: _time(executor, kept, count, world.device) for count in tokens})
+        us: dict[int, float] = {}
+        for count in tokens:
+            if time.monotonic() - start < seconds:
+                us[count] = _time(executor, kept, count, world.device)
+        return ExpertTimes(us)
     except RankLost:
         raise
     except EprtError as error:
-        return ExpertTimes(device.sm, {}, str(error).splitlines()[0])
+        return ExpertTimes({}, str(error).splitlines()[0])
 
 
 def _time(executor: Callable[..., torch.Tensor], config: MoEConfig, count: int, device: torch.device) -> float:
@@ -74,15 +85,43 @@ def _time(executor: Callable[..., torch.Tensor], config: MoEConfig, count: int, 
     return median(taken)
 
 
-def dispatch_cases(config: MoEConfig, tokens: Sequence[int], device: str) -> list[DispatchCase]:
-    """What there is to measure for a model on that kind of device, dispatchers only."""
-    names = [name for name, spec in DISPATCHERS.items() if device in spec.devices]
-    return [DispatchCase(name, config.hidden_size, config.top_k, count) for name in names for count in tokens]
+@dataclass(frozen=True)
+class Part:
+    """One thing to measure: an executor at all numbers of tokens, or a dispatcher at one."""
+
+    name: str
+    case: DispatchCase | None = None
+
+    def __str__(self) -> str:
+        return f"experts by {self.name}" if self.case is None else f"{self.name}, {self.case.tokens} tokens a rank"
 
 
-def executors_here(device: str) -> list[str]:
-    """Executors to measure on that kind of device: all but the witness."""
-    return [name for name, spec in EXECUTORS.items() if device in spec.devices and not spec.witness]
+def parts(config: MoEConfig, tokens: Sequence[int], ranks: int, device: str) -> list[Part]:
+    """What there is to measure for a model on that many devices of a kind, the witness aside. First what torch brings
+    along, then what compiles a library's kernels and may take minutes; of those, what is preferred."""
+    found: list[tuple[bool, int, list[Part]]] = []
+    for name, spec in EXECUTORS.items():
+        if device in spec.devices and not spec.witness:
+            found.append((_compiles(spec.requirement), -spec.preference, [Part(name)]))
+    for name, spec in DISPATCHERS.items() if ranks > 1 else ():
+        if device in spec.devices:
+            cases = [DispatchCase(name, config.hidden_size, config.top_k, count) for count in tokens]
+            found.append((_compiles(spec.requirement), -spec.preference, [Part(name, case) for case in cases]))
+    return [part for *_, some in sorted(found, key=lambda each: each[:2]) for part in some]
+
+
+def _compiles(requirement: Requirement | None) -> bool:
+    return requirement is not None and requirement.module != "triton"
+
+
+def generation(context: RankContext) -> int:
+    """The SM of this rank's GPU, 0 for a CPU. A job for `WorldPool.run`."""
+    return Device.of(world_of(context).device).sm
+
+
+def elapsed(context: RankContext, since: float) -> float:
+    """Seconds since that moment of this rank's monotonic clock, which is the machine's. A job for `WorldPool.run`."""
+    return time.monotonic() - since
 
 
 def dispatch_table(sm: int, ranks: int, found: Sequence[tuple[DispatchCase, list[DispatchTimes]]]) -> dict[str, Any]:
@@ -96,7 +135,7 @@ def dispatch_table(sm: int, ranks: int, found: Sequence[tuple[DispatchCase, list
     return {"kind": "dispatch", "sm": sm, "source": _source(), "rows": list(rows.values())}
 
 
-def experts_table(config: MoEConfig, ranks: int, found: dict[str, list[ExpertTimes]]) -> dict[str, Any]:
+def experts_table(sm: int, config: MoEConfig, ranks: int, found: dict[str, list[ExpertTimes]]) -> dict[str, Any]:
     """Rows of the plan: the slowest rank."""
     sizes = {
         "weight_format": config.weight_format,
@@ -107,10 +146,9 @@ def experts_table(config: MoEConfig, ranks: int, found: dict[str, list[ExpertTim
         "local_experts": -(-config.num_experts // ranks),
     }
     rows: dict[int, dict[str, Any]] = {}
-    sm = 0
     for name, by_rank in found.items():
-        sm = by_rank[0].sm
-        for count in by_rank[0].us if not any(rank.refused for rank in by_rank) else ():
+        everywhere = set(by_rank[0].us).intersection(*(rank.us for rank in by_rank))
+        for count in sorted(everywhere) if not any(rank.refused for rank in by_rank) else ():
             row = rows.setdefault(count, {**sizes, "tokens": count, "us": {}})
             row["us"][name] = round(max(rank.us[count] for rank in by_rank), 2)
     return {"kind": "experts", "sm": sm, "source": _source(), "rows": list(rows.values())}

@@ -120,6 +120,8 @@ class Tune:
     """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
     tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 1024, 4096)
     """Tokens a rank."""
+    budget_s: float = 170.0
+    """Seconds that measuring may take. What would take longer (kernels that are compiled first) is ended, and said."""
     json: bool = False
     """Print one JSON object instead of tables."""
 
@@ -201,6 +203,25 @@ class BenchLayer:
 
 
 @dataclass(frozen=True)
+class Simulation:
+    """What --simulate sends through the dispatchers' bytes and the plan's cost model."""
+
+    model: Path = Path("DeepSeek-V3")
+    """Checkpoint directory, a config.json, or the name of a well-known model; its first kind of MoE layer."""
+    gpu: str = "sm90"
+    """Compute capability of the GPUs."""
+    ranks: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)
+    """Sizes of the worlds."""
+    ranks_per_host: int = 8
+    """GPUs of a host."""
+    routing: tuple[str, ...] = ("uniform", "zipf:0.6:0")
+    """Whom tokens choose: uniform, zipf:EXPONENT (neighbours are hot), zipf:EXPONENT:SEED (who is hot is drawn), counts
+    as eprt.balance.write_counts writes them (.json), or recorded ids ([N, K] a layer, .safetensors)."""
+    replicas: int = 0
+    """Also simulate planned placements with so many slots more than experts."""
+
+
+@dataclass(frozen=True)
 class BenchDispatch:
     """Dispatch + combine by every transport that works here, beside raw collectives and the link's own rate."""
 
@@ -218,6 +239,9 @@ class BenchDispatch:
     """Only these dispatchers and peers; all that work here if none is named."""
     payload: Literal["bf16", "fp8_block"] = "bf16"
     """What travels to the experts."""
+    simulate: bool = False
+    """Measure nothing: whole layers of worlds that needn't be here, by bytes and the plan's model."""
+    simulation: Simulation = field(default_factory=Simulation)
     json: bool = False
     """Print one JSON object instead of tables."""
     output: Path | None = None

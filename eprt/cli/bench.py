@@ -68,6 +68,12 @@ def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
     from eprt.bench.push import push_rate
 
     _require_tokens(arguments.tokens, 1)
+    if arguments.simulate:
+        from eprt.cli.bench_simulate import simulate
+
+        report = simulate(arguments, terminal, _keep(arguments, terminal))
+        _say_notes(report, terminal)
+        return _finish(report, arguments, terminal)
     with ranks(arguments.world, arguments.device) as workers:
         if workers.size == 1:
             raise ConfigError("bench dispatch in a world of one: nothing would travel; use --world 2 or more")

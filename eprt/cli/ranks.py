@@ -31,8 +31,9 @@ class Ranks(Protocol):
     device: str
     timeout_s: float
 
-    def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        """Raises the EprtError that all ranks raised, RankLost or WorldFailed if one broke."""
+    def run(self, function: Callable[..., Any], *, within_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Raises the EprtError that all ranks raised, RankLost or WorldFailed if one broke. Ranks that this process
+        started are ended after `within_s`, which is a WorldFailed that is `late`; torchrun's can't be."""
         ...
 
 
@@ -43,9 +44,9 @@ class _Started:
         self.size, self.device, self._pool = pool.size, pool.device, pool
         self.timeout_s = BEHIND_TIMEOUT_S[pool.device]
 
-    def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *, within_s: float | None = None, **kwargs: Any) -> list[Any]:
         try:
-            return self._pool.run(function, **kwargs)
+            return self._pool.run(function, timeout_s=within_s, **kwargs)
         except WorldFailed as failed:
             raised = {(r.raised.error, r.raised.message) if r.raised else None for r in failed.reports}
             # All ranks refuse in the same words: that is an answer, not a failure of the world.
@@ -65,7 +66,7 @@ class _Joined:
         self.size, self.device, self._context = context.size, context.device, context
         self.timeout_s = BEHIND_TIMEOUT_S["cuda"]  # rank 0 also judges results between jobs, while the others wait
 
-    def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *, within_s: float | None = None, **kwargs: Any) -> list[Any]:
         found = function(self._context, **kwargs)
         return gather_values(self._context.world(timeout_s=self.timeout_s), found)
 

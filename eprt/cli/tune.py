@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 from eprt.cli.arguments import Tune
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.conformance.autopsy import WorldFailed
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.models.published import model_config
 from eprt.plan import Plan, make_plan
 from eprt.plan.measured import own_path, own_tables
 from eprt.support import Device
 
+if TYPE_CHECKING:
+    from eprt.bench.tune import Part
+
 PHASES = ("decode", "prefill")
+LEAST_S = 2.0  # left of the budget for a part to be begun
 
 
 def tune(arguments: Tune, terminal: Terminal) -> int:
@@ -26,9 +32,12 @@ def tune(arguments: Tune, terminal: Terminal) -> int:
         raise ConfigError(
             f"--tokens {' '.join(map(str, arguments.tokens))}: expected at least one number, none below 1"
         )
+    if arguments.budget_s <= 0:
+        raise ConfigError(f"--budget-s {arguments.budget_s:g}: expected seconds, more than 0")
+    start = time.monotonic()
     config = kinds_of_layers(model_config(arguments.model))[0][0]
     with ranks(arguments.world, arguments.device) as workers:
-        sm, tables = _measure(workers, config, arguments, terminal)
+        sm, tables, cut = _measure(workers, config, arguments, terminal, start)
         parallel = ParallelConfig(workers.size)
     device = Device("cuda" if sm else "cpu", sm)
     most = max(arguments.tokens)
@@ -49,34 +58,63 @@ def tune(arguments: Tune, terminal: Terminal) -> int:
     terminal.say(
         f"\n{rows} rows written to {path}; explain and every layer built here go by them first. To undo: remove it"
     )
+    for line in cut:
+        terminal.say(f"cut: {line}")
+    if cut:
+        terminal.say(
+            f"measuring may take {arguments.budget_s:g} s (--budget-s); what was compiled is kept for the next time"
+        )
     changed = {phase: {"before": _pair(before[phase]), "now": _pair(after[phase])} for phase in PHASES}
-    terminal.result({"model": str(arguments.model), "path": str(path), "tables": tables, "plans": changed})
+    terminal.result({"model": str(arguments.model), "path": str(path), "tables": tables, "plans": changed, "cut": cut})
     return 0
 
 
 def _measure(
-    workers: Ranks, config: MoEConfig, arguments: Tune, terminal: Terminal
-) -> tuple[int, list[dict[str, Any]]]:
-    """(SM, tables of rows)."""
+    workers: Ranks, config: MoEConfig, arguments: Tune, terminal: Terminal, start: float
+) -> tuple[int, list[dict[str, Any]], list[str]]:
+    """(SM, tables of rows, what was cut). Each part gets at most half of the seconds that are left, the last all."""
     from eprt.bench import tune as bench
     from eprt.bench.dispatch import measure_dispatch
 
-    cases = bench.dispatch_cases(config, arguments.tokens, workers.device) if workers.size > 1 else []
-    names = bench.executors_here(workers.device)
+    todo = bench.parts(config, arguments.tokens, workers.size, workers.device)
     counts = tuple(count * workers.size for count in arguments.tokens)
-    with terminal.progress("tune", len(cases) + len(names)) as progress:
-        times: dict[str, list[Any]] = {}
-        for name in names:
-            times[name] = workers.run(bench.measure_experts, name=name, config=config, tokens=counts)
-            progress.advance(f"experts by {name}")
-        carried: list[tuple[Any, list[Any]]] = []
-        for case in cases:
-            carried.append((case, workers.run(measure_dispatch, case=case)))
-            progress.advance(f"{case.transport}, {case.tokens} tokens a rank")
-    experts = bench.experts_table(config, workers.size, times)
-    sm: int = experts["sm"]
-    tables = [experts, bench.dispatch_table(sm, workers.size, carried)]
-    return sm, [table for table in tables if table["rows"]]
+    times: dict[str, list[Any]] = {}
+    carried: list[tuple[Any, list[Any]]] = []
+    cut: dict[str, str] = {}
+    sm: int = workers.run(bench.generation)[0]
+    with terminal.progress("tune", len(todo)) as progress:
+        for part in todo:
+            # Ranks of torchrun must decide alike, so the slowest one's clock counts for all.
+            left = arguments.budget_s - max(workers.run(bench.elapsed, since=start))
+            limit = left if part is todo[-1] else left / 2
+            if part.name not in cut and left <= LEAST_S:
+                cut[part.name] = f"{part}: not begun, the time was over"
+            if part.name not in cut:
+                try:
+                    if part.case is not None:
+                        carried.append((part.case, workers.run(measure_dispatch, within_s=limit, case=part.case)))
+                    else:
+                        wanted = {"name": part.name, "config": config, "tokens": counts, "seconds": 0.8 * limit}
+                        times[part.name] = workers.run(bench.measure_experts, within_s=limit, **wanted)
+                        cut |= _missing(part, times[part.name], len(counts))
+                except WorldFailed as failed:
+                    if not failed.late:
+                        raise
+                    cut[part.name] = f"{part}: ended after {limit:.0f} s"
+            progress.advance(str(part))
+    tables = [
+        bench.experts_table(sm, config, workers.size, times),
+        bench.dispatch_table(sm, workers.size, carried),
+    ]
+    return sm, [table for table in tables if table["rows"]], list(cut.values())
+
+
+def _missing(part: Part, by_rank: list[Any], wanted: int) -> dict[str, str]:
+    """What an executor had no time for."""
+    had = min(len(rank.us) for rank in by_rank)
+    if had == wanted or any(rank.refused for rank in by_rank):
+        return {}
+    return {part.name: f"{part}: {had} of {wanted} numbers of tokens"}
 
 
 def _merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:

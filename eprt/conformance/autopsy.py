@@ -71,6 +71,7 @@ class WorldFailed(EprtError, RuntimeError):
     Attributes:
         culprits: ranks to blame (all unfinished ones if nothing tells them apart).
         reports: one per rank, in rank order.
+        late: whether the limit of time was over.
     """
 
     exit_code: ClassVar[int] = RankLost.exit_code
@@ -79,7 +80,8 @@ class WorldFailed(EprtError, RuntimeError):
         self.reports = tuple(reports)
         self.culprits = find_culprits(reports)
         blamed = "; ".join(self._blame(rank) for rank in self.culprits)
-        late = f" (limit {timeout_s:g} s)" if seconds >= timeout_s else ""
+        self.late = seconds >= timeout_s
+        late = f" (limit {timeout_s:g} s)" if self.late else ""
         text = [f"a world of {len(reports)} ranks failed after {seconds:.1f} s{late}: {blamed}"]
         for report in reports:
             text.append(f"--- rank {report.rank} {report.describe()}")

@@ -12,9 +12,11 @@ from eprt.dispatch.payload_scale import agree_payload_scale, check_payload_scale
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError
 from eprt.support import Requirement
-from eprt.world.header import Header, exchange
+from eprt.world.header import Header, exchange, fingerprint_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
@@ -113,6 +115,7 @@ def make_dispatcher(
     token_format: TokenFormat | None = None,
     layer: int = 0,
     input_scale: torch.Tensor | None = None,
+    settings: Mapping[str, str] | None = None,
 ) -> Dispatcher:
     """Import and build the dispatcher `name`. Collective: the ranks compare what they build before anything shared is
     allocated, so a refusal leaves nothing behind.
@@ -120,6 +123,7 @@ def make_dispatcher(
     Args:
         input_scale: `payload_scale.calibrated_scale` of this rank's experts. An `nvfp4` payload takes the largest of
             all ranks as its second-level scale; None on all of them means 1, which saturates at 6 * 448 = 2688.
+        settings: what else all ranks must have in common, by name.
 
     Raises:
         ConfigError: an unknown name or format; what the dispatcher refuses; an `nvfp4` payload whose input_scale only
@@ -135,7 +139,8 @@ def make_dispatcher(
     except EprtError as error:
         exchange(world, Header("build", layer, 0), error)  # raises on every rank, here included
         raise
-    exchange(world, Header("build", layer, 0, fingerprint=dispatcher.fingerprint, settings=dispatcher.settings))
+    common = {**dispatcher.settings, **(settings or {})}
+    exchange(world, Header("build", layer, 0, fingerprint=fingerprint_of(common), settings=common))
     world.num_dispatchers += 1
     if packed:
         dispatcher.payload_scale = agree_payload_scale(world, input_scale)

@@ -109,6 +109,7 @@ class ExpertParallelMoE(nn.Module):
             self.plan.token_format,
             layer,
             input_scale=calibrated_scale(experts),
+            settings=self.plan.settings,
         )
         refused: EprtError | None = None
         try:

@@ -7,13 +7,15 @@ model fitted to the rows (`eprt.plan.model`), else the order of preference.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
 from eprt.dispatch import DISPATCHERS, DispatcherSpec, dispatcher_spec
 from eprt.errors import UnsupportedError
 from eprt.experts import EXECUTORS, ExecutorSpec, executor_spec
 from eprt.placement import ExpertPlacement
+from eprt.plan.measured import own_fingerprint
 from eprt.plan.model import Estimate, dispatch_estimate, experts_estimate
 from eprt.support import Device, Support, refuse
 
@@ -55,6 +57,8 @@ class Plan:
         max_tokens_per_rank: capacity that the layer's buffers are sized for: `RuntimeConfig.max_tokens_per_rank`, or
             the dispatcher's own limit below it.
         tokens: tokens a rank that the times are of.
+        settings: what the choice went by and all ranks must have in common: the rows of `eprt tune`, where something
+            was left to the plan.
     """
 
     dispatcher: str
@@ -65,6 +69,7 @@ class Plan:
     candidates: tuple[Candidate, ...]
     max_tokens_per_rank: int
     tokens: int
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def chosen(self) -> Candidate:
@@ -114,6 +119,7 @@ def make_plan(
         candidates=candidates,
         max_tokens_per_rank=best.max_tokens_per_rank,
         tokens=ask.tokens,
+        settings={"rows of eprt tune": own_fingerprint()} if "auto" in (runtime.dispatcher, runtime.executor) else {},
     )
 
 

@@ -7,6 +7,7 @@ shape, number of ranks and generation of GPU; between two token counts it is int
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -116,6 +117,13 @@ def own_tables() -> list[dict[str, Any]]:
     except OSError:
         return []
     return _read_own(path, stamp)
+
+
+def own_fingerprint() -> str:
+    """Short text that differs where the tables of `eprt tune` do, wherever they lie; "none" without any. Raises
+    ConfigError as `own_tables`."""
+    tables = own_tables()
+    return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()[:12] if tables else "none"
 
 
 @cache

@@ -15,8 +15,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import combinations
-from statistics import median
 from typing import Literal
 
 from eprt.config import MoEConfig, ParallelConfig, WeightFormat
@@ -24,6 +22,7 @@ from eprt.dispatch import DISPATCHERS
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.experts import EXECUTORS
 from eprt.experts.base import ExecutorSpec
+from eprt.plan.fitting import Fit, Sample, fit_of
 from eprt.plan.machines import RDMA_GB_PER_S, Machine, linked_ranks, machine_of
 from eprt.plan.measured import BENCH_EXPERTS, Row, dispatch_time, experts_time, shipped
 from eprt.support import Device
@@ -80,23 +79,6 @@ class Estimate:
         return Estimate(rounds * self.us, self.basis, self.here, why, parts)
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Coefficients of a backend's terms, all at least 0, and how well they foretell a row that they weren't fitted to.
-
-    Attributes:
-        sms: generations whose rows it was fitted to; empty: coefficients of other backends stand in.
-        formats: (SM, number format) of those rows.
-        median_error, worst_error: relative, leaving each row out in turn.
-    """
-
-    coefficients: tuple[float, ...]
-    sms: frozenset[int]
-    median_error: float
-    worst_error: float
-    formats: frozenset[tuple[int, str]] = frozenset()
-
-
 # ---- dispatch -----------------------------------------------------------------------------------------------------
 
 
@@ -106,7 +88,7 @@ def dispatch_estimate(
     """Dispatch + combine of `tokens` on every rank; None where nothing is known (CPU without rows of its own)."""
     if parallel.world_size == 1:
         return Estimate(0.0, "measured", True, "a world of one moves nothing")
-    modelled = _modelled_dispatch(spec, config, parallel, tokens, device, payload)
+    modelled = modelled_dispatch(spec, config, parallel, tokens, device, payload)
     if not parallel.spans_hosts and parallel.moe_tp_size == 1:
         row = dispatch_time(spec.name, config, tokens, parallel.world_size, device.sm, payload)
         if row is not None:
@@ -114,14 +96,21 @@ def dispatch_estimate(
     return modelled
 
 
-def _modelled_dispatch(
-    spec: DispatcherSpec, config: MoEConfig, parallel: ParallelConfig, tokens: int, device: Device, payload: str
+def modelled_dispatch(
+    spec: DispatcherSpec,
+    config: MoEConfig,
+    parallel: ParallelConfig,
+    tokens: int,
+    device: Device,
+    payload: str,
+    share: float | None = None,
 ) -> Estimate | None:
+    """By the model, whatever was measured. `share`: see `sent_by`."""
     machine = machine_of(device)
     fit = _dispatch_fits().get(spec.name) if machine else None
     if machine is None or fit is None:
         return None
-    sent = _sent(spec, config, parallel, tokens, linked_ranks(parallel, device), payload)
+    sent = sent_by(spec, config, parallel, tokens, linked_ranks(parallel, device), payload, share)
     parts = _parts(DISPATCH_TERMS, fit, sent.terms(machine))
     parts[machine.link] = parts.pop("link")
     if sent.network_bytes:
@@ -130,8 +119,8 @@ def _modelled_dispatch(
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """What the busiest resource of a rank carries, there and back, under uniform routing."""
+class Sent:
+    """What the busiest resource of a rank carries, there and back."""
 
     ranks: int
     hidden: int
@@ -150,18 +139,32 @@ class _Sent:
         )
 
 
-def _sent(
-    spec: DispatcherSpec, config: MoEConfig, parallel: ParallelConfig, tokens: int, linked: int, payload: str
-) -> _Sent:
+def sent_by(
+    spec: DispatcherSpec,
+    config: MoEConfig,
+    parallel: ParallelConfig,
+    tokens: int,
+    linked: int,
+    payload: str,
+    share: float | None = None,
+) -> Sent:
+    """Bytes of one rank as this dispatcher sends.
+
+    Args:
+        tokens: on every rank.
+        linked: ranks that reach each other without a network.
+        share: rows that the rank gets of each token of the world, in the mean; None: as uniform routing gives it.
+    """
     W, hidden, top_k = parallel.world_size, spec.padded_hidden(config.hidden_size), config.top_k
     row = token_bytes(hidden, payload) + 8 * top_k + 2 * hidden
     if spec.sends == "everyone":
         # Every rank gets all rows over the link; each host gets those of the others once, over all its NICs.
         near, far, touched = tokens * (W - 1), tokens * (W - linked) / linked, tokens * W
     else:
-        copies = tokens * (top_k if spec.sends == "expert" else ranks_of_a_token(config, parallel))
-        near, far, touched = copies * (linked - 1) / W, copies * (W - linked) / W, copies
-    return _Sent(W, hidden, near * row, far * row, touched * 4 * hidden)
+        if share is None:
+            share = (top_k if spec.sends == "expert" else ranks_of_a_token(config, parallel)) / W
+        near, far, touched = tokens * share * (linked - 1), tokens * share * (W - linked), tokens * share * W
+    return Sent(W, hidden, near * row, far * row, touched * 4 * hidden)
 
 
 def token_bytes(hidden: int, payload: str) -> float:
@@ -189,7 +192,7 @@ def dispatch_samples(name: str) -> Iterator[Sample]:
         if name in row["us"] and machine is not None:
             config = MoEConfig(BENCH_EXPERTS, row["top_k"], row["hidden"], 128)
             parallel = ParallelConfig(row["ranks"])
-            sent = _sent(DISPATCHERS[name], config, parallel, row["tokens"], row["ranks"], row["payload"])
+            sent = sent_by(DISPATCHERS[name], config, parallel, row["tokens"], row["ranks"], row["payload"])
             yield Sample(sm, sent.terms(machine), row["us"][name])
 
 
@@ -212,24 +215,35 @@ def experts_estimate(
 def _modelled_experts(
     spec: ExecutorSpec, config: MoEConfig, parallel: ParallelConfig, local_experts: int, tokens: int, device: Device
 ) -> Estimate | None:
+    return modelled_experts(spec, config, parallel, *evenly(config, local_experts, tokens), device)
+
+
+def evenly(config: MoEConfig, local_experts: int, tokens: int) -> tuple[float, float]:
+    """(experts that get any row, rows) of a rank under uniform routing; `tokens` of all ranks."""
+    E, K = config.num_experts, config.top_k
+    return local_experts * (1 - (1 - K / E) ** tokens), tokens * K * local_experts / E
+
+
+def modelled_experts(
+    spec: ExecutorSpec, config: MoEConfig, parallel: ParallelConfig, hit: float, rows: float, device: Device
+) -> Estimate | None:
+    """By the model, whatever was measured: so many rows, for so many of a rank's experts."""
     machine = machine_of(device)
     if machine is None:
         return None
     fit = _experts_fits().get(spec.name) or _best(tuple(_experts_fits().values()))
-    work = expert_terms(spec, config, parallel.moe_tp_size, local_experts, tokens, machine)
+    work = expert_terms(spec, config, parallel.moe_tp_size, hit, rows, machine)
     found = _modelled(_parts(EXPERTS_TERMS, fit, work), fit, device)
     return replace(found, here=(device.sm, config.weight_format) in fit.formats)
 
 
 def expert_terms(
-    spec: ExecutorSpec, config: MoEConfig, moe_tp: int, local_experts: int, tokens: int, machine: Machine
+    spec: ExecutorSpec, config: MoEConfig, moe_tp: int, hit: float, rows: float, machine: Machine
 ) -> tuple[float, ...]:
     """Values of `EXPERTS_TERMS`; times in microseconds at the machine's peaks."""
-    E, K, intermediate = config.num_experts, config.top_k, config.intermediate_size / moe_tp
+    intermediate = config.intermediate_size / moe_tp
     values = (config.activation.parts + 1) * intermediate * config.hidden_size
     stored = config.weight_format if config.weight_format in spec.weights else "bf16"
-    hit = local_experts * (1 - (1 - K / E) ** tokens)
-    rows = tokens * K * local_experts / E
     return (
         1.0,
         hit * values * WEIGHT_BYTES[stored] / machine.memory_gb_per_s / 1e3,
@@ -251,103 +265,9 @@ def experts_samples(name: str) -> Iterator[Sample]:
             config = MoEConfig(
                 row["experts"], row["top_k"], row["hidden"], row["intermediate"], weight_format=row["weight_format"]
             )
-            terms = expert_terms(EXECUTORS[name], config, 1, row["local_experts"], row["tokens"], machine)
+            hit, rows = evenly(config, row["local_experts"], row["tokens"])
+            terms = expert_terms(EXECUTORS[name], config, 1, hit, rows, machine)
             yield Sample(sm, terms, row["us"][name], row["weight_format"])
-
-
-# ---- fitting ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One measured row: its generation, the values of its terms, microseconds, an executor's weight format."""
-
-    sm: int
-    terms: tuple[float, ...]
-    us: float
-    format: str = ""
-
-    def left(self, least: Sequence[float]) -> float:
-        """Share of the microseconds that the least coefficients leave to be explained."""
-        return 1 - _dot(least, self.terms) / self.us
-
-
-def fit_of(samples: Sequence[Sample], least: Sequence[float]) -> Fit | None:
-    """Fitted to the samples; None without enough of them to say anything of a sample left out."""
-    if not samples or len(samples) < 2 * len(least):
-        return None
-    every = _Normal.of(samples, least)
-    errors = [abs(_dot(every.without(sample).solved(), sample.terms) / sample.us - 1) for sample in samples]
-    sms = frozenset(sample.sm for sample in samples)
-    formats = frozenset((sample.sm, sample.format) for sample in samples)
-    return Fit(tuple(every.solved()), sms, median(errors), max(errors), formats)
-
-
-@dataclass(frozen=True)
-class _Normal:
-    """The normal equations A x = b of samples: their terms, divided by their microseconds, should sum to 1.
-
-    Least squares of the relative errors. Attributes: `least`, what no coefficient may fall below, and x counts from
-    there; `squares`, the sum of what is left to explain, squared.
-    """
-
-    least: tuple[float, ...]
-    A: list[list[float]]
-    b: list[float]
-    squares: float
-    count: int
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], least: Sequence[float]) -> _Normal:
-        terms = len(least)
-        empty = cls(tuple(least), [[0.0] * terms for _ in range(terms)], [0.0] * terms, 0.0, 0)
-        for sample in samples:
-            empty = empty.plus(sample, 1)
-        return empty
-
-    def without(self, sample: Sample) -> _Normal:
-        return self.plus(sample, -1)
-
-    def plus(self, sample: Sample, sign: int) -> _Normal:
-        row, left = [value / sample.us for value in sample.terms], sample.left(self.least)
-        A = [[a + sign * x * y for a, y in zip(line, row, strict=True)] for line, x in zip(self.A, row, strict=True)]
-        b = [a + sign * x * left for a, x in zip(self.b, row, strict=True)]
-        return _Normal(self.least, A, b, self.squares + sign * left**2, self.count + sign)
-
-    def solved(self) -> list[float]:
-        """Coefficients, none below its least. Of all subsets of terms that differ from it the one with the smallest
-        Bayesian information criterion, so that a term that explains little stays out."""
-        terms = range(len(self.b))
-        best: tuple[float, list[float]] = (math.inf, list(self.least))
-        for size in range(1, len(self.b) + 1):
-            for chosen in combinations(terms, size):
-                x = _solve([[self.A[i][j] for j in chosen] for i in chosen], [self.b[i] for i in chosen])
-                if x is None or min(x) < 0:
-                    continue
-                missed = self.squares - sum(value * self.b[i] for value, i in zip(x, chosen, strict=True))
-                criterion = self.count * math.log(max(missed, 1e-9) / self.count) + size * math.log(self.count)
-                values = dict(zip(chosen, x, strict=True))
-                best = min(best, (criterion, [low + values.get(i, 0.0) for i, low in enumerate(self.least)]))
-        return best[1]
-
-
-def _solve(A: list[list[float]], b: list[float]) -> list[float] | None:
-    """x of A x = b, A symmetric and positive definite, by Gauss-Jordan elimination; None if it is singular."""
-    n = len(b)
-    scale = [math.sqrt(A[i][i]) or 1.0 for i in range(n)]  # a unit diagonal, so that one threshold fits all
-    rows = [[A[i][j] / scale[i] / scale[j] for j in range(n)] + [b[i] / scale[i]] for i in range(n)]
-    for i in range(n):
-        if rows[i][i] < 1e-9:
-            return None
-        for k in range(n):
-            if k != i:
-                factor = rows[k][i] / rows[i][i]
-                rows[k] = [x - factor * y for x, y in zip(rows[k], rows[i], strict=True)]
-    return [rows[i][n] / rows[i][i] / scale[i] for i in range(n)]
-
-
-def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
 
 
 def _best(fits: tuple[Fit, ...]) -> Fit:

@@ -12,6 +12,7 @@ from eprt.config import MoEConfig, ParallelConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
 from eprt.plan import model
+from eprt.plan.fitting import fit_of
 from eprt.plan.machines import MACHINES, linked_ranks, machine_of
 from eprt.support import Device
 
@@ -33,12 +34,12 @@ def test_a_row_that_was_left_out_is_foretold(name: str) -> None:
     samples, least = SAMPLES[name]
     errors = []
     for left_out in samples:
-        fit = model.fit_of([s for s in samples if s is not left_out], least)
+        fit = fit_of([s for s in samples if s is not left_out], least)
         assert fit is not None
         errors.append(abs(dot(fit.coefficients, left_out.terms) / left_out.us - 1))
     assert median(errors) <= 0.15
     assert max(errors) <= 0.30
-    stated = model.fit_of(samples, least)
+    stated = fit_of(samples, least)
     assert stated is not None
     assert (stated.median_error, stated.worst_error) == pytest.approx((median(errors), max(errors)), rel=1e-6)
 
@@ -78,7 +79,7 @@ def test_bytes_are_split_between_the_links_as_each_dispatcher_sends() -> None:
     config, parallel = MoEConfig(4, 4, 2048, 512), ParallelConfig(4, ranks_per_host=2)
     row = 2 * 2048 + 8 * 4 + 2 * 2048
     for name, near, far in (("none", 8 * 3, 8 * 2 / 2), ("torch", 8 * 1, 8 * 2), ("deepep", 8 * 1, 8 * 2)):
-        sent = model._sent(DISPATCHERS[name], config, parallel, 8, linked_ranks(parallel, H200), "bf16")
+        sent = model.sent_by(DISPATCHERS[name], config, parallel, 8, linked_ranks(parallel, H200), "bf16")
         assert (sent.link_bytes, sent.network_bytes) == (near * row, far * row), name
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+from support.jobs import layer_jobs as jobs
+from support.jobs import tune_jobs
 
+from eprt.bench import tune as bench
 from eprt.cli import main
-from eprt.cli.tune import _merged
+from eprt.cli.tune import _merged, _missing
+from eprt.config import MoEConfig
+from eprt.conformance.rank_process import RankContext
+from eprt.dispatch import DISPATCHERS
+from eprt.experts import EXECUTORS
 from eprt.plan.measured import complaint, own_tables
 
 TINY = {
@@ -59,3 +67,75 @@ def test_rows_that_were_not_measured_again_are_kept() -> None:
 
     merged = _merged([table(t1=5.0, t8=6.0)], [table(t8=1.0)])
     assert merged == [table(t8=1.0), table(t1=5.0)]
+
+
+def test_what_takes_too_long_is_ended_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An executor that would compile for a minute costs its share of the budget; dispatchers are measured all the
+    same, by ranks that were started again."""
+    monkeypatch.setenv("EPRT_PLAN_ROWS", str(tmp_path / "plan.json"))
+    monkeypatch.setattr(bench, "measure_experts", tune_jobs.compiles_for_a_minute)
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(TINY))
+    start = time.monotonic()
+    words = ["--model", str(model), "--world", "2", "--device", "cpu", "--tokens", "4", "--budget-s", "24", "--json"]
+    assert main(["tune", *words]) == 0
+    assert time.monotonic() - start < 40
+    found = json.loads(capsys.readouterr().out)
+    assert [line.partition(": ended after ")[0] for line in found["cut"]] == ["experts by torch_grouped"]
+    [dispatch] = found["tables"]
+    assert [set(row["us"]) for row in dispatch["rows"]] == [{"none", "torch"}]
+    assert main(["tune", *words[:-2], "1"]) == 0
+    assert capsys.readouterr().out.count("not begun, the time was over") == 3
+    assert main(["tune", *words[:-2], "0"]) == 2
+
+
+def test_no_number_of_tokens_is_begun_after_its_time() -> None:
+    config = MoEConfig(8, 2, 64, 32)
+    context = RankContext(0, 1, "cpu")
+    found = bench.measure_experts(context, "torch_grouped", config, (4, 16), seconds=0.0)
+    context.close()
+    assert (found.us, found.refused) == ({}, "")
+    assert _missing(bench.Part("torch_grouped"), [found], 2) == {
+        "torch_grouped": "experts by torch_grouped: 0 of 2 numbers of tokens"
+    }
+
+
+def test_what_compiles_for_minutes_comes_last() -> None:
+    config = MoEConfig(128, 4, 2880, 2880, weight_format="mxfp4")
+    names = list(dict.fromkeys(part.name for part in bench.parts(config, (1, 8), 2, "cuda")))
+    requirements = {name: {**EXECUTORS, **DISPATCHERS}[name].requirement for name in names}
+    from_libraries = [name for name in names if (r := requirements[name]) is not None and r.module != "triton"]
+    assert names[-len(from_libraries) :] == from_libraries
+    assert {"torch_grouped", "symm", "none"} <= set(names) - set(from_libraries)
+    assert "reference" not in names
+    assert [part.case for part in bench.parts(config, (1, 8), 1, "cuda")].count(None) == len(EXECUTORS) - 1
+
+
+def dispatch_rows(**us: float) -> str:
+    row = {"payload": "bf16", "ranks": 2, "hidden": jobs.H, "top_k": jobs.K, "tokens": 32, "us": us}
+    return json.dumps([{"kind": "dispatch", "sm": 0, "source": "a rank's own", "rows": [row]}])
+
+
+def test_ranks_with_other_rows_are_told_so_in_the_same_words(tmp_path: Path, pools) -> None:
+    """The faster dispatcher is another one by each file; without the comparison one rank would wait in each."""
+    files = [tmp_path / name for name in ("torch.json", "none.json", "same.json", "broken.json")]
+    for file, rows in zip(files, [{"none": 9.0, "torch": 1.0}, {"none": 1.0, "torch": 9.0}] * 2, strict=True):
+        file.write_text(dispatch_rows(**rows))
+    told = pools(2).run(jobs.tuned, files=files[:2])
+    assert told[0] == told[1]
+    lines = told[0][0].splitlines()
+    assert lines[0].startswith("WorldMismatch: the ranks disagree about this call (fingerprint, dispatcher, rows of ep")
+    assert [line.split()[0] for line in lines[1:]] == ["rank", "0", "1"]
+    assert [line.split()[2] for line in lines[2:]] == ["torch", "none"]
+    assert lines[2].split()[-1] != lines[3].split()[-1]
+
+    assert pools(2).run(jobs.tuned, files=[files[0], tmp_path / "none there"])[0][0].count("none") == 1
+    files[2].write_text(dispatch_rows(torch=1.0, none=9.0))  # written elsewhere, in another order: the same rows
+    assert pools(2).run(jobs.tuned, files=[files[0], files[2]]) == [("nothing was raised", True)] * 2
+    files[3].write_text("{")
+    broken = pools(2).run(jobs.tuned, files=[files[0], files[3]])
+    assert broken[0] == broken[1]
+    assert "ConfigError" in broken[0][0]
+    assert "broken.json" in broken[0][0]

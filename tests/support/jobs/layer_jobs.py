@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import torch
@@ -195,6 +196,18 @@ def built_differently(context, other, **layer):
     told = said(lambda: make_layer(context, **layer, **(other if context.rank == 1 else {})))
     moe = make_layer(context, **layer)
     return told, bool(torch.isfinite(moe(tokens_of(context.rank, 4, moe.config.input_size))).all())
+
+
+def tuned(context, files):
+    """A layer left to the plan, built where each rank has a file of `eprt tune` of its own."""
+    before = os.environ["EPRT_PLAN_ROWS"]
+    os.environ["EPRT_PLAN_ROWS"] = str(files[context.rank])
+    try:
+        return built_differently(context, {}, dispatcher="auto", executor="torch_grouped")
+    except EprtError as error:
+        return f"{type(error).__name__}: {error}", False
+    finally:
+        os.environ["EPRT_PLAN_ROWS"] = before
 
 
 def refused_on_rank_1(context):

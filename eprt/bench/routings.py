@@ -1,0 +1,133 @@
+"""Whom tokens choose in a bench: evenly, by Zipf, as counted, or as recorded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eprt.balance.counts import read_counts, zipf
+from eprt.errors import ConfigError
+
+BLOCK = 64  # tokens that meet the experts in one random order
+FORMS = "uniform, zipf:EXPONENT, zipf:EXPONENT:SEED, counts.json or ids.safetensors"
+
+
+@dataclass(frozen=True)
+class RoutedLayer:
+    """What is known of one layer's routing: how often each expert is chosen, or the choices themselves.
+
+    Attributes:
+        layer: its number; 0 where there is only one.
+        counts: [E].
+        ids: [N, K] as recorded, or None.
+    """
+
+    layer: int
+    counts: tuple[int, ...]
+    ids: torch.Tensor | None = None
+
+    def draw(self, tokens: int, top_k: int, seed: int) -> torch.Tensor:
+        """[tokens, K] int32 ids on the CPU, distinct in a row. Recorded ones in their order from the `seed`-th batch
+        on, again from the start where they end; else each expert as often as counted, but at most once a token."""
+        if self.ids is not None:
+            return self.ids[torch.arange(seed * tokens, (seed + 1) * tokens) % len(self.ids)]
+        generator = torch.Generator().manual_seed(seed)
+        return drawn(inclusion(self.counts, top_k), tokens, top_k, generator)
+
+
+def read_routing(text: str, num_experts: int, top_k: int) -> list[RoutedLayer]:
+    """The layers that a `--routing` stands for.
+
+    Args:
+        text: `uniform`; `zipf:1.1` (expert e by 1 / (e + 1) ** 1.1, so that neighbours are hot: the worst for experts
+            in order); `zipf:1.1:7` (which experts are hot is drawn from seed 7); a file of
+            `eprt.balance.write_counts`; or safetensors of [N, K] ids, one tensor a layer, named by its number.
+
+    Raises:
+        ConfigError: no such form, a file that can't be read, or of another number of experts or choices.
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "uniform" and not rest:
+        return [RoutedLayer(0, (1,) * num_experts)]
+    if kind == "zipf":
+        return [RoutedLayer(0, _zipf(text, rest, num_experts))]
+    path = Path(text)
+    if path.suffix == ".safetensors":
+        found = _recorded(path, num_experts)
+    elif path.suffix == ".json":
+        found = [RoutedLayer(layer, tuple(counts)) for layer, counts in read_counts(path).items()]
+    else:
+        raise ConfigError(f"--routing {text!r}: expected {FORMS}")
+    for each in found:
+        if len(each.counts) != num_experts or (each.ids is not None and each.ids.shape[1] != top_k):
+            chosen = "" if each.ids is None else f", top-{each.ids.shape[1]}"
+            raise ConfigError(
+                f"{path}: layer {each.layer} is of {len(each.counts)} experts{chosen}; asked for are {num_experts}, "
+                f"top-{top_k}"
+            )
+        if sum(count > 0 for count in each.counts) < top_k:
+            raise ConfigError(f"{path}: layer {each.layer} names fewer experts than a token chooses ({top_k})")
+    return found
+
+
+def inclusion(counts: tuple[int, ...], top_k: int) -> torch.Tensor:
+    """[E] float64: how likely a token chooses each expert, in proportion to the counts, at most 1; they sum to K."""
+    shares = torch.tensor(counts, dtype=torch.float64)
+    sure = torch.zeros(len(counts), dtype=torch.bool)
+    while True:  # at most K times: each round makes an expert sure
+        left = top_k - int(sure.sum())
+        scaled = torch.where(sure, 1.0, left * shares / shares[~sure].sum())
+        over = scaled > 1
+        if not over.any():
+            return scaled
+        sure |= over
+
+
+def drawn(chances: torch.Tensor, tokens: int, top_k: int, generator: torch.Generator) -> torch.Tensor:
+    """[tokens, K] int32, each expert with its chance: K points one apart on the chances laid end to end in a random
+    order meet K different experts (systematic sampling)."""
+    E, blocks = len(chances), -(-tokens // BLOCK)
+    order = torch.rand(blocks, E, generator=generator).argsort(1)
+    ends = chances[order].cumsum(1)
+    ends = ends * (top_k / ends[:, -1:])
+    points = torch.rand(blocks, BLOCK, 1, generator=generator, dtype=torch.float64) + torch.arange(top_k)
+    places = torch.searchsorted(ends, points.flatten(1), right=True).clamp_(max=E - 1)
+    return order.gather(1, places).view(-1, top_k)[:tokens].to(torch.int32)
+
+
+def _zipf(text: str, rest: str, num_experts: int) -> tuple[int, ...]:
+    exponent, _, seed = rest.partition(":")
+    try:
+        counts, number = zipf(num_experts, float(exponent)), int(seed) if seed else None
+    except ValueError as error:
+        raise ConfigError(f"--routing {text!r}: {error}; expected {FORMS}") from error
+    if number is None:
+        return counts
+    order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(number))
+    return tuple(torch.tensor(counts)[order].tolist())
+
+
+def _recorded(path: Path, num_experts: int) -> list[RoutedLayer]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} is no file of recorded ids: {error}") from error
+    found: list[RoutedLayer] = []
+    for name, ids in tensors.items():
+        if not (name.isascii() and name.isdigit()) or ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+            raise ConfigError(
+                f"{path}: tensor {name!r}, {ids.dtype} {list(ids.shape)}: expected [N, K] ids named by a layer's number"
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= num_experts:
+            raise ConfigError(f"{path}: layer {name} names experts {ids.min()} to {ids.max()} of {num_experts}")
+        counts = ids.long().flatten().bincount(minlength=num_experts)
+        found.append(RoutedLayer(int(name), tuple(counts.tolist()), ids.to(torch.int32)))
+    if not found:
+        raise ConfigError(f"{path}: no layer in it")
+    return sorted(found, key=lambda each: each.layer)

@@ -1,0 +1,160 @@
+"""`eprt bench dispatch --simulate`: drawn or recorded choices, sent through each dispatcher's bytes and the cost model.
+
+Nothing is measured here: a row is what `eprt.plan.demand` makes of the choices, for machines that nobody has to own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from eprt.balance.planner import plan_placement
+from eprt.bench.report import Report
+from eprt.bench.routings import RoutedLayer, read_routing
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.dispatch import DISPATCHERS
+from eprt.errors import ConfigError, UnsupportedError
+from eprt.placement import ExpertPlacement, SlotTable
+from eprt.plan import Plan, make_plan
+from eprt.plan.demand import Demand, LayerTime, layer_time
+from eprt.support import Device
+
+DRAWN = 1 << 18  # tokens drawn at most; the world's batch where that is smaller, so that its chance is in the times
+
+IN_ORDER = "in order"
+
+
+@dataclass(frozen=True)
+class World:
+    """What is simulated: so many GPUs of a kind, a model's layer, who is chosen, where experts lie.
+
+    Attributes:
+        config: of the layer, in experts.
+        replicas: slots beyond what experts need, at least; 0: experts in order.
+        one_replica: of a planned placement: each expert's tokens go to one of its replicas, as decode does; else they
+            are shared.
+    """
+
+    config: MoEConfig
+    ranks: int
+    ranks_per_host: int
+    device: Device
+    routing: str
+    replicas: int = 0
+    one_replica: bool = False
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(self.ranks, ranks_per_host=min(self.ranks, self.ranks_per_host))
+
+
+def simulated(world: World, tokens: int, names: Sequence[str] = ()) -> Iterator[dict[str, Any] | str]:
+    """Rows of one world at so many tokens a rank, a dispatcher each; a text for one that can't, with its reason.
+
+    Raises:
+        ConfigError: a routing that can't be read, or slots that can't be planned.
+    """
+    config, parallel = world.config, world.parallel
+    layers = read_routing(world.routing, config.num_experts, config.top_k)
+    demands = [_demand(world, layer, tokens) for layer in layers]
+    for name in names or DISPATCHERS:
+        runtime = RuntimeConfig(dispatcher=name, phase="prefill", max_tokens_per_rank=tokens)
+        try:
+            plan = make_plan(config, parallel, runtime, world.device)
+        except UnsupportedError:
+            spec = DISPATCHERS[name]
+            verdict = spec.supports(config, parallel, replace(runtime, max_tokens_per_rank=1), world.device)
+            yield f"{name}, {world.ranks} ranks of {world.device}: {verdict.reason or 'no executor can follow it'}"
+            continue
+        times = [layer_time(plan, config, parallel, world.device, demand, plan.chosen) for demand in demands]
+        known = [time for time in times if time is not None]
+        if len(known) < len(times):
+            yield f"{name}, {world.ranks} ranks of {world.device}: nothing is known of its times there"
+            continue
+        yield _row(world, tokens, plan, demands, known)
+
+
+def _demand(world: World, layer: RoutedLayer, tokens: int) -> Demand:
+    config, parallel = world.config, world.parallel
+    placement = ExpertPlacement(config.num_experts, parallel)
+    if world.replicas:
+        slots = -(-(config.num_experts + world.replicas) // world.ranks) * world.ranks
+        placement = plan_placement(layer.counts, parallel, slots)
+    ids = layer.draw(min(tokens * world.ranks, DRAWN), config.top_k, seed=0)
+    if not placement.is_identity:
+        ids = SlotTable(placement, torch.device("cpu"), one_replica=world.one_replica, rank=0).slots_of(ids)
+    return Demand.of_slots(ids, placement)
+
+
+def _row(
+    world: World, tokens: int, plan: Plan, demands: Sequence[Demand], times: Sequence[LayerTime]
+) -> dict[str, Any]:
+    """Means over the routing's layers."""
+
+    def mean(values: Sequence[float], digits: int = 1) -> float:
+        return round(sum(values) / len(values), digits)
+
+    return {
+        "device": str(world.device),
+        "ranks": world.ranks,
+        "ranks_per_host": world.parallel.ranks_per_host,
+        "tokens": tokens,
+        "routing": world.routing,
+        "layers": len(times),
+        "slots": demands[0].placement.num_slots,
+        "placement": _placement(world),
+        "imbalance": mean([demand.imbalance for demand in demands], 3),
+        "ranks_of_a_token": mean([sum(demand.ranks) for demand in demands], 2),
+        "transport": plan.dispatcher,
+        "executor": plan.executor,
+        "received_mb": mean([time.received_mb for time in times], 3),
+        "hottest_mb": mean([time.hottest_mb for time in times], 3),
+        "dispatch_us": mean([time.dispatch for time in times]),
+        "experts_us": mean([time.experts for time in times]),
+        "mean_experts_us": mean([time.mean_experts for time in times]),
+        "us": mean([time.us for time in times]),
+        "basis": max((time.basis for time in times), key=("measured", "modelled", "assumed").index),
+    }
+
+
+def _placement(world: World) -> str:
+    if not world.replicas:
+        return IN_ORDER
+    return "planned, one replica an expert" if world.one_replica else "planned, replicas share"
+
+
+def simulation_report(
+    worlds: Sequence[World],
+    tokens: Sequence[int],
+    names: Sequence[str] = (),
+    keep: Callable[[Report], None] = lambda _: None,
+) -> Report:
+    """Every world at every number of tokens. `gain`: the same transport's time with experts in order, where the worlds
+    include that, over the row's own. `keep` sees what was found so far.
+
+    Raises:
+        ConfigError: see `simulated`, or no GPU: nothing is known of the times of others.
+    """
+    if not worlds or any(world.device.kind != "cuda" for world in worlds):
+        raise ConfigError("--simulate needs a GPU's generation (sm90, ...): nothing is known of a CPU's times")
+    report = Report("simulation", [])
+    for world in worlds:
+        for count in tokens:
+            for found in simulated(world, count, names):
+                if isinstance(found, str):
+                    report.notes.extend([found] * (found not in report.notes))
+                else:
+                    report.rows.append(found)
+        keep(report)
+    in_order = {_case(row): row["us"] for row in report.rows if row["placement"] == IN_ORDER}
+    for row in report.rows:
+        before = in_order.get(_case(row))
+        row["gain"] = None if before is None else round(before / row["us"], 3)
+    return report
+
+
+def _case(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("device", "ranks", "ranks_per_host", "tokens", "routing", "transport"))
