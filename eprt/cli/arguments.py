@@ -69,6 +69,8 @@ class Generate:
     """Of sampling; each rank adds its number."""
     batch: int = 8
     """Prompts a rank continues at once."""
+    graphs: bool = False
+    """Replay decode steps from CUDA graphs, where model, dispatcher and executor can be captured."""
     max_tokens: int = 4096
     """Tokens a rank that buffers are sized for: the longest prompt at least."""
     device: DeviceKind = "auto"

@@ -43,6 +43,7 @@ def generate(arguments: Generate, terminal: Terminal) -> int:
             temperature=arguments.temperature,
             seed=arguments.seed,
             batch=arguments.batch,
+            graphs=arguments.graphs,
             max_tokens_per_rank=arguments.max_tokens,
             timeout_s=workers.timeout_s,
         )

@@ -22,6 +22,7 @@ class Job:
     temperature: float
     seed: int
     batch: int
+    graphs: bool
     max_tokens_per_rank: int
     timeout_s: float
 
@@ -75,7 +76,11 @@ def generate(context: RankContext, job: Job, prompts: list[list[str | list[int]]
         options["temperature"] = job.temperature
     started = time.perf_counter()
     tokens = continue_prompts(
-        held.model, [held.ids(prompt) for prompt in prompts[context.rank]], batch_size=job.batch, **options
+        held.model,
+        [held.ids(prompt) for prompt in prompts[context.rank]],
+        batch_size=job.batch,
+        graphs=job.graphs,
+        **options,
     )
     seconds = time.perf_counter() - started
     return Part(tokens, [held.text(new) for new in tokens], seconds)

@@ -11,7 +11,7 @@ from eprt.config import MoEConfig
 from eprt.errors import CheckpointError
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.formats import ExpertNames, Part, load_experts, load_linear
-from eprt.models.hf_config import model_dtype
+from eprt.models.hf_config import flatten, model_dtype
 from eprt.placement import ExpertShard
 from eprt.routing import Router, WeightRounding
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
@@ -158,3 +158,16 @@ class ModelFamily(ABC):
                 f"{checkpoint.where(name)} holds expert ids {low} to {high}: expected 0 to {config.num_experts - 1}"
             )
         return table
+
+
+class NestedText(ModelFamily):
+    """Before the family of a text model: the same model where the config nests it."""
+
+    def text_config(self, hf: dict[str, Any]) -> dict[str, Any]:
+        return flatten(hf)
+
+    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
+        return super().moe_layers(self.text_config(hf))
+
+    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
+        return super().moe_config(self.text_config(hf), layer)

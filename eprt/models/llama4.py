@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from eprt.config import MoEConfig, Routing, SharedExpert
-from eprt.models.base import ModelFamily
+from eprt.models.base import ModelFamily, NestedText
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.formats import ExpertNames, load_experts
 from eprt.models.hf_config import (
     check_moe_layer,
     expect,
-    flatten,
     integer,
     integers,
     num_layers,
@@ -64,16 +63,7 @@ class Llama4Text(ModelFamily):
         return load_experts(checkpoint, names, config, shard)
 
 
-class Llama4(Llama4Text):
+class Llama4(NestedText, Llama4Text):
     """meta-llama/Llama-4-Scout-17B-16E, -Maverick-17B-128E: the text model's config is nested."""
 
     module = "language_model.model.layers.{}.feed_forward"
-
-    def text_config(self, hf: dict[str, Any]) -> dict[str, Any]:
-        return flatten(hf)
-
-    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
-        return super().moe_layers(self.text_config(hf))
-
-    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
-        return super().moe_config(self.text_config(hf), layer)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from eprt.config import MoEConfig, Routing, SharedExpert
-from eprt.models.base import ModelFamily
+from eprt.models.base import ModelFamily, NestedText
 from eprt.models.hf_config import (
     boolean,
     check_moe_layer,
     expect,
-    flatten,
     integer,
     integers,
     num_layers,
@@ -87,16 +86,7 @@ class Qwen35MoeText(Qwen3Moe):
         return self._config(hf, layer, True, shared)
 
 
-class Qwen35Moe(Qwen35MoeText):
+class Qwen35Moe(NestedText, Qwen35MoeText):
     """Qwen/Qwen3.5-35B-A3B, Qwen3.5-397B-A17B: the text model's config is nested, its modules one level deeper."""
 
     module = "model.language_model.layers.{}.mlp"
-
-    def text_config(self, hf: dict[str, Any]) -> dict[str, Any]:
-        return flatten(hf)
-
-    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
-        return super().moe_layers(self.text_config(hf))
-
-    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
-        return super().moe_config(self.text_config(hf), layer)

@@ -123,3 +123,85 @@ def _require_registry(name: str) -> None:
     plan = make_config(RECIPES[name]).base_model_ep_plan or {}
     if "ep_dispatch_experts" not in plan.values():
         pytest.skip(f"transformers has no ep_dispatch_experts plan for {name}")
+
+
+# ---- decode steps from graphs: all but the capture, which tests/gpu/test_decode_graphs.py has ------
+
+
+def replay(pools, name: str, **more):
+    arguments = {"folder": saved(name), "prompts": PROMPTS, "dtype": torch.float32, "options": OPTIONS} | more
+    return pools(4).run(jobs.replayed_and_eager, **arguments)
+
+
+# Of each rank, [sequences, tokens] of each forward of its host, at most two prompts at once. The prompts of the first
+# step are more tokens than any bucket; then all take the bucket of the largest batch, the last rank with a row that
+# holds nothing; then the first rank has another batch, while the others only replay the idle step.
+FORWARDS = [
+    [(2, 4), *[(2, 1)] * 5, (1, 7), *[(1, 1)] * 5],
+    [],
+    [(2, 3), *[(2, 1)] * 5],
+    [(1, 1), *[(2, 1)] * 5],
+]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_decode_steps_from_graphs_give_the_same_tokens(pools, name: str) -> None:
+    """Windows and sinks, plain and latent attention. Twice over one cache: the second call captures nothing, and finds
+    the first one's keys behind its mask."""
+    for rank, found in enumerate(replay(pools, name, calls=2)):
+        assert found["warned"] == []
+        assert found["buckets"] == [1, 2]
+        first, second = found["replayed"]
+        assert first["tokens"] == second["tokens"] == expected(name)[rank]
+        assert len(first["forwards"]) == len(second["forwards"]) + 2, "one for each bucket"
+        assert second["forwards"] == FORWARDS[rank]
+        for scores, eager in zip(second["scores"], found["eager"]["scores"], strict=True):
+            torch.testing.assert_close(torch.stack(scores), torch.stack(eager), rtol=1e-4, atol=1e-4)
+
+
+def test_graphs_of_other_sizes_and_ends_at_any_time(pools) -> None:
+    """A bucket wider than any batch, and one that batches don't fit into. The third rank's own two rows are what it
+    runs while the first is at its second prompt already, or where no bucket holds them."""
+    name = "qwen3_moe"
+    end = expected(name)[0][0][2]
+    cut = [[row[: row.index(end) + 1] if end in row else row for row in rows] for rows in expected(name)]
+    options = OPTIONS | {"eos_token_id": end}
+    for graphs, rows in (((4,), {2, 4}), ((1,), {1, 2})):
+        found = replay(pools, name, graphs=graphs, options=options)
+        assert [each["replayed"][0]["tokens"] for each in found] == cut
+        steps = {rows for rows, tokens in found[2]["replayed"][0]["forwards"] if tokens == 1}
+        assert steps == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("qwen3_next", {}, "its cache has layers of linear_attention"),
+        ("qwen3_moe", {"use_cache": False}, "use_cache=False needs a loop or a cache of its own"),
+    ],
+)
+def test_what_has_no_graphs_runs_without_and_says_why(pools, name: str, options: dict, reason: str) -> None:
+    for rank, found in enumerate(replay(pools, name, options=OPTIONS | options)):
+        assert found["replayed"][0]["tokens"] == expected(name)[rank]
+        assert found["warned"] == [f"generate(graphs=...) runs without graphs: {reason}"]
+        assert found["buckets"] == []
+
+
+def test_ranks_that_ask_for_other_graphs_are_told(pools) -> None:
+    from eprt.conformance.harness import WorldFailed
+
+    with pytest.raises(WorldFailed, match=r"WorldMismatch: the ranks disagree about this call \(fingerprint, graphs\)"):
+        replay(pools, "qwen3_moe", graphs=(2,), other_graphs=(4,))
+
+
+@pytest.mark.timeout(400)
+def test_a_compiled_model_may_run_more_often_on_one_rank(pools) -> None:
+    """The ranks meet inside the operator that the compiler sees; the one that is done takes idle steps, uncompiled."""
+    name, numbers = "qwen3_moe", [4, 1]
+    prompts = [PROMPTS[0][0], PROMPTS[2][0]]
+    found = pools(2).run(
+        jobs.compiled_and_eager, folder=saved(name), prompts=prompts, new_tokens=numbers, timeout_s=380.0
+    )
+    wanted = [expected(name)[rank][0][:count] for rank, count in zip((0, 2), numbers, strict=True)]
+    for way in ("eager", "lockstep", "generate"):
+        assert [each[way] for each in found] == wanted, way

@@ -25,6 +25,7 @@ def test_in_transformers(tmp_path: Path) -> None:
     found = launch(run_blocks, 4, timeout_s=110, page=page, blocks=blocks(page), names={"MODEL": model})
     assert [len(rank["tokens"]) for rank in found] == [2, 0, 0, 0]
     assert all(len(row) <= 8 for row in found[0]["tokens"])
+    assert [rank["steady"] for rank in found] == [[found[0]["tokens"][0]]] * 4, "from graphs or not"
     assert found[0]["logits"] == (1, 3, 512)
 
 

@@ -6,7 +6,7 @@ of prompts takes idle steps until all have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -107,10 +107,15 @@ class Agreement:
 
     Attributes:
         muted: the model runs on a token that isn't one, and its places take none of it.
+        idle: the step of a rank without tokens, in place of the places' own.
+        decode: graphs of the model that an earlier `generate` captured.
     """
 
     def __init__(self, places: list[Place]) -> None:
         self.muted = False
+        self.idle: Callable[[], None] | None = None
+        self.decode: object = None
+        self._silent = False
         self._first, self._last = places[0], places[-1]
         self._step: AbstractContextManager[Step] | None = None
         self._met = False
@@ -119,6 +124,9 @@ class Agreement:
     def at(self, place: Place, num_tokens: int) -> Iterator[None]:
         """Around the layer's call. The step begins at the first place (collective; not if the ranks met before), and
         ends at the last."""
+        if self._silent:
+            yield
+            return
         try:
             if place is self._first and not self._met:
                 self.meet(place.world, num_tokens)
@@ -129,6 +137,30 @@ class Agreement:
             raise
         if place is self._last:
             self.end()
+
+    @contextmanager
+    def whole(self, world: World, num_tokens: int) -> Iterator[None]:
+        """Around a forward whose places may not be called at all, as in a CUDA graph. The step lasts that long, and
+        began before it if the ranks met."""
+        try:
+            if not self._met:
+                self.meet(world, num_tokens)
+            self._met = False
+            with self.silent():
+                yield
+        except BaseException as error:
+            self.end(error)
+            raise
+        self.end()
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Places inside only call their layers."""
+        before, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = before
 
     def meet(self, world: World, num_tokens: int | None) -> bool:
         """Meet the others at the next forward. Collective.
@@ -190,7 +222,10 @@ def idle_step(model: nn.Module) -> None:
     """
     places = places_of(model)
     agreement = places[0].agreement
-    if agreement is None or not _shares_dense_weights(model):
+    if agreement is not None and agreement.idle is not None:
+        agreement.idle()
+        return
+    if agreement is None or not shares_dense_weights(model):
         for place in places:
             place.idle()
         return
@@ -218,7 +253,7 @@ def lockstep(model: nn.Module) -> Iterator[None]:
         raise UsageError("places_of makes the agreement")
     for place in places:
         _ = place.layer  # built now, if need be
-    early = _meet_before_fsdp(model, world, agreement) if _shares_dense_weights(model) else nullcontext()
+    early = _meet_before_fsdp(model, world, agreement) if shares_dense_weights(model) else nullcontext()
     try:
         with early:
             yield
@@ -263,7 +298,8 @@ def _tell(world: World, agreement: Agreement, error: Exception) -> None:
             raise
 
 
-def _shares_dense_weights(model: nn.Module) -> bool:
+def shares_dense_weights(model: nn.Module) -> bool:
+    """Whether FSDP gathers them in a forward."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from eprt.errors import ConfigError, InputError
+from eprt.errors import ConfigError, InputError, UsageError
 from eprt.integrations.transformers.agreement import lockstep, places_of
+from eprt.rounding import round_up
 from eprt.world import World
+from eprt.world.header import Header, exchange, fingerprint_of
 
+if TYPE_CHECKING:
+    from eprt.integrations.transformers.decode import DecodeGraphs
+
+logger = logging.getLogger("eprt")
+_LENGTH_STEP = 128  # of the graphs' cache, so that a call of like length finds it
+_DEFAULT_NEW_TOKENS = 20  # transformers'
 OnToken = Callable[[int, int], None]
 
 
@@ -21,6 +31,7 @@ def generate(
     world: World | None = None,
     *,
     batch_size: int = 8,
+    graphs: bool | Sequence[int] = False,
     on_token: OnToken | None = None,
     **options: Any,
 ) -> list[list[int]]:
@@ -35,6 +46,10 @@ def generate(
         prompts: token ids, each at least one. Ranks of one attention-TP group pass the same.
         world: the one that the model runs over, if it should be checked; None takes the layers' own.
         batch_size: prompts at once.
+        graphs: replay decode steps from CUDA graphs (`StepGraphs`), captured in the first call for powers of two up to
+            `batch_size`, or for these numbers of sequences; the same on every rank. They are kept with the model, with
+            a cache for `batch_size` sequences of the longest length so far. Prompts run eagerly. Where the model, its
+            dispatcher or executor, or an option can't be captured, a warning says why, and all runs eagerly.
         on_token: `on_token(prompt, token)` as each is chosen; `prompt` counts from 0. With one beam only.
         options: `model.generate`'s: max_new_tokens, do_sample, temperature, eos_token_id, generation_config, ...
             Sampling takes torch's random numbers of this process: seed ranks apart with `torch.manual_seed`, those of
@@ -48,17 +63,73 @@ def generate(
             here. An error of one rank, `on_token`'s included, is raised on all.
         CapacityError, RankLost, WorldMismatch: as the layers' forward.
     """
-    with lockstep(model):
+    with ExitStack() as replaying, lockstep(model):
         _check(model, world, batch_size, options)
         rows = [_checked(model, number, prompt) for number, prompt in enumerate(prompts)]
+        decode = None if graphs is False else _decode_graphs(model, rows, batch_size, graphs, options)
+        if decode is not None:
+            replaying.enter_context(decode.inside(model))  # until the last rank is done
         found: list[list[int]] = []
         for batch in _batches(rows, batch_size, _most_tokens(model)):
-            found += _run(model, batch, len(found), on_token, options)
+            found += _run(model, batch, len(found), on_token, options, decode)
     return found
 
 
+def _decode_graphs(
+    model: nn.Module,
+    rows: list[torch.Tensor],
+    batch_size: int,
+    graphs: bool | Sequence[int],
+    options: dict[str, Any],
+) -> DecodeGraphs | None:
+    """The model's graphs, those of an earlier call where they do; None, with a warning, where there can't be any.
+    Collective."""
+    from eprt.integrations.transformers.decode import DecodeGraphs, refusal
+
+    places = places_of(model)
+    world, agreement = places[0].world, places[0].agreement
+    if agreement is None:
+        raise UsageError("places_of makes the agreement")
+    reason = refusal(model, places, options)
+    buckets = _buckets(graphs, min(batch_size, _most_tokens(model)))
+    settings = {"graphs": " ".join(map(str, buckets))}
+    words = (round_up(_most_length(model, rows, options), _LENGTH_STEP), batch_size, int(bool(reason)))
+    header = Header("warmup", -1, 0, words=words, fingerprint=fingerprint_of(settings), settings=settings)
+    lengths, sizes, refused = zip(*exchange(world, header).words, strict=True)
+    if any(refused):
+        where = f"rank {refused.index(1)} says why"
+        logger.warning("generate(graphs=...) runs without graphs: %s", reason or where)
+        return None
+    kept = agreement.decode
+    if not (isinstance(kept, DecodeGraphs) and kept.serves(buckets, max(sizes), max(lengths))):
+        agreement.decode = None  # its memory first
+        kept = agreement.decode = DecodeGraphs(model, places, agreement, buckets, max(sizes), max(lengths))
+    return kept
+
+
+def _buckets(graphs: bool | Sequence[int], most: int) -> tuple[int, ...]:
+    """Sorted; of True powers of two, and `most`."""
+    if isinstance(graphs, bool):
+        return (*(1 << n for n in range(most.bit_length()) if 1 << n < most), most)
+    return tuple(sorted(set(graphs)))
+
+
+def _most_length(model: nn.Module, rows: list[torch.Tensor], options: dict[str, Any]) -> int:
+    """Tokens of the longest sequence that `model.generate` can make of these prompts; 1 without any."""
+    prompt = max(map(len, rows), default=0)
+    new, length = (_option(model, options, name) for name in ("max_new_tokens", "max_length"))
+    if new is not None:
+        return prompt + int(new) if rows else 1
+    return max(prompt + _DEFAULT_NEW_TOKENS, int(length or 0)) if rows else 1
+
+
 def _run(
-    model: Any, rows: list[torch.Tensor], first: int, on_token: OnToken | None, options: dict[str, Any]
+    model: Any,
+    rows: list[torch.Tensor],
+    first: int,
+    on_token: OnToken | None,
+    options: dict[str, Any],
+    decode: DecodeGraphs | None,
 ) -> list[list[int]]:
     """One batch through `model.generate`; `first` is the number of its first prompt."""
     longest = max(map(len, rows))
@@ -72,6 +143,8 @@ def _run(
     given: dict[str, Any] = {"pad_token_id": pad, **options, "synced_gpus": False}  # lockstep keeps the ranks together
     if on_token is not None:
         given["streamer"] = _Streamer(first, ends, on_token)
+    if decode is not None:
+        given |= {"past_key_values": decode.begin(len(rows)), "disable_compile": True}
     device = places_of(model)[0].world.device
     out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
     return [_until_end(tokens, ends) for tokens in out[:, longest:].tolist()]

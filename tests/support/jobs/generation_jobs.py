@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -75,3 +77,122 @@ def continue_prompts(
     if way == "expert_parallel":  # transformers made groups of its own for this model
         layers[0].world.close()
     return found, streamed
+
+
+@dataclass
+class Loop:
+    """One way of generating: tokens, the scores [sequences, V] of each step, rows of each forward of the model."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    scores: list[list[torch.Tensor]] = field(default_factory=list)  # of each prompt, a row a step
+    forwards: list[tuple[int, int]] = field(default_factory=list)
+
+
+def replayed_and_eager(
+    context: RankContext,
+    folder: str,
+    prompts: list[list[list[int]]],
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    graphs: bool | tuple[int, ...] = True,
+    batch_size: int = 2,
+    calls: int = 1,
+    runtime: RuntimeConfig = RUNTIME,
+    other_graphs: tuple[int, ...] | None = None,
+) -> dict[str, Any]:
+    """The same prompts through `generate` with graphs, `calls` times, and without; the warnings of the first.
+    `other_graphs`: those of the last rank."""
+    from eprt.integrations.transformers import expert_layers, generate, load_without_experts, parallelize
+
+    world = context.world(timeout_s=BEHIND_S)
+    model = load_without_experts(folder, dtype=dtype).eval().to(world.device)
+    layers = parallelize(model, world, runtime)
+    world.warmup(*layers)
+    mine = prompts[context.rank % len(prompts)]
+    if other_graphs is not None and context.rank == context.size - 1:
+        graphs = other_graphs
+
+    def run(graphs: bool | tuple[int, ...]) -> Loop:
+        loop = Loop()
+        hook = model.get_input_embeddings().register_forward_pre_hook(
+            lambda _, given: loop.forwards.append(tuple(given[0].shape))
+        )
+        recorder = _Scores(loop)
+        try:
+            loop.tokens = generate(
+                model, mine, world, batch_size=batch_size, graphs=graphs, logits_processor=[recorder], **options
+            )
+        finally:
+            hook.remove()
+        return loop
+
+    warned = _Warned()
+    logging.getLogger("eprt").addHandler(warned)
+    try:
+        replayed = [run(graphs) for _ in range(calls)]
+    finally:
+        logging.getLogger("eprt").removeHandler(warned)
+    eager = run(False)
+    captured = expert_layers(model)[0].world.buckets
+    world.warm, world.buckets = False, ()  # this World serves other tests
+    for layer in layers:
+        layer.close()
+    return {
+        "replayed": [asdict(each) for each in replayed],
+        "eager": asdict(eager),
+        "warned": warned.said,
+        "buckets": list(captured),
+    }
+
+
+class _Scores:
+    """A logits processor that changes nothing: what each step's scores were."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop, self._width = loop, 0
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] <= self._width or not self._loop.scores:  # another batch
+            self._first = len(self._loop.scores)
+            self._loop.scores += [[] for _ in range(len(ids))]
+        self._width = ids.shape[1]
+        for row, each in enumerate(scores.float().cpu()):
+            self._loop.scores[self._first + row].append(each.clone())
+        return scores
+
+
+class _Warned(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def compiled_and_eager(
+    context: RankContext, folder: str, prompts: list[list[int]], new_tokens: list[int]
+) -> dict[str, list[int]]:
+    """Greedy tokens of this rank's prompt, as many as its number: by a compiled model inside `lockstep`, by a model
+    that compiled itself inside `generate`, and by neither."""
+    from eprt.integrations.transformers import generate, load_without_experts, lockstep, parallelize
+
+    world = context.world(timeout_s=BEHIND_S)
+    model = load_without_experts(folder, dtype=torch.float32).eval()
+    layers = parallelize(model, world, RUNTIME)
+    prompt, count = prompts[context.rank], new_tokens[context.rank]
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": max(count, 1)}
+    mine = [prompt] if count else []
+    found = {"eager": [token for row in generate(model, mine, **options) for token in row]}
+    torch._dynamo.reset()
+    whole = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    ids = torch.tensor([prompt])
+    with torch.no_grad(), lockstep(whole):
+        for _ in range(count):
+            ids = torch.cat((ids, whole(ids, use_cache=False).logits[:, -1:].argmax(-1)), dim=1)
+    found["lockstep"] = ids[0, len(prompt) :].tolist()
+    model.compile(backend="eager", dynamic=True)
+    found["generate"] = [token for row in generate(model, mine, use_cache=False, **options) for token in row]
+    for layer in layers:
+        layer.close()
+    return found

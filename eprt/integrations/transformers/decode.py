@@ -1,0 +1,214 @@
+"""`generate(graphs=...)`: decode steps replayed from step graphs, inside transformers' own loop.
+
+The loop calls `model.forward` as ever. A call that is a decode step (one token a sequence, over the cache that the
+graphs know) becomes one of `StepGraphs`; a prompt runs eagerly, in the same steps of the World. A rank without
+prompts replays the idle step.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from eprt.errors import UsageError
+from eprt.graphs import StepGraphs
+from eprt.graphs.recording import refusal as pair_refusal
+from eprt.integrations.transformers.agreement import Agreement, Place, shares_dense_weights
+from eprt.integrations.transformers.static_cache import StaticRows
+from eprt.integrations.transformers.static_cache import refusal as cache_refusal
+
+logger = logging.getLogger("eprt")
+_ATTENTION = ("eager", "sdpa")  # whose masks transformers makes outside of the model, so that they can be inputs
+_CONSTANT = ("past_key_values", "use_cache", "return_dict", "logits_to_keep")
+# What changes the loop or the cache. Values that change nothing are fine.
+_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "use_cache": (None, True),
+    "past_key_values": (None,),
+    "cache_implementation": (None,),
+    "assistant_model": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "custom_generate": (None,),
+}
+
+
+def refusal(model: Any, places: list[Place], options: Mapping[str, Any]) -> str:
+    """Why this model's decode steps can't be replayed from graphs with these options, or nothing."""
+    config: Any = options.get("generation_config") or model.generation_config
+    for name, ordinary in _OPTIONS.items():
+        value = options.get(name, getattr(config, name, None))
+        if not any(value is one or value == one for one in ordinary):
+            return f"{name}={value!r} needs a loop or a cache of its own"
+    if shares_dense_weights(model):
+        return "FSDP gathers the dense weights in every forward"
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        return "the model is compiled"
+    if (attention := model.config.get_text_config(decoder=True)._attn_implementation) not in _ATTENTION:
+        return f"attn_implementation={attention!r}: load the model with {' or '.join(map(repr, _ATTENTION))}"
+    if reason := cache_refusal(model.config):
+        return reason
+    if places[0].world.device.type != "cuda":
+        return ""
+    return "; ".join(dict.fromkeys(reason for place in places if (reason := pair_refusal(place.layer))))
+
+
+class DecodeGraphs:
+    """A model's decode step in graphs, for batches of at most `rows` sequences of at most `length` tokens.
+
+    Collective, as graphs are captured.
+
+    Args:
+        buckets: rows to capture for, the same on every rank.
+
+    Raises:
+        ConfigError, WorldMismatch, CapacityError: as `StepGraphs` and its capture.
+    """
+
+    def __init__(
+        self, model: Any, places: list[Place], agreement: Agreement, buckets: tuple[int, ...], rows: int, length: int
+    ) -> None:
+        self._places, self._agreement, self.world = places, agreement, places[0].world
+        self._forward = model.forward
+        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._more = {"use_cache": True, "return_dict": True, **({"logits_to_keep": 1} if keeps else {})}
+        self.cache = StaticRows(model.config, max(rows, *buckets), length, self.world.device)
+        self.buckets, self._written, self._told = buckets, 0, False
+        row = self._row(model)
+        self._like = {name: (tensor.shape[1:], tensor.dtype) for name, tensor in row.items()}
+        layers = [place.layer for place in places]
+        self._graphs = StepGraphs(self.world, layers, self._step, row, buckets=buckets, idle=self._idle)
+        with agreement.silent():
+            self._graphs.capture()
+
+    def serves(self, buckets: tuple[int, ...], rows: int, length: int) -> bool:
+        """Whether these graphs do for such a call."""
+        open_ = not any(place.layer.dispatcher.closed for place in self._places)
+        return open_ and self.buckets == buckets and self.cache.rows >= rows and self.cache.length >= length
+
+    def begin(self, rows: int) -> Any:
+        """The cache of a batch that begins."""
+        self.cache.begin()
+        self._written = 0
+        return self.cache.view(rows)
+
+    @contextmanager
+    def inside(self, model: Any) -> Iterator[None]:
+        """The model's decode steps and idle steps come from the graphs."""
+        forward = model.forward
+
+        @functools.wraps(forward)
+        def replaying(*args: Any, **given: Any) -> Any:
+            return self._call(*args, **given)
+
+        own = model.__dict__.get("forward")
+        model.forward, self._agreement.idle = replaying, self._replay_idle
+        try:
+            yield
+        finally:
+            self._agreement.idle = None
+            if own is None:
+                del model.forward
+            else:
+                model.forward = own
+
+    def _call(self, *args: Any, **given: Any) -> Any:
+        """In place of the model's forward."""
+        cache, ids = given.get("past_key_values"), given.get("input_ids")
+        if ids is None or not self.cache.owns(cache):
+            return self._forward(*args, **given)
+        rows, new = ids.shape
+        if self._written + new > self.cache.length:
+            raise UsageError(f"generation goes past {self.cache.length} tokens, which the graphs' cache is made for")
+        tensors = _flat(given)
+        if new == 1 and not args and self._fits(tensors, given, rows):
+            output = self._replay(rows, tensors, cache)
+        else:
+            output = self._forward(*args, **given)
+        self._written += new
+        self.cache.begun = True
+        self.cache.position.add_(new)
+        return output
+
+    def _fits(self, tensors: Mapping[str, torch.Tensor], given: Mapping[str, Any], rows: int) -> bool:
+        found = {name: (tensor.shape[1:], tensor.dtype) for name, tensor in tensors.items()}
+        same = found == self._like and all(tensor.shape[0] == rows for tensor in tensors.values())
+        more = [
+            name
+            for name, value in given.items()
+            if name not in _CONSTANT and not isinstance(value, (torch.Tensor, dict)) and value not in (None, False)
+        ]
+        if (same and not more) or not self._written:  # a prompt of one token may have what later steps have not
+            return same and not more
+        if not self._told:
+            self._told = True
+            logger.warning("decode without step graphs: a step has other inputs (%s) than the graphs", [*found, *more])
+        return False
+
+    def _replay(self, rows: int, tensors: Mapping[str, torch.Tensor], cache: Any) -> Any:
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        with self._agreement.whole(self.world, rows):
+            logits = self._graphs(rows, **tensors)
+        self._graphs.wait()
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+    def _replay_idle(self) -> None:
+        with self._agreement.whole(self.world, 0):
+            self._graphs(0)
+        self._graphs.wait()
+
+    # ---- what the graphs hold ---------------------------------------------------------------------------------
+
+    def _step(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """[rows, 1, V] logits of one token a row."""
+        cache = self.cache.view(inputs["input_ids"].shape[0])
+        return self._forward(**_nested(inputs), past_key_values=cache, **self._more).logits[:, -1:]
+
+    def _idle(self) -> None:
+        for place in self._places:
+            place.idle()
+
+    def _row(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The inputs of a row that holds no token: the first position, which it sees."""
+        prepare: Any = model.prepare_inputs_for_generation
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.world.device)
+        self.cache.begin()
+        with torch.no_grad():
+            given = prepare(
+                zero,
+                next_sequence_length=1,
+                past_key_values=self.cache.view(1),
+                attention_mask=torch.ones_like(zero),
+                position_ids=zero,
+                use_cache=True,
+            )
+        self.cache.begun = True
+        return _flat(given)
+
+
+def _flat(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors among a forward's arguments; those of a dict (a mask for each kind of layer) under `name/key`."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in given.items():
+        parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+        found |= {key: part for key, part in parts.items() if isinstance(part, torch.Tensor)}
+    return found
+
+
+def _nested(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """`_flat` undone."""
+    found: dict[str, Any] = {}
+    for path, tensor in flat.items():
+        name, _, key = path.partition("/")
+        if key:
+            found.setdefault(name, {})[key] = tensor
+        else:
+            found[name] = tensor
+    return found

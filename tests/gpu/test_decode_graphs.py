@@ -1,0 +1,96 @@
+"""`generate(graphs=True)` on the GPUs of one host: decode steps captured and replayed, against the eager loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.cases.gpu_limits import JOB_S
+from support.cases.model_recipes import RECIPES, make_model
+from support.jobs import generation_jobs as jobs
+
+from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.conformance.harness import WorldPool
+from eprt.dispatch import DISPATCHERS
+from eprt.errors import UnsupportedError
+from eprt.models import family_for
+from eprt.plan import make_plan
+from eprt.support import Device
+
+pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+
+SIZE = min(4, torch.cuda.device_count())
+GRAPH_SAFE = [name for name, spec in DISPATCHERS.items() if spec.graph_safe]
+# The last rank has no prompt, the first one two batches; the last prompt is longer than any bucket.
+PROMPTS = [[[5, 17, 33, 8], [41, 9, 60], [12, 13, 14, 15, 16, 17, 18]], *[[[7, 3], [55, 54, 53]]] * (SIZE - 2), []]
+OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+# bf16 logits of a unit's size, over two layers whose GEMMs see batches of other sizes.
+TOLERANCE = 6e-2
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(JOB_S + 60),
+    pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host: this machine has {SIZE}"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
+        yield held
+
+
+@pytest.fixture(scope="module", params=["gpt_oss", "qwen3_moe", "deepseek_v3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp(request.param)
+    found = make_model(RECIPES[request.param], torch.bfloat16)
+    found.save_pretrained(folder)
+    return folder, found.config.to_dict(), RECIPES[request.param].layer
+
+
+def runtime_or_skip(model: tuple[Path, dict, int], dispatcher: str) -> RuntimeConfig:
+    _, config, layer = model
+    runtime = RuntimeConfig(dispatcher=dispatcher, executor="torch_grouped", max_tokens_per_rank=64)
+    moe = family_for(config).moe_config(config, layer)
+    try:
+        make_plan(moe, ParallelConfig(SIZE), runtime, Device.of(torch.device("cuda", 0)))
+    except UnsupportedError as error:
+        pytest.skip(f"the plan refuses {dispatcher}: {error}")
+    return runtime
+
+
+@pytest.mark.parametrize("dispatcher", GRAPH_SAFE)
+def test_replayed_steps_choose_what_eager_steps_choose(pool, model, dispatcher: str) -> None:
+    arguments = {"folder": str(model[0]), "prompts": PROMPTS, "dtype": torch.bfloat16, "options": OPTIONS, "calls": 2}
+    found = pool.run(jobs.replayed_and_eager, runtime=runtime_or_skip(model, dispatcher), **arguments)
+    for rank, each in enumerate(found):
+        assert each["warned"] == []
+        eager, (_, replayed) = each["eager"], each["replayed"]
+        assert len(replayed["tokens"]) == len(PROMPTS[rank])
+        prompts = 2 * (rank == 0) or int(rank < SIZE - 1)
+        assert len(replayed["forwards"]) == prompts, "the host walks the model for prompts only"
+        for tokens, wanted, scores, expected in zip(
+            replayed["tokens"], eager["tokens"], replayed["scores"], eager["scores"], strict=True
+        ):
+            check_row(tokens, wanted, torch.stack(scores), torch.stack(expected))
+
+
+def check_row(tokens: list[int], wanted: list[int], scores: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same scores as long as the same tokens were chosen, which only a near-tie ends."""
+    same = next((step for step, pair in enumerate(zip(tokens, wanted, strict=True)) if pair[0] != pair[1]), len(wanted))
+    compared = min(same + 1, len(wanted))
+    assert (scores[:compared] - expected[:compared]).abs().max() <= TOLERANCE * max(1.0, float(expected.std()))
+    if same < len(wanted):
+        best = expected[same].topk(2).values
+        assert float(best[0] - best[1]) <= 2 * TOLERANCE * max(1.0, float(expected.std())), "no near-tie"
+    assert same >= 2, "hardly anything was compared"
+
+
+def test_a_pair_that_reads_sizes_on_the_host_runs_eagerly(pool, model) -> None:
+    runtime = runtime_or_skip(model, "torch")
+    arguments = {"folder": str(model[0]), "prompts": PROMPTS, "dtype": torch.bfloat16, "options": OPTIONS}
+    for each in pool.run(jobs.replayed_and_eager, runtime=runtime, **arguments):
+        (said,) = each["warned"]
+        assert "dispatcher torch reads sizes on the host in every call" in said
+        assert each["replayed"][0]["tokens"] == each["eager"]["tokens"]
