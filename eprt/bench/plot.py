@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eprt.bench.report import Report
 from eprt.errors import ConfigError
 from eprt.layer import PHASES
 from eprt.rounding import ceil_div
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Of each bench: what names a line, and what is drawn.
 _LINES = {
@@ -25,6 +28,15 @@ def plot(report: Report, path: Path) -> None:
 
     Raises ConfigError if matplotlib is missing, or can't write such a file.
     """
+    figure = draw(report)
+    try:
+        figure.savefig(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--plot {path}: {error}") from error
+
+
+def draw(report: Report) -> Figure:
+    """The picture, not yet written. Raises ConfigError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -33,14 +45,11 @@ def plot(report: Report, path: Path) -> None:
     figure = Figure(
         figsize=(6.4 * max(1, min(2, len(panels))), 4.2 * max(1, ceil_div(len(panels), 2))), layout="constrained"
     )
-    for index, (title, draw) in enumerate(panels):
+    for index, (title, panel) in enumerate(panels):
         axes = figure.add_subplot(ceil_div(len(panels), 2), min(2, len(panels)), index + 1)
         axes.set_title(title, fontsize=10)
-        draw(axes)
-    try:
-        figure.savefig(path)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"--plot {path}: {error}") from error
+        panel(axes)
+    return figure
 
 
 def _layer_panels(report: Report) -> list[tuple[str, Any]]:
@@ -93,8 +102,14 @@ def _line_panels(report: Report) -> list[tuple[str, Any]]:
             if not step:
                 floors = {row["tokens"]: _floor(row, dispatch) for row in rows}
                 axes.plot(*zip(*sorted(floors.items()), strict=True), "k--", linewidth=1, label="floor")
+            tokens = sorted({row["tokens"] for row in rows})
             axes.set_xscale("log", base=2)
+            axes.set_xticks(tokens, [str(n) for n in tokens])
             axes.set_yscale("log")
+            axes.set_ylim(
+                bottom=min(row[value] for row in rows) / 2
+            )  # of a small batch's floor there is nothing to see
+            axes.grid(alpha=0.3)
             axes.set_xlabel("tokens a rank" if dispatch or step else "tokens in")
             axes.set_ylabel("microseconds")
             axes.legend(fontsize=7)

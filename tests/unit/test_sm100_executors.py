@@ -37,7 +37,7 @@ from eprt.experts.blackwell.cutedsl_layouts import ContiguousLayout, MaskedLayou
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
 from eprt.quant.payload import encode_payload
 from eprt.routing import route
-from eprt.tokens import FlatTokens, Payload
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights
 
 # Without rounding between the GEMMs, only bf16 outputs differ (2 ** -9 a value; the masked kernels also write what
@@ -253,18 +253,56 @@ def test_warmup_runs_the_largest_batch(kind):
     assert {"run", "grouped_gemm_nt_masked", "fp4"} & set(fake.calls)
 
 
-def test_cutedsl_builds_nothing_behind_a_warm_world():
-    config, shard, weights = case("nvfp4", (128, 64))
+def warm_cutedsl(case, token_format: str, rows: int, fake: FakeCuteDsl):
+    """An executor warmed up for so many rows, in a World that is warm from then on."""
     warm = []
 
     def require_cold(what: str) -> None:
         if warm:
             raise UsageError(what)
 
-    kind = type("Built", (CuteDslExecutor,), {"kernels": FakeCuteDsl().kernels()})
-    executor = kind(config, shard, weights, CPU, replace(RUNTIME, token_format="flat"), require_cold)
-    executor.warmup(16)
+    kind = type("Built", (CuteDslExecutor,), {"kernels": fake.kernels()})
+    executor = kind(*case, CPU, replace(RUNTIME, token_format=token_format), require_cold)
+    executor.warmup(rows)
     warm.append(True)
+    return executor
+
+
+@pytest.mark.parametrize("travelled", [False, True])
+def test_masked_gemms_have_the_heights_of_the_warm_up(travelled):
+    """FlashInfer compiles `grouped_gemm_nt_masked` for M: lower slabs are raised to what the warm-up compiled, with
+    the same results, and higher ones refused."""
+    config, shard, weights = case("nvfp4", (160, 80))
+    fake, heights = FakeCuteDsl(rounding=False), []
+    gemm = fake.grouped_gemm_nt_masked
+
+    def noted(lhs, *args, **options):
+        heights.append(lhs[0].shape[0])
+        return gemm(lhs, *args, **options)
+
+    fake.grouped_gemm_nt_masked = noted
+
+    def slabs(rows: int) -> ExpertMajorTokens:
+        flat = make_flat(config, rows, dtype=torch.bfloat16)
+        return as_slabs(packed(flat, weights), shard) if travelled else make_expert_major(flat, shard)
+
+    low, high, too_high = slabs(5), slabs(12), slabs(13)
+    height = high.hidden.data.shape[1]
+    assert low.hidden.data.shape[1] < height
+    executor = warm_cutedsl((config, shard, weights), "expert_major", height, fake)
+    for tokens in (low, high):
+        valid, expected = valid_rows(tokens), witness(config, shard, weights, tokens)
+        out = executor(tokens)
+        assert out.shape == expected.shape
+        assert relative_error(out[valid], expected[valid]) <= EXACT
+    assert set(heights) == {height}
+    with pytest.raises(UsageError, match=f"GEMMs for slabs of {height + 1} rows"):
+        executor(too_high)
+
+
+def test_cutedsl_builds_nothing_behind_a_warm_world():
+    config, shard, weights = case("nvfp4", (128, 64))
+    executor = warm_cutedsl((config, shard, weights), "flat", 16, FakeCuteDsl())
     tokens = make_flat(config, dtype=torch.bfloat16)
     executor(tokens)
     ids = torch.nn.functional.pad(tokens.ids, (0, 1), value=config.num_experts)

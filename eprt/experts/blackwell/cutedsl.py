@@ -74,18 +74,29 @@ class MaskedExperts:
     multiprocessors free (`dst_signals`, `sm_count`), but DeepEP 1.2.1's `low_latency_combine` has no argument that
     would wait for them; tests/upstream/test_deepep.py fails as soon as one appears.
 
+    The library compiles a GEMM for each height of a slab. Lower slabs than one it has are raised to that height, which
+    costs memory but, as rows past the counts are skipped, no arithmetic; higher ones are compiled, or refused behind a
+    warm World.
+
     Raises:
         ConfigError: another layout than the masked one, or a checkpoint without input scales.
     """
 
     def __init__(
-        self, kernels: CuteDslKernels, layout: MaskedLayout, factors: Nvfp4Factors, activation: Activation
+        self,
+        kernels: CuteDslKernels,
+        layout: MaskedLayout,
+        factors: Nvfp4Factors,
+        activation: Activation,
+        require_cold: Callable[[str], None] = anytime,
     ) -> None:
         if factors.input is None or factors.intermediate is None:
             raise ConfigError(
                 "cutedsl_nvfp4 quantises expert-major tokens and needs the checkpoint's input_scale, which is missing: "
                 "use a dispatcher that emits flat tokens (computed with bf16 activations)"
             )
+        self._require_cold = require_cold
+        self._heights: set[int] = set()  # of slabs, that GEMMs are compiled for
         self._kernels = kernels
         self._layout = _require(layout, MaskedLayout)
         self._activation = activation
@@ -100,30 +111,40 @@ class MaskedExperts:
     def __call__(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
         layout, counts = self._layout, tokens.counts
         L, M, H = out.shape
-        x, x_scales, factor = self._quantised(tokens)
-        middle = out.new_empty((L, M, layout.gate_up.shape[0]))
+        height = self._height(M)
+        x, x_scales, factor = self._quantised(tokens, height)
+        middle = out.new_empty((L, height, layout.gate_up.shape[0]))
         self._gemm((x, x_scales), (layout.gate_up, layout.gate_up_scales), middle, counts, factor)
         h, h_scales = self._activate(middle, counts)
         padded = layout.down.shape[0]
-        whole = out if padded == H else out.new_empty((L, M, padded))
+        whole = out if (height, padded) == (M, H) else out.new_empty((L, height, padded))
         self._gemm((h, h_scales), (layout.down, layout.down_scales), whole, counts, self._down)
         if whole is not out:
-            out.copy_(whole[..., :H])
+            out.copy_(whole[:, :M, :H])
 
     def warmup(self, rows: int, H: int, num_local: int, device: torch.device) -> None:
-        """The GEMM is compiled for its M, so `rows` must be the slabs' own height."""
+        """Compiles for slabs of up to `rows` rows."""
         slab = torch.zeros((num_local, rows, H), dtype=torch.bfloat16, device=device)
         counts = torch.zeros(num_local, dtype=torch.int32, device=device)
         self(ExpertMajorTokens(Payload.plain(slab), counts), torch.empty_like(slab))
 
-    def _quantised(self, tokens: ExpertMajorTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes u8 [M, H/2, L], 6-D scales, and the first GEMM's factor [L]."""
+    def _height(self, rows: int) -> int:
+        """Of the compiled heights the lowest that holds slabs of so many rows; compiles for `rows` if none does."""
+        enough = [height for height in self._heights if height >= rows]
+        if enough:
+            return min(enough)
+        self._require_cold(f"compiling cutedsl_nvfp4's GEMMs for slabs of {rows} rows")
+        self._heights.add(rows)
+        return rows
+
+    def _quantised(self, tokens: ExpertMajorTokens, height: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes u8 [height, H/2, L], 6-D scales, and the first GEMM's factor [L]."""
         hidden, width = tokens.hidden, 2 * self._layout.gate_up.shape[1]
         if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
-            codes = _pad_columns(hidden.data, width // 2).contiguous()
-            scales = _pad_columns(hidden.scale, width // NVFP4_BLOCK)
+            codes = _padded(hidden.data, width // 2, height).contiguous()
+            scales = _padded(hidden.scale, width // NVFP4_BLOCK, height)
             return codes.permute(1, 2, 0), mma_scale_view(swizzle_scales(scales)), self._gate * hidden.global_scale
-        x = _pad_columns(_bf16(hidden), width).contiguous()
+        x = _padded(_bf16(hidden), width, height).contiguous()
         quantise = self._kernels.scaled_fp4_grouped_quantize
         # nvfp4_4over6=None: don't let environment variables choose another recipe.
         codes, scales = quantise(x, tokens.counts, self._multiplier, nvfp4_4over6=None)
@@ -221,11 +242,11 @@ class ContiguousExperts:
         """Codes u8 [N, H/2] and scales u8 [N, H/16], or bf16 and None for W4A16; and the first GEMM's factor [L]."""
         width = 2 * self._layout.gate_up.shape[2]
         if self._multiplier is None:
-            return _pad_columns(_bf16(hidden), width).contiguous(), None, self._gate
+            return _padded(_bf16(hidden), width).contiguous(), None, self._gate
         if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
-            scales = _pad_columns(hidden.scale, width // NVFP4_BLOCK).contiguous().view(torch.uint8)
-            return _pad_columns(hidden.data, width // 2).contiguous(), scales, self._gate * hidden.global_scale
-        x = _pad_columns(_bf16(hidden), width).contiguous()
+            scales = _padded(hidden.scale, width // NVFP4_BLOCK).contiguous().view(torch.uint8)
+            return _padded(hidden.data, width // 2).contiguous(), scales, self._gate * hidden.global_scale
+        x = _padded(_bf16(hidden), width).contiguous()
         codes, scales = self._kernels.fp4_quantize(
             x, self._multiplier, sf_vec_size=NVFP4_BLOCK, is_sf_swizzled_layout=False, nvfp4_4over6=None
         )
@@ -287,7 +308,7 @@ class CuteDslExecutor(PreparedExecutor):
         if wanted == "expert_major" or (wanted is None and calibrated):
             masked = MaskedLayout.prepare(weights, size, activation.parts, self.device)
             factors = Nvfp4Factors.from_weights(weights, self.device)
-            self._masked = MaskedExperts(kernels, masked, factors, activation)
+            self._masked = MaskedExperts(kernels, masked, factors, activation, self.require_cold)
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         if self._contiguous is None:
@@ -330,10 +351,12 @@ def _bf16(hidden: Payload) -> torch.Tensor:
     return hidden.data
 
 
-def _pad_columns(tensor: torch.Tensor, cols: int) -> torch.Tensor:
-    if tensor.shape[-1] == cols:
+def _padded(tensor: torch.Tensor, cols: int, rows: int | None = None) -> torch.Tensor:
+    """[..., rows, cols], zeros where `tensor` had nothing; rows None: as many as it has."""
+    more = (rows or tensor.shape[-2]) - tensor.shape[-2]
+    if tensor.shape[-1] == cols and not more:
         return tensor
-    return pad(as_bytes(tensor), (0, cols - tensor.shape[-1])).view(tensor.dtype)
+    return pad(as_bytes(tensor), (0, cols - tensor.shape[-1], 0, more)).view(tensor.dtype)
 
 
 def _activation(activation: Activation, middle: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:

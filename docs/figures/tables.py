@@ -1,0 +1,327 @@
+"""Writes the tables of numbers in README.md and docs/, and the pictures beside them, from benchmarks/results.
+
+`python docs/figures/tables.py` (extra `plot`). On a page a table lies between `<!-- NAME: python docs/figures/tables.py
+-->` and `<!-- end of NAME -->`; tests/unit/test_tables.py fails where a page shows anything else than this writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/hardware.md", "docs/limits_and_errors.md")
+REGION = re.compile(r"(<!-- (\w+): python docs/figures/tables\.py -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+Rows = list[dict[str, Any]]
+Times = dict[tuple[str, int], dict[str, Any]]  # (backend, tokens) -> its row
+
+
+@cache
+def result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(heading: Sequence[object], lines: Iterable[Sequence[object]]) -> str:
+    cells = [[str(cell) for cell in line] for line in (heading, ["---"] * len(heading), *lines)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def micro(us: float) -> str:
+    return f"{us:.1f}" if us < 99.95 else f"{us:.0f}"
+
+
+def ratio(over: float, under: float) -> str:
+    return f"{over / under:.2f}"
+
+
+def source(name: str) -> str:
+    """One click to the file, and what its numbers can't be understood without. Links are as seen from the root."""
+    found = result(name)
+    machine, versions = found["machine"], found.get("versions", {})
+    devices = machine if isinstance(machine, str) else f"{len(machine)} x {machine[0].partition(': ')[2].split(',')[0]}"
+    torch, day = versions.get("torch", found.get("torch")), found.get("time", "").partition("T")[0]
+    told = [devices, f"torch {torch}", f"commit {found['commit'][:7]}", day]
+    return f"[{name}.json](benchmarks/results/{name}.json): {', '.join(filter(None, told))}."
+
+
+# ---- transport ------------------------------------------------------------------------------------------------------
+
+TRANSPORTS = {
+    "`symm`": "symm",
+    "FlashInfer one-sided": "flashinfer",
+    "DeepEP low latency": "deepep",
+    "`none`, on NCCL": "none",
+    "`torch`, not in a graph": "torch",
+}
+BY_HAND = {
+    "FlashInfer / by hand": ("flashinfer", "flashinfer by hand"),
+    "DeepEP / by hand": ("deepep", "deepep by hand"),
+    "`none` / collectives by hand": ("none", "collectives by hand"),
+}
+SIZES = ((7168, 8), (2880, 4))
+
+
+def times(name: str, hidden: int, routing: str = "uniform", payload: str = "bf16") -> Times:
+    """(transport, tokens a rank) -> its row."""
+    rows = [r for r in result(name)["rows"] if (r["hidden"], r["routing"], r["payload"]) == (hidden, routing, payload)]
+    return {(r["transport"], r["tokens"]): r for r in rows}
+
+
+def line(label: str, tokens: Iterable[int], cell: Callable[[int], str]) -> list[str]:
+    """Empty where a row is missing."""
+    found = []
+    for n in tokens:
+        try:
+            found.append(cell(n))
+        except KeyError:
+            found.append("")
+    return [label, *found]
+
+
+def dispatch(name: str) -> str:
+    tokens = sorted({r["tokens"] for r in result(name)["rows"]})
+    lines = [row for sizes in SIZES for row in dispatch_lines(name, tokens, *sizes)]
+    heading = [f"tokens a rank, {result(name)['rows'][0]['ranks']} GPUs", *tokens]
+    return f"{table(heading, lines)}\n\n{source(name)}"
+
+
+def dispatch_lines(name: str, tokens: list[int], hidden: int, top_k: int) -> list[list[str]]:
+    uniform, hot = times(name, hidden), times(name, hidden, "hot_expert")
+
+    def time(label: str, transport: str) -> list[str]:
+        return line(label, tokens, lambda n: micro(uniform[transport, n]["p50_us"]))
+
+    def over(label: str, one: str, other: str, of: Times = uniform) -> list[str]:
+        return line(label, tokens, lambda n: ratio(of[one, n]["p50_us"], of[other, n]["p50_us"]))
+
+    found = [time(*pair) for pair in TRANSPORTS.items()]
+    found[0][0] = f"hidden {hidden}, top-k {top_k}: {found[0][0]}"
+    return [
+        *found,
+        line("floor", tokens, lambda n: micro(uniform["symm", n]["floor_us"])),
+        line("floor / `symm`", tokens, lambda n: f"{uniform['symm', n]['floor_share']:.2f}"),
+        over("`symm` / FlashInfer", "symm", "flashinfer"),
+        over("`symm` / FlashInfer, a hot expert", "symm", "flashinfer", hot),
+        *(over(label, *pair) for label, pair in BY_HAND.items()),
+    ]
+
+
+def dispatch_runs() -> str:
+    """What differs from run to run, on four GPUs."""
+    names = ("dispatch_h200_x4", "dispatch_earlier_h200_x4", "dispatch_floor_h200_x4")
+    tokens = sorted({r["tokens"] for r in result(names[0])["rows"]})
+
+    def run(hidden: int, name: str) -> list[str]:
+        of, label = times(name, hidden), f"hidden {hidden}: [{name}.json](benchmarks/results/{name}.json)"
+        return line(label, tokens, lambda n: ratio(of["symm", n]["p50_us"], of["flashinfer", n]["p50_us"]))
+
+    lines = [run(hidden, name) for hidden, _ in SIZES for name in names]
+    return table(["`symm` / FlashInfer, tokens a rank", *tokens], lines)
+
+
+def dispatch_fp8() -> str:
+    """Packed tokens beside bf16 ones of the same machine."""
+    tokens, lines, sources = (128, 1024, 2048, 4096), [], []
+    for ranks, packed, plain in ((2, "dispatch_fp8_h200_x2", "dispatch_h200_x2"), (4, *["dispatch_fp8_h200_x4"] * 2)):
+        sources.append(source(packed))
+        for hidden, _ in SIZES:
+            fp8, bf16 = times(packed, hidden, payload="fp8_block"), times(plain, hidden)
+            where = f"{ranks} GPUs, hidden {hidden}"
+            lines += fp8_lines(where, tokens, fp8, bf16)
+    return f"{table(['tokens a rank', *tokens], lines)}\n\n" + "\n".join(sources)
+
+
+def fp8_lines(where: str, tokens: Sequence[int], fp8: Times, bf16: Times) -> list[list[str]]:
+    def over(label: str, column: str, other: tuple[Times, str]) -> list[str]:
+        of, transport = other
+        return line(f"{where}: {label}", tokens, lambda n: ratio(fp8["symm", n][column], of[transport, n][column]))
+
+    return [
+        over("dispatch alone, FP8 / bf16", "dispatch_us", (bf16, "symm")),
+        over("there and back, FP8 / bf16", "p50_us", (bf16, "symm")),
+        over("there and back, FP8: `symm` / FlashInfer", "p50_us", (fp8, "flashinfer")),
+    ]
+
+
+# ---- router, experts, steps -----------------------------------------------------------------------------------------
+
+
+def router() -> str:
+    rows: Rows = result("router_h200")["rows"]
+    tokens = sorted({r["tokens"] for r in rows})
+    lines = []
+    for shape in dict.fromkeys(r["shape"] for r in rows):
+        for label, kind in (("kernels", "eprt"), ("plain torch", "torch")):
+            of = {r["tokens"]: r for r in rows if (r["shape"], r["router"]) == (shape, kind)}
+            host = f"{median(r['host_us'] for r in of.values()):.0f}"
+            lines.append([shape if kind == "eprt" else "", label, *(micro(of[n]["us"]) for n in tokens), host])
+    return f"{table(['router', 'tokens', *tokens, 'host'], lines)}\n\n{source('router_h200')}"
+
+
+def step() -> str:
+    rows: Rows = result("step_h200_x2")["rows"]
+    tokens = sorted({r["tokens"] for r in rows})
+    of = {(r["path"], r["tokens"]): r["step_p50_us"] / 1e3 for r in rows}
+    lines = [[path, *(f"{of[path, n]:.2f}" for n in tokens)] for path in dict.fromkeys(r["path"] for r in rows)]
+    lines.append(
+        ["step graph / transformers graph", *(ratio(of["step graph", n], of["transformers graph", n]) for n in tokens)]
+    )
+    return f"{table(['step, tokens a rank', *tokens], lines)}\n\n{source('step_h200_x2')}"
+
+
+def experts() -> str:
+    """A call that has no row of a local expert is no measurement of experts."""
+    rows = [r for r in result("experts_h200")["rows"] if r["local_rows"]]
+    tokens = sorted({r["tokens"] for r in rows})
+    shapes = dict.fromkeys(r["shape"] for r in rows)
+    lines = [row for shape in shapes for row in expert_lines([r for r in rows if r["shape"] == shape], tokens)]
+    return f"{table(['experts, tokens of all ranks', *tokens], lines)}\n\n{source('experts_h200')}"
+
+
+def expert_lines(rows: Rows, tokens: list[int]) -> list[list[str]]:
+    """Of one shape."""
+    of = {(r["executor"], r["tokens"]): r for r in rows}
+    names = [e for e in ("humming", "cutlass_mxfp4", "torch_grouped") if any(r["executor"] == e for r in rows)]
+
+    def time(executor: str) -> list[str]:
+        return line(f"`{executor}`", tokens, lambda n: micro(of[executor, n]["us"]))
+
+    def over(executor: str, label: str, column: str) -> list[str]:
+        return line(f"`{executor}` / {label}", tokens, lambda n: ratio(of[executor, n]["us"], of[executor, n][column]))
+
+    found = [time(executor) for executor in names]
+    found[0][0] = f"{rows[0]['shape']}, {of['humming', 128]['weight_format']}: {found[0][0]}"
+    found.append(line("floor", tokens, lambda n: micro(max(of["humming", n][c] for c in ("weights_us", "flops_us")))))
+    for executor in names[:-1]:
+        found.append(over(executor, "by hand", "by_hand_us"))
+        found.append(over(executor, "the library alone", "library_us"))
+    return found
+
+
+def layer() -> str:
+    rows: Rows = result("layer_h200_x4")["rows"]
+    columns = {
+        "eager, on the host": "layer_p50_us",
+        "the same steps by hand": "by_hand_p50_us",
+        "in a graph": "layer_graph_p50_us",
+        "the same steps by hand, in a graph": "by_hand_graph_p50_us",
+    }
+    lines = [[label, *(micro(r[column]) for r in rows)] for label, column in columns.items()]
+    heading = [f"a layer ({rows[0]['shape']}, {rows[0]['pair']}), tokens a rank", *(r["tokens"] for r in rows)]
+    return f"{table(heading, lines)}\n\n{source('layer_h200_x4')}"
+
+
+def cutedsl_sm90() -> str:
+    name = "tests/cutedsl_sm90_h200"
+    recorded = next(r["recorded"] for r in result(name)["rows"] if "recorded" in r)
+    labels = {
+        "CuteDSL, bf16": "cutedsl_us",
+        "`torch_grouped`, bf16": "torch_grouped_us",
+        "`humming`, NVFP4": "humming_nvfp4_us",
+    }
+    heading = ["shape, rows", *(case.rpartition("-")[0] + ", " + case.rpartition("-")[2] for case in recorded)]
+    lines = [[label, *(micro(times[column]) for times in recorded.values())] for label, column in labels.items()]
+    return f"{table(heading, lines)}\n\n{source(name)}"
+
+
+# ---- tests, faults --------------------------------------------------------------------------------------------------
+
+
+def gpu_tests() -> str:
+    lines = []
+    for path in sorted((RESULTS / "tests").glob("*_h200*.json")):
+        found = json.loads(path.read_text())
+        counts = [sum(r[kind] for r in found["rows"]) for kind in ("passed", "skipped", "failed")]
+        name = path.relative_to(RESULTS)
+        link = f"[{path.stem}](benchmarks/results/{name})"
+        lines.append([link, len(found["machine"]), *counts, found["commit"][:7], found["time"].partition("T")[0]])
+    return table(["tests", "GPUs (H200)", "passed", "skipped", "failed", "commit", "day"], lines)
+
+
+FAULTS = {
+    "kill": "is killed",
+    "stop": "is stopped",
+    "raise": "raises",
+    "leave": "exits with code 0",
+    "skip": "skips a step or a phase (`WorldMismatch` on all)",
+    "sleep": "sleeps",
+}
+MEETING = ("meeting", "groups", "control")
+
+
+def faults() -> str:
+    rows: Rows = result("faults_cpu")["rows"]
+    lines = []
+    for fault, words in FAULTS.items():
+        for when, meets in (("in a step", False), ("while ranks meet", True)):
+            found = [r["seconds"] for r in rows if r["fault"] == fault and (r["moment"] in MEETING) == meets]
+            if found:
+                lines.append([f"{words}, {when}", len(found), f"{median(found):.2f}", f"{max(found):.2f}"])
+    bad = [r for r in rows if not r["ok"] or not r["culprit"] or r["wrong"] or r["leftovers"]]
+    said = f"{len(rows)} trials, of which {len(bad)} named another rank, gave a wrong output or left something behind."
+    return f"{table(['a rank', 'trials', 'median', 'most'], lines)}\n\n{said} {source('faults_cpu')}"
+
+
+def soak() -> str:
+    found = result("soak_cpu")
+    rows, limits = found["rows"], found["limits"]
+    heading = ["steps", "ranks", "seconds", "MB more", "descriptors more", "threads more"]
+    more = [f"{limits['more_mb']:.1f}", f"{limits['more_descriptors']:.0f}", f"{limits['more_threads']:.0f}"]
+    steps, ranks = max(r["step"] for r in rows) + 1, len({r["rank"] for r in rows})
+    lines = [[steps, ranks, f"{limits['seconds']:.0f}", *more]]
+    return f"{table(heading, lines)}\n\n{source('soak_cpu')}"
+
+
+def readme_dispatch() -> str:
+    name, tokens = "dispatch_h200_x2", (1, 32, 128, 1024, 4096)
+    of = times(name, 7168)
+
+    def time(label: str, transport: str) -> list[str]:
+        return line(label, tokens, lambda n: micro(of[transport, n]["p50_us"]))
+
+    lines = [time(*pair) for pair in TRANSPORTS.items() if pair[1] != "torch"]
+    lines.append(line("floor of the link", tokens, lambda n: micro(of["symm", n]["floor_us"])))
+    return f"{table(['tokens a rank', *tokens], lines)}\n\n{source(name)}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "readme_dispatch": readme_dispatch,
+    "dispatch_h200_x2": lambda: dispatch("dispatch_h200_x2"),
+    "dispatch_h200_x4": lambda: dispatch("dispatch_h200_x4"),
+    "dispatch_runs": dispatch_runs,
+    "dispatch_fp8": dispatch_fp8,
+    "router": router,
+    "step": step,
+    "experts": experts,
+    "layer": layer,
+    "cutedsl_sm90": cutedsl_sm90,
+    "gpu_tests": gpu_tests,
+    "faults": faults,
+    "soak": soak,
+}
+
+
+def written(page: str, text: str) -> str:
+    """The page's text with every table as the result files have it."""
+
+    def one(found: re.Match[str]) -> str:
+        up = os.path.relpath("benchmarks", Path(page).parent)
+        return f"{found[1]}{TABLES[found[2]]().replace('](benchmarks/', f']({up}/')}\n{found[3]}"
+
+    return REGION.sub(one, text)
+
+
+if __name__ == "__main__":
+    import pictures
+
+    for page in PAGES:
+        path = ROOT / page
+        path.write_text(written(page, path.read_text()))
+    pictures.write()
