@@ -13,7 +13,9 @@ bin=.venv/bin
 
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$bin/python" -m pytest -n 2 --dist loadfile -m "not gpu" --durations 12 "$@" | tee "$log"
+# Whoever is free takes the next test; tests/conftest.py has the long files first.
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$bin/python" -m pytest -n 2 --dist load --maxschedchunk 1 -m "not gpu" \
+  --durations 12 "$@" | tee "$log"
 # pytest is content when every test skipped; we are not. Its closing line stays the last one.
 if ! tail -n 1 "$log" | grep -q ' passed'; then
   echo "no test passed" >&2

@@ -26,6 +26,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# Files with tests of many seconds: begun first, none of them is what everybody waits for in the end.
+LONG = ("test_kernels_interpreted", "test_faults", "test_cli", "test_harness", "test_world", "test_cutedsl_compile")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """For TMPDIR: sockets lie in it, and `tmp_path` comes close to the 107 bytes that their names may have."""

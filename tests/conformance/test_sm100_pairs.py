@@ -8,7 +8,7 @@ from support.jobs import sm100_threads as threads
 from support.jobs.sm100_jobs import run_sm100_checks
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig
-from eprt.conformance.cases import CASES
+from eprt.conformance.cases import CASES, COUNTS, ROUTINGS
 from eprt.conformance.checks import Check, summarize
 from eprt.plan import Candidate, make_plan
 from eprt.support import Device
@@ -63,11 +63,19 @@ def executors(moe: MoEConfig) -> list[str]:
 @pytest.mark.parametrize(("dispatcher", "token_format"), WAYS)
 @pytest.mark.parametrize("moe", CONFIGS, ids=name)
 def test_layer(pools, moe, dispatcher, token_format):
+    """Every case on the first layer; on the others every third, which has each count and each routing."""
+    cases = CASES if moe == CONFIGS[0] else CASES[::3]
     checks = [
-        Check("layer", case, dispatcher, token_format, executor, moe) for executor in executors(moe) for case in CASES
+        Check("layer", case, dispatcher, token_format, executor, moe) for executor in executors(moe) for case in cases
     ]
     run(pools, 4, checks)
     run(pools, 1, checks[::4])
+
+
+def test_every_third_case_has_each_count_and_each_routing():
+    for part in (CASES[::3], CASES):
+        assert {case.counts for case in part} == set(COUNTS)
+        assert {case.routing for case in part} == set(ROUTINGS)
 
 
 @pytest.mark.parametrize(("dispatcher", "token_format"), WAYS)

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.jobs import cli_jobs as jobs
 
 from eprt.cli import arguments, main
 from eprt.cli.terminal import Terminal, configure_logging, plain_table
+from eprt.conformance.harness import WorldFailed, launch
 
 EPRT = [sys.executable, "-m", "eprt"]
 
@@ -167,11 +169,12 @@ def test_a_model_without_moe_layers_is_refused(tiny: Path, monkeypatch, capsys) 
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "0"), ("WORLD_SIZE", "abc")])
-def test_half_an_environment_of_torchrun_is_refused(tiny: Path, name: str, value: str) -> None:
-    done = eprt("run", "--model", str(tiny), "--device", "cpu", **{name: value})
-    assert done.returncode == 2
-    assert done.stderr.startswith("eprt: ConfigError: the environment says")
-    assert f"{name}='{value}'" in done.stderr
+def test_half_an_environment_of_torchrun_is_refused(tiny: Path, name: str, value: str, monkeypatch, capsys) -> None:
+    monkeypatch.setenv(name, value)
+    assert main(["run", "--model", str(tiny), "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("eprt: ConfigError: the environment says")
+    assert f"{name}='{value}'" in said
 
 
 def test_numbers_that_json_has_not_got_are_null(capsys) -> None:
@@ -179,19 +182,13 @@ def test_numbers_that_json_has_not_got_are_null(capsys) -> None:
     assert json.loads(capsys.readouterr().out) == {"error": None, "steps": [{"error": None}, 1.5], "ok": False}
 
 
-def test_under_torchrun_the_rank_that_fails_alone_says_why(tiny: Path, tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(f"""
-import os, sys
-from eprt.cli import main
-model = "/no/such/model" if os.environ["RANK"] == "1" else {str(tiny)!r}
-sys.exit(main(["run", "--model", model, "--device", "cpu", "--steps", "2"]))
-""")
-    words = ["--standalone", "--nproc-per-node", "2", str(script)]
-    command = [sys.executable, "-m", "torch.distributed.run", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment())
-    assert done.returncode != 0
-    assert "eprt: rank 1: CheckpointError: /no/such/model" in done.stderr
+def test_under_torchrun_the_rank_that_fails_alone_says_why(tiny: Path) -> None:
+    """The harness gives its ranks torchrun's environment."""
+    words = [["run", "--model", model, "--device", "cpu", "--steps", "2"] for model in (str(tiny), "/no/such/model")]
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.command, 2, words=words, timeout_s=30, grace_s=0.5)
+    assert "eprt: rank 1: CheckpointError: /no/such/model" in failure.value.reports[1].log_tail
+    assert failure.value.reports[1].exit_code == 2
 
 
 def test_a_missing_model_is_named() -> None:

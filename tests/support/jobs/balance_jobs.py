@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import cache
 
 import torch
 
@@ -24,6 +25,7 @@ def whole_numbers(*shape: int, seed: int) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
+@cache
 def full_weights(layer):
     """gate_up, down and biases of all experts; each layer has its own."""
     shapes = (E, I, H), (E, H, I), (E, I), (E, H)
@@ -73,10 +75,10 @@ def right(layer, world, step, number=0):
     return torch.equal(layer(x, TopK(ids, weights)), expected(x, ids, weights, number))
 
 
-def running_loop(context, placements, *, steps, every, executor, phase="prefill", moe_tp_size=1):
-    """(steps with a wrong row, number of rebalances, longest pause, slots moved) of a loop with two layers."""
+def running_loop(context, placements, *, steps, every, executor, phase="prefill", moe_tp_size=1, num_layers=2):
+    """(steps with a wrong row, number of rebalances, longest pause, slots moved) of a loop."""
     world = context.world(moe_tp_size=moe_tp_size)
-    layers = [build(world, placements[0], layer=n, executor=executor, phase=phase) for n in range(2)]
+    layers = [build(world, placements[0], layer=n, executor=executor, phase=phase) for n in range(num_layers)]
     addresses = [t.data_ptr() for layer in layers for t in layer.executor.slot_tensors().values()]
     wrong, moves = 0, []
     for step in range(steps):
@@ -85,7 +87,7 @@ def running_loop(context, placements, *, steps, every, executor, phase="prefill"
         if step % every == every - 1:
             slots = placements[len(moves) % len(placements)]
             turned = [tuple(slots), tuple(reversed(slots))]  # the layers differ
-            moves.append(rebalance(world, layers, [ExpertPlacement(E, world.parallel, s) for s in turned]))
+            moves.append(rebalance(world, layers, [ExpertPlacement(E, world.parallel, s) for s in turned[:num_layers]]))
     stayed = addresses == [t.data_ptr() for layer in layers for t in layer.executor.slot_tensors().values()]
     for layer in layers:
         layer.close()
