@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from eprt.conformance import harness
 from eprt.conformance.harness import WorldPool
 
 # A shell starts background jobs with SIGINT ignored, and so would be what our tests start and then interrupt.
@@ -30,7 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 LONG = ("test_kernels_interpreted", "test_faults", "test_cli", "test_harness", "test_world", "test_cutedsl_compile")
 
 
+# Files whose ranks run transformers' models: imported once, not in each rank.
+TRANSFORMERS = ("test_integration", "test_generation", "test_step_graphs_on_gloo", "test_compile", "test_page_code")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if any(item.path.stem in TRANSFORMERS for item in items):
+        harness.preload("transformers.models.gpt_oss.modeling_gpt_oss", "eprt.integrations.transformers")
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 

@@ -51,6 +51,11 @@ _LOOK_S = 1.0
 _CLOSE_S = 60.0  # of GPU worlds with gigabytes of mapped memory, too
 
 
+def preload(*modules: str) -> None:
+    """Have ranks find these imported as well: before this process starts its first one."""
+    _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
+
+
 class _Rank:
     """One process and the parent's end of its pipe."""
 
