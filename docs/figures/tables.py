@@ -41,13 +41,22 @@ def ratio(over: float, under: float) -> str:
     return f"{over / under:.2f}"
 
 
+def devices(machine: list[str]) -> str:
+    """["cuda:0: NVIDIA H200, sm90, ..", ..] -> 2 x NVIDIA H200."""
+    return f"{len(machine)} x {machine[0].partition(': ')[2].split(',')[0]}"
+
+
 def source(name: str) -> str:
     """One click to the file, and what its numbers can't be understood without. Links are as seen from the root."""
     found = result(name)
     machine, versions = found["machine"], found.get("versions", {})
-    devices = machine if isinstance(machine, str) else f"{len(machine)} x {machine[0].partition(': ')[2].split(',')[0]}"
     torch, day = versions.get("torch", found.get("torch")), found.get("time", "").partition("T")[0]
-    told = [devices, f"torch {torch}", f"commit {found['commit'][:7]}", day]
+    told = [
+        machine if isinstance(machine, str) else devices(machine),
+        f"torch {torch}",
+        f"commit {found['commit'][:7]}",
+        day,
+    ]
     return f"[{name}.json](benchmarks/results/{name}.json): {', '.join(filter(None, told))}."
 
 
@@ -236,13 +245,15 @@ def cutedsl_sm90() -> str:
 
 def gpu_tests() -> str:
     lines = []
-    for path in sorted((RESULTS / "tests").glob("*_h200*.json")):
+    for path in sorted((RESULTS / "tests").glob("*.json")):
         found = json.loads(path.read_text())
+        if not found["machine"][0].startswith("cuda"):
+            continue
         counts = [sum(r[kind] for r in found["rows"]) for kind in ("passed", "skipped", "failed")]
         name = path.relative_to(RESULTS)
         link = f"[{path.stem}](benchmarks/results/{name})"
-        lines.append([link, len(found["machine"]), *counts, found["commit"][:7], found["time"].partition("T")[0]])
-    return table(["tests", "GPUs (H200)", "passed", "skipped", "failed", "commit", "day"], lines)
+        lines.append([link, devices(found["machine"]), *counts, found["commit"][:7], found["time"].partition("T")[0]])
+    return table(["tests", "GPUs", "passed", "skipped", "failed", "commit", "day"], lines)
 
 
 FAULTS = {
