@@ -42,26 +42,28 @@ class Prepared:
         self._dtypes = arguments
         if INTERPRETED:
             return
+        active: Any = driver.active
         with torch.cuda.device(device):
             self._kernel = kernel.warmup(*arguments, **constants, **options, grid=(1,))
             self._kernel[(1, 1, 1)]  # loads it
-            self._device = driver.active.get_current_device()
+            self._device: int = active.get_current_device()
         # What CompiledKernel's own launcher does, without what it finds anew each time.
         self._run: Callable[..., None] = self._kernel.run
         self._function, self._metadata = self._kernel.function, self._kernel.packed_metadata
-        self._current_device: Callable[[], int] = driver.active.get_current_device
-        self._stream: Callable[[int], int] = driver.active.get_current_stream
+        self._current_device: Callable[[], int] = torch._C._cuda_getDevice
+        self._stream: Callable[[int], int] = active.get_current_stream
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
         if INTERPRETED:
             self._kernel[grid](*map(_as_dtype, arguments, self._dtypes), *self._constants)
             return
-        device = self._device
+        device, runtime = self._device, knobs.runtime
         if self._current_device() != device:
             with torch.cuda.device(device):
                 self(grid, *arguments)
             return
-        if _hooked():
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler wants to hear of launches
             self._kernel[grid](*arguments, *self._constants)
             return
         x, y, z = grid
@@ -69,13 +71,6 @@ class Prepared:
             x, y, z, self._stream(device), self._function, self._metadata, None, None, None, *arguments,
             *self._constants,
         )  # fmt: skip
-
-
-def _hooked() -> bool:
-    """Whether a profiler wants to hear of launches."""
-    runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _as_dtype(argument: Any, dtype: Any) -> Any:
@@ -93,7 +88,10 @@ def like(number: int) -> int:
 
 def starts_aligned(*tensors: torch.Tensor) -> bool:
     """Whether they start where a kernel that was prepared for them says."""
-    return all([tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors])
+    together = 0
+    for tensor in tensors:
+        together |= tensor.data_ptr()
+    return together % _ALIGNMENT == 0
 
 
 def early(device: torch.device) -> dict[str, Any]:

@@ -107,3 +107,8 @@ def version_key(text: str) -> tuple[int, ...]:
         if digits != part:
             break
     return tuple(numbers)
+
+
+def stream_number(device: torch.device) -> int:
+    """`torch.cuda.current_stream(device).cuda_stream`, without making a Stream. Device: a GPU with its index."""
+    return torch._C._cuda_getCurrentRawStream(device.index)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +20,12 @@ from torch import nn
 from eprt.bench.experts import random_experts
 from eprt.bench.report import Report, percentile, slowest
 from eprt.bench.step_models import MODELS, make_model
-from eprt.bench.timing import world_of
+from eprt.bench.timing import clocked_calls, clocked_phases, world_of
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.rank_process import RankContext
 from eprt.graphs import StepGraphs
 from eprt.graphs.recording import Pool, Recording, refusal
-from eprt.layer import ExpertParallelMoE
+from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.models import family_for
 from eprt.placement import ExpertPlacement
 from eprt.routing import Router
@@ -56,6 +55,7 @@ class StepTimes:
 
     Attributes:
         step: from one step to the next.  host: until the host has issued it.  moe_host: of that, in one MoE block.
+        phases: of that, in each of `eprt.layer.PHASES`, a mean, where the layer is ours and eager.
     """
 
     tokens: int
@@ -63,6 +63,7 @@ class StepTimes:
     step: list[float]
     host: list[float]
     moe_host: list[float]
+    phases: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,8 @@ class _Measured:
         if not capture and path != "step graph":
             inside = self._inside_blocks(batch, play)
         steps, hosts = ([pair[i] for pair in rounds] for i in (0, 1))
-        self.times.append(StepTimes(token.shape[0], path, steps, hosts, inside))
+        phases = self._inside_phases(batch, play) if path in ("eager", "in a step") else {}
+        self.times.append(StepTimes(token.shape[0], path, steps, hosts, inside, phases))
 
     def _warm(self, batch: _Batch, call: Callable[[], object]) -> None:
         batch.cache.reset()
@@ -313,36 +315,27 @@ class _Measured:
         spent: list[float] = []
         batch.cache.reset()
         self.world.barrier()
-        with _clocked(self.blocks, spent):
+        with clocked_calls(self.blocks, spent):
             for _ in range(_STEPS):
                 call()
                 self._settle()
         count = len(self.blocks)
         return [sum(spent[i : i + count]) / count for i in range(0, len(spent), count)]
 
+    def _inside_phases(self, batch: _Batch, call: Callable[[], object]) -> dict[str, float]:
+        """Host time of each phase of one of our layers, mean of all; apart again."""
+        layers = [block.layer for block in self.blocks if isinstance(block, _Block)]
+        batch.cache.reset()
+        self.world.barrier()
+        with clocked_phases(layers) as found:
+            for _ in range(_STEPS):
+                call()
+                self._settle()
+        return {phase: sum(times) / len(times) for phase, times in found.items()}
+
     def _settle(self) -> None:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
-
-
-@contextmanager
-def _clocked(blocks: Sequence[nn.Module], spent: list[float]) -> Iterator[None]:
-    """Microseconds of each call of a block, appended to `spent`."""
-    started = [0.0]
-
-    def before(*_: object) -> None:
-        started[0] = time.perf_counter()
-
-    def after(*_: object) -> None:
-        spent.append((time.perf_counter() - started[0]) * 1e6)
-
-    hooks = [block.register_forward_pre_hook(before) for block in blocks]
-    hooks += [block.register_forward_hook(after) for block in blocks]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------
@@ -371,6 +364,8 @@ def step_rows(case: StepCase, by_rank: list[StepFound]) -> list[dict[str, Any]]:
             "host_us_per_layer": round(percentile(host, 50) / case.layers, 1),
             "moe_host_us": round(percentile(inside, 50), 1) if inside else None,
         }
+        for phase in PHASES if times[0].phases else ():
+            row[f"{phase}_host_us"] = round(max(t.phases[phase] for t in times), 1)
         for name, peer in (("of_eager", "transformers"), ("of_graph", "transformers graph")):
             row[name] = round(median / medians[tokens, peer], 3) if (tokens, peer) in medians else None
         rows.append(row)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from eprt.conformance.rank_process import RankContext
 from eprt.world import World
@@ -136,3 +138,44 @@ def _wall(world: World, call: Callable[[], T], rest: Callable[[T], object] = lam
     took = (time.perf_counter() - start) * 1e6
     rest(found)
     return took
+
+
+@contextmanager
+def clocked_calls(blocks: Sequence[nn.Module], spent: list[float]) -> Iterator[None]:
+    """Microseconds of each call of a block, appended to `spent`."""
+    started = [0.0]
+
+    def before(*_: object) -> None:
+        started[0] = time.perf_counter()
+
+    def after(*_: object) -> None:
+        spent.append((time.perf_counter() - started[0]) * 1e6)
+
+    hooks = [block.register_forward_pre_hook(before) for block in blocks]
+    hooks += [block.register_forward_hook(after) for block in blocks]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def clocked_phases(layers: Sequence[Any]) -> Iterator[dict[str, list[float]]]:
+    """The host's microseconds in each phase of `ExpertParallelMoE`s, in the order of their calls."""
+    found: dict[str, list[float]] = defaultdict(list)
+
+    @contextmanager
+    def clock(phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        found[phase].append((time.perf_counter() - start) * 1e6)
+
+    before = [layer.observe for layer in layers]
+    for layer in layers:
+        layer.observe = clock
+    try:
+        yield found
+    finally:
+        for layer, observe in zip(layers, before, strict=True):
+            layer.observe = observe

@@ -20,7 +20,6 @@ from eprt.dispatch.call import (
     check_call,
     check_handle,
     check_output,
-    check_rows,
     check_said,
     settings_of,
 )
@@ -204,11 +203,10 @@ class Dispatcher(ABC):
         step = self.world.current_step if tokens_per_rank is None else None
         if step is not None:
             tokens_per_rank = self._rows_of_step()
-        capturing = self._capturing()
         try:
             self._require_open()
-            self._accepted = check_call(self, hidden_states, topk, self._accepted, capturing=capturing)
-            check_rows(self, tokens_per_rank, capturing=capturing, cut=cut)
+            given = hidden_states, topk, tokens_per_rank
+            self._accepted = check_call(self, *given, self._accepted, capturing=self._capturing(), cut=cut)
             if (slots := self._slots()) is not None:
                 slots.require_free()
             if step is not None:
@@ -376,8 +374,8 @@ class Dispatcher(ABC):
             torch.cuda.synchronize(self.world.device)
 
     def _require_open(self) -> None:
-        self._require_world()
-        if self.closed:
+        if self.closed or self.world.closed:
+            self._require_world()
             raise self._closed_error()
 
     def _closed_error(self) -> UsageError:

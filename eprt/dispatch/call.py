@@ -63,12 +63,14 @@ def check_hidden(
     raise InputError(f"hidden_states is {tuple(x.shape)} {x.dtype} on {x.device}: {expected}")
 
 
-def looks_of(x: object, *more: object) -> tuple[object, ...] | None:
-    """All that `check_hidden` and `TopK.check` read of a tensor, and whatever else a caller's check depends on: equal
-    looks, equal verdicts. None: look closer."""
-    if not isinstance(x, torch.Tensor) or x.is_nested:
-        return None
-    return x.shape, x.dtype, x.device, x.layout, *more
+def looks_of(*given: object) -> tuple[object, ...] | None:
+    """All that `check_hidden` and `TopK.check` read of tensors: equal looks, equal verdicts. None: look closer."""
+    found: list[object] = []
+    for x in given:
+        if not isinstance(x, torch.Tensor) or x.is_nested:
+            return None
+        found += x.shape, x.dtype, x.device, x.layout
+    return tuple(found)
 
 
 def check_topk(topk: TopK, hidden_states: torch.Tensor, config: MoEConfig) -> None:
@@ -186,46 +188,47 @@ class Party(Protocol):
 
 
 def check_call(
-    party: Party, hidden_states: object, topk: object, accepted: tuple[object, ...] | None, *, capturing: bool
+    party: Party,
+    hidden_states: object,
+    topk: object,
+    tokens_per_rank: object,
+    accepted: tuple[object, ...] | None,
+    *,
+    capturing: bool,
+    cut: bool,
 ) -> tuple[object, ...] | None:
-    """Raises InputError unless a dispatch may get these.
+    """Checks what a dispatch gets: its tensors, and R, which may be None where the ranks can agree on it.
 
     Args:
-        accepted: what the last call's tensors looked like, which were right: nothing else about them is checked, unless
-            values are read.
+        accepted: what this returned for the last call that was right. One that looks the same is right too, but for
+            values, which are read where they are to be checked.
+        cut: an R over the capacity is right.
 
-    Returns:
-        how these look.
+    Raises:
+        InputError: tensors or an R that can't be. CapacityError: an R that doesn't fit.
     """
     if not isinstance(hidden_states, torch.Tensor) or not isinstance(topk, TopK):
         kinds = f"{type(hidden_states).__name__} and {type(topk).__name__}"
         raise InputError(f"dispatch got {kinds}: expected a tensor of hidden states and a TopK")
-    looks = looks_of(hidden_states, looks_of(topk.ids), looks_of(topk.weights))
-    if looks is None or looks != accepted:
+    looks = looks_of(hidden_states, topk.ids, topk.weights)
+    found = None if looks is None or type(tokens_per_rank) is not int else (*looks, tokens_per_rank, cut)
+    if found is None or found != accepted:
         only = () if "f32" in party.spec.payloads else ((torch.bfloat16, party.spec.name),)
         H, device = party.config.hidden_size, party.world.device
         check_hidden(hidden_states, H, device, meaning="the hidden size the experts see", flat=True, only=only)
         check_topk(topk, hidden_states, party.config)
+        if tokens_per_rank is None:
+            check_derivable(party.incomplete, capturing and party.world.size > 1)
+        else:
+            agreed = require_agreed(tokens_per_rank)
+            if not cut:
+                party.capacity.check_rows(agreed)
     if not capturing:
         if party.full_validation or party.world.device.type == "cpu":
             topk.check_ids(party.config.num_experts)
         if party.full_validation:
             topk.check_weights()
-    return looks
-
-
-def check_rows(party: Party, tokens_per_rank: object, *, capturing: bool, cut: bool) -> None:
-    """Raises InputError unless R is one, or None where the ranks can agree on it; CapacityError where it doesn't fit.
-
-    Args:
-        cut: an R over the capacity fits.
-    """
-    if tokens_per_rank is None:
-        check_derivable(party.incomplete, capturing and party.world.size > 1)
-    else:
-        agreed = require_agreed(tokens_per_rank)
-        if not cut:
-            party.capacity.check_rows(agreed)
+    return found
 
 
 def settings_of(dispatcher: str, world: World, config: MoEConfig, runtime: RuntimeConfig) -> dict[str, str]:
@@ -272,6 +275,8 @@ def agree_on_rows(
     if not compare or party.incomplete:
         if error is not None:
             raise error
+        if tokens_per_rank and num_tokens <= tokens_per_rank:
+            return tokens_per_rank
         return party.capacity.agree((num_tokens,), tokens_per_rank or 0, cut)
     header = Header(
         operation=operation,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from eprt.errors import UsageError
+from eprt.support import stream_number
 
 
 class Slots:
@@ -44,31 +45,26 @@ class Slots:
         """Raises UsageError if every slot is in use."""
         self.require_free()
         slot = min(self._free)
+        last = self._last_stream.get(slot)
+        if last is not None and last[0] != stream_number(self._device):
+            self._follow(last[1])
         self._free.remove(slot)
-        self._follow(slot)
         return slot
 
     def release(self, slot: int) -> None:
         if self._on_gpu:
             last = self._last_stream.get(slot)
-            if last is None or last[0] != self._stream_number():
+            if last is None or last[0] != stream_number(self._device):
                 stream = torch.cuda.current_stream(self._device)
                 self._last_stream[slot] = stream.cuda_stream, stream
         self._free.add(slot)
 
-    def _follow(self, slot: int) -> None:
+    def _follow(self, last: torch.cuda.Stream) -> None:
         """A slot is reused in stream order. Work of another stream is waited for, unless exactly one of the two is
         being captured: then the order of replay and eager calls is the caller's."""
-        last = self._last_stream.get(slot)
-        if last is None or last[0] == self._stream_number():
-            return
         current = torch.cuda.current_stream(self._device)
-        if _captures(last[1]) == _captures(current):
-            current.wait_stream(last[1])
-
-    def _stream_number(self) -> int:
-        """`torch.cuda.current_stream().cuda_stream`, without making a Stream."""
-        return torch._C._cuda_getCurrentRawStream(self._device.index)
+        if _captures(last) == _captures(current):
+            current.wait_stream(last)
 
 
 def _captures(stream: torch.cuda.Stream) -> bool:

@@ -18,6 +18,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -216,23 +217,26 @@ class CutlassMxfp4Executor(PreparedExecutor):
         tactic: tuple[int, int] | None,
     ) -> None:
         """hidden and out: bf16 [N, padded H], N > 0."""
-        from flashinfer.fused_moe import cutlass_fused_moe
-        from flashinfer.tllm_enums import ActivationType
-
-        prepared, L = self.weights, self.shard.num_local_experts
-        options: dict[str, Any] = {"use_wfp4afp8_humming": True} if self._fp8 else {}
+        options: dict[str, Any] = {}
         if self._takes_workspace:
             options["workspace_buffer"] = self._workspace(*ids.shape)
         if tactic is not None:
             options["profile_ids"] = list(tactic)
-        cutlass_fused_moe(
-            hidden,
-            ids.contiguous(),
-            weights.contiguous(),
-            prepared.gate_up,
-            prepared.down,
-            torch.bfloat16,
-            prepared.quant_scales,
+        self._library(hidden, ids.contiguous(), weights.contiguous(), output=out, **options)
+
+    @cached_property
+    def _library(self) -> Callable[..., object]:
+        """`cutlass_fused_moe` with all that doesn't change from call to call."""
+        from flashinfer.fused_moe import cutlass_fused_moe
+        from flashinfer.tllm_enums import ActivationType
+
+        prepared, L = self.weights, self.shard.num_local_experts
+        return partial(
+            cutlass_fused_moe,
+            fc1_expert_weights=prepared.gate_up,
+            fc2_expert_weights=prepared.down,
+            output_dtype=torch.bfloat16,
+            quant_scales=prepared.quant_scales,
             fc1_expert_biases=prepared.gate_up_bias,
             fc2_expert_biases=prepared.down_bias,
             swiglu_alpha=prepared.alpha,
@@ -240,37 +244,40 @@ class CutlassMxfp4Executor(PreparedExecutor):
             swiglu_limit=prepared.limit,
             ep_size=self.config.num_experts // L,
             ep_rank=self.shard.first_expert // L,
-            output=out,
             use_w4_group_scaling=True,
             activation_type=ActivationType.Swiglu,
             use_fused_finalize=not self.runtime.deterministic,
-            **options,
+            **({"use_wfp4afp8_humming": True} if self._fp8 else {}),
         )
 
     def _workspace(self, num_rows: int, slots: int) -> torch.Tensor:
         """Scratch from torch's caching allocator, given back after the call: layers that run one after another get
         the same memory, streams that overlap don't, and a captured graph keeps its own."""
+        rows = 1 << (num_rows - 1).bit_length()
+        found = self._workspace_bytes.get((rows, slots))
+        if found is None:
+            found = self._workspace_bytes[rows, slots] = self._workspace_size(rows, slots)
+        return torch.empty(found, dtype=torch.uint8, device=self.device)
+
+    def _workspace_size(self, rows: int, slots: int) -> int:
         from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
 
-        rows = 1 << (num_rows - 1).bit_length()
         options: dict[str, Any] = {"use_wfp4afp8_humming": True} if self._fp8 else {}
-        if (rows, slots) not in self._workspace_bytes:
-            self._workspace_bytes[rows, slots] = cutlass_fused_moe_workspace_size(
-                rows,
-                self._hidden,
-                self._intermediate,
-                self.config.num_experts,
-                slots,
-                x_dtype=torch.bfloat16,
-                weight_dtype=torch.uint8,
-                ep_size=self.config.num_experts // self.shard.num_local_experts,
-                ep_rank=self.shard.first_expert // self.shard.num_local_experts,
-                use_w4_group_scaling=True,
-                use_fused_finalize=not self.runtime.deterministic,
-                device=self.device,
-                **options,
-            )
-        return torch.empty(self._workspace_bytes[rows, slots], dtype=torch.uint8, device=self.device)
+        return cutlass_fused_moe_workspace_size(
+            rows,
+            self._hidden,
+            self._intermediate,
+            self.config.num_experts,
+            slots,
+            x_dtype=torch.bfloat16,
+            weight_dtype=torch.uint8,
+            ep_size=self.config.num_experts // self.shard.num_local_experts,
+            ep_rank=self.shard.first_expert // self.shard.num_local_experts,
+            use_w4_group_scaling=True,
+            use_fused_finalize=not self.runtime.deterministic,
+            device=self.device,
+            **options,
+        )
 
     def warmup(self, max_rows: int, slots: int | None = None) -> None:
         """Choose both GEMMs' tactics for 1, 4, 16, ... rows by timing whole calls; results are kept on disk.

@@ -139,13 +139,17 @@ def weighted_unpermute(
     """See `eprt.experts.permute.weighted_unpermute`; `out` is contiguous."""
     N, K = place.shape
     H = rows.shape[1]
-    block = min(SUM_BLOCK if H > SUM_BLOCK else COPY_BLOCK, next_power_of_2(H))
-    grid = N, ceil_div(H, block), 1
     if starts_aligned(out):
-        kernel = _prepared_sum(out.device, rows.dtype, out.dtype, H, K, block, every_row)
-        kernel(grid, rows, place, weights, out, H)
+        kernel, blocks = _prepared_sum(out.device, rows.dtype, out.dtype, H, K, every_row)
+        kernel((N, blocks, 1), rows, place, weights, out, H)
     else:
-        _weighted_sum[grid](rows, place, weights, out, H, K, block, every_row)
+        block = _sum_block(H)
+        _weighted_sum[N, ceil_div(H, block)](rows, place, weights, out, H, K, block, every_row)
+
+
+def _sum_block(H: int) -> int:
+    """Columns that a program sums."""
+    return min(SUM_BLOCK if H > SUM_BLOCK else COPY_BLOCK, next_power_of_2(H))
 
 
 def _column_block(H: int, K: int) -> int:
@@ -174,10 +178,13 @@ def _prepared_copy(device: torch.device, source: torch.dtype, target: torch.dtyp
 
 @cache
 def _prepared_sum(
-    device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int, block: int, every_row: bool
-) -> Prepared:
+    device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int, every_row: bool
+) -> tuple[Prepared, int]:
+    """And how many programs share a row."""
+    block = _sum_block(H)
     constants = {"K": K, "BLOCK_H": block, "EVERY_ROW": every_row}
-    return Prepared(_weighted_sum, device, (source, torch.int32, torch.float32, target, like(H)), constants)
+    kernel = Prepared(_weighted_sum, device, (source, torch.int32, torch.float32, target, like(H)), constants)
+    return kernel, ceil_div(H, block)
 
 
 @cache

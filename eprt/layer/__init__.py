@@ -34,6 +34,8 @@ from eprt.world.header import Header, exchange, fingerprint_of
 from eprt.world.step import rounded
 
 PHASES: tuple[str, ...] = ("route", "dispatch", "experts", "shared", "combine")
+_unseen: dict[str, AbstractContextManager[Any]] = dict.fromkeys(PHASES, nullcontext())
+_no_observer: Callable[[str], AbstractContextManager[Any]] = _unseen.__getitem__
 
 
 class ExpertParallelMoE(nn.Module):
@@ -204,9 +206,10 @@ class ExpertParallelMoE(nn.Module):
             rows = self._checked(hidden_states, routing, token_ids)
             group_tokens = rows.shape[0]
             ids = None if token_ids is None else token_ids.reshape(-1)
-            x, routing, ids = self._slices.own(rows, routing, ids)
-            strict = dispatcher.runtime.strict_capacity
-            sent_per_rank = self._slices.agreed(tokens_per_rank, group_tokens, dispatcher.capacity, strict)
+            x, sent_per_rank = rows, tokens_per_rank
+            if self._slices.several:
+                x, routing, ids = self._slices.own(rows, routing, ids)
+                sent_per_rank = self._slices.agreed(tokens_per_rank, group_tokens, dispatcher)
             with self.observe("route"):
                 chosen = self._route(x, routing, ids, sent_per_rank)
                 if self.see is not None:
@@ -226,7 +229,8 @@ class ExpertParallelMoE(nn.Module):
         tokens = self.dispatcher.capacity.max_tokens_per_rank
         warmup_routing(self.config, self.router, tokens, self.world.device, logits=self.executor.takes_logits)
         row = torch.zeros(1, self.config.input_size, dtype=torch.bfloat16, device=self.world.device)
-        self._slices.whole(row, self.world.parallel.attention_tp_size)
+        if self._slices.several:
+            self._slices.whole(row, self.world.parallel.attention_tp_size)
         self._slots.warmup()
         self._used = True
         if self.graphs is not None:
@@ -279,15 +283,15 @@ class ExpertParallelMoE(nn.Module):
 
     # ---- the steps ------------------------------------------------------------------------------------------
 
-    def _checked(self, x: torch.Tensor, routing: object, token_ids: object) -> torch.Tensor:
+    def _checked(self, x: object, routing: object, token_ids: object) -> torch.Tensor:
         """`x` as [T, H_model], once it is found to be right. The dispatcher can't: it gets this rank's slice, behind
         the latent projection. What looks like the last call's was checked then."""
         width = self.config.input_size
+        if not isinstance(x, torch.Tensor):
+            raise InputError(f"hidden_states is a {type(x).__name__}: expected a tensor [..., {width}]")
         shared, latent = self.shared, self.latent
-        looks = looks_of(x, shared and shared.dtype, latent and latent.dtype)
-        if looks is None or looks != self._accepted:
-            if not isinstance(x, torch.Tensor):
-                raise InputError(f"hidden_states is a {type(x).__name__}: expected a tensor [..., {width}]")
+        looks = looks_of(x), shared and shared.dtype, latent and latent.dtype
+        if looks[0] is None or looks != self._accepted:
             parts = (("the shared expert", shared), ("the latent projection", latent))
             only = [(part.dtype, name) for name, part in parts if part is not None]
             check_hidden(x, width, self.world.device, meaning="the model's hidden", flat=False, only=only)
@@ -383,16 +387,9 @@ class ExpertParallelMoE(nn.Module):
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         y = y if self.latent is None else self.latent.out_of(y)
         y = y if dense is None else y + dense
-        return self._slices.whole(y, group_tokens)
+        return self._slices.whole(y, group_tokens) if self._slices.several else y
 
 
 def _require_pair(name: str, wanted: object, given: object) -> None:
     if (wanted is None) != (given is None):
         raise ConfigError(f"{name} weights are {'missing' if given is None else 'given'}, the config says otherwise")
-
-
-_NOTHING = nullcontext()
-
-
-def _no_observer(phase: str) -> AbstractContextManager[Any]:
-    return _NOTHING

@@ -5,26 +5,29 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from eprt.dispatch import Dispatcher
 from eprt.dispatch.call import check_group_rows
-from eprt.dispatch.capacity import Capacity
 from eprt.rounding import ceil_div
 from eprt.tokens import RouterLogits, TopK
 from eprt.world import World
 
 
 class Slices:
-    """This rank's part of its attention-TP group's tokens. A group of one sends all."""
+    """This rank's part of its attention-TP group's tokens.
+
+    Attributes:
+        several: whether there is more than one part.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._size = world.parallel.attention_tp_size
+        self.several = self._size > 1
 
     def own(
         self, x: torch.Tensor, routing: TopK | RouterLogits | None, ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, TopK | RouterLogits | None, torch.Tensor | None]:
         """Of [T, H] tokens, their routing and their [T] vocabulary ids."""
-        if self._size == 1:
-            return x, routing, ids
         part = ceil_div(x.shape[0], self._size)
         start = self._world.attention_tp_rank * part
         rows = slice(start, start + part)
@@ -32,21 +35,18 @@ class Slices:
 
     def own_mark(self, mark: torch.Tensor, rows: int) -> torch.Tensor:
         """Of [T, 1] marks: those of the `rows` tokens that this rank sends."""
-        if self._size == 1:
-            return mark
         first = self._world.attention_tp_rank * ceil_div(mark.shape[0], self._size)
         return mark[first : first + rows]
 
-    def agreed(self, tokens_per_rank: int | None, num_tokens: int, capacity: Capacity, strict: bool) -> int | None:
+    def agreed(self, tokens_per_rank: int | None, num_tokens: int, dispatcher: Dispatcher) -> int | None:
         """R of what is sent, from the caller's own. Raises as `check_group_rows`."""
-        if self._size == 1 or tokens_per_rank is None:
-            return tokens_per_rank
-        return check_group_rows(tokens_per_rank, num_tokens, self._size, capacity, strict)
+        if tokens_per_rank is None:
+            return None
+        strict = dispatcher.runtime.strict_capacity
+        return check_group_rows(tokens_per_rank, num_tokens, self._size, dispatcher.capacity, strict)
 
     def whole(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """The group's slices back together, [num_tokens, H]; equal on each of its ranks."""
-        if self._size == 1:
-            return y
         part = ceil_div(num_tokens, self._size)
         padded = y if y.shape[0] == part else F.pad(y, (0, 0, 0, part - y.shape[0]))
         return self._world.gather_attention_tp(padded)[:num_tokens]

@@ -68,7 +68,8 @@ class ChosenSlots:
                 f"a layer inside a batch of {padding.shape[0]} padded rows got {num_tokens}: which of them hold tokens?"
                 " Call it with all rows, or with none"
             )
-        padding = self._slices.own_mark(padding, chosen.ids.shape[0])
+        if self._slices.several:
+            padding = self._slices.own_mark(padding, chosen.ids.shape[0])
         return TopK(torch.where(padding, self._config.num_experts, chosen.ids), chosen.weights)
 
     def _placed(self, chosen: TopK, check_values: bool) -> TopK:

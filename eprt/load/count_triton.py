@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
+from eprt.launching import Prepared
 from eprt.rounding import ceil_div, next_power_of_2
 
 BLOCK = 1024
@@ -31,4 +34,10 @@ def count_ids(ids: torch.Tensor, counts: torch.Tensor) -> None:
     ids, E = ids.contiguous(), counts.numel()
     if ids.numel() == 0:
         return
-    _count_kernel[ceil_div(ids.numel(), BLOCK),](ids, counts, ids.numel(), E, next_power_of_2(E + 1), BLOCK)
+    _prepared_count(ids.device, E)((ceil_div(ids.numel(), BLOCK), 1, 1), ids, counts, ids.numel())
+
+
+@cache
+def _prepared_count(device: torch.device, E: int) -> Prepared:
+    constants = {"E": E, "BINS": next_power_of_2(E + 1), "BLOCK": BLOCK}
+    return Prepared(_count_kernel, device, (torch.int32, torch.int64, 2), constants)

@@ -9,10 +9,13 @@ Those are plain torch: ten and more passes, which at 1024 tokens cost as much as
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
+from eprt.launching import Prepared
 from eprt.quant.elements import E2M1_MAX, E4M3_MAX, TINY
 from eprt.rounding import ceil_div
 from eprt.tokens import aligned
@@ -93,10 +96,17 @@ def encode_fp8_rows(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     data = torch.empty(T, H, dtype=torch.float8_e4m3fn, device=hidden.device)
     scale = torch.empty(T, groups, dtype=torch.float32, device=hidden.device)
     if T:
-        block = COLUMNS_PER_CTA // FP8_BLOCK
-        with torch.cuda.device_of(hidden):
-            _fp8_kernel[(T, ceil_div(groups, block))](aligned(hidden), data, scale, H=H, GROUPS=groups, BLOCK=block)
+        kernel, blocks = _prepared_fp8(hidden.device, hidden.dtype, H)
+        kernel((T, blocks, 1), aligned(hidden), data, scale)
     return data, scale
+
+
+@cache
+def _prepared_fp8(device: torch.device, dtype: torch.dtype, H: int) -> tuple[Prepared, int]:
+    """And how many programs share a row."""
+    groups, block = ceil_div(H, FP8_BLOCK), COLUMNS_PER_CTA // FP8_BLOCK
+    arguments, constants = (dtype, torch.float8_e4m3fn, torch.float32), {"H": H, "GROUPS": groups, "BLOCK": block}
+    return Prepared(_fp8_kernel, device, arguments, constants), ceil_div(groups, block)
 
 
 def encode_nvfp4_rows(hidden: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,9 +116,15 @@ def encode_nvfp4_rows(hidden: torch.Tensor, global_scale: torch.Tensor) -> tuple
     data = torch.empty(T, H // 2, dtype=torch.uint8, device=hidden.device)
     scale = torch.empty(T, groups, dtype=torch.float8_e4m3fn, device=hidden.device)
     if T:
-        block = COLUMNS_PER_CTA // NVFP4_BLOCK
-        with torch.cuda.device_of(hidden):
-            _nvfp4_kernel[(T, ceil_div(groups, block))](
-                aligned(hidden), global_scale, data, scale, H=H, GROUPS=groups, BLOCK=block
-            )
+        kernel, blocks = _prepared_nvfp4(hidden.device, hidden.dtype, H)
+        kernel((T, blocks, 1), aligned(hidden), global_scale, data, scale)
     return data, scale
+
+
+@cache
+def _prepared_nvfp4(device: torch.device, dtype: torch.dtype, H: int) -> tuple[Prepared, int]:
+    """And how many programs share a row."""
+    groups, block = H // NVFP4_BLOCK, COLUMNS_PER_CTA // NVFP4_BLOCK
+    arguments = dtype, torch.float32, torch.uint8, torch.float8_e4m3fn
+    constants = {"H": H, "GROUPS": groups, "BLOCK": block}
+    return Prepared(_nvfp4_kernel, device, arguments, constants), ceil_div(groups, block)

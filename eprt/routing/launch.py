@@ -202,12 +202,14 @@ def _choose(
 
 
 class _Size(NamedTuple):
-    """What runs with one tiling: the GEMM, and how many programs it takes for each `block_t` tokens."""
+    """What runs with one tiling: the GEMM, and how many programs it takes for each `block_t` tokens; the choice, unless
+    it depends on the dtype of token ids."""
 
     block_t: int
     programs: int
     splits: int
     gemm: Prepared
+    choice: Prepared | None
 
 
 class FusedRouter:
@@ -249,17 +251,17 @@ class FusedRouter:
         """[T, H] bf16, and [T] ids for `hash`, both checked -> TopK."""
         T = hidden.shape[0]
         token_ids = None if self._table is None else _contiguous(token_ids)
-        pieces, splits = self._gemm(hidden, T)
-        kernel = self._choice(splits, None if token_ids is None else token_ids.dtype)
+        pieces, size = self._gemm(hidden, T)
+        kernel = size.choice or self._choice(size.splits, None if token_ids is None else token_ids.dtype)
         return _choose(kernel, pieces, T, self._top_k, self._bias, self._correction, token_ids, self._table)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, H] bf16 -> the logits [T, E] that `topk` chooses by."""
         T = hidden.shape[0]
         logits = torch.empty((T, self._shape[0]), dtype=self._dtype, device=self.device)
-        pieces, splits = self._gemm(hidden, T)
+        pieces, size = self._gemm(hidden, T)
         if T:
-            kernel = prepared_choice(self._logits_of(splits))
+            kernel = prepared_choice(self._logits_of(size.splits))
             kernel((T, 1, 1), pieces, self._bias, None, None, None, logits, None, None, T, 0)
         return logits
 
@@ -274,14 +276,13 @@ class FusedRouter:
             if most >= max_tokens:
                 return
 
-    def _gemm(self, hidden: torch.Tensor, T: int) -> tuple[torch.Tensor, int]:
+    def _gemm(self, hidden: torch.Tensor, T: int) -> tuple[torch.Tensor, _Size]:
         """Pieces [splits, T, E] of the logits."""
         size = self._size(bisect_left(self._most, T))
-        splits = size.splits
-        pieces = torch.empty((splits, T, self._shape[0]), dtype=torch.float32, device=self.device)
+        pieces = torch.empty((size.splits, T, self._shape[0]), dtype=torch.float32, device=self.device)
         if T:
             size.gemm((ceil_div(T, size.block_t) * size.programs, 1, 1), aligned(hidden), self._parts, pieces, T)
-        return pieces, splits
+        return pieces, size
 
     def _size(self, number: int) -> _Size:
         """Of that tiling."""
@@ -291,7 +292,8 @@ class FusedRouter:
             parts = 1 if self._parts.dim() == 2 else self._parts.shape[0]
             size = cut(tiling, E, H, parts)
             programs, gemm = ceil_div(E, size.block_e) * size.splits, prepared_gemm(self.device, E, H, parts, tiling)
-            found = self._sizes[number] = _Size(tiling.block_t, programs, size.splits, gemm)
+            choice = None if self._table is not None else self._choice(size.splits, None)
+            found = self._sizes[number] = _Size(tiling.block_t, programs, size.splits, gemm, choice)
         return found
 
     def _choice(self, splits: int, token_ids: torch.dtype | None) -> Prepared:

@@ -8,7 +8,6 @@ from support.jobs import layer_jobs as jobs
 
 from eprt.config import MoEConfig, Routing
 from eprt.errors import ConfigError
-from eprt.layer import _require_router
 from eprt.routing import Router
 
 # kind -> what every rank must be told, and how the layer is built.
@@ -218,6 +217,6 @@ def test_a_router_for_another_layer_is_refused() -> None:
     config = MoEConfig(8, 2, 16, 8)
     for weight, top_k in ((torch.zeros(7, 16), 2), (torch.zeros(8, 15), 2), (torch.zeros(8, 16), 3)):
         with pytest.raises(ConfigError, match="the config says \\(8, 16, 2\\)"):
-            _require_router(Router(weight, Routing(), top_k), config)
+            Router(weight, Routing(), top_k).check(config)
     with pytest.raises(ConfigError, match=r"scaling_factor=2\.5.*the config says .*scaling_factor=1\.0"):
-        _require_router(Router(torch.zeros(8, 16), Routing(scaling_factor=2.5), 2), config)
+        Router(torch.zeros(8, 16), Routing(scaling_factor=2.5), 2).check(config)

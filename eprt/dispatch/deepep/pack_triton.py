@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
+from eprt.launching import Prepared, like
 from eprt.rounding import next_power_of_2
 from eprt.tokens import aligned
 
@@ -40,7 +43,13 @@ def pack_tokens(
     rows = x if width == H else x.new_empty((T, width))
     wide_ids = torch.empty_like(ids, dtype=torch.int64)
     if T:
-        K = ids.shape[1]
-        padded = 0 if width == H else width
-        _pack_kernel[(T,)](x, ids, rows, wide_ids, num_experts, H, padded, K, next_power_of_2(K), BLOCK)
+        kernel = _prepared_pack(x.device, x.dtype, like(num_experts), H, 0 if width == H else width, ids.shape[1])
+        kernel((T, 1, 1), x, ids, rows, wide_ids, num_experts)
     return rows, wide_ids
+
+
+@cache
+def _prepared_pack(device: torch.device, dtype: torch.dtype, num_experts: int, H: int, width: int, K: int) -> Prepared:
+    """For a number like this of experts."""
+    constants = {"H": H, "WIDTH": width, "K": K, "K_POW2": next_power_of_2(K), "BLOCK": BLOCK}
+    return Prepared(_pack_kernel, device, (dtype, torch.int32, dtype, torch.int64, num_experts), constants)

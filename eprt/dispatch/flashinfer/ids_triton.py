@@ -9,11 +9,14 @@ one replaces it, so that the rule of `FlatTokens` costs no extra launch.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from eprt.launching import Prepared, like
 from eprt.rounding import ceil_div
 
 BLOCK = 512
@@ -49,8 +52,16 @@ def mask_foreign_ids(
         early: let the launch overlap the end of the kernel before, as the library's own kernels do (programmatic
             dependent launch, compute capability 9 and later).
     """
-    grid = (ceil_div(ids.numel(), BLOCK),)
+    W, R, K = ids.shape
+    experts = first, end, num_experts
+    kernel = _prepared_mask(ids.device, *map(like, experts), K, early)
+    kernel((ceil_div(W * R * K, BLOCK), 1, 1), ids, counts, W * R * K, R, *experts)
+
+
+@cache
+def _prepared_mask(device: torch.device, first: int, end: int, num_experts: int, K: int, early: bool) -> Prepared:
+    """For numbers like these."""
+    constants = {"K": K, "BLOCK": BLOCK, "EARLY": early}
     options = {"launch_pdl": True} if early else {}
-    _mask_kernel[grid](
-        ids, counts, ids.numel(), ids.shape[1], first, end, num_experts, ids.shape[2], BLOCK, early, **options
-    )
+    arguments = torch.int32, torch.int32, 2, 2, first, end, num_experts
+    return Prepared(_mask_kernel, device, arguments, constants, **options)

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Call(SlotCall):
+    """`ids`: what was dispatched. `output`: from where the peers pull."""
+
     ids: torch.Tensor
+    output: torch.Tensor
 
 
 class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory]):
@@ -57,9 +60,7 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
     def output_buffer(self, handle: Handle) -> torch.Tensor | None:
         """[W * R, H] bf16 of symmetric memory: what is written here, combine doesn't copy."""
         call = handle.state
-        if self._launcher is None or not isinstance(call, _Call):
-            return None
-        return self._launcher.memory.output(call.slot, handle.tokens_per_rank)
+        return call.output if isinstance(call, _Call) and self._launcher is not None else None
 
     def warmup(self) -> None:
         """Allocate, compile on every rank before any rank waits for another, then exchange an empty batch with each
@@ -78,8 +79,8 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
     # ---- the two verbs --------------------------------------------------------------------------------------
 
     def _encode(self, hidden_states: torch.Tensor) -> Payload:
-        """The kernel packs on the way."""
-        return Payload.plain(hidden_states)
+        """The kernel packs bf16 on the way."""
+        return Payload(hidden_states)
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
         self.check_peers()
@@ -93,13 +94,13 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
         except BaseException:  # nothing was launched: the slot is free again
             memory.slots.release(slot)
             raise
-        handle.state = _Call(slot, topk.ids)
+        handle.state = _Call(slot, topk.ids, memory.output(slot, R))
         return memory.tokens(slot, R, self.config.num_experts, scale)
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
         self.check_peers()
         call = handle.kept(_Call)
-        buffer = self._ready().memory.output(call.slot, handle.tokens_per_rank)
+        buffer = call.output
         if expert_output is not buffer and (
             expert_output.data_ptr() != buffer.data_ptr() or expert_output.stride() != buffer.stride()
         ):
@@ -110,7 +111,7 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
 
     def _send_nan(self, memory: SymmetricMemory, handle: Handle) -> None:
         call = handle.kept(_Call)
-        memory.output(call.slot, handle.tokens_per_rank).fill_(torch.nan)
+        call.output.fill_(torch.nan)
         none = call.ids[:0]
         out = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
         self._finish(call.slot, out, none, handle.tokens_per_rank)

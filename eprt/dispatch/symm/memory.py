@@ -120,7 +120,7 @@ class SymmetricMemory:
         self._owner = owner
         self._fault = torch.zeros(MAX_RANKS, dtype=torch.int32, device=device)
         self._host_fault = torch.zeros(MAX_RANKS, dtype=torch.int32, pin_memory=memory.is_cuda)
-        self._seen_fault = memoryview(self._host_fault.numpy())  # one read of host memory, without a device sync
+        self._seen_fault = self._host_fault.numpy().data  # one read of host memory, without a device sync
         self.states = torch.zeros(NUM_SLOTS, 4, dtype=torch.int64, device=device)
         self.peers = [tuple(base + geometry.slot_start(slot) for base in bases) for slot in range(NUM_SLOTS)]
         self.books = torch.tensor([self._book(slot, bases) for slot in range(NUM_SLOTS)], device=device)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -159,11 +160,28 @@ def quantize_rows(data: torch.Tensor, work: WorkList | None, gemm: Gemm) -> Rows
     scale = torch.empty((*data.shape[:-1], groups), dtype=torch.float32, device=data.device)
     block_m = work.block_m if work else 16
     tiles = (work.bound if work else ceil_div(data.shape[0], block_m)) * groups
-    quantize_tiles[(min(gemm._chip.multiprocessors * 64, tiles),)](
-        data, codes, scale, work and work.items, work and work.count, data.shape[0], *_strides(data), width,
-        K=K, GROUPS=groups, BLOCK_M=block_m, SPLIT=split,
-    )  # fmt: skip
+    items, count = (None, None) if work is None else (work.items, work.count)
+    numbers = *_strides(data), width
+    grid = min(gemm._chip.multiprocessors * 64, tiles), 1, 1
+    if starts_aligned(data):
+        kernel = _prepared_quantize(data.device, data.dtype, work is not None, *map(like, numbers), K, block_m, split)
+        kernel(grid, data, codes, scale, items, count, data.shape[0], *numbers)
+    else:
+        constants = {"K": K, "GROUPS": groups, "BLOCK_M": block_m, "SPLIT": split}
+        quantize_tiles[grid](data, codes, scale, items, count, data.shape[0], *numbers, **constants)
     return Rows(codes, scale.view(-1, groups))
+
+
+@cache
+def _prepared_quantize(
+    device: torch.device, dtype: torch.dtype, listed: bool, stride: int, skip: int, width: int, K: int, block_m: int,
+    split: bool,
+) -> Prepared:  # fmt: skip
+    """For strides like these; `listed`: rows of a work list."""
+    items = torch.int32 if listed else None
+    arguments = dtype, torch.float8_e4m3fn, torch.float32, items, items, 2, stride, skip, width
+    constants = {"K": K, "GROUPS": ceil_div(K, FP8_BLOCK), "BLOCK_M": block_m, "SPLIT": split}
+    return Prepared(quantize_tiles, device, arguments, constants)
 
 
 def both(

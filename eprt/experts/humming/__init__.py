@@ -127,12 +127,8 @@ class HummingExecutor(PreparedExecutor):
         out: torch.Tensor,
     ) -> None:
         """Both GEMMs and the activation between them, on grouped rows."""
-        cold = [gemm for gemm in (self._gate_up, self._down) if not gemm.is_compiled(gemm_type, expected)]
-        if cold:
-            self.require_cold("compiling humming's GEMMs")
-            with ThreadPoolExecutor(len(cold)) as pool:
-                for job in [pool.submit(gemm.compile, gemm_type, expected) for gemm in cold]:
-                    job.result()
+        if not (self._gate_up.is_compiled(gemm_type, expected) and self._down.is_compiled(gemm_type, expected)):
+            self._compile(gemm_type, expected)
         wide = torch.empty(rows.shape[0], self._gate_up.out_features, dtype=torch.bfloat16, device=rows.device)
         self._gate_up(rows, layout, gemm_type, expected, wide, scale)
         if gemm_type == "grouped_masked" and not self._fp8:
@@ -147,12 +143,20 @@ class HummingExecutor(PreparedExecutor):
             narrow, narrow_scale = activate(wide, wide.shape[0], num_valid_tokens=layout[-1:])
         self._down(narrow, layout, gemm_type, expected, out, narrow_scale)
 
+    def _compile(self, gemm_type: GemmType, expected: int) -> None:
+        cold = [gemm for gemm in (self._gate_up, self._down) if not gemm.is_compiled(gemm_type, expected)]
+        self.require_cold("compiling humming's GEMMs")
+        with ThreadPoolExecutor(len(cold)) as pool:
+            for job in [pool.submit(gemm.compile, gemm_type, expected) for gemm in cold]:
+                job.result()
+
     def _rows(self, layout: RowLayout, *, activation: bool = False, slots: int = 1) -> RowKernel:
         """The elementwise kernel in front of a GEMM, compiled on first use (in `warmup`, if it was called)."""
-        if (layout, activation, slots) not in self._row_kernels:
+        found = self._row_kernels.get((layout, activation, slots))
+        if found is None:
             self.require_cold("compiling humming's kernels around the GEMMs")
             gemm = self._down if activation else self._gate_up
-            self._row_kernels[layout, activation, slots] = RowKernel(
+            found = self._row_kernels[layout, activation, slots] = RowKernel(
                 gemm.config,
                 gemm.in_features,
                 self.device,
@@ -160,7 +164,7 @@ class HummingExecutor(PreparedExecutor):
                 self.config.activation if activation else None,
                 slots,
             )
-        return self._row_kernels[layout, activation, slots]
+        return found
 
     def library_call(self, tokens: FlatTokens) -> Callable[[], None]:
         """Both GEMMs and the activation alone, on rows already sorted: what a benchmark compares the whole with."""

@@ -40,7 +40,7 @@ from eprt.experts.layouts import (
 )
 from eprt.experts.tuning import TuningCache, tuning_cache
 from eprt.rounding import round_up
-from eprt.support import Requirement
+from eprt.support import Requirement, stream_number
 from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
 
 GemmType = Literal["grouped_contiguous", "grouped_masked"]
@@ -245,15 +245,16 @@ class GroupedGemm:
 
     def _stream_locks(self) -> torch.Tensor:
         """Stream-K's counters, which two launches must not share at the same time; kernels leave them at zero."""
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        if stream not in self._lock_sets:
-            self._lock_sets[stream] = self._locks[len(self._lock_sets) % LOCK_SETS]
-        return self._lock_sets[stream]
+        stream = stream_number(self.device)
+        found = self._lock_sets.get(stream)
+        if found is None:
+            found = self._lock_sets[stream] = self._locks[len(self._lock_sets) % LOCK_SETS]
+        return found
 
     def is_compiled(self, gemm_type: GemmType, expected_rows: int) -> bool:
         """Whether a call with so many rows compiles nothing."""
-        bucket = row_bucket(expected_rows, LAZY_STEP)
-        return (gemm_type, ANY_ROWS) in self._tables or (gemm_type, bucket) in self._tables
+        tables = self._tables
+        return (gemm_type, ANY_ROWS) in tables or (gemm_type, row_bucket(expected_rows, LAZY_STEP)) in tables
 
     def compile(self, gemm_type: GemmType, expected_rows: int) -> None:
         """What a call does first if there was no warm-up: humming's own choice for about so many rows."""

@@ -68,6 +68,10 @@ class RowKernel:
             )
             intervals = get_process_input_tuning_intervals(self._problem, False)
             self._table: torch.Tensor = ProcessInputKernel.prepare_kernels(self._problem, intervals, device)
+        self._width: int = self._problem.output_row_size
+        self._dtype: torch.dtype = self._problem.output_torch_dtype
+        self._group_scale: bool = self._problem.quant_mode.has_group_scale
+        self._token_scale: bool = self._problem.quant_mode.has_token_scale
 
     def __call__(
         self,
@@ -79,14 +83,14 @@ class RowKernel:
         num_valid_tokens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(rows [num_rows_out, width], float32 scales or None). Rows that aren't valid are garbage."""
-        problem = self._problem
-        out = torch.empty(num_rows_out, problem.output_row_size, dtype=problem.output_torch_dtype, device=rows.device)
+        problem, device = self._problem, rows.device
+        out = torch.empty(num_rows_out, self._width, dtype=self._dtype, device=device)
         group = token = None
-        if problem.quant_mode.has_group_scale:
+        if self._group_scale:
             shape = problem.get_group_scale_shape(num_rows_out)
-            group = torch.empty(shape, dtype=problem.group_scale_torch_dtype, device=rows.device)
-        elif problem.quant_mode.has_token_scale:
-            token = torch.empty(num_rows_out, 1, dtype=torch.float32, device=rows.device)
+            group = torch.empty(shape, dtype=problem.group_scale_torch_dtype, device=device)
+        elif self._token_scale:
+            token = torch.empty(num_rows_out, 1, dtype=torch.float32, device=device)
         torch.ops.humming.launch_process_input.default(
             self._table, rows, out, group, token, expert_tokens, scatter_idx, num_valid_tokens
         )

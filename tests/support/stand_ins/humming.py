@@ -92,7 +92,7 @@ class Launches:
         patch.setattr(torch.ops.humming, "launch_kernel", SimpleNamespace(out=self.gemm), raising=False)
         rows = SimpleNamespace(default=self.rows)
         patch.setattr(torch.ops.humming, "launch_process_input", rows, raising=False)
-        patch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=self.stream))
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda *_: self.stream, raising=False)
         patch.setattr(torch.cuda, "get_device_name", lambda *_: H200.name)
         patch.setattr(humming_schedules, "device_microseconds", self.time)
 

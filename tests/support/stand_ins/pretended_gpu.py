@@ -24,15 +24,16 @@ _METHODS = ("new_empty", "new_zeros", "new_ones", "new_full")
 
 
 class Launches:
-    """What was launched: `prepared` by kernels that were ready, `searched` through Triton's launcher (its binder and
-    its cache, tens of microseconds each), `library` by other libraries' operators, by name."""
+    """What was launched, by name: `triton` kernels in their order, those of them that were `searched` for by Triton's
+    own launcher (tens of microseconds each), `library`: other libraries' operators."""
 
     def __init__(self) -> None:
-        self.prepared, self.searched, self.library = Counter[str](), Counter[str](), Counter[str]()
+        self.triton: list[str] = []
+        self.searched, self.library = Counter[str](), Counter[str]()
 
     def clear(self) -> None:
-        for counter in (self.prepared, self.searched, self.library):
-            counter.clear()
+        for found in (self.triton, self.searched, self.library):
+            found.clear()
 
     def operator(self, name: str):
         """In place of an operator that launches a library's kernel."""
@@ -63,7 +64,7 @@ class _Kernel:
         return None
 
     def run(self, *_: object) -> None:
-        self._launches.prepared[self.name] += 1
+        self._launches.triton.append(self.name)
 
     def __getitem__(self, grid: tuple[int, int, int]):
         """As CompiledKernel's own."""
@@ -132,6 +133,7 @@ def _pretend_cuda(patch: pytest.MonkeyPatch) -> None:
         "mem_get_info": (1 << 40, 1 << 40),
     }.items():
         patch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    patch.setattr(torch._C, "_cuda_getDevice", lambda: DEVICE.index, raising=False)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: _STREAM.cuda_stream, raising=False)
     for name in ("device", "stream", "device_of"):
         patch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
@@ -160,7 +162,6 @@ def _pretend_triton(patch: pytest.MonkeyPatch, launches: Launches) -> None:
     def counted(function, *args, grid, warmup, **options):
         if not warmup:
             launches.searched[function.__name__] += 1
-            launches.prepared[function.__name__] -= 1
         return run(function, *args, grid=grid, warmup=warmup, **options)
 
     patch.setattr(JITFunction, "_do_compile", compile_nothing)
@@ -185,8 +186,8 @@ def counted_calls(folder: str) -> Iterator[Counter[str]]:
     found = Counter[str]()
 
     def see(frame, event, _):
-        if event == "call" and folder in frame.f_code.co_filename:
-            found[f"{frame.f_code.co_filename.rpartition(folder)[2]}:{frame.f_code.co_name}"] += 1
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            found[f"{frame.f_code.co_filename.removeprefix(folder)}:{frame.f_code.co_name}"] += 1
 
     sys.setprofile(see)
     try:

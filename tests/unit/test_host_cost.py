@@ -1,0 +1,156 @@
+"""What an eager layer's call costs the host: counted, not timed, so that a gain isn't lost unseen.
+
+A call of one token inside a step, on one rank of two: its peer answers at once, and launches do nothing (`support/stand_ins/pretended_gpu.py`). At ff53fc8 such a call made 4 to 6 launches through Triton's own
+launcher and 29 to 31 operators; `eprt bench step` has the time on real GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton: pip install triton")
+
+from support.stand_ins import pretended_gpu
+from support.stand_ins.humming import Launches, described_h200
+from support.stand_ins.pretended_gpu import DEVICE, Operators, counted_calls
+from support.stand_ins.pretended_gpu import pretended_gpu as pretended
+
+import eprt
+from eprt.bench.experts import random_experts
+from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.conformance.cases import CONFIGS
+from eprt.dispatch.symm.memory import SymmetricMemory
+from eprt.layer import ExpertParallelMoE
+from eprt.routing import Router
+from eprt.support import Requirement, Support
+from eprt.world import World
+
+SIZE = 2
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The most that one call may cost.
+
+    Attributes:
+        launches: Triton kernels, all prepared, in their order.  library: launches of other libraries' kernels.
+        operators: torch's.  calls: of Python functions of ours.
+    """
+
+    launches: tuple[str, ...]
+    library: tuple[str, ...]
+    operators: int
+    calls: int
+
+
+ROUTER, PUSH, PULL = ("logits_kernel", "choice_kernel"), ("dispatch_kernel",), ("combine_kernel",)
+COSTS = {
+    ("symm", "humming", "mxfp4"): Cost(
+        (*ROUTER, *PUSH, "_group_small", "_weighted_sum", *PULL), ("gemm", "rows", "gemm"), 11, 118
+    ),
+    ("symm", "triton_grouped", "bf16"): Cost(
+        (*ROUTER, *PUSH, "_place_slots", "grouped_gemm", "grouped_gemm", "_weighted_sum", *PULL), (), 13, 138
+    ),
+    ("none", "cutlass_mxfp4", "mxfp4"): Cost(ROUTER, ("cutlass",), 21, 80),
+}
+
+
+@contextmanager
+def humming(patch: pytest.MonkeyPatch, launches: pretended_gpu.Launches, folder) -> Iterator[None]:
+    from humming.device import DeviceInfo
+
+    with described_h200(folder):
+        Launches().install(patch)
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setitem(DeviceInfo._instances, DEVICE.index, DeviceInfo._instances[0])
+        gemm, rows = launches.operator("gemm"), launches.operator("rows")
+        patch.setattr(torch.ops.humming, "launch_kernel", SimpleNamespace(out=gemm))
+        patch.setattr(torch.ops.humming, "launch_process_input", SimpleNamespace(default=rows))
+        patch.setattr("eprt.experts.humming.schedules.device_microseconds", lambda *_, repeats: 1.0)
+        yield
+
+
+@contextmanager
+def cutlass(patch: pytest.MonkeyPatch, launches: pretended_gpu.Launches) -> Iterator[None]:
+    fused_moe = pytest.importorskip("flashinfer.fused_moe", reason="FlashInfer isn't installed")
+    patch.setattr(fused_moe, "cutlass_fused_moe", launches.operator("cutlass"))
+    patch.setattr(fused_moe, "cutlass_fused_moe_workspace_size", lambda *_, **__: 256)
+    for name in ("weights", "scales"):
+        patch.setattr(fused_moe, f"interleave_moe_{name}_for_sm90_mixed_gemm", lambda x, *_, **__: x)
+    patch.setattr("eprt.experts.cutlass_mxfp4.CutlassMxfp4Executor._tactic", lambda *_: (-1, -1))
+    patch.setattr("inspect.signature", lambda _: SimpleNamespace(parameters={"workspace_buffer": None}))
+    yield
+
+
+def make_world() -> World:
+    """A rank of two whose peer says the same at once."""
+    world = World(
+        rank=0,
+        size=SIZE,
+        device=DEVICE,
+        parallel=ParallelConfig(SIZE),
+        group=None,
+        attention_tp_group=None,
+        timeout_s=20.0,
+    )
+    world.gather_words = lambda words: [tuple(words)] * SIZE
+    world.gather_control = lambda x: torch.stack([x] * SIZE)
+    world.barrier = lambda: None
+    world.all_gather = world.reduce_scatter = lambda out, x: None
+    return world
+
+
+def make_layer(world: World, dispatcher: str, executor: str, weight_format: str) -> ExpertParallelMoE:
+    config = replace(CONFIGS["gpt_oss"], weight_format=weight_format, hidden_size=256, intermediate_size=256)
+    E, H = config.num_experts, config.hidden_size
+    layer = ExpertParallelMoE(
+        config,
+        world,
+        random_experts(config, E // SIZE, torch.device("cpu")),
+        runtime=RuntimeConfig(dispatcher=dispatcher, executor=executor, max_tokens_per_rank=32),
+        router=Router(torch.randn(E, H).bfloat16(), config.routing, config.top_k, bias=torch.randn(E).bfloat16()),
+    )
+    world.warmup(layer)
+    return layer
+
+
+def allocate(world: World, geometry) -> SymmetricMemory:
+    memory = torch.zeros(geometry.num_bytes, dtype=torch.uint8)
+    return SymmetricMemory(geometry, world.rank, memory, [memory.data_ptr()] * SIZE)
+
+
+@pytest.mark.parametrize("pair", COSTS, ids="+".join)
+def test_a_call_costs_no_more(pair, tmp_path, monkeypatch):
+    _, executor, _ = pair
+    monkeypatch.setattr(Requirement, "check", lambda _: Support(True))
+    monkeypatch.setattr(SymmetricMemory, "allocate", allocate)
+    with pretended() as launches:
+        library = {"humming": lambda: humming(monkeypatch, launches, tmp_path)}
+        library["cutlass_mxfp4"] = lambda: cutlass(monkeypatch, launches)
+        with library.get(executor, lambda: pytest.MonkeyPatch.context())(), make_world() as world, torch.no_grad():
+            layer = make_layer(world, *pair)
+            x = torch.randn(1, layer.config.hidden_size).bfloat16()
+            with world.step(1):
+                layer(x)
+                launches.clear()
+                layer(x)
+                launched = tuple(launches.triton)
+                found = tuple(launches.library.elements())
+                with Operators() as operators:
+                    layer(x)
+                with counted_calls(str(Path(eprt.__file__).parent)) as calls:
+                    layer(x)
+            layer.close()
+    cost = COSTS[pair]
+    assert not launches.searched
+    assert launched == cost.launches
+    assert sorted(found) == sorted(cost.library)
+    assert sum(operators.found.values()) <= cost.operators, operators.found
+    assert sum(calls.values()) <= cost.calls, calls
