@@ -2,6 +2,9 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Triton kernels of `eprt.experts.permute`. Imported only where CUDA tensors are.
 
+Kernels with EARLY are launched while the one before still ends (programmatic dependent launch); they touch nothing
+before `gdc_wait`, which returns when that one is done.
+
 Two ways to sort and copy rows, by size: up to SMALL_SLOTS slots one launch does everything, each row counting for
 itself which slots come before its own (every program reads all ids, which then sit in L2); above, slots are placed
 first (`place_triton`), then the rows are copied.
@@ -14,9 +17,10 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from eprt.experts.place_triton import place_slots
-from eprt.launching import Prepared, like, starts_aligned
+from eprt.launching import Prepared, early, like, starts_aligned
 from eprt.rounding import ceil_div, next_power_of_2
 from eprt.tokens import aligned
 
@@ -40,9 +44,11 @@ def _copy_row(x_ptr, rows_ptr, row, place, slot_ok, H, BLOCK_H: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows", "num_slots", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])
 def _group_small(
     ids_ptr, x_ptr, rows_ptr, place_ptr, offsets_ptr, num_rows, num_slots, first, L, H,
-    K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
+    K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program p places (and copies) row p, and counts the rows of the experts below p."""
+    if EARLY:
+        gdc_wait()
     row = tl.program_id(0)
     k = tl.arange(0, K_PAD)
     slot = row * K + k
@@ -77,8 +83,11 @@ def _copy_rows(x_ptr, rows_ptr, place_ptr, H, K: tl.constexpr, K_PAD: tl.constex
 @triton.jit(do_not_specialize_on_alignment=["weights_ptr"])
 def _weighted_sum(
     rows_ptr, place_ptr, weights_ptr, out_ptr, H, K: tl.constexpr, BLOCK_H: tl.constexpr, EVERY_ROW: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The K rows are loaded without a branch between them, so that all are on their way at once."""
+    if EARLY:
+        gdc_wait()
     row = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
@@ -144,7 +153,7 @@ def weighted_unpermute(
         kernel((N, blocks, 1), rows, place, weights, out, H)
     else:
         block = _sum_block(H)
-        _weighted_sum[N, ceil_div(H, block)](rows, place, weights, out, H, K, block, every_row)
+        _weighted_sum[N, ceil_div(H, block)](rows, place, weights, out, H, K, block, every_row, False)
 
 
 def _sum_block(H: int) -> int:
@@ -162,12 +171,9 @@ def _column_block(H: int, K: int) -> int:
 
 @cache
 def _prepared_small(device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int) -> Prepared:
-    return Prepared(
-        _group_small,
-        device,
-        (torch.int32, source, target, torch.int32, torch.int64, 2, 2, 2, 2, like(H)),
-        {"K": K, "K_PAD": next_power_of_2(K), "BLOCK_S": 512, "BLOCK_H": _column_block(H, K)},
-    )
+    arguments, launch = (torch.int32, source, target, torch.int32, torch.int64, 2, 2, 2, 2, like(H)), early(device)
+    sizes = {"K": K, "K_PAD": next_power_of_2(K), "BLOCK_S": 512, "BLOCK_H": _column_block(H, K)}
+    return Prepared(_group_small, device, arguments, {**sizes, "EARLY": bool(launch)}, **launch)
 
 
 @cache
@@ -181,10 +187,10 @@ def _prepared_sum(
     device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int, every_row: bool
 ) -> tuple[Prepared, int]:
     """And how many programs share a row."""
-    block = _sum_block(H)
-    constants = {"K": K, "BLOCK_H": block, "EVERY_ROW": every_row}
-    kernel = Prepared(_weighted_sum, device, (source, torch.int32, torch.float32, target, like(H)), constants)
-    return kernel, ceil_div(H, block)
+    block, launch = _sum_block(H), early(device)
+    arguments = source, torch.int32, torch.float32, target, like(H)
+    constants = {"K": K, "BLOCK_H": block, "EVERY_ROW": every_row, "EARLY": bool(launch)}
+    return Prepared(_weighted_sum, device, arguments, constants, **launch), ceil_div(H, block)
 
 
 @cache

@@ -16,8 +16,9 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from eprt.launching import Prepared
+from eprt.launching import Prepared, early
 from eprt.rounding import ceil_div, next_power_of_2
 
 SMALL_SLOTS = 4096  # up to which counting again in every program is cheaper than two launches
@@ -102,7 +103,10 @@ def _sum_counts(
 def _place_slots(
     ids_ptr, counts_ptr, totals_ptr, place_ptr, source_ptr, offsets_ptr, items_ptr, num_items_ptr, num_slots, first, L,
     K: tl.constexpr, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:  # launched while the kernel before still ends, whose ids must not be touched before it has
+        gdc_wait()
     block = tl.program_id(0)
     expert = tl.arange(0, L_PAD)
     if counts_ptr is None:
@@ -231,8 +235,9 @@ def _prepared_place(
     """`counted`: by the two kernels before; `lists`: source rows and tiles, too."""
     counts, listed = torch.int32 if counted else None, torch.int32 if lists else None
     arguments = torch.int32, counts, counts, torch.int32, listed, torch.int64, listed, listed, 2, 2, 2
-    constants = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": 1024, "BLOCK_M": block_m}
-    return Prepared(_place_slots, device, arguments, constants, num_warps=8)
+    launch = early(device)
+    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": 1024, "BLOCK_M": block_m}
+    return Prepared(_place_slots, device, arguments, {**sizes, "EARLY": bool(launch)}, num_warps=8, **launch)
 
 
 @cache

@@ -1,7 +1,7 @@
 """What an eager layer's call costs the host: counted, not timed, so that a gain isn't lost unseen.
 
-A call of one token inside a step, on one rank of two: its peer answers at once, and launches do nothing (`support/stand_ins/pretended_gpu.py`). At ff53fc8 such a call made 4 to 6 launches through Triton's own
-launcher and 29 to 31 operators; `eprt bench step` has the time on real GPUs.
+A call of one token inside a step, on one rank of two: its peer answers at once, and launches do nothing
+(`support/stand_ins/pretended_gpu.py`). `eprt bench step` has the time on real GPUs.
 """
 
 from __future__ import annotations
