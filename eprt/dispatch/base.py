@@ -22,6 +22,7 @@ from eprt.dispatch.call import (
     check_output,
     check_said,
     settings_of,
+    unwanted_token,
 )
 from eprt.dispatch.capacity import Capacity
 from eprt.dispatch.handle import Dispatched, Handle
@@ -124,7 +125,7 @@ class Dispatcher(ABC):
     def warmup(self) -> None:
         """Collective: allocate, compile, connect, by sending a token that no expert wants there and back. After
         `World.warmup()` doing so lazily is an error."""
-        token, topk = self._unwanted_token()
+        token, topk = unwanted_token(self.config, self.world.device)
         handle = Handle(self, call=-1, num_tokens=1, tokens_per_rank=1, dtype=token.dtype)
         tokens = self._dispatch(self._encode(token), topk, handle)
         self._combine(token.new_zeros((*tokens.hidden.data.shape[:-1], token.shape[1])), handle)
@@ -362,12 +363,6 @@ class Dispatcher(ABC):
 
     def _capturing(self) -> bool:
         return self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _unwanted_token(self) -> tuple[torch.Tensor, TopK]:
-        """For warm-up: [1, H] bf16, and slots that name no expert."""
-        token = torch.zeros(1, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
-        ids = token.new_full((1, self.config.top_k), self.config.num_experts, dtype=torch.int32)
-        return token, TopK(ids, ids.float())
 
     def _settle(self) -> None:
         if self.world.device.type == "cuda":

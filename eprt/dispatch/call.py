@@ -231,6 +231,13 @@ def check_call(
     return found
 
 
+def unwanted_token(config: MoEConfig, device: torch.device) -> tuple[torch.Tensor, TopK]:
+    """For warm-up: [1, H] bf16, and slots that name no expert."""
+    token = torch.zeros(1, config.hidden_size, dtype=torch.bfloat16, device=device)
+    ids = token.new_full((1, config.top_k), config.num_experts, dtype=torch.int32)
+    return token, TopK(ids, ids.float())
+
+
 def settings_of(dispatcher: str, world: World, config: MoEConfig, runtime: RuntimeConfig) -> dict[str, str]:
     """What must be equal on all ranks."""
     return {

@@ -53,12 +53,12 @@ class Cost:
 ROUTER, PUSH, PULL = ("logits_kernel", "choice_kernel"), ("dispatch_kernel",), ("combine_kernel",)
 COSTS = {
     ("symm", "humming", "mxfp4"): Cost(
-        (*ROUTER, *PUSH, "_group_small", "_weighted_sum", *PULL), ("gemm", "rows", "gemm"), 11, 118
+        (*ROUTER, *PUSH, "_group_small", "_weighted_sum", *PULL), ("gemm", "rows", "gemm"), 11, 117
     ),
     ("symm", "triton_grouped", "bf16"): Cost(
-        (*ROUTER, *PUSH, "_place_slots", "grouped_gemm", "grouped_gemm", "_weighted_sum", *PULL), (), 13, 138
+        (*ROUTER, *PUSH, "_place_slots", "grouped_gemm", "grouped_gemm", "_weighted_sum", *PULL), (), 13, 136
     ),
-    ("none", "cutlass_mxfp4", "mxfp4"): Cost(ROUTER, ("cutlass",), 21, 80),
+    ("none", "cutlass_mxfp4", "mxfp4"): Cost(ROUTER, ("cutlass",), 21, 78),
 }
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
+from eprt.dispatch.call import unwanted_token
 from eprt.dispatch.handle import Handle
 from eprt.dispatch.shared_memory import SharedMemoryDispatcher, SlotCall
 from eprt.dispatch.symm.memory import Geometry, SymmetricMemory
@@ -70,7 +71,7 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
         self.world.barrier()
         for R in launcher.row_counts(self.capacity.max_tokens_per_rank):
             slot = launcher.memory.slots.acquire()
-            token, topk = self._unwanted_token()
+            token, topk = unwanted_token(self.config, self.world.device)
             launcher.dispatch(slot, token, topk, R, self.payload_scale)
             self._finish(slot, token, topk.ids, R)
         torch.cuda.synchronize(self.world.device)

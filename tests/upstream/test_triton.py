@@ -1,0 +1,103 @@
+"""What `eprt.launching` relies on in Triton: a compiled kernel's own launcher, and what it is given.
+
+Kernels are compiled for an H200, which needs no GPU; the launch itself is recorded.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton: pip install triton")
+
+import triton
+import triton.language as tl
+from support.stand_ins.kernel_device import INTERPRETED
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import driver
+
+from eprt.launching import Prepared, like, starts_aligned
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+DEVICE, STREAM = 78, 5  # no other test's
+
+
+@triton.jit(do_not_specialize=["n"])
+def add_kernel(x, scale, out, pair, n, step, BLOCK: tl.constexpr, TWICE: tl.constexpr):
+    column = tl.arange(0, BLOCK) * step
+    value = tl.load(x + column, mask=column < n, other=0.0)
+    if scale is not None:
+        value *= tl.load(scale)
+    tl.store(out + column, value + value if TWICE else value + pair[0] + pair[1], mask=column < n)
+
+
+@pytest.fixture
+def runs(monkeypatch) -> list[tuple[object, ...]]:
+    """What launchers were given."""
+    seen: list[tuple[object, ...]] = []
+
+    def load(kernel):
+        if kernel.module is None:
+            kernel.module, kernel.function = object(), 42
+            kernel._run = lambda *given: seen.append(given)
+
+    active = SimpleNamespace(
+        get_current_device=lambda: DEVICE,
+        get_current_stream=lambda _: STREAM,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        utils=SimpleNamespace(unload_module=lambda _: None),
+    )
+    monkeypatch.setattr(CompiledKernel, "_init_handles", load)
+    monkeypatch.setattr(driver, "_active", active, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: DEVICE, raising=False)
+    return seen
+
+
+def test_a_prepared_launch_is_tritons_own_without_its_search(runs):
+    x, out = torch.zeros(64), torch.zeros(64)
+    arguments, constants = (x, None, out, (16, 3), 7, 32), {"BLOCK": 64, "TWICE": False}
+    given = torch.float32, None, torch.float32, (16, 3), 2, like(32)
+    prepared = Prepared(add_kernel, torch.device("cuda", DEVICE), given, constants, num_warps=2)
+    add_kernel[3, 2, 1](*arguments, **constants, num_warps=2)
+    assert len(add_kernel.device_caches[DEVICE][0]) == 1, "Triton's own launch compiled another kernel"
+    prepared((3, 2, 1), *arguments)
+    theirs, ours = runs
+    # grid, stream, function, packed metadata; then launch metadata and two hooks, which ours leaves out.
+    assert theirs[:6] == ours[:6]
+    assert theirs[:5] == (3, 2, 1, STREAM, 42)
+    assert ours[6:9] == (None, None, None)
+    assert len(theirs) == len(ours)
+    assert all(a is b or a == b for a, b in zip(theirs[9:], ours[9:], strict=True))
+
+
+def test_a_profiler_hears_of_prepared_launches(runs, monkeypatch):
+    from triton import knobs
+
+    prepared = Prepared(add_kernel, torch.device("cuda", DEVICE), (torch.float32, None, torch.float32, (16, 3), 2, 1),
+                        {"BLOCK": 32, "TWICE": True})  # fmt: skip
+    hook = lambda _: None  # noqa: E731
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        prepared((1, 1, 1), torch.zeros(32), None, torch.zeros(32), (16, 3), 32, 1)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert runs[0][7] is knobs.runtime.launch_enter_hook
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1, 1), (0, 16), (48, 16), (7, 2), (-32, 16), (1 << 31, None)])
+def test_numbers_stand_for_those_that_triton_compiles_alike(number, expected):
+    if expected is None:
+        assert like(number) >= 1 << 31
+    else:
+        assert like(number) == expected
+
+
+def test_alignment_is_that_of_all():
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    assert starts_aligned(x, x[8:])
+    assert not starts_aligned(x, x[1:])
