@@ -93,8 +93,9 @@ def test_options_are_runtime_configs_fields() -> None:
     given = host(additional_config={"eprt": {"dispatcher": "none", "validate": "full"}})
     found = runtime_config(given, 1)
     assert (found.dispatcher, found.validate, found.executor) == ("none", "full", "auto")
+    assert runtime_config(host(additional_config={"eprt": {"placement": "FILE"}}), 1) == runtime_config(host(), 1)
     for wrong in ({"dispatch": "none"}, {"max_tokens_per_rank": 5}, "none"):
-        with pytest.raises(ConfigError, match="expected fields of RuntimeConfig"):
+        with pytest.raises(ConfigError, match="expected placement, or fields of RuntimeConfig"):
             runtime_config(host(additional_config={"eprt": wrong}), 1)
 
 
