@@ -13,7 +13,14 @@ import torch
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.errors import UsageError
 from eprt.integrations.vllm.placed import placement_of, spread
-from eprt.integrations.vllm.terms import captures_graphs, choose, options_of, require_host, runtime_config
+from eprt.integrations.vllm.terms import (
+    as_vllm_computes,
+    captures_graphs,
+    choose,
+    options_of,
+    require_host,
+    runtime_config,
+)
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan
@@ -58,10 +65,11 @@ class Host:
             require_host(vllm_config, get_ep_group().device.type)
             self.worlds[sequence_parallel] = _world(get_ep_group(), get_tp_group(), sequence_parallel)
         world = self.worlds[sequence_parallel]
-        placement = placement_of(options_of(vllm_config), name, config.num_experts, world)
+        options = options_of(vllm_config)
+        placement = placement_of(options, name, config.num_experts, world)
         key = config, sequence_parallel, placement
         if key not in self.plans:
-            runtime = runtime_config(vllm_config, get_tp_group().world_size)
+            runtime = as_vllm_computes(config, runtime_config(vllm_config, get_tp_group().world_size), options)
             captured = captures_graphs(vllm_config)
             self.plans[key] = choose(config, world, runtime, placement, captured=captured)
         plan, runtime = self.plans[key]

@@ -5,6 +5,7 @@ Both are decided from vLLM's configuration, which is the same on every rank, so 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -110,6 +111,14 @@ def options_of(config: Any) -> dict[str, Any]:
             f"{sorted(allowed)}"
         )
     return given
+
+
+def as_vllm_computes(moe: MoEConfig, runtime: RuntimeConfig, options: Mapping[str, Any]) -> RuntimeConfig:
+    """FP8 weights with a scale a block meet activations that are quantised alike, 128 values to a scale: what vLLM's own
+    kernels do with such a checkpoint (`Fp8MoEMethod`: kFp8Dynamic128Sym). The options may say otherwise."""
+    if moe.weight_format != "fp8_block" or "low_precision_activations" in options:
+        return runtime
+    return replace(runtime, low_precision_activations=True)
 
 
 def captures_graphs(config: Any) -> bool:
