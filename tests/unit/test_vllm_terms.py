@@ -211,8 +211,8 @@ def test_fp8_blocks_meet_fp8_activations_as_in_vllm(monkeypatch: pytest.MonkeyPa
     runtime = as_vllm_computes(deepseek_v3, RuntimeConfig(), {})
     plan, pinned = choose(deepseek_v3, world, runtime, captured=True)
     assert (plan.executor, pinned.low_precision_activations) == ("triton_grouped", True)
-    for named in (False, True):
-        options = {"low_precision_activations": named}
+    for said in (False, True):
+        options = {"low_precision_activations": said}
         assert as_vllm_computes(deepseek_v3, RuntimeConfig(**options), options) == RuntimeConfig(**options)
     assert as_vllm_computes(GPT_OSS, RuntimeConfig(), {}) == RuntimeConfig()
 

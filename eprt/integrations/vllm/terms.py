@@ -114,8 +114,8 @@ def options_of(config: Any) -> dict[str, Any]:
 
 
 def as_vllm_computes(moe: MoEConfig, runtime: RuntimeConfig, options: Mapping[str, Any]) -> RuntimeConfig:
-    """FP8 weights with a scale a block meet activations that are quantised alike, 128 values to a scale: what vLLM's own
-    kernels do with such a checkpoint (`Fp8MoEMethod`: kFp8Dynamic128Sym). The options may say otherwise."""
+    """FP8 weights with a scale a block meet activations that are quantised alike, 128 values to a scale, which is what
+    vLLM's own kernels do with such a checkpoint (`Fp8MoEMethod`: kFp8Dynamic128Sym). The options may say otherwise."""
     if moe.weight_format != "fp8_block" or "low_precision_activations" in options:
         return runtime
     return replace(runtime, low_precision_activations=True)
