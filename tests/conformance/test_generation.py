@@ -187,6 +187,13 @@ def test_what_has_no_graphs_runs_without_and_says_why(pools, name: str, options:
         assert found["buckets"] == []
 
 
+def test_a_model_that_breaks_its_capture_runs_without_and_is_not_tried_again(pools) -> None:
+    for rank, found in enumerate(replay(pools, "qwen3_moe", breaks=True, calls=2)):
+        assert [each["tokens"] for each in found["replayed"]] == [expected("qwen3_moe")[rank]] * 2
+        assert len(found["warned"]) == 2
+        assert all("its decode step can't be captured: operation not permitted" in said for said in found["warned"])
+
+
 def test_ranks_that_ask_for_other_graphs_are_told(pools) -> None:
     from eprt.conformance.harness import WorldFailed
 
