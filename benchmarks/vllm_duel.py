@@ -226,10 +226,12 @@ def run(plugin: str, a: argparse.Namespace, folder: Path, logs: Path, start: int
         context.Process(target=engine, args=(rank, a, folder, environment, path, meet))
         for rank, path in enumerate(paths)
     ]
+    done = [path.with_suffix(".json") for path in paths]
+    for path in done:  # of an earlier run into the same folder
+        path.unlink(missing_ok=True)
     for rank in ranks:
         rank.start()
     deadline = time.monotonic() + a.timeout
-    done = [path.with_suffix(".json") for path in paths]
     while not all(path.exists() for path in done) and time.monotonic() < deadline:
         if any(rank.exitcode not in (None, 0) for rank in ranks):
             time.sleep(3)  # what it has to say, and its peers
@@ -282,7 +284,8 @@ def main() -> int:
     if a.resume and a.json.exists():
         earlier = json.loads(a.json.read_text())
         report.rows.extend(earlier["rows"])
-        report.notes.extend([*earlier["notes"], f"resumed: {earlier['command']}"])
+        report.notes.extend(note for note in earlier["notes"] if "(at most " not in note)  # verdicts are made anew
+        report.notes.append(f"resumed: {earlier['command']}")
     failed = False
     for model in a.models:
         one = argparse.Namespace(**vars(a), model=model)
@@ -302,18 +305,17 @@ def duel(a: argparse.Namespace, report: Any, logs: Path) -> bool:
     begin = time.monotonic()
     folder = make_model(a.model, a.layers, a.models_in, tiny=a.tiny)
     say(f"{folder} ready after {time.monotonic() - begin:.0f} s")
-    if a.warm != "no" and "eprt" in a.plugins:
+    there = {(row["model"], row["start"], row["plugin"]) for row in report.rows}
+    turns = [(start, plugin) for start in range(a.starts) for plugin in a.plugins]
+    turns = [(start, plugin) for start, plugin in turns if (a.model, start, plugin) not in there]
+    if a.warm != "no" and any(plugin == "eprt" for _, plugin in turns):
         say(f"{a.model}: {warm(a, folder)}")
     graphs = "on" if a.device == "cuda" else "off"
     note = f"{a.model}: {a.layers} layers, random weights, greedy, CUDA graphs {graphs}"
     if note not in report.notes:
         report.notes.append(note)
-    there = {(row["model"], row["start"], row["plugin"]) for row in report.rows}
-    turns = [(start, plugin) for start in range(a.starts) for plugin in a.plugins]
     good = True
     for start, plugin in [] if a.warm == "only" else turns:
-        if (a.model, start, plugin) in there:
-            continue
         begin = time.monotonic()
         try:
             rows = run(plugin, a, folder, logs, start)

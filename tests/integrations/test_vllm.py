@@ -290,7 +290,7 @@ def test_a_server_answers_and_names_the_rank_that_dies(qwen3: Path, alone: list[
     finally:
         end(server)
     text = log.read_text(errors="replace")
-    assert re.search(rf"eprt: rank 1 exited: process {victim} on .* missed by rank 0", text), text[-4000:]
+    assert re.search(rf"eprt: rank 1 exited: process {victim} is gone; .* missed by rank 0", text), text[-4000:]
 
 
 def complete(server: subprocess.Popen[bytes], log: Path, port: int, ids: list[int], added: int) -> str:
