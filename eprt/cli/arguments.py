@@ -51,14 +51,16 @@ class Run:
 class Generate:
     """Continue prompts with a transformers model whose experts are spread over several ranks; JSON lines in and out.
 
-    Starts the ranks itself, or is one of them if torchrun started it. Results go to stdout as they are finished,
-    progress and tokens/s to stderr.
+    Starts the ranks itself, or is one of them if torchrun started it. Results go to stdout (or --output) as they are
+    finished, progress and tokens/s to stderr.
     """
 
     model: Path | None = None
     """Checkpoint directory (safetensors + config.json). Without one, a tiny gpt-oss in MXFP4 is made."""
     prompts: Path | None = None
     """JSON lines: {"prompt": "text" or [token ids]}; - is stdin. Without it, a few of the tiny model."""
+    output: Path | None = None
+    """Write results to this file. What it holds of the same prompts isn't made again, so that a restart goes on."""
     world: int = 4
     """Ranks to start (torchrun's number wins under torchrun)."""
     max_new_tokens: int = 32

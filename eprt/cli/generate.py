@@ -6,12 +6,14 @@ import json
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 from eprt.cli import generate_rank
 from eprt.cli.arguments import Generate
 from eprt.cli.generate_rank import Job, Part
+from eprt.cli.journal import Journal
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.run import checkpoint_directory
 from eprt.cli.terminal import Terminal
@@ -33,7 +35,9 @@ def generate(arguments: Generate, terminal: Terminal) -> int:
     if arguments.temperature < 0:
         raise ConfigError(f"--temperature {arguments.temperature}: must be 0 (greedy) or more")
     prompts = _read(arguments.prompts) if terminal.speaks else []
+    path = arguments.output if terminal.speaks else None
     with (
+        nullcontext() if path is None else closing(Journal(path, prompts)) as journal,
         checkpoint_directory(arguments.model, terminal.note) as directory,
         ranks(arguments.world, arguments.device) as workers,
     ):
@@ -47,13 +51,20 @@ def generate(arguments: Generate, terminal: Terminal) -> int:
             max_tokens_per_rank=arguments.max_tokens,
             timeout_s=workers.timeout_s,
         )
-        _drive(job, prompts, workers, terminal)
+        _drive(job, prompts, workers, terminal, journal)
     return 0
 
 
-def _drive(job: Job, prompts: list[dict[str, Any]], workers: Ranks, terminal: Terminal) -> None:
-    # Under torchrun every rank is here, and rank 0 alone has read the prompts.
-    prompts = workers.run(generate_rank.share, prompts=prompts)[0]
+def _drive(
+    job: Job, prompts: list[dict[str, Any]], workers: Ranks, terminal: Terminal, journal: Journal | None
+) -> None:
+    # Under torchrun every rank is here, and rank 0 alone has read the prompts, and the journal.
+    done = journal.done if journal is not None else 0
+    if done:
+        terminal.note(f"{done} of {len(prompts)} prompts are answered in the file already")
+    prompts = workers.run(generate_rank.share, prompts=prompts[done:])[0]
+    if not prompts:
+        return
     started = time.perf_counter()
     loaded = workers.run(generate_rank.load, job=job)
     seconds = time.perf_counter() - started
@@ -77,7 +88,11 @@ def _drive(job: Job, prompts: list[dict[str, Any]], workers: Ranks, terminal: Te
                     found[number] = {**prompts[number], "tokens": new, "rank": rank}
                     if text is not None:
                         found[number]["text"] = text
-            terminal.lines(found[number] for number in numbers)
+            answers = [found[number] for number in numbers]
+            if journal is not None:
+                journal.write(answers)
+            else:
+                terminal.lines(answers)
             progress.advance(f"{numbers.stop} of {len(prompts)} done, {sum(tokens)} tokens")
     workers.run(generate_rank.finish)
     rates = [count / seconds if seconds else 0.0 for count, seconds in zip(tokens, busy, strict=True)]

@@ -159,6 +159,19 @@ def test_decode_steps_from_graphs_give_the_same_tokens(pools, name: str) -> None
             torch.testing.assert_close(torch.stack(scores), torch.stack(eager), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("size", "sizes"), [(4, {"fsdp_size": 4}), (2, {"tp_size": 2})], ids=["fsdp", "tp"])
+def test_the_registered_implementation_takes_graphs_where_it_can(pools, size: int, sizes: dict[str, int]) -> None:
+    """FSDP's gathers keep it eager; ranks of one tensor-parallel group replay one batch, each with its slice of it."""
+    name = "qwen3_moe"
+    _require_registry(name)
+    numbers = range(size) if "fsdp_size" in sizes else [0] * size
+    arguments = {"folder": saved(name), "dtype": torch.float32, "options": OPTIONS | {"graphs": True}}
+    arguments["replays"] = "tp_size" in sizes
+    prompts = [PROMPTS[number] for number in numbers]
+    found = pools(size).run(jobs.continue_prompts, way="expert_parallel", prompts=prompts, **arguments, **sizes)
+    assert [tokens for tokens, _ in found] == [expected(name)[number] for number in numbers]
+
+
 def test_graphs_of_other_sizes_and_ends_at_any_time(pools) -> None:
     """A bucket wider than any batch, and one that batches don't fit into. The third rank's own two rows are what it
     runs while the first is at its second prompt already, or where no bucket holds them."""
@@ -185,6 +198,13 @@ def test_what_has_no_graphs_runs_without_and_says_why(pools, name: str, options:
         assert found["replayed"][0]["tokens"] == expected(name)[rank]
         assert found["warned"] == [f"generate(graphs=...) runs without graphs: {reason}"]
         assert found["buckets"] == []
+
+
+def test_a_model_that_breaks_its_capture_runs_without_and_is_not_tried_again(pools) -> None:
+    for rank, found in enumerate(replay(pools, "qwen3_moe", breaks=True, calls=2)):
+        assert [each["tokens"] for each in found["replayed"]] == [expected("qwen3_moe")[rank]] * 2
+        assert len(found["warned"]) == 2
+        assert all("its decode step can't be captured: operation not permitted" in said for said in found["warned"])
 
 
 def test_ranks_that_ask_for_other_graphs_are_told(pools) -> None:

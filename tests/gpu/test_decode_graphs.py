@@ -25,8 +25,8 @@ GRAPH_SAFE = [name for name, spec in DISPATCHERS.items() if spec.graph_safe]
 # The last rank has no prompt, the first one two batches; the last prompt is longer than any bucket.
 PROMPTS = [[[5, 17, 33, 8], [41, 9, 60], [12, 13, 14, 15, 16, 17, 18]], *[[[7, 3], [55, 54, 53]]] * (SIZE - 2), []]
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-# bf16 logits of a unit's size, over two layers whose GEMMs see batches of other sizes.
-TOLERANCE = 6e-2
+# Of the logits' deviation: bf16 over two layers whose GEMMs see batches of other sizes. On CPUs it is 0.025.
+TOLERANCE = 0.12
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,10 +80,11 @@ def check_row(tokens: list[int], wanted: list[int], scores: torch.Tensor, expect
     """The same scores as long as the same tokens were chosen, which only a near-tie ends."""
     same = next((step for step, pair in enumerate(zip(tokens, wanted, strict=True)) if pair[0] != pair[1]), len(wanted))
     compared = min(same + 1, len(wanted))
-    assert (scores[:compared] - expected[:compared]).abs().max() <= TOLERANCE * max(1.0, float(expected.std()))
+    limit = TOLERANCE * float(expected.std())
+    assert (scores[:compared] - expected[:compared]).abs().max() <= limit
     if same < len(wanted):
         best = expected[same].topk(2).values
-        assert float(best[0] - best[1]) <= 2 * TOLERANCE * max(1.0, float(expected.std())), "no near-tie"
+        assert float(best[0] - best[1]) <= 2 * limit, "no near-tie"
     assert same >= 2, "hardly anything was compared"
 
 

@@ -31,6 +31,19 @@ PROMPTS: list[tuple[list[int], int]] = [
     ([17, 18, 19, 20, 21], 5),
 ]
 LIMIT_S = 420
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 512,
+}
 
 
 @pytest.fixture(scope="session")
@@ -39,21 +52,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        moe_intermediate_size=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        initializer_range=0.2,
-        max_position_embeddings=512,
-    )
+    config = Qwen3MoeConfig(**SIZES, num_hidden_layers=3, moe_intermediate_size=64)
     folder = tmp_path_factory.mktemp("qwen3")
     Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
     add_tokenizer(folder)
@@ -130,10 +129,22 @@ def alone(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[in
     return tokens
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)], ids=["dp2", "tp2", "dp2-tp2-sequence-parallel"])
-def test_tokens_are_those_of_one_process(dp: int, tp: int, qwen3: Path, alone: list[list[int]], tmp_path: Path) -> None:
+@pytest.fixture
+def placed(tmp_path: Path) -> dict[str, Any]:
+    """Four ranks hold the experts backwards, some twice, in one slot none."""
+    slots = [7, 6, 5, 4, 4, 0, 3, 2, 1, 0, 7, -1]
+    value = {"format": "eprt expert placement", "version": 1, "num_experts": 8, "ep_size": 4, "layers": {"all": slots}}
+    (tmp_path / "placement.json").write_text(json.dumps(value))
+    return {"additional_config": {"eprt": {"placement": str(tmp_path / "placement.json")}}}
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)], ids=["dp2", "tp2", "dp2-tp2-sequence-parallel-placed"])
+def test_tokens_are_those_of_one_process(
+    dp: int, tp: int, qwen3: Path, alone: list[list[int]], placed: dict[str, Any], tmp_path: Path
+) -> None:
     parts = [PROMPTS[:3], PROMPTS[3:]] if dp == 2 else [PROMPTS]
-    codes, logs, tokens = ranks_run(tmp_path, qwen3, "float32", dp, tp, "eprt", parts)
+    options = placed if dp * tp == 4 else {}
+    codes, logs, tokens = ranks_run(tmp_path, qwen3, "float32", dp, tp, "eprt", parts, **options)
     assert codes == [0] * dp, "\n".join(log[-3000:] for log in logs)
     assert [each for part in tokens for each in part] == alone
     assert (
@@ -142,6 +153,7 @@ def test_tokens_are_those_of_one_process(dp: int, tp: int, qwen3: Path, alone: l
     assert logs[0].count("eprt: ready") == 1  # one warm-up for all layers
     # vLLM splits the tokens itself only where there are both; TP ranks alone hold the same ones, and eprt splits them.
     assert ("(attention TP 2)" in logs[0]) == ((dp, tp) == (1, 2))
+    assert ("8 experts on 12 slots by the placement file, top-2" in logs[0]) == bool(options)
 
 
 def test_mxfp4_tokens_are_those_of_transformers(gpt_oss: Path, tmp_path: Path) -> None:
@@ -149,19 +161,86 @@ def test_mxfp4_tokens_are_those_of_transformers(gpt_oss: Path, tmp_path: Path) -
     twenty checkpoints the one is taken whose best token leads the next by most."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.bfloat16).float()
+    want, lead = by_transformers(AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.bfloat16).float())
+    assert lead > 0.025  # bf16's own differences from float32 reach 0.02 of these logits' deviation
+    codes, logs, tokens = ranks_run(tmp_path, gpt_oss, "bfloat16", 2, 1, "eprt", [PROMPTS[:1], PROMPTS[1:]])
+    assert codes == [0, 0], "\n".join(log[-3000:] for log in logs)
+    assert [each for part in tokens for each in part] == want
+    assert "mxfp4, 8 experts, top-4" in logs[0]
+
+
+def by_transformers(model: Any) -> tuple[list[list[int]], float]:
+    """Greedy tokens, and by how much of the logits' deviation the best one led the next where it led by least."""
     settings = {"do_sample": False, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
     want, lead = [], 1.0
     for ids, added in PROMPTS:
         found = model.generate(torch.tensor([ids]), max_new_tokens=added, **settings)
         want.append(found.sequences[0, len(ids) :].tolist())
-        best = torch.stack(found.logits)[:, 0].topk(2).values
-        lead = min(lead, float((best[:, 0] - best[:, 1]).min()))
-    assert lead > 0.025  # bf16's own differences from float32 reach 0.02 in these logits, whose deviation is 1
-    codes, logs, tokens = ranks_run(tmp_path, gpt_oss, "bfloat16", 2, 1, "eprt", [PROMPTS[:1], PROMPTS[1:]])
+        logits = torch.stack(found.logits)[:, 0]
+        best = logits.topk(2).values
+        lead = min(lead, float(((best[:, 0] - best[:, 1]) / logits.std(-1)).min()))
+    return want, lead
+
+
+def test_fp8_block_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    """Experts in FP8 with a scale a 128 x 128 block, as DeepSeek-V3's, in one vLLM loads; transformers has the same
+    numbers decoded, in float32. Of many models the one whose best token leads the next by most."""
+    model = fp8_model(tmp_path / "fp8", seed=52)
+    want, lead = by_transformers(model)
+    assert lead > 0.05  # bf16's own differences from float32 reach 0.035 of these logits' deviation
+    codes, logs, tokens = ranks_run(tmp_path, tmp_path / "fp8", "bfloat16", 2, 1, "eprt", [PROMPTS[:1], PROMPTS[1:]])
     assert codes == [0, 0], "\n".join(log[-3000:] for log in logs)
     assert [each for part in tokens for each in part] == want
-    assert "mxfp4, 8 experts, top-4" in logs[0]
+    assert "fp8_block, 8 experts, top-2" in logs[0]
+
+
+def fp8_model(folder: Path, seed: int) -> Any:
+    """A tiny Qwen3-MoE, its checkpoint with FP8 experts in the folder."""
+    from safetensors.torch import save_file
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(**SIZES | {"num_hidden_layers": 2, "moe_intermediate_size": 128, "initializer_range": 0.05})
+    model = Qwen3MoeForCausalLM(config).bfloat16().float().eval()
+    tensors = {name: value.bfloat16() for name, value in model.state_dict().items() if ".experts." not in name}
+    for number, layer in enumerate(model.model.layers):
+        experts = layer.mlp.experts
+        for matrix, names in ((experts.gate_up_proj, ("gate", "up")), (experts.down_proj, ("down",))):
+            codes, scales, matrix.data = fp8_blocks(matrix.data)
+            for expert in range(config.num_experts):
+                parts = zip(names, codes[expert].chunk(len(names)), scales[expert].chunk(len(names)), strict=True)
+                for name, code, scale in parts:
+                    prefix = f"model.layers.{number}.mlp.experts.{expert}.{name}_proj"
+                    tensors |= {f"{prefix}.weight": code.contiguous(), f"{prefix}.weight_scale_inv": scale.contiguous()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # vLLM has no FP8 linear layers on CPU; routers are in no FP8 checkpoint.
+    plain = [f"self_attn.{name}_proj" for name in "qkvo"] + ["mlp.gate"]
+    written = config.to_dict() | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [128, 128],
+            "ignored_layers": [f"model.layers.{i}.{name}" for i in range(2) for name in plain],
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(written))
+    return model
+
+
+def fp8_blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales (powers of two, so that bf16 holds the products), and the numbers that they stand for."""
+    tiles = matrix.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))  # [..., rows / 128, 128, cols / 128, 128]
+    scales = (tiles.abs().amax((-3, -1)) / 448).log2().ceil().exp2()
+    spread = scales[..., :, None, :, None]
+    codes = (tiles / spread).to(torch.float8_e4m3fn)
+    return (
+        codes.flatten(-2).flatten(-3, -2),
+        scales,
+        (codes.float() * spread).flatten(-2).flatten(-3, -2),
+    )
 
 
 def test_what_cannot_work_is_refused_with_its_reason(qwen3: Path, tmp_path: Path) -> None:
@@ -211,7 +290,7 @@ def test_a_server_answers_and_names_the_rank_that_dies(qwen3: Path, alone: list[
     finally:
         end(server)
     text = log.read_text(errors="replace")
-    assert re.search(rf"eprt: rank 1 exited: process {victim} on .* missed by rank 0", text), text[-4000:]
+    assert re.search(rf"eprt: rank 1 exited: process {victim} is gone; .* missed by rank 0", text), text[-4000:]
 
 
 def complete(server: subprocess.Popen[bytes], log: Path, port: int, ids: list[int], added: int) -> str:

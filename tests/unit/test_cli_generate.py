@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from eprt.cli import main
+from eprt.cli.journal import Journal
+from eprt.errors import ConfigError
 from eprt.models.tiny import write_tiny_checkpoint
 
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 
+ROOT = Path(__file__).parents[2]
 WORDS = ["generate", "--device", "cpu", "--max-new-tokens", "4"]
 
 
@@ -62,3 +67,74 @@ def test_a_wrong_line_is_refused(tiny: Path, tmp_path: Path, line: str, said: st
 def test_no_such_file(capsys) -> None:
     assert main([*WORDS, "--prompts", "/no/such"]) == 2
     assert "--prompts /no/such: No such file" in capsys.readouterr().err
+
+
+# ---- --output: a journal ----------------------------------------------------------------------------------------
+
+PROMPTS = [{"prompt": [5 + number % 2, 7], "id": number} for number in range(5)]  # two, in turn
+ANSWERS = [{**prompt, "tokens": [1, 2], "rank": 0} for prompt in PROMPTS]
+
+
+def lines(rows: list[dict]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("held", "done"),
+    [
+        (b"", 0),
+        (lines(ANSWERS[:2]), 2),
+        (lines(ANSWERS), 5),
+        (lines(ANSWERS[:3])[:-1], 2),  # cut off before its end of line, though it is whole JSON
+        (lines(ANSWERS[:2]) + b'{"prompt": [5, 7], "id": 2, "tok', 2),
+        (lines(ANSWERS[:2]) + b"\xff\n", 2),
+    ],
+)
+def test_a_journal_goes_on_after_its_last_whole_line(tmp_path: Path, held: bytes, done: int) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes(held)
+    journal = Journal(path, PROMPTS)
+    assert journal.done == done
+    journal.write(ANSWERS[done:])
+    journal.close()
+    assert path.read_bytes() == lines(ANSWERS)
+
+
+@pytest.mark.parametrize(
+    ("held", "where"),
+    [
+        (lines([ANSWERS[1]]), 1),
+        (lines([*ANSWERS, ANSWERS[0]]), 6),
+        (b"not an answer\n" + lines(ANSWERS[:1]), 1),
+        (lines([{**PROMPTS[0]}, ANSWERS[1]]), 1),
+    ],
+)
+def test_answers_to_other_prompts_are_kept(tmp_path: Path, held: bytes, where: int) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes(held)
+    with pytest.raises(ConfigError, match=rf"answers.jsonl:{where} answers another prompt"):
+        Journal(path, PROMPTS)
+    assert path.read_bytes() == held
+
+
+def test_a_restarted_world_goes_on_where_it_was(tiny: Path, tmp_path: Path) -> None:
+    """Rank 1 is killed in the second round, after rank 0 began a line that it doesn't finish."""
+    (tmp_path / "prompts.jsonl").write_bytes(lines(PROMPTS))
+    words = ["--model", tiny, "--batch", "1", "--max-new-tokens", "4", "--device", "cpu"]
+    words += ["--prompts", tmp_path / "prompts.jsonl"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    settings = {"PYTHON": sys.executable, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RANKS": "2", "MAX_RESTARTS": "1"}
+    command = [ROOT / "launch/node.sh", ROOT / "tests/support/jobs/killed_generate.py", *words]
+    found = subprocess.run(
+        [str(word) for word in [*command, "--output", tmp_path / "answers.jsonl"]],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "2 of 5 prompts are answered in the file already" in found.stderr
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [{name: row[name] for name in ("prompt", "id")} for row in rows] == PROMPTS
+    assert rows[0]["tokens"] == rows[2]["tokens"] == rows[4]["tokens"], "by the first world, and by the second"
+    assert rows[1]["tokens"] == rows[3]["tokens"] != rows[0]["tokens"]

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from support.jobs import vllm_jobs as jobs
+
+from eprt.placement import EMPTY
+from eprt.placement.file import PlacementFile
 
 
 def wanted(layer: int, rank: int, rows: int | None = None) -> torch.Tensor:
@@ -46,3 +52,22 @@ def test_a_refusal_is_the_same_on_every_rank(pools) -> None:
     first, second = pools(2).run(jobs.refused)
     assert first == second
     assert first.startswith("ConfigError: eprt can't run this: --enable-eplb")
+
+
+def test_experts_lie_where_a_placement_file_says(pools, tmp_path: Path) -> None:
+    """Backwards, two of them twice, of which one on its own rank, and a slot without any."""
+    slots = (7, 6, 5, 4, 4, 0, 3, 2, 1, 0, 7, EMPTY)
+    PlacementFile(jobs.E, 2, {3: slots}).write(tmp_path / "placement.json")
+    for rank, found in enumerate(pools(2).run(jobs.placed, path=str(tmp_path / "placement.json"))):
+        close(found["output"], wanted(0, rank))
+        assert found["slots"] == slots
+        assert found["held"] == 6
+        assert "8 experts on 12 slots by the placement file, top-2" in found["line"]
+        assert found["no layer"].startswith("ConfigError: the placement file has no layer 4: it has 3")
+        assert "a placement file can't say which it is" in found["no number"]
+        assert found["other experts"].startswith("ConfigError: the placement file is for 8 experts, layer 3 has 16")
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "mxfp4", "nvfp4", "fp8_block"])
+def test_experts_of_every_format_travel_whole(pools, weight_format: str) -> None:
+    assert pools(2).run(jobs.spread_experts, weight_format=weight_format) == [[], []]

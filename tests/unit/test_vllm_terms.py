@@ -14,7 +14,14 @@ from eprt.errors import ConfigError
 from eprt.integrations.vllm import TESTED, check_version
 from eprt.integrations.vllm.method import EprtMoEMethod, Kernel, tokens_per_rank
 from eprt.integrations.vllm.parameters import LeftToVllm
-from eprt.integrations.vllm.terms import captures_graphs, choose, moe_config, require_host, runtime_config
+from eprt.integrations.vllm.terms import (
+    as_vllm_computes,
+    captures_graphs,
+    choose,
+    moe_config,
+    require_host,
+    runtime_config,
+)
 from eprt.support import Device
 
 
@@ -93,8 +100,9 @@ def test_options_are_runtime_configs_fields() -> None:
     given = host(additional_config={"eprt": {"dispatcher": "none", "validate": "full"}})
     found = runtime_config(given, 1)
     assert (found.dispatcher, found.validate, found.executor) == ("none", "full", "auto")
+    assert runtime_config(host(additional_config={"eprt": {"placement": "FILE"}}), 1) == runtime_config(host(), 1)
     for wrong in ({"dispatch": "none"}, {"max_tokens_per_rank": 5}, "none"):
-        with pytest.raises(ConfigError, match="expected fields of RuntimeConfig"):
+        with pytest.raises(ConfigError, match="expected placement, or fields of RuntimeConfig"):
             runtime_config(host(additional_config={"eprt": wrong}), 1)
 
 
@@ -195,6 +203,18 @@ def test_experts_that_would_be_decoded_are_left_on_gpus(monkeypatch: pytest.Monk
         choose(GPT_OSS, blackwell, RuntimeConfig(), captured=True)
     plan, _ = choose(GPT_OSS, blackwell, RuntimeConfig(executor="torch_grouped"), captured=True)
     assert plan.executor == "torch_grouped"  # asked for by name
+
+
+def test_fp8_blocks_meet_fp8_activations_as_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_on(monkeypatch, Device("cuda", 90), world_size=2)
+    deepseek_v3 = MoEConfig(256, 8, 7168, 2048, weight_format="fp8_block")
+    runtime = as_vllm_computes(deepseek_v3, RuntimeConfig(), {})
+    plan, pinned = choose(deepseek_v3, world, runtime, captured=True)
+    assert (plan.executor, pinned.low_precision_activations) == ("triton_grouped", True)
+    for said in (False, True):
+        options = {"low_precision_activations": said}
+        assert as_vllm_computes(deepseek_v3, RuntimeConfig(**options), options) == RuntimeConfig(**options)
+    assert as_vllm_computes(GPT_OSS, RuntimeConfig(), {}) == RuntimeConfig()
 
 
 def test_no_pair_at_all_is_left_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

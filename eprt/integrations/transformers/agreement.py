@@ -108,7 +108,7 @@ class Agreement:
     Attributes:
         muted: the model runs on a token that isn't one, and its places take none of it.
         idle: the step of a rank without tokens, in place of the places' own.
-        decode: graphs of the model that an earlier `generate` captured.
+        decode: graphs of the model that an earlier `generate` captured, or why it couldn't.
     """
 
     def __init__(self, places: list[Place]) -> None:

@@ -137,19 +137,18 @@ class DecodeGraphs:
         return output
 
     def _fits(self, tensors: Mapping[str, torch.Tensor], given: Mapping[str, Any], rows: int) -> bool:
+        """Whether the graphs have all inputs of this call. A prompt of one token may have others."""
         found = {name: (tensor.shape[1:], tensor.dtype) for name, tensor in tensors.items()}
-        same = found == self._like and all(tensor.shape[0] == rows for tensor in tensors.values())
         more = [
             name
             for name, value in given.items()
             if name not in _CONSTANT and not isinstance(value, (torch.Tensor, dict)) and value not in (None, False)
         ]
-        if (same and not more) or not self._written:  # a prompt of one token may have what later steps have not
-            return same and not more
-        if not self._told:
+        fits = found == self._like and not more and all(tensor.shape[0] == rows for tensor in tensors.values())
+        if not fits and self._written and not self._told:
             self._told = True
             logger.warning("decode without step graphs: a step has other inputs (%s) than the graphs", [*found, *more])
-        return False
+        return fits
 
     def _replay(self, rows: int, tensors: Mapping[str, torch.Tensor], cache: Any) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from eprt.errors import ConfigError, InputError, UsageError
+from eprt.errors import ConfigError, EprtError, InputError, UsageError
 from eprt.integrations.transformers.agreement import lockstep, places_of
 from eprt.rounding import round_up
 from eprt.world import World
@@ -90,21 +90,27 @@ def _decode_graphs(
     world, agreement = places[0].world, places[0].agreement
     if agreement is None:
         raise UsageError("places_of makes the agreement")
-    reason = refusal(model, places, options)
+    kept = agreement.decode
+    reason = kept if isinstance(kept, str) else refusal(model, places, options)
     buckets = _buckets(graphs, min(batch_size, _most_tokens(model)))
     settings = {"graphs": " ".join(map(str, buckets))}
     words = (round_up(_most_length(model, rows, options), _LENGTH_STEP), batch_size, int(bool(reason)))
     header = Header("warmup", -1, 0, words=words, fingerprint=fingerprint_of(settings), settings=settings)
     lengths, sizes, refused = zip(*exchange(world, header).words, strict=True)
-    if any(refused):
-        where = f"rank {refused.index(1)} says why"
-        logger.warning("generate(graphs=...) runs without graphs: %s", reason or where)
-        return None
-    kept = agreement.decode
-    if not (isinstance(kept, DecodeGraphs) and kept.serves(buckets, max(sizes), max(lengths))):
-        agreement.decode = None  # its memory first
-        kept = agreement.decode = DecodeGraphs(model, places, agreement, buckets, max(sizes), max(lengths))
-    return kept
+    if not any(refused):
+        if isinstance(kept, DecodeGraphs) and kept.serves(buckets, max(sizes), max(lengths)):
+            return kept
+        kept = agreement.decode = None  # its memory first
+        try:
+            agreement.decode = DecodeGraphs(model, places, agreement, buckets, max(sizes), max(lengths))
+        except RuntimeError as error:  # of torch, on every rank: the model reads something on the host
+            if isinstance(error, EprtError):
+                raise
+            reason = agreement.decode = f"its decode step can't be captured: {error}"
+        else:
+            return agreement.decode
+    logger.warning("generate(graphs=...) runs without graphs: %s", reason or f"rank {refused.index(1)} says why")
+    return None
 
 
 def _buckets(graphs: bool | Sequence[int], most: int) -> tuple[int, ...]:

@@ -12,8 +12,17 @@ import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.errors import UsageError
-from eprt.integrations.vllm.terms import captures_graphs, choose, require_host, runtime_config
+from eprt.integrations.vllm.placed import placement_of, spread
+from eprt.integrations.vllm.terms import (
+    as_vllm_computes,
+    captures_graphs,
+    choose,
+    options_of,
+    require_host,
+    runtime_config,
+)
 from eprt.layer import ExpertParallelMoE
+from eprt.placement import ExpertPlacement
 from eprt.plan import Plan
 from eprt.weights import ExpertWeights
 from eprt.world import World
@@ -25,7 +34,7 @@ TIMEOUT_S = 600.0  # the first start of a model compiles; vLLM's own start-up wa
 
 @dataclass(frozen=True)
 class Seat:
-    """Where and how one layer runs, decided when vLLM makes it."""
+    """Where and how one layer runs, decided when vLLM makes it. `placement` None: experts lie as vLLM loads them."""
 
     name: str
     number: int
@@ -33,6 +42,7 @@ class Seat:
     world: World
     runtime: RuntimeConfig
     plan: Plan
+    placement: ExpertPlacement | None = None
 
 
 @dataclass
@@ -40,7 +50,7 @@ class Host:
     """What the layers of this process share."""
 
     worlds: dict[bool, World] = field(default_factory=dict)
-    plans: dict[tuple[MoEConfig, bool], tuple[Plan, RuntimeConfig]] = field(default_factory=dict)
+    plans: dict[tuple[Any, ...], tuple[Plan, RuntimeConfig]] = field(default_factory=dict)
     seats: list[Seat] = field(default_factory=list)
     left: dict[str, list[str]] = field(default_factory=dict)
     cold: list[ExpertParallelMoE] = field(default_factory=list)
@@ -55,12 +65,15 @@ class Host:
             require_host(vllm_config, get_ep_group().device.type)
             self.worlds[sequence_parallel] = _world(get_ep_group(), get_tp_group(), sequence_parallel)
         world = self.worlds[sequence_parallel]
-        key = config, sequence_parallel
+        options = options_of(vllm_config)
+        placement = placement_of(options, name, config.num_experts, world)
+        key = config, sequence_parallel, placement
         if key not in self.plans:
-            runtime = runtime_config(vllm_config, get_tp_group().world_size)
-            self.plans[key] = choose(config, world, runtime, captured=captures_graphs(vllm_config))
+            runtime = as_vllm_computes(config, runtime_config(vllm_config, get_tp_group().world_size), options)
+            captured = captures_graphs(vllm_config)
+            self.plans[key] = choose(config, world, runtime, placement, captured=captured)
         plan, runtime = self.plans[key]
-        found = Seat(name, len(self.seats), config, world, runtime, plan)
+        found = Seat(name, len(self.seats), config, world, runtime, plan, placement)
         self.seats.append(found)
         return found
 
@@ -72,7 +85,11 @@ class Host:
 
     def build(self, seat: Seat, experts: ExpertWeights) -> ExpertParallelMoE:
         """Collective. Raises ConfigError, UnsupportedError, RankLost."""
-        layer = ExpertParallelMoE(seat.config, seat.world, experts, runtime=seat.runtime, layer=seat.number)
+        if seat.placement is not None:
+            experts = spread(seat.world, experts, seat.placement)
+        layer = ExpertParallelMoE(
+            seat.config, seat.world, experts, runtime=seat.runtime, layer=seat.number, placement=seat.placement
+        )
         self.cold.append(layer)
         return layer
 
@@ -111,7 +128,9 @@ def describe(seats: list[Seat], total: int) -> str:
     config, parallel, plan = seat.config, seat.world.parallel, seat.plan
     tp = f" (attention TP {parallel.attention_tp_size})" if parallel.attention_tp_size > 1 else ""
     named = f"{len(seats)} of {total} MoE layers ({seat.name} to {seats[-1].name})"
-    sizes = f"{config.num_experts} experts, top-{config.top_k}, {config.hidden_size} x {config.intermediate_size}"
+    placed = "" if seat.placement is None else f" on {seat.placement.num_slots} slots by the placement file"
+    experts = f"{config.num_experts} experts{placed}"
+    sizes = f"{experts}, top-{config.top_k}, {config.hidden_size} x {config.intermediate_size}"
     return (
         f"{named} over {parallel.world_size} ranks{tp}: {plan.dispatcher} + {plan.executor}, {config.weight_format}, "
         f"{sizes}, up to {seat.runtime.max_tokens_per_rank} tokens a rank. Why: {plan.reason}"

@@ -5,6 +5,7 @@ Both are decided from vLLM's configuration, which is the same on every rank, so 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.experts import EXECUTORS
 from eprt.integrations.vllm.parameters import INTERLEAVED, LeftToVllm, activation_of, layout_of
+from eprt.integrations.vllm.placed import OPTION as PLACEMENT
+from eprt.placement import ExpertPlacement
 from eprt.plan import Plan, make_plan
 from eprt.rounding import round_up
 from eprt.support import Device
@@ -90,15 +93,32 @@ def runtime_config(config: Any, ranks_of_a_token: int) -> RuntimeConfig:
     Args:
         ranks_of_a_token: TP size; each TP rank sends its part of the batch, with sequence parallelism or without.
     """
-    given: Any = (config.additional_config or {}).get(OPTIONS, {})
-    allowed = sorted({field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "rank_mask"})
-    found = sorted(set(given) - set(allowed)) if isinstance(given, dict) else given
-    if found or not isinstance(given, dict):
-        raise ConfigError(f"--additional-config {OPTIONS}: {found}; expected fields of RuntimeConfig: {allowed}")
+    given = {name: value for name, value in options_of(config).items() if name != PLACEMENT}
     most = max(
         config.scheduler_config.max_num_batched_tokens, *(config.compilation_config.cudagraph_capture_sizes or [0])
     )
     return RuntimeConfig(max_tokens_per_rank=round_up(most, ranks_of_a_token) // ranks_of_a_token, **given)
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """What `--additional-config` says to eprt. Raises ConfigError for names that it hasn't got."""
+    given: Any = (config.additional_config or {}).get(OPTIONS, {})
+    allowed = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "rank_mask"}
+    found = sorted(set(given) - {*allowed, PLACEMENT}) if isinstance(given, dict) else given
+    if found or not isinstance(given, dict):
+        raise ConfigError(
+            f"--additional-config {OPTIONS}: {found}; expected {PLACEMENT}, or fields of RuntimeConfig: "
+            f"{sorted(allowed)}"
+        )
+    return given
+
+
+def as_vllm_computes(moe: MoEConfig, runtime: RuntimeConfig, options: Mapping[str, Any]) -> RuntimeConfig:
+    """FP8 weights with a scale a block meet activations that are quantised alike, 128 values to a scale, which is what
+    vLLM's own kernels do with such a checkpoint (`Fp8MoEMethod`: kFp8Dynamic128Sym). The options may say otherwise."""
+    if moe.weight_format != "fp8_block" or "low_precision_activations" in options:
+        return runtime
+    return replace(runtime, low_precision_activations=True)
 
 
 def captures_graphs(config: Any) -> bool:
@@ -108,11 +128,13 @@ def captures_graphs(config: Any) -> bool:
     return getattr(config.compilation_config.cudagraph_mode, "name", "NONE") != "NONE"
 
 
-def choose(moe: MoEConfig, world: World, runtime: RuntimeConfig, *, captured: bool) -> tuple[Plan, RuntimeConfig]:
+def choose(
+    moe: MoEConfig, world: World, runtime: RuntimeConfig, placement: ExpertPlacement | None = None, *, captured: bool
+) -> tuple[Plan, RuntimeConfig]:
     """The plan, with the names that make it again. Raises LeftToVllm, ConfigError."""
     device = Device.of(world.device)
     try:
-        plan = make_plan(moe, world.parallel, runtime, device)
+        plan = make_plan(moe, world.parallel, runtime, device, placement)
     except UnsupportedError as error:
         raise LeftToVllm(str(error)) from error
     if captured and not _graph_safe(plan.dispatcher, plan.executor):
@@ -124,7 +146,8 @@ def choose(moe: MoEConfig, world: World, runtime: RuntimeConfig, *, captured: bo
                 "layer: --enforce-eager gives it to eprt"
             )
         dispatcher, executor = min(pairs, key=lambda pair: pair[1] != plan.executor)
-        plan = make_plan(moe, world.parallel, replace(runtime, dispatcher=dispatcher, executor=executor), device)
+        named = replace(runtime, dispatcher=dispatcher, executor=executor)
+        plan = make_plan(moe, world.parallel, named, device, placement)
     if (
         device.kind == "cuda"
         and runtime.executor == "auto"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from eprt.config import RuntimeConfig
 from eprt.conformance.harness import RankContext
+from eprt.graphs import StepGraphs
 from support.cases.gpu_limits import BEHIND_S
 
 RUNTIME = RuntimeConfig(executor="torch_grouped", max_tokens_per_rank=64)
@@ -62,15 +65,19 @@ def continue_prompts(
     prompts: list[list[list[int]]],
     dtype: torch.dtype,
     options: dict[str, Any],
+    replays: bool = False,
     **sizes: Any,
 ) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """What follows this rank's prompts, and what was streamed."""
+    """What follows this rank's prompts, and what was streamed. `replays`: the model must have got graphs, or none."""
     from eprt.integrations.transformers import expert_layers, generate
+    from eprt.integrations.transformers.agreement import places_of
 
     model = WAYS[way](context, folder, dtype, **sizes)
     streamed: list[tuple[int, int]] = []
     torch.manual_seed(context.rank)
     found = generate(model, prompts[context.rank], batch_size=2, on_token=lambda *one: streamed.append(one), **options)
+    agreement = places_of(model)[0].agreement
+    assert (agreement.decode is not None) == replays, agreement.decode
     layers = expert_layers(model)
     for layer in layers:
         layer.close()
@@ -99,9 +106,10 @@ def replayed_and_eager(
     calls: int = 1,
     runtime: RuntimeConfig = RUNTIME,
     other_graphs: tuple[int, ...] | None = None,
+    breaks: bool = False,
 ) -> dict[str, Any]:
     """The same prompts through `generate` with graphs, `calls` times, and without; the warnings of the first.
-    `other_graphs`: those of the last rank."""
+    `other_graphs`: those of the last rank. `breaks`: a capture ends as torch's do where a model reads on the host."""
     from eprt.integrations.transformers import expert_layers, generate, load_without_experts, parallelize
 
     world = context.world(timeout_s=BEHIND_S)
@@ -128,8 +136,14 @@ def replayed_and_eager(
 
     warned = _Warned()
     logging.getLogger("eprt").addHandler(warned)
+    if breaks:
+        attempts = [RuntimeError("operation not permitted when stream is capturing")]
+        capture: Any = patch.object(StepGraphs, "capture", side_effect=attempts)  # a second one would be another error
+    else:
+        capture = nullcontext()
     try:
-        replayed = [run(graphs) for _ in range(calls)]
+        with capture:
+            replayed = [run(graphs) for _ in range(calls)]
     finally:
         logging.getLogger("eprt").removeHandler(warned)
     eager = run(False)

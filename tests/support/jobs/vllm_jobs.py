@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 
+from eprt.bench.experts import random_experts
+from eprt.config import MoEConfig, WeightFormat
+from eprt.integrations.vllm.host import describe
+from eprt.integrations.vllm.placed import spread
+from eprt.placement import EMPTY, ExpertPlacement
 from support.stand_ins import vllm as stand_in
 
 E, K, H, I = 8, 2, 32, 64
@@ -81,6 +86,55 @@ def two_layers(context: Any) -> dict[str, Any]:
         moe = stand_in.moe_config(E, K, H, I, context.size, use_ep=False)
         found["no_ep"] = message(lambda: made(4, stand_in.UnquantizedFusedMoEMethod))
     return found
+
+
+def placed(context: Any, path: str) -> dict[str, Any]:
+    """A layer whose experts lie as the file says, though vLLM loads them in order; then layers that it doesn't fit."""
+    context.world()
+    share = slice(context.rank * E // context.size, (context.rank + 1) * E // context.size)
+    options = config(additional_config={"eprt": {"placement": path}})
+    with stand_in.installed(options, TOKENS) as vllm, torch.inference_mode():
+
+        def made(name: str, experts_: int = E) -> Any:
+            moe = stand_in.moe_config(experts_, K, H, I, context.size)
+            up, down = experts(0)
+            mine = {"w13_weight": up[share], "w2_weight": down[share]}
+            return vllm.routed(name, moe, "silu", mine, stand_in.UnquantizedFusedMoEMethod)
+
+        layer = made("model.layers.3.mlp.experts")
+        layer.quant_method.process_weights_after_loading(layer)
+        x, weights, ids = tokens(context.rank)
+        output = layer.quant_method.apply(layer, x, weights, ids, None, None).float()
+        built = layer.quant_method.eprt.layer
+        return {
+            "output": output,
+            "slots": built.placement.slots,
+            "held": built.placement.num_local_experts,
+            "line": describe(vllm.host.seats, 1),
+            "no layer": message(lambda: made("model.layers.4.mlp.experts")),
+            "no number": message(lambda: made("mlp.experts")),
+            "other experts": message(lambda: made("model.layers.3.mlp.experts", 16)),
+        }
+
+
+def spread_experts(context: Any, weight_format: WeightFormat) -> list[str]:
+    """Tensors of this rank's slots that aren't those of the experts that the placement names."""
+    world = context.world()
+    layer = MoEConfig(E, K, 128, 128, bias=True, weight_format=weight_format)
+    torch.manual_seed(0)
+    full = random_experts(layer, E, world.device)
+    slots = (*reversed(range(E)), *range(E - 2), 0, EMPTY)
+    placement = ExpertPlacement(E, world.parallel, slots)
+    share = slice(context.rank * E // context.size, (context.rank + 1) * E // context.size)
+    found = spread(world, full.map(lambda tensor: tensor[share]), placement)
+    wanted = full.map(lambda tensor: tensor[list(placement.shard(world.rank).experts)])
+    pairs = [
+        (f"{side}.{name}", getattr(found, side).tensors()[name], tensor)
+        for side in ("gate_up", "down")
+        for name, tensor in getattr(wanted, side).tensors().items()
+    ]
+    pairs += [(name, getattr(found, name), getattr(wanted, name)) for name in ("gate_up_bias", "down_bias")]
+    return [name for name, mine, theirs in pairs if not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))]
 
 
 def refused(context: Any) -> str:

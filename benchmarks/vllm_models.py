@@ -1,0 +1,193 @@
+"""Models of vllm_duel.py: the published widths, few layers, random weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+QWEN3 = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 4096,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 0,
+    "dtype": "bfloat16",
+    "eos_token_id": 1,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "quantization_config": FP8,
+}
+# Expert widths of DeepSeek-V3 behind Qwen3's attention: FP8 blocks where MLA's kernels aren't there.
+WIDE_QWEN3 = QWEN3 | {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 2048,
+    "num_experts": 256,
+    "quantization_config": FP8,
+}
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+}
+CONFIGS: dict[str, dict[str, Any]] = {"qwen3": QWEN3, "qwen3-fp8": WIDE_QWEN3, "deepseek-v3": DEEPSEEK_V3}
+MODELS = ("gpt-oss", *CONFIGS)
+LAYERS = {"gpt-oss": 12, "qwen3": 24, "qwen3-fp8": 4, "deepseek-v3": 5}
+
+
+def make_model(name: str, layers: int, models_in: Path, *, tiny: bool) -> Path:
+    """The model's folder; one that is there is kept."""
+    folder = models_in / f"vllm-duel-{name}-{layers}{'-tiny' if tiny else ''}"
+    if (folder / "config.json").exists():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    if name == "gpt-oss":
+        write_gpt_oss(folder, layers, tiny=tiny)
+    else:
+        config = CONFIGS[name] | (TINY if tiny else {}) | {"num_hidden_layers": layers}
+        if "quantization_config" in config:  # routers are never in FP8; vLLM has no FP8 linear layers on CPU
+            kept = ["mlp.gate", *(f"self_attn.{name}_proj" for name in "qkvo" if tiny)]
+            ignored = [f"model.layers.{i}.{name}" for i in range(layers) for name in kept]
+            config["quantization_config"] = FP8 | {"ignored_layers": ignored}
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+def write_gpt_oss(folder: Path, layers: int, *, tiny: bool) -> None:
+    """gpt-oss-120b's widths, random codes; every layer holds the first one's bytes, so only one has to be made."""
+    import torch
+    from safetensors.torch import save_file
+
+    from eprt.models.tiny import write_tiny_checkpoint
+
+    example = folder.with_name(folder.name + "-example")
+    shutil.rmtree(example, ignore_errors=True)
+    config: dict[str, Any] = json.loads((write_tiny_checkpoint(example) / "config.json").read_text())
+    shutil.rmtree(example)
+    config |= {"num_hidden_layers": layers, "max_position_embeddings": 4096, "dtype": "bfloat16"}
+    config["layer_types"] = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    if not tiny:
+        config |= {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "vocab_size": 32768}
+        config |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
+    H, I, E, V = (config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts", "vocab_size"))
+    heads, kv, width = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+
+    def normal(*shape: int, std: float | None = None) -> torch.Tensor:
+        return (torch.randn(shape) * (shape[-1] ** -0.5 if std is None else std)).bfloat16()
+
+    ones = torch.ones(H, dtype=torch.bfloat16)
+    ends = {
+        "model.embed_tokens.weight": normal(V, H, std=1.0),
+        "model.norm.weight": ones,
+        "lm_head.weight": normal(V, H),
+    }
+    layer = {
+        "input_layernorm.weight": ones,
+        "post_attention_layernorm.weight": ones.clone(),
+        "self_attn.sinks": normal(heads, std=1.0),
+        "mlp.router.weight": normal(E, H),
+        "mlp.router.bias": normal(E, std=0.1),
+        "mlp.experts.gate_up_proj_bias": normal(E, 2 * I, std=0.1),
+        "mlp.experts.down_proj_bias": normal(E, H, std=0.1),
+    }
+    for name, rows, cols in (
+        ("q", heads * width, H),
+        ("k", kv * width, H),
+        ("v", kv * width, H),
+        ("o", H, heads * width),
+    ):
+        layer |= {
+            f"self_attn.{name}_proj.weight": normal(rows, cols),
+            f"self_attn.{name}_proj.bias": normal(rows, std=0.1),
+        }
+    for name, rows, cols in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
+        layer[f"mlp.experts.{name}_blocks"] = torch.randint(0, 256, (E, rows, cols // 32, 16), dtype=torch.uint8)
+        # A code is 3.4 in root mean square: with this power of two a row of products keeps its input's size.
+        power = 127 - round(math.log2(3.4 * cols**0.5))
+        layer[f"mlp.experts.{name}_scales"] = torch.full((E, rows, cols // 32), power, dtype=torch.uint8)
+    folder.mkdir(parents=True)
+    save_file(ends, folder / "ends.safetensors", metadata={"format": "pt"})
+    first = {f"model.layers.0.{name}": tensor for name, tensor in layer.items()}
+    save_file(first, folder / "layer-0.safetensors", metadata={"format": "pt"})
+    names = dict.fromkeys(ends, "ends.safetensors") | dict.fromkeys(first, "layer-0.safetensors")
+    for number in range(1, layers):
+        file = f"layer-{number}.safetensors"
+        _copy_renamed(folder / "layer-0.safetensors", folder / file, "layers.0.", f"layers.{number}.")
+        names |= {f"model.layers.{number}.{name}": file for name in layer}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _copy_renamed(source: Path, target: Path, old: str, new: str) -> None:
+    """The same bytes under other tensor names: 8 bytes of header length, the header in JSON, the data."""
+    with source.open("rb") as reader, target.open("wb") as writer:
+        length = struct.unpack("<Q", reader.read(8))[0]
+        header = json.loads(reader.read(length))
+        renamed = json.dumps({name.replace(old, new): value for name, value in header.items()}).encode()
+        renamed += b" " * (-len(renamed) % 8)
+        writer.write(struct.pack("<Q", len(renamed)) + renamed)
+        shutil.copyfileobj(reader, writer, 64 << 20)
