@@ -188,14 +188,23 @@ class BenchLayer:
     """Ranks to start."""
     device: DeviceKind = "auto"
     """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
-    shape: Literal["tiny", "gpt-oss-120b"] = "tiny"
-    """Sizes of the layer."""
+    shapes: tuple[str, ...] = ("tiny",)
+    """Sizes of the layer: tiny, or those of `eprt bench experts` (gpt-oss-120b, qwen3-30b-a3b, ...)."""
     tokens: tuple[int, ...] = (1, 8, 32, 128)
     """Tokens a rank."""
     dispatcher: str = "auto"
     """How tokens travel."""
     executor: str = "auto"
     """What computes the experts."""
+    every_pair: bool = False
+    """Each dispatcher with each executor that works here, of those asked for, instead of the plan's choice."""
+    routing: str | None = None
+    """Measure replicas instead, on these choices: uniform, zipf:1.1 (neighbours are hot), zipf:1.1:SEED (who is hot is
+    drawn), counts as eprt.balance.write_counts writes them (.json), or recorded ids ([N, K] a layer, .safetensors)."""
+    replicas: int | None = None
+    """With --routing: so many slots more than experts, planned from the same choices; 0 if not said."""
+    placement: Path | None = None
+    """With --routing: the placement file to measure, instead of a planned one."""
     json: bool = False
     """Print one JSON object instead of tables."""
     output: Path | None = None
