@@ -1,5 +1,5 @@
 """Experts that change places under a captured graph, on every graph-safe pair whose layout can move: the replays go on
-with the addresses that they were captured with. tests/conformance/test_gpu_layers_on_gloo.py has the same job on gloo."""
+with the addresses that they were captured with. The same job on gloo: tests/conformance/test_gpu_layers_on_gloo.py."""
 
 from __future__ import annotations
 
