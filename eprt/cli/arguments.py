@@ -271,6 +271,9 @@ class BenchExperts:
     """Only these layers (gpt-oss-120b, ...); all if none is named."""
     executors: tuple[str, ...] = ()
     """Only these executors; all that work here if none is named."""
+    libraries: tuple[str, ...] = ()
+    """Of other libraries' whole experts only these ("vllm triton", ...); all that are installed if none is named; none
+    for none."""
     low_precision_activations: bool = False
     """Let executors quantise activations to FP8, as DeepSeek-V3's were in training."""
     json: bool = False

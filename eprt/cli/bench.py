@@ -140,6 +140,7 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
         arguments.executors or None,
         tokens=arguments.tokens,
         runtime=RuntimeConfig(low_precision_activations=arguments.low_precision_activations),
+        libraries=arguments.libraries,
         keep=_keep(arguments, terminal),
     )
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
