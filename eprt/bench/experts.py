@@ -227,19 +227,16 @@ def experts_report(
     cases, left_out = choose_cases(shapes, executors, runtime, Device.of(device))
     ceilings = Ceilings.measure(device)
     report = Report("experts", [], ceilings.as_dict(), left_out)
-    for case in cases:
-        report.rows.extend(row.as_dict() for row in _bench_one(case, tokens, runtime, device, ceilings))
-        keep(report)
-        torch.cuda.empty_cache()
     for shape in shapes:
-        for name in libraries or OTHERS:
-            if name == "none":
-                continue
+        for case in cases:
+            if case.shape == shape:
+                report.rows.extend(row.as_dict() for row in _bench_one(case, tokens, runtime, device, ceilings))
+                keep(report)
+                torch.cuda.empty_cache()
+        for name in [name for name in libraries or OTHERS if name != "none"]:
             found = _bench_other(name, shape, tokens, bool(libraries), device, ceilings)
-            if isinstance(found, str):
-                report.notes.append(f"{name} on {shape}: {found}")
-            else:
-                report.rows.extend(row.as_dict() for row in found)
+            report.notes.extend([f"{name} on {shape}: {found}"] if isinstance(found, str) else [])
+            report.rows.extend([] if isinstance(found, str) else [row.as_dict() for row in found])
             keep(report)
             torch.cuda.empty_cache()
     return report

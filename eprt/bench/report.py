@@ -22,7 +22,8 @@ class Report:
     """What a bench found.
 
     Attributes:
-        bench: "layer", "placement", "dispatch", "simulation", "experts", "router", "exchange" or "step".
+        bench: "layer", "placement", "dispatch", "simulation", "experts", "router", "exchange", "step" or
+            "tune".
         rows: one dict a measurement; times in microseconds end in `_us`.
         limits: what the same run measured of the machine (rates, floors' inputs).
         notes: what was left out, and why.

@@ -126,6 +126,8 @@ class Tune:
     """Seconds that measuring may take. What would take longer (kernels that are compiled first) is ended, and said."""
     json: bool = False
     """Print one JSON object instead of tables."""
+    output: Path | None = None
+    """Also write the plans before and after, the seconds and what was cut as JSON to this file."""
 
 
 @dataclass(frozen=True)

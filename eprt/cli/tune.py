@@ -7,6 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from eprt.bench.report import Report
 from eprt.cli.arguments import Tune
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import Ranks, ranks
@@ -65,7 +66,11 @@ def tune(arguments: Tune, terminal: Terminal) -> int:
             f"measuring may take {arguments.budget_s:g} s (--budget-s); what was compiled is kept for the next time"
         )
     changed = {phase: {"before": _pair(before[phase]), "now": _pair(after[phase])} for phase in PHASES}
+    seconds = round(time.monotonic() - start, 1)
     terminal.result({"model": str(arguments.model), "path": str(path), "tables": tables, "plans": changed, "cut": cut})
+    if arguments.output is not None and terminal.speaks:
+        plans = [{"phase": phase, **pairs} for phase, pairs in changed.items()]
+        Report("tune", plans, {"seconds": seconds, "budget_s": arguments.budget_s}, cut).write(arguments.output)
     return 0
 
 
