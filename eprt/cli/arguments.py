@@ -156,6 +156,8 @@ class PlanExperts:
     """Checkpoint directory or config.json, for the estimate of what it brings."""
     tokens: int = 8192
     """Tokens a rank in one forward, for that estimate."""
+    device: str = "sm90"
+    """The GPUs' compute capability, for that estimate."""
     phase: Literal["prefill", "decode"] = "prefill"
     """Many tokens a rank, shared by replicas; or few, each expert's to one replica."""
     out: Path | None = None
