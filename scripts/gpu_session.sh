@@ -31,8 +31,10 @@ python=${PYTHON:-python3}
 [ ! -x .venv/bin/python ] || python=.venv/bin/python
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
 name='import torch; print(torch.cuda.get_device_name().split()[1].lower() if torch.cuda.is_available() else "cpu")'
-machine=$("$python" -c "$name")_x$gpus
-[ -z "$rehearse" ] || machine=rehearsed_x$gpus
+case $list$rehearse in
+  "") machine=$("$python" -c "$name")_x$gpus ;;
+  *) machine=rehearsed_x$gpus ;;
+esac
 failed=0 started=$SECONDS
 tell() { printf '%s\n' "$*" >&2; }
 if [ -z "$list" ]; then
@@ -126,7 +128,7 @@ two_gpus() {
   tests
   sized --device cuda --jobs 4 / --trials 1 --world 2
   part faults 1200 "faults_$machine.json" "${run[@]}" doctor --faults --output {} "${sizes[@]}"
-  if "$python" -c 'import vllm' 2>/dev/null; then
+  if [ -n "$list" ] || "$python" -c 'import vllm' 2>/dev/null; then
     for model in gpt-oss qwen3 deepseek; do
       sized --batches 1 32 128 --starts 2 / --tiny --device cpu --plugins eprt --batches 1
       part "vllm_$model" 1700 "vllm_${model}_$machine.json" "$python" benchmarks/vllm_duel.py --model "$model" --dp 2 \
