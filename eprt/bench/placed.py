@@ -115,9 +115,9 @@ def measure_placed(context: RankContext, case: PlacedCase) -> PlacedTimes:
         runtime = case.runtime
         for name, slots in ((IN_ORDER, ()), (PLANNED, case.slots)):
             layers[name] = _layer(world, case, runtime, ExpertPlacement(case.config.num_experts, world.parallel, slots))
-            world.warmup(layers[name])
             plan = layers[name].plan
             runtime = replace(runtime, dispatcher=plan.dispatcher, executor=plan.executor)
+        world.warmup(*layers.values())
         return _measured(world, case, layers)
     except RankLost:
         raise
