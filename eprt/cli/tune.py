@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from eprt.bench.tune import Part
 
 PHASES = ("decode", "prefill")
+SHARE = 0.5  # of the seconds left, what a part may take while others wait
 LEAST_S = 2.0  # left of the budget for a part to be begun
 
 
@@ -91,7 +92,7 @@ def _measure(
         for part in todo:
             # Ranks of torchrun must decide alike, so the slowest one's clock counts for all.
             left = arguments.budget_s - max(workers.run(bench.elapsed, since=start))
-            limit = left if part is todo[-1] else left / 2
+            limit = left if part is todo[-1] else SHARE * left
             if part.name not in cut and left <= LEAST_S:
                 cut[part.name] = f"{part}: not begun, the time was over"
             if part.name not in cut:
