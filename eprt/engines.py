@@ -10,21 +10,76 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from eprt.config import MoEConfig
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import Dispatched, Dispatcher
 from eprt.errors import UsageError
-from eprt.experts.base import Executor
+from eprt.experts.base import Executor, ExecutorSpec
 from eprt.routing import Router
+from eprt.support import Support, refuse
 from eprt.tokens import Payload, RouterLogits, TopK
 from eprt.world import World
 
-ENGINES: dict[str, str] = {  # name -> "module:class"
-    "kernel_routed": "eprt.engines:KernelRouted",
-    "split": "eprt.engines:Split",
+# (config in slots, parallel, runtime, chosen executor, whether ids are counted or become ids of slots) -> verdict
+EngineRule = Callable[[MoEConfig, ParallelConfig, RuntimeConfig, ExecutorSpec, bool], Support]
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Static facts of an engine, for the plan and `eprt explain`; nothing of it is imported to read them.
+
+    Attributes:
+        name, path, summary: table key, "module:class", one line for `eprt explain`.
+        rule: whether a layer has calls for it, and which (the reason of a yes) or why none.
+    """
+
+    name: str
+    path: str
+    summary: str
+    rule: EngineRule
+
+
+def _kernel_routed(
+    config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, executor: ExecutorSpec, sees_ids: bool
+) -> Support:
+    if parallel.world_size > 1:
+        return refuse(f"tokens travel in a world of {parallel.world_size}, so their experts are chosen before")
+    if executor.takes_logits is None or not executor.takes_logits(config):
+        return refuse(f"{executor.name} doesn't choose experts by itself for this layer's routing")
+    if sees_ids:
+        return refuse("the layer looks at the chosen experts itself: it counts them, or has replicas")
+    if (runtime.validate, runtime.payload, runtime.combine_payload) != ("cheap", None, None):
+        return refuse("validate='full' and packed tokens need the chosen experts")
+    return Support(True, "calls by the layer's own router, or with RouterLogits, on bf16 tokens")
+
+
+def _split(
+    config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, executor: ExecutorSpec, sees_ids: bool
+) -> Support:
+    return Support(True, "every call that no engine before it takes")
+
+
+ENGINES: dict[str, EngineSpec] = {
+    spec.name: spec
+    for spec in (
+        EngineSpec(
+            name="kernel_routed",
+            path="eprt.engines:KernelRouted",
+            summary="the executor's kernel chooses the experts, nothing travels",
+            rule=_kernel_routed,
+        ),
+        EngineSpec(
+            name="split",
+            path="eprt.engines:Split",
+            summary="a dispatcher carries tokens to an executor, and its sums back",
+            rule=_split,
+        ),
+    )
 }
 
 
@@ -169,8 +224,8 @@ class KernelRouted(Engine):
 def make_engines(parts: Parts) -> list[Engine]:
     """One of each row, in the table's order; nothing is imported before."""
     found: list[Engine] = []
-    for path in ENGINES.values():
-        module, _, name = path.partition(":")
+    for spec in ENGINES.values():
+        module, _, name = spec.path.partition(":")
         kind: type[Engine] = getattr(importlib.import_module(module), name)
         found.append(kind(parts))
     return found

@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/hardware.md", "docs/limits_and_errors.md")
+PAGES = ("README.md", "docs/balance.md", "docs/hardware.md", "docs/limits_and_errors.md")
 REGION = re.compile(r"(<!-- (\w+): python docs/figures/tables\.py -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
 Times = dict[tuple[str, int], dict[str, Any]]  # (backend, tokens) -> its row
@@ -290,6 +290,26 @@ def soak() -> str:
     return f"{table(heading, lines)}\n\n{source('soak_cpu')}"
 
 
+def simulated_ep64() -> str:
+    """A line a routing, number of tokens and placement."""
+    names, transports = (
+        {"uniform": "uniform", "zipf:0.6:0": "Zipf 0.6", "zipf:1.1:0": "Zipf 1.1"},
+        ("none", "torch", "deepep"),
+    )
+    of = {(r["routing"], r["tokens"], r["placement"], r["transport"]): r for r in result("simulated_ep64")["rows"]}
+    cases = sorted(dict.fromkeys(key[:3] for key in of), key=lambda case: (list(names).index(case[0]), case[1]))
+    heading = ["routing", "tokens a rank", "experts lie", "max/mean"]
+    heading += [f"`{name}`: MB into the hottest rank" for name in transports[1:]]
+    heading += [f"`{name}`: us a layer" for name in transports]
+    lines = []
+    for routing, tokens, placement in cases:
+        here = [of[routing, tokens, placement, name] for name in transports]
+        moved = [f"{row['hottest_mb']:.0f}" for row in here[1:]]
+        facts = [names[routing], tokens, placement, f"{here[0]['imbalance']:.2f}"]
+        lines.append([*facts, *moved, *(f"{row['us']:.0f}" for row in here)])
+    return f"{table(heading, lines)}\n\nSimulated on a CPU; {source('simulated_ep64')}"
+
+
 def readme_dispatch() -> str:
     name, tokens = "dispatch_h200_x2", (1, 32, 128, 1024, 4096)
     of = times(name, 7168)
@@ -316,6 +336,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu_tests": gpu_tests,
     "faults": faults,
     "soak": soak,
+    "simulated_ep64": simulated_ep64,
 }
 
 

@@ -1,7 +1,7 @@
 """Whether replicas pay: what the hottest rank's experts take before and after, against memory and the moving.
 
-A simple estimate: experts take as long as their weights need from memory, or their products on the tensor cores,
-whichever is longer. Transport isn't in it. A better model of a rank's time can be put in its place.
+Experts' times are the plan's model's of an executor (`modelled`), or the makers' peaks alone (`roofline`). Transport
+isn't in either; `eprt bench dispatch --simulate` has it.
 """
 
 from __future__ import annotations
@@ -11,39 +11,47 @@ from dataclasses import dataclass
 
 from eprt.balance.moving import transfers
 from eprt.balance.planner import imbalance
-from eprt.config import MoEConfig, WeightFormat
+from eprt.config import MoEConfig, ParallelConfig
+from eprt.errors import ConfigError
+from eprt.experts import executor_spec
 from eprt.placement import EMPTY, ExpertPlacement, chosen_slots
+from eprt.plan.machines import MACHINES
+from eprt.plan.model import WEIGHT_BYTES, modelled_experts
+from eprt.support import Device
 
-# One H200: HBM3e and dense bf16 by its data sheet; what NVLink (NV18) brought one rank in our own runs.
-HBM_BYTES_PER_S = 4.8e12
-FLOPS_PER_S = 989e12
-LINK_BYTES_PER_S = 375e9
+LINK_BYTES_PER_S = 375e9  # what NVLink (NV18) brought one rank in our own runs
 WORTH = 0.02  # of the experts' time: below that a gain is less than what runs differ by
 
-# Bits of one weight, scales included.
-BITS: dict[WeightFormat, float] = {
-    "f32": 32,
-    "bf16": 16,
-    "fp8_tensor": 8,
-    "fp8_block": 8 + 32 / 128**2,
-    "mxfp8": 8.25,
-    "mxfp4": 4.25,
-    "nvfp4": 4.5,
-}
 RankTime = Callable[[float, float], float]  # (rows, experts that got any) of one rank -> seconds of its experts
 
 
 def expert_bytes(config: MoEConfig, moe_tp_size: int = 1) -> int:
     """Bytes of one expert's matrices on one rank, unpadded."""
     weights = (config.gate_up_rows + config.intermediate_size) * config.hidden_size
-    return round(weights * BITS[config.weight_format] / 8 / moe_tp_size)
+    return round(weights * WEIGHT_BYTES[config.weight_format] / moe_tp_size)
 
 
 def roofline(config: MoEConfig, moe_tp_size: int = 1) -> RankTime:
-    """The simple estimate, for H200."""
+    """As long as weights need from an H200's memory, or products on its tensor cores, whichever is longer."""
+    machine = MACHINES[90]
     size = expert_bytes(config, moe_tp_size)
     flops = 2 * (config.gate_up_rows + config.intermediate_size) * config.hidden_size / moe_tp_size
-    return lambda rows, experts: max(experts * size / HBM_BYTES_PER_S, rows * flops / FLOPS_PER_S)
+    return lambda rows, experts: max(
+        experts * size / machine.memory_gb_per_s / 1e9, rows * flops / machine.bf16_tflop_per_s / 1e12
+    )
+
+
+def modelled(config: MoEConfig, parallel: ParallelConfig, executor: str, device: Device) -> RankTime:
+    """By the cost model of the plan. Raises ConfigError for a device that it knows nothing of, or an unknown name."""
+    spec = executor_spec(executor)
+    if modelled_experts(spec, config, parallel, 1.0, 1.0, device) is None:
+        raise ConfigError(f"nothing is known of times on {device}: expected a GPU, sm90 or another")
+
+    def seconds(rows: float, experts: float) -> float:
+        found = modelled_experts(spec, config, parallel, experts, rows, device)
+        return 0.0 if found is None else found.us / 1e6
+
+    return seconds
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 A case is one rank's share of a layer under expert parallelism, fed as the all-gather dispatcher feeds it: all N rows
 of the world, of whose N * K slots an even routing leaves N * K * L / E to this rank. Times are of CUDA-graph replays,
 permute and un-permute included. Beside them stand the same job with the bare library (`eprt.bench.expert_peers`), and
-the library's kernels alone on inputs prepared for them beforehand, which no user gets for nothing. Two floors: bytes of
-the experts that got a row over the copy bandwidth measured in the same run, and operations over the bf16 rate of a
-large matrix product measured in the same run.
+the library's kernels alone on inputs prepared for them beforehand, which no user gets for nothing; and other libraries'
+whole experts (`eprt.bench.other_experts`). Two floors: bytes of the experts that got a row over the copy bandwidth
+measured in the same run, and operations over the bf16 rate of a large matrix product measured in the same run.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from eprt.bench.expert_peers import by_hand, check_peer
+from eprt.bench.other_experts import CHECKED_TOKENS, OTHERS, check_other
 from eprt.bench.report import Report
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig, WeightFormat
 from eprt.errors import ConfigError
@@ -62,6 +63,7 @@ class ExpertRow:
     """One measurement; microseconds unless said otherwise.
 
     Attributes:
+        executor: ours, or a name of `eprt.bench.other_experts.OTHERS`.
         activations: "fp8" where the executor was let quantise them (`low_precision_activations`), else "bf16".
         tokens: N, rows fed in.  local_rows: slots of local experts.  rows_per_expert: of those that got any.
         us: the executor's call in a graph.  by_hand_us: the same job with the bare library in a graph, or None.
@@ -204,25 +206,39 @@ def experts_report(
     *,
     tokens: Sequence[int],
     runtime: RuntimeConfig | None = None,
+    libraries: Sequence[str] = (),
     device: torch.device | None = None,
     keep: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Measure every case of `choose_cases` on this GPU; the notes say what was left out.
+    """Measure every case of `choose_cases` on this GPU, and other libraries' experts; the notes say what was left out.
 
     Args:
+        libraries: names of `eprt.bench.other_experts.OTHERS`; empty: all that are installed; "none" for none.
         keep: called with what was found so far, case after case.
 
     Raises:
-        ConfigError: an unknown shape or executor, or no CUDA device.
+        ConfigError: an unknown shape, executor or library, or no CUDA device.
     """
-    device, runtime = _cuda(device), runtime or RuntimeConfig()
+    if unknown := sorted(set(libraries) - {*OTHERS, "none"}):
+        raise ConfigError(f"--libraries {unknown[0]!r}: expected {', '.join(OTHERS)} or none")
+    shapes, runtime = list(shapes), runtime or RuntimeConfig()
+    choose_cases(shapes, executors, runtime, Device("cpu"))  # names that nobody knows are refused on any machine
+    device = _cuda(device)
     cases, left_out = choose_cases(shapes, executors, runtime, Device.of(device))
     ceilings = Ceilings.measure(device)
     report = Report("experts", [], ceilings.as_dict(), left_out)
-    for case in cases:
-        report.rows.extend(row.as_dict() for row in _bench_one(case, tokens, runtime, device, ceilings))
-        keep(report)
-        torch.cuda.empty_cache()
+    for shape in shapes:
+        for case in cases:
+            if case.shape == shape:
+                report.rows.extend(row.as_dict() for row in _bench_one(case, tokens, runtime, device, ceilings))
+                keep(report)
+                torch.cuda.empty_cache()
+        for name in [name for name in libraries or OTHERS if name != "none"]:
+            found = _bench_other(name, shape, tokens, bool(libraries), device, ceilings)
+            report.notes.extend([f"{name} on {shape}: {found}"] if isinstance(found, str) else [])
+            report.rows.extend([] if isinstance(found, str) else [row.as_dict() for row in found])
+            keep(report)
+            torch.cuda.empty_cache()
     return report
 
 
@@ -255,17 +271,73 @@ def _bench_one(
     rows: list[ExpertRow] = []
     for count in tokens:
         flat = _flat_tokens(config, count, device)
-        local = flat.ids[flat.ids < shard.num_local_experts]
-        hit = local.unique().numel()
-        weights_us = layer_bytes * hit / shard.num_local_experts / ceilings.copy_bytes * 1e6
-        flops = 2 * local.numel() * (config.gate_up_rows + config.intermediate_size) * config.hidden_size
-        flops_us = flops / ceilings.bf16_flops * 1e6
-        us, by_hand_us, library_us, host_us = _times(executor, flat)
-        ratio = us / max(weights_us, flops_us) if local.numel() else None
-        measured = (us, by_hand_us, library_us, host_us, weights_us, flops_us, ratio, prepare_s, warmup_s, peak)
+        times = _times(executor, flat)
         what = (case.executor, case.shape, config.weight_format, "fp8" if runtime.low_precision_activations else "bf16")
-        rows.append(ExpertRow(*what, count, local.numel(), local.numel() / max(hit, 1), *measured))
+        costs = (prepare_s, warmup_s, peak)
+        rows.append(_row(what, config, shard.num_local_experts, flat, layer_bytes, ceilings, times, costs))
     return rows
+
+
+def _row(
+    what: tuple[str, str, str, str],
+    config: MoEConfig,
+    L: int,
+    flat: FlatTokens,
+    layer_bytes: int,
+    ceilings: Ceilings,
+    times: tuple[float, float | None, float | None, float],
+    costs: tuple[float, float, float],
+) -> ExpertRow:
+    local = flat.ids[flat.ids < L]
+    hit = local.unique().numel()
+    weights_us = layer_bytes * hit / L / ceilings.copy_bytes * 1e6
+    flops = 2 * local.numel() * (config.gate_up_rows + config.intermediate_size) * config.hidden_size
+    flops_us = flops / ceilings.bf16_flops * 1e6
+    ratio = times[0] / max(weights_us, flops_us) if local.numel() else None
+    counted = (flat.num_rows, local.numel(), local.numel() / max(hit, 1))
+    return ExpertRow(*what, *counted, *times, weights_us, flops_us, ratio, *costs)
+
+
+def _bench_other(
+    name: str, shape: str, tokens: Sequence[int], named: bool, device: torch.device, ceilings: Ceilings
+) -> list[ExpertRow] | str:
+    """Another library's rows, or why there are none. Whatever it raises is a reason: its versions are not ours."""
+    other, config, parallel = OTHERS[name], SHAPES[shape].config, ParallelConfig(SHAPES[shape].ep_size)
+    if not (verdict := other.supports(config, Device.of(device), named)):
+        return verdict.reason
+    shard = ExpertPlacement(config.num_experts, parallel).shard(0)
+    weights = random_experts(config, shard.num_local_experts, device)
+    activations = "fp8" if config.weight_format == "fp8_block" else "bf16"
+    rows: list[ExpertRow] = []
+    try:
+        start = time.perf_counter()
+        with other.make(config, shard, weights, device) as call_for:
+            prepare_s = time.perf_counter() - start
+            sample = _flat_tokens(config, CHECKED_TOKENS, device)
+            start = time.perf_counter()
+            found = call_for(sample)()
+            check_other(config, shard, weights, sample, found)
+            warmup_s = time.perf_counter() - start
+            for count in tokens:
+                flat = _flat_tokens(config, count, device)
+                call = call_for(flat)
+                call()
+                times = (device_microseconds(call), None, None, _host_us(call))
+                what, costs = (name, shape, config.weight_format, activations), (prepare_s, warmup_s, 0.0)
+                rows.append(_row(what, config, shard.num_local_experts, flat, weights.nbytes, ceilings, times, costs))
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return rows
+
+
+def _host_us(call: Callable[[], object], calls: int = 20) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    host_us = (time.perf_counter() - start) / calls * 1e6
+    torch.cuda.synchronize()
+    return host_us
 
 
 def _flat_tokens(config: MoEConfig, count: int, device: torch.device) -> FlatTokens:
@@ -290,11 +362,4 @@ def _times(executor: Executor, flat: FlatTokens) -> tuple[float, float | None, f
     for _ in range(2):
         for name, call in run.items():
             us[name] = min(us[name], device_microseconds(call))
-    calls = 20
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        executor(flat, out)
-    host_us = (time.perf_counter() - start) / calls * 1e6
-    torch.cuda.synchronize()
-    return us["eprt"], us.get("by hand"), us.get("library"), host_us
+    return us["eprt"], us.get("by hand"), us.get("library"), _host_us(run["eprt"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,40 +18,59 @@ import torch
 from eprt.bench.experts import SHAPES, random_experts
 from eprt.bench.report import Report, percentile, slowest
 from eprt.bench.timing import samples, world_of
-from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig
+from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig, TokenFormat
 from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import ConfigError
+from eprt.errors import ConfigError, EprtError, RankLost, UnsupportedError
 from eprt.experts import EXECUTORS
 from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.placement import ExpertPlacement
+from eprt.plan import make_plan
 from eprt.routing import Router
+from eprt.support import Device
 from eprt.world import World
 
 TINY = MoEConfig(8, 4, 128, 256, Activation(alpha=1.702, beta=1.0, limit=7.0), Routing("topk_softmax"), True, "mxfp4")
 _WARM_ROUNDS = 3
 
 
+def shape_config(shape: str) -> MoEConfig:
+    """A layer's maths by the shape's name. Raises ConfigError for one that isn't known."""
+    if shape == "tiny":
+        return TINY
+    if shape not in SHAPES:
+        raise ConfigError(f"--shape {shape!r}: expected one of tiny, {', '.join(SHAPES)}")
+    return replace(SHAPES[shape].config, routing=Routing("topk_softmax"))
+
+
 @dataclass(frozen=True)
 class LayerCase:
-    """One measurement: a shape by name, T tokens on each rank, names as in RuntimeConfig."""
+    """One layer: a shape by name, names as in RuntimeConfig; measured with each number of tokens on every rank."""
 
     shape: str
-    tokens: int
+    tokens: tuple[int, ...]
     dispatcher: str = "auto"
     executor: str = "auto"
+    token_format: TokenFormat | None = None
     rounds: int = 50
 
     @property
     def config(self) -> MoEConfig:
-        if self.shape == "tiny":
-            return TINY
-        return replace(SHAPES[self.shape].config, routing=Routing("topk_softmax"))
+        return shape_config(self.shape)
+
+    @property
+    def runtime(self) -> RuntimeConfig:
+        return RuntimeConfig(
+            dispatcher=self.dispatcher,
+            executor=self.executor,
+            token_format=self.token_format,
+            max_tokens_per_rank=max(1, *self.tokens),
+        )
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """One rank's microseconds, one entry a round.
+    """One rank's microseconds at one number of tokens, one entry a round.
 
     Attributes:
         phases: by name, device included.
@@ -65,38 +84,81 @@ class LayerTimes:
     by_hand: list[float]
     layer_graph: list[float]
     by_hand_graph: list[float]
+
+
+@dataclass(frozen=True)
+class LayerFound:
+    """One rank's result.
+
+    Attributes:
+        pair: "dispatcher + executor".
+        times: one for each number of tokens; none if `refused` says why.
+    """
+
     pair: str
+    times: list[LayerTimes]
+    refused: str = ""
 
 
-def measure_layer(context: RankContext, case: LayerCase) -> LayerTimes:
+def pairs_here(context: RankContext, case: LayerCase) -> tuple[list[LayerCase], list[str]]:
+    """Every pair that works here as a case of its own, and a line for every other. A job for `WorldPool.run`."""
+    world = world_of(context)
+    try:
+        plan = make_plan(case.config, world.parallel, case.runtime, Device.of(world.device))
+    except UnsupportedError as error:
+        return [], [str(error).splitlines()[0]]
+    cases = [
+        replace(case, dispatcher=c.dispatcher, executor=c.executor, token_format=c.token_format)
+        for c in plan.candidates
+        if c.support
+    ]
+    return cases, [f"{c.dispatcher} + {c.executor}: {c.support.reason}" for c in plan.candidates if not c.support]
+
+
+def measure_layer(context: RankContext, case: LayerCase) -> LayerFound:
     """This rank's share of one case. Collective; a job for `WorldPool.run`."""
     world = world_of(context)
     torch.manual_seed(world.rank)
-    layer = _make_layer(world, case)
+    pair = f"{case.dispatcher} + {case.executor}"
     try:
-        world.warmup(layer)
-        x = torch.randn(case.tokens, case.config.input_size).to(world.device, torch.bfloat16)
-        whole: Callable[[], object] = lambda: layer(x, tokens_per_rank=max(case.tokens, 1))  # noqa: E731
-        bare: Callable[[], object] = lambda: _by_hand(layer, x)  # noqa: E731
-        phases = _phases(layer, whole, case.rounds)
-        ours, theirs = _in_turn(world, whole, bare, case.rounds)
-        graphs: list[list[float]] = [[], []]
-        if _graph_safe(layer):
-            graphs = [samples(world, call, graph=True, rounds=20, repeats=5) for call in (whole, bare)]
+        layer = _make_layer(world, case)
         pair = f"{layer.plan.dispatcher} + {layer.plan.executor}"
-        return LayerTimes(phases, ours, theirs, graphs[0], graphs[1], pair)
-    finally:
-        layer.close()
+        try:
+            world.warmup(layer)
+            return LayerFound(pair, [_measured(layer, count, case.rounds) for count in case.tokens])
+        finally:
+            layer.close()
+    except RankLost:
+        raise
+    except EprtError as error:
+        return LayerFound(pair, [], str(error).splitlines()[0])
+
+
+def _measured(layer: ExpertParallelMoE, tokens: int, rounds: int) -> LayerTimes:
+    world = layer.world
+    x = torch.randn(tokens, layer.config.input_size).to(world.device, torch.bfloat16)
+
+    def whole() -> object:
+        return layer(x, tokens_per_rank=max(tokens, 1))
+
+    def bare() -> object:
+        return _by_hand(layer, x)
+
+    phases = _phases(layer, whole, rounds)
+    ours, theirs = _in_turn(world, whole, bare, rounds)
+    graphs: list[list[float]] = [[], []]
+    if graph_safe(layer):
+        graphs = [samples(world, call, graph=True, rounds=20, repeats=5) for call in (whole, bare)]
+    return LayerTimes(phases, ours, theirs, graphs[0], graphs[1])
 
 
 def _make_layer(world: World, case: LayerCase) -> ExpertParallelMoE:
     config = case.config
     local = ExpertPlacement(config.num_experts, world.parallel).num_local_experts
     weight = torch.randn(config.num_experts, config.input_size).to(torch.bfloat16)
-    runtime = RuntimeConfig(dispatcher=case.dispatcher, executor=case.executor, max_tokens_per_rank=max(case.tokens, 1))
     experts = random_experts(config, local, world.device)
     return ExpertParallelMoE(
-        config, world, experts, runtime=runtime, router=Router(weight, config.routing, config.top_k)
+        config, world, experts, runtime=case.runtime, router=Router(weight, config.routing, config.top_k)
     )
 
 
@@ -105,12 +167,17 @@ def _by_hand(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
     router, dispatcher, executor = layer.router, layer.dispatcher, layer.executor
     if router is None:
         raise ConfigError("the bench's layer has a router of its own: this one has none")
-    sent = dispatcher.send(x, router(x), max(x.shape[0], 1))
-    y = dispatcher.output_buffer(sent.handle)
-    y = torch.empty_like(sent.tokens.hidden.data) if y is None else y
-    if y.numel():
-        executor.run(sent.tokens, y)
-    return dispatcher.bring_back(y, sent.handle)
+    topk, most = router(x), dispatcher.capacity.max_tokens_per_rank
+    outputs: list[torch.Tensor] = []
+    for start in range(0, max(x.shape[0], 1), most):  # in rounds, where the dispatcher carries no more at once
+        some = x[start : start + most]
+        sent = dispatcher.send(some, topk.narrow(start, most), max(some.shape[0], 1))
+        y = dispatcher.output_buffer(sent.handle)
+        y = torch.empty_like(sent.tokens.hidden.data) if y is None else y
+        if y.numel():
+            executor.run(sent.tokens, y)
+        outputs.append(dispatcher.bring_back(y, sent.handle))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _phases(layer: ExpertParallelMoE, call: Callable[[], object], rounds: int) -> dict[str, list[float]]:
@@ -155,7 +222,8 @@ def _in_turn(
     return times[0][_WARM_ROUNDS:], times[1][_WARM_ROUNDS:]
 
 
-def _graph_safe(layer: ExpertParallelMoE) -> bool:
+def graph_safe(layer: ExpertParallelMoE) -> bool:
+    """Whether its calls can be captured here."""
     safe = DISPATCHERS[layer.plan.dispatcher].graph_safe and EXECUTORS[layer.plan.executor].graph_safe
     return safe and layer.world.device.type == "cuda"
 
@@ -163,14 +231,22 @@ def _graph_safe(layer: ExpertParallelMoE) -> bool:
 # ---- rows -----------------------------------------------------------------------------------------------------
 
 
-def layer_row(case: LayerCase, by_rank: list[LayerTimes]) -> dict[str, Any]:
-    """One row of the report: over all rounds, the slowest rank's times."""
+def layer_rows(case: LayerCase, by_rank: list[LayerFound]) -> list[dict[str, Any]]:
+    """A row of the report for each number of tokens: over all rounds, the slowest rank's times."""
+    return [
+        _row(case, tokens, by_rank[0].pair, [rank.times[number] for rank in by_rank])
+        for number, tokens in enumerate(case.tokens)
+    ]
 
+
+def _row(case: LayerCase, tokens: int, pair: str, by_rank: list[LayerTimes]) -> dict[str, Any]:
     def both(name: str, values: list[list[float]]) -> dict[str, float]:
         times = slowest(values)
         return {f"{name}_p50_us": round(percentile(times, 50), 1), f"{name}_p99_us": round(percentile(times, 99), 1)}
 
-    row: dict[str, Any] = {"shape": case.shape, "ranks": len(by_rank), "tokens": case.tokens, "pair": by_rank[0].pair}
+    rows_per_expert = tokens * len(by_rank) * case.config.top_k / case.config.num_experts
+    row: dict[str, Any] = {"shape": case.shape, "ranks": len(by_rank), "tokens": tokens}
+    row |= {"rows_per_expert": round(rows_per_expert, 2), "pair": pair, "token_format": case.token_format or "auto"}
     for phase in PHASES:
         row |= both(phase, [rank.phases[phase] for rank in by_rank])
     row |= both("layer", [rank.layer for rank in by_rank]) | both("by_hand", [rank.by_hand for rank in by_rank])
@@ -184,12 +260,18 @@ def layer_row(case: LayerCase, by_rank: list[LayerTimes]) -> dict[str, Any]:
 
 def layer_report(
     cases: list[LayerCase],
-    run: Callable[[LayerCase], list[LayerTimes]],
+    run: Callable[[LayerCase], list[LayerFound]],
     keep: Callable[[Report], None] = lambda _: None,
+    notes: Sequence[str] = (),
 ) -> Report:
-    """Measure the cases; `run` makes every rank call `measure_layer`. `keep` sees what was found so far."""
-    report = Report("layer", [])
+    """Measure the cases; `run` makes every rank call `measure_layer`. A refusal becomes a note. `keep` sees what was
+    found so far."""
+    report = Report("layer", [], notes=list(notes))
     for case in cases:
-        report.rows.append(layer_row(case, run(case)))
+        by_rank = run(case)
+        if refused := next((rank.refused for rank in by_rank if rank.refused), ""):
+            report.notes.append(f"{case.shape}, {by_rank[0].pair}: {refused}")
+        else:
+            report.rows.extend(layer_rows(case, by_rank))
         keep(report)
     return report

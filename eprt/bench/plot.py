@@ -19,7 +19,9 @@ _LINES = {
     "experts": ("executor", "us"),
     "router": ("router", "us"),
     "step": ("path", "step_p50_us"),
+    "placement": ("placement", "layer_p50_us"),
 }
+_FLOORS = ("dispatch", "experts", "router")
 _REMEDY = "plots need matplotlib: pip install 'eprt[plot]'"
 
 
@@ -55,7 +57,8 @@ def draw(report: Report) -> Figure:
 def _layer_panels(report: Report) -> list[tuple[str, Any]]:
     """Phases stacked for each number of tokens, and the layer beside its peer."""
     rows = report.rows
-    labels = [str(row["tokens"]) for row in rows]
+    several = len({(row["shape"], row["pair"]) for row in rows}) > 1
+    labels = [f"{row['tokens']}\n{row['shape']}\n{row['pair']}" if several else str(row["tokens"]) for row in rows]
     places = range(len(rows))
 
     def phases(axes: Any) -> None:
@@ -99,7 +102,7 @@ def _line_panels(report: Report) -> list[tuple[str, Any]]:
             for name in dict.fromkeys(row[series] for row in rows):
                 points = sorted((row["tokens"], row[value]) for row in rows if row[series] == name)
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-            if not step:
+            if report.bench in _FLOORS:
                 floors = {row["tokens"]: _floor(row, dispatch) for row in rows}
                 axes.plot(*zip(*sorted(floors.items()), strict=True), "k--", linewidth=1, label="floor")
             tokens = sorted({row["tokens"] for row in rows})
@@ -110,7 +113,7 @@ def _line_panels(report: Report) -> list[tuple[str, Any]]:
                 bottom=min(row[value] for row in rows) / 2
             )  # of a small batch's floor there is nothing to see
             axes.grid(alpha=0.3)
-            axes.set_xlabel("tokens a rank" if dispatch or step else "tokens in")
+            axes.set_xlabel("tokens in" if report.bench in ("experts", "router") else "tokens a rank")
             axes.set_ylabel("microseconds")
             axes.legend(fontsize=7)
 

@@ -22,8 +22,8 @@ class Report:
     """What a bench found.
 
     Attributes:
-        bench: "layer", "dispatch", "experts", "router", "exchange", "step" or
-            "simulation".
+        bench: "layer", "placement", "dispatch", "simulation", "experts", "router", "exchange", "step" or
+            "tune".
         rows: one dict a measurement; times in microseconds end in `_us`.
         limits: what the same run measured of the machine (rates, floors' inputs).
         notes: what was left out, and why.

@@ -128,6 +128,8 @@ class Tune:
     """Seconds that measuring may take. What would take longer (kernels that are compiled first) is ended, and said."""
     json: bool = False
     """Print one JSON object instead of tables."""
+    output: Path | None = None
+    """Also write the plans before and after, the seconds and what was cut as JSON to this file."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,8 @@ class PlanExperts:
     """Checkpoint directory or config.json, for the estimate of what it brings."""
     tokens: int = 8192
     """Tokens a rank in one forward, for that estimate."""
+    device: str = "sm90"
+    """The GPUs' compute capability, for that estimate."""
     phase: Literal["prefill", "decode"] = "prefill"
     """Many tokens a rank, shared by replicas; or few, each expert's to one replica."""
     out: Path | None = None
@@ -190,14 +194,23 @@ class BenchLayer:
     """Ranks to start."""
     device: DeviceKind = "auto"
     """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
-    shape: Literal["tiny", "gpt-oss-120b"] = "tiny"
-    """Sizes of the layer."""
+    shapes: tuple[str, ...] = ("tiny",)
+    """Sizes of the layer: tiny, or those of `eprt bench experts` (gpt-oss-120b, qwen3-30b-a3b, ...)."""
     tokens: tuple[int, ...] = (1, 8, 32, 128)
     """Tokens a rank."""
     dispatcher: str = "auto"
     """How tokens travel."""
     executor: str = "auto"
     """What computes the experts."""
+    every_pair: bool = False
+    """Each dispatcher with each executor that works here, of those asked for, instead of the plan's choice."""
+    routing: str | None = None
+    """Measure replicas instead, on these choices: uniform, zipf:1.1 (neighbours are hot), zipf:1.1:SEED (who is hot is
+    drawn), counts as eprt.balance.write_counts writes them (.json), or recorded ids ([N, K] a layer, .safetensors)."""
+    replicas: int | None = None
+    """With --routing: so many slots more than experts, planned from the same choices; 0 if not said."""
+    placement: Path | None = None
+    """With --routing: the placement file to measure, instead of a planned one."""
     json: bool = False
     """Print one JSON object instead of tables."""
     output: Path | None = None
@@ -264,6 +277,9 @@ class BenchExperts:
     """Only these layers (gpt-oss-120b, ...); all if none is named."""
     executors: tuple[str, ...] = ()
     """Only these executors; all that work here if none is named."""
+    libraries: tuple[str, ...] = ()
+    """Of other libraries' whole experts only these ("vllm triton", ...); all that are installed if none is named; none
+    for none."""
     low_precision_activations: bool = False
     """Let executors quantise activations to FP8, as DeepSeek-V3's were in training."""
     json: bool = False

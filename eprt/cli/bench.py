@@ -18,37 +18,60 @@ SIZES = {"h2880k4": (2880, 4), "h7168k8": (7168, 8)}
 
 
 def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
-    """The command. Returns 0."""
-    from eprt.bench.layer import LayerCase, layer_report, measure_layer
+    """The command. Returns 1 if a placement changed a layer's sums, else 0."""
+    from eprt.bench.layer import LayerCase, layer_report, measure_layer, pairs_here, shape_config
+
+    if arguments.routing is not None or arguments.replicas is not None or arguments.placement is not None:
+        from eprt.cli.bench_placed import bench_placed, say_wrong
+
+        report = bench_placed(arguments, terminal, _keep(arguments, terminal))
+        _say_notes(report, terminal)
+        wrong = say_wrong(report, terminal)
+        return _finish(report, arguments, terminal) or wrong
+    _require_tokens(arguments.tokens, 0)
+    for shape in arguments.shapes:
+        shape_config(shape)
+    with ranks(arguments.world, arguments.device) as workers:
+        asked = [LayerCase(s, arguments.tokens, arguments.dispatcher, arguments.executor) for s in arguments.shapes]
+        cases, notes = asked, list[str]()
+        if arguments.every_pair:
+            found = [workers.run(pairs_here, case=case)[0] for case in asked]
+            cases = [pair for pairs, _ in found for pair in pairs]
+            notes = [f"{case.shape}, {line}" for case, (_, lines) in zip(asked, found, strict=True) for line in lines]
+        with terminal.progress("bench layer", len(cases)) as progress:
+
+            def run(case: LayerCase) -> list[Any]:
+                times = workers.run(measure_layer, case=case)
+                progress.advance(f"{case.shape}, {case.dispatcher} + {case.executor}")
+                return times
+
+            report = layer_report(cases, run, _keep(arguments, terminal), notes)
+        what = f"{workers.size} x {workers.device}"
+    for shape in arguments.shapes:
+        _say_layer(shape, [row for row in report.rows if row["shape"] == shape], what, terminal)
+    _say_notes(report, terminal)
+    return _finish(report, arguments, terminal)
+
+
+def _say_layer(shape: str, rows: list[dict[str, Any]], what: str, terminal: Terminal) -> None:
     from eprt.layer import PHASES
 
-    _require_tokens(arguments.tokens, 0)
-    cases = [
-        LayerCase(arguments.shape, tokens, arguments.dispatcher, arguments.executor) for tokens in arguments.tokens
-    ]
-    with (
-        ranks(arguments.world, arguments.device) as workers,
-        terminal.progress("bench layer", len(cases)) as progress,
-    ):
-
-        def run(case: LayerCase) -> list[Any]:
-            found = workers.run(measure_layer, case=case)
-            progress.advance(f"{case.tokens} tokens a rank")
-            return found
-
-        report = layer_report(cases, run, _keep(arguments, terminal))
-        what = f"{arguments.shape}, {workers.size} x {workers.device}"
+    rows = sorted(rows, key=lambda row: row["tokens"])
     terminal.table(
-        f"Phases of one layer call, microseconds, p50/p99 of the slowest rank ({what})",
-        ["tokens", "pair", *PHASES],
-        [[row["tokens"], row["pair"], *(_both(row, phase) for phase in PHASES)] for row in report.rows],
+        f"Phases of one layer call, microseconds, p50/p99 of the slowest rank ({shape}, {what})",
+        ["tokens", "rows an expert", "pair", *PHASES],
+        [
+            [row["tokens"], row["rows_per_expert"], row["pair"], *(_both(row, phase) for phase in PHASES)]
+            for row in rows
+        ],
     )
     terminal.table(
         "Host time of one call: ExpertParallelMoE beside the same steps by hand (no checks, no header exchange)",
-        ["tokens", "layer", "by hand", "overhead", "layer in a graph", "by hand in a graph", "ratio"],
+        ["tokens", "pair", "layer", "by hand", "overhead", "layer in a graph", "by hand in a graph", "ratio"],
         [
             [
                 row["tokens"],
+                row["pair"],
                 _both(row, "layer"),
                 _both(row, "by_hand"),
                 row["overhead_us"],
@@ -56,10 +79,9 @@ def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
                 _both(row, "by_hand_graph"),
                 row.get("graph_ratio", "-"),
             ]
-            for row in report.rows
+            for row in rows
         ],
     )
-    return _finish(report, arguments, terminal)
 
 
 def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
@@ -118,6 +140,7 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
         arguments.executors or None,
         tokens=arguments.tokens,
         runtime=RuntimeConfig(low_precision_activations=arguments.low_precision_activations),
+        libraries=arguments.libraries,
         keep=_keep(arguments, terminal),
     )
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)

@@ -8,6 +8,7 @@ from typing import Any
 from eprt.cli.arguments import Explain
 from eprt.cli.terminal import Terminal
 from eprt.config import MoEConfig, Routing
+from eprt.engines import ENGINES
 from eprt.errors import ConfigError
 from eprt.models import family_for
 from eprt.models.hf_config import where
@@ -97,7 +98,12 @@ def _say(terminal: Terminal, config: MoEConfig, layers: list[int], plan: Plan) -
         ],
     )
     terminal.say(f"\nChoice: dispatcher {plan.dispatcher}, executor {plan.executor}, {plan.token_format} tokens")
-    terminal.say(f"  why: {plan.reason}\n")
+    terminal.say(f"  why: {plan.reason}")
+    terminal.say("Engines (what does a call: the first that takes it)")
+    for use in plan.engines:
+        verdict = use.support.reason if use.support else f"none: {use.support.reason}"
+        terminal.say(f"  {use.name} ({ENGINES[use.name].summary}): {verdict}")
+    terminal.say("")
 
 
 def _microseconds(candidate: Candidate) -> str:
@@ -153,6 +159,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "reason": plan.reason,
         "max_tokens_per_rank": plan.max_tokens_per_rank,
         "tokens_per_rank": plan.tokens,
+        "engines": [{"name": use.name, "ok": use.support.ok, "reason": use.support.reason} for use in plan.engines],
         "candidates": [
             {
                 "dispatcher": c.dispatcher,

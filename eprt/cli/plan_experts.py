@@ -5,19 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from eprt.balance.costs import Verdict, expert_bytes, weigh
+from eprt.balance.costs import Verdict, expert_bytes, modelled, weigh
 from eprt.balance.counts import Counts, read_counts, zipf
 from eprt.balance.moving import transfers
 from eprt.balance.planner import plan_placement
 from eprt.balance.report import Balance, report
 from eprt.cli.arguments import PlanExperts
 from eprt.cli.terminal import Terminal
-from eprt.config import MoEConfig, ParallelConfig
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.models import family_for
 from eprt.models.checkpoint import read_config
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.placement.file import PlacementFile
+from eprt.plan import make_plan
+from eprt.support import Device
 
 
 def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
@@ -38,6 +40,9 @@ def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
         report(list(counts.values()), [placed[layer] for layer in counts], list(counts)) for placed in (before, after)
     ]
     moved = {layer: _moved(before[layer], after[layer]) for layer in counts}
+    executors = {layer: _executor(arguments, config, parallel) for layer, config in configs.items() if layer in counts}
+    device = Device.parse(arguments.device)
+    times = {layer: modelled(configs[layer], parallel, name, device) for layer, name in executors.items()}
     verdicts = {
         layer: weigh(
             configs[layer],
@@ -46,13 +51,14 @@ def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
             after[layer],
             arguments.tokens,
             one_replica=arguments.phase == "decode",
+            time=times[layer],
         )
         for layer, row in counts.items()
         if layer in configs
     }
     _say(terminal, arguments, spread, moved, verdicts)
     if verdicts:
-        _judge(terminal, arguments, verdicts, configs)
+        _judge(terminal, arguments, verdicts, configs, sorted(set(executors.values())))
     else:
         terminal.say("Whether it pays depends on the experts' sizes: name the model with --model")
     if arguments.out is not None and terminal.speaks:
@@ -70,6 +76,12 @@ def _configs(arguments: PlanExperts) -> dict[int, MoEConfig]:
     hf = read_config(arguments.model)
     family = family_for(hf)
     return {layer: family.moe_config(hf, layer) for layer in family.moe_layers(hf)}
+
+
+def _executor(arguments: PlanExperts, config: MoEConfig, parallel: ParallelConfig) -> str:
+    """What the plan would compute this layer with."""
+    runtime = RuntimeConfig(phase=arguments.phase, max_tokens_per_rank=arguments.tokens)
+    return make_plan(config, parallel, runtime, Device.parse(arguments.device)).executor
 
 
 def _counts(arguments: PlanExperts, configs: dict[int, MoEConfig]) -> Counts:
@@ -133,7 +145,11 @@ def _times(verdict: Verdict | None) -> list[str]:
 
 
 def _judge(
-    terminal: Terminal, arguments: PlanExperts, verdicts: dict[int, Verdict], configs: dict[int, MoEConfig]
+    terminal: Terminal,
+    arguments: PlanExperts,
+    verdicts: dict[int, Verdict],
+    configs: dict[int, MoEConfig],
+    executors: list[str],
 ) -> None:
     """What it costs and whether it pays, in words."""
     total = _total(list(verdicts.values()))
@@ -145,8 +161,9 @@ def _judge(
     where = f"at {arguments.tokens} tokens a rank, {arguments.phase}"
     if total.pays:
         terminal.say(
-            f"It pays {where}: the slowest rank's experts take {total.gain:.1%} less (an estimate for H200 from bytes "
-            f"and FLOPs, without transport); the moving is paid for after {total.break_even_calls:.0f} forwards"
+            f"It pays {where}: the slowest rank's experts take {total.gain:.1%} less (by the plan's model of "
+            f"{', '.join(executors)} on {arguments.device}, without transport); the moving is paid for after "
+            f"{total.break_even_calls:.0f} forwards"
         )
     elif total.gain < 0:
         terminal.say(

@@ -7,6 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from eprt.bench.report import Report
 from eprt.cli.arguments import Tune
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import Ranks, ranks
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from eprt.bench.tune import Part
 
 PHASES = ("decode", "prefill")
+SHARE = 0.5  # of the seconds left, what a part may take while others wait
 LEAST_S = 2.0  # left of the budget for a part to be begun
 
 
@@ -65,7 +67,11 @@ def tune(arguments: Tune, terminal: Terminal) -> int:
             f"measuring may take {arguments.budget_s:g} s (--budget-s); what was compiled is kept for the next time"
         )
     changed = {phase: {"before": _pair(before[phase]), "now": _pair(after[phase])} for phase in PHASES}
+    seconds = round(time.monotonic() - start, 1)
     terminal.result({"model": str(arguments.model), "path": str(path), "tables": tables, "plans": changed, "cut": cut})
+    if arguments.output is not None and terminal.speaks:
+        plans = [{"phase": phase, **pairs} for phase, pairs in changed.items()]
+        Report("tune", plans, {"seconds": seconds, "budget_s": arguments.budget_s}, cut).write(arguments.output)
     return 0
 
 
@@ -86,7 +92,7 @@ def _measure(
         for part in todo:
             # Ranks of torchrun must decide alike, so the slowest one's clock counts for all.
             left = arguments.budget_s - max(workers.run(bench.elapsed, since=start))
-            limit = left if part is todo[-1] else left / 2
+            limit = left if part is todo[-1] else SHARE * left
             if part.name not in cut and left <= LEAST_S:
                 cut[part.name] = f"{part}: not begun, the time was over"
             if part.name not in cut:

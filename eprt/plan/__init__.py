@@ -7,9 +7,10 @@ model fitted to the rows (`eprt.plan.model`), else the order of preference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from eprt import engines
 from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
 from eprt.dispatch import DISPATCHERS, DispatcherSpec, dispatcher_spec
 from eprt.errors import UnsupportedError
@@ -50,6 +51,14 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class EngineUse:
+    """A row of `eprt.engines.ENGINES` and the verdict on it; the reason of a yes says which calls it does."""
+
+    name: str
+    support: Support
+
+
+@dataclass(frozen=True)
 class Plan:
     """The choice, why, and what was turned down.
 
@@ -59,6 +68,7 @@ class Plan:
         tokens: tokens a rank that the times are of.
         settings: what the choice went by and all ranks must have in common: the rows of `eprt tune`, where something
             was left to the plan.
+        engines: what does a call's work with this pair, the first that takes it; every row of the table.
     """
 
     dispatcher: str
@@ -70,6 +80,7 @@ class Plan:
     max_tokens_per_rank: int
     tokens: int
     settings: Mapping[str, str] = field(default_factory=dict)
+    engines: tuple[EngineUse, ...] = ()
 
     @property
     def chosen(self) -> Candidate:
@@ -120,6 +131,7 @@ def make_plan(
         max_tokens_per_rank=best.max_tokens_per_rank,
         tokens=ask.tokens,
         settings={"rows of eprt tune": own_fingerprint()} if "auto" in (runtime.dispatcher, runtime.executor) else {},
+        engines=tuple(ask.engines(best.executor, sees_ids=runtime.count_load or not placement.is_identity)),
     )
 
 
@@ -189,6 +201,11 @@ class _Ask:
         if work and adapted:
             work = work.adapted(tokens * self.config.top_k, self.config.hidden_size, self.device)
         return carried and carried.times(rounds), work and work.times(rounds)
+
+    def engines(self, executor: str, sees_ids: bool) -> Iterator[EngineUse]:
+        for spec in engines.ENGINES.values():
+            verdict = spec.rule(self.config, self.parallel, self.runtime, EXECUTORS[executor], sees_ids)
+            yield EngineUse(spec.name, verdict)
 
     def key(self, c: Candidate) -> tuple[int, bool, float, bool, int, int]:
         """Smallest is best: backends with rows on this generation of GPU before those without, then microseconds, then

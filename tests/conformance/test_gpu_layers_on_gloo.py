@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cases.gpu_cases import GRAPHS, PACKED, ROUNDS, ROWS, graph_layer, packed_case
+from support.cases.gpu_cases import GRAPHS, PACKED, ROUNDS, ROWS, graph_layer, packed_case, turned_placements
 from support.jobs import whole_layer_jobs as jobs
 from support.jobs.humming_jobs import needs_humming, replayed_layers
 
@@ -35,6 +35,19 @@ def test_static_rows_with_changing_counts_and_idle_ranks(pools, weight_format):
     runtime = RuntimeConfig(dispatcher="none", executor="torch_grouped", max_tokens_per_rank=ROWS)
     for errors in pools(4).run(jobs.replayed_layer, config=graph_layer(weight_format), runtime=runtime, rounds=ROUNDS):
         assert max(errors) <= 1e-2, errors
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_experts_that_move_between_rounds(pools, phase):
+    runtime = RuntimeConfig(dispatcher="none", executor="torch_grouped", max_tokens_per_rank=ROWS, phase=phase)
+    config = graph_layer("mxfp4")
+    placements = turned_placements(config.num_experts, 4)
+    assert len(set(placements)) == 4
+    settings = {"config": config, "runtime": runtime, "rounds": ROUNDS * 2, "placements": placements}
+    for errors in pools(4).run(jobs.replayed_layer, **settings):
+        assert max(errors) <= 1e-2, errors
+    wrong = pools(4).run(jobs.replayed_layer, **settings, wrong_slots=True)
+    assert max(max(errors) for errors in wrong) > 0.1, "weights elsewhere than the ids go"
 
 
 def test_the_start_that_is_timed_on_gpus():

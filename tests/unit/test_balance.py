@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.jobs import balance_jobs as jobs
 
 from eprt.balance import read_counts, report, weigh, write_counts, zipf
+from eprt.balance.costs import modelled, roofline
 from eprt.balance.planner import imbalance, plan_placement, rank_loads
 from eprt.cli import main
 from eprt.config import Activation, MoEConfig, ParallelConfig
@@ -19,6 +20,7 @@ from eprt.load import ExpertLoad
 from eprt.models.tiny import write_tiny_checkpoint
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.placement.file import PlacementFile
+from eprt.support import Device
 
 E = jobs.E
 
@@ -258,6 +260,16 @@ def test_the_estimate_is_the_slowest_ranks() -> None:
     assert verdict.gain == pytest.approx(1 / 6)
     assert verdict.break_even_calls == pytest.approx(verdict.move_s / 10)
     assert weigh(config, [1, 1, 1, 1], before, before, 50).break_even_calls == float("inf")
+
+
+def test_the_models_time_grows_with_rows_and_with_experts() -> None:
+    found = modelled(GPT_OSS, ParallelConfig(4), "humming", Device("cuda", 90))
+    assert 0 < found(8, 8) < found(8, 32) < found(30_000, 32)
+    # Above the makers' peaks in both regimes, and not by an order of magnitude.
+    for rows, experts in ((8, 32), (100_000, 32)):
+        assert 1 < found(rows, experts) / roofline(GPT_OSS)(rows, experts) < 5
+    with pytest.raises(ConfigError, match="nothing is known of times on cpu"):
+        modelled(GPT_OSS, ParallelConfig(4), "humming", Device("cpu"))
 
 
 # ---- the command ------------------------------------------------------------------------------------------------

@@ -240,6 +240,99 @@ def test_bench_layer_on_cpu(tmp_path, capsys) -> None:
     assert "the same steps by hand" in capsys.readouterr().out
 
 
+def test_every_pair_of_a_layer_is_measured_or_left_out(tmp_path, capsys) -> None:
+    result, picture = tmp_path / "layer.json", tmp_path / "layer.png"
+    words = ["bench", "layer", "--world", "2", "--device", "cpu", "--tokens", "3", "--executor", "torch_grouped"]
+    assert main([*words, "--every-pair", "--output", str(result), "--plot", str(picture)]) == 0
+    found = json.loads(result.read_text())
+    pairs = [(row["pair"], row["token_format"]) for row in found["rows"]]
+    assert pairs == [
+        ("none + torch_grouped", "flat"),
+        ("torch + torch_grouped", "flat"),
+        ("torch + torch_grouped", "expert_major"),
+    ]
+    assert {row["rows_per_expert"] for row in found["rows"]} == {3 * 2 * 4 / 8}
+    assert any(note.startswith("tiny, symm + torch_grouped: symm: runs on cuda, not on cpu") for note in found["notes"])
+    assert main([*words, "--shapes", "huge"]) == 2
+    assert "--shape 'huge': expected one of tiny, gpt-oss-120b" in capsys.readouterr().err
+
+
+def test_a_pair_that_breaks_at_run_time_is_a_note(monkeypatch) -> None:
+    from eprt.bench import layer
+
+    def broken(world, case):
+        raise ConfigError("its kernels can't be loaded\nstack")
+
+    monkeypatch.setattr(layer, "_make_layer", broken)
+    context = RankContext(0, 1, "cpu")
+    case = layer.LayerCase("tiny", (1,), "none", "torch_grouped")
+    report = layer.layer_report([case], lambda case: [layer.measure_layer(context, case)], notes=["x"])
+    context.close()
+    assert report.rows == []
+    assert report.notes == ["x", "tiny, none + torch_grouped: its kernels can't be loaded"]
+
+
+def test_layers_of_the_benchmarked_shapes_are_the_experts() -> None:
+    from eprt.bench.experts import SHAPES
+    from eprt.bench.layer import shape_config
+
+    wanted = {"qwen3-30b-a3b", "mixtral-8x7b", "glm-4.5-air", "deepseek-v3-fp8", "kimi-k2-fp8", "gpt-oss-120b"}
+    assert wanted <= set(SHAPES)
+    for name, shape in SHAPES.items():
+        assert shape_config(name).hidden_size == shape.config.hidden_size
+        assert shape_config(name).routing.method == "topk_softmax"
+
+
+def test_a_planned_placement_beside_experts_in_order(tmp_path, capsys) -> None:
+    """On two gloo ranks, neighbours hot: rank 0 has most rows until they are spread."""
+    pytest.importorskip("matplotlib")
+    result, picture = tmp_path / "placed.json", tmp_path / "placed.png"
+    words = ["bench", "layer", "--world", "2", "--device", "cpu", "--tokens", "200", "--routing", "zipf:1.1"]
+    assert main([*words, "--replicas", "2", "--output", str(result), "--plot", str(picture)]) == 0
+    found = json.loads(result.read_text())
+    assert found["bench"] == "placement"
+    plain, planned = found["rows"]
+    assert (plain["placement"], plain["slots"], plain["gain"]) == ("in order", 8, 1.0)
+    assert (planned["placement"], planned["slots"], planned["phase"]) == ("planned", 10, "prefill")
+    assert plain["imbalance"] > 1.3 > 1.1 > planned["imbalance"] >= 1
+    assert planned["gain"] == pytest.approx(plain["layer_p50_us"] / planned["layer_p50_us"], abs=1e-3)
+    assert 0 <= planned["error"] <= 1e-2
+    assert planned["predicted_us"] is None, "nothing is known of a CPU's times"
+    assert "with replicas where they were planned" in capsys.readouterr().out
+
+
+def test_sums_that_a_placement_changed_fail_the_bench(monkeypatch, capsys) -> None:
+    """Where each layer drew experts of its own, as where one held another slot's weights."""
+    from eprt.bench import placed
+    from eprt.bench.routings import read_routing
+
+    case = placed.PlacedCase("tiny", 4, read_routing("uniform", 8, 4)[0], "uniform", (*reversed(range(8)),))
+    context = RankContext(0, 1, "cpu")
+    right = placed.measure_placed(context, case)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    wrong = placed.measure_placed(context, case)
+    context.close()
+    assert right.error <= placed.TOLERANCE < wrong.error
+    monkeypatch.setattr(placed, "TOLERANCE", -1.0)
+    words = ["bench", "layer", "--world", "2", "--device", "cpu", "--tokens", "2", "--routing", "uniform"]
+    assert main(words) == 1
+    assert "sums differ by" in capsys.readouterr().out
+
+
+def test_what_a_placement_cannot_be_measured_with(tmp_path, capsys) -> None:
+    words = ["bench", "layer", "--world", "2", "--device", "cpu", "--tokens", "8"]
+    for more, says in (
+        (["--replicas", "2"], "say which, --routing"),
+        (["--routing", "zipf:1", "--replicas", "2", "--placement", "x.json"], "give one of them"),
+        (["--routing", "zipf:1", "--every-pair"], "name one pair"),
+        (["--routing", "zipf:1", "--replicas", "-2"], "expected replicas from 0 on"),
+        (["--routing", "zipf:1", "--world", "1"], "there is no other rank"),
+        (["--routing", "zipf:1", "--placement", str(tmp_path / "x.json")], "is no placement file"),
+    ):
+        assert main([*words, *more]) == 2
+        assert says in capsys.readouterr().err
+
+
 def test_bench_exchange_on_cpu(tmp_path, capsys) -> None:
     result = tmp_path / "exchange.json"
     words = ["bench", "exchange", "--world", "2", "--device", "cpu", "--rounds", "40"]
@@ -258,7 +351,7 @@ def test_layer_and_hand_written_steps_compute_the_same() -> None:
 
     with World.from_env(device="cpu") as world:
         torch.manual_seed(0)
-        layer = _make_layer(world, LayerCase("tiny", 5))
+        layer = _make_layer(world, LayerCase("tiny", (5,)))
         x = torch.randn(5, layer.config.input_size).to(torch.bfloat16)
         assert torch.equal(layer(x), _by_hand(layer, x))
         assert torch.equal(_by_hand(layer, x), layer(x))

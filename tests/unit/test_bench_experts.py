@@ -20,6 +20,7 @@ from eprt.bench.experts import (
     random_experts,
     random_matrix,
 )
+from eprt.bench.other_experts import OTHERS, check_other
 from eprt.bench.report import Report
 from eprt.cli import main
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
@@ -30,7 +31,7 @@ from eprt.experts.reference import ReferenceExecutor, decode_matrix
 from eprt.experts.tuning import sample_ids
 from eprt.placement import ExpertPlacement
 from eprt.support import Device
-from eprt.weights import Nvfp4
+from eprt.weights import Dense, Nvfp4
 
 CPU = torch.device("cpu")
 
@@ -92,7 +93,9 @@ def test_the_report_says_what_was_left_out(monkeypatch):
     monkeypatch.setattr(bench.Ceilings, "measure", lambda device: Ceilings(4.25678e12, 8e14))
     monkeypatch.setattr(bench, "_bench_one", lambda case, *rest: [row] if case.executor == "torch_grouped" else [])
     kept: list[int] = []
-    report = experts_report(["gpt-oss-120b"], tokens=[1], keep=lambda report: kept.append(len(report.rows)))
+    report = experts_report(
+        ["gpt-oss-120b"], tokens=[1], libraries=["none"], keep=lambda report: kept.append(len(report.rows))
+    )
     assert kept == [1]
     assert report.rows == [row.as_dict()]
     assert report.limits == {"copy_gb_per_s": 4256.8, "bf16_tflop_per_s": 800.0}
@@ -244,3 +247,78 @@ def test_all_three_are_timed_in_turn(monkeypatch):
     monkeypatch.setattr(bench, "by_hand", lambda executor, tokens: lambda: 2 * reference(flat))
     with pytest.raises(EprtError, match="differs from the executor"):
         bench._times(reference, flat)
+
+
+# ---- other libraries' experts -------------------------------------------------------------------------------------
+
+TINY_BF16 = MoEConfig(8, 3, 64, 32)
+
+
+def tiny_case(rank: int = 1):
+    torch.manual_seed(0)
+    shard = ExpertPlacement(8, ParallelConfig(2)).shard(rank)
+    weights = bench.random_experts(TINY_BF16, 4, CPU)
+    return shard, weights, bench._flat_tokens(TINY_BF16, 24, CPU)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_block_of_transformers_computes_this_ranks_share(rank: int) -> None:
+    pytest.importorskip("transformers", minversion="5.17")
+    shard, weights, flat = tiny_case(rank)
+    with OTHERS["transformers grouped_mm"].make(TINY_BF16, shard, weights, CPU) as call_for:
+        found = call_for(flat)()
+    check_other(TINY_BF16, shard, weights, flat, found)
+    wrong = replace(weights, gate_up=Dense(weights.gate_up.data.flip(1)))  # up before gate
+    with pytest.raises(EprtError, match="its sums differ from the reference"):
+        check_other(TINY_BF16, shard, wrong, flat, found)
+
+
+def test_other_libraries_are_measured_where_they_are_or_left_out_with_the_reason(monkeypatch) -> None:
+    """On a CPU with a clock of its own: rows for what runs there, a reason for what doesn't or breaks."""
+    pytest.importorskip("transformers", minversion="5.17")
+    monkeypatch.setattr(bench, "_cuda", lambda device: CPU)
+    monkeypatch.setattr(bench.Ceilings, "measure", lambda device: Ceilings(1e12, 1e14))
+    monkeypatch.setattr(bench, "choose_cases", lambda *_: ([], []))
+    monkeypatch.setattr(bench, "device_microseconds", lambda call: (call(), 5.0)[1])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    small = bench.ExpertShape(TINY_BF16, 2)
+    packed = bench.ExpertShape(replace(TINY_BF16, weight_format="mxfp4"), 2)
+    monkeypatch.setattr(bench, "SHAPES", {"small": small, "packed": packed})
+    kept: list[int] = []
+    report = experts_report(["small", "packed"], tokens=[8, 16], keep=lambda report: kept.append(len(report.rows)))
+    assert [(row["executor"], row["tokens"], row["us"]) for row in report.rows] == [
+        ("transformers grouped_mm", 8, 5.0),
+        ("transformers grouped_mm", 16, 5.0),
+    ]
+    for row in report.rows:
+        assert row["rows_per_expert"] > 1
+        assert row["by_hand_us"] is row["library_us"] is None
+        assert row["host_us"] > 0
+    assert kept[-1] == 2
+    assert "transformers grouped_mm on packed: takes bf16 weights, not mxfp4" in report.notes
+    assert any(
+        note.startswith("vllm triton on small: runs on cuda from sm80 to sm999, not on cpu") for note in report.notes
+    )
+
+    def breaks(*_):
+        raise RuntimeError("no such symbol\nstack")
+
+    monkeypatch.setattr(bench, "check_other", breaks)
+    report = experts_report(["small"], tokens=[8], libraries=["transformers grouped_mm"])
+    assert (report.rows, report.notes) == ([], ["transformers grouped_mm on small: RuntimeError: no such symbol"])
+    assert experts_report(["small"], tokens=[8], libraries=["none"]).notes == []
+    with pytest.raises(ConfigError, match="--libraries 'vllm': expected transformers grouped_mm, vllm triton"):
+        experts_report(["small"], tokens=[8], libraries=["vllm"])
+
+
+def test_what_would_compile_for_minutes_is_measured_by_name_only() -> None:
+    h100 = Device("cuda", 90)
+    plain = MoEConfig(128, 8, 2048, 768)
+    assert "only by name" in OTHERS["flashinfer cutlass"].supports(plain, h100, named=False).reason
+    assert "without biases" in OTHERS["vllm triton"].supports(replace(plain, bias=True), h100, named=True).reason
+    assert (
+        "from sm90"
+        in OTHERS["vllm deep_gemm"]
+        .supports(replace(plain, weight_format="fp8_block"), Device("cuda", 80), named=True)
+        .reason
+    )

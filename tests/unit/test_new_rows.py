@@ -10,12 +10,13 @@ from eprt import engines
 from eprt.config import RuntimeConfig
 from eprt.conformance.oracle import relative_error
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, DispatcherSpec, Handle
-from eprt.engines import Engine
+from eprt.engines import Engine, EngineSpec
 from eprt.errors import InputError, UnsupportedError, UsageError
 from eprt.experts import EXECUTORS
 from eprt.experts.base import ExecutorSpec
 from eprt.experts.reference import ReferenceExecutor
 from eprt.layer import ExpertParallelMoE
+from eprt.support import Support
 from eprt.tokens import FlatTokens, Payload, RouterLogits, TopK
 from eprt.world import World
 
@@ -114,13 +115,15 @@ class Fused(Engine):
 
 def test_a_fused_engine_is_one_row(monkeypatch) -> None:
     """Checks, agreement, capacity and rounds stand before it; it is given what they let through."""
-    monkeypatch.setattr(engines, "ENGINES", {"fused": f"{__name__}:Fused", **engines.ENGINES})
+    row = EngineSpec("fused", f"{__name__}:Fused", "all in one", lambda *_: Support(True, "calls with a TopK"))
+    monkeypatch.setattr(engines, "ENGINES", {"fused": row, **engines.ENGINES})
     Fused.calls.clear()
     config = cases.make_config("f32")
     weights, flat = cases.make_weights(config), cases.make_flat(config, 7)
     x, topk, phases = flat.hidden.data, TopK(flat.ids, flat.weights), []
     with World.from_env("cpu") as world:
         fused = ExpertParallelMoE(config, world, weights, runtime=RuntimeConfig("none", "reference", 3))
+        assert [use.name for use in fused.plan.engines] == ["fused", "kernel_routed", "split"]
         monkeypatch.undo()
         split = ExpertParallelMoE(config, world, weights, runtime=RuntimeConfig("none", "reference"))
         monkeypatch.setattr(fused.dispatcher, "_dispatch", lambda *_: pytest.fail("a dispatcher was used"))

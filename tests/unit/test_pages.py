@@ -159,6 +159,27 @@ def test_scripts_are_bash_that_stops_at_errors(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
+@pytest.mark.parametrize("gpus", ["1", "2"])
+@pytest.mark.parametrize("options", [[], ["--rehearse"]])
+def test_the_session_on_gpus_speaks_commands_that_exist(gpus: str, options: list[str]) -> None:
+    listed = subprocess.run(
+        ["bash", "scripts/gpu_session.sh", gpus, "--list", "--out", "/dev/null/x", *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHON": "python3"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    ours = [line.partition(" -m eprt ")[2] for line in listed if " -m eprt " in line]
+    assert len(ours) >= 7
+    for line in ours:
+        assert parse(shlex.split(line)), line
+    rest = [line for line in listed if " -m eprt " not in line]
+    assert all(re.search(r"scripts/test_gpu\.sh|tests/gpu|benchmarks/vllm_duel\.py", line) for line in rest), rest
+    named = [line.split()[0] for line in listed]
+    assert len(set(named)) == len(named)
+
+
 def test_the_api_page_has_every_public_name_and_no_other() -> None:
     written = subprocess.run(
         [sys.executable, "-c", "import api; print(api.page(), end='')"],

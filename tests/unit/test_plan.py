@@ -262,3 +262,29 @@ def test_an_old_gpu_gets_the_oracle_only_where_it_is_asked_for() -> None:
     with pytest.raises(UnsupportedError, match="reference: there to check the others, not to be fast: only by name"):
         make_plan(config, ParallelConfig(2), RuntimeConfig(), device)
     assert make_plan(config, ParallelConfig(2), RuntimeConfig(executor="reference"), device).executor == "reference"
+
+
+def test_engines_are_named_with_what_they_do_or_why_not(capsys) -> None:
+    from eprt.cli import main
+
+    def reasons(model: str, world: int, device: str = "sm100", **options) -> dict[str, tuple[bool, str]]:
+        plan = plan_of(model, world, device, **options)
+        return {use.name: (use.support.ok, use.support.reason) for use in plan.engines}
+
+    model = "Qwen3-235B-A22B, FP8 blocks"
+    alone = {"executor": "trtllm_gen"}
+    assert reasons(model, 1, **alone)["kernel_routed"][0]
+    for found, says in (
+        (reasons(model, 4, **alone), "tokens travel in a world of 4"),
+        (reasons(model, 1, executor="torch_grouped"), "torch_grouped doesn't choose experts by itself"),
+        (reasons(model, 1, count_load=True, **alone), "it counts them, or has replicas"),
+        (reasons(model, 1, validate="full", **alone), "validate='full'"),
+    ):
+        assert not found["kernel_routed"][0]
+        assert says in found["kernel_routed"][1]
+        assert found["split"] == (True, "every call that no engine before it takes")
+    assert main(["explain", "--model", "gpt-oss-120b", "--world", "2", "--device", "sm90"]) == 0
+    out = capsys.readouterr().out
+    assert "Engines (what does a call: the first that takes it)" in out
+    assert "  kernel_routed (the executor's kernel chooses the experts, nothing travels): none: tokens travel in" in out
+    assert "  split (a dispatcher carries tokens to an executor, and its sums back): every call that no engine" in out

@@ -1,4 +1,4 @@
-"""What isn't here, simulated: choices, drawn or recorded; the hottest rank's bytes and rows; the table of docs."""
+"""What isn't here, simulated: choices, drawn or recorded; the hottest rank's bytes and rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.cases import simulated_table
 
 from eprt.balance import write_counts
 from eprt.bench.routings import drawn, inclusion, read_routing
@@ -23,10 +22,6 @@ from eprt.support import Device
 
 H200 = Device("cuda", 90)
 DEEPSEEK = MoEConfig(256, 8, 7168, 2048, weight_format="fp8_block")
-
-
-def test_the_page_shows_the_table_of_the_result_file() -> None:
-    assert simulated_table.on_page() == simulated_table.table()
 
 
 # ---- choices ----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from eprt.conformance.cases import CONFIGS
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import UnsupportedError
 from eprt.models import family_for
+from eprt.placement import EMPTY
 from eprt.plan import make_plan
 from eprt.support import Device
 from support.cases.packed_checkpoints import FAMILIES, Sizes, family_of
@@ -65,6 +66,15 @@ def _graph_cases() -> list[GpuCase]:
 
 
 GRAPHS = _graph_cases()
+
+
+def turned_placements(num_experts: int, ranks: int) -> list[tuple[int, ...]]:
+    """Slots of four placements, two a rank more than experts need: replicas of the first and the last expert, an empty
+    slot, all of it turned round and mixed, so that every round moves most experts between ranks."""
+    spare = -(-num_experts // ranks) * ranks + 2 * ranks - num_experts
+    base = [*range(num_experts), *([0, num_experts - 1, EMPTY] * spare)[:spare]]
+    mixed = [base[(7 * slot) % len(base)] if len(base) % 7 else base[-1 - slot] for slot in range(len(base))]
+    return [tuple(base), tuple(reversed(base)), tuple(mixed), tuple(base[1:] + base[:1])]
 
 
 def packed_case(family: str, dispatcher: str, payload: str | None) -> GpuCase:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from eprt.balance import rebalance
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import Batch
 from eprt.conformance.harness import RankContext
@@ -23,11 +24,21 @@ from support.cases.gpu_limits import BEHIND_S
 
 
 def replayed_layer(
-    context: RankContext, config: MoEConfig, runtime: RuntimeConfig, rounds: list[list[int]]
+    context: RankContext,
+    config: MoEConfig,
+    runtime: RuntimeConfig,
+    rounds: list[list[int]],
+    placements: Sequence[tuple[int, ...]] = (),
+    wrong_slots: bool = False,
 ) -> list[float]:
-    """Record one call of R rows, replay it with new tokens for each of `rounds` (every rank's count); the errors."""
+    """Record one call of R rows, replay it with new tokens for each of `rounds` (every rank's count); the errors.
+
+    Args:
+        placements: slots; the layer is built with the first, and experts move to the next before each later round.
+        wrong_slots: move them elsewhere than the ids go.
+    """
     world, full = context.world(timeout_s=BEHIND_S), full_weights(config)
-    layer = _layer(world, config, runtime, full)
+    layer = _layer(world, config, runtime, full, placements[0] if placements else ())
     world.warmup(layer)
     E, K, H, R = config.num_experts, config.top_k, config.hidden_size, runtime.max_tokens_per_rank
     x = torch.zeros(R, H, dtype=torch.bfloat16, device=world.device)
@@ -36,6 +47,11 @@ def replayed_layer(
     replay = _recorded(lambda: layer(x, TopK(ids, weights), tokens_per_rank=R), world)
     errors: list[float] = []
     for call, counts in enumerate(rounds):
+        if placements and call:
+            slots = placements[call % len(placements)]
+            rebalance(world, [layer], [ExpertPlacement(E, world.parallel, slots)])
+            if wrong_slots:
+                layer.adopt_placement(ExpertPlacement(E, world.parallel, (*slots[1:], slots[0])))
         count = counts[context.rank]
         batch = _batch(count, call, config, context.rank)
         ids.fill_(E)  # rows past the count keep old tokens: no expert may see them
@@ -60,9 +76,21 @@ def seconds_to_start(context: RankContext, config: MoEConfig, runtime: RuntimeCo
     return built - start, warm - built
 
 
-def _layer(world: World, config: MoEConfig, runtime: RuntimeConfig, full: ExpertWeights) -> ExpertParallelMoE:
-    shard = ExpertPlacement(config.num_experts, world.parallel).shard(world.rank)
-    return ExpertParallelMoE(config, world, shard_weights(full, config, shard), runtime=runtime)
+def _layer(
+    world: World, config: MoEConfig, runtime: RuntimeConfig, full: ExpertWeights, slots: tuple[int, ...] = ()
+) -> ExpertParallelMoE:
+    placement = ExpertPlacement(config.num_experts, world.parallel, slots)
+    shard = placement.shard(world.rank)
+    if not slots:
+        return ExpertParallelMoE(config, world, shard_weights(full, config, shard), runtime=runtime)
+    held = torch.tensor(shard.experts)
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        whole = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+        return whole.index_select(0, held).view(tensor.dtype)
+
+    weights = full.map(own)
+    return ExpertParallelMoE(config, world, weights, runtime=runtime, placement=placement)
 
 
 def _recorded(call: Callable[[], torch.Tensor], world: World) -> Callable[[], torch.Tensor]:

@@ -1,0 +1,163 @@
+"""vLLM's own experts for `eprt.bench.other_experts`: through its modular kernel, fed as its all-gather feeds a rank
+(all tokens; `expert_map` names the local experts). Internal names of vLLM 0.26; 0.32 still has them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from eprt.bench.expert_peers import Call
+from eprt.bench.other_experts import dense
+from eprt.config import MoEConfig
+from eprt.errors import EprtError
+from eprt.placement import ExpertShard
+from eprt.tokens import FlatTokens
+from eprt.weights import FP8_BLOCK, ExpertWeights, Fp8Block, Mxfp4
+
+_MOE = "vllm.model_executor.layers.fused_moe"
+Laid = tuple[torch.Tensor, torch.Tensor, Any]  # w1, w2, quantisation
+
+
+@contextmanager
+def triton(
+    config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
+) -> Iterator[Callable[[FlatTokens], Call]]:
+    """Its Triton experts; FP8 blocks with FP8 activations."""
+    with _vllm(device):
+        laid = _bf16(weights) if config.weight_format == "bf16" else _fp8(weights, for_deep_gemm=False)
+        yield _kernel(config, shard, device, laid, "triton_moe", "TritonExperts")
+
+
+@contextmanager
+def deep_gemm(
+    config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
+) -> Iterator[Callable[[FlatTokens], Call]]:
+    """DeepGEMM, vendored; vLLM falls back to Triton where its shapes don't fit."""
+    with _vllm(device):
+        laid = _fp8(weights, for_deep_gemm=True)
+        yield _kernel(config, shard, device, laid, "triton_deep_gemm_moe", "TritonOrDeepGemmExperts")
+
+
+@contextmanager
+def triton_kernels(
+    config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
+) -> Iterator[Callable[[FlatTokens], Call]]:
+    """OpenAI's triton_kernels, vendored: gpt-oss's experts as vLLM runs them on Hopper."""
+    with _vllm(device):
+        laid = _mxfp4(config, weights)
+        yield _kernel(config, shard, device, laid, "gpt_oss_triton_kernels_moe", "OAITritonExperts")
+
+
+@contextmanager
+def _vllm(device: torch.device) -> Iterator[None]:
+    os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")  # Hopper's scales are float32
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    _workspace(device)
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+@cache
+def _workspace(device: torch.device) -> None:
+    """Its kernels share one a process."""
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    init_workspace_manager(device)
+
+
+def _bf16(weights: ExpertWeights) -> Laid:
+    settings = importlib.import_module(f"{_MOE}.config")
+    return *dense(weights), settings.FusedMoEQuantConfig.make()
+
+
+def _fp8(weights: ExpertWeights, *, for_deep_gemm: bool) -> Laid:
+    settings = importlib.import_module(f"{_MOE}.config")
+    if not isinstance(weights.gate_up, Fp8Block) or not isinstance(weights.down, Fp8Block):
+        raise EprtError("measured with FP8 blocks")
+    w1, w2, s1, s2 = weights.gate_up.data, weights.down.data, weights.gate_up.scale, weights.down.scale
+    block = (FP8_BLOCK, FP8_BLOCK)
+    if for_deep_gemm:
+        utils = importlib.import_module("vllm.model_executor.layers.quantization.utils.fp8_utils")
+        w1, w2, s1, s2 = utils.prepare_fp8_moe_layer_for_deepgemm(w1, w2, s1, s2, block)
+    return w1, w2, settings.fp8_w8a8_moe_quant_config(s1, s2, block_shape=list(block))
+
+
+def _mxfp4(config: MoEConfig, weights: ExpertWeights) -> Laid:
+    """gate and up rows alternate there."""
+    settings = importlib.import_module(f"{_MOE}.config")
+    utils = importlib.import_module("vllm.model_executor.layers.quantization.utils.mxfp4_utils")
+    ogs = importlib.import_module("triton_kernels.matmul_ogs")
+    if not isinstance(weights.gate_up, Mxfp4) or not isinstance(weights.down, Mxfp4):
+        raise EprtError("measured with MXFP4")
+    if not config.activation.gated or config.activation.beta != 1.0:
+        raise EprtError("measured with gpt-oss's activation")
+
+    def alternate(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+
+    w1, f1, q1 = utils._swizzle_mxfp4(alternate(weights.gate_up.codes), alternate(weights.gate_up.scales))
+    w2, f2, q2 = utils._swizzle_mxfp4(weights.down.codes, weights.down.scales)
+    first, second = (
+        ogs.PrecisionConfig(weight_scale=q, flex_ctx=ogs.FlexCtx(rhs_data=f)) for q, f in ((q1, f1), (q2, f2))
+    )
+    bias = None if weights.gate_up_bias is None else alternate(weights.gate_up_bias)
+    quant = settings.mxfp4_w4a16_moe_quant_config(
+        first,
+        second,
+        bias,
+        weights.down_bias,
+        gemm1_alpha=config.activation.alpha,
+        gemm1_beta=config.activation.beta,
+        gemm1_clamp_limit=config.activation.limit,
+    )
+    return w1, w2, quant
+
+
+def _kernel(
+    config: MoEConfig, shard: ExpertShard, device: torch.device, laid: Laid, module: str, name: str
+) -> Callable[[FlatTokens], Call]:
+    settings = importlib.import_module(f"{_MOE}.config")
+    modular = importlib.import_module(f"{_MOE}.modular_kernel")
+    kinds = importlib.import_module(f"{_MOE}.activation").MoEActivation
+    plain = importlib.import_module(f"{_MOE}.prepare_finalize").make_moe_prepare_and_finalize_no_dp_ep
+    activation = kinds.SILU if config.activation.plain else kinds.SWIGLUOAI
+    w1, w2, quant = laid
+    moe = settings.FusedMoEConfig(
+        num_experts=config.num_experts,
+        experts_per_token=config.top_k,
+        hidden_dim=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_local_experts=shard.num_local_experts,
+        num_logical_experts=config.num_experts,
+        activation=activation,
+        device=device,
+        routing_method=settings.RoutingMethodType.Renormalize,
+        in_dtype=torch.bfloat16,
+        moe_parallel_config=settings.FusedMoEParallelConfig.make_no_parallel(),
+        max_num_tokens=16384,
+        has_bias=config.bias,
+    )
+    experts = getattr(importlib.import_module(f"{_MOE}.experts.{module}"), name)(moe, quant)
+    kernel = modular.FusedMoEKernel(plain(False), experts)
+    local = torch.full((config.num_experts,), -1, dtype=torch.int32, device=device)
+    local[shard.first_expert : shard.end_expert] = torch.arange(
+        shard.num_local_experts, dtype=torch.int32, device=device
+    )
+
+    def call_for(tokens: FlatTokens) -> Call:
+        x, ids, scales = tokens.hidden.data, tokens.ids, tokens.weights.float()
+
+        def call() -> torch.Tensor:
+            return kernel.apply(x, w1, w2, scales, ids, activation, config.num_experts, local, False)
+
+        return call
+
+    return call_for
