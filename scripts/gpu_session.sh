@@ -129,9 +129,9 @@ two_gpus() {
   sized --trials 20 / --trials 1 --world 2
   part faults 1200 "faults_$machine.json" "${run[@]}" doctor --faults --output {} "${sizes[@]}"
   if [ -n "$list" ] || "$python" -c 'import vllm' 2>/dev/null; then
-    for model in gpt-oss qwen3 deepseek; do
-      sized --batches 1 32 128 --starts 2 / --tiny --device cpu --plugins eprt --batches 1
-      part "vllm_$model" 1700 "vllm_${model}_$machine.json" "$python" benchmarks/vllm_duel.py --model "$model" --dp 2 \
+    for model in gpt-oss qwen3 deepseek-v3; do
+      sized --batches 1 32 128 --starts 2 --resume / --tiny --device cpu --plugins eprt --batches 1
+      part "vllm_$model" 1700 "vllm_${model}_$machine.json" "$python" benchmarks/vllm_duel.py --models "$model" --dp 2 \
         --json {} "${sizes[@]}"
     done
   else

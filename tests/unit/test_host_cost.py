@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,12 +81,13 @@ def humming(patch: pytest.MonkeyPatch, launches: pretended_gpu.Launches, folder)
 @contextmanager
 def cutlass(patch: pytest.MonkeyPatch, launches: pretended_gpu.Launches) -> Iterator[None]:
     fused_moe = pytest.importorskip("flashinfer.fused_moe", reason="FlashInfer isn't installed")
-    patch.setattr(fused_moe, "cutlass_fused_moe", launches.operator("cutlass"))
+    kernel = launches.operator("cutlass")
+    kernel.__signature__ = signature(lambda *, workspace_buffer: None)  # asked which keywords this version has
+    patch.setattr(fused_moe, "cutlass_fused_moe", kernel)
     patch.setattr(fused_moe, "cutlass_fused_moe_workspace_size", lambda *_, **__: 256)
     for name in ("weights", "scales"):
         patch.setattr(fused_moe, f"interleave_moe_{name}_for_sm90_mixed_gemm", lambda x, *_, **__: x)
     patch.setattr("eprt.experts.cutlass_mxfp4.CutlassMxfp4Executor._tactic", lambda *_: (-1, -1))
-    patch.setattr("inspect.signature", lambda _: SimpleNamespace(parameters={"workspace_buffer": None}))
     yield
 
 
