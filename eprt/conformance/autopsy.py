@@ -30,6 +30,7 @@ class RankReport:
         stack: traceback of `raised`, or all threads of an unfinished rank, or what a crash left.
         waits_for_others: it is unfinished, and its main thread is inside a collective.
         log_tail: last lines of its stdout and stderr.
+        ended_at: of a rank that died: when the parent knew (`time.monotonic`).
     """
 
     rank: int
@@ -40,6 +41,7 @@ class RankReport:
     stack: str = ""
     waits_for_others: bool = False
     log_tail: str = ""
+    ended_at: float | None = None
 
     @property
     def lost_rank(self) -> int | None:

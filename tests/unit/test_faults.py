@@ -372,10 +372,11 @@ def test_the_matrix_sees_wrong_numbers() -> None:
     from eprt.world import World
 
     with World.from_env("cpu") as world:
-        layer, weights = faults._layer(world, "none")
-        faults._run_step(world, layer, weights, 1)
+        job = faults.Job(world, "none")
+        job.step(1)
+        job.down = 1.001 * job.down
         with pytest.raises(faults.WrongOutput, match="step 2, rank 0"):
-            faults._run_step(world, layer, (weights[0], 1.001 * weights[1]), 2)
+            job.step(2)
 
 
 def test_a_soak_counts_what_the_process_holds() -> None:
