@@ -284,6 +284,7 @@ class WorldPool:
                     waits_for_others=waits and outcome == "unfinished",
                     log_tail=tail(rank.setup.path("log")),
                     ended_at=rank.heard_at if outcome == "died" else None,
+                    result=rank.result() if outcome == "ok" else None,
                 )
             )
         return reports

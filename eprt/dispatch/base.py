@@ -96,7 +96,7 @@ class Dispatcher(ABC):
         self.full_validation = runtime.validate == "full"
         self._accepted: tuple[object, ...] | None = None  # what was right about the last call
         self._calls = 0
-        self._generation = world.generation
+        self._generation: int | None = None  # of the World when it made its last call
         self._lost: LostExperts | None = None
         self._open: WeakValueDictionary[int, Handle] = WeakValueDictionary()
         self.settings = settings_of(self.spec.name, world, config, runtime)
@@ -392,17 +392,20 @@ class Dispatcher(ABC):
             self._follow()
 
     def _follow(self) -> None:
-        """Ranks were lost, and the World went on: so do the calls, numbered from zero, as ranks may have made more or
-        fewer of them in the step that was discarded."""
+        """The first call, or ranks were lost and the World went on: calls are numbered from zero, as ranks may have
+        made more or fewer of them in the step that was discarded."""
+        self._calls, self._generation = 0, self.world.generation
+        self._open.clear()
+        if all(self.world.alive):
+            return
         if self.runtime.on_rank_lost == "restart":
+            self._generation = None  # the next call is refused, too
             raise UsageError(
                 f"{self.spec.name}: built with on_rank_lost='restart', and its World went on without a rank: build "
                 "layers with RuntimeConfig(on_rank_lost='continue') or 'renormalize'"
             )
         world, renormalize = self.world, self.runtime.on_rank_lost == "renormalize"
         self._lost = LostExperts(world.alive, world.parallel, self.config.num_experts, world.device, renormalize)
-        self._calls, self._generation = 0, world.generation
-        self._open.clear()
 
     def _rows_of_step(self) -> int | None:
         """R of what is sent, by the step that is open; None outside of one."""

@@ -192,7 +192,7 @@ class Membership(Collectives):
                 self.alive, self._ranks, self._guard = _mask(self.size, ranks), ranks, None
                 self.generation = before.met.generation + ballots.number
             else:
-                self._meet_survivors(before, ballots.number, ranks)
+                self._meet_survivors(before, ballots, ranks)
             for memory in self._resources.of_ranks():
                 memory.resume(self.alive)
             self.barrier()
@@ -200,8 +200,8 @@ class Membership(Collectives):
             self.step_number = step_number
         before.close()
 
-    def _meet_survivors(self, before: Guard, number: int, ranks: list[int]) -> None:
-        store = dist.PrefixStore(f"without/{number}", before.met.store)
+    def _meet_survivors(self, before: Guard, ballots: Ballots, ranks: list[int]) -> None:
+        store = dist.PrefixStore(f"without/{ballots.number}", ballots.client())
         patience_s = self.timeout_s * (2 if self.device.type == "cuda" else 1)
         silent_s, host = silent_after(self.timeout_s), before.met.host
         met = meet(store, "world", self.rank, ranks, patience_s, silent_s, host, job_name(), before.met.members)

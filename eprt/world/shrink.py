@@ -29,7 +29,7 @@ class Survivors:
         lost: all ranks that the World goes on without, of earlier losses, too.
         completed: [W] number of the last step that each rank left without an exception; -1: none, or a lost rank.
             Ranks may differ by one: a rank that had everything it needed of the step in flight has completed it.
-        next_step: a number that no rank has given to a step yet, and which the next one has unless it is given another.
+        next_step: a number that no step has had yet, and which the next one has unless it is given another.
     """
 
     lost: tuple[int, ...]
@@ -53,8 +53,18 @@ class Ballots:
     """
 
     def __init__(self, store: dist.Store, silent_s: float) -> None:
-        self._store, self._silent_s = store, silent_s
+        self._whole, self._silent_s = store, silent_s
+        self._store: dist.Store | None = None
         self.number = 0
+
+    def client(self) -> dist.Store:
+        """The store, for one attempt to make groups. A rank that dies meanwhile leaves another's thread inside a call
+        to the store, and no second call gets through a client that one is inside of.
+
+        Raises:
+            RankLost: the store is gone.
+        """
+        return self._ask(lambda: self._whole.clone())  # pyright: ignore[reportAttributeAccessIssue]
 
     def decide(self, lost: set[int]) -> set[int]:
         """What stands under the next number, or under the last one that was decided meanwhile.
@@ -62,11 +72,12 @@ class Ballots:
         Raises:
             RankLost: the store is gone.
         """
+        store = self._store = self._store or self.client()
         self.number += 1
-        while self._ask(lambda: self._store.check([f"lost/{self.number + 1}"])):
+        while self._ask(lambda: store.check([f"lost/{self.number + 1}"])):
             self.number += 1
         mine = json.dumps({"lost": sorted(lost)})
-        raw = self._ask(lambda: bytes(self._store.compare_set(f"lost/{self.number}", "", mine)))
+        raw = self._ask(lambda: bytes(store.compare_set(f"lost/{self.number}", "", mine)))
         match record(raw):
             case {"lost": [*ranks]} if all(type(rank) is int for rank in ranks):
                 return set(ranks)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from eprt.config import MoEConfig
 from eprt.conformance.faults.matrix import (
     REPLAY,
     START_UP,
@@ -27,10 +28,11 @@ from eprt.conformance.faults.matrix import (
     runtime,
 )
 from eprt.conformance.harness import RankContext
+from eprt.conformance.oracle import shard_weights
 from eprt.errors import EprtError, RankLost
 from eprt.graphs import StepGraphs
 from eprt.layer import ExpertParallelMoE
-from eprt.placement import ExpertPlacement
+from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.tokens import TopK
 from eprt.weights import Dense, ExpertWeights
 from eprt.world import World
@@ -61,21 +63,31 @@ class Job:
     Args:
         then: what the layer is built for.
         graphs: steps are replays.
+        placement: contiguous if None.
     """
 
-    def __init__(self, world: World, dispatcher: str, then: Then = "restart", graphs: bool = False) -> None:
+    def __init__(
+        self,
+        world: World,
+        dispatcher: str,
+        then: Then = "restart",
+        graphs: bool = False,
+        placement: ExpertPlacement | None = None,
+    ) -> None:
         device = world.device.type
         self.world, self.config, self.then = world, config(world.size, device), then
         generator = torch.Generator().manual_seed(7)
         E, H, I = self.config.num_experts, self.config.hidden_size, self.config.intermediate_size
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.dtype = dtype = torch.bfloat16 if device == "cuda" else torch.float32
         # Scaled so that outputs are about as large as tokens.
         self.gate_up = (torch.randn(E, 2 * I, H, generator=generator) / H**0.5).to(dtype)
         self.down = (torch.randn(E, H, I, generator=generator) / I**0.5).to(dtype)
-        shard = ExpertPlacement(E, world.parallel).shard(world.rank)
-        own = slice(shard.first_expert, shard.end_expert)
-        experts = ExpertWeights(Dense(self.gate_up[own].to(world.device)), Dense(self.down[own].to(world.device)))
-        self.layer = ExpertParallelMoE(self.config, world, experts, runtime=runtime(dispatcher, device, then))
+        all_experts = ExpertWeights(Dense(self.gate_up), Dense(self.down))
+        placement = placement or ExpertPlacement(E, world.parallel)
+        experts = _share(all_experts, self.config, placement.shard(world.rank)).map(lambda x: x.to(world.device))
+        self.placement = placement
+        settings = runtime(dispatcher, device, then)
+        self.layer = ExpertParallelMoE(self.config, world, experts, runtime=settings, placement=placement)
         self.graphs = self._make_graphs() if graphs else None
         if device == "cuda":
             world.warmup(self.layer)
@@ -85,7 +97,7 @@ class Job:
     def _make_graphs(self) -> StepGraphs:
         K, E, device = self.config.top_k, self.config.num_experts, self.world.device
         inputs = {
-            "hidden": torch.zeros(1, self.config.hidden_size, dtype=torch.bfloat16, device=device),
+            "hidden": torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=device),
             "ids": torch.full((1, K), E, dtype=torch.int32, device=device),
             "shares": torch.zeros(1, K, device=device),
         }
@@ -96,11 +108,9 @@ class Job:
 
     def batch(self, step: int) -> Batch:
         """This rank's; some ranks have nothing to do in some steps."""
-        generator = torch.Generator().manual_seed(1000 * step + self.world.rank)
-        tokens = (step + self.world.rank) % MOST_TOKENS
-        hidden = torch.randn(tokens, self.config.hidden_size, generator=generator)
-        if self.world.device.type == "cuda":
-            hidden = hidden.bfloat16().float()
+        generator = torch.Generator().manual_seed(1000 * step + self.world.dp_rank)
+        tokens = (step + self.world.dp_rank) % MOST_TOKENS
+        hidden = torch.randn(tokens, self.config.hidden_size, generator=generator).to(self.dtype).float()
         shares, ids = torch.rand(tokens, self.config.num_experts, generator=generator).topk(self.config.top_k, dim=1)
         return Batch(hidden, shares, ids)
 
@@ -109,7 +119,7 @@ class Job:
         batch, device = self.batch(number), self.world.device
         tokens = batch.hidden.shape[0]
         with self.world.step(tokens, number=number):
-            hidden = batch.hidden.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+            hidden = batch.hidden.to(device, self.dtype)
             topk = TopK(batch.ids.to(device, torch.int32), batch.shares.to(device))
             if self.graphs is None:
                 found = self.layer(hidden, topk)
@@ -131,17 +141,30 @@ class Job:
             raise WrongOutput(f"{words}, off by {(found - expected).norm():.2e}")
 
     def expected(self, batch: Batch) -> torch.Tensor:
-        """Token by token, without the experts of lost ranks."""
-        each, out = self.config.num_experts // self.world.size, torch.zeros_like(batch.hidden)
+        """Token by token, without the experts that no rank holds any more."""
+        out, there = torch.zeros_like(batch.hidden), [self._is_there(e) for e in range(self.config.num_experts)]
         for token, hidden in enumerate(batch.hidden):
             chosen = list(zip(batch.shares[token].tolist(), batch.ids[token].tolist(), strict=True))
-            left = [(share, expert) for share, expert in chosen if self.world.alive[expert // each]]
+            left = [(share, expert) for share, expert in chosen if there[expert]]
             had, has = (sum(share for share, _ in some) for some in (chosen, left))
             scale = had / has if self.then == "renormalize" and left else 1.0
             for share, expert in left:
                 gate, up = (self.gate_up[expert].float() @ hidden).chunk(2)
                 out[token] += scale * share * (self.down[expert].float() @ (gate * torch.sigmoid(gate) * up))
         return out
+
+    def _is_there(self, expert: int) -> bool:
+        """Whether all ranks that share one of its slots are left."""
+        tp, each = self.world.parallel.moe_tp_size, self.placement.num_local_experts
+        firsts = [slot // each * tp for slot in self.placement.replicas[expert]]
+        return any(all(self.world.alive[first : first + tp]) for first in firsts)
+
+
+def _share(everything: ExpertWeights, moe: MoEConfig, shard: ExpertShard) -> ExpertWeights:
+    """What a rank holds: its slots' experts, its slice of each."""
+    held = list(shard.experts)
+    slots = replace(shard, first_expert=0, num_experts=len(held), experts=())
+    return shard_weights(everything.map(lambda x: x[held]), moe, slots)
 
 
 class Diary:
