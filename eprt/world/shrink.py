@@ -64,7 +64,8 @@ class Ballots:
         Raises:
             RankLost: the store is gone.
         """
-        return self._ask(lambda: self._whole.clone())  # pyright: ignore[reportAttributeAccessIssue]
+        clone: Callable[[], dist.Store] = self._whole.clone  # pyright: ignore
+        return self._ask(clone)
 
     def decide(self, lost: set[int]) -> set[int]:
         """What stands under the next number, or under the last one that was decided meanwhile.

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from eprt.conformance.faults.matrix import (
     REPLAY,
     START_UP,
     STEP,
-    TIMEOUT_S,
     Skipped,
     Then,
     Trial,
@@ -200,22 +199,23 @@ def _run(context: RankContext, trial: Trial, diary: Diary, folder: Path) -> None
     victim = context.rank == trial.rank
 
     def act(*_: object, **__: object) -> None:
+        if trial.fault == "none":
+            return
         (folder / "fault").write_text(str(time.monotonic()))
         trial.how.act()
 
     if victim and trial.moment in START_UP:
         with mock.patch(START_UP[trial.moment], side_effect=act):
-            context.world(timeout_s=TIMEOUT_S)
-    if context.device == "cuda":  # compiles, on a World that has the patience for it
-        Job(context.world(), trial.dispatcher, trial.then, trial.moment == REPLAY).layer.close()
-    job = Job(context.world(timeout_s=TIMEOUT_S), trial.dispatcher, trial.then, trial.moment == REPLAY)
+            context.world(timeout_s=trial.timeout_s)
+    settings = trial.dispatcher, trial.then, trial.moment == REPLAY
+    if context.device == "cuda":
+        with context.world() as patient:  # what has to be compiled is, before a World with a limit of seconds
+            Job(patient, *settings).step(0)
+    job = Job(context.world(timeout_s=trial.timeout_s), *settings)
     step, steps = 0, STEPS
     while step < steps:
-        here = victim and step == FAULT_STEP and trial.fault != "none"
         try:
-            if here and trial.moment == STEP[0]:
-                act()
-            with _armed(job, trial.moment, act) if here else _unarmed():
+            with _armed(job, trial.moment, act) if victim and step == FAULT_STEP else nullcontext():
                 job.step(step)
             if not all(job.world.alive) and "resumed_at" not in diary.seen:
                 diary.note(resumed_at=time.monotonic())
@@ -243,6 +243,8 @@ def _go_on(job: Job) -> int:
 @contextmanager
 def _armed(job: Job, moment: str, act: Callable[..., None]) -> Iterator[None]:
     """In this step the victim breaks."""
+    if moment == STEP[0]:
+        act()
     if moment == REPLAY and job.graphs is not None:  # it asks for its peers between the agreement and the launch
         with mock.patch.object(job.graphs._peers, "check", act):
             yield
@@ -253,11 +255,6 @@ def _armed(job: Job, moment: str, act: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         job.layer.observe = before
-
-
-@contextmanager
-def _unarmed() -> Iterator[None]:
-    yield
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from eprt.support import Device
 
 TIMEOUT_S = 4.0  # of the trials' Worlds
 SILENT_S = TIMEOUT_S / 2
+GPU_TIMEOUT_S = 8.0  # warm-up lies within it, too, and trials share the GPUs
 SLACK_S = 3.0  # a loaded machine schedules four processes on two cores
 EXIT_AFTER_S = 2.0  # after the verdict, where a kernel waits for the dead (`Guard`)
 SHRINK_S = 4.0  # from the verdict to the first right output without the lost rank
@@ -132,13 +133,20 @@ class Trial:
         return self.how.unknowable if self.device == "cuda" else ""
 
     @property
+    def timeout_s(self) -> float:
+        """Of its World."""
+        return GPU_TIMEOUT_S if self.device == "cuda" else TIMEOUT_S
+
+    @property
     def limit_s(self) -> float:
         """From the fault to the last survivor's verdict."""
+        more = self.timeout_s - TIMEOUT_S
+        limit = self.how.limit_s + more * {"silent": 0.5, "behind": 1.0}.get(self.how.why, 0.0)
         # A rank that sleeps or is stopped before the guards know each other is missing until the timeout.
         early = self.moment == "meeting" and self.fault in ("stop", "sleep")
-        late = early or bool(self.unknowable)  # nothing but the timeout tells
-        stuck = EXIT_AFTER_S if self.device == "cuda" else 0.0
-        return (TIMEOUT_S + 1.0 if late else self.how.limit_s) + stuck + SLACK_S
+        if early or self.unknowable:  # nothing but the timeout tells
+            limit = self.timeout_s + 1.0
+        return limit + (EXIT_AFTER_S if self.device == "cuda" else 0.0) + SLACK_S
 
     @property
     def resume_s(self) -> float:
