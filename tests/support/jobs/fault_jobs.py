@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from unittest import mock
 
@@ -185,3 +186,16 @@ def is_cut_off(context, victim: int) -> str:
         guard._links.send = lambda *_, **__: None
         guard._links._heard = lambda *_: None
     return _step_until_lost(world)
+
+
+def sits_in_a_kernel(context, victim: int) -> None:
+    """As on a GPU whose kernel waits for a rank that died: no verdict wakes the host."""
+    world = context.world(timeout_s=LIMIT_S)
+    assert world._guard is not None
+    world._guard._exit_after_s = 2.0
+    world.barrier()
+    if context.rank == victim:
+        sys.stderr.write(f"killed at {time.monotonic()}\n")
+        sys.stderr.flush()
+        _die()
+    time.sleep(60)
