@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +14,12 @@ from support.jobs import shrink_jobs as jobs
 from eprt.conformance.harness import WorldFailed, WorldPool, launch
 
 OUT = "can't go on after ranks"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def survivors(size: int, lost: set[int], job: Any, **kwargs: Any) -> dict[int, Any]:
@@ -64,10 +73,7 @@ def test_a_rank_that_wakes_up_hears_that_it_is_out() -> None:
 
 
 def test_without_the_store_it_is_a_restart() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    for text in survivors(3, {0}, jobs.without_the_store, port=port).values():
+    for text in survivors(3, {0}, jobs.without_the_store, port=free_port()).values():
         assert f"{OUT} [0] were lost: rank 0 served the control store" in text
         assert text.endswith("Restart the job.")
 
@@ -80,11 +86,12 @@ def test_a_rank_that_dies_while_the_others_find_together_is_left_out_too(where: 
 
 def test_what_is_refused() -> None:
     for found in survivors(3, {1}, jobs.refusals, victim=1).values():
-        nobody, inside, handle, plain = found
+        nobody, inside, handle, plain, balance = found
         assert nobody.startswith("UsageError: shrink, but no rank is lost")
         assert inside.startswith("UsageError: shrink inside step 1")
         assert "combine on a handle of a step that was discarded with a lost rank" in handle
         assert "built with on_rank_lost='restart'" in plain
+        assert "rebalance needs all ranks, and ranks [1] are lost" in balance
 
 
 def test_graphs_new_layers_and_agreement_among_those_that_are_left() -> None:
@@ -92,6 +99,51 @@ def test_graphs_new_layers_and_agreement_among_those_that_are_left() -> None:
     for stale, values in found.values():
         assert "StepGraphs.capture()" in stale
         assert values == [0, None, 2]
+
+
+SCRIPT = """
+import os, signal, sys
+from eprt.conformance.faults import Job
+from eprt.errors import RankLost
+from eprt.world import World
+with World.from_env("cpu", timeout_s=20) as world:
+    job, step = Job(world, "torch", "continue"), 0
+    while step < 12:
+        if (world.rank, step) == (1, 5):
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            job.step(step)
+            step += 1
+        except RankLost:
+            step = world.shrink().next_step
+    sys.stdout.write(f"went on as {world.alive}")
+    if sys.argv[1] == "fails" and world.rank == 2:
+        raise ArithmeticError("of its own")
+    if sys.argv[1] == "fails":
+        world.barrier()
+"""
+
+
+@pytest.mark.parametrize(("how", "codes"), [("ends", [0, -9, 0]), ("fails", [75, -9, 1])])
+def test_a_process_that_went_on_ends_by_itself_with_its_own_code(how: str, codes: list[int]) -> None:
+    port = free_port()
+    started = []
+    for rank in range(3):
+        found = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "EPRT_JOB")
+        } | found
+        command = [sys.executable, "-c", SCRIPT, how]
+        started.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        ended = [(process.communicate(timeout=100), process.returncode) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [code for _, code in ended] == codes, ended
+    assert all("went on as (True, False, True)" in said for (said, _), code in ended if code >= 0), ended
 
 
 def test_who_completed_the_step_is_known_to_all() -> None:

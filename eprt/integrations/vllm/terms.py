@@ -91,7 +91,9 @@ def runtime_config(config: Any, ranks_of_a_token: int) -> RuntimeConfig:
         ranks_of_a_token: TP size; each TP rank sends its part of the batch, with sequence parallelism or without.
     """
     given: Any = (config.additional_config or {}).get(OPTIONS, {})
-    allowed = sorted({field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "rank_mask"})
+    allowed = sorted(
+        {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "on_rank_lost", "rank_mask"}
+    )
     found = sorted(set(given) - set(allowed)) if isinstance(given, dict) else given
     if found or not isinstance(given, dict):
         raise ConfigError(f"--additional-config {OPTIONS}: {found}; expected fields of RuntimeConfig: {allowed}")

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 
+from eprt.balance import rebalance
 from eprt.conformance.faults import Job
 from eprt.errors import EprtError, RankLost
 from eprt.placement import ExpertPlacement
@@ -156,6 +157,7 @@ def refusals(context, victim: int) -> list[str]:
     # On all ranks, which compare headers: they say the same.
     found.append(said(lambda: job.layer.dispatcher.combine(output, open_call.handle)))
     found.append(said(lambda: plain.layer(batch.hidden, topk)))
+    found.append(said(lambda: rebalance(world, [job.layer], [job.placement])))
     job.step(30)
     return found
 
