@@ -312,12 +312,12 @@ def test_a_missing_rank_is_named_in_bounded_time(phase):
 def test_the_others_go_on_without_lost_ranks(lost, payload, moe_tp):
     """The lost were in the middle of a call, and so were some of the others. What was theirs is never touched again."""
     torch.manual_seed(4)
-    ranks = Ranks(W=4, E=16, K=4, H=256, capacity=130, payload=payload, moe_tp=moe_tp)
+    ranks = Ranks(W=4, E=16, K=4, H=256, capacity=130, payload=payload, moe_tp=moe_tp, timeout_s=LIMIT_S)
     for slot in (0, 1, 0):
         ranks.step(slot, [ranks.batch(3) for _ in range(4)], R=4)
     unfinished = [ranks.batch(3) for _ in range(4)]
     ranks.synchronize()
-    ranks.dispatch(1, unfinished, 5, ranks=[1], timeout_s=LIMIT_S)
+    ranks.dispatch(1, unfinished, 5, ranks=[1])
     ranks.synchronize()
     assert ranks.memories[1].faulty
     ranks.memories[1].slots.acquire()
@@ -339,12 +339,12 @@ def test_the_others_go_on_without_lost_ranks(lost, payload, moe_tp):
 
 @cuda_only
 def test_a_kernel_that_waits_for_a_lost_rank_is_freed_by_its_host():
-    ranks = Ranks(W=2, E=4, K=2, H=128, capacity=4)
+    ranks = Ranks(W=2, E=4, K=2, H=128, capacity=4, timeout_s=60.0)
     batches = [ranks.batch(4) for _ in range(2)]
     ranks.step(0, batches, R=4)
     started = time.monotonic()
-    ranks.dispatch(0, batches, 4, ranks=[0], timeout_s=60.0)
-    ranks.combine(0, batches, 4, ranks=[0], timeout_s=60.0)
+    ranks.dispatch(0, batches, 4, ranks=[0])
+    ranks.combine(0, batches, 4, ranks=[0])
     done = torch.cuda.Event()
     done.record(ranks.streams[0])
     while not done.query() and time.monotonic() - started < 30.0:
