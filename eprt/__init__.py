@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from eprt.weights import Nvfp4 as Nvfp4
     from eprt.weights import SharedExpertWeights as SharedExpertWeights
     from eprt.world import World as World
+    from eprt.world.shrink import Survivors as Survivors
     from eprt.world.step import Step as Step
 
 __version__ = "0.1.0"
@@ -88,6 +89,7 @@ _HOME = {
         "SharedExpertWeights",
     ),
     "eprt.world": ("World",),
+    "eprt.world.shrink": ("Survivors",),
     "eprt.world.step": ("Step",),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}

@@ -260,6 +260,11 @@ class RuntimeConfig:
             are 2^-9, so what is under 2^-10 is lost. Only for outputs known to lie in that range.
         rank_mask: the host engine may take ranks out of service (`Dispatcher.set_alive`); the plan then leaves out the
             dispatchers that can't.
+        on_rank_lost: "restart": who is left raises RankLost and ends, for the launcher to start the job again.
+            "continue": `World.shrink` may go on without the lost ranks; what their experts would have added is missing
+            then, which is another function than the model's, and the other weights stay as they are. "renormalize": a
+            token's other weights are scaled to the sum that all of them had. The plan leaves out dispatchers that
+            can't, and says which can only between two steps.
         token_format: force the format between dispatcher and executor; None lets the plan choose.
         validate: "cheap" checks what the host knows without a device sync; "full" also checks values (ids in range,
             finite weights) and compares all ranks' headers before payload moves. gloo worlds always compare headers.
@@ -279,6 +284,7 @@ class RuntimeConfig:
     payload: PayloadFormat | None = None
     combine_payload: CombineFormat | None = None
     rank_mask: bool = False
+    on_rank_lost: Literal["restart", "continue", "renormalize"] = "restart"
     token_format: TokenFormat | None = None
     validate: Literal["cheap", "full"] = "cheap"
     phase: Literal["prefill", "decode"] = "decode"
@@ -298,5 +304,14 @@ class RuntimeConfig:
             _require_name("combine_payload", self.combine_payload, CombineFormat)
         if self.token_format is not None:
             _require_name("token_format", self.token_format, TokenFormat)
+        _require(
+            self.on_rank_lost in ("restart", "continue", "renormalize"),
+            f"on_rank_lost {self.on_rank_lost!r}: expected 'restart', 'continue' or 'renormalize'",
+        )
         _require(self.validate in ("cheap", "full"), f"validate {self.validate!r}: expected 'cheap' or 'full'")
         _require(self.phase in ("prefill", "decode"), f"phase {self.phase!r}: expected 'prefill' or 'decode'")
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether ranks may be left out, on purpose or once they are lost."""
+        return self.rank_mask or self.on_rank_lost != "restart"

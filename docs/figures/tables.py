@@ -272,9 +272,14 @@ def faults() -> str:
     lines = []
     for fault, words in FAULTS.items():
         for when, meets in (("in a step", False), ("while ranks meet", True)):
-            found = [r["seconds"] for r in rows if r["fault"] == fault and (r["moment"] in MEETING) == meets]
+            these = [r for r in rows if r["fault"] == fault and (r["moment"] in MEETING) == meets]
+            found = [r["seconds"] for r in these]
             if found:
                 lines.append([f"{words}, {when}", len(found), f"{median(found):.2f}", f"{max(found):.2f}"])
+            went_on = [r["resumed"] for r in these if r.get("resumed") is not None]
+            if went_on:
+                said = f"{words}, {when}: first output without it"
+                lines.append([said, len(went_on), f"{median(went_on):.2f}", f"{max(went_on):.2f}"])
     bad = [r for r in rows if not r["ok"] or not r["culprit"] or r["wrong"] or r["leftovers"]]
     said = f"{len(rows)} trials, of which {len(bad)} named another rank, gave a wrong output or left something behind."
     return f"{table(['a rank', 'trials', 'median', 'most'], lines)}\n\n{said} {source('faults_cpu')}"

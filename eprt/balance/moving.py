@@ -95,6 +95,7 @@ def rebalance(
     error: EprtError | None = None
     settings: dict[str, str] = {}
     try:
+        world.require_whole("rebalance")
         _require_movable(world, layers, placements)
         settings = {
             f"layer {place}": f"{layer.dispatcher.layer}: {layer.placement.fingerprint()} -> {new.fingerprint()}"

@@ -175,9 +175,14 @@ class Doctor:
     run: bool = False
     """Also run the conformance cases here: gloo ranks on the CPU, and all GPUs if there are any."""
     faults: bool = False
-    """Also break ranks on purpose (kill, stop, raise, leave, skip, sleep) and time the others' verdicts."""
-    trials: int = 20
-    """How many cells of the fault matrix --faults runs; about 5 s each."""
+    """Also break ranks on purpose (kill, stop, raise, leave, skip, sleep), time the others' verdicts, and see that they
+    go on without the lost rank where they are to."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Ranks of --faults: gloo ranks on the CPU, or one for each GPU, on every dispatcher that can run there."""
+    trials: int | None = None
+    """How many cells of the fault matrix --faults runs, 2 to 10 s each. Default: 20 on the CPU, all on GPUs."""
+    jobs: int = 1
+    """Trials of --faults at a time; on GPUs most of a trial is starting processes, so 4 are faster."""
     world: int = 4
     """CPU ranks of --run and --faults."""
     output: Path | None = None

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from eprt.bench.report import Report
 from eprt.cli.arguments import Doctor
+from eprt.cli.doctor_faults import break_ranks
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal
-from eprt.conformance import diagnosis, faults
+from eprt.conformance import diagnosis
 from eprt.conformance.checks import Check, Row, run_checks, standard_checks, summarize
-from eprt.errors import ConfigError
 from eprt.support import Device
 
 
@@ -30,7 +29,7 @@ def doctor(arguments: Doctor, terminal: Terminal) -> int:
         report["conformance"] = [_prove(device, size, terminal) for device, size in worlds]
         failed = sum(len(world["failures"]) for world in report["conformance"])
     if arguments.faults:
-        report["faults"] = _break(arguments, terminal)
+        report["faults"] = break_ranks(arguments, terminal)
         failed += sum(not row["ok"] for row in report["faults"])
     terminal.result(report)
     return 1 if failed else 0
@@ -108,65 +107,6 @@ def _prove(device: str, size: int, terminal: Terminal) -> dict[str, Any]:
         f"{time.monotonic() - started:.0f} s"
     )
     return {"device": device, "size": size, "checks": total, "failures": [_failure(row) for row in failures]}
-
-
-def _break(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
-    """The fault matrix on gloo ranks, one row a trial."""
-    if arguments.trials < 1 or arguments.world < 2:
-        raise ConfigError(f"--trials {arguments.trials}, --world {arguments.world}: expected at least 1, and 2 ranks")
-    cells = faults.trials(arguments.world, count=arguments.trials)
-    results: list[faults.Result] = []
-    rows: list[dict[str, Any]] = []
-    with terminal.progress("fault", len(cells)) as progress:
-        for cell in cells:
-            results.append(faults.run_trial(cell))
-            rows.append(results[-1].as_row())
-            if arguments.output is not None and terminal.speaks:
-                Report("faults", rows, {"timeout_s": faults.TIMEOUT_S, "slack_s": faults.SLACK_S}).write(
-                    arguments.output
-                )
-            progress.advance(f"{cell.fault} of rank {cell.rank}, {cell.moment}, {cell.dispatcher}")
-    groups: dict[tuple[str, ...], list[faults.Result]] = defaultdict(list)
-    for result in results:
-        early = result.trial.moment in faults.START_UP
-        where = "start-up" if early else result.trial.moment
-        groups[(result.trial.fault, where, "-" if early else result.trial.dispatcher)].append(result)
-    terminal.table(
-        f"Faults: {arguments.world} gloo ranks, one broken in each trial; seconds until the last of the others knew",
-        [
-            "fault",
-            "moment",
-            "dispatcher",
-            "trials",
-            "median s",
-            "most s",
-            "limit s",
-            "culprit",
-            "late",
-            "wrong",
-            "left",
-        ],
-        [[*key, *_line(groups[key])] for key in sorted(groups)],
-    )
-    for result in [r for r in results if not r.ok][:10]:
-        terminal.say(f"FAIL {result.trial}: {result.as_row()}")
-    good = sum(result.ok for result in results)
-    terminal.say(f"\n{'PASS' if good == len(results) else 'FAIL'}: {good} of {len(results)} trials as promised")
-    return rows
-
-
-def _line(results: list[faults.Result]) -> list[object]:
-    times = sorted(result.seconds for result in results if result.seconds is not None)
-    return [
-        len(results),
-        f"{times[len(times) // 2]:.2f}" if times else "-",
-        f"{times[-1]:.2f}" if times else "-",
-        f"{max(result.trial.limit_s for result in results):.1f}",
-        f"{sum(result.culprit for result in results)}/{len(results)}",
-        sum(result.late for result in results),
-        sum(result.wrong for result in results),
-        sum(len(result.leftovers) for result in results),
-    ]
 
 
 def _failure(row: Row) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from eprt.conformance.rank_process import Raised
 from eprt.errors import EprtError, RankLost
@@ -30,6 +30,8 @@ class RankReport:
         stack: traceback of `raised`, or all threads of an unfinished rank, or what a crash left.
         waits_for_others: it is unfinished, and its main thread is inside a collective.
         log_tail: last lines of its stdout and stderr.
+        ended_at: of a rank that died: when the parent knew (`time.monotonic`).
+        result: what the job returned, of a rank that finished although another didn't.
     """
 
     rank: int
@@ -40,6 +42,8 @@ class RankReport:
     stack: str = ""
     waits_for_others: bool = False
     log_tail: str = ""
+    ended_at: float | None = None
+    result: Any = None
 
     @property
     def lost_rank(self) -> int | None:

@@ -63,6 +63,7 @@ class _Rank:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self.setup = setup
+        self.heard_at = 0.0  # when it ended its last job, or itself
         self.jobs: Connection
         self.jobs, theirs = context.Pipe()
         # A daemon: should the parent leave without closing the pool, multiprocessing ends it.
@@ -257,6 +258,7 @@ class WorldPool:
             for rank in waiting:
                 if rank.jobs in ready or rank.process.sentinel in ready:
                     outcomes[rank.setup.rank] = rank.receive()
+                    rank.heard_at = time.monotonic()
 
     def _reports(self, outcomes: dict[int, str]) -> list[RankReport]:
         """What became of each rank; asks those that live for their stacks."""
@@ -281,6 +283,8 @@ class WorldPool:
                     stack=raised.stack if raised else dump,
                     waits_for_others=waits and outcome == "unfinished",
                     log_tail=tail(rank.setup.path("log")),
+                    ended_at=rank.heard_at if outcome == "died" else None,
+                    result=rank.result() if outcome == "ok" else None,
                 )
             )
         return reports

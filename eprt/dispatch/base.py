@@ -26,7 +26,7 @@ from eprt.dispatch.call import (
 )
 from eprt.dispatch.capacity import Capacity
 from eprt.dispatch.handle import Dispatched, Handle
-from eprt.dispatch.rank_mask import RankMask, checked_mask, require_changeable
+from eprt.dispatch.rank_mask import LostExperts, RankMask, checked_mask, require_changeable
 from eprt.dispatch.slots import Slots
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError, UsageError
@@ -96,6 +96,8 @@ class Dispatcher(ABC):
         self.full_validation = runtime.validate == "full"
         self._accepted: tuple[object, ...] | None = None  # what was right about the last call
         self._calls = 0
+        self._generation: int | None = None  # of the World when it made its last call
+        self._lost: LostExperts | None = None
         self._open: WeakValueDictionary[int, Handle] = WeakValueDictionary()
         self.settings = settings_of(self.spec.name, world, config, runtime)
         self.fingerprint = fingerprint_of(self.settings)
@@ -126,7 +128,7 @@ class Dispatcher(ABC):
         """Collective: allocate, compile, connect, by sending a token that no expert wants there and back. After
         `World.warmup()` doing so lazily is an error."""
         token, topk = unwanted_token(self.config, self.world.device)
-        handle = Handle(self, call=-1, num_tokens=1, tokens_per_rank=1, dtype=token.dtype)
+        handle = Handle(self, -1, 1, 1, token.dtype, generation=self.world.generation)
         tokens = self._dispatch(self._encode(token), topk, handle)
         self._combine(token.new_zeros((*tokens.hidden.data.shape[:-1], token.shape[1])), handle)
         self._settle()
@@ -227,7 +229,9 @@ class Dispatcher(ABC):
             rows: R of this round, at most the capacity.
         """
         T, dtype = hidden_states.shape[0], hidden_states.dtype
-        handle = self._open[self._calls] = Handle(self, self._calls, T, rows, dtype, deferred=not wait)
+        handle = self._open[self._calls] = Handle(
+            self, self._calls, T, rows, dtype, deferred=not wait, generation=self.world.generation
+        )
         self._calls += 1
         capturing = self._capturing()
         if not capturing:  # what is captured runs later, and in other steps
@@ -235,6 +239,8 @@ class Dispatcher(ABC):
         try:
             if topk.weights.requires_grad:
                 topk = TopK(topk.ids, topk.weights.detach())
+            if self._lost is not None:
+                topk = self._lost.left_out(topk)
             x = hidden_states.detach() if hidden_states.requires_grad else hidden_states
             tokens = self._dispatch(self._encode(x), topk, handle)
         except BaseException:
@@ -338,7 +344,7 @@ class Dispatcher(ABC):
     def alive(self) -> tuple[bool, ...]:
         """[W]: which ranks take part; all until `set_alive`."""
         mask = self._mask()
-        return (True,) * self.world.size if mask is None else mask.alive
+        return self.world.alive if mask is None else mask.alive
 
     def close(self) -> None:
         """Close the open handles, then give back what is shared. Idempotent."""
@@ -351,15 +357,17 @@ class Dispatcher(ABC):
 
     def _abandon(self, handle: Handle) -> None:
         """An open handle won't be combined."""
-        self._open.pop(handle.call, None)
-        self._release(handle)
+        if self._open.get(handle.call) is handle:
+            del self._open[handle.call]
+        if handle.generation == self.world.generation:
+            self._release(handle)
 
     # ---- shared steps ---------------------------------------------------------------------------------------
 
     @property
     def incomplete(self) -> bool:
-        """Whether a rank is left out, so that nothing may be asked of all of them."""
-        return self.runtime.rank_mask and not all(self.alive)
+        """Whether a rank of the World is left out, so that nothing may be asked of all of them."""
+        return self.runtime.rank_mask and self.alive != self.world.alive
 
     def _capturing(self) -> bool:
         return self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -380,6 +388,24 @@ class Dispatcher(ABC):
         """Without a world no peer can be told anything."""
         if self.world.closed:
             raise UsageError(f"{self.spec.name}: the world is closed; make a new one")
+        if self._generation != self.world.generation:
+            self._follow()
+
+    def _follow(self) -> None:
+        """The first call, or ranks were lost and the World went on: calls are numbered from zero, as ranks may have
+        made more or fewer of them in the step that was discarded."""
+        self._calls, self._generation = 0, self.world.generation
+        self._open.clear()
+        if all(self.world.alive):
+            return
+        if self.runtime.on_rank_lost == "restart":
+            self._generation = None  # the next call is refused, too
+            raise UsageError(
+                f"{self.spec.name}: built with on_rank_lost='restart', and its World went on without a rank: build "
+                "layers with RuntimeConfig(on_rank_lost='continue') or 'renormalize'"
+            )
+        world, renormalize = self.world, self.runtime.on_rank_lost == "renormalize"
+        self._lost = LostExperts(world.alive, world.parallel, self.config.num_experts, world.device, renormalize)
 
     def _rows_of_step(self) -> int | None:
         """R of what is sent, by the step that is open; None outside of one."""

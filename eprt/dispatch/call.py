@@ -154,6 +154,8 @@ def check_handle(handle: object, owner: HandleOwner) -> None:
         raise UsageError("combine got a handle of another dispatcher: pass the one that the same dispatch returned")
     if handle.status != "open":
         raise UsageError(f"combine on a handle that is already {handle.status}: dispatch again for a new one")
+    if handle.generation != owner.world.generation:
+        raise UsageError("combine on a handle of a step that was discarded with a lost rank: dispatch again")
     if handle.deferred:
         raise UsageError("combine on a handle that nobody waited for: call handle.wait() before the experts run")
 
@@ -246,6 +248,7 @@ def settings_of(dispatcher: str, world: World, config: MoEConfig, runtime: Runti
         "payload": str(runtime.payload),
         "combine_payload": str(runtime.combine_payload),
         "rank_mask": str(runtime.rank_mask),
+        "on_rank_lost": runtime.on_rank_lost,
         "validate": runtime.validate,
         "layer_graphs": str(runtime.layer_graphs),
         "max_tokens_per_rank": str(runtime.max_tokens_per_rank),

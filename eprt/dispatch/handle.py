@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import torch
 
@@ -14,6 +14,9 @@ from eprt.tokens import ExpertMajorTokens, FlatTokens
 class CallState:
     """What a dispatcher's combine needs of its dispatch: each dispatcher's own class."""
 
+
+if TYPE_CHECKING:
+    from eprt.world import World
 
 S = TypeVar("S", bound=CallState)
 
@@ -31,6 +34,8 @@ class Traffic:
 class HandleOwner(Protocol):
     """The dispatcher, as its handles know it."""
 
+    world: World
+
     def _wait(self, handle: Handle) -> None: ...
 
     def _abandon(self, handle: Handle) -> None: ...
@@ -46,6 +51,7 @@ class Handle:
         state: the dispatcher's own; dropped on close.
         traffic: what moved, where the host knows it; else None.
         deferred: the rows may still be on their way; `wait` before anything reads them.
+        generation: of the World when it was made; what was open when a rank was lost is discarded.
         shape: of the expert output that `combine` takes: the tokens' shape.
     """
 
@@ -59,6 +65,7 @@ class Handle:
     deferred: bool = False
     status: Literal["open", "combined", "closed"] = field(default="open", compare=False)
     shape: tuple[int, ...] | None = None
+    generation: int = 0
 
     def kept(self, kind: type[S]) -> S:
         """`state`, for the dispatcher that put it there.

@@ -61,11 +61,11 @@ class AllGatherDispatcher(Dispatcher):
                 padded[x.shape[0] :] = padding
             x = padded
         out = x.new_empty((self.world.size * R, x.shape[1]))
-        self.world.all_gather(out, x.contiguous())
+        self.world.all_gather(out, x.contiguous(), missing=padding or 0)
         return out
 
     def _traffic(self, R: int, dispatch_bytes: int, combine_bytes: int) -> Traffic:
-        rows = R * (self.world.size - 1)
+        rows = R * (sum(self.world.alive) - 1)
         moved = rows * (dispatch_bytes + combine_bytes)
         return Traffic(rows, rows, moved, moved)
 

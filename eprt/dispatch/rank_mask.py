@@ -10,8 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from eprt.config import ParallelConfig
 from eprt.dispatch.slots import Slots
 from eprt.errors import InputError, UsageError
+from eprt.tokens import TopK
 
 if TYPE_CHECKING:
     from eprt.config import RuntimeConfig
@@ -34,6 +38,10 @@ class RankMask:
     slots: Slots
     in_arguments: bool
     captured: bool = False
+
+    def without_lost(self, alive: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Who takes part once only the `alive` are left."""
+        return tuple(mine and theirs for mine, theirs in zip(self.alive, alive, strict=True))
 
     @property
     def left_out(self) -> list[int]:
@@ -59,6 +67,37 @@ def checked_mask(alive: Sequence[object], world: World) -> tuple[bool, ...]:
                 "tokens from all of its ranks, so it is left out as a whole or not at all"
             )
     return mask
+
+
+class LostExperts:
+    """Slots on ranks that are lost, and what becomes of tokens that want them.
+
+    Args:
+        alive: [W]
+        num_experts: E slots, EP rank by EP rank. One whose MoE-TP ranks aren't all there is lost as a whole.
+        renormalize: scale a token's other weights to the sum that all of them had.
+    """
+
+    def __init__(
+        self,
+        alive: tuple[bool, ...],
+        parallel: ParallelConfig,
+        num_experts: int,
+        device: torch.device,
+        renormalize: bool,
+    ) -> None:
+        size, each = parallel.moe_tp_size, num_experts // parallel.ep_size
+        gone = [not all(alive[first : first + size]) for first in range(0, len(alive), size) for _ in range(each)]
+        self._gone = torch.tensor([*gone, False], device=device)
+        self._none, self._renormalize = num_experts, renormalize
+
+    def left_out(self, topk: TopK) -> TopK:
+        """[T, K] without the slots that are lost: they name no expert. No host sync."""
+        ids = torch.where(self._gone[topk.ids.long().clamp(0, self._none)], self._none, topk.ids)
+        if not self._renormalize:
+            return TopK(ids, topk.weights)
+        had, has = (topk.weights.masked_fill(i == self._none, 0).sum(1, keepdim=True) for i in (topk.ids, ids))
+        return TopK(ids, topk.weights * torch.where(has == 0, 1.0, had / has))
 
 
 def require_changeable(

@@ -72,7 +72,7 @@ class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
         if not verdict:
             raise ConfigError(f"{self.spec.name}: {verdict.reason}")
         self._geometry = self._geometry_of(world, config, runtime)
-        self._key = (self.spec.name, self._geometry, runtime.rank_mask)
+        self._key = (self.spec.name, self._geometry, runtime.may_leave_out)
         self._memory: M | None = None
         super().__init__(world, config, runtime, token_format, layer)
 
@@ -138,10 +138,11 @@ def require_allocatable(world: World, num_bytes: int, what: str) -> None:
     """Collective; the same verdict on every rank, before any of them allocates.
 
     Raises:
-        UsageError: after `World.warmup()` or inside a CUDA graph capture.
+        UsageError: after `World.warmup()`, after `World.shrink()`, or inside a CUDA graph capture.
         CapacityError: a rank's GPU has less than `num_bytes` free.
     """
     world.require_cold(f"allocating {what}")
+    world.require_whole(f"allocating {what}")
     if world.device.type != "cuda":
         return
     if torch.cuda.is_current_stream_capturing():

@@ -51,6 +51,11 @@ class Slots:
         self._free.remove(slot)
         return slot
 
+    def reset(self) -> None:
+        """All are free: the calls that hold them were given up."""
+        self._free = set(range(self.count))
+        self._last_stream.clear()
+
     def release(self, slot: int) -> None:
         if self._on_gpu:
             last = self._last_stream.get(slot)

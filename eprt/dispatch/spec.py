@@ -22,6 +22,8 @@ class DispatcherSpec:
         formats, payloads: what it can emit; the first format is its native one.
         combine_payloads: what else than the tokens' own format outputs can travel back in.
         rank_mask: can leave ranks out (`Dispatcher.set_alive`).
+        shrink: when it can lose a rank and go on (`World.shrink`): at any moment; only between two steps, as its
+            kernels wait for a lost rank until they trap; never ("").
         devices: device kinds it runs on.
         graph_safe: capture once, replay with new data, counts <= R and idle ranks.
         max_ranks: None means no limit of its own.
@@ -45,6 +47,7 @@ class DispatcherSpec:
     graph_safe: bool
     combine_payloads: tuple[CombineFormat, ...] = ()
     rank_mask: bool = False
+    shrink: Literal["anytime", "between steps", ""] = ""
     max_ranks: int | None = None
     top_k_sizes: tuple[int, ...] | None = None
     hidden_sizes: tuple[int, ...] | None = None
@@ -109,12 +112,14 @@ class DispatcherSpec:
                 return refuse(reason)
         if device.installed and self.requirement is not None and not (found := self.requirement.check()):
             return found
-        return Support(True, "; ".join(self._remarks(config)))
+        return Support(True, "; ".join(self._remarks(config, runtime)))
 
     def lacks(self, runtime: RuntimeConfig) -> str:
         """Which option of `runtime` this dispatcher doesn't have, as a reason; "" if it has them all."""
         if runtime.combine_payload is not None and runtime.combine_payload not in self.combine_payloads:
             return f"combine_payload {runtime.combine_payload}: brings outputs back in the tokens' own format only"
+        if runtime.on_rank_lost != "restart" and not self.shrink:
+            return f"on_rank_lost {runtime.on_rank_lost}: can't go on without a rank"
         return "rank_mask: can't leave a rank out" if runtime.rank_mask and not self.rank_mask else ""
 
     def padded_top_k(self, top_k: int) -> int:
@@ -123,8 +128,12 @@ class DispatcherSpec:
     def padded_hidden(self, hidden_size: int) -> int:
         return hidden_size if self.hidden_sizes is None else min(h for h in self.hidden_sizes if h >= hidden_size)
 
-    def _remarks(self, config: MoEConfig) -> list[str]:
+    def _remarks(self, config: MoEConfig, runtime: RuntimeConfig) -> list[str]:
         top_k, hidden = self.padded_top_k(config.top_k), self.padded_hidden(config.hidden_size)
-        return [f"top-k {config.top_k} padded to {top_k}"] * (top_k != config.top_k) + [
-            f"hidden {config.hidden_size} padded to {hidden}"
-        ] * (hidden != config.hidden_size)
+        waits = runtime.on_rank_lost != "restart" and self.shrink == "between steps"
+        remarks = [
+            (top_k != config.top_k, f"top-k {config.top_k} padded to {top_k}"),
+            (hidden != config.hidden_size, f"hidden {config.hidden_size} padded to {hidden}"),
+            (waits, "goes on without a rank that is lost between two steps; one lost inside a step is a restart"),
+        ]
+        return [remark for applies, remark in remarks if applies]

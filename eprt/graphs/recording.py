@@ -149,6 +149,7 @@ class Peers:
         self._world = world
         self._all = [layer.dispatcher for layer in layers]
         self._captured_with: list[tuple[bool, ...]] = []
+        self._generation = world.generation
 
     def check(self) -> None:
         """Without a device sync. Raises RankLost, WorldMismatch."""
@@ -165,8 +166,9 @@ class Peers:
 
     @property
     def changed(self) -> bool:
-        """Whether ranks were left out since `capturing`, and the kernels captured there don't know."""
-        return self._captured_with != [mask.alive for mask in self._frozen_masks()]
+        """Whether ranks were left out or lost since `capturing`, and the kernels captured there don't know."""
+        alive = [mask.alive for mask in self._frozen_masks()]
+        return self._generation != self._world.generation or self._captured_with != alive
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -184,6 +186,7 @@ class Peers:
             for mask, captured in zip(masks, before, strict=True):
                 mask.captured = captured
         self._captured_with = [mask.alive for mask in masks]
+        self._generation = self._world.generation
 
     def wait(self) -> None:
         """Until this rank's GPU has done what was launched on the current stream. The host asks for the peers

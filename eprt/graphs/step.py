@@ -84,8 +84,8 @@ class StepGraphs:
         self._captured: dict[int, _Bucket] = {}
 
     def capture(self) -> None:
-        """Record every bucket, the largest first, in one memory pool. Collective; again after `set_alive`, by the ranks
-        that are left.
+        """Record every bucket, the largest first, in one memory pool. Collective; again after `set_alive` or
+        `World.shrink`, by the ranks that are left.
 
         Raises:
             ConfigError: an output that isn't [rows, ...].
@@ -146,7 +146,7 @@ class StepGraphs:
     def _compare(self) -> None:
         """The ranks record the same. Ranks that were left out can't be asked."""
         self._world.require_open()
-        if not all(all(layer.dispatcher.alive) for layer in self._layers):
+        if any(layer.dispatcher.incomplete for layer in self._layers):
             return
         settings = {
             "buckets": " ".join(map(str, self.buckets)),

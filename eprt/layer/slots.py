@@ -82,7 +82,10 @@ class ChosenSlots:
             chosen.check_ids(self._config.num_experts)
         if self._load is not None:
             self._load.add(chosen.ids)
-        return chosen if self._table is None else TopK(self._table.slots_of(chosen.ids), chosen.weights)
+        if self._table is None:
+            return chosen
+        self._table.follow(self._world.alive)
+        return TopK(self._table.slots_of(chosen.ids), chosen.weights)
 
     def adopt(self, placement: ExpertPlacement) -> None:
         """Translate to another placement from now on."""

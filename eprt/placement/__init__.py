@@ -177,6 +177,8 @@ class SlotTable:
 
     def __init__(self, placement: ExpertPlacement, device: torch.device, *, one_replica: bool, rank: int) -> None:
         self._num_experts, self._first, self._one_replica = placement.num_experts, rank, one_replica
+        self._placement = placement
+        self._alive = (True,) * placement.parallel.world_size
         # As wide as any placement on these slots can need, so that another one fits into the same memory.
         most = 1 if one_replica else placement.num_slots - placement.num_experts + 1
         self._slots = torch.zeros(placement.num_experts + 1, most, dtype=torch.int32, device=device)
@@ -186,13 +188,21 @@ class SlotTable:
     def update(self, placement: ExpertPlacement) -> None:
         """Translate to another placement of as many experts on as many slots from now on. Addresses stay, so CUDA
         graphs that were captured with this table follow."""
-        chosen = chosen_slots(placement) if self._one_replica else placement.replicas
+        self._placement = placement
+        replicas = _left(placement, self._alive)
+        chosen = chosen_slots(placement, replicas) if self._one_replica else replicas
         width = self._slots.shape[1]
         rows = [[*slots, *[0] * (width - len(slots))] for slots in chosen]
         rows.append([placement.num_slots] * width)  # no expert: no slot
         with torch.inference_mode():  # also where they were made in it
             self._slots.copy_(torch.tensor(rows, dtype=torch.int32))
             self._replicas.copy_(torch.tensor([*map(len, chosen), 1]))
+
+    def follow(self, alive: tuple[bool, ...]) -> None:
+        """[W]: choose among replicas on ranks that are left. Experts without one keep their slots, which are lost."""
+        if alive != self._alive:
+            self._alive = alive
+            self.update(self._placement)
 
     def slots_of(self, ids: torch.Tensor) -> torch.Tensor:
         """[T, K] int32 expert ids, E for "no expert" -> [T, K] int32 slot ids, S for "no expert".
@@ -219,12 +229,24 @@ def _contiguous(num_experts: int, ranks: int) -> tuple[int, ...]:
     )
 
 
-def chosen_slots(placement: ExpertPlacement) -> tuple[tuple[int, ...], ...]:
-    """One slot an expert: those with fewest replicas choose first, each the rank with fewest chosen experts so far."""
+def chosen_slots(placement: ExpertPlacement, replicas: tuple[tuple[int, ...], ...] = ()) -> tuple[tuple[int, ...], ...]:
+    """One slot an expert: those with fewest replicas choose first, each the rank with fewest chosen experts so far.
+
+    Args:
+        replicas: [E] slots to choose from; all of each expert's if empty.
+    """
+    replicas = replicas or placement.replicas
     L, load = placement.num_local_experts, [0] * placement.parallel.ep_size
     chosen: dict[int, int] = {}
-    for expert in sorted(range(placement.num_experts), key=lambda e: (len(placement.replicas[e]), e)):
-        slot = min(placement.replicas[expert], key=lambda s: (load[s // L], s))
+    for expert in sorted(range(placement.num_experts), key=lambda e: (len(replicas[e]), e)):
+        slot = min(replicas[expert], key=lambda s: (load[s // L], s))
         chosen[expert] = slot
         load[slot // L] += 1
     return tuple((chosen[expert],) for expert in range(placement.num_experts))
+
+
+def _left(placement: ExpertPlacement, alive: tuple[bool, ...]) -> tuple[tuple[int, ...], ...]:
+    """[E] each expert's slots on ranks that are left; all of them where none is."""
+    tp, L = placement.parallel.moe_tp_size, placement.num_local_experts
+    whole = [all(alive[first : first + tp]) for first in range(0, len(alive), tp)]
+    return tuple(tuple(s for s in slots if whole[s // L]) or slots for slots in placement.replicas)

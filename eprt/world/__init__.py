@@ -7,14 +7,10 @@ Payload moves over `group` (NCCL on CUDA, gloo on CPU), agreement over a gloo co
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import signal
-import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -25,13 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, RankLost, UsageError
-from eprt.world.bounded import at_exit_leave
-from eprt.world.collectives import Collectives
+from eprt.world.collectives import Seat
 from eprt.world.groups import (
-    control_group,
     host_device,
-    host_number,
-    hosts_store,
     init_default_group,
     local_device,
     meet_in_environment,
@@ -40,10 +32,9 @@ from eprt.world.groups import (
     start_guard,
     start_up,
 )
-from eprt.world.guard import EXIT_CODE, Guard
+from eprt.world.guard import Guard
 from eprt.world.header import Header, agree_step, exchange
-from eprt.world.resources import SharedResources
-from eprt.world.shared_exchange import open_exchange
+from eprt.world.membership import Membership
 from eprt.world.step import Step
 
 logger = logging.getLogger("eprt")
@@ -58,7 +49,7 @@ class Warmable(Protocol):
     def warmup(self) -> None: ...
 
 
-class World(Collectives):
+class World(Membership):
     """The ranks that share one layer's experts. Make one with `from_env`, `from_group` or `from_mesh`.
 
     One timeout holds for everything: an operation that a peer doesn't join within `timeout_s` raises RankLost naming
@@ -72,35 +63,17 @@ class World(Collectives):
             and around a group that the host engine owns.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        size: int,
-        device: torch.device,
-        parallel: ParallelConfig,
-        group: dist.ProcessGroup | None,
-        attention_tp_group: dist.ProcessGroup | None,
-        timeout_s: float,
-        owns_default: bool = False,
-        guard: Guard | None = None,
-    ) -> None:
-        super().__init__(rank, size, device, parallel, group, attention_tp_group, timeout_s)
+    def __init__(self, seat: Seat, timeout_s: float, *, owns_default: bool = False, guard: Guard | None = None) -> None:
+        super().__init__(seat, timeout_s, owns_default)
         self.warm = False
         self.num_dispatchers = 0
         self.attention_mesh: DeviceMesh | None = None
         self.moe_mesh: DeviceMesh | None = None
-        self._pid = os.getpid()
-        self._owns_default = owns_default
-        self._hosts_store = owns_default and hosts_store(rank)
-        self._asked_to_leave = False
         self._sigterm: Any = None
-        self._resources = SharedResources()
-        self._excepthook = sys.excepthook
-        if group is not None and size > 1:
+        if seat.group is not None and seat.size > 1:
             with start_up(timeout_s) as guards:
                 if guard is None:
-                    guard = start_guard(meet_in_group(group, rank, timeout_s), timeout_s, device)
+                    guard = start_guard(meet_in_group(seat.group, seat.rank, timeout_s), timeout_s, seat.device)
                 guards.append(guard)
                 self._start(guard)
 
@@ -132,15 +105,7 @@ class World(Collectives):
         parallel = ParallelConfig(size, attention_tp_size, moe_tp_size)
         where = local_device(device)
         if size == 1 and not dist.is_initialized():
-            return cls(
-                rank=0,
-                size=1,
-                device=where,
-                parallel=parallel,
-                group=None,
-                attention_tp_group=None,
-                timeout_s=timeout_s,
-            )
+            return cls(Seat(0, 1, where, parallel), timeout_s)
         owns_default = not dist.is_initialized()
         with start_up(timeout_s) as guards:
             met = meet_in_environment(rank, size, timeout_s) if owns_default else None
@@ -152,17 +117,9 @@ class World(Collectives):
                 guard.bounded(lambda: init_default_group(met, where, timeout_s), timeout_s)
             meshes = guard.bounded(lambda: _meshes(where, parallel), timeout_s)
         group = dist.distributed_c10d._get_default_group()
-        world = cls(
-            rank=dist.get_rank(),
-            size=dist.get_world_size(),
-            device=where,
-            parallel=parallel,
-            group=group,
-            attention_tp_group=meshes[0]["attention_tp"].get_group(),
-            timeout_s=timeout_s,
-            owns_default=owns_default,
-            guard=guard,
-        )
+        attention_tp_group = meshes[0]["attention_tp"].get_group()
+        seat = Seat(dist.get_rank(), dist.get_world_size(), where, parallel, group, attention_tp_group)
+        world = cls(seat, timeout_s, owns_default=owns_default, guard=guard)
         world.attention_mesh, world.moe_mesh = meshes
         return world
 
@@ -207,15 +164,7 @@ class World(Collectives):
                     f"attention_tp_group holds ranks {ranks} of the world: expected the consecutive ranks "
                     f"{first}..{first + attention_tp_size - 1}; order the mesh as (dp, attention_tp)"
                 )
-        return cls(
-            rank=rank,
-            size=size,
-            device=host_device(device),
-            parallel=parallel,
-            group=group,
-            attention_tp_group=attention_tp_group,
-            timeout_s=timeout_s,
-        )
+        return cls(Seat(rank, size, host_device(device), parallel, group, attention_tp_group), timeout_s)
 
     @classmethod
     def from_mesh(
@@ -254,10 +203,6 @@ class World(Collectives):
             moe_tp_size=moe_tp_size,
             timeout_s=timeout_s,
         )
-
-    def barrier(self) -> None:
-        """Every rank is here. Raises WorldMismatch, on every rank, where one makes another call."""
-        exchange(self, Header("barrier", -1, 0))
 
     @contextmanager
     def step(self, num_tokens: int, *, number: int | None = None, words: Sequence[int] = ()) -> Iterator[Step]:
@@ -312,6 +257,7 @@ class World(Collectives):
             self._call_log.failed = True
             raise
         self.current_step = None
+        self._completed = step.number
         if self._asked_to_leave:
             self._leave_as_asked()
 
@@ -391,22 +337,6 @@ class World(Collectives):
         finally:
             self._end()
 
-    def _end(self) -> None:
-        if self._guard is not None:
-            self._guard.close(self.timeout_s if self._hosts_store else 0.0)
-            self._unhook()
-            if self._guard.stuck:
-                at_exit_leave(EXIT_CODE)
-            if self._guard.verdict is not None or self._abandoned or self._guard.stuck:
-                return  # groups with abandoned work can't be destroyed; the atexit hook ends the process
-        self._control = None
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
-        if self._owns_default and dist.is_initialized():
-            dist.destroy_process_group()
-        atexit.unregister(self._at_exit)
-
     def __enter__(self) -> World:
         return self
 
@@ -414,43 +344,6 @@ class World(Collectives):
         if error is not None and self._guard is not None:
             self._guard.leave(f"raised: {type(error).__name__}: {error}")
         self.close()
-
-    def _start(self, guard: Guard) -> None:
-        self._guard = guard
-        self.nonce, self.generation = guard.nonce, guard.met.generation
-        self._control = guard.bounded(lambda: control_group(guard.met, self.timeout_s), self.timeout_s)
-        self.barrier()
-        sys.excepthook = self._on_exception
-        atexit.register(self._at_exit)
-        # Also a barrier: every rank has read who its peers are before any of them can end.
-        hosts = self.gather_control(torch.tensor([host_number()]))[:, 0].tolist()
-        fewest = min(hosts.count(host) for host in hosts)
-        if fewest == self.size:
-            self._shared = open_exchange(self.rank, self.size, self.gather_control)
-        self.parallel = replace(self.parallel, ranks_per_host=None if fewest == self.size else fewest)
-
-    def _unhook(self) -> None:
-        """Take our excepthook out, and those of Worlds that were closed before but lay below ours."""
-        while isinstance(world := getattr(sys.excepthook, "__self__", None), World) and world.closed:
-            sys.excepthook = world._excepthook
-
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """An uncaught exception: tell the peers before the interpreter goes."""
-        if self._guard is not None:
-            self._guard.leave(f"raised: {kind.__name__}: {error}")
-        self._excepthook(kind, error, trace)
-
-    def _at_exit(self) -> None:
-        """Interpreter exit without `close`, or after a verdict. Abandoned work would hold the process: leave hard."""
-        if self._guard is None or os.getpid() != self._pid:
-            return
-        self._guard.close(self.timeout_s if self._hosts_store else 0.0)
-        verdict = self._guard.verdict
-        if verdict is not None or self._abandoned:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            drained = self._asked_to_leave and verdict is not None and verdict.why == "left"
-            os._exit(0 if drained else EXIT_CODE if verdict is not None else 1)
 
 
 def _meshes(device: torch.device, parallel: ParallelConfig) -> list[DeviceMesh]:

@@ -128,7 +128,7 @@ def meet_in_environment(rank: int, size: int, timeout_s: float) -> Meeting:
         message = f"the control store at {where} didn't answer within {timeout_s:g} s ({host} serves it): is it up?"
         raise RankLost(message, 0 if rank and host == "rank 0" else -1, "store") from error
     claim_store(store, job, silent_s)
-    met = meet(store, "world", rank, size, timeout_s, silent_s, host, job)
+    met = meet(store, "world", rank, range(size), timeout_s, silent_s, host, job)
     store.set_timeout(timedelta(seconds=2 * timeout_s))
     return met
 
@@ -139,7 +139,7 @@ def meet_in_group(group: dist.ProcessGroup, rank: int, timeout_s: float) -> Meet
     store = dist.distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
     label = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     silent_s = silent_after(timeout_s)
-    return meet(store, label, rank, len(ranks), timeout_s, silent_s, "torch.distributed's store", job_name())
+    return meet(store, label, rank, range(len(ranks)), timeout_s, silent_s, "torch.distributed's store", job_name())
 
 
 def silent_after(timeout_s: float) -> float:
@@ -171,7 +171,7 @@ def init_default_group(met: Meeting, device: torch.device, timeout_s: float) -> 
         backend,
         store=dist.PrefixStore("default", met.store),
         rank=met.rank,
-        world_size=len(met.members),
+        world_size=len(met.ranks),
         timeout=timedelta(seconds=2 * timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
@@ -183,8 +183,29 @@ def control_group(met: Meeting, timeout_s: float) -> dist.ProcessGroupGloo:
     Not `dist.new_group`: that names a group after its ranks, so one made after another was destroyed meets its keys in
     the store and connects to sockets that are gone (torch 2.13).
     """
-    timeout = timedelta(seconds=2 * timeout_s)
-    return dist.ProcessGroupGloo(dist.PrefixStore("control", met.store), met.rank, len(met.members), timeout)
+    return _gloo(dist.PrefixStore("control", met.store), met.ranks.index(met.rank), len(met.ranks), timeout_s)
+
+
+def payload_group(
+    met: Meeting, name: str, ranks: list[int], device: torch.device, timeout_s: float
+) -> dist.ProcessGroup:
+    """A group of some of the ranks that met, known to nobody else: torch's registry of groups isn't asked, and need
+    not be whole. Collective over `ranks`."""
+    store, place = dist.PrefixStore(name, met.store), ranks.index(met.rank)
+    group = dist.ProcessGroup(store, place, len(ranks))
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=2 * timeout_s)
+        backend, kind = dist.ProcessGroupNCCL(store, place, len(ranks), options), dist.ProcessGroup.BackendType.NCCL
+    else:
+        backend, kind = _gloo(store, place, len(ranks), timeout_s), dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(device, kind, backend)
+    group._set_default_backend(kind)
+    return group
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:
+    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=2 * timeout_s))
 
 
 # Rank 0's servers, by port: they stay until the process ends, since the next World of the same ranks may already have

@@ -20,7 +20,6 @@ moment still say the same. Whoever hears it passes it on.
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import logging
 import os
@@ -28,55 +27,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from eprt.errors import RankLost, one_block
 from eprt.world.bounded import bounded
+from eprt.world.cases import Case, Peer, sentence
 from eprt.world.links import Links
-from eprt.world.meeting import OVER, Meeting
+from eprt.world.loop_thread import LoopThread
+from eprt.world.meeting import Meeting
 from eprt.world.members import ended, stopped
+from eprt.world.store_watch import GRACE_S, StoreWatch
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")
 
 BEAT_S = 0.25
 MAX_BEAT_S = 0.5
-ENDED_GRACE_S = 1.0
+ENDED_GRACE_S = GRACE_S
 COLLECT_S = 0.15  # between the first accusation and the verdict: what broke at the same moment is named with it
 ASK_NEXT_S = 1.0  # for an answer from the rank that should decide
 LINGER_S = 3.0
 EXIT_CODE = RankLost.exit_code
+LAST_WORDS = "eprt: no call returned to raise this: "  # of a process that is ended, before the verdict
 _WHY = ("silent", "exited", "raised", "left", "behind", "store", "foreign", "unknown")
 _MAX_WORDS = 2000
-
-
-@dataclass
-class _Peer:
-    """What this rank last heard of another."""
-
-    heard_at: float = field(default_factory=time.monotonic)
-    ops: int = 0
-    where: str = "start-up"
-    ending: str = ""
-    ended_at: float = 0.0
-    closed: bool = False
-    warned: bool = False
-
-
-@dataclass(frozen=True)
-class _Case:
-    """An accusation. `rank` -1 accuses nobody: the store is gone."""
-
-    rank: int
-    why: str
-    detail: str
-
-    def words(self) -> str:
-        return f"rank {self.rank} {self.why}: {self.detail}" if self.rank >= 0 else self.detail
 
 
 class Guard:
@@ -94,36 +70,29 @@ class Guard:
         self, meeting: Meeting, silent_after_s: float, exit_after_s: float | None, store: dist.Store | None
     ) -> None:
         self.met = meeting
-        self.rank, self._size = meeting.rank, len(meeting.members)
-        self._members = meeting.members
+        self.rank, self._members = meeting.rank, meeting.members
         self._pid = os.getpid()
         self._silent_after_s = silent_after_s
         self._exit_after_s = exit_after_s
         self._beat_s = min(max(BEAT_S, silent_after_s / 20), MAX_BEAT_S)
-        self._peers = {peer: _Peer() for peer in range(self._size) if peer != self.rank}
+        self._peers = {peer: Peer() for peer in self._members if peer != self.rank}
         self._progress = (0, "start-up")
         self._ending = ""
         self._verdict: RankLost | None = None
         self._agreed = threading.Event()
         self._raised = False
-        self._cases: list[_Case] = []
+        self._cases: list[Case] = []
         self._passed_over: set[int] = set()  # ranks that were asked for a verdict and gave none
         self._stop = threading.Event()
-        self._store = store
-        self._store_asked_at: float | None = None
-        self._store_error: str | None = None
-        self._store_gone_at: float | None = None
-        self._loop = asyncio.new_event_loop()
         self._links = Links(self.rank, meeting.key, self._heard, self._closed)
-        self._thread = threading.Thread(target=self._run, name="eprt-guard", daemon=True)
-        self._watcher = threading.Thread(target=self._watch, name="eprt-store-watch", daemon=True)
+        self._thread = LoopThread("eprt-guard", self._begin)
+        self._watch = StoreWatch(store, meeting, self._beat_s, silent_after_s, self._intruded)
 
     def start(self) -> None:
         for peer in self._peers.values():
             peer.heard_at = time.monotonic()
         self._thread.start()
-        if self._store is not None:
-            self._watcher.start()
+        self._watch.start()
 
     def note(self, where: str | None = None) -> None:
         """This rank enters another operation: `where` names it, None is one more step of the last one named."""
@@ -139,6 +108,10 @@ class Guard:
         """What the world agreed on, if anything."""
         return self._verdict
 
+    def acknowledge(self) -> None:
+        """The main thread knows of the verdict: it isn't stuck in a call."""
+        self._raised = self._verdict is not None
+
     @property
     def failing(self) -> bool:
         """Whether a verdict stands, or this rank is leaving through an exception."""
@@ -147,7 +120,7 @@ class Guard:
     @property
     def stuck(self) -> bool:
         """After `close`: whether a thread is still inside a call that doesn't return."""
-        return self._watcher.is_alive()
+        return self._watch.stuck
 
     def bounded(self, call: Callable[[], T], limit_s: float) -> T:
         """What `call()`, a construction that all ranks take part in, returns. Raises RankLost instead of waiting for a
@@ -197,16 +170,16 @@ class Guard:
         child that ends isn't this rank."""
         if not self._ending and os.getpid() == self._pid:
             self._ending = one_block(ending, _MAX_WORDS)
-            self._on_loop(self._beat)
+            self._thread.do(self._beat)
             self._tell_the_unconnected()
 
     def _tell_the_unconnected(self) -> None:
         """A rank that goes while others are still connecting: they must hear why, too."""
         deadline = time.monotonic() + ENDED_GRACE_S
-        while self._thread.is_alive() and time.monotonic() < deadline and self._verdict is None:
+        while self._thread.alive and time.monotonic() < deadline and self._verdict is None:
             missing = [r for r, p in self._peers.items() if r not in self._links and not p.closed and not self._gone(r)]
             if not missing:
-                self._on_loop(self._beat)
+                self._thread.do(self._beat)
                 return
             time.sleep(BEAT_S / 10)
 
@@ -222,12 +195,9 @@ class Guard:
         if linger_s:
             self._linger(time.monotonic() + linger_s)
         self._stop.set()
-        self._on_loop(self._links.close)
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        for thread in (self._thread, self._watcher):
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(timeout=2.0)
+        self._thread.do(self._links.close)
+        self._thread.stop()
+        self._watch.stop()
 
     def _linger(self, deadline: float) -> None:
         """Until every peer has ended, too. After a verdict they need no more than a moment."""
@@ -239,36 +209,9 @@ class Guard:
 
     # ---- the thread -----------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.create_task(self._links.start(self.met.listener, self.met.addresses))
-            self._loop.call_soon(self._tick, time.monotonic())
-            self._loop.run_forever()
-            pending = asyncio.all_tasks(self._loop)  # connections that never came about
-            for task in pending:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-        finally:
-            self._loop.close()
-
-    def _on_loop(self, call: Callable[[], None], wait_s: float = 1.0) -> None:
-        """Have the thread do it, and wait for that a little: it must have happened before this process ends."""
-        if not self._thread.is_alive() or self._thread is threading.current_thread():
-            return
-        done = threading.Event()
-
-        def do() -> None:
-            try:
-                call()
-            finally:
-                done.set()
-
-        try:
-            self._loop.call_soon_threadsafe(do)
-        except RuntimeError:  # the loop ended in between
-            return
-        done.wait(wait_s)
+    def _begin(self) -> None:
+        self._thread.loop.create_task(self._links.start(self.met.listener, self.met.addresses))
+        self._tick(time.monotonic())
 
     def _tick(self, due: float) -> None:
         if self._stop.is_set():
@@ -279,7 +222,7 @@ class Guard:
                 peer.heard_at = min(peer.heard_at + asleep, now)
         self._beat()
         self._judge()
-        self._loop.call_at(self._loop.time() + self._beat_s, self._tick, now + self._beat_s)
+        self._thread.loop.call_at(self._thread.loop.time() + self._beat_s, self._tick, now + self._beat_s)
 
     def _beat(self) -> None:
         self._links.send_all({"beat": [*self._progress, self._ending]}, must=bool(self._ending))
@@ -300,46 +243,23 @@ class Guard:
             # Those that stopped with it are a beat behind at most.
             limit = self._silent_after_s - 2 * self._beat_s
             self._accuse_silent([rank for rank, peer in expected.items() if now - peer.heard_at > limit])
-        self._judge_store(now)
+        if complaint := self._watch.complaint(now, any(peer.ending or peer.closed for peer in self._peers.values())):
+            self._propose(Case(-1, "store", complaint))
 
     def _accuse_silent(self, silent: list[int]) -> None:
         halted = [rank for rank in silent if self._same_home(rank) and stopped(self._members[rank].pid)]
         words = f"no heartbeat for {self._silent_after_s:g} s"
         if len(silent) == len(self._peers) > 1 and not halted:
-            alone = _Case(self.rank, "silent", f"it hears none of its {len(silent)} peers: it is cut off")
-            self._adopt((self.rank,), "silent", _sentence([alone]))
+            alone = Case(self.rank, "silent", f"it hears none of its {len(silent)} peers: it is cut off")
+            self._adopt((self.rank,), "silent", sentence([alone]))
             return
         for rank in halted or silent:
             never = "" if rank in self._links or self._peers[rank].closed else ", and never a connection"
             how = "its process is stopped" if rank in halted else f"stopped, cut off, or GIL held{never}"
             self._propose(self._case(rank, "silent", f"{words} ({how})"))
 
-    def _judge_store(self, now: float) -> None:
-        asked_at = self._store_asked_at
-        if self._store_error is not None:
-            self._store_gone_at = self._store_gone_at or now
-            if any(peer.ending or peer.closed for peer in self._peers.values()):
-                return  # it went with a rank that ended: only a call that waits for that rank is lost
-            if now - self._store_gone_at > ENDED_GRACE_S:
-                self._propose(_Case(-1, "store", "the control store is gone, its host ended (torchrun's agent?)"))
-        elif asked_at is not None and now - asked_at > self._silent_after_s + 2 * self._beat_s:
-            words = f"the control store gave no answer for {self._silent_after_s:g} s: its host is stopped or cut off"
-            self._propose(_Case(-1, "store", words))
-
-    def _watch(self) -> None:
-        """The store's thread: a call to it may never return."""
-        store = self._store
-        while store is not None and not self._stop.wait(self._beat_s):
-            try:
-                self._store_asked_at = time.monotonic()
-                over = bytes(store.get(OVER)).decode(errors="replace") if store.check([OVER]) else ""
-                self._store_asked_at = None
-            except (RuntimeError, OSError) as error:
-                self._store_error = str(error)
-                return
-            if over and (rank := self.met.intruded(over)) is not None:
-                self._on_loop(partial(self._propose, _Case(rank[0], "foreign", rank[1])))
-                return
+    def _intruded(self, rank: int, words: str) -> None:
+        self._thread.do(lambda: self._propose(Case(rank, "foreign", words)))
 
     # ---- what peers say -------------------------------------------------------------------------------------
 
@@ -354,38 +274,38 @@ class Guard:
                 peer.ops, peer.where = ops, one_block(where, 200)
                 if ending and not peer.ending:
                     peer.ending, peer.ended_at = one_block(ending, _MAX_WORDS), time.monotonic()
-            case {"case": [int(accused), str(why), str(detail)]} if accused < self._size and why in _WHY:
-                self._propose(_Case(accused, why, one_block(detail, _MAX_WORDS)), own=False)
-            case {"verdict": [[*ranks], str(why), str(words)]} if why in _WHY and all(
-                isinstance(lost, int) and 0 <= lost < self._size for lost in ranks
-            ):
+            case {"case": [int(accused), str(why), str(detail)]} if why in _WHY and self._are_ranks({accused} - {-1}):
+                self._propose(Case(accused, why, one_block(detail, _MAX_WORDS)), own=False)
+            case {"verdict": [[*ranks], str(why), str(words)]} if why in _WHY and self._are_ranks(ranks):
                 self._adopt(tuple(ranks), why, one_block(words, _MAX_WORDS))
             case _:
                 if not peer.warned:
                     logger.warning("rank %d sent what no guard understands: ignored", rank)
                 peer.warned = True
 
+    def _are_ranks(self, named: Iterable[object]) -> bool:
+        return all(isinstance(rank, int) and rank in self._members for rank in named)
+
     def _closed(self, rank: int) -> None:
         if rank in self._peers:
             self._peers[rank].closed = True
-            self._loop.call_later(
-                BEAT_S / 5, self._judge
-            )  # a dying process closes its sockets before it counts as gone
+            # A dying process closes its sockets before it counts as gone.
+            self._thread.loop.call_later(BEAT_S / 5, self._judge)
 
     # ---- one verdict ----------------------------------------------------------------------------------------
 
-    def _case(self, rank: int, why: str, detail: str) -> _Case:
+    def _case(self, rank: int, why: str, detail: str) -> Case:
         seen = f"last heard of in {self._peers[rank].where}, missed by rank {self.rank} in {self._progress[1]}"
-        return _Case(rank, why, f"{detail}; {seen}")
+        return Case(rank, why, f"{detail}; {seen}")
 
     def _accuse(self, rank: int, why: str, detail: str) -> None:
         """From the main thread: there is a verdict when this returns."""
         case = self._case(rank, why, detail)
-        self._on_loop(lambda: self._propose(case))
-        if not self._agreed.wait(COLLECT_S + self._size * ASK_NEXT_S if self._thread.is_alive() else 0.0):
-            self._adopt((rank,), why, _sentence([case]))
+        self._thread.do(lambda: self._propose(case))
+        if not self._agreed.wait(COLLECT_S + len(self._members) * ASK_NEXT_S if self._thread.alive else 0.0):
+            self._adopt((rank,), why, sentence([case]))
 
-    def _propose(self, case: _Case, own: bool = True) -> None:
+    def _propose(self, case: Case, own: bool = True) -> None:
         """In the guard's thread. A rank that is accused already isn't accused twice."""
         if self._verdict is not None:
             if not own:
@@ -397,7 +317,7 @@ class Guard:
         if own:
             self._tell(case)
         if len(self._cases) == 1:
-            self._loop.call_later(COLLECT_S, self._decide)
+            self._thread.loop.call_later(COLLECT_S, self._decide)
 
     def _judges(self) -> list[int]:
         """Who may decide, in order: ranks that nobody accuses, that can be reached and gave no reason to doubt it."""
@@ -406,7 +326,7 @@ class Guard:
         doubted |= {rank for rank, peer in self._peers.items() if peer.ending or peer.heard_at < recent}
         return sorted({*(rank for rank in self._peers if rank in self._links and rank not in doubted), self.rank})
 
-    def _tell(self, case: _Case) -> None:
+    def _tell(self, case: Case) -> None:
         judge = self._judges()[0]
         if judge != self.rank:
             self._links.send(judge, {"case": [case.rank, case.why, case.detail]})
@@ -419,13 +339,13 @@ class Guard:
         if judge != self.rank:
             self._links.send(judge, {"case": [self._cases[0].rank, self._cases[0].why, self._cases[0].detail]})
             self._passed_over.add(judge)
-            self._loop.call_later(ASK_NEXT_S, self._decide)
+            self._thread.loop.call_later(ASK_NEXT_S, self._decide)
             return
         first = self._cases[0]
         together = ("exited", "silent")
         named = [case for case in self._cases if case is first or (case.why in together and first.why in together)]
         named.sort(key=lambda case: case.rank)
-        self._adopt(tuple(case.rank for case in named if case.rank >= 0), first.why, _sentence(named))
+        self._adopt(tuple(case.rank for case in named if case.rank >= 0), first.why, sentence(named))
 
     def _adopt(self, ranks: tuple[int, ...], why: str, words: str) -> None:
         """The first verdict stands. From the guard's thread, or from another once that has ended."""
@@ -434,11 +354,11 @@ class Guard:
         self._verdict = RankLost(words, ranks[0] if ranks else -1, why, ranks)
         self._agreed.set()
         self._pass_on()
-        if self._exit_after_s is not None and threading.current_thread() is self._thread:
-            self._loop.call_later(self._exit_after_s, self._exit_if_stuck)
+        if self._exit_after_s is not None and self._thread.here:
+            self._thread.loop.call_later(self._exit_after_s, self._exit_if_stuck)
 
     def _pass_on(self) -> None:
-        if self._verdict is not None and threading.current_thread() is self._thread:
+        if self._verdict is not None and self._thread.here:
             self._links.send_all({"verdict": [list(self._verdict.ranks), self._verdict.why, str(self._verdict)]})
 
     def _same_home(self, rank: int) -> bool:
@@ -453,11 +373,6 @@ class Guard:
             return
         sys.stderr.write(f"eprt: rank {self.rank} is stuck in a call and its world is lost; its stacks:\n")
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        sys.stderr.write(f"eprt: no call returned to raise this: {self._verdict}\n")  # last: where logs are read
+        sys.stderr.write(f"{LAST_WORDS}{self._verdict}\n")  # last: where logs are read
         sys.stderr.flush()
         os._exit(EXIT_CODE)
-
-
-def _sentence(cases: list[_Case]) -> str:
-    lost = "; ".join(case.words() for case in cases)
-    return f"{lost}. The step's outputs are discarded; restart the job."

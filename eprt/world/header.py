@@ -126,6 +126,9 @@ def exchange(world: Collectives, header: Header, error: EprtError | None = None)
         world.note(header.operation, None if header.layer < 0 else header.layer)
     own = header.encode(error is not None)
     rows = world.gather_words(own)
+    if not all(world.alive):  # who is gone agrees, and brings nothing
+        gone = (*own[:1], 0, *own[2:_EQUAL], *(0,) * (len(own) - _EQUAL))
+        rows = [row if alive else gone for row, alive in zip(rows, world.alive, strict=True)]
     size = world.parallel.attention_tp_size
     equal = tuple(own[:_EQUAL])
     if error is not None or any(row[:_EQUAL] != equal for row in rows) or (size > 1 and _uneven(rows, size)):

@@ -46,11 +46,11 @@ class Links:
         self._server: asyncio.Server | None = None
         self._ending = False
 
-    async def start(self, listener: socket.socket, addresses: list[tuple[str, int]]) -> None:
+    async def start(self, listener: socket.socket, addresses: dict[int, tuple[str, int]]) -> None:
         """Listen on `listener` and go on connecting to the lower ranks' `addresses` until they answer."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Link(self, None), sock=listener)
-        self._tasks = [loop.create_task(self._connect(peer, addresses[peer])) for peer in range(self.rank)]
+        self._tasks = [loop.create_task(self._connect(peer, addresses[peer])) for peer in addresses if peer < self.rank]
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._open

@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -25,11 +25,11 @@ import torch.distributed as dist
 from eprt.errors import EprtError, RankLost, WorldMismatch, one_block
 from eprt.world.bounded import bounded
 from eprt.world.members import Member, ended, listen, record
+from eprt.world.over import OVER, Over
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")
 
-OVER = "over"  # the key under which a meeting's, or a World's, end is written
 _LOOK_S = 0.05
 _LOOK_CLOSER_S = 0.5  # at the processes that are there: has one of them ended?
 # Where launchers say which job this is; the first that is set counts.
@@ -49,21 +49,34 @@ _BEEN: set[tuple[str, int]] = set()  # (meeting, rank) that this process took pa
 
 @dataclass(frozen=True)
 class Meeting:
-    """The result. `store` is a part of the store that only these processes know; `listener` is this rank's."""
+    """The result.
+
+    Attributes:
+        rank: this process's number; `members` and `addresses` have one entry for each rank, in order.
+        listener: this rank's.
+        store: a part of the store that only these processes know; base: the part that they met in.
+        host: who serves the store, for messages.
+    """
 
     rank: int
-    members: list[Member]
-    addresses: list[tuple[str, int]]
+    members: dict[int, Member]
+    addresses: dict[int, tuple[str, int]]
     listener: socket.socket
     nonce: str
     key: bytes
     store: dist.Store
     base: dist.Store
+    host: str
 
     @property
     def generation(self) -> int:
         """How often the job was restarted: the most that any rank's launcher counts."""
-        return max(member.restarts for member in self.members)
+        return max(member.restarts for member in self.members.values())
+
+    @property
+    def ranks(self) -> list[int]:
+        """Who met, ascending. A rank's place among them is its number in process groups."""
+        return list(self.members)
 
     @cached_property
     def number(self) -> int:
@@ -72,35 +85,8 @@ class Meeting:
 
     def intruded(self, text: str) -> tuple[int, str] | None:
         """(rank, words) of the end that somebody outside of the World wrote, if it is one."""
-        verdict = _Over.parse(text.encode())
+        verdict = Over.parse(text.encode())
         return (verdict.rank, verdict.message) if verdict is not None and verdict.why == "foreign" else None
-
-
-@dataclass(frozen=True)
-class _Over:
-    """The end of a meeting, as it stands in the store."""
-
-    why: str
-    ranks: tuple[int, ...]
-    message: str
-
-    @classmethod
-    def parse(cls, raw: bytes) -> _Over | None:
-        match record(raw):
-            case {"why": str(why), "ranks": [*ranks], "message": str(message)} if all(type(r) is int for r in ranks):
-                return cls(why, tuple(ranks), one_block(message))
-            case _:
-                return None
-
-    @property
-    def rank(self) -> int:
-        return self.ranks[0] if self.ranks else -1
-
-    @property
-    def error(self) -> EprtError:
-        if self.why == "mismatch":
-            return WorldMismatch(self.message)
-        return RankLost(self.message, self.rank, self.why, self.ranks)
 
 
 class _Stale(Exception):
@@ -110,8 +96,12 @@ class _Stale(Exception):
 class _Table:
     """A meeting under way: bounded calls to the store, below one prefix."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, silent_s: float, host: str) -> None:
-        self.store, self.rank, self.size, self._host = store, rank, size, host
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float, silent_s: float, host: str
+    ) -> None:
+        self.store, self.rank, self.ranks, self._host = store, rank, tuple(ranks), host
+        self._first = self.ranks[0]  # who asks for the meeting
+        self.once = False
         self.timeout_s, self._silent_s = timeout_s, silent_s
         self.deadline = time.monotonic() + timeout_s
         self.members: dict[int, Member] = {}
@@ -137,17 +127,17 @@ class _Table:
 
         The store may hold the keys of attempts and Worlds before, and no number of torchrun's tells attempts apart: its
         agents share one store, and each counts restarts by itself. So rank 0 asks under a new name; to that only the
-        living answer.
+        living answer. (Where rank 0 is lost, the lowest of the others does what is said of it here.)
         """
         base, record_of_me = self.store, json.dumps(asdict(me))
-        if self.rank == 0:
+        if self.rank == self._first:
             name = secrets.token_hex(8)
             self.store = dist.PrefixStore(name, base)
-            self.ask(lambda: self.store.set("member/0", record_of_me))
-            _BEEN.add((name, 0))
-            self._claim_zero(base, name, me)
+            self.ask(lambda: self.store.set(f"member/{self.rank}", record_of_me))
+            _BEEN.add((name, self.rank))
+            self._claim_first(base, name, me)
             return
-        stale: _Over | None = None
+        stale: Over | None = None
         while time.monotonic() <= self.deadline:
             name = self._asked(base)
             if name and (name, self.rank) not in _BEEN:
@@ -157,16 +147,18 @@ class _Table:
                     _BEEN.add((name, self.rank))
                     self._moved = lambda name=name: self._asked(base) != name
                     return
+            if stale is not None and self.once:
+                break
             time.sleep(_LOOK_S)
         if stale is not None:
             raise stale.error
         self.store = dist.PrefixStore("nobody asked", base)
-        self.end(_Over("silent", (0,), self._absent([0])))
+        self.end(Over("silent", (self._first,), self._absent([self._first])))
 
-    def _claim_zero(self, base: dist.Store, name: str, me: Member) -> None:
+    def _claim_first(self, base: dist.Store, name: str, me: Member) -> None:
         """Ask for the meeting. A living rank 0 of the one before is either a World ago, this process, or a stranger."""
         before = self._asked(base)
-        holder = Member.parse(bytes(self.ask(lambda: base.get(f"{before}/member/0")))) if before else None
+        holder = Member.parse(bytes(self.ask(lambda: base.get(f"{before}/member/{self.rank}")))) if before else None
         if holder is not None and holder.process != me.process and holder.home == me.home and not ended(holder.pid):
             self.store = dist.PrefixStore(before, base)
             self._refuse(holder, me)
@@ -199,15 +191,15 @@ class _Table:
             f"two processes say that they are rank {self.rank} of this world: {holder}, and {me}. Two jobs share a "
             "MASTER_PORT, or one was started twice: give each job a port of its own, and set EPRT_JOB"
         )
-        over = _Over("foreign", (self.rank,), message)
+        over = Over("foreign", (self.rank,), message)
         self.ask(lambda: self.store.compare_set(OVER, "", json.dumps(asdict(over))))
         raise WorldMismatch(message)
 
     def all(self, what: str, mine: str | None) -> list[bytes]:
         """Every rank's `what`. Raises what the ranks agree went wrong, in the same words on all of them."""
-        names = [f"{what}/{rank}" for rank in range(self.size)]
+        names = [f"{what}/{rank}" for rank in self.ranks]
         if mine is not None:
-            self.ask(lambda: self.store.set(names[self.rank], mine))
+            self.ask(lambda: self.store.set(f"{what}/{self.rank}", mine))
         look_closer = time.monotonic() + _LOOK_CLOSER_S
         while not self.ask(lambda: self.store.check(names)):
             if self._moved():
@@ -235,11 +227,11 @@ class _Table:
         words = (
             f"rank {self.rank} raised: {type(error).__name__}: {error}; others were still to meet it. Restart the job."
         )
-        over = _Over("raised", (self.rank,), one_block(words))
+        over = Over("raised", (self.rank,), one_block(words))
         with suppress(EprtError, RuntimeError, OSError):
             self.ask(lambda: self.store.compare_set(OVER, "", json.dumps(asdict(over))))
 
-    def end(self, over: _Over) -> NoReturn:
+    def end(self, over: Over) -> NoReturn:
         """Write that it is over, and raise what stands there: another rank may have been first."""
         over = replace(over, message=one_block(over.message))
         self.ask(lambda: self.store.compare_set(OVER, "", json.dumps(asdict(over))))
@@ -253,26 +245,27 @@ class _Table:
         if over is not None:
             raise over.error
 
-    def _over(self) -> _Over | None:
+    def _over(self) -> Over | None:
         if not self.ask(lambda: self.store.check([OVER])):
             return None
-        return _Over.parse(bytes(self.ask(lambda: self.store.get(OVER))))
+        return Over.parse(bytes(self.ask(lambda: self.store.get(OVER))))
 
     def _absent(self, missing: list[int]) -> str:
         return (
-            f"ranks {missing} of {self.size} didn't come within {self.timeout_s:g} s of start-up; look at their logs. "
-            "Restart the job."
+            f"ranks {missing} of {len(self.ranks)} didn't come within {self.timeout_s:g} s of start-up; look at their "
+            "logs. Restart the job."
         )
 
     def _end_late(self, names: list[str]) -> None:
-        missing = [rank for rank, name in enumerate(names) if not self.ask(lambda name=name: self.store.check([name]))]
+        there = [self.ask(lambda name=name: self.store.check([name])) for name in names]
+        missing = [rank for rank, came in zip(self.ranks, there, strict=True) if not came]
         if not missing:
             return
-        self.end(_Over("silent", tuple(missing), self._absent(missing)))
+        self.end(Over("silent", tuple(missing), self._absent(missing)))
 
     def _look_for_dead(self) -> None:
-        me = Member.here(self.size)
-        for rank in range(self.size):
+        me = Member.here(len(self.ranks))
+        for rank in self.ranks:
             name = f"member/{rank}"
             if rank not in self.members and self.ask(lambda name=name: self.store.check([name])):
                 member = Member.parse(bytes(self.ask(lambda name=name: self.store.get(name))))
@@ -281,19 +274,29 @@ class _Table:
         dead = tuple(r for r, member in self.members.items() if member.home == me.home and ended(member.pid))
         if dead:
             words = "; ".join(f"rank {r} exited while ranks met: {self.members[r]} is gone" for r in dead)
-            self.end(_Over("exited", dead, f"{words}. Restart the job."))
+            self.end(Over("exited", dead, f"{words}. Restart the job."))
 
 
 def meet(
-    store: dist.Store, label: str, rank: int, size: int, timeout_s: float, silent_s: float, host: str, job: str
+    store: dist.Store,
+    label: str,
+    rank: int,
+    ranks: Sequence[int],
+    timeout_s: float,
+    silent_s: float,
+    host: str,
+    job: str,
+    known: Mapping[int, Member] | None = None,
 ) -> Meeting:
     """Find the other ranks in `store`. Collective.
 
     Args:
         label: names the group of ranks; Worlds of one group are told apart by their order.
+        rank, ranks: this one, and all that are to meet, ascending.
         timeout_s: how long to wait for a rank that isn't there; silent_s: for an answer of the store.
         host: who serves the store, for messages.
         job: what the launcher calls this job.
+        known: of ranks that have met before, in another place, and meet here once: who they are.
 
     Raises:
         RankLost: a rank didn't come, or ended meanwhile; the same on all ranks that came.
@@ -302,11 +305,12 @@ def meet(
     base = dist.PrefixStore(f"eprt/{_digest(job)}/{label}", store)
     until = time.monotonic() + timeout_s
     while True:
-        table = _Table(base, rank, size, timeout_s, silent_s, host)
-        table.deadline = until
-        table.sit_down(Member.here(size))
+        table = _Table(base, rank, ranks, timeout_s, silent_s, host)
+        table.deadline, table.once = until, known is not None
+        table.members.update({peer: known[peer] for peer in ranks} if known else {})
+        table.sit_down(Member.here(len(ranks)))
         try:
-            return _hold(table, rank, job)
+            return _hold(table, host, job)
         except _Stale:
             logger.debug("rank 0 asked anew: what this rank had joined was of an earlier attempt")
         except EprtError:
@@ -316,28 +320,29 @@ def meet(
             raise
 
 
-def _hold(table: _Table, rank: int, job: str) -> Meeting:
-    members: list[Member] = []
-    for peer, raw in enumerate(table.all("member", None)):
+def _hold(table: _Table, host: str, job: str) -> Meeting:
+    members: dict[int, Member] = {}
+    for peer, raw in zip(table.ranks, table.all("member", None), strict=True):
         member = Member.parse(raw)
         if member is None:
-            table.end(_Over("foreign", (peer,), f"the store's record of rank {peer} was overwritten by a stranger"))
-        members.append(member)
+            table.end(Over("foreign", (peer,), f"the store's record of rank {peer} was overwritten by a stranger"))
+        members[peer] = member
     _compare(table, members)
-    listener = listen(members)
+    listener = listen(list(members.values()))
     port = listener.getsockname()[1]
     offer = {"address": [listener.getsockname()[0], port], "nonce": secrets.token_hex(16)}
-    addresses: list[tuple[str, int]] = []
+    addresses: dict[int, tuple[str, int]] = {}
     nonce = ""
-    for peer, raw in enumerate(table.all("offer", json.dumps(offer))):
+    for peer, raw in zip(table.ranks, table.all("offer", json.dumps(offer)), strict=True):
         found = _offer(raw)
         if found is None:
-            table.end(_Over("foreign", (peer,), f"the store's offer of rank {peer} was overwritten by a stranger"))
-        addresses.append(found[0])
-        nonce = nonce or found[1]  # rank 0's
+            table.end(Over("foreign", (peer,), f"the store's offer of rank {peer} was overwritten by a stranger"))
+        addresses[peer] = found[0]
+        nonce = nonce or found[1]  # the first rank's
     table.leave()
     key = hashlib.sha256(f"{job}\0{nonce}".encode()).digest()
-    return Meeting(rank, members, addresses, listener, nonce, key, dist.PrefixStore(nonce, table.store), table.store)
+    inner = dist.PrefixStore(nonce, table.store)
+    return Meeting(table.rank, members, addresses, listener, nonce, key, inner, table.store, host)
 
 
 def claim_store(store: dist.Store, job: str, silent_s: float) -> None:
@@ -357,14 +362,14 @@ def job_name() -> str:
     return next((f"{name}={os.environ[name]}" for name in JOB_VARIABLES if os.environ.get(name)), "")
 
 
-def _compare(table: _Table, members: list[Member]) -> None:
+def _compare(table: _Table, members: dict[int, Member]) -> None:
     for name in ("size", "eprt", "torch"):
-        values = [str(getattr(member, name)) for member in members]
-        if len(set(values)) > 1:
-            rows = "\n".join(f"{rank:4}  {value:16}  {members[rank]}" for rank, value in enumerate(values))
+        values = {rank: str(getattr(member, name)) for rank, member in members.items()}
+        if len(set(values.values())) > 1:
+            rows = "\n".join(f"{rank:4}  {value:16}  {members[rank]}" for rank, value in values.items())
             what = {"size": "the world's size", "eprt": "eprt's version", "torch": "torch's version"}[name]
             message = f"the ranks disagree about {what}; start all of them alike:\nrank  {name:16}  process\n{rows}"
-            table.end(_Over("mismatch", (), message))
+            table.end(Over("mismatch", (), message))
 
 
 def _offer(raw: bytes) -> tuple[tuple[str, int], str] | None:

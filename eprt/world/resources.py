@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 T = TypeVar("T")
+
+
+@runtime_checkable
+class RankMemory(Protocol):
+    """Memory in which kernels of several ranks work together. All of it is told when ranks are lost."""
+
+    def release(self) -> None:
+        """Let kernels of this rank that wait for others go on, as far as the host can; what they make is garbage. Not
+        collective; called again until the GPU is idle, and never again for ranks that are lost for good."""
+        ...
+
+    def resume(self, alive: tuple[bool, ...]) -> None:
+        """Go on with these ranks alone: forget the calls that were in flight, and neither send to the others nor wait
+        for them. Every rank that is left does it, between two barriers, with an idle GPU.
+
+        Raises:
+            UsageError: it can't, on every rank.
+        """
+        ...
 
 
 class SharedResources:
@@ -23,6 +42,10 @@ class SharedResources:
     def held(self, key: Hashable) -> Any:
         """The value of `key` without counting a user; None if nobody holds it."""
         return self._held[key][0] if key in self._held else None
+
+    def of_ranks(self) -> Iterator[RankMemory]:
+        """What ranks share, in the order in which it was made."""
+        return (value for value, _, _ in self._held.values() if isinstance(value, RankMemory))
 
     def release(self, key: Hashable) -> None:
         """Give one `acquire` back; the last one frees. A key that isn't held is ignored: `close` came first."""

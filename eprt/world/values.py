@@ -19,7 +19,7 @@ MAX_BYTES = 1 << 30
 
 
 def gather_values(world: Collectives, value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order. Collective.
+    """Every rank's `value`, in rank order; None for lost ranks. Collective.
 
     Args:
         value: None, numbers, text, bytes, dtypes, CPU tensors, eprt's dataclasses, and lists, tuples and dicts of them.
@@ -29,12 +29,12 @@ def gather_values(world: Collectives, value: Any) -> list[Any]:
     """
     raw = pack(value)
     sizes = world.gather_control(torch.tensor([len(raw)])).flatten().tolist()
-    if not 0 < min(sizes) <= max(sizes) <= MAX_BYTES:
+    if not all(0 < size <= MAX_BYTES for size, alive in zip(sizes, world.alive, strict=True) if alive):
         raise UsageError(f"values of {sizes} bytes between ranks: expected at most {MAX_BYTES} from each")
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     rows = world.gather_control(padded)
-    return [unpack(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    return [unpack(row[:size].numpy().tobytes()) if size else None for row, size in zip(rows, sizes, strict=True)]
 
 
 def pack(value: Any) -> bytes:

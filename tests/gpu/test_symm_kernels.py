@@ -19,6 +19,8 @@ import pytest
 import torch
 from support.stand_ins.kernel_device import DEVICE, INTERPRETED, cuda_only, runs_kernels, sized
 
+from eprt.config import ParallelConfig
+from eprt.dispatch.rank_mask import LostExperts
 from eprt.errors import RankLost, UsageError, WorldMismatch
 from eprt.quant import encode_payload
 from eprt.tokens import Payload, TopK
@@ -47,9 +49,12 @@ class Ranks:
 
         self.W, self.E, self.K, self.H, self.moe_tp = W, E, K, H, moe_tp
         self.L = E // (W // moe_tp)
+        self.left = list(range(W))  # ranks that make calls
         self.global_scale = torch.tensor([GLOBAL_SCALE], device=DEVICE)
         self.geometry = Geometry(W, capacity, H, K, payload)
-        raw = [torch.full((self.geometry.num_bytes,), 255, dtype=torch.uint8, device=DEVICE) for _ in range(W)]
+        self.raw = raw = [
+            torch.full((self.geometry.num_bytes,), 255, dtype=torch.uint8, device=DEVICE) for _ in range(W)
+        ]
         for memory in raw:
             memory[: 2 * 256].zero_()
         # [slot, phase, source] of each rank: 256 bytes a slot, two lines of 8 flags of 8 bytes
@@ -65,7 +70,7 @@ class Ranks:
 
     def order(self, slot):
         """Interpreted, a rank overwrites what those before it wrote past their rows."""
-        return range(self.W) if slot else range(self.W - 1, -1, -1)
+        return self.left if slot else self.left[::-1]
 
     def stream(self, r):
         return nullcontext() if INTERPRETED else torch.cuda.stream(self.streams[r])
@@ -97,7 +102,7 @@ class Ranks:
             with self.stream(r):
                 self.launchers[r].dispatch(slot, batches[r].hidden, batches[r].topk, R, self.global_scale)
         if INTERPRETED and ranks is None:
-            self.synchronize(least_waits=self.W)
+            self.synchronize(least_waits=len(self.left))
 
     def combine(self, slot, batches, R, ranks=None):
         outs = {}
@@ -107,7 +112,7 @@ class Ranks:
                 outs[r] = torch.full((T, self.H), float("nan"), dtype=torch.bfloat16, device=DEVICE)
                 self.launchers[r].combine(slot, outs[r], batches[r].topk.ids, R)
         if INTERPRETED and ranks is None:
-            self.synchronize(least_waits=self.W)
+            self.synchronize(least_waits=len(self.left))
         return outs
 
     def wanted_ids(self, ids, p):
@@ -116,10 +121,12 @@ class Ranks:
         return torch.where(mine, ids, self.E)
 
     def check_received(self, slot, batches, R):
-        for p, memory in enumerate(self.memories):
+        for p in self.left:
+            memory = self.memories[p]
             ids, weights = (x.view(self.W, R, self.K) for x in memory.routing(slot, R))
             hidden = memory.payload(slot, R, None)
-            for s, batch in enumerate(batches):
+            for s in self.left:
+                batch = batches[s]
                 T = batch.topk.ids.shape[0]
                 wanted = self.wanted_ids(batch.topk.ids, p)
                 assert torch.equal(ids[s, :T], wanted)
@@ -133,8 +140,8 @@ class Ranks:
 
     def write_outputs(self, slot, batches, R):
         """Half of the numbers are -2**26, 0 or 2**26, which cancel: another order than the ranks' has another sum."""
-        for p, memory in enumerate(self.memories):
-            out = memory.output(slot, R).view(self.W, R, self.H)
+        for p in self.left:
+            out = self.memories[p].output(slot, R).view(self.W, R, self.H)
             out.fill_(float("nan"))
             for s, batch in enumerate(batches):
                 T = batch.topk.ids.shape[0]
@@ -144,24 +151,25 @@ class Ranks:
                 out[s, :T] = torch.where(rows[:, None], value, float("nan"))
 
     def check_combined(self, slot, batches, outs, R):
-        for s, batch in enumerate(batches):
+        for s in self.left:
+            batch = batches[s]
             T = batch.topk.ids.shape[0]
             total = torch.zeros(T, self.H, device=DEVICE)
-            for p, memory in enumerate(self.memories):
+            for p in self.left:
                 rows = (self.wanted_ids(batch.topk.ids, p) < self.E).any(1)
-                row = memory.output(slot, R).view(self.W, R, self.H)[s, :T]
+                row = self.memories[p].output(slot, R).view(self.W, R, self.H)[s, :T]
                 total += torch.where(rows[:, None], row.float(), 0.0)
             assert torch.equal(outs[s], total.bfloat16())
 
     def check_flags(self, slot, generation, phases, R):
         """Every rank has every other's flag of these phases, and has counted this generation."""
-        for flags, memory in zip(self.flags, self.memories, strict=True):
-            assert (flags[slot, :phases] == generation * 2**20 + R).all()
+        for flags, memory in ((self.flags[p], self.memories[p]) for p in self.left):
+            assert (flags[slot, :phases, self.left] == generation * 2**20 + R).all()
             assert memory.states[slot, :2].tolist() == [generation, 0]
 
     def step(self, slot, batches, R):
         self.synchronize()  # the batches were made on another stream
-        generation = int(self.memories[0].states[slot, 0]) + 1
+        generation = int(self.memories[self.left[0]].states[slot, 0]) + 1
         self.dispatch(slot, batches, R)
         self.synchronize()
         self.check_flags(slot, generation, 1, R)
@@ -172,7 +180,7 @@ class Ranks:
         self.synchronize()
         self.check_flags(slot, generation, 2, R)
         self.check_combined(slot, batches, outs, R)
-        assert not any(memory.faulty for memory in self.memories)
+        assert not any(self.memories[p].faulty for p in self.left)
 
 
 # H, K
@@ -296,6 +304,54 @@ def test_a_missing_rank_is_named_in_bounded_time(phase):
             ranks.memories[r].raise_faults(LIMIT_S)
         assert caught.value.rank == 1
     assert not ranks.memories[1].faulty
+
+
+@pytest.mark.parametrize(
+    ("lost", "payload", "moe_tp"), [([2], "bf16", 1), ([0, 3], "fp8_block", 1), ([2, 3], "nvfp4", 2)]
+)
+def test_the_others_go_on_without_lost_ranks(lost, payload, moe_tp):
+    """The lost were in the middle of a call, and so were some of the others. What was theirs is never touched again."""
+    torch.manual_seed(4)
+    ranks = Ranks(W=4, E=16, K=4, H=256, capacity=130, payload=payload, moe_tp=moe_tp, timeout_s=LIMIT_S)
+    for slot in (0, 1, 0):
+        ranks.step(slot, [ranks.batch(3) for _ in range(4)], R=4)
+    unfinished = [ranks.batch(3) for _ in range(4)]
+    ranks.synchronize()
+    ranks.dispatch(1, unfinished, 5, ranks=[1])
+    ranks.synchronize()
+    assert ranks.memories[1].faulty
+    ranks.memories[1].slots.acquire()
+    alive = tuple(rank not in lost for rank in range(4))
+    for rank in lost:
+        ranks.raw[rank].fill_(99)
+    ranks.left = [rank for rank in range(4) if alive[rank]]
+    for rank in ranks.left:
+        ranks.memories[rank].resume(alive)
+    assert ranks.memories[1].slots.acquire() == 0
+    without = LostExperts(alive, ParallelConfig(4, moe_tp_size=moe_tp), ranks.E, torch.device(DEVICE), renormalize=True)
+    for i, (counts, R) in enumerate(COUNTS):
+        batches = [ranks.batch(T) for T in counts]
+        for batch in batches:
+            batch.topk = without.left_out(batch.topk)
+        ranks.step(i % 2, batches, R)
+    assert all((ranks.raw[rank] == 99).all() for rank in lost)
+
+
+@cuda_only
+def test_a_kernel_that_waits_for_a_lost_rank_is_freed_by_its_host():
+    ranks = Ranks(W=2, E=4, K=2, H=128, capacity=4, timeout_s=60.0)
+    batches = [ranks.batch(4) for _ in range(2)]
+    ranks.step(0, batches, R=4)
+    started = time.monotonic()
+    ranks.dispatch(0, batches, 4, ranks=[0])
+    ranks.combine(0, batches, 4, ranks=[0])
+    done = torch.cuda.Event()
+    done.record(ranks.streams[0])
+    while not done.query() and time.monotonic() - started < 30.0:
+        ranks.memories[0].release()
+    assert done.query()
+    ranks.memories[0].resume((True, False))
+    assert not ranks.memories[0].faulty
 
 
 def test_unequal_tokens_per_rank_is_noticed():

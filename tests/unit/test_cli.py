@@ -370,7 +370,7 @@ def test_flags_stay_few() -> None:
         "Explain": sorted(
             ["attention_tp", "device", "json", "model", "moe_tp", "plot", "ranks_per_host", "runtime", "world"]
         ),
-        "Doctor": ["faults", "json", "output", "run", "trials", "world"],
+        "Doctor": ["device", "faults", "jobs", "json", "output", "run", "trials", "world"],
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -18,7 +19,11 @@ from support.jobs import fault_jobs as jobs
 import eprt
 from eprt.config import MoEConfig
 from eprt.conformance import faults
+from eprt.conformance.autopsy import RankReport
+from eprt.conformance.faults import matrix
 from eprt.conformance.harness import WorldFailed, launch
+from eprt.conformance.rank_process import Raised
+from eprt.dispatch import DISPATCHERS
 from eprt.errors import UsageError, one_block
 from eprt.world import guard, values
 
@@ -352,19 +357,94 @@ TRIALS = faults.trials(4, count=20)
 def test_a_short_run_is_spread_over_the_matrix() -> None:
     assert {trial.fault for trial in TRIALS} == set(faults.FAULTS)
     assert {trial.dispatcher for trial in TRIALS} == {"none", "torch"}
+    assert {trial.then for trial in TRIALS} == {"restart", "continue", "renormalize"}
     assert {trial.rank for trial in TRIALS} == {0, 1, 2, 3}
     assert len({trial.moment for trial in faults.trials(4)}) == 7
     assert len(faults.trials(4, count=500)) == 500
 
 
-@pytest.mark.parametrize("trial", TRIALS, ids=lambda t: f"{t.fault}-{t.moment}-{t.rank}-{t.dispatcher}")
-def test_what_the_survivors_say_is_as_promised(trial: faults.Trial) -> None:
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda t: f"{t.fault}-{t.moment}-{t.rank}-{t.dispatcher}-{t.then}")
+def test_what_the_survivors_say_and_do_is_as_promised(trial: faults.Trial) -> None:
     result = faults.run_trial(trial)
+    assert not result.failed, result
     assert result.culprit, result
     assert not result.wrong, result
     assert not result.leftovers, result
     assert result.seconds is not None, result
-    assert result.seconds < result.trial.limit_s + SLACK_S, result
+    assert result.seconds < trial.limit_s + SLACK_S, result
+    if trial.then != "restart":
+        assert result.resumed is not None, result
+        assert result.resumed < trial.resume_s + SLACK_S, result
+
+
+def test_trials_at_a_time_and_one_in_which_nothing_breaks() -> None:
+    calm, replay = faults.controls(2, "cpu")[0], faults.Trial("kill", matrix.REPLAY, 0, "none", 2, then="renormalize")
+    found = list(faults.run_trials([calm, replay], jobs=2))
+    assert [result.ok for result in found] == [True, True], found
+    assert found[0].verdicts == ()
+
+
+GPU_DISPATCHERS = list(DISPATCHERS)
+
+
+def test_the_table_of_two_gpus_is_whole_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "dispatchers", lambda *_: GPU_DISPATCHERS)
+    cells = faults.trials(2, "cuda")
+    broken = {(t.dispatcher, t.fault, t.moment) for t in cells if t.then == "restart"}
+    expected = set(itertools.product(GPU_DISPATCHERS, *matrix.ON_GPUS))
+    assert expected - broken == {("torch", fault, matrix.REPLAY) for fault in matrix.ON_GPUS[0]}  # no graphs
+    assert len(broken) == sum(t.then == "restart" for t in cells)
+    inside = {t.dispatcher for t in cells if t.then == "continue" and t.moment != "between steps"}
+    assert inside == {"none", "torch", "symm"}
+    assert {t.dispatcher for t in cells if t.then == "continue"} == set(GPU_DISPATCHERS)
+    assert max(max(t.limit_s, t.resume_s) for t in cells) < 20
+    assert {t.unknowable != "" for t in cells if t.fault == "skip"} == {True}
+    assert {t.moment for t in faults.controls(2, "cuda")} == {matrix.REPLAY, "between steps"}
+
+
+def test_a_process_whose_host_sits_in_a_kernel_says_so_and_is_heard() -> None:
+    """A call that no verdict wakes stands for the kernel; the guard's own report is what the judge reads."""
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.sits_in_a_kernel, 3, timeout_s=40, grace_s=8, victim=1)
+    stuck = [report for report in failure.value.reports if report.rank != 1]
+    assert [report.exit_code for report in stuck] == [75, 75], str(failure.value)
+    trial = faults.Trial("kill", "dispatch", 1, "symm", 3, "cuda")
+    at = float(failure.value.reports[1].log_tail.rpartition("killed at ")[2].split()[0])
+    result = faults.judge(trial, failure.value.reports, [{}, {}, {}], at)
+    assert result.ok, result
+    assert result.seconds is not None
+    assert 2.0 < result.seconds < trial.limit_s
+    (words,) = result.verdicts
+    assert words.startswith("rank 1 exited: process")
+
+
+@pytest.mark.parametrize(
+    ("report", "right"),
+    [
+        (RankReport(0, "died", exit_code=75, log_tail=f"{guard.LAST_WORDS}rank 1 exited: gone", ended_at=103.0), True),
+        (RankReport(0, "died", exit_code=75, log_tail=f"{guard.LAST_WORDS}rank 1 exited: gone", ended_at=120.0), False),
+        (RankReport(0, "died", exit_code=75, log_tail=f"{guard.LAST_WORDS}rank 2 exited: gone", ended_at=103.0), False),
+        (RankReport(0, "died", exit_code=75, log_tail="rank 1 exited: gone", ended_at=103.0), False),
+        (RankReport(0, "died", exit_code=-6, log_tail=f"{guard.LAST_WORDS}rank 1 exited: gone", ended_at=103.0), False),
+        (RankReport(0, "unfinished", state="running"), False),
+        (RankReport(0, "ok"), False),
+    ],
+)
+def test_a_verdict_that_is_late_wrong_or_missing_is_none(report: RankReport, right: bool) -> None:
+    trial = faults.Trial("kill", "dispatch", 1, "symm", 2, "cuda")
+    victim = RankReport(1, "died", exit_code=-9, ended_at=100.0)
+    assert faults.judge(trial, [report, victim], [{}, {}], 100.0).ok is right
+
+
+def test_going_on_counts_only_with_a_right_output_in_time() -> None:
+    trial = faults.Trial("kill", "dispatch", 1, "none", 2, then="continue")
+    victim = RankReport(1, "died", exit_code=-9, ended_at=100.0)
+    said = {"words": "rank 1 exited", "why": "exited", "ranks": [1], "verdict_at": 100.3}
+    for diary, right in (({**said, "resumed_at": 101.0}, True), (said, False), ({**said, "resumed_at": 150.0}, False)):
+        assert faults.judge(trial, [RankReport(0, "ok"), victim], [diary, {}], 100.0).ok is right
+    wrong = RankReport(0, "raised", raised=Raised("WrongOutput", "step 6", "", at=101.5))
+    found = faults.judge(trial, [wrong, victim], [{**said, "resumed_at": 101.0}, {}], 100.0)
+    assert (found.ok, found.wrong) == (False, 1)
 
 
 def test_the_matrix_sees_wrong_numbers() -> None:
@@ -372,10 +452,11 @@ def test_the_matrix_sees_wrong_numbers() -> None:
     from eprt.world import World
 
     with World.from_env("cpu") as world:
-        layer, weights = faults._layer(world, "none")
-        faults._run_step(world, layer, weights, 1)
+        job = faults.Job(world, "none")
+        job.step(1)
+        job.down = 1.001 * job.down
         with pytest.raises(faults.WrongOutput, match="step 2, rank 0"):
-            faults._run_step(world, layer, (weights[0], 1.001 * weights[1]), 2)
+            job.step(2)
 
 
 def test_a_soak_counts_what_the_process_holds() -> None:

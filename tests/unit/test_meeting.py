@@ -21,7 +21,7 @@ def come(store: dist.Store, ranks: range | list[int], timeout_s: float = 20.0, l
     def one(rank: int) -> Meeting | str:
         time.sleep(0.2 if rank == late else 0.0)
         try:
-            return meet(store, "label", rank, SIZE, timeout_s, 10.0, "the store", "job")
+            return meet(store, "label", rank, range(SIZE), timeout_s, 10.0, "the store", "job")
         except RankLost as lost:
             return f"{lost.rank} {lost.why}: {lost}"
 

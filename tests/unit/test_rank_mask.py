@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Barrier
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from eprt.conformance.cases import CASES, Batch, make_batches
 from eprt.dispatch import DISPATCHERS, Dispatcher, dispatcher_spec, make_dispatcher
 from eprt.dispatch.deepep import DeepEPDispatcher
 from eprt.dispatch.flashinfer import FlashInferDispatcher
+from eprt.dispatch.rank_mask import LostExperts
 from eprt.errors import ConfigError, EprtError, InputError, RankLost, UnsupportedError, UsageError
 from eprt.plan import make_plan
 from eprt.support import Device
@@ -99,6 +101,73 @@ def test_the_library_s_mask_says_1_for_left_out_where_ours_says_false(fabric):
 
     masked, whole = ([0, 0, 1, 0], None), ([0, 0, 0, 0], None)
     assert run_ranks(job) == [masked, masked, whole, masked]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_a_shrink_the_ranks_that_are_left_go_on_and_agree_on_r(fabric, name):
+    """As `World.shrink` does it: rank 2 is lost between two steps, then rank 0."""
+
+    def lose(world, dispatcher, alive):
+        world.alive, world.generation = tuple(alive), world.generation + 1
+        for memory in world._shared.of_ranks():
+            memory.resume(world.alive)
+        world.quiet = True  # the stand-in's header exchange meets all threads
+        return exchange(dispatcher, world.generation, 12)
+
+    def job(world):
+        dispatcher = make(name, world, fabric, rank_mask=False, on_rank_lost="continue")
+        dispatcher.warmup()
+        problems = exchange(dispatcher, 0, None)
+        open_call = dispatcher.dispatch(*_tokens(world), 5)
+        for alive in (WITHOUT_2, [False, True, False, True]):
+            if not alive[world.rank]:
+                return problems
+            problems += lose(world, dispatcher, alive)
+        with pytest.raises(UsageError, match="a step that was discarded"):
+            dispatcher.combine(open_call.tokens.hidden.data, open_call.handle)
+        open_call.handle.close()
+        assert not dispatcher.incomplete
+        return problems + exchange(dispatcher, 5, 17), dispatcher.alive
+
+    shrunk = ([], (False, True, False, True))
+    assert run_ranks(job) == [[], shrunk, [], shrunk]
+
+
+def test_a_deepep_buffer_without_a_mask_cannot_go_on(fabric):
+    def job(world):
+        dispatcher = make("deepep", world, fabric, rank_mask=False)
+        dispatcher.warmup()
+        with pytest.raises(UsageError, match="deepep: the buffer has no rank mask"):
+            dispatcher._memory.resume(tuple(WITHOUT_2))
+        world.alive, world.generation = tuple(WITHOUT_2), 1
+        with pytest.raises(UsageError, match="built with on_rank_lost='restart'"):
+            dispatcher.dispatch(*_tokens(world), 5)
+
+    run_ranks(job)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_weights_of_slots_that_are_left_by_hand(renormalize):
+    """Rank 1 of 4, slots 4 to 7, is lost. Slot 16 is no expert, and its weight counts for nothing."""
+    ids = torch.tensor([[0, 5, 8], [4, 15, 16], [4, 5, 6]], dtype=torch.int32)
+    given = TopK(ids, torch.tensor([[0.5, 0.3, 0.2], [0.4, 0.6, 9.0], [1.0, 2.0, 3.0]]))
+    lost = LostExperts((True, False, True, True), ParallelConfig(4), 16, torch.device("cpu"), renormalize)
+    found = lost.left_out(given)
+    assert found.ids.tolist() == [[0, 16, 8], [16, 15, 16], [16, 16, 16]]
+    assert found.ids.dtype == torch.int32
+    there = found.ids < 16
+    expected = (
+        torch.tensor([[0.5, 0, 0.2], [0, 0.6, 0], [0, 0, 0]]) / torch.tensor([[0.7], [0.6], [1]])
+        if renormalize
+        else given.weights
+    )
+    assert torch.allclose(found.weights[there], expected[there])
+
+
+def test_an_expert_is_lost_with_any_of_its_slices():
+    lost = LostExperts((True, True, True, False), ParallelConfig(4, moe_tp_size=2), 4, torch.device("cpu"), False)
+    found = lost.left_out(TopK(torch.arange(4, dtype=torch.int32)[None], torch.ones(1, 4)))
+    assert found.ids.tolist() == [[0, 1, 4, 4]]
 
 
 @pytest.mark.parametrize(("name", "hidden_size"), [("flashinfer", 130), ("deepep", 2880)])
@@ -234,6 +303,22 @@ def test_a_peer_that_deepep_gave_up_by_itself_is_lost(fabric):
         return lost.value.rank, lost.value.why
 
     assert run_ranks(job) == [(2, "silent"), (2, "silent"), None, (2, "silent")]
+
+
+def test_the_plan_says_who_can_go_on_without_a_lost_rank(fabric, monkeypatch):
+    runtime = RuntimeConfig(on_rank_lost="continue", max_tokens_per_rank=256)
+    plan = make_plan(CONFIG, ParallelConfig(SIZE), runtime, Device.parse("sm90"))
+    said = {c.dispatcher: c.support.reason for c in plan.candidates if c.support}
+    for name, reason in said.items():
+        between = DISPATCHERS[name].shrink == "between steps"
+        assert ("one lost inside a step is a restart" in reason) == between, name
+    monkeypatch.setitem(DISPATCHERS, "torch", replace(DISPATCHERS["torch"], shrink=""))
+    (refused,) = {
+        c.support.reason
+        for c in make_plan(CONFIG, ParallelConfig(SIZE), runtime, Device.parse("cpu")).candidates
+        if c.dispatcher == "torch"
+    }
+    assert refused == "torch: on_rank_lost continue: can't go on without a rank"
 
 
 def test_the_plan_leaves_out_dispatchers_that_cannot(fabric):

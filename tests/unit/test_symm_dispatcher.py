@@ -91,6 +91,25 @@ def test_memory_comes_with_the_warm_up_and_is_shared_by_equal_geometries(allocat
     assert sorted(allocations) == sorted((size, "symm's symmetric memory") for size in expected for _ in range(SIZE))
 
 
+def test_rows_of_lost_ranks_hold_no_token(allocations):
+    """No kernel says so any more: what the rank left there is garbage."""
+
+    def job(world):
+        dispatcher = make(world)
+        dispatcher.warmup()
+        memory = dispatcher._launcher.memory
+        memory.peers = [own * SIZE for own in memory.peers]
+        memory.routing(0, 4)[0].fill_(1)
+        memory.resume(tuple(rank == world.rank for rank in range(SIZE)))
+        sent = dispatcher.dispatch(*batch(3), 4)
+        found = sent.tokens.ids.view(SIZE, 4, K)
+        assert (found[1 - world.rank] == CONFIG.num_experts).all()
+        assert (found[world.rank] == 1).all()
+        return True
+
+    assert all(run_ranks(job, SIZE))
+
+
 def test_a_warm_world_allocates_nothing(allocations):
     def job(world):
         dispatcher = make(world)

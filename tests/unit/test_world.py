@@ -230,6 +230,7 @@ def test_where_headers_are_not_compared_a_refusal_waits_for_nobody() -> None:
         device=torch.device("cpu"),
         closed=False,
         generation=0,
+        alive=(True, True),
         step_number=0,
         current_step=None,
         nonce=0,

@@ -21,7 +21,7 @@ from eprt.dispatch.limits import DEEPEP_MAX_TOKENS
 from eprt.dispatch.rank_mask import RankMask
 from eprt.dispatch.shared_memory import SharedMemoryDispatcher, SlotCall
 from eprt.dispatch.slots import Slots
-from eprt.errors import ConfigError, RankLost
+from eprt.errors import ConfigError, RankLost, UsageError
 from eprt.rounding import ceil_div, round_up
 from eprt.tokens import ExpertMajorTokens, Payload, TopK
 
@@ -94,6 +94,16 @@ class LowLatencyBuffer:
             if self.mask.alive[rank] and not alive[rank]:
                 self.buffer.low_latency_update_mask_buffer(rank, True)  # the library's mask: True is left out
         self.mask.alive = alive
+
+    def release(self) -> None:
+        """Its kernels can't be freed from the host."""
+
+    def resume(self, alive: tuple[bool, ...]) -> None:
+        if self.given_up is None:
+            raise UsageError("deepep: the buffer has no rank mask: build its layers with on_rank_lost='continue'")
+        self.leave_out(self.mask.without_lost(alive))
+        self.given_up.zero_()
+        self.slots.reset()
 
     def report(self) -> None:
         """After a combine: have the GPU tell which ranks its kernels leave out."""
@@ -300,12 +310,12 @@ class DeepEPDispatcher(SharedMemoryDispatcher[Geometry, LowLatencyBuffer]):
             low_latency_mode=True,
             num_qps_per_rank=self.shard.num_local_experts,
             explicitly_destroy=True,
-            enable_shrink=self.runtime.rank_mask,
+            enable_shrink=self.runtime.may_leave_out,
         )
         W, slots = geometry.num_ranks, Slots(MAX_OPEN, "deepep", self.world.device)
         given_up = torch.zeros(W, dtype=torch.int32, pin_memory=self.world.device.type == "cuda")
         mask = RankMask((True,) * W, slots, in_arguments=False)
-        return LowLatencyBuffer(library, buffer, slots, mask, given_up if self.runtime.rank_mask else None)
+        return LowLatencyBuffer(library, buffer, slots, mask, given_up if self.runtime.may_leave_out else None)
 
     def _free(self, memory: LowLatencyBuffer) -> None:
         """The library frees behind a barrier without a time limit: not with peers that may never come to it."""

@@ -207,6 +207,13 @@ class Workspace:
             **({"use_low_precision": True} if fp8 else {}),
         )
 
+    def release(self) -> None:
+        """Its kernels can't be freed from the host."""
+
+    def resume(self, alive: tuple[bool, ...]) -> None:
+        self.leave_out(self.mask.without_lost(alive))
+        self.slots.reset()
+
     def leave_out(self, alive: tuple[bool, ...]) -> None:
         """No call is open, no kernel runs in this memory."""
         self.mask.alive = alive

@@ -96,7 +96,10 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
             memory.slots.release(slot)
             raise
         handle.state = _Call(slot, topk.ids, memory.output(slot, R))
-        return memory.tokens(slot, R, self.config.num_experts, scale)
+        tokens = memory.tokens(slot, R, self.config.num_experts, scale)
+        for rank in memory.lost:  # no kernel of its says that its rows hold no token
+            tokens.ids[rank * R : (rank + 1) * R] = self.config.num_experts
+        return tokens
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
         self.check_peers()

@@ -67,25 +67,14 @@ class Launcher:
         timeout_s: float,
         tuning: tuple[Tuning, ...] = TUNING,
     ) -> None:
-        geometry, rank = memory.geometry, memory.rank
+        geometry = memory.geometry
         self.memory = memory
         self._tuning = tuning
         self._pairs: dict[Tuning, _Pair] = {}
         self._device = memory.states.device
         self._top_k, self._packed = geometry.top_k, geometry.payload != "bf16"
         self._limit_ns = int(timeout_s * 1e9)
-        offsets = geometry.offsets
-        states, books = memory.states.unbind(), memory.books.unbind()
-        regions = tuple(offsets[region] for region in ("data", "scale", "ids", "weights"))
-        # What a call of a slot takes beside its tensors. A push goes to this rank first, then in rank order, round.
-        self._push_to = [
-            ((*peers[rank:], *peers[:rank]), *regions, book, state)
-            for peers, book, state in zip(memory.peers, books, states, strict=True)
-        ]
-        self._pull_from = [
-            (peers, offsets["output"], book, state)
-            for peers, book, state in zip(memory.peers, books, states, strict=True)
-        ]
+        self._take_addresses()
         self._routing = {
             "E": num_experts,
             "L": num_local_experts,
@@ -94,6 +83,21 @@ class Launcher:
             "K": geometry.top_k,
             "K_POW2": next_power_of_2(geometry.top_k),
         }
+
+    def _take_addresses(self) -> None:
+        """What a call of a slot takes beside its tensors; other ones once a rank is lost. A push goes to this rank
+        first, then in rank order, round."""
+        memory, offsets, rank = self.memory, self.memory.geometry.offsets, self.memory.rank
+        self._peers, states, books = memory.peers, memory.states.unbind(), memory.books.unbind()
+        regions = tuple(offsets[region] for region in ("data", "scale", "ids", "weights"))
+        self._push_to = [
+            ((*peers[rank:], *peers[:rank]), *regions, book, state)
+            for peers, book, state in zip(memory.peers, books, states, strict=True)
+        ]
+        self._pull_from = [
+            (peers, offsets["output"], book, state)
+            for peers, book, state in zip(memory.peers, books, states, strict=True)
+        ]
 
     def row_counts(self, capacity: int) -> list[int]:
         """The smallest R for each set of kernels that calls up to `capacity` can need."""
@@ -109,6 +113,8 @@ class Launcher:
     ) -> None:
         """Push bf16 rows [T, H], in the memory's payload format, and routing into every rank's `slot`; the stream goes
         on when all peers' have arrived. `global_scale`: of `nvfp4`, float32 [1]."""
+        if self._peers is not self.memory.peers:
+            self._take_addresses()
         pair, T = self._pair(R), hidden.shape[0]
         ctas = min(T * pair.push_pieces, pair.tuning.dispatch_ctas)
         pair.push(
@@ -126,6 +132,8 @@ class Launcher:
 
     def combine(self, slot: int, out: torch.Tensor, ids: torch.Tensor, R: int) -> None:
         """Sum into out [T, H] the rows that the experts of `ids` [T, K] wrote, once every peer has written."""
+        if self._peers is not self.memory.peers:
+            self._take_addresses()
         pair, T = self._pair(R), out.shape[0]
         grid = max(1, min(T * pair.pull_pieces, pair.tuning.combine_ctas)), 1, 1
         pair.pull(grid, out, ids, *self._pull_from[slot], T, R, self.memory.rank, self._limit_ns)

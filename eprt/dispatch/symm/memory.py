@@ -107,6 +107,7 @@ class SymmetricMemory:
         peers: of each slot, every rank's copy of it as mapped here, in rank order.
         books: int64 [NUM_SLOTS, len(ENTRIES), MAX_RANKS], addresses for the kernels.
         slots: which slot is free.
+        lost: ranks that this one goes on without.
         states: int64 [NUM_SLOTS, 4], the kernels' generation and CTA count of each slot.
     """
 
@@ -118,11 +119,14 @@ class SymmetricMemory:
         self.rank = rank
         self._memory = memory
         self._owner = owner
+        self._nowhere: torch.Tensor | None = None  # where kernels write what is for lost ranks
+        self._raised: tuple[torch.cuda.Stream, torch.Tensor] | None = None
         self._fault = torch.zeros(MAX_RANKS, dtype=torch.int32, device=device)
         self._host_fault = torch.zeros(MAX_RANKS, dtype=torch.int32, pin_memory=memory.is_cuda)
         self._seen_fault = self._host_fault.numpy().data  # one read of host memory, without a device sync
         self.states = torch.zeros(NUM_SLOTS, 4, dtype=torch.int64, device=device)
         self.peers = [tuple(base + geometry.slot_start(slot) for base in bases) for slot in range(NUM_SLOTS)]
+        self.lost: list[int] = []
         self.books = torch.tensor([self._book(slot, bases) for slot in range(NUM_SLOTS)], device=device)
         self.slots = Slots(NUM_SLOTS, "symm", device)
         self._views: dict[tuple[str, int], torch.Tensor] = {}  # by region and slot, for the R it was used with last
@@ -160,6 +164,45 @@ class SymmetricMemory:
         self._views.clear()
         self._tokens.clear()
         del self._memory, self._owner, self.books
+
+    # ---- lost ranks -----------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """The kernels wait for flags in this rank's own memory, so its host can raise them all: from a stream that
+        doesn't wait for the kernels, by a copy that needs no SM."""
+        if not self._memory.is_cuda:
+            return
+        if self._raised is None:
+            flags = torch.full(self._flags.shape, 255, dtype=torch.uint8, pin_memory=True)
+            self._raised = torch.cuda.Stream(self._memory.device), flags
+        stream, flags = self._raised
+        with torch.cuda.stream(stream):
+            self._flags.copy_(flags, non_blocking=True)
+        stream.synchronize()
+
+    def resume(self, alive: tuple[bool, ...]) -> None:
+        """Flags and states of all calls start again. Routing for a lost rank goes to a place of this rank's own (no row
+        travels there), and this rank's own flag is seen in place of its: so the kernels need not know."""
+        self.lost = lost = [rank for rank, here in enumerate(alive) if not here]
+        start, end = (self.geometry.offsets[region] for region in ("ids", "output"))
+        self._nowhere = torch.empty(end - start + ALIGNMENT, dtype=torch.uint8, device=self._memory.device)
+        base, flag = self._nowhere.data_ptr() - start, self._nowhere.data_ptr() + end - start
+        self.peers = [tuple(p if here else base for p, here in zip(peers, alive, strict=True)) for peers in self.peers]
+        books = self.books.cpu()
+        for phase in ("dispatch", "combine"):
+            books[:, ENTRIES.index(f"raise_{phase}"), lost] = flag
+            seen = ENTRIES.index(f"see_{phase}")
+            books[:, seen, lost] = books[:, seen, self.rank, None]
+        self.books.copy_(books)
+        for state in (self._flags, self.states, self._fault, self._host_fault):
+            state.zero_()
+        self.slots.reset()
+        if self._memory.is_cuda:
+            torch.cuda.synchronize(self._memory.device)
+
+    @property
+    def _flags(self) -> torch.Tensor:
+        return self._memory[: NUM_SLOTS * ALIGNMENT]
 
     # ---- views ----------------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ def runtime_config(config: Any, ranks_of_a_token: int) -> RuntimeConfig:
 def options_of(config: Any) -> dict[str, Any]:
     """What `--additional-config` says to eprt. Raises ConfigError for names that it hasn't got."""
     given: Any = (config.additional_config or {}).get(OPTIONS, {})
-    allowed = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "rank_mask"}
+    allowed = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "rank_mask", "on_rank_lost"}
     found = sorted(set(given) - {*allowed, PLACEMENT}) if isinstance(given, dict) else given
     if found or not isinstance(given, dict):
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from unittest import mock
 
@@ -28,7 +29,7 @@ def meets_without_torchrun(context, port: int, victim: int, what: str) -> str:
         "dies in the meeting": ("eprt.world.meeting.listen", lambda *_: _die()),
         "dies in torch's group": ("eprt.world.init_default_group", lambda *_: _die()),
         "dies in the meshes": ("eprt.world._meshes", lambda *_: _die()),
-        "dies in the control group": ("eprt.world.control_group", lambda *_: _die()),
+        "dies in the control group": ("eprt.world.membership.control_group", lambda *_: _die()),
         "stops in torch's group": ("eprt.world.init_default_group", lambda *_: os.kill(os.getpid(), signal.SIGSTOP)),
     }
     if context.rank == victim and what in moments:
@@ -86,7 +87,7 @@ def garbage_for_the_guard(context) -> str:
                 store.set(key.rpartition("/")[0] + "/verdict", value)
                 store.set(key.rpartition("/")[0] + "/beat/0", value)
                 store.set(key.rpartition("/")[0] + "/over", value)
-        for address in guard.met.addresses:
+        for address in guard.met.addresses.values():
             for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(4096)):
                 with socket.create_connection(address) as stranger:
                     stranger.sendall(said)
@@ -99,7 +100,7 @@ def garbage_for_the_guard(context) -> str:
             [],
             None,
         ):
-            guard._on_loop(lambda message=message: guard._links.send_all(message))
+            guard._thread.do(lambda message=message: guard._links.send_all(message))
     time.sleep(1.0)
     world.barrier()
     return str(guard.verdict)
@@ -134,7 +135,8 @@ def combines_twice_on_one_rank(context) -> list[object]:
     from eprt.tokens import TopK
 
     world = context.world(timeout_s=20)
-    layer, weights = faults._layer(world, "torch")
+    job = faults.Job(world, "torch")
+    layer = job.layer
     hidden, topk = torch.ones(2, 32), TopK(torch.tensor([[0, 4], [1, 5]], dtype=torch.int32), torch.ones(2, 2))
     sent = layer.dispatcher.dispatch(hidden, topk)
     output = layer.executor(sent.tokens)
@@ -146,7 +148,7 @@ def combines_twice_on_one_rank(context) -> list[object]:
         except EprtError as error:
             found.append(f"{type(error).__name__}: {error}")
     for step in range(4):
-        faults._run_step(world, layer, weights, step)
+        job.step(step)
     layer.close()
     return [*found, "right"]
 
@@ -156,7 +158,8 @@ def nested_tokens(context) -> list[str]:
     from eprt.tokens import TopK
 
     world = context.world(timeout_s=20)
-    layer, weights = faults._layer(world, "torch")
+    job = faults.Job(world, "torch")
+    layer = job.layer
     topk = TopK(torch.tensor([[0, 2], [1, 3]], dtype=torch.int32), torch.ones(2, 2))
     nested = [
         torch.nested.nested_tensor([torch.ones(1, 32)] * 2, layout=kind) for kind in (torch.strided, torch.jagged)
@@ -168,7 +171,7 @@ def nested_tokens(context) -> list[str]:
                 call(hidden if context.rank == 1 else torch.ones(2, 32), topk)
             except EprtError as error:
                 found.append(f"{type(error).__name__}: {error}")
-    faults._run_step(world, layer, weights, 1)
+    job.step(1)
     layer.close()
     return found
 
@@ -183,3 +186,16 @@ def is_cut_off(context, victim: int) -> str:
         guard._links.send = lambda *_, **__: None
         guard._links._heard = lambda *_: None
     return _step_until_lost(world)
+
+
+def sits_in_a_kernel(context, victim: int) -> None:
+    """As on a GPU whose kernel waits for a rank that died: no verdict wakes the host."""
+    world = context.world(timeout_s=LIMIT_S)
+    assert world._guard is not None
+    world._guard._exit_after_s = 2.0
+    world.barrier()
+    if context.rank == victim:
+        sys.stderr.write(f"killed at {time.monotonic()}\n")
+        sys.stderr.flush()
+        _die()
+    time.sleep(60)

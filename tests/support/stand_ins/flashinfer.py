@@ -178,6 +178,7 @@ class FakeWorld:
         self.parallel = ParallelConfig(self.size)
         self.generation = self.step_number = self.allocations = self.num_dispatchers = 0
         self.current_step = None
+        self.alive = (True,) * self.size
         self.padding = None
         self.buckets = ()
         self.nonce = 0
@@ -209,6 +210,9 @@ class FakeWorld:
         pass
 
     def raise_if_lost(self) -> None:
+        pass
+
+    def require_whole(self, what: str) -> None:
         pass
 
     def require_cold(self, what: str) -> None:

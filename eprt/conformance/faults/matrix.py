@@ -1,0 +1,231 @@
+"""The rows of the fault matrix: what breaks, when, on which dispatcher, and what the others owe then."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.dispatch import DISPATCHERS
+from eprt.support import Device
+
+TIMEOUT_S = 4.0  # of the trials' Worlds
+SILENT_S = TIMEOUT_S / 2
+GPU_TIMEOUT_S = 8.0  # warm-up lies within it, too, and trials share the GPUs
+SLACK_S = 3.0  # a loaded machine schedules four processes on two cores
+EXIT_AFTER_S = 2.0  # after the verdict, where a kernel waits for the dead (`Guard`)
+SHRINK_S = 4.0  # from the verdict to the first right output without the lost rank
+
+Then = Literal["restart", "continue", "renormalize"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A way to break.
+
+    Attributes:
+        why: what the survivors' RankLost must say; "mismatch" is a WorldMismatch on every rank.
+        limit_s: how long the promise lets a survivor wait.
+        act: what the victim does.
+        unknowable: why, on GPUs, the culprit can't be known: then a verdict within the limit is all that is owed.
+    """
+
+    name: str
+    why: str
+    limit_s: float
+    act: Callable[[], None]
+    unknowable: str = ""
+
+
+class Deliberate(Exception):
+    """What a victim raises."""
+
+
+class Skipped(BaseException):
+    """Leaves the step."""
+
+
+def _raise() -> None:
+    raise Deliberate("raised by the fault matrix")
+
+
+def _skip() -> None:
+    raise Skipped
+
+
+def _leave() -> None:
+    sys.exit(0)
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _sleep() -> None:
+    time.sleep(10 * TIMEOUT_S)
+
+
+_EITHER = "no headers travel inside a step on GPUs: who skipped waits for the next step, the others for this one"
+FAULTS: dict[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        Fault("kill", "exited", 1.0, _kill),
+        Fault("stop", "silent", SILENT_S + 1.0, _stop),
+        Fault("raise", "raised", 1.3 + 0.5, _raise),
+        Fault("leave", "left", 1.3 + 0.5, _leave),
+        Fault("skip", "mismatch", 1.0, _skip, _EITHER),
+        Fault("sleep", "behind", TIMEOUT_S + 1.0, _sleep),
+    )
+}
+NOTHING = Fault("none", "", 0.0, lambda: None)  # the control: a trial in which nobody breaks, and nobody says so
+# Where it happens: while ranks meet and groups are made, or in a step.
+START_UP: dict[str, str] = {
+    "meeting": "eprt.world.meeting.listen",
+    "groups": "eprt.world.init_default_group",
+    "control": "eprt.world.membership.control_group",
+}
+STEP = ("between steps", "dispatch", "experts", "combine")
+REPLAY = "graph replay"  # after the ranks agreed on the step, and the others launched it
+ON_GPUS = (("kill", "stop", "raise", "skip"), ("dispatch", "experts", "combine", REPLAY))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One cell of the matrix.
+
+    Attributes:
+        then: what the others do: end, or go on without the victim (`RuntimeConfig.on_rank_lost`).
+    """
+
+    fault: str
+    moment: str
+    rank: int
+    dispatcher: str
+    world: int
+    device: str = "cpu"
+    then: Then = "restart"
+
+    @property
+    def how(self) -> Fault:
+        return NOTHING if self.fault == NOTHING.name else FAULTS[self.fault]
+
+    @property
+    def why(self) -> str:
+        """Of the others' RankLost; "" where it can't be known."""
+        return "" if self.unknowable else self.how.why
+
+    @property
+    def unknowable(self) -> str:
+        """Why the culprit can't be known; "" where it can."""
+        return self.how.unknowable if self.device == "cuda" else ""
+
+    @property
+    def timeout_s(self) -> float:
+        """Of its World."""
+        return GPU_TIMEOUT_S if self.device == "cuda" else TIMEOUT_S
+
+    @property
+    def limit_s(self) -> float:
+        """From the fault to the last survivor's verdict."""
+        more = self.timeout_s - TIMEOUT_S
+        limit = self.how.limit_s + more * {"silent": 0.5, "behind": 1.0}.get(self.how.why, 0.0)
+        # A rank that sleeps or is stopped before the guards know each other is missing until the timeout.
+        early = self.moment == "meeting" and self.fault in ("stop", "sleep")
+        if early or self.unknowable:  # nothing but the timeout tells
+            limit = self.timeout_s + 1.0
+        return limit + (EXIT_AFTER_S if self.device == "cuda" else 0.0) + SLACK_S
+
+    @property
+    def resume_s(self) -> float:
+        """From the fault to the last survivor's first output without the victim."""
+        return self.limit_s + SHRINK_S
+
+
+def config(world: int, device: str) -> MoEConfig:
+    """A tiny layer: float32 on CPUs; what every GPU kernel takes, on GPUs."""
+    small = MoEConfig(num_experts=2 * world, top_k=2, hidden_size=32, intermediate_size=16, weight_format="f32")
+    return replace(small, hidden_size=256, intermediate_size=128, weight_format="bf16") if device == "cuda" else small
+
+
+def runtime(dispatcher: str, device: str, then: Then = "restart") -> RuntimeConfig:
+    executor = "torch_grouped" if device == "cuda" else "reference"  # one that graphs can hold
+    return RuntimeConfig(dispatcher=dispatcher, executor=executor, max_tokens_per_rank=8, on_rank_lost=then)
+
+
+def dispatchers(world: int, device: str) -> list[str]:
+    """Those that can run here."""
+    where = Device.of(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
+    moe, parallel = config(world, device), ParallelConfig(world)
+    return [n for n, spec in DISPATCHERS.items() if spec.supports(moe, parallel, runtime(n, device), where)]
+
+
+def trials(world: int, device: str = "cpu", count: int | None = None, seed: int = 0) -> list[Trial]:
+    """The matrix, in an order that spreads a short run over all of it.
+
+    On CPUs every fault at every moment on every rank, start-up included. On GPUs a trial costs more and the guards are
+    the same: `ON_GPUS`, one victim. On both: going on without a rank that was killed or stopped.
+
+    Args:
+        count: so many; above the number of cells they come again. None: each once.
+    """
+    names = dispatchers(world, device)
+    cells = _on_gpus(world, names) if device == "cuda" else _on_cpus(world, names)
+    dice = random.Random(seed)
+    dice.shuffle(cells)
+    turns = itertools.count()
+    by_kind: dict[tuple[str, bool, str], list[Trial]] = {}
+    for cell in cells:
+        by_kind.setdefault((cell.fault, cell.moment in START_UP, cell.then), []).append(cell)
+    spread = sorted(
+        ((place / len(group), next(turns), cell) for group in by_kind.values() for place, cell in enumerate(group)),
+        key=lambda item: item[:2],
+    )
+    ordered = [cell for _, _, cell in spread]
+    return ordered if count is None else list(itertools.islice(itertools.cycle(ordered), count))
+
+
+def _on_cpus(world: int, names: list[str]) -> list[Trial]:
+    early = itertools.product(("kill", "stop", "raise"), START_UP, range(world), names[:1])  # no dispatcher yet
+    late = itertools.product(FAULTS, STEP, range(world), names)
+    found = [Trial(*cell, world) for cell in itertools.chain(early, late)]
+    thens: tuple[Then, ...] = ("continue", "renormalize")
+    for fault, moment, rank, name in itertools.product(("kill", "stop"), STEP, range(world), names):
+        found += [Trial(fault, moment, rank, name, world, then=then) for then in thens]
+    return found
+
+
+def _on_gpus(world: int, names: list[str]) -> list[Trial]:
+    victim = world - 1
+    found = [
+        Trial(fault, moment, victim, name, world, "cuda")
+        for fault, moment, name in itertools.product(*ON_GPUS, names)
+        if moment != REPLAY or DISPATCHERS[name].graph_safe
+    ]
+    for fault, name in itertools.product(("kill", "stop"), names):
+        moments = [STEP[0]]
+        if DISPATCHERS[name].shrink == "anytime":
+            moments += ["dispatch", REPLAY] if DISPATCHERS[name].graph_safe else ["dispatch"]
+        found += [Trial(fault, moment, victim, name, world, "cuda", "continue") for moment in moments]
+    return found
+
+
+def controls(world: int, device: str) -> list[Trial]:
+    """For each dispatcher a trial in which nothing breaks, graphs included: it compiles what the others need, too."""
+    found: list[Trial] = []
+    for name in dispatchers(world, device):
+        moment = REPLAY if device == "cuda" and DISPATCHERS[name].graph_safe else STEP[0]
+        found.append(Trial(NOTHING.name, moment, world - 1, name, world, device))
+    return found

@@ -1,0 +1,227 @@
+"""Running trials of the fault matrix, each in a world of its own, and judging them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from eprt.conformance.faults.job import ready, run
+from eprt.conformance.faults.matrix import Trial
+from eprt.conformance.harness import RankReport, WorldFailed, WorldPool
+from eprt.conformance.scratch import Scratch
+from eprt.world.guard import EXIT_CODE, LAST_WORDS
+
+START_S = {"cpu": 60.0, "cuda": 240.0}  # to make processes, Worlds and layers, which isn't what is timed
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a trial found.
+
+    Attributes:
+        seconds: from the fault to the last survivor's verdict; None if one had none when the trial's limit ended.
+        resumed: from the fault to the last survivor's first output without the victim, where they went on.
+        verdicts: what the survivors said, each wording once.
+        culprit: whether all named the victim (or, for a mismatch, all saw the same table); None where nobody can know.
+        wrong: outputs that weren't what the formula gives.
+        leftovers: processes, folders and shared memory that outlived the trial.
+        failed: what kept the trial from taking place; "" if nothing did.
+    """
+
+    trial: Trial
+    seconds: float | None = None
+    resumed: float | None = None
+    verdicts: tuple[str, ...] = ()
+    culprit: bool | None = None
+    wrong: int = 0
+    leftovers: tuple[str, ...] = ()
+    failed: str = ""
+
+    @property
+    def late(self) -> bool:
+        if self.trial.fault == "none":
+            return False
+        resumes = self.trial.then != "restart"
+        over = self.seconds is None or self.seconds > self.trial.limit_s
+        return over or (resumes and (self.resumed is None or self.resumed > self.trial.resume_s))
+
+    @property
+    def ok(self) -> bool:
+        right = self.culprit if not self.trial.unknowable else bool(self.verdicts)
+        return bool(right) and not self.late and not self.wrong and not self.leftovers and not self.failed
+
+    def as_row(self) -> dict[str, Any]:
+        found = {"seconds": _rounded(self.seconds), "limit_s": self.trial.limit_s, "resumed": _rounded(self.resumed)}
+        found |= {"culprit": self.culprit, "unknowable": self.trial.unknowable, "wrong": self.wrong}
+        found |= {"leftovers": list(self.leftovers), "ok": self.ok, "failed": self.failed}
+        return {**asdict(self.trial), **found, "verdicts": list(self.verdicts)}
+
+
+def run_trials(trials: Sequence[Trial], jobs: int = 1) -> Iterator[Result]:
+    """Results in the order of the trials.
+
+    Args:
+        jobs: trials at a time. Worlds that start while another's ranks wait out a limit cost no time of their own; all
+            share the GPUs. Shared memory that outlives trials is looked for behind the last one then.
+    """
+    before = _footprint()
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            yield from pool.map(partial(run_trial, alone=jobs == 1), trials)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if jobs > 1 and (left := sorted(_footprint() - before)) and trials:
+        yield Result(trials[-1], failed="shared memory outlived the trials", leftovers=tuple(left))
+
+
+def run_trial(trial: Trial, alone: bool = True) -> Result:
+    """One trial in a world of its own.
+
+    Args:
+        alone: nothing else of ours runs, so that what is left in shared memory is this trial's.
+    """
+    before = _footprint() if alone else set[str]()
+    with Scratch("faults") as folder:
+        grace_s = (trial.limit_s if trial.then == "restart" else trial.resume_s + 3.0) + 2.0
+        limit_s = START_S[trial.device] + grace_s
+        pids: list[int] = []
+        folder_of_pool: Path | None = None
+        reports: Sequence[RankReport] = ()
+        failed = ""
+        try:
+            with WorldPool(trial.world, trial.device, timeout_s=limit_s, grace_s=grace_s) as pool:
+                pool.run(ready)
+                pids, folder_of_pool = pool.pids, pool.folder
+                with _ending_the_victim(trial, folder, pids):
+                    pool.run(run, trial=trial, folder=str(folder))
+        except WorldFailed as found:
+            reports = found.reports
+            failed = "" if pids else str(found)
+        at = float((folder / "fault").read_text()) if (folder / "fault").exists() else None
+        diaries = [_read(folder / f"rank{rank}") for rank in range(trial.world)]
+    leftovers = [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
+    leftovers += [str(folder_of_pool)] if folder_of_pool is not None and folder_of_pool.exists() else []
+    leftovers += sorted(_footprint() - before) if alone else []
+    return judge(trial, reports, diaries, at, leftovers, failed)
+
+
+def judge(
+    trial: Trial,
+    reports: Sequence[RankReport],
+    diaries: Sequence[dict[str, Any]],
+    at: float | None,
+    leftovers: Sequence[str] = (),
+    failed: str = "",
+) -> Result:
+    """What the ranks' reports (none if all finished) and diaries amount to."""
+    wrong = sum(report.raised is not None and report.raised.error == "WrongOutput" for report in reports)
+    left = tuple(leftovers)
+    if trial.fault == "none":
+        said = tuple(sorted({report.describe() for report in reports}))
+        return Result(trial, verdicts=said, culprit=not reports, wrong=wrong, leftovers=left, failed=failed)
+    if at is None and not failed:
+        failed = "the victim never came to its fault: " + "; ".join(sorted({r.describe() for r in reports}))
+    everybody = trial.why == "mismatch" or bool(trial.unknowable)
+    heard = [
+        verdict
+        for report, diary in zip(reports, diaries, strict=False)
+        if everybody or report.rank != trial.rank
+        for verdict in [_verdict_of(report, diary)]
+    ]
+    found = [verdict for verdict in heard if verdict is not None]
+    whole = at is not None and len(found) == len(heard) > 0
+    words = tuple(sorted({verdict.words for verdict in found}))
+    resumed = [d["resumed_at"] for rank, d in enumerate(diaries) if rank != trial.rank and "resumed_at" in d]
+    went_on = len(resumed) == len(diaries) - 1
+    return Result(
+        trial,
+        seconds=max(verdict.at for verdict in found) - at if whole and at is not None else None,
+        resumed=max(resumed) - at if at is not None and went_on else None,
+        verdicts=words,
+        culprit=None if trial.unknowable else whole and len(words) == 1 and all(v.names(trial) for v in found),
+        wrong=wrong,
+        leftovers=left,
+        failed=failed,
+    )
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """How a rank said it. `rank` None: by a report of its guard before it ended the process."""
+
+    error: str
+    words: str
+    at: float
+    rank: int | None
+    why: str
+
+    def names(self, trial: Trial) -> bool:
+        if trial.why == "mismatch":
+            return self.error == "WorldMismatch"
+        if self.rank is None:
+            return f"rank {trial.rank} {trial.why}" in self.words
+        return (self.error, self.rank, self.why) == ("RankLost", trial.rank, trial.why)
+
+
+def _verdict_of(report: RankReport, diary: dict[str, Any]) -> _Verdict | None:
+    if "words" in diary:
+        rank = diary["ranks"][0] if diary["ranks"] else -1
+        return _Verdict("RankLost", diary["words"], diary["verdict_at"], rank, diary["why"])
+    raised = report.raised
+    if raised is not None:
+        return _Verdict(raised.error, raised.message, raised.at, raised.lost_rank, raised.why)
+    _, said, words = report.log_tail.partition(LAST_WORDS)
+    if report.exit_code == EXIT_CODE and said and report.ended_at is not None:
+        return _Verdict("RankLost", words.strip(), report.ended_at, None, "")
+    return None
+
+
+@contextmanager
+def _ending_the_victim(trial: Trial, folder: Path, pids: list[int]) -> Iterator[None]:
+    """A stopped or sleeping victim is killed once all others have said what they saw: nobody waits for it then."""
+    over = threading.Event()
+
+    def watch() -> None:
+        others = [folder / f"rank{rank}" for rank in range(trial.world) if rank != trial.rank]
+        while not over.wait(_LOOK_S):
+            if (folder / "fault").exists() and all("end" in _read(path) for path in others):
+                with suppress(ProcessLookupError):
+                    os.kill(pids[trial.rank], signal.SIGKILL)
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    if trial.fault in ("stop", "sleep"):
+        watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if watcher.is_alive():
+            watcher.join()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
+
+
+def _footprint() -> set[str]:
+    """Shared memory by names that our libraries give."""
+    patterns = ("eprt*", "torch_*", "nccl*", "nvshmem*")
+    return {str(path) for pattern in patterns for path in Path("/dev/shm").glob(pattern)}

@@ -1,0 +1,208 @@
+"""Jobs for test_shrink.py: ranks are lost, and the others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+
+from eprt.balance import rebalance
+from eprt.conformance.faults import Job
+from eprt.errors import EprtError, RankLost
+from eprt.placement import ExpertPlacement
+from eprt.tokens import TopK
+from eprt.world import World
+from eprt.world.shrink import Survivors
+from eprt.world.values import gather_values
+
+LIMIT_S = 4.0
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except EprtError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def steps(job: Job, first: int, last: int, dies_at: int = -1) -> Survivors | None:
+    """Checked steps; what a loss on the way led to, if there was one. Goes on to the last step either way."""
+    found, step = None, first
+    while step < last:
+        if step == dies_at:
+            die()
+        try:
+            job.step(step)
+        except RankLost:
+            found = job.world.shrink()
+            step, last = found.next_step - 1, max(last, found.next_step + 4)
+        step += 1
+    return found
+
+
+def one_after_another(context, dispatcher: str, then: str, order: list[int]) -> list[Any]:
+    """The ranks of `order` die in turn, in different phases, until the rest is alone."""
+    world = context.world(timeout_s=LIMIT_S)
+    job = Job(world, dispatcher, then)
+    seen: list[Any] = []
+    step = 0
+    for turn, victim in enumerate(order):
+        if world.rank == victim:
+            job.layer.observe = _dies_in(("dispatch", "experts", "combine")[turn % 3])
+        started = time.monotonic()
+        while True:
+            try:
+                job.step(step)
+                step += 1
+            except RankLost as lost:
+                found = world.shrink()
+                seen.append((lost.ranks, found.lost, time.monotonic() - started < 2 * LIMIT_S))
+                step = found.next_step
+                break
+        for _ in range(5):
+            job.step(step)
+            step += 1
+    world.close()
+    return seen
+
+
+def _dies_in(phase: str) -> Callable[[str], Any]:
+    return lambda entered: die() if entered == phase else nullcontext()
+
+
+def shared_experts_and_tokens(context, attention_tp: int, moe_tp: int, victim: int) -> tuple[tuple[int, ...], str]:
+    """A rank that shares tokens, or experts, with others."""
+    world = context.world(attention_tp_size=attention_tp, moe_tp_size=moe_tp, timeout_s=LIMIT_S)
+    job = Job(world, "torch", "continue")
+    job.step(0)
+    text = said(lambda: steps(job, 1, 8, dies_at=4 if world.rank == victim else -1))
+    lost = tuple(rank for rank, alive in enumerate(world.alive) if not alive)
+    return lost, text
+
+
+def replicas_take_over(context, dispatcher: str, victim: int) -> bool:
+    """Every expert has a second slot on the next rank: nothing is missing afterwards, and the formula says so."""
+    world = context.world(timeout_s=LIMIT_S)
+    own = [[2 * r, 2 * r + 1, 2 * r - 2, 2 * r - 1] for r in range(world.size)]
+    slots = tuple(expert % (2 * world.size) for some in own for expert in some)
+    placement = ExpertPlacement(2 * world.size, world.parallel, slots)
+    job = Job(world, dispatcher, "continue", placement=placement)
+    steps(job, 0, 8, dies_at=4 if world.rank == victim else -1)
+    return all(job._is_there(expert) for expert in range(2 * world.size))
+
+
+def wakes_up_too_late(context, victim: int) -> list[str]:
+    """Stopped until the others have gone on: it hears that it is out, and can't go on beside them."""
+    world = context.world(timeout_s=LIMIT_S)
+    job = Job(world, "none", "continue")
+    job.step(0)
+    if world.rank == victim and os.fork() == 0:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(1.5 * LIMIT_S)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    if world.rank != victim:
+        steps(job, 1, 12)
+        time.sleep(LIMIT_S)  # still there when it wakes
+        return [str(steps(job, world.step_number + 1, world.step_number + 3))]
+    heard = said(lambda: [job.step(step) for step in range(1, 100)])
+    return [heard, said(world.shrink)]
+
+
+def without_the_store(context, port: int) -> str:
+    """Rank 0 served it."""
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+    world = World.from_env("cpu", timeout_s=LIMIT_S)
+    job = Job(world, "none", "continue")
+    return said(lambda: steps(job, 0, 8, dies_at=4 if world.rank == 0 else -1))
+
+
+def dies_while_others_shrink(context, where: str) -> tuple[Any, ...]:
+    """Rank 1 dies in a step, and rank 3 while the rest find together again."""
+    world = context.world(timeout_s=LIMIT_S)
+    job = Job(world, "torch", "renormalize")
+    if world.rank == 3:
+        with mock.patch(where, side_effect=die):
+            steps(job, 0, 8)
+    found = steps(job, 0, 8, dies_at=4 if world.rank == 1 else -1)
+    world.close()
+    return () if found is None else (found.lost, world.alive)
+
+
+def refusals(context, victim: int) -> list[str]:
+    """What doesn't go, before and after."""
+    world = context.world(timeout_s=LIMIT_S)
+    job, plain = Job(world, "none", "continue"), Job(world, "torch")
+    found = [said(world.shrink)]
+    with world.step(1):
+        found.append(said(world.shrink))
+    batch = job.batch(2)
+    topk = TopK(batch.ids.int(), batch.shares)
+    open_call = job.layer.dispatcher.dispatch(batch.hidden, topk)
+    if world.rank == victim:
+        die()
+    steps(job, 10, 16)
+    output = torch.zeros(open_call.tokens.num_rows, job.config.hidden_size)
+    # On all ranks, which compare headers: they say the same.
+    found.append(said(lambda: job.layer.dispatcher.combine(output, open_call.handle)))
+    found.append(said(lambda: plain.layer(batch.hidden, topk)))
+    found.append(said(lambda: rebalance(world, [job.layer], [job.placement])))
+    job.step(30)
+    return found
+
+
+def new_layers_graphs_and_counts(context, victim: int) -> list[Any]:
+    """What a World that went on still does together."""
+    world = context.world(timeout_s=LIMIT_S)
+    job = Job(world, "none", "continue", graphs=True)
+    assert job.graphs is not None
+    for step in range(4):
+        job.step(step)
+    if world.rank == victim:
+        die()
+    try:
+        job.step(4)
+        job.step(5)
+    except RankLost:
+        number = world.shrink().next_step
+    stale = said(lambda: job.graphs(0))
+    job.graphs.capture()
+    for step in range(number, number + 4):
+        job.step(step)
+    other = Job(world, "torch", "renormalize")
+    for step in range(number + 4, number + 8):
+        other.step(step)
+    world.warmup(other.layer)
+    return [stale, gather_values(world, world.rank)]
+
+
+def apart_by_a_step(context, victim: int) -> tuple[Any, ...]:
+    """Rank 0 has all that it needs of step 7, in which the victim dies; the others haven't."""
+    world = context.world(timeout_s=LIMIT_S)
+    with world.step(1, number=6):
+        pass
+    try:
+        with world.step(1, number=7):
+            if world.rank == victim:
+                die()
+            while world.rank != 0:
+                world.raise_if_lost()
+                time.sleep(0.01)
+        with world.step(1, number=8):
+            pass
+    except RankLost:
+        found = world.shrink()
+        with world.step(1, number=found.next_step) as step:
+            return found.completed, found.next_step, step.tokens
+    return ()

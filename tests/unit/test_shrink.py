@@ -1,0 +1,151 @@
+"""Ranks are lost, and the others go on without them: every output afterwards is held to the formula."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from support.jobs import shrink_jobs as jobs
+
+from eprt.conformance.harness import WorldFailed, WorldPool, launch
+
+OUT = "can't go on after ranks"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def survivors(size: int, lost: set[int], job: Any, **kwargs: Any) -> dict[int, Any]:
+    """What the ranks that aren't lost returned."""
+    with WorldPool(size, timeout_s=60.0, grace_s=25.0) as pool:
+        try:
+            pool.run(job, **kwargs)
+        except WorldFailed as failed:
+            found = {report.rank: report for report in failed.reports if report.rank not in lost}
+            if any(report.outcome != "ok" for report in found.values()):
+                raise
+            return {rank: report.result for rank, report in found.items()}
+    raise AssertionError("nobody died")
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "then", "order"),
+    [("none", "continue", [2, 0, 3]), ("torch", "renormalize", [3, 1]), ("none", "renormalize", [1])],
+)
+def test_several_losses_one_after_another(dispatcher: str, then: str, order: list[int]) -> None:
+    size = 2 if len(order) == 1 else 4
+    found = survivors(size, set(order), jobs.one_after_another, dispatcher=dispatcher, then=then, order=order)
+    so_far = [tuple(sorted(order[: turn + 1])) for turn in range(len(order))]
+    expected = [((victim,), lost, True) for victim, lost in zip(order, so_far, strict=True)]
+    assert found == dict.fromkeys(set(range(size)) - set(order), expected)
+
+
+@pytest.mark.parametrize(("attention_tp", "moe_tp", "lost"), [(2, 1, (2, 3)), (1, 2, (2,)), (2, 2, (2, 3))])
+def test_ranks_that_share_tokens_go_together_and_experts_need_all_their_slices(
+    attention_tp: int, moe_tp: int, lost: tuple[int, ...]
+) -> None:
+    found = survivors(4, {2}, jobs.shared_experts_and_tokens, attention_tp=attention_tp, moe_tp=moe_tp, victim=2)
+    for rank, (gone, text) in found.items():
+        if rank in lost:
+            assert f"rank {rank} {OUT} {list(lost)} were lost: the others go on without it" in text
+        else:
+            assert (gone, text) == (lost, "")
+
+
+@pytest.mark.parametrize("dispatcher", ["none", "torch"])
+def test_replicas_take_over_and_nothing_is_missing(dispatcher: str) -> None:
+    found = survivors(4, {1}, jobs.replicas_take_over, dispatcher=dispatcher, victim=1)
+    assert found == dict.fromkeys((0, 2, 3), True)
+
+
+def test_a_rank_that_wakes_up_hears_that_it_is_out() -> None:
+    *rest, (heard, refused) = launch(jobs.wakes_up_too_late, 4, timeout_s=60.0, victim=3)
+    assert rest == [["None"]] * 3
+    assert heard.startswith("RankLost: rank 3 silent")
+    assert f"RankLost: rank 3 {OUT} [3] were lost: the others go on without it" in refused
+
+
+def test_without_the_store_it_is_a_restart() -> None:
+    for text in survivors(3, {0}, jobs.without_the_store, port=free_port()).values():
+        assert f"{OUT} [0] were lost: rank 0 served the control store" in text
+        assert text.endswith("Restart the job.")
+
+
+@pytest.mark.parametrize("where", ["eprt.world.meeting.listen", "eprt.world.membership.payload_group"])
+def test_a_rank_that_dies_while_the_others_find_together_is_left_out_too(where: str) -> None:
+    found = survivors(4, {1, 3}, jobs.dies_while_others_shrink, where=where)
+    assert found == dict.fromkeys((0, 2), ((1, 3), (True, False, True, False)))
+
+
+def test_what_is_refused() -> None:
+    for found in survivors(3, {1}, jobs.refusals, victim=1).values():
+        nobody, inside, handle, plain, balance = found
+        assert nobody.startswith("UsageError: shrink, but no rank is lost")
+        assert inside.startswith("UsageError: shrink inside step 1")
+        assert "combine on a handle of a step that was discarded with a lost rank" in handle
+        assert "built with on_rank_lost='restart'" in plain
+        assert "rebalance needs all ranks, and ranks [1] are lost" in balance
+
+
+def test_graphs_new_layers_and_agreement_among_those_that_are_left() -> None:
+    found = survivors(3, {1}, jobs.new_layers_graphs_and_counts, victim=1)
+    for stale, values in found.values():
+        assert "StepGraphs.capture()" in stale
+        assert values == [0, None, 2]
+
+
+SCRIPT = """
+import os, signal, sys
+from eprt.conformance.faults import Job
+from eprt.errors import RankLost
+from eprt.world import World
+with World.from_env("cpu", timeout_s=20) as world:
+    job, step = Job(world, "torch", "continue"), 0
+    while step < 12:
+        if (world.rank, step) == (1, 5):
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            job.step(step)
+            step += 1
+        except RankLost:
+            step = world.shrink().next_step
+    sys.stdout.write(f"went on as {world.alive}")
+    if sys.argv[1] == "fails" and world.rank == 2:
+        raise ArithmeticError("of its own")
+    if sys.argv[1] == "fails":
+        world.barrier()
+"""
+
+
+@pytest.mark.parametrize(("how", "codes"), [("ends", [0, -9, 0]), ("fails", [75, -9, 1])])
+def test_a_process_that_went_on_ends_by_itself_with_its_own_code(how: str, codes: list[int]) -> None:
+    port = free_port()
+    started = []
+    for rank in range(3):
+        found = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "EPRT_JOB")
+        } | found
+        command = [sys.executable, "-c", SCRIPT, how]
+        started.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        ended = [(process.communicate(timeout=100), process.returncode) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [code for _, code in ended] == codes, ended
+    assert all("went on as (True, False, True)" in said for (said, _), code in ended if code >= 0), ended
+
+
+def test_who_completed_the_step_is_known_to_all() -> None:
+    found = survivors(3, {2}, jobs.apart_by_a_step, victim=2)
+    assert found == dict.fromkeys((0, 1), ((7, 6, -1), 8, (1, 1, 0)))
