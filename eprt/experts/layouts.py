@@ -65,12 +65,15 @@ def spread_part_scale(scale: torch.Tensor, rows_per_part: int) -> torch.Tensor:
     return scale.repeat_interleave(rows_per_part, dim=1)
 
 
-def stack_experts(count: int, prepare: Callable[[int], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def stack_experts(
+    count: int, prepare: Callable[[int], dict[str, torch.Tensor]], spare: int = 0
+) -> dict[str, torch.Tensor]:
     """Prepare experts one by one into stacks, so that only one expert's temporaries exist beside the result.
 
     Args:
         count: L.
         prepare: expert index -> named tensors with leading dimension 1, of the same shapes for every expert.
+        spare: zeros that lie in memory after each stack, for kernels that read past its end.
 
     Returns:
         The same names with leading dimension L. L = 1 copies too: the result never aliases the checkpoint.
@@ -79,6 +82,8 @@ def stack_experts(count: int, prepare: Callable[[int], dict[str, torch.Tensor]])
     for index in range(count):
         for name, piece in prepare(index).items():
             if index == 0:
-                stacks[name] = piece.new_empty((count, *piece.shape[1:]))
+                memory = piece.new_empty(count * piece.numel() + spare)
+                memory[count * piece.numel() :] = 0
+                stacks[name] = memory[: count * piece.numel()].view(count, *piece.shape[1:])
             stacks[name][index : index + 1].copy_(piece)
     return stacks

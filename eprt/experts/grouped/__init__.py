@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from eprt.experts.base import PreparedExecutor
-from eprt.experts.grouped.schedules import Pair, Schedule, choose, limits
+from eprt.experts.grouped.schedules import FP8_PAIRS, Pair, Schedule, choose, limits
 from eprt.experts.grouped.weights import FP8_FORMATS, GroupedMatrix
 from eprt.experts.permute import plain_hidden
 from eprt.support import Device
@@ -47,6 +47,8 @@ class TritonGroupedExecutor(PreparedExecutor):
         self._pair: Pair = "bf16"
         if config.weight_format in FP8_FORMATS:
             self._pair = "w8a8" if self.runtime.low_precision_activations else "w8a16"
+        elif config.weight_format == "mxfp4":
+            self._pair = "w4a16"
 
     @cached_property
     def _gemms(self) -> tuple[Gemm, Gemm]:
@@ -72,7 +74,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         if self._pair == "w8a8" and hidden.scale is not None and hidden.format == "fp8_block":
             return Rows(aligned(hidden.data), hidden.scale.reshape(-1, hidden.scale.shape[-1]).contiguous(), source)
         plain = plain_hidden(hidden)
-        if self._pair != "bf16":
+        if self._pair in FP8_PAIRS:
             return replace(quantize_rows(plain, None if source is not None else work, self._gemms[0]), source=source)
         plain = plain.to(torch.bfloat16)
         return Rows(aligned(plain) if source is not None else plain, None, source)

@@ -20,11 +20,16 @@ import triton
 import triton.language as tl
 
 from eprt.experts.activation_triton import activated
+from eprt.experts.grouped.mxfp4 import UNIT, UNIT_SCALES, UNIT_WORDS
+from eprt.experts.grouped.mxfp4_triton import mxfp4_block, settled
 from eprt.experts.grouped.weights import INTERLEAVE
 from eprt.experts.place_triton import ITEM
 from eprt.quant.elements import E4M3_MAX, TINY
 from eprt.weights import FP8_BLOCK
 
+_UNIT = tl.constexpr(UNIT)
+_UNIT_WORDS = tl.constexpr(UNIT_WORDS)
+_UNIT_SCALES = tl.constexpr(UNIT_SCALES)
 _FP8_BLOCK = tl.constexpr(FP8_BLOCK)
 _INTERLEAVE = tl.constexpr(INTERLEAVE)
 _ITEM = tl.constexpr(ITEM)
@@ -99,7 +104,7 @@ def _dot(tokens, weights, total, SWAP: tl.constexpr):
 
 @triton.jit
 def _product(
-    x, x_tiles, x_offset, x_ok, x_row, w, w_row, w_scale, x_scale,
+    x, x_tiles, x_offset, x_ok, x_row, w, w_row, w_scale, x_scale, column,
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     PAIR: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
@@ -115,16 +120,22 @@ def _product(
     K_BLOCKS: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
     UP_SCALE: tl.constexpr = (N // 2 + _FP8_BLOCK - 1) // _FP8_BLOCK * K_BLOCKS
     LOW: tl.constexpr = (K + 15) // 16 * 16  # columns of a token's first numbers: whole 16 bytes
-    WIDTH: tl.constexpr = BLOCK_N if PAIR == "bf16" else BLOCK_N // PARTS
+    WHOLE: tl.constexpr = PAIR == "bf16" or PAIR == "w4a16"  # both parts are summed together
+    WIDTH: tl.constexpr = BLOCK_N if WHOLE else BLOCK_N // PARTS
     total = tl.zeros((WIDTH, BLOCK_M) if SWAP else (BLOCK_M, WIDTH), dtype=tl.float32)
     second = total
     row = w_row + tl.arange(0, BLOCK_N)
     w_offset, w_ok = row.to(tl.int64) * W_STRIDE, row < W_ROWS
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         tokens = _block(x, x_tiles, x_offset, x_ok, x_row, start, 0, K, BLOCK_K, X_TMA)
-        weights = _block(w, w, w_offset, w_ok, w_row, start, 0, K, BLOCK_K, W_TMA)
-        if PAIR == "bf16":
+        if PAIR == "w4a16":
+            weights = mxfp4_block(w, w_scale, column, start, K, BLOCK_N, BLOCK_K)
+        else:
+            weights = _block(w, w, w_offset, w_ok, w_row, start, 0, K, BLOCK_K, W_TMA)
+        if WHOLE:
             total = _dot(tokens, weights, total, SWAP)
+            if PAIR == "w4a16":
+                total = settled(total)
         else:
             block = start // _FP8_BLOCK
             factor = tl.load(w_scale + block)
@@ -140,14 +151,14 @@ def _product(
                 second += up * _across(token * other, SWAP)
             else:
                 total += part * _across(token * factor, SWAP)
-    if PAIR == "bf16" and PARTS == 2:
+    if WHOLE and PARTS == 2:
         total, second = _halves(total, SWAP)
     return total, second
 
 
 @triton.jit
 def _tile(
-    x, x_tiles, source, x_scale, w, w_scale, bias, out,
+    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
     expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -163,15 +174,24 @@ def _tile(
     read = read.to(tl.int64)
     x_offset = read * x_stride + expert.to(tl.int64) * x_skip
     w_scale_tile, x_scale_rows = w_scale, x_scale
-    if PAIR != "bf16":
+    w_expert = w
+    if PAIR == "w4a16":
+        units = expert.to(tl.int64) * ((N + _UNIT - 1) // _UNIT * ((K + _UNIT - 1) // _UNIT))
+        w_expert, w_scale_tile = w + units * _UNIT_WORDS, w_scale + units * _UNIT_SCALES
+    if PAIR == "w8a8" or PAIR == "w8a16":
         x_scale_rows = x_scale + read * k_blocks
         w_scale_tile = w_scale + (expert * parts * part_blocks + column * BLOCK_N // parts // _FP8_BLOCK) * k_blocks
     gate, up = _product(
-        x, x_tiles, x_offset, ok, row, w, expert * N + column * BLOCK_N, w_scale_tile, x_scale_rows,
-        N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PAIR, parts, SWAP, X_TMA, W_TMA,
+        x, x_tiles, x_offset, ok, row, w_expert, expert * N + column * BLOCK_N, w_scale_tile, x_scale_rows,
+        column * BLOCK_N, N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PAIR, parts, SWAP, X_TMA, W_TMA,
     )  # fmt: skip
     width: tl.constexpr = N // parts
     n = column * (BLOCK_N // parts) + tl.arange(0, BLOCK_N // parts)
+    if w_factor is not None:
+        factor = w_factor + expert * N + n
+        gate *= _along(tl.load(factor, mask=n < width, other=0.0), SWAP)
+        if GATED:
+            up *= _along(tl.load(factor + width, mask=n < width, other=0.0), SWAP)
     if bias is not None:
         own = bias + expert * N + n
         gate += _along(tl.load(own, mask=n < width, other=0.0), SWAP)
@@ -189,7 +209,7 @@ def _tile(
 
 @triton.jit
 def _listed_tile(
-    x, x_tiles, source, x_scale, w, w_scale, bias, out, items, tile, x_stride, x_skip, out_stride, out_skip,
+    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, tile, x_stride, x_skip, out_stride, out_skip,
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
     PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
@@ -199,21 +219,21 @@ def _listed_tile(
     expert, row, end, column = _position(items, tile, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_M, GROUP_M)
     if HALVINGS > 1 and end - row <= BLOCK_M // 4:
         _tile(
-            x, x_tiles, source, x_scale, w, w_scale, bias, out,
+            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
             expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
             N, K, W_STRIDE, W_ROWS, BLOCK_M // 4, BLOCK_N, BLOCK_K, STAGES,
             PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA,
         )  # fmt: skip
     elif HALVINGS > 0 and end - row <= BLOCK_M // 2:
         _tile(
-            x, x_tiles, source, x_scale, w, w_scale, bias, out,
+            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
             expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
             N, K, W_STRIDE, W_ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K, STAGES,
             PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA,
         )  # fmt: skip
     else:
         _tile(
-            x, x_tiles, source, x_scale, w, w_scale, bias, out,
+            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
             expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
             N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, X_TMA, W_TMA,
@@ -222,7 +242,7 @@ def _listed_tile(
 
 @triton.jit
 def grouped_gemm(
-    x, x_tiles, source, x_scale, w, w_scale, bias, out, items, num_items, x_stride, x_skip, out_stride, out_skip,
+    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, num_items, x_stride, x_skip, out_stride, out_skip,
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
     PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
@@ -249,7 +269,7 @@ def grouped_gemm(
     total = tl.load(num_items) * NUM_N
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
         _listed_tile(
-            x, x_tiles, source, x_scale, w, w_scale, bias, out, items, tile, x_stride, x_skip, out_stride, out_skip,
+            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, tile, x_stride, x_skip, out_stride, out_skip,
             N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, HALVINGS, X_TMA, W_TMA,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from eprt.config import Activation
 from eprt.experts.activation_triton import constants
 from eprt.experts.grouped.gemm_triton import grouped_gemm, quantize_tiles
-from eprt.experts.grouped.schedules import Pair, Schedule, Tile
+from eprt.experts.grouped.schedules import FP8_PAIRS, Pair, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.place_triton import WorkList
 from eprt.launching import Prepared, like, starts_aligned
@@ -71,18 +71,18 @@ class Gemm:
         self.matrix = matrix
         self.pair: Pair = pair
         self._chip = chip
-        self._weights = matrix.data
+        self._weights = matrix.data.flatten(0, 1)
         self._tiles: dict[tuple[int, int], Any] = {}
         self._prepared: dict[Any, Prepared] = {}
         self._constants: dict[str, Any] = {
             "N": matrix.rows,
             "K": matrix.cols,
-            "W_STRIDE": matrix.data.shape[1],
-            "W_ROWS": matrix.data.shape[0],
+            "W_STRIDE": self._weights.shape[1],
+            "W_ROWS": self._weights.shape[0],
             "PAIR": pair,
             "FIRST": activation is not None,
             **constants(activation),
-            "W_TMA": chip.hopper,
+            "W_TMA": chip.hopper and pair != "w4a16",
         }
 
     @property
@@ -104,6 +104,7 @@ class Gemm:
             rows.scale,
             self._descriptor(tile) if self._constants["W_TMA"] else self._weights,
             self.matrix.scale,
+            self.matrix.factor,
             self.matrix.bias,
             out,
             work.items,
@@ -194,7 +195,7 @@ def both(
     between = torch.empty((*count, stride), dtype=torch.bfloat16, device=out.device)[..., : second.matrix.cols]
     first(rows, work, schedule, schedule.first, between)
     middle = Rows(between)
-    if second.pair != "bf16":
+    if second.pair in FP8_PAIRS:
         middle = quantize_rows(between, work, second)
     second(middle, work, schedule, schedule.second, out)
 

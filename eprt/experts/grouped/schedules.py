@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# Weights x activations: plain bf16; E4M3 blocks times E4M3 groups; E4M3 blocks times bf16.
-Pair = Literal["bf16", "w8a8", "w8a16"]
+# Weights x activations: plain bf16; E4M3 blocks times E4M3 groups; E4M3 blocks times bf16; MXFP4 times bf16.
+Pair = Literal["bf16", "w8a8", "w8a16", "w4a16"]
+FP8_PAIRS: tuple[Pair, ...] = ("w8a8", "w8a16")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ HOPPER: dict[Pair, tuple[tuple[int, Schedule], ...]] = {
         (12, Schedule(16, Tile(128, 128, 5, 4, 2, swap=True), Tile(128, 128, 3, 4, 3, swap=True))),
         (24, Schedule(32, Tile(128, 128, 4, 4, 2, swap=True), Tile(128, 128, 4, 4, 2, swap=True))),
         (ANY, Schedule(64, Tile(128, 128, 3, 4, 2), Tile(128, 128, 3, 4, 2))),
+    ),
+    # Compiled and counted, not timed.
+    "w4a16": (
+        (12, Schedule(16, Tile(64, 128, 4, 4, 4, swap=True), Tile(64, 128, 4, 4, 4, swap=True))),
+        (ANY, Schedule(128, Tile(128, 64, 4, 4, 2, swap=True), Tile(128, 64, 4, 4, 2, swap=True))),
     ),
 }
 

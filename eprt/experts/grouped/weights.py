@@ -1,4 +1,5 @@
-"""Expert matrices as the grouped GEMM reads them: gate and up rows taking turns, rows of whole 16 bytes."""
+"""Expert matrices as the grouped GEMM reads them: gate and up rows taking turns, rows of whole 16 bytes or, of MXFP4,
+units of `eprt.experts.grouped.mxfp4`."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from eprt.config import WeightFormat
+from eprt.experts.grouped import mxfp4
 from eprt.experts.layouts import as_bytes, spread_tensor_scale, stack_experts
 from eprt.quant import decode
 from eprt.rounding import ceil_div, round_up
-from eprt.weights import FP8_BLOCK, Fp8Block, Fp8Tensor, Matrix
+from eprt.weights import FP8_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4
 
 INTERLEAVE = 8  # gate and up rows take turns by so many: halves of what one thread holds of a tile, so nothing moves
 FP8_FORMATS: tuple[WeightFormat, ...] = ("fp8_block", "fp8_tensor")
@@ -21,8 +23,10 @@ class GroupedMatrix:
     """One of the two matrices of all local experts.
 
     Attributes:
-        data: [L * rows, stride] bf16 or e4m3; columns past `cols` are zeros.
-        scale: [L, parts, ceil(rows / parts / 128), ceil(cols / 128)] float32 of FP8 weights, else None.
+        data: [L, rows, stride] bf16 or e4m3; columns past `cols` are zeros. MXFP4: int32 [L, units, UNIT_WORDS].
+        scale: [L, parts, ceil(rows / parts / 128), ceil(cols / 128)] float32 of FP8 weights; int32
+            [L, units, UNIT_SCALES] of MXFP4; else None.
+        factor: [L, parts, rows / parts] float32 that sums of MXFP4 are multiplied by, else None.
         bias: [L, parts, rows / parts] float32, or None.
         parts: 2 where gate and up alternate by INTERLEAVE rows.
         rows, cols: of one expert; each part's rows padded to INTERLEAVE.
@@ -30,6 +34,7 @@ class GroupedMatrix:
 
     data: torch.Tensor
     scale: torch.Tensor | None
+    factor: torch.Tensor | None
     bias: torch.Tensor | None
     parts: int
     rows: int
@@ -37,7 +42,7 @@ class GroupedMatrix:
 
     @classmethod
     def prepare(cls, matrix: Matrix, bias: torch.Tensor | None, parts: int, device: torch.device) -> GroupedMatrix:
-        """From a canonical matrix on any device, expert by expert; other formats than FP8 in bf16."""
+        """From a canonical matrix on any device, expert by expert; formats other than FP8 and MXFP4 in bf16."""
         L, rows, cols = matrix.shape
         part = rows // parts
         padded = round_up(part, INTERLEAVE) if parts > 1 else part
@@ -51,6 +56,12 @@ class GroupedMatrix:
                 grid = ceil_div(part, FP8_BLOCK), ceil_div(cols, FP8_BLOCK)
                 scale = own.scale if isinstance(own, Fp8Block) else spread_tensor_scale(own.scale, *grid)
                 found["scale"] = scale.to(torch.float32).view(1, parts, *grid)
+            elif isinstance(own, Mxfp4):
+                codes, scales = (alternate(each, parts, padded, each.shape[2])[0] for each in (own.codes, own.scales))
+                words, scale_words = mxfp4.pack(codes, scales)
+                found = {"data": words[None], "scale": scale_words[None]}
+                factor = mxfp4.row_factor(own.scales).view(1, parts, part)
+                found["factor"] = torch.nn.functional.pad(factor, (0, padded - part))
             else:
                 found = {"data": alternate(decode(own, parts, torch.bfloat16), parts, padded, stride)}
             if bias is not None:
@@ -58,13 +69,14 @@ class GroupedMatrix:
                 found["bias"] = torch.nn.functional.pad(halves, (0, padded - part))
             return found
 
-        tensors = stack_experts(L, prepare)
-        data = tensors["data"].flatten(0, 1)
-        return cls(data, tensors.get("scale"), tensors.get("bias"), parts, parts * padded, cols)
+        spare = mxfp4.ROOM * mxfp4.UNIT_WORDS if isinstance(matrix, Mxfp4) else 0
+        tensors = stack_experts(L, prepare, spare)
+        data, scale, factor, bias = (tensors.get(name) for name in ("data", "scale", "factor", "bias"))
+        return cls(tensors["data"], scale, factor, bias, parts, parts * padded, cols)
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         """What belongs to each local expert, [L, ...]: views."""
-        found = {"data": self.data.view(-1, self.rows, self.data.shape[1]), "scale": self.scale, "bias": self.bias}
+        found = {"data": self.data, "scale": self.scale, "factor": self.factor, "bias": self.bias}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 

@@ -1,0 +1,106 @@
+# ruff: noqa: ANN001, ANN201, ANN202  (kernel arguments have no Python types)
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+"""MXFP4 weights, decoded to bf16 where the tensor cores take their left operand: in registers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+from eprt.experts.grouped.mxfp4 import (
+    C_FROM_A,
+    C_FROM_B,
+    PAIR_BITS,
+    SCALE_BITS,
+    SCALE_TURN,
+    TURNS_A,
+    TURNS_B,
+    UNIT,
+    UNIT_SCALES,
+    UNIT_WORDS,
+)
+
+_TIMES = "{{.reg .b16 l, h; .reg .b32 d; mov.b32 {{l, h}}, $2; mov.b32 d, {{{0}, {0}}}; mul.bf16x2 $0, $1, d;}}"
+_TIMES_LOW = tl.constexpr(_TIMES.format("l"))
+_TIMES_HIGH = tl.constexpr(_TIMES.format("h"))
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # PTX is for GPUs only
+_UNIT = tl.constexpr(UNIT)
+_UNIT_WORDS = tl.constexpr(UNIT_WORDS)
+_UNIT_SCALES = tl.constexpr(UNIT_SCALES)
+_PAIR_BITS = tl.constexpr(PAIR_BITS)
+_SCALE_BITS = tl.constexpr(SCALE_BITS)
+_SCALE_TURN = tl.constexpr(SCALE_TURN)
+_C_FROM_A = tl.constexpr(C_FROM_A)
+_C_FROM_B = tl.constexpr(C_FROM_B)
+_TURNS_A = tl.constexpr(TURNS_A)
+_TURNS_B = tl.constexpr(TURNS_B)
+
+
+@triton.jit
+def _turned(word, TURN: tl.constexpr):
+    """`word` uint32 turned left."""
+    if TURN == 0:
+        return word
+    return (word << TURN) | (word >> (32 - TURN))
+
+
+@triton.jit
+def _times(pair, scales, HIGH: tl.constexpr):
+    """Two bf16 in 32 bits times the bf16 in the low or high half of `scales`: powers of two, so nothing is rounded."""
+    if _INTERPRETED:
+        scale = ((scales if HIGH else scales << 16) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        low = ((pair << 16).to(tl.float32, bitcast=True) * scale).to(tl.uint32, bitcast=True)
+        high = ((pair & 0xFFFF0000).to(tl.float32, bitcast=True) * scale).to(tl.uint32, bitcast=True)
+        return (low >> 16) | (high & 0xFFFF0000)
+    else:
+        asm: tl.constexpr = _TIMES_HIGH if HIGH else _TIMES_LOW
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [pair, scales], tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _pairs(word, rest, scales, TURNS: tl.constexpr, HIGH: tl.constexpr):
+    """bf16 [.., j, i, l] of A or B, `word`, and of C, `rest`: uint32."""
+    p00 = _times(_turned(word, TURNS[0]) & _PAIR_BITS, scales, HIGH)
+    p01 = _times(_turned(word, TURNS[1]) & _PAIR_BITS, scales, HIGH)
+    p10 = _times(_turned(word, TURNS[2]) & _PAIR_BITS, scales, HIGH)
+    p11 = _times(_turned(rest, TURNS[3]) & _PAIR_BITS, scales, HIGH)
+    pairs = tl.join(tl.join(p00, p10), tl.join(p01, p11))
+    return tl.join((pairs & 0xFFFF).to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _values(words, scales, BN: tl.constexpr, BK: tl.constexpr):
+    """bf16 [64 * BN, 64 * BK] of units: uint32 words [BK, BN, UNIT_WORDS], scales [BK, BN, UNIT_SCALES]."""
+    a, b = tl.split(tl.reshape(words, (BK, BN, 4, 8, 4, 2, 2)))  # w, g, t, q
+    c = (a & _C_FROM_A) | (b & _C_FROM_B)
+    scales = tl.reshape(scales, (BK, BN, 4, 8))
+    scale = tl.join(scales & _SCALE_BITS, _turned(scales, _SCALE_TURN) & _SCALE_BITS)
+    scale = tl.broadcast_to(tl.expand_dims(scale, 4), (BK, BN, 4, 8, 4, 2))
+    both = tl.join(_pairs(a, c, scale, _TURNS_A, False), _pairs(b, c, scale, _TURNS_B, True))
+    # [unit, unit, w, g, t, q, j, i, l, h] to rows (unit, w, h, g) and columns (unit, q, j, i, t, l)
+    return tl.reshape(tl.permute(both, (1, 2, 9, 3, 0, 5, 6, 7, 4, 8)), (BN * _UNIT, BK * _UNIT))
+
+
+@triton.jit
+def mxfp4_block(w, w_scale, column, start, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Weights [BLOCK_N, BLOCK_K] of one expert, from `column` and `start` on. What lies past its rows and columns is
+    finite: other weights, or the ROOM after the last."""
+    BN: tl.constexpr = BLOCK_N // _UNIT
+    BK: tl.constexpr = BLOCK_K // _UNIT
+    cols: tl.constexpr = (K + _UNIT - 1) // _UNIT
+    n = column // _UNIT + tl.arange(0, BN)[None, :, None]
+    k = start // _UNIT + tl.arange(0, BK)[:, None, None]
+    unit = n * cols + k
+    words = tl.load(w + unit * _UNIT_WORDS + tl.arange(0, _UNIT_WORDS)[None, None, :])
+    scales = tl.load(w_scale + unit * _UNIT_SCALES + tl.arange(0, _UNIT_SCALES)[None, None, :])
+    return _values(words.to(tl.uint32, bitcast=True), scales.to(tl.uint32, bitcast=True), BN, BK)
+
+
+@triton.jit
+def settled(total):
+    """The same float32 values, once the tensor cores have written them: what they read from registers until then may be
+    written again. Without it Triton 3.6 lets the next block's values overwrite those still being read."""
+    if not _INTERPRETED:
+        total = tl.inline_asm_elementwise("", "=f,0", [total], tl.float32, is_pure=False, pack=1)
+    return total
