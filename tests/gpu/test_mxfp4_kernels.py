@@ -9,13 +9,35 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.stand_ins.kernel_device import DEVICE, INTERPRETED, cuda_only, runs_kernels, sized
+from support.cases.grouped_cases import (
+    ACTIVATIONS,
+    BOUND,
+    NAN,
+    all_experts,
+    build,
+    error,
+    error_on_flat,
+    layer,
+    make_tokens,
+    whole,
+)
+from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
-from eprt.experts.grouped import mxfp4
+from eprt.config import ParallelConfig
+from eprt.experts.grouped import TritonGroupedExecutor, mxfp4
 from eprt.experts.grouped.mxfp4_triton import mxfp4_block
+from eprt.experts.grouped.schedules import Schedule, Tile
+from eprt.experts.reference import ReferenceExecutor
+from eprt.placement import ExpertPlacement
+from eprt.slabs import expert_major_from_flat
+from eprt.tokens import ExpertMajorTokens, Payload
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
+SCHEDULES = {
+    "small": Schedule(16, Tile(64, 64, 2, 4, 1, swap=True), Tile(64, 128, 3, 4, 2, swap=True, tma=True)),
+    "large": Schedule(64, Tile(128, 128, 2, 8, 1, swap=True, halvings=1), Tile(128, 64, 2, 4, 1, swap=True), group=2),
+}
 # OCP Microscaling Formats v1.0, table 6: E2M1, the sign in bit 3.
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
@@ -49,3 +71,127 @@ def test_every_code_with_every_scale():
     wanted = torch.tensor(E2M1, dtype=torch.float64)[order] * 2.0 ** (scales[:, :1].double() - 127)
     assert torch.equal((found * factor[:, None]).cpu(), wanted)
     assert torch.equal((found == 0).cpu() & found.signbit().cpu(), order == 8)
+
+
+@pytest.fixture
+def schedule(monkeypatch):
+    def use(name):
+        monkeypatch.setattr("eprt.experts.grouped.choose", lambda *_, **__: SCHEDULES[name])
+
+    return use
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize(("H", "I"), [(160, 96), (96, 32)])
+def test_equals_the_witness(H, I, activation, name, schedule):
+    """Sizes that are no whole units."""
+    schedule(name)
+    config = layer("mxfp4", H=H, I=I, activation=activation)
+    assert 0 < error_on_flat(config, all_experts(config), make_tokens(config, sized(300, 40))) < BOUND
+
+
+def test_scales_far_apart(schedule):
+    """Rows of the first matrix between 2 ** -60 and 2 ** 60, undone by the second: bf16 ends at 2 ** 127."""
+    schedule("small")
+    config = layer("mxfp4", H=96, I=64, activation=ACTIVATIONS["relu2"], bias=False)
+    weights = all_experts(config)
+    shift = torch.arange(64, device=DEVICE) * 40 // 63  # relu2 squares, so the second matrix takes twice as much back
+    gate_up = replace(weights.gate_up, scales=(weights.gate_up.scales + 20 - shift.to(torch.uint8)[None, :, None]))
+    wide = weights.down.scales.int() + torch.tensor([0, 60], device=DEVICE, dtype=torch.int32)
+    weights = replace(weights, gate_up=gate_up, down=replace(weights.down, scales=wide.to(torch.uint8)))
+    assert int(weights.down.scales.max()) > 150
+    assert error_on_flat(config, weights, make_tokens(config, 20)) < BOUND
+
+
+def test_a_scale_that_is_nan_spoils_its_row(schedule):
+    schedule("small")
+    config = layer("mxfp4", H=96, I=64, bias=False)
+    weights, tokens = all_experts(config), make_tokens(config, 20)
+    weights.down.scales[:, 5, 1] = 255
+    found = build(TritonGroupedExecutor, config, weights)(tokens)
+    read = (tokens.ids < config.num_experts).any(1)
+    assert found[read, 5].isnan().all()
+    assert found[read].isnan().sum() == read.sum()
+
+
+def test_slabs(schedule):
+    """Garbage past the counts, one slab empty, outputs further apart than they are wide."""
+    schedule("large")
+    config = layer("mxfp4", H=160, I=96)
+    weights, shard = all_experts(config), whole(config)
+    flat = make_tokens(config, 40)
+    flat = replace(flat, ids=torch.where(flat.ids == 2, config.num_experts, flat.ids))
+    slabs, _ = expert_major_from_flat(flat, shard, 45)
+    past = torch.arange(45, device=DEVICE)[None] >= slabs.counts[:, None]
+    data = slabs.hidden.data.clone()
+    data[past] = NAN
+    out = torch.full((6, 46, 168), NAN, dtype=torch.bfloat16, device=DEVICE)
+    build(TritonGroupedExecutor, config, weights)(replace(slabs, hidden=Payload.plain(data)), out[:, :45, :160])
+    expected = build(ReferenceExecutor, config, weights)(ExpertMajorTokens(Payload.plain(data.float()), slabs.counts))
+    assert error(out[:, :45, :160][~past], expected[~past]) < BOUND
+    out[:, :45, :160][~past] = NAN
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize(("ep_size", "moe_tp_size"), [(3, 1), (1, 2), (2, 2)])
+def test_shares_add_up_to_the_layer(ep_size, moe_tp_size, schedule):
+    schedule("small")
+    config = layer("mxfp4", H=96, I=64)
+    weights, tokens = all_experts(config), make_tokens(config, sized(64, 20))
+    parallel = ParallelConfig(ep_size * moe_tp_size, moe_tp_size=moe_tp_size)
+    placement = ExpertPlacement(config.num_experts, parallel)
+    total = torch.zeros(tokens.num_rows, config.hidden_size, device=DEVICE)
+    for rank in range(parallel.world_size):
+        total += build(TritonGroupedExecutor, config, weights, placement.shard(rank))(tokens).float()
+    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
+    assert error(total, build(ReferenceExecutor, config, weights)(plain)) < BOUND
+
+
+def test_mistakes_would_be_seen(schedule):
+    """Gate and up, scales one block or one row off, nibbles the other way round, an expert for its neighbour."""
+    schedule("small")
+    config = layer("mxfp4", H=96, I=64)
+    weights, tokens = all_experts(config), make_tokens(config, 20)
+    first, half = weights.gate_up, weights.gate_up.shape[1] // 2
+    swapped = first.map(lambda tensor: tensor.roll(half, 1))
+    wrong = [
+        replace(weights, gate_up=swapped, gate_up_bias=weights.gate_up_bias.roll(half, 1)),
+        replace(weights, gate_up=replace(first, scales=first.scales.roll(1, 2))),
+        replace(weights, gate_up=replace(first, scales=first.scales.roll(1, 1))),
+        replace(weights, gate_up=replace(first, codes=first.codes << 4 | first.codes >> 4)),
+        weights.map(lambda tensor: tensor.roll(1, 0)),
+    ]
+    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
+    expected = build(ReferenceExecutor, config, weights)(plain)
+    assert error(build(TritonGroupedExecutor, config, weights)(tokens), expected) < BOUND
+    for mistake in wrong:
+        assert error(build(TritonGroupedExecutor, config, mistake)(tokens), expected) > 3 * BOUND
+
+
+def test_experts_can_be_moved(schedule):
+    """`slot_tensors` are views of what calls read: two experts trade places."""
+    schedule("small")
+    config = layer("mxfp4", H=96, I=64)
+    weights, tokens = all_experts(config), make_tokens(config, 20)
+    executor = build(TritonGroupedExecutor, config, weights)
+    for tensor in executor.slot_tensors().values():
+        assert tensor.is_contiguous()
+        assert tensor.shape[0] == config.num_experts
+        tensor[:2] = tensor[:2].flip(0)
+    swapped = torch.tensor([1, 0, *range(2, config.num_experts + 1)], device=DEVICE, dtype=torch.int32)
+    moved = replace(tokens, ids=swapped[tokens.ids.long()])
+    assert torch.equal(executor(moved), build(TritonGroupedExecutor, config, weights)(tokens))
+
+
+def test_a_row_does_not_depend_on_its_batch(schedule):
+    """Within a schedule: the same sums in the same order, whatever else is in the tile, however often it is asked."""
+    schedule("small")
+    config = layer("mxfp4", H=96, I=64)
+    executor, tokens = build(TritonGroupedExecutor, config, all_experts(config)), make_tokens(config, 24)
+    together = executor(tokens)
+    some = [3, 10, 11, 22]
+    hidden = Payload.plain(tokens.hidden.data[some])
+    alone = executor(replace(tokens, hidden=hidden, ids=tokens.ids[some], weights=tokens.weights[some]))
+    assert torch.equal(alone, together[some])
+    assert torch.equal(executor(tokens), together)
