@@ -192,7 +192,8 @@ def choose_cases(
             spec, config, parallel = executor_spec(name), SHAPES[shape].config, ParallelConfig(SHAPES[shape].ep_size)
             if config.weight_format in spec.decodes:
                 config = replace(config, weight_format="bf16")
-            verdict = spec.supports(config, parallel, runtime, device, "bf16")
+            # By name: what the plan wouldn't choose before it is measured is measured here.
+            verdict = spec.supports(config, parallel, replace(runtime, executor=name), device, "bf16")
             if verdict:
                 cases.append(ExpertCase(name, shape, config, parallel))
             else:

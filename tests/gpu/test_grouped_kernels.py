@@ -50,6 +50,7 @@ SCHEDULES = {
     "halvings": Schedule(64, Tile(128, 64, 2, 4, 1, halvings=1), Tile(64, 32, 2, 4, 1, True, halvings=2), group=2),
     "flat": Schedule(64, Tile(64, 32, 2, 4, 1, flatten=True), Tile(64, 32, 2, 4, 1, flatten=True, tma=True)),
 }
+FORMS = ["bf16", "fp8_block", "mxfp4"]
 FP8_SCHEDULES = {
     "plain": Schedule(32, Tile(64, 128, 2, 4, 1, halvings=1), Tile(128, 128, 2, 4, 1)),
     "swap": Schedule(16, Tile(128, 128, 2, 4, 1, swap=True), Tile(64, 128, 2, 4, 2, swap=True)),
@@ -260,7 +261,7 @@ def test_the_product_of_two_schedules_is_the_same(schedule):
 
 
 @cuda_only
-@pytest.mark.parametrize("form", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("form", FORMS)
 def test_graph_replays_with_other_counts(form):
     """Captured once after a warm-up; replayed with other routing, one expert alone, and no slot at all."""
     config = layer(form, H=256, I=128, E=8)
@@ -291,7 +292,7 @@ def test_graph_replays_with_other_counts(form):
 
 
 @cuda_only
-@pytest.mark.parametrize("form", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [4, 100, 900, 4000])
 def test_measured_schedules(form, rows):
     """Those of the table, as they are."""
@@ -303,7 +304,7 @@ def test_measured_schedules(form, rows):
 
 
 @cuda_only
-@pytest.mark.parametrize("form", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("form", FORMS)
 def test_nothing_compiles_after_warmup(form):
     config = layer(form, H=512, I=256, E=8, K=2)
     runner = build(TritonGroupedExecutor, config, all_experts(config))

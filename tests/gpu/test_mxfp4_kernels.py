@@ -26,7 +26,7 @@ from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, siz
 from eprt.config import ParallelConfig
 from eprt.experts.grouped import TritonGroupedExecutor, mxfp4
 from eprt.experts.grouped.mxfp4_triton import mxfp4_block
-from eprt.experts.grouped.schedules import Schedule, Tile
+from eprt.experts.grouped.schedules import HOPPER, Schedule, Tile
 from eprt.experts.reference import ReferenceExecutor
 from eprt.placement import ExpertPlacement
 from eprt.slabs import expert_major_from_flat
@@ -66,8 +66,9 @@ def test_every_code_with_every_scale():
     order = torch.stack([torch.arange(64).roll(row) for row in range(256)]) % 16
     codes = (order[:, 0::2] | order[:, 1::2] << 4).to(torch.uint8)
     scales = torch.arange(256).clamp(max=254)[:, None].expand(256, 2).to(torch.uint8)
-    found = torch.cat([decode(c.to(DEVICE), s.to(DEVICE)) for c, s in zip(codes.split(64), scales.split(64))]).double()
-    factor = mxfp4.row_factor(scales.to(DEVICE)).double()
+    codes, scales = codes.to(DEVICE), scales.to(DEVICE)
+    found = torch.cat([decode(codes[row : row + 64], scales[row : row + 64]) for row in range(0, 256, 64)]).double()
+    factor, scales = mxfp4.row_factor(scales).double(), scales.cpu()
     wanted = torch.tensor(E2M1, dtype=torch.float64)[order] * 2.0 ** (scales[:, :1].double() - 127)
     assert torch.equal((found * factor[:, None]).cpu(), wanted)
     assert torch.equal((found == 0).cpu() & found.signbit().cpu(), order == 8)
@@ -81,14 +82,20 @@ def schedule(monkeypatch):
     return use
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
-@pytest.mark.parametrize(("H", "I"), [(160, 96), (96, 32)])
+@pytest.mark.parametrize(
+    ("name", "activation", "H", "I"),
+    [
+        ("small", "gpt_oss", 160, 96),
+        ("small", "relu2", 96, 32),
+        ("large", "silu", 160, 96),
+        ("large", "gpt_oss", 96, 32),
+    ],
+)
 def test_equals_the_witness(H, I, activation, name, schedule):
     """Sizes that are no whole units."""
     schedule(name)
-    config = layer("mxfp4", H=H, I=I, activation=activation)
-    assert 0 < error_on_flat(config, all_experts(config), make_tokens(config, sized(300, 40))) < BOUND
+    config = layer("mxfp4", H=H, I=I, E=3, K=2, activation=ACTIVATIONS[activation])
+    assert 0 < error_on_flat(config, all_experts(config), make_tokens(config, sized(300, 24))) < BOUND
 
 
 def test_scales_far_apart(schedule):
@@ -97,7 +104,7 @@ def test_scales_far_apart(schedule):
     config = layer("mxfp4", H=96, I=64, activation=ACTIVATIONS["relu2"], bias=False)
     weights = all_experts(config)
     shift = torch.arange(64, device=DEVICE) * 40 // 63  # relu2 squares, so the second matrix takes twice as much back
-    gate_up = replace(weights.gate_up, scales=(weights.gate_up.scales + 20 - shift.to(torch.uint8)[None, :, None]))
+    gate_up = replace(weights.gate_up, scales=weights.gate_up.scales + 20 - shift.to(torch.uint8)[None, :, None])
     wide = weights.down.scales.int() + torch.tensor([0, 60], device=DEVICE, dtype=torch.int32)
     weights = replace(weights, gate_up=gate_up, down=replace(weights.down, scales=wide.to(torch.uint8)))
     assert int(weights.down.scales.max()) > 150
@@ -118,26 +125,26 @@ def test_a_scale_that_is_nan_spoils_its_row(schedule):
 def test_slabs(schedule):
     """Garbage past the counts, one slab empty, outputs further apart than they are wide."""
     schedule("large")
-    config = layer("mxfp4", H=160, I=96)
+    config = layer("mxfp4", H=160, I=96, E=4, K=2)
     weights, shard = all_experts(config), whole(config)
-    flat = make_tokens(config, 40)
-    flat = replace(flat, ids=torch.where(flat.ids == 2, config.num_experts, flat.ids))
-    slabs, _ = expert_major_from_flat(flat, shard, 45)
-    past = torch.arange(45, device=DEVICE)[None] >= slabs.counts[:, None]
+    flat = make_tokens(config, 30)
+    flat = replace(flat, ids=torch.where(flat.ids == 1, config.num_experts, flat.ids))
+    slabs, _ = expert_major_from_flat(flat, shard, 33)
+    past = torch.arange(33, device=DEVICE)[None] >= slabs.counts[:, None]
     data = slabs.hidden.data.clone()
     data[past] = NAN
-    out = torch.full((6, 46, 168), NAN, dtype=torch.bfloat16, device=DEVICE)
-    build(TritonGroupedExecutor, config, weights)(replace(slabs, hidden=Payload.plain(data)), out[:, :45, :160])
+    out = torch.full((4, 34, 168), NAN, dtype=torch.bfloat16, device=DEVICE)
+    build(TritonGroupedExecutor, config, weights)(replace(slabs, hidden=Payload.plain(data)), out[:, :33, :160])
     expected = build(ReferenceExecutor, config, weights)(ExpertMajorTokens(Payload.plain(data.float()), slabs.counts))
-    assert error(out[:, :45, :160][~past], expected[~past]) < BOUND
-    out[:, :45, :160][~past] = NAN
+    assert error(out[:, :33, :160][~past], expected[~past]) < BOUND
+    out[:, :33, :160][~past] = NAN
     assert out.isnan().all()
 
 
-@pytest.mark.parametrize(("ep_size", "moe_tp_size"), [(3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("ep_size", "moe_tp_size"), [(4, 1), (2, 2)])
 def test_shares_add_up_to_the_layer(ep_size, moe_tp_size, schedule):
     schedule("small")
-    config = layer("mxfp4", H=96, I=64)
+    config = layer("mxfp4", H=96, I=64, E=4, K=2)
     weights, tokens = all_experts(config), make_tokens(config, sized(64, 20))
     parallel = ParallelConfig(ep_size * moe_tp_size, moe_tp_size=moe_tp_size)
     placement = ExpertPlacement(config.num_experts, parallel)
@@ -149,10 +156,10 @@ def test_shares_add_up_to_the_layer(ep_size, moe_tp_size, schedule):
 
 
 def test_mistakes_would_be_seen(schedule):
-    """Gate and up, scales one block or one row off, nibbles the other way round, an expert for its neighbour."""
+    """Gate and up, scales one block or one row off, nibbles the other way round."""
     schedule("small")
-    config = layer("mxfp4", H=96, I=64)
-    weights, tokens = all_experts(config), make_tokens(config, 20)
+    config = layer("mxfp4", H=96, I=64, E=2, K=1)
+    weights, tokens = all_experts(config), make_tokens(config, 12)
     first, half = weights.gate_up, weights.gate_up.shape[1] // 2
     swapped = first.map(lambda tensor: tensor.roll(half, 1))
     wrong = [
@@ -160,7 +167,6 @@ def test_mistakes_would_be_seen(schedule):
         replace(weights, gate_up=replace(first, scales=first.scales.roll(1, 2))),
         replace(weights, gate_up=replace(first, scales=first.scales.roll(1, 1))),
         replace(weights, gate_up=replace(first, codes=first.codes << 4 | first.codes >> 4)),
-        weights.map(lambda tensor: tensor.roll(1, 0)),
     ]
     plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
     expected = build(ReferenceExecutor, config, weights)(plain)
@@ -172,7 +178,7 @@ def test_mistakes_would_be_seen(schedule):
 def test_experts_can_be_moved(schedule):
     """`slot_tensors` are views of what calls read: two experts trade places."""
     schedule("small")
-    config = layer("mxfp4", H=96, I=64)
+    config = layer("mxfp4", H=96, I=64, E=4, K=2)
     weights, tokens = all_experts(config), make_tokens(config, 20)
     executor = build(TritonGroupedExecutor, config, weights)
     for tensor in executor.slot_tensors().values():
@@ -187,7 +193,7 @@ def test_experts_can_be_moved(schedule):
 def test_a_row_does_not_depend_on_its_batch(schedule):
     """Within a schedule: the same sums in the same order, whatever else is in the tile, however often it is asked."""
     schedule("small")
-    config = layer("mxfp4", H=96, I=64)
+    config = layer("mxfp4", H=96, I=64, E=4, K=2)
     executor, tokens = build(TritonGroupedExecutor, config, all_experts(config)), make_tokens(config, 24)
     together = executor(tokens)
     some = [3, 10, 11, 22]
@@ -195,3 +201,17 @@ def test_a_row_does_not_depend_on_its_batch(schedule):
     alone = executor(replace(tokens, hidden=hidden, ids=tokens.ids[some], weights=tokens.weights[some]))
     assert torch.equal(alone, together[some])
     assert torch.equal(executor(tokens), together)
+
+
+@cuda_only
+@pytest.mark.parametrize(("rows", "index"), [(100, 0), (700, 1), (2000, 2), (9000, 3)])
+def test_tensor_cores_read_registers_before_they_are_written_again(rows, index, monkeypatch):
+    """The schedules of the table on a long sum: Triton 3.6 and ptxas before CUDA 13.3 write the next block's values
+    over those that an asynchronous product still reads (triton-lang/triton#9433, #11781) unless it is waited for."""
+    monkeypatch.setattr("eprt.experts.grouped.choose", lambda *_, **__: HOPPER["w4a16"][index][1])
+    config = layer("mxfp4", H=4096, I=1024, E=8, K=2)
+    weights, tokens = all_experts(config), make_tokens(config, rows)
+    assert error_on_flat(config, weights, tokens) < BOUND
+    executor = build(TritonGroupedExecutor, config, weights)
+    first = executor(tokens)
+    assert all(torch.equal(executor(tokens), first) for _ in range(50))

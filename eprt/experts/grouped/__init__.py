@@ -1,4 +1,4 @@
-"""Triton's grouped GEMMs of our own: bf16 and FP8 weights on Ampere and Hopper, with nothing to install beside torch.
+"""Triton's grouped GEMMs of our own: bf16, FP8 and MXFP4 weights, with nothing to install beside torch.
 
 One small kernel sorts the slots and lists the row tiles (`eprt.experts.place_triton`). The first GEMM gathers the rows
 it needs and ends in the activation, the second writes each slot's result, one pass weights and sums them. Nothing is

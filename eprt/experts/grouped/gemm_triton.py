@@ -9,6 +9,8 @@ A tile is BLOCK_M rows x BLOCK_N columns; the last of an expert may be computed 
 SWAP the product is weights x tokens: the tensor cores' 64 rows are then filled by weights, of which there are always
 enough, and tokens are its N, which may be as few as 8.
 
+MXFP4 weights (w4a16) are always the left operand, decoded in registers (`eprt.experts.grouped.mxfp4`).
+
 FP8 weights (`PAIR` w8a8, w8a16) have a scale for 128 x 128 of them, tokens one for 128 values: each 128 columns of K
 are summed by the tensor cores, then scaled and added in float32. In w8a16 a token's value is two E4M3 numbers, one
 rounded and what that left over: together they keep the 8 bits of bf16, and weights needn't be converted.
@@ -113,8 +115,9 @@ def _product(
 
     Args:
         x_offset, x_ok: [BLOCK_M] offsets of rows and which there are. `x_row`: the first of them, for TMA.
-        w_row: the tile's first row among all experts'.
-        w_scale: the scales of this tile's first 128-block along N; `UP_SCALE` further on lie those of up.
+        w_row: the tile's first row among all experts'.  column: in its expert's matrix.
+        w, w_scale: of MXFP4, the expert's.  w_scale: of FP8, the scales of this tile's first 128-block along N;
+            `UP_SCALE` further on lie those of up.
         x_scale: [BLOCK_M] where the scales of the rows begin.
     """
     K_BLOCKS: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
@@ -209,7 +212,8 @@ def _tile(
 
 @triton.jit
 def _listed_tile(
-    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, tile, x_stride, x_skip, out_stride, out_skip,
+    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, tile,
+    x_stride, x_skip, out_stride, out_skip,
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
     PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
@@ -242,7 +246,8 @@ def _listed_tile(
 
 @triton.jit
 def grouped_gemm(
-    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, num_items, x_stride, x_skip, out_stride, out_skip,
+    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, num_items,
+    x_stride, x_skip, out_stride, out_skip,
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
     PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
@@ -257,6 +262,7 @@ def grouped_gemm(
         x_scale: [rows, ceil(K / 128)] float32 where weights are FP8.
         w: [experts * N, W_STRIDE]: a pointer, or a descriptor of blocks [BLOCK_N, BLOCK_K]; gate and up rows
             alternate by INTERLEAVE.  w_scale: [experts, parts, ceil(N / parts / 128), ceil(K / 128)] float32.
+            Of MXFP4, w and w_scale are words.  w_factor: [experts, parts, N / parts] float32, or None.
         bias: [experts, parts, N / parts] float32, or None.
         items, num_items: the list of row tiles: int32 [.., ITEM], and how many there are.
         x_stride, out_stride: elements between rows.  x_skip, out_skip: more elements for each expert (slabs that lie
@@ -269,7 +275,8 @@ def grouped_gemm(
     total = tl.load(num_items) * NUM_N
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
         _listed_tile(
-            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, tile, x_stride, x_skip, out_stride, out_skip,
+            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, tile,
+            x_stride, x_skip, out_stride, out_skip,
             N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, HALVINGS, X_TMA, W_TMA,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""MXFP4 matrices in the order in which a thread feeds them to the tensor cores, and decodes them with fewest instructions.
+"""MXFP4 matrices in the order in which threads feed them to the tensor cores, cheap to decode.
 
 A unit is 64 x 64 weights: 128 threads hold it as the left operand of four wgmma (PTX ISA, "wgmma register fragment for
 matrix A"), 32 values each. Thread (w, g, t) of warp w has rows 16 w + 8 h + g and columns 32 q + 16 j + 8 i + 2 t + l,
@@ -29,8 +29,7 @@ UNIT_WORDS = UNIT * UNIT // 8
 UNIT_SCALES = UNIT * UNIT // MX_BLOCK // 4  # words of four scales: of both h and both q of a thread
 PAIR_BITS = 0x81C081C0
 SCALE_BITS = 0x7F807F80
-C_FROM_A = 0x60306030
-C_FROM_B = C_FROM_A ^ 0xFFFFFFFF
+C_FROM_A = 0x60306030  # bits of word C from A, the others from B
 # How far left a word is turned for (j, i) = 00, 01, 10, 11. The last of each is word C.
 TURNS_A = (0, 12, 6, 10)
 TURNS_B = (2, 14, 8, 4)
@@ -41,7 +40,7 @@ _CODE_BITS = (6, 7, 8, 15)  # where a code's bits go, mantissa first
 
 
 def row_factor(scales: torch.Tensor) -> torch.Tensor:
-    """What sums of a row are multiplied by, float32 [.., rows], of scales u8 [.., rows, cols / 32]; NaN where one is."""
+    """What sums of a row are multiplied by, float32 [.., rows], for scales u8 [.., rows, cols / 32]. NaN stays."""
     largest = scales.amax(-1)
     factor = torch.exp2(largest.to(torch.float64) - 128).to(torch.float32)
     return torch.where(largest == 255, torch.nan, factor)

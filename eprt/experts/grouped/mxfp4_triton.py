@@ -10,7 +10,6 @@ from triton import knobs
 
 from eprt.experts.grouped.mxfp4 import (
     C_FROM_A,
-    C_FROM_B,
     PAIR_BITS,
     SCALE_BITS,
     SCALE_TURN,
@@ -22,6 +21,7 @@ from eprt.experts.grouped.mxfp4 import (
 )
 
 _TIMES = "{{.reg .b16 l, h; .reg .b32 d; mov.b32 {{l, h}}, $2; mov.b32 d, {{{0}, {0}}}; mul.bf16x2 $0, $1, d;}}"
+_SELECT = tl.constexpr(f"lop3.b32 $0, $1, $2, {C_FROM_A}, 0xE4;")  # bits of the third choose between the others
 _TIMES_LOW = tl.constexpr(_TIMES.format("l"))
 _TIMES_HIGH = tl.constexpr(_TIMES.format("h"))
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # PTX is for GPUs only
@@ -32,7 +32,6 @@ _PAIR_BITS = tl.constexpr(PAIR_BITS)
 _SCALE_BITS = tl.constexpr(SCALE_BITS)
 _SCALE_TURN = tl.constexpr(SCALE_TURN)
 _C_FROM_A = tl.constexpr(C_FROM_A)
-_C_FROM_B = tl.constexpr(C_FROM_B)
 _TURNS_A = tl.constexpr(TURNS_A)
 _TURNS_B = tl.constexpr(TURNS_B)
 
@@ -46,6 +45,15 @@ def _turned(word, TURN: tl.constexpr):
 
 
 @triton.jit
+def _rest(a, b):
+    """Word C."""
+    if _INTERPRETED:
+        return ((a ^ b) & _C_FROM_A) ^ b
+    # LLVM would make two instructions of it.
+    return tl.inline_asm_elementwise(_SELECT, "=r,r,r", [a, b], tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _times(pair, scales, HIGH: tl.constexpr):
     """Two bf16 in 32 bits times the bf16 in the low or high half of `scales`: powers of two, so nothing is rounded."""
     if _INTERPRETED:
@@ -53,9 +61,8 @@ def _times(pair, scales, HIGH: tl.constexpr):
         low = ((pair << 16).to(tl.float32, bitcast=True) * scale).to(tl.uint32, bitcast=True)
         high = ((pair & 0xFFFF0000).to(tl.float32, bitcast=True) * scale).to(tl.uint32, bitcast=True)
         return (low >> 16) | (high & 0xFFFF0000)
-    else:
-        asm: tl.constexpr = _TIMES_HIGH if HIGH else _TIMES_LOW
-        return tl.inline_asm_elementwise(asm, "=r,r,r", [pair, scales], tl.uint32, is_pure=True, pack=1)
+    asm: tl.constexpr = _TIMES_HIGH if HIGH else _TIMES_LOW
+    return tl.inline_asm_elementwise(asm, "=r,r,r", [pair, scales], tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -73,7 +80,7 @@ def _pairs(word, rest, scales, TURNS: tl.constexpr, HIGH: tl.constexpr):
 def _values(words, scales, BN: tl.constexpr, BK: tl.constexpr):
     """bf16 [64 * BN, 64 * BK] of units: uint32 words [BK, BN, UNIT_WORDS], scales [BK, BN, UNIT_SCALES]."""
     a, b = tl.split(tl.reshape(words, (BK, BN, 4, 8, 4, 2, 2)))  # w, g, t, q
-    c = (a & _C_FROM_A) | (b & _C_FROM_B)
+    c = _rest(a, b)
     scales = tl.reshape(scales, (BK, BN, 4, 8))
     scale = tl.join(scales & _SCALE_BITS, _turned(scales, _SCALE_TURN) & _SCALE_BITS)
     scale = tl.broadcast_to(tl.expand_dims(scale, 4), (BK, BN, 4, 8, 4, 2))

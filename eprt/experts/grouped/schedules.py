@@ -15,10 +15,10 @@ class Tile:
     """How one of the two GEMMs is cut.
 
     Attributes:
-        n, k: columns (both parts of a gated matrix) and depth of a block; n / parts divides 128, and k is 128, where
-            there are scales.
+        n, k: columns (both parts of a gated matrix) and depth of a block. FP8: n / parts divides 128, k is 128. MXFP4:
+            both are multiples of 64, and n is 16 for each warp or a multiple of that.
         stages: blocks in flight.  warps: of a program.  ctas: programs on a multiprocessor.
-        swap: weights x tokens instead of tokens x weights.
+        swap: weights x tokens instead of tokens x weights; MXFP4 always.
         halvings: how often an expert's last tile may be halved in height where that is enough.
         flatten: one pipeline over all tiles of a program, where `tma` holds; not with halvings.
         tma: tokens by the copy engine, where they lie in rows (the second GEMM of FlatTokens).
@@ -71,10 +71,15 @@ HOPPER: dict[Pair, tuple[tuple[int, Schedule], ...]] = {
         (24, Schedule(32, Tile(128, 128, 4, 4, 2, swap=True), Tile(128, 128, 4, 4, 2, swap=True))),
         (ANY, Schedule(64, Tile(128, 128, 3, 4, 2), Tile(128, 128, 3, 4, 2))),
     ),
-    # Compiled and counted, not timed.
+    # Not timed: by registers, shared memory and instructions of what the compiler makes of them.
     "w4a16": (
-        (12, Schedule(16, Tile(64, 128, 4, 4, 4, swap=True), Tile(64, 128, 4, 4, 4, swap=True))),
-        (ANY, Schedule(128, Tile(128, 64, 4, 4, 2, swap=True), Tile(128, 64, 4, 4, 2, swap=True))),
+        (12, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), Tile(64, 128, 4, 4, 5, swap=True))),
+        (24, Schedule(32, Tile(128, 128, 3, 4, 3, swap=True), Tile(64, 128, 4, 4, 4, swap=True))),
+        (80, Schedule(64, Tile(128, 128, 3, 4, 2, swap=True), Tile(128, 128, 3, 4, 2, swap=True, tma=True))),
+        (
+            ANY,
+            Schedule(128, Tile(128, 64, 4, 4, 2, True, halvings=2), Tile(128, 64, 4, 4, 2, True, halvings=2, tma=True)),
+        ),
     ),
 }
 

@@ -71,7 +71,7 @@ class GroupedMatrix:
 
         spare = mxfp4.ROOM * mxfp4.UNIT_WORDS if isinstance(matrix, Mxfp4) else 0
         tensors = stack_experts(L, prepare, spare)
-        data, scale, factor, bias = (tensors.get(name) for name in ("data", "scale", "factor", "bias"))
+        scale, factor, bias = (tensors.get(name) for name in ("scale", "factor", "bias"))
         return cls(tensors["data"], scale, factor, bias, parts, parts * padded, cols)
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:

@@ -51,7 +51,7 @@ def _graph_cases() -> list[GpuCase]:
     """Whole layers in CUDA graphs: every dispatcher that can be captured with every Hopper executor. A format that
     only the weights differ in is tried behind one dispatcher: test_checkpoints.py has the others."""
     everywhere = [("humming", "mxfp4"), ("cutlass_mxfp4", "mxfp4"), ("torch_grouped", "mxfp4")]
-    everywhere += [("triton_grouped", "bf16"), ("triton_grouped", "fp8_block")]
+    everywhere += [("triton_grouped", form) for form in ("bf16", "fp8_block", "mxfp4")]
     once = [("humming", "nvfp4"), ("humming", "fp8_block")]
     return [
         GpuCase(
