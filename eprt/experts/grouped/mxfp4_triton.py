@@ -39,9 +39,9 @@ _TURNS_B = tl.constexpr(TURNS_B)
 @triton.jit
 def _turned(word, TURN: tl.constexpr):
     """`word` uint32 turned left."""
-    if TURN == 0:
-        return word
-    return (word << TURN) | (word >> (32 - TURN))
+    if TURN > 0:
+        word = (word << TURN) | (word >> (32 - TURN))
+    return word
 
 
 @triton.jit

@@ -1,0 +1,79 @@
+"""What Triton and ptxas make of the MXFP4 kernel, for sm_90a and without a GPU.
+
+Triton before 3.7 waits too late for products whose left operand is in registers (triton-lang/triton#9433), ptxas before
+CUDA 13.3 gives those registers away too early (#11781): results are then wrong now and then. `settled` is our remedy.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eprt.config import Activation
+from eprt.weights import Mxfp4
+
+pytest.importorskip("triton", reason="triton isn't installed")
+
+from support.sass import Machine, compiled, count, overwritten_operands
+
+from eprt.experts.grouped import launch
+from eprt.experts.grouped.schedules import HOPPER, Schedule
+from eprt.experts.grouped.weights import GroupedMatrix
+from eprt.experts.place_triton import WorkList
+
+CPU = torch.device("cpu")
+GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
+SCHEDULES = {f"{schedule.m} rows": schedule for _, schedule in HOPPER["w4a16"]}
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, *, first: bool) -> Machine:
+    """The kernel that the launcher launches, for a matrix that isn't whole units high."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    found: list[Machine] = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: found.append(compiled(real, args, options))
+
+    real = launch.grouped_gemm
+    monkeypatch.setattr(launch, "grouped_gemm", Kernel())
+    codes = torch.zeros(1, 832, 512, dtype=torch.uint8)
+    matrix = Mxfp4(codes, torch.zeros(1, 832, 32, dtype=torch.uint8))
+    activation = GPT_OSS if first else None
+    parts = 2 if first else 1
+    prepared = GroupedMatrix.prepare(matrix, torch.zeros(1, 832), parts, CPU)
+    gemm = launch.Gemm(prepared, activation, "w4a16", launch.Chip(132, True))
+    source = torch.zeros(64, dtype=torch.int32) if first else None
+    rows = launch.Rows(torch.zeros(64, 1024, dtype=torch.bfloat16), None, source)
+    out = torch.zeros(64, 832, dtype=torch.bfloat16)
+    gemm(rows, WorkList.empty(4, schedule.m, CPU), schedule, schedule.first if first else schedule.second, out)
+    return found[0]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
+def test_every_schedule_keeps_to_registers(name, first, monkeypatch):
+    schedule = SCHEDULES[name]
+    tile = schedule.first if first else schedule.second
+    made = machine(monkeypatch, schedule, first=first)
+    assert (made.stack, made.local) == (0, 0)
+    # Programs of a multiprocessor: 65,536 registers, 227 KiB of shared memory, 1 KiB of it for each program itself.
+    assert tile.ctas * tile.warps * 32 * -(-made.registers // 8) * 8 <= 65536
+    assert tile.ctas * (made.shared + 1024) <= 227 * 1024
+    assert len(made.loops) == 1 + tile.halvings
+    for loop in made.loops:
+        steps = count(loop)
+        assert steps["HGMMA"] == tile.n // 64 * tile.k // 16 * 4 // tile.warps
+        assert steps["HMUL2"] == 4 * steps["HGMMA"], "two values an instruction, each decoded once"
+        assert not steps.keys() & {"SHFL", "PRMT", "STS", "STSM", "LDSM", "LDL", "STL"}, "nothing changes threads"
+        assert sum(line.startswith("LDS.128") for line in loop) * 4 * tile.warps * 32 == tile.n * tile.k // 8
+        assert overwritten_operands(loop) == []
+
+
+def test_without_settling_registers_would_be_overwritten():
+    """The check can see it: a product that is waited for one iteration later."""
+    loop = ["LOP3.LUT R4, R9, R8, RZ, 0xc0, !PT", "HGMMA.64x16x16.F32.BF16 R24, R4, gdesc[UR4], R24, gsb0"]
+    late = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
+    assert overwritten_operands([*loop, "WARPGROUP.DEPBAR.LE gsb0, 0x0"]) == []
+    assert overwritten_operands([*loop, late]) == [(loop[0], loop[1])] * 2
+    assert overwritten_operands([*loop, "LDS.128 R4, [R2]", "WARPGROUP.DEPBAR.LE gsb0, 0x0"])
