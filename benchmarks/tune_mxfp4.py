@@ -1,0 +1,149 @@
+"""Time every candidate tile of both MXFP4 GEMMs: the source of `HOPPER["w4a16"]` in eprt/experts/grouped/schedules.py.
+
+    python benchmarks/tune_mxfp4.py result.json [shape ...]
+
+For each shape of `eprt bench experts` with MXFP4 weights and each number of tokens, times CUDA-graph replays of either
+GEMM alone, over the candidates below whose height suits the rows an expert gets. Writes every time, and prints the
+fastest pair beside what the table would take and beside the floors. What a candidate computes is compared with what the
+first one did. A candidate that doesn't compile or doesn't fit has no time. Some three minutes a shape.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eprt.bench.experts import SHAPES, Ceilings, random_experts
+from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.experts import make_executor
+from eprt.experts.grouped import TritonGroupedExecutor
+from eprt.experts.grouped.launch import Gemm, Rows
+from eprt.experts.grouped.schedules import Schedule, Tile, choose
+from eprt.experts.place_triton import WorkList, list_slots
+from eprt.experts.tuning import device_microseconds, sample_ids
+from eprt.placement import ExpertPlacement
+from eprt.rounding import round_up
+
+TOKENS = (8, 32, 128, 512, 2048, 8192)
+# Rows of a tile: (n, k, stages, warps, programs on a multiprocessor[, halvings]).
+CANDIDATES: dict[int, tuple[tuple[int, ...], ...]] = {
+    16: (
+        (64, 128, 4, 4, 5), (64, 128, 3, 4, 6), (64, 256, 3, 4, 4), (128, 128, 3, 4, 4), (128, 128, 4, 4, 4),
+        (128, 128, 5, 4, 3), (128, 64, 5, 4, 5), (128, 128, 4, 8, 2), (128, 256, 3, 4, 2),
+    ),
+    32: ((64, 128, 4, 4, 4), (64, 256, 3, 4, 3), (128, 128, 3, 4, 3), (128, 64, 5, 4, 4), (128, 128, 4, 8, 2)),
+    64: ((64, 128, 3, 4, 3), (128, 64, 4, 4, 3), (128, 128, 3, 4, 2), (128, 64, 4, 4, 3, 1), (256, 64, 4, 8, 1)),
+    128: (
+        (128, 64, 4, 4, 2), (128, 64, 4, 4, 2, 1), (128, 64, 4, 4, 2, 2), (128, 64, 3, 4, 2), (64, 128, 3, 4, 2),
+        (128, 128, 3, 8, 1, 1), (256, 64, 4, 8, 1), (256, 64, 4, 8, 1, 2),
+    ),
+    256: ((128, 64, 4, 8, 1), (128, 64, 4, 8, 1, 1), (128, 64, 4, 8, 1, 2)),
+}  # fmt: skip
+NAN = float("nan")
+ERROR = 1e-2  # relative, in norm: sums of bf16 in another order; a wrong kernel is far beyond
+
+
+def tiles(m: int, *, tma: bool) -> list[Tile]:
+    """Those of one height; `tma`: with the copy engine for tokens as well, which only the second GEMM can use."""
+    found = [Tile(*cut[:5], True, *cut[5:]) for cut in CANDIDATES[m]]
+    return found + [Tile(*cut[:5], True, *cut[5:], tma=True) for cut in CANDIDATES[m] if tma]
+
+
+def time_tile(gemm: Gemm, rows: Rows, work: WorkList, m: int, tile: Tile, out: torch.Tensor) -> float | str:
+    """Microseconds, or why there are none. `out`: rows that are computed; the first to be asked writes them."""
+    found = torch.full((work.bound * m, out.shape[1]), NAN, dtype=out.dtype, device=out.device)
+    run = partial(gemm, rows, work, Schedule(m, tile, tile), tile, found)
+    try:
+        us = round(device_microseconds(run), 2)
+    except Exception as error:  # noqa: BLE001  (whatever Triton, ptxas or the driver says: the next one may do)
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    found = found[: out.shape[0]].float()
+    if out.isnan().all():
+        out.copy_(found)
+    wrong = float((found - out.float()).norm() / out.float().norm())
+    return us if wrong < ERROR else f"error {wrong:.1e}"
+
+
+def tune(executor: TritonGroupedExecutor, tokens: int) -> list[dict[str, Any]]:
+    """A row for each height, GEMM and tile."""
+    config, device, L = executor.config, executor.device, executor.shard.num_local_experts
+    ids = sample_ids(tokens, config.top_k, config.num_experts, device, seed=tokens)
+    valid, mean = int((ids < L).sum()), tokens * config.top_k / config.num_experts
+    if not valid:
+        return []
+    gemms = executor._gemms
+    hidden = torch.randn(tokens, config.hidden_size, device=device).bfloat16()
+    outs = [torch.full((valid, round_up(gemm.width, 16)), NAN, device=device).bfloat16() for gemm in gemms]
+    rows: list[dict[str, Any]] = []
+    for m in (m for m in CANDIDATES if mean / 4 <= m <= max(16, 4 * mean)):
+        _, source, work = list_slots(ids, 0, L, m)
+        reads = Rows(hidden, None, source), Rows(outs[0][:, : gemms[1].matrix.cols])
+        for index, gemm in enumerate(gemms):
+            for tile in tiles(m, tma=index == 1):
+                us = time_tile(gemm, reads[index], work, m, tile, outs[index][:, : gemm.width])
+                rows.append({"tokens": tokens, "m": m, "gemm": index, "tile": asdict(tile), "us": us})
+                sys.stdout.write(f"{tokens} tokens, m {m}, gemm {index}, {tuple(asdict(tile).values())}: {us}\n")
+    return rows
+
+
+def floor_us(executor: TritonGroupedExecutor, tokens: int, ceilings: Ceilings) -> float:
+    """The larger of two: bytes of experts that are hit, and operations."""
+    config, L = executor.config, executor.shard.num_local_experts
+    ids = sample_ids(tokens, config.top_k, config.num_experts, torch.device("cpu"), seed=tokens)
+    local = ids[ids < L]
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in executor.slot_tensors().values())
+    flops = 2 * local.numel() * (config.gate_up_rows + config.intermediate_size) * config.hidden_size
+    return max(weights * local.unique().numel() / L / ceilings.copy_bytes, flops / ceilings.bf16_flops) * 1e6
+
+
+def summary(executor: TritonGroupedExecutor, rows: list[dict[str, Any]], ceilings: Ceilings) -> str:
+    """For each number of tokens the fastest pair of one height, its distance to the floor, and the table's pair."""
+    config, lines = executor.config, [""]
+    timed = [row for row in rows if isinstance(row["us"], float)]
+    for tokens in sorted({row["tokens"] for row in timed}):
+        of = [
+            [[row for row in timed if (row["tokens"], row["m"], row["gemm"]) == (tokens, m, i)] for i in range(2)]
+            for m in CANDIDATES
+        ]
+        pairs = [[min(each, key=lambda row: row["us"]) for each in pair] for pair in of if all(pair)]
+        if not pairs:
+            continue
+        best = min(pairs, key=lambda pair: sum(row["us"] for row in pair))
+        total, mean = sum(row["us"] for row in best), tokens * config.top_k / config.num_experts
+        taken = choose("w4a16", mean, hopper=True)
+        wanted = [(tokens, taken.m, i, asdict(tile)) for i, tile in enumerate((taken.first, taken.second))]
+        now = [row["us"] for row in timed if (row["tokens"], row["m"], row["gemm"], row["tile"]) in wanted]
+        cuts = ", ".join(str(tuple(row["tile"].values())) for row in best)
+        ratio = total / floor_us(executor, tokens, ceilings)
+        what = f"{tokens} tokens, {mean:g} rows an expert: m {best[0]['m']}, {cuts}"
+        lines.append(f"{what}: {total:.1f} us = {ratio:.2f} x floor; table {now}")
+    return "\n".join([*lines, ""])
+
+
+def main(path: str, shapes: list[str]) -> None:
+    device = torch.device("cuda", 0)
+    ceilings = Ceilings.measure(device)
+    result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "limits": ceilings.as_dict(), "shapes": {}}
+    for shape in shapes:
+        config = SHAPES[shape].config
+        shard = ExpertPlacement(config.num_experts, ParallelConfig(SHAPES[shape].ep_size)).shard(0)
+        weights = random_experts(config, shard.num_local_experts, device)
+        executor = make_executor("triton_grouped", config, shard, weights, device, RuntimeConfig(), "flat")
+        assert isinstance(executor, TritonGroupedExecutor)
+        del weights
+        rows = result["shapes"][shape] = []
+        for tokens in TOKENS:
+            rows.extend(tune(executor, tokens))
+            Path(path).write_text(json.dumps(result, indent=1))
+        sys.stdout.write(shape + summary(executor, rows, ceilings))
+
+
+if __name__ == "__main__":
+    mxfp4 = [name for name, shape in SHAPES.items() if shape.config.weight_format == "mxfp4"]
+    main(sys.argv[1], sys.argv[2:] or mxfp4)
