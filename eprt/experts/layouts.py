@@ -10,7 +10,7 @@ swiglu(0, 0) = 0 or relu2(0) = 0, and a padded column multiplies that 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -66,14 +66,14 @@ def spread_part_scale(scale: torch.Tensor, rows_per_part: int) -> torch.Tensor:
 
 
 def stack_experts(
-    count: int, prepare: Callable[[int], dict[str, torch.Tensor]], spare: int = 0
+    count: int, prepare: Callable[[int], dict[str, torch.Tensor]], spare: Mapping[str, int] | None = None
 ) -> dict[str, torch.Tensor]:
     """Prepare experts one by one into stacks, so that only one expert's temporaries exist beside the result.
 
     Args:
         count: L.
         prepare: expert index -> named tensors with leading dimension 1, of the same shapes for every expert.
-        spare: zeros that lie in memory after each stack, for kernels that read past its end.
+        spare: how many zeros lie in memory after a stack, for kernels that read past its end. None: no zeros.
 
     Returns:
         The same names with leading dimension L. L = 1 copies too: the result never aliases the checkpoint.
@@ -82,8 +82,9 @@ def stack_experts(
     for index in range(count):
         for name, piece in prepare(index).items():
             if index == 0:
-                memory = piece.new_empty(count * piece.numel() + spare)
-                memory[count * piece.numel() :] = 0
-                stacks[name] = memory[: count * piece.numel()].view(count, *piece.shape[1:])
+                size = count * piece.numel()
+                memory = piece.new_empty(size + (spare or {}).get(name, 0))
+                memory[size:] = 0
+                stacks[name] = memory[:size].view(count, *piece.shape[1:])
             stacks[name][index : index + 1].copy_(piece)
     return stacks

@@ -91,6 +91,13 @@ def test_executor_by_generation_and_format(model: str, device: str, executors: s
         (GPT_OSS, "sm100", "none", "cutlass_mxfp4", "needs sm90"),
         (GPT_OSS, "sm90", "none", "trtllm_gen", "needs sm100 to sm103, not sm90"),
         (QWEN3, "sm90", "none", "cutlass_mxfp4", "takes mxfp4 weights, not bf16"),
+        (
+            GPT_OSS,
+            "sm90",
+            "none",
+            "triton_grouped",
+            "mxfp4 weights have not run on a GPU yet: name the executor to try it",
+        ),
         (NEMOTRON, "sm90", "none", "cutlass_mxfp4", "takes mxfp4 weights, not nvfp4"),
         (NEMOTRON, "sm90", "deepep", "humming", "top-k at most 11, the model has 22"),
     ],
@@ -99,6 +106,14 @@ def test_a_refusal_names_limit_and_value(model: str, device: str, dispatcher: st
     found = verdict(model, device, dispatcher, executor)
     assert not found.ok
     assert reason in found.reason
+
+
+def test_what_no_gpu_has_run_is_there_by_name() -> None:
+    for dispatcher in ("none", "symm", "deepep"):
+        plan = plan_for(GPT_OSS, "sm90", "decode", dispatcher=dispatcher, executor="triton_grouped")
+        assert plan.executor == "triton_grouped"
+    with pytest.raises(UnsupportedError, match="mxfp4 weights need sm90, not sm80"):
+        plan_for(GPT_OSS, "sm80", "decode", dispatcher="none", executor="triton_grouped")
 
 
 def test_remarks_name_padding_decoding_and_adapters() -> None:

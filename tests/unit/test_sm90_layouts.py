@@ -14,6 +14,7 @@ from support.cases import expert_cases as cases
 from eprt.config import Activation, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.experts.cutlass_mxfp4 import swiglu_parameters, tile_expert
+from eprt.experts.grouped import mxfp4
 from eprt.experts.humming.gemm import GemmShape, expert_tensors, needs_channel_scale
 from eprt.experts.humming.rows import activation_source
 from eprt.experts.humming.schedules import SMALL_ROW_SCHEDULES, neighbours, row_bucket, unique
@@ -234,6 +235,38 @@ def test_stacking_prepares_one_expert_at_a_time():
     assert [index for index, _ in seen] == [0, 1, 2]
     source = torch.zeros(1, 2)
     assert stack_experts(1, lambda _: {"a": source})["a"].data_ptr() != source.data_ptr()
+
+
+def test_zeros_lie_after_a_stack_where_kernels_read_past_it():
+    stack = stack_experts(2, lambda _: {"a": torch.ones(1, 3)}, {"a": 4, "b": 9})["a"]
+    assert stack.is_contiguous()
+    assert stack.as_strided((10,), (1,)).tolist() == [1] * 6 + [0] * 4
+
+
+@pytest.mark.parametrize(("row", "col"), [(0, 0), (9, 1), (37, 26), (63, 63), (64, 130)])
+def test_an_mxfp4_value_is_where_a_thread_of_wgmma_reads_it(row, col):
+    """By hand from PTX ISA, "wgmma register fragments, matrix A": warp w has rows 16 w, thread 4 g + t of it rows g and
+    g + 8 and columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16. Nothing else is touched."""
+    codes = torch.zeros(128, 96, dtype=torch.uint8)
+    codes[row, col // 2] = 0b1111 << 4 * (col % 2)
+    words, scale_words = mxfp4.pack(codes, torch.zeros(128, 6, dtype=torch.uint8))
+    assert words.shape == (2 * 3, 512)
+    unit, warp, g, t = row // 64 * 3 + col // 64, row % 64 // 16, row % 8, col % 8 // 2
+    thread = words.view(6, 128, 4)[unit, 32 * warp + 4 * g + t].view(2, 2)[col % 64 // 32]
+    bits = [sum(int(word) >> bit & 1 for bit in range(32)) for word in thread]
+    assert sum(bits) == 4
+    assert bits[row % 16 // 8] == 4 or col % 32 >= 24, "all in the row's word, or shared with the other's rest"
+    assert int((words != 0).sum()) == sum(bit > 0 for bit in bits)
+    # All scales are the largest of their row: 2 ** 127, 254 in the exponent of a bf16.
+    assert (scale_words & 0x7F807F80 == 254 << 7 | 254 << 23).all()
+    assert scale_words.shape == (2 * 3, 32)
+
+
+def test_factors_take_a_rows_largest_scale():
+    scales = torch.tensor([[0, 0], [3, 128], [254, 9], [255, 1]], dtype=torch.uint8)
+    factor = mxfp4.row_factor(scales)
+    assert factor[:3].tolist() == [2.0**-128, 1.0, 2.0**126]
+    assert factor[3].isnan()
 
 
 def test_schedules():

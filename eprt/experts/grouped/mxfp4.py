@@ -21,7 +21,7 @@ from itertools import product
 
 import torch
 
-from eprt.rounding import ceil_div
+from eprt.rounding import ceil_div, round_up
 from eprt.weights import MX_BLOCK
 
 UNIT = 64  # rows and columns
@@ -34,7 +34,7 @@ C_FROM_A = 0x60306030  # bits of word C from A, the others from B
 TURNS_A = (0, 12, 6, 10)
 TURNS_B = (2, 14, 8, 4)
 SCALE_TURN = 8  # for q = 1
-ROOM = 64  # units after the last expert, zeros: a block may reach past a matrix's rows and columns
+LARGEST = 4  # units along either side of a block
 
 _CODE_BITS = (6, 7, 8, 15)  # where a code's bits go, mantissa first
 
@@ -44,6 +44,13 @@ def row_factor(scales: torch.Tensor) -> torch.Tensor:
     largest = scales.amax(-1)
     factor = torch.exp2(largest.to(torch.float64) - 128).to(torch.float32)
     return torch.where(largest == 255, torch.nan, factor)
+
+
+def room(rows: int, cols: int) -> int:
+    """Units of zeros after the last expert, as a block may reach past a matrix's rows and columns: elsewhere into the
+    units that follow, whose products are left out."""
+    high, wide = ceil_div(rows, UNIT), ceil_div(cols, UNIT)
+    return (round_up(high, LARGEST) - high) * wide + LARGEST
 
 
 def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -92,7 +92,7 @@ def _values(words, scales, BN: tl.constexpr, BK: tl.constexpr):
 @triton.jit
 def mxfp4_block(w, w_scale, column, start, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """Weights [BLOCK_N, BLOCK_K] of one expert, from `column` and `start` on. What lies past its rows and columns is
-    finite: other weights, or the ROOM after the last."""
+    finite: other weights, or the room after the last."""
     BN: tl.constexpr = BLOCK_N // _UNIT
     BK: tl.constexpr = BLOCK_K // _UNIT
     cols: tl.constexpr = (K + _UNIT - 1) // _UNIT

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from eprt.config import WeightFormat
-from eprt.experts.grouped import mxfp4
+from eprt.experts.grouped.mxfp4 import UNIT_SCALES, UNIT_WORDS, pack, room, row_factor
 from eprt.experts.layouts import as_bytes, spread_tensor_scale, stack_experts
 from eprt.quant import decode
 from eprt.rounding import ceil_div, round_up
@@ -46,31 +46,16 @@ class GroupedMatrix:
         L, rows, cols = matrix.shape
         part = rows // parts
         padded = round_up(part, INTERLEAVE) if parts > 1 else part
-        fp8 = isinstance(matrix, (Fp8Block, Fp8Tensor))
-        stride = round_up(cols, 16 if fp8 else 8)
 
         def prepare(index: int) -> dict[str, torch.Tensor]:
-            own = matrix.expert(index).map(lambda tensor: tensor.to(device))
-            if isinstance(own, (Fp8Block, Fp8Tensor)):
-                found = {"data": alternate(own.data, parts, padded, stride)}
-                grid = ceil_div(part, FP8_BLOCK), ceil_div(cols, FP8_BLOCK)
-                scale = own.scale if isinstance(own, Fp8Block) else spread_tensor_scale(own.scale, *grid)
-                found["scale"] = scale.to(torch.float32).view(1, parts, *grid)
-            elif isinstance(own, Mxfp4):
-                codes, scales = (alternate(each, parts, padded, each.shape[2])[0] for each in (own.codes, own.scales))
-                words, scale_words = mxfp4.pack(codes, scales)
-                found = {"data": words[None], "scale": scale_words[None]}
-                factor = mxfp4.row_factor(own.scales).view(1, parts, part)
-                found["factor"] = torch.nn.functional.pad(factor, (0, padded - part))
-            else:
-                found = {"data": alternate(decode(own, parts, torch.bfloat16), parts, padded, stride)}
+            found = _laid_out(matrix.expert(index).map(lambda tensor: tensor.to(device)), parts, padded)
             if bias is not None:
                 halves = bias[index].to(device, torch.float32).view(1, parts, part)
                 found["bias"] = torch.nn.functional.pad(halves, (0, padded - part))
             return found
 
-        spare = mxfp4.ROOM * mxfp4.UNIT_WORDS if isinstance(matrix, Mxfp4) else 0
-        tensors = stack_experts(L, prepare, spare)
+        units = room(parts * padded, cols) if isinstance(matrix, Mxfp4) else 0
+        tensors = stack_experts(L, prepare, {"data": units * UNIT_WORDS, "scale": units * UNIT_SCALES})
         scale, factor, bias = (tensors.get(name) for name in ("scale", "factor", "bias"))
         return cls(tensors["data"], scale, factor, bias, parts, parts * padded, cols)
 
@@ -78,6 +63,26 @@ class GroupedMatrix:
         """What belongs to each local expert, [L, ...]: views."""
         found = {"data": self.data, "scale": self.scale, "factor": self.factor, "bias": self.bias}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _laid_out(own: Matrix, parts: int, padded: int) -> dict[str, torch.Tensor]:
+    """One expert's data, scale and factor; parts of `padded` rows."""
+    _, rows, cols = own.shape
+    part = rows // parts
+    match own:
+        case Fp8Block() | Fp8Tensor():
+            grid = ceil_div(part, FP8_BLOCK), ceil_div(cols, FP8_BLOCK)
+            scale = own.scale if isinstance(own, Fp8Block) else spread_tensor_scale(own.scale, *grid)
+            data = alternate(own.data, parts, padded, round_up(cols, 16))
+            return {"data": data, "scale": scale.to(torch.float32).view(1, parts, *grid)}
+        case Mxfp4():
+            codes, scales = (alternate(each, parts, padded, each.shape[2])[0] for each in (own.codes, own.scales))
+            words, scale_words = pack(codes, scales)
+            factor = row_factor(own.scales).view(1, parts, part)
+            factor = torch.nn.functional.pad(factor, (0, padded - part))
+            return {"data": words[None], "scale": scale_words[None], "factor": factor}
+        case _:
+            return {"data": alternate(decode(own, parts, torch.bfloat16), parts, padded, round_up(cols, 8))}
 
 
 def alternate(stack: torch.Tensor, parts: int, rows: int, stride: int) -> torch.Tensor:
