@@ -59,7 +59,7 @@ def count(code: list[str]) -> Counter[str]:
 
 def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Machine:
     """`kernel[grid](*args, **options)` for sm_90a: tensors may be on any device."""
-    launch = {name: options[name] for name in ("num_warps", "num_stages")}
+    launch = {name: options[name] for name in ("num_warps", "num_stages", "maxnreg") if name in options}
     values = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in options.items() if k not in launch}
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):

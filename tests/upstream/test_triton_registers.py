@@ -6,6 +6,8 @@ CUDA 13.3 gives those registers away too early (#11781): results are then wrong 
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -26,8 +28,8 @@ GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 SCHEDULES = {f"{schedule.m} rows": schedule for _, schedule in HOPPER["w4a16"]}
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, *, first: bool) -> Machine:
-    """The kernel that the launcher launches, for a matrix that isn't whole units high."""
+def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str) -> Machine:
+    """The kernel that the launcher launches, for a matrix of no whole units."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     found: list[Machine] = []
 
@@ -37,25 +39,26 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, *, first: bool)
 
     real = launch.grouped_gemm
     monkeypatch.setattr(launch, "grouped_gemm", Kernel())
-    codes = torch.zeros(1, 832, 512, dtype=torch.uint8)
-    matrix = Mxfp4(codes, torch.zeros(1, 832, 32, dtype=torch.uint8))
-    activation = GPT_OSS if first else None
-    parts = 2 if first else 1
+    codes = torch.zeros(1, 832, 368, dtype=torch.uint8)
+    matrix = Mxfp4(codes, torch.zeros(1, 832, 23, dtype=torch.uint8))
+    first, shape = what == "gathering", (1, 64) if what == "slabs" else (64,)
+    activation, parts = (GPT_OSS, 2) if first else (None, 1)
     prepared = GroupedMatrix.prepare(matrix, torch.zeros(1, 832), parts, CPU)
     gemm = launch.Gemm(prepared, activation, "w4a16", launch.Chip(132, True))
     source = torch.zeros(64, dtype=torch.int32) if first else None
-    rows = launch.Rows(torch.zeros(64, 1024, dtype=torch.bfloat16), None, source)
-    out = torch.zeros(64, 832, dtype=torch.bfloat16)
+    rows = launch.Rows(torch.zeros(*shape, 736, dtype=torch.bfloat16), None, source)
+    out = torch.zeros(*shape, 832, dtype=torch.bfloat16)
     gemm(rows, WorkList.empty(4, schedule.m, CPU), schedule, schedule.first if first else schedule.second, out)
     return found[0]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
-def test_every_schedule_keeps_to_registers(name, first, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "what"), [*product(SCHEDULES, ("gathering", "rows")), ("16 rows", "slabs"), ("32 rows", "slabs")]
+)
+def test_every_schedule_keeps_to_registers(name, what, monkeypatch):
     schedule = SCHEDULES[name]
-    tile = schedule.first if first else schedule.second
-    made = machine(monkeypatch, schedule, first=first)
+    tile = schedule.first if what == "gathering" else schedule.second
+    made = machine(monkeypatch, schedule, what)
     assert (made.stack, made.local) == (0, 0)
     # Programs of a multiprocessor: 65,536 registers, 227 KiB of shared memory, 1 KiB of it for each program itself.
     assert tile.ctas * tile.warps * 32 * -(-made.registers // 8) * 8 <= 65536

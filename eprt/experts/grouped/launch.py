@@ -112,7 +112,7 @@ class Gemm:
             *strides,
         )
         if not starts_aligned(data, out, data if rows.scale is None else rows.scale):
-            grouped_gemm[grid](*arguments, **self._constants, **_cut(schedule, tile, x_tma), **_options(tile))
+            grouped_gemm[grid](*arguments, **self._constants, **_cut(schedule, tile, x_tma), **_options(tile, self.pair))
             return
         key = (schedule.m, schedule.group, tile, x_tma, data.dtype, out.dtype, rows.source is None, *map(like, strides))
         kernel = self._prepared.get(key)
@@ -123,7 +123,7 @@ class Gemm:
     def _prepare(self, arguments: tuple[Any, ...], cut: dict[str, Any], tile: Tile) -> Prepared:
         """For arguments like these: of tensors only the dtype counts."""
         kinds = (a.dtype if isinstance(a, torch.Tensor) else like(a) if isinstance(a, int) else a for a in arguments)
-        return Prepared(grouped_gemm, self._weights.device, tuple(kinds), {**self._constants, **cut}, **_options(tile))
+        return Prepared(grouped_gemm, self._weights.device, tuple(kinds), {**self._constants, **cut}, **_options(tile, self.pair))
 
     def _descriptor(self, tile: Tile) -> Any:
         block = tile.n, tile.k
@@ -148,9 +148,13 @@ def _cut(schedule: Schedule, tile: Tile, x_tma: bool) -> dict[str, Any]:
     }
 
 
-def _options(tile: Tile) -> dict[str, int]:
-    """What Triton is told."""
-    return {"num_warps": tile.warps, "num_stages": tile.stages}
+def _options(tile: Tile, pair: Pair) -> dict[str, int]:
+    """What Triton is told. MXFP4: the most registers with which as many programs as should share a multiprocessor's
+    65,536 can; ptxas takes up to 255 for the same kernel with other sizes, and gains nothing."""
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if pair == "w4a16":
+        options["maxnreg"] = min(255, 65536 // (tile.ctas * tile.warps * 32) // 8 * 8)
+    return options
 
 
 def quantize_rows(data: torch.Tensor, work: WorkList | None, gemm: Gemm) -> Rows:

@@ -73,8 +73,8 @@ HOPPER: dict[Pair, tuple[tuple[int, Schedule], ...]] = {
     ),
     # Not timed: by registers, shared memory and instructions of what the compiler makes of them.
     "w4a16": (
-        (12, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), Tile(64, 128, 4, 4, 5, swap=True))),
-        (24, Schedule(32, Tile(128, 128, 3, 4, 3, swap=True), Tile(64, 128, 4, 4, 4, swap=True))),
+        (12, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), Tile(128, 128, 4, 4, 4, swap=True, tma=True))),
+        (24, Schedule(32, Tile(128, 128, 3, 4, 3, swap=True), Tile(128, 128, 3, 4, 3, swap=True, tma=True))),
         (80, Schedule(64, Tile(128, 128, 3, 4, 2, swap=True), Tile(128, 128, 3, 4, 2, swap=True, tma=True))),
         (
             ANY,
