@@ -33,12 +33,10 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str) -> M
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     found: list[Machine] = []
 
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **options: found.append(compiled(real, args, options))
+    def prepared(kernel, device, kinds, constants, **options):
+        return lambda grid, *arguments: found.append(compiled(kernel, arguments, {**constants, **options}))
 
-    real = launch.grouped_gemm
-    monkeypatch.setattr(launch, "grouped_gemm", Kernel())
+    monkeypatch.setattr(launch, "Prepared", prepared)
     codes = torch.zeros(1, 832, 368, dtype=torch.uint8)
     matrix = Mxfp4(codes, torch.zeros(1, 832, 23, dtype=torch.uint8))
     first, shape = what == "gathering", (1, 64) if what == "slabs" else (64,)
@@ -64,6 +62,7 @@ def test_every_schedule_keeps_to_registers(name, what, monkeypatch):
     assert tile.ctas * tile.warps * 32 * -(-made.registers // 8) * 8 <= 65536
     assert tile.ctas * (made.shared + 1024) <= 227 * 1024
     assert len(made.loops) == 1 + tile.halvings
+    assert sum(count(loop)["HGMMA"] for loop in made.loops) == count(made.code)["HGMMA"], "none outside of a loop"
     for loop in made.loops:
         steps = count(loop)
         assert steps["HGMMA"] == tile.n // 64 * tile.k // 16 * 4 // tile.warps

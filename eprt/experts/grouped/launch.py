@@ -112,7 +112,8 @@ class Gemm:
             *strides,
         )
         if not starts_aligned(data, out, data if rows.scale is None else rows.scale):
-            grouped_gemm[grid](*arguments, **self._constants, **_cut(schedule, tile, x_tma), **_options(tile, self.pair))
+            cut = _cut(schedule, tile, x_tma)
+            grouped_gemm[grid](*arguments, **self._constants, **cut, **_options(tile, self.pair))
             return
         key = (schedule.m, schedule.group, tile, x_tma, data.dtype, out.dtype, rows.source is None, *map(like, strides))
         kernel = self._prepared.get(key)
@@ -123,7 +124,8 @@ class Gemm:
     def _prepare(self, arguments: tuple[Any, ...], cut: dict[str, Any], tile: Tile) -> Prepared:
         """For arguments like these: of tensors only the dtype counts."""
         kinds = (a.dtype if isinstance(a, torch.Tensor) else like(a) if isinstance(a, int) else a for a in arguments)
-        return Prepared(grouped_gemm, self._weights.device, tuple(kinds), {**self._constants, **cut}, **_options(tile, self.pair))
+        constants, options = {**self._constants, **cut}, _options(tile, self.pair)
+        return Prepared(grouped_gemm, self._weights.device, tuple(kinds), constants, **options)
 
     def _descriptor(self, tile: Tile) -> Any:
         block = tile.n, tile.k
