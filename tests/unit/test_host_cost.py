@@ -32,6 +32,7 @@ from eprt.layer import ExpertParallelMoE
 from eprt.routing import Router
 from eprt.support import Requirement, Support
 from eprt.world import World
+from eprt.world.collectives import Seat
 
 SIZE = 2
 
@@ -93,19 +94,11 @@ def cutlass(patch: pytest.MonkeyPatch, launches: pretended_gpu.Launches) -> Iter
 
 def make_world() -> World:
     """A rank of two whose peer says the same at once."""
-    world = World(
-        rank=0,
-        size=SIZE,
-        device=DEVICE,
-        parallel=ParallelConfig(SIZE),
-        group=None,
-        attention_tp_group=None,
-        timeout_s=20.0,
-    )
+    world = World(Seat(0, SIZE, DEVICE, ParallelConfig(SIZE)), timeout_s=20.0)
     world.gather_words = lambda words: [tuple(words)] * SIZE
     world.gather_control = lambda x: torch.stack([x] * SIZE)
     world.barrier = lambda: None
-    world.all_gather = world.reduce_scatter = lambda out, x: None
+    world.all_gather = world.reduce_scatter = lambda out, x, **_: None
     return world
 
 
