@@ -28,7 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # Files with tests of many seconds: begun first, none of them is what everybody waits for in the end.
-LONG = ("test_kernels_interpreted", "test_faults", "test_cli", "test_harness", "test_world", "test_cutedsl_compile")
+LONG = (
+    "test_kernels_interpreted",
+    "test_launch",
+    "test_faults",
+    "test_cli",
+    "test_harness",
+    "test_world",
+    "test_cutedsl_compile",
+)
 
 
 # Files whose ranks run transformers' models: imported once, not in each rank.

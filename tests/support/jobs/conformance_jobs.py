@@ -237,7 +237,8 @@ def _other_config(context, target, through_layer):
 
 
 def _with_another(name, values):
-    """The World's numbers of that `name` differ in the next call: `values` are rank 1's and its peers'."""
+    """The World's numbers of that `name` differ in the next call: `values` are rank 1's and its peers'. None is what it was
+    before: a number that changes tells a dispatcher to begin anew."""
 
     def job(context, target, through_layer):
         world = context.world()
@@ -307,7 +308,7 @@ BAD = {
     "different_layer_order": _other_order,
     "different_config": _other_config,
     "skipped_step": _with_another("step_number", (5, 6)),
-    "different_generation": _with_another("generation", (1, 0)),
+    "different_generation": _with_another("generation", (2, 1)),
     "different_combine_order": _other_combine_order,
     "top_k_over_experts": _top_k_over_experts,
     "experts_that_do_not_divide": _experts_that_do_not_divide,
