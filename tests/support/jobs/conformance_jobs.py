@@ -237,8 +237,10 @@ def _other_config(context, target, through_layer):
 
 
 def _with_another(name, values):
-    """The World's numbers of that `name` differ in the next call: `values` are rank 1's and its peers'. None is what it was
-    before: a number that changes tells a dispatcher to begin anew."""
+    """The World's numbers of that `name` differ in the next call: `values` are rank 1's and its peers'.
+
+    None is what it was before: a number that changes tells a dispatcher to begin anew.
+    """
 
     def job(context, target, through_layer):
         world = context.world()
