@@ -126,7 +126,7 @@ two_gpus() {
   sized --routings uniform / --device cpu --tokens 2 --shapes h2880k4 --routings uniform
   part dispatch 500 "dispatch_$machine.json" "${run[@]}" bench dispatch --world 2 --output {} "${sizes[@]}"
   tests
-  sized --trials 20 / --trials 1 --world 2
+  sized --device cuda --jobs 4 / --trials 1 --world 2
   part faults 1200 "faults_$machine.json" "${run[@]}" doctor --faults --output {} "${sizes[@]}"
   if [ -n "$list" ] || "$python" -c 'import vllm' 2>/dev/null; then
     for model in gpt-oss qwen3 deepseek-v3; do
