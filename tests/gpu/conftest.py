@@ -1,9 +1,21 @@
-"""`--results FILE`: what passed on which machine."""
+"""The ranks that tests on several GPUs share, and `--results FILE`: what passed on which machine."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from support.cases.gpu_limits import JOB_S
 from support.results import Results
+
+from eprt.conformance.harness import WorldPool
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Iterator[WorldPool]:
+    """As many ranks as the module's SIZE says, a GPU each."""
+    with WorldPool(request.module.SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
+        yield held
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,7 +11,6 @@ from support.cases.gpu_limits import JOB_S
 from support.cases.packed_checkpoints import Written, write
 from support.jobs.packed_checkpoint_jobs import BOUND, COST, errors, run_layer
 
-from eprt.conformance.harness import WorldPool
 from eprt.support import Device
 
 SIZE = min(4, torch.cuda.device_count())
@@ -21,12 +20,6 @@ pytestmark = [
     pytest.mark.timeout(JOB_S + 60),
     pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices: this machine has {SIZE}"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
-        yield held
 
 
 @pytest.fixture(scope="module")

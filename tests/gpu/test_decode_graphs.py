@@ -11,7 +11,6 @@ from support.cases.model_recipes import RECIPES, make_model
 from support.jobs import generation_jobs as jobs
 
 from eprt.config import ParallelConfig, RuntimeConfig
-from eprt.conformance.harness import WorldPool
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import UnsupportedError
 from eprt.models import family_for
@@ -33,12 +32,6 @@ pytestmark = [
     pytest.mark.timeout(JOB_S + 60),
     pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host: this machine has {SIZE}"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
-        yield held
 
 
 @pytest.fixture(scope="module", params=["gpt_oss", "qwen3_moe", "deepseek_v3"])

@@ -16,7 +16,7 @@ from support.jobs.dispatcher_jobs import PAIRS, Beyond, Pair
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import CASES
 from eprt.conformance.checks import Check, run_checks, summarize
-from eprt.conformance.harness import WorldFailed, WorldPool, launch
+from eprt.conformance.harness import WorldFailed, launch
 from eprt.dispatch import DISPATCHERS
 from eprt.support import Device
 
@@ -30,12 +30,6 @@ pytestmark = [
     pytest.mark.timeout(JOB_S + 60),
     pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host: this machine has {SIZE}"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
-        yield held
 
 
 def refusal(pair: Pair, config: MoEConfig, runtime: RuntimeConfig, moe_tp_size: int = 1) -> str:

@@ -19,6 +19,7 @@ from support.cases.grouped_cases import (
     all_experts,
     build,
     error,
+    error_of_shares,
     error_on_flat,
     layer,
     make_tokens,
@@ -145,15 +146,7 @@ def test_slabs_of_fp8_weights_and_tokens(low_precision, schedule):
 @pytest.mark.parametrize("moe_tp_size", [1, 2])
 def test_shares_add_up_to_the_layer(ep_size, moe_tp_size, schedule):
     schedule(SCHEDULES["swap"])
-    config = layer()
-    weights, tokens = all_experts(config), make_tokens(config, sized(64, 20))
-    parallel = ParallelConfig(ep_size * moe_tp_size, moe_tp_size=moe_tp_size)
-    placement = ExpertPlacement(config.num_experts, parallel)
-    total = torch.zeros(tokens.num_rows, config.hidden_size, device=DEVICE)
-    for rank in range(parallel.world_size):
-        total += build(TritonGroupedExecutor, config, weights, placement.shard(rank))(tokens).float()
-    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
-    assert error(total, build(ReferenceExecutor, config, weights)(plain)) < BOUND
+    assert error_of_shares(layer(), ep_size, moe_tp_size) < BOUND
 
 
 def test_rows_without_a_local_expert(schedule):

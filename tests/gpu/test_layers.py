@@ -13,7 +13,7 @@ from support.jobs import integration_jobs
 from support.jobs import whole_layer_jobs as jobs
 
 from eprt.config import RuntimeConfig
-from eprt.conformance.harness import WorldPool, launch
+from eprt.conformance.harness import launch
 from eprt.dispatch import DISPATCHERS
 from eprt.experts.tuning import cache_dir
 from eprt.support import Device
@@ -25,12 +25,6 @@ pytestmark = [
     pytest.mark.timeout(JOB_S + 60),
     pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices: this machine has {SIZE}"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
-        yield held
 
 
 def skip_if_refused(case: GpuCase) -> None:

@@ -7,7 +7,6 @@ import torch
 from support.cases.gpu_limits import JOB_S
 from support.jobs import library_jobs as jobs
 
-from eprt.conformance.harness import WorldPool
 from eprt.dispatch import DISPATCHERS
 
 SIZE = min(4, torch.cuda.device_count())
@@ -26,12 +25,6 @@ pytestmark = [
     pytest.mark.timeout(JOB_S + 60),
     pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host: this machine has {SIZE}"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
-        yield held
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -16,6 +16,7 @@ from support.cases.grouped_cases import (
     all_experts,
     build,
     error,
+    error_of_shares,
     error_on_flat,
     layer,
     make_tokens,
@@ -23,12 +24,10 @@ from support.cases.grouped_cases import (
 )
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
-from eprt.config import ParallelConfig
 from eprt.experts.grouped import TritonGroupedExecutor, mxfp4
 from eprt.experts.grouped.mxfp4_triton import mxfp4_block
 from eprt.experts.grouped.schedules import HOPPER, Schedule, Tile
 from eprt.experts.reference import ReferenceExecutor
-from eprt.placement import ExpertPlacement
 from eprt.slabs import expert_major_from_flat
 from eprt.tokens import ExpertMajorTokens, Payload
 
@@ -145,15 +144,7 @@ def test_slabs(schedule):
 @pytest.mark.parametrize(("ep_size", "moe_tp_size"), [(2, 2)])
 def test_shares_add_up_to_the_layer(ep_size, moe_tp_size, schedule):
     schedule("whole")
-    config = layer("mxfp4", H=96, I=64, E=4, K=2)
-    weights, tokens = all_experts(config), make_tokens(config, sized(64, 20))
-    parallel = ParallelConfig(ep_size * moe_tp_size, moe_tp_size=moe_tp_size)
-    placement = ExpertPlacement(config.num_experts, parallel)
-    total = torch.zeros(tokens.num_rows, config.hidden_size, device=DEVICE)
-    for rank in range(parallel.world_size):
-        total += build(TritonGroupedExecutor, config, weights, placement.shard(rank))(tokens).float()
-    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
-    assert error(total, build(ReferenceExecutor, config, weights)(plain)) < BOUND
+    assert error_of_shares(layer("mxfp4", H=96, I=64, E=4, K=2), ep_size, moe_tp_size) < BOUND
 
 
 def test_mistakes_would_be_seen(schedule):

@@ -12,7 +12,7 @@ from support.jobs import step_graph_jobs as jobs
 from support.jobs.step_graph_jobs import BUCKETS, LAYERS, SCHEDULE, TOLERANCE
 
 from eprt.config import ParallelConfig, RuntimeConfig
-from eprt.conformance.harness import WorldFailed, WorldPool, launch
+from eprt.conformance.harness import WorldFailed, launch
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import UnsupportedError
 from eprt.plan import make_plan
@@ -27,12 +27,6 @@ pytestmark = [
     pytest.mark.timeout(JOB_S + 60),
     pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host: this machine has {SIZE}"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
-        yield held
 
 
 def runtime_or_skip(dispatcher: str, **options) -> RuntimeConfig:

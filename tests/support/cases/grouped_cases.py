@@ -17,7 +17,7 @@ from eprt.placement import ExpertPlacement
 from eprt.quant import encode
 from eprt.tokens import FlatTokens, Payload
 from eprt.weights import MX_BLOCK, ExpertWeights, Mxfp4
-from support.stand_ins.kernel_device import DEVICE
+from support.stand_ins.kernel_device import DEVICE, sized
 
 NAN = float("nan")
 RUNTIME = RuntimeConfig()
@@ -107,3 +107,15 @@ def error_on_flat(config, weights, tokens, shard=None, runtime=RUNTIME):
     found = build(TritonGroupedExecutor, config, weights, shard, runtime)(tokens, out)
     assert found is out
     return error(out, expected)
+
+
+def error_of_shares(config, ep_size, moe_tp_size):
+    """Of the sum of what each rank computes against the layer as a whole."""
+    weights, tokens = all_experts(config), make_tokens(config, sized(64, 20))
+    parallel = ParallelConfig(ep_size * moe_tp_size, moe_tp_size=moe_tp_size)
+    placement = ExpertPlacement(config.num_experts, parallel)
+    total = torch.zeros(tokens.num_rows, config.hidden_size, device=DEVICE)
+    for rank in range(parallel.world_size):
+        total += build(TritonGroupedExecutor, config, weights, placement.shard(rank))(tokens).float()
+    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
+    return error(total, build(ReferenceExecutor, config, weights)(plain))
