@@ -21,21 +21,9 @@ TRTLLM_LOGITS = {
 def triton_grouped(
     config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device, payload: PayloadFormat
 ) -> str:
-    """FP8 is multiplied as it is, by tensor cores that have it; MXFP4 is decoded by instructions of Hopper. With bf16
-    tokens both have run in the interpreter alone, so nothing chooses them by itself."""
-    if config.weight_format == "bf16":
-        return ""
-    if device.sm < 90:
+    """FP8 is multiplied as it is, by tensor cores that have it; MXFP4 is decoded by instructions of Hopper."""
+    if config.weight_format != "bf16" and device.sm < 90:
         return f"{config.weight_format} weights need sm90, not {device}"
-    if runtime.executor != "auto":
-        return ""
-    if config.weight_format == "mxfp4":
-        return "mxfp4 weights have not run on a GPU yet: name the executor to try it"
-    if not runtime.low_precision_activations:
-        return (
-            f"{config.weight_format} weights with bf16 activations have not run on a GPU yet: name the executor to try "
-            "it, or set low_precision_activations, which has"
-        )
     return ""
 
 

@@ -111,7 +111,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         K, form = self.config.top_k, self.runtime.token_format
         # One number of tokens for each schedule: the last that it serves, as far as that can come.
         starts = limits(self._pair, hopper=self._hopper)
-        counts = {limit * self.shard.num_experts // K for limit in starts} | {max_rows}
+        counts = {int(limit * self.shard.num_experts) // K for limit in starts} | {max_rows}
         for rows in sorted(min(max(count, 1), max_rows) for count in counts):
             if form in (None, "flat"):
                 self._try_flat(rows, slots or K)

@@ -52,8 +52,8 @@ class Schedule:
 
 ANY = 1 << 30
 # Up to so many rows an expert, as even routing would bring: the fastest of 20 to 40 on an H200, of Qwen3-30B-A3B's
-# sizes (bf16) and DeepSeek-V3's (FP8).
-HOPPER: dict[Pair, tuple[tuple[int, Schedule], ...]] = {
+# sizes (bf16) and DeepSeek-V3's (FP8); benchmarks/tune_grouped.py.
+HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
     "bf16": (
         (12, Schedule(16, Tile(64, 128, 3, 4, 3, swap=True), Tile(128, 64, 3, 4, 4, swap=True))),
         (24, Schedule(32, Tile(64, 128, 4, 4, 2, swap=True), Tile(64, 128, 4, 4, 2, swap=True))),
@@ -71,21 +71,23 @@ HOPPER: dict[Pair, tuple[tuple[int, Schedule], ...]] = {
         (24, Schedule(32, Tile(128, 128, 4, 4, 2, swap=True), Tile(128, 128, 4, 4, 2, swap=True))),
         (ANY, Schedule(64, Tile(128, 128, 3, 4, 2), Tile(128, 128, 3, 4, 2))),
     ),
-    # Not timed: by registers, shared memory and instructions of what the compiler makes of them.
+    # Of gpt-oss-120b's sizes.
     "w4a16": (
+        (0.5, Schedule(16, Tile(128, 256, 3, 4, 2, swap=True), Tile(64, 256, 3, 4, 4, swap=True))),
+        (2, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), Tile(64, 256, 3, 4, 4, swap=True, tma=True))),
         (12, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), Tile(128, 128, 4, 4, 4, swap=True, tma=True))),
-        (24, Schedule(32, Tile(128, 128, 3, 4, 3, swap=True), Tile(128, 128, 3, 4, 3, swap=True, tma=True))),
-        (80, Schedule(64, Tile(128, 128, 3, 4, 2, swap=True), Tile(128, 128, 3, 4, 2, swap=True, tma=True))),
+        (32, Schedule(32, Tile(128, 64, 5, 4, 4, swap=True), Tile(128, 128, 3, 4, 3, swap=True, tma=True))),
         (
-            ANY,
-            Schedule(128, Tile(128, 64, 4, 4, 2, True, halvings=2), Tile(128, 64, 4, 4, 2, True, halvings=2, tma=True)),
+            96,
+            Schedule(64, Tile(128, 64, 4, 4, 3, True, halvings=1), Tile(128, 64, 4, 4, 3, True, halvings=1, tma=True)),
         ),
+        (ANY, Schedule(128, Tile(128, 64, 3, 4, 2, swap=True), Tile(128, 64, 3, 4, 2, swap=True, tma=True))),
     ),
 }
 
 
 # Tiles that fit the shared memory of every card from Ampere on, 99 KiB. Not measured on one.
-AMPERE: tuple[tuple[int, Schedule], ...] = (
+AMPERE: tuple[tuple[float, Schedule], ...] = (
     (24, Schedule(16, Tile(64, 64, 4, 4, 2), Tile(64, 64, 4, 4, 2))),
     (ANY, Schedule(64, Tile(128, 32, 4, 4, 1, halvings=1), Tile(128, 32, 4, 4, 1, halvings=1))),
 )
@@ -96,10 +98,10 @@ def choose(pair: Pair, rows: float, *, hopper: bool) -> Schedule:
     return next(schedule for limit, schedule in _table(pair, hopper) if rows <= limit)
 
 
-def limits(pair: Pair, *, hopper: bool) -> list[int]:
+def limits(pair: Pair, *, hopper: bool) -> list[float]:
     """Rows an expert at which another schedule begins."""
     return [limit for limit, _ in _table(pair, hopper)[:-1]]
 
 
-def _table(pair: Pair, hopper: bool) -> tuple[tuple[int, Schedule], ...]:
+def _table(pair: Pair, hopper: bool) -> tuple[tuple[float, Schedule], ...]:
     return HOPPER[pair] if hopper else AMPERE

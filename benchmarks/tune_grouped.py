@@ -1,18 +1,19 @@
-"""Time every candidate tile of both MXFP4 GEMMs: the source of `HOPPER["w4a16"]` in eprt/experts/grouped/schedules.py.
+"""Time candidate tiles of both grouped GEMMs: the source of `HOPPER` in eprt/experts/grouped/schedules.py.
 
-    python benchmarks/tune_mxfp4.py result.json [shape ...]
+    python benchmarks/tune_grouped.py result.json [shape ...]
 
-For each shape of `eprt bench experts` with MXFP4 weights and each number of tokens, times CUDA-graph replays of either
-GEMM alone, over the candidates below whose height suits the rows an expert gets. Writes every time, and prints the
-fastest pair beside what the table would take and beside the floors. What a candidate computes is compared with what the
-first one did. A candidate that doesn't compile or doesn't fit has no time. Some three minutes a shape.
+For each shape of `eprt bench experts` (all with weights that the kernel multiplies, unless some are named) and each
+number of tokens, times CUDA-graph replays of either GEMM alone, over the candidates below whose height suits the rows
+an expert gets. Writes every time, and prints the fastest pair beside what the table would take and beside the floors.
+What a candidate computes is compared with what the first one did. A candidate that doesn't compile or doesn't fit has
+no time. Some three minutes a shape, most of them compiling.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,28 +32,71 @@ from eprt.placement import ExpertPlacement
 from eprt.rounding import round_up
 
 TOKENS = (8, 32, 128, 512, 2048, 8192)
-# Rows of a tile: (n, k, stages, warps, programs on a multiprocessor[, halvings]).
-CANDIDATES: dict[int, tuple[tuple[int, ...], ...]] = {
+# Rows of a tile: (n, k, stages, warps, programs on a multiprocessor[, halvings]), all weights x tokens.
+MXFP4: dict[int, tuple[tuple[int, ...], ...]] = {
     16: (
-        (64, 128, 4, 4, 5), (64, 128, 4, 4, 6), (64, 256, 3, 4, 4), (128, 128, 3, 4, 4), (128, 128, 4, 4, 4),
-        (128, 128, 5, 4, 3), (128, 64, 5, 4, 5), (128, 128, 4, 8, 2), (128, 256, 3, 4, 2),
+        (64, 128, 4, 4, 5), (64, 128, 4, 4, 6), (64, 256, 3, 4, 4), (64, 256, 4, 4, 3), (128, 128, 3, 4, 4),
+        (128, 128, 4, 4, 4), (128, 64, 5, 4, 5), (128, 64, 6, 4, 4), (128, 256, 2, 4, 3), (128, 256, 3, 4, 2),
     ),
-    32: ((64, 128, 4, 4, 4), (64, 256, 3, 4, 3), (128, 128, 3, 4, 3), (128, 64, 5, 4, 4), (128, 128, 4, 8, 2)),
-    64: ((64, 128, 3, 4, 3), (128, 64, 4, 4, 3), (128, 128, 3, 4, 2), (128, 64, 4, 4, 3, 1), (256, 64, 4, 8, 1)),
+    32: (
+        (64, 128, 4, 4, 4), (64, 256, 3, 4, 3), (128, 128, 3, 4, 3), (128, 128, 4, 4, 3), (128, 64, 4, 4, 4),
+        (128, 64, 5, 4, 4), (128, 64, 6, 4, 4), (128, 64, 5, 4, 4, 1),
+    ),
+    64: (
+        (128, 64, 4, 4, 3), (128, 64, 3, 4, 3, 1), (128, 64, 4, 4, 3, 1), (128, 64, 5, 4, 3, 1), (128, 64, 4, 4, 3, 2),
+        (64, 64, 4, 4, 5, 1), (64, 64, 5, 4, 4, 1), (64, 128, 4, 4, 3, 1), (128, 128, 3, 4, 2, 1),
+    ),
     128: (
-        (128, 64, 4, 4, 2), (128, 64, 4, 4, 2, 1), (128, 64, 4, 4, 2, 2), (128, 64, 3, 4, 2), (64, 128, 3, 4, 2),
-        (128, 128, 3, 8, 1, 1), (256, 64, 4, 8, 1), (256, 64, 4, 8, 1, 2),
+        (128, 64, 3, 4, 2), (128, 64, 4, 4, 2), (128, 64, 5, 4, 2), (128, 64, 3, 4, 2, 1), (128, 64, 3, 4, 2, 2),
+        (128, 64, 4, 4, 2, 2), (64, 64, 4, 4, 3), (64, 64, 4, 4, 4, 1), (64, 64, 5, 4, 3, 1), (64, 128, 3, 4, 3, 1),
     ),
-    256: ((128, 64, 4, 8, 1), (128, 64, 4, 8, 1, 1), (128, 64, 4, 8, 1, 2)),
+    256: ((64, 64, 3, 4, 2), (64, 64, 4, 4, 1), (64, 64, 3, 4, 2, 1)),
 }  # fmt: skip
+# The same, and last whether it is weights x tokens.
+BF16: dict[int, tuple[tuple[int, ...], ...]] = {
+    16: (
+        (64, 128, 3, 4, 3, 0, 1), (128, 64, 3, 4, 4, 0, 1), (64, 128, 4, 4, 3, 0, 1), (128, 64, 4, 4, 4, 0, 1),
+        (64, 64, 6, 4, 5, 0, 1), (64, 128, 5, 4, 2, 0, 1),
+    ),
+    32: (
+        (64, 128, 4, 4, 2, 0, 1), (64, 128, 3, 4, 3, 0, 1), (128, 64, 4, 4, 3, 0, 1), (128, 64, 3, 4, 4, 0, 1),
+        (128, 64, 5, 4, 2, 0, 1),
+    ),
+    64: (
+        (128, 64, 3, 4, 3, 0, 0), (128, 64, 4, 4, 2, 0, 0), (256, 64, 3, 8, 1, 0, 0), (256, 64, 4, 8, 1, 0, 0),
+        (128, 64, 3, 4, 3, 0, 1), (128, 64, 3, 4, 3, 1, 1), (128, 64, 3, 4, 3, 2, 1), (128, 64, 4, 4, 2, 1, 1),
+        (128, 64, 4, 4, 2, 2, 1), (256, 64, 3, 8, 1, 1, 1), (256, 64, 4, 8, 1, 1, 1), (128, 128, 2, 4, 2, 1, 1),
+    ),
+    128: (
+        (256, 64, 4, 8, 1, 0, 0), (256, 64, 3, 8, 1, 0, 0), (128, 64, 3, 4, 2, 0, 0), (128, 64, 3, 8, 2, 0, 0),
+        (256, 64, 4, 8, 1, 0, 1), (256, 64, 4, 8, 1, 1, 1), (256, 64, 4, 8, 1, 2, 1), (256, 64, 3, 8, 1, 2, 1),
+        (128, 64, 3, 4, 2, 1, 1), (128, 64, 3, 4, 2, 2, 1), (128, 64, 3, 8, 2, 2, 1), (128, 128, 3, 8, 1, 2, 1),
+    ),
+    256: ((128, 64, 4, 8, 1, 0, 0), (128, 64, 3, 8, 1, 0, 1), (128, 64, 4, 8, 1, 1, 1), (128, 64, 4, 8, 1, 2, 1)),
+}  # fmt: skip
+
+
+def cut(n: int, k: int, stages: int, warps: int, ctas: int, halvings: int = 0, swap: int = 1) -> Tile:
+    return Tile(n, k, stages, warps, ctas, bool(swap), halvings)
+
+
+CANDIDATES = {
+    pair: {m: [cut(*each) for each in cuts] for m, cuts in table.items()}
+    for pair, table in (("w4a16", MXFP4), ("bf16", BF16))
+}
 NAN = float("nan")
 ERROR = 1e-2  # relative, in norm: sums of bf16 in another order; a wrong kernel is far beyond
 
 
-def tiles(m: int, *, tma: bool) -> list[Tile]:
-    """Those of one height; `tma`: with the copy engine for tokens as well, which only the second GEMM can use."""
-    found = [Tile(*cut[:5], True, *cut[5:]) for cut in CANDIDATES[m]]
-    return found + [Tile(*cut[:5], True, *cut[5:], tma=True) for cut in CANDIDATES[m] if tma]
+def tiles(pair: str, m: int, *, tma: bool) -> list[Tile]:
+    """Those of one height; `tma`: with the copy engine for tokens as well, which only the second GEMM can use, and
+    there also with one pipeline over all tiles."""
+    found = CANDIDATES[pair][m]
+    if not tma:
+        return found
+    by_engine = [replace(tile, tma=True) for tile in found]
+    flat = [replace(tile, flatten=True) for tile in by_engine if not tile.halvings and pair == "bf16"]
+    return found + by_engine + flat
 
 
 def time_tile(gemm: Gemm, rows: Rows, work: WorkList, m: int, tile: Tile, out: torch.Tensor) -> float | str:
@@ -77,15 +121,15 @@ def tune(executor: TritonGroupedExecutor, tokens: int) -> list[dict[str, Any]]:
     valid, mean = int((ids < L).sum()), tokens * config.top_k / config.num_experts
     if not valid:
         return []
-    gemms = executor._gemms
+    gemms, candidates = executor._gemms, CANDIDATES[executor._pair]
     hidden = torch.randn(tokens, config.hidden_size, device=device).bfloat16()
     outs = [torch.full((valid, round_up(gemm.width, 16)), NAN, device=device).bfloat16() for gemm in gemms]
     rows: list[dict[str, Any]] = []
-    for m in (m for m in CANDIDATES if mean / 4 <= m <= max(16, 4 * mean)):
+    for m in (m for m in candidates if mean / 4 <= m <= max(16, 4 * mean)):
         _, source, work = list_slots(ids, 0, L, m)
         reads = Rows(hidden, None, source), Rows(outs[0][:, : gemms[1].matrix.cols])
         for index, gemm in enumerate(gemms):
-            for tile in tiles(m, tma=index == 1):
+            for tile in tiles(executor._pair, m, tma=index == 1):
                 us = time_tile(gemm, reads[index], work, m, tile, outs[index][:, : gemm.width])
                 rows.append({"tokens": tokens, "m": m, "gemm": index, "tile": asdict(tile), "us": us})
                 sys.stdout.write(f"{tokens} tokens, m {m}, gemm {index}, {tuple(asdict(tile).values())}: {us}\n")
@@ -109,14 +153,14 @@ def summary(executor: TritonGroupedExecutor, rows: list[dict[str, Any]], ceiling
     for tokens in sorted({row["tokens"] for row in timed}):
         of = [
             [[row for row in timed if (row["tokens"], row["m"], row["gemm"]) == (tokens, m, i)] for i in range(2)]
-            for m in CANDIDATES
+            for m in CANDIDATES[executor._pair]
         ]
         pairs = [[min(each, key=lambda row: row["us"]) for each in pair] for pair in of if all(pair)]
         if not pairs:
             continue
         best = min(pairs, key=lambda pair: sum(row["us"] for row in pair))
         total, mean = sum(row["us"] for row in best), tokens * config.top_k / config.num_experts
-        taken = choose("w4a16", mean, hopper=True)
+        taken = choose(executor._pair, mean, hopper=True)
         wanted = [(tokens, taken.m, i, asdict(tile)) for i, tile in enumerate((taken.first, taken.second))]
         now = [row["us"] for row in timed if (row["tokens"], row["m"], row["gemm"], row["tile"]) in wanted]
         cuts = ", ".join(str(tuple(row["tile"].values())) for row in best)
@@ -145,5 +189,5 @@ def main(path: str, shapes: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    mxfp4 = [name for name, shape in SHAPES.items() if shape.config.weight_format == "mxfp4"]
-    main(sys.argv[1], sys.argv[2:] or mxfp4)
+    known = [name for name, shape in SHAPES.items() if shape.config.weight_format in ("bf16", "mxfp4")]
+    main(sys.argv[1], sys.argv[2:] or known)
