@@ -45,13 +45,14 @@ def shape_config(shape: str) -> MoEConfig:
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One layer: a shape by name, names as in RuntimeConfig; measured with each number of tokens on every rank."""
+    """One layer: a shape by name, the rest as in RuntimeConfig; measured with each number of tokens on every rank."""
 
     shape: str
     tokens: tuple[int, ...]
     dispatcher: str = "auto"
     executor: str = "auto"
     token_format: TokenFormat | None = None
+    low_precision_activations: bool = False
     rounds: int = 50
 
     @property
@@ -64,6 +65,7 @@ class LayerCase:
             dispatcher=self.dispatcher,
             executor=self.executor,
             token_format=self.token_format,
+            low_precision_activations=self.low_precision_activations,
             max_tokens_per_rank=max(1, *self.tokens),
         )
 
@@ -245,7 +247,8 @@ def _row(case: LayerCase, tokens: int, pair: str, by_rank: list[LayerTimes]) -> 
         return {f"{name}_p50_us": round(percentile(times, 50), 1), f"{name}_p99_us": round(percentile(times, 99), 1)}
 
     rows_per_expert = tokens * len(by_rank) * case.config.top_k / case.config.num_experts
-    row: dict[str, Any] = {"shape": case.shape, "ranks": len(by_rank), "tokens": tokens}
+    activations = "fp8" if case.low_precision_activations else "bf16"
+    row: dict[str, Any] = {"shape": case.shape, "ranks": len(by_rank), "activations": activations, "tokens": tokens}
     row |= {"rows_per_expert": round(rows_per_expert, 2), "pair": pair, "token_format": case.token_format or "auto"}
     for phase in PHASES:
         row |= both(phase, [rank.phases[phase] for rank in by_rank])

@@ -209,6 +209,8 @@ class BenchLayer:
     """What computes the experts."""
     every_pair: bool = False
     """Each dispatcher with each executor that works here, of those asked for, instead of the plan's choice."""
+    low_precision_activations: bool = False
+    """Let executors quantise activations to FP8, as DeepSeek-V3's were in training."""
     routing: str | None = None
     """Measure replicas instead, on these choices: uniform, zipf:1.1 (neighbours are hot), zipf:1.1:SEED (who is hot is
     drawn), counts as eprt.balance.write_counts writes them (.json), or recorded ids ([N, K] a layer, .safetensors)."""

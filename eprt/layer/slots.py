@@ -38,6 +38,8 @@ class ChosenSlots:
             self._table = SlotTable(placement, world.device, one_replica=one_replica, rank=world.rank)
         self._load = ExpertLoad(config.num_experts, world.device) if count_load else None
         self.need_ids = self._table is not None or count_load  # so no kernel may choose experts unseen
+        # On the device: a number of Python's would be a launch more in each call.
+        self._nobody = torch.tensor(config.num_experts, dtype=torch.int32, device=world.device)
 
     @property
     def translates(self) -> bool:
@@ -70,7 +72,7 @@ class ChosenSlots:
             )
         if self._slices.several:
             padding = self._slices.own_mark(padding, chosen.ids.shape[0])
-        return TopK(torch.where(padding, self._config.num_experts, chosen.ids), chosen.weights)
+        return TopK(torch.where(padding, self._nobody, chosen.ids), chosen.weights)
 
     def _placed(self, chosen: TopK, check_values: bool) -> TopK:
         chosen.check(self._config.num_experts, self._config.top_k)
