@@ -26,7 +26,7 @@ def _transports(row: dict[str, Any]) -> bool:
 
 
 def _experts(row: dict[str, Any]) -> bool:
-    return bool(row["local_rows"]) and row["shape"] in ("gpt-oss-120b", "deepseek-v3")
+    return bool(row["local_rows"]) and row["shape"] in ("gpt-oss-120b", "qwen3-30b-a3b")
 
 
 def _routers(row: dict[str, Any]) -> bool:
@@ -38,8 +38,8 @@ PICTURES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "dispatch_h200_x2": _transports,
     "dispatch_h200_x4": _transports,
     "router_h200": _routers,
-    "step_h200_x2": lambda row: True,
-    "experts_h200": _experts,
+    "step_h200_x2": lambda row: row["model"] == "gpt-oss-120b",
+    "experts_grouped_h200": _experts,
 }
 
 

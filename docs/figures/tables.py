@@ -17,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+OURS = "triton_grouped"
 PAGES = ("README.md", "docs/balance.md", "docs/hardware.md", "docs/limits_and_errors.md")
 REGION = re.compile(r"(<!-- (\w+): python docs/figures/tables\.py -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
@@ -175,56 +176,79 @@ def router() -> str:
 
 
 def step() -> str:
+    """Of each model: milliseconds, and the step graph over transformers' own."""
     rows: Rows = result("step_h200_x2")["rows"]
-    tokens = sorted({r["tokens"] for r in rows})
-    of = {(r["path"], r["tokens"]): r["step_p50_us"] / 1e3 for r in rows}
-    lines = [[path, *(f"{of[path, n]:.2f}" for n in tokens)] for path in dict.fromkeys(r["path"] for r in rows)]
-    lines.append(
-        ["step graph / transformers graph", *(ratio(of["step graph", n], of["transformers graph", n]) for n in tokens)]
-    )
+    tokens, lines = sorted({r["tokens"] for r in rows}), list[list[str]]()
+    for model in dict.fromkeys(r["model"] for r in rows):
+        of = {(r["path"], r["tokens"]): r["step_p50_us"] / 1e3 for r in rows if r["model"] == model}
+        for path in dict.fromkeys(path for path, _ in of):
+            lines.append(line(f"{model}: {path}", tokens, lambda n, of=of, path=path: f"{of[path, n]:.2f}"))
+        for one, other in (("step graph", "transformers graph"), ("in a step", "transformers")):
+            over = line(f"{one} / {other}", tokens, lambda n, of=of, a=one, b=other: ratio(of[a, n], of[b, n]))
+            lines.append(over)
     return f"{table(['step, tokens a rank', *tokens], lines)}\n\n{source('step_h200_x2')}"
+
+
+EXPERTS = ("experts_grouped_h200", "experts_fp8_activations_h200", "experts_h200")
+DECODES = ("torch_grouped",)  # computes with bf16 weights, whatever they came in
+FP8_ACTIVATIONS = "{}, FP8 activations"
 
 
 def experts() -> str:
     """A call that has no row of a local expert is no measurement of experts."""
-    rows = [r for r in result("experts_h200")["rows"] if r["local_rows"]]
+    rows = [r for name in EXPERTS for r in result(name)["rows"] if r["local_rows"]]
     tokens = sorted({r["tokens"] for r in rows})
     shapes = dict.fromkeys(r["shape"] for r in rows)
     lines = [row for shape in shapes for row in expert_lines([r for r in rows if r["shape"] == shape], tokens)]
-    return f"{table(['experts, tokens of all ranks', *tokens], lines)}\n\n{source('experts_h200')}"
+    return f"{table(['experts, tokens of all ranks', *tokens], lines)}\n\n" + "\n".join(map(source, EXPERTS))
 
 
 def expert_lines(rows: Rows, tokens: list[int]) -> list[list[str]]:
-    """Of one shape."""
-    of = {(r["executor"], r["tokens"]): r for r in rows}
-    names = [e for e in ("humming", "cutlass_mxfp4", "torch_grouped") if any(r["executor"] == e for r in rows)]
+    """Of one shape: every executor's times, the fastest in all first, and the floor."""
+    quantised = [r for r in rows if r["executor"] == OURS and r.get("activations") == "fp8"]
+    labels = {id(r): FP8_ACTIVATIONS.format(f"`{OURS}`") for r in quantised}
+    of = {(labels.get(id(r), f"`{r['executor']}`"), r["tokens"]): r for r in rows}
+    names = sorted({name for name, _ in of}, key=lambda name: (OURS not in name, of[name, 128]["us"]))
+    found = [line(name, tokens, lambda n, name=name: micro(of[name, n]["us"])) for name in names]
+    kept = next((r["weight_format"] for r in rows if r["executor"] not in DECODES), "bf16")
+    found[0][0] = f"{rows[0]['shape']}, {kept}: {found[0][0]}"
+    floor = line("floor", tokens, lambda n: micro(max(of[names[0], n][c] for c in ("weights_us", "flops_us"))))
+    over = [line(f"{name} / floor", tokens, lambda n, name=name: f"{of[name, n]['ratio']:.2f}") for name in names[:1]]
+    return [*found, floor, *over]
 
-    def time(executor: str) -> list[str]:
-        return line(f"`{executor}`", tokens, lambda n: micro(of[executor, n]["us"]))
 
-    def over(executor: str, label: str, column: str) -> list[str]:
-        return line(f"`{executor}` / {label}", tokens, lambda n: ratio(of[executor, n]["us"], of[executor, n][column]))
-
-    found = [time(executor) for executor in names]
-    found[0][0] = f"{rows[0]['shape']}, {of['humming', 128]['weight_format']}: {found[0][0]}"
-    found.append(line("floor", tokens, lambda n: micro(max(of["humming", n][c] for c in ("weights_us", "flops_us")))))
-    for executor in names[:-1]:
-        found.append(over(executor, "by hand", "by_hand_us"))
-        found.append(over(executor, "the library alone", "library_us"))
-    return found
+LAYERS = ("layer_h200_x2",)
 
 
 def layer() -> str:
-    rows: Rows = result("layer_h200_x4")["rows"]
-    columns = {
-        "eager, on the host": "layer_p50_us",
-        "the same steps by hand": "by_hand_p50_us",
-        "in a graph": "layer_graph_p50_us",
-        "the same steps by hand, in a graph": "by_hand_graph_p50_us",
-    }
-    lines = [[label, *(micro(r[column]) for r in rows)] for label, column in columns.items()]
-    heading = [f"a layer ({rows[0]['shape']}, {rows[0]['pair']}), tokens a rank", *(r["tokens"] for r in rows)]
-    return f"{table(heading, lines)}\n\n{source('layer_h200_x4')}"
+    lines = []
+    rows = [r for name in LAYERS for r in result(name)["rows"]]
+    tokens = sorted({r["tokens"] for r in rows})
+    for shape, activations in dict.fromkeys((r["shape"], r.get("activations", "bf16")) for r in rows):
+        of = {r["tokens"]: r for r in rows if (r["shape"], r.get("activations", "bf16")) == (shape, activations)}
+        label = f"{shape}{', FP8 activations' if activations == 'fp8' else ''}, `{next(iter(of.values()))['pair']}`"
+        for what, column in (("in a graph", "layer_graph_p50_us"), ("the host, eager", "layer_p50_us")):
+            lines.append(line(f"{label}: {what}", tokens, lambda n, of=of, column=column: micro(of[n][column])))
+    heading = [f"a layer on {rows[0]['ranks']} GPUs, tokens a rank", *tokens]
+    return f"{table(heading, lines)}\n\n" + "\n".join(map(source, LAYERS))
+
+
+def placed() -> str:
+    """What replicas bring under uneven routing, and cost under even routing."""
+    names, lines = ("placed_h200_x2", "placed_even_h200_x2"), []
+    for row in (row for name in names for row in result(name)["rows"] if row["placement"] == "planned"):
+        before = next(r for name in names for r in result(name)["rows"] if same_layer(r, row))
+        facts = [row["routing"], row["shape"], row["tokens"], f"{before['imbalance']:.2f}", f"{row['imbalance']:.2f}"]
+        us = [micro(before["layer_p50_us"]), micro(row["layer_p50_us"])]
+        lines.append([*facts, *us, f"{row['gain']:.2f}", f"{row['predicted_gain']:.2f}"])
+    heading = ["routing", "shape", "tokens a rank", "max/mean in order", "planned", "us in order", "planned", "gain"]
+    return f"{table([*heading, 'by the model'], lines)}\n\n" + "\n".join(map(source, names))
+
+
+def same_layer(one: dict[str, Any], planned: dict[str, Any]) -> bool:
+    """Whether it is the same case with its experts in order."""
+    names = ("routing", "shape", "tokens")
+    return one["placement"] == "in order" and all(one[name] == planned[name] for name in names)
 
 
 def cutedsl_sm90() -> str:
@@ -337,6 +361,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": step,
     "experts": experts,
     "layer": layer,
+    "placed": placed,
     "cutedsl_sm90": cutedsl_sm90,
     "gpu_tests": gpu_tests,
     "faults": faults,

@@ -28,12 +28,14 @@ class Fit:
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured row: its generation, the values of its terms, microseconds, an executor's weight format."""
+    """One measured row: its generation, the values of its terms, microseconds; of an executor the weights' format, and
+    the one that it keeps them in."""
 
     sm: int
     terms: tuple[float, ...]
     us: float
     format: str = ""
+    kept: str = ""
 
     def left(self, least: Sequence[float]) -> float:
         """Share of the microseconds that the least coefficients leave to be explained."""

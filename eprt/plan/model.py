@@ -3,7 +3,9 @@
 A dispatcher's round trip: a constant, steps between ranks, rows to prepare, bytes over the link at its peak rate, bytes
 through memory at its peak rate; and bytes over RDMA at an assumed rate. An executor's call: a constant, weights of the
 experts hit at the memory's peak rate, operations at the bf16 peak, values between the two matrices through memory. Each
-coefficient says how far from the peak a backend stays, so it carries over to another machine's peaks.
+coefficient says how far from the peak a backend stays, so it carries over to another machine's peaks. An executor has
+coefficients of its own for each number format that it keeps weights in, where there are rows enough: those are other
+kernels.
 
 Routing is taken as uniform. `tests/unit/test_plan_model.py` holds the fit: each measured row against the model without
 that row.
@@ -231,7 +233,7 @@ def modelled_experts(
     machine = machine_of(device)
     if machine is None:
         return None
-    fit = _experts_fits().get(spec.name) or _best(tuple(_experts_fits().values()))
+    fit = _experts_fit(spec, config.weight_format)
     work = expert_terms(spec, config, parallel.moe_tp_size, hit, rows, machine)
     found = _modelled(_parts(EXPERTS_TERMS, fit, work), fit, device)
     return replace(found, here=(device.sm, config.weight_format) in fit.formats)
@@ -243,18 +245,38 @@ def expert_terms(
     """Values of `EXPERTS_TERMS`; times in microseconds at the machine's peaks."""
     intermediate = config.intermediate_size / moe_tp
     values = (config.activation.parts + 1) * intermediate * config.hidden_size
-    stored = config.weight_format if config.weight_format in spec.weights else "bf16"
     return (
         1.0,
-        hit * values * WEIGHT_BYTES[stored] / machine.memory_gb_per_s / 1e3,
+        hit * values * WEIGHT_BYTES[_kept(spec, config.weight_format)] / machine.memory_gb_per_s / 1e3,
         2 * rows * values / machine.bf16_tflop_per_s / 1e6,
         2 * rows * intermediate / machine.memory_gb_per_s / 1e3,
     )
 
 
+def _kept(spec: ExecutorSpec, weight_format: WeightFormat) -> WeightFormat:
+    """The format that an executor keeps weights of this one in."""
+    return weight_format if weight_format in spec.weights else "bf16"
+
+
+def _experts_fit(spec: ExecutorSpec, weight_format: WeightFormat) -> Fit:
+    fits = _experts_fits()
+    of_all = tuple(fit for (_, kept), fit in fits.items() if not kept)
+    return fits.get((spec.name, _kept(spec, weight_format))) or fits.get((spec.name, "")) or _best(of_all)
+
+
 @cache
-def _experts_fits() -> dict[str, Fit]:
-    return {name: fit for name in EXECUTORS if (fit := fit_of(list(experts_samples(name)), EXPERTS_LEAST))}
+def _experts_fits() -> dict[tuple[str, str], Fit]:
+    """By executor and the format that it keeps weights in; "": to all of an executor's rows."""
+    found = {key: fit_of(samples, EXPERTS_LEAST) for name in EXECUTORS for key, samples in experts_groups(name).items()}
+    return {key: fit for key, fit in found.items() if fit is not None}
+
+
+def experts_groups(name: str) -> dict[tuple[str, str], list[Sample]]:
+    """An executor's samples as they are fitted together."""
+    groups: dict[tuple[str, str], list[Sample]] = {(name, ""): list(experts_samples(name))}
+    for sample in groups[name, ""]:
+        groups.setdefault((name, sample.kept), []).append(sample)
+    return groups
 
 
 def experts_samples(name: str) -> Iterator[Sample]:
@@ -267,7 +289,8 @@ def experts_samples(name: str) -> Iterator[Sample]:
             )
             hit, rows = evenly(config, row["local_experts"], row["tokens"])
             terms = expert_terms(EXECUTORS[name], config, 1, hit, rows, machine)
-            yield Sample(sm, terms, row["us"][name], row["weight_format"])
+            kept = _kept(EXECUTORS[name], config.weight_format)
+            yield Sample(sm, terms, row["us"][name], row["weight_format"], kept)
 
 
 def _best(fits: tuple[Fit, ...]) -> Fit:

@@ -66,10 +66,10 @@ def test_every_pair_is_listed_with_a_reason(model: str, device: str, phase: str)
     ("model", "device", "executors"),
     [
         (GPT_OSS, "cpu", {"torch_grouped"}),
-        (GPT_OSS, "sm90", {"humming", "cutlass_mxfp4"}),
+        (GPT_OSS, "sm90", {"triton_grouped", "humming"}),
         (QWEN3, "sm90", {"triton_grouped"}),
         (QWEN3, "sm100", {"torch_grouped"}),
-        (DEEPSEEK_FP8, "sm90", {"humming"}),
+        (DEEPSEEK_FP8, "sm90", {"triton_grouped"}),
         (DEEPSEEK_FP8, "sm100", {"trtllm_gen"}),
         (DEEPSEEK_NVFP4, "sm90", {"humming"}),
         (DEEPSEEK_NVFP4, "sm100", {"trtllm_gen", "cutedsl_nvfp4"}),
@@ -91,13 +91,7 @@ def test_executor_by_generation_and_format(model: str, device: str, executors: s
         (GPT_OSS, "sm100", "none", "cutlass_mxfp4", "needs sm90"),
         (GPT_OSS, "sm90", "none", "trtllm_gen", "needs sm100 to sm103, not sm90"),
         (QWEN3, "sm90", "none", "cutlass_mxfp4", "takes mxfp4 weights, not bf16"),
-        (
-            GPT_OSS,
-            "sm90",
-            "none",
-            "triton_grouped",
-            "mxfp4 weights have not run on a GPU yet: name the executor to try it",
-        ),
+        (GPT_OSS, "sm80", "none", "triton_grouped", "mxfp4 weights need sm90, not sm80"),
         (NEMOTRON, "sm90", "none", "cutlass_mxfp4", "takes mxfp4 weights, not nvfp4"),
         (NEMOTRON, "sm90", "deepep", "humming", "top-k at most 11, the model has 22"),
     ],
@@ -106,14 +100,6 @@ def test_a_refusal_names_limit_and_value(model: str, device: str, dispatcher: st
     found = verdict(model, device, dispatcher, executor)
     assert not found.ok
     assert reason in found.reason
-
-
-def test_what_no_gpu_has_run_is_there_by_name() -> None:
-    for dispatcher in ("none", "symm", "deepep"):
-        plan = plan_for(GPT_OSS, "sm90", "decode", dispatcher=dispatcher, executor="triton_grouped")
-        assert plan.executor == "triton_grouped"
-    with pytest.raises(UnsupportedError, match="mxfp4 weights need sm90, not sm80"):
-        plan_for(GPT_OSS, "sm80", "decode", dispatcher="none", executor="triton_grouped")
 
 
 def test_remarks_name_padding_decoding_and_adapters() -> None:
@@ -126,7 +112,7 @@ def test_remarks_name_padding_decoding_and_adapters() -> None:
 
 def test_native_pairs_win_over_adapted_ones() -> None:
     plan = plan_for(GPT_OSS, "sm90", "decode", dispatcher="deepep")
-    assert plan.executor == "humming"
+    assert plan.executor == "triton_grouped"
     assert plan.token_format == "expert_major"
 
 

@@ -1,0 +1,71 @@
+"""Write the rows that the plan goes by, eprt/plan/measured.json, from the results that it names as its sources.
+
+    python benchmarks/plan_rows.py
+
+A dispatcher's row is its middle round under uniform routing, an executor's a call with bf16
+activations that had a local row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from eprt.bench.experts import SHAPES
+from eprt.dispatch import DISPATCHERS
+from eprt.experts import EXECUTORS
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path("benchmarks/results")
+SM = 90
+# Result file: the payload that a dispatcher's rows carry.
+DISPATCH = {"dispatch_h200_x4": "bf16", "dispatch_h200_x2": "bf16", "dispatch_fp8_h200_x2": "fp8_block"}
+EXPERTS = ("experts_grouped_h200", "experts_h200")
+Sized = Iterator[tuple[dict[str, Any], str, float]]  # what a row is of, whose time, microseconds
+
+
+def dispatch(rows: list[dict[str, Any]], payload: str) -> Sized:
+    for row in rows:
+        if row["transport"] in DISPATCHERS and (row["routing"], row["payload"]) == ("uniform", payload):
+            sizes = {name: row[name] for name in ("payload", "ranks", "hidden", "top_k", "tokens")}
+            yield sizes, row["transport"], row["p50_us"]
+
+
+def experts(rows: list[dict[str, Any]]) -> Sized:
+    for row in rows:
+        if row["executor"] in EXECUTORS and row["local_rows"] and row.get("activations", "bf16") == "bf16":
+            shape = SHAPES[row["shape"]]
+            config = shape.config
+            sizes = {
+                "weight_format": config.weight_format,
+                "hidden": config.hidden_size,
+                "intermediate": config.intermediate_size,
+                "top_k": config.top_k,
+                "local_experts": config.num_experts // shape.ep_size,
+                "experts": config.num_experts,
+                "tokens": row["tokens"],
+            }
+            yield sizes, row["executor"], round(row["us"], 1)
+
+
+def table(kind: str, file: str, found: Sized) -> dict[str, Any]:
+    rows: dict[str, dict[str, Any]] = {}
+    for sizes, name, us in found:
+        rows.setdefault(json.dumps(sizes), {**sizes, "us": {}})["us"][name] = us
+    return {"kind": kind, "sm": SM, "source": f"{RESULTS / file}.json", "rows": list(rows.values())}
+
+
+def rows_of(file: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / RESULTS / f"{file}.json").read_text())["rows"]
+
+
+def main() -> None:
+    tables = [table("dispatch", file, dispatch(rows_of(file), payload)) for file, payload in DISPATCH.items()]
+    tables += [table("experts", file, experts(rows_of(file))) for file in EXPERTS]
+    (ROOT / "eprt/plan/measured.json").write_text(json.dumps(tables, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
