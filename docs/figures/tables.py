@@ -351,8 +351,21 @@ def readme_dispatch() -> str:
     return f"{table(['tokens a rank', *tokens], lines)}\n\n{source(name)}"
 
 
+def readme_step() -> str:
+    """The fastest ways of either."""
+    name = "step_h200_x2"
+    rows: Rows = result(name)["rows"]
+    tokens, lines = sorted({r["tokens"] for r in rows}), list[list[str]]()
+    for model in dict.fromkeys(r["model"] for r in rows):
+        of = {(r["path"], r["tokens"]): r["step_p50_us"] / 1e3 for r in rows if r["model"] == model}
+        for label, path in (("transformers, bf16", "transformers graph"), ("eprt", "step graph")):
+            lines.append(line(f"{model}: {label}", tokens, lambda n, of=of, path=path: f"{of[path, n]:.2f}"))
+    return f"{table(['tokens a rank', *tokens], lines)}\n\n{source(name)}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme_dispatch": readme_dispatch,
+    "readme_step": readme_step,
     "dispatch_h200_x2": lambda: dispatch("dispatch_h200_x2"),
     "dispatch_h200_x4": lambda: dispatch("dispatch_h200_x4"),
     "dispatch_runs": dispatch_runs,
