@@ -137,7 +137,8 @@ class PlanExperts:
     """Plan where replicas of experts lie: balance before and after, and whether it pays. Needs no GPU."""
 
     slots: int
-    """Places for experts on all ranks together; what exceeds the model's experts is for replicas."""
+    """Places for experts on all ranks together; what exceeds the model's experts is for replicas, or stays empty where
+    they cool no rank that matters."""
     counts: Path | None = None
     """How often experts are chosen, as eprt.balance.write_counts writes it; without it, Zipf."""
     zipf: float = 1.1

@@ -56,9 +56,10 @@ def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
         for layer, row in counts.items()
         if layer in configs
     }
-    _say(terminal, arguments, spread, moved, verdicts)
+    _say(terminal, arguments, spread, after, moved, verdicts)
     if verdicts:
-        _judge(terminal, arguments, verdicts, configs, sorted(set(executors.values())))
+        needless = not any(map(_replicas, after.values()))
+        _judge(terminal, arguments, verdicts, configs, sorted(set(executors.values())), needless=needless)
     else:
         terminal.say("Whether it pays depends on the experts' sizes: name the model with --model")
     if arguments.out is not None and terminal.speaks:
@@ -118,17 +119,19 @@ def _say(
     terminal: Terminal,
     arguments: PlanExperts,
     spread: list[Balance],
+    after: dict[int, ExpertPlacement],
     moved: dict[int, int | None],
     verdicts: dict[int, Verdict],
 ) -> None:
     terminal.table(
         f"{arguments.slots} slots on {arguments.world} ranks; max/mean of the rows that ranks get",
-        ["layer", "before", "after", "experts that move", "experts' us before", "after", "gain"],
+        ["layer", "before", "after", "replicas", "experts that move", "experts' us before", "after", "gain"],
         [
             [
                 old.layer,
                 f"{old.imbalance:.3f}",
                 f"{new.imbalance:.3f}",
+                _replicas(after[old.layer]),
                 "-" if moved[old.layer] is None else moved[old.layer],
                 *_times(verdicts.get(old.layer)),
             ]
@@ -136,6 +139,12 @@ def _say(
         ],
     )
     terminal.say(f"\nmax/mean on average: {spread[0].mean:.3f} before, {spread[1].mean:.3f} after")
+    if empty := min(placement.slots.count(EMPTY) for placement in after.values()):
+        terminal.say(f"{empty} slots or more stay empty in each layer: a replica there would cool no rank that matters")
+
+
+def _replicas(placement: ExpertPlacement) -> int:
+    return placement.num_slots - placement.slots.count(EMPTY) - placement.num_experts
 
 
 def _times(verdict: Verdict | None) -> list[str]:
@@ -150,8 +159,10 @@ def _judge(
     verdicts: dict[int, Verdict],
     configs: dict[int, MoEConfig],
     executors: list[str],
+    *,
+    needless: bool,
 ) -> None:
-    """What it costs and whether it pays, in words."""
+    """What it costs and whether it pays, in words. `needless`: no layer's plan has a replica."""
     total = _total(list(verdicts.values()))
     size = max(expert_bytes(configs[layer], arguments.moe_tp) for layer in verdicts)
     terminal.say(
@@ -165,6 +176,8 @@ def _judge(
             f"{', '.join(executors)} on {arguments.device}, without transport); the moving is paid for after "
             f"{total.break_even_calls:.0f} forwards"
         )
+    elif needless:
+        terminal.say(f"It does not pay {where}: without replicas the ranks are as even as with them")
     elif total.gain < 0:
         terminal.say(
             f"It does not pay {where}: more experts a rank are read from memory than before ({-total.gain:.1%} slower)"

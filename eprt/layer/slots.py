@@ -95,10 +95,14 @@ class ChosenSlots:
             self._table.update(placement)
 
     def warmup(self) -> None:
-        """Compile what counts."""
-        if self._load is not None:
+        """Compile what counts and what translates."""
+        if self.need_ids:
             nobody, shape = self._config.num_experts, (1, self._config.top_k)
-            self._load.add(torch.full(shape, nobody, dtype=torch.int32, device=self._world.device))
+            ids = torch.full(shape, nobody, dtype=torch.int32, device=self._world.device)
+            if self._load is not None:
+                self._load.add(ids)
+            if self._table is not None:
+                self._table.slots_of(ids)
 
     @property
     def load(self) -> ExpertLoad:

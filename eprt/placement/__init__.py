@@ -182,7 +182,7 @@ class SlotTable:
         # As wide as any placement on these slots can need, so that another one fits into the same memory.
         most = 1 if one_replica else placement.num_slots - placement.num_experts + 1
         self._slots = torch.zeros(placement.num_experts + 1, most, dtype=torch.int32, device=device)
-        self._replicas = torch.ones(placement.num_experts + 1, dtype=torch.int64, device=device)
+        self._replicas = torch.ones(placement.num_experts + 1, dtype=torch.int32, device=device)
         self.update(placement)
 
     def update(self, placement: ExpertPlacement) -> None:
@@ -196,7 +196,7 @@ class SlotTable:
         rows.append([placement.num_slots] * width)  # no expert: no slot
         with torch.inference_mode():  # also where they were made in it
             self._slots.copy_(torch.tensor(rows, dtype=torch.int32))
-            self._replicas.copy_(torch.tensor([*map(len, chosen), 1]))
+            self._replicas.copy_(torch.tensor([*map(len, chosen), 1], dtype=torch.int32))
 
     def follow(self, alive: tuple[bool, ...]) -> None:
         """[W]: choose among replicas on ranks that are left. Experts without one keep their slots, which are lost."""
@@ -207,7 +207,11 @@ class SlotTable:
     def slots_of(self, ids: torch.Tensor) -> torch.Tensor:
         """[T, K] int32 expert ids, E for "no expert" -> [T, K] int32 slot ids, S for "no expert".
 
-        Ids outside [0, E] count as "no expert": who wants an error checks them before."""
+        Ids outside [0, E] count as "no expert": who wants an error checks them before. On CUDA one small kernel."""
+        if ids.is_cuda:
+            from eprt.placement import slots_triton
+
+            return slots_triton.slots_of(ids, self._slots, self._replicas, self._first)
         outside = (ids < 0) | (ids > self._num_experts)
         ids = torch.where(outside, self._num_experts, ids).long()
         if self._slots.shape[1] == 1:

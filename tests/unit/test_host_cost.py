@@ -29,6 +29,7 @@ from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import CONFIGS
 from eprt.dispatch.symm.memory import SymmetricMemory
 from eprt.layer import ExpertParallelMoE
+from eprt.placement import EMPTY, ExpertPlacement
 from eprt.routing import Router
 from eprt.support import Requirement, Support
 from eprt.world import World
@@ -61,6 +62,9 @@ COSTS = {
         (*ROUTER, *PUSH, "_place_slots", "grouped_gemm", "grouped_gemm", "_weighted_sum", *PULL), (), 13, 136
     ),
     ("none", "cutlass_mxfp4", "mxfp4"): Cost(ROUTER, ("cutlass",), 21, 78),
+    ("symm", "humming", "mxfp4", "replicas"): Cost(
+        (*ROUTER, "_slots_kernel", *PUSH, "_group_small", "_weighted_sum", *PULL), ("gemm", "rows", "gemm"), 12, 124
+    ),
 }
 
 
@@ -102,13 +106,16 @@ def make_world() -> World:
     return world
 
 
-def make_layer(world: World, dispatcher: str, executor: str, weight_format: str) -> ExpertParallelMoE:
+def make_layer(world: World, dispatcher: str, executor: str, weight_format: str, placed: str = "") -> ExpertParallelMoE:
+    """`placed`: "replicas" where expert 0 lies on both ranks, so that ids become slots."""
     config = replace(CONFIGS["gpt_oss"], weight_format=weight_format, hidden_size=256, intermediate_size=256)
     E, H = config.num_experts, config.hidden_size
+    placement = ExpertPlacement(E, world.parallel, (*range(E), EMPTY, 0) if placed else ())
     layer = ExpertParallelMoE(
         config,
         world,
-        random_experts(config, E // SIZE, torch.device("cpu")),
+        random_experts(config, placement.num_local_experts, torch.device("cpu")),
+        placement=placement,
         runtime=RuntimeConfig(dispatcher=dispatcher, executor=executor, max_tokens_per_rank=32),
         router=Router(torch.randn(E, H).bfloat16(), config.routing, config.top_k, bias=torch.randn(E).bfloat16()),
     )
@@ -123,7 +130,7 @@ def allocate(world: World, geometry) -> SymmetricMemory:
 
 @pytest.mark.parametrize("pair", COSTS, ids="+".join)
 def test_a_call_costs_no_more(pair, tmp_path, monkeypatch):
-    _, executor, _ = pair
+    executor = pair[1]
     monkeypatch.setattr(Requirement, "check", lambda _: Support(True))
     monkeypatch.setattr(SymmetricMemory, "allocate", allocate)
     with pretended() as launches:
