@@ -292,6 +292,7 @@ class WorldPool:
         return reports
 
     def _destroy(self) -> None:
+        self.kill()  # all before the first is waited for: a GPU's process takes a second to go
         for rank in self._ranks:
             rank.kill()
         self._ranks = []
