@@ -10,7 +10,7 @@
 #   --only A,B        these parts, in the table's order        --list   name the parts and their commands
 #   --rehearse        the same commands, tiny, on the CPU (what times GPU kernels must refuse for want of a GPU)
 #
-# Benches keep what they found when they are ended. Exit code: how many parts failed. Uses .venv if there is one, else
+# Benches keep what they found when they are ended; faults and vllm_* go on with it the next time. Exit code: how many parts failed. Uses .venv if there is one, else
 # PYTHON (default python3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -126,7 +126,7 @@ two_gpus() {
   sized --routings uniform / --device cpu --tokens 2 --shapes h2880k4 --routings uniform
   part dispatch 500 "dispatch_$machine.json" "${run[@]}" bench dispatch --world 2 --output {} "${sizes[@]}"
   tests
-  sized --device cuda --jobs 4 / --trials 1 --world 2
+  sized --device cuda --jobs 10 --resume / --trials 1 --world 2
   part faults 1200 "faults_$machine.json" "${run[@]}" doctor --faults --output {} "${sizes[@]}"
   if [ -n "$list" ] || "$python" -c 'import vllm' 2>/dev/null; then
     for model in gpt-oss qwen3 deepseek-v3; do

@@ -28,6 +28,7 @@ class Report:
         limits: what the same run measured of the machine (rates, floors' inputs).
         notes: what was left out, and why.
         command: None: this `eprt` command.
+        runs: provenance of each run, where several filled one report.
     """
 
     bench: str
@@ -35,20 +36,36 @@ class Report:
     limits: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     command: str | None = None
+    runs: list[dict[str, Any]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """With its provenance."""
-        command = self.command or shlex.join(["eprt", *sys.argv[1:]])
-        found = {"bench": self.bench, **provenance(), "command": command}
-        return {**found, "limits": self.limits, "notes": self.notes, "rows": self.rows}
+        found = {"bench": self.bench, **provenance(), "command": self.command or this_command()}
+        runs = {"runs": self.runs} if self.runs else {}
+        return {**found, **runs, "limits": self.limits, "notes": self.notes, "rows": self.rows}
 
     def write(self, path: Path) -> None:
         """As JSON, one row a line, so that two results can be compared by eye."""
         content = self.as_dict()
         rows = ",\n  ".join(json.dumps(row) for row in content.pop("rows"))
         head = json.dumps(content, indent=1).removesuffix("\n}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
+        _replace(path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole at any moment, where it is a file."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():  # /dev/stdout
+        path.write_text(text)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def this_command() -> str:
+    return shlex.join(["eprt", *sys.argv[1:]])
 
 
 @cache

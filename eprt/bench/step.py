@@ -278,7 +278,7 @@ class _Measured:
         if capture:
             batch.cache.reset()
             try:
-                play = Recording.of(lambda: step(token), Pool()).play
+                play = Recording.of(lambda: step(token), Pool(), self.world).play
             except RuntimeError as error:  # of a peer, which may synchronise where it likes
                 self.notes.append(f"{self.case.model}, {token.shape[0]} tokens, {path}: {str(error).splitlines()[0]}")
                 return

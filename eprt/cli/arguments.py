@@ -183,11 +183,13 @@ class Doctor:
     trials: int | None = None
     """How many cells of the fault matrix --faults runs, 2 to 10 s each. Default: 20 on the CPU, all on GPUs."""
     jobs: int = 1
-    """Trials of --faults at a time; on GPUs most of a trial is starting processes, so 4 are faster."""
+    """Trials of --faults at a time; on GPUs most of a trial is starting and waiting, so 10 on 64 cores are faster."""
     world: int = 4
     """CPU ranks of --run and --faults."""
     output: Path | None = None
-    """Also write the trials of --faults as JSON to this file."""
+    """Also write the trials of --faults as JSON to this file, after each of them."""
+    resume: bool = False
+    """Leave out trials of --faults that --output has, so that several short runs fill one table."""
     json: bool = False
     """Print one JSON object instead of tables."""
 

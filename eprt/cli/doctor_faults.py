@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 import torch
 
-from eprt.bench.report import Report
 from eprt.cli.arguments import Doctor
+from eprt.cli.fault_report import FaultReport
 from eprt.cli.terminal import Terminal
 from eprt.conformance import faults
+from eprt.conformance.harness import preload
 from eprt.errors import ConfigError
 
 DEFAULT_TRIALS = 20  # on CPUs
+# What initialises no CUDA: a forked process could not use it any more.
+PRELOADED = ("eprt.conformance.faults", "triton", "torch.distributed._symmetric_memory")
 COLUMNS = (
     "fault",
     "moment",
@@ -35,10 +37,11 @@ COLUMNS = (
 
 
 def break_ranks(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
-    """Run the trials; one row each, and first one for each dispatcher in which nothing breaks.
+    """Run the trials; one row each, and first one for each dispatcher in which nothing breaks. Cut short by a signal it
+    says what it found before it ends.
 
     Raises:
-        ConfigError: fewer than two ranks, or numbers below one.
+        ConfigError: fewer than two ranks, numbers below one, or an --output that --resume can't go on with.
     """
     device = arguments.device
     world = torch.cuda.device_count() if device == "cuda" else arguments.world
@@ -47,36 +50,42 @@ def break_ranks(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
         raise ConfigError(
             f"--trials {count}, --jobs {arguments.jobs}, {world} {device} ranks: expected at least 1, 1 and 2"
         )
-    calm = faults.controls(world, device)
+    if arguments.resume and arguments.output is None:
+        raise ConfigError("--resume leaves out trials that a file has: say which by --output")
     cells = faults.trials(world, device, count)
-    results: list[faults.Result] = []
-    facts = {"timeout_s": cells[0].timeout_s, "slack_s": faults.SLACK_S, "jobs": arguments.jobs}
-    with terminal.progress("fault", len(calm) + len(cells)) as progress:
-        for result in _run(calm, cells, arguments.jobs):
-            results.append(result)
-            if arguments.output is not None and terminal.speaks:
-                _write(results, facts, arguments.output)
-            trial = result.trial
-            progress.advance(f"{trial.fault} of rank {trial.rank}, {trial.moment}, {trial.dispatcher}")
-    _say(results, world, device, terminal)
-    return [result.as_row() for result in results]
+    found = FaultReport(cells, arguments.jobs, arguments.output if terminal.speaks else None)
+    if arguments.resume:
+        found.resume()
+    left = found.left()
+    names = {cell.dispatcher for cell in left}
+    calm = [control for control in faults.controls(world, device) if control.dispatcher in names]
+    found.forget(calm)
+    preload(*PRELOADED)
+    try:
+        with (
+            terminal.progress("fault", len(calm) + len(left)) as progress,
+            closing(faults.run_trials([*calm, *left], arguments.jobs)) as results,
+        ):
+            for result in results:
+                found.add(result)
+                progress.advance(_in_words(result))
+    except (KeyboardInterrupt, SystemExit):
+        found.write()
+        _say(found, world, device, terminal)
+        raise
+    _say(found, world, device, terminal)
+    return found.rows()
 
 
-def _run(calm: list[faults.Trial], cells: list[faults.Trial], jobs: int) -> Iterable[faults.Result]:
-    """Those in which nothing breaks come first: a dispatcher that can't run here fails once, not in every trial."""
-    unable: set[str] = set()
-    for result in faults.run_trials(calm, jobs):
-        if not result.ok:
-            unable.add(result.trial.dispatcher)
-        yield result
-    yield from faults.run_trials([cell for cell in cells if cell.dispatcher not in unable], jobs)
+def _in_words(result: faults.Result) -> str:
+    trial = result.trial
+    outcome = "as promised" if result.ok else "FAIL"
+    seconds = "" if result.seconds is None else f", {result.seconds:.1f} s"
+    return f"{trial.fault} of rank {trial.rank}, {trial.moment}, {trial.dispatcher}, {trial.then}: {outcome}{seconds}"
 
 
-def _write(results: list[faults.Result], facts: dict[str, Any], path: Path) -> None:
-    Report("faults", [result.as_row() for result in results], facts).write(path)
-
-
-def _say(results: list[faults.Result], world: int, device: str, terminal: Terminal) -> None:
+def _say(found: FaultReport, world: int, device: str, terminal: Terminal) -> None:
+    results = found.results
     groups: dict[tuple[str, ...], list[faults.Result]] = defaultdict(list)
     for result in results:
         trial = result.trial
@@ -94,7 +103,9 @@ def _say(results: list[faults.Result], world: int, device: str, terminal: Termin
     for result in itertools.islice((r for r in results if not r.ok), 10):
         terminal.say(f"FAIL {result.trial}: {result.as_row()}")
     good = sum(result.ok for result in results)
-    terminal.say(f"\n{'PASS' if good == len(results) else 'FAIL'}: {good} of {len(results)} trials as promised")
+    for note in found.notes():
+        terminal.say(note)
+    terminal.say(f"\n{'PASS' if 0 < good == len(results) else 'FAIL'}: {good} of {len(results)} trials as promised")
 
 
 def _line(results: list[faults.Result]) -> list[object]:

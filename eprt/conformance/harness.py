@@ -86,13 +86,10 @@ class _Rank:
         return pickle.loads(self.setup.path("result").read_bytes())
 
     def kill(self) -> None:
-        """SIGKILL to the rank and whatever it started. A stopped process needs SIGCONT to be reaped everywhere."""
+        """SIGKILL to the rank and whatever it started."""
         if (pid := self.process.pid) is None:
             return
-        with suppress(ProcessLookupError, PermissionError):
-            own_group = os.getpgid(pid) == pid
-            for number in (signal.SIGCONT, signal.SIGKILL):
-                (os.killpg if own_group else os.kill)(pid, number)
+        _end(pid)
         self.process.join(_STACK_WAIT_S)
         self.jobs.close()
 
@@ -170,6 +167,11 @@ class WorldPool:
             if not finished:  # WorldFailed, Ctrl-C, an unpicklable job: leave no process behind
                 self._destroy()
         return outcomes
+
+    def kill(self) -> None:
+        """SIGKILL to all ranks at once, from any thread: the job in progress ends as WorldFailed."""
+        for pid in filter(None, self.pids):
+            _end(pid)
 
     def close(self) -> None:
         """Close the ranks' Worlds and end the processes. Idempotent. Raises WorldFailed if the ranks can't."""
@@ -290,6 +292,7 @@ class WorldPool:
         return reports
 
     def _destroy(self) -> None:
+        self.kill()  # all before the first is waited for: a GPU's process takes a second to go
         for rank in self._ranks:
             rank.kill()
         self._ranks = []
@@ -311,6 +314,14 @@ def launch(
     """One job on a fresh world of `size` ranks: `WorldPool` with one `run`. Raises WorldFailed."""
     with WorldPool(size, device, timeout_s, grace_s, environment) as pool:
         return pool.run(function, **kwargs)
+
+
+def _end(pid: int) -> None:
+    """SIGKILL, its group included. A stopped process needs SIGCONT to be reaped everywhere."""
+    with suppress(ProcessLookupError, PermissionError):
+        own_group = os.getpgid(pid) == pid
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            (os.killpg if own_group else os.kill)(pid, number)
 
 
 def _gpus() -> int:

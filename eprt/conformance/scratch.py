@@ -31,9 +31,10 @@ class Scratch:
                 f"{MAX_TMPDIR}"
             )
         sweep(Path(root))
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{what}-"))
-        self._lock: int | None = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{what}-"))  # a name that nobody's sweep takes
+        self._lock: int | None = os.open(made / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = made.rename(made.with_name(made.name.removeprefix(".")))
 
     def close(self) -> None:
         if self._lock is not None:

@@ -114,7 +114,7 @@ class LayerGraphs:
             self._padding.valid.write(0)
             call()
             self._peers.wait()
-        return Recording.of(call, pool)
+        return Recording.of(call, pool, self._world)
 
 
 def _static_rows(world: World, rows: int, width: int) -> torch.Tensor:

@@ -119,14 +119,16 @@ class Recording:
     pool: Pool | None = None
 
     @classmethod
-    def of(cls, call: Callable[[], Any], pool: Pool | None) -> Recording:
+    def of(cls, call: Callable[[], Any], pool: Pool | None, world: World) -> Recording:
         """Args:
         call: reads and writes only what stays where it is. On CUDA it was made before, so that nothing compiles now.
         pool: None on CPUs.
+        world: whose collectives the call may hold; with its `close` the recording ends.
         """
         if pool is None:
             return cls(call)
         graph = torch.cuda.CUDAGraph()
+        world.graphs.add(graph)
         # Other threads (NCCL's watchdog) may ask for events meanwhile.
         with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
             output = call()

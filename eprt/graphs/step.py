@@ -178,8 +178,8 @@ class StepGraphs:
         del output
         if pool is not None:
             self._peers.wait()
-        recorded = Recording.of(forward, pool)
-        return _Bucket(recorded, None if self._idle is None else Recording.of(idle, pool), nothing)
+        recorded = Recording.of(forward, pool, self._world)
+        return _Bucket(recorded, None if self._idle is None else Recording.of(idle, pool, self._world), nothing)
 
     # ---- one step -------------------------------------------------------------------------------------------
 

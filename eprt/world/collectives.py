@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -63,6 +65,7 @@ class Collectives:
         nonce: drawn when the ranks met, compared in every header; 0 in a world of one.
         closed: whether the World has ended.
         buckets: sizes that the R of a step is rounded up to, ascending; what graphs were captured for.
+        graphs: CUDA graphs that hold this World's collectives, as long as anybody keeps them; `close` resets them.
         padding: inside a batch that was filled up to a bucket: bool [rows, 1], True where a row holds no token.
     """
 
@@ -78,6 +81,7 @@ class Collectives:
         self.closed = False
         self.buckets: tuple[int, ...] = ()
         self.padding: torch.Tensor | None = None
+        self.graphs: WeakSet[Any] = WeakSet()
         self._ranks = list(range(seat.size))  # those that are alive
         self._attention_tp_group = seat.attention_tp_group
         self._control: dist.ProcessGroupGloo | None = None

@@ -241,6 +241,8 @@ class Membership(Collectives):
                 return  # groups with abandoned work can't be destroyed; the atexit hook ends the process
         if self._left_behind:
             return
+        for graph in list(self.graphs):  # NCCL ends no communicator that a graph still holds: it waits for ever
+            graph.reset()
         self._control = None
         if self._shared is not None:
             self._shared.close()

@@ -148,3 +148,7 @@ def test_a_rank_lost_in_a_step_is_named() -> None:
 def test_a_capture_after_a_step_in_which_one_rank_replayed_and_another_did_not(pools) -> None:
     """What the hosts called in that step differs; the next step compares neither that nor the capture's own calls."""
     assert pools(2).run(jobs.captured_after_unequal_calls) == [True, True]
+
+
+def test_a_world_closes_before_its_graphs() -> None:
+    assert launch(jobs.closes_before_its_graphs, 2, runtime=runtime()) == ["UsageError"] * 2

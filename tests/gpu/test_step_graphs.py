@@ -97,3 +97,9 @@ def test_a_rank_lost_inside_a_replay_is_named(dispatcher: str, waits: bool) -> N
     with pytest.raises(WorldFailed) as failure:
         launch(jobs.lost_in_replay, SIZE, "cuda", timeout_s=JOB_S, grace_s=lost_rank_jobs.LIMIT_S + 7, **settings)
     assert lost_rank_jobs.unheard(failure.value, may_exit=not waits) == []
+
+
+@pytest.mark.parametrize("dispatcher", GRAPH_SAFE)
+def test_a_world_closes_while_graphs_of_its_steps_live(dispatcher: str) -> None:
+    found = launch(jobs.closes_before_its_graphs, SIZE, "cuda", timeout_s=JOB_S, runtime=runtime_or_skip(dispatcher))
+    assert found == ["UsageError"] * SIZE

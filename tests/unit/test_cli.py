@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.jobs import cli_jobs as jobs
+from support.processes import descendants, wait_until_gone
 
 from eprt.cli import arguments, main
 from eprt.cli.terminal import Terminal, configure_logging, plain_table
@@ -201,25 +202,6 @@ def test_a_missing_model_is_named() -> None:
 # ---- ranks that die, and Ctrl-C ---------------------------------------------------------------------------------
 
 
-def descendants(pid: int) -> list[int]:
-    """Processes below `pid` that are still running."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if fields[0] not in "ZX":
-                parents[int(entry.name)] = int(fields[1])
-    found, grown = {pid}, True
-    while grown:
-        more = {child for child, parent in parents.items() if parent in found} - found
-        found |= more
-        grown = bool(more)
-    return sorted(found - {pid})
-
-
 def start_long_run(tiny: Path) -> tuple[subprocess.Popen[str], list[int]]:
     """A run that would take minutes, once its 2 ranks are driving steps; and the ranks' process ids."""
     words = ["run", "--model", str(tiny), "--world", "2", "--steps", "100000"]
@@ -235,23 +217,6 @@ def start_long_run(tiny: Path) -> tuple[subprocess.Popen[str], list[int]]:
         time.sleep(0.1)
     process.kill()
     raise AssertionError(f"the ranks didn't start: {process.communicate()}")
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        running = [pid for pid in pids if Path(f"/proc/{pid}").exists() and state(pid) not in "ZX"]
-        if not running:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"processes {running} are still there")
-
-
-def state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
 
 
 @pytest.mark.timeout(200)
@@ -370,7 +335,7 @@ def test_flags_stay_few() -> None:
         "Explain": sorted(
             ["attention_tp", "device", "json", "model", "moe_tp", "plot", "ranks_per_host", "runtime", "world"]
         ),
-        "Doctor": ["device", "faults", "jobs", "json", "output", "run", "trials", "world"],
+        "Doctor": ["device", "faults", "jobs", "json", "output", "resume", "run", "trials", "world"],
     }
 
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from support.jobs import fault_jobs as jobs
 
 import eprt
-from eprt.config import MoEConfig
+from eprt.config import MoEConfig, ParallelConfig
 from eprt.conformance import faults
 from eprt.conformance.autopsy import RankReport
 from eprt.conformance.faults import matrix
@@ -25,6 +26,7 @@ from eprt.conformance.harness import WorldFailed, launch
 from eprt.conformance.rank_process import Raised
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import UsageError, one_block
+from eprt.support import Device
 from eprt.world import guard, values
 
 SLACK_S = 25.0  # a loaded machine starts four processes that import torch
@@ -400,6 +402,26 @@ def test_the_table_of_two_gpus_is_whole_and_bounded(monkeypatch: pytest.MonkeyPa
     assert max(max(t.limit_s, t.resume_s) for t in cells) < 20
     assert {t.unknowable != "" for t in cells if t.fault == "skip"} == {True}
     assert {t.moment for t in faults.controls(2, "cuda")} == {matrix.REPLAY, "between steps"}
+
+
+def test_a_short_run_on_gpus_holds_the_core_of_every_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "dispatchers", lambda *_: GPU_DISPATCHERS)
+    cells = faults.trials(2, "cuda")
+    core = [cell for cell in cells if cell.then == "restart"]
+    assert cells[: len(core)] == core
+    for length in range(1, len(core)):
+        ran = Counter(cell.dispatcher for cell in core[:length])
+        graph_safe = [ran[name] for name in GPU_DISPATCHERS if name != "torch"]  # which has fewer cells
+        assert max(graph_safe) - min(graph_safe) <= 1
+    first = [cell for cell in core if cell.dispatcher == "symm"][:4]
+    assert ({c.fault for c in first}, {c.moment for c in first}) == tuple(map(set, matrix.ON_GPUS))
+
+
+def test_every_dispatcher_takes_the_layer_of_the_trials_on_gpus() -> None:
+    moe, parallel = matrix.config(2, "cuda"), ParallelConfig(2)
+    for name, spec in DISPATCHERS.items():
+        refused = spec.supports(moe, parallel, matrix.runtime(name, "cuda"), Device("cuda", 90))
+        assert refused.ok, refused.reason
 
 
 def test_a_process_whose_host_sits_in_a_kernel_says_so_and_is_heard() -> None:

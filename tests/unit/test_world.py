@@ -205,6 +205,23 @@ def test_a_resource_made_in_inference_mode_can_be_written_to_outside() -> None:
         assert made.fill_(1.0).tolist() == [1.0, 1.0]
 
 
+def test_close_ends_the_graphs_that_hold_its_collectives() -> None:
+    """Without it NCCL waits for them for ever: tests/gpu/test_step_graphs.py."""
+
+    class Graph:
+        resets = 0
+
+        def reset(self) -> None:
+            self.resets += 1
+
+    graph = Graph()
+    with World.from_env("cpu") as world:
+        world.graphs.add(graph)
+        world.graphs.add(Graph())  # that nobody keeps
+        assert len(world.graphs) == 1
+    assert graph.resets == 1
+
+
 def test_one_resource_that_cannot_close_keeps_no_other_open() -> None:
     held, freed = SharedResources(), []
 

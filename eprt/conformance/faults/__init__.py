@@ -8,7 +8,8 @@ the right one, no output was wrong, nothing is left over, and, where they are to
 
 from eprt.conformance.faults.job import Job, WrongOutput, soak
 from eprt.conformance.faults.matrix import FAULTS, SLACK_S, START_UP, TIMEOUT_S, Trial, controls, trials
-from eprt.conformance.faults.trial import Result, judge, run_trial, run_trials
+from eprt.conformance.faults.schedule import run_trials
+from eprt.conformance.faults.trial import Result, judge, run_trial
 
 __all__ = [
     "FAULTS",

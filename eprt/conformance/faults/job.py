@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import time
@@ -28,6 +29,7 @@ from eprt.conformance.faults.matrix import (
 )
 from eprt.conformance.harness import RankContext
 from eprt.conformance.oracle import shard_weights
+from eprt.dispatch import DISPATCHERS
 from eprt.errors import EprtError, RankLost
 from eprt.graphs import StepGraphs
 from eprt.layer import ExpertParallelMoE
@@ -180,19 +182,38 @@ class Diary:
         new.replace(self._path)
 
 
-def ready(context: RankContext) -> None:
-    """Start-up of the processes, which isn't what is timed."""
+def ready(context: RankContext, dispatcher: str) -> None:
+    """Start-up of a process, which isn't what is timed: libraries that can't be imported before the fork, and a CUDA
+    context, which holds the GIL for seconds where many start at once."""
+    if context.device == "cuda":
+        torch.cuda.set_device(context.rank)
+        torch.ones(1, device="cuda").sum().item()
+        spec = DISPATCHERS[dispatcher]
+        importlib.import_module(spec.path.partition(":")[0])
+        if spec.requirement is not None:
+            importlib.import_module(spec.requirement.module)
 
 
-def run(context: RankContext, trial: Trial, folder: str) -> None:
-    """A trial's job; the harness's `run` raises what it raises."""
+def run(context: RankContext, trial: Trial, folder: str, patient: bool = False) -> None:
+    """A trial's job; the harness's `run` raises what it raises.
+
+    Args:
+        patient: on GPUs, first run a step in a World of the usual timeout: what has to be compiled is, then.
+    """
     diary = Diary(folder, context.rank)
     try:
+        if patient and context.device == "cuda":
+            with context.world() as first:
+                Job(first, *_settings(trial)).step(0)
         _run(context, trial, diary, Path(folder))
     except BaseException as error:
         diary.note(end=type(error).__name__)
         raise
     diary.note(end="done")
+
+
+def _settings(trial: Trial) -> tuple[str, Then, bool]:
+    return trial.dispatcher, trial.then, trial.moment == REPLAY
 
 
 def _run(context: RankContext, trial: Trial, diary: Diary, folder: Path) -> None:
@@ -207,11 +228,7 @@ def _run(context: RankContext, trial: Trial, diary: Diary, folder: Path) -> None
     if victim and trial.moment in START_UP:
         with mock.patch(START_UP[trial.moment], side_effect=act):
             context.world(timeout_s=trial.timeout_s)
-    settings = trial.dispatcher, trial.then, trial.moment == REPLAY
-    if context.device == "cuda":
-        with context.world() as patient:  # what has to be compiled is, before a World with a limit of seconds
-            Job(patient, *settings).step(0)
-    job = Job(context.world(timeout_s=trial.timeout_s), *settings)
+    job = Job(context.world(timeout_s=trial.timeout_s), *_settings(trial))
     step, steps = 0, STEPS
     while step < steps:
         try:

@@ -155,9 +155,9 @@ class Trial:
 
 
 def config(world: int, device: str) -> MoEConfig:
-    """A tiny layer: float32 on CPUs; what every GPU kernel takes, on GPUs."""
+    """A tiny layer: float32 on CPUs; on GPUs what every kernel takes (DeepEP has a list of hidden sizes)."""
     small = MoEConfig(num_experts=2 * world, top_k=2, hidden_size=32, intermediate_size=16, weight_format="f32")
-    return replace(small, hidden_size=256, intermediate_size=128, weight_format="bf16") if device == "cuda" else small
+    return replace(small, hidden_size=2048, intermediate_size=128, weight_format="bf16") if device == "cuda" else small
 
 
 def runtime(dispatcher: str, device: str, then: Then = "restart") -> RuntimeConfig:
@@ -176,15 +176,20 @@ def trials(world: int, device: str = "cpu", count: int | None = None, seed: int 
     """The matrix, in an order that spreads a short run over all of it.
 
     On CPUs every fault at every moment on every rank, start-up included. On GPUs a trial costs more and the guards are
-    the same: `ON_GPUS`, one victim. On both: going on without a rank that was killed or stopped.
+    the same: `ON_GPUS`, one victim, all dispatchers in turn. On both: going on without a rank that was killed or
+    stopped, which on GPUs comes last.
 
     Args:
         count: so many; above the number of cells they come again. None: each once.
     """
     names = dispatchers(world, device)
-    cells = _on_gpus(world, names) if device == "cuda" else _on_cpus(world, names)
-    dice = random.Random(seed)
-    dice.shuffle(cells)
+    ordered = _on_gpus(world, names) if device == "cuda" else _spread(_on_cpus(world, names), seed)
+    return ordered if count is None else list(itertools.islice(itertools.cycle(ordered), count))
+
+
+def _spread(cells: list[Trial], seed: int) -> list[Trial]:
+    """Shuffled, and of every kind a part in every part of the list."""
+    random.Random(seed).shuffle(cells)
     turns = itertools.count()
     by_kind: dict[tuple[str, bool, str], list[Trial]] = {}
     for cell in cells:
@@ -193,8 +198,7 @@ def trials(world: int, device: str = "cpu", count: int | None = None, seed: int 
         ((place / len(group), next(turns), cell) for group in by_kind.values() for place, cell in enumerate(group)),
         key=lambda item: item[:2],
     )
-    ordered = [cell for _, _, cell in spread]
-    return ordered if count is None else list(itertools.islice(itertools.cycle(ordered), count))
+    return [cell for _, _, cell in spread]
 
 
 def _on_cpus(world: int, names: list[str]) -> list[Trial]:
@@ -208,17 +212,18 @@ def _on_cpus(world: int, names: list[str]) -> list[Trial]:
 
 
 def _on_gpus(world: int, names: list[str]) -> list[Trial]:
-    victim = world - 1
+    """Diagonal by diagonal of faults x moments, so that four cells of a dispatcher have had all of both."""
+    victim, (kinds, moments) = world - 1, ON_GPUS
+    diagonals = [(fault, moments[(i + d) % len(moments)]) for d in range(len(moments)) for i, fault in enumerate(kinds)]
     found = [
         Trial(fault, moment, victim, name, world, "cuda")
-        for fault, moment, name in itertools.product(*ON_GPUS, names)
+        for (fault, moment), name in itertools.product(diagonals, names)
         if moment != REPLAY or DISPATCHERS[name].graph_safe
     ]
-    for fault, name in itertools.product(("kill", "stop"), names):
-        moments = [STEP[0]]
-        if DISPATCHERS[name].shrink == "anytime":
-            moments += ["dispatch", REPLAY] if DISPATCHERS[name].graph_safe else ["dispatch"]
-        found += [Trial(fault, moment, victim, name, world, "cuda", "continue") for moment in moments]
+    for moment, fault, name in itertools.product((STEP[0], STEP[1], REPLAY), ("kill", "stop"), names):
+        spec = DISPATCHERS[name]
+        if moment == STEP[0] or (spec.shrink == "anytime" and (moment != REPLAY or spec.graph_safe)):
+            found.append(Trial(fault, moment, victim, name, world, "cuda", "continue"))
     return found
 
 

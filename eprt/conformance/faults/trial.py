@@ -1,4 +1,4 @@
-"""Running trials of the fault matrix, each in a world of its own, and judging them."""
+"""One trial of the fault matrix in a world of its own, and what is judged of it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from eprt.conformance.autopsy import state_of
 from eprt.conformance.faults.job import ready, run
 from eprt.conformance.faults.matrix import Trial
 from eprt.conformance.harness import RankReport, WorldFailed, WorldPool
 from eprt.conformance.scratch import Scratch
 from eprt.world.guard import EXIT_CODE, LAST_WORDS
 
-START_S = {"cpu": 60.0, "cuda": 240.0}  # to make processes, Worlds and layers, which isn't what is timed
+# To make processes, Worlds and layers, which isn't what is timed; and where kernels are compiled, too.
+START_S = {"cpu": 60.0, "cuda": 90.0}
+PATIENT_START_S = {"cpu": 60.0, "cuda": 300.0}
+_GONE = ("gone", "Z", "X")
 _LOOK_S = 0.05
+Holding = Callable[[WorldPool], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Result:
         wrong: outputs that weren't what the formula gives.
         leftovers: processes, folders and shared memory that outlived the trial.
         failed: what kept the trial from taking place; "" if nothing did.
+        again: what kept it from that at first, if it was started twice.
     """
 
     trial: Trial
@@ -46,6 +50,16 @@ class Result:
     wrong: int = 0
     leftovers: tuple[str, ...] = ()
     failed: str = ""
+    again: str = ""
+
+    @classmethod
+    def of_row(cls, row: dict[str, Any]) -> Result:
+        """What `as_row` made a row of."""
+        trial = Trial(**{field.name: row[field.name] for field in fields(Trial)})
+        names = ("seconds", "resumed", "culprit", "wrong", "failed")
+        found: dict[str, Any] = {name: row[name] for name in names} | {"again": row.get("again", "")}
+        found |= {name: tuple(row[name]) for name in ("verdicts", "leftovers")}
+        return cls(trial, **found)
 
     @property
     def late(self) -> bool:
@@ -63,47 +77,40 @@ class Result:
     def as_row(self) -> dict[str, Any]:
         found = {"seconds": _rounded(self.seconds), "limit_s": self.trial.limit_s, "resumed": _rounded(self.resumed)}
         found |= {"culprit": self.culprit, "unknowable": self.trial.unknowable, "wrong": self.wrong}
-        found |= {"leftovers": list(self.leftovers), "ok": self.ok, "failed": self.failed}
+        found |= {"leftovers": list(self.leftovers), "ok": self.ok, "failed": self.failed, "again": self.again}
         return {**asdict(self.trial), **found, "verdicts": list(self.verdicts)}
 
 
-def run_trials(trials: Sequence[Trial], jobs: int = 1) -> Iterator[Result]:
-    """Results in the order of the trials.
-
-    Args:
-        jobs: trials at a time. Worlds that start while another's ranks wait out a limit cost no time of their own; all
-            share the GPUs. Shared memory that outlives trials is looked for behind the last one then.
-    """
-    before = _footprint()
-    with ThreadPoolExecutor(jobs) as pool:
-        try:
-            yield from pool.map(partial(run_trial, alone=jobs == 1), trials)
-        finally:
-            pool.shutdown(cancel_futures=True)
-    if jobs > 1 and (left := sorted(_footprint() - before)) and trials:
-        yield Result(trials[-1], failed="shared memory outlived the trials", leftovers=tuple(left))
-
-
-def run_trial(trial: Trial, alone: bool = True) -> Result:
-    """One trial in a world of its own.
+def run_trial(trial: Trial, alone: bool = True, holding: Holding = nullcontext) -> Result:
+    """One trial in a world of its own; a second time, with patience, if it couldn't take place on GPUs: what compiles
+    or loads for seconds there is no fault.
 
     Args:
         alone: nothing else of ours runs, so that what is left in shared memory is this trial's.
+        holding: around the life of its ranks.
     """
-    before = _footprint() if alone else set[str]()
+    calm = trial.fault == "none"
+    found = _try(trial, alone, holding, patient=calm)
+    if found.failed and trial.device == "cuda" and not (calm or found.wrong or found.leftovers):
+        return replace(_try(trial, alone, holding, patient=True), again=found.failed)
+    return found
+
+
+def _try(trial: Trial, alone: bool, holding: Holding, patient: bool) -> Result:
+    before = footprint() if alone else set[str]()
     with Scratch("faults") as folder:
         grace_s = (trial.limit_s if trial.then == "restart" else trial.resume_s + 3.0) + 2.0
-        limit_s = START_S[trial.device] + grace_s
+        limit_s = (PATIENT_START_S if patient else START_S)[trial.device] + grace_s
         pids: list[int] = []
         folder_of_pool: Path | None = None
         reports: Sequence[RankReport] = ()
         failed = ""
         try:
-            with WorldPool(trial.world, trial.device, timeout_s=limit_s, grace_s=grace_s) as pool:
-                pool.run(ready)
+            with WorldPool(trial.world, trial.device, timeout_s=limit_s, grace_s=grace_s) as pool, holding(pool):
+                pool.run(ready, dispatcher=trial.dispatcher)
                 pids, folder_of_pool = pool.pids, pool.folder
                 with _ending_the_victim(trial, folder, pids):
-                    pool.run(run, trial=trial, folder=str(folder))
+                    pool.run(run, trial=trial, folder=str(folder), patient=patient)
         except WorldFailed as found:
             reports = found.reports
             failed = "" if pids else str(found)
@@ -111,7 +118,7 @@ def run_trial(trial: Trial, alone: bool = True) -> Result:
         diaries = [_read(folder / f"rank{rank}") for rank in range(trial.world)]
     leftovers = [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
     leftovers += [str(folder_of_pool)] if folder_of_pool is not None and folder_of_pool.exists() else []
-    leftovers += sorted(_footprint() - before) if alone else []
+    leftovers += sorted(footprint() - before) if alone else []
     return judge(trial, reports, diaries, at, leftovers, failed)
 
 
@@ -188,13 +195,18 @@ def _verdict_of(report: RankReport, diary: dict[str, Any]) -> _Verdict | None:
 
 @contextmanager
 def _ending_the_victim(trial: Trial, folder: Path, pids: list[int]) -> Iterator[None]:
-    """A stopped or sleeping victim is killed once all others have said what they saw: nobody waits for it then."""
+    """A stopped or sleeping victim is killed once all others have said what they saw, or ended: nobody waits for it
+    then."""
     over = threading.Event()
 
     def watch() -> None:
-        others = [folder / f"rank{rank}" for rank in range(trial.world) if rank != trial.rank]
+        others = [rank for rank in range(trial.world) if rank != trial.rank]
+
+        def ended(rank: int) -> bool:
+            return "end" in _read(folder / f"rank{rank}") or state_of(pids[rank]) in _GONE
+
         while not over.wait(_LOOK_S):
-            if (folder / "fault").exists() and all("end" in _read(path) for path in others):
+            if (folder / "fault").exists() and all(map(ended, others)):
                 with suppress(ProcessLookupError):
                     os.kill(pids[trial.rank], signal.SIGKILL)
                 return
@@ -221,7 +233,7 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
 
 
-def _footprint() -> set[str]:
+def footprint() -> set[str]:
     """Shared memory by names that our libraries give."""
     patterns = ("eprt*", "torch_*", "nccl*", "nvshmem*")
     return {str(path) for pattern in patterns for path in Path("/dev/shm").glob(pattern)}

@@ -418,6 +418,20 @@ def captured_after_unequal_calls(context: RankContext) -> bool:
     return max(errors) <= TOLERANCE[torch.float32]
 
 
+def closes_before_its_graphs(context: RankContext, runtime: RuntimeConfig) -> str:
+    """What a call of them raises then."""
+    case = Case(context, runtime, torch.bfloat16)
+    graphs = case.graphs()
+    graphs(1, **case.requests.step(1, case.world.device))
+    graphs.wait()
+    case.world.close()
+    try:
+        graphs(0)
+    except EprtError as error:
+        return type(error).__name__
+    return "nothing"
+
+
 def lost_in_replay(context: RankContext, runtime: RuntimeConfig, victim: int, limit_s: float, waits: bool) -> None:
     """The victim dies between two replays, so its peers sit in one that waits for it.
 

@@ -1,0 +1,42 @@
+"""Processes of this machine, for tests that start some and see them end. Needs /proc."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below `pid` that are still running."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] not in "ZX":
+                parents[int(entry.name)] = int(fields[1])
+    found, grown = {pid}, True
+    while grown:
+        more = {child for child, parent in parents.items() if parent in found} - found
+        found |= more
+        grown = bool(more)
+    return sorted(found - {pid})
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        running = [pid for pid in pids if Path(f"/proc/{pid}").exists() and state(pid) not in "ZX"]
+        if not running:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"processes {running} are still there")
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
