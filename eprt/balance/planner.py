@@ -90,6 +90,7 @@ def _fewest_replicas(counts: Sequence[int], ranks: int, num_slots: int, domain_s
         tried = (low + high) // 2
     plan.trade()
     plan.thin(goal)
+    goal = min(goal, GOOD_ENOUGH * _ROUNDING * plan.hottest)  # fewer may be cooler
     for held in plan.held:
         held += [EMPTY] * (num_slots // ranks - len(held))
     return plan, goal
