@@ -195,7 +195,8 @@ def mesh_of(device: torch.device, shape: tuple[int, int], names: tuple[str, str]
         made = init_device_mesh(device.type, shape, mesh_dim_names=names)
         known[device.type, shape] = [group.group_name for group in made.get_all_groups()]
         return made
-    groups = [dist.distributed_c10d._resolve_process_group(name) for name in known[device.type, shape]]
+    resolve = dist.distributed_c10d._resolve_process_group
+    groups = [resolve(name) for name in known[device.type, shape]]  # pyright: ignore[reportArgumentType]
     ranks = torch.arange(dist.get_world_size(default)).view(shape)
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
 
