@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,8 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture(scope="session")
-def pools():
-    """`pools(size)`: the CPU WorldPool of that size, started on first use. `pools(size).run(job, **kwargs)` costs
-    milliseconds; the job lives in a module without pytest."""
+@contextmanager
+def _pools_by_size() -> Iterator[Callable[[int], WorldPool]]:
     held: dict[int, WorldPool] = {}
 
     def pool(size: int) -> WorldPool:
@@ -68,3 +67,18 @@ def pools():
     yield pool
     for each in held.values():
         each.close()
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], WorldPool]]:
+    """`pools(size)`: the CPU WorldPool of that size, started on first use. `pools(size).run(job, **kwargs)` costs
+    milliseconds; the job lives in a module without pytest."""
+    with _pools_by_size() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pools_of_this_file() -> Iterator[Callable[[int], WorldPool]]:
+    """`pools` whose ranks end with the file: for jobs that leave much behind in them."""
+    with _pools_by_size() as found:
+        yield found

@@ -43,7 +43,7 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse and run one command; the exit code."""
-    from eprt.cli.arguments import parse
+    from eprt.cli.parser import parse
 
     if sys.stdout is None or sys.stderr is None:  # closed by the caller
         return _nowhere_to_write()

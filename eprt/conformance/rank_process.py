@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from eprt.world import World
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_WORLDS_KEPT = 3  # each has threads that wake up while it idles
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class RankContext:
     _worlds: dict[tuple[int, int, float], World] = field(default_factory=dict)
 
     def world(self, attention_tp_size: int = 1, moe_tp_size: int = 1, timeout_s: float = 60.0) -> World:
-        """The World of all ranks with these sizes: made on first use (collective), kept until the pool ends."""
+        """The World of all ranks with these sizes: made on first use (collective), and kept while it is among the few
+        that were used last. What the cache holds of one that is not is closed with it."""
         from eprt.world import World
 
         key = (attention_tp_size, moe_tp_size, timeout_s)
@@ -72,14 +74,25 @@ class RankContext:
                 timeout_s=timeout_s,
             )
             self._worlds[key] = found
+        self._use_last(key)
         return found
+
+    def _use_last(self, key: tuple[int, int, float]) -> None:
+        """The first World ends torch.distributed when it closes: it stays first, and is kept."""
+        first, *others = self._worlds
+        if key != first:
+            self._worlds[key] = self._worlds.pop(key)
+        if len(others) < _WORLDS_KEPT:
+            return
+        unused = self._worlds.pop(others[0])
+        for name in [name for name, kept in self.cache.items() if getattr(kept, "world", None) is unused]:
+            _close(self.cache.pop(name))
+        unused.close()
 
     def close(self) -> None:
         """Close what the cache holds, then every World, newest first. Collective."""
         while self.cache:
-            _, kept = self.cache.popitem()
-            if callable(close := getattr(kept, "close", None)):
-                close()
+            _close(self.cache.popitem()[1])
         while self._worlds:
             self._worlds.popitem()[1].close()
 
@@ -94,6 +107,11 @@ class Raised:
     at: float
     lost_rank: int | None = None
     why: str = ""
+
+
+def _close(kept: object) -> None:
+    if callable(close := getattr(kept, "close", None)):
+        close()
 
 
 def close_worlds(context: RankContext) -> None:

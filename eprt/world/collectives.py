@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from eprt.world.members import restarts
 from eprt.world.shared_exchange import MAX_WORDS, SharedExchange
 from eprt.world.step import CallLog, Step
 
+CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1  # of this process
 SPIN_S = 300e-6
 LONGEST_SLEEP_S = 1e-3
 
@@ -307,12 +309,14 @@ class Collectives:
         """Between two looks at what one of the `ranks` still has to do. Raises RankLost where it won't be done.
 
         First the CPU is only yielded, for what is nearly there; then this rank sleeps, longer the longer it has waited,
-        so that ranks that share cores don't starve the one they wait for.
+        so that ranks that share cores don't starve the one they wait for. Where they are more than the cores, it sleeps
+        at once.
         """
         start = time.monotonic()
+        spin_s = SPIN_S if (self.parallel.ranks_per_host or self.size) <= CORES else 0.0
         while True:
             waited = time.monotonic() - start
-            if waited < SPIN_S:
+            if waited < spin_s:
                 os.sched_yield()
             else:
                 if self._guard is not None:

@@ -27,6 +27,12 @@ OPTIONS = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": Non
 MODELS = [name for name, recipe in RECIPES.items() if known(recipe)]
 
 
+@pytest.fixture(scope="module")
+def pools(pools_of_this_file):
+    """Each model that transformers itself loads over the ranks makes meshes, whose groups live as long as the ranks."""
+    return pools_of_this_file
+
+
 @functools.cache
 def _root() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="eprt-generation-")

@@ -72,6 +72,14 @@ class TestHealthy:
         with WorldPool(2) as pool:
             assert [pool.run(jobs.remembers) for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
 
+    def test_worlds_that_were_not_used_lately_are_closed_with_what_is_theirs(self):
+        """But for the first, which the others' groups come from."""
+        with WorldPool(2) as pool:
+            for is_open, cached, closed in pool.run(jobs.worlds_in_turn, count=5):
+                assert is_open == [True, False, False, True, True]
+                assert cached == [0, 3, 4]
+                assert closed == [False, True, True, False, False]
+
     def test_no_process_after_close(self):
         with WorldPool(3) as pool:
             pids = pool.run(jobs.pid)

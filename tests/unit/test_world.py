@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.harness import WorldFailed, WorldPool, launch
 from eprt.dispatch import make_dispatcher
 from eprt.errors import ConfigError, InputError, UsageError
-from eprt.world import World
+from eprt.world import World, collectives
+from eprt.world.collectives import Collectives, Seat
 from eprt.world.resources import SharedResources
 
 VICTIM = 2
@@ -69,6 +71,23 @@ def test_without_a_fault_nobody_is_blamed(pools) -> None:
 )
 def test_coordinates_follow_the_meshes(pools, attention_tp: int, moe_tp: int, expected: list) -> None:
     assert pools(4).run(jobs.coordinates, attention_tp=attention_tp, moe_tp=moe_tp) == expected
+
+
+def test_meshes_of_one_shape_share_their_groups(pools) -> None:
+    for names in pools(4).run(jobs.groups_of_meshes):
+        assert len(names) == 4
+        assert len(set(names)) == 1
+        assert len(set(names[0])) == 2
+
+
+@pytest.mark.parametrize(("cores", "yields"), [(4, True), (3, False)])
+def test_ranks_that_share_cores_sleep_at_once(monkeypatch, cores: int, yields: bool) -> None:
+    monkeypatch.setattr(collectives, "CORES", cores)
+    waits = Mock()
+    monkeypatch.setattr(collectives.os, "sched_yield", waits.sched_yield)
+    monkeypatch.setattr(collectives.time, "sleep", waits.sleep)
+    next(Collectives(Seat(0, 4, torch.device("cpu"), ParallelConfig(4)), 60.0)._pauses(range(4)))
+    assert (waits.sched_yield.called, waits.sleep.called) == (yields, not yields)
 
 
 def test_around_a_default_group_that_was_started_without_torchrun(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,18 @@ def unpicklable(context):
 def remembers(context):
     context.cache["n"] = context.cache.get("n", 0) + 1
     return context.cache["n"]
+
+
+def worlds_in_turn(context, count):
+    """One World after another, each with something in the cache; then the first again. Which are open, what is kept."""
+    things = []
+    for number in range(count):
+        things.append(mock.Mock(world=context.world(timeout_s=20.0 + number)))
+        context.cache[number] = things[-1]
+    again = context.world(timeout_s=20.0)
+    again.barrier()
+    assert again is things[0].world
+    return [not thing.world.closed for thing in things], sorted(context.cache), [t.close.called for t in things]
 
 
 def fault(context, kind, victim):

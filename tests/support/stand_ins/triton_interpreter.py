@@ -4,9 +4,13 @@
   own casts, to nearest and ties to even as the hardware's are, take their place.
 * `tl.dot` multiplies bf16 as the whole numbers that hold its bits, and takes e4m3 through float16.
 * A comparison of scalars keeps the integer type of its operands, so that `block & scalar` isn't a mask any more.
+* Each call of a device function looks through all of `tl` for what to replace: most of the interpreter's time.
 """
 
 from __future__ import annotations
+
+import functools
+import inspect
 
 import numpy as np
 import torch
@@ -26,6 +30,18 @@ def apply() -> None:
     interpreter._convert_float = _rounded_to_nearest
     interpreter.InterpreterBuilder.create_splat = _splat
     interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter._patch_builtin = _replace_builtins
+
+
+@functools.cache
+def _builtins_of(namespace):
+    return [(name, member) for name, member in inspect.getmembers(namespace) if tl.core.is_builtin(member)]
+
+
+def _replace_builtins(namespace, builder, scope):
+    for name, member in _builtins_of(namespace):
+        if getattr(namespace, name) is member:  # not within a kernel that has replaced it already
+            interpreter._patch_attr(namespace, name, member, builder, scope)
 
 
 def _rounded_to_nearest(values, source, target, rounding_mode):
