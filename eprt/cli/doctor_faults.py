@@ -17,7 +17,6 @@ from eprt.conformance.harness import preload
 from eprt.errors import ConfigError
 
 DEFAULT_TRIALS = 20  # on CPUs
-# What initialises no CUDA: a forked process could not use it any more.
 PRELOADED = ("eprt.conformance.faults", "triton", "torch.distributed._symmetric_memory")
 COLUMNS = (
     "fault",
@@ -60,7 +59,8 @@ def break_ranks(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
     names = {cell.dispatcher for cell in left}
     calm = [control for control in faults.controls(world, device) if control.dispatcher in names]
     found.forget(calm)
-    preload(*PRELOADED)
+    if device == "cpu":  # on GPUs every trial ended by SIGSEGV with these there; whether by them isn't known
+        preload(*PRELOADED)
     try:
         with (
             terminal.progress("fault", len(calm) + len(left)) as progress,

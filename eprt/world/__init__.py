@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, RankLost, UsageError
@@ -28,7 +28,6 @@ from eprt.world.groups import (
     local_device,
     meet_in_environment,
     meet_in_group,
-    mesh_of,
     place,
     start_guard,
     start_up,
@@ -351,9 +350,10 @@ def _meshes(device: torch.device, parallel: ParallelConfig) -> list[DeviceMesh]:
     """("dp", "attention_tp") and ("ep", "moe_tp")."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    shapes = ((parallel.dp_size, parallel.attention_tp_size), (parallel.ep_size, parallel.moe_tp_size))
     return [
-        mesh_of(device, (parallel.dp_size, parallel.attention_tp_size), ("dp", "attention_tp")),
-        mesh_of(device, (parallel.ep_size, parallel.moe_tp_size), ("ep", "moe_tp")),
+        init_device_mesh(device.type, shape, mesh_dim_names=names)
+        for shape, names in zip(shapes, (("dp", "attention_tp"), ("ep", "moe_tp")), strict=True)
     ]
 
 

@@ -9,11 +9,9 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from eprt.errors import ConfigError, EprtError, RankLost, one_block
 from eprt.world.bounded import at_exit_leave, bounded
@@ -177,28 +175,6 @@ def init_default_group(met: Meeting, device: torch.device, timeout_s: float) -> 
         timeout=timedelta(seconds=2 * timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-
-
-# Names of the groups of its meshes, for each default group by device and shape.
-_MESH_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, int]], list[str]]] = WeakKeyDictionary()
-
-
-def mesh_of(device: torch.device, shape: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
-    """All ranks of the default group as a mesh. Collective.
-
-    Meshes of one shape share their groups: torch ends them no earlier than the default group, and each has threads and
-    connections of its own.
-    """
-    default = dist.distributed_c10d._get_default_group()
-    known = _MESH_GROUPS.setdefault(default, {})
-    if (device.type, shape) not in known:
-        made = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        known[device.type, shape] = [group.group_name for group in made.get_all_groups()]
-        return made
-    resolve = dist.distributed_c10d._resolve_process_group
-    groups = [resolve(name) for name in known[device.type, shape]]  # pyright: ignore[reportArgumentType]
-    ranks = torch.arange(dist.get_world_size(default)).view(shape)
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
 
 
 def control_group(met: Meeting, timeout_s: float) -> dist.ProcessGroupGloo:

@@ -73,13 +73,6 @@ def test_coordinates_follow_the_meshes(pools, attention_tp: int, moe_tp: int, ex
     assert pools(4).run(jobs.coordinates, attention_tp=attention_tp, moe_tp=moe_tp) == expected
 
 
-def test_meshes_of_one_shape_share_their_groups(pools) -> None:
-    for names in pools(4).run(jobs.groups_of_meshes):
-        assert len(names) == 4
-        assert len(set(names)) == 1
-        assert len(set(names[0])) == 2
-
-
 @pytest.mark.parametrize(("cores", "yields"), [(4, True), (3, False)])
 def test_ranks_that_share_cores_sleep_at_once(monkeypatch, cores: int, yields: bool) -> None:
     monkeypatch.setattr(collectives, "CORES", cores)

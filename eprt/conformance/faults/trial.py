@@ -135,7 +135,8 @@ def judge(
     left = tuple(leftovers)
     if trial.fault == "none":
         said = tuple(sorted({report.describe() for report in reports}))
-        return Result(trial, verdicts=said, culprit=not reports, wrong=wrong, leftovers=left, failed=failed)
+        ends = "\n".join(f"rank {r.rank} {r.describe()}\n{r.stack}\n{r.log_tail}" for r in reports if r.outcome != "ok")
+        return Result(trial, verdicts=said, culprit=not reports, wrong=wrong, leftovers=left, failed=failed or ends)
     if at is None and not failed:
         failed = "the victim never came to its fault: " + "; ".join(sorted({r.describe() for r in reports}))
     everybody = trial.why == "mismatch" or bool(trial.unknowable)

@@ -80,21 +80,6 @@ def coordinates(context, attention_tp: int, moe_tp: int) -> tuple[int, ...]:
     return world.dp_rank, world.attention_tp_rank, world.ep_rank, world.moe_tp_rank
 
 
-def groups_of_meshes(context) -> list[tuple[str, ...]]:
-    """Names of the groups of two Worlds' meshes, each of which has been used."""
-    found = []
-    for timeout_s in (20.0, 21.0):
-        world = context.world(attention_tp_size=2, moe_tp_size=2, timeout_s=timeout_s)
-        for mesh in (world.attention_mesh, world.moe_mesh):
-            assert mesh is not None
-            for group in mesh.get_all_groups():
-                total = torch.tensor([context.rank])
-                dist.all_reduce(total, group=group)
-                assert int(total) == sum(dist.get_process_group_ranks(group))
-            found.append(tuple(group.group_name for group in mesh.get_all_groups()))
-    return found
-
-
 def around_host_groups(context) -> list[object]:
     """Worlds around groups and meshes of a host engine leave them usable after close."""
     host = context.world()  # stands for the engine's own initialisation
