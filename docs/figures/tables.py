@@ -190,6 +190,7 @@ def step() -> str:
 
 
 EXPERTS = ("experts_grouped_h200", "experts_fp8_activations_h200", "experts_h200")
+PEERS = "experts_peers_h200"
 DECODES = ("torch_grouped",)  # computes with bf16 weights, whatever they came in
 FP8_ACTIVATIONS = "{}, FP8 activations"
 
@@ -217,7 +218,24 @@ def expert_lines(rows: Rows, tokens: list[int]) -> list[list[str]]:
     return [*found, floor, *over]
 
 
-LAYERS = ("layer_h200_x2",)
+def peers() -> str:
+    """Whole experts of engines and libraries beside ours, in one run."""
+    rows: Rows = result(PEERS)["rows"]
+    tokens, lines = sorted({r["tokens"] for r in rows}), list[list[str]]()
+    for shape in dict.fromkeys(r["shape"] for r in rows):
+        of = {(r["executor"], r["tokens"]): r["us"] for r in rows if r["shape"] == shape}
+        others = [name for name in dict.fromkeys(name for name, _ in of) if name != OURS]
+        for name in (OURS, *others):
+            label = f"{shape}: `{OURS}`" if name == OURS else name
+            lines.append(line(label, tokens, lambda n, of=of, name=name: micro(of[name, n])))
+        best = line(
+            "ours / the best of them", tokens, lambda n, of=of, o=others: ratio(of[OURS, n], min(of[x, n] for x in o))
+        )
+        lines.append(best)
+    return f"{table(['experts, tokens of all ranks', *tokens], lines)}\n\n{source(PEERS)}"
+
+
+LAYERS = ("layer_h200_x2", "layer_fp8_h200_x2", "layer_fp8_activations_h200_x2")
 
 
 def layer() -> str:
@@ -373,6 +391,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "router": router,
     "step": step,
     "experts": experts,
+    "peers": peers,
     "layer": layer,
     "placed": placed,
     "cutedsl_sm90": cutedsl_sm90,

@@ -2,10 +2,10 @@
 
 A dispatcher's round trip: a constant, steps between ranks, rows to prepare, bytes over the link at its peak rate, bytes
 through memory at its peak rate; and bytes over RDMA at an assumed rate. An executor's call: a constant, weights of the
-experts hit at the memory's peak rate, operations at the bf16 peak, values between the two matrices through memory. Each
-coefficient says how far from the peak a backend stays, so it carries over to another machine's peaks. An executor has
-coefficients of its own for each number format that it keeps weights in, where there are rows enough: those are other
-kernels.
+experts hit at the memory's peak rate, operations at the bf16 peak, rows and values between the two matrices through
+memory. Each coefficient says how far from the peak a backend stays, so it carries over to another machine's peaks. An
+executor has coefficients of its own for each number format that it keeps weights in, where there are rows enough: those
+are other kernels.
 
 Routing is taken as uniform. `tests/unit/test_plan_model.py` holds the fit: each measured row against the model without
 that row.
@@ -249,7 +249,7 @@ def expert_terms(
         1.0,
         hit * values * WEIGHT_BYTES[_kept(spec, config.weight_format)] / machine.memory_gb_per_s / 1e3,
         2 * rows * values / machine.bf16_tflop_per_s / 1e6,
-        2 * rows * intermediate / machine.memory_gb_per_s / 1e3,
+        2 * rows * (config.hidden_size + 2 * intermediate) / machine.memory_gb_per_s / 1e3,  # in; written and read
     )
 
 
@@ -288,6 +288,7 @@ def experts_samples(name: str) -> Iterator[Sample]:
                 row["experts"], row["top_k"], row["hidden"], row["intermediate"], weight_format=row["weight_format"]
             )
             hit, rows = evenly(config, row["local_experts"], row["tokens"])
+            hit, rows = row.get("hit", hit), row.get("rows", rows)  # what was drawn, if it is known
             terms = expert_terms(EXECUTORS[name], config, 1, hit, rows, machine)
             kept = _kept(EXECUTORS[name], config.weight_format)
             yield Sample(sm, terms, row["us"][name], row["weight_format"], kept)

@@ -81,7 +81,11 @@ def test_the_experts_rows_are_those_of_the_result_file(file: str) -> None:
         for row in table["rows"]
         for executor, us in row["us"].items()
     }
-    measured = {(executor, sizes_of(shape), tokens): us for (executor, shape, tokens), us in expert_times(file).items()}
+    measured = {
+        (executor, sizes_of(shape), tokens): us
+        for (executor, shape, tokens), us in expert_times(file).items()
+        if (executor, shape) != ("torch_grouped", "gpt-oss-120b")
+    }
     assert planned == pytest.approx(measured, abs=0.0501, rel=0)
 
 
