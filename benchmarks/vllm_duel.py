@@ -6,8 +6,8 @@ Needs GPUs, vLLM 0.26 to 0.33 and no network. Models have the real widths, few l
 itself: a gpt-oss checkpoint in MXFP4, vLLM's own dummy weights for the others (there routing is made lively again after
 loading; the experts' numbers are tiny, which changes no kernel). Data parallelism over all ranks, experts as well.
 
-A step is (time of a long generation - time of a short one) / the difference in tokens, of the rank that took longer, so
-prefill and start cancel out. Each batch is measured `--rounds` times in each of `--starts` starts; what is compared is
+A step is the mean time from one engine step to the next while every sequence gets a token, of the rank that took
+longer: no prefill is in it. Each batch is measured `--rounds` times in each of `--starts` starts; what is compared is
 the median of all. The last start's time until ready is compared, too: kernels are compiled and on disk by then.
 
 First of all eprt compiles and tunes what a model needs in ranks of their own (`--warm`), without vLLM and its time
@@ -38,7 +38,7 @@ from typing import Any
 
 from vllm_models import LAYERS, MODELS, make_model
 
-SHORT = 8
+LEAST_STEPS = 8  # of all sequences at once, for a mean
 # Of vLLM's own step, at every batch; of a start, seconds beyond vLLM's own.
 LIMITS = {"gpt-oss": 0.85, "qwen3": 0.95, "qwen3-fp8": 0.95, "deepseek-v3": 0.95}
 READY_S = 60.0
@@ -54,8 +54,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128], help="sequences a rank")
     parser.add_argument("--plugins", nargs="+", default=["none", "eprt"], help="VLLM_PLUGINS of each engine, in turn")
     parser.add_argument("--starts", type=int, default=2, help="how often each engine is started")
-    parser.add_argument("--rounds", type=int, default=2, help="measurements of each batch in a start")
-    parser.add_argument("--tokens", type=int, default=64, help="steps of a measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each batch in a start")
+    parser.add_argument("--tokens", type=int, default=96, help="of each sequence")
     parser.add_argument("--warm", choices=("first", "only", "no"), default="first", help="compile and tune before vLLM")
     parser.add_argument("--resume", action="store_true", help="leave out engines whose rows --json has")
     parser.add_argument("--dp", type=int, default=2)
@@ -163,25 +163,33 @@ def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str
         llm.collective_rpc(lively())  # not apply_model: that pickles its function as an argument
     ready = time.perf_counter() - started
 
-    def generate(batch: int, tokens: int) -> tuple[float, list[int]]:
+    plain = llm.llm_engine.step
+
+    def generate(batch: int) -> tuple[float, list[int]]:
+        """(seconds a step, one sequence's tokens)."""
+        stamps: list[float] = []
+
+        def step() -> Any:
+            outputs = plain()
+            if len(outputs) == batch:
+                stamps.append(time.perf_counter())
+            return outputs
+
+        llm.llm_engine.step = step  # type: ignore[method-assign]
         prompts = [{"prompt_token_ids": [5 + rank, 7 + i, 11]} for i in range(batch)]
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(temperature=0, max_tokens=a.tokens, ignore_eos=True, detokenize=False)
         meet.wait(a.timeout)
-        begin = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        return time.perf_counter() - begin, list(outputs[0].outputs[0].token_ids)
+        if len(stamps) <= LEAST_STEPS:
+            raise RuntimeError(f"{len(stamps)} steps of all {batch} sequences at once: too few, give more --tokens")
+        return (stamps[-1] - stamps[0]) / (len(stamps) - 1), list(outputs[0].outputs[0].token_ids)
 
     rows: list[dict[str, Any]] = []
     for batch in a.batches:
-        # Both lengths once unmeasured: vLLM compiles kernels of its own in the first prefill and decode of a batch.
-        generate(batch, SHORT)
-        generate(batch, SHORT + a.tokens)
+        generate(batch)  # unmeasured: vLLM compiles kernels of its own in the first prefill and decode of a batch
         for number in range(a.rounds):
-            # The faster of three each: prompts arrive one by one, so a prefill takes one step or several, by chance.
-            short = min(generate(batch, SHORT)[0] for _ in range(3))
-            longs = [generate(batch, SHORT + a.tokens) for _ in range(3)]
-            step = (min(long for long, _ in longs) - short) / a.tokens
-            rows.append({"batch": batch, "round": number, "step_ms": step * 1e3, "distinct": len(set(longs[0][1]))})
+            step, tokens = generate(batch)
+            rows.append({"batch": batch, "round": number, "step_ms": step * 1e3, "distinct": len(set(tokens))})
     log.with_suffix(".json").write_text(json.dumps({"ready_s": ready, "rows": rows}))
     meet.wait(a.timeout)
     llm.llm_engine.engine_core.shutdown()

@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = "triton_grouped"
-PAGES = ("README.md", "docs/balance.md", "docs/hardware.md", "docs/limits_and_errors.md")
+PAGES = ("README.md", "docs/balance.md", "docs/hardware.md", "docs/limits_and_errors.md", "docs/vllm.md")
 REGION = re.compile(r"(<!-- (\w+): python docs/figures/tables\.py -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
 Times = dict[tuple[str, int], dict[str, Any]]  # (backend, tokens) -> its row
@@ -282,6 +282,23 @@ def cutedsl_sm90() -> str:
     return f"{table(heading, lines)}\n\n{source(name)}"
 
 
+def vllm() -> str:
+    """Medians of a decode step, and the extremes; not where the clock ran backwards."""
+    name, lines = "vllm_h200_x2", list[list[str]]()
+    rows: Rows = result(name)["rows"]
+    wrong = {(r["model"], r["batch"]) for r in rows if r["step_ms"] <= 0}
+    rows = [r for r in rows if (r["model"], r["batch"]) not in wrong]
+    for model, batch in dict.fromkeys((r["model"], r["batch"]) for r in rows):
+        steps = {
+            plugin: [r["step_ms"] for r in rows if (r["model"], r["batch"], r["plugin"]) == (model, batch, plugin)]
+            for plugin in ("none", "eprt")
+        }
+        cells = [f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f} of {len(ms)})" for ms in steps.values()]
+        lines.append([model, str(batch), *cells, ratio(median(steps["eprt"]), median(steps["none"]))])
+    heading = ["model", "sequences a rank", "vLLM's own experts, ms", "eprt's, ms", "eprt / vLLM"]
+    return f"{table(heading, lines)}\n\n{source(name)}"
+
+
 # ---- tests, faults --------------------------------------------------------------------------------------------------
 
 
@@ -395,6 +412,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layer": layer,
     "placed": placed,
     "cutedsl_sm90": cutedsl_sm90,
+    "vllm": vllm,
     "gpu_tests": gpu_tests,
     "faults": faults,
     "soak": soak,
