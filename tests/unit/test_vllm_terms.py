@@ -182,7 +182,7 @@ def test_the_plan_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_on(monkeypatch, Device("cuda", 90), world_size=2)
     plan, runtime = choose(GPT_OSS, world, RuntimeConfig(), captured=True)
     assert (runtime.dispatcher, runtime.executor) == (plan.dispatcher, plan.executor)
-    assert plan.executor == "humming"
+    assert plan.executor == "triton_grouped"
 
 
 def test_under_graph_capture_only_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
