@@ -31,6 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -129,12 +130,21 @@ def warm_layer(context: Any, config: str, most: int, options: dict[str, Any]) ->
 
 
 def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str, str], log: Path, meet: Any) -> None:
-    """One DP rank: start vLLM, measure every batch, write `log`.json."""
+    """One DP rank, its output into `log`."""
     os.setsid()
     os.environ.update(environment, VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank))
     with log.open("w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
+    try:
+        measure(rank, a, folder, log, meet)
+    except BaseException:  # noqa: BLE001  (told, and the process ends)
+        traceback.print_exc()
+        os._exit(1)  # an orderly end would wait for vLLM's own processes, which wait for each other
+
+
+def measure(rank: int, a: argparse.Namespace, folder: Path, log: Path, meet: Any) -> None:
+    """Start vLLM, measure every batch, write `log`.json."""
     started = time.perf_counter()
     from vllm import LLM, SamplingParams
 
@@ -163,19 +173,20 @@ def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str
         llm.collective_rpc(lively())  # not apply_model: that pickles its function as an argument
     ready = time.perf_counter() - started
 
-    plain = llm.llm_engine.step
+    core = llm.llm_engine.engine_core
+    plain = core.get_output  # LLM.generate asks the step for whole answers only; this has each token
 
     def generate(batch: int) -> tuple[float, list[int]]:
         """(seconds a step, one sequence's tokens)."""
         stamps: list[float] = []
 
-        def step() -> Any:
-            outputs = plain()
-            if len(outputs) == batch:
+        def get_output() -> Any:
+            found = plain()
+            if len(found.outputs) == batch:
                 stamps.append(time.perf_counter())
-            return outputs
+            return found
 
-        llm.llm_engine.step = step  # type: ignore[method-assign]
+        core.get_output = get_output  # type: ignore[method-assign]
         prompts = [{"prompt_token_ids": [5 + rank, 7 + i, 11]} for i in range(batch)]
         sampling = SamplingParams(temperature=0, max_tokens=a.tokens, ignore_eos=True, detokenize=False)
         meet.wait(a.timeout)
