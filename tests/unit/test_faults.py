@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,6 +24,7 @@ from eprt.config import MoEConfig, ParallelConfig
 from eprt.conformance import faults
 from eprt.conformance.autopsy import RankReport
 from eprt.conformance.faults import matrix
+from eprt.conformance.faults import trial as one_trial
 from eprt.conformance.harness import WorldFailed, launch
 from eprt.conformance.rank_process import Raised
 from eprt.dispatch import DISPATCHERS
@@ -488,3 +491,18 @@ def test_a_soak_counts_what_the_process_holds() -> None:
     assert seen[-1].descriptors == seen[2].descriptors
     assert seen[-1].threads == seen[2].threads
     assert 0 < seen[-1].resident_mb < 10_000
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_shared_memory_that_stays_is_left_over_and_what_passes_is_not(monkeypatch, stays: bool) -> None:
+    monkeypatch.setattr(one_trial, "_MOMENT_S", 0.5)
+    before = one_trial.footprint()
+    file, path = tempfile.mkstemp(prefix="eprt-", dir="/dev/shm")
+    os.close(file)
+    others = threading.Timer(0.1, lambda: None if stays else Path(path).unlink())
+    others.start()
+    try:
+        assert (path in one_trial.outlived(before)) == stays
+    finally:
+        others.join()
+        Path(path).unlink(missing_ok=True)

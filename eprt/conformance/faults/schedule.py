@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from eprt.conformance.faults.matrix import Trial
-from eprt.conformance.faults.trial import Result, footprint, run_trial
+from eprt.conformance.faults.trial import Result, footprint, outlived, run_trial
 from eprt.conformance.harness import WorldPool
 
 _KILL_AGAIN_S = 0.1
@@ -34,7 +34,7 @@ def run_trials(trials: Sequence[Trial], jobs: int = 1) -> Generator[Result]:
             yield from _in_turn(list(trials), jobs, partial(threads.submit, run), running)
         finally:
             worlds.end(running)
-    if jobs > 1 and (left := sorted(footprint() - before)) and trials:
+    if jobs > 1 and (left := outlived(before)) and trials:
         yield Result(trials[-1], failed="shared memory outlived the trials", leftovers=tuple(left))
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,6 +25,7 @@ START_S = {"cpu": 60.0, "cuda": 90.0}
 PATIENT_START_S = {"cpu": 60.0, "cuda": 300.0}
 _GONE = ("gone", "Z", "X")
 _LOOK_S = 0.05
+_MOMENT_S = 3.0
 Holding = Callable[[WorldPool], AbstractContextManager[object]]
 
 
@@ -118,7 +120,7 @@ def _try(trial: Trial, alone: bool, holding: Holding, patient: bool) -> Result:
         diaries = [_read(folder / f"rank{rank}") for rank in range(trial.world)]
     leftovers = [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
     leftovers += [str(folder_of_pool)] if folder_of_pool is not None and folder_of_pool.exists() else []
-    leftovers += sorted(footprint() - before) if alone else []
+    leftovers += outlived(before) if alone else []
     return judge(trial, reports, diaries, at, leftovers, failed)
 
 
@@ -232,6 +234,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
+
+
+def outlived(before: set[str]) -> list[str]:
+    """Shared memory that is there to stay. Other programs' Worlds on this machine have a file for a moment, until all
+    their ranks have mapped it."""
+    deadline = time.monotonic() + _MOMENT_S
+    while (left := footprint() - before) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        before |= footprint() - left  # what came later is somebody else's
+    return sorted(left)
 
 
 def footprint() -> set[str]:
