@@ -16,6 +16,7 @@ from typing import Any
 from eprt.bench.experts import SHAPES
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
+from eprt.plan.measured import sizes_of_experts
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results")
@@ -44,19 +45,10 @@ def experts(rows: list[dict[str, Any]]) -> Sized:
         usual = row["local_rows"] and row.get("activations", "bf16") == "bf16"
         if usual and row["executor"] in EXECUTORS and (row["executor"], row["shape"]) != LEFT_OUT:
             shape = SHAPES[row["shape"]]
-            config = shape.config
-            sizes = {
-                "weight_format": config.weight_format,
-                "hidden": config.hidden_size,
-                "intermediate": config.intermediate_size,
-                "top_k": config.top_k,
-                "local_experts": config.num_experts // shape.ep_size,
-                "experts": config.num_experts,
-                "tokens": row["tokens"],
-                "rows": row["local_rows"],
-            }
-            hit = sizes["local_experts"] * row["weights_us"] / most[row["executor"], row["shape"]]
-            yield sizes | {"hit": round(hit)}, row["executor"], round(row["us"], 1)
+            local = shape.config.num_experts // shape.ep_size
+            hit = round(local * row["weights_us"] / most[row["executor"], row["shape"]])
+            drawn = {"tokens": row["tokens"], "rows": row["local_rows"], "hit": hit}
+            yield sizes_of_experts(shape.config, local) | drawn, row["executor"], round(row["us"], 1)
 
 
 def table(kind: str, file: str, found: Sized) -> dict[str, Any]:

@@ -10,8 +10,8 @@
 #   --only A,B        these parts, in the table's order        --list   name the parts and their commands
 #   --rehearse        the same commands, tiny, on the CPU (what times GPU kernels must refuse for want of a GPU)
 #
-# Benches keep what they found when they are ended; faults and vllm_* go on with it the next time. Exit code: how many parts failed. Uses .venv if there is one, else
-# PYTHON (default python3).
+# Benches keep what they found when they are ended; faults and vllm_* go on with it the next time. Exit code: how many
+# parts failed. Uses .venv if there is one, else PYTHON (default python3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 gpus=${1:-} out=benchmarks/results seconds=36000 only="" rehearse="" list=""

@@ -175,24 +175,34 @@ def router() -> str:
     return f"{table(['router', 'tokens', *tokens, 'host'], lines)}\n\n{source('router_h200')}"
 
 
+STEPS = "step_h200_x2"
+
+
+def steps() -> tuple[list[int], dict[str, dict[tuple[str, int], float]]]:
+    """Tokens a rank, and of each model (path, tokens) -> milliseconds."""
+    rows: Rows = result(STEPS)["rows"]
+    found: dict[str, dict[tuple[str, int], float]] = {}
+    for r in rows:
+        found.setdefault(r["model"], {})[r["path"], r["tokens"]] = r["step_p50_us"] / 1e3
+    return sorted({r["tokens"] for r in rows}), found
+
+
 def step() -> str:
     """Of each model: milliseconds, and the step graph over transformers' own."""
-    rows: Rows = result("step_h200_x2")["rows"]
-    tokens, lines = sorted({r["tokens"] for r in rows}), list[list[str]]()
-    for model in dict.fromkeys(r["model"] for r in rows):
-        of = {(r["path"], r["tokens"]): r["step_p50_us"] / 1e3 for r in rows if r["model"] == model}
+    lines: list[list[str]] = []
+    tokens, models = steps()
+    for model, of in models.items():
         for path in dict.fromkeys(path for path, _ in of):
             lines.append(line(f"{model}: {path}", tokens, lambda n, of=of, path=path: f"{of[path, n]:.2f}"))
         for one, other in (("step graph", "transformers graph"), ("in a step", "transformers")):
             over = line(f"{one} / {other}", tokens, lambda n, of=of, a=one, b=other: ratio(of[a, n], of[b, n]))
             lines.append(over)
-    return f"{table(['step, tokens a rank', *tokens], lines)}\n\n{source('step_h200_x2')}"
+    return f"{table(['step, tokens a rank', *tokens], lines)}\n\n{source(STEPS)}"
 
 
 EXPERTS = ("experts_grouped_h200", "experts_fp8_activations_h200", "experts_h200")
 PEERS = "experts_peers_h200"
 DECODES = ("torch_grouped",)  # computes with bf16 weights, whatever they came in
-FP8_ACTIVATIONS = "{}, FP8 activations"
 
 
 def experts() -> str:
@@ -206,16 +216,19 @@ def experts() -> str:
 
 def expert_lines(rows: Rows, tokens: list[int]) -> list[list[str]]:
     """Of one shape: every executor's times, the fastest in all first, and the floor."""
-    quantised = [r for r in rows if r["executor"] == OURS and r.get("activations") == "fp8"]
-    labels = {id(r): FP8_ACTIVATIONS.format(f"`{OURS}`") for r in quantised}
-    of = {(labels.get(id(r), f"`{r['executor']}`"), r["tokens"]): r for r in rows}
+
+    def label(row: dict[str, Any]) -> str:
+        quantised = row["executor"] == OURS and row.get("activations") == "fp8"
+        return f"`{row['executor']}`{', FP8 activations' if quantised else ''}"
+
+    of = {(label(r), r["tokens"]): r for r in rows}
     names = sorted({name for name, _ in of}, key=lambda name: (OURS not in name, of[name, 128]["us"]))
     found = [line(name, tokens, lambda n, name=name: micro(of[name, n]["us"])) for name in names]
     kept = next((r["weight_format"] for r in rows if r["executor"] not in DECODES), "bf16")
     found[0][0] = f"{rows[0]['shape']}, {kept}: {found[0][0]}"
-    floor = line("floor", tokens, lambda n: micro(max(of[names[0], n][c] for c in ("weights_us", "flops_us"))))
-    over = [line(f"{name} / floor", tokens, lambda n, name=name: f"{of[name, n]['ratio']:.2f}") for name in names[:1]]
-    return [*found, floor, *over]
+    first = names[0]
+    floor = line("floor", tokens, lambda n: micro(max(of[first, n][c] for c in ("weights_us", "flops_us"))))
+    return [*found, floor, line(f"{first} / floor", tokens, lambda n: f"{of[first, n]['ratio']:.2f}")]
 
 
 def peers() -> str:
@@ -388,14 +401,12 @@ def readme_dispatch() -> str:
 
 def readme_step() -> str:
     """The fastest ways of either."""
-    name = "step_h200_x2"
-    rows: Rows = result(name)["rows"]
-    tokens, lines = sorted({r["tokens"] for r in rows}), list[list[str]]()
-    for model in dict.fromkeys(r["model"] for r in rows):
-        of = {(r["path"], r["tokens"]): r["step_p50_us"] / 1e3 for r in rows if r["model"] == model}
+    lines: list[list[str]] = []
+    tokens, models = steps()
+    for model, of in models.items():
         for label, path in (("transformers, bf16", "transformers graph"), ("eprt", "step graph")):
             lines.append(line(f"{model}: {label}", tokens, lambda n, of=of, path=path: f"{of[path, n]:.2f}"))
-    return f"{table(['tokens a rank', *tokens], lines)}\n\n{source(name)}"
+    return f"{table(['tokens a rank', *tokens], lines)}\n\n{source(STEPS)}"
 
 
 TABLES: dict[str, Callable[[], str]] = {

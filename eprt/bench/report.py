@@ -49,11 +49,11 @@ class Report:
         content = self.as_dict()
         rows = ",\n  ".join(json.dumps(row) for row in content.pop("rows"))
         head = json.dumps(content, indent=1).removesuffix("\n}")
-        _replace(path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
+        write_whole(path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
 
 
-def _replace(path: Path, text: str) -> None:
-    """Whole at any moment, where it is a file."""
+def write_whole(path: Path, text: str) -> None:
+    """Whoever reads meanwhile sees the old file or the new one, where it is a file. Makes its folder."""
     path = path.resolve()
     if path.exists() and not path.is_file():  # /dev/stdout
         path.write_text(text)

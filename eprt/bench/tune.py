@@ -22,6 +22,8 @@ from eprt.errors import EprtError, RankLost
 from eprt.experts import EXECUTORS, executor_spec, make_executor
 from eprt.experts.tuning import device_microseconds, sample_ids
 from eprt.placement import ExpertPlacement
+from eprt.plan.measured import sizes_of_experts
+from eprt.rounding import ceil_div
 from eprt.support import Device, Requirement
 from eprt.tokens import FlatTokens, Payload
 
@@ -137,14 +139,7 @@ def dispatch_table(sm: int, ranks: int, found: Sequence[tuple[DispatchCase, list
 
 def experts_table(sm: int, config: MoEConfig, ranks: int, found: dict[str, list[ExpertTimes]]) -> dict[str, Any]:
     """Rows of the plan: the slowest rank."""
-    sizes = {
-        "weight_format": config.weight_format,
-        "hidden": config.hidden_size,
-        "intermediate": config.intermediate_size,
-        "top_k": config.top_k,
-        "experts": config.num_experts,
-        "local_experts": -(-config.num_experts // ranks),
-    }
+    sizes = sizes_of_experts(config, ceil_div(config.num_experts, ranks))
     rows: dict[int, dict[str, Any]] = {}
     for name, by_rank in found.items():
         everywhere = set(by_rank[0].us).intersection(*(rank.us for rank in by_rank))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from eprt.bench.report import Report
@@ -33,9 +32,16 @@ def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
     for shape in arguments.shapes:
         shape_config(shape)
     with ranks(arguments.world, arguments.device) as workers:
-        first = LayerCase("tiny", arguments.tokens, arguments.dispatcher, arguments.executor)
-        first = replace(first, low_precision_activations=arguments.low_precision_activations)
-        asked = [replace(first, shape=shape) for shape in arguments.shapes]
+        asked = [
+            LayerCase(
+                shape,
+                arguments.tokens,
+                arguments.dispatcher,
+                arguments.executor,
+                low_precision_activations=arguments.low_precision_activations,
+            )
+            for shape in arguments.shapes
+        ]
         cases, notes = asked, list[str]()
         if arguments.every_pair:
             found = [workers.run(pairs_here, case=case)[0] for case in asked]

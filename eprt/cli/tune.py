@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from eprt.bench.report import Report
+from eprt.bench.report import Report, write_whole
 from eprt.cli.arguments import Tune
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import Ranks, ranks
@@ -46,10 +46,7 @@ def tune(arguments: Tune, terminal: Terminal) -> int:
     before = {phase: _plan(config, parallel, phase, most, device) for phase in PHASES}
     path = own_path()
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".new")
-        beside.write_text(json.dumps(_merged(own_tables(), tables), indent=1) + "\n")
-        beside.replace(path)  # whoever reads meanwhile sees the old file or the new one
+        write_whole(path, json.dumps(_merged(own_tables(), tables), indent=1) + "\n")
     after = {phase: _plan(config, parallel, phase, most, device) for phase in PHASES}
     terminal.table(
         f"What is chosen for {arguments.model} on {workers.size} x {device}, {most} tokens a rank at most",

@@ -52,16 +52,21 @@ def dispatch_time(name: str, config: MoEConfig, tokens: int, ranks: int, sm: int
 
 def experts_time(name: str, config: MoEConfig, local_experts: int, tokens: int, sm: int) -> Row | None:
     """One rank's experts, if they were measured; `tokens` counts all ranks' tokens."""
-    wanted = {
+    wanted = sizes_of_experts(config, local_experts)
+    what = f"{config.weight_format}, hidden {config.hidden_size}, {local_experts} of {config.num_experts} experts"
+    return _answer("experts", name, sm, wanted, tokens, what, "tokens of all ranks")
+
+
+def sizes_of_experts(config: MoEConfig, local_experts: int) -> dict[str, Any]:
+    """What a row of experts is of, its tokens aside."""
+    return {
+        "weight_format": config.weight_format,
         "hidden": config.hidden_size,
         "intermediate": config.intermediate_size,
         "top_k": config.top_k,
-        "experts": config.num_experts,
         "local_experts": local_experts,
-        "weight_format": config.weight_format,
+        "experts": config.num_experts,
     }
-    what = f"{config.weight_format}, hidden {config.hidden_size}, {local_experts} of {config.num_experts} experts"
-    return _answer("experts", name, sm, wanted, tokens, what, "tokens of all ranks")
 
 
 def shipped(kind: str) -> Iterator[tuple[int, dict[str, Any]]]:

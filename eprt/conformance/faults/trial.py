@@ -40,7 +40,7 @@ class Result:
         culprit: whether all named the victim (or, for a mismatch, all saw the same table); None where nobody can know.
         wrong: outputs that weren't what the formula gives.
         leftovers: processes, folders and shared memory that outlived the trial.
-        failed: what kept the trial from taking place; "" if nothing did.
+        failed: what kept the trial from taking place, or how ranks ended where nothing was to break; "" if nothing did.
         again: what kept it from that at first, if it was started twice.
     """
 
@@ -239,10 +239,10 @@ def _rounded(seconds: float | None) -> float | None:
 def outlived(before: set[str]) -> list[str]:
     """Shared memory that is there to stay. Other programs' Worlds on this machine have a file for a moment, until all
     their ranks have mapped it."""
-    deadline = time.monotonic() + _MOMENT_S
-    while (left := footprint() - before) and time.monotonic() < deadline:
+    left, deadline = footprint() - before, time.monotonic() + _MOMENT_S
+    while left and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
-        before |= footprint() - left  # what came later is somebody else's
+        left &= footprint()
     return sorted(left)
 
 

@@ -66,7 +66,7 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
         (24, Schedule(32, Tile(128, 128, 4, 4, 2, swap=True), Tile(128, 128, 3, 4, 3, swap=True))),
         (ANY, Schedule(64, Tile(128, 128, 4, 4, 2), Tile(128, 128, 4, 4, 2))),
     ),
-    # As w8a8, with as many stages as leave room for tokens of twice the width. Not timed.
+    # As w8a8, with as many stages as leave room for tokens of twice the width; not searched.
     "w8a16": (
         (12, Schedule(16, Tile(128, 128, 5, 4, 2, swap=True), Tile(128, 128, 3, 4, 3, swap=True))),
         (24, Schedule(32, Tile(128, 128, 4, 4, 2, swap=True), Tile(128, 128, 4, 4, 2, swap=True))),
