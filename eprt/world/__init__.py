@@ -26,6 +26,7 @@ from eprt.world.groups import (
     host_device,
     init_default_group,
     local_device,
+    make_splittable,
     meet_in_environment,
     meet_in_group,
     place,
@@ -350,6 +351,7 @@ def _meshes(device: torch.device, parallel: ParallelConfig) -> list[DeviceMesh]:
     """("dp", "attention_tp") and ("ep", "moe_tp")."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        make_splittable(dist.distributed_c10d._get_default_group())
     shapes = ((parallel.dp_size, parallel.attention_tp_size), (parallel.ep_size, parallel.moe_tp_size))
     return [
         init_device_mesh(device.type, shape, mesh_dim_names=names)

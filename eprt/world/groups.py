@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -175,6 +176,18 @@ def init_default_group(met: Meeting, device: torch.device, timeout_s: float) -> 
         timeout=timedelta(seconds=2 * timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def make_splittable(default: dist.ProcessGroup) -> None:
+    """Before the default group is split, as DeviceMesh does on GPUs: its gloo part then reads a list of ranks that only
+    a process's first gloo group finds without being told; for a later one torch (2.10 to 2.13) reads address 0
+    (ProcessGroupGloo::groupRanks)."""
+    try:
+        options: Any = default._get_backend(torch.device("cpu")).options
+    except RuntimeError:  # the host's group has no backend for CPUs
+        return
+    if hasattr(options, "global_ranks_in_group") and not options.global_ranks_in_group:
+        options.global_ranks_in_group = list(range(default.size()))
 
 
 def control_group(met: Meeting, timeout_s: float) -> dist.ProcessGroupGloo:

@@ -152,6 +152,11 @@ def test_use_after_close_is_a_typed_error_and_a_new_world_works() -> None:
         assert all("closed" in line for line in found)
 
 
+def test_a_process_can_split_the_default_group_of_its_second_world() -> None:
+    """torch alone ends by SIGSEGV there."""
+    assert launch(jobs.split_of_a_second_default_group, 2) == [[1, 1]] * 2
+
+
 def test_a_world_of_one_needs_no_process_group() -> None:
     with World.from_env("cpu") as world:
         assert (world.rank, world.size, world.group) == (0, 1, None)

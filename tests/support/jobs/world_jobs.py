@@ -18,6 +18,7 @@ from eprt.errors import EprtError, RankLost, UsageError
 from eprt.support import Device
 from eprt.tokens import TopK
 from eprt.world import World
+from eprt.world.groups import make_splittable
 
 CONFIG = MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=8)
 
@@ -176,6 +177,18 @@ def use_after_close(context) -> list[str]:
             found.append(f"{type(error).__name__}: {error}")
     again = context.world(timeout_s=20.0)
     _step(make_dispatcher("none", again, CONFIG, RuntimeConfig()), 1)
+    return found
+
+
+def split_of_a_second_default_group(context) -> list[int]:
+    """Worlds one after another; each one's default group, split as DeviceMesh does on GPUs."""
+    found: list[int] = []
+    for name in ("first", "second"):
+        with context.world():
+            default = dist.distributed_c10d._get_default_group()
+            make_splittable(default)
+            part = default.split_group([context.rank], None, None, f"{name} {context.rank}", "")
+            found.append(part.size())
     return found
 
 
