@@ -179,15 +179,13 @@ def init_default_group(met: Meeting, device: torch.device, timeout_s: float) -> 
 
 
 def make_splittable(default: dist.ProcessGroup) -> None:
-    """Before the default group is split, as DeviceMesh does on GPUs: its gloo part then reads a list of ranks that only
-    a process's first gloo group finds without being told; for a later one torch (2.10 to 2.13) reads address 0
-    (ProcessGroupGloo::groupRanks)."""
-    try:
-        options: Any = default._get_backend(torch.device("cpu")).options
-    except RuntimeError:  # the host's group has no backend for CPUs
-        return
-    if hasattr(options, "global_ranks_in_group") and not options.global_ranks_in_group:
-        options.global_ranks_in_group = list(range(default.size()))
+    """Before the default group is split, as DeviceMesh does on GPUs: its backends then read a list of ranks that only a
+    process's first group of each kind finds without being told; for a later one torch (2.10 to 2.13) reads address 0
+    (groupRanks of ProcessGroupGloo and ProcessGroupNCCL)."""
+    for device in default._device_types:
+        options: Any = default._get_backend(device).options
+        if not options.global_ranks_in_group:
+            options.global_ranks_in_group = list(range(default.size()))
 
 
 def control_group(met: Meeting, timeout_s: float) -> dist.ProcessGroupGloo:
