@@ -31,6 +31,7 @@ COLUMNS = (
     "culprit",
     "late",
     "wrong",
+    "nan",
     "left",
 )
 
@@ -118,6 +119,7 @@ def _line(results: list[faults.Result]) -> list[object]:
         f"{sum(known)}/{len(known)}" if known else "-",
         sum(result.late for result in results),
         sum(result.wrong for result in results),
+        sum(result.nan for result in results),
         sum(len(result.leftovers) for result in results),
     ]
 

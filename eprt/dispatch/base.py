@@ -28,6 +28,7 @@ from eprt.dispatch.transport import Transport
 from eprt.errors import EprtError, UsageError
 from eprt.rounding import ceil_div
 from eprt.tokens import TopK
+from eprt.world.step import BROKEN_OFF
 
 if TYPE_CHECKING:
     from eprt.world import World
@@ -273,9 +274,12 @@ class Dispatcher(Transport):
         self._close()
 
     def _abandon(self, handle: Handle) -> None:
-        """An open handle won't be combined."""
+        """An open handle won't be combined. Peers that combine it may get NaN for this rank's part: the next step says
+        so, unless all ranks broke this call off."""
         if self._open.get(handle.call) is handle:
             del self._open[handle.call]
+            if not self._capturing():
+                self.world.log_call(self.layer, BROKEN_OFF)
         if handle.generation == self.world.generation:
             self._release(handle)
 

@@ -222,7 +222,9 @@ class World(Membership):
         see it; two steps at once are refused.
 
         An exception passes through. If it was the same on all ranks, go on with the next step; if this rank alone
-        raised, its peers wait in the step until it ends its World or process, and are told then (RankLost).
+        raised, its peers wait in the step until it ends its World or process, and are told then (RankLost). On GPUs
+        they may get NaN for this rank's part instead of waiting: they are told as they begin their next step, also if
+        this rank goes on (WorldMismatch).
 
         Args:
             num_tokens: T, most tokens this rank hands to a layer inside.

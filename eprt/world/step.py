@@ -12,6 +12,7 @@ from eprt.errors import InputError
 
 MAX_WORDS = 8
 _INT64 = 1 << 63
+BROKEN_OFF = -1  # in a call log, for a layer: its last call was dispatched and never combined
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class CallLog:
     @property
     def settings(self) -> dict[str, str]:
         """What the fingerprint was made of, for the table of ranks that disagree."""
-        names = " ".join(str(layer) for layer, _ in self.calls)
+        names = " ".join(
+            f"({layer} broken off)" if fingerprint == BROKEN_OFF else str(layer) for layer, fingerprint in self.calls
+        )
         return {"layers of the last step": f"{names or 'none'}{', then an error' if self.failed else ''}"}
 
 

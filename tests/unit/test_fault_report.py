@@ -188,7 +188,8 @@ def test_a_signal_ends_all_ranks_at_once_and_keeps_the_table(tmp_path: Path, num
     assert found["notes"] == [f"partial: {ran} of 200 cells ran; --resume runs the others"]
     assert all(row["ok"] for row in found["rows"]), "none that was cut short is counted"
     assert f"{len(found['rows'])} of {len(found['rows'])} trials as promised" in stdout
-    assert stderr.count("/202: ") == len(found["rows"])
+    # The file has a result before the terminal does, and the signal may come in between.
+    assert len(found["rows"]) - stderr.count("/202: ") in (0, 1)
     wait_until_gone(below)
 
 

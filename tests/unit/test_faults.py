@@ -472,6 +472,17 @@ def test_going_on_counts_only_with_a_right_output_in_time() -> None:
     assert (found.ok, found.wrong) == (False, 1)
 
 
+def test_nan_in_the_step_of_the_fault_counts_only_with_a_verdict() -> None:
+    trial = faults.Trial("raise", "experts", 1, "symm", 2, "cuda")
+    victim = RankReport(1, "raised", raised=Raised("Deliberate", "", "", at=100.0))
+    told = RankReport(0, "raised", raised=Raised("RankLost", "rank 1 raised: Deliberate", "", 101.0, 1, "raised"))
+    for report, right in ((told, True), (RankReport(0, "ok"), False)):
+        found = faults.judge(trial, [report, victim], [{"nan": True}, {}], 100.0)
+        assert (found.ok, found.nan, found.wrong) == (right, 1, 0)
+    nan = RankReport(0, "raised", raised=Raised("NoNumbers", "step 6", "", at=101.5))
+    assert faults.judge(trial, [nan, victim], [{}, {}], 100.0).wrong == 1
+
+
 def test_the_matrix_sees_wrong_numbers() -> None:
     """Experts that are off by a little are found by the formula, in one process."""
     from eprt.world import World

@@ -79,6 +79,19 @@ def test_ranks_that_called_other_layers_are_told_at_the_next_step(pools, how: in
             assert told.splitlines()[-1].endswith(f" {rank_1}")
 
 
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_a_call_that_some_ranks_broke_off_is_told_at_the_next_step(pools, ranks: tuple[int, ...]) -> None:
+    """Their peers may have got NaN for it."""
+    (told, then), other = pools(2).run(jobs.a_call_broken_off, ranks=ranks)
+    assert (told, then) == other
+    assert then == "nothing was raised"
+    if ranks == (0, 1):
+        assert told == then
+    else:
+        assert told.startswith("WorldMismatch: the ranks disagree about this call (fingerprint")
+        assert told.splitlines()[-1].endswith("0 (0 broken off)")
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [("on every rank", "InputError: the caller's own"), ("on rank 1", "InputError: rank 1: hidden_states is (4, 15)")],

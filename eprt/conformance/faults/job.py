@@ -49,6 +49,10 @@ class WrongOutput(EprtError):
     """A step returned numbers that the formula doesn't give."""
 
 
+class NoNumbers(WrongOutput):
+    """A step returned NaN, as peers of a rank that broke off a call do on GPUs: the next step has to say why."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """One rank's tokens of a step, on the CPU: hidden float32 [T, H], shares [T, K], ids [T, K]."""
@@ -136,6 +140,8 @@ class Job:
             self.layer.dispatcher.check_peers()
 
     def check(self, batch: Batch, found: torch.Tensor, number: int) -> None:
+        if bool(found.isnan().any()):
+            raise NoNumbers(f"step {number}, rank {self.world.rank}: NaN")
         expected = self.expected(batch)
         if not bool((found - expected).norm() <= TOLERANCE[self.world.device.type] * expected.norm()):
             words = f"step {number}, rank {self.world.rank}: {found.norm():.4f} for {expected.norm():.4f}"
@@ -238,6 +244,10 @@ def _run(context: RankContext, trial: Trial, diary: Diary, folder: Path) -> None
                 diary.note(resumed_at=time.monotonic())
         except Skipped:
             pass
+        except NoNumbers:
+            if trial.fault == "none" or step != FAULT_STEP:
+                raise
+            diary.note(nan=True)
         except RankLost as lost:
             diary.note(verdict_at=time.monotonic(), words=str(lost), why=lost.why, ranks=list(lost.ranks))
             if trial.then == "restart":

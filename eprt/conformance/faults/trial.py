@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eprt.conformance.autopsy import state_of
-from eprt.conformance.faults.job import ready, run
+from eprt.conformance.faults.job import NoNumbers, WrongOutput, ready, run
 from eprt.conformance.faults.matrix import Trial
 from eprt.conformance.harness import RankReport, WorldFailed, WorldPool
 from eprt.conformance.scratch import Scratch
@@ -23,6 +23,7 @@ from eprt.world.guard import EXIT_CODE, LAST_WORDS
 # To make processes, Worlds and layers, which isn't what is timed; and where kernels are compiled, too.
 START_S = {"cpu": 60.0, "cuda": 90.0}
 PATIENT_START_S = {"cpu": 60.0, "cuda": 300.0}
+WRONG = (WrongOutput.__name__, NoNumbers.__name__)
 _GONE = ("gone", "Z", "X")
 _LOOK_S = 0.05
 _MOMENT_S = 3.0
@@ -39,6 +40,7 @@ class Result:
         verdicts: what the survivors said, each wording once.
         culprit: whether all named the victim (or, for a mismatch, all saw the same table); None where nobody can know.
         wrong: outputs that weren't what the formula gives.
+        nan: outputs that were NaN in the step of the fault; whoever got one still needs a verdict.
         leftovers: processes, folders and shared memory that outlived the trial.
         failed: what kept the trial from taking place, or how ranks ended where nothing was to break; "" if nothing did.
         again: what kept it from that at first, if it was started twice.
@@ -50,6 +52,7 @@ class Result:
     verdicts: tuple[str, ...] = ()
     culprit: bool | None = None
     wrong: int = 0
+    nan: int = 0
     leftovers: tuple[str, ...] = ()
     failed: str = ""
     again: str = ""
@@ -59,7 +62,8 @@ class Result:
         """What `as_row` made a row of."""
         trial = Trial(**{field.name: row[field.name] for field in fields(Trial)})
         names = ("seconds", "resumed", "culprit", "wrong", "failed")
-        found: dict[str, Any] = {name: row[name] for name in names} | {"again": row.get("again", "")}
+        found: dict[str, Any] = {name: row[name] for name in names}
+        found |= {"again": row.get("again", ""), "nan": row.get("nan", 0)}
         found |= {name: tuple(row[name]) for name in ("verdicts", "leftovers")}
         return cls(trial, **found)
 
@@ -78,7 +82,7 @@ class Result:
 
     def as_row(self) -> dict[str, Any]:
         found = {"seconds": _rounded(self.seconds), "limit_s": self.trial.limit_s, "resumed": _rounded(self.resumed)}
-        found |= {"culprit": self.culprit, "unknowable": self.trial.unknowable, "wrong": self.wrong}
+        found |= {"culprit": self.culprit, "unknowable": self.trial.unknowable, "wrong": self.wrong, "nan": self.nan}
         found |= {"leftovers": list(self.leftovers), "ok": self.ok, "failed": self.failed, "again": self.again}
         return {**asdict(self.trial), **found, "verdicts": list(self.verdicts)}
 
@@ -133,7 +137,7 @@ def judge(
     failed: str = "",
 ) -> Result:
     """What the ranks' reports (none if all finished) and diaries amount to."""
-    wrong = sum(report.raised is not None and report.raised.error == "WrongOutput" for report in reports)
+    wrong = sum(report.raised is not None and report.raised.error in WRONG for report in reports)
     left = tuple(leftovers)
     if trial.fault == "none":
         said = tuple(sorted({report.describe() for report in reports}))
@@ -160,6 +164,7 @@ def judge(
         verdicts=words,
         culprit=None if trial.unknowable else whole and len(words) == 1 and all(v.names(trial) for v in found),
         wrong=wrong,
+        nan=sum("nan" in diary for diary in diaries),
         leftovers=left,
         failed=failed,
     )

@@ -129,6 +129,24 @@ def other_layers(context, how):
     return said(step), said(step)
 
 
+def a_call_broken_off(context, ranks):
+    """`ranks` drop a call after dispatch; the others haven't combined it yet. (what this rank is told, and then)"""
+    moe = kept(context)
+    world, dispatcher = moe.world, moe.dispatcher
+    with world.step(1):
+        sent = dispatcher.dispatch(tokens_of(context.rank, 1), good_routing(1))
+        if context.rank in ranks:
+            sent.handle.close()
+
+    def step():
+        with world.step(1):
+            pass
+
+    told = said(step)
+    sent.handle.close()
+    return told, said(step)
+
+
 def an_error_inside(context, kind):
     """Rank 1 raises inside a step. (what this rank is told, whether the next step works)"""
     moe = kept(context)
