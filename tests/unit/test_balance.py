@@ -144,6 +144,15 @@ def test_even_experts_get_no_replica(E, ranks, slots) -> None:
     assert plan_placement([0] * E, ParallelConfig(ranks), slots).slots.count(EMPTY) == slots - E
 
 
+def test_experts_that_are_about_even_stay_in_order() -> None:
+    counts = [1000 + 7 * (expert * 37 % 11) for expert in range(32)]
+    plan = plan_placement(counts, ParallelConfig(4), 40)
+    in_order = [expert for rank in range(4) for expert in (*range(8 * rank, 8 * rank + 8), EMPTY, EMPTY)]
+    assert list(plan.slots) == in_order
+    counts[0] *= 3
+    assert plan_placement(counts, ParallelConfig(4), 40).slots != plan.slots
+
+
 def test_ranks_that_experts_do_not_fill_evenly_get_replicas() -> None:
     counts, parallel = [3] * 4, ParallelConfig(3)
     assert max(rank_loads(counts, plan_placement(counts, parallel, 6))) < max(
