@@ -19,16 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from one_rank import executor_of
 
-from eprt.bench.experts import SHAPES, Ceilings, random_experts
-from eprt.config import ParallelConfig, RuntimeConfig
-from eprt.experts import make_executor
+from eprt.bench.experts import SHAPES, Ceilings
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.launch import Gemm, Rows
 from eprt.experts.grouped.schedules import Schedule, Tile, choose
 from eprt.experts.place_triton import WorkList, list_slots
 from eprt.experts.tuning import device_microseconds, sample_ids
-from eprt.placement import ExpertPlacement
 from eprt.rounding import round_up
 
 TOKENS = (8, 32, 128, 512, 2048, 8192)
@@ -175,12 +173,8 @@ def main(path: str, shapes: list[str]) -> None:
     ceilings = Ceilings.measure(device)
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "limits": ceilings.as_dict(), "shapes": {}}
     for shape in shapes:
-        config = SHAPES[shape].config
-        shard = ExpertPlacement(config.num_experts, ParallelConfig(SHAPES[shape].ep_size)).shard(0)
-        weights = random_experts(config, shard.num_local_experts, device)
-        executor = make_executor("triton_grouped", config, shard, weights, device, RuntimeConfig(), "flat")
+        executor = executor_of(shape, "triton_grouped", device)
         assert isinstance(executor, TritonGroupedExecutor)
-        del weights
         rows = result["shapes"][shape] = []
         for tokens in TOKENS:
             rows.extend(tune(executor, tokens))

@@ -248,6 +248,34 @@ def peers() -> str:
     return f"{table(['experts, tokens of all ranks', *tokens], lines)}\n\n{source(PEERS)}"
 
 
+def profile() -> str:
+    """The GEMMs; other kernels only by their time."""
+    name, lines = "profile_grouped_h200", list[list[str]]()
+    rows: Rows = result(name)["rows"]
+    for shape, tokens in sorted({(r["shape"], r["tokens"]) for r in rows}):
+        of = [r for r in rows if (r["shape"], r["tokens"]) == (shape, tokens)]
+        gemms = [r for r in of if r["kernel"] == "grouped_gemm"]
+        for label, r in zip(("gate and up", "down"), gemms, strict=True):
+            waits = ", ".join(f"{why.replace('_', ' ')} {percent}" for why, percent in list(r["waits"].items())[:4])
+            busy = [f"{r[column]:.0f}" for column in ("tensor", "issue", "dram", "l2")]
+            lines.append([shape, str(tokens), label, micro(r["us"]), *busy, str(r["registers"]), waits])
+        rest = sum(r["us"] for r in of if r not in gemms)
+        lines.append([shape, str(tokens), "list and weighted sum", micro(rest), *[""] * 6])
+    heading = ["shape", "tokens", "kernel", "us", "tensor cores", "issue slots", "memory", "L2", "registers", "waits"]
+    return f"{table(heading, lines)}\n\n{source(name)}"
+
+
+def errors() -> str:
+    name = "executor_errors_h200"
+    rows: Rows = result(name)["rows"]
+    lines = []
+    for shape, executor in dict.fromkeys((r["shape"], r["executor"]) for r in rows):
+        of = {r["tokens"]: r for r in rows if (r["shape"], r["executor"]) == (shape, executor)}
+        lines.append([shape, f"`{executor}`", *(f"{of[n]['error']:.2%} ({of[n]['most']:.2%})" for n in sorted(of))])
+    tokens = sorted({r["tokens"] for r in rows})
+    return f"{table(['shape', 'executor', *(f'{n} tokens' for n in tokens)], lines)}\n\n{source(name)}"
+
+
 LAYERS = ("layer_h200_x2", "layer_fp8_h200_x2", "layer_fp8_activations_h200_x2")
 
 
@@ -339,22 +367,23 @@ FAULTS = {
 MEETING = ("meeting", "groups", "control")
 
 
-def faults() -> str:
-    rows: Rows = result("faults_cpu")["rows"]
+def faults(name: str) -> str:
+    rows: Rows = result(name)["rows"]
     lines = []
     for fault, words in FAULTS.items():
         for when, meets in (("in a step", False), ("while ranks meet", True)):
             these = [r for r in rows if r["fault"] == fault and (r["moment"] in MEETING) == meets]
-            found = [r["seconds"] for r in these]
+            found = [r["seconds"] for r in these if r["ok"]]
             if found:
                 lines.append([f"{words}, {when}", len(found), f"{median(found):.2f}", f"{max(found):.2f}"])
-            went_on = [r["resumed"] for r in these if r.get("resumed") is not None]
+            went_on = [r["resumed"] for r in these if r["ok"] and r.get("resumed") is not None]
             if went_on:
                 said = f"{words}, {when}: first output without it"
                 lines.append([said, len(went_on), f"{median(went_on):.2f}", f"{max(went_on):.2f}"])
-    bad = [r for r in rows if not r["ok"] or not r["culprit"] or r["wrong"] or r["leftovers"]]
-    said = f"{len(rows)} trials, of which {len(bad)} named another rank, gave a wrong output or left something behind."
-    return f"{table(['a rank', 'trials', 'median', 'most'], lines)}\n\n{said} {source('faults_cpu')}"
+    bad, calm = sum(not r["ok"] for r in rows), sum(r["fault"] == "none" for r in rows)
+    said = f"{len(rows)} trials, of which {bad} named another rank, were late, gave a wrong output or left something"
+    controls = f"; in {calm} of them nothing breaks" if calm else ""
+    return f"{table(['a rank', 'trials', 'median', 'most'], lines)}\n\n{said}{controls}. {source(name)}"
 
 
 def soak() -> str:
@@ -420,12 +449,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": step,
     "experts": experts,
     "peers": peers,
+    "profile": profile,
+    "errors": errors,
     "layer": layer,
     "placed": placed,
     "cutedsl_sm90": cutedsl_sm90,
     "vllm": vllm,
     "gpu_tests": gpu_tests,
-    "faults": faults,
+    "faults_cpu": lambda: faults("faults_cpu"),
+    "faults_h200_x2": lambda: faults("faults_h200_x2"),
     "soak": soak,
     "simulated_ep64": simulated_ep64,
 }
