@@ -274,7 +274,8 @@ class RuntimeConfig:
         low_precision_activations: let an executor quantise activations to FP8 (an explicit accuracy trade).
         layer_graphs: `World.warmup` captures each layer's call in CUDA graphs for small R, which eager callers then
             replay: for a model whose attention can't be captured. Calls without a known R, or with a routing of the
-            caller's own, run as they are. `eprt.StepGraphs` captures more and is faster.
+            caller's own, run as they are. `eprt.StepGraphs` captures more and is faster. None: in models that
+            `parallelize` changed, on GPUs, where the pair can be captured; False elsewhere.
     """
 
     dispatcher: str = "auto"
@@ -290,7 +291,7 @@ class RuntimeConfig:
     phase: Literal["prefill", "decode"] = "decode"
     deterministic: bool = False
     low_precision_activations: bool = False
-    layer_graphs: bool = False
+    layer_graphs: bool | None = None
     count_load: bool = False
 
     def __post_init__(self) -> None:

@@ -58,7 +58,9 @@ def load(context: RankContext, job: Job) -> Loaded:
     world = context.world(timeout_s=job.timeout_s)
     finish(context)
     model = load_without_experts(job.directory, dtype="auto", device_map=None).eval().to(world.device)
-    layers = parallelize(model, world, RuntimeConfig(max_tokens_per_rank=job.max_tokens_per_rank))
+    graphs = False if job.graphs else None  # of whole steps instead of layers
+    runtime = RuntimeConfig(max_tokens_per_rank=job.max_tokens_per_rank, layer_graphs=graphs)
+    layers = parallelize(model, world, runtime)
     world.warmup(*layers)
     tokenizer = _tokenizer(job.directory)
     context.cache["generate"] = _Held(model, tokenizer, layers)

@@ -35,11 +35,16 @@ class GraphedLayer(Protocol):
 
 def refusal(layer: GraphedLayer) -> str:
     """Why a call of the layer can't be captured in a CUDA graph, or nothing."""
-    dispatcher, executor = layer.plan.dispatcher, layer.plan.executor
+    return refusal_of(layer.plan, layer.dispatcher.full_validation)
+
+
+def refusal_of(plan: Plan, full_validation: bool) -> str:
+    """The same of a layer that isn't built yet."""
+    dispatcher, executor = plan.dispatcher, plan.executor
     refusals = [
         (not DISPATCHERS[dispatcher].graph_safe, f"dispatcher {dispatcher} reads sizes on the host in every call"),
         (not EXECUTORS[executor].graph_safe, f"executor {executor} isn't made for fixed shapes without a host sync"),
-        (layer.dispatcher.full_validation, 'validate="full" reads values on the host; use "cheap"'),
+        (full_validation, 'validate="full" reads values on the host; use "cheap"'),
     ]
     return "; ".join(reason for failed, reason in refusals if failed)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,12 @@ pytest.importorskip("transformers", reason="the witness is transformers: pip ins
 
 from support.cases.transformers_blocks import BLOCKS, DISTINCT, ROWS, VOCABULARY
 from support.jobs.transformers_jobs import PATHS, TOLERANCE, Sample, compare_blocks
+
+from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.conformance.cases import CONFIGS
+from eprt.integrations.transformers.parallelize import with_layer_graphs
+from eprt.placement import ExpertPlacement
+from eprt.support import Device
 
 
 @dataclass(frozen=True)
@@ -72,3 +80,28 @@ def test_layer_equals_transformers_block(layout: Layout, pools) -> None:
     assert len(rows) == layout.world * len(TOLERANCE) * (len(DISTINCT) * len(PATHS) + len(ROWS))
     wrong = [f"{what}: {error:.2e} > {tolerance:.0e}" for what, error, tolerance in rows if not error <= tolerance]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "device", "ranks", "expected"),
+    [
+        (None, "sm90", 4, True),
+        (RuntimeConfig(), "cpu", 4, None),
+        (RuntimeConfig(), "sm90", 1, None),
+        (RuntimeConfig(layer_graphs=False), "sm90", 4, False),
+        (RuntimeConfig(dispatcher="torch"), "sm90", 4, False),  # reads sizes on the host
+        (RuntimeConfig(validate="full"), "sm90", 4, False),
+        (RuntimeConfig(dispatcher="symm", executor="cutedsl_nvfp4"), "sm90", 4, None),  # refused by the plan
+    ],
+)
+def test_layers_of_a_model_get_graphs_where_they_can_have_some(runtime, device, ranks: int, expected) -> None:
+    config = CONFIGS["silu_bf16"]
+    parts: Any = SimpleNamespace(
+        config=config,
+        placement=ExpertPlacement(config.num_experts, ParallelConfig(ranks)),
+        router=SimpleNamespace(token_table=None),
+    )
+    found = with_layer_graphs(runtime, parts, Device.parse(device))
+    assert found == replace(runtime or RuntimeConfig(), layer_graphs=expected)
+    parts.router.token_table = torch.zeros(1)
+    assert with_layer_graphs(None, parts, Device.parse(device)).layer_graphs is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,15 +11,18 @@ import torch
 from torch import nn
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
-from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
+from eprt.errors import CheckpointError, ConfigError, EprtError, UnsupportedError, UsageError
+from eprt.graphs.recording import refusal_of
 from eprt.integrations.transformers.agreement import Place, places_of
 from eprt.integrations.transformers.load import Placeholder, find_checkpoint
 from eprt.layer import ExpertParallelMoE
-from eprt.models import ModelFamily, build_layer, family_for, load_layer
+from eprt.models import LayerParts, ModelFamily, build_layer, family_for, load_layer
 from eprt.models.checkpoint import Checkpoint, TensorInfo, load_on_all_ranks
 from eprt.models.hf_config import model_dtype
 from eprt.models.shards import DTYPE_NAMES, Index, require_finite
 from eprt.placement.file import PlacementFile
+from eprt.plan import make_plan
+from eprt.support import Device
 from eprt.world import World
 
 
@@ -58,7 +61,8 @@ def parallelize(
 
     Args:
         model: a transformers model of a family in `eprt.models.FAMILIES`, on the world's device.
-        runtime: capacity, backends, validation.
+        runtime: capacity, backends, validation. On GPUs `layer_graphs` is on unless it says otherwise: calls inside
+            `World.step` of up to 128 tokens a rank cost the host one launch then.
         checkpoint: the directory or hub id the experts come from, in its number format; only this rank's bytes are
             read. None takes the model's own tensors, in the dtype they have (transformers may have unpacked them), or
             for a model of `load_without_experts` the checkpoint that it was loaded from.
@@ -92,7 +96,7 @@ def parallelize(
                 ),
                 number,
             )
-            layers.append(build_layer(parts, world, runtime))
+            layers.append(build_layer(parts, world, with_layer_graphs(runtime, parts, Device.of(world.device))))
             del parts  # before the next layer's are read
             path = family.module_path(number)
             parent, _, name = path.rpartition(".")
@@ -103,6 +107,20 @@ def parallelize(
     model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
     model.__dict__["save_pretrained"] = _refuse_to_save
     return layers
+
+
+def with_layer_graphs(runtime: RuntimeConfig | None, parts: LayerParts, device: Device) -> RuntimeConfig:
+    """`runtime`, with graphs of the layer's own if it leaves them open and the layer can have some: whoever calls a
+    transformers model eagerly waits for the host, which they spare (benchmarks/results/step_h200_x2.json)."""
+    runtime, parallel = runtime or RuntimeConfig(), parts.placement.parallel
+    by_itself = parts.router.token_table is None and parallel.world_size > 1
+    if runtime.layer_graphs is not None or device.kind != "cuda" or not by_itself:
+        return runtime
+    try:
+        plan = make_plan(parts.config, parallel, runtime, device, parts.placement)
+    except EprtError:
+        return runtime  # the layer will say so, on every rank
+    return replace(runtime, layer_graphs=not refusal_of(plan, runtime.validate == "full"))
 
 
 def _checked_file(model: nn.Module, parallel: ParallelConfig, given: str | Path | PlacementFile) -> PlacementFile:
