@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import sys
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -47,6 +49,7 @@ class Membership(Collectives):
         self._excepthook = sys.excepthook
         self._completed = -1
         self._ballots: Ballots | None = None
+        self._farewell: Finalize | None = None
         self._left_behind: list[object] = []  # groups of lost ranks: what is stuck in them can't be destroyed
 
     def barrier(self) -> None:
@@ -60,6 +63,8 @@ class Membership(Collectives):
         self._ballots = Ballots(guard.met.store, silent_after(self.timeout_s))
         sys.excepthook = self._on_exception
         atexit.register(self._at_exit)
+        if multiprocessing.parent_process() is not None:  # such a child ends without atexit
+            self._farewell = Finalize(None, self._say_farewell, exitpriority=0)
 
     def _join(self, guard: Guard) -> None:
         """Agreement with the ranks that met, through the control group and, where that can be, shared memory."""
@@ -250,6 +255,8 @@ class Membership(Collectives):
         if self._owns_default and dist.is_initialized():
             dist.destroy_process_group()
         atexit.unregister(self._at_exit)
+        if self._farewell is not None:
+            self._farewell.cancel()
 
     def _unhook(self) -> None:
         """Take our excepthook out, and those of Worlds that were closed before but lay below ours."""
@@ -262,12 +269,15 @@ class Membership(Collectives):
             self._guard.leave(f"raised: {kind.__name__}: {error}")
         self._excepthook(kind, error, trace)
 
+    def _say_farewell(self) -> None:
+        if os.getpid() == self._pid and self._guard is not None:
+            self._guard.close(self.timeout_s if self._hosts_store else 0.0)
+
     def _at_exit(self) -> None:
         """Interpreter exit without `close`, or after a verdict. Abandoned work would hold the process: leave hard."""
         if os.getpid() != self._pid:
             return
-        if self._guard is not None:
-            self._guard.close(self.timeout_s if self._hosts_store else 0.0)
+        self._say_farewell()
         verdict: Any = None if self._guard is None else self._guard.verdict
         if verdict is not None or self._abandoned or self._left_behind:
             sys.stdout.flush()

@@ -321,3 +321,42 @@ def test_a_torchrun_restart_starts_clean(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     finished = sorted(line for line in done.stdout.splitlines() if line.startswith("attempt 1"))
     assert finished == [f"attempt 1 rank {r} of 2 generation 1: [0, 1]" for r in range(2)]
+
+
+CHILDREN = """
+import multiprocessing, os, sys
+from eprt.errors import RankLost
+from eprt.world import World
+
+def rank(number, port):
+    os.environ |= dict(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number), LOCAL_WORLD_SIZE="2")
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    world = World.from_env("cpu", timeout_s=20)
+    if number == 1:
+        return
+    try:
+        world.barrier()
+    except RankLost as lost:
+        sys.stdout.write(f"rank {lost.rank} {lost.why}\\n")
+        sys.stdout.flush()
+
+if __name__ == "__main__":
+    ranks = [multiprocessing.Process(target=rank, args=(number, int(sys.argv[1]))) for number in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+"""
+
+
+def test_a_multiprocessing_child_that_ends_has_left_and_not_died(tmp_path: Path) -> None:
+    """As the workers of an engine do."""
+    script = tmp_path / "job.py"
+    script.write_text(CHILDREN)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = subprocess.run(
+        [sys.executable, str(script), str(port)], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path
+    )
+    assert done.stdout == "rank 1 left\n", done.stderr
