@@ -78,6 +78,11 @@ def cut(n: int, k: int, stages: int, warps: int, ctas: int, halvings: int = 0, s
     return Tile(n, k, stages, warps, ctas, bool(swap), halvings)
 
 
+# Rows beyond a tile's height that an expert's last tile may take along (`Schedule.tail`), where tiles have `swap`.
+TAILS: dict[str, dict[int, tuple[int, ...]]] = {
+    "w4a16": {32: (0, 16), 64: (0, 16, 32), 128: (0, 16, 32)},
+    "bf16": {32: (0, 16), 64: (0, 16, 32), 128: (0, 16, 32)},
+}
 CANDIDATES = {
     pair: {m: [cut(*each) for each in cuts] for m, cuts in table.items()}
     for pair, table in (("w4a16", MXFP4), ("bf16", BF16))
@@ -86,21 +91,22 @@ NAN = float("nan")
 ERROR = 1e-2  # relative, in norm: sums of bf16 in another order; a wrong kernel is far beyond
 
 
-def tiles(pair: str, m: int, *, tma: bool) -> list[Tile]:
+def tiles(pair: str, m: int, tail: int, *, tma: bool) -> list[Tile]:
     """Those of one height; `tma`: with the copy engine for tokens as well, which only the second GEMM can use, and
     there also with one pipeline over all tiles."""
-    found = CANDIDATES[pair][m]
+    found = [tile for tile in CANDIDATES[pair][m] if tile.swap or not tail]
     if not tma:
         return found
     by_engine = [replace(tile, tma=True) for tile in found]
-    flat = [replace(tile, flatten=True) for tile in by_engine if not tile.halvings and pair == "bf16"]
+    flat = [replace(tile, flatten=True) for tile in by_engine if not (tile.halvings or tail) and pair == "bf16"]
     return found + by_engine + flat
 
 
-def time_tile(gemm: Gemm, rows: Rows, work: WorkList, m: int, tile: Tile, out: torch.Tensor) -> float | str:
+def time_tile(gemm: Gemm, rows: Rows, work: WorkList, tile: Tile, out: torch.Tensor) -> float | str:
     """Microseconds, or why there are none. `out`: rows that are computed; the first to be asked writes them."""
-    found = torch.full((work.bound * m, out.shape[1]), NAN, dtype=out.dtype, device=out.device)
-    run = partial(gemm, rows, work, Schedule(m, tile, tile), tile, found)
+    m = work.block_m
+    found = torch.full((work.bound * m + work.tail, out.shape[1]), NAN, dtype=out.dtype, device=out.device)
+    run = partial(gemm, rows, work, Schedule(m, tile, tile, tail=work.tail), tile, found)
     try:
         us = round(device_microseconds(run), 2)
     except Exception as error:  # noqa: BLE001  (whatever Triton, ptxas or the driver says: the next one may do)
@@ -123,14 +129,16 @@ def tune(executor: TritonGroupedExecutor, tokens: int) -> list[dict[str, Any]]:
     hidden = torch.randn(tokens, config.hidden_size, device=device).bfloat16()
     outs = [torch.full((valid, round_up(gemm.width, 16)), NAN, device=device).bfloat16() for gemm in gemms]
     rows: list[dict[str, Any]] = []
-    for m in (m for m in candidates if mean / 4 <= m <= max(16, 4 * mean)):
-        _, source, work = list_slots(ids, 0, L, m)
+    heights = [m for m in candidates if mean / 4 <= m <= max(16, 4 * mean)]
+    for m, tail in [(height, tail) for height in heights for tail in TAILS[executor._pair].get(height, (0,))]:
+        _, source, work = list_slots(ids, 0, L, m, tail)
         reads = Rows(hidden, None, source), Rows(outs[0][:, : gemms[1].matrix.cols])
         for index, gemm in enumerate(gemms):
-            for tile in tiles(executor._pair, m, tma=index == 1):
-                us = time_tile(gemm, reads[index], work, m, tile, outs[index][:, : gemm.width])
-                rows.append({"tokens": tokens, "m": m, "gemm": index, "tile": asdict(tile), "us": us})
-                sys.stdout.write(f"{tokens} tokens, m {m}, gemm {index}, {tuple(asdict(tile).values())}: {us}\n")
+            for tile in tiles(executor._pair, m, tail, tma=index == 1):
+                us = time_tile(gemm, reads[index], work, tile, outs[index][:, : gemm.width])
+                rows.append({"tokens": tokens, "m": m, "tail": tail, "gemm": index, "tile": asdict(tile), "us": us})
+                what = f"{tokens} tokens, m {m} + {tail}, gemm {index}, {tuple(asdict(tile).values())}"
+                sys.stdout.write(f"{what}: {us}\n")
     return rows
 
 
@@ -150,8 +158,8 @@ def summary(executor: TritonGroupedExecutor, rows: list[dict[str, Any]], ceiling
     timed = [row for row in rows if isinstance(row["us"], float)]
     for tokens in sorted({row["tokens"] for row in timed}):
         of = [
-            [[row for row in timed if (row["tokens"], row["m"], row["gemm"]) == (tokens, m, i)] for i in range(2)]
-            for m in CANDIDATES[executor._pair]
+            [[r for r in timed if (r["tokens"], r["m"], r["tail"], r["gemm"]) == (tokens, *cut, i)] for i in range(2)]
+            for cut in dict.fromkeys((row["m"], row["tail"]) for row in timed)
         ]
         pairs = [[min(each, key=lambda row: row["us"]) for each in pair] for pair in of if all(pair)]
         if not pairs:
@@ -159,11 +167,13 @@ def summary(executor: TritonGroupedExecutor, rows: list[dict[str, Any]], ceiling
         best = min(pairs, key=lambda pair: sum(row["us"] for row in pair))
         total, mean = sum(row["us"] for row in best), tokens * config.top_k / config.num_experts
         taken = choose(executor._pair, mean, hopper=True)
-        wanted = [(tokens, taken.m, i, asdict(tile)) for i, tile in enumerate((taken.first, taken.second))]
-        now = [row["us"] for row in timed if (row["tokens"], row["m"], row["gemm"], row["tile"]) in wanted]
+        cut = tokens, taken.m, taken.tail
+        wanted = [(*cut, i, asdict(tile)) for i, tile in enumerate((taken.first, taken.second))]
+        names = ("tokens", "m", "tail", "gemm", "tile")
+        now = [row["us"] for row in timed if tuple(row[name] for name in names) in wanted]
         cuts = ", ".join(str(tuple(row["tile"].values())) for row in best)
         ratio = total / floor_us(executor, tokens, ceilings)
-        what = f"{tokens} tokens, {mean:g} rows an expert: m {best[0]['m']}, {cuts}"
+        what = f"{tokens} tokens, {mean:g} rows an expert: m {best[0]['m']} + {best[0]['tail']}, {cuts}"
         lines.append(f"{what}: {total:.1f} us = {ratio:.2f} x floor; table {now}")
     return "\n".join([*lines, ""])
 

@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN202  (kernel arguments have no Python types)
+# ruff: noqa: ANN001, ANN201, ANN202  (kernel arguments have no Python types)
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Triton kernels that sort slots by expert and list a grouped GEMM's row tiles. Imported only where CUDA tensors are.
 
@@ -35,17 +35,18 @@ class WorkList:
 
     Attributes:
         items: int32 [bound, ITEM].  count: int32 [1], entries that are there.
-        block_m: rows of a tile.
+        block_m: rows of a tile.  tail: how many more an expert's last one may have.
     """
 
     items: torch.Tensor
     count: torch.Tensor
     block_m: int
+    tail: int = 0
 
     @classmethod
-    def empty(cls, bound: int, block_m: int, device: torch.device) -> WorkList:
+    def empty(cls, bound: int, block_m: int, device: torch.device, tail: int = 0) -> WorkList:
         memory = torch.empty(bound * ITEM + 1, dtype=torch.int32, device=device)
-        return cls(memory[: bound * ITEM], memory[bound * ITEM :], block_m)
+        return cls(memory[: bound * ITEM], memory[bound * ITEM :], block_m, tail)
 
     @property
     def bound(self) -> int:
@@ -61,9 +62,15 @@ def _experts_of(ids_ptr, s, num_slots, first, L):
 
 
 @triton.jit
-def _write_items(items_ptr, num_items_ptr, expert, begin, rows, BLOCK_M: tl.constexpr):
+def tiles_of(rows, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
+    """How many tiles an expert's rows take, at least one."""
+    return tl.maximum((rows - TAIL + BLOCK_M - 1) // BLOCK_M, 1)
+
+
+@triton.jit
+def _write_items(items_ptr, num_items_ptr, expert, begin, rows, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
     """The list of tiles of experts with `rows` rows from `begin`; programs share it."""
-    tiles = (rows + BLOCK_M - 1) // BLOCK_M
+    tiles = tl.where(rows > 0, tiles_of(rows, BLOCK_M, TAIL), 0)
     first = tl.cumsum(tiles, axis=0) - tiles
     for tile in range(tl.program_id(0), tl.max(tiles, axis=0), tl.num_programs(0)):
         entry = items_ptr + (first + tile) * _ITEM
@@ -103,7 +110,7 @@ def _sum_counts(
 def _place_slots(
     ids_ptr, counts_ptr, totals_ptr, place_ptr, source_ptr, offsets_ptr, items_ptr, num_items_ptr, num_slots, first, L,
     K: tl.constexpr, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    EARLY: tl.constexpr,
+    TAIL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:  # launched while the kernel before still ends, whose ids must not be touched before it has
         gdc_wait()
@@ -135,17 +142,19 @@ def _place_slots(
     if source_ptr is not None:
         tl.store(source_ptr + place, s // K, mask=local)
     if items_ptr is not None:
-        _write_items(items_ptr, num_items_ptr, expert, begin, total, BLOCK_M)
+        _write_items(items_ptr, num_items_ptr, expert, begin, total, BLOCK_M, TAIL)
     if block == 0:
         tl.store(offsets_ptr + expert, begin.to(tl.int64), mask=expert < L)
         tl.store(offsets_ptr + L, tl.sum(total, axis=0).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["M", "L"], do_not_specialize_on_alignment=["counts_ptr"])
-def _list_slabs(counts_ptr, items_ptr, num_items_ptr, M, L, L_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
+def _list_slabs(
+    counts_ptr, items_ptr, num_items_ptr, M, L, L_PAD: tl.constexpr, BLOCK_M: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     expert = tl.arange(0, L_PAD)
     rows = tl.load(counts_ptr + expert, mask=expert < L, other=0)
-    _write_items(items_ptr, num_items_ptr, expert, expert * M, rows, BLOCK_M)
+    _write_items(items_ptr, num_items_ptr, expert, expert * M, rows, BLOCK_M, TAIL)
 
 
 def place_slots(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,8 +171,10 @@ def place_slots(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor, to
     return offsets, place
 
 
-def list_slots(ids: torch.Tensor, first: int, L: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor, WorkList]:
-    """The same slots for a GEMM with tiles of `block_m` rows.
+def list_slots(
+    ids: torch.Tensor, first: int, L: int, block_m: int, tail: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, WorkList]:
+    """The same slots for a GEMM with tiles of `block_m` rows, an expert's last with up to `tail` more.
 
     Returns:
         place, source [N * K] int32 (the row n that each sorted one comes from), and the tiles.
@@ -171,7 +182,7 @@ def list_slots(ids: torch.Tensor, first: int, L: int, block_m: int) -> tuple[tor
     num_slots = ids.numel()
     offsets, place = _outputs(ids, L)
     source = torch.empty(num_slots, dtype=torch.int32, device=ids.device)
-    work = WorkList.empty(min(L, num_slots) + num_slots // block_m, block_m, ids.device)
+    work = WorkList.empty(min(L, num_slots) + num_slots // block_m, block_m, ids.device, tail)
     _place(ids, first, L, offsets, place, source, work)
     return place, source, work
 
@@ -200,16 +211,16 @@ def _place(
         totals = counts[num_blocks]
         _prepared_count(ids.device, l_pad, block_s)((num_blocks, 1, 1), ids, counts, num_slots, first, L)
         _prepared_scan(ids.device, l_pad)((l_pad // SCAN_EXPERTS, 1, 1), counts, totals, num_blocks)
-    items, count, block_m = (None, None, 1) if work is None else (work.items, work.count, work.block_m)
-    kernel = _prepared_place(ids.device, K, l_pad, block_s, block_m, counts is not None, source is not None)
+    items, count, cut = (None, None, (1, 0)) if work is None else (work.items, work.count, (work.block_m, work.tail))
+    kernel = _prepared_place(ids.device, K, l_pad, block_s, cut, counts is not None, source is not None)
     kernel((num_blocks, 1, 1), ids, counts, totals, place, source, offsets, items, count, num_slots, first, L)
 
 
-def list_slabs(counts: torch.Tensor, M: int, block_m: int) -> WorkList:
+def list_slabs(counts: torch.Tensor, M: int, block_m: int, tail: int = 0) -> WorkList:
     """The row tiles of L slabs of M rows, of which counts [L] int32 are valid."""
     L = counts.shape[0]
-    work = WorkList.empty(L * ceil_div(M, block_m), block_m, counts.device)
-    kernel = _prepared_slabs(counts.device, max(16, next_power_of_2(L)), block_m)
+    work = WorkList.empty(L * ceil_div(M, block_m), block_m, counts.device, tail)
+    kernel = _prepared_slabs(counts.device, max(16, next_power_of_2(L)), block_m, tail)
     kernel((1, 1, 1), counts.contiguous(), work.items, work.count, M, L)
     return work
 
@@ -230,18 +241,17 @@ def _prepared_scan(device: torch.device, l_pad: int) -> Prepared:
 
 @cache
 def _prepared_place(
-    device: torch.device, K: int, l_pad: int, block_s: int, block_m: int, counted: bool, lists: bool
+    device: torch.device, K: int, l_pad: int, block_s: int, cut: tuple[int, int], counted: bool, lists: bool
 ) -> Prepared:
-    """`counted`: by the two kernels before; `lists`: source rows and tiles, too."""
+    """`cut`: rows of a tile, its tail.  `counted`: by the two kernels before.  `lists`: source rows and tiles, too."""
     counts, listed = torch.int32 if counted else None, torch.int32 if lists else None
     arguments = torch.int32, counts, counts, torch.int32, listed, torch.int64, listed, listed, 2, 2, 2
     launch = early(device)
-    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": 1024, "BLOCK_M": block_m}
+    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": 1024, "BLOCK_M": cut[0], "TAIL": cut[1]}
     return Prepared(_place_slots, device, arguments, {**sizes, "EARLY": bool(launch)}, num_warps=8, **launch)
 
 
 @cache
-def _prepared_slabs(device: torch.device, l_pad: int, block_m: int) -> Prepared:
-    return Prepared(
-        _list_slabs, device, (torch.int32, torch.int32, torch.int32, 2, 2), {"L_PAD": l_pad, "BLOCK_M": block_m}
-    )
+def _prepared_slabs(device: torch.device, l_pad: int, block_m: int, tail: int) -> Prepared:
+    sizes = {"L_PAD": l_pad, "BLOCK_M": block_m, "TAIL": tail}
+    return Prepared(_list_slabs, device, (torch.int32, torch.int32, torch.int32, 2, 2), sizes)

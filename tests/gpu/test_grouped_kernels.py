@@ -49,6 +49,7 @@ SCHEDULES = {
     "plain": Schedule(16, Tile(64, 32, 2, 4, 1), Tile(64, 32, 2, 4, 1, tma=True)),
     "swap": Schedule(16, Tile(64, 32, 2, 4, 1, swap=True), Tile(64, 64, 3, 4, 2, swap=True)),
     "halvings": Schedule(64, Tile(128, 64, 2, 4, 1, halvings=1), Tile(64, 32, 2, 4, 1, True, halvings=2), group=2),
+    "tail": Schedule(16, Tile(64, 32, 2, 4, 1, swap=True), Tile(64, 64, 3, 4, 2, True, tma=True), tail=16),
     "flat": Schedule(64, Tile(64, 32, 2, 4, 1, flatten=True), Tile(64, 32, 2, 4, 1, flatten=True, tma=True)),
 }
 FORMS = ["bf16", "fp8_block", "mxfp4"]
@@ -101,9 +102,10 @@ def test_fp8(size, form, low_precision, name, schedule):
     assert (BOUND if low_precision else 0) < found < bound
 
 
-def test_slabs_lie_apart_and_hold_garbage_past_their_counts(schedule):
+@pytest.mark.parametrize("name", ["swap", "tail"])
+def test_slabs_lie_apart_and_hold_garbage_past_their_counts(name, schedule):
     """Rows of slabs further apart than they are wide, a slab without rows, outputs as far apart."""
-    schedule(SCHEDULES["swap"])
+    schedule(SCHEDULES[name])
     config = layer()
     weights, shard = all_experts(config), whole(config)
     flat = make_tokens(config, 40)
@@ -215,9 +217,9 @@ def test_slabs_are_activated_up_to_their_counts(L, M, I, activation):
     assert narrow[~valid].isnan().all()
 
 
-@pytest.mark.parametrize("small_slots", [1 << 30, 0], ids=["one launch", "three"])
+@pytest.mark.parametrize(("small_slots", "tail"), [(1 << 30, 0), (0, 0), (0, 16)], ids=["one launch", "three", "tails"])
 @pytest.mark.parametrize(("N", "K", "E", "first", "L"), [(5, 3, 6, 2, 2), (70, 6, 24, 7, 5), (90, 4, 300, 0, 300)])
-def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, monkeypatch):
+def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, tail, monkeypatch):
     """Against torch's stable sort, and the list written out by hand."""
     from eprt.experts.permute import _group_slots_torch
 
@@ -229,17 +231,32 @@ def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, monkeypatch
     offsets, place = place_triton.place_slots(ids.to(DEVICE), first, L)
     assert torch.equal(offsets.cpu(), wanted.offsets)
     assert torch.equal(place.cpu(), wanted.place)
-    place, source, work = place_triton.list_slots(ids.to(DEVICE), first, L, 16)
+    place, source, work = place_triton.list_slots(ids.to(DEVICE), first, L, 16, tail)
     assert torch.equal(place.cpu(), wanted.place)
     rows = torch.arange(N)[:, None].expand(N, K)
     assert torch.equal(source.cpu()[wanted.place[wanted.place >= 0].long()], rows[wanted.place >= 0].int())
     items = []
     for expert, (begin, end) in enumerate(zip(wanted.offsets.tolist(), wanted.offsets.tolist()[1:], strict=False)):
-        first_item = len(items)
-        items += [[expert, begin, end, first_item]] * -(-(end - begin) // 16)
+        first_item, rows = len(items), end - begin
+        items += [[expert, begin, end, first_item]] * (max(-(-(rows - tail) // 16), 1) if rows else 0)
     assert work.count.tolist() == [len(items)]
     assert work.items.view(-1, 4)[: len(items)].tolist() == items
     assert len(items) <= work.bound
+
+
+@pytest.mark.parametrize("form", ["bf16", "mxfp4"])
+def test_rows_around_a_tile_and_its_tail(form, schedule):
+    """One row, a tile less and more than full, a full tail, and one row more than that; every one of them computed."""
+    counts = torch.tensor([1, 15, 16, 17, 31, 32, 33, 48, 49, 0], dtype=torch.int32, device=DEVICE)
+    config = layer(form, H=96, I=64, E=10, K=2)
+    tile = Tile(64, 64, 2, 4, 1, swap=True)
+    schedule(Schedule(16, tile, tile, tail=16))
+    weights = all_experts(config)
+    tokens = ExpertMajorTokens(Payload.plain(random(10, 50, 96, seed=3).to(torch.bfloat16)), counts)
+    found = build(TritonGroupedExecutor, config, weights)(tokens)
+    wanted = build(ReferenceExecutor, config, weights)(tokens)
+    rows = torch.arange(50, device=DEVICE)[None] < counts[:, None]
+    assert all(error(found[e][rows[e]], wanted[e][rows[e]]) < BOUND for e in range(9))
 
 
 def test_the_product_of_two_schedules_is_the_same(schedule):

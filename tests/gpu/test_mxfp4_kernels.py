@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.gpu, runs_kernels]
 SCHEDULES = {
     "small": Schedule(16, Tile(64, 64, 2, 4, 1, swap=True), Tile(64, 128, 3, 4, 2, swap=True, tma=True)),
     "whole": Schedule(16, Tile(128, 128, 2, 4, 1, swap=True), Tile(128, 128, 2, 4, 1, swap=True)),
+    "tail": Schedule(16, Tile(64, 64, 2, 4, 1, swap=True), Tile(128, 64, 3, 4, 2, True, tma=True), tail=16),
     "large": Schedule(64, Tile(128, 128, 2, 8, 1, swap=True, halvings=1), Tile(128, 64, 2, 4, 1, swap=True), group=2),
 }
 # OCP Microscaling Formats v1.0, table 6: E2M1, the sign in bit 3.
@@ -89,6 +90,8 @@ def schedule(monkeypatch):
         ("small", "relu2", 96, 32),
         ("large", "silu", 160, 96),
         ("large", "gpt_oss", 96, 32),
+        ("tail", "gpt_oss", 160, 96),
+        ("tail", "silu", 96, 32),
     ],
 )
 def test_equals_the_witness(H, I, activation, name, schedule):

@@ -87,7 +87,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         N, K = tokens.ids.shape
         schedule = self._schedule(N)
         first, L = self.shard.first_expert, self.shard.num_local_experts
-        place, source, work = list_slots(tokens.ids, first, L, schedule.m)
+        place, source, work = list_slots(tokens.ids, first, L, schedule.m, schedule.tail)
         result = torch.empty((N * K, out.shape[1]), dtype=torch.bfloat16, device=out.device)
         both(self._gemms, self._rows(tokens.hidden, work, source), work, schedule, (N * K,), result)
         direct = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
@@ -103,7 +103,7 @@ class TritonGroupedExecutor(PreparedExecutor):
 
         L, M = out.shape[:2]
         schedule = self._schedule(tokens.allowed_tokens)
-        work = list_slabs(tokens.counts, M, schedule.m)
+        work = list_slabs(tokens.counts, M, schedule.m, schedule.tail)
         both(self._gemms, self._rows(tokens.hidden, work), work, schedule, (L, M), out)
 
     def warmup(self, max_rows: int, slots: int | None = None) -> None:

@@ -5,7 +5,8 @@
 One kernel for both matrices of an expert. The first gathers the rows it needs and ends in bias and activation, the
 second reads what the first wrote. Programs walk the list, so a launch costs what came, not what could have come.
 
-A tile is BLOCK_M rows x BLOCK_N columns; the last of an expert may be computed in half or a quarter of the height. With
+A tile is BLOCK_M rows x BLOCK_N columns; the last of an expert may be computed in half or a quarter of the height, or
+with up to TAIL rows more, as a second product with the same weights. With
 SWAP the product is weights x tokens: the tensor cores' 64 rows are then filled by weights, of which there are always
 enough, and tokens are its N, which may be as few as 8.
 
@@ -25,7 +26,7 @@ from eprt.experts.activation_triton import activated
 from eprt.experts.grouped.mxfp4 import UNIT, UNIT_SCALES, UNIT_WORDS
 from eprt.experts.grouped.mxfp4_triton import mxfp4_block, settled
 from eprt.experts.grouped.weights import INTERLEAVE
-from eprt.experts.place_triton import ITEM
+from eprt.experts.place_triton import ITEM, tiles_of
 from eprt.quant.elements import E4M3_MAX, TINY
 from eprt.weights import FP8_BLOCK
 
@@ -40,7 +41,7 @@ _TINY = tl.constexpr(TINY)
 
 
 @triton.jit
-def _position(items, tile, NUM_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
+def _position(items, tile, NUM_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, TAIL: tl.constexpr):
     """(expert, first row, row after the expert's last, index along N) of a tile. Tiles of GROUP_M neighbours along M
     follow each other, so that weights stay in L2 while rows do."""
     entry = items + (tile // NUM_N) * _ITEM
@@ -48,7 +49,7 @@ def _position(items, tile, NUM_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: 
     end, first = tl.load(entry + 2), tl.load(entry + 3)
     inside = tile - first * NUM_N
     group = inside // (GROUP_M * NUM_N)
-    height = tl.minimum(tl.cdiv(end - begin, BLOCK_M) - group * GROUP_M, GROUP_M)
+    height = tl.minimum(tiles_of(end - begin, BLOCK_M, TAIL) - group * GROUP_M, GROUP_M)
     inside -= group * (GROUP_M * NUM_N)
     return expert, begin + (group * GROUP_M + inside % height) * BLOCK_M, end, inside // height
 
@@ -106,15 +107,17 @@ def _dot(tokens, weights, total, SWAP: tl.constexpr):
 
 @triton.jit
 def _product(
-    x, x_tiles, x_offset, x_ok, x_row, w, w_row, w_scale, x_scale, column,
+    x, x_tiles, x_offset, x_ok, x_row, tail_offset, tail_ok, w, w_row, w_scale, x_scale, column,
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     PAIR: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
 ):  # fmt: skip
-    """float32 product of one tile: (gate, up), or twice the same where the matrix has one part.
+    """float32 product of one tile: (gate, up), or twice the same where the matrix has one part; then of its tail, both
+    parts in one.
 
     Args:
         x_offset, x_ok: [BLOCK_M] offsets of rows and which there are. `x_row`: the first of them, for TMA.
+        tail_offset, tail_ok: [TAIL] of the rows after them.
         w_row: the tile's first row among all experts'.  column: in its expert's matrix.
         w, w_scale: of MXFP4, the expert's.  w_scale: of FP8, the scales of this tile's first 128-block along N;
             `UP_SCALE` further on lie those of up.
@@ -127,6 +130,7 @@ def _product(
     WIDTH: tl.constexpr = BLOCK_N if WHOLE else BLOCK_N // PARTS
     total = tl.zeros((WIDTH, BLOCK_M) if SWAP else (BLOCK_M, WIDTH), dtype=tl.float32)
     second = total
+    tail = tl.zeros((WIDTH, TAIL), dtype=tl.float32) if TAIL > 0 else total  # with SWAP alone
     row = w_row + tl.arange(0, BLOCK_N)
     w_offset, w_ok = row.to(tl.int64) * W_STRIDE, row < W_ROWS
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -136,9 +140,14 @@ def _product(
         else:
             weights = _block(w, w, w_offset, w_ok, w_row, start, 0, K, BLOCK_K, W_TMA)
         if WHOLE:
+            if TAIL > 0:
+                more = _block(x, x, tail_offset, tail_ok, 0, start, 0, K, BLOCK_K, False)
+                tail = _dot(more, weights, tail, SWAP)
             total = _dot(tokens, weights, total, SWAP)
             if PAIR == "w4a16":
                 total = settled(total)
+                if TAIL > 0:
+                    tail = settled(tail)
         else:
             block = start // _FP8_BLOCK
             factor = tl.load(w_scale + block)
@@ -156,38 +165,17 @@ def _product(
                 total += part * _across(token * factor, SWAP)
     if WHOLE and PARTS == 2:
         total, second = _halves(total, SWAP)
-    return total, second
+    return total, second, tail
 
 
 @triton.jit
-def _tile(
-    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
-    expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
-    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
+def _finish(
+    gate, up, w_factor, bias, out, expert, m, ok, column, out_stride, out_skip,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
+    BETA: tl.constexpr, LIMIT: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
+    """Rows' factors, bias, activation; rows m that are `ok` into `out`."""
     parts: tl.constexpr = 2 if GATED else 1
-    k_blocks: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
-    part_blocks: tl.constexpr = (N // parts + _FP8_BLOCK - 1) // _FP8_BLOCK
-    m = row + tl.arange(0, BLOCK_M)
-    ok = m < end
-    read = m if source is None else tl.load(source + m, mask=ok, other=0)
-    read = read.to(tl.int64)
-    x_offset = read * x_stride + expert.to(tl.int64) * x_skip
-    w_scale_tile, x_scale_rows = w_scale, x_scale
-    w_expert = w
-    if PAIR == "w4a16":
-        units = expert.to(tl.int64) * ((N + _UNIT - 1) // _UNIT * ((K + _UNIT - 1) // _UNIT))
-        w_expert, w_scale_tile = w + units * _UNIT_WORDS, w_scale + units * _UNIT_SCALES
-    if PAIR == "w8a8" or PAIR == "w8a16":
-        x_scale_rows = x_scale + read * k_blocks
-        w_scale_tile = w_scale + (expert * parts * part_blocks + column * BLOCK_N // parts // _FP8_BLOCK) * k_blocks
-    gate, up = _product(
-        x, x_tiles, x_offset, ok, row, w_expert, expert * N + column * BLOCK_N, w_scale_tile, x_scale_rows,
-        column * BLOCK_N, N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PAIR, parts, SWAP, X_TMA, W_TMA,
-    )  # fmt: skip
     width: tl.constexpr = N // parts
     n = column * (BLOCK_N // parts) + tl.arange(0, BLOCK_N // parts)
     if w_factor is not None:
@@ -211,35 +199,96 @@ def _tile(
 
 
 @triton.jit
+def _read(source, row, end, expert, x_stride, x_skip, ROWS: tl.constexpr):
+    """ROWS rows from `row` on: (their numbers, which there are, the rows of x, where those begin)."""
+    m = row + tl.arange(0, ROWS)
+    ok = m < end
+    read = m if source is None else tl.load(source + m, mask=ok, other=0)
+    read = read.to(tl.int64)
+    return m, ok, read, read * x_stride + expert.to(tl.int64) * x_skip
+
+
+@triton.jit
+def _tile(
+    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
+    expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LIMIT: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
+):  # fmt: skip
+    parts: tl.constexpr = 2 if GATED else 1
+    k_blocks: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
+    part_blocks: tl.constexpr = (N // parts + _FP8_BLOCK - 1) // _FP8_BLOCK
+    m, ok, read, x_offset = _read(source, row, end, expert, x_stride, x_skip, BLOCK_M)
+    tail_m, tail_ok, tail_offset = m, ok, x_offset
+    if TAIL > 0:
+        tail_m, tail_ok, _, tail_offset = _read(source, row + BLOCK_M, end, expert, x_stride, x_skip, TAIL)
+    w_scale_tile, x_scale_rows = w_scale, x_scale
+    w_expert = w
+    if PAIR == "w4a16":
+        units = expert.to(tl.int64) * ((N + _UNIT - 1) // _UNIT * ((K + _UNIT - 1) // _UNIT))
+        w_expert, w_scale_tile = w + units * _UNIT_WORDS, w_scale + units * _UNIT_SCALES
+    if PAIR == "w8a8" or PAIR == "w8a16":
+        tl.static_assert(TAIL == 0, "the tail has no scales")
+        x_scale_rows = x_scale + read * k_blocks
+        w_scale_tile = w_scale + (expert * parts * part_blocks + column * BLOCK_N // parts // _FP8_BLOCK) * k_blocks
+    gate, up, tail = _product(
+        x, x_tiles, x_offset, ok, row, tail_offset, tail_ok, w_expert, expert * N + column * BLOCK_N, w_scale_tile,
+        x_scale_rows, column * BLOCK_N, N, K, W_STRIDE, W_ROWS, BLOCK_M, TAIL, BLOCK_N, BLOCK_K, STAGES, PAIR, parts,
+        SWAP, X_TMA, W_TMA,
+    )  # fmt: skip
+    _finish(
+        gate, up, w_factor, bias, out, expert, m, ok, column, out_stride, out_skip,
+        N, BLOCK_N, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP,
+    )  # fmt: skip
+    if TAIL > 0:
+        tl.static_assert(SWAP, "a tail of fewer than 64 tokens has to be the right operand")
+        tail_gate, tail_up = _halves(tail, SWAP) if GATED else (tail, tail)
+        _finish(
+            tail_gate, tail_up, w_factor, bias, out, expert, tail_m, tail_ok, column, out_stride, out_skip,
+            N, BLOCK_N, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP,
+        )  # fmt: skip
+
+
+@triton.jit
 def _listed_tile(
     x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, tile,
     x_stride, x_skip, out_stride, out_skip,
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
-    PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    GROUP_M: tl.constexpr, PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
+    BETA: tl.constexpr, LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile in the least height that holds its rows."""
-    expert, row, end, column = _position(items, tile, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_M, GROUP_M)
-    if HALVINGS > 1 and end - row <= BLOCK_M // 4:
+    expert, row, end, column = _position(items, tile, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_M, GROUP_M, TAIL)
+    if TAIL > 0 and end - row > BLOCK_M and end - row <= BLOCK_M + TAIL:
         _tile(
             x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
             expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
-            N, K, W_STRIDE, W_ROWS, BLOCK_M // 4, BLOCK_N, BLOCK_K, STAGES,
+            N, K, W_STRIDE, W_ROWS, BLOCK_M, TAIL, BLOCK_N, BLOCK_K, STAGES,
+            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, X_TMA, W_TMA,
+        )  # fmt: skip
+    elif HALVINGS > 1 and end - row <= BLOCK_M // 4:
+        _tile(
+            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
+            expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
+            N, K, W_STRIDE, W_ROWS, BLOCK_M // 4, 0, BLOCK_N, BLOCK_K, STAGES,
             PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA,
         )  # fmt: skip
     elif HALVINGS > 0 and end - row <= BLOCK_M // 2:
         _tile(
             x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
             expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
-            N, K, W_STRIDE, W_ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K, STAGES,
+            N, K, W_STRIDE, W_ROWS, BLOCK_M // 2, 0, BLOCK_N, BLOCK_K, STAGES,
             PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA,
         )  # fmt: skip
     else:
         _tile(
             x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
             expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
-            N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            N, K, W_STRIDE, W_ROWS, BLOCK_M, 0, BLOCK_N, BLOCK_K, STAGES,
             PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, X_TMA, W_TMA,
         )  # fmt: skip
 
@@ -249,10 +298,10 @@ def grouped_gemm(
     x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, num_items,
     x_stride, x_skip, out_stride, out_skip,
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
-    PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, FLATTEN: tl.constexpr, X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    GROUP_M: tl.constexpr, PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
+    BETA: tl.constexpr, LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, FLATTEN: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr,
 ):  # fmt: skip
     """`out[m] = x[m or source[m]] @ w[expert of m].T`, plus bias; the FIRST matrix's through the activation.
 
@@ -268,6 +317,7 @@ def grouped_gemm(
         x_stride, out_stride: elements between rows.  x_skip, out_skip: more elements for each expert (slabs that lie
             further apart than their rows fill).
         N, K: rows of an expert's matrix (both parts, with padding) and columns without padding.
+        TAIL: rows that an expert's last tile takes beyond BLOCK_M, as the list was made for; 0 with FP8.
         HALVINGS: how often a tile's height may be halved where that is enough for an expert's last rows: 0, 1 or 2.
         FLATTEN: one pipeline over all tiles of a program, instead of one for each.
     """
@@ -277,7 +327,7 @@ def grouped_gemm(
         _listed_tile(
             x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, tile,
             x_stride, x_skip, out_stride, out_skip,
-            N, K, W_STRIDE, W_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+            N, K, W_STRIDE, W_ROWS, BLOCK_M, TAIL, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, HALVINGS, X_TMA, W_TMA,
         )  # fmt: skip
 
@@ -300,7 +350,7 @@ def quantize_tiles(
         if items is None:
             expert, row, end, group = 0, tile // GROUPS * BLOCK_M, num_rows, tile % GROUPS
         else:
-            expert, row, end, group = _position(items, tile, GROUPS, BLOCK_M, 1)
+            expert, row, end, group = _position(items, tile, GROUPS, BLOCK_M, 1, 0)
         m = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
         k = group * _FP8_BLOCK + tl.arange(0, _FP8_BLOCK)
         ok = (m < end)[:, None] & (k < K)[None, :]

@@ -112,10 +112,11 @@ class Gemm:
             *strides,
         )
         if not starts_aligned(data, out, data if rows.scale is None else rows.scale):
-            cut = _cut(schedule, tile, x_tma)
-            grouped_gemm[grid](*arguments, **self._constants, **cut, **_options(tile, self.pair))
+            constants = {**self._constants, **_cut(schedule, tile, x_tma)}
+            grouped_gemm[grid](*arguments, **constants, **_options(tile, self.pair))
             return
-        key = (schedule.m, schedule.group, tile, x_tma, data.dtype, out.dtype, rows.source is None, *map(like, strides))
+        cut = schedule.m, schedule.tail, schedule.group, tile, x_tma
+        key = (*cut, data.dtype, out.dtype, rows.source is None, *map(like, strides))
         kernel = self._prepared.get(key)
         if kernel is None:
             kernel = self._prepared[key] = self._prepare(arguments, _cut(schedule, tile, x_tma), tile)
@@ -143,6 +144,7 @@ def _cut(schedule: Schedule, tile: Tile, x_tma: bool) -> dict[str, Any]:
         "BLOCK_K": tile.k,
         "STAGES": tile.stages,
         "GROUP_M": schedule.group,
+        "TAIL": schedule.tail,
         "SWAP": tile.swap,
         "HALVINGS": tile.halvings,
         "FLATTEN": tile.flatten and x_tma,

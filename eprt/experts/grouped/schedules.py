@@ -41,6 +41,8 @@ class Schedule:
 
     Attributes:
         m: rows of a tile.
+        tail: rows beyond m that an expert's last tile takes along instead of leaving them to another tile, which would
+            read (and decode) all weights again for them; 0, 16 or 32. Needs `swap`; not with `flatten` or FP8 weights.
         group: row tiles of an expert that share columns before the next columns come.
     """
 
@@ -48,6 +50,7 @@ class Schedule:
     first: Tile
     second: Tile
     group: int = 8
+    tail: int = 0
 
 
 ANY = 1 << 30
