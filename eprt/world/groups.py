@@ -183,9 +183,9 @@ def make_splittable(default: dist.ProcessGroup) -> None:
     process's first group of each kind finds without being told; for a later one torch (2.10 to 2.13) reads address 0
     (groupRanks of ProcessGroupGloo and ProcessGroupNCCL)."""
     for device in default._device_types:
-        options: Any = default._get_backend(device).options
-        if not options.global_ranks_in_group:
-            options.global_ranks_in_group = list(range(default.size()))
+        backend: Any = default._get_backend(device)
+        if backend.name() in ("gloo", "nccl") and not backend.options.global_ranks_in_group:
+            backend.options.global_ranks_in_group = list(range(default.size()))
 
 
 def control_group(met: Meeting, timeout_s: float) -> dist.ProcessGroupGloo:

@@ -245,7 +245,7 @@ def _run(context: RankContext, trial: Trial, diary: Diary, folder: Path) -> None
         except Skipped:
             pass
         except NoNumbers:
-            if trial.fault == "none" or step != FAULT_STEP:
+            if trial.fault == "none" or step != FAULT_STEP or "words" in diary.seen:
                 raise
             diary.note(nan=True)
         except RankLost as lost:
