@@ -140,6 +140,8 @@ def describe(seats: list[Seat], total: int) -> str:
 def _world(ep: Any, tp: Any, sequence_parallel: bool) -> World:
     """vLLM's EP group, ranks in its order (dp, tp). Without sequence parallelism TP ranks hold the same tokens."""
     on_cpu = ep.device.type == "cpu"
+    if on_cpu:
+        torch.cpu._init_amx()  # vLLM's attention takes AMX tiles that only its own experts asked the kernel for
     shared_tokens = tp.world_size > 1 and not sequence_parallel
     tp_group = tp.cpu_group if on_cpu else tp.device_group
     world = World.from_group(
