@@ -16,6 +16,7 @@ from one_rank import executor_of, tokens_of
 
 from eprt.bench.experts import SHAPES, WITNESS
 from eprt.bench.report import Report
+from eprt.conformance.oracle import relative_error
 
 TOKENS = (8, 128, 1024)
 
@@ -30,8 +31,7 @@ def main(path: str, shape: str, names: list[str]) -> None:
         del executor
         wanted = wanted or outputs
         for count, found, right in zip(TOKENS, outputs, wanted, strict=True):
-            off = found - right
-            error, most = float(off.norm() / right.norm()), float(off.abs().max() / right.abs().max())
+            error, most = relative_error(found, right), float((found - right).abs().max() / right.abs().max())
             row = {"shape": shape, "executor": name, "tokens": count, "error": round(error, 6), "most": round(most, 6)}
             if name != WITNESS:
                 report.rows.append(row)

@@ -353,10 +353,6 @@ def test_a_multiprocessing_child_that_ends_has_left_and_not_died(tmp_path: Path)
     """As the workers of an engine do."""
     script = tmp_path / "job.py"
     script.write_text(CHILDREN)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    done = subprocess.run(
-        [sys.executable, str(script), str(port)], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path
-    )
+    command = [sys.executable, str(script), str(free_port())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
     assert done.stdout == "rank 1 left\n", done.stderr

@@ -61,8 +61,8 @@ def parallelize(
 
     Args:
         model: a transformers model of a family in `eprt.models.FAMILIES`, on the world's device.
-        runtime: capacity, backends, validation. On GPUs `layer_graphs` is on unless it says otherwise: calls inside
-            `World.step` of up to 128 tokens a rank cost the host one launch then.
+        runtime: capacity, backends, validation. On several GPUs `layer_graphs` is on, where the pair can be captured,
+            unless it says otherwise: calls in `World.step` of up to 128 tokens a rank cost the host one launch then.
         checkpoint: the directory or hub id the experts come from, in its number format; only this rank's bytes are
             read. None takes the model's own tensors, in the dtype they have (transformers may have unpacked them), or
             for a model of `load_without_experts` the checkpoint that it was loaded from.
