@@ -56,7 +56,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str) -> M
 
 @pytest.mark.parametrize(
     ("name", "what"),
-    [*product(SCHEDULES, ("gathering", "rows")), ("up to 12 rows", "slabs"), ("up to 32 rows", "slabs")],
+    [*product(SCHEDULES, ("gathering", "rows")), ("up to 12 rows", "slabs"), ("up to 40 rows", "slabs")],
 )
 def test_every_schedule_keeps_to_registers(name, what, monkeypatch):
     schedule = SCHEDULES[name]

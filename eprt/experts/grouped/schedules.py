@@ -61,7 +61,16 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
         (1, Schedule(16, Tile(64, 128, 5, 4, 2, swap=True), Tile(64, 128, 3, 4, 3, True, flatten=True, tma=True))),
         (12, Schedule(16, Tile(64, 128, 3, 4, 3, swap=True), Tile(64, 128, 3, 4, 3, True, flatten=True, tma=True))),
         (24, Schedule(32, Tile(64, 128, 4, 4, 2, swap=True), Tile(64, 128, 4, 4, 2, True, flatten=True, tma=True))),
-        (160, Schedule(64, Tile(128, 64, 3, 4, 3, True, halvings=1), Tile(128, 64, 4, 4, 2, flatten=True, tma=True))),
+        (96, Schedule(64, Tile(128, 64, 3, 4, 3, True, halvings=1), Tile(128, 64, 4, 4, 2, flatten=True, tma=True))),
+        (
+            160,
+            Schedule(
+                128,
+                Tile(256, 64, 4, 8, 1, True, halvings=2),
+                Tile(128, 64, 3, 4, 2, True, halvings=2, tma=True),
+                tail=32,
+            ),
+        ),
         (ANY, Schedule(128, Tile(256, 64, 4, 8, 1), Tile(256, 64, 4, 8, 1, flatten=True, tma=True))),
     ),
     "w8a8": (
@@ -80,12 +89,28 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
         (0.5, Schedule(16, Tile(128, 256, 3, 4, 2, swap=True), Tile(64, 256, 3, 4, 4, swap=True))),
         (2, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), Tile(64, 256, 3, 4, 4, swap=True, tma=True))),
         (12, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), Tile(128, 128, 4, 4, 4, swap=True, tma=True))),
-        (32, Schedule(32, Tile(128, 64, 5, 4, 4, True, halvings=1), Tile(128, 128, 4, 4, 3, True, tma=True))),
         (
-            96,
-            Schedule(64, Tile(128, 64, 4, 4, 3, True, halvings=2), Tile(128, 64, 4, 4, 3, True, halvings=1, tma=True)),
+            40,
+            Schedule(32, Tile(128, 64, 5, 4, 4, True, halvings=1), Tile(128, 128, 4, 4, 3, True, tma=True), tail=16),
         ),
-        (ANY, Schedule(128, Tile(128, 64, 3, 4, 2, swap=True), Tile(128, 64, 3, 4, 2, swap=True, tma=True))),
+        (
+            80,
+            Schedule(
+                64,
+                Tile(128, 64, 4, 4, 3, True, halvings=2),
+                Tile(128, 64, 4, 4, 3, True, halvings=2, tma=True),
+                tail=16,
+            ),
+        ),
+        (
+            ANY,
+            Schedule(
+                128,
+                Tile(128, 64, 3, 4, 2, True, halvings=1),
+                Tile(128, 64, 3, 4, 2, True, halvings=1, tma=True),
+                tail=16,
+            ),
+        ),
     ),
 }
 
