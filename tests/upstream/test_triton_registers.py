@@ -62,7 +62,8 @@ def test_every_schedule_keeps_to_registers(name, what, monkeypatch):
     schedule = SCHEDULES[name]
     tile = schedule.first if what == "gathering" else schedule.second
     made = machine(monkeypatch, schedule, what)
-    assert made.local == 0 and made.stack <= (16 if what == "slabs" else 0), "spilled outside of loops, where it is rare"
+    assert made.local == 0
+    assert made.stack <= (16 if what == "slabs" else 0), "a few values outside of loops, in no hot path"
     # Programs of a multiprocessor: 65,536 registers, 227 KiB of shared memory, 1 KiB of it for each program itself.
     assert tile.ctas * tile.warps * 32 * -(-made.registers // 8) * 8 <= 65536
     assert tile.ctas * (made.shared + 1024) <= 227 * 1024
