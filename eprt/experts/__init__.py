@@ -55,9 +55,9 @@ EXECUTORS: dict[str, ExecutorSpec] = {
         ExecutorSpec(
             name="triton_grouped",
             path="eprt.experts.grouped:TritonGroupedExecutor",
-            summary="Triton grouped GEMMs of our own; bf16 weights, on Hopper FP8 and MXFP4 too, nothing to install",
+            summary="Triton grouped GEMMs of our own; bf16, on Hopper FP8, MXFP4 and NVFP4 too, nothing to install",
             formats=("flat", "expert_major"),
-            weights=("bf16", "mxfp4", "fp8_tensor", "fp8_block"),
+            weights=("bf16", "mxfp4", "nvfp4", "fp8_tensor", "fp8_block"),
             payloads=("bf16", "f32", "fp8_block", "nvfp4"),
             devices=("cuda",),
             sm=(80, 90),

@@ -21,9 +21,11 @@ TRTLLM_LOGITS = {
 def triton_grouped(
     config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device, payload: PayloadFormat
 ) -> str:
-    """FP8 is multiplied as it is, by tensor cores that have it; MXFP4 is decoded by instructions of Hopper."""
+    """FP8 is multiplied as it is, by tensor cores that have it; 4 bits are decoded by instructions of Hopper."""
     if config.weight_format != "bf16" and device.sm < 90:
         return f"{config.weight_format} weights need sm90, not {device}"
+    if config.weight_format == "nvfp4" and runtime.executor == "auto":
+        return "compiled and interpreted, but not yet run on a GPU with nvfp4 weights: by name alone"
     return ""
 
 

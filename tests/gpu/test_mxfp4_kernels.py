@@ -24,8 +24,8 @@ from support.cases.grouped_cases import (
 )
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
-from eprt.experts.grouped import TritonGroupedExecutor, mxfp4
-from eprt.experts.grouped.mxfp4_triton import mxfp4_block
+from eprt.experts.grouped import TritonGroupedExecutor, fp4
+from eprt.experts.grouped.fp4_triton import fp4_block
 from eprt.experts.grouped.schedules import HOPPER, Schedule, Tile
 from eprt.experts.reference import ReferenceExecutor
 from eprt.slabs import expert_major_from_flat
@@ -48,7 +48,7 @@ def _decode(w, w_scale, out, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl
     """What the tensor cores would get of [BLOCK_N, K], block after block."""
     row = tl.arange(0, BLOCK_N)
     for start in range(0, K, BLOCK_K):
-        values = mxfp4_block(w, w_scale, 0, start, K, BLOCK_N, BLOCK_K)
+        values = fp4_block(w, w_scale, 0, start, K, BLOCK_N, BLOCK_K, False)
         col = start + tl.arange(0, BLOCK_K)
         tl.store(out + row[:, None] * K + col[None, :], values)
 
@@ -56,7 +56,7 @@ def _decode(w, w_scale, out, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl
 def decode(codes, scales, block_k=64):
     """bf16 [rows, cols], rows' factors not applied."""
     rows, cols = codes.shape[0], 2 * codes.shape[1]
-    words, scale_words = mxfp4.pack(codes, scales)
+    words, scale_words = fp4.pack_mxfp4(codes, scales)
     out = torch.full((rows, cols), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     _decode[(1,)](words, scale_words, out, K=cols, BLOCK_N=rows, BLOCK_K=block_k)
     return out
@@ -69,7 +69,7 @@ def test_every_code_with_every_scale():
     scales = torch.arange(256).clamp(max=254)[:, None].expand(256, 2).to(torch.uint8)
     codes, scales = codes.to(DEVICE), scales.to(DEVICE)
     found = torch.cat([decode(codes[row : row + 64], scales[row : row + 64]) for row in range(0, 256, 64)]).double()
-    factor, scales = mxfp4.row_factor(scales).double(), scales.cpu()
+    factor, scales = fp4.mxfp4_factor(scales).double(), scales.cpu()
     wanted = torch.tensor(E2M1, dtype=torch.float64)[order] * 2.0 ** (scales[:, :1].double() - 127)
     assert torch.equal((found * factor[:, None]).cpu(), wanted)
     assert torch.equal((found == 0).cpu() & found.signbit().cpu(), order == 8)

@@ -14,7 +14,7 @@ from support.cases import expert_cases as cases
 from eprt.config import Activation, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.experts.cutlass_mxfp4 import swiglu_parameters, tile_expert
-from eprt.experts.grouped import mxfp4
+from eprt.experts.grouped import fp4
 from eprt.experts.humming.gemm import GemmShape, expert_tensors, needs_channel_scale
 from eprt.experts.humming.rows import activation_source
 from eprt.experts.humming.schedules import SMALL_ROW_SCHEDULES, neighbours, row_bucket, unique
@@ -249,7 +249,7 @@ def test_an_mxfp4_value_is_where_a_thread_of_wgmma_reads_it(row, col):
     g + 8 and columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16. Nothing else is touched."""
     codes = torch.zeros(128, 96, dtype=torch.uint8)
     codes[row, col // 2] = 0b1111 << 4 * (col % 2)
-    words, scale_words = mxfp4.pack(codes, torch.zeros(128, 6, dtype=torch.uint8))
+    words, scale_words = fp4.pack_mxfp4(codes, torch.zeros(128, 6, dtype=torch.uint8))
     assert words.shape == (2 * 3, 512)
     unit, warp, g, t = row // 64 * 3 + col // 64, row % 64 // 16, row % 8, col % 8 // 2
     thread = words.view(6, 128, 4)[unit, 32 * warp + 4 * g + t].view(2, 2)[col % 64 // 32]
@@ -262,9 +262,34 @@ def test_an_mxfp4_value_is_where_a_thread_of_wgmma_reads_it(row, col):
     assert scale_words.shape == (2 * 3, 32)
 
 
+@pytest.mark.parametrize(("row", "block"), [(0, 0), (9, 1), (77, 6), (127, 11)])
+def test_nvfp4_scales_lie_with_their_threads(row, block):
+    """By hand: 1.0 is 2 ** 119 in bf16, exponent 246, 448 is 1.75 * 2 ** 127; bits 4 to 11 are stored. Two blocks of 16
+    columns share a word, the second 8 bits to the right; rows 8 apart share one, the second 16 bits to the left."""
+    scales = torch.ones(128, 12)
+    scales[row, block] = 448
+    codes = torch.full((128, 96), 0x22, dtype=torch.uint8)
+    scale_words = fp4.pack_nvfp4(codes, scales.to(torch.float8_e4m3fn))[1]
+    assert scale_words.shape == (2 * 3, 64)
+    bits = [0x7B00 & 0xFF0, 0x7F60 & 0xFF0]
+    plain = bits[0] | bits[0] << 16
+    usual = plain | (plain >> 8 | plain << 24) & 0xFFFFFFFF
+    where = row // 64 * 3 + block // 4, (row % 64 // 16 * 8 + row % 8) * 2 + block % 4 // 2
+    changed = (bits[0] ^ bits[1]) << 16 * (row % 16 // 8)
+    changed = changed if block % 2 == 0 else (changed >> 8 | changed << 24) & 0xFFFFFFFF
+    wanted = torch.full((6, 64), usual)
+    wanted[where] = usual ^ changed
+    assert torch.equal(scale_words.long() & 0xFFFFFFFF, wanted)
+    none = fp4.pack_nvfp4(codes, torch.zeros(128, 12).to(torch.float8_e4m3fn))[0]
+    assert not none.any(), "codes are zero where their scale is"
+    negative = fp4.pack_nvfp4(codes, (-scales).to(torch.float8_e4m3fn))
+    assert torch.equal(negative[1], scale_words)
+    assert torch.equal(negative[0], fp4.pack_nvfp4(codes ^ 0x88, scales.to(torch.float8_e4m3fn))[0])
+
+
 def test_factors_take_a_rows_largest_scale():
     scales = torch.tensor([[0, 0], [3, 128], [254, 9], [255, 1]], dtype=torch.uint8)
-    factor = mxfp4.row_factor(scales)
+    factor = fp4.mxfp4_factor(scales)
     assert factor[:3].tolist() == [2.0**-128, 1.0, 2.0**126]
     assert factor[3].isnan()
 

@@ -1,4 +1,4 @@
-"""What Triton and ptxas make of the MXFP4 kernel, for sm_90a and without a GPU.
+"""What Triton and ptxas make of the MXFP4 and NVFP4 kernels, for sm_90a and without a GPU.
 
 Triton before 3.7 waits too late for products whose left operand is in registers (triton-lang/triton#9433), ptxas before
 CUDA 13.3 gives those registers away too early (#11781): results are then wrong now and then. `settled` is our remedy.
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eprt.config import Activation
-from eprt.weights import Mxfp4
+from eprt.weights import Mxfp4, Nvfp4
 
 pytest.importorskip("triton", reason="triton isn't installed")
 
@@ -32,7 +32,7 @@ TAILED = {
 SCHEDULES = {f"up to {limit} rows": schedule for limit, schedule in HOPPER["w4a16"]} | TAILED
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str) -> Machine:
+def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form: str = "mxfp4") -> Machine:
     """The kernel that the launcher launches, for a matrix of no whole units."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     found: list[Machine] = []
@@ -42,11 +42,15 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str) -> M
 
     monkeypatch.setattr(launch, "Prepared", prepared)
     codes = torch.zeros(1, 832, 368, dtype=torch.uint8)
-    matrix = Mxfp4(codes, torch.zeros(1, 832, 23, dtype=torch.uint8))
+    if form == "mxfp4":
+        matrix = Mxfp4(codes, torch.zeros(1, 832, 23, dtype=torch.uint8))
+    else:
+        matrix = Nvfp4(codes, torch.zeros(1, 832, 46, dtype=torch.float8_e4m3fn), torch.ones(1, 2))
     first, shape = what == "gathering", (1, 64) if what == "slabs" else (64,)
     activation, parts = (GPT_OSS, 2) if first else (None, 1)
     prepared = GroupedMatrix.prepare(matrix, torch.zeros(1, 832), parts, CPU)
-    gemm = launch.Gemm(prepared, activation, "w4a16", launch.Chip(132, True))
+    pair = "w4a16" if form == "mxfp4" else "nv4a16"
+    gemm = launch.Gemm(prepared, activation, pair, launch.Chip(132, True))
     source = torch.zeros(64, dtype=torch.int32) if first else None
     rows = launch.Rows(torch.zeros(*shape, 736, dtype=torch.bfloat16), None, source)
     out = torch.zeros(*shape, 832, dtype=torch.bfloat16)
@@ -55,15 +59,19 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str) -> M
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
-    [*product(SCHEDULES, ("gathering", "rows")), ("up to 12 rows", "slabs"), ("up to 40 rows", "slabs")],
+    ("name", "what", "form"),
+    [
+        *product(SCHEDULES, ("gathering", "rows"), ("mxfp4",)),
+        *product(("up to 12 rows", "up to 40 rows"), ("slabs",), ("mxfp4",)),
+        *product(("up to 12 rows", "up to 80 rows"), ("gathering", "rows"), ("nvfp4",)),
+    ],
 )
-def test_every_schedule_keeps_to_registers(name, what, monkeypatch):
+def test_every_schedule_keeps_to_registers(name, what, form, monkeypatch):
     schedule = SCHEDULES[name]
     tile = schedule.first if what == "gathering" else schedule.second
-    made = machine(monkeypatch, schedule, what)
+    made = machine(monkeypatch, schedule, what, form)
     assert made.local == 0
-    assert made.stack <= (16 if what == "slabs" else 0), "a few values outside of loops, in no hot path"
+    assert made.stack <= (16 if what == "slabs" or form == "nvfp4" else 0), "a few values, outside of loops"
     # Programs of a multiprocessor: 65,536 registers, 227 KiB of shared memory, 1 KiB of it for each program itself.
     assert tile.ctas * tile.warps * 32 * -(-made.registers // 8) * 8 <= 65536
     assert tile.ctas * (made.shared + 1024) <= 227 * 1024

@@ -1,4 +1,4 @@
-"""Triton's grouped GEMMs of our own: bf16, FP8 and MXFP4 weights, with nothing to install beside torch.
+"""Triton's grouped GEMMs of our own: bf16, FP8, MXFP4 and NVFP4 weights, with nothing to install beside torch.
 
 One small kernel sorts the slots and lists the row tiles (`eprt.experts.place_triton`). The first GEMM gathers the rows
 it needs and ends in the activation, the second writes each slot's result, one pass weights and sums them. Nothing is
@@ -47,8 +47,8 @@ class TritonGroupedExecutor(PreparedExecutor):
         self._pair: Pair = "bf16"
         if config.weight_format in FP8_FORMATS:
             self._pair = "w8a8" if self.runtime.low_precision_activations else "w8a16"
-        elif config.weight_format == "mxfp4":
-            self._pair = "w4a16"
+        elif config.weight_format in ("mxfp4", "nvfp4"):
+            self._pair = "w4a16" if config.weight_format == "mxfp4" else "nv4a16"
 
     @cached_property
     def _gemms(self) -> tuple[Gemm, Gemm]:

@@ -10,7 +10,8 @@ with up to TAIL rows more, as a second product with the same weights. With
 SWAP the product is weights x tokens: the tensor cores' 64 rows are then filled by weights, of which there are always
 enough, and tokens are its N, which may be as few as 8.
 
-MXFP4 weights (w4a16) are always the left operand, decoded in registers (`eprt.experts.grouped.mxfp4`).
+MXFP4 and NVFP4 weights (w4a16, nv4a16) are always the left operand, decoded in registers
+(`eprt.experts.grouped.fp4`).
 
 FP8 weights (`PAIR` w8a8, w8a16) have a scale for 128 x 128 of them, tokens one for 128 values: each 128 columns of K
 are summed by the tensor cores, then scaled and added in float32. In w8a16 a token's value is two E4M3 numbers, one
@@ -23,8 +24,8 @@ import triton
 import triton.language as tl
 
 from eprt.experts.activation_triton import activated
-from eprt.experts.grouped.mxfp4 import UNIT, UNIT_SCALES, UNIT_WORDS
-from eprt.experts.grouped.mxfp4_triton import mxfp4_block, settled
+from eprt.experts.grouped.fp4 import MX_UNIT_SCALES, NV_UNIT_SCALES, UNIT, UNIT_WORDS
+from eprt.experts.grouped.fp4_triton import fp4_block, settled
 from eprt.experts.grouped.weights import INTERLEAVE
 from eprt.experts.place_triton import ITEM, tiles_of
 from eprt.quant.elements import E4M3_MAX, TINY
@@ -32,7 +33,8 @@ from eprt.weights import FP8_BLOCK
 
 _UNIT = tl.constexpr(UNIT)
 _UNIT_WORDS = tl.constexpr(UNIT_WORDS)
-_UNIT_SCALES = tl.constexpr(UNIT_SCALES)
+_MX_UNIT_SCALES = tl.constexpr(MX_UNIT_SCALES)
+_NV_UNIT_SCALES = tl.constexpr(NV_UNIT_SCALES)
 _FP8_BLOCK = tl.constexpr(FP8_BLOCK)
 _INTERLEAVE = tl.constexpr(INTERLEAVE)
 _ITEM = tl.constexpr(ITEM)
@@ -119,14 +121,15 @@ def _product(
         x_offset, x_ok: [BLOCK_M] offsets of rows and which there are. `x_row`: the first of them, for TMA.
         tail_offset, tail_ok: [TAIL] of the rows after them.
         w_row: the tile's first row among all experts'.  column: in its expert's matrix.
-        w, w_scale: of MXFP4, the expert's.  w_scale: of FP8, the scales of this tile's first 128-block along N;
+        w, w_scale: of 4 bits, the expert's.  w_scale: of FP8, the scales of this tile's first 128-block along N;
             `UP_SCALE` further on lie those of up.
         x_scale: [BLOCK_M] where the scales of the rows begin.
     """
     K_BLOCKS: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
     UP_SCALE: tl.constexpr = (N // 2 + _FP8_BLOCK - 1) // _FP8_BLOCK * K_BLOCKS
     LOW: tl.constexpr = (K + 15) // 16 * 16  # columns of a token's first numbers: whole 16 bytes
-    WHOLE: tl.constexpr = PAIR == "bf16" or PAIR == "w4a16"  # both parts are summed together
+    FP4: tl.constexpr = PAIR == "w4a16" or PAIR == "nv4a16"
+    WHOLE: tl.constexpr = PAIR == "bf16" or FP4  # both parts are summed together
     WIDTH: tl.constexpr = BLOCK_N if WHOLE else BLOCK_N // PARTS
     total = tl.zeros((WIDTH, BLOCK_M) if SWAP else (BLOCK_M, WIDTH), dtype=tl.float32)
     second = total
@@ -135,8 +138,8 @@ def _product(
     w_offset, w_ok = row.to(tl.int64) * W_STRIDE, row < W_ROWS
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         tokens = _block(x, x_tiles, x_offset, x_ok, x_row, start, 0, K, BLOCK_K, X_TMA)
-        if PAIR == "w4a16":
-            weights = mxfp4_block(w, w_scale, column, start, K, BLOCK_N, BLOCK_K)
+        if FP4:
+            weights = fp4_block(w, w_scale, column, start, K, BLOCK_N, BLOCK_K, PAIR == "nv4a16")
         else:
             weights = _block(w, w, w_offset, w_ok, w_row, start, 0, K, BLOCK_K, W_TMA)
         if WHOLE:
@@ -144,7 +147,7 @@ def _product(
                 more = _block(x, x, tail_offset, tail_ok, 0, start, 0, K, BLOCK_K, False)
                 tail = _dot(more, weights, tail, SWAP)
             total = _dot(tokens, weights, total, SWAP)
-            if PAIR == "w4a16":
+            if FP4:
                 total = settled(total)
                 if TAIL > 0:
                     tail = settled(tail)
@@ -226,9 +229,10 @@ def _tile(
         tail_m, tail_ok, _, tail_offset = _read(source, row + BLOCK_M, end, expert, x_stride, x_skip, TAIL)
     w_scale_tile, x_scale_rows = w_scale, x_scale
     w_expert = w
-    if PAIR == "w4a16":
+    if PAIR == "w4a16" or PAIR == "nv4a16":
+        UNIT_SCALES: tl.constexpr = _NV_UNIT_SCALES if PAIR == "nv4a16" else _MX_UNIT_SCALES
         units = expert.to(tl.int64) * ((N + _UNIT - 1) // _UNIT * ((K + _UNIT - 1) // _UNIT))
-        w_expert, w_scale_tile = w + units * _UNIT_WORDS, w_scale + units * _UNIT_SCALES
+        w_expert, w_scale_tile = w + units * _UNIT_WORDS, w_scale + units * UNIT_SCALES
     if PAIR == "w8a8" or PAIR == "w8a16":
         tl.static_assert(TAIL == 0, "the tail has no scales")
         x_scale_rows = x_scale + read * k_blocks
@@ -311,7 +315,7 @@ def grouped_gemm(
         x_scale: [rows, ceil(K / 128)] float32 where weights are FP8.
         w: [experts * N, W_STRIDE]: a pointer, or a descriptor of blocks [BLOCK_N, BLOCK_K]; gate and up rows
             alternate by INTERLEAVE.  w_scale: [experts, parts, ceil(N / parts / 128), ceil(K / 128)] float32.
-            Of MXFP4, w and w_scale are words.  w_factor: [experts, parts, N / parts] float32, or None.
+            Of MXFP4 and NVFP4, w and w_scale are words.  w_factor: [experts, parts, N / parts] float32, or None.
         bias: [experts, parts, N / parts] float32, or None.
         items, num_items: the list of row tiles: int32 [.., ITEM], and how many there are.
         x_stride, out_stride: elements between rows.  x_skip, out_skip: more elements for each expert (slabs that lie

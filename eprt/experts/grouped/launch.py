@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from eprt.config import Activation
 from eprt.experts.activation_triton import constants
 from eprt.experts.grouped.gemm_triton import grouped_gemm, quantize_tiles
-from eprt.experts.grouped.schedules import FP8_PAIRS, Pair, Schedule, Tile
+from eprt.experts.grouped.schedules import FP4_PAIRS, FP8_PAIRS, Pair, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.place_triton import WorkList
 from eprt.launching import Prepared, like, starts_aligned
@@ -82,7 +82,7 @@ class Gemm:
             "PAIR": pair,
             "FIRST": activation is not None,
             **constants(activation),
-            "W_TMA": chip.hopper and pair != "w4a16",
+            "W_TMA": chip.hopper and pair not in FP4_PAIRS,
         }
 
     @property
@@ -153,10 +153,10 @@ def _cut(schedule: Schedule, tile: Tile, x_tma: bool) -> dict[str, Any]:
 
 
 def _options(tile: Tile, pair: Pair) -> dict[str, int]:
-    """What Triton is told. MXFP4: the most registers with which as many programs as should share a multiprocessor's
+    """What Triton is told. 4 bits: the most registers with which as many programs as should share a multiprocessor's
     65,536 can; ptxas takes up to 255 for the same kernel with other sizes, and gains nothing."""
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    if pair == "w4a16":
+    if pair in FP4_PAIRS:
         options["maxnreg"] = min(255, 65536 // (tile.ctas * tile.warps * 32) // 8 * 8)
     return options
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# Weights x activations: plain bf16; E4M3 blocks times E4M3 groups; E4M3 blocks times bf16; MXFP4 times bf16.
-Pair = Literal["bf16", "w8a8", "w8a16", "w4a16"]
+# Weights x activations: plain bf16; E4M3 blocks times E4M3 groups; E4M3 blocks times bf16; MXFP4 and NVFP4 times bf16.
+Pair = Literal["bf16", "w8a8", "w8a16", "w4a16", "nv4a16"]
 FP8_PAIRS: tuple[Pair, ...] = ("w8a8", "w8a16")
+FP4_PAIRS: tuple[Pair, ...] = ("w4a16", "nv4a16")
 
 
 @dataclass(frozen=True)
@@ -15,10 +16,10 @@ class Tile:
     """How one of the two GEMMs is cut.
 
     Attributes:
-        n, k: columns (both parts of a gated matrix) and depth of a block. FP8: n / parts divides 128, k is 128. MXFP4:
-            both are multiples of 64, and n is 16 for each warp or a multiple of that.
+        n, k: columns (both parts of a gated matrix) and depth of a block. FP8: n / parts divides 128, k is 128. MXFP4
+            and NVFP4: both are multiples of 64, and n is 16 for each warp or a multiple of that.
         stages: blocks in flight.  warps: of a program.  ctas: programs on a multiprocessor.
-        swap: weights x tokens instead of tokens x weights; MXFP4 always.
+        swap: weights x tokens instead of tokens x weights; MXFP4 and NVFP4 always.
         halvings: how often an expert's last tile may be halved in height where that is enough.
         flatten: one pipeline over all tiles of a program, where `tma` holds; not with halvings.
         tma: tokens by the copy engine, where they lie in rows (the second GEMM of FlatTokens).
@@ -113,6 +114,7 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
         (ANY, MXFP4_128),
     ),
 }
+HOPPER["nv4a16"] = HOPPER["w4a16"]  # not searched: the same but for twice as many scales
 
 
 # Tiles that fit the shared memory of every card from Ampere on, 99 KiB. Not measured on one.

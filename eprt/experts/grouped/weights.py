@@ -1,5 +1,5 @@
-"""Expert matrices as the grouped GEMM reads them: gate and up rows taking turns, rows of whole 16 bytes or, of MXFP4,
-units of `eprt.experts.grouped.mxfp4`."""
+"""Expert matrices as the grouped GEMM reads them: gate and up rows taking turns, rows of whole 16 bytes or, of 4 bits,
+units of `eprt.experts.grouped.fp4`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from dataclasses import dataclass
 import torch
 
 from eprt.config import WeightFormat
-from eprt.experts.grouped.mxfp4 import UNIT_SCALES, UNIT_WORDS, pack, room, row_factor
+from eprt.experts.grouped.fp4 import (
+    MX_UNIT_SCALES,
+    NV_UNIT_SCALES,
+    UNIT_WORDS,
+    mxfp4_factor,
+    nvfp4_factor,
+    pack_mxfp4,
+    pack_nvfp4,
+    room,
+)
 from eprt.experts.layouts import as_bytes, spread_tensor_scale, stack_experts
 from eprt.quant import decode
 from eprt.rounding import ceil_div, round_up
-from eprt.weights import FP8_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4
+from eprt.weights import FP8_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
 
 INTERLEAVE = 8  # gate and up rows take turns by so many: halves of what one thread holds of a tile, so nothing moves
 FP8_FORMATS: tuple[WeightFormat, ...] = ("fp8_block", "fp8_tensor")
@@ -23,10 +32,10 @@ class GroupedMatrix:
     """One of the two matrices of all local experts.
 
     Attributes:
-        data: [L, rows, stride] bf16 or e4m3; columns past `cols` are zeros. MXFP4: int32 [L, units, UNIT_WORDS].
+        data: [L, rows, stride] bf16 or e4m3; columns past `cols` are zeros. 4 bits: int32 [L, units, UNIT_WORDS].
         scale: [L, parts, ceil(rows / parts / 128), ceil(cols / 128)] float32 of FP8 weights; int32
-            [L, units, UNIT_SCALES] of MXFP4; else None.
-        factor: [L, parts, rows / parts] float32 that sums of MXFP4 are multiplied by, else None.
+            [L, units, MX_UNIT_SCALES or NV_UNIT_SCALES] of 4 bits; else None.
+        factor: [L, parts, rows / parts] float32 that sums of 4-bit weights are multiplied by, else None.
         bias: [L, parts, rows / parts] float32, or None.
         parts: 2 where gate and up alternate by INTERLEAVE rows.
         rows, cols: of one expert; each part's rows padded to INTERLEAVE.
@@ -42,7 +51,7 @@ class GroupedMatrix:
 
     @classmethod
     def prepare(cls, matrix: Matrix, bias: torch.Tensor | None, parts: int, device: torch.device) -> GroupedMatrix:
-        """From a canonical matrix on any device, expert by expert; formats other than FP8 and MXFP4 in bf16."""
+        """From a canonical matrix on any device, expert by expert; formats other than FP8, MXFP4 and NVFP4 in bf16."""
         L, rows, cols = matrix.shape
         part = rows // parts
         padded = round_up(part, INTERLEAVE) if parts > 1 else part
@@ -54,8 +63,9 @@ class GroupedMatrix:
                 found["bias"] = torch.nn.functional.pad(halves, (0, padded - part))
             return found
 
-        units = room(parts * padded, cols) if isinstance(matrix, Mxfp4) else 0
-        tensors = stack_experts(L, prepare, {"data": units * UNIT_WORDS, "scale": units * UNIT_SCALES})
+        units = room(parts * padded, cols) if isinstance(matrix, Mxfp4 | Nvfp4) else 0
+        unit_scales = NV_UNIT_SCALES if isinstance(matrix, Nvfp4) else MX_UNIT_SCALES
+        tensors = stack_experts(L, prepare, {"data": units * UNIT_WORDS, "scale": units * unit_scales})
         scale, factor, bias = (tensors.get(name) for name in ("scale", "factor", "bias"))
         return cls(tensors["data"], scale, factor, bias, parts, parts * padded, cols)
 
@@ -75,10 +85,16 @@ def _laid_out(own: Matrix, parts: int, padded: int) -> dict[str, torch.Tensor]:
             scale = own.scale if isinstance(own, Fp8Block) else spread_tensor_scale(own.scale, *grid)
             data = alternate(own.data, parts, padded, round_up(cols, 16))
             return {"data": data, "scale": scale.to(torch.float32).view(1, parts, *grid)}
-        case Mxfp4():
+        case Mxfp4() | Nvfp4():
             codes, scales = (alternate(each, parts, padded, each.shape[2])[0] for each in (own.codes, own.scales))
-            words, scale_words = pack(codes, scales)
-            factor = row_factor(own.scales).view(1, parts, part)
+            if isinstance(own, Mxfp4):
+                (words, scale_words), factor = pack_mxfp4(codes, scales), mxfp4_factor(own.scales)
+            else:
+                (words, scale_words), factor = (
+                    pack_nvfp4(codes, scales),
+                    nvfp4_factor(own.scales[0], own.global_scale[0]),
+                )
+            factor = factor.view(1, parts, part)
             factor = torch.nn.functional.pad(factor, (0, padded - part))
             return {"data": words[None], "scale": scale_words[None], "factor": factor}
         case _:

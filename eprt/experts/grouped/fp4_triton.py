@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN201, ANN202  (kernel arguments have no Python types)
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-"""MXFP4 weights, decoded to bf16 where the tensor cores take their left operand: in registers."""
+"""MXFP4 and NVFP4 weights, decoded to bf16 where the tensor cores take their left operand: in registers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from eprt.experts.grouped.mxfp4 import (
+from eprt.experts.grouped.fp4 import (
     C_FROM_A,
+    MX_SCALE_BITS,
+    MX_UNIT_SCALES,
+    NV_SCALE_BITS,
+    NV_SCALE_ONES,
+    NV_UNIT_SCALES,
     PAIR_BITS,
-    SCALE_BITS,
     SCALE_TURN,
     TURNS_A,
     TURNS_B,
     UNIT,
-    UNIT_SCALES,
     UNIT_WORDS,
 )
 
@@ -27,9 +30,12 @@ _TIMES_HIGH = tl.constexpr(_TIMES.format("h"))
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # PTX is for GPUs only
 _UNIT = tl.constexpr(UNIT)
 _UNIT_WORDS = tl.constexpr(UNIT_WORDS)
-_UNIT_SCALES = tl.constexpr(UNIT_SCALES)
+_MX_UNIT_SCALES = tl.constexpr(MX_UNIT_SCALES)
+_NV_UNIT_SCALES = tl.constexpr(NV_UNIT_SCALES)
 _PAIR_BITS = tl.constexpr(PAIR_BITS)
-_SCALE_BITS = tl.constexpr(SCALE_BITS)
+_MX_SCALE_BITS = tl.constexpr(MX_SCALE_BITS)
+_NV_SCALE_BITS = tl.constexpr(NV_SCALE_BITS)
+_NV_SCALE_ONES = tl.constexpr(NV_SCALE_ONES)
 _SCALE_TURN = tl.constexpr(SCALE_TURN)
 _C_FROM_A = tl.constexpr(C_FROM_A)
 _TURNS_A = tl.constexpr(TURNS_A)
@@ -55,7 +61,7 @@ def _rest(a, b):
 
 @triton.jit
 def _times(pair, scales, HIGH: tl.constexpr):
-    """Two bf16 in 32 bits times the bf16 in the low or high half of `scales`: powers of two, so nothing is rounded."""
+    """Two bf16 in 32 bits times the bf16 in the low or high half of `scales`; their few bits need no rounding."""
     if _INTERPRETED:
         scale = ((scales if HIGH else scales << 16) & 0xFFFF0000).to(tl.float32, bitcast=True)
         low = ((pair << 16).to(tl.float32, bitcast=True) * scale).to(tl.uint32, bitcast=True)
@@ -66,33 +72,47 @@ def _times(pair, scales, HIGH: tl.constexpr):
 
 
 @triton.jit
-def _pairs(word, rest, scales, TURNS: tl.constexpr, HIGH: tl.constexpr):
-    """bf16 [.., j, i, l] of A or B, `word`, and of C, `rest`: uint32."""
-    p00 = _times(_turned(word, TURNS[0]) & _PAIR_BITS, scales, HIGH)
-    p01 = _times(_turned(word, TURNS[1]) & _PAIR_BITS, scales, HIGH)
-    p10 = _times(_turned(word, TURNS[2]) & _PAIR_BITS, scales, HIGH)
-    p11 = _times(_turned(rest, TURNS[3]) & _PAIR_BITS, scales, HIGH)
+def _pairs(word, rest, scale, other, TURNS: tl.constexpr, HIGH: tl.constexpr):
+    """bf16 [.., j, i, l] of A or B, `word`, and of C, `rest`: uint32. Scales of j = 0, and the `other`."""
+    p00 = _times(_turned(word, TURNS[0]) & _PAIR_BITS, scale, HIGH)
+    p01 = _times(_turned(word, TURNS[1]) & _PAIR_BITS, scale, HIGH)
+    p10 = _times(_turned(word, TURNS[2]) & _PAIR_BITS, other, HIGH)
+    p11 = _times(_turned(rest, TURNS[3]) & _PAIR_BITS, other, HIGH)
     pairs = tl.join(tl.join(p00, p10), tl.join(p01, p11))
     return tl.join((pairs & 0xFFFF).to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
-def _values(words, scales, BN: tl.constexpr, BK: tl.constexpr):
-    """bf16 [64 * BN, 64 * BK] of units: uint32 words [BK, BN, UNIT_WORDS], scales [BK, BN, UNIT_SCALES]."""
+def _every_t(scales):
+    """[.., w, g, q] for all threads of a row: [.., w, g, t, q]."""
+    shape: tl.constexpr = scales.shape
+    return tl.broadcast_to(tl.expand_dims(scales, 4), (shape[0], shape[1], shape[2], shape[3], 4, shape[4]))
+
+
+@triton.jit
+def _values(words, scales, BN: tl.constexpr, BK: tl.constexpr, NV: tl.constexpr):
+    """bf16 [64 * BN, 64 * BK] of units: uint32 words [BK, BN, UNIT_WORDS], scales [BK, BN, words of a unit's]."""
     a, b = tl.split(tl.reshape(words, (BK, BN, 4, 8, 4, 2, 2)))  # w, g, t, q
     c = _rest(a, b)
-    scales = tl.reshape(scales, (BK, BN, 4, 8))
-    scale = tl.join(scales & _SCALE_BITS, _turned(scales, _SCALE_TURN) & _SCALE_BITS)
-    scale = tl.broadcast_to(tl.expand_dims(scale, 4), (BK, BN, 4, 8, 4, 2))
-    both = tl.join(_pairs(a, c, scale, _TURNS_A, False), _pairs(b, c, scale, _TURNS_B, True))
+    if NV:
+        scales = _every_t(tl.reshape(scales, (BK, BN, 4, 8, 2)))
+        scale = scales & _NV_SCALE_BITS | _NV_SCALE_ONES
+        other = _turned(scales, _SCALE_TURN) & _NV_SCALE_BITS | _NV_SCALE_ONES
+    else:
+        scales = tl.reshape(scales, (BK, BN, 4, 8))
+        scale = _every_t(tl.join(scales & _MX_SCALE_BITS, _turned(scales, _SCALE_TURN) & _MX_SCALE_BITS))
+        other = scale
+    both = tl.join(_pairs(a, c, scale, other, _TURNS_A, False), _pairs(b, c, scale, other, _TURNS_B, True))
     # [unit, unit, w, g, t, q, j, i, l, h] to rows (unit, w, h, g) and columns (unit, q, j, i, t, l)
     return tl.reshape(tl.permute(both, (1, 2, 9, 3, 0, 5, 6, 7, 4, 8)), (BN * _UNIT, BK * _UNIT))
 
 
 @triton.jit
-def mxfp4_block(w, w_scale, column, start, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Weights [BLOCK_N, BLOCK_K] of one expert, from `column` and `start` on. What lies past its rows and columns is
-    finite: other weights, or the room after the last."""
+def fp4_block(
+    w, w_scale, column, start, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NV: tl.constexpr
+):
+    """Weights [BLOCK_N, BLOCK_K] of one expert, MXFP4 or NVFP4, from `column` and `start` on. What lies past its rows
+    and columns is finite: other weights, or the room after the last."""
     BN: tl.constexpr = BLOCK_N // _UNIT
     BK: tl.constexpr = BLOCK_K // _UNIT
     cols: tl.constexpr = (K + _UNIT - 1) // _UNIT
@@ -100,8 +120,9 @@ def mxfp4_block(w, w_scale, column, start, K: tl.constexpr, BLOCK_N: tl.constexp
     k = start // _UNIT + tl.arange(0, BK)[:, None, None]
     unit = n * cols + k
     words = tl.load(w + unit * _UNIT_WORDS + tl.arange(0, _UNIT_WORDS)[None, None, :])
-    scales = tl.load(w_scale + unit * _UNIT_SCALES + tl.arange(0, _UNIT_SCALES)[None, None, :])
-    return _values(words.to(tl.uint32, bitcast=True), scales.to(tl.uint32, bitcast=True), BN, BK)
+    UNIT_SCALES: tl.constexpr = _NV_UNIT_SCALES if NV else _MX_UNIT_SCALES
+    scales = tl.load(w_scale + unit * UNIT_SCALES + tl.arange(0, UNIT_SCALES)[None, None, :])
+    return _values(words.to(tl.uint32, bitcast=True), scales.to(tl.uint32, bitcast=True), BN, BK, NV)
 
 
 @triton.jit

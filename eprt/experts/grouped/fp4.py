@@ -1,0 +1,145 @@
+"""MXFP4 and NVFP4 matrices in the order in which threads feed them to the tensor cores, cheap to decode.
+
+A unit is 64 x 64 weights: 128 threads hold it as the left operand of four wgmma (PTX ISA, "wgmma register fragment for
+matrix A"), 32 values each. Thread (w, g, t) of warp w has rows 16 w + 8 h + g and columns 32 q + 16 j + 8 i + 2 t + l,
+where h, q, j, i and l are 0 or 1. Its 16 bytes lie together, those of the next thread after them, so a load moves whole
+lines and nothing has to change threads. A unit's columns follow each other, then its rows, then experts.
+
+The 16 values of one q fill two words, A for h = 0 and B for h = 1. Two values, l = 0 and 1, become two bf16 in 32 bits:
+a turn and a mask leave sign, exponent and mantissa at PAIR_BITS, which is the value times 2 ** -126, zero and 0.5 (a
+subnormal) included. 16 bits have room for three such sets and a rest at odd places: word C, made of both rests, holds
+the fourth of A and of B.
+
+A multiplication by the scale puts it right. bf16 ends at 2 ** 127, so what is stored of MXFP4 is the scale over its
+row's largest, from 2 ** 127 down, and sums are multiplied by the row's `factor`: exact, as all are powers of two.
+Weights 2 ** 133 times smaller than their row's largest scale, less than any sum keeps, lose bits.
+
+NVFP4 has a scale for each j. E4M3 reaches over 18 powers of two: times 2 ** 119 the upper three bits of its exponent
+are ones in bf16, and a byte holds the other five and the mantissa (`NV_SCALE_ONES`). A value has two bits and its scale
+four, so a product has six of bf16's eight. Where a scale is zero codes are, where it is negative they turn.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from eprt.rounding import ceil_div, round_up
+from eprt.weights import MX_BLOCK, NVFP4_BLOCK
+
+UNIT = 64  # rows and columns
+UNIT_WORDS = UNIT * UNIT // 8
+MX_UNIT_SCALES = UNIT * UNIT // MX_BLOCK // 4  # words of four scales: of both h and both q of a thread
+NV_UNIT_SCALES = UNIT * UNIT // NVFP4_BLOCK // 4  # the same of both h and both j: a word for each q
+PAIR_BITS = 0x81C081C0
+MX_SCALE_BITS = 0x7F807F80
+NV_SCALE_BITS, NV_SCALE_ONES = 0x0FF00FF0, 0x70007000
+C_FROM_A = 0x60306030  # bits of word C from A, the others from B
+# How far left a word is turned for (j, i) = 00, 01, 10, 11. The last of each is word C.
+TURNS_A = (0, 12, 6, 10)
+TURNS_B = (2, 14, 8, 4)
+SCALE_TURN = 8  # for q = 1, of NVFP4 j = 1
+LARGEST = 4  # units along either side of a block
+
+NV_LARGEST = 30 << 3 | 6  # 448; what a NaN becomes, too, as others multiply it by zeros
+NV_SCALE_EXPONENT = 119  # what NVFP4's scales are multiplied by, and
+NV_FACTOR = 2.0 ** (126 - NV_SCALE_EXPONENT)  # what makes up for it
+
+_CODE_BITS = (6, 7, 8, 15)  # where a code's bits go, mantissa first
+
+
+def mxfp4_factor(scales: torch.Tensor) -> torch.Tensor:
+    """What sums of a row are multiplied by, float32 [.., rows], for scales u8 [.., rows, cols / 32]. NaN stays."""
+    largest = scales.amax(-1)
+    factor = torch.exp2(largest.to(torch.float64) - 128).to(torch.float32)
+    return torch.where(largest == 255, torch.nan, factor)
+
+
+def room(rows: int, cols: int) -> int:
+    """Units of zeros after the last expert, as a block may reach past a matrix's rows and columns: elsewhere into the
+    units that follow, whose products are left out."""
+    high, wide = ceil_div(rows, UNIT), ceil_div(cols, UNIT)
+    return (round_up(high, LARGEST) - high) * wide + LARGEST
+
+
+def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One expert's rows, in the order of the result's.
+
+    Args:
+        codes: u8 [rows, cols / 2], low nibble first.  scales: u8 E8M0 [rows, cols / 32].
+
+    Returns:
+        words int32 [units, UNIT_WORDS], and of scales int32 [units, MX_UNIT_SCALES].
+    """
+    exponents = (scales.to(torch.int64) + 254 - scales.amax(1, keepdim=True)).clamp_(min=0)
+    return _words(_nibbles(codes)), _scale_words(exponents << 7, MX_BLOCK)
+
+
+def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for scales e4m3 [rows, cols / 16]; a NaN among them is the factor's part (`nvfp4_factor`).
+
+    Returns:
+        words int32 [units, UNIT_WORDS], and of scales int32 [units, NV_UNIT_SCALES].
+    """
+    plain = scales.to(torch.float32)
+    signs = (plain < 0).to(torch.uint8).repeat_interleave(NVFP4_BLOCK, 1) << 3
+    values = (_nibbles(codes) ^ signs) * (plain != 0).repeat_interleave(NVFP4_BLOCK, 1)
+    # Exponent and three bits of mantissa, as float32 has them; 2 ** 8 becomes 30, so 2 ** -9, the least, 13.
+    byte = (plain.abs().view(torch.int32).to(torch.int64) >> 20) - ((127 + 8 - 30) << 3)
+    return _words(values), _scale_words(byte.clamp_(0, NV_LARGEST) << 4, NVFP4_BLOCK)
+
+
+def nvfp4_factor(scales: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """What sums of a row are multiplied by, float32 [parts, rows / parts], for scales e4m3 [rows, cols / 16] and
+    global_scale [parts]. NaN stays."""
+    spoilt = scales.to(torch.float32).isnan().any(-1).view(global_scale.shape[0], -1)
+    return torch.where(spoilt, torch.nan, global_scale.to(torch.float32)[:, None] * NV_FACTOR)
+
+
+def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+    return torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
+
+
+def _words(values: torch.Tensor) -> torch.Tensor:
+    values = _padded(values, UNIT)
+    # rows: unit, w, h, g; columns: unit, q, j, i, t, l
+    shape = values.shape[0] // UNIT, 4, 2, 8, values.shape[1] // UNIT, 2, 2, 2, 4, 2
+    threads = values.view(shape).permute(0, 4, 1, 3, 8, 5, 2, 6, 7, 9).reshape(-1, UNIT_WORDS // 2, 16)
+    table = torch.tensor(_bit_table(), device=values.device)
+    pairs = torch.zeros(threads.shape[:2], dtype=torch.int64, device=values.device)
+    for index in range(16):
+        pairs |= table[index][threads[:, :, index].long()]
+    return pairs.view(torch.int32)  # A, then B
+
+
+def _scale_words(bits: torch.Tensor, block: int) -> torch.Tensor:
+    """Of the bits of bf16 that are stored, int64 [rows, cols / block]: both h in a word, every other block turned."""
+    wide = UNIT // block
+    bits = _padded(bits, wide)
+    # rows: unit, w, h, g; columns: unit, and blocks two by two
+    shape = bits.shape[0] // UNIT, 4, 2, 8, bits.shape[1] // wide, wide // 2, 2
+    of = bits.view(shape).permute(0, 4, 1, 3, 5, 6, 2).reshape(-1, UNIT * wide // 4, 2, 2)
+    halves = of[..., 0] | of[..., 1] << 16
+    second = halves[..., 1]
+    turned = (second >> SCALE_TURN) | (second << (32 - SCALE_TURN))
+    return (halves[..., 0] | turned & 0xFFFFFFFF).to(torch.int32)  # wraps: the same bits
+
+
+def _bit_table() -> list[list[int]]:
+    """For each value of a thread, (h, j, i, l) in this order, and each code: its bits in words A and B (the upper)."""
+    table: list[list[int]] = []
+    for h, step, lane in product(range(2), range(4), range(2)):
+        turn = (TURNS_A, TURNS_B)[h][step]
+        places = [(bit + 16 * lane - turn) % 32 for bit in _CODE_BITS]
+        in_b = [not C_FROM_A >> place & 1 if step == 3 else h == 1 for place in places]
+        bits = [1 << place + 32 * b for place, b in zip(places, in_b, strict=True)]
+        words = [sum(bit for index, bit in enumerate(bits) if code >> index & 1) for code in range(16)]
+        table.append([word - (1 << 64) if word >> 63 else word for word in words])
+    return table
+
+
+def _padded(values: torch.Tensor, wide: int) -> torch.Tensor:
+    """With zeros to whole units, of which one is `wide` columns."""
+    rows, cols = values.shape
+    return torch.nn.functional.pad(values, (0, round_up(cols, wide) - cols, 0, round_up(rows, UNIT) - rows))

@@ -1,0 +1,120 @@
+"""NVFP4 through the grouped GEMM of our own, against the float32 witness and a table written by hand: on one GPU or
+interpreted on the CPU. What it shares with MXFP4 is in test_mxfp4_kernels.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from support.cases.grouped_cases import (
+    ACTIVATIONS,
+    BOUND,
+    all_experts,
+    build,
+    error,
+    error_on_flat,
+    layer,
+    make_tokens,
+)
+from support.stand_ins.kernel_device import DEVICE, runs_kernels, sized
+
+from eprt.experts.grouped import TritonGroupedExecutor, fp4
+from eprt.experts.grouped.fp4_triton import fp4_block
+from eprt.experts.grouped.schedules import Schedule, Tile
+from eprt.experts.reference import ReferenceExecutor
+from eprt.tokens import Payload
+
+pytestmark = [pytest.mark.gpu, runs_kernels]
+
+SCHEDULES = {
+    "small": Schedule(16, Tile(64, 64, 2, 4, 1, swap=True), Tile(64, 128, 3, 4, 2, swap=True, tma=True)),
+    "tail": Schedule(16, Tile(64, 64, 2, 4, 1, swap=True), Tile(128, 64, 3, 4, 2, True, tma=True), tail=16),
+    "large": Schedule(64, Tile(128, 128, 2, 8, 1, swap=True, halvings=1), Tile(128, 64, 2, 4, 1, swap=True), group=2),
+}
+# OCP Microscaling Formats v1.0, table 6: E2M1, the sign in bit 3.
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+# OCP 8-bit Floating Point Specification, table 1: E4M3 of bias 7, subnormals below 8, 0x7F is NaN.
+E4M3 = [m * 2.0**-9 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
+
+
+@triton.jit
+def _decode(w, w_scale, out, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """What the tensor cores would get of [BLOCK_N, K], block after block."""
+    row = tl.arange(0, BLOCK_N)
+    for start in range(0, K, BLOCK_K):
+        values = fp4_block(w, w_scale, 0, start, K, BLOCK_N, BLOCK_K, True)
+        col = start + tl.arange(0, BLOCK_K)
+        tl.store(out + row[:, None] * K + col[None, :], values)
+
+
+def test_every_code_with_every_scale():
+    """All 16 x 254, bit by bit: a row has every code under four scales of its own, neither rows nor blocks alike."""
+    assert len(E4M3) == 127
+    number = (torch.arange(64)[:, None] * 4 + torch.arange(4)[None]) % 254
+    scale_codes = torch.where(number < 127, number, number + 1)  # the upper half negative; neither NaN
+    order = torch.stack([torch.arange(64).roll(row) for row in range(64)]) % 16
+    codes = (order[:, 0::2] | order[:, 1::2] << 4).to(torch.uint8).to(DEVICE)
+    scales = scale_codes.to(torch.uint8).view(torch.float8_e4m3fn).to(DEVICE)
+    words, scale_words = fp4.pack_nvfp4(codes, scales)
+    found = torch.full((64, 64), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    _decode[(1,)](words, scale_words, found, K=64, BLOCK_N=64, BLOCK_K=64)
+    factor = fp4.nvfp4_factor(scales, torch.ones(1, device=DEVICE)).view(64, 1).double()
+    scale = torch.tensor([*E4M3, *(-value for value in E4M3)], dtype=torch.float64)[number]
+    wanted = torch.tensor(E2M1, dtype=torch.float64)[order] * scale.repeat_interleave(16, 1)
+    assert torch.equal((found.double() * factor).cpu(), wanted)
+
+
+@pytest.fixture
+def schedule(monkeypatch):
+    def use(name):
+        monkeypatch.setattr("eprt.experts.grouped.choose", lambda *_, **__: SCHEDULES[name])
+
+    return use
+
+
+@pytest.mark.parametrize(
+    ("name", "activation", "H", "I"),
+    [("small", "gpt_oss", 160, 96), ("large", "silu", 112, 48), ("tail", "silu", 96, 48), ("small", "relu2", 48, 80)],
+)
+def test_equals_the_witness(H, I, activation, name, schedule):
+    """Sizes that are no whole units, and of which 16 is the largest power of two."""
+    schedule(name)
+    config = layer("nvfp4", H=H, I=I, E=3, K=2, activation=ACTIVATIONS[activation])
+    assert 0 < error_on_flat(config, all_experts(config), make_tokens(config, sized(300, 24))) < BOUND
+
+
+def test_a_scale_that_is_nan_spoils_its_row(schedule):
+    schedule("small")
+    config = layer("nvfp4", H=96, I=64, bias=False)
+    weights, tokens = all_experts(config), make_tokens(config, 20)
+    weights.down.scales.view(torch.uint8)[:, 5, 1] = 0x7F
+    found = build(TritonGroupedExecutor, config, weights)(tokens)
+    read = (tokens.ids < config.num_experts).any(1)
+    assert found[read, 5].isnan().all()
+    assert found[read].isnan().sum() == read.sum()
+
+
+def test_mistakes_would_be_seen(schedule):
+    """Gate and up, their second scales, scales one block or one row off, nibbles the other way round."""
+    schedule("small")
+    config = layer("nvfp4", H=96, I=64, E=2, K=1)
+    weights, tokens = all_experts(config), make_tokens(config, 12)
+    first, half = weights.gate_up, weights.gate_up.shape[1] // 2
+    codes, scales = first.codes, first.scales.view(torch.uint8)
+    others = first.global_scale.flip(1)
+    wrong = [
+        replace(first, codes=codes.roll(half, 1), scales=scales.roll(half, 1).view(torch.float8_e4m3fn)),
+        replace(first, global_scale=others),
+        replace(first, scales=scales.roll(1, 2).view(torch.float8_e4m3fn)),
+        replace(first, scales=scales.roll(1, 1).view(torch.float8_e4m3fn)),
+        replace(first, codes=codes << 4 | codes >> 4),
+    ]
+    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
+    expected = build(ReferenceExecutor, config, weights)(plain)
+    assert error(build(TritonGroupedExecutor, config, weights)(tokens), expected) < BOUND
+    for mistake in wrong:
+        found = build(TritonGroupedExecutor, config, replace(weights, gate_up=mistake))(tokens)
+        assert error(found, expected) > 3 * BOUND
