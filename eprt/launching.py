@@ -7,7 +7,10 @@ launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +46,7 @@ class Prepared:
         if INTERPRETED:
             return
         active: Any = driver.active
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), shared_cache():
             self._kernel = kernel.warmup(*arguments, **constants, **options, grid=(1,))
             self._kernel[(1, 1, 1)]  # loads it
             self._device: int = active.get_current_device()
@@ -71,6 +74,31 @@ class Prepared:
             x, y, z, self._stream(device), self._function, self._metadata, None, None, None, *arguments,
             *self._constants,
         )  # fmt: skip
+
+
+@contextmanager
+def shared_cache() -> Iterator[None]:
+    """Compile into the cache that this user's other processes read.
+
+    Once torch.compile has made a kernel in a process, its TRITON_CACHE_DIR is a folder of Inductor's for one GPU alone.
+    Each rank would compile what the others compile, and find nothing of what was compiled before. A folder that
+    somebody else chose stays.
+    """
+    chosen = os.environ.get("TRITON_CACHE_DIR")
+    if chosen is None or not _inductor_chose(Path(chosen)):
+        yield
+        return
+    del os.environ["TRITON_CACHE_DIR"]
+    try:
+        yield
+    finally:
+        os.environ["TRITON_CACHE_DIR"] = chosen
+
+
+def _inductor_chose(folder: Path) -> bool:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return folder.is_relative_to(Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir(), "triton"))
 
 
 def _as_dtype(argument: Any, dtype: Any) -> Any:

@@ -5,6 +5,8 @@ Kernels are compiled for an H200, which needs no GPU; the launch itself is recor
 
 from __future__ import annotations
 
+import contextlib
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +17,13 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 import triton
 import triton.language as tl
 from support.stand_ins.kernel_device import INTERPRETED
+from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from eprt.launching import Prepared, like, starts_aligned
+from eprt.launching import Prepared, like, shared_cache, starts_aligned
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -101,3 +105,25 @@ def test_alignment_is_that_of_all():
     x = torch.zeros(64, dtype=torch.bfloat16)
     assert starts_aligned(x, x[8:])
     assert not starts_aligned(x, x[1:])
+
+
+@pytest.mark.parametrize("inductor", [None, "elsewhere"])
+def test_what_inductor_does_to_tritons_cache_is_undone_while_we_compile(inductor, monkeypatch, tmp_path):
+    """Its CachingAutotuner sets TRITON_CACHE_DIR to `triton_cache_dir` of its GPU, for the rest of the process."""
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if inductor:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / inductor))
+    usual = knobs.cache.dir
+    for chosen, meanwhile in (
+        (None, usual),
+        (triton_cache_dir(1), usual),
+        (str(tmp_path / "of the user"), str(tmp_path / "of the user")),
+    ):
+        if chosen:
+            monkeypatch.setenv("TRITON_CACHE_DIR", chosen)
+        with contextlib.suppress(KeyError), shared_cache():
+            assert knobs.cache.dir == meanwhile
+            raise KeyError
+        assert os.environ.get("TRITON_CACHE_DIR") == chosen
+        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)

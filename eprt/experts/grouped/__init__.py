@@ -107,12 +107,16 @@ class TritonGroupedExecutor(PreparedExecutor):
         both(self._gemms, self._rows(tokens.hidden, work), work, schedule, (L, M), out)
 
     def warmup(self, max_rows: int, slots: int | None = None) -> None:
-        """Compile every schedule that up to `max_rows` rows can need. Nothing is tuned."""
+        """Compile every schedule that up to `max_rows` rows can need. Nothing is tuned.
+
+        Ranks begin at different ones: those of a host find in Triton's cache what others have compiled meanwhile."""
         K, form = self.config.top_k, self.runtime.token_format
         # One number of tokens for each schedule: the last that it serves, as far as that can come.
         starts = limits(self._pair, hopper=self._hopper)
         counts = {int(limit * self.shard.num_experts) // K for limit in starts} | {max_rows}
-        for rows in sorted(min(max(count, 1), max_rows) for count in counts):
+        turns = sorted({min(max(count, 1), max_rows) for count in counts})
+        begin = len(turns) * self.shard.first_expert // self.shard.num_experts
+        for rows in turns[begin:] + turns[:begin]:
             if form in (None, "flat"):
                 self._try_flat(rows, slots or K)
             if form in (None, "expert_major"):
