@@ -248,20 +248,21 @@ def run(plugin: str, a: argparse.Namespace, folder: Path, logs: Path, start: int
     done = [path.with_suffix(".json") for path in paths]
     for path in done:  # of an earlier run into the same folder
         path.unlink(missing_ok=True)
-    for rank in ranks:
-        rank.start()
-    deadline = time.monotonic() + a.timeout
-    while not all(path.exists() for path in done) and time.monotonic() < deadline:
-        if any(rank.exitcode not in (None, 0) for rank in ranks):
-            time.sleep(3)  # what it has to say, and its peers
-            break
-        time.sleep(0.2)
-    for rank in ranks:
-        rank.join(20)
-        rank.kill()
-        with contextlib.suppress(ProcessLookupError):  # what it started as well: it holds the GPU's memory
-            assert rank.pid is not None
-            os.killpg(rank.pid, signal.SIGKILL)
+    try:
+        for rank in ranks:
+            rank.start()
+        deadline = time.monotonic() + a.timeout
+        while not all(path.exists() for path in done) and time.monotonic() < deadline:
+            if any(rank.exitcode not in (None, 0) for rank in ranks):
+                time.sleep(3)  # what it has to say, and its peers
+                break
+            time.sleep(0.2)
+        else:
+            for rank in ranks:
+                rank.join(20)
+    finally:  # also when this is interrupted: engines hold the GPUs' memory
+        for rank in ranks:
+            end(rank)
     texts = [path.read_text(errors="replace") for path in paths]
     if missing := [rank for rank, path in enumerate(done) if not path.exists()]:
         raise RuntimeError(f"{plugin}: rank {missing[0]} has no result; its log ends with\n{texts[missing[0]][-4000:]}")
@@ -275,6 +276,14 @@ def run(plugin: str, a: argparse.Namespace, folder: Path, logs: Path, start: int
         step = round(max(row["step_ms"] for row in of_all), 4)
         rows.append({"plugin": plugin, "start": start, **of_all[0], "step_ms": step, "ready_s": ready, "plan": plan})
     return rows
+
+
+def end(rank: Any) -> None:
+    """With all that it started."""
+    if rank.pid is not None:
+        rank.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
 
 
 def findable(folder: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.jobs import fault_jobs as jobs
+from support.ports import free_port
 
 import eprt
 from eprt.config import MoEConfig, ParallelConfig
@@ -33,12 +34,6 @@ from eprt.support import Device
 from eprt.world import guard, values
 
 SLACK_S = 25.0  # a loaded machine starts four processes that import torch
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def survivors(failure: WorldFailed, lost: set[int]) -> set[tuple[str, int, str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,15 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 from support.jobs.resumable import ITEMS, KILLED_BEFORE
+from support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "support" / "jobs" / "resumable.py"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run(commands: Sequence[Sequence[str | Path]], **environment: str) -> None:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 from support.jobs import shrink_jobs as jobs
+from support.ports import free_port
 
 from eprt.conformance.harness import WorldFailed, WorldPool, launch
 
 OUT = "can't go on after ranks"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def survivors(size: int, lost: set[int], job: Any, **kwargs: Any) -> dict[int, Any]:

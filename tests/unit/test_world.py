@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.jobs import world_jobs as jobs
+from support.ports import free_port
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.harness import WorldFailed, WorldPool, launch
@@ -166,12 +166,6 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="0 CUDA devices"):
             World.from_env("cuda")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_without_torchrun_a_world_follows_another_on_the_same_port() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +57,7 @@ class Host:
     seats: list[Seat] = field(default_factory=list)
     left: dict[str, list[str]] = field(default_factory=dict)
     cold: list[ExpertParallelMoE] = field(default_factory=list)
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of the start-up, by what for
 
     def seat(self, name: str, config: MoEConfig, sequence_parallel: bool) -> Seat:
         """Collective for the first layer of its kind. Raises LeftToVllm, ConfigError, RankLost."""
@@ -63,7 +67,8 @@ class Host:
         vllm_config = get_current_vllm_config()
         if sequence_parallel not in self.worlds:
             require_host(vllm_config, get_ep_group().device.type)
-            self.worlds[sequence_parallel] = _world(get_ep_group(), get_tp_group(), sequence_parallel)
+            with self._timed("to meet"):
+                self.worlds[sequence_parallel] = _world(get_ep_group(), get_tp_group(), sequence_parallel)
         world = self.worlds[sequence_parallel]
         options = options_of(vllm_config)
         placement = placement_of(options, name, config.num_experts, world)
@@ -85,11 +90,12 @@ class Host:
 
     def build(self, seat: Seat, experts: ExpertWeights) -> ExpertParallelMoE:
         """Collective. Raises ConfigError, UnsupportedError, RankLost."""
-        if seat.placement is not None:
-            experts = spread(seat.world, experts, seat.placement)
-        layer = ExpertParallelMoE(
-            seat.config, seat.world, experts, runtime=seat.runtime, layer=seat.number, placement=seat.placement
-        )
+        with self._timed("to build the layers"):
+            if seat.placement is not None:
+                experts = spread(seat.world, experts, seat.placement)
+            layer = ExpertParallelMoE(
+                seat.config, seat.world, experts, runtime=seat.runtime, layer=seat.number, placement=seat.placement
+            )
         self.cold.append(layer)
         return layer
 
@@ -97,20 +103,26 @@ class Host:
         """Collective: compile, tune and allocate for all layers at once. Their first call comes here: in vLLM's
         profile run, when the whole model is loaded (drafts, too) and every rank takes part."""
         layers, self.cold = self.cold, []
-        started = time.monotonic()
-        for world in self.worlds.values():
-            own = [layer for layer in layers if layer.world is world]
-            if not own:
-                continue
-            if world.device.type == "cuda":
-                if torch.cuda.is_current_stream_capturing():
-                    raise UsageError("the first call of these layers is inside a CUDA graph capture: report this")
-                torch.cuda.empty_cache()  # what vLLM's copies of the experts took
-            world.warmup(*own)
+        with self._timed("of warm-up for all layers"):
+            for world in self.worlds.values():
+                own = [layer for layer in layers if layer.world is world]
+                if not own:
+                    continue
+                if world.device.type == "cuda":
+                    if torch.cuda.is_current_stream_capturing():
+                        raise UsageError("the first call of these layers is inside a CUDA graph capture: report this")
+                    torch.cuda.empty_cache()  # what vLLM's copies of the experts took
+                world.warmup(*own)
         if all(world.rank == 0 for world in self.worlds.values()):
-            self._report(time.monotonic() - started)
+            self._report()
 
-    def _report(self, seconds: float) -> None:
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.spent[what] += time.monotonic() - started
+
+    def _report(self) -> None:
         kinds: dict[tuple[Any, ...], list[Seat]] = {}
         for seat in self.seats:
             kinds.setdefault((seat.config, seat.runtime), []).append(seat)
@@ -119,7 +131,9 @@ class Host:
             logger.info("eprt: %s", describe(seats, total))
         for reason, names in self.left.items():
             logger.info("eprt: %d of %d MoE layers are left to vLLM: %s", len(names), total, reason)
-        logger.info("eprt: ready after %.1f s of warm-up for all layers", seconds)
+        logger.info(
+            "eprt: ready after %s", ", ".join(f"{seconds:.1f} s {what}" for what, seconds in self.spent.items())
+        )
 
 
 def describe(seats: list[Seat], total: int) -> str:
