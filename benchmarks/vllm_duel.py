@@ -149,9 +149,9 @@ def measure(rank: int, a: argparse.Namespace, folder: Path, log: Path, meet: Any
     from vllm import LLM, SamplingParams
 
     most = max(a.batches)
-    settings: dict[str, Any] = {"enforce_eager": True} if a.device == "cpu" else {}
+    settings: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.1}
     if a.device == "cuda":
-        settings["gpu_memory_utilization"] = 0.8
+        settings = {"gpu_memory_utilization": 0.8}
         settings["compilation_config"] = {"cudagraph_capture_sizes": sorted({1, *a.batches})}
     if a.all2all:
         settings["all2all_backend"] = a.all2all
