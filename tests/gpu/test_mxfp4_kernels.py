@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
-import triton.language as tl
+from support.cases.fp4_cases import E2M1, SCHEDULES, decoded, every_code
 from support.cases.grouped_cases import (
     ACTIVATIONS,
     BOUND,
@@ -25,50 +24,20 @@ from support.cases.grouped_cases import (
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
 from eprt.experts.grouped import TritonGroupedExecutor, fp4
-from eprt.experts.grouped.fp4_triton import fp4_block
-from eprt.experts.grouped.schedules import HOPPER, Schedule, Tile
+from eprt.experts.grouped.schedules import HOPPER
 from eprt.experts.reference import ReferenceExecutor
 from eprt.slabs import expert_major_from_flat
 from eprt.tokens import ExpertMajorTokens, Payload
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
-SCHEDULES = {
-    "small": Schedule(16, Tile(64, 64, 2, 4, 1, swap=True), Tile(64, 128, 3, 4, 2, swap=True, tma=True)),
-    "whole": Schedule(16, Tile(128, 128, 2, 4, 1, swap=True), Tile(128, 128, 2, 4, 1, swap=True)),
-    "tail": Schedule(16, Tile(64, 64, 2, 4, 1, swap=True), Tile(128, 64, 3, 4, 2, True, tma=True), tail=16),
-    "large": Schedule(64, Tile(128, 128, 2, 8, 1, swap=True, halvings=1), Tile(128, 64, 2, 4, 1, swap=True), group=2),
-}
-# OCP Microscaling Formats v1.0, table 6: E2M1, the sign in bit 3.
-E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
-
-
-@triton.jit
-def _decode(w, w_scale, out, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """What the tensor cores would get of [BLOCK_N, K], block after block."""
-    row = tl.arange(0, BLOCK_N)
-    for start in range(0, K, BLOCK_K):
-        values = fp4_block(w, w_scale, 0, start, K, BLOCK_N, BLOCK_K, False)
-        col = start + tl.arange(0, BLOCK_K)
-        tl.store(out + row[:, None] * K + col[None, :], values)
-
-
-def decode(codes, scales, block_k=64):
-    """bf16 [rows, cols], rows' factors not applied."""
-    rows, cols = codes.shape[0], 2 * codes.shape[1]
-    words, scale_words = fp4.pack_mxfp4(codes, scales)
-    out = torch.full((rows, cols), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-    _decode[(1,)](words, scale_words, out, K=cols, BLOCK_N=rows, BLOCK_K=block_k)
-    return out
-
 
 def test_every_code_with_every_scale():
     """All 16 x 255, bit by bit: a row has one scale, its columns all codes, in an order of the row's own."""
-    order = torch.stack([torch.arange(64).roll(row) for row in range(256)]) % 16
-    codes = (order[:, 0::2] | order[:, 1::2] << 4).to(torch.uint8)
-    scales = torch.arange(256).clamp(max=254)[:, None].expand(256, 2).to(torch.uint8)
-    codes, scales = codes.to(DEVICE), scales.to(DEVICE)
-    found = torch.cat([decode(codes[row : row + 64], scales[row : row + 64]) for row in range(0, 256, 64)]).double()
+    order, codes = every_code(256)
+    scales = torch.arange(256).clamp(max=254)[:, None].expand(256, 2).to(DEVICE, torch.uint8)
+    packed = [fp4.pack_mxfp4(codes[row : row + 64], scales[row : row + 64]) for row in range(0, 256, 64)]
+    found = torch.cat([decoded(each, 64, 64, nv=False) for each in packed]).double()
     factor, scales = fp4.mxfp4_factor(scales).double(), scales.cpu()
     wanted = torch.tensor(E2M1, dtype=torch.float64)[order] * 2.0 ** (scales[:, :1].double() - 127)
     assert torch.equal((found * factor[:, None]).cpu(), wanted)

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
-import triton.language as tl
+from support.cases.fp4_cases import E2M1, SCHEDULES, decoded, every_code
 from support.cases.grouped_cases import (
     ACTIVATIONS,
     BOUND,
@@ -22,32 +21,13 @@ from support.cases.grouped_cases import (
 from support.stand_ins.kernel_device import DEVICE, runs_kernels, sized
 
 from eprt.experts.grouped import TritonGroupedExecutor, fp4
-from eprt.experts.grouped.fp4_triton import fp4_block
-from eprt.experts.grouped.schedules import Schedule, Tile
 from eprt.experts.reference import ReferenceExecutor
 from eprt.tokens import Payload
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
-SCHEDULES = {
-    "small": Schedule(16, Tile(64, 64, 2, 4, 1, swap=True), Tile(64, 128, 3, 4, 2, swap=True, tma=True)),
-    "tail": Schedule(16, Tile(64, 64, 2, 4, 1, swap=True), Tile(128, 64, 3, 4, 2, True, tma=True), tail=16),
-    "large": Schedule(64, Tile(128, 128, 2, 8, 1, swap=True, halvings=1), Tile(128, 64, 2, 4, 1, swap=True), group=2),
-}
-# OCP Microscaling Formats v1.0, table 6: E2M1, the sign in bit 3.
-E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 # OCP 8-bit Floating Point Specification, table 1: E4M3 of bias 7, subnormals below 8, 0x7F is NaN.
 E4M3 = [m * 2.0**-9 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
-
-
-@triton.jit
-def _decode(w, w_scale, out, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """What the tensor cores would get of [BLOCK_N, K], block after block."""
-    row = tl.arange(0, BLOCK_N)
-    for start in range(0, K, BLOCK_K):
-        values = fp4_block(w, w_scale, 0, start, K, BLOCK_N, BLOCK_K, True)
-        col = start + tl.arange(0, BLOCK_K)
-        tl.store(out + row[:, None] * K + col[None, :], values)
 
 
 def test_every_code_with_every_scale():
@@ -55,12 +35,9 @@ def test_every_code_with_every_scale():
     assert len(E4M3) == 127
     number = (torch.arange(64)[:, None] * 4 + torch.arange(4)[None]) % 254
     scale_codes = torch.where(number < 127, number, number + 1)  # the upper half negative; neither NaN
-    order = torch.stack([torch.arange(64).roll(row) for row in range(64)]) % 16
-    codes = (order[:, 0::2] | order[:, 1::2] << 4).to(torch.uint8).to(DEVICE)
+    order, codes = every_code(64)
     scales = scale_codes.to(torch.uint8).view(torch.float8_e4m3fn).to(DEVICE)
-    words, scale_words = fp4.pack_nvfp4(codes, scales)
-    found = torch.full((64, 64), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-    _decode[(1,)](words, scale_words, found, K=64, BLOCK_N=64, BLOCK_K=64)
+    found = decoded(fp4.pack_nvfp4(codes, scales), 64, 64, nv=True)
     factor = fp4.nvfp4_factor(scales, torch.ones(1, device=DEVICE)).view(64, 1).double()
     scale = torch.tensor([*E4M3, *(-value for value in E4M3)], dtype=torch.float64)[number]
     wanted = torch.tensor(E2M1, dtype=torch.float64)[order] * scale.repeat_interleave(16, 1)
