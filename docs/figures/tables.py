@@ -232,7 +232,7 @@ def expert_lines(rows: Rows, tokens: list[int]) -> list[list[str]]:
 
 
 def peers() -> str:
-    """Whole experts of engines and libraries beside ours, in one run."""
+    """Whole experts of engines and libraries beside ours."""
     rows: Rows = result(PEERS)["rows"]
     tokens, lines = sorted({r["tokens"] for r in rows}), list[list[str]]()
     for shape in dict.fromkeys(r["shape"] for r in rows):
