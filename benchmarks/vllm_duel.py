@@ -149,10 +149,11 @@ def measure(rank: int, a: argparse.Namespace, folder: Path, log: Path, meet: Any
     from vllm import LLM, SamplingParams
 
     most = max(a.batches)
-    settings: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.1}
+    settings: dict[str, Any] = {"gpu_memory_utilization": 0.8 if a.device == "cuda" else 0.1}
     if a.device == "cuda":
-        settings = {"gpu_memory_utilization": 0.8}
         settings["compilation_config"] = {"cudagraph_capture_sizes": sorted({1, *a.batches})}
+    else:
+        settings["enforce_eager"] = True
     if a.all2all:
         settings["all2all_backend"] = a.all2all
     if a.options:

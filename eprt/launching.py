@@ -96,6 +96,8 @@ def shared_cache() -> Iterator[None]:
 
 
 def _inductor_chose(folder: Path) -> bool:
+    if "triton" not in folder.parts:
+        return False  # asking Inductor costs seconds where nothing else has imported it
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return folder.is_relative_to(Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir(), "triton"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from support.cases.gpu_limits import JOB_S
 from support.results import Results
 
 from eprt.conformance.harness import WorldPool
+from eprt.experts.grouped.schedules import Schedule
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +17,16 @@ def pool(request: pytest.FixtureRequest) -> Iterator[WorldPool]:
     """As many ranks as the module's SIZE says, a GPU each."""
     with WorldPool(request.module.SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
         yield held
+
+
+@pytest.fixture
+def schedule(monkeypatch: pytest.MonkeyPatch) -> Callable[[Schedule], None]:
+    """Makes `triton_grouped` take this one, whatever comes."""
+
+    def use(chosen: Schedule) -> None:
+        monkeypatch.setattr("eprt.experts.grouped.choose", lambda *_, **__: chosen)
+
+    return use
 
 
 def pytest_configure(config: pytest.Config) -> None:

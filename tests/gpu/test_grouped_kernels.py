@@ -21,6 +21,7 @@ from support.cases.grouped_cases import (
     error,
     error_of_shares,
     error_on_flat,
+    errors_against_the_right_one,
     layer,
     make_tokens,
     random,
@@ -57,14 +58,6 @@ FP8_SCHEDULES = {
     "plain": Schedule(32, Tile(64, 128, 2, 4, 1, halvings=1), Tile(128, 128, 2, 4, 1)),
     "swap": Schedule(16, Tile(128, 128, 2, 4, 1, swap=True), Tile(64, 128, 2, 4, 2, swap=True)),
 }
-
-
-@pytest.fixture
-def schedule(monkeypatch):
-    def use(chosen):
-        monkeypatch.setattr("eprt.experts.grouped.choose", lambda *_, **__: chosen)
-
-    return use
 
 
 def interpreted_part(rows, kept):
@@ -189,11 +182,9 @@ def test_swapped_halves_and_scales_would_be_seen(form, schedule):
         scale = weights.gate_up.scale
         wrong.append(replace(weights, gate_up=replace(weights.gate_up, scale=scale.roll(1, 1).contiguous())))
         wrong.append(replace(weights, gate_up=replace(weights.gate_up, scale=scale.roll(1, 2).contiguous())))
-    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
-    expected = build(ReferenceExecutor, config, weights)(plain)
-    assert error(build(TritonGroupedExecutor, config, weights)(tokens), expected) < BOUND
-    for mistake in wrong:
-        assert error(build(TritonGroupedExecutor, config, mistake)(tokens), expected) > 5 * BOUND
+    right, *errors = errors_against_the_right_one(config, weights, tokens, wrong)
+    assert right < BOUND
+    assert all(each > 5 * BOUND for each in errors)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)

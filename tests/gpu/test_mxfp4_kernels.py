@@ -17,6 +17,7 @@ from support.cases.grouped_cases import (
     error,
     error_of_shares,
     error_on_flat,
+    errors_against_the_right_one,
     layer,
     make_tokens,
     whole,
@@ -44,14 +45,6 @@ def test_every_code_with_every_scale():
     assert torch.equal((found == 0).cpu() & found.signbit().cpu(), order == 8)
 
 
-@pytest.fixture
-def schedule(monkeypatch):
-    def use(name):
-        monkeypatch.setattr("eprt.experts.grouped.choose", lambda *_, **__: SCHEDULES[name])
-
-    return use
-
-
 @pytest.mark.parametrize(
     ("name", "activation", "H", "I"),
     [
@@ -65,14 +58,14 @@ def schedule(monkeypatch):
 )
 def test_equals_the_witness(H, I, activation, name, schedule):
     """Sizes that are no whole units."""
-    schedule(name)
+    schedule(SCHEDULES[name])
     config = layer("mxfp4", H=H, I=I, E=3, K=2, activation=ACTIVATIONS[activation])
     assert 0 < error_on_flat(config, all_experts(config), make_tokens(config, sized(300, 24))) < BOUND
 
 
 def test_scales_far_apart(schedule):
     """Rows of the first matrix between 2 ** -60 and 2 ** 60, undone by the second: bf16 ends at 2 ** 127."""
-    schedule("whole")
+    schedule(SCHEDULES["whole"])
     config = layer("mxfp4", H=96, I=64, activation=ACTIVATIONS["relu2"], bias=False)
     weights = all_experts(config)
     shift = torch.arange(64, device=DEVICE) * 40 // 63  # relu2 squares, so the second matrix takes twice as much back
@@ -84,7 +77,7 @@ def test_scales_far_apart(schedule):
 
 
 def test_a_scale_that_is_nan_spoils_its_row(schedule):
-    schedule("whole")
+    schedule(SCHEDULES["whole"])
     config = layer("mxfp4", H=96, I=64, bias=False)
     weights, tokens = all_experts(config), make_tokens(config, 20)
     weights.down.scales[:, 5, 1] = 255
@@ -96,7 +89,7 @@ def test_a_scale_that_is_nan_spoils_its_row(schedule):
 
 def test_slabs(schedule):
     """Garbage past the counts, one slab empty, outputs further apart than they are wide."""
-    schedule("large")
+    schedule(SCHEDULES["large"])
     config = layer("mxfp4", H=160, I=96, E=4, K=2)
     weights, shard = all_experts(config), whole(config)
     flat = make_tokens(config, 30)
@@ -115,13 +108,13 @@ def test_slabs(schedule):
 
 @pytest.mark.parametrize(("ep_size", "moe_tp_size"), [(2, 2)])
 def test_shares_add_up_to_the_layer(ep_size, moe_tp_size, schedule):
-    schedule("whole")
+    schedule(SCHEDULES["whole"])
     assert error_of_shares(layer("mxfp4", H=96, I=64, E=4, K=2), ep_size, moe_tp_size) < BOUND
 
 
 def test_mistakes_would_be_seen(schedule):
     """Gate and up, scales one block or one row off, nibbles the other way round."""
-    schedule("whole")
+    schedule(SCHEDULES["whole"])
     config = layer("mxfp4", H=96, I=64, E=2, K=1)
     weights, tokens = all_experts(config), make_tokens(config, 12)
     first, half = weights.gate_up, weights.gate_up.shape[1] // 2
@@ -132,16 +125,14 @@ def test_mistakes_would_be_seen(schedule):
         replace(weights, gate_up=replace(first, scales=first.scales.roll(1, 1))),
         replace(weights, gate_up=replace(first, codes=first.codes << 4 | first.codes >> 4)),
     ]
-    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
-    expected = build(ReferenceExecutor, config, weights)(plain)
-    assert error(build(TritonGroupedExecutor, config, weights)(tokens), expected) < BOUND
-    for mistake in wrong:
-        assert error(build(TritonGroupedExecutor, config, mistake)(tokens), expected) > 3 * BOUND
+    right, *errors = errors_against_the_right_one(config, weights, tokens, wrong)
+    assert right < BOUND
+    assert all(each > 3 * BOUND for each in errors)
 
 
 def test_experts_can_be_moved(schedule):
     """`slot_tensors` are views of what calls read: two experts trade places."""
-    schedule("whole")
+    schedule(SCHEDULES["whole"])
     config = layer("mxfp4", H=96, I=64, E=4, K=2)
     weights, tokens = all_experts(config), make_tokens(config, 20)
     executor = build(TritonGroupedExecutor, config, weights)
@@ -156,7 +147,7 @@ def test_experts_can_be_moved(schedule):
 
 def test_a_row_does_not_depend_on_its_batch(schedule):
     """Within a schedule: the same sums in the same order, whatever else is in the tile, however often it is asked."""
-    schedule("whole")
+    schedule(SCHEDULES["whole"])
     config = layer("mxfp4", H=96, I=64, E=4, K=2)
     executor, tokens = build(TritonGroupedExecutor, config, all_experts(config)), make_tokens(config, 24)
     together = executor(tokens)

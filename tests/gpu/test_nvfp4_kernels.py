@@ -13,16 +13,14 @@ from support.cases.grouped_cases import (
     BOUND,
     all_experts,
     build,
-    error,
     error_on_flat,
+    errors_against_the_right_one,
     layer,
     make_tokens,
 )
 from support.stand_ins.kernel_device import DEVICE, runs_kernels, sized
 
 from eprt.experts.grouped import TritonGroupedExecutor, fp4
-from eprt.experts.reference import ReferenceExecutor
-from eprt.tokens import Payload
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
@@ -44,27 +42,19 @@ def test_every_code_with_every_scale():
     assert torch.equal((found.double() * factor).cpu(), wanted)
 
 
-@pytest.fixture
-def schedule(monkeypatch):
-    def use(name):
-        monkeypatch.setattr("eprt.experts.grouped.choose", lambda *_, **__: SCHEDULES[name])
-
-    return use
-
-
 @pytest.mark.parametrize(
     ("name", "activation", "H", "I"),
     [("small", "gpt_oss", 160, 96), ("large", "silu", 112, 48), ("tail", "silu", 96, 48), ("small", "relu2", 48, 80)],
 )
 def test_equals_the_witness(H, I, activation, name, schedule):
     """Sizes that are no whole units, and of which 16 is the largest power of two."""
-    schedule(name)
+    schedule(SCHEDULES[name])
     config = layer("nvfp4", H=H, I=I, E=3, K=2, activation=ACTIVATIONS[activation])
     assert 0 < error_on_flat(config, all_experts(config), make_tokens(config, sized(300, 24))) < BOUND
 
 
 def test_a_scale_that_is_nan_spoils_its_row(schedule):
-    schedule("small")
+    schedule(SCHEDULES["small"])
     config = layer("nvfp4", H=96, I=64, bias=False)
     weights, tokens = all_experts(config), make_tokens(config, 20)
     weights.down.scales.view(torch.uint8)[:, 5, 1] = 0x7F
@@ -76,7 +66,7 @@ def test_a_scale_that_is_nan_spoils_its_row(schedule):
 
 def test_mistakes_would_be_seen(schedule):
     """Gate and up, their second scales, scales one block or one row off, nibbles the other way round."""
-    schedule("small")
+    schedule(SCHEDULES["small"])
     config = layer("nvfp4", H=96, I=64, E=2, K=1)
     weights, tokens = all_experts(config), make_tokens(config, 12)
     first, half = weights.gate_up, weights.gate_up.shape[1] // 2
@@ -89,9 +79,8 @@ def test_mistakes_would_be_seen(schedule):
         replace(first, scales=scales.roll(1, 1).view(torch.float8_e4m3fn)),
         replace(first, codes=codes << 4 | codes >> 4),
     ]
-    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
-    expected = build(ReferenceExecutor, config, weights)(plain)
-    assert error(build(TritonGroupedExecutor, config, weights)(tokens), expected) < BOUND
-    for mistake in wrong:
-        found = build(TritonGroupedExecutor, config, replace(weights, gate_up=mistake))(tokens)
-        assert error(found, expected) > 3 * BOUND
+    others = [replace(weights, gate_up=mistake) for mistake in wrong]
+    right, *errors = errors_against_the_right_one(config, weights, tokens, others)
+    assert right < BOUND
+    assert len(errors) == 5
+    assert all(each > 3 * BOUND for each in errors)

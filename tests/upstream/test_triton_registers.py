@@ -31,6 +31,13 @@ TAILED = {
 }
 SCHEDULES = {f"up to {limit} rows": schedule for limit, schedule in HOPPER["w4a16"]} | TAILED
 
+# Bytes of values that are kept in memory outside of loops; inside nothing is.
+SPILLED = {
+    ("up to 40 rows", "slabs", "mxfp4"): 16,
+    ("up to 12 rows", "gathering", "nvfp4"): 8,
+    ("up to 12 rows", "rows", "nvfp4"): 8,
+}
+
 
 def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form: str = "mxfp4") -> Machine:
     """The kernel that the launcher launches, for a matrix of no whole units."""
@@ -71,7 +78,7 @@ def test_every_schedule_keeps_to_registers(name, what, form, monkeypatch):
     tile = schedule.first if what == "gathering" else schedule.second
     made = machine(monkeypatch, schedule, what, form)
     assert made.local == 0
-    assert made.stack <= (16 if what == "slabs" or form == "nvfp4" else 0), "a few values, outside of loops"
+    assert made.stack <= SPILLED.get((name, what, form), 0)
     # Programs of a multiprocessor: 65,536 registers, 227 KiB of shared memory, 1 KiB of it for each program itself.
     assert tile.ctas * tile.warps * 32 * -(-made.registers // 8) * 8 <= 65536
     assert tile.ctas * (made.shared + 1024) <= 227 * 1024

@@ -47,8 +47,10 @@ class TritonGroupedExecutor(PreparedExecutor):
         self._pair: Pair = "bf16"
         if config.weight_format in FP8_FORMATS:
             self._pair = "w8a8" if self.runtime.low_precision_activations else "w8a16"
-        elif config.weight_format in ("mxfp4", "nvfp4"):
-            self._pair = "w4a16" if config.weight_format == "mxfp4" else "nv4a16"
+        elif config.weight_format == "mxfp4":
+            self._pair = "w4a16"
+        elif config.weight_format == "nvfp4":
+            self._pair = "nv4a16"
 
     @cached_property
     def _gemms(self) -> tuple[Gemm, Gemm]:

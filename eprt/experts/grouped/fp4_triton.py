@@ -108,6 +108,14 @@ def _values(words, scales, BN: tl.constexpr, BK: tl.constexpr, NV: tl.constexpr)
 
 
 @triton.jit
+def fp4_expert(w, w_scale, expert, N: tl.constexpr, K: tl.constexpr, NV: tl.constexpr):
+    """Where an expert's words begin, and its scales'."""
+    UNIT_SCALES: tl.constexpr = _NV_UNIT_SCALES if NV else _MX_UNIT_SCALES
+    units = expert.to(tl.int64) * ((N + _UNIT - 1) // _UNIT * ((K + _UNIT - 1) // _UNIT))
+    return w + units * _UNIT_WORDS, w_scale + units * UNIT_SCALES
+
+
+@triton.jit
 def fp4_block(
     w, w_scale, column, start, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NV: tl.constexpr
 ):

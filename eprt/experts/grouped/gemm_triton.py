@@ -24,17 +24,12 @@ import triton
 import triton.language as tl
 
 from eprt.experts.activation_triton import activated
-from eprt.experts.grouped.fp4 import MX_UNIT_SCALES, NV_UNIT_SCALES, UNIT, UNIT_WORDS
-from eprt.experts.grouped.fp4_triton import fp4_block, settled
+from eprt.experts.grouped.fp4_triton import fp4_block, fp4_expert, settled
 from eprt.experts.grouped.weights import INTERLEAVE
 from eprt.experts.place_triton import ITEM, tiles_of
 from eprt.quant.elements import E4M3_MAX, TINY
 from eprt.weights import FP8_BLOCK
 
-_UNIT = tl.constexpr(UNIT)
-_UNIT_WORDS = tl.constexpr(UNIT_WORDS)
-_MX_UNIT_SCALES = tl.constexpr(MX_UNIT_SCALES)
-_NV_UNIT_SCALES = tl.constexpr(NV_UNIT_SCALES)
 _FP8_BLOCK = tl.constexpr(FP8_BLOCK)
 _INTERLEAVE = tl.constexpr(INTERLEAVE)
 _ITEM = tl.constexpr(ITEM)
@@ -230,9 +225,7 @@ def _tile(
     w_scale_tile, x_scale_rows = w_scale, x_scale
     w_expert = w
     if PAIR == "w4a16" or PAIR == "nv4a16":
-        UNIT_SCALES: tl.constexpr = _NV_UNIT_SCALES if PAIR == "nv4a16" else _MX_UNIT_SCALES
-        units = expert.to(tl.int64) * ((N + _UNIT - 1) // _UNIT * ((K + _UNIT - 1) // _UNIT))
-        w_expert, w_scale_tile = w + units * _UNIT_WORDS, w_scale + units * UNIT_SCALES
+        w_expert, w_scale_tile = fp4_expert(w, w_scale, expert, N, K, PAIR == "nv4a16")
     if PAIR == "w8a8" or PAIR == "w8a16":
         tl.static_assert(TAIL == 0, "the tail has no scales")
         x_scale_rows = x_scale + read * k_blocks

@@ -88,15 +88,11 @@ def _laid_out(own: Matrix, parts: int, padded: int) -> dict[str, torch.Tensor]:
         case Mxfp4() | Nvfp4():
             codes, scales = (alternate(each, parts, padded, each.shape[2])[0] for each in (own.codes, own.scales))
             if isinstance(own, Mxfp4):
-                (words, scale_words), factor = pack_mxfp4(codes, scales), mxfp4_factor(own.scales)
+                packed, factor = pack_mxfp4(codes, scales), mxfp4_factor(own.scales)
             else:
-                (words, scale_words), factor = (
-                    pack_nvfp4(codes, scales),
-                    nvfp4_factor(own.scales[0], own.global_scale[0]),
-                )
-            factor = factor.view(1, parts, part)
-            factor = torch.nn.functional.pad(factor, (0, padded - part))
-            return {"data": words[None], "scale": scale_words[None], "factor": factor}
+                packed, factor = pack_nvfp4(codes, scales), nvfp4_factor(own.scales[0], own.global_scale[0])
+            factor = torch.nn.functional.pad(factor.view(1, parts, part), (0, padded - part))
+            return {"data": packed[0][None], "scale": packed[1][None], "factor": factor}
         case _:
             return {"data": alternate(decode(own, parts, torch.bfloat16), parts, padded, round_up(cols, 8))}
 

@@ -100,6 +100,13 @@ def error(actual, expected):
     return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
+def errors_against_the_right_one(config, weights, tokens, others):
+    """Of the right weights, then of each of the others, against what the right ones give the witness."""
+    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
+    expected = build(ReferenceExecutor, config, weights)(plain)
+    return [error(build(TritonGroupedExecutor, config, each)(tokens), expected) for each in (weights, *others)]
+
+
 def error_on_flat(config, weights, tokens, shard=None, runtime=RUNTIME):
     plain = tokens.hidden if tokens.hidden.scale is not None else Payload.plain(tokens.hidden.data.float())
     expected = build(ReferenceExecutor, config, weights, shard)(replace(tokens, hidden=plain))
