@@ -194,6 +194,26 @@ def test_fp8_block_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     assert "fp8_block, 8 experts, top-2" in logs[0]
 
 
+def test_a_router_with_a_bias_and_shared_experts(tmp_path: Path) -> None:
+    """GLM-4.5 chooses as DeepSeek-V3 does: groups of experts, by a bias that vLLM keeps beside the experts."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    torch.manual_seed(3)
+    sizes = {name: size for name, size in SIZES.items() if name != "num_experts"}
+    routed = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+    config = Glm4MoeConfig(**sizes, **routed, num_hidden_layers=3, moe_intermediate_size=64, first_k_dense_replace=1)
+    model = Glm4MoeForCausalLM(config).float().eval()
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias.normal_(std=0.3)
+    model.save_pretrained(tmp_path / "glm4")
+    want, lead = by_transformers(model)
+    assert lead > 1e-4  # float32 on both sides, sums in another order
+    codes, logs, tokens = ranks_run(tmp_path, tmp_path / "glm4", "float32", 2, 1, "eprt", [PROMPTS[:1], PROMPTS[1:]])
+    assert codes == [0, 0], "\n".join(log[-3000:] for log in logs)
+    assert [each for part in tokens for each in part] == want
+    assert "2 of 2 MoE layers" in logs[0]
+
+
 def fp8_model(folder: Path, seed: int) -> Any:
     """A tiny Qwen3-MoE, its checkpoint with FP8 experts in the folder."""
     from safetensors.torch import save_file

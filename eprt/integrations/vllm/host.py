@@ -31,7 +31,7 @@ from eprt.weights import ExpertWeights
 from eprt.world import World
 
 logger = logging.getLogger("vllm.eprt")  # below vLLM's own, so that its handlers print these lines
-LOOK_S = 0.25
+LOOK_S = 0.05  # vLLM ends this process a moment after a peer has died
 TIMEOUT_S = 600.0  # the first start of a model compiles; vLLM's own start-up waits as long
 
 

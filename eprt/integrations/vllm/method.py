@@ -122,6 +122,7 @@ class _State:
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
         self.layer: ExpertParallelMoE | None = None
+        self.parameters: tuple[str, ...] = ()  # the experts': vLLM's module may hold its router's, too
 
 
 class EprtMoEMethod:
@@ -143,8 +144,11 @@ class EprtMoEMethod:
         return hidden_size, intermediate_size_per_partition
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        others = {name for name, _ in layer.named_parameters(recurse=False)}
         super().create_weights(layer, *args, **kwargs)  # type: ignore[misc]
-        mark_unset(layout_of(self), dict(layer.named_parameters(recurse=False)))
+        own = {name: value for name, value in layer.named_parameters(recurse=False) if name not in others}
+        self.eprt.parameters = tuple(own)
+        mark_unset(layout_of(self), own)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
@@ -158,7 +162,7 @@ class EprtMoEMethod:
             raise UsageError(
                 f"{state.seat.name} is loaded a second time: eprt keeps its experts in another layout; restart instead"
             )
-        parameters = dict(layer.named_parameters(recurse=False))
+        parameters = {name: layer.get_parameter(name) for name in state.parameters}
         tensors = {name: parameter.data for name, parameter in parameters.items()}
         interleaved = layer.activation.value == INTERLEAVED
         state.layer = _host.build(state.seat, expert_weights(layout_of(self), tensors, interleaved=interleaved))
