@@ -13,6 +13,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -58,7 +59,7 @@ def count(code: list[str]) -> Counter[str]:
 
 
 def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Machine:
-    """`kernel[grid](*args, **options)` for sm_90a: tensors may be on any device."""
+    """`kernel[grid](*args, **options)` for sm_90a, in Triton or Gluon: tensors may be on any device."""
     launch = {name: options[name] for name in ("num_warps", "num_stages", "maxnreg") if name in options}
     values = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in options.items() if k not in launch}
     signature, constants, attributes = {}, {}, {}
@@ -75,8 +76,9 @@ def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Mac
         else:
             signature[name] = "constexpr"
             constants[index,] = value
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
     made = triton.compile(
-        ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=launch
+        source(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=launch
     )
     return _read(made.asm["cubin"], made.metadata.shared)
 

@@ -6,6 +6,7 @@ CUDA 13.3 gives those registers away too early (#11781): results are then wrong 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -24,12 +25,14 @@ from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.place_triton import WorkList
 
 CPU = torch.device("cpu")
+ROLES = launch.Chip(132, True, True)
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 TAILED = {
     "64 + 16": Schedule(64, Tile(128, 64, 4, 4, 3, True, 1), Tile(128, 64, 4, 4, 3, True, 1, tma=True), tail=16),
     "128 + 32": Schedule(128, Tile(128, 64, 3, 8, 1, True), Tile(128, 64, 3, 4, 2, True, tma=True), tail=32),
 }
-SCHEDULES = {f"up to {limit} rows": schedule for limit, schedule in HOPPER["w4a16"]} | TAILED
+TABLE = {f"up to {limit} rows": schedule for limit, schedule in HOPPER["w4a16"]}
+SCHEDULES = TABLE | TAILED
 
 # Bytes of values that are kept in memory outside of loops; inside nothing is.
 SPILLED = {
@@ -40,7 +43,7 @@ SPILLED = {
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form: str = "mxfp4") -> Machine:
-    """The kernel that the launcher launches, for a matrix of no whole units."""
+    """The kernel that the launcher launches, for a matrix of no whole units (with roles: of no whole tiles)."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     found: list[Machine] = []
 
@@ -48,18 +51,19 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
         return lambda grid, *arguments: found.append(compiled(kernel, arguments, {**constants, **options}))
 
     monkeypatch.setattr(launch, "Prepared", prepared)
-    codes = torch.zeros(1, 832, 368, dtype=torch.uint8)
+    cols = 768 if schedule.first.roles else 736
+    codes = torch.zeros(1, 832, cols // 2, dtype=torch.uint8)
     if form == "mxfp4":
-        matrix = Mxfp4(codes, torch.zeros(1, 832, 23, dtype=torch.uint8))
+        matrix = Mxfp4(codes, torch.zeros(1, 832, cols // 32, dtype=torch.uint8))
     else:
-        matrix = Nvfp4(codes, torch.zeros(1, 832, 46, dtype=torch.float8_e4m3fn), torch.ones(1, 2))
+        matrix = Nvfp4(codes, torch.zeros(1, 832, cols // 16, dtype=torch.float8_e4m3fn), torch.ones(1, 2))
     first, shape = what == "gathering", (1, 64) if what == "slabs" else (64,)
     activation, parts = (GPT_OSS, 2) if first else (None, 1)
     prepared = GroupedMatrix.prepare(matrix, torch.zeros(1, 832), parts, CPU)
     pair = "w4a16" if form == "mxfp4" else "nv4a16"
-    gemm = launch.Gemm(prepared, activation, pair, launch.Chip(132, True))
+    gemm = launch.Gemm(prepared, activation, pair, ROLES)
     source = torch.zeros(64, dtype=torch.int32) if first else None
-    rows = launch.Rows(torch.zeros(*shape, 736, dtype=torch.bfloat16), None, source)
+    rows = launch.Rows(torch.zeros(*shape, cols, dtype=torch.bfloat16), None, source)
     out = torch.zeros(*shape, 832, dtype=torch.bfloat16)
     gemm(rows, WorkList.empty(4, schedule.m, CPU), schedule, schedule.first if first else schedule.second, out)
     return found[0]
@@ -76,6 +80,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
 def test_every_schedule_keeps_to_registers(name, what, form, monkeypatch):
     schedule = SCHEDULES[name]
     tile = schedule.first if what == "gathering" else schedule.second
+    if tile.roles:
+        schedule, tile = replace(schedule, first=tile.plain, second=tile.plain), tile.plain  # where they don't fit
     made = machine(monkeypatch, schedule, what, form)
     assert made.local == 0
     assert made.stack <= SPILLED.get((name, what, form), 0)
@@ -93,6 +99,44 @@ def test_every_schedule_keeps_to_registers(name, what, form, monkeypatch):
         assert not steps.keys() & {"SHFL", "PRMT", "STS", "STSM", "LDSM", "LDL", "STL"}, "nothing changes threads"
         assert sum(line.startswith("LDS.128") for line in loop) * 4 * tile.warps * 32 == tile.n * tile.k // 8
         assert overwritten_operands(loop) == []
+
+
+@pytest.mark.parametrize(("what", "form"), [("gathering", "mxfp4"), ("rows", "mxfp4"), ("slabs", "nvfp4")])
+def test_warps_with_roles_keep_to_registers(what, form, monkeypatch):
+    """Loops that multiply: of whole, half and quarter tiles and of one with its tail, once for each multiplier."""
+    schedule = next(each for each in TABLE.values() if each.second.roles)
+    made = machine(monkeypatch, schedule, what, form)
+    assert made.local == 0
+    assert made.stack <= 96  # kept between tiles by Triton 3.9; 3.6 keeps nothing
+    assert made.shared + 1024 <= 227 * 1024
+    assert len(made.loops) == 2 * 4
+    assert sorted(count(loop)["HGMMA"] for loop in made.loops) == [8] * 6 + [16] * 2
+    for loop in made.loops:
+        steps = count(loop)
+        assert steps["HMUL2"] == 32, "two values an instruction, each decoded once, of two blocks"
+        assert not steps.keys() & {"SHFL", "PRMT", "STS", "STSM", "LDS", "LDSM", "LDL", "STL"}, (
+            "nothing changes threads"
+        )
+        assert overwritten_operands(loop) == []
+
+
+def test_what_warps_with_roles_cannot_take():
+    """K in blocks of 64, rows in whole 32 bytes, 32 bits of offsets, a chip and a Triton that have them."""
+
+    def fits(cols=768, stride=768, rows=64, chip=ROLES):
+        scales = torch.zeros(1, 64, cols // 32, dtype=torch.uint8)
+        weights = Mxfp4(torch.zeros(1, 64, cols // 2, dtype=torch.uint8), scales)
+        gemm = launch.Gemm(GroupedMatrix.prepare(weights, None, 1, CPU), None, "w4a16", chip)
+        data = torch.empty(rows, stride, dtype=torch.bfloat16, device="meta")[:, :cols]
+        return gemm._fits_roles(data, torch.empty(64, 64, device="meta"))
+
+    assert fits()
+    assert fits(stride=784)
+    assert not fits(cols=736, stride=736)
+    assert not fits(cols=192, stride=192)
+    assert not fits(stride=776)
+    assert not fits(rows=(1 << 31) // 768 + 1)
+    assert not fits(chip=launch.Chip(132, True))
 
 
 def test_without_settling_registers_would_be_overwritten():

@@ -51,7 +51,7 @@ def _turned(word, TURN: tl.constexpr):
 
 
 @triton.jit
-def _rest(a, b):
+def rest_of(a, b):
     """Word C."""
     if _INTERPRETED:
         return ((a ^ b) & _C_FROM_A) ^ b
@@ -83,6 +83,24 @@ def _pairs(word, rest, scale, other, TURNS: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit
+def pairs_of(a, b, c, scale, other):
+    """bf16 [.., j, i, l, h] of words A, B and C."""
+    return tl.join(_pairs(a, c, scale, other, _TURNS_A, False), _pairs(b, c, scale, other, _TURNS_B, True))
+
+
+@triton.jit
+def pair_scales(scales, NV: tl.constexpr):
+    """Scales for j = 0 and for j = 1, [.., q], of a row's words: [..] of MXFP4, [.., q] of NVFP4."""
+    if NV:
+        scale = scales & _NV_SCALE_BITS | _NV_SCALE_ONES
+        other = _turned(scales, _SCALE_TURN) & _NV_SCALE_BITS | _NV_SCALE_ONES
+    else:
+        scale = tl.join(scales & _MX_SCALE_BITS, _turned(scales, _SCALE_TURN) & _MX_SCALE_BITS)
+        other = scale
+    return scale, other
+
+
+@triton.jit
 def _every_t(scales):
     """[.., w, g, q] for all threads of a row: [.., w, g, t, q]."""
     shape: tl.constexpr = scales.shape
@@ -93,16 +111,12 @@ def _every_t(scales):
 def _values(words, scales, BN: tl.constexpr, BK: tl.constexpr, NV: tl.constexpr):
     """bf16 [64 * BN, 64 * BK] of units: uint32 words [BK, BN, UNIT_WORDS], scales [BK, BN, words of a unit's]."""
     a, b = tl.split(tl.reshape(words, (BK, BN, 4, 8, 4, 2, 2)))  # w, g, t, q
-    c = _rest(a, b)
     if NV:
-        scales = _every_t(tl.reshape(scales, (BK, BN, 4, 8, 2)))
-        scale = scales & _NV_SCALE_BITS | _NV_SCALE_ONES
-        other = _turned(scales, _SCALE_TURN) & _NV_SCALE_BITS | _NV_SCALE_ONES
+        scale, other = pair_scales(_every_t(tl.reshape(scales, (BK, BN, 4, 8, 2))), NV)
     else:
-        scales = tl.reshape(scales, (BK, BN, 4, 8))
-        scale = _every_t(tl.join(scales & _MX_SCALE_BITS, _turned(scales, _SCALE_TURN) & _MX_SCALE_BITS))
-        other = scale
-    both = tl.join(_pairs(a, c, scale, other, _TURNS_A, False), _pairs(b, c, scale, other, _TURNS_B, True))
+        scale, other = pair_scales(tl.reshape(scales, (BK, BN, 4, 8)), NV)
+        scale, other = _every_t(scale), _every_t(other)
+    both = pairs_of(a, b, rest_of(a, b), scale, other)
     # [unit, unit, w, g, t, q, j, i, l, h] to rows (unit, w, h, g) and columns (unit, q, j, i, t, l)
     return tl.reshape(tl.permute(both, (1, 2, 9, 3, 0, 5, 6, 7, 4, 8)), (BN * _UNIT, BK * _UNIT))
 

@@ -38,7 +38,7 @@ _TINY = tl.constexpr(TINY)
 
 
 @triton.jit
-def _position(items, tile, NUM_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, TAIL: tl.constexpr):
+def position(items, tile, NUM_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, TAIL: tl.constexpr):
     """(expert, first row, row after the expert's last, index along N) of a tile. Tiles of GROUP_M neighbours along M
     follow each other, so that weights stay in L2 while rows do."""
     entry = items + (tile // NUM_N) * _ITEM
@@ -52,7 +52,7 @@ def _position(items, tile, NUM_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: 
 
 
 @triton.jit
-def _halves(tile, SWAP: tl.constexpr):
+def halves(tile, SWAP: tl.constexpr):
     """(gate, up) of a product whose columns (rows with SWAP) alternate by INTERLEAVE."""
     first: tl.constexpr = tile.shape[0]
     last: tl.constexpr = tile.shape[1]
@@ -155,14 +155,14 @@ def _product(
                 rest = _block(x, x_tiles, x_offset, x_ok, x_row, start, LOW, K, BLOCK_K, X_TMA)
                 part = _dot(rest, weights, part, SWAP)
             if PARTS == 2:
-                gate, up = _halves(part, SWAP)
+                gate, up = halves(part, SWAP)
                 other = tl.load(w_scale + UP_SCALE + block)
                 total += gate * _across(token * factor, SWAP)
                 second += up * _across(token * other, SWAP)
             else:
                 total += part * _across(token * factor, SWAP)
     if WHOLE and PARTS == 2:
-        total, second = _halves(total, SWAP)
+        total, second = halves(total, SWAP)
     return total, second, tail
 
 
@@ -241,7 +241,7 @@ def _tile(
     )  # fmt: skip
     if TAIL > 0:
         tl.static_assert(SWAP, "a tail of fewer than 64 tokens has to be the right operand")
-        tail_gate, tail_up = _halves(tail, SWAP) if GATED else (tail, tail)
+        tail_gate, tail_up = halves(tail, SWAP) if GATED else (tail, tail)
         _finish(
             tail_gate, tail_up, w_factor, bias, out, expert, tail_m, tail_ok, column, out_stride, out_skip,
             N, BLOCK_N, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP,
@@ -259,7 +259,7 @@ def _listed_tile(
     W_TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile in the least height that holds its rows."""
-    expert, row, end, column = _position(items, tile, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_M, GROUP_M, TAIL)
+    expert, row, end, column = position(items, tile, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_M, GROUP_M, TAIL)
     if TAIL > 0 and end - row > BLOCK_M and end - row <= BLOCK_M + TAIL:
         _tile(
             x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
@@ -347,7 +347,7 @@ def quantize_tiles(
         if items is None:
             expert, row, end, group = 0, tile // GROUPS * BLOCK_M, num_rows, tile % GROUPS
         else:
-            expert, row, end, group = _position(items, tile, GROUPS, BLOCK_M, 1, 0)
+            expert, row, end, group = position(items, tile, GROUPS, BLOCK_M, 1, 0)
         m = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
         k = group * _FP8_BLOCK + tl.arange(0, _FP8_BLOCK)
         ok = (m < end)[:, None] & (k < K)[None, :]

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eprt.config import Activation
@@ -23,6 +24,9 @@ from eprt.support import Device
 from eprt.weights import FP8_BLOCK
 
 _CPU_PROGRAMS = 3  # Triton's interpreter runs one after another: a few, so that each walks the list
+# Triton's that the kernel with roles was compiled with: Gluon is an experiment of theirs, and changes.
+_ROLES = (3, 6), (3, 9)
+_ROLES_REGISTERS = 224, 56  # of 65,536, for 256 threads that multiply and 128 that fetch
 
 
 @dataclass(frozen=True)
@@ -32,17 +36,21 @@ class Chip:
     Attributes:
         multiprocessors: programs that run at once, one each.
         hopper: has a copy engine for tiles (TMA).
+        roles: warps of a program can have roles.
     """
 
     multiprocessors: int
     hopper: bool
+    roles: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> Chip:
         found = Device.of(device)
         if found.kind == "cpu":
             return cls(_CPU_PROGRAMS, False)
-        return cls(torch.cuda.get_device_properties(device).multi_processor_count, found.sm >= 90)
+        known = _ROLES[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= _ROLES[1]
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        return cls(count, found.sm >= 90, found.sm == 90 and known)
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,11 @@ class Gemm:
     def __call__(self, rows: Rows, work: WorkList, schedule: Schedule, tile: Tile, out: torch.Tensor) -> None:
         """Write [rows, width], or slabs of it, for the rows of the work list alone."""
         data = rows.data
+        if tile.roles:
+            if self._fits_roles(data, out):
+                self._launch_roles(rows, work, schedule, tile, out)
+                return
+            tile = tile.plain
         columns = ceil_div(self.matrix.rows, tile.n)
         grid = min(self._chip.multiprocessors * tile.ctas, work.bound * columns), 1, 1
         x_tma = tile.tma and self._chip.hopper and rows.source is None and data.dim() == 2
@@ -123,10 +136,37 @@ class Gemm:
         kernel(grid, *arguments)
 
     def _prepare(self, arguments: tuple[Any, ...], cut: dict[str, Any], tile: Tile) -> Prepared:
-        """For arguments like these: of tensors only the dtype counts."""
-        kinds = (a.dtype if isinstance(a, torch.Tensor) else like(a) if isinstance(a, int) else a for a in arguments)
+        """For arguments like these."""
         constants, options = {**self._constants, **cut}, _options(tile, self.pair)
-        return Prepared(grouped_gemm, self._weights.device, tuple(kinds), constants, **options)
+        return Prepared(grouped_gemm, self._weights.device, _kinds(arguments), constants, **options)
+
+    def _fits_roles(self, data: torch.Tensor, out: torch.Tensor) -> bool:
+        """Its offsets have 32 bits, its copies 16 bytes, and it has no masks along K."""
+        from eprt.experts.grouped.gemm_gluon import BLOCK_K, LEAST_BLOCKS
+
+        K, small = self.matrix.cols, max(data.numel(), self._weights.numel()) < 1 << 31
+        whole = K % BLOCK_K == 0 and K >= LEAST_BLOCKS * BLOCK_K and _strides(data)[0] % 16 == 0
+        return self._chip.roles and whole and small and starts_aligned(data, out)
+
+    def _launch_roles(self, rows: Rows, work: WorkList, schedule: Schedule, tile: Tile, out: torch.Tensor) -> None:
+        from eprt.experts.grouped.gemm_gluon import ROWS, grouped_gemm_by_roles
+
+        matrix, data = self.matrix, rows.data
+        strides = *_strides(data), *_strides(out)
+        arguments = (
+            data, rows.source, self._weights, matrix.scale, matrix.factor, matrix.bias, out, work.items, work.count,
+            *strides,
+        )  # fmt: skip
+        key = (schedule.m, schedule.tail, schedule.group, tile, out.dtype, rows.source is None, *map(like, strides))
+        kernel = self._prepared.get(key)
+        if kernel is None:
+            cut = _cut(schedule, tile, False)
+            constants = {**self._constants, **cut, "NV": self.pair == "nv4a16", "REGISTERS": _ROLES_REGISTERS}
+            constants = {name: constants[name] for name in grouped_gemm_by_roles.arg_names if name in constants}
+            kernel = self._prepared[key] = Prepared(
+                grouped_gemm_by_roles, self._weights.device, _kinds(arguments), constants, num_warps=4
+            )
+        kernel((min(self._chip.multiprocessors, work.bound * ceil_div(matrix.rows, ROWS)), 1, 1), *arguments)
 
     def _descriptor(self, tile: Tile) -> Any:
         block = tile.n, tile.k
@@ -134,6 +174,11 @@ class Gemm:
             w = self._weights
             self._tiles[block] = TensorDescriptor(w, [w.shape[0], self.matrix.cols], [w.shape[1], 1], list(block))
         return self._tiles[block]
+
+
+def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a kernel is compiled for: of tensors the dtype, of numbers what they are like."""
+    return tuple(a.dtype if isinstance(a, torch.Tensor) else like(a) if isinstance(a, int) else a for a in arguments)
 
 
 def _cut(schedule: Schedule, tile: Tile, x_tma: bool) -> dict[str, Any]:

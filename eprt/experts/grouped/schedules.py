@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 # Weights x activations: plain bf16; E4M3 blocks times E4M3 groups; E4M3 blocks times bf16; MXFP4 and NVFP4 times bf16.
@@ -23,6 +23,8 @@ class Tile:
         halvings: how often an expert's last tile may be halved in height where that is enough.
         flatten: one pipeline over all tiles of a program, where `tma` holds; not with halvings.
         tma: tokens by the copy engine, where they lie in rows (the second GEMM of FlatTokens).
+        roles: some warps fetch, others multiply (`eprt.experts.grouped.gemm_gluon`), `warps` of them and n = 128, for
+            MXFP4 and NVFP4 on Hopper; `stages` of tokens alone.
     """
 
     n: int
@@ -34,6 +36,12 @@ class Tile:
     halvings: int = 0
     flatten: bool = False
     tma: bool = False
+    roles: bool = False
+
+    @property
+    def plain(self) -> Tile:
+        """The same product without roles, where the kernel with them doesn't fit."""
+        return replace(self, roles=False, stages=min(self.stages, 3))
 
 
 @dataclass(frozen=True)
@@ -56,10 +64,12 @@ class Schedule:
 
 ANY = 1 << 30
 # A tail costs registers, and saves where many experts have a few rows beyond a multiple of m: near 128 and 256.
-MXFP4_128 = Schedule(128, Tile(128, 64, 3, 4, 2, swap=True), Tile(128, 64, 3, 4, 2, swap=True, tma=True))
+MXFP4_128 = Schedule(128, Tile(128, 64, 3, 8, 2, True, halvings=1), Tile(128, 64, 3, 8, 2, True, halvings=1, tma=True))
+MXFP4_ROLES = Tile(128, 64, 6, 8, 1, swap=True, halvings=2, roles=True)
 MXFP4_128_TAIL = Schedule(
-    128, Tile(128, 64, 3, 4, 2, True, halvings=1), Tile(128, 64, 3, 4, 2, True, halvings=1, tma=True), tail=16
+    128, replace(MXFP4_ROLES, halvings=1), Tile(128, 64, 3, 4, 2, True, halvings=1, tma=True), tail=16
 )
+MXFP4_256 = Schedule(256, MXFP4_ROLES, MXFP4_ROLES, tail=32)
 # Up to so many rows an expert, as even routing would bring: the fastest of 20 to 40 on an H200, of Qwen3-30B-A3B's
 # sizes (bf16) and DeepSeek-V3's (FP8); benchmarks/tune_grouped.py.
 HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
@@ -109,9 +119,9 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
             ),
         ),
         (144, MXFP4_128_TAIL),
-        (224, MXFP4_128),
-        (288, MXFP4_128_TAIL),
-        (ANY, MXFP4_128),
+        # From about 180 rows on the tiles of 256 take no longer than they do for 256 rows, which is less than this.
+        (176, MXFP4_128),
+        (ANY, MXFP4_256),
     ),
 }
 HOPPER["nv4a16"] = HOPPER["w4a16"]  # not searched: the same but for twice as many scales

@@ -1,0 +1,119 @@
+"""The grouped GEMM whose warps have roles, bit by bit against the one where all do the same, and against the float32
+witness. Gluon isn't interpreted, so this needs a Hopper GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.cases.grouped_cases import (
+    ACTIVATIONS,
+    BOUND,
+    NAN,
+    all_experts,
+    build,
+    error,
+    error_on_flat,
+    errors_against_the_right_one,
+    layer,
+    make_tokens,
+    random,
+)
+from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels
+
+from eprt.experts.grouped import TritonGroupedExecutor
+from eprt.experts.grouped.schedules import MXFP4_ROLES, Schedule
+from eprt.experts.reference import ReferenceExecutor
+from eprt.tokens import ExpertMajorTokens, Payload
+
+pytestmark = [pytest.mark.gpu, runs_kernels, cuda_only]
+
+
+def with_roles(m, tail, halvings=2, stages=4):
+    tile = replace(MXFP4_ROLES, halvings=halvings, stages=stages)
+    return Schedule(m, tile, tile, group=2, tail=tail)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Which matrices went through the kernel with roles, by their rows."""
+    from eprt.experts.grouped.launch import Gemm
+
+    seen, plain = [], Gemm._launch_roles
+
+    def launch(self, *arguments):
+        seen.append(self.matrix.rows)
+        plain(self, *arguments)
+
+    monkeypatch.setattr(Gemm, "_launch_roles", launch)
+    return seen
+
+
+def without_roles(each):
+    return replace(each, first=each.first.plain, second=each.second.plain)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize(("m", "tail"), [(64, 0), (64, 16), (128, 32), (256, 0), (256, 32)])
+def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, schedule, launched):
+    """Rows around every height; blocks of K even and odd in number; the last rows of weights half a tile."""
+    heights = [1, 15, 16, 17, m // 4, m // 4 + 1, m // 2, m // 2 + 1, m - 1, m, m + 1, m + tail, m + tail + 1, 2 * m, 0]
+    config = layer(form, H=320, I=256, E=len(heights), K=2)
+    weights, counts = all_experts(config), torch.tensor(heights, dtype=torch.int32, device=DEVICE)
+    data = random(len(heights), 2 * m + 3, 320, seed=3).to(torch.bfloat16)
+    there = torch.arange(2 * m + 3, device=DEVICE)[None] < counts[:, None]
+    data[~there] = NAN
+    tokens, found = ExpertMajorTokens(Payload.plain(data), counts), []
+    for each in (with_roles(m, tail), without_roles(with_roles(m, tail))):
+        schedule(each)
+        out = torch.full((len(heights), 2 * m + 4, 336), NAN, dtype=torch.bfloat16, device=DEVICE)
+        build(TritonGroupedExecutor, config, weights)(tokens, out[:, : 2 * m + 3, :320])
+        found.append(out)
+    assert launched == [512, 320]
+    assert torch.equal(found[0].nan_to_num(7e7), found[1].nan_to_num(7e7))
+    wanted = build(ReferenceExecutor, config, weights)(tokens)
+    assert error(found[0][:, : 2 * m + 3, :320][there], wanted[there]) < BOUND
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("activation", ["gpt_oss", "silu", "relu2"])
+def test_gathered_rows_equal_the_witness(form, activation, schedule, launched):
+    schedule(with_roles(128, 32))
+    config = layer(form, H=576, I=320, E=5, K=3, activation=ACTIVATIONS[activation], bias=activation != "silu")
+    assert 0 < error_on_flat(config, all_experts(config), make_tokens(config, 900)) < BOUND
+    assert len(launched) == 2
+
+
+def test_sizes_that_do_not_fit_take_the_plain_kernel(schedule, launched):
+    """A sum of 352 columns is no whole blocks; the other matrix fits."""
+    schedule(with_roles(64, 16))
+    config = layer("mxfp4", H=384, I=352, E=3, K=2)
+    assert 0 < error_on_flat(config, all_experts(config), make_tokens(config, 300)) < BOUND
+    assert launched == [704]
+
+
+def test_results_do_not_depend_on_timing(schedule, launched):
+    """Long sums, again and again: registers written too early, or tokens read too early, would show."""
+    schedule(with_roles(256, 32, stages=6))
+    config = layer("mxfp4", H=4096, I=1024, E=8, K=2)
+    executor, tokens = build(TritonGroupedExecutor, config, all_experts(config)), make_tokens(config, 2400)
+    first = executor(tokens)
+    assert all(torch.equal(executor(tokens), first) for _ in range(50))
+    assert set(launched) == {2048, 4096}
+
+
+def test_mistakes_would_be_seen(schedule, launched):
+    """Gate and up the other way round, scales one block off."""
+    schedule(with_roles(128, 0))
+    config = layer("mxfp4", H=320, I=256, E=2, K=1)
+    weights, tokens = all_experts(config), make_tokens(config, 400)
+    first, half = weights.gate_up, weights.gate_up.shape[1] // 2
+    wrong = [
+        replace(weights, gate_up=first.map(lambda tensor: tensor.roll(half, 1))),
+        replace(weights, gate_up=replace(first, scales=first.scales.roll(1, 2))),
+    ]
+    right, *errors = errors_against_the_right_one(config, weights, tokens, wrong)
+    assert right < BOUND
+    assert all(each > 3 * BOUND for each in errors)
+    assert len(launched) == 6
