@@ -24,8 +24,6 @@ def triton_grouped(
     """FP8 is multiplied as it is, by tensor cores that have it; 4 bits are decoded by instructions of Hopper."""
     if config.weight_format != "bf16" and device.sm < 90:
         return f"{config.weight_format} weights need sm90, not {device}"
-    if config.weight_format == "nvfp4" and runtime.executor == "auto":
-        return "compiled and interpreted, but not yet run on a GPU with nvfp4 weights: by name alone"
     return ""
 
 
