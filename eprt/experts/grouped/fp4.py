@@ -21,6 +21,7 @@ four, so a product has six of bf16's eight. Where a scale is zero codes are, whe
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 
 import torch
@@ -73,7 +74,7 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
         words int32 [units, UNIT_WORDS], and of scales int32 [units, MX_UNIT_SCALES].
     """
     exponents = (scales.to(torch.int64) + 254 - scales.amax(1, keepdim=True)).clamp_(min=0)
-    return _words(_nibbles(codes)), _scale_words(exponents << 7, MX_BLOCK)
+    return _words(codes), _scale_words(exponents << 7, MX_BLOCK)
 
 
 def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,8 +84,8 @@ def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
         words int32 [units, UNIT_WORDS], and of scales int32 [units, NV_UNIT_SCALES].
     """
     plain = scales.to(torch.float32)
-    signs = (plain < 0).to(torch.uint8).repeat_interleave(NVFP4_BLOCK, 1) << 3
-    values = (_nibbles(codes) ^ signs) * (plain != 0).repeat_interleave(NVFP4_BLOCK, 1)
+    blocks = codes.unflatten(1, (-1, NVFP4_BLOCK // 2))
+    values = ((blocks ^ (plain < 0).to(torch.uint8)[:, :, None] * 0x88) * (plain != 0)[:, :, None]).flatten(1)
     # Exponent and three bits of mantissa, as float32 has them; 2 ** 8 becomes 30, so 2 ** -9, the least, 13.
     byte = (plain.abs().view(torch.int32).to(torch.int64) >> 20) - ((127 + 8 - 30) << 3)
     return _words(values), _scale_words(byte.clamp_(0, NV_LARGEST) << 4, NVFP4_BLOCK)
@@ -97,20 +98,17 @@ def nvfp4_factor(scales: torch.Tensor, global_scale: torch.Tensor) -> torch.Tens
     return torch.where(spoilt, torch.nan, global_scale.to(torch.float32)[:, None] * NV_FACTOR)
 
 
-def _nibbles(codes: torch.Tensor) -> torch.Tensor:
-    return torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
-
-
-def _words(values: torch.Tensor) -> torch.Tensor:
-    values = _padded(values, UNIT)
-    # rows: unit, w, h, g; columns: unit, q, j, i, t, l
-    shape = values.shape[0] // UNIT, 4, 2, 8, values.shape[1] // UNIT, 2, 2, 2, 4, 2
-    threads = values.view(shape).permute(0, 4, 1, 3, 8, 5, 2, 6, 7, 9).reshape(-1, UNIT_WORDS // 2, 16)
-    table = torch.tensor(_bit_table(), device=values.device)
-    pairs = torch.zeros(threads.shape[:2], dtype=torch.int64, device=values.device)
-    for index in range(16):
-        pairs |= table[index][threads[:, :, index].long()]
-    return pairs.view(torch.int32)  # A, then B
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """Of codes two in a byte, u8 [rows, cols / 2]: l = 0 and 1."""
+    codes = _padded(codes, UNIT // 2)
+    # rows: unit, w, h, g; columns: unit, q, j, i, t
+    shape = codes.shape[0] // UNIT, 4, 2, 8, codes.shape[1] * 2 // UNIT, 2, 2, 2, 4
+    steps = codes.view(shape).permute(2, 6, 7, 0, 4, 1, 3, 8, 5).reshape(len(TURNS_A) * 2, -1)
+    table = _byte_table(codes.device)
+    pairs = torch.zeros(steps.shape[1], dtype=torch.int64, device=codes.device)
+    for bits, step in zip(table, steps, strict=True):
+        pairs |= bits.index_select(0, step.int())
+    return pairs.view(torch.int32).view(-1, UNIT_WORDS)  # A, then B
 
 
 def _scale_words(bits: torch.Tensor, block: int) -> torch.Tensor:
@@ -126,17 +124,19 @@ def _scale_words(bits: torch.Tensor, block: int) -> torch.Tensor:
     return (halves[..., 0] | turned & 0xFFFFFFFF).to(torch.int32)  # wraps: the same bits
 
 
-def _bit_table() -> list[list[int]]:
-    """For each value of a thread, (h, j, i, l) in this order, and each code: its bits in words A and B (the upper)."""
+@cache
+def _byte_table(device: torch.device) -> torch.Tensor:
+    """int64 [8, 256]: for two values of a thread, (h, j, i) in this order, and each byte, their bits in words A and B (the
+    upper)."""
     table: list[list[int]] = []
-    for h, step, lane in product(range(2), range(4), range(2)):
+    for h, step in product(range(2), range(4)):
         turn = (TURNS_A, TURNS_B)[h][step]
-        places = [(bit + 16 * lane - turn) % 32 for bit in _CODE_BITS]
+        places = [(bit + 16 * lane - turn) % 32 for lane in range(2) for bit in _CODE_BITS]
         in_b = [not C_FROM_A >> place & 1 if step == 3 else h == 1 for place in places]
         bits = [1 << place + 32 * b for place, b in zip(places, in_b, strict=True)]
-        words = [sum(bit for index, bit in enumerate(bits) if code >> index & 1) for code in range(16)]
+        words = [sum(bit for index, bit in enumerate(bits) if byte >> index & 1) for byte in range(256)]
         table.append([word - (1 << 64) if word >> 63 else word for word in words])
-    return table
+    return torch.tensor(table, device=device)
 
 
 def _padded(values: torch.Tensor, wide: int) -> torch.Tensor:
