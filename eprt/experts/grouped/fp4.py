@@ -126,8 +126,7 @@ def _scale_words(bits: torch.Tensor, block: int) -> torch.Tensor:
 
 @cache
 def _byte_table(device: torch.device) -> torch.Tensor:
-    """int64 [8, 256]: for two values of a thread, (h, j, i) in this order, and each byte, their bits in words A and B (the
-    upper)."""
+    """int64 [8, 256]: for (h, j, i), and two values of a thread in a byte, their bits in words A and B (the upper)."""
     table: list[list[int]] = []
     for h, step in product(range(2), range(4)):
         turn = (TURNS_A, TURNS_B)[h][step]
