@@ -105,10 +105,9 @@ def _words(codes: torch.Tensor) -> torch.Tensor:
     shape = codes.shape[0] // UNIT, 4, 2, 8, codes.shape[1] * 2 // UNIT, 2, 2, 2, 4
     steps = codes.view(shape).permute(2, 6, 7, 0, 4, 1, 3, 8, 5).reshape(len(TURNS_A) * 2, -1)
     table = _byte_table(codes.device)
-    pairs = torch.zeros(steps.shape[1], dtype=torch.int64, device=codes.device)
-    for bits, step in zip(table, steps, strict=True):
-        pairs |= bits.index_select(0, step.int())
-    return pairs.view(torch.int32).view(-1, UNIT_WORDS)  # A, then B
+    which = steps + torch.arange(0, table.numel(), table.shape[1], dtype=torch.int32, device=codes.device)[:, None]
+    bits = table.flatten().index_select(0, which.flatten()).view(which.shape)
+    return bits.sum(0).view(torch.int32).view(-1, UNIT_WORDS)  # A, then B; no two steps have a bit in common
 
 
 def _scale_words(bits: torch.Tensor, block: int) -> torch.Tensor:
