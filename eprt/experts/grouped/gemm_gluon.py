@@ -118,10 +118,11 @@ def _announce(full, stage, pred):
 
 @gluon.jit
 def _fetch_tile(
-    x, source, ring, tail_ring, full, empty, expert, row, end, x_stride, x_skip, stage, phase,
+    x, source, x_stride, x_skip, stages, expert, row, end, stage, phase,
     K: gl.constexpr, M: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    ring, tail_ring, full, empty = stages
     begin, offset = _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS, LAYOUT)
     if TAIL > 0:
         tail_begin, tail_offset = _rows(x, source, expert, row + TOKENS, end, x_stride, x_skip, TAIL, LAYOUT)
@@ -147,6 +148,7 @@ def _fetch(
     HALVINGS: gl.constexpr,
 ):  # fmt: skip
     NUM_N: gl.constexpr = (N + _ROWS - 1) // _ROWS
+    stages = ring, tail_ring, full, empty
     total = gl.load(num_items) * NUM_N
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -154,24 +156,20 @@ def _fetch(
         rows = end - row
         if TAIL > 0 and (rows > M and rows <= M + TAIL):
             stage, phase = _fetch_tile(
-                x, source, ring, tail_ring, full, empty, expert, row, end, x_stride, x_skip, stage, phase,
-                K, M, M, TAIL, STAGES,
-            )  # fmt: skip
+                x, source, x_stride, x_skip, stages, expert, row, end, stage, phase, K, M, M, TAIL, STAGES
+            )
         elif HALVINGS > 1 and rows <= M // 4:
             stage, phase = _fetch_tile(
-                x, source, ring, tail_ring, full, empty, expert, row, end, x_stride, x_skip, stage, phase,
-                K, M, M // 4, 0, STAGES,
-            )  # fmt: skip
+                x, source, x_stride, x_skip, stages, expert, row, end, stage, phase, K, M, M // 4, 0, STAGES
+            )
         elif HALVINGS > 0 and rows <= M // 2:
             stage, phase = _fetch_tile(
-                x, source, ring, tail_ring, full, empty, expert, row, end, x_stride, x_skip, stage, phase,
-                K, M, M // 2, 0, STAGES,
-            )  # fmt: skip
+                x, source, x_stride, x_skip, stages, expert, row, end, stage, phase, K, M, M // 2, 0, STAGES
+            )
         else:
             stage, phase = _fetch_tile(
-                x, source, ring, tail_ring, full, empty, expert, row, end, x_stride, x_skip, stage, phase,
-                K, M, M, 0, STAGES,
-            )  # fmt: skip
+                x, source, x_stride, x_skip, stages, expert, row, end, stage, phase, K, M, M, 0, STAGES
+            )
 
 
 # ---- the warpgroups that multiply --------------------------------------------------------------------------------
@@ -208,11 +206,12 @@ def _decoded(words, scales, LAYOUT: gl.constexpr, NV: gl.constexpr):
 
 @gluon.jit
 def _step(
-    weights, words, scales, total, tail, w, w_scale, ring, tail_ring, full, empty, unit, next_unit, k, stage, phase,
+    weights, words, scales, total, tail, w, w_scale, stages, unit, next_unit, k, stage, phase,
     M: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     NV: gl.constexpr,
 ):  # fmt: skip
     """Multiply a block's `weights`; meanwhile decode the next one's `words`, and read those of block k."""
+    ring, tail_ring, full, empty = stages
     mbarrier.wait(full.index(stage), phase)
     total = warpgroup_mma(weights, _part(ring, stage, TOKENS, M).permute((1, 0)), total, is_async=True)
     if TAIL > 0:
@@ -231,13 +230,14 @@ def _step(
 
 @gluon.jit
 def _finish(
-    total, w_factor, bias, out, expert, row, end, first, out_stride, out_skip,
+    total, target, expert, row, end, first,
     N: gl.constexpr, FIRST: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr,
     LIMIT: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """64 weight rows from `first` on of the tokens from `row` on. WIDE: through shared memory, for whole 16 bytes."""
     parts: gl.constexpr = 2 if GATED else 1
     width: gl.constexpr = N // parts
+    w_factor, bias, out, out_stride, out_skip = target
     if GATED:
         gate, up = halves(total, True)
     else:
@@ -265,52 +265,48 @@ def _finish(
         STORE: gl.constexpr = LAYOUT
     n = first // parts + gl.arange(0, height, gl.SliceLayout(1, STORE))
     m = row + gl.arange(0, value.shape[1], gl.SliceLayout(0, STORE))
-    target = m.to(gl.int64) * out_stride + expert.to(gl.int64) * out_skip
-    gl.store(out + (target[None, :] + n[:, None]), value, mask=(m < end)[None, :] & (n < width)[:, None])
+    begin = m.to(gl.int64) * out_stride + expert.to(gl.int64) * out_skip
+    gl.store(out + (begin[None, :] + n[:, None]), value, mask=(m < end)[None, :] & (n < width)[:, None])
 
 
 @gluon.jit
 def _multiply_tile(
-    even, words0, scales0, words1, scales1, w_factor, bias, out, w, w_scale, ring, tail_ring, full, empty,
-    expert, row, end, first, unit, next_unit, out_stride, out_skip, stage, phase,
+    even, ahead, w, w_scale, stages, target, where, stage, phase,
     N: gl.constexpr, K: gl.constexpr, M: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
     NV: gl.constexpr, FIRST: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr,
     LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """A tile, its first block decoded (`even`), the words of the two after it read; returns the same of the next."""
+    """A tile, its first block decoded (`even`), the words of the two after it read (`ahead`, even blocks' first). Returns
+    the same of the next."""
     BLOCKS: gl.constexpr = K // _BLOCK_K
     SHORT: gl.constexpr = TAIL if TAIL > 0 else 16
+    words0, scales0, words1, scales1 = ahead
+    expert, row, end, first, unit, next_unit = where
     even = gl.convert_layout(even, _fragment_layout(TOKENS), assert_trivial=True)
     total = gl.zeros((_UNIT, TOKENS), gl.float32, _product_layout(TOKENS))
     tail = gl.zeros((_UNIT, SHORT), gl.float32, _product_layout(SHORT))
     for k in range(0, BLOCKS // 2 * 2, 2):
         total, tail, odd, words1, scales1, stage, phase = _step(
-            even, words1, scales1, total, tail, w, w_scale, ring, tail_ring, full, empty, unit, next_unit, k + 3,
-            stage, phase, M, TOKENS, TAIL, BLOCKS, STAGES, NV,
+            even, words1, scales1, total, tail, w, w_scale, stages, unit, next_unit, k + 3, stage, phase,
+            M, TOKENS, TAIL, BLOCKS, STAGES, NV,
         )  # fmt: skip
         total, tail, even, words0, scales0, stage, phase = _step(
-            odd, words0, scales0, total, tail, w, w_scale, ring, tail_ring, full, empty, unit, next_unit, k + 4,
-            stage, phase, M, TOKENS, TAIL, BLOCKS, STAGES, NV,
+            odd, words0, scales0, total, tail, w, w_scale, stages, unit, next_unit, k + 4, stage, phase,
+            M, TOKENS, TAIL, BLOCKS, STAGES, NV,
         )  # fmt: skip
     if BLOCKS % 2 == 1:
         following = gl.to_tensor(BLOCKS + 2)
         total, tail, odd, words1, scales1, stage, phase = _step(
-            even, words1, scales1, total, tail, w, w_scale, ring, tail_ring, full, empty, unit, next_unit, following,
-            stage, phase, M, TOKENS, TAIL, BLOCKS, STAGES, NV,
+            even, words1, scales1, total, tail, w, w_scale, stages, unit, next_unit, following, stage, phase,
+            M, TOKENS, TAIL, BLOCKS, STAGES, NV,
         )  # fmt: skip
         even = odd
         words0, scales0, words1, scales1 = words1, scales1, words0, scales0
-    _finish(
-        total, w_factor, bias, out, expert, row, end, first, out_stride, out_skip,
-        N, FIRST, GATED, ALPHA, BETA, LIMIT, True,
-    )  # fmt: skip
+    _finish(total, target, expert, row, end, first, N, FIRST, GATED, ALPHA, BETA, LIMIT, True)
     if TAIL > 0:
-        _finish(
-            tail, w_factor, bias, out, expert, row + TOKENS, end, first, out_stride, out_skip,
-            N, FIRST, GATED, ALPHA, BETA, LIMIT, False,
-        )  # fmt: skip
+        _finish(tail, target, expert, row + TOKENS, end, first, N, FIRST, GATED, ALPHA, BETA, LIMIT, False)
     even = gl.convert_layout(even, _fragment_layout(_UNIT), assert_trivial=True)
-    return even, words0, scales0, words1, scales1, stage, phase
+    return even, (words0, scales0, words1, scales1), stage, phase
 
 
 @gluon.jit
@@ -325,6 +321,7 @@ def _multiply(
     BLOCKS: gl.constexpr = K // _BLOCK_K
     UNITS: gl.constexpr = (N + _UNIT - 1) // _UNIT
     gl.static_assert(K % _BLOCK_K == 0 and BLOCKS >= _LEAST_BLOCKS)
+    target, stages = (w_factor, bias, out, out_stride, out_skip), (ring, tail_ring, full, empty)
     total = gl.load(num_items) * NUM_N
     start = gl.program_id(0)
     if start < total:
@@ -334,35 +331,32 @@ def _multiply(
         words1, scales1 = _words(w, w_scale, unit, unit, gl.to_tensor(1), BLOCKS, NV)
         even = _decoded(words0, scales0, _fragment_layout(_UNIT), NV)
         words0, scales0 = _words(w, w_scale, unit, unit, gl.to_tensor(2), BLOCKS, NV)
+        ahead = words0, scales0, words1, scales1
         stage, phase = gl.to_tensor(0), gl.to_tensor(0)
         for tile in range(start, total, gl.num_programs(0)):
             following = gl.minimum(tile + gl.num_programs(0), total - 1)
             expert_, row_, end_, column_ = position(items, following, NUM_N, M, GROUP_M, TAIL)
             unit_ = (expert_ * UNITS + column_ * 2 + WHICH) * BLOCKS
-            first = column * _ROWS + WHICH * _UNIT
+            where = expert, row, end, column * _ROWS + WHICH * _UNIT, unit, unit_
             rows = end - row
             if TAIL > 0 and (rows > M and rows <= M + TAIL):
-                even, words0, scales0, words1, scales1, stage, phase = _multiply_tile(
-                    even, words0, scales0, words1, scales1, w_factor, bias, out, w, w_scale, ring, tail_ring, full,
-                    empty, expert, row, end, first, unit, unit_, out_stride, out_skip, stage, phase,
+                even, ahead, stage, phase = _multiply_tile(
+                    even, ahead, w, w_scale, stages, target, where, stage, phase,
                     N, K, M, M, TAIL, STAGES, NV, FIRST, GATED, ALPHA, BETA, LIMIT,
                 )  # fmt: skip
             elif HALVINGS > 1 and rows <= M // 4:
-                even, words0, scales0, words1, scales1, stage, phase = _multiply_tile(
-                    even, words0, scales0, words1, scales1, w_factor, bias, out, w, w_scale, ring, tail_ring, full,
-                    empty, expert, row, end, first, unit, unit_, out_stride, out_skip, stage, phase,
+                even, ahead, stage, phase = _multiply_tile(
+                    even, ahead, w, w_scale, stages, target, where, stage, phase,
                     N, K, M, M // 4, 0, STAGES, NV, FIRST, GATED, ALPHA, BETA, LIMIT,
                 )  # fmt: skip
             elif HALVINGS > 0 and rows <= M // 2:
-                even, words0, scales0, words1, scales1, stage, phase = _multiply_tile(
-                    even, words0, scales0, words1, scales1, w_factor, bias, out, w, w_scale, ring, tail_ring, full,
-                    empty, expert, row, end, first, unit, unit_, out_stride, out_skip, stage, phase,
+                even, ahead, stage, phase = _multiply_tile(
+                    even, ahead, w, w_scale, stages, target, where, stage, phase,
                     N, K, M, M // 2, 0, STAGES, NV, FIRST, GATED, ALPHA, BETA, LIMIT,
                 )  # fmt: skip
             else:
-                even, words0, scales0, words1, scales1, stage, phase = _multiply_tile(
-                    even, words0, scales0, words1, scales1, w_factor, bias, out, w, w_scale, ring, tail_ring, full,
-                    empty, expert, row, end, first, unit, unit_, out_stride, out_skip, stage, phase,
+                even, ahead, stage, phase = _multiply_tile(
+                    even, ahead, w, w_scale, stages, target, where, stage, phase,
                     N, K, M, M, 0, STAGES, NV, FIRST, GATED, ALPHA, BETA, LIMIT,
                 )  # fmt: skip
             expert, row, end, column, unit = expert_, row_, end_, column_, unit_
