@@ -276,8 +276,8 @@ def _multiply_tile(
     NV: gl.constexpr, FIRST: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr,
     LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """A tile, its first block decoded (`even`), the words of the two after it read (`ahead`, even blocks' first). Returns
-    the same of the next."""
+    """A tile: its first block is decoded (`even`), the words of the two after it read (`ahead`, even blocks' first).
+    Returns the same of the next."""
     BLOCKS: gl.constexpr = K // _BLOCK_K
     SHORT: gl.constexpr = TAIL if TAIL > 0 else 16
     words0, scales0, words1, scales1 = ahead
