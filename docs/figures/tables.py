@@ -254,7 +254,7 @@ def profile() -> str:
     rows: Rows = result(name)["rows"]
     for shape, tokens in sorted({(r["shape"], r["tokens"]) for r in rows}):
         of = [r for r in rows if (r["shape"], r["tokens"]) == (shape, tokens)]
-        gemms = [r for r in of if r["kernel"] == "grouped_gemm"]
+        gemms = [r for r in of if r["kernel"].startswith("grouped_gemm")]
         for label, r in zip(("gate and up", "down"), gemms, strict=True):
             waits = ", ".join(f"{why.replace('_', ' ')} {percent}" for why, percent in list(r["waits"].items())[:4])
             busy = [f"{r[column]:.0f}" for column in ("tensor", "issue", "dram", "l2")]
