@@ -75,7 +75,9 @@ def unheard(failure: WorldFailed, may_exit: bool) -> list[str]:
         may_exit: a survivor's host may sit in the waiting kernel or library: its guard then says who is lost, and ends
             the process.
     """
-    killed_at = float(failure.reports[VICTIM].log_tail.rpartition("killed at ")[2].split()[0])
+    last = failure.reports[VICTIM].log_tail
+    assert "killed at " in last, f"the world failed before rank {VICTIM} was killed: {failure}"
+    killed_at = float(last.rpartition("killed at ")[2].split()[0])
     silent: list[str] = []
     for report in failure.reports:
         if report.rank == VICTIM:
