@@ -20,7 +20,7 @@ from triton.runtime import driver
 from eprt.support import Device
 
 INTERPRETED = bool(knobs.runtime.interpret)
-_INT32 = 1 << 31
+INT32 = 1 << 31  # the first number that 32 bits have no room for
 _ALIGNMENT = 16  # bytes, and the multiple that Triton specialises integers for
 
 Grid = tuple[int, int, int]
@@ -113,7 +113,7 @@ def like(number: int) -> int:
     """One integer for all that Triton compiles alike: 1, multiples of 16, the rest, and so for more than 32 bits."""
     if number == 1:
         return 1
-    return (0 if -_INT32 <= number < _INT32 else _INT32 << 1) + (_ALIGNMENT if number % _ALIGNMENT == 0 else 2)
+    return (0 if -INT32 <= number < INT32 else INT32 << 1) + (_ALIGNMENT if number % _ALIGNMENT == 0 else 2)
 
 
 def starts_aligned(*tensors: torch.Tensor) -> bool:

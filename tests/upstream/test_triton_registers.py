@@ -34,6 +34,8 @@ TAILED = {
 TABLE = {f"up to {limit} rows": schedule for limit, schedule in HOPPER["w4a16"]}
 SCHEDULES = TABLE | TAILED
 
+WITHOUT_SOURCE = ("rows", "mxfp4"), ("slabs", "nvfp4")
+
 # Bytes of values that are kept in memory outside of loops; inside nothing is.
 SPILLED = {
     ("up to 40 rows", "slabs", "mxfp4"): 16,
@@ -102,16 +104,22 @@ def test_every_schedule_keeps_to_registers(name, what, form, monkeypatch):
         assert overwritten_operands(loop) == []
 
 
-@pytest.mark.parametrize(("what", "form"), [("gathering", "mxfp4"), ("rows", "mxfp4"), ("slabs", "nvfp4")])
-def test_warps_with_roles_keep_to_registers(what, form, monkeypatch):
-    """Loops that multiply: of whole, half and quarter tiles and of one with its tail, once for each multiplier."""
-    schedule = next(each for each in TABLE.values() if each.second.roles)
+@pytest.mark.parametrize(
+    ("name", "what", "form"),
+    [
+        *((name, "gathering", "mxfp4") for name, each in TABLE.items() if each.first.roles),
+        *((name, what, form) for name, each in TABLE.items() if each.second.roles for what, form in WITHOUT_SOURCE),
+    ],
+)
+def test_warps_with_roles_keep_to_registers(name, what, form, monkeypatch):
+    """Loops that multiply: of whole and halved tiles and of one with its tail, once for each multiplier."""
+    schedule = TABLE[name]
+    tile = schedule.first if what == "gathering" else schedule.second
     made = machine(monkeypatch, schedule, what, form)
     assert made.local == 0
     assert made.stack <= 96  # kept between tiles by Triton 3.9; 3.6 keeps nothing
     assert made.shared + 1024 <= 227 * 1024
-    assert len(made.loops) == 2 * 4
-    assert sorted(count(loop)["HGMMA"] for loop in made.loops) == [8] * 6 + [16] * 2
+    assert sorted(count(loop)["HGMMA"] for loop in made.loops) == [8] * 2 * (1 + tile.halvings) + [16] * 2
     for loop in made.loops:
         steps = count(loop)
         assert steps["HMUL2"] == 32, "two values an instruction, each decoded once, of two blocks"

@@ -104,9 +104,7 @@ def _words(codes: torch.Tensor) -> torch.Tensor:
     # rows: unit, w, h, g; columns: unit, q, j, i, t
     shape = codes.shape[0] // UNIT, 4, 2, 8, codes.shape[1] * 2 // UNIT, 2, 2, 2, 4
     steps = codes.view(shape).permute(2, 6, 7, 0, 4, 1, 3, 8, 5).reshape(len(TURNS_A) * 2, -1)
-    table = _byte_table(codes.device)
-    which = steps + torch.arange(0, table.numel(), table.shape[1], dtype=torch.int32, device=codes.device)[:, None]
-    bits = table.flatten().index_select(0, which.flatten()).view(which.shape)
+    bits = _byte_table(codes.device).gather(1, steps.long())
     return bits.sum(0).view(torch.int32).view(-1, UNIT_WORDS)  # A, then B; no two steps have a bit in common
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from eprt.experts.grouped.gemm_triton import grouped_gemm, quantize_tiles
 from eprt.experts.grouped.schedules import FP4_PAIRS, FP8_PAIRS, Pair, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.place_triton import WorkList
-from eprt.launching import Prepared, like, starts_aligned
+from eprt.launching import INT32, Prepared, like, starts_aligned
 from eprt.rounding import ceil_div, round_up
 from eprt.support import Device
 from eprt.weights import FP8_BLOCK
@@ -140,13 +140,19 @@ class Gemm:
         constants, options = {**self._constants, **cut}, _options(tile, self.pair)
         return Prepared(grouped_gemm, self._weights.device, _kinds(arguments), constants, **options)
 
-    def _fits_roles(self, data: torch.Tensor, out: torch.Tensor) -> bool:
-        """Its offsets have 32 bits, its copies 16 bytes, and it has no masks along K."""
+    @cached_property
+    def _takes_roles(self) -> bool:
+        """Whether the kernel with roles takes this matrix: its offsets have 32 bits, and it has no masks along K."""
         from eprt.experts.grouped.gemm_gluon import BLOCK_K, LEAST_BLOCKS
 
-        K, small = self.matrix.cols, max(data.numel(), self._weights.numel()) < 1 << 31
-        whole = K % BLOCK_K == 0 and K >= LEAST_BLOCKS * BLOCK_K and _strides(data)[0] % 16 == 0
-        return self._chip.roles and whole and small and starts_aligned(data, out)
+        K = self.matrix.cols
+        whole = K % BLOCK_K == 0 and K >= LEAST_BLOCKS * BLOCK_K
+        return self._chip.roles and whole and self._weights.numel() < INT32
+
+    def _fits_roles(self, data: torch.Tensor, out: torch.Tensor) -> bool:
+        """And these rows: it copies 16 bytes at once."""
+        copied = _strides(data)[0] % 16 == 0 and starts_aligned(data, out)
+        return self._takes_roles and copied and data.numel() < INT32
 
     def _launch_roles(self, rows: Rows, work: WorkList, schedule: Schedule, tile: Tile, out: torch.Tensor) -> None:
         from eprt.experts.grouped.gemm_gluon import ROWS, grouped_gemm_by_roles
