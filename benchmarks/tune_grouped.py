@@ -53,10 +53,17 @@ MXFP4: dict[int, tuple[tuple[int, ...], ...]] = {
         (64, 64, 3, 4, 2), (64, 64, 4, 4, 1), (64, 64, 3, 4, 2, 1), (128, 64, 4, 8, 1), (128, 64, 4, 8, 1, 2),
     ),
 }  # fmt: skip
-# Of 4 bits, where warps have roles: (n, k, stages, warps that multiply, 1, halvings).
-ROLES: dict[int, tuple[tuple[int, ...], ...]] = {
-    128: ((128, 64, 6, 8, 1, 1), (128, 64, 8, 8, 1, 1)),
-    256: ((128, 64, 6, 8, 1, 2), (128, 64, 6, 8, 1, 1), (128, 64, 4, 8, 1, 2)),
+# Where warps have roles: (n, k, stages, warps that multiply, 1, halvings).
+ROLES: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
+    "w4a16": {
+        128: ((128, 64, 6, 8, 1, 1), (128, 64, 8, 8, 1, 1)),
+        256: ((128, 64, 6, 8, 1, 2), (128, 64, 6, 8, 1, 1), (128, 64, 4, 8, 1, 2)),
+    },
+    "bf16": {
+        64: ((256, 64, 4, 8, 1, 1), (128, 64, 6, 8, 1, 1)),
+        128: ((256, 64, 4, 8, 1, 1), (128, 64, 5, 8, 1, 1)),
+        256: ((128, 64, 4, 8, 1, 2),),
+    },
 }
 # The same, and last whether it is weights x tokens.
 BF16: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -89,14 +96,15 @@ def cut(n: int, k: int, stages: int, warps: int, ctas: int, halvings: int = 0, s
 # Rows beyond a tile's height that an expert's last tile may take along (`Schedule.tail`), where tiles have `swap`.
 TAILS: dict[str, dict[int, tuple[int, ...]]] = {
     "w4a16": {32: (0, 16), 64: (0, 16, 32), 128: (0, 16, 32), 256: (0, 16, 32)},
-    "bf16": {32: (0, 16), 64: (0, 16, 32), 128: (0, 16, 32)},
+    "bf16": {32: (0, 16), 64: (0, 16, 32), 128: (0, 16, 32), 256: (0, 32)},
 }
 CANDIDATES = {
     pair: {m: [cut(*each) for each in cuts] for m, cuts in table.items()}
     for pair, table in (("w4a16", MXFP4), ("bf16", BF16))
 }
-for height, cuts in ROLES.items():
-    CANDIDATES["w4a16"][height] += [replace(cut(*each), roles=True) for each in cuts]
+for pair, table in ROLES.items():
+    for height, cuts in table.items():
+        CANDIDATES[pair][height] += [replace(cut(*each), tma=True, roles=True) for each in cuts]
 NAN = float("nan")
 ERROR = 1e-2  # relative, in norm: sums of bf16 in another order; a wrong kernel is far beyond
 

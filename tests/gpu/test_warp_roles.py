@@ -23,15 +23,16 @@ from support.cases.grouped_cases import (
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels
 
 from eprt.experts.grouped import TritonGroupedExecutor
-from eprt.experts.grouped.schedules import MXFP4_ROLES, Schedule
+from eprt.experts.grouped.schedules import BF16_256, BF16_ROLES, MXFP4_ROLES, Schedule
 from eprt.experts.reference import ReferenceExecutor
 from eprt.tokens import ExpertMajorTokens, Payload
 
 pytestmark = [pytest.mark.gpu, runs_kernels, cuda_only]
 
 
-def with_roles(m, tail, halvings=2, stages=4):
-    tile = replace(MXFP4_ROLES, halvings=halvings, stages=stages)
+def with_roles(m, tail, form="mxfp4", stages=4):
+    known = MXFP4_ROLES if form != "bf16" else BF16_256 if m == 256 else BF16_ROLES
+    tile = replace(known, halvings=2, stages=stages)
     return Schedule(m, tile, tile, group=2, tail=tail)
 
 
@@ -54,7 +55,10 @@ def without_roles(each):
     return replace(each, first=each.first.plain, second=each.second.plain)
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+FORMS = ["bf16", "mxfp4", "nvfp4"]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("m", "tail"), [(64, 0), (64, 16), (128, 32), (256, 0), (256, 32)])
 def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, schedule, launched):
     """Rows around every height; blocks of K even and odd in number; the last rows of weights half a tile."""
@@ -65,7 +69,7 @@ def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, schedule, launch
     there = torch.arange(2 * m + 3, device=DEVICE)[None] < counts[:, None]
     data[~there] = NAN
     tokens, found = ExpertMajorTokens(Payload.plain(data), counts), []
-    for each in (with_roles(m, tail), without_roles(with_roles(m, tail))):
+    for each in (with_roles(m, tail, form), without_roles(with_roles(m, tail, form))):
         schedule(each)
         out = torch.full((len(heights), 2 * m + 4, 336), NAN, dtype=torch.bfloat16, device=DEVICE)
         build(TritonGroupedExecutor, config, weights)(tokens, out[:, : 2 * m + 3, :320])
@@ -76,10 +80,11 @@ def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, schedule, launch
     assert error(found[0][:, : 2 * m + 3, :320][there], wanted[there]) < BOUND
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("activation", ["gpt_oss", "silu", "relu2"])
-def test_gathered_rows_equal_the_witness(form, activation, schedule, launched):
-    schedule(with_roles(128, 32))
+def test_rows_equal_the_witness(form, activation, schedule, launched):
+    """Gathered for the first matrix, by the copy engine for the second."""
+    schedule(with_roles(128, 32, form))
     config = layer(form, H=576, I=320, E=5, K=3, activation=ACTIVATIONS[activation], bias=activation != "silu")
     assert 0 < error_on_flat(config, all_experts(config), make_tokens(config, 900)) < BOUND
     assert len(launched) == 2
@@ -93,10 +98,11 @@ def test_sizes_that_do_not_fit_take_the_plain_kernel(schedule, launched):
     assert launched == [704]
 
 
-def test_results_do_not_depend_on_timing(schedule, launched):
-    """Long sums, again and again: registers written too early, or tokens read too early, would show."""
-    schedule(with_roles(256, 32, stages=6))
-    config = layer("mxfp4", H=4096, I=1024, E=8, K=2)
+@pytest.mark.parametrize(("form", "m", "stages"), [("mxfp4", 256, 6), ("bf16", 256, 4), ("bf16", 128, 4)])
+def test_results_do_not_depend_on_timing(form, m, stages, schedule, launched):
+    """Long sums, again and again: registers written too early, or stages read too early, would show."""
+    schedule(with_roles(m, 32, form, stages))
+    config = layer(form, H=4096, I=1024, E=8, K=2)
     executor, tokens = build(TritonGroupedExecutor, config, all_experts(config)), make_tokens(config, 2400)
     first = executor(tokens)
     assert all(torch.equal(executor(tokens), first) for _ in range(50))

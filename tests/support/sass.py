@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -65,7 +66,10 @@ def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Mac
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         value = values[name]
-        if isinstance(value, TensorDescriptor):
+        if isinstance(value, GluonDescriptor):
+            block = f"{_TYPES[str(value.base.dtype)[6:]]}{list(value.block_shape)}".replace(" ", "")
+            signature[name] = f"tensordesc<{block},{value.layout!r}>"
+        elif isinstance(value, TensorDescriptor):
             signature[name] = f"tensordesc<{_TYPES[str(value.base.dtype)[6:]]}{list(value.block_shape)}>"
         elif hasattr(value, "data_ptr"):
             signature[name] = "*" + _TYPES[str(value.dtype)[6:]]

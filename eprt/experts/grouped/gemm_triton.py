@@ -38,6 +38,17 @@ _TINY = tl.constexpr(TINY)
 
 
 @triton.jit
+def turn(tile, total):
+    """The tile that a program takes when it would come to `tile`, one every `num_programs`: in each round its next
+    neighbour's. Else, where the number of programs is a multiple of the tiles along M that experts have, the same
+    programs would always get the last of an expert, which are higher or lower than the others."""
+    programs = tl.num_programs(0)
+    round = tile // programs
+    begin = round * programs
+    return tl.where(begin + programs <= total, begin + (tile - begin + round) % programs, tile)
+
+
+@triton.jit
 def position(items, tile, NUM_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, TAIL: tl.constexpr):
     """(expert, first row, row after the expert's last, index along N) of a tile. Tiles of GROUP_M neighbours along M
     follow each other, so that weights stay in L2 while rows do."""
@@ -322,7 +333,7 @@ def grouped_gemm(
     total = tl.load(num_items) * NUM_N
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
         _listed_tile(
-            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, tile,
+            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, turn(tile, total),
             x_stride, x_skip, out_stride, out_skip,
             N, K, W_STRIDE, W_ROWS, BLOCK_M, TAIL, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, HALVINGS, X_TMA, W_TMA,

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any
 
@@ -26,7 +26,8 @@ from eprt.weights import FP8_BLOCK
 _CPU_PROGRAMS = 3  # Triton's interpreter runs one after another: a few, so that each walks the list
 # Triton's that the kernel with roles was compiled with: Gluon is an experiment of theirs, and changes.
 _ROLES = (3, 6), (3, 9)
-_ROLES_REGISTERS = 224, 56  # of 65,536, for 256 threads that multiply and 128 that fetch
+# Registers of 65,536 for 256 threads that multiply and 128 that fetch: these copy tokens, or let the copy engine do it.
+_COPYING_REGISTERS, _ENGINE_REGISTERS = (224, 56), (240, 24)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Gemm:
         self.pair: Pair = pair
         self._chip = chip
         self._weights = matrix.data.flatten(0, 1)
-        self._tiles: dict[tuple[int, int], Any] = {}
+        self._tiles: dict[tuple[int, int, bool], Any] = {}
         self._prepared: dict[Any, Prepared] = {}
         self._constants: dict[str, Any] = {
             "N": matrix.rows,
@@ -143,11 +144,11 @@ class Gemm:
     @cached_property
     def _takes_roles(self) -> bool:
         """Whether the kernel with roles takes this matrix: its offsets have 32 bits, and it has no masks along K."""
-        from eprt.experts.grouped.gemm_gluon import BLOCK_K, LEAST_BLOCKS
+        from eprt.experts.grouped.multiply_gluon import BLOCK_K, LEAST_BLOCKS
 
         K = self.matrix.cols
         whole = K % BLOCK_K == 0 and K >= LEAST_BLOCKS * BLOCK_K
-        return self._chip.roles and whole and self._weights.numel() < INT32
+        return self._chip.roles and whole and (self.pair == "bf16" or self._weights.numel() < INT32)
 
     def _fits_roles(self, data: torch.Tensor, out: torch.Tensor) -> bool:
         """And these rows: it copies 16 bytes at once."""
@@ -155,30 +156,61 @@ class Gemm:
         return self._takes_roles and copied and data.numel() < INT32
 
     def _launch_roles(self, rows: Rows, work: WorkList, schedule: Schedule, tile: Tile, out: torch.Tensor) -> None:
-        from eprt.experts.grouped.gemm_gluon import ROWS, grouped_gemm_by_roles
+        from eprt.experts.grouped.gemm_gluon import grouped_gemm_by_roles
+        from eprt.experts.grouped.ring_gluon import blocks_of
 
         matrix, data = self.matrix, rows.data
+        x_tma = rows.source is None and data.dim() == 2
         strides = *_strides(data), *_strides(out)
         arguments = (
-            data, rows.source, self._weights, matrix.scale, matrix.factor, matrix.bias, out, work.items, work.count,
+            data,
+            blocks_of(data, schedule.m >> tile.halvings) if x_tma else None,
+            blocks_of(data, schedule.tail) if x_tma and schedule.tail else None,
+            rows.source,
+            self._descriptor(tile) if self._constants["W_TMA"] else self._weights,
+            matrix.scale,
+            matrix.factor,
+            matrix.bias,
+            out,
+            work.items,
+            work.count,
             *strides,
-        )  # fmt: skip
-        key = (schedule.m, schedule.tail, schedule.group, tile, out.dtype, rows.source is None, *map(like, strides))
+        )
+        key = (
+            schedule.m,
+            schedule.tail,
+            schedule.group,
+            tile,
+            out.dtype,
+            x_tma,
+            rows.source is None,
+            *map(like, strides),
+        )
         kernel = self._prepared.get(key)
         if kernel is None:
-            cut = _cut(schedule, tile, False)
-            constants = {**self._constants, **cut, "NV": self.pair == "nv4a16", "REGISTERS": _ROLES_REGISTERS}
-            constants = {name: constants[name] for name in grouped_gemm_by_roles.arg_names if name in constants}
-            kernel = self._prepared[key] = Prepared(
-                grouped_gemm_by_roles, self._weights.device, _kinds(arguments), constants, num_warps=4
-            )
-        kernel((min(self._chip.multiprocessors, work.bound * ceil_div(matrix.rows, ROWS)), 1, 1), *arguments)
+            constants = {"C": self._cut_by_roles(schedule, tile, x_tma)}
+            kernel = Prepared(grouped_gemm_by_roles, self._weights.device, _kinds(arguments), constants, num_warps=4)
+            self._prepared[key] = kernel
+        kernel((min(self._chip.multiprocessors, work.bound * ceil_div(matrix.rows, tile.n)), 1, 1), *arguments)
+
+    def _cut_by_roles(self, schedule: Schedule, tile: Tile, x_tma: bool) -> Any:
+        from eprt.experts.grouped.ring_gluon import Cut
+
+        registers = _ENGINE_REGISTERS if x_tma else _COPYING_REGISTERS
+        cut = _cut(schedule, tile, x_tma)
+        known = {**self._constants, **cut, "ROWS": tile.n, "M": schedule.m, "REGISTERS": registers}
+        return Cut(**{field.name: known[field.name] for field in fields(Cut)})
 
     def _descriptor(self, tile: Tile) -> Any:
-        block = tile.n, tile.k
+        block = tile.n, tile.k, tile.roles
         if block not in self._tiles:
-            w = self._weights
-            self._tiles[block] = TensorDescriptor(w, [w.shape[0], self.matrix.cols], [w.shape[1], 1], list(block))
+            w = self._weights[:, : self.matrix.cols]
+            if tile.roles:
+                from eprt.experts.grouped.ring_gluon import blocks_of
+
+                self._tiles[block] = blocks_of(w, tile.n)
+            else:
+                self._tiles[block] = TensorDescriptor.from_tensor(w, [tile.n, tile.k])
         return self._tiles[block]
 
 

@@ -23,8 +23,8 @@ class Tile:
         halvings: how often an expert's last tile may be halved in height where that is enough.
         flatten: one pipeline over all tiles of a program, where `tma` holds; not with halvings.
         tma: tokens by the copy engine, where they lie in rows (the second GEMM of FlatTokens).
-        roles: some warps fetch, others multiply (`eprt.experts.grouped.gemm_gluon`), `warps` of them and n = 128, for
-            MXFP4 and NVFP4 on Hopper; `stages` of tokens alone.
+        roles: some warps fetch, 8 others multiply (`eprt.experts.grouped.gemm_gluon`), for bf16, MXFP4 and NVFP4 on
+            Hopper. n x m is at most 128 x 256; MXFP4 and NVFP4: n is 128, `stages` are of tokens alone.
     """
 
     n: int
@@ -63,9 +63,11 @@ class Schedule:
 
 
 ANY = 1 << 30
+BF16_ROLES = Tile(256, 64, 4, 8, 1, swap=True, halvings=1, tma=True, roles=True)
+BF16_256 = replace(BF16_ROLES, n=128, halvings=2)
 # A tail costs registers, and saves where many experts have a few rows beyond a multiple of m: near 128 and 256.
 MXFP4_128 = Schedule(128, Tile(128, 64, 3, 8, 2, True, halvings=1), Tile(128, 64, 3, 8, 2, True, halvings=1, tma=True))
-MXFP4_ROLES = Tile(128, 64, 6, 8, 1, swap=True, halvings=2, roles=True)
+MXFP4_ROLES = Tile(128, 64, 6, 8, 1, swap=True, halvings=2, tma=True, roles=True)
 MXFP4_128_TAIL = Schedule(
     128, replace(MXFP4_ROLES, halvings=1), Tile(128, 64, 3, 4, 2, True, halvings=1, tma=True), tail=16
 )
@@ -78,16 +80,9 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
         (12, Schedule(16, Tile(64, 128, 3, 4, 3, swap=True), Tile(64, 128, 3, 4, 3, True, flatten=True, tma=True))),
         (24, Schedule(32, Tile(64, 128, 4, 4, 2, swap=True), Tile(64, 128, 4, 4, 2, True, flatten=True, tma=True))),
         (96, Schedule(64, Tile(128, 64, 3, 4, 3, True, halvings=1), Tile(128, 64, 4, 4, 2, flatten=True, tma=True))),
-        (
-            144,
-            Schedule(
-                128,
-                Tile(256, 64, 4, 8, 1, True, halvings=2),
-                Tile(128, 64, 3, 4, 2, True, halvings=2, tma=True),
-                tail=32,
-            ),
-        ),
-        (ANY, Schedule(128, Tile(256, 64, 4, 8, 1), Tile(256, 64, 4, 8, 1, flatten=True, tma=True))),
+        (208, Schedule(128, BF16_ROLES, BF16_ROLES, tail=32)),
+        (320, Schedule(256, BF16_256, BF16_256, tail=32)),
+        (ANY, Schedule(128, BF16_ROLES, BF16_ROLES, tail=32)),
     ),
     "w8a8": (
         (12, Schedule(16, Tile(128, 128, 6, 4, 2, swap=True), Tile(128, 128, 3, 4, 4, swap=True))),
@@ -119,8 +114,8 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
             ),
         ),
         (144, MXFP4_128_TAIL),
-        # From about 180 rows on the tiles of 256 take no longer than they do for 256 rows, which is less than this.
-        (176, MXFP4_128),
+        # From about 160 rows on the tiles of 256 take no longer than they do for 256 rows, which is less than this.
+        (160, MXFP4_128),
         (ANY, MXFP4_256),
     ),
 }
