@@ -11,9 +11,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
+import triton
 from triton import knobs
 from triton.runtime import driver
 
@@ -46,6 +48,7 @@ class Prepared:
         if INTERPRETED:
             return
         active: Any = driver.active
+        name_callees_first(kernel)
         with torch.cuda.device(device), shared_cache():
             self._kernel = kernel.warmup(*arguments, **constants, **options, grid=(1,))
             self._kernel[(1, 1, 1)]  # loads it
@@ -74,6 +77,25 @@ class Prepared:
             x, y, z, self._stream(device), self._function, self._metadata, None, None, None, *arguments,
             *self._constants,
         )  # fmt: skip
+
+
+def name_callees_first(kernel: Any, named: set[int] | None = None) -> None:
+    """Give a kernel the name under which Triton's cache knows it, and those it calls theirs before.
+
+    Before Triton 3.9 a function's name has what its callees read of their modules, but only of callees that have a
+    name already: which kernel a process makes first then decides whether it finds what another process compiled.
+    """
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+        return
+    named = {id(kernel)} if named is None else named
+    names = kernel.fn.__code__.co_names
+    found = [kernel.__globals__.get(name) for name in names]
+    found += [getattr(each, name, None) for each in found if isinstance(each, ModuleType) for name in names]
+    for each in found:
+        if hasattr(type(each), "cache_key") and id(each) not in named:  # on itself it would be computed
+            named.add(id(each))
+            name_callees_first(each, named)
+    _ = kernel.cache_key
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from eprt.experts.grouped.schedules import BF16_256, BF16_ROLES, MXFP4_ROLES, Sc
 from eprt.experts.reference import ReferenceExecutor
 from eprt.tokens import ExpertMajorTokens, Payload
 
+BF16, F32 = torch.bfloat16, torch.float32
 pytestmark = [pytest.mark.gpu, runs_kernels, cuda_only]
 
 
@@ -59,19 +60,21 @@ FORMS = ["bf16", "mxfp4", "nvfp4"]
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("m", "tail"), [(64, 0), (64, 16), (128, 32), (256, 0), (256, 32)])
-def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, schedule, launched):
+@pytest.mark.parametrize(
+    ("m", "tail", "dtype"), [(64, 0, BF16), (64, 16, F32), (128, 32, BF16), (256, 0, F32), (256, 32, BF16)]
+)
+def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, dtype, schedule, launched):
     """Rows around every height; blocks of K even and odd in number; the last rows of weights half a tile."""
     heights = [1, 15, 16, 17, m // 4, m // 4 + 1, m // 2, m // 2 + 1, m - 1, m, m + 1, m + tail, m + tail + 1, 2 * m, 0]
     config = layer(form, H=320, I=256, E=len(heights), K=2)
     weights, counts = all_experts(config), torch.tensor(heights, dtype=torch.int32, device=DEVICE)
-    data = random(len(heights), 2 * m + 3, 320, seed=3).to(torch.bfloat16)
+    data = random(len(heights), 2 * m + 3, 320, seed=3).to(dtype)
     there = torch.arange(2 * m + 3, device=DEVICE)[None] < counts[:, None]
     data[~there] = NAN
     tokens, found = ExpertMajorTokens(Payload.plain(data), counts), []
     for each in (with_roles(m, tail, form), without_roles(with_roles(m, tail, form))):
         schedule(each)
-        out = torch.full((len(heights), 2 * m + 4, 336), NAN, dtype=torch.bfloat16, device=DEVICE)
+        out = torch.full((len(heights), 2 * m + 4, 336), NAN, dtype=dtype, device=DEVICE)
         build(TritonGroupedExecutor, config, weights)(tokens, out[:, : 2 * m + 3, :320])
         found.append(out)
     assert launched == [512, 320]

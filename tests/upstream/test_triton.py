@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +62,26 @@ def runs(monkeypatch) -> list[tuple[object, ...]]:
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: DEVICE, raising=False)
     return seen
+
+
+NAMES = """
+import sys
+from eprt.experts.grouped.gemm_gluon import grouped_gemm_by_roles
+from eprt.experts.grouped.gemm_triton import grouped_gemm
+from eprt.launching import name_callees_first
+
+kernels = grouped_gemm, grouped_gemm_by_roles
+for kernel in kernels[:: int(sys.argv[1])]:
+    name_callees_first(kernel)
+print(*(kernel.cache_key for kernel in kernels))
+"""
+
+
+def test_what_the_cache_knows_kernels_by_does_not_depend_on_their_order():
+    """They call the same functions."""
+    found = [subprocess.check_output([sys.executable, "-c", NAMES, order], text=True).split() for order in ("1", "-1")]
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
 
 
 def test_a_prepared_launch_is_tritons_own_without_its_search(runs):

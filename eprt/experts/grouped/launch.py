@@ -199,7 +199,7 @@ class Gemm:
         registers = _ENGINE_REGISTERS if x_tma else _COPYING_REGISTERS
         cut = _cut(schedule, tile, x_tma)
         known = {**self._constants, **cut, "ROWS": tile.n, "M": schedule.m, "REGISTERS": registers}
-        return Cut(**{field.name: known[field.name] for field in fields(Cut)})
+        return Cut(**{field.name: known[field.name] for field in fields(Cut) if field.init})
 
     def _descriptor(self, tile: Tile) -> Any:
         block = tile.n, tile.k, tile.roles

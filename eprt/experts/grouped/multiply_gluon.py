@@ -132,14 +132,14 @@ def _bf16_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.con
 
 @gluon.jit
 def _multiply_bf16(target, desk, stages, items, num_items, WHICH: gl.constexpr, C: gl.constexpr):
-    total = gl.load(num_items) * C.num_n
+    total = gl.load(num_items) * C.NUM_N
     start = gl.program_id(0)
     if start < total:
-        expert, row, end, column = position(items, turn(start, total), C.num_n, C.M, C.GROUP_M, C.TAIL)
+        expert, row, end, column = position(items, turn(start, total), C.NUM_N, C.M, C.GROUP_M, C.TAIL)
         state = gl.to_tensor(0), gl.to_tensor(0)
         for tile in range(start, total, gl.num_programs(0)):
             following = turn(gl.minimum(tile + gl.num_programs(0), total - 1), total)
-            expert_, row_, end_, column_ = position(items, following, C.num_n, C.M, C.GROUP_M, C.TAIL)
+            expert_, row_, end_, column_ = position(items, following, C.NUM_N, C.M, C.GROUP_M, C.TAIL)
             where = expert, row, end, WHICH, column * C.ROWS + WHICH * C.ROWS // 2
             state = by_height(_bf16_tile, (stages, desk, target, where), state, end - row, C)
             expert, row, end, column = expert_, row_, end_, column_
@@ -242,10 +242,10 @@ def _multiply_fp4(w, w_scale, target, desk, stages, items, num_items, WHICH: gl.
     UNITS: gl.constexpr = (C.N + _UNIT - 1) // _UNIT
     NV: gl.constexpr = C.PAIR == "nv4a16"
     gl.static_assert(C.K % _BLOCK_K == 0 and BLOCKS >= _LEAST_BLOCKS and C.ROWS == 2 * _UNIT)
-    total = gl.load(num_items) * C.num_n
+    total = gl.load(num_items) * C.NUM_N
     start = gl.program_id(0)
     if start < total:
-        expert, row, end, column = position(items, turn(start, total), C.num_n, C.M, C.GROUP_M, C.TAIL)
+        expert, row, end, column = position(items, turn(start, total), C.NUM_N, C.M, C.GROUP_M, C.TAIL)
         unit = (expert * UNITS + column * 2 + WHICH) * BLOCKS
         words0, scales0 = _words(w, w_scale, unit, unit, gl.to_tensor(0), BLOCKS, NV)
         words1, scales1 = _words(w, w_scale, unit, unit, gl.to_tensor(1), BLOCKS, NV)
@@ -254,7 +254,7 @@ def _multiply_fp4(w, w_scale, target, desk, stages, items, num_items, WHICH: gl.
         state = even, (words0, scales0, words1, scales1), gl.to_tensor(0), gl.to_tensor(0)
         for tile in range(start, total, gl.num_programs(0)):
             following = turn(gl.minimum(tile + gl.num_programs(0), total - 1), total)
-            expert_, row_, end_, column_ = position(items, following, C.num_n, C.M, C.GROUP_M, C.TAIL)
+            expert_, row_, end_, column_ = position(items, following, C.NUM_N, C.M, C.GROUP_M, C.TAIL)
             unit_ = (expert_ * UNITS + column_ * 2 + WHICH) * BLOCKS
             source = w, w_scale, unit, unit_
             where = expert, row, end, column * C.ROWS + WHICH * _UNIT
@@ -270,7 +270,7 @@ def multiply(
     """The half WHICH of every tile of this program. w: words of 4-bit weights; bf16's come from the ring.
     desks: shared memory of each multiplier for results on their way out."""
     target = w_factor, bias, out, out_stride, out_skip
-    if C.fp4:
+    if C.FP4:
         _multiply_fp4(w, w_scale, target, desks.index(WHICH), stages, items, num_items, WHICH, C)
     else:
         _multiply_bf16(target, desks.index(WHICH), stages, items, num_items, WHICH, C)

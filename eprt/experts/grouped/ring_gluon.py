@@ -10,7 +10,7 @@ wait for a copy, and announce it, two blocks later.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from eprt.experts.grouped.gemm_triton import position, turn
+from eprt.rounding import ceil_div
 
 BLOCK_K = 64
 
@@ -49,6 +50,8 @@ class Cut:
         STAGES: of the ring, more than two.
         FIRST, GATED, ALPHA, BETA, LIMIT: see `activation_triton.constants`.
         REGISTERS: of a thread that multiplies, and of one that fetches.
+        FP4: weights have 4 bits.  NUM_N: tiles along N.  LEAST: tokens of the lowest tile, and of what the copy engine
+            brings at once.
     """
 
     PAIR: str
@@ -66,20 +69,18 @@ class Cut:
     BETA: float
     LIMIT: float
     REGISTERS: tuple[int, int]
+    FP4: bool = field(init=False)
+    NUM_N: int = field(init=False)
+    LEAST: int = field(init=False)
 
-    @property
-    def fp4(self) -> bool:
-        return self.PAIR != "bf16"
-
-    @property
-    def num_n(self) -> int:
-        """Tiles along N."""
-        return -(-self.N // self.ROWS)
-
-    @property
-    def least(self) -> int:
-        """Tokens of the lowest tile, and of what the copy engine brings at once."""
-        return self.M >> self.HALVINGS
+    def __post_init__(self) -> None:
+        # Fields, as Triton's cache knows a kernel by what they print.
+        for name, value in (
+            ("FP4", self.PAIR != "bf16"),
+            ("NUM_N", ceil_div(self.N, self.ROWS)),
+            ("LEAST", self.M >> self.HALVINGS),
+        ):
+            object.__setattr__(self, name, value)
 
 
 def blocks_of(rows: torch.Tensor, count: int) -> Any:
@@ -133,20 +134,16 @@ def _back(stage, by, STAGES: gl.constexpr):
 
 @gluon.jit
 def _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
-    """(from where, offsets of TOKENS rows). Those past the end repeat the last: what comes of them isn't stored."""
+    """Where the first BLOCK_K values of TOKENS rows are. Rows past the end repeat the last: what comes of them isn't
+    stored."""
     m = gl.minimum(gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT)), end - 1 - row)
     begin = x
     if source is None:
         begin += row.to(gl.int64) * x_stride + expert.to(gl.int64) * x_skip
     else:
         m = gl.load(source + (row + m))
-    return begin, m * x_stride
-
-
-@gluon.jit
-def _copy(block, x, offset, start, LAYOUT: gl.constexpr):
     k = gl.arange(0, _BLOCK_K, gl.SliceLayout(0, LAYOUT))
-    _copy_async(block, (x + start) + (offset[:, None] + k[None, :]))
+    return begin + ((m * x_stride)[:, None] + k[None, :])
 
 
 @gluon.jit
@@ -166,34 +163,37 @@ def _fetch_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.co
     expert, row, end, w_row = where
     stage, phase = state
     BY_ENGINE: gl.constexpr = x_tiles is not None
-    BLOCKS: gl.constexpr = TOKENS // C.least
-    tokens = in_blocks(ring, C.STAGES * (C.M // C.least), C.least)
+    BLOCKS: gl.constexpr = TOKENS // C.LEAST
+    tokens = in_blocks(ring, C.STAGES * (C.M // C.LEAST), C.LEAST)
     if not BY_ENGINE:
-        begin, offset = _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS, LAYOUT)
+        rows = _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS, LAYOUT)
         if TAIL > 0:
-            tail_begin, tail_offset = _rows(x, source, expert, row + TOKENS, end, x_stride, x_skip, TAIL, LAYOUT)
-    EXPECTED: gl.constexpr = ((0 if C.fp4 else C.ROWS) + (TOKENS + TAIL if BY_ENGINE else 0)) * _ROW_BYTES
-    for k in range(0, C.K, _BLOCK_K):
+            tail_rows = _rows(x, source, expert, row + TOKENS, end, x_stride, x_skip, TAIL, LAYOUT)
+    EXPECTED: gl.constexpr = ((0 if C.FP4 else C.ROWS) + (TOKENS + TAIL if BY_ENGINE else 0)) * _ROW_BYTES
+    for index in range(C.K // _BLOCK_K):
+        k = index * _BLOCK_K
         mbarrier.wait(empty.index(stage), phase ^ 1)
         there = full.index(stage)
         if EXPECTED > 0:
             barrier()  # all warps are past their wait, before what could make its phase come round again
             mbarrier.expect(there, EXPECTED)
-        if not C.fp4:
+        if not C.FP4:
             _copy_tile(w, [w_row, k], there, w_ring.index(stage))
         if BY_ENGINE:
             for part in gl.static_range(BLOCKS):
-                block = tokens.index(stage * (C.M // C.least) + part)
-                _copy_tile(x_tiles, [row + part * C.least, k], there, block)
+                block = tokens.index(stage * (C.M // C.LEAST) + part)
+                _copy_tile(x_tiles, [row + part * C.LEAST, k], there, block)
             if TAIL > 0:
                 _copy_tile(tail_tiles, [row + TOKENS, k], there, tail_ring.index(stage))
         else:
-            _copy(first_of(ring.index(stage), TOKENS), begin, offset, k, LAYOUT)
+            _copy_async(first_of(ring.index(stage), TOKENS), rows)
+            rows += _BLOCK_K
             if TAIL > 0:
-                _copy(tail_ring.index(stage), tail_begin, tail_offset, k, LAYOUT)
+                _copy_async(tail_ring.index(stage), tail_rows)
+                tail_rows += _BLOCK_K
             async_copy.commit_group()
             async_copy.wait_group(_LAG)
-            _announce(full, _back(stage, _LAG, C.STAGES), k >= _LAG * _BLOCK_K)
+            _announce(full, _back(stage, _LAG, C.STAGES), index >= _LAG)
         stage, phase = advance(stage, phase, C.STAGES)
     if not BY_ENGINE:
         async_copy.wait_group(0)
@@ -205,16 +205,16 @@ def _fetch_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.co
 @gluon.constexpr_function
 def arrivals(cut, by_engine):
     """At `full` for each stage: the copy engine's, and the announcement of the threads that copy."""
-    return 1 if cut.fp4 or by_engine else 2
+    return 1 if cut.FP4 or by_engine else 2
 
 
 @gluon.jit
 def fetch(x, x_tiles, tail_tiles, source, w, stages, items, num_items, x_stride, x_skip, C: gl.constexpr):
     """w: a descriptor of blocks [ROWS, BLOCK_K]; FP4 weights aren't fetched here."""
     read = x, x_tiles, tail_tiles, source, w, x_stride, x_skip
-    total = gl.load(num_items) * C.num_n
+    total = gl.load(num_items) * C.NUM_N
     state = gl.to_tensor(0), gl.to_tensor(0)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, end, column = position(items, turn(tile, total), C.num_n, C.M, C.GROUP_M, C.TAIL)
+        expert, row, end, column = position(items, turn(tile, total), C.NUM_N, C.M, C.GROUP_M, C.TAIL)
         where = expert, row, end, expert * C.N + column * C.ROWS
         state = by_height(_fetch_tile, (read, stages, where), state, end - row, C)
