@@ -23,7 +23,7 @@ from support.cases.grouped_cases import (
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels
 
 from eprt.experts.grouped import TritonGroupedExecutor
-from eprt.experts.grouped.schedules import BF16_256, BF16_ROLES, MXFP4_ROLES, Schedule
+from eprt.experts.grouped.schedules import BF16_NARROW, BF16_ROLES, MXFP4_ROLES, Schedule
 from eprt.experts.reference import ReferenceExecutor
 from eprt.tokens import ExpertMajorTokens, Payload
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.gpu, runs_kernels, cuda_only]
 
 
 def with_roles(m, tail, form="mxfp4", stages=4):
-    known = MXFP4_ROLES if form != "bf16" else BF16_256 if m == 256 else BF16_ROLES
+    known = MXFP4_ROLES if form != "bf16" else BF16_NARROW if m == 256 else BF16_ROLES
     tile = replace(known, halvings=2, stages=stages)
     return Schedule(m, tile, tile, group=2, tail=tail)
 

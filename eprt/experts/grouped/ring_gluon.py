@@ -134,16 +134,20 @@ def _back(stage, by, STAGES: gl.constexpr):
 
 @gluon.jit
 def _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where the first BLOCK_K values of TOKENS rows are. Rows past the end repeat the last: what comes of them isn't
-    stored."""
+    """(from where, offsets of TOKENS rows). Those past the end repeat the last: what comes of them isn't stored."""
     m = gl.minimum(gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT)), end - 1 - row)
     begin = x
     if source is None:
         begin += row.to(gl.int64) * x_stride + expert.to(gl.int64) * x_skip
     else:
         m = gl.load(source + (row + m))
+    return begin, m * x_stride
+
+
+@gluon.jit
+def _copy(block, x, offset, start, LAYOUT: gl.constexpr):
     k = gl.arange(0, _BLOCK_K, gl.SliceLayout(0, LAYOUT))
-    return begin + ((m * x_stride)[:, None] + k[None, :])
+    _copy_async(block, (x + start) + (offset[:, None] + k[None, :]))
 
 
 @gluon.jit
@@ -166,9 +170,9 @@ def _fetch_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.co
     BLOCKS: gl.constexpr = TOKENS // C.LEAST
     tokens = in_blocks(ring, C.STAGES * (C.M // C.LEAST), C.LEAST)
     if not BY_ENGINE:
-        rows = _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS, LAYOUT)
+        begin, offset = _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS, LAYOUT)
         if TAIL > 0:
-            tail_rows = _rows(x, source, expert, row + TOKENS, end, x_stride, x_skip, TAIL, LAYOUT)
+            tail_begin, tail_offset = _rows(x, source, expert, row + TOKENS, end, x_stride, x_skip, TAIL, LAYOUT)
     EXPECTED: gl.constexpr = ((0 if C.FP4 else C.ROWS) + (TOKENS + TAIL if BY_ENGINE else 0)) * _ROW_BYTES
     for index in range(C.K // _BLOCK_K):
         k = index * _BLOCK_K
@@ -186,11 +190,9 @@ def _fetch_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.co
             if TAIL > 0:
                 _copy_tile(tail_tiles, [row + TOKENS, k], there, tail_ring.index(stage))
         else:
-            _copy_async(first_of(ring.index(stage), TOKENS), rows)
-            rows += _BLOCK_K
+            _copy(first_of(ring.index(stage), TOKENS), begin, offset, k, LAYOUT)
             if TAIL > 0:
-                _copy_async(tail_ring.index(stage), tail_rows)
-                tail_rows += _BLOCK_K
+                _copy(tail_ring.index(stage), tail_begin, tail_offset, k, LAYOUT)
             async_copy.commit_group()
             async_copy.wait_group(_LAG)
             _announce(full, _back(stage, _LAG, C.STAGES), index >= _LAG)

@@ -64,7 +64,9 @@ class Schedule:
 
 ANY = 1 << 30
 BF16_ROLES = Tile(256, 64, 4, 8, 1, swap=True, halvings=1, tma=True, roles=True)
-BF16_256 = replace(BF16_ROLES, n=128, halvings=2)
+BF16_128 = Schedule(128, BF16_ROLES, BF16_ROLES, tail=32)
+BF16_NARROW = replace(BF16_ROLES, n=128, halvings=2)
+BF16_256 = Schedule(256, BF16_NARROW, BF16_NARROW, tail=32)
 # A tail costs registers, and saves where many experts have a few rows beyond a multiple of m: near 128 and 256.
 MXFP4_128 = Schedule(128, Tile(128, 64, 3, 8, 2, True, halvings=1), Tile(128, 64, 3, 8, 2, True, halvings=1, tma=True))
 MXFP4_ROLES = Tile(128, 64, 6, 8, 1, swap=True, halvings=2, tma=True, roles=True)
@@ -80,9 +82,9 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
         (12, Schedule(16, Tile(64, 128, 3, 4, 3, swap=True), Tile(64, 128, 3, 4, 3, True, flatten=True, tma=True))),
         (24, Schedule(32, Tile(64, 128, 4, 4, 2, swap=True), Tile(64, 128, 4, 4, 2, True, flatten=True, tma=True))),
         (96, Schedule(64, Tile(128, 64, 3, 4, 3, True, halvings=1), Tile(128, 64, 4, 4, 2, flatten=True, tma=True))),
-        (208, Schedule(128, BF16_ROLES, BF16_ROLES, tail=32)),
-        (320, Schedule(256, BF16_256, BF16_256, tail=32)),
-        (ANY, Schedule(128, BF16_ROLES, BF16_ROLES, tail=32)),
+        (232, BF16_128),
+        (272, BF16_256),
+        (ANY, BF16_128),
     ),
     "w8a8": (
         (12, Schedule(16, Tile(128, 128, 6, 4, 2, swap=True), Tile(128, 128, 3, 4, 4, swap=True))),
@@ -113,9 +115,10 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
                 tail=16,
             ),
         ),
+        (120, MXFP4_128),
         (144, MXFP4_128_TAIL),
-        # From about 160 rows on the tiles of 256 take no longer than they do for 256 rows, which is less than this.
-        (160, MXFP4_128),
+        # From about 180 rows on the tiles of 256 take no longer than they do for 256 rows, which is less than this.
+        (176, MXFP4_128),
         (ANY, MXFP4_256),
     ),
 }
