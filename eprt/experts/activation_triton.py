@@ -17,7 +17,6 @@ from eprt.rounding import ceil_div, next_power_of_2
 BLOCK = 1024  # columns a program activates at a time
 CTAS = 2048  # that share the rows of all slabs
 
-
 _INTERPRETED = tl.constexpr(INTERPRETED)
 # 1 / (1 + 2^(-x / ln 2)) by the instructions for it, each off by 2 units in the last place of float32 at most.
 _SIGMOID = tl.constexpr("""{

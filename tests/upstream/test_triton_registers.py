@@ -48,7 +48,7 @@ SPILLED = {
     ("up to 1073741824 rows", "gathering", "mxfp4"): 8,  # 0 in most processes: ptxas is at its last register
 }
 # The same with roles, by Triton 3.9; 3.6 keeps nothing, but 40 bytes for slabs, whose offsets have 64 bits.
-BETWEEN_TILES = {"rows": 32, "gathering": 64, "slabs": 128}
+BETWEEN_TILES = {"rows": 32, "gathering": 64, "slabs": 96}
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form: str = "mxfp4") -> Machine:
@@ -111,13 +111,19 @@ def test_every_schedule_keeps_to_registers(name, what, form, monkeypatch):
         assert overwritten_operands(loop) == []
 
 
-@pytest.mark.parametrize(("name", "what"), list(product(WITH_ROLES, ("gathering", "rows", "slabs"))))
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        (name, what)
+        for name, (_, schedule) in WITH_ROLES.items()
+        for what, tile in (("gathering", schedule.first), ("rows", schedule.second), ("slabs", schedule.second))
+        if tile.roles
+    ],
+)
 def test_warps_with_roles_keep_to_registers(name, what, monkeypatch):
     """Loops that multiply: of whole and halved tiles and of one with its tail, once for each multiplier."""
     form, schedule = WITH_ROLES[name]
     tile = schedule.first if what == "gathering" else schedule.second
-    if not tile.roles:
-        pytest.skip("the second GEMM of so few rows has none")
     made = machine(monkeypatch, schedule, what, form)
     assert made.local == 0
     assert made.stack <= BETWEEN_TILES[what]

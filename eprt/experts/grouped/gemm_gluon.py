@@ -31,18 +31,18 @@ def grouped_gemm_by_roles(
     """Arguments as those of `gemm_triton.grouped_gemm` under the same names. One program a multiprocessor.
 
     x_tiles, tail_tiles: x [rows, K] as descriptors of blocks [C.LEAST, BLOCK_K] and [C.TAIL, BLOCK_K], or None.
-    w: words of 4-bit weights, or a descriptor of blocks [C.ROWS, BLOCK_K].
+    w: words of 4-bit weights, or a descriptor of blocks [C.BLOCK_N, BLOCK_K].
     C: `ring_gluon.Cut`.
     """
     STAGES: gl.constexpr = C.STAGES
-    ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C.M, _BLOCK_K], SHARED)
+    ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C.BLOCK_M, _BLOCK_K], SHARED)
     w_ring, tail_ring = ring, ring
     if not C.FP4:
-        w_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C.ROWS, _BLOCK_K], SHARED)
+        w_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C.BLOCK_N, _BLOCK_K], SHARED)
     if C.TAIL > 0:
         tail_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C.TAIL, _BLOCK_K], SHARED)
     # Of each multiplier, for results on their way out: what the rings of the tables' tiles leave.
-    columns: gl.constexpr = C.ROWS // 4 if C.GATED else C.ROWS // 2
+    columns: gl.constexpr = C.BLOCK_N // 4 if C.GATED else C.BLOCK_N // 2
     width: gl.constexpr = out.dtype.element_ty.primitive_bitwidth
     tokens: gl.constexpr = (32768 if C.FP4 else 65536) // (columns * width)
     DESK: gl.constexpr = gl.NVMMASharedLayout(64 if columns * width == 512 else 128, width, 2)

@@ -197,8 +197,7 @@ class Gemm:
         from eprt.experts.grouped.ring_gluon import Cut
 
         registers = _ENGINE_REGISTERS if x_tma else _COPYING_REGISTERS
-        cut = _cut(schedule, tile, x_tma)
-        known = {**self._constants, **cut, "ROWS": tile.n, "M": schedule.m, "REGISTERS": registers}
+        known = {**self._constants, **_cut(schedule, tile, x_tma), "REGISTERS": registers}
         return Cut(**{field.name: known[field.name] for field in fields(Cut) if field.init})
 
     def _descriptor(self, tile: Tile) -> Any:

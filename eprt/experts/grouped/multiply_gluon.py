@@ -104,7 +104,7 @@ def _finish_part(total, desk, target, expert, row, end, first, C: gl.constexpr):
 @gluon.jit
 def _bf16_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr):
     """While this multiplier waits for its product and for the next block, the other one's goes on."""
-    HEIGHT: gl.constexpr = C.ROWS // 2
+    HEIGHT: gl.constexpr = C.BLOCK_N // 2
     SHORT: gl.constexpr = TAIL if TAIL > 0 else 16
     stages, desk, target, where = fixed
     w_ring, ring, tail_ring, full, empty = stages
@@ -135,12 +135,12 @@ def _multiply_bf16(target, desk, stages, items, num_items, WHICH: gl.constexpr, 
     total = gl.load(num_items) * C.NUM_N
     start = gl.program_id(0)
     if start < total:
-        expert, row, end, column = position(items, turn(start, total), C.NUM_N, C.M, C.GROUP_M, C.TAIL)
+        expert, row, end, column = position(items, turn(start, total), C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
         state = gl.to_tensor(0), gl.to_tensor(0)
         for tile in range(start, total, gl.num_programs(0)):
             following = turn(gl.minimum(tile + gl.num_programs(0), total - 1), total)
-            expert_, row_, end_, column_ = position(items, following, C.NUM_N, C.M, C.GROUP_M, C.TAIL)
-            where = expert, row, end, WHICH, column * C.ROWS + WHICH * C.ROWS // 2
+            expert_, row_, end_, column_ = position(items, following, C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
+            where = expert, row, end, WHICH, column * C.BLOCK_N + WHICH * C.BLOCK_N // 2
             state = by_height(_bf16_tile, (stages, desk, target, where), state, end - row, C)
             expert, row, end, column = expert_, row_, end_, column_
 
@@ -241,11 +241,11 @@ def _multiply_fp4(w, w_scale, target, desk, stages, items, num_items, WHICH: gl.
     BLOCKS: gl.constexpr = C.K // _BLOCK_K
     UNITS: gl.constexpr = (C.N + _UNIT - 1) // _UNIT
     NV: gl.constexpr = C.PAIR == "nv4a16"
-    gl.static_assert(C.K % _BLOCK_K == 0 and BLOCKS >= _LEAST_BLOCKS and C.ROWS == 2 * _UNIT)
+    gl.static_assert(C.K % _BLOCK_K == 0 and BLOCKS >= _LEAST_BLOCKS and C.BLOCK_N == 2 * _UNIT)
     total = gl.load(num_items) * C.NUM_N
     start = gl.program_id(0)
     if start < total:
-        expert, row, end, column = position(items, turn(start, total), C.NUM_N, C.M, C.GROUP_M, C.TAIL)
+        expert, row, end, column = position(items, turn(start, total), C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
         unit = (expert * UNITS + column * 2 + WHICH) * BLOCKS
         words0, scales0 = _words(w, w_scale, unit, unit, gl.to_tensor(0), BLOCKS, NV)
         words1, scales1 = _words(w, w_scale, unit, unit, gl.to_tensor(1), BLOCKS, NV)
@@ -254,10 +254,10 @@ def _multiply_fp4(w, w_scale, target, desk, stages, items, num_items, WHICH: gl.
         state = even, (words0, scales0, words1, scales1), gl.to_tensor(0), gl.to_tensor(0)
         for tile in range(start, total, gl.num_programs(0)):
             following = turn(gl.minimum(tile + gl.num_programs(0), total - 1), total)
-            expert_, row_, end_, column_ = position(items, following, C.NUM_N, C.M, C.GROUP_M, C.TAIL)
+            expert_, row_, end_, column_ = position(items, following, C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
             unit_ = (expert_ * UNITS + column_ * 2 + WHICH) * BLOCKS
             source = w, w_scale, unit, unit_
-            where = expert, row, end, column * C.ROWS + WHICH * _UNIT
+            where = expert, row, end, column * C.BLOCK_N + WHICH * _UNIT
             state = by_height(_fp4_tile, (stages, desk, target, source, where), state, end - row, C)
             expert, row, end, column, unit = expert_, row_, end_, column_, unit_
 

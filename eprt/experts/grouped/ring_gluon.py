@@ -45,7 +45,7 @@ class Cut:
     Attributes:
         PAIR: "bf16", "w4a16" or "nv4a16".
         N, K: rows of an expert's matrix (both parts, with padding) and columns.
-        ROWS: of weights, of a tile; FP4: 128.  M: tokens of a tile, 64, 128 or 256.  ROWS x M: at most 128 x 256.
+        BLOCK_N: weight rows of a tile; FP4: 128.  BLOCK_M: tokens of one, 64, 128 or 256.  Both: at most 128 x 256.
         TAIL: 0, 16 or 32 tokens more.  HALVINGS, GROUP_M: see `gemm_triton.grouped_gemm`.
         STAGES: of the ring, more than two.
         FIRST, GATED, ALPHA, BETA, LIMIT: see `activation_triton.constants`.
@@ -57,8 +57,8 @@ class Cut:
     PAIR: str
     N: int
     K: int
-    ROWS: int
-    M: int
+    BLOCK_N: int
+    BLOCK_M: int
     TAIL: int
     HALVINGS: int
     GROUP_M: int
@@ -77,8 +77,8 @@ class Cut:
         # Fields, as Triton's cache knows a kernel by what they print.
         for name, value in (
             ("FP4", self.PAIR != "bf16"),
-            ("NUM_N", ceil_div(self.N, self.ROWS)),
-            ("LEAST", self.M >> self.HALVINGS),
+            ("NUM_N", ceil_div(self.N, self.BLOCK_N)),
+            ("LEAST", self.BLOCK_M >> self.HALVINGS),
         ):
             object.__setattr__(self, name, value)
 
@@ -91,14 +91,14 @@ def blocks_of(rows: torch.Tensor, count: int) -> Any:
 @gluon.jit
 def by_height(TILE: gl.constexpr, fixed, state, rows, C: gl.constexpr):
     """What TILE(fixed, state, C, TOKENS, TAIL) makes of `state` in the least height that holds so many rows."""
-    if C.TAIL > 0 and (rows > C.M and rows <= C.M + C.TAIL):
-        state = TILE(fixed, state, C, C.M, C.TAIL)
-    elif C.HALVINGS > 1 and rows <= C.M // 4:
-        state = TILE(fixed, state, C, C.M // 4, 0)
-    elif C.HALVINGS > 0 and rows <= C.M // 2:
-        state = TILE(fixed, state, C, C.M // 2, 0)
+    if C.TAIL > 0 and (rows > C.BLOCK_M and rows <= C.BLOCK_M + C.TAIL):
+        state = TILE(fixed, state, C, C.BLOCK_M, C.TAIL)
+    elif C.HALVINGS > 1 and rows <= C.BLOCK_M // 4:
+        state = TILE(fixed, state, C, C.BLOCK_M // 4, 0)
+    elif C.HALVINGS > 0 and rows <= C.BLOCK_M // 2:
+        state = TILE(fixed, state, C, C.BLOCK_M // 2, 0)
     else:
-        state = TILE(fixed, state, C, C.M, 0)
+        state = TILE(fixed, state, C, C.BLOCK_M, 0)
     return state
 
 
@@ -168,12 +168,12 @@ def _fetch_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.co
     stage, phase = state
     BY_ENGINE: gl.constexpr = x_tiles is not None
     BLOCKS: gl.constexpr = TOKENS // C.LEAST
-    tokens = in_blocks(ring, C.STAGES * (C.M // C.LEAST), C.LEAST)
+    tokens = in_blocks(ring, C.STAGES * (C.BLOCK_M // C.LEAST), C.LEAST)
     if not BY_ENGINE:
         begin, offset = _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS, LAYOUT)
         if TAIL > 0:
             tail_begin, tail_offset = _rows(x, source, expert, row + TOKENS, end, x_stride, x_skip, TAIL, LAYOUT)
-    EXPECTED: gl.constexpr = ((0 if C.FP4 else C.ROWS) + (TOKENS + TAIL if BY_ENGINE else 0)) * _ROW_BYTES
+    EXPECTED: gl.constexpr = ((0 if C.FP4 else C.BLOCK_N) + (TOKENS + TAIL if BY_ENGINE else 0)) * _ROW_BYTES
     for index in range(C.K // _BLOCK_K):
         k = index * _BLOCK_K
         mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -185,7 +185,7 @@ def _fetch_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.co
             _copy_tile(w, [w_row, k], there, w_ring.index(stage))
         if BY_ENGINE:
             for part in gl.static_range(BLOCKS):
-                block = tokens.index(stage * (C.M // C.LEAST) + part)
+                block = tokens.index(stage * (C.BLOCK_M // C.LEAST) + part)
                 _copy_tile(x_tiles, [row + part * C.LEAST, k], there, block)
             if TAIL > 0:
                 _copy_tile(tail_tiles, [row + TOKENS, k], there, tail_ring.index(stage))
@@ -212,11 +212,11 @@ def arrivals(cut, by_engine):
 
 @gluon.jit
 def fetch(x, x_tiles, tail_tiles, source, w, stages, items, num_items, x_stride, x_skip, C: gl.constexpr):
-    """w: a descriptor of blocks [ROWS, BLOCK_K]; FP4 weights aren't fetched here."""
+    """w: a descriptor of blocks [BLOCK_N, BLOCK_K]; FP4 weights aren't fetched here."""
     read = x, x_tiles, tail_tiles, source, w, x_stride, x_skip
     total = gl.load(num_items) * C.NUM_N
     state = gl.to_tensor(0), gl.to_tensor(0)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, end, column = position(items, turn(tile, total), C.NUM_N, C.M, C.GROUP_M, C.TAIL)
-        where = expert, row, end, expert * C.N + column * C.ROWS
+        expert, row, end, column = position(items, turn(tile, total), C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
+        where = expert, row, end, expert * C.N + column * C.BLOCK_N
         state = by_height(_fetch_tile, (read, stages, where), state, end - row, C)
