@@ -23,7 +23,16 @@ from support.cases.grouped_cases import (
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels
 
 from eprt.experts.grouped import TritonGroupedExecutor
-from eprt.experts.grouped.schedules import BF16_NARROW, BF16_ROLES, MXFP4_ROLES, Schedule
+from eprt.experts.grouped.schedules import (
+    BF16_NARROW,
+    BF16_ROLES,
+    MXFP4_32,
+    MXFP4_128,
+    MXFP4_256,
+    MXFP4_LOW,
+    MXFP4_ROLES,
+    Schedule,
+)
 from eprt.experts.reference import ReferenceExecutor
 from eprt.tokens import ExpertMajorTokens, Payload
 
@@ -31,9 +40,13 @@ BF16, F32 = torch.bfloat16, torch.float32
 pytestmark = [pytest.mark.gpu, runs_kernels, cuda_only]
 
 
-def with_roles(m, tail, form="mxfp4", stages=4):
-    known = MXFP4_ROLES if form != "bf16" else BF16_NARROW if m == 256 else BF16_ROLES
-    tile = replace(known, halvings=2, stages=stages)
+FP4_TILES = {16: MXFP4_LOW, 32: MXFP4_32, 64: MXFP4_ROLES, 128: MXFP4_128, 256: MXFP4_256}
+
+
+def with_roles(m, tail, form="mxfp4"):
+    """As the tables', with as many halvings as there can be."""
+    known = FP4_TILES[m] if form != "bf16" else BF16_NARROW if m == 256 else BF16_ROLES
+    tile = replace(known, halvings=min(2, m.bit_length() - 5))
     return Schedule(m, tile, tile, group=2, tail=tail)
 
 
@@ -61,10 +74,11 @@ FORMS = ["bf16", "mxfp4", "nvfp4"]
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("m", "tail", "dtype"), [(64, 0, BF16), (64, 16, F32), (128, 32, BF16), (256, 0, F32), (256, 32, BF16)]
+    ("m", "tail", "dtype"),
+    [(16, 0, BF16), (32, 16, F32), (64, 0, BF16), (64, 16, F32), (128, 32, BF16), (256, 0, F32), (256, 32, BF16)],
 )
 def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, dtype, schedule, launched):
-    """Rows around every height; blocks of K even and odd in number; the last rows of weights half a tile."""
+    """Rows around every height; blocks of K even and odd in number; the last rows of weights part of a tile."""
     heights = [1, 15, 16, 17, m // 4, m // 4 + 1, m // 2, m // 2 + 1, m - 1, m, m + 1, m + tail, m + tail + 1, 2 * m, 0]
     config = layer(form, H=320, I=256, E=len(heights), K=2)
     weights, counts = all_experts(config), torch.tensor(heights, dtype=torch.int32, device=DEVICE)
@@ -101,10 +115,13 @@ def test_sizes_that_do_not_fit_take_the_plain_kernel(schedule, launched):
     assert launched == [704]
 
 
-@pytest.mark.parametrize(("form", "m", "stages"), [("mxfp4", 256, 6), ("bf16", 256, 4), ("bf16", 128, 4)])
-def test_results_do_not_depend_on_timing(form, m, stages, schedule, launched):
+@pytest.mark.parametrize(
+    ("form", "m", "tail"),
+    [("mxfp4", 16, 0), ("mxfp4", 64, 16), ("mxfp4", 128, 16), ("mxfp4", 256, 32), ("bf16", 256, 32), ("bf16", 128, 32)],
+)
+def test_results_do_not_depend_on_timing(form, m, tail, schedule, launched):
     """Long sums, again and again: registers written too early, or stages read too early, would show."""
-    schedule(with_roles(m, 32, form, stages))
+    schedule(with_roles(m, tail, form))
     config = layer(form, H=4096, I=1024, E=8, K=2)
     executor, tokens = build(TritonGroupedExecutor, config, all_experts(config)), make_tokens(config, 2400)
     first = executor(tokens)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -14,20 +14,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eprt.config import Activation
 from eprt.experts.activation_triton import constants
+from eprt.experts.grouped.fp4 import UNIT
 from eprt.experts.grouped.gemm_triton import grouped_gemm, quantize_tiles
 from eprt.experts.grouped.schedules import FP4_PAIRS, FP8_PAIRS, Pair, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.place_triton import WorkList
 from eprt.launching import INT32, Prepared, like, starts_aligned
-from eprt.rounding import ceil_div, round_up
+from eprt.rounding import ceil_div, next_power_of_2, round_up
 from eprt.support import Device
 from eprt.weights import FP8_BLOCK
 
 _CPU_PROGRAMS = 3  # Triton's interpreter runs one after another: a few, so that each walks the list
 # Triton's that the kernel with roles was compiled with: Gluon is an experiment of theirs, and changes.
 _ROLES = (3, 6), (3, 9)
-# Registers of 65,536 for 256 threads that multiply and 128 that fetch: these copy tokens, or let the copy engine do it.
-_COPYING_REGISTERS, _ENGINE_REGISTERS = (224, 56), (240, 24)
+# Registers of a thread that fetches: it copies up to 64 tokens, or more, or lets the copy engine do it.
+_FEW_TOKENS, _MANY_TOKENS, _BY_ENGINE = 32, 56, 24
 
 
 @dataclass(frozen=True)
@@ -143,15 +144,13 @@ class Gemm:
 
     @cached_property
     def _takes_roles(self) -> bool:
-        """Whether the kernel with roles takes this matrix: its offsets have 32 bits, and it has no masks along K."""
-        from eprt.experts.grouped.multiply_gluon import BLOCK_K, LEAST_BLOCKS
+        """Whether the kernel with roles takes this matrix: it has no masks along K."""
+        from eprt.experts.grouped.ring_gluon import BLOCK_K
 
-        K = self.matrix.cols
-        whole = K % BLOCK_K == 0 and K >= LEAST_BLOCKS * BLOCK_K
-        return self._chip.roles and whole and (self.pair == "bf16" or self._weights.numel() < INT32)
+        return self._chip.roles and self.matrix.cols % BLOCK_K == 0
 
     def _fits_roles(self, data: torch.Tensor, out: torch.Tensor) -> bool:
-        """And these rows: it copies 16 bytes at once."""
+        """And these rows: it copies 16 bytes at once, and offsets have 32 bits."""
         copied = _strides(data)[0] % 16 == 0 and starts_aligned(data, out)
         return self._takes_roles and copied and data.numel() < INT32
 
@@ -167,8 +166,7 @@ class Gemm:
             blocks_of(data, schedule.m >> tile.halvings) if x_tma else None,
             blocks_of(data, schedule.tail) if x_tma and schedule.tail else None,
             rows.source,
-            self._descriptor(tile) if self._constants["W_TMA"] else self._weights,
-            matrix.scale,
+            *self._blocks(tile),
             matrix.factor,
             matrix.bias,
             out,
@@ -196,21 +194,33 @@ class Gemm:
     def _cut_by_roles(self, schedule: Schedule, tile: Tile, x_tma: bool) -> Any:
         from eprt.experts.grouped.ring_gluon import Cut
 
-        registers = _ENGINE_REGISTERS if x_tma else _COPYING_REGISTERS
-        known = {**self._constants, **_cut(schedule, tile, x_tma), "REGISTERS": registers}
-        return Cut(**{field.name: known[field.name] for field in fields(Cut) if field.init})
+        known = {**self._constants, **_cut(schedule, tile, x_tma), "REGISTERS": (0, 0)}
+        cut = Cut(**{field.name: known[field.name] for field in fields(Cut) if field.init})
+        fetching = _BY_ENGINE if x_tma else _FEW_TOKENS if schedule.m <= 64 else _MANY_TOKENS
+        groups = cut.MULTIPLIERS + 1
+        # A program starts with as many a thread as 65,536 allow, in eights; its warpgroups then share them otherwise.
+        all_of_them = 65536 // (groups * 128) // 8 * 8 * groups
+        return replace(cut, REGISTERS=((all_of_them - fetching) // cut.MULTIPLIERS // 8 * 8, fetching))
 
     def _descriptor(self, tile: Tile) -> Any:
-        block = tile.n, tile.k, tile.roles
+        block = tile.n, tile.k, False
         if block not in self._tiles:
-            w = self._weights[:, : self.matrix.cols]
-            if tile.roles:
-                from eprt.experts.grouped.ring_gluon import blocks_of
-
-                self._tiles[block] = blocks_of(w, tile.n)
-            else:
-                self._tiles[block] = TensorDescriptor.from_tensor(w, [tile.n, tile.k])
+            self._tiles[block] = TensorDescriptor.from_tensor(self._weights[:, : self.matrix.cols], [tile.n, tile.k])
         return self._tiles[block]
+
+    def _blocks(self, tile: Tile) -> tuple[Any, Any]:
+        """Weights for the kernel with roles, and scales."""
+        from eprt.experts.grouped.ring_gluon import BLOCK_K, blocks_of, scales_of, words_of
+
+        key, matrix = (tile.n, tile.k, True), self.matrix
+        if key not in self._tiles:
+            if matrix.scale is None:
+                self._tiles[key] = blocks_of(self._weights[:, : matrix.cols], tile.n), None
+            else:
+                rows, parts = next_power_of_2(tile.n // UNIT), tile.k // BLOCK_K
+                cut = matrix.cols // BLOCK_K, rows, parts
+                self._tiles[key] = words_of(matrix.data, *cut), scales_of(matrix.scale, *cut)
+        return self._tiles[key]
 
 
 def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,11 +1,10 @@
 # ruff: noqa: ANN001, ANN201, ANN202  (kernel arguments have no Python types)
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false, reportReturnType=false
-"""The ring of stages of `gemm_gluon`, and the warpgroup that fills it.
+"""The ring of stages of `gemm_gluon`, and the warps that fill it.
 
-A stage has BLOCK_K columns of a tile's tokens, and of its weights where those are bf16. `full` says that they are
-there, and `empty` that both multipliers have read them. The copy engine brings weights, and tokens that lie in rows;
-its bytes arrive at `full` by themselves. Tokens that are gathered, or lie in slabs, are copied by the threads, which
-wait for a copy, and announce it, two blocks later.
+A stage has C.BLOCK_K columns of a tile's tokens and weights, in parts of BLOCK_K. `full` says that they are there, and
+`empty` that all multipliers have read them. The copy engine brings weights, and tokens that lie in rows. Tokens that
+are gathered, or lie in slabs, are copied by the threads. What either has copied arrives at `full` by itself.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from eprt.experts.grouped.fp4 import MX_UNIT_SCALES, NV_UNIT_SCALES, UNIT, UNIT_WORDS
 from eprt.experts.grouped.gemm_triton import position, turn
-from eprt.rounding import ceil_div
+from eprt.rounding import ceil_div, next_power_of_2
 
 BLOCK_K = 64
+COPYING_WARPS = 4
 
 # Triton 3.6 has the first names, later ones the second.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -34,8 +35,12 @@ _UNDERSCORED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret")
 
 _BLOCK_K = gl.constexpr(BLOCK_K)
 _ROW_BYTES = gl.constexpr(BLOCK_K * 2)
-_LAG = gl.constexpr(2)  # copies that stay under way while the one before them is announced
+_UNIT = gl.constexpr(UNIT)
+_UNIT_WORDS = gl.constexpr(UNIT_WORDS)
+_LINE = 256  # words: as long as a block's side can be
 SHARED = gl.constexpr(NVMMASharedLayout(128, 16, 2))  # of rows of BLOCK_K values
+# Of words, as they lie in memory.
+UNITS, SCALES = gl.constexpr(NVMMASharedLayout(0, 32, 3)), gl.constexpr(NVMMASharedLayout(0, 32, 2))
 
 
 @dataclass(frozen=True)
@@ -45,13 +50,16 @@ class Cut:
     Attributes:
         PAIR: "bf16", "w4a16" or "nv4a16".
         N, K: rows of an expert's matrix (both parts, with padding) and columns.
-        BLOCK_N: weight rows of a tile; FP4: 128.  BLOCK_M: tokens of one, 64, 128 or 256.  Both: at most 128 x 256.
+        BLOCK_N: weight rows of a tile; FP4: 128, 192 or 256.  BLOCK_M: tokens of one, 16 to 256.
+        BLOCK_K: columns of a stage, 64; FP4: 64 or 128.  STAGES: of the ring.
+        X_TMA: the copy engine brings tokens.
         TAIL: 0, 16 or 32 tokens more.  HALVINGS, GROUP_M: see `gemm_triton.grouped_gemm`.
-        STAGES: of the ring, more than two.
         FIRST, GATED, ALPHA, BETA, LIMIT: see `activation_triton.constants`.
         REGISTERS: of a thread that multiplies, and of one that fetches.
-        FP4: weights have 4 bits.  NUM_N: tiles along N.  LEAST: tokens of the lowest tile, and of what the copy engine
-            brings at once.
+        FP4: weights have 4 bits.  UNIT_SCALES: words of a unit's scales.  UNIT_ROWS: rows of units that the copy engine
+            brings of a tile.
+        MULTIPLIERS: warpgroups that share BLOCK_N.  PARTS: of a stage.
+        NUM_N: tiles along N.  LEAST: tokens of the lowest tile, and of what the copy engine brings at once.
     """
 
     PAIR: str
@@ -59,6 +67,8 @@ class Cut:
     K: int
     BLOCK_N: int
     BLOCK_M: int
+    BLOCK_K: int
+    X_TMA: bool
     TAIL: int
     HALVINGS: int
     GROUP_M: int
@@ -70,6 +80,10 @@ class Cut:
     LIMIT: float
     REGISTERS: tuple[int, int]
     FP4: bool = field(init=False)
+    UNIT_SCALES: int = field(init=False)
+    UNIT_ROWS: int = field(init=False)
+    MULTIPLIERS: int = field(init=False)
+    PARTS: int = field(init=False)
     NUM_N: int = field(init=False)
     LEAST: int = field(init=False)
 
@@ -77,6 +91,10 @@ class Cut:
         # Fields, as Triton's cache knows a kernel by what they print.
         for name, value in (
             ("FP4", self.PAIR != "bf16"),
+            ("UNIT_SCALES", NV_UNIT_SCALES if self.PAIR == "nv4a16" else MX_UNIT_SCALES),
+            ("UNIT_ROWS", next_power_of_2(self.BLOCK_N // UNIT)),
+            ("MULTIPLIERS", 2 if self.PAIR == "bf16" else self.BLOCK_N // UNIT),
+            ("PARTS", self.BLOCK_K // BLOCK_K),
             ("NUM_N", ceil_div(self.N, self.BLOCK_N)),
             ("LEAST", self.BLOCK_M >> self.HALVINGS),
         ):
@@ -86,6 +104,19 @@ class Cut:
 def blocks_of(rows: torch.Tensor, count: int) -> Any:
     """[.., K] for the copy engine, in blocks of so many rows and BLOCK_K columns."""
     return TensorDescriptor.from_tensor(rows, [count, BLOCK_K], NVMMASharedLayout(128, 16, 2))
+
+
+def words_of(units: torch.Tensor, blocks: int, rows: int, parts: int) -> Any:
+    """int32 [L, rows of units x `blocks`, UNIT_WORDS] for the copy engine: of so many rows `parts` units."""
+    lines = UNIT_WORDS // _LINE
+    words = units.view(-1, blocks * lines, _LINE)
+    return TensorDescriptor.from_tensor(words, [rows, parts * lines, _LINE], UNITS.value)
+
+
+def scales_of(units: torch.Tensor, blocks: int, rows: int, parts: int) -> Any:
+    """The same of int32 [L, rows of units x `blocks`, words of a unit's scales]."""
+    width = units.shape[-1]
+    return TensorDescriptor.from_tensor(units.view(-1, blocks * width), [rows, width * parts], SCALES.value)
 
 
 @gluon.jit
@@ -117,19 +148,15 @@ def first_of(block, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def in_blocks(ring, COUNT: gl.constexpr, ROWS: gl.constexpr):
-    """The same memory as COUNT blocks of ROWS rows."""
-    if _UNDERSCORED:
-        blocks = ring._reinterpret(gl.bfloat16, [COUNT, ROWS, _BLOCK_K], SHARED)
-    else:
-        blocks = ring.reinterpret(gl.bfloat16, [COUNT, ROWS, _BLOCK_K], SHARED)
-    return blocks
+def memory_as(ring, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same memory, seen otherwise."""
+    return ring._reinterpret(DTYPE, SHAPE, LAYOUT) if _UNDERSCORED else ring.reinterpret(DTYPE, SHAPE, LAYOUT)
 
 
 @gluon.jit
-def _back(stage, by, STAGES: gl.constexpr):
-    earlier = stage - by
-    return gl.where(earlier < 0, earlier + STAGES, earlier)
+def in_blocks(ring, COUNT: gl.constexpr, ROWS: gl.constexpr):
+    """The same memory as COUNT blocks of ROWS rows."""
+    return memory_as(ring, gl.bfloat16, [COUNT, ROWS, _BLOCK_K], SHARED)
 
 
 @gluon.jit
@@ -145,78 +172,81 @@ def _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS: gl.constexpr, L
 
 
 @gluon.jit
-def _copy(block, x, offset, start, LAYOUT: gl.constexpr):
+def _copy(block, x, offset, start, C: gl.constexpr, LAYOUT: gl.constexpr):
+    """Columns from `start` on; past K zeros, as the copy engine brings them."""
     k = gl.arange(0, _BLOCK_K, gl.SliceLayout(0, LAYOUT))
-    _copy_async(block, (x + start) + (offset[:, None] + k[None, :]))
-
-
-@gluon.jit
-def _announce(full, stage, pred):
-    """That a stage's copies, waited for by each thread for its own, are there, for the tensor cores' proxy as well."""
-    fence_async_shared()
-    barrier()  # all threads' fences come before the one arrival
-    mbarrier.arrive(full.index(stage), pred=pred)
+    there = (x + start) + (offset[:, None] + k[None, :])
+    if C.K % C.BLOCK_K > 0:
+        _copy_async(block, there, mask=start < C.K)
+    else:
+        _copy_async(block, there)
 
 
 @gluon.jit
 def _fetch_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     read, stages, where = fixed
-    x, x_tiles, tail_tiles, source, w, x_stride, x_skip = read
-    w_ring, ring, tail_ring, full, empty = stages
-    expert, row, end, w_row = where
+    x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip = read
+    w_ring, scale_ring, ring, tail_ring, full, empty = stages
+    expert, row, end, first = where
     stage, phase = state
-    BY_ENGINE: gl.constexpr = x_tiles is not None
     BLOCKS: gl.constexpr = TOKENS // C.LEAST
-    tokens = in_blocks(ring, C.STAGES * (C.BLOCK_M // C.LEAST), C.LEAST)
-    if not BY_ENGINE:
+    ALL_BLOCKS: gl.constexpr = C.BLOCK_M // C.LEAST
+    PARTS: gl.constexpr = C.PARTS
+    UNITS_BYTES: gl.constexpr = C.UNIT_ROWS * PARTS * (_UNIT_WORDS + C.UNIT_SCALES) * 4
+    WEIGHTS: gl.constexpr = UNITS_BYTES if C.FP4 else C.BLOCK_N * _ROW_BYTES
+    EXPECTED: gl.constexpr = WEIGHTS + ((TOKENS + TAIL) * _ROW_BYTES * PARTS if C.X_TMA else 0)
+    tokens = in_blocks(ring, C.STAGES * PARTS * ALL_BLOCKS, C.LEAST)
+    if not C.X_TMA:
         begin, offset = _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS, LAYOUT)
         if TAIL > 0:
             tail_begin, tail_offset = _rows(x, source, expert, row + TOKENS, end, x_stride, x_skip, TAIL, LAYOUT)
-    EXPECTED: gl.constexpr = ((0 if C.FP4 else C.BLOCK_N) + (TOKENS + TAIL if BY_ENGINE else 0)) * _ROW_BYTES
-    for index in range(C.K // _BLOCK_K):
-        k = index * _BLOCK_K
+    for index in range((C.K + C.BLOCK_K - 1) // C.BLOCK_K):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         there = full.index(stage)
-        if EXPECTED > 0:
-            barrier()  # all warps are past their wait, before what could make its phase come round again
-            mbarrier.expect(there, EXPECTED)
-        if not C.FP4:
-            _copy_tile(w, [w_row, k], there, w_ring.index(stage))
-        if BY_ENGINE:
-            for part in gl.static_range(BLOCKS):
-                block = tokens.index(stage * (C.BLOCK_M // C.LEAST) + part)
-                _copy_tile(x_tiles, [row + part * C.LEAST, k], there, block)
-            if TAIL > 0:
-                _copy_tile(tail_tiles, [row + TOKENS, k], there, tail_ring.index(stage))
+        if C.X_TMA:
+            barrier()  # all threads are past their wait, before what could make its phase come round again
+        mbarrier.expect(there, EXPECTED)
+        if C.FP4:
+            _copy_tile(w, [first, index * w.block_shape[1], 0], there, w_ring.index(stage))
+            _copy_tile(w_scale, [first, index * (PARTS * C.UNIT_SCALES)], there, scale_ring.index(stage))
         else:
-            _copy(first_of(ring.index(stage), TOKENS), begin, offset, k, LAYOUT)
-            if TAIL > 0:
-                _copy(tail_ring.index(stage), tail_begin, tail_offset, k, LAYOUT)
-            async_copy.commit_group()
-            async_copy.wait_group(_LAG)
-            _announce(full, _back(stage, _LAG, C.STAGES), index >= _LAG)
+            _copy_tile(w, [first, index * _BLOCK_K], there, w_ring.index(stage))
+        for part in gl.static_range(PARTS):
+            k = (index * PARTS + part) * _BLOCK_K
+            if C.X_TMA:
+                for block in gl.static_range(BLOCKS):
+                    place = tokens.index((stage * PARTS + part) * ALL_BLOCKS + block)
+                    _copy_tile(x_tiles, [row + block * C.LEAST, k], there, place)
+                if TAIL > 0:
+                    _copy_tile(tail_tiles, [row + TOKENS, k], there, tail_ring.index(stage * PARTS + part))
+            else:
+                _copy(first_of(ring.index(stage * PARTS + part), TOKENS), begin, offset, k, C, LAYOUT)
+                if TAIL > 0:
+                    _copy(tail_ring.index(stage * PARTS + part), tail_begin, tail_offset, k, C, LAYOUT)
+        if not C.X_TMA:
+            async_copy.mbarrier_arrive(there, increment_count=False)
         stage, phase = advance(stage, phase, C.STAGES)
-    if not BY_ENGINE:
-        async_copy.wait_group(0)
-        for earlier in gl.static_range(_LAG):
-            _announce(full, _back(stage, _LAG - earlier, C.STAGES), True)
     return stage, phase
 
 
 @gluon.constexpr_function
-def arrivals(cut, by_engine):
-    """At `full` for each stage: the copy engine's, and the announcement of the threads that copy."""
-    return 1 if cut.FP4 or by_engine else 2
+def arrivals(cut):
+    """At `full` for each stage: the copy engine's, and those of the threads that copy."""
+    return 1 if cut.X_TMA else 1 + 32 * COPYING_WARPS
 
 
 @gluon.jit
-def fetch(x, x_tiles, tail_tiles, source, w, stages, items, num_items, x_stride, x_skip, C: gl.constexpr):
-    """w: a descriptor of blocks [BLOCK_N, BLOCK_K]; FP4 weights aren't fetched here."""
-    read = x, x_tiles, tail_tiles, source, w, x_stride, x_skip
+def fetch(read, stages, tiles, C: gl.constexpr):
+    """read: (x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip) of `gemm_gluon.grouped_gemm_by_roles`."""
+    items, num_items = tiles
     total = gl.load(num_items) * C.NUM_N
     state = gl.to_tensor(0), gl.to_tensor(0)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, row, end, column = position(items, turn(tile, total), C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
-        where = expert, row, end, expert * C.N + column * C.BLOCK_N
+        if C.FP4:
+            first = expert * ((C.N + _UNIT - 1) // _UNIT) + column * C.MULTIPLIERS
+        else:
+            first = expert * C.N + column * C.BLOCK_N
+        where = expert, row, end, first
         state = by_height(_fetch_tile, (read, stages, where), state, end - row, C)

@@ -23,8 +23,9 @@ class Tile:
         halvings: how often an expert's last tile may be halved in height where that is enough.
         flatten: one pipeline over all tiles of a program, where `tma` holds; not with halvings.
         tma: tokens by the copy engine, where they lie in rows (the second GEMM of FlatTokens).
-        roles: some warps fetch, 8 others multiply (`eprt.experts.grouped.gemm_gluon`), for bf16, MXFP4 and NVFP4 on
-            Hopper. n x m is at most 128 x 256; MXFP4 and NVFP4: n is 128, `stages` are of tokens alone.
+        roles: some warps fetch, others multiply (`eprt.experts.grouped.gemm_gluon`), for bf16, MXFP4 and NVFP4 on
+            Hopper. bf16: two warpgroups multiply, n x m is at most 128 x 256, k is 64. MXFP4 and NVFP4: one for each 64
+            of n, 128 to 256, whose registers hold 64 x m results each; k is 64 or 128.
     """
 
     n: int
@@ -40,8 +41,8 @@ class Tile:
 
     @property
     def plain(self) -> Tile:
-        """The same product without roles, where the kernel with them doesn't fit."""
-        return replace(self, roles=False, stages=min(self.stages, 3))
+        """The same product without roles, where the kernel with them doesn't fit: sides of powers of two."""
+        return replace(self, n=1 << self.n.bit_length() - 1, k=64, roles=False, stages=min(self.stages, 3))
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,13 @@ BF16_ROLES = Tile(256, 64, 4, 8, 1, swap=True, halvings=1, tma=True, roles=True)
 BF16_128 = Schedule(128, BF16_ROLES, BF16_ROLES, tail=32)
 BF16_NARROW = replace(BF16_ROLES, n=128, halvings=2)
 BF16_256 = Schedule(256, BF16_NARROW, BF16_NARROW, tail=32)
-# A tail costs registers, and saves where many experts have a few rows beyond a multiple of m: near 128 and 256.
-MXFP4_128 = Schedule(128, Tile(128, 64, 3, 8, 2, True, halvings=1), Tile(128, 64, 3, 8, 2, True, halvings=1, tma=True))
-MXFP4_ROLES = Tile(128, 64, 6, 8, 1, swap=True, halvings=2, tma=True, roles=True)
-MXFP4_128_TAIL = Schedule(
-    128, replace(MXFP4_ROLES, halvings=1), Tile(128, 64, 3, 4, 2, True, halvings=1, tma=True), tail=16
-)
-MXFP4_256 = Schedule(256, MXFP4_ROLES, MXFP4_ROLES, tail=32)
+# 256 rows of weights share tokens where results of 64 tokens fit four multipliers' registers, of 128 tokens three's. A
+# tail costs registers, and saves where many experts have a few rows beyond a multiple of m.
+MXFP4_ROLES = Tile(256, 128, 5, 8, 1, swap=True, halvings=1, tma=True, roles=True)
+MXFP4_LOW = replace(MXFP4_ROLES, stages=8, halvings=0)
+MXFP4_32 = replace(MXFP4_ROLES, stages=6)
+MXFP4_128 = replace(MXFP4_ROLES, n=192, stages=3)
+MXFP4_256 = replace(MXFP4_ROLES, n=128, k=64, halvings=2)
 # Up to so many rows an expert, as even routing would bring: the fastest of 20 to 40 on an H200, of Qwen3-30B-A3B's
 # sizes (bf16) and DeepSeek-V3's (FP8); benchmarks/tune_grouped.py.
 HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
@@ -101,25 +102,13 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
     "w4a16": (
         (0.5, Schedule(16, Tile(128, 256, 3, 4, 2, swap=True), Tile(64, 256, 3, 4, 4, swap=True))),
         (2, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), Tile(64, 256, 3, 4, 4, swap=True, tma=True))),
-        (12, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), Tile(128, 128, 4, 4, 4, swap=True, tma=True))),
-        (
-            40,
-            Schedule(32, Tile(128, 64, 5, 4, 4, True, halvings=1), Tile(128, 128, 4, 4, 3, True, tma=True), tail=16),
-        ),
-        (
-            80,
-            Schedule(
-                64,
-                Tile(128, 64, 4, 4, 3, True, halvings=2),
-                Tile(128, 64, 4, 4, 3, True, halvings=2, tma=True),
-                tail=16,
-            ),
-        ),
-        (120, MXFP4_128),
-        (144, MXFP4_128_TAIL),
-        # From about 180 rows on the tiles of 256 take no longer than they do for 256 rows, which is less than this.
-        (176, MXFP4_128),
-        (ANY, MXFP4_256),
+        (12, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), MXFP4_LOW)),
+        (40, Schedule(32, MXFP4_32, MXFP4_32, tail=16)),
+        (80, Schedule(64, MXFP4_ROLES, MXFP4_ROLES, tail=16)),
+        (144, Schedule(128, MXFP4_128, MXFP4_128, tail=16)),
+        # From some 200 rows on two tiles of 128 take longer than one of 256.
+        (208, Schedule(128, MXFP4_128, MXFP4_128, tail=32)),
+        (ANY, Schedule(256, MXFP4_256, MXFP4_256, tail=32)),
     ),
 }
 HOPPER["nv4a16"] = HOPPER["w4a16"]  # not searched: the same but for twice as many scales
