@@ -3,8 +3,8 @@ that the library does around its GEMMs included. Each gets eprt's canonical weig
 out as its own users would.
 
 - `transformers grouped_mm`: the experts block of a transformers model under `experts_implementation="grouped_mm"`.
-- `vllm ...` (`eprt.bench.vllm_experts`): vLLM's modular kernel over its own Triton experts, DeepGEMM, or OpenAI's
-  triton_kernels that its wheel brings along.
+- `vllm ...` (`eprt.bench.vllm_experts`): vLLM's modular kernel over its own Triton experts, Marlin, DeepGEMM, or
+  OpenAI's triton_kernels that its wheel brings along.
 - `flashinfer cutlass`: `cutlass_fused_moe` on bf16 weights. FlashInfer compiles it for more than 20 minutes unless
   flashinfer-jit-cache is installed, so only by name.
 """
@@ -89,6 +89,7 @@ OTHERS: dict[str, OtherExperts] = {
     "vllm triton_kernels": OtherExperts(
         "eprt.bench.vllm_experts:triton_kernels", _VLLM, ("mxfp4",), sm=(90, 999), plain=False
     ),
+    "vllm marlin": OtherExperts("eprt.bench.vllm_experts:marlin", _VLLM, ("mxfp4",), sm=(80, 999), plain=False),
     "flashinfer cutlass": OtherExperts(
         "eprt.bench.other_experts:flashinfer_cutlass",
         Requirement("flashinfer", ("flashinfer-python",), "0.6.18"),

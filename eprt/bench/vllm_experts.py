@@ -7,7 +7,9 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from eprt.bench.other_experts import dense
 from eprt.config import MoEConfig
 from eprt.errors import EprtError
 from eprt.placement import ExpertShard
+from eprt.rounding import round_up
 from eprt.tokens import FlatTokens
-from eprt.weights import FP8_BLOCK, ExpertWeights, Fp8Block, Mxfp4
+from eprt.weights import FP8_BLOCK, MX_BLOCK, ExpertWeights, Fp8Block, Mxfp4
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 Laid = tuple[torch.Tensor, torch.Tensor, Any]  # w1, w2, quantisation
@@ -52,6 +55,19 @@ def triton_kernels(
     with _vllm(device):
         laid = _mxfp4(config, weights)
         yield _kernel(config, shard, device, laid, "gpt_oss_triton_kernels_moe", "OAITritonExperts")
+
+
+@contextmanager
+def marlin(
+    config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
+) -> Iterator[Callable[[FlatTokens], Call]]:
+    """Its Marlin experts of MXFP4. Sides are padded as vLLM pads them, tokens in each call."""
+    with _vllm(device):
+        hidden, intermediate = round_up(config.hidden_size, 256), round_up(config.intermediate_size, 128)
+        padded = replace(config, hidden_size=hidden, intermediate_size=intermediate)
+        laid = _marlin(config, weights, hidden, intermediate)
+        call_for = _kernel(padded, shard, device, laid, "marlin_moe", "MarlinExperts", hidden - config.hidden_size)
+        yield call_for
 
 
 @contextmanager
@@ -92,38 +108,74 @@ def _fp8(weights: ExpertWeights, *, for_deep_gemm: bool) -> Laid:
 
 def _mxfp4(config: MoEConfig, weights: ExpertWeights) -> Laid:
     """gate and up rows alternate there."""
-    settings = importlib.import_module(f"{_MOE}.config")
+    importlib.import_module(f"{_MOE}.config")  # whose import makes the vendored triton_kernels known under that name
     utils = importlib.import_module("vllm.model_executor.layers.quantization.utils.mxfp4_utils")
     ogs = importlib.import_module("triton_kernels.matmul_ogs")
+    gate_up, down = _both_mxfp4(config, weights)
+    w1, f1, q1 = utils._swizzle_mxfp4(_alternate(gate_up.codes), _alternate(gate_up.scales))
+    w2, f2, q2 = utils._swizzle_mxfp4(down.codes, down.scales)
+    first, second = (
+        ogs.PrecisionConfig(weight_scale=q, flex_ctx=ogs.FlexCtx(rhs_data=f)) for q, f in ((q1, f1), (q2, f2))
+    )
+    bias = None if weights.gate_up_bias is None else _alternate(weights.gate_up_bias)
+    return w1, w2, _w4a16(config, first, second, bias, weights.down_bias)
+
+
+def _marlin(config: MoEConfig, weights: ExpertWeights, hidden: int, intermediate: int) -> Laid:
+    utils = importlib.import_module("vllm.model_executor.layers.quantization.utils.marlin_utils_fp4")
+    gate_up, down = _both_mxfp4(config, weights)
+    wide, tall = hidden - config.hidden_size, intermediate - config.intermediate_size
+
+    def padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (0, columns, 0, rows))
+
+    first = [padded(_alternate(t), 2 * tall, wide // n) for t, n in ((gate_up.codes, 2), (gate_up.scales, MX_BLOCK))]
+    second = [padded(t, wide, tall // n) for t, n in ((down.codes, 2), (down.scales, MX_BLOCK))]
+    biases = [
+        None if bias is None else torch.nn.functional.pad(bias, (0, more)).bfloat16()
+        for bias, more in (
+            (None if weights.gate_up_bias is None else _alternate(weights.gate_up_bias), 2 * tall),
+            (weights.down_bias, wide),
+        )
+    ]
+    layer = SimpleNamespace(params_dtype=torch.bfloat16)
+    w1, w2, q1, q2, b1, b2 = utils.prepare_moe_mxfp4_layer_for_marlin(
+        layer, first[0], second[0], first[1], second[1], *biases
+    )
+    return w1, w2, _w4a16(config, q1, q2, b1, b2)
+
+
+def _both_mxfp4(config: MoEConfig, weights: ExpertWeights) -> tuple[Mxfp4, Mxfp4]:
     if not isinstance(weights.gate_up, Mxfp4) or not isinstance(weights.down, Mxfp4):
         raise EprtError("measured with MXFP4")
     if not config.activation.gated or config.activation.beta != 1.0:
         raise EprtError("measured with gpt-oss's activation")
+    return weights.gate_up, weights.down
 
-    def alternate(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
 
-    w1, f1, q1 = utils._swizzle_mxfp4(alternate(weights.gate_up.codes), alternate(weights.gate_up.scales))
-    w2, f2, q2 = utils._swizzle_mxfp4(weights.down.codes, weights.down.scales)
-    first, second = (
-        ogs.PrecisionConfig(weight_scale=q, flex_ctx=ogs.FlexCtx(rhs_data=f)) for q, f in ((q1, f1), (q2, f2))
-    )
-    bias = None if weights.gate_up_bias is None else alternate(weights.gate_up_bias)
-    quant = settings.mxfp4_w4a16_moe_quant_config(
+def _alternate(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows of gate and up in turns."""
+    return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+
+
+def _w4a16(config: MoEConfig, first: Any, second: Any, bias: Any, down_bias: Any) -> Any:
+    """vLLM's description of the quantisation, of scales as its kernel takes them."""
+    settings = importlib.import_module(f"{_MOE}.config")
+    return settings.mxfp4_w4a16_moe_quant_config(
         first,
         second,
         bias,
-        weights.down_bias,
+        down_bias,
         gemm1_alpha=config.activation.alpha,
         gemm1_beta=config.activation.beta,
         gemm1_clamp_limit=config.activation.limit,
     )
-    return w1, w2, quant
 
 
 def _kernel(
-    config: MoEConfig, shard: ExpertShard, device: torch.device, laid: Laid, module: str, name: str
+    config: MoEConfig, shard: ExpertShard, device: torch.device, laid: Laid, module: str, name: str, padding: int = 0
 ) -> Callable[[FlatTokens], Call]:
+    """padding: columns of tokens that only the kernel has."""
     settings = importlib.import_module(f"{_MOE}.config")
     modular = importlib.import_module(f"{_MOE}.modular_kernel")
     kinds = importlib.import_module(f"{_MOE}.activation").MoEActivation
@@ -156,7 +208,9 @@ def _kernel(
         x, ids, scales = tokens.hidden.data, tokens.ids, tokens.weights.float()
 
         def call() -> torch.Tensor:
-            return kernel.apply(x, w1, w2, scales, ids, activation, config.num_experts, local, False)
+            wide = torch.nn.functional.pad(x, (0, padding)) if padding else x
+            found = kernel.apply(wide, w1, w2, scales, ids, activation, config.num_experts, local, False)
+            return found[:, : x.shape[1]]
 
         return call
 
