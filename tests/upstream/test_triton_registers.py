@@ -37,7 +37,7 @@ WITH_ROLES = {
     f"up to {limit} rows, {form}": (form, schedule)
     for form in ("bf16", "mxfp4", "nvfp4")
     for limit, schedule in HOPPER[PAIRS[form]]
-    if schedule.first.roles
+    if schedule.first.roles or schedule.second.roles
 }
 
 # Bytes of values that are kept in memory outside of loops; inside nothing is.
@@ -60,7 +60,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
         return lambda grid, *arguments: found.append(compiled(kernel, arguments, {**constants, **options}))
 
     monkeypatch.setattr(launch, "Prepared", prepared)
-    cols = 768 if schedule.first.roles else 736
+    first = what == "gathering"
+    cols = 768 if (schedule.first if first else schedule.second).roles else 736
     codes = torch.zeros(1, 832, cols // 2, dtype=torch.uint8)
     if form == "bf16":
         matrix = Dense(torch.zeros(1, 832, cols, dtype=torch.bfloat16))
@@ -68,7 +69,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
         matrix = Mxfp4(codes, torch.zeros(1, 832, cols // 32, dtype=torch.uint8))
     else:
         matrix = Nvfp4(codes, torch.zeros(1, 832, cols // 16, dtype=torch.float8_e4m3fn), torch.ones(1, 2))
-    first, shape = what == "gathering", (1, 64) if what == "slabs" else (64,)
+    shape = (1, 64) if what == "slabs" else (64,)
     activation, parts = (GPT_OSS, 2) if first else (None, 1)
     prepared = GroupedMatrix.prepare(matrix, torch.zeros(1, 832), parts, CPU)
     gemm = launch.Gemm(prepared, activation, PAIRS[form], ROLES)
@@ -155,6 +156,7 @@ def test_what_warps_with_roles_cannot_take():
     assert fits()
     assert fits(stride=784)
     assert not fits(cols=736, stride=736)
+    assert not fits(cols=192, stride=192)
     assert not fits(stride=776)
     assert not fits(rows=(1 << 31) // 768 + 1)
     assert not fits(chip=launch.Chip(132, True))

@@ -145,9 +145,10 @@ class Gemm:
     @cached_property
     def _takes_roles(self) -> bool:
         """Whether the kernel with roles takes this matrix: it has no masks along K."""
-        from eprt.experts.grouped.ring_gluon import BLOCK_K
+        from eprt.experts.grouped.ring_gluon import BLOCK_K, LEAST_BLOCKS
 
-        return self._chip.roles and self.matrix.cols % BLOCK_K == 0
+        K = self.matrix.cols
+        return self._chip.roles and K % BLOCK_K == 0 and K >= LEAST_BLOCKS * BLOCK_K
 
     def _fits_roles(self, data: torch.Tensor, out: torch.Tensor) -> bool:
         """And these rows: it copies 16 bytes at once, and offsets have 32 bits."""

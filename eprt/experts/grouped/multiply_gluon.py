@@ -203,7 +203,8 @@ def _tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexp
 def multiply(own, WHICH: gl.constexpr, C: gl.constexpr):
     """This program's tiles, the WHICHth of C.MULTIPLIERS parts of their weight rows.
 
-    own: (where results go, shared memory of each multiplier for those on their way, the ring, the work list).
+    own: (where results go, shared memory of each multiplier for those on their way, the ring, barriers by which two
+        take turns, the work list).
     """
     target, desks, stages, turns, tiles = own
     items, num_items = tiles

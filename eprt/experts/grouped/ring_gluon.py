@@ -25,6 +25,7 @@ from eprt.experts.grouped.gemm_triton import position, turn
 from eprt.rounding import ceil_div, next_power_of_2
 
 BLOCK_K = 64
+LEAST_BLOCKS = 4  # of K: no shorter sum was tested
 COPYING_WARPS = 4
 
 # Triton 3.6 has the first names, later ones the second.
