@@ -189,7 +189,7 @@ def summary(executor: TritonGroupedExecutor, rows: list[dict[str, Any]], ceiling
         total, mean = sum(row["us"] for row in best), tokens * config.top_k / config.num_experts
         taken = choose(executor._pair, mean, hopper=True)
         cut = tokens, taken.m, taken.tail
-        wanted = [(*cut, i, asdict(tile)) for i, tile in enumerate((taken.first, taken.second))]
+        wanted = [(*cut, i, asdict(replace(tile, fallback=None))) for i, tile in enumerate((taken.first, taken.second))]
         names = ("tokens", "m", "tail", "gemm", "tile")
         now = [row["us"] for row in timed if tuple(row[name] for name in names) in wanted]
         cuts = ", ".join(str(tuple(row["tile"].values())) for row in best)

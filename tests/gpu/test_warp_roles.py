@@ -27,10 +27,10 @@ from eprt.experts.grouped.schedules import (
     BF16_NARROW,
     BF16_ROLES,
     MXFP4_32,
+    MXFP4_64,
     MXFP4_128,
     MXFP4_256,
     MXFP4_LOW,
-    MXFP4_ROLES,
     Schedule,
 )
 from eprt.experts.reference import ReferenceExecutor
@@ -40,7 +40,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 pytestmark = [pytest.mark.gpu, runs_kernels, cuda_only]
 
 
-FP4_TILES = {16: MXFP4_LOW, 32: MXFP4_32, 64: MXFP4_ROLES, 128: MXFP4_128, 256: MXFP4_256}
+FP4_TILES = {16: MXFP4_LOW, 32: MXFP4_32, 64: MXFP4_64, 128: MXFP4_128, 256: MXFP4_256}
 
 
 def with_roles(m, tail, form="mxfp4"):

@@ -204,7 +204,7 @@ class Gemm:
         return replace(cut, REGISTERS=((all_of_them - fetching) // cut.MULTIPLIERS // 8 * 8, fetching))
 
     def _descriptor(self, tile: Tile) -> Any:
-        block = tile.n, tile.k, False
+        block = tile.n, tile.k, tile.roles
         if block not in self._tiles:
             self._tiles[block] = TensorDescriptor.from_tensor(self._weights[:, : self.matrix.cols], [tile.n, tile.k])
         return self._tiles[block]
@@ -213,7 +213,7 @@ class Gemm:
         """Weights for the kernel with roles, and scales."""
         from eprt.experts.grouped.ring_gluon import BLOCK_K, blocks_of, scales_of, words_of
 
-        key, matrix = (tile.n, tile.k, True), self.matrix
+        key, matrix = (tile.n, tile.k, tile.roles), self.matrix
         if key not in self._tiles:
             if matrix.scale is None:
                 self._tiles[key] = blocks_of(self._weights[:, : matrix.cols], tile.n), None

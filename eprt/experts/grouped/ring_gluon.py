@@ -104,7 +104,7 @@ class Cut:
 
 def blocks_of(rows: torch.Tensor, count: int) -> Any:
     """[.., K] for the copy engine, in blocks of so many rows and BLOCK_K columns."""
-    return TensorDescriptor.from_tensor(rows, [count, BLOCK_K], NVMMASharedLayout(128, 16, 2))
+    return TensorDescriptor.from_tensor(rows, [count, BLOCK_K], SHARED.value)
 
 
 def words_of(units: torch.Tensor, blocks: int, rows: int, parts: int) -> Any:

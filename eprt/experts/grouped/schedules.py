@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 # Weights x activations: plain bf16; E4M3 blocks times E4M3 groups; E4M3 blocks times bf16; MXFP4 and NVFP4 times bf16.
@@ -26,6 +26,7 @@ class Tile:
         roles: some warps fetch, others multiply (`eprt.experts.grouped.gemm_gluon`), for bf16, MXFP4 and NVFP4 on
             Hopper. bf16: two warpgroups multiply, n x m is at most 128 x 256, k is 64. MXFP4 and NVFP4: one for each 64
             of n, 128 to 256, whose registers hold 64 x m results each; k is 64 or 128.
+        fallback: what is taken where the kernel with roles doesn't fit; None: the same without, of three stages.
     """
 
     n: int
@@ -38,11 +39,12 @@ class Tile:
     flatten: bool = False
     tma: bool = False
     roles: bool = False
+    fallback: Tile | None = field(default=None, compare=False)
 
     @property
     def plain(self) -> Tile:
-        """The same product without roles, where the kernel with them doesn't fit: sides of powers of two."""
-        return replace(self, n=1 << self.n.bit_length() - 1, k=64, roles=False, stages=min(self.stages, 3))
+        """The same product without roles, where the kernel with them doesn't fit."""
+        return self.fallback or replace(self, roles=False, stages=min(self.stages, 3))
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,14 @@ BF16_256 = Schedule(256, BF16_NARROW, BF16_NARROW, tail=32)
 # 256 rows of weights share tokens where results of 64 tokens fit four multipliers' registers, of 128 tokens three's. A
 # tail costs registers, and saves where many experts have a few rows beyond a multiple of m.
 MXFP4_ROLES = Tile(256, 128, 5, 8, 1, swap=True, halvings=1, tma=True, roles=True)
-MXFP4_LOW = replace(MXFP4_ROLES, stages=8, halvings=0)
-MXFP4_32 = replace(MXFP4_ROLES, stages=6)
-MXFP4_128 = replace(MXFP4_ROLES, n=192, stages=3)
+MXFP4_LOW = replace(MXFP4_ROLES, stages=8, halvings=0, fallback=Tile(128, 128, 4, 4, 4, True, tma=True))
+MXFP4_32 = replace(MXFP4_ROLES, stages=6, fallback=Tile(128, 64, 5, 4, 4, True, halvings=1))
+MXFP4_64 = replace(MXFP4_ROLES, fallback=Tile(128, 64, 4, 4, 3, True, halvings=2, tma=True))
+MXFP4_128 = replace(MXFP4_ROLES, n=192, stages=3, fallback=Tile(128, 64, 3, 8, 1, True, halvings=1))
 MXFP4_256 = replace(MXFP4_ROLES, n=128, k=64, halvings=2)
+# Second GEMMs.
+DOWN_32 = replace(MXFP4_32, fallback=Tile(128, 128, 4, 4, 3, True, tma=True))
+DOWN_128 = replace(MXFP4_128, fallback=Tile(128, 64, 3, 4, 2, True, halvings=1, tma=True))
 # Up to so many rows an expert, as even routing would bring: the fastest of 20 to 40 on an H200, of Qwen3-30B-A3B's
 # sizes (bf16) and DeepSeek-V3's (FP8); benchmarks/tune_grouped.py.
 HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
@@ -103,11 +109,11 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
         (0.5, Schedule(16, Tile(128, 256, 3, 4, 2, swap=True), Tile(64, 256, 3, 4, 4, swap=True))),
         (2, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), Tile(64, 256, 3, 4, 4, swap=True, tma=True))),
         (12, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), MXFP4_LOW)),
-        (40, Schedule(32, MXFP4_32, MXFP4_32, tail=16)),
-        (80, Schedule(64, MXFP4_ROLES, MXFP4_ROLES, tail=16)),
-        (144, Schedule(128, MXFP4_128, MXFP4_128, tail=16)),
+        (40, Schedule(32, MXFP4_32, DOWN_32, tail=16)),
+        (80, Schedule(64, MXFP4_64, MXFP4_64, tail=16)),
+        (144, Schedule(128, MXFP4_128, DOWN_128, tail=16)),
         # From some 200 rows on two tiles of 128 take longer than one of 256.
-        (208, Schedule(128, MXFP4_128, MXFP4_128, tail=32)),
+        (208, Schedule(128, MXFP4_128, DOWN_128, tail=32)),
         (ANY, Schedule(256, MXFP4_256, MXFP4_256, tail=32)),
     ),
 }
