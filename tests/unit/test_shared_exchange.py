@@ -96,10 +96,9 @@ def test_after_an_interrupt_a_rank_first_ends_the_exchange_it_left() -> None:
 
 
 def test_the_file_is_the_ranks_own_and_gone_at_once(pools, tmp_path: Path) -> None:
-    for shares, left, modes in pools(2).run(jobs.opened, folders=[str(tmp_path)] * 2):
-        assert shares
-        assert not left
-        assert set(modes) == {0o600}
+    found = pools(2).run(jobs.opened, folders=[str(tmp_path)] * 2)
+    assert [(shares, left) for shares, left, _ in found] == [(True, [])] * 2
+    assert set(found[0][2]) == {0o600}
 
 
 @pytest.mark.parametrize("folders", [("0", "1"), ("0", "absent"), ("absent", "1"), ("absent", "absent")])

@@ -24,12 +24,13 @@ def many(context, rounds: int) -> tuple[bool, bool]:
 
 
 def opened(context, folders: list[str]) -> tuple[bool, list[str], list[int]]:
-    """(whether this rank shares memory, what is left in its folder, modes that files had on the way)"""
+    """(whether this rank shares memory, what is left in its folder, modes of files on the way as rank 0 saw them)"""
     world, folder = context.world(), Path(folders[context.rank])
     modes: list[int] = []
 
     def gather(x):
-        modes.extend(path.stat().st_mode & 0o777 for path in folder.glob("eprt-*"))
+        if context.rank == 0:  # who makes the file and removes it: for another rank it may go between name and mode
+            modes.extend(path.stat().st_mode & 0o777 for path in folder.glob("eprt-*"))
         return world.gather_control(x)
 
     made = open_exchange(world.rank, world.size, gather, folder)
