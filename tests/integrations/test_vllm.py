@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="runs under scripts/test_vllm.sh")
@@ -74,12 +74,6 @@ def add_tokenizer(folder: Path) -> None:
     words = Tokenizer(models.WordLevel({str(i): i for i in range(512)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0", eos_token="1").save_pretrained(folder)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def ranks_run(
