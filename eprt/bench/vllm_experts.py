@@ -63,11 +63,11 @@ def marlin(
 ) -> Iterator[Callable[[FlatTokens], Call]]:
     """Its Marlin experts of MXFP4. Sides are padded as vLLM pads them, tokens in each call."""
     with _vllm(device):
-        hidden, intermediate = round_up(config.hidden_size, 256), round_up(config.intermediate_size, 128)
-        padded = replace(config, hidden_size=hidden, intermediate_size=intermediate)
-        laid = _marlin(config, weights, hidden, intermediate)
-        call_for = _kernel(padded, shard, device, laid, "marlin_moe", "MarlinExperts", hidden - config.hidden_size)
-        yield call_for
+        wide = round_up(config.hidden_size, 256) - config.hidden_size
+        tall = round_up(config.intermediate_size, 128) - config.intermediate_size
+        sides = {"hidden_size": config.hidden_size + wide, "intermediate_size": config.intermediate_size + tall}
+        laid = _marlin(config, weights, wide, tall)
+        yield _kernel(replace(config, **sides), shard, device, laid, "marlin_moe", "MarlinExperts", wide)
 
 
 @contextmanager
@@ -107,55 +107,54 @@ def _fp8(weights: ExpertWeights, *, for_deep_gemm: bool) -> Laid:
 
 
 def _mxfp4(config: MoEConfig, weights: ExpertWeights) -> Laid:
-    """gate and up rows alternate there."""
     importlib.import_module(f"{_MOE}.config")  # whose import makes the vendored triton_kernels known under that name
     utils = importlib.import_module("vllm.model_executor.layers.quantization.utils.mxfp4_utils")
     ogs = importlib.import_module("triton_kernels.matmul_ogs")
-    gate_up, down = _both_mxfp4(config, weights)
-    w1, f1, q1 = utils._swizzle_mxfp4(_alternate(gate_up.codes), _alternate(gate_up.scales))
+    gate_up, down, bias = _in_turns(config, weights)
+    w1, f1, q1 = utils._swizzle_mxfp4(gate_up.codes, gate_up.scales)
     w2, f2, q2 = utils._swizzle_mxfp4(down.codes, down.scales)
     first, second = (
         ogs.PrecisionConfig(weight_scale=q, flex_ctx=ogs.FlexCtx(rhs_data=f)) for q, f in ((q1, f1), (q2, f2))
     )
-    bias = None if weights.gate_up_bias is None else _alternate(weights.gate_up_bias)
     return w1, w2, _w4a16(config, first, second, bias, weights.down_bias)
 
 
-def _marlin(config: MoEConfig, weights: ExpertWeights, hidden: int, intermediate: int) -> Laid:
+def _marlin(config: MoEConfig, weights: ExpertWeights, wide: int, tall: int) -> Laid:
+    """With so many more columns of tokens, and of what is between the matrices."""
     utils = importlib.import_module("vllm.model_executor.layers.quantization.utils.marlin_utils_fp4")
-    gate_up, down = _both_mxfp4(config, weights)
-    wide, tall = hidden - config.hidden_size, intermediate - config.intermediate_size
+    gate_up, down, bias = _in_turns(config, weights)
 
     def padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         return torch.nn.functional.pad(tensor, (0, columns, 0, rows))
 
-    first = [padded(_alternate(t), 2 * tall, wide // n) for t, n in ((gate_up.codes, 2), (gate_up.scales, MX_BLOCK))]
-    second = [padded(t, wide, tall // n) for t, n in ((down.codes, 2), (down.scales, MX_BLOCK))]
-    biases = [
-        None if bias is None else torch.nn.functional.pad(bias, (0, more)).bfloat16()
-        for bias, more in (
-            (None if weights.gate_up_bias is None else _alternate(weights.gate_up_bias), 2 * tall),
-            (weights.down_bias, wide),
-        )
-    ]
-    layer = SimpleNamespace(params_dtype=torch.bfloat16)
+    def padded_bias(bias: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+        return None if bias is None else torch.nn.functional.pad(bias, (0, rows)).bfloat16()
+
     w1, w2, q1, q2, b1, b2 = utils.prepare_moe_mxfp4_layer_for_marlin(
-        layer, first[0], second[0], first[1], second[1], *biases
+        SimpleNamespace(params_dtype=torch.bfloat16),
+        padded(gate_up.codes, 2 * tall, wide // 2),
+        padded(down.codes, wide, tall // 2),
+        padded(gate_up.scales, 2 * tall, wide // MX_BLOCK),
+        padded(down.scales, wide, tall // MX_BLOCK),
+        padded_bias(bias, 2 * tall),
+        padded_bias(weights.down_bias, wide),
     )
     return w1, w2, _w4a16(config, q1, q2, b1, b2)
 
 
-def _both_mxfp4(config: MoEConfig, weights: ExpertWeights) -> tuple[Mxfp4, Mxfp4]:
+def _in_turns(config: MoEConfig, weights: ExpertWeights) -> tuple[Mxfp4, Mxfp4, torch.Tensor | None]:
+    """(gate and up, down, bias of the first); rows of gate and up alternate, as both kernels take them."""
     if not isinstance(weights.gate_up, Mxfp4) or not isinstance(weights.down, Mxfp4):
         raise EprtError("measured with MXFP4")
     if not config.activation.gated or config.activation.beta != 1.0:
         raise EprtError("measured with gpt-oss's activation")
-    return weights.gate_up, weights.down
 
+    def alternate(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
 
-def _alternate(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows of gate and up in turns."""
-    return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+    gate_up, bias = weights.gate_up, weights.gate_up_bias
+    gate_up = Mxfp4(alternate(gate_up.codes), alternate(gate_up.scales))
+    return gate_up, weights.down, None if bias is None else alternate(bias)
 
 
 def _w4a16(config: MoEConfig, first: Any, second: Any, bias: Any, down_bias: Any) -> Any:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any
 
@@ -27,8 +27,6 @@ from eprt.weights import FP8_BLOCK
 _CPU_PROGRAMS = 3  # Triton's interpreter runs one after another: a few, so that each walks the list
 # Triton's that the kernel with roles was compiled with: Gluon is an experiment of theirs, and changes.
 _ROLES = (3, 6), (3, 9)
-# Registers of a thread that fetches: it copies up to 64 tokens, or more, or lets the copy engine do it.
-_FEW_TOKENS, _MANY_TOKENS, _BY_ENGINE = 32, 56, 24
 
 
 @dataclass(frozen=True)
@@ -195,13 +193,8 @@ class Gemm:
     def _cut_by_roles(self, schedule: Schedule, tile: Tile, x_tma: bool) -> Any:
         from eprt.experts.grouped.ring_gluon import Cut
 
-        known = {**self._constants, **_cut(schedule, tile, x_tma), "REGISTERS": (0, 0)}
-        cut = Cut(**{field.name: known[field.name] for field in fields(Cut) if field.init})
-        fetching = _BY_ENGINE if x_tma else _FEW_TOKENS if schedule.m <= 64 else _MANY_TOKENS
-        groups = cut.MULTIPLIERS + 1
-        # A program starts with as many a thread as 65,536 allow, in eights; its warpgroups then share them otherwise.
-        all_of_them = 65536 // (groups * 128) // 8 * 8 * groups
-        return replace(cut, REGISTERS=((all_of_them - fetching) // cut.MULTIPLIERS // 8 * 8, fetching))
+        known = {**self._constants, **_cut(schedule, tile, x_tma)}
+        return Cut(**{field.name: known[field.name] for field in fields(Cut) if field.init})
 
     def _descriptor(self, tile: Tile) -> Any:
         block = tile.n, tile.k, tile.roles

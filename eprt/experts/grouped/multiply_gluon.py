@@ -21,8 +21,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from eprt.experts.activation_triton import activated
 from eprt.experts.grouped.fp4 import UNIT
 from eprt.experts.grouped.fp4_triton import pair_scales, pairs_of, rest_of
-from eprt.experts.grouped.gemm_triton import halves, position, turn
-from eprt.experts.grouped.ring_gluon import BLOCK_K, advance, barrier, by_height, first_of, in_blocks, memory_as
+from eprt.experts.grouped.gemm_triton import halves
+from eprt.experts.grouped.ring_gluon import (
+    BLOCK_K,
+    advance,
+    barrier,
+    by_height,
+    first_of,
+    in_blocks,
+    memory_as,
+    position_in,
+)
 
 _UNIT = gl.constexpr(UNIT)
 _BLOCK_K = gl.constexpr(BLOCK_K)
@@ -105,10 +114,11 @@ def _weights(stages, stage, PART: gl.constexpr, WHICH: gl.constexpr, C: gl.const
     """A part of a stage's weights of this multiplier: bf16 where they are, 4 bits decoded."""
     if C.FP4:
         OWN: gl.constexpr = _PAIRED_SCALES if C.PAIR == "nv4a16" else _SCALES
-        words = memory_as(stages[0], gl.int32, [C.STAGES * C.UNIT_ROWS * C.PARTS, 128, 4], _PLAIN)
-        words = words.index((stage * C.UNIT_ROWS + WHICH) * C.PARTS + PART).load(_WORDS)
-        scales = memory_as(stages[1], gl.int32, [C.STAGES * C.UNIT_ROWS * C.PARTS, 32, C.UNIT_SCALES // 32], _PLAIN)
-        scales = scales.index((stage * C.UNIT_ROWS + WHICH) * C.PARTS + PART).load(gl.SliceLayout(1, OWN))
+        COUNT: gl.constexpr = C.STAGES * C.UNIT_ROWS * C.PARTS
+        unit = (stage * C.UNIT_ROWS + WHICH) * C.PARTS + PART
+        words = memory_as(stages[0], gl.int32, [COUNT, 128, 4], _PLAIN).index(unit).load(_WORDS)
+        scales = memory_as(stages[1], gl.int32, [COUNT, 32, C.UNIT_SCALES // 32], _PLAIN)
+        scales = scales.index(unit).load(gl.SliceLayout(1, OWN))
         weights = _decoded(words.to(gl.uint32, bitcast=True), scales.to(gl.uint32, bitcast=True), LAYOUT)
     else:
         weights = in_blocks(stages[0], C.STAGES * C.MULTIPLIERS, C.BLOCK_N // C.MULTIPLIERS)
@@ -174,7 +184,7 @@ def _tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexp
     stage, phase, turn_phase = state
     total = gl.zeros((HEIGHT, TOKENS), gl.float32, _product_layout(TOKENS))
     tail = gl.zeros((HEIGHT, SHORT), gl.float32, _product_layout(SHORT))
-    for _ in range((C.K + C.BLOCK_K - 1) // C.BLOCK_K):
+    for _ in range(C.NUM_K):
         mbarrier.wait(full.index(stage), phase)
         if not C.X_TMA:
             fence_async_shared()  # what threads have copied, for the tensor cores
@@ -213,12 +223,12 @@ def multiply(own, WHICH: gl.constexpr, C: gl.constexpr):
     total = gl.load(num_items) * C.NUM_N
     start = gl.program_id(0)
     if start < total:
-        expert, row, end, column = position(items, turn(start, total), C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
+        expert, row, end, column = position_in(items, start, total, C)
         state = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1 - WHICH)
         for tile in range(start, total, gl.num_programs(0)):
             # Where the next one is, read before this one's products.
-            following = turn(gl.minimum(tile + gl.num_programs(0), total - 1), total)
-            expert_, row_, end_, column_ = position(items, following, C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
+            following = gl.minimum(tile + gl.num_programs(0), total - 1)
+            expert_, row_, end_, column_ = position_in(items, following, total, C)
             first = column * C.BLOCK_N + WHICH * HEIGHT
             fixed = stages, turns, desks.index(WHICH), target, (expert, row, end, first), WHICH
             state = by_height(_tile, fixed, state, end - row, C)

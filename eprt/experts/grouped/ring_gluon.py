@@ -27,6 +27,8 @@ from eprt.rounding import ceil_div, next_power_of_2
 BLOCK_K = 64
 LEAST_BLOCKS = 4  # of K: no shorter sum was tested
 COPYING_WARPS = 4
+# Registers of a thread that fetches: it copies up to 64 tokens, or more, or lets the copy engine do it.
+_FEW_TOKENS, _MANY_TOKENS, _BY_ENGINE = 32, 56, 24
 
 # Triton 3.6 has the first names, later ones the second.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -56,11 +58,12 @@ class Cut:
         X_TMA: the copy engine brings tokens.
         TAIL: 0, 16 or 32 tokens more.  HALVINGS, GROUP_M: see `gemm_triton.grouped_gemm`.
         FIRST, GATED, ALPHA, BETA, LIMIT: see `activation_triton.constants`.
-        REGISTERS: of a thread that multiplies, and of one that fetches.
         FP4: weights have 4 bits.  UNIT_SCALES: words of a unit's scales.  UNIT_ROWS: rows of units that the copy engine
             brings of a tile.
         MULTIPLIERS: warpgroups that share BLOCK_N.  PARTS: of a stage.
-        NUM_N: tiles along N.  LEAST: tokens of the lowest tile, and of what the copy engine brings at once.
+        REGISTERS: of a thread that multiplies, and of one that fetches.
+        NUM_N: tiles along N.  NUM_K: stages that a tile goes through.
+        LEAST: tokens of the lowest tile, and of what the copy engine brings at once.
     """
 
     PAIR: str
@@ -79,27 +82,40 @@ class Cut:
     ALPHA: float
     BETA: float
     LIMIT: float
-    REGISTERS: tuple[int, int]
     FP4: bool = field(init=False)
     UNIT_SCALES: int = field(init=False)
     UNIT_ROWS: int = field(init=False)
     MULTIPLIERS: int = field(init=False)
     PARTS: int = field(init=False)
+    REGISTERS: tuple[int, int] = field(init=False)
     NUM_N: int = field(init=False)
+    NUM_K: int = field(init=False)
     LEAST: int = field(init=False)
 
     def __post_init__(self) -> None:
+        multipliers = 2 if self.PAIR == "bf16" else self.BLOCK_N // UNIT
+        fetching = _BY_ENGINE if self.X_TMA else _FEW_TOKENS if self.BLOCK_M <= 64 else _MANY_TOKENS
         # Fields, as Triton's cache knows a kernel by what they print.
         for name, value in (
             ("FP4", self.PAIR != "bf16"),
             ("UNIT_SCALES", NV_UNIT_SCALES if self.PAIR == "nv4a16" else MX_UNIT_SCALES),
             ("UNIT_ROWS", next_power_of_2(self.BLOCK_N // UNIT)),
-            ("MULTIPLIERS", 2 if self.PAIR == "bf16" else self.BLOCK_N // UNIT),
+            ("MULTIPLIERS", multipliers),
             ("PARTS", self.BLOCK_K // BLOCK_K),
+            ("REGISTERS", (_rest_of_registers(multipliers, fetching), fetching)),
             ("NUM_N", ceil_div(self.N, self.BLOCK_N)),
+            ("NUM_K", ceil_div(self.K, self.BLOCK_K)),
             ("LEAST", self.BLOCK_M >> self.HALVINGS),
         ):
             object.__setattr__(self, name, value)
+
+
+def _rest_of_registers(multipliers: int, fetching: int) -> int:
+    """What a thread that multiplies can have. A program starts with as many a thread as 65,536 allow, in eights; its
+    warpgroups then share them otherwise."""
+    groups = multipliers + 1
+    all_of_them = 65536 // (groups * 128) // 8 * 8 * groups
+    return (all_of_them - fetching) // multipliers // 8 * 8
 
 
 def blocks_of(rows: torch.Tensor, count: int) -> Any:
@@ -118,6 +134,12 @@ def scales_of(units: torch.Tensor, blocks: int, rows: int, parts: int) -> Any:
     """The same of int32 [L, rows of units x `blocks`, words of a unit's scales]."""
     width = units.shape[-1]
     return TensorDescriptor.from_tensor(units.view(-1, blocks * width), [rows, width * parts], SCALES.value)
+
+
+@gluon.jit
+def position_in(items, tile, total, C: gl.constexpr):
+    """`gemm_triton.position` of what a program takes when it comes to `tile`."""
+    return position(items, turn(tile, total), C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
 
 
 @gluon.jit
@@ -202,7 +224,7 @@ def _fetch_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.co
         begin, offset = _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS, LAYOUT)
         if TAIL > 0:
             tail_begin, tail_offset = _rows(x, source, expert, row + TOKENS, end, x_stride, x_skip, TAIL, LAYOUT)
-    for index in range((C.K + C.BLOCK_K - 1) // C.BLOCK_K):
+    for index in range(C.NUM_K):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         there = full.index(stage)
         if C.X_TMA:
@@ -244,7 +266,7 @@ def fetch(read, stages, tiles, C: gl.constexpr):
     total = gl.load(num_items) * C.NUM_N
     state = gl.to_tensor(0), gl.to_tensor(0)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, end, column = position(items, turn(tile, total), C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
+        expert, row, end, column = position_in(items, tile, total, C)
         if C.FP4:
             first = expert * ((C.N + _UNIT - 1) // _UNIT) + column * C.MULTIPLIERS
         else:
