@@ -35,18 +35,20 @@ class WorkList:
 
     Attributes:
         items: int32 [bound, ITEM].  count: int32 [1], entries that are there.
+        taken: int32 [1], for `gemm_gluon`; zero before a GEMM and after it.
         block_m: rows of a tile.  tail: how many more an expert's last one may have.
     """
 
     items: torch.Tensor
     count: torch.Tensor
+    taken: torch.Tensor
     block_m: int
     tail: int = 0
 
     @classmethod
     def empty(cls, bound: int, block_m: int, device: torch.device, tail: int = 0) -> WorkList:
-        memory = torch.empty(bound * ITEM + 1, dtype=torch.int32, device=device)
-        return cls(memory[: bound * ITEM], memory[bound * ITEM :], block_m, tail)
+        memory = torch.empty(bound * ITEM + 2, dtype=torch.int32, device=device)
+        return cls(memory[: bound * ITEM], *memory[bound * ITEM :].split(1), block_m, tail)
 
     @property
     def bound(self) -> int:
@@ -69,9 +71,12 @@ def tiles_of(rows, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
 
 @triton.jit
 def _write_items(items_ptr, num_items_ptr, expert, begin, rows, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
-    """The list of tiles of experts with `rows` rows from `begin`; programs share it."""
+    """The list of tiles of experts with `rows` rows from `begin`; programs share it. Those with more rows than the mean
+    come first, so that programs which take tiles one after another end with low ones."""
     tiles = tl.where(rows > 0, tiles_of(rows, BLOCK_M, TAIL), 0)
-    first = tl.cumsum(tiles, axis=0) - tiles
+    many = rows * tl.sum((rows > 0).to(tl.int32), axis=0) > tl.sum(rows, axis=0)
+    high, low = tl.where(many, tiles, 0), tl.where(many, 0, tiles)
+    first = tl.where(many, tl.cumsum(high, axis=0), tl.sum(high, axis=0) + tl.cumsum(low, axis=0)) - tiles
     for tile in range(tl.program_id(0), tl.max(tiles, axis=0), tl.num_programs(0)):
         entry = items_ptr + (first + tile) * _ITEM
         there = tile < tiles
@@ -81,6 +86,7 @@ def _write_items(items_ptr, num_items_ptr, expert, begin, rows, BLOCK_M: tl.cons
         tl.store(entry + 3, first, mask=there)
     if tl.program_id(0) == 0:
         tl.store(num_items_ptr, tl.sum(tiles, axis=0))
+        tl.store(num_items_ptr + 1, 0)  # taken
 
 
 @triton.jit(do_not_specialize=["num_slots", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])

@@ -57,9 +57,10 @@ def launched(monkeypatch):
 
     seen, plain = [], Gemm._launch_roles
 
-    def launch(self, *arguments):
+    def launch(self, rows, work, *more):
         seen.append(self.matrix.rows)
-        plain(self, *arguments)
+        plain(self, rows, work, *more)
+        assert work.taken.tolist() == [0]  # as the second GEMM wants it
 
     monkeypatch.setattr(Gemm, "_launch_roles", launch)
     return seen

@@ -17,7 +17,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from eprt.experts.grouped.multiply_gluon import multiply
-from eprt.experts.grouped.ring_gluon import BLOCK_K, COPYING_WARPS, SCALES, SHARED, UNITS, arrivals, barrier, fetch
+from eprt.experts.grouped.ring_gluon import (
+    BLOCK_K,
+    COPYING_WARPS,
+    SCALES,
+    SHARED,
+    UNITS,
+    WHERE,
+    arrivals,
+    barrier,
+    fetch,
+)
 
 _BLOCK_K = gl.constexpr(BLOCK_K)
 _COPYING_WARPS = gl.constexpr(COPYING_WARPS)
@@ -25,7 +35,7 @@ _COPYING_WARPS = gl.constexpr(COPYING_WARPS)
 
 @gluon.jit
 def grouped_gemm_by_roles(
-    x, x_tiles, tail_tiles, source, w, w_scale, w_factor, bias, out, items, num_items,
+    x, x_tiles, tail_tiles, source, w, w_scale, w_factor, bias, out, items, num_items, taken,
     x_stride, x_skip, out_stride, out_skip, C: gl.constexpr,
 ):  # fmt: skip
     """Arguments as those of `gemm_triton.grouped_gemm` under the same names. One program a multiprocessor.
@@ -33,6 +43,7 @@ def grouped_gemm_by_roles(
     x_tiles, tail_tiles: x [rows, K] as descriptors of blocks [C.LEAST, BLOCK_K] and [C.TAIL, BLOCK_K], or None.
     w, w_scale: descriptors of what a stage has of them (`ring_gluon.words_of`, `scales_of`), or of blocks
         [C.BLOCK_N, BLOCK_K] and None.
+    taken: int32 [1], zero, which it is again afterwards: tiles that programs took beyond their first.
     C: `ring_gluon.Cut`.
     """
     STAGES: gl.constexpr = C.STAGES
@@ -62,13 +73,14 @@ def grouped_gemm_by_roles(
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for which in gl.static_range(2):
         mbarrier.init(turns.index(which), count=1)
+    told = gl.allocate_shared_memory(gl.int32, [STAGES * WHERE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     barrier()
-    stages = w_ring, scale_ring, ring, tail_ring, full, empty
+    stages = w_ring, scale_ring, ring, tail_ring, full, empty, told
     target = w_factor, bias, out, out_stride, out_skip
     read = x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip
-    tiles = items, num_items
-    own = target, desks, stages, turns, tiles
+    tiles = items, num_items, taken
+    own = target, desks, stages, turns
     FETCHING: gl.constexpr = 1 if C.X_TMA else _COPYING_WARPS
     if C.MULTIPLIERS == 2:
         gl.warp_specialize(

@@ -171,6 +171,7 @@ class Gemm:
             out,
             work.items,
             work.count,
+            work.taken,
             *strides,
         )
         key = (

@@ -30,7 +30,7 @@ from eprt.experts.grouped.ring_gluon import (
     first_of,
     in_blocks,
     memory_as,
-    position_in,
+    where_next,
 )
 
 _UNIT = gl.constexpr(UNIT)
@@ -179,7 +179,7 @@ def _tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexp
     PARTS: gl.constexpr = C.PARTS
     TURNS: gl.constexpr = C.FP4 and C.MULTIPLIERS == 2
     stages, turns, desk, target, where, WHICH = fixed
-    _, _, ring, tail_ring, full, empty = stages
+    _, _, ring, tail_ring, full, empty, _ = stages
     expert, row, end, first = where
     stage, phase, turn_phase = state
     total = gl.zeros((HEIGHT, TOKENS), gl.float32, _product_layout(TOKENS))
@@ -214,22 +214,15 @@ def multiply(own, WHICH: gl.constexpr, C: gl.constexpr):
     """This program's tiles, the WHICHth of C.MULTIPLIERS parts of their weight rows.
 
     own: (where results go, shared memory of each multiplier for those on their way, the ring, barriers by which two
-        take turns, the work list).
+        take turns).
     """
-    target, desks, stages, turns, tiles = own
-    items, num_items = tiles
+    target, desks, stages, turns = own
     HEIGHT: gl.constexpr = C.BLOCK_N // C.MULTIPLIERS
     gl.static_assert(C.K % _BLOCK_K == 0)
-    total = gl.load(num_items) * C.NUM_N
-    start = gl.program_id(0)
-    if start < total:
-        expert, row, end, column = position_in(items, start, total, C)
-        state = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1 - WHICH)
-        for tile in range(start, total, gl.num_programs(0)):
-            # Where the next one is, read before this one's products.
-            following = gl.minimum(tile + gl.num_programs(0), total - 1)
-            expert_, row_, end_, column_ = position_in(items, following, total, C)
-            first = column * C.BLOCK_N + WHICH * HEIGHT
-            fixed = stages, turns, desks.index(WHICH), target, (expert, row, end, first), WHICH
-            state = by_height(_tile, fixed, state, end - row, C)
-            expert, row, end, column = expert_, row_, end_, column_
+    state = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1 - WHICH)
+    expert, row, end, column = where_next(stages, (state[0], state[1]))
+    while expert >= 0:
+        first = column * C.BLOCK_N + WHICH * HEIGHT
+        fixed = stages, turns, desks.index(WHICH), target, (expert, row, end, first), WHICH
+        state = by_height(_tile, fixed, state, end - row, C)
+        expert, row, end, column = where_next(stages, (state[0], state[1]))

@@ -5,6 +5,9 @@
 A stage has C.BLOCK_K columns of a tile's tokens and weights, in parts of BLOCK_K. `full` says that they are there, and
 `empty` that all multipliers have read them. The copy engine brings weights, and tokens that lie in rows. Tokens that
 are gathered, or lie in slabs, are copied by the threads. What either has copied arrives at `full` by itself.
+
+Tiles take longer where an expert has more rows, so programs take one after another off the list. They ask here, and the
+stage with which a tile begins says where it lies.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from eprt.experts.grouped.fp4 import MX_UNIT_SCALES, NV_UNIT_SCALES, UNIT, UNIT_WORDS
-from eprt.experts.grouped.gemm_triton import position, turn
+from eprt.experts.grouped.gemm_triton import position
 from eprt.rounding import ceil_div, next_power_of_2
 
 BLOCK_K = 64
@@ -40,6 +43,7 @@ _BLOCK_K = gl.constexpr(BLOCK_K)
 _ROW_BYTES = gl.constexpr(BLOCK_K * 2)
 _UNIT = gl.constexpr(UNIT)
 _UNIT_WORDS = gl.constexpr(UNIT_WORDS)
+WHERE = gl.constexpr(4)  # numbers: an expert, a row, the row after its last, an index along N
 _LINE = 256  # words: as long as a block's side can be
 SHARED = gl.constexpr(NVMMASharedLayout(128, 16, 2))  # of rows of BLOCK_K values
 # Of words, as they lie in memory.
@@ -137,12 +141,6 @@ def scales_of(units: torch.Tensor, blocks: int, rows: int, parts: int) -> Any:
 
 
 @gluon.jit
-def position_in(items, tile, total, C: gl.constexpr):
-    """`gemm_triton.position` of what a program takes when it comes to `tile`."""
-    return position(items, turn(tile, total), C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
-
-
-@gluon.jit
 def by_height(TILE: gl.constexpr, fixed, state, rows, C: gl.constexpr):
     """What TILE(fixed, state, C, TOKENS, TAIL) makes of `state` in the least height that holds so many rows."""
     if C.TAIL > 0 and (rows > C.BLOCK_M and rows <= C.BLOCK_M + C.TAIL):
@@ -210,7 +208,7 @@ def _fetch_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.co
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     read, stages, where = fixed
     x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip = read
-    w_ring, scale_ring, ring, tail_ring, full, empty = stages
+    w_ring, scale_ring, ring, tail_ring, full, empty, _ = stages
     expert, row, end, first = where
     stage, phase = state
     BLOCKS: gl.constexpr = TOKENS // C.LEAST
@@ -260,16 +258,64 @@ def arrivals(cut):
 
 
 @gluon.jit
+def _tell(stages, state, where):
+    """Where the tile lies that begins at this stage. Those who multiply read it when the stage is full."""
+    NUMBER: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    _, _, _, _, _, empty, told = stages
+    stage, phase = state
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    for i in gl.static_range(WHERE):
+        told.index(stage * WHERE + i).store(gl.full([1], where[i], gl.int32, NUMBER))
+    barrier()
+
+
+@gluon.jit
+def where_next(stages, state):
+    """What was told: (expert, first row, row after the expert's last, index along N); expert -1: no tile is left."""
+    _, _, _, _, full, _, told = stages
+    stage, phase = state
+    mbarrier.wait(full.index(stage), phase)
+    first = stage * WHERE
+    return _number(told, first), _number(told, first + 1), _number(told, first + 2), _number(told, first + 3)
+
+
+@gluon.jit
+def _number(told, index):
+    return gl.max(told.index(index).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def _take(taken):
+    """A tile that no program has: they begin with one each, and come back at different times."""
+    return gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
+
+
+@gluon.jit
 def fetch(read, stages, tiles, C: gl.constexpr):
-    """read: (x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip) of `gemm_gluon.grouped_gemm_by_roles`."""
-    items, num_items = tiles
+    """read: (x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip) of `gemm_gluon.grouped_gemm_by_roles`.
+    tiles: (items, num_items, taken) of it."""
+    items, num_items, taken = tiles
     total = gl.load(num_items) * C.NUM_N
     state = gl.to_tensor(0), gl.to_tensor(0)
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, end, column = position_in(items, tile, total, C)
+    tile = gl.program_id(0)
+    following = _take(taken)  # asked for a tile ahead
+    while tile < total:
+        expert, row, end, column = position(items, tile, C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
+        _tell(stages, state, (expert, row, end, column))
         if C.FP4:
             first = expert * ((C.N + _UNIT - 1) // _UNIT) + column * C.MULTIPLIERS
         else:
             first = expert * C.N + column * C.BLOCK_N
         where = expert, row, end, first
         state = by_height(_fetch_tile, (read, stages, where), state, end - row, C)
+        tile = following
+        if tile < total:
+            following = _take(taken)
+    _tell(stages, state, (-1, 0, 0, 0))
+    there = stages[4].index(state[0])
+    mbarrier.expect(there, 0)
+    if not C.X_TMA:
+        async_copy.mbarrier_arrive(there, increment_count=False)
+    # Every program asks once in vain; after the last of them nobody does.
+    if following == gl.maximum(total, gl.num_programs(0)) + gl.num_programs(0) - 1:
+        gl.store(taken, 0)
