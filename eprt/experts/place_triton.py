@@ -48,7 +48,7 @@ class WorkList:
     @classmethod
     def empty(cls, bound: int, block_m: int, device: torch.device, tail: int = 0) -> WorkList:
         memory = torch.empty(bound * ITEM + 2, dtype=torch.int32, device=device)
-        return cls(memory[: bound * ITEM], *memory[bound * ITEM :].split(1), block_m, tail)
+        return cls(*memory.split((bound * ITEM, 1, 1)), block_m, tail)
 
     @property
     def bound(self) -> int:

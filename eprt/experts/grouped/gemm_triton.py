@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eprt.experts.activation_triton import activated
 from eprt.experts.grouped.fp4_triton import fp4_block, fp4_expert, settled
@@ -35,6 +36,16 @@ _INTERLEAVE = tl.constexpr(INTERLEAVE)
 _ITEM = tl.constexpr(ITEM)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _TINY = tl.constexpr(TINY)
+
+
+@triton.jit
+def begin_early(OPENS: tl.constexpr):
+    """Before the first access to memory of a kernel that is launched early (`eprt.launching.early`): the one before is
+    done. OPENS: the next may come while this one ends, on each multiprocessor that is free. That is for a next one
+    which takes multiprocessors as a whole; programs of others would crowd on the first ones to be free."""
+    gdc_wait()
+    if OPENS:
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -309,7 +320,7 @@ def grouped_gemm(
     BLOCK_M: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     GROUP_M: tl.constexpr, PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
     BETA: tl.constexpr, LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, FLATTEN: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, EARLY: tl.constexpr, OPENS: tl.constexpr,
 ):  # fmt: skip
     """`out[m] = x[m or source[m]] @ w[expert of m].T`, plus bias; the FIRST matrix's through the activation.
 
@@ -328,7 +339,10 @@ def grouped_gemm(
         TAIL: rows that an expert's last tile takes beyond BLOCK_M, as the list was made for; 0 with FP8.
         HALVINGS: how often a tile's height may be halved where that is enough for an expert's last rows: 0, 1 or 2.
         FLATTEN: one pipeline over all tiles of a program, instead of one for each.
+        EARLY, OPENS: see `begin_early`; OPENS of the FIRST.
     """
+    if EARLY:
+        begin_early(FIRST and OPENS)
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     total = tl.load(num_items) * NUM_N
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):

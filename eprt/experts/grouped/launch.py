@@ -19,7 +19,7 @@ from eprt.experts.grouped.gemm_triton import grouped_gemm, quantize_tiles
 from eprt.experts.grouped.schedules import FP4_PAIRS, FP8_PAIRS, Pair, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.place_triton import WorkList
-from eprt.launching import INT32, Prepared, like, starts_aligned
+from eprt.launching import INT32, Prepared, early, like, starts_aligned
 from eprt.rounding import ceil_div, next_power_of_2, round_up
 from eprt.support import Device
 from eprt.weights import FP8_BLOCK
@@ -91,6 +91,7 @@ class Gemm:
             "FIRST": activation is not None,
             **constants(activation),
             "W_TMA": chip.hopper and pair not in FP4_PAIRS,
+            "EARLY": bool(early(matrix.data.device)),
         }
 
     @property
@@ -126,9 +127,9 @@ class Gemm:
         )
         if not starts_aligned(data, out, data if rows.scale is None else rows.scale):
             constants = {**self._constants, **_cut(schedule, tile, x_tma)}
-            grouped_gemm[grid](*arguments, **constants, **_options(tile, self.pair))
+            grouped_gemm[grid](*arguments, **constants, **self._options(tile))
             return
-        cut = schedule.m, schedule.tail, schedule.group, tile, x_tma
+        cut = schedule.m, schedule.tail, schedule.group, schedule.second.roles, tile, x_tma
         key = (*cut, data.dtype, out.dtype, rows.source is None, *map(like, strides))
         kernel = self._prepared.get(key)
         if kernel is None:
@@ -137,8 +138,16 @@ class Gemm:
 
     def _prepare(self, arguments: tuple[Any, ...], cut: dict[str, Any], tile: Tile) -> Prepared:
         """For arguments like these."""
-        constants, options = {**self._constants, **cut}, _options(tile, self.pair)
-        return Prepared(grouped_gemm, self._weights.device, _kinds(arguments), constants, **options)
+        constants = {**self._constants, **cut}
+        return Prepared(grouped_gemm, self._weights.device, _kinds(arguments), constants, **self._options(tile))
+
+    def _options(self, tile: Tile) -> dict[str, Any]:
+        """What Triton is told. 4 bits: the most registers with which as many programs as should share a
+        multiprocessor's 65,536 can; ptxas takes up to 255 for the same kernel with other sizes, and gains nothing."""
+        options = {"num_warps": tile.warps, "num_stages": tile.stages, **early(self._weights.device)}
+        if self.pair in FP4_PAIRS:
+            options["maxnreg"] = min(255, 65536 // (tile.ctas * tile.warps * 32) // 8 * 8)
+        return options
 
     @cached_property
     def _takes_roles(self) -> bool:
@@ -187,7 +196,8 @@ class Gemm:
         kernel = self._prepared.get(key)
         if kernel is None:
             constants = {"C": self._cut_by_roles(schedule, tile, x_tma)}
-            kernel = Prepared(grouped_gemm_by_roles, self._weights.device, _kinds(arguments), constants, num_warps=4)
+            options, device = {"num_warps": 4, "launch_pdl": True}, self._weights.device
+            kernel = Prepared(grouped_gemm_by_roles, device, _kinds(arguments), constants, **options)
             self._prepared[key] = kernel
         kernel((min(self._chip.multiprocessors, work.bound * ceil_div(matrix.rows, tile.n)), 1, 1), *arguments)
 
@@ -236,16 +246,8 @@ def _cut(schedule: Schedule, tile: Tile, x_tma: bool) -> dict[str, Any]:
         "HALVINGS": tile.halvings,
         "FLATTEN": tile.flatten and x_tma,
         "X_TMA": x_tma,
+        "OPENS": schedule.second.roles,
     }
-
-
-def _options(tile: Tile, pair: Pair) -> dict[str, int]:
-    """What Triton is told. 4 bits: the most registers with which as many programs as should share a multiprocessor's
-    65,536 can; ptxas takes up to 255 for the same kernel with other sizes, and gains nothing."""
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    if pair in FP4_PAIRS:
-        options["maxnreg"] = min(255, 65536 // (tile.ctas * tile.warps * 32) // 8 * 8)
-    return options
 
 
 def quantize_rows(data: torch.Tensor, work: WorkList | None, gemm: Gemm) -> Rows:
