@@ -25,7 +25,7 @@ from eprt.bench.experts import SHAPES, Ceilings
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.launch import Gemm, Rows
 from eprt.experts.grouped.schedules import Schedule, Tile, choose
-from eprt.experts.place_triton import WorkList, list_slots
+from eprt.experts.place_triton import RowTiles, WorkList, list_slots
 from eprt.experts.tuning import device_microseconds, sample_ids
 from eprt.rounding import round_up
 
@@ -152,7 +152,7 @@ def tune(executor: TritonGroupedExecutor, tokens: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     heights = [m for m in candidates if mean / 4 <= m <= max(16, 4 * mean)]
     for m, tail in [(height, tail) for height in heights for tail in TAILS[executor._pair].get(height, (0,))]:
-        _, source, work = list_slots(ids, 0, L, m, tail)
+        _, source, work = list_slots(ids, 0, L, RowTiles(m, tail))
         reads = Rows(hidden, None, source), Rows(outs[0][:, : gemms[1].matrix.cols])
         for index, gemm in enumerate(gemms):
             for tile in tiles(executor._pair, m, tail, tma=index == 1):

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eprt.launching import Prepared, early
 from eprt.rounding import ceil_div, next_power_of_2
@@ -27,6 +28,23 @@ SCAN_EXPERTS = 8  # that a program sums up over all blocks
 ITEM = 4  # int32 an entry of the work list: expert, its first row, the row after its last, its first entry
 
 _ITEM = tl.constexpr(ITEM)
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """How experts' rows become row tiles, and when a GEMM wants their list.
+
+    Attributes:
+        m: rows of a tile.  tail: how many more an expert's last one may have.
+        high_first: experts with more rows than the mean come first, so that programs which take tiles one after another
+            end with low ones.
+        opens: see `begin_early`.
+    """
+
+    m: int
+    tail: int = 0
+    high_first: bool = False
+    opens: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +75,15 @@ class WorkList:
 
 
 @triton.jit
+def begin_early(OPENS: tl.constexpr):
+    """Before the first access to memory of a kernel that is launched early (`eprt.launching.early`): the one before is
+    done. OPENS: the next may be set up from now on, on multiprocessors that are free."""
+    gdc_wait()
+    if OPENS:
+        gdc_launch_dependents()
+
+
+@triton.jit
 def _experts_of(ids_ptr, s, num_slots, first, L):
     """Local experts of slots, L where there is none."""
     own = tl.load(ids_ptr + s, mask=s < num_slots, other=first - 1) - first
@@ -70,13 +97,16 @@ def tiles_of(rows, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def _write_items(items_ptr, num_items_ptr, expert, begin, rows, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
-    """The list of tiles of experts with `rows` rows from `begin`; programs share it. Those with more rows than the mean
-    come first, so that programs which take tiles one after another end with low ones."""
+def _write_items(
+    items_ptr, num_items_ptr, expert, begin, rows, BLOCK_M: tl.constexpr, TAIL: tl.constexpr, HIGH_FIRST: tl.constexpr,
+):  # fmt: skip
+    """The list of tiles of experts with `rows` rows from `begin`; programs share it."""
     tiles = tl.where(rows > 0, tiles_of(rows, BLOCK_M, TAIL), 0)
-    many = rows * tl.sum((rows > 0).to(tl.int32), axis=0) > tl.sum(rows, axis=0)
-    high, low = tl.where(many, tiles, 0), tl.where(many, 0, tiles)
-    first = tl.where(many, tl.cumsum(high, axis=0), tl.sum(high, axis=0) + tl.cumsum(low, axis=0)) - tiles
+    first = tl.cumsum(tiles, axis=0) - tiles
+    if HIGH_FIRST:
+        high = tl.where(rows * tl.sum((rows > 0).to(tl.int32), axis=0) > tl.sum(rows, axis=0), tiles, 0)
+        before = tl.cumsum(high, axis=0) - high
+        first = tl.where(high > 0, before, tl.sum(high, axis=0) + first - before)
     for tile in range(tl.program_id(0), tl.max(tiles, axis=0), tl.num_programs(0)):
         entry = items_ptr + (first + tile) * _ITEM
         there = tile < tiles
@@ -116,10 +146,10 @@ def _sum_counts(
 def _place_slots(
     ids_ptr, counts_ptr, totals_ptr, place_ptr, source_ptr, offsets_ptr, items_ptr, num_items_ptr, num_slots, first, L,
     K: tl.constexpr, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    TAIL: tl.constexpr, EARLY: tl.constexpr,
+    TAIL: tl.constexpr, HIGH_FIRST: tl.constexpr, EARLY: tl.constexpr, OPENS: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:  # launched while the kernel before still ends, whose ids must not be touched before it has
-        gdc_wait()
+    if EARLY:
+        begin_early(OPENS)
     block = tl.program_id(0)
     expert = tl.arange(0, L_PAD)
     if counts_ptr is None:
@@ -148,7 +178,7 @@ def _place_slots(
     if source_ptr is not None:
         tl.store(source_ptr + place, s // K, mask=local)
     if items_ptr is not None:
-        _write_items(items_ptr, num_items_ptr, expert, begin, total, BLOCK_M, TAIL)
+        _write_items(items_ptr, num_items_ptr, expert, begin, total, BLOCK_M, TAIL, HIGH_FIRST)
     if block == 0:
         tl.store(offsets_ptr + expert, begin.to(tl.int64), mask=expert < L)
         tl.store(offsets_ptr + L, tl.sum(total, axis=0).to(tl.int64))
@@ -157,10 +187,11 @@ def _place_slots(
 @triton.jit(do_not_specialize=["M", "L"], do_not_specialize_on_alignment=["counts_ptr"])
 def _list_slabs(
     counts_ptr, items_ptr, num_items_ptr, M, L, L_PAD: tl.constexpr, BLOCK_M: tl.constexpr, TAIL: tl.constexpr,
+    HIGH_FIRST: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, L_PAD)
     rows = tl.load(counts_ptr + expert, mask=expert < L, other=0)
-    _write_items(items_ptr, num_items_ptr, expert, expert * M, rows, BLOCK_M, TAIL)
+    _write_items(items_ptr, num_items_ptr, expert, expert * M, rows, BLOCK_M, TAIL, HIGH_FIRST)
 
 
 def place_slots(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,14 +204,12 @@ def place_slots(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor, to
         offsets [L + 1] int64, and place [N, K] int32, -1 where the expert isn't local.
     """
     offsets, place = _outputs(ids, L)
-    _place(ids, first, L, offsets, place, None, None)
+    _place(ids, first, L, offsets, place, None, None, RowTiles(1))
     return offsets, place
 
 
-def list_slots(
-    ids: torch.Tensor, first: int, L: int, block_m: int, tail: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, WorkList]:
-    """The same slots for a GEMM with tiles of `block_m` rows, an expert's last with up to `tail` more.
+def list_slots(ids: torch.Tensor, first: int, L: int, tiles: RowTiles) -> tuple[torch.Tensor, torch.Tensor, WorkList]:
+    """The same slots for a GEMM with such tiles.
 
     Returns:
         place, source [N * K] int32 (the row n that each sorted one comes from), and the tiles.
@@ -188,8 +217,8 @@ def list_slots(
     num_slots = ids.numel()
     offsets, place = _outputs(ids, L)
     source = torch.empty(num_slots, dtype=torch.int32, device=ids.device)
-    work = WorkList.empty(min(L, num_slots) + num_slots // block_m, block_m, ids.device, tail)
-    _place(ids, first, L, offsets, place, source, work)
+    work = WorkList.empty(min(L, num_slots) + num_slots // tiles.m, tiles.m, ids.device, tiles.tail)
+    _place(ids, first, L, offsets, place, source, work, tiles)
     return place, source, work
 
 
@@ -206,6 +235,7 @@ def _place(
     place: torch.Tensor,
     source: torch.Tensor | None,
     work: WorkList | None,
+    tiles: RowTiles,
 ) -> None:
     (N, K), ids = ids.shape, ids.contiguous()
     num_slots, l_pad = N * K, max(16, next_power_of_2(L + 1))
@@ -217,16 +247,16 @@ def _place(
         totals = counts[num_blocks]
         _prepared_count(ids.device, l_pad, block_s)((num_blocks, 1, 1), ids, counts, num_slots, first, L)
         _prepared_scan(ids.device, l_pad)((l_pad // SCAN_EXPERTS, 1, 1), counts, totals, num_blocks)
-    items, count, cut = (None, None, (1, 0)) if work is None else (work.items, work.count, (work.block_m, work.tail))
-    kernel = _prepared_place(ids.device, K, l_pad, block_s, cut, counts is not None, source is not None)
+    items, count = (None, None) if work is None else (work.items, work.count)
+    kernel = _prepared_place(ids.device, K, l_pad, block_s, tiles, counts is not None, source is not None)
     kernel((num_blocks, 1, 1), ids, counts, totals, place, source, offsets, items, count, num_slots, first, L)
 
 
-def list_slabs(counts: torch.Tensor, M: int, block_m: int, tail: int = 0) -> WorkList:
+def list_slabs(counts: torch.Tensor, M: int, tiles: RowTiles) -> WorkList:
     """The row tiles of L slabs of M rows, of which counts [L] int32 are valid."""
     L = counts.shape[0]
-    work = WorkList.empty(L * ceil_div(M, block_m), block_m, counts.device, tail)
-    kernel = _prepared_slabs(counts.device, max(16, next_power_of_2(L)), block_m, tail)
+    work = WorkList.empty(L * ceil_div(M, tiles.m), tiles.m, counts.device, tiles.tail)
+    kernel = _prepared_slabs(counts.device, max(16, next_power_of_2(L)), tiles)
     kernel((1, 1, 1), counts.contiguous(), work.items, work.count, M, L)
     return work
 
@@ -247,17 +277,22 @@ def _prepared_scan(device: torch.device, l_pad: int) -> Prepared:
 
 @cache
 def _prepared_place(
-    device: torch.device, K: int, l_pad: int, block_s: int, cut: tuple[int, int], counted: bool, lists: bool
+    device: torch.device, K: int, l_pad: int, block_s: int, tiles: RowTiles, counted: bool, lists: bool
 ) -> Prepared:
-    """`cut`: rows of a tile, its tail.  `counted`: by the two kernels before.  `lists`: source rows and tiles, too."""
+    """`counted`: by the two kernels before.  `lists`: source rows and tiles, too."""
     counts, listed = torch.int32 if counted else None, torch.int32 if lists else None
     arguments = torch.int32, counts, counts, torch.int32, listed, torch.int64, listed, listed, 2, 2, 2
     launch = early(device)
-    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": 1024, "BLOCK_M": cut[0], "TAIL": cut[1]}
-    return Prepared(_place_slots, device, arguments, {**sizes, "EARLY": bool(launch)}, num_warps=8, **launch)
+    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": 1024, **_constants(tiles)}
+    sizes |= {"EARLY": bool(launch), "OPENS": tiles.opens}
+    return Prepared(_place_slots, device, arguments, sizes, num_warps=8, **launch)
 
 
 @cache
-def _prepared_slabs(device: torch.device, l_pad: int, block_m: int, tail: int) -> Prepared:
-    sizes = {"L_PAD": l_pad, "BLOCK_M": block_m, "TAIL": tail}
-    return Prepared(_list_slabs, device, (torch.int32, torch.int32, torch.int32, 2, 2), sizes)
+def _prepared_slabs(device: torch.device, l_pad: int, tiles: RowTiles) -> Prepared:
+    arguments = torch.int32, torch.int32, torch.int32, 2, 2
+    return Prepared(_list_slabs, device, arguments, {"L_PAD": l_pad, **_constants(tiles)})
+
+
+def _constants(tiles: RowTiles) -> dict[str, Any]:
+    return {"BLOCK_M": tiles.m, "TAIL": tiles.tail, "HIGH_FIRST": tiles.high_first}

@@ -208,9 +208,13 @@ def test_slabs_are_activated_up_to_their_counts(L, M, I, activation):
     assert narrow[~valid].isnan().all()
 
 
-@pytest.mark.parametrize(("small_slots", "tail"), [(1 << 30, 0), (0, 0), (0, 16)], ids=["one launch", "three", "tails"])
+@pytest.mark.parametrize(
+    ("small_slots", "tail", "high_first"),
+    [(1 << 30, 0, True), (0, 0, False), (0, 16, True)],
+    ids=["one launch", "three", "tails"],
+)
 @pytest.mark.parametrize(("N", "K", "E", "first", "L"), [(5, 3, 6, 2, 2), (70, 6, 24, 7, 5), (90, 4, 300, 0, 300)])
-def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, tail, monkeypatch):
+def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, tail, high_first, monkeypatch):
     """Against torch's stable sort, and the list written out by hand."""
     from eprt.experts.permute import _group_slots_torch
 
@@ -222,14 +226,14 @@ def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, tail, monke
     offsets, place = place_triton.place_slots(ids.to(DEVICE), first, L)
     assert torch.equal(offsets.cpu(), wanted.offsets)
     assert torch.equal(place.cpu(), wanted.place)
-    place, source, work = place_triton.list_slots(ids.to(DEVICE), first, L, 16, tail)
+    place, source, work = place_triton.list_slots(ids.to(DEVICE), first, L, place_triton.RowTiles(16, tail, high_first))
     assert torch.equal(place.cpu(), wanted.place)
     rows = torch.arange(N)[:, None].expand(N, K)
     assert torch.equal(source.cpu()[wanted.place[wanted.place >= 0].long()], rows[wanted.place >= 0].int())
     items, bounds = [], wanted.offsets.tolist()
     counts = wanted.offsets.diff()
     low = (counts <= counts[counts > 0].double().mean()).tolist()
-    for expert in sorted(range(L), key=low.__getitem__):
+    for expert in sorted(range(L), key=low.__getitem__) if high_first else range(L):
         begin, end = bounds[expert : expert + 2]
         first_item, rows = len(items), end - begin
         items += [[expert, begin, end, first_item]] * (max(-(-(rows - tail) // 16), 1) if rows else 0)

@@ -9,7 +9,7 @@ what came. Slabs of ExpertMajorTokens are listed alike and read where they lie.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +24,7 @@ from eprt.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from eprt.experts.grouped.launch import Gemm, Rows
-    from eprt.experts.place_triton import WorkList
+    from eprt.experts.place_triton import RowTiles, WorkList
 
 
 class TritonGroupedExecutor(PreparedExecutor):
@@ -89,7 +89,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         N, K = tokens.ids.shape
         schedule = self._schedule(N)
         first, L = self.shard.first_expert, self.shard.num_local_experts
-        place, source, work = list_slots(tokens.ids, first, L, schedule.m, schedule.tail)
+        place, source, work = list_slots(tokens.ids, first, L, _row_tiles(schedule))
         result = torch.empty((N * K, out.shape[1]), dtype=torch.bfloat16, device=out.device)
         both(self._gemms, self._rows(tokens.hidden, work, source), work, schedule, (N * K,), result)
         direct = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
@@ -105,7 +105,7 @@ class TritonGroupedExecutor(PreparedExecutor):
 
         L, M = out.shape[:2]
         schedule = self._schedule(tokens.allowed_tokens)
-        work = list_slabs(tokens.counts, M, schedule.m, schedule.tail)
+        work = list_slabs(tokens.counts, M, _row_tiles(schedule))
         both(self._gemms, self._rows(tokens.hidden, work), work, schedule, (L, M), out)
 
     def warmup(self, max_rows: int, slots: int | None = None) -> None:
@@ -140,3 +140,10 @@ class TritonGroupedExecutor(PreparedExecutor):
         for dtype in (torch.bfloat16, torch.float32):
             hidden = torch.empty(L, rows, self.config.hidden_size, dtype=dtype, device=device)
             self(ExpertMajorTokens(Payload.plain(hidden), counts))
+
+
+@cache
+def _row_tiles(schedule: Schedule) -> RowTiles:
+    from eprt.experts.place_triton import RowTiles
+
+    return RowTiles(schedule.m, schedule.tail, schedule.second.roles, schedule.opens)

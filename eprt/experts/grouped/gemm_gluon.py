@@ -16,7 +16,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from eprt.experts.grouped.gemm_triton import begin_early
 from eprt.experts.grouped.multiply_gluon import multiply
 from eprt.experts.grouped.ring_gluon import (
     BLOCK_K,
@@ -29,6 +28,7 @@ from eprt.experts.grouped.ring_gluon import (
     barrier,
     fetch,
 )
+from eprt.experts.place_triton import begin_early
 
 _BLOCK_K = gl.constexpr(BLOCK_K)
 _COPYING_WARPS = gl.constexpr(COPYING_WARPS)
@@ -76,7 +76,7 @@ def grouped_gemm_by_roles(
         mbarrier.init(turns.index(which), count=1)
     told = gl.allocate_shared_memory(gl.int32, [STAGES * WHERE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
-    begin_early(C.FIRST)  # the second GEMM has roles, too
+    begin_early(C.OPENS)
     barrier()
     stages = w_ring, scale_ring, ring, tail_ring, full, empty, told
     target = w_factor, bias, out, out_stride, out_skip

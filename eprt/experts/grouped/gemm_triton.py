@@ -22,12 +22,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from eprt.experts.activation_triton import activated
 from eprt.experts.grouped.fp4_triton import fp4_block, fp4_expert, settled
 from eprt.experts.grouped.weights import INTERLEAVE
-from eprt.experts.place_triton import ITEM, tiles_of
+from eprt.experts.place_triton import ITEM, begin_early, tiles_of
 from eprt.quant.elements import E4M3_MAX, TINY
 from eprt.weights import FP8_BLOCK
 
@@ -36,16 +35,6 @@ _INTERLEAVE = tl.constexpr(INTERLEAVE)
 _ITEM = tl.constexpr(ITEM)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _TINY = tl.constexpr(TINY)
-
-
-@triton.jit
-def begin_early(OPENS: tl.constexpr):
-    """Before the first access to memory of a kernel that is launched early (`eprt.launching.early`): the one before is
-    done. OPENS: the next may come while this one ends, on each multiprocessor that is free. That is for a next one
-    which takes multiprocessors as a whole; programs of others would crowd on the first ones to be free."""
-    gdc_wait()
-    if OPENS:
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -339,10 +328,10 @@ def grouped_gemm(
         TAIL: rows that an expert's last tile takes beyond BLOCK_M, as the list was made for; 0 with FP8.
         HALVINGS: how often a tile's height may be halved where that is enough for an expert's last rows: 0, 1 or 2.
         FLATTEN: one pipeline over all tiles of a program, instead of one for each.
-        EARLY, OPENS: see `begin_early`; OPENS of the FIRST.
+        EARLY, OPENS: see `begin_early`.
     """
     if EARLY:
-        begin_early(FIRST and OPENS)
+        begin_early(OPENS)
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     total = tl.load(num_items) * NUM_N
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):

@@ -129,7 +129,7 @@ class Gemm:
             constants = {**self._constants, **_cut(schedule, tile, x_tma)}
             grouped_gemm[grid](*arguments, **constants, **self._options(tile))
             return
-        cut = schedule.m, schedule.tail, schedule.group, schedule.second.roles, tile, x_tma
+        cut = schedule.m, schedule.tail, schedule.group, schedule.opens, tile, x_tma
         key = (*cut, data.dtype, out.dtype, rows.source is None, *map(like, strides))
         kernel = self._prepared.get(key)
         if kernel is None:
@@ -187,6 +187,7 @@ class Gemm:
             schedule.m,
             schedule.tail,
             schedule.group,
+            schedule.opens,
             tile,
             out.dtype,
             x_tma,
@@ -246,7 +247,7 @@ def _cut(schedule: Schedule, tile: Tile, x_tma: bool) -> dict[str, Any]:
         "HALVINGS": tile.halvings,
         "FLATTEN": tile.flatten and x_tma,
         "X_TMA": x_tma,
-        "OPENS": schedule.second.roles,
+        "OPENS": schedule.opens,
     }
 
 

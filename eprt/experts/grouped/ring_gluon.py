@@ -61,6 +61,7 @@ class Cut:
         BLOCK_K: columns of a stage, 64; FP4: 64 or 128.  STAGES: of the ring.
         X_TMA: the copy engine brings tokens.
         TAIL: 0, 16 or 32 tokens more.  HALVINGS, GROUP_M: see `gemm_triton.grouped_gemm`.
+        OPENS: see `place_triton.begin_early`.
         FIRST, GATED, ALPHA, BETA, LIMIT: see `activation_triton.constants`.
         FP4: weights have 4 bits.  UNIT_SCALES: words of a unit's scales.  UNIT_ROWS: rows of units that the copy engine
             brings of a tile.
@@ -81,6 +82,7 @@ class Cut:
     HALVINGS: int
     GROUP_M: int
     STAGES: int
+    OPENS: bool
     FIRST: bool
     GATED: bool
     ALPHA: float

@@ -56,6 +56,8 @@ class Schedule:
         tail: rows beyond m that an expert's last tile takes along instead of leaving them to another tile, which would
             read (and decode) all weights again for them; 0, 16 or 32. Needs `swap`; not with `flatten` or FP8 weights.
         group: row tiles of an expert that share columns before the next columns come.
+        opens: each kernel lets the next be set up on every multiprocessor that is free, while others still work. For
+            those that take multiprocessors as a whole: programs of others would crowd on the first ones.
     """
 
     m: int
@@ -63,6 +65,7 @@ class Schedule:
     second: Tile
     group: int = 8
     tail: int = 0
+    opens: bool = False
 
 
 ANY = 1 << 30
@@ -108,13 +111,13 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
     "w4a16": (
         (0.5, Schedule(16, Tile(128, 256, 3, 4, 2, swap=True), Tile(64, 256, 3, 4, 4, swap=True))),
         (2, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), Tile(64, 256, 3, 4, 4, swap=True, tma=True))),
-        (12, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), MXFP4_LOW)),
-        (40, Schedule(32, MXFP4_32, DOWN_32, tail=16)),
-        (80, Schedule(64, MXFP4_64, MXFP4_64, tail=16)),
-        (144, Schedule(128, MXFP4_128, DOWN_128, tail=16)),
+        (12, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), MXFP4_LOW, opens=True)),
+        (40, Schedule(32, MXFP4_32, DOWN_32, tail=16, opens=True)),
+        (80, Schedule(64, MXFP4_64, MXFP4_64, tail=16, opens=True)),
+        (144, Schedule(128, MXFP4_128, DOWN_128, tail=16, opens=True)),
         # From some 200 rows on two tiles of 128 take longer than one of 256.
-        (208, Schedule(128, MXFP4_128, DOWN_128, tail=32)),
-        (ANY, Schedule(256, MXFP4_256, MXFP4_256, tail=32)),
+        (208, Schedule(128, MXFP4_128, DOWN_128, tail=32, opens=True)),
+        (ANY, Schedule(256, MXFP4_256, MXFP4_256, tail=32, opens=True)),
     ),
 }
 HOPPER["nv4a16"] = HOPPER["w4a16"]  # not searched: the same but for twice as many scales
