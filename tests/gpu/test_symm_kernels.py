@@ -11,6 +11,8 @@ once, or of time.
 from __future__ import annotations
 
 import itertools
+import mmap
+import platform
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ pytestmark = [pytest.mark.gpu, runs_kernels]
 
 PAYLOADS = ("bf16", "fp8_block", "nvfp4")
 GLOBAL_SCALE = 1 / 64
+MAP_32BIT = 0x40  # of Linux on x86: in the lowest 2 GiB; Python 3.13 has it in mmap
 
 
 @dataclass
@@ -38,6 +41,17 @@ class Batch:
     hidden: torch.Tensor
     sent: Payload
     topk: TopK
+
+
+def memory_of(size: int, *, low: bool) -> torch.Tensor:
+    """u8 [size], 255 everywhere. `low`, where it is the CPU's: at an address of 31 bits, as in a Python that isn't
+    position-independent (Debian's), which the interpreter takes for a number of 32."""
+    if low and INTERPRETED and platform.machine() == "x86_64":
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_32BIT)
+        memory = torch.frombuffer(pages, dtype=torch.uint8).fill_(255)
+        assert memory.data_ptr() < 1 << 31
+        return memory
+    return torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
 
 
 class Ranks:
@@ -52,9 +66,7 @@ class Ranks:
         self.left = list(range(W))  # ranks that make calls
         self.global_scale = torch.tensor([GLOBAL_SCALE], device=DEVICE)
         self.geometry = Geometry(W, capacity, H, K, payload)
-        self.raw = raw = [
-            torch.full((self.geometry.num_bytes,), 255, dtype=torch.uint8, device=DEVICE) for _ in range(W)
-        ]
+        self.raw = raw = [memory_of(self.geometry.num_bytes, low=rank % 2 == 0) for rank in range(W)]
         for memory in raw:
             memory[: 2 * 256].zero_()
         # [slot, phase, source] of each rank: 256 bytes a slot, two lines of 8 flags of 8 bytes

@@ -95,7 +95,8 @@ finished:
 @triton.jit
 def _region(base, at, dtype: tl.constexpr):
     """A peer's region. Regions start at multiples of 256 bytes, which lets accesses be 16 bytes wide."""
-    return tl.multiple_of((base + at).to(tl.pointer_type(dtype)), 16)
+    place = base.to(tl.int64) + at  # the interpreter takes a low address for 32 bits
+    return tl.multiple_of(place.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
