@@ -125,9 +125,9 @@ def tiles(pair: str, m: int, tail: int, *, tma: bool) -> list[Tile]:
 
 def time_tile(gemm: Gemm, rows: Rows, work: WorkList, tile: Tile, out: torch.Tensor) -> float | str:
     """Microseconds, or why there are none. `out`: rows that are computed; the first to be asked writes them."""
-    m = work.block_m
-    found = torch.full((work.bound * m + work.tail, out.shape[1]), NAN, dtype=out.dtype, device=out.device)
-    run = partial(gemm, rows, work, Schedule(m, tile, tile, tail=work.tail), tile, found)
+    m, tail = work.tiles.m, work.tiles.tail
+    found = torch.full((work.bound * m + tail, out.shape[1]), NAN, dtype=out.dtype, device=out.device)
+    run = partial(gemm, rows, work, Schedule(m, tile, tile, tail=tail), tile, found)
     try:
         us = round(device_microseconds(run), 2)
     except Exception as error:  # noqa: BLE001  (whatever Triton, ptxas or the driver says: the next one may do)

@@ -54,19 +54,17 @@ class WorkList:
     Attributes:
         items: int32 [bound, ITEM].  count: int32 [1], entries that are there.
         taken: int32 [1], for `gemm_gluon`; zero before a GEMM and after it.
-        block_m: rows of a tile.  tail: how many more an expert's last one may have.
     """
 
     items: torch.Tensor
     count: torch.Tensor
     taken: torch.Tensor
-    block_m: int
-    tail: int = 0
+    tiles: RowTiles
 
     @classmethod
-    def empty(cls, bound: int, block_m: int, device: torch.device, tail: int = 0) -> WorkList:
+    def empty(cls, bound: int, tiles: RowTiles, device: torch.device) -> WorkList:
         memory = torch.empty(bound * ITEM + 2, dtype=torch.int32, device=device)
-        return cls(*memory.split((bound * ITEM, 1, 1)), block_m, tail)
+        return cls(*memory.split((bound * ITEM, 1, 1)), tiles)
 
     @property
     def bound(self) -> int:
@@ -204,7 +202,7 @@ def place_slots(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor, to
         offsets [L + 1] int64, and place [N, K] int32, -1 where the expert isn't local.
     """
     offsets, place = _outputs(ids, L)
-    _place(ids, first, L, offsets, place, None, None, RowTiles(1))
+    _place(ids, first, L, offsets, place, None, None)
     return offsets, place
 
 
@@ -217,8 +215,8 @@ def list_slots(ids: torch.Tensor, first: int, L: int, tiles: RowTiles) -> tuple[
     num_slots = ids.numel()
     offsets, place = _outputs(ids, L)
     source = torch.empty(num_slots, dtype=torch.int32, device=ids.device)
-    work = WorkList.empty(min(L, num_slots) + num_slots // tiles.m, tiles.m, ids.device, tiles.tail)
-    _place(ids, first, L, offsets, place, source, work, tiles)
+    work = WorkList.empty(min(L, num_slots) + num_slots // tiles.m, tiles, ids.device)
+    _place(ids, first, L, offsets, place, source, work)
     return place, source, work
 
 
@@ -235,7 +233,6 @@ def _place(
     place: torch.Tensor,
     source: torch.Tensor | None,
     work: WorkList | None,
-    tiles: RowTiles,
 ) -> None:
     (N, K), ids = ids.shape, ids.contiguous()
     num_slots, l_pad = N * K, max(16, next_power_of_2(L + 1))
@@ -247,7 +244,7 @@ def _place(
         totals = counts[num_blocks]
         _prepared_count(ids.device, l_pad, block_s)((num_blocks, 1, 1), ids, counts, num_slots, first, L)
         _prepared_scan(ids.device, l_pad)((l_pad // SCAN_EXPERTS, 1, 1), counts, totals, num_blocks)
-    items, count = (None, None) if work is None else (work.items, work.count)
+    items, count, tiles = (None, None, RowTiles(1)) if work is None else (work.items, work.count, work.tiles)
     kernel = _prepared_place(ids.device, K, l_pad, block_s, tiles, counts is not None, source is not None)
     kernel((num_blocks, 1, 1), ids, counts, totals, place, source, offsets, items, count, num_slots, first, L)
 
@@ -255,7 +252,7 @@ def _place(
 def list_slabs(counts: torch.Tensor, M: int, tiles: RowTiles) -> WorkList:
     """The row tiles of L slabs of M rows, of which counts [L] int32 are valid."""
     L = counts.shape[0]
-    work = WorkList.empty(L * ceil_div(M, tiles.m), tiles.m, counts.device, tiles.tail)
+    work = WorkList.empty(L * ceil_div(M, tiles.m), tiles, counts.device)
     kernel = _prepared_slabs(counts.device, max(16, next_power_of_2(L)), tiles)
     kernel((1, 1, 1), counts.contiguous(), work.items, work.count, M, L)
     return work

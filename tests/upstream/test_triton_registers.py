@@ -22,7 +22,7 @@ from support.sass import Machine, compiled, count, overwritten_operands
 from eprt.experts.grouped import launch
 from eprt.experts.grouped.schedules import HOPPER, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
-from eprt.experts.place_triton import WorkList
+from eprt.experts.place_triton import RowTiles, WorkList
 
 CPU = torch.device("cpu")
 ROLES = launch.Chip(132, True, True)
@@ -76,7 +76,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
     source = torch.zeros(64, dtype=torch.int32) if first else None
     rows = launch.Rows(torch.zeros(*shape, cols, dtype=torch.bfloat16), None, source)
     out = torch.zeros(*shape, 832, dtype=torch.bfloat16)
-    gemm(rows, WorkList.empty(4, schedule.m, CPU), schedule, schedule.first if first else schedule.second, out)
+    gemm(
+        rows, WorkList.empty(4, RowTiles(schedule.m), CPU), schedule, schedule.first if first else schedule.second, out
+    )
     return found[0]
 
 

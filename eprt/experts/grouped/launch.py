@@ -197,7 +197,8 @@ class Gemm:
         kernel = self._prepared.get(key)
         if kernel is None:
             constants = {"C": self._cut_by_roles(schedule, tile, x_tma)}
-            options, device = {"num_warps": 4, "launch_pdl": True}, self._weights.device
+            device = self._weights.device
+            options = {"num_warps": 4, **early(device)}
             kernel = Prepared(grouped_gemm_by_roles, device, _kinds(arguments), constants, **options)
             self._prepared[key] = kernel
         kernel((min(self._chip.multiprocessors, work.bound * ceil_div(matrix.rows, tile.n)), 1, 1), *arguments)
@@ -257,7 +258,7 @@ def quantize_rows(data: torch.Tensor, work: WorkList | None, gemm: Gemm) -> Rows
     groups, width = ceil_div(K, FP8_BLOCK), round_up(K, 16) * (2 if split else 1)
     codes = torch.empty((*data.shape[:-1], width), dtype=torch.float8_e4m3fn, device=data.device)
     scale = torch.empty((*data.shape[:-1], groups), dtype=torch.float32, device=data.device)
-    block_m = work.block_m if work else 16
+    block_m = work.tiles.m if work else 16
     tiles = (work.bound if work else ceil_div(data.shape[0], block_m)) * groups
     items, count = (None, None) if work is None else (work.items, work.count)
     numbers = *_strides(data), width

@@ -314,7 +314,8 @@ def fetch(read, stages, tiles, C: gl.constexpr):
         if tile < total:
             following = _take(taken)
     _tell(stages, state, (-1, 0, 0, 0))
-    there = stages[4].index(state[0])
+    _, _, _, _, full, _, _ = stages
+    there = full.index(state[0])
     mbarrier.expect(there, 0)
     if not C.X_TMA:
         async_copy.mbarrier_arrive(there, increment_count=False)
