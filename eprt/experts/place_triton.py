@@ -5,7 +5,7 @@
 Every program places one block of slots. It needs the counts of all slots and those of the slots before its own: up to
 SMALL_SLOTS it counts the ids itself, which then sit in L2; above, two kernels before it have counted each block and
 summed the blocks up. Inside a block a slot's rank is the number of earlier ones with its expert, so the order is that
-of the slots.
+of the slots. Each of them lets the next be set up, the first GEMM, too: their programs are small and few.
 """
 
 from __future__ import annotations
@@ -32,19 +32,17 @@ _ITEM = tl.constexpr(ITEM)
 
 @dataclass(frozen=True)
 class RowTiles:
-    """How experts' rows become row tiles, and when a GEMM wants their list.
+    """How experts' rows become row tiles.
 
     Attributes:
         m: rows of a tile.  tail: how many more an expert's last one may have.
         high_first: experts with more rows than the mean come first, so that programs which take tiles one after another
             end with low ones.
-        opens: see `begin_early`.
     """
 
     m: int
     tail: int = 0
     high_first: bool = False
-    opens: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,11 @@ def _write_items(
 
 
 @triton.jit(do_not_specialize=["num_slots", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])
-def _count_slots(ids_ptr, counts_ptr, num_slots, first, L, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr):
+def _count_slots(
+    ids_ptr, counts_ptr, num_slots, first, L, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        begin_early(True)
     block = tl.program_id(0)
     own = _experts_of(ids_ptr, block * BLOCK_S + tl.arange(0, BLOCK_S), num_slots, first, L)
     tl.store(counts_ptr + block * L_PAD + tl.arange(0, L_PAD), tl.histogram(own, L_PAD))
@@ -127,8 +129,11 @@ def _count_slots(ids_ptr, counts_ptr, num_slots, first, L, L_PAD: tl.constexpr, 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _sum_counts(
     counts_ptr, totals_ptr, num_blocks, L_PAD: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Each block's counts become those of the blocks before it; a program does some experts."""
+    if EARLY:
+        begin_early(True)
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     before = tl.zeros([EXPERTS], dtype=tl.int32)
     for start in range(0, num_blocks, CHUNK):
@@ -144,10 +149,10 @@ def _sum_counts(
 def _place_slots(
     ids_ptr, counts_ptr, totals_ptr, place_ptr, source_ptr, offsets_ptr, items_ptr, num_items_ptr, num_slots, first, L,
     K: tl.constexpr, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    TAIL: tl.constexpr, HIGH_FIRST: tl.constexpr, EARLY: tl.constexpr, OPENS: tl.constexpr,
+    TAIL: tl.constexpr, HIGH_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
-        begin_early(OPENS)
+        begin_early(True)
     block = tl.program_id(0)
     expert = tl.arange(0, L_PAD)
     if counts_ptr is None:
@@ -263,13 +268,16 @@ def list_slabs(counts: torch.Tensor, M: int, tiles: RowTiles) -> WorkList:
 
 @cache
 def _prepared_count(device: torch.device, l_pad: int, block_s: int) -> Prepared:
-    return Prepared(_count_slots, device, (torch.int32, torch.int32, 2, 2, 2), {"L_PAD": l_pad, "BLOCK_S": block_s})
+    constants, launch = {"L_PAD": l_pad, "BLOCK_S": block_s}, early(device)
+    arguments = torch.int32, torch.int32, 2, 2, 2
+    return Prepared(_count_slots, device, arguments, {**constants, "EARLY": bool(launch)}, **launch)
 
 
 @cache
 def _prepared_scan(device: torch.device, l_pad: int) -> Prepared:
-    constants = {"L_PAD": l_pad, "EXPERTS": SCAN_EXPERTS, "CHUNK": 512}
-    return Prepared(_sum_counts, device, (torch.int32, torch.int32, 2), constants, num_warps=8)
+    launch = early(device)
+    constants = {"L_PAD": l_pad, "EXPERTS": SCAN_EXPERTS, "CHUNK": 512, "EARLY": bool(launch)}
+    return Prepared(_sum_counts, device, (torch.int32, torch.int32, 2), constants, num_warps=8, **launch)
 
 
 @cache
@@ -280,8 +288,7 @@ def _prepared_place(
     counts, listed = torch.int32 if counted else None, torch.int32 if lists else None
     arguments = torch.int32, counts, counts, torch.int32, listed, torch.int64, listed, listed, 2, 2, 2
     launch = early(device)
-    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": 1024, **_constants(tiles)}
-    sizes |= {"EARLY": bool(launch), "OPENS": tiles.opens}
+    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": 1024, "EARLY": bool(launch), **_constants(tiles)}
     return Prepared(_place_slots, device, arguments, sizes, num_warps=8, **launch)
 
 

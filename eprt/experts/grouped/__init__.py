@@ -146,4 +146,4 @@ class TritonGroupedExecutor(PreparedExecutor):
 def _row_tiles(schedule: Schedule) -> RowTiles:
     from eprt.experts.place_triton import RowTiles
 
-    return RowTiles(schedule.m, schedule.tail, schedule.second.roles, schedule.opens)
+    return RowTiles(schedule.m, schedule.tail, schedule.second.roles)

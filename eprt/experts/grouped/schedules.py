@@ -56,8 +56,8 @@ class Schedule:
         tail: rows beyond m that an expert's last tile takes along instead of leaving them to another tile, which would
             read (and decode) all weights again for them; 0, 16 or 32. Needs `swap`; not with `flatten` or FP8 weights.
         group: row tiles of an expert that share columns before the next columns come.
-        opens: each kernel lets the next be set up on every multiprocessor that is free, while others still work. For
-            those that take multiprocessors as a whole: programs of others would crowd on the first ones.
+        opens: both GEMMs let the next kernel be set up on every multiprocessor that is free, while others still work.
+            For those that take multiprocessors as a whole: programs of others would crowd on the first ones.
     """
 
     m: int
