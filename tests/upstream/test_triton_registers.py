@@ -142,6 +142,11 @@ def test_warps_with_roles_keep_to_registers(name, what, monkeypatch):
         read = [line for line in loop if line.startswith("LDS") and not line.endswith("[RZ]")]
         assert len(read) == (0 if form == "bf16" else 2 * parts), "words and scales"
         assert sum("DEPBAR" in line for line in loop) == 1, "a stage's products are waited for together"
+        arrivals = [index for index, line in enumerate(loop) if line.startswith("SYNCS.ARRIVE")]
+        assert arrivals
+        assert all(any(line.startswith("BAR.SYNC") for line in loop[index - 3 : index]) for index in arrivals), (
+            "one thread arrives for its warpgroup, when all of it is there"
+        )
         assert overwritten_operands(loop) == []
 
 

@@ -7,7 +7,8 @@ decode, multiply and wait together. Here a program is alone on its multiprocesso
 multiply a part of a tile's weight rows each (`multiply_gluon`), further warps bring them weights and tokens, into a
 ring of stages in shared memory (`ring_gluon`). While one multiplier decodes or waits, the products of the others go on.
 
-Gluon's kernels can't be interpreted: tests on a GPU hold this one to the other.
+Triton interprets none of this: tests on a GPU hold this kernel to the other one, and on a CPU a stand-in for as much of
+Gluon as is used here runs its lines, and holds what roles do in shared memory to the barriers between them.
 """
 
 from __future__ import annotations
