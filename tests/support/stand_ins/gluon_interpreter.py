@@ -25,9 +25,10 @@ from triton.runtime import interpreter
 from triton.runtime.jit import mangle_type
 
 from eprt.experts import place_triton
-from support.stand_ins.gluon_order import GRANULE, Barrier, Buffer, Machine, Write
+from support.stand_ins.gluon_order import GRANULE, Barrier, Buffer, Job, Machine, Write
 
-_seeds = itertools.count()  # another order of turns for each program
+_seeds = itertools.count()  # another order of turns for each launch
+_jobs: list[Job] = []  # of the launch under way: what programs have given their warps to do
 _machines: list[Machine] = []  # the one at work, if any
 
 
@@ -52,7 +53,11 @@ class Jit:
             for program in range(grid[0]):
                 interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
                 self.fn(*given)
+            _machines.append(Machine(next(_seeds)))
+            _at_work().run(_jobs)
         finally:
+            _machines.clear()
+            _jobs.clear()
             patched.restore()
 
 
@@ -239,13 +244,12 @@ def _await_products(outstanding: int, given: list[Any]) -> Any:
 
 
 def _specialize(parts: list[tuple[Jit, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
-    names = [f"{job.fn.__name__} {number}" for number, (job, _) in enumerate(parts)]
-    jobs = [partial(job, *args) for job, args in parts]
-    _machines.append(Machine(next(_seeds)))
-    try:
-        _at_work().run(list(zip(names, [4, *warps], jobs, strict=True)))
-    finally:
-        _machines.pop()
+    """The last thing that a program does: its roles start when all programs are here."""
+    program = interpreter.interpreter_builder.grid_idx
+    enter = partial(interpreter.interpreter_builder.set_grid_idx, *program)
+    for number, ((job, args), count) in enumerate(zip(parts, [4, *warps], strict=True)):
+        name = f"{job.fn.__name__} {number} of program {program[0]}"
+        _jobs.append(Job(name, count, partial(job, *args), enter))
 
 
 # ---- the modules -----------------------------------------------------------------------------------------------------

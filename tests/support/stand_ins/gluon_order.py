@@ -1,8 +1,8 @@
-"""Warps with roles, the copy engine and mbarriers of one program, on a CPU: who runs when, and what orders whom.
+"""Warps with roles, the copy engine and mbarriers of some programs, on a CPU: who runs when, and what orders whom.
 
-Each role is a thread, of which one runs at a time: up to its next barrier, copy or product, then another is drawn. What
-the copy engine or a copying thread was asked for happens at any time before the barrier that it arrives at. So an order
-that nothing enforces occurs in some run.
+Each role is a thread, of which one runs at a time: up to its next barrier, copy or product, then another is drawn, of
+this program or another. What the copy engine or a copying thread was asked for happens at any time before the barrier
+that it arrives at. So an order that nothing enforces occurs in some run.
 
 And each access to shared memory is held to all before it, whatever this run's order was: two of which one writes must
 be ordered by barriers (vector clocks, with a component for each role and each barrier). A warpgroup's asynchronous
@@ -120,11 +120,21 @@ class Copy:
     done: bool = False
 
 
-class Role:
-    """One partition of a program's warps."""
+@dataclass(frozen=True)
+class Job:
+    """One partition of a program's warps. `enter` is called before each of its turns."""
 
-    def __init__(self, machine: Machine, threads: Executor, name: str, warps: int, job: Callable[[], None]) -> None:
-        self.machine, self.name, self.warps = machine, name, warps
+    name: str
+    warps: int
+    do: Callable[[], None]
+    enter: Callable[[], None]
+
+
+class Role:
+    """A job at work."""
+
+    def __init__(self, machine: Machine, threads: Executor, job: Job) -> None:
+        self.machine, self.name, self.warps, self._enter = machine, job.name, job.warps, job.enter
         self.clock: Clock = {self: 1}
         self.copies: list[Copy] = []  # of its threads, not yet bound to a barrier
         self.writes: list[Write] = []
@@ -132,19 +142,20 @@ class Role:
         self.waits_for = ""
         self.finished = False
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
-        self._result = threads.submit(self._run, job)
+        self._result = threads.submit(self._run, job.do)
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run(self, do: Callable[[], None]) -> None:
         self._go.acquire()
         try:
             if not self.machine.over:
-                job()
+                do()
         finally:
             self.finished = True
             self._paused.release()
 
     def turn(self) -> None:
         """Go on until it pauses or ends. Raises what its job raised."""
+        self._enter()
         self._go.release()
         self._paused.acquire()
         if self.finished and not self.machine.over:
@@ -166,7 +177,7 @@ class Role:
 
 
 class Machine:
-    """One program, its roles' turns drawn from `seed`."""
+    """Programs at the same time, their roles' turns drawn from `seed`."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -174,10 +185,10 @@ class Machine:
         self.copies: list[Copy] = []
         self.role: Role | None = None  # whose turn it is
 
-    def run(self, jobs: list[tuple[str, int, Callable[[], None]]]) -> None:
-        """Until all (name, warps, job) have ended. Raises Race, Stuck, or what a job raised."""
+    def run(self, jobs: list[Job]) -> None:
+        """Until all have ended. Raises Race, Stuck, or what a job raised."""
         with ThreadPoolExecutor(len(jobs)) as threads:
-            roles = [Role(self, threads, *job) for job in jobs]
+            roles = [Role(self, threads, job) for job in jobs]
             try:
                 while not all(role.finished for role in roles) or self.copies:
                     self._step(roles)
