@@ -269,7 +269,8 @@ class RuntimeConfig:
         validate: "cheap" checks what the host knows without a device sync; "full" also checks values (ids in range,
             finite weights) and compares all ranks' headers before payload moves. gloo worlds always compare headers.
         phase: which row of the measured tables the automatic choice uses.
-        deterministic: ask executors for run-to-run identical sums.
+        deterministic: ask executors for run-to-run identical sums. `humming`'s then don't depend on the rest of the
+            batch either; those of MXFP4 and NVFP4 in `triton_grouped` never do.
         count_load: count on the device how often each expert is chosen, for `ExpertParallelMoE.load`.
         low_precision_activations: let an executor quantise activations to FP8 (an explicit accuracy trade).
         layer_graphs: `World.warmup` captures each layer's call in CUDA graphs for small R, which eager callers then
