@@ -108,6 +108,14 @@ class Guard:
         """What the world agreed on, if anything."""
         return self._verdict
 
+    @property
+    def verdict_due(self) -> bool:
+        """Whether a verdict is on its way: there is none yet, and somebody is accused or a peer went without a word."""
+        if self._verdict is not None or not self._thread.alive:
+            return False
+        went = (peer.closed or self._gone(rank) for rank, peer in self._peers.items() if not peer.ending)
+        return bool(self._cases) or any(went)
+
     def acknowledge(self) -> None:
         """The main thread knows of the verdict: it isn't stuck in a call."""
         self._raised = self._verdict is not None

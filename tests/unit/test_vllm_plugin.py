@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.jobs import vllm_jobs as jobs
+from support.ports import free_port
 
+from eprt.integrations.vllm.host import EXIT_S
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
 
@@ -71,3 +75,47 @@ def test_experts_lie_where_a_placement_file_says(pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize("weight_format", ["bf16", "mxfp4", "nvfp4", "fp8_block"])
 def test_experts_of_every_format_travel_whole(pools, weight_format: str) -> None:
     assert pools(2).run(jobs.spread_experts, weight_format=weight_format) == [[], []]
+
+
+WORKERS = """
+import multiprocessing, os, signal, sys, time
+from multiprocessing.util import Finalize
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from eprt.integrations.vllm import host
+
+def worker(rank, port, end):
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    ep = SimpleNamespace(device=torch.device("cpu"), cpu_group=dist.group.WORLD)
+    host._world(ep, SimpleNamespace(world_size=1, cpu_group=None), False)
+    if rank == 1:
+        if end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
+    try:
+        dist.barrier()
+    except RuntimeError:  # as of a collective of vLLM's own
+        time.sleep(0.05)  # vLLM's way to its end
+        ended = time.monotonic()
+        Finalize(None, lambda: sys.stdout.write(f"{time.monotonic() - ended}"), exitpriority=0)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=worker, args=(rank, *sys.argv[1:])) for rank in range(2)]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
+"""
+
+
+@pytest.mark.parametrize(("end", "named", "seconds"), [("killed", 1, 2 * EXIT_S), ("left", 0, EXIT_S)])
+def test_a_worker_that_ends_names_the_dead_rank_first(tmp_path: Path, end: str, named: int, seconds: float) -> None:
+    """And waits for that alone: beside a peer that has left in order it ends at once."""
+    script = tmp_path / "workers.py"
+    script.write_text(WORKERS)
+    command = [sys.executable, str(script), str(free_port()), end]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
+    assert done.stderr.count("eprt: rank 1 exited: process ") == named, done.stderr
+    assert float(done.stdout) < seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -9,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ from eprt.world import World
 
 logger = logging.getLogger("vllm.eprt")  # below vLLM's own, so that its handlers print these lines
 LOOK_S = 0.05  # vLLM ends this process a moment after a peer has died
+EXIT_S = 0.8  # longer than the guards need, from a closed connection to the verdict
 TIMEOUT_S = 600.0  # the first start of a model compiles; vLLM's own start-up waits as long
 
 
@@ -164,7 +168,11 @@ def _world(ep: Any, tp: Any, sequence_parallel: bool) -> World:
         attention_tp_group=tp_group if shared_tokens else None,
         timeout_s=TIMEOUT_S,
     )
-    threading.Thread(target=_tell_who_is_lost, args=(world,), name="eprt-vllm", daemon=True).start()
+    teller = threading.Thread(target=_tell_who_is_lost, args=(world,), name="eprt-vllm", daemon=True)
+    teller.start()
+    let_tell = partial(_let_tell, world, teller)
+    atexit.register(let_tell)
+    Finalize(None, let_tell, exitpriority=1)  # vLLM's processes end without atexit; World's own, at 0, ends the guard
     return world
 
 
@@ -175,3 +183,10 @@ def _tell_who_is_lost(world: World) -> None:
             logger.error("eprt: %s", guard.verdict)
             return
         time.sleep(LOOK_S)
+
+
+def _let_tell(world: World, teller: threading.Thread) -> None:
+    """At exit: vLLM's own collective may fail, and end this process, before the guards have agreed on the culprit."""
+    guard = world._guard
+    if guard is not None and (guard.verdict is not None or guard.verdict_due):
+        teller.join(EXIT_S)
