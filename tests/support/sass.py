@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([^;]*);")
-_TYPES = {"bfloat16": "bf16", "int32": "i32", "float32": "fp32"}
+_TYPES = {"bfloat16": "bf16", "int32": "i32", "int64": "i64", "float32": "fp32"}
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 _WRITES_NOTHING = ("ST", "BAR", "BRA", "LDG", "WARPGROUP", "DEPBAR", "ISETP", "U", "MEMBAR", "FENCE", "NOP", "PLOP3")
 

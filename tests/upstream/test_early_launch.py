@@ -1,0 +1,106 @@
+"""Kernels that are set up while the one before ends, as machine code for sm_90a: none touches memory that another one
+writes before it has waited. A compiler that moved such an access would make results wrong now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton isn't installed")
+
+from support.sass import Machine, compiled
+
+from eprt.activation import Activation
+from eprt.config import Routing
+from eprt.experts import permute_triton, place_triton
+from eprt.experts.grouped import launch
+from eprt.experts.grouped.schedules import HOPPER
+from eprt.experts.grouped.weights import GroupedMatrix
+from eprt.experts.place_triton import RowTiles, WorkList
+from eprt.routing import launch as routing
+from eprt.weights import Dense
+
+CPU = torch.device("cpu")
+BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
+MODULES = place_triton, permute_triton, launch, routing
+ACCESSES = "LDG", "STG", "ATOM", "RED.", "UTMALDG", "UTMASTG", "UBLKCP"  # and LDGSTS
+
+
+@pytest.fixture
+def made(monkeypatch) -> dict[str, Machine]:
+    """What calls launch, by the kernel's name, as on a Hopper GPU."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    found: dict[str, Machine] = {}
+
+    def prepared(kernel, device, kinds, constants, **options) -> Callable[..., None]:
+        def call(grid, *arguments):
+            found[kernel.__name__] = compiled(kernel, arguments, {**constants, **options})
+
+        return call
+
+    caches = [member for module in MODULES for member in vars(module).values() if hasattr(member, "cache_clear")]
+    for module in MODULES:
+        monkeypatch.setattr(module, "Prepared", prepared)
+        monkeypatch.setattr(module, "early", lambda _: {"launch_pdl": True})
+    for each in caches:
+        each.cache_clear()
+    yield found
+    for each in caches:
+        each.cache_clear()
+
+
+def before_the_wait(machine: Machine) -> list[str]:
+    """Accesses to memory."""
+    waits = [index for index, line in enumerate(machine.code) if line.startswith("ACQBULK")]
+    assert waits
+    return [line for line in machine.code[: waits[0]] if line.startswith(ACCESSES)]
+
+
+def opens(machine: Machine) -> bool:
+    """Whether it lets the next kernel be set up."""
+    return any(line.startswith("PREEXIT") for line in machine.code)
+
+
+@pytest.mark.parametrize("tokens", [16, 1024], ids=["one launch", "counted first"])
+def test_lists_and_sums(tokens, made):
+    ids = torch.zeros(tokens, 8, dtype=I32)
+    place, _, _ = place_triton.list_slots(ids, 0, 32, RowTiles(64, 16, True))
+    weights = torch.zeros(tokens, 8)
+    permute_triton.weighted_unpermute(torch.zeros(tokens, 2880), place, weights, torch.zeros(tokens, 2880), True)
+    counted = ["_count_slots", "_sum_counts"] if tokens > 16 else []
+    assert list(made) == [*counted, "_place_slots", "_weighted_sum"]
+    assert not [line for machine in made.values() for line in before_the_wait(machine)]
+    assert [name for name, machine in made.items() if opens(machine)] == list(made)[:-1]
+
+
+def test_rows_in_order(made):
+    permute_triton.group_rows(torch.zeros(16, 256, dtype=BF16), torch.zeros(16, 4, dtype=I32), 0, 8, BF16)
+    assert before_the_wait(made["_group_small"]) == []
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_products(rows, made):
+    matrix = GroupedMatrix.prepare(Dense(torch.zeros(1, 512, 736, dtype=BF16)), None, 2, CPU)
+    gemm = launch.Gemm(matrix, Activation(), "bf16", launch.Chip(132, False))
+    schedule = next(schedule for limit, schedule in HOPPER["bf16"] if rows <= limit)
+    source, work = torch.zeros(64, dtype=I32), WorkList.empty(4, RowTiles(schedule.m), CPU)
+    given = launch.Rows(torch.zeros(64, 736, dtype=BF16), None, source)
+    gemm(given, work, schedule, schedule.first, torch.zeros(64, 256, dtype=BF16))
+    assert before_the_wait(made["grouped_gemm"]) == []
+    assert not opens(made["grouped_gemm"])
+
+
+def test_routers_read_what_is_constant_first(made):
+    """Of the GEMM its weight, of the choice what is added to scores: a load or two each, and nothing is written."""
+    rounding = routing.Rounding(F32, F32)
+    how = Routing("grouped_sigmoid", num_groups=8, topk_groups=4)
+    router = routing.FusedRouter(torch.zeros(256, 512, dtype=BF16), how, 8, rounding, None, torch.zeros(256))
+    router.topk(torch.zeros(4, 512, dtype=BF16), None)
+    gemm, choice = before_the_wait(made["logits_kernel"]), before_the_wait(made["choice_kernel"])
+    assert gemm
+    assert len(choice) == 2
+    assert all(line.startswith("LDG") for line in gemm + choice)
+    assert opens(made["logits_kernel"])
+    assert opens(made["choice_kernel"])
