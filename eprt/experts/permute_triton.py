@@ -27,7 +27,7 @@ from eprt.tokens import aligned
 SMALL_SLOTS = 4096  # N * K up to which one launch that reads all ids in every program is the cheaper way
 SUM_BLOCK = 2048  # columns a program sums of long rows: enough on their way where few slots are local
 COPY_BLOCK = 1024  # columns a program moves at a time: 4 warps x 8 values of 16 bits
-_WARP_COLUMNS = 256  # of a sum, 8 a thread: 16 took 1 to 2 us more of gpt-oss-120b's up to 512 tokens on an H200
+_WARP_COLUMNS = 256  # of a sum, 8 a thread: 16 took a microsecond more of gpt-oss-120b, up to 512 tokens on an H200
 
 
 @triton.jit
