@@ -3,14 +3,14 @@ writes before it has waited. A compiler that moved such an access would make res
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton isn't installed")
 
-from support.sass import Machine, compiled
+from support.sass import Machine, in_place_of_prepared
 
 from eprt.activation import Activation
 from eprt.config import Routing
@@ -29,20 +29,14 @@ ACCESSES = "LDG", "STG", "ATOM", "RED.", "UTMALDG", "UTMASTG", "UBLKCP"  # and L
 
 
 @pytest.fixture
-def made(monkeypatch) -> dict[str, Machine]:
+def made(monkeypatch) -> Iterator[dict[str, Machine]]:
     """What calls launch, by the kernel's name, as on a Hopper GPU."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     found: dict[str, Machine] = {}
 
-    def prepared(kernel, device, kinds, constants, **options) -> Callable[..., None]:
-        def call(grid, *arguments):
-            found[kernel.__name__] = compiled(kernel, arguments, {**constants, **options})
-
-        return call
-
     caches = [member for module in MODULES for member in vars(module).values() if hasattr(member, "cache_clear")]
     for module in MODULES:
-        monkeypatch.setattr(module, "Prepared", prepared)
+        monkeypatch.setattr(module, "Prepared", in_place_of_prepared(found))
         monkeypatch.setattr(module, "early", lambda _: {"launch_pdl": True})
     for each in caches:
         each.cache_clear()

@@ -17,7 +17,7 @@ from eprt.weights import Dense, Mxfp4, Nvfp4
 
 pytest.importorskip("triton", reason="triton isn't installed")
 
-from support.sass import Machine, compiled, count, overwritten_operands
+from support.sass import Machine, count, in_place_of_prepared, overwritten_operands
 
 from eprt.experts.grouped import launch
 from eprt.experts.grouped.schedules import HOPPER, Schedule, Tile
@@ -54,12 +54,8 @@ BETWEEN_TILES = {"rows": 40, "gathering": 64, "slabs": 96}
 def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form: str = "mxfp4") -> Machine:
     """The kernel that the launcher launches, for a matrix of no whole units (with roles: of no whole tiles)."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    found: list[Machine] = []
-
-    def prepared(kernel, device, kinds, constants, **options):
-        return lambda grid, *arguments: found.append(compiled(kernel, arguments, {**constants, **options}))
-
-    monkeypatch.setattr(launch, "Prepared", prepared)
+    found: dict[str, Machine] = {}
+    monkeypatch.setattr(launch, "Prepared", in_place_of_prepared(found))
     first = what == "gathering"
     cols = 768 if (schedule.first if first else schedule.second).roles else 736
     codes = torch.zeros(1, 832, cols // 2, dtype=torch.uint8)
@@ -76,10 +72,10 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
     source = torch.zeros(64, dtype=torch.int32) if first else None
     rows = launch.Rows(torch.zeros(*shape, cols, dtype=torch.bfloat16), None, source)
     out = torch.zeros(*shape, 832, dtype=torch.bfloat16)
-    gemm(
-        rows, WorkList.empty(4, RowTiles(schedule.m), CPU), schedule, schedule.first if first else schedule.second, out
-    )
-    return found[0]
+    work = WorkList.empty(4, RowTiles(schedule.m), CPU)
+    gemm(rows, work, schedule, schedule.first if first else schedule.second, out)
+    (made,) = found.values()
+    return made
 
 
 @pytest.mark.parametrize(

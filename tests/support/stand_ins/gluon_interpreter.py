@@ -28,8 +28,7 @@ from eprt.experts import place_triton
 from support.stand_ins.gluon_order import GRANULE, Barrier, Buffer, Job, Machine, Write
 
 _seeds = itertools.count()  # another order of turns for each launch
-_jobs: list[Job] = []  # of the launch under way: what programs have given their warps to do
-_machines: list[Machine] = []  # the one at work, if any
+_machines: list[Machine] = []  # that of the launch under way, if any
 
 
 class Jit:
@@ -47,17 +46,16 @@ class Jit:
 
     def _launch(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
         patched = interpreter._patch_lang(_number)
+        _machines.append(Machine(next(_seeds)))
         try:
             given = [interpreter._implicit_cvt(arg) for arg in args]
             interpreter.interpreter_builder.set_grid_dim(*grid)
             for program in range(grid[0]):
                 interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
                 self.fn(*given)
-            _machines.append(Machine(next(_seeds)))
-            _at_work().run(_jobs)
+            _at_work().run()
         finally:
-            _machines.clear()
-            _jobs.clear()
+            _machines.pop()
             patched.restore()
 
 
@@ -249,7 +247,7 @@ def _specialize(parts: list[tuple[Jit, tuple[Any, ...]]], warps: list[int], regi
     enter = partial(interpreter.interpreter_builder.set_grid_idx, *program)
     for number, ((job, args), count) in enumerate(zip(parts, [4, *warps], strict=True)):
         name = f"{job.fn.__name__} {number} of program {program[0]}"
-        _jobs.append(Job(name, count, partial(job, *args), enter))
+        _at_work().jobs.append(Job(name, count, partial(job, *args), enter))
 
 
 # ---- the modules -----------------------------------------------------------------------------------------------------

@@ -113,10 +113,11 @@ class Barrier:
 
 @dataclass(eq=False)
 class Copy:
-    """Asked for, not yet done. `ready`: what must be done before."""
+    """Asked for, not yet done. `ready`: what must be done before.  `write`: what a thread's copy counts as."""
 
     do: Callable[[], None]
     ready: Callable[[], bool] = lambda: True
+    write: Write | None = None
     done: bool = False
 
 
@@ -137,7 +138,6 @@ class Role:
         self.machine, self.name, self.warps, self._enter = machine, job.name, job.warps, job.enter
         self.clock: Clock = {self: 1}
         self.copies: list[Copy] = []  # of its threads, not yet bound to a barrier
-        self.writes: list[Write] = []
         self.until: Callable[[], bool] = lambda: True
         self.waits_for = ""
         self.finished = False
@@ -182,13 +182,14 @@ class Machine:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self.over = False
+        self.jobs: list[Job] = []  # of all programs; `run` does them
         self.copies: list[Copy] = []
         self.role: Role | None = None  # whose turn it is
 
-    def run(self, jobs: list[Job]) -> None:
+    def run(self) -> None:
         """Until all have ended. Raises Race, Stuck, or what a job raised."""
-        with ThreadPoolExecutor(len(jobs)) as threads:
-            roles = [Role(self, threads, job) for job in jobs]
+        with ThreadPoolExecutor(len(self.jobs)) as threads:
+            roles = [Role(self, threads, job) for job in self.jobs]
             try:
                 while not all(role.finished for role in roles) or self.copies:
                     self._step(roles)
@@ -251,9 +252,8 @@ class Machine:
         buffer, start, size = target
         write = Write(None, 0)
         buffer.on_write(role, start, size, write)
-        copy = Copy(do)
+        copy = Copy(do, write=write)
         role.copies.append(copy)
-        role.writes.append(write)
         self.copies.append(copy)
 
     def arrive_after_copies(self, barrier: Barrier) -> None:
@@ -261,9 +261,9 @@ class Machine:
         role = self.current
         role.pause()
         before, role.copies = role.copies, []
-        for write in role.writes:
-            write.who, write.time = barrier, barrier.phase + 1
-        role.writes = []
+        for copy in before:
+            if copy.write is not None:
+                copy.write.who, copy.write.time = barrier, barrier.phase + 1
         known, threads = role.released(), 32 * role.warps
         arrival = Copy(lambda: barrier.add(threads, 0, known), lambda: all(copy.done for copy in before))
         self.copies.append(arrival)
