@@ -46,6 +46,7 @@ __all__ = ["RankContext", "RankReport", "WorldFailed", "WorldPool", "launch"]
 
 _PRELOAD = ["torch", "torch.distributed", "eprt.conformance.rank_process", "eprt.conformance.checks"]
 _STACK_WAIT_S = 2.0
+_QUIET_S = 0.5  # after which a dump without its last frame is taken to be over: one being written may wait for a core
 _STOPPED_AFTER_S = 10.0  # a rank stopped by a signal for this long has failed, whatever the job's limit
 _LOOK_S = 1.0
 _CLOSE_S = 60.0  # of GPU worlds with gigabytes of mapped memory, too
@@ -343,8 +344,8 @@ def _long_stopped(ranks: Iterable[_Rank], running_at: dict[int, float]) -> bool:
 
 
 def _ask_for_stacks(ranks: Iterable[_Rank]) -> None:
-    """SIGUSR1 to each, then wait until the dumps stop growing. A stopped one needs SIGCONT to answer, and comes last:
-    once it goes on, those that waited for it do, too."""
+    """SIGUSR1 to each, then wait for the dumps. A stopped one needs SIGCONT to answer, and comes last: once it goes on,
+    those that waited for it do, too."""
     files = {rank.process.pid or 0: rank.setup.path("stack") for rank in ranks}
     stopped = {pid for pid in files if state_of(pid) == "stopped"}
     for pids in (files.keys() - stopped, stopped):
@@ -357,14 +358,21 @@ def _ask_for_stacks(ranks: Iterable[_Rank]) -> None:
 
 
 def _await_dumps(files: dict[int, Path], before: dict[int, int]) -> None:
+    """Until each has grown, and ends with the main thread's outermost frame, the last there is, or grows no more."""
     deadline = time.monotonic() + _STACK_WAIT_S
-    sizes: dict[int, int] = {}
+    sizes, grew_at = before, time.monotonic()
     while files and time.monotonic() < deadline:
         time.sleep(0.05)
         now = {pid: _size(path) for pid, path in files.items()}
-        if now == sizes and all(now[pid] > before[pid] for pid in now):
+        if now != sizes:
+            sizes, grew_at = now, time.monotonic()
+        over = time.monotonic() - grew_at > _QUIET_S or all(map(_is_whole, files.values()))
+        if over and all(now[pid] > before[pid] for pid in now):
             return
-        sizes = now
+
+
+def _is_whole(dump: Path) -> bool:
+    return dump.exists() and dump.read_bytes().endswith(b" in <module>\n")
 
 
 def _size(path: Path) -> int:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -141,6 +142,34 @@ def test_a_rank_stopped_between_jobs_is_found_though_no_peer_waits_for_it(pool, 
     assert time.monotonic() - start < 20
     assert failure.value.culprits == (VICTIM,)
     assert wait_gone(pids) == []
+
+
+@pytest.mark.parametrize(("last", "wait_s"), [("in <module>", 0.0), ("in main", 2.0)])
+def test_a_stack_that_is_written_slowly_is_read_to_its_end(tmp_path, monkeypatch, last, wait_s):
+    """A rank that shares its core may pause between two frames. One whose last frame isn't known is waited for."""
+    monkeypatch.setattr(harness, "_QUIET_S", 2.0)
+    monkeypatch.setattr(harness, "_STACK_WAIT_S", 30.0)
+    dump = tmp_path / "stack"
+    dump.write_text("00007f78067d9b80\n")
+    lines = [
+        "Current thread 0x00007f78067d9b80 (most recent call first):",
+        '  File "a.py", line 3 in work',
+        f"  {last}",
+    ]
+
+    def write() -> None:
+        for line in lines:
+            time.sleep(0.2)
+            with dump.open("a") as file:
+                file.write(line + "\n")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    start = time.monotonic()
+    harness._await_dumps({1: dump}, {1: dump.stat().st_size})
+    assert dump.read_text().endswith(f"{last}\n")
+    assert 0.6 + wait_s <= time.monotonic() - start < 20
+    writer.join()
 
 
 def test_a_stopped_ranks_children_go_too(pool):
