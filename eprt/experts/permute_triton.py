@@ -86,7 +86,8 @@ def _weighted_sum(
     rows_ptr, place_ptr, weights_ptr, out_ptr, H, K: tl.constexpr, BLOCK_H: tl.constexpr, EVERY_ROW: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The K rows are loaded without a branch between them, so that all are on their way at once."""
+    """The K rows are loaded without a branch between them, so that all are on their way at once; nobody reads them
+    again."""
     if EARLY:
         gdc_wait()
     row = tl.program_id(0)
@@ -96,7 +97,8 @@ def _weighted_sum(
     for k in tl.static_range(K):
         place = tl.load(place_ptr + row * K + k)
         weight = tl.load(weights_ptr + row * K + k, mask=place >= 0, other=0.0)
-        value = tl.load(rows_ptr + place.to(tl.int64) * H + cols, mask=(cols < H) & (place >= 0), other=0.0)
+        there = rows_ptr + place.to(tl.int64) * H + cols
+        value = tl.load(there, mask=(cols < H) & (place >= 0), other=0.0, eviction_policy="evict_first")
         total += weight * value.to(tl.float32)
         last = tl.maximum(last, place)
     target = out_ptr + row.to(tl.int64) * H + cols

@@ -2,10 +2,10 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Triton kernels that sort slots by expert and list a grouped GEMM's row tiles. Imported only where CUDA tensors are.
 
-Every program places one block of slots. It needs the counts of all slots and those of the slots before its own: up to
-SMALL_SLOTS it counts the ids itself, which then sit in L2; above, two kernels before it have counted each block and
-summed the blocks up. Inside a block a slot's rank is the number of earlier ones with its expert, so the order is that
-of the slots. Each of them lets the next be set up, the first GEMM, too: their programs are small and few.
+Every program places some blocks of slots. It needs the counts of all slots and those of the slots before its own: up to
+SMALL_SLOTS it counts the ids itself, which then sit in L2; above, a kernel before it has counted for every program.
+Inside a block a slot's rank is the number of earlier ones with its expert, so the order is that of the slots. Each of
+them lets the next be set up, the first GEMM, too: their programs are small and few.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from eprt.launching import Prepared, early
 from eprt.rounding import ceil_div, next_power_of_2
 
-SMALL_SLOTS = 4096  # up to which counting again in every program is cheaper than two launches
-BLOCK_S = 128  # slots that a program places; half of a square of so many comparisons
-SCAN_EXPERTS = 8  # that a program sums up over all blocks
+SMALL_SLOTS = 4096  # up to which counting again in every program is cheaper than a launch
+SMALL_BLOCK, BLOCK = 32, 128  # slots that are placed at once: half of a square of so many comparisons
+MOST_PROGRAMS = 128  # each reads the counts of all
+_CELLS = 16384  # counts at once
 ITEM = 4  # int32 an entry of the work list: expert, its first row, the row after its last, its first entry
 
 _ITEM = tl.constexpr(ITEM)
@@ -82,8 +83,21 @@ def begin_early(OPENS: tl.constexpr):
 @triton.jit
 def _experts_of(ids_ptr, s, num_slots, first, L):
     """Local experts of slots, L where there is none."""
-    own = tl.load(ids_ptr + s, mask=s < num_slots, other=first - 1) - first
+    own = tl.load(ids_ptr + s, mask=s < num_slots, other=first - 1, cache_modifier=".cg") - first
     return tl.where((own >= 0) & (own < L), own, L)
+
+
+@triton.jit
+def _ranked(ids_ptr, start, num_slots, first, L, BLOCK_S: tl.constexpr):
+    """Of the slots from `start` on the experts, and how many of them before a slot have its expert."""
+    s = start + tl.arange(0, BLOCK_S)
+    own = _experts_of(ids_ptr, s, num_slots, first, L)
+    same = tl.zeros([BLOCK_S, 32], dtype=tl.int32)
+    for begin in tl.static_range(0, BLOCK_S, 32):
+        t = start + begin + tl.arange(0, 32)
+        other = _experts_of(ids_ptr, t, num_slots, first, L)
+        same += ((other[None, :] == own[:, None]) & (t[None, :] < s[:, None])).to(tl.int32)
+    return own, tl.sum(same, axis=1)
 
 
 @triton.jit
@@ -115,74 +129,94 @@ def _write_items(
         tl.store(num_items_ptr + 1, 0)  # taken
 
 
-@triton.jit(do_not_specialize=["num_slots", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])
+_SIZES = ["num_slots", "first", "L", "blocks"]
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["ids_ptr"])
 def _count_slots(
-    ids_ptr, counts_ptr, num_slots, first, L, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
+    ids_ptr, counts_ptr, num_slots, first, L, blocks, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """Of each program's `blocks` blocks."""
     if EARLY:
         begin_early(True)
-    block = tl.program_id(0)
-    own = _experts_of(ids_ptr, block * BLOCK_S + tl.arange(0, BLOCK_S), num_slots, first, L)
-    tl.store(counts_ptr + block * L_PAD + tl.arange(0, L_PAD), tl.histogram(own, L_PAD))
+    start = tl.program_id(0) * blocks * BLOCK_S
+    found = tl.zeros([L_PAD], dtype=tl.int32)
+    for block in range(blocks):
+        own = _experts_of(ids_ptr, start + block * BLOCK_S + tl.arange(0, BLOCK_S), num_slots, first, L)
+        found += tl.histogram(own, L_PAD)
+    tl.store(counts_ptr + tl.program_id(0) * L_PAD + tl.arange(0, L_PAD), found)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def _sum_counts(
-    counts_ptr, totals_ptr, num_blocks, L_PAD: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """Each block's counts become those of the blocks before it; a program does some experts."""
-    if EARLY:
-        begin_early(True)
-    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    before = tl.zeros([EXPERTS], dtype=tl.int32)
-    for start in range(0, num_blocks, CHUNK):
-        b = start + tl.arange(0, CHUNK)
-        cell = counts_ptr + b[:, None] * L_PAD + expert[None, :]
-        part = tl.load(cell, mask=(b < num_blocks)[:, None], other=0)
-        tl.store(cell, tl.cumsum(part, axis=0) - part + before[None, :], mask=(b < num_blocks)[:, None])
-        before += tl.sum(part, axis=0)
-    tl.store(totals_ptr + expert, before)
-
-
-@triton.jit(do_not_specialize=["num_slots", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])
-def _place_slots(
-    ids_ptr, counts_ptr, totals_ptr, place_ptr, source_ptr, offsets_ptr, items_ptr, num_items_ptr, num_slots, first, L,
-    K: tl.constexpr, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    TAIL: tl.constexpr, HIGH_FIRST: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    if EARLY:
-        begin_early(True)
-    block = tl.program_id(0)
+@triton.jit
+def _all_and_earlier(counts_ptr, L_PAD: tl.constexpr, CHUNK: tl.constexpr):
+    """[L_PAD] slots of each expert: those of all programs, and of the programs before this one."""
     expert = tl.arange(0, L_PAD)
-    if counts_ptr is None:
-        total = tl.zeros([L_PAD], dtype=tl.int32)
-        earlier = tl.zeros([L_PAD], dtype=tl.int32)
-        for start in range(0, num_slots, CHUNK):
-            s = start + tl.arange(0, CHUNK)
-            other = _experts_of(ids_ptr, s, num_slots, first, L)
-            total += tl.histogram(other, L_PAD)
-            earlier += tl.histogram(tl.where(s < block * BLOCK_S, other, L), L_PAD)
-    else:
-        total = tl.load(totals_ptr + expert)
-        earlier = tl.load(counts_ptr + block * L_PAD + expert)
-    total = tl.where(expert < L, total, 0)
-    begin = tl.cumsum(total, axis=0) - total
-    s = block * BLOCK_S + tl.arange(0, BLOCK_S)
-    own = _experts_of(ids_ptr, s, num_slots, first, L)
-    same = tl.zeros([BLOCK_S, 32], dtype=tl.int32)
-    for start in range(0, BLOCK_S, 32):
-        t = block * BLOCK_S + start + tl.arange(0, 32)
-        other = _experts_of(ids_ptr, t, num_slots, first, L)
-        same += ((other[None, :] == own[:, None]) & (t[None, :] < s[:, None])).to(tl.int32)
-    place = tl.gather(begin + earlier, own, 0) + tl.sum(same, axis=1)
-    local = own < L
+    total = tl.zeros([L_PAD], dtype=tl.int32)
+    earlier = tl.zeros([L_PAD], dtype=tl.int32)
+    for start in range(0, tl.num_programs(0), CHUNK):
+        p = start + tl.arange(0, CHUNK)[:, None]
+        part = tl.load(counts_ptr + p * L_PAD + expert[None, :], mask=p < tl.num_programs(0), other=0)
+        total += tl.sum(part, axis=0)
+        earlier += tl.sum(tl.where(p < tl.program_id(0), part, 0), axis=0)
+    return total, earlier
+
+
+@triton.jit
+def _count_all_and_earlier(
+    ids_ptr, num_slots, first, L, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The same by counting ids."""
+    total = tl.zeros([L_PAD], dtype=tl.int32)
+    earlier = tl.zeros([L_PAD], dtype=tl.int32)
+    for start in range(0, num_slots, CHUNK):
+        s = start + tl.arange(0, CHUNK)
+        other = _experts_of(ids_ptr, s, num_slots, first, L)
+        total += tl.histogram(other, L_PAD)
+        earlier += tl.histogram(tl.where(s < tl.program_id(0) * BLOCK_S, other, L), L_PAD)
+    return total, earlier
+
+
+@triton.jit
+def _put(place_ptr, source_ptr, base, own, rank, start, num_slots, L, K: tl.constexpr):
+    """A block's slots, expert e's from base[e] on."""
+    s = start + tl.arange(0, own.shape[0])
+    place, local = tl.gather(base, own, 0) + rank, own < L
     tl.store(place_ptr + s, tl.where(local, place, -1), mask=s < num_slots)
     if source_ptr is not None:
         tl.store(source_ptr + place, s // K, mask=local)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["ids_ptr"])
+def _place_slots(
+    ids_ptr, counts_ptr, place_ptr, source_ptr, offsets_ptr, items_ptr, num_items_ptr, num_slots, first, L, blocks,
+    K: tl.constexpr, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
+    TAIL: tl.constexpr, HIGH_FIRST: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """counts_ptr: what `_count_slots` found; None: a program places one block. It lets this kernel begin when what
+    wrote the ids is done, so they can be read before waiting for the counts."""
+    if EARLY and counts_ptr is None:
+        begin_early(True)
+    start = tl.program_id(0) * blocks * BLOCK_S
+    own, rank = _ranked(ids_ptr, start, num_slots, first, L, BLOCK_S)
+    if counts_ptr is None:
+        total, earlier = _count_all_and_earlier(ids_ptr, num_slots, first, L, L_PAD, BLOCK_S, CHUNK)
+    else:
+        if EARLY:
+            begin_early(True)
+        total, earlier = _all_and_earlier(counts_ptr, L_PAD, CHUNK)
+    expert = tl.arange(0, L_PAD)
+    total = tl.where(expert < L, total, 0)
+    begin = tl.cumsum(total, axis=0) - total
+    base = begin + earlier
+    _put(place_ptr, source_ptr, base, own, rank, start, num_slots, L, K)
+    if counts_ptr is not None:
+        for block in range(1, blocks):
+            base += tl.histogram(own, L_PAD)
+            own, rank = _ranked(ids_ptr, start + block * BLOCK_S, num_slots, first, L, BLOCK_S)
+            _put(place_ptr, source_ptr, base, own, rank, start + block * BLOCK_S, num_slots, L, K)
     if items_ptr is not None:
         _write_items(items_ptr, num_items_ptr, expert, begin, total, BLOCK_M, TAIL, HIGH_FIRST)
-    if block == 0:
+    if tl.program_id(0) == 0:
         tl.store(offsets_ptr + expert, begin.to(tl.int64), mask=expert < L)
         tl.store(offsets_ptr + L, tl.sum(total, axis=0).to(tl.int64))
 
@@ -241,17 +275,17 @@ def _place(
 ) -> None:
     (N, K), ids = ids.shape, ids.contiguous()
     num_slots, l_pad = N * K, max(16, next_power_of_2(L + 1))
-    counts = totals = None
-    block_s = BLOCK_S if num_slots > 1024 else 32
-    num_blocks = max(1, ceil_div(num_slots, block_s))
+    counts, blocks = None, 1
+    programs = max(1, ceil_div(num_slots, SMALL_BLOCK))
     if num_slots > SMALL_SLOTS:
-        counts = torch.empty((num_blocks + 1, l_pad), dtype=torch.int32, device=ids.device)
-        totals = counts[num_blocks]
-        _prepared_count(ids.device, l_pad, block_s)((num_blocks, 1, 1), ids, counts, num_slots, first, L)
-        _prepared_scan(ids.device, l_pad)((l_pad // SCAN_EXPERTS, 1, 1), counts, totals, num_blocks)
+        all_blocks = ceil_div(num_slots, BLOCK)
+        blocks = ceil_div(all_blocks, MOST_PROGRAMS)
+        programs = ceil_div(all_blocks, blocks)
+        counts = torch.empty((programs, l_pad), dtype=torch.int32, device=ids.device)
+        _prepared_count(ids.device, l_pad)((programs, 1, 1), ids, counts, num_slots, first, L, blocks)
     items, count, tiles = (None, None, RowTiles(1)) if work is None else (work.items, work.count, work.tiles)
-    kernel = _prepared_place(ids.device, K, l_pad, block_s, tiles, counts is not None, source is not None)
-    kernel((num_blocks, 1, 1), ids, counts, totals, place, source, offsets, items, count, num_slots, first, L)
+    kernel = _prepared_place(ids.device, K, l_pad, tiles, counts is not None, source is not None)
+    kernel((programs, 1, 1), ids, counts, place, source, offsets, items, count, num_slots, first, L, blocks)
 
 
 def list_slabs(counts: torch.Tensor, M: int, tiles: RowTiles) -> WorkList:
@@ -267,28 +301,20 @@ def list_slabs(counts: torch.Tensor, M: int, tiles: RowTiles) -> WorkList:
 
 
 @cache
-def _prepared_count(device: torch.device, l_pad: int, block_s: int) -> Prepared:
-    constants, launch = {"L_PAD": l_pad, "BLOCK_S": block_s}, early(device)
-    arguments = torch.int32, torch.int32, 2, 2, 2
+def _prepared_count(device: torch.device, l_pad: int) -> Prepared:
+    constants, launch = {"L_PAD": l_pad, "BLOCK_S": BLOCK}, early(device)
+    arguments = torch.int32, torch.int32, 2, 2, 2, 2
     return Prepared(_count_slots, device, arguments, {**constants, "EARLY": bool(launch)}, **launch)
 
 
 @cache
-def _prepared_scan(device: torch.device, l_pad: int) -> Prepared:
-    launch = early(device)
-    constants = {"L_PAD": l_pad, "EXPERTS": SCAN_EXPERTS, "CHUNK": 512, "EARLY": bool(launch)}
-    return Prepared(_sum_counts, device, (torch.int32, torch.int32, 2), constants, num_warps=8, **launch)
-
-
-@cache
-def _prepared_place(
-    device: torch.device, K: int, l_pad: int, block_s: int, tiles: RowTiles, counted: bool, lists: bool
-) -> Prepared:
-    """`counted`: by the two kernels before.  `lists`: source rows and tiles, too."""
+def _prepared_place(device: torch.device, K: int, l_pad: int, tiles: RowTiles, counted: bool, lists: bool) -> Prepared:
+    """`counted`: by the kernel before.  `lists`: source rows and tiles, too."""
     counts, listed = torch.int32 if counted else None, torch.int32 if lists else None
-    arguments = torch.int32, counts, counts, torch.int32, listed, torch.int64, listed, listed, 2, 2, 2
+    arguments = torch.int32, counts, torch.int32, listed, torch.int64, listed, listed, 2, 2, 2, 2
     launch = early(device)
-    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": 1024, "EARLY": bool(launch), **_constants(tiles)}
+    block, chunk = (BLOCK, max(1, _CELLS // l_pad)) if counted else (SMALL_BLOCK, 1024)
+    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block, "CHUNK": chunk, "EARLY": bool(launch), **_constants(tiles)}
     return Prepared(_place_slots, device, arguments, sizes, num_warps=8, **launch)
 
 

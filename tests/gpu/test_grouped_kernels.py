@@ -209,16 +209,19 @@ def test_slabs_are_activated_up_to_their_counts(L, M, I, activation):
 
 
 @pytest.mark.parametrize(
-    ("small_slots", "tail", "high_first"),
-    [(1 << 30, 0, True), (0, 0, False), (0, 16, True)],
-    ids=["one launch", "three", "tails"],
+    ("small_slots", "programs", "tail", "high_first"),
+    [(1 << 30, 128, 0, True), (0, 128, 0, False), (0, 2, 16, True)],
+    ids=["one launch", "counted first", "several blocks a program"],
 )
-@pytest.mark.parametrize(("N", "K", "E", "first", "L"), [(5, 3, 6, 2, 2), (70, 6, 24, 7, 5), (90, 4, 300, 0, 300)])
-def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, tail, high_first, monkeypatch):
+@pytest.mark.parametrize(
+    ("N", "K", "E", "first", "L"), [(5, 3, 6, 2, 2), (70, 6, 24, 7, 5), (300, 6, 24, 7, 5), (1100, 4, 300, 0, 300)]
+)
+def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, programs, tail, high_first, monkeypatch):
     """Against torch's stable sort, and the list written out by hand."""
     from eprt.experts.permute import _group_slots_torch
 
     monkeypatch.setattr(place_triton, "SMALL_SLOTS", small_slots)
+    monkeypatch.setattr(place_triton, "MOST_PROGRAMS", programs)
     ids = torch.rand(N, E + 1, generator=torch.Generator().manual_seed(N)).argsort(1)[:, :K].to(torch.int32)
     ids[3::4], ids[4::5, 0] = E, -1
     ids[N // 2 :, 1] = first + 1

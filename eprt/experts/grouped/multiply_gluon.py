@@ -103,7 +103,10 @@ def _finish_part(total, desk, target, expert, row, end, first, C: gl.constexpr):
     n = first // parts + gl.arange(0, height, gl.SliceLayout(0, STORE))
     m = row + gl.arange(0, value.shape[0], gl.SliceLayout(1, STORE))
     begin = m.to(gl.int64) * out_stride + expert.to(gl.int64) * out_skip
-    gl.store(out + (begin[:, None] + n[None, :]), value, mask=(m < end)[:, None] & (n < width)[None, :])
+    there = (m < end)[:, None] & (n < width)[None, :]
+    # What the sum reads next stays in the L2 cache; weights, read once, would drive it out.
+    KEPT: gl.constexpr = "" if C.FIRST else "evict_last"
+    gl.store(out + (begin[:, None] + n[None, :]), value, mask=there, eviction_policy=KEPT)
 
 
 # ---- the left operand ------------------------------------------------------------------------------------------------
