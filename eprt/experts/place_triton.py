@@ -23,7 +23,9 @@ from eprt.launching import Prepared, early
 from eprt.rounding import ceil_div, next_power_of_2
 
 SMALL_SLOTS = 4096  # up to which counting again in every program is cheaper than a launch
-SMALL_BLOCK, BLOCK = 32, 128  # slots that are placed at once: half of a square of so many comparisons
+BLOCK = 128  # slots that are placed at once: half of a square of so many comparisons
+# Few slots: shorter blocks. More programs of them would keep the first GEMM's off some multiprocessors as it begins.
+FEW_SLOTS, FEW_BLOCK = 1024, 32
 MOST_PROGRAMS = 128  # each reads the counts of all
 _CELLS = 16384  # counts at once
 ITEM = 4  # int32 an entry of the work list: expert, its first row, the row after its last, its first entry
@@ -275,16 +277,15 @@ def _place(
 ) -> None:
     (N, K), ids = ids.shape, ids.contiguous()
     num_slots, l_pad = N * K, max(16, next_power_of_2(L + 1))
-    counts, blocks = None, 1
-    programs = max(1, ceil_div(num_slots, SMALL_BLOCK))
+    block_s = BLOCK if num_slots > FEW_SLOTS else FEW_BLOCK
+    counts, blocks, programs = None, 1, max(1, ceil_div(num_slots, block_s))
     if num_slots > SMALL_SLOTS:
-        all_blocks = ceil_div(num_slots, BLOCK)
-        blocks = ceil_div(all_blocks, MOST_PROGRAMS)
-        programs = ceil_div(all_blocks, blocks)
+        blocks = ceil_div(programs, MOST_PROGRAMS)
+        programs = ceil_div(programs, blocks)
         counts = torch.empty((programs, l_pad), dtype=torch.int32, device=ids.device)
-        _prepared_count(ids.device, l_pad)((programs, 1, 1), ids, counts, num_slots, first, L, blocks)
+        _prepared_count(ids.device, l_pad, block_s)((programs, 1, 1), ids, counts, num_slots, first, L, blocks)
     items, count, tiles = (None, None, RowTiles(1)) if work is None else (work.items, work.count, work.tiles)
-    kernel = _prepared_place(ids.device, K, l_pad, tiles, counts is not None, source is not None)
+    kernel = _prepared_place(ids.device, K, l_pad, block_s, tiles, counts is not None, source is not None)
     kernel((programs, 1, 1), ids, counts, place, source, offsets, items, count, num_slots, first, L, blocks)
 
 
@@ -301,20 +302,22 @@ def list_slabs(counts: torch.Tensor, M: int, tiles: RowTiles) -> WorkList:
 
 
 @cache
-def _prepared_count(device: torch.device, l_pad: int) -> Prepared:
-    constants, launch = {"L_PAD": l_pad, "BLOCK_S": BLOCK}, early(device)
+def _prepared_count(device: torch.device, l_pad: int, block_s: int) -> Prepared:
+    constants, launch = {"L_PAD": l_pad, "BLOCK_S": block_s}, early(device)
     arguments = torch.int32, torch.int32, 2, 2, 2, 2
     return Prepared(_count_slots, device, arguments, {**constants, "EARLY": bool(launch)}, **launch)
 
 
 @cache
-def _prepared_place(device: torch.device, K: int, l_pad: int, tiles: RowTiles, counted: bool, lists: bool) -> Prepared:
+def _prepared_place(
+    device: torch.device, K: int, l_pad: int, block_s: int, tiles: RowTiles, counted: bool, lists: bool
+) -> Prepared:
     """`counted`: by the kernel before.  `lists`: source rows and tiles, too."""
     counts, listed = torch.int32 if counted else None, torch.int32 if lists else None
     arguments = torch.int32, counts, torch.int32, listed, torch.int64, listed, listed, 2, 2, 2, 2
     launch = early(device)
-    block, chunk = (BLOCK, max(1, _CELLS // l_pad)) if counted else (SMALL_BLOCK, 1024)
-    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block, "CHUNK": chunk, "EARLY": bool(launch), **_constants(tiles)}
+    chunk = max(1, _CELLS // l_pad) if counted else 1024
+    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": chunk, "EARLY": bool(launch), **_constants(tiles)}
     return Prepared(_place_slots, device, arguments, sizes, num_warps=8, **launch)
 
 
