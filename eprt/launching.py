@@ -36,12 +36,26 @@ class Prepared:
             will come (`like`), or the value itself (tensor descriptors, tuples of addresses). Tensors are contiguous,
             start at a multiple of 16 bytes unless the kernel says otherwise, and lie on that device; one of another
             dtype is read as if it had this one.
-        constants: the kernel's rest, by name.
+        constants: the kernel's rest, by name, but for EARLY.
+        early: set it up while the kernel before still ends, where the GPU can (programmatic dependent launch). A kernel
+            that has a constant EARLY is told so.
     """
 
     def __init__(
-        self, kernel: Any, device: torch.device, arguments: tuple[Any, ...], constants: dict[str, Any], **options: Any
+        self,
+        kernel: Any,
+        device: torch.device,
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+        *,
+        early: bool = False,
+        **options: Any,
     ) -> None:
+        early = early and device.type == "cuda" and Device.of(device).sm >= 90
+        if early:
+            options["launch_pdl"] = True
+        if "EARLY" in kernel.arg_names:
+            constants = {**constants, "EARLY": early}
         self._constants = tuple(constants[name] for name in kernel.arg_names if name in constants)
         self._kernel = kernel
         self._dtypes = arguments
@@ -144,8 +158,3 @@ def starts_aligned(*tensors: torch.Tensor) -> bool:
     for tensor in tensors:
         together |= tensor.data_ptr()
     return together % _ALIGNMENT == 0
-
-
-def early(device: torch.device) -> dict[str, Any]:
-    """Programmatic dependent launch: a kernel may be set up while the one before still ends."""
-    return {"launch_pdl": True} if device.type == "cuda" and Device.of(device).sm >= 90 else {}

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from eprt.experts.place_triton import place_slots
-from eprt.launching import Prepared, early, like, starts_aligned
+from eprt.launching import Prepared, like, starts_aligned
 from eprt.rounding import ceil_div, next_power_of_2
 from eprt.tokens import aligned
 
@@ -174,9 +174,9 @@ def _column_block(H: int, K: int) -> int:
 
 @cache
 def _prepared_small(device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int) -> Prepared:
-    arguments, launch = (torch.int32, source, target, torch.int32, torch.int64, 2, 2, 2, 2, like(H)), early(device)
+    arguments = torch.int32, source, target, torch.int32, torch.int64, 2, 2, 2, 2, like(H)
     sizes = {"K": K, "K_PAD": next_power_of_2(K), "BLOCK_S": 512, "BLOCK_H": _column_block(H, K)}
-    return Prepared(_group_small, device, arguments, {**sizes, "EARLY": bool(launch)}, **launch)
+    return Prepared(_group_small, device, arguments, sizes, early=True)
 
 
 @cache
@@ -190,11 +190,11 @@ def _prepared_sum(
     device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int, every_row: bool
 ) -> tuple[Prepared, int]:
     """And how many programs share a row."""
-    block, launch = _sum_block(H), early(device)
+    block = _sum_block(H)
     arguments = source, torch.int32, torch.float32, target, like(H)
-    constants = {"K": K, "BLOCK_H": block, "EVERY_ROW": every_row, "EARLY": bool(launch)}
+    constants = {"K": K, "BLOCK_H": block, "EVERY_ROW": every_row}
     warps = max(1, block // _WARP_COLUMNS)
-    return Prepared(_weighted_sum, device, arguments, constants, num_warps=warps, **launch), ceil_div(H, block)
+    return Prepared(_weighted_sum, device, arguments, constants, early=True, num_warps=warps), ceil_div(H, block)
 
 
 @cache

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from eprt.launching import Prepared, early
+from eprt.launching import Prepared
 from eprt.rounding import ceil_div, next_power_of_2
 
 SMALL_SLOTS = 4096  # up to which counting again in every program is cheaper than a launch
@@ -75,8 +75,8 @@ class WorkList:
 
 @triton.jit
 def begin_early(OPENS: tl.constexpr):
-    """Before the first access to memory of a kernel that is launched early (`eprt.launching.early`): the one before is
-    done. OPENS: the next may be set up from now on, on multiprocessors that are free."""
+    """Before the first access to memory of a kernel that is launched early (`eprt.launching`): the one before is done.
+    OPENS: the next may be set up from now on, on multiprocessors that are free."""
     gdc_wait()
     if OPENS:
         gdc_launch_dependents()
@@ -303,9 +303,8 @@ def list_slabs(counts: torch.Tensor, M: int, tiles: RowTiles) -> WorkList:
 
 @cache
 def _prepared_count(device: torch.device, l_pad: int, block_s: int) -> Prepared:
-    constants, launch = {"L_PAD": l_pad, "BLOCK_S": block_s}, early(device)
     arguments = torch.int32, torch.int32, 2, 2, 2, 2
-    return Prepared(_count_slots, device, arguments, {**constants, "EARLY": bool(launch)}, **launch)
+    return Prepared(_count_slots, device, arguments, {"L_PAD": l_pad, "BLOCK_S": block_s}, early=True)
 
 
 @cache
@@ -315,10 +314,9 @@ def _prepared_place(
     """`counted`: by the kernel before.  `lists`: source rows and tiles, too."""
     counts, listed = torch.int32 if counted else None, torch.int32 if lists else None
     arguments = torch.int32, counts, torch.int32, listed, torch.int64, listed, listed, 2, 2, 2, 2
-    launch = early(device)
     chunk = max(1, _CELLS // l_pad) if counted else 1024
-    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": chunk, "EARLY": bool(launch), **_constants(tiles)}
-    return Prepared(_place_slots, device, arguments, sizes, num_warps=8, **launch)
+    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": chunk, **_constants(tiles)}
+    return Prepared(_place_slots, device, arguments, sizes, early=True, num_warps=8)
 
 
 @cache

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from eprt.launching import Prepared, early, like
+from eprt.launching import Prepared, like
 from eprt.rounding import ceil_div
 
 BLOCK = 256  # few ids a program: each costs two loads, one after the other, so many programs wait for them together
@@ -57,6 +57,6 @@ def slots_of(ids: torch.Tensor, slots: torch.Tensor, replicas: torch.Tensor, fir
 
 @cache
 def _prepared_slots(device: torch.device, ids: torch.dtype, K: int, E: int, width: int) -> Prepared:
-    arguments, launch = (ids, torch.int32, torch.int32, torch.int32, 2, 2, like(E), like(width)), early(device)
-    constants = {"K": K, "SHARED": width > 1, "BLOCK": BLOCK, "EARLY": bool(launch)}
-    return Prepared(_slots_kernel, device, arguments, constants, **launch)
+    arguments = ids, torch.int32, torch.int32, torch.int32, 2, 2, like(E), like(width)
+    constants = {"K": K, "SHARED": width > 1, "BLOCK": BLOCK}
+    return Prepared(_slots_kernel, device, arguments, constants, early=True)

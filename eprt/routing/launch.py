@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from eprt.config import GROUP_BEST, Routing
-from eprt.launching import Prepared, early
+from eprt.launching import Prepared
 from eprt.rounding import ceil_div, next_power_of_2
 from eprt.routing.kernels import METHODS, choice_kernel, logits_kernel
 from eprt.tokens import TopK, aligned
@@ -109,7 +109,7 @@ class Choice(NamedTuple):
 def prepared_choice(what: Choice) -> Prepared:
     """The kernel of this choice, compiled at the first call for it."""
     routing = what.routing or Routing("topk_softmax")
-    E, K, launch = what.num_experts, what.top_k, early(what.device)
+    E, K = what.num_experts, what.top_k
     best = GROUP_BEST.get(routing.method)
     groups = 1 if best is None else routing.num_groups
     computed = what.rounding.method if best is None or what.routing is None else torch.float32
@@ -147,14 +147,13 @@ def prepared_choice(what: Choice) -> Prepared:
             "GROUP_BEST": best or 0,
             "RENORMALIZE": routing.renormalize,
             "SCALING": float(routing.scaling_factor),
-            "EARLY": bool(launch),
         },
+        early=True,
         num_warps=1,
         maxnreg=CHOICE_REGISTERS,
         # A wrong token id must not read another row: it traps, as indexing a tensor does.
         debug=routing.method == "hash",
         sanitize_overflow=False,
-        **launch,
     )
 
 
@@ -311,7 +310,7 @@ class FusedRouter:
 @cache
 def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tiling) -> Prepared:
     """The GEMM of this shape, compiled at the first call for it, for routers of all layers."""
-    size, launch = cut(tiling, E, H, parts), early(device)
+    size = cut(tiling, E, H, parts)
     return Prepared(
         logits_kernel,
         device,
@@ -325,11 +324,10 @@ def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tili
             "BLOCK_T": tiling.block_t,
             "BLOCK_E": size.block_e,
             "BLOCK_H": size.block_h,
-            "EARLY": bool(launch),
         },
+        early=True,
         num_warps=tiling.warps,
         num_stages=size.stages,
-        **launch,
     )
 
 

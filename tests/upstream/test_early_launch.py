@@ -37,7 +37,6 @@ def made(monkeypatch) -> Iterator[dict[str, Machine]]:
     caches = [member for module in MODULES for member in vars(module).values() if hasattr(member, "cache_clear")]
     for module in MODULES:
         monkeypatch.setattr(module, "Prepared", in_place_of_prepared(found))
-        monkeypatch.setattr(module, "early", lambda _: {"launch_pdl": True})
     for each in caches:
         each.cache_clear()
     yield found

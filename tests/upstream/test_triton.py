@@ -41,6 +41,11 @@ def add_kernel(x, scale, out, pair, n, step, BLOCK: tl.constexpr, TWICE: tl.cons
     tl.store(out + column, value + value if TWICE else value + pair[0] + pair[1], mask=column < n)
 
 
+@triton.jit
+def told_kernel(out, EARLY: tl.constexpr):
+    tl.store(out, 1.0 if EARLY else 2.0)
+
+
 @pytest.fixture
 def runs(monkeypatch) -> list[tuple[object, ...]]:
     """What launchers were given."""
@@ -113,6 +118,16 @@ def test_a_profiler_hears_of_prepared_launches(runs, monkeypatch):
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert runs[0][7] is knobs.runtime.launch_enter_hook
+
+
+@pytest.mark.parametrize(("capability", "early"), [((9, 0), True), ((9, 0), False), ((8, 0), True)])
+def test_a_kernel_that_is_launched_early_knows_it(capability, early, runs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    prepared = Prepared(told_kernel, torch.device("cuda", DEVICE), (torch.float32,), {}, early=early)
+    is_early = early and capability == (9, 0)
+    assert prepared._kernel.metadata.launch_pdl == is_early
+    assert prepared._constants == (is_early,)
+    assert Prepared(told_kernel, torch.device("cuda", DEVICE), (torch.float32,), {})._constants == (False,)
 
 
 @pytest.mark.parametrize(("number", "expected"), [(1, 1), (0, 16), (48, 16), (7, 2), (-32, 16), (1 << 31, None)])

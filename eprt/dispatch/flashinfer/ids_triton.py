@@ -61,7 +61,6 @@ def mask_foreign_ids(
 @cache
 def _prepared_mask(device: torch.device, first: int, end: int, num_experts: int, K: int, early: bool) -> Prepared:
     """For numbers like these."""
-    constants = {"K": K, "BLOCK": BLOCK, "EARLY": early}
-    options = {"launch_pdl": True} if early else {}
+    constants = {"K": K, "BLOCK": BLOCK}
     arguments = torch.int32, torch.int32, 2, 2, first, end, num_experts
-    return Prepared(_mask_kernel, device, arguments, constants, **options)
+    return Prepared(_mask_kernel, device, arguments, constants, early=early)

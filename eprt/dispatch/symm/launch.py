@@ -9,7 +9,7 @@ import torch
 
 from eprt.dispatch.symm.kernels import ROUTING_BLOCK, combine_kernel, dispatch_kernel
 from eprt.dispatch.symm.memory import R_BITS, SymmetricMemory
-from eprt.launching import Prepared, early
+from eprt.launching import Prepared
 from eprt.rounding import ceil_div, next_power_of_2
 from eprt.tokens import TopK, aligned
 
@@ -145,7 +145,7 @@ class Launcher:
         raise ValueError(R)
 
     def _prepare(self, tuning: Tuning) -> _Pair:
-        geometry, options = self.memory.geometry, early(self._device)
+        geometry = self.memory.geometry
         H, words, word = geometry.hidden_size, *_words(geometry.hidden_size)
         scalars = 2, 2, 2, self._limit_ns
         width, kind = (H, torch.bfloat16) if self._packed else (words, word)
@@ -158,17 +158,17 @@ class Launcher:
             dispatch_kernel,
             self._device,
             (kind, scale, torch.int32, torch.float32, *self._push_to[0], *scalars),
-            {**self._routing, "WORDS": width, "BLOCK": block, "PAYLOAD": geometry.payload, "EARLY": bool(options)},
+            {**self._routing, "WORDS": width, "BLOCK": block, "PAYLOAD": geometry.payload},
+            early=True,
             num_warps=tuning.dispatch_warps,
-            **options,
         )
         pull = Prepared(
             combine_kernel,
             self._device,
             (word, torch.int32, *self._pull_from[0], *scalars),
-            {**self._routing, "WORDS": words, "BLOCK": pull_block, "EARLY": bool(options)},
+            {**self._routing, "WORDS": words, "BLOCK": pull_block},
+            early=True,
             num_warps=tuning.combine_warps,
-            **options,
         )
         pair = _Pair(tuning, push, ceil_div(width, block), pull, ceil_div(words, pull_block))
         self._pairs[tuning] = pair

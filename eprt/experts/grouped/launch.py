@@ -19,7 +19,7 @@ from eprt.experts.grouped.gemm_triton import grouped_gemm, quantize_tiles
 from eprt.experts.grouped.schedules import FP4_PAIRS, FP8_PAIRS, Pair, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.place_triton import WorkList
-from eprt.launching import INT32, Prepared, early, like, starts_aligned
+from eprt.launching import INT32, Prepared, like, starts_aligned
 from eprt.rounding import ceil_div, next_power_of_2, round_up
 from eprt.support import Device
 from eprt.weights import FP8_BLOCK
@@ -91,7 +91,6 @@ class Gemm:
             "FIRST": activation is not None,
             **constants(activation),
             "W_TMA": chip.hopper and pair not in FP4_PAIRS,
-            "EARLY": bool(early(matrix.data.device)),
         }
 
     @property
@@ -127,7 +126,7 @@ class Gemm:
         )
         if not starts_aligned(data, out, data if rows.scale is None else rows.scale):
             constants = {**self._constants, **_cut(schedule, tile, x_tma)}
-            grouped_gemm[grid](*arguments, **constants, **self._options(tile))
+            grouped_gemm[grid](*arguments, **constants, EARLY=False, **self._options(tile))
             return
         cut = schedule.m, schedule.tail, schedule.group, schedule.opens, tile, x_tma
         key = (*cut, data.dtype, out.dtype, rows.source is None, *map(like, strides))
@@ -139,12 +138,13 @@ class Gemm:
     def _prepare(self, arguments: tuple[Any, ...], cut: dict[str, Any], tile: Tile) -> Prepared:
         """For arguments like these."""
         constants = {**self._constants, **cut}
-        return Prepared(grouped_gemm, self._weights.device, _kinds(arguments), constants, **self._options(tile))
+        options = self._options(tile)
+        return Prepared(grouped_gemm, self._weights.device, _kinds(arguments), constants, early=True, **options)
 
     def _options(self, tile: Tile) -> dict[str, Any]:
         """What Triton is told. 4 bits: the most registers with which as many programs as should share a
         multiprocessor's 65,536 can; ptxas takes up to 255 for the same kernel with other sizes, and gains nothing."""
-        options = {"num_warps": tile.warps, "num_stages": tile.stages, **early(self._weights.device)}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
         if self.pair in FP4_PAIRS:
             options["maxnreg"] = min(255, 65536 // (tile.ctas * tile.warps * 32) // 8 * 8)
         return options
@@ -197,9 +197,8 @@ class Gemm:
         kernel = self._prepared.get(key)
         if kernel is None:
             constants = {"C": self._cut_by_roles(schedule, tile, x_tma)}
-            device = self._weights.device
-            options = {"num_warps": 4, **early(device)}
-            kernel = Prepared(grouped_gemm_by_roles, device, _kinds(arguments), constants, **options)
+            kinds, device = _kinds(arguments), self._weights.device
+            kernel = Prepared(grouped_gemm_by_roles, device, kinds, constants, early=True, num_warps=4)
             self._prepared[key] = kernel
         kernel((min(self._chip.multiprocessors, work.bound * ceil_div(matrix.rows, tile.n)), 1, 1), *arguments)
 
