@@ -84,7 +84,7 @@ def begin_early(OPENS: tl.constexpr):
 
 @triton.jit
 def _experts_of(ids_ptr, s, num_slots, first, L):
-    """Local experts of slots, L where there is none."""
+    """Local experts of slots, L where there is none. From the L2 cache, as a kernel may read them before it waits."""
     own = tl.load(ids_ptr + s, mask=s < num_slots, other=first - 1, cache_modifier=".cg") - first
     return tl.where((own >= 0) & (own < L), own, L)
 

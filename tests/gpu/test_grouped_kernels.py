@@ -214,7 +214,8 @@ def test_slabs_are_activated_up_to_their_counts(L, M, I, activation):
     ids=["one launch", "counted first", "several blocks a program"],
 )
 @pytest.mark.parametrize(
-    ("N", "K", "E", "first", "L"), [(5, 3, 6, 2, 2), (70, 6, 24, 7, 5), (300, 6, 24, 7, 5), (1100, 4, 300, 0, 300)]
+    ("N", "K", "E", "first", "L"),
+    [(5, 3, 6, 2, 2), (70, 6, 24, 7, 5), (90, 4, 300, 0, 300), (300, 6, 24, 7, 5), (1100, 4, 300, 0, 300)],
 )
 def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, programs, tail, high_first, monkeypatch):
     """Against torch's stable sort, and the list written out by hand."""

@@ -41,7 +41,7 @@ def dot(a, b) -> float:
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_a_row_that_was_left_out_is_foretold(name: str) -> None:
-    """Median within 15%, worst within a third. Fitted anew here without the row, and the rows are in microseconds."""
+    """Median within 15%, worst within 30%. Fitted anew here without the row, and the rows are in microseconds."""
     samples, least = SAMPLES[name]
     errors = []
     for left_out in samples:
@@ -49,7 +49,7 @@ def test_a_row_that_was_left_out_is_foretold(name: str) -> None:
         assert fit is not None
         errors.append(abs(dot(fit.coefficients, left_out.terms) / left_out.us - 1))
     assert median(errors) <= 0.15
-    assert max(errors) <= 1 / 3
+    assert max(errors) <= 0.30
     stated = fit_of(samples, least)
     assert stated is not None
     assert (stated.median_error, stated.worst_error) == pytest.approx((median(errors), max(errors)), rel=1e-6)

@@ -69,7 +69,7 @@ def test_lists_and_sums(tokens, made):
     assert not any(early.values())
     # Whoever counts them has waited for them, and only then lets the next kernel begin.
     assert bool(ids_again) == bool(counted)
-    assert all(line.startswith("LDG") for line in ids_again)
+    assert all(line.startswith("LDG.E.STRONG.GPU ") for line in ids_again), "from the L2 cache: ids alone are read so"
     assert [name for name, machine in made.items() if opens(machine)] == list(made)[:-1]
 
 
