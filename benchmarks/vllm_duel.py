@@ -84,8 +84,8 @@ def most_tokens(a: argparse.Namespace) -> int:
 
 def warm(a: argparse.Namespace, folder: Path) -> str:
     """What the plugin's layers compile and tune, in ranks of their own. Returns what was warmed up, or why nothing."""
-    from eprt.conformance.harness import WorldPool
     from eprt.errors import EprtError
+    from eprt.ranks.launcher import WorldPool
 
     options = json.loads(a.options) if a.options else {}
     options.pop("placement", None)

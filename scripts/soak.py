@@ -14,7 +14,7 @@ from pathlib import Path
 
 from eprt.bench.report import Report
 from eprt.conformance.faults import soak
-from eprt.conformance.harness import WorldPool
+from eprt.ranks.launcher import WorldPool
 
 MORE_MB, MORE_DESCRIPTORS, MORE_THREADS = 16.0, 0, 0
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from eprt.conformance import harness
-from eprt.conformance.harness import WorldPool
+from eprt.ranks import launcher
+from eprt.ranks.launcher import WorldPool
 
 # A shell starts background jobs with SIGINT ignored, and so would be what our tests start and then interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -34,7 +34,7 @@ LONG = (
     "test_launch",
     "test_faults",
     "test_cli",
-    "test_harness",
+    "test_ranks",
     "test_world",
     "test_cutedsl_compile",
 )
@@ -46,7 +46,7 @@ TRANSFORMERS = ("test_integration", "test_generation", "test_step_graphs_on_gloo
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if any(item.path.stem in TRANSFORMERS for item in items):
-        harness.preload("transformers.models.gpt_oss.modeling_gpt_oss", "eprt.integrations.transformers")
+        launcher.preload("transformers.models.gpt_oss.modeling_gpt_oss", "eprt.integrations.transformers")
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 

@@ -20,9 +20,9 @@ from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import Batch, make_topk
 from eprt.conformance.oracle import relative_error
-from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, dispatcher_spec, make_dispatcher
 from eprt.errors import EprtError, RankLost
+from eprt.ranks.process import RankContext
 from eprt.support import Device
 from eprt.tokens import PAYLOADS, TopK
 from eprt.world import World

@@ -10,7 +10,7 @@ import torch
 
 from eprt.bench.report import Report, percentile, slowest
 from eprt.bench.timing import world_of
-from eprt.conformance.rank_process import RankContext
+from eprt.ranks.process import RankContext
 
 WORDS = 21  # of a header
 _WARM_ROUNDS = 50

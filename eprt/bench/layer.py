@@ -19,13 +19,13 @@ from eprt.bench.experts import SHAPES, random_experts
 from eprt.bench.report import Report, percentile, slowest
 from eprt.bench.timing import samples, world_of
 from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig, TokenFormat
-from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError, EprtError, RankLost, UnsupportedError
 from eprt.experts import EXECUTORS
 from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import make_plan
+from eprt.ranks.process import RankContext
 from eprt.routing import Router
 from eprt.support import Device
 from eprt.world import World

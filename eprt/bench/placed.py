@@ -20,13 +20,13 @@ from eprt.bench.routings import RoutedLayer
 from eprt.bench.timing import samples, world_of
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.oracle import relative_error
-from eprt.conformance.rank_process import RankContext
 from eprt.errors import EprtError, RankLost
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement, SlotTable
 from eprt.placement.file import PlacementFile
 from eprt.plan import DECODE_TOKENS, Plan
 from eprt.plan.demand import Demand, layer_time
+from eprt.ranks.process import RankContext
 from eprt.support import Device
 from eprt.tokens import TopK
 from eprt.weights import ExpertWeights

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from eprt.bench.timing import samples, world_of
-from eprt.conformance.rank_process import RankContext
 from eprt.errors import ConfigError
+from eprt.ranks.process import RankContext
 from eprt.world import World
 
 Call = Callable[[], object]

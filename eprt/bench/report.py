@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from eprt.conformance import diagnosis
+from eprt import diagnosis
 
 
 @dataclass(frozen=True)

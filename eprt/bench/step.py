@@ -22,12 +22,12 @@ from eprt.bench.report import Report, percentile, slowest
 from eprt.bench.step_models import MODELS, make_model
 from eprt.bench.timing import clocked_calls, clocked_phases, world_of
 from eprt.config import MoEConfig, RuntimeConfig
-from eprt.conformance.rank_process import RankContext
 from eprt.graphs import StepGraphs
 from eprt.graphs.recording import Pool, Recording, refusal
 from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.models import family_for
 from eprt.placement import ExpertPlacement
+from eprt.ranks.process import RankContext
 from eprt.routing import Router
 from eprt.weights import SharedExpertWeights
 from eprt.world import World

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from eprt.conformance.rank_process import RankContext
+from eprt.ranks.process import RankContext
 from eprt.world import World
 
 T = TypeVar("T")

@@ -16,13 +16,13 @@ from eprt.bench.experts import random_experts
 from eprt.bench.report import percentile, provenance, slowest
 from eprt.bench.timing import world_of
 from eprt.config import MoEConfig, RuntimeConfig
-from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import EprtError, RankLost
 from eprt.experts import EXECUTORS, executor_spec, make_executor
 from eprt.experts.tuning import device_microseconds, sample_ids
 from eprt.placement import ExpertPlacement
 from eprt.plan.measured import sizes_of_experts
+from eprt.ranks.process import RankContext
 from eprt.rounding import ceil_div
 from eprt.support import Device, Requirement
 from eprt.tokens import FlatTokens, Payload

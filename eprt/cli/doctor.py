@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from eprt import diagnosis
 from eprt.cli.arguments import Doctor
 from eprt.cli.doctor_faults import break_ranks
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal
-from eprt.conformance import diagnosis
 from eprt.conformance.checks import Check, Row, run_checks, standard_checks, summarize
 from eprt.support import Device
 

@@ -13,8 +13,8 @@ from eprt.cli.arguments import Doctor
 from eprt.cli.fault_report import FaultReport
 from eprt.cli.terminal import Terminal
 from eprt.conformance import faults
-from eprt.conformance.harness import preload
 from eprt.errors import ConfigError
+from eprt.ranks.launcher import preload
 
 DEFAULT_TRIALS = 20  # on CPUs
 PRELOADED = ("eprt.conformance.faults", "triton", "torch.distributed._symmetric_memory")

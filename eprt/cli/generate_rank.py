@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from eprt.config import RuntimeConfig
-from eprt.conformance.harness import RankContext
+from eprt.ranks.launcher import RankContext
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from eprt.conformance.harness import RankContext, WorldFailed, WorldPool
 from eprt.errors import ConfigError, rebuild_error
+from eprt.ranks.launcher import RankContext, WorldFailed, WorldPool
 from eprt.world.groups import joins_torchrun, place
 from eprt.world.values import gather_values
 

@@ -19,13 +19,13 @@ from eprt.cli.terminal import Terminal
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import COUNTS, TOLERANCE, Batch
 from eprt.conformance.oracle import relative_error
-from eprt.conformance.scratch import Scratch
 from eprt.conformance.whole_layer import expected_layer_output
 from eprt.errors import ConfigError
 from eprt.layer import PHASES
 from eprt.models import LayerParts, family_for, load_layer
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.hf_config import model_dtype
+from eprt.ranks.scratch import Scratch
 from eprt.tokens import TopK
 
 # Tokens per rank of each step: all rows of the conformance table, idle ranks included.

@@ -11,12 +11,12 @@ import torch
 
 from eprt.config import RuntimeConfig
 from eprt.conformance.checks import NanOutput
-from eprt.conformance.harness import RankContext
 from eprt.dispatch import Dispatched, Handle
 from eprt.errors import ConfigError
 from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.models import build_layer, load_layer
 from eprt.models.checkpoint import load_on_all_ranks
+from eprt.ranks.launcher import RankContext
 from eprt.tokens import RouterLogits, TopK
 from eprt.world import World
 

@@ -13,11 +13,11 @@ from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
-from eprt.conformance.autopsy import WorldFailed
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.models.published import model_config
 from eprt.plan import Plan, make_plan
 from eprt.plan.measured import own_path, own_tables
+from eprt.ranks.stacks import WorldFailed
 from eprt.support import Device
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from eprt.config import CombineFormat, MoEConfig, ParallelConfig, PayloadFormat,
 from eprt.conformance import transport
 from eprt.conformance.cases import CASES, CONFIGS, CUT_CASES, TOLERANCE, Batch, Case, make_batches
 from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
-from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, make_dispatcher
 from eprt.experts import EXECUTORS
 from eprt.experts.base import Executor
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
+from eprt.ranks.process import RankContext
 from eprt.support import Device
 from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import ExpertWeights

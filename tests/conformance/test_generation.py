@@ -214,7 +214,7 @@ def test_a_model_that_breaks_its_capture_runs_without_and_is_not_tried_again(poo
 
 
 def test_ranks_that_ask_for_other_graphs_are_told(pools) -> None:
-    from eprt.conformance.harness import WorldFailed
+    from eprt.ranks.launcher import WorldFailed
 
     with pytest.raises(WorldFailed, match=r"WorldMismatch: the ranks disagree about this call \(fingerprint, graphs\)"):
         replay(pools, "qwen3_moe", graphs=(2,), other_graphs=(4,))

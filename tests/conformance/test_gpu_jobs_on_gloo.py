@@ -10,9 +10,9 @@ from support.jobs import lost_rank_jobs
 from support.jobs.dispatcher_jobs import Beyond, Pair
 
 from eprt.config import ParallelConfig
-from eprt.conformance.harness import RankReport, WorldFailed, launch
-from eprt.conformance.rank_process import Raised
 from eprt.dispatch import DISPATCHERS
+from eprt.ranks.launcher import RankReport, WorldFailed, launch
+from eprt.ranks.process import Raised
 from eprt.support import Device
 from eprt.tokens import TopK
 

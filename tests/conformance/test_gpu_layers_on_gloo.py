@@ -8,8 +8,8 @@ from support.jobs import whole_layer_jobs as jobs
 from support.jobs.humming_jobs import needs_humming, replayed_layers
 
 from eprt.config import RuntimeConfig
-from eprt.conformance.harness import launch
 from eprt.dispatch import DISPATCHERS
+from eprt.ranks.launcher import launch
 from eprt.support import Device
 
 SM90 = Device.parse("sm90")

@@ -12,10 +12,10 @@ from support.cases.model_recipes import RECIPES, make_model
 from support.jobs import integration_jobs as jobs
 
 from eprt.config import RuntimeConfig
-from eprt.conformance.harness import WorldFailed
 from eprt.models.tiny import write_tiny_checkpoint
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
+from eprt.ranks.launcher import WorldFailed
 
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.jobs.page_jobs import run_blocks
 
-from eprt.conformance.harness import launch
 from eprt.models.tiny import write_tiny_checkpoint
+from eprt.ranks.launcher import launch
 
 DOCS = Path(__file__).parents[2] / "docs"
 

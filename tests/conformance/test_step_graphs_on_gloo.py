@@ -9,10 +9,10 @@ from support.jobs import step_graph_jobs as jobs
 from support.jobs.step_graph_jobs import BUCKETS, LAYERS, SCHEDULE, TOLERANCE
 
 from eprt.config import RuntimeConfig
-from eprt.conformance.harness import WorldFailed, launch
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
 from eprt.graphs.recording import refusal
+from eprt.ranks.launcher import WorldFailed, launch
 
 SIZE = 4
 PAIRS = [("none", "flat"), ("torch", "flat"), ("torch", "expert_major")]

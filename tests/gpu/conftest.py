@@ -8,8 +8,8 @@ import pytest
 from support.cases.gpu_limits import JOB_S
 from support.results import Results
 
-from eprt.conformance.harness import WorldPool
 from eprt.experts.grouped.schedules import Schedule
+from eprt.ranks.launcher import WorldPool
 
 
 @pytest.fixture(scope="module")

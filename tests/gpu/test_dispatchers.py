@@ -16,8 +16,8 @@ from support.jobs.dispatcher_jobs import PAIRS, Beyond, Pair
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import CASES
 from eprt.conformance.checks import Check, run_checks, summarize
-from eprt.conformance.harness import WorldFailed, launch
 from eprt.dispatch import DISPATCHERS
+from eprt.ranks.launcher import WorldFailed, launch
 from eprt.support import Device
 
 SIZE = min(4, torch.cuda.device_count())

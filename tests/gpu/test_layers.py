@@ -13,9 +13,9 @@ from support.jobs import integration_jobs
 from support.jobs import whole_layer_jobs as jobs
 
 from eprt.config import RuntimeConfig
-from eprt.conformance.harness import launch
 from eprt.dispatch import DISPATCHERS
 from eprt.experts.tuning import cache_dir
+from eprt.ranks.launcher import launch
 from eprt.support import Device
 
 SIZE = min(4, torch.cuda.device_count())

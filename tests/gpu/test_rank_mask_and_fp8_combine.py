@@ -11,8 +11,8 @@ from support.jobs import rank_mask_jobs as jobs
 
 from eprt.conformance.cases import CASES
 from eprt.conformance.checks import Check, run_checks, summarize
-from eprt.conformance.harness import WorldPool
 from eprt.dispatch import DISPATCHERS
+from eprt.ranks.launcher import WorldPool
 
 SIZE = min(4, torch.cuda.device_count())
 

@@ -12,10 +12,10 @@ from support.jobs import step_graph_jobs as jobs
 from support.jobs.step_graph_jobs import BUCKETS, LAYERS, SCHEDULE, TOLERANCE
 
 from eprt.config import ParallelConfig, RuntimeConfig
-from eprt.conformance.harness import WorldFailed, launch
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import UnsupportedError
 from eprt.plan import make_plan
+from eprt.ranks.launcher import WorldFailed, launch
 from eprt.support import Device
 
 SIZE = min(4, torch.cuda.device_count())

@@ -9,7 +9,7 @@ from support.jobs import library_jobs
 from support.jobs import lost_rank_jobs as jobs
 from support.jobs.dispatcher_jobs import SYMM
 
-from eprt.conformance.harness import launch
+from eprt.ranks.launcher import launch
 
 SIZE = min(4, torch.cuda.device_count())
 

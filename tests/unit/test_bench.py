@@ -29,10 +29,10 @@ from eprt.cli import main
 from eprt.config import MoEConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import Batch
-from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS, deepep
 from eprt.dispatch.none import AllGatherDispatcher
 from eprt.errors import ConfigError
+from eprt.ranks.process import RankContext
 from eprt.tokens import TopK
 from eprt.world import World
 

@@ -19,7 +19,7 @@ from support.processes import descendants, wait_until_gone
 
 from eprt.cli import arguments, main
 from eprt.cli.terminal import Terminal, configure_logging, plain_table
-from eprt.conformance.harness import WorldFailed, launch
+from eprt.ranks.launcher import WorldFailed, launch
 
 EPRT = [sys.executable, "-m", "eprt"]
 
@@ -281,7 +281,7 @@ def test_doctor_reports_this_machine(capsys) -> None:
 
 
 def test_doctor_finds_what_is_wrong(monkeypatch) -> None:
-    from eprt.conformance import diagnosis
+    from eprt import diagnosis
 
     versions = {"deep-ep": "1.0.0", "flashinfer-python": "0.7.2", "flashinfer-jit-cache": "0.7.1+cu130"}
     monkeypatch.setattr(diagnosis, "_version", versions.get)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from eprt.cli import main
-from eprt.conformance.scratch import MAX_TMPDIR, Scratch, sweep
 from eprt.errors import ConfigError
+from eprt.ranks.scratch import MAX_TMPDIR, Scratch, sweep
 from eprt.world import World
 
 EXPLAIN = ("explain", "--model", "config.json", "--device", "sm90")
@@ -100,7 +100,7 @@ def test_a_long_tmpdir_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_is_removed_by_the_next(short_folder: Path, monkeypatch) -> None:
     hold = (
-        "import time\nfrom eprt.conformance.scratch import Scratch\nheld = Scratch('tiny')\n"
+        "import time\nfrom eprt.ranks.scratch import Scratch\nheld = Scratch('tiny')\n"
         "print(held.path, flush=True)\ntime.sleep(60)"
     )
     environment = os.environ | {"TMPDIR": str(short_folder)}

@@ -21,8 +21,8 @@ from eprt.cli.arguments import Doctor
 from eprt.cli.terminal import Terminal
 from eprt.conformance import faults
 from eprt.conformance.faults import Result, Trial, schedule
-from eprt.conformance.scratch import Scratch
 from eprt.errors import ConfigError
+from eprt.ranks.scratch import Scratch
 
 CELLS = [Trial("kill", moment, 1, name, 2) for moment in ("dispatch", "combine") for name in ("none", "torch")]
 Runs = list[list[Trial]]

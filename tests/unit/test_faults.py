@@ -23,13 +23,13 @@ from support.ports import free_port
 import eprt
 from eprt.config import MoEConfig, ParallelConfig
 from eprt.conformance import faults
-from eprt.conformance.autopsy import RankReport
 from eprt.conformance.faults import matrix
 from eprt.conformance.faults import trial as one_trial
-from eprt.conformance.harness import WorldFailed, launch
-from eprt.conformance.rank_process import Raised
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import UsageError, one_block
+from eprt.ranks.launcher import WorldFailed, launch
+from eprt.ranks.process import Raised
+from eprt.ranks.stacks import RankReport
 from eprt.support import Device
 from eprt.world import guard, values
 
@@ -311,7 +311,7 @@ def test_nothing_that_can_run_code_travels_or_is_loaded() -> None:
     )
     root = Path(eprt.__file__).parent
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if forbidden.search(path.read_text())}
-    allowed = {"conformance/harness.py", "conformance/rank_process.py"}
+    allowed = {"ranks/launcher.py", "ranks/process.py"}
     assert {name for name in found if not _only_modes(root / name, forbidden)} == allowed
 
 

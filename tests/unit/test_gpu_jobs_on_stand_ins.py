@@ -11,10 +11,10 @@ from support.stand_ins.flashinfer import SIZE, run_ranks
 from test_deepep_dispatcher import world  # noqa: F401 - a fixture
 from test_flashinfer_dispatcher import CAPACITY, library  # noqa: F401 - a fixture
 
-from eprt.conformance.harness import RankContext
 from eprt.dispatch import DISPATCHERS
 from eprt.dispatch.deepep import DeepEPDispatcher
 from eprt.dispatch.flashinfer import FlashInferDispatcher
+from eprt.ranks.launcher import RankContext
 from eprt.tokens import Payload
 
 

@@ -10,8 +10,8 @@ from support.jobs import balance_jobs as jobs
 
 from eprt.balance.moving import transfers
 from eprt.config import ParallelConfig
-from eprt.conformance.harness import WorldFailed, WorldPool
 from eprt.placement import EMPTY, ExpertPlacement
+from eprt.ranks.launcher import WorldFailed, WorldPool
 
 E = jobs.E
 

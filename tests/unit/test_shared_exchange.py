@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from support.jobs import exchange_jobs as jobs
 
-from eprt.conformance.harness import launch
 from eprt.errors import WorldMismatch
+from eprt.ranks.launcher import launch
 from eprt.world.shared_exchange import MAX_WORDS, SharedExchange, _create, _open
 
 ROW = 512

@@ -11,7 +11,7 @@ import pytest
 from support.jobs import shrink_jobs as jobs
 from support.ports import free_port
 
-from eprt.conformance.harness import WorldFailed, WorldPool, launch
+from eprt.ranks.launcher import WorldFailed, WorldPool, launch
 
 OUT = "can't go on after ranks"
 

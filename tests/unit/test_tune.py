@@ -14,10 +14,10 @@ from eprt.bench import tune as bench
 from eprt.cli import main, tune
 from eprt.cli.tune import _merged, _missing
 from eprt.config import MoEConfig
-from eprt.conformance.rank_process import RankContext
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
 from eprt.plan.measured import complaint, own_tables
+from eprt.ranks.process import RankContext
 
 TINY = {
     "model_type": "qwen3_moe",

@@ -16,9 +16,9 @@ from support.jobs import world_jobs as jobs
 from support.ports import free_port
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
-from eprt.conformance.harness import WorldFailed, WorldPool, launch
 from eprt.dispatch import make_dispatcher
 from eprt.errors import ConfigError, InputError, UsageError
+from eprt.ranks.launcher import WorldFailed, WorldPool, launch
 from eprt.world import World, collectives
 from eprt.world.collectives import Collectives, Seat
 from eprt.world.resources import SharedResources

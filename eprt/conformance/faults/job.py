@@ -27,13 +27,13 @@ from eprt.conformance.faults.matrix import (
     config,
     runtime,
 )
-from eprt.conformance.harness import RankContext
 from eprt.conformance.oracle import shard_weights
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import EprtError, RankLost
 from eprt.graphs import StepGraphs
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement, ExpertShard
+from eprt.ranks.launcher import RankContext
 from eprt.tokens import TopK
 from eprt.weights import Dense, ExpertWeights
 from eprt.world import World

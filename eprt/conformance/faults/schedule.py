@@ -9,7 +9,7 @@ from functools import partial
 
 from eprt.conformance.faults.matrix import Trial
 from eprt.conformance.faults.trial import Result, footprint, outlived, run_trial
-from eprt.conformance.harness import WorldPool
+from eprt.ranks.launcher import WorldPool
 
 _KILL_AGAIN_S = 0.1
 

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from eprt.conformance.autopsy import state_of
 from eprt.conformance.faults.job import NoNumbers, WrongOutput, ready, run
 from eprt.conformance.faults.matrix import Trial
-from eprt.conformance.harness import RankReport, WorldFailed, WorldPool
-from eprt.conformance.scratch import Scratch
+from eprt.ranks.launcher import RankReport, WorldFailed, WorldPool
+from eprt.ranks.scratch import Scratch
+from eprt.ranks.stacks import state_of
 from eprt.world.guard import EXIT_CODE, LAST_WORDS
 
 # To make processes, Worlds and layers, which isn't what is timed; and where kernels are compiled, too.

@@ -8,9 +8,9 @@ import torch
 
 from eprt import compiled
 from eprt.config import RuntimeConfig
-from eprt.conformance.harness import RankContext
 from eprt.conformance.oracle import relative_error
 from eprt.integrations.transformers import parallelize
+from eprt.ranks.launcher import RankContext
 from support.cases.model_recipes import RECIPES, make_model
 from support.jobs.integration_jobs import PROMPTS
 from support.jobs.layer_jobs import make_layer

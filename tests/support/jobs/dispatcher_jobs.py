@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from eprt.config import MoEConfig, PayloadFormat, RuntimeConfig, TokenFormat
-from eprt.conformance.harness import RankContext
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, make_dispatcher
 from eprt.errors import EprtError
 from eprt.quant import decode_payload, encode_payload
+from eprt.ranks.launcher import RankContext
 from eprt.tokens import FlatTokens, TopK
 from eprt.world import World
 

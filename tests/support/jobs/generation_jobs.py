@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 
 from eprt.config import RuntimeConfig
-from eprt.conformance.harness import RankContext
 from eprt.graphs import StepGraphs
+from eprt.ranks.launcher import RankContext
 from support.cases.gpu_limits import BEHIND_S
 
 RUNTIME = RuntimeConfig(executor="torch_grouped", max_tokens_per_rank=64)

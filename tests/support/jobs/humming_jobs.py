@@ -11,8 +11,8 @@ from importlib.util import find_spec
 import pytest
 
 from eprt.config import MoEConfig, RuntimeConfig
-from eprt.conformance.rank_process import RankContext
 from eprt.experts import EXECUTORS
+from eprt.ranks.process import RankContext
 from support.jobs.packed_checkpoint_jobs import Ran, run_layer
 from support.jobs.whole_layer_jobs import replayed_layer
 from support.stand_ins.humming import Launches, described_h200

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from eprt.config import RuntimeConfig
-from eprt.conformance.harness import RankContext
 from eprt.errors import EprtError
+from eprt.ranks.launcher import RankContext
 from support.cases.gpu_limits import BEHIND_S
 from support.cases.model_recipes import HEADS, RECIPES, VOCABULARY, make_model
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from eprt.conformance.harness import RankContext
 from eprt.dispatch import DISPATCHERS
 from eprt.quant import decode_payload, encode_payload
+from eprt.ranks.launcher import RankContext
 from eprt.tokens import TopK
 from support.jobs.dispatcher_jobs import (
     DEEPEP,

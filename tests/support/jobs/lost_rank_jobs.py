@@ -10,8 +10,8 @@ import time
 
 import torch
 
-from eprt.conformance.harness import RankContext, WorldFailed
 from eprt.dispatch import Dispatcher
+from eprt.ranks.launcher import RankContext, WorldFailed
 from eprt.world.guard import EXIT_CODE
 from support.jobs.dispatcher_jobs import Pair, batch, caught, dispatcher_of, generator_of, make, stand_in
 

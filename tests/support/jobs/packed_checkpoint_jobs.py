@@ -9,13 +9,13 @@ import torch
 
 from eprt.config import PayloadFormat, RuntimeConfig
 from eprt.conformance.cases import Batch
-from eprt.conformance.harness import RankContext
 from eprt.conformance.oracle import relative_error
 from eprt.conformance.whole_layer import expected_layer_output
 from eprt.experts.reference import decode_hidden
 from eprt.models import build_layer, load_layer
 from eprt.models.checkpoint import load_on_all_ranks
 from eprt.quant import encode_payload
+from eprt.ranks.launcher import RankContext
 from eprt.tokens import TopK
 from support.cases.gpu_limits import BEHIND_S
 from support.cases.packed_checkpoints import Written

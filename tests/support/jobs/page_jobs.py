@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from eprt.conformance.harness import RankContext
+from eprt.ranks.launcher import RankContext
 
 
 def run_blocks(context: RankContext, page: str, blocks: list[str], names: dict[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import torch
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import Batch, Case, Counts, RoutingCase, make_batches
-from eprt.conformance.harness import RankContext
 from eprt.dispatch import Dispatched, Dispatcher, make_dispatcher
 from eprt.errors import EprtError
 from eprt.quant import decode_payload
+from eprt.ranks.launcher import RankContext
 from eprt.tokens import FlatTokens, TopK
 
 E, CAPACITY = 16, 32

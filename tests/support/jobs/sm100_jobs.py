@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 
 from eprt.conformance.checks import Check, Row, run_checks
-from eprt.conformance.rank_process import RankContext
 from eprt.experts import EXECUTORS
 from eprt.experts.blackwell.cutedsl import CuteDslExecutor
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
+from eprt.ranks.process import RankContext
 from eprt.weights import ExpertWeights, Fp8Tensor, Nvfp4
 from support.stand_ins.sm100_kernels import FakeCuteDsl, FakeTrtllm
 

@@ -20,12 +20,12 @@ import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import CONFIGS, Batch
-from eprt.conformance.harness import RankContext
 from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
 from eprt.errors import EprtError
 from eprt.graphs import StepGraphs
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
+from eprt.ranks.launcher import RankContext
 from eprt.routing import Router
 from eprt.tokens import TopK
 from eprt.weights import ExpertWeights

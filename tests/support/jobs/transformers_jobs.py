@@ -9,9 +9,9 @@ import torch
 
 from eprt.config import RuntimeConfig
 from eprt.conformance.oracle import relative_error, shard_weights
-from eprt.conformance.rank_process import RankContext
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
+from eprt.ranks.process import RankContext
 from support.cases.transformers_blocks import Block
 
 # float32: both sides sum in float32, in another order; 1e-5 is about 100 ulp, far under any wrong weight or id.

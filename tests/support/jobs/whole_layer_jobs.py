@@ -13,10 +13,10 @@ import torch
 from eprt.balance import rebalance
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import Batch
-from eprt.conformance.harness import RankContext
 from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
+from eprt.ranks.launcher import RankContext
 from eprt.tokens import TopK
 from eprt.weights import ExpertWeights
 from eprt.world import World

@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-from support.jobs import harness_jobs as jobs
+from support.jobs import rank_jobs as jobs
 
-from eprt.conformance import harness
-from eprt.conformance.autopsy import RankReport, find_culprits
-from eprt.conformance.harness import WorldFailed, WorldPool, launch
-from eprt.conformance.rank_process import Raised
 from eprt.errors import ConfigError, EprtError, UsageError
+from eprt.ranks import launcher
+from eprt.ranks.launcher import WorldFailed, WorldPool, launch
+from eprt.ranks.process import Raised
+from eprt.ranks.stacks import RankReport, find_culprits
 
 VICTIM = 2
 LIMIT_S = 2.0
@@ -120,9 +120,7 @@ def test_a_faulty_rank_is_named_in_bounded_time(pool, kind, says, fast):
     for report in error.reports:
         assert f"--- rank {report.rank} " in str(error)
         if report.outcome != "died":
-            assert (
-                "jobs/harness_jobs.py" in report.stack + report.log_tail
-            )  # the log, if it is just now leaving the job
+            assert "jobs/rank_jobs.py" in report.stack + report.log_tail  # the log, if it is just now leaving the job
             assert report.stack.splitlines()[0].strip() in str(error)
     if kind == "crashes":
         assert "Segmentation fault" in error.reports[VICTIM].stack
@@ -133,7 +131,7 @@ def test_a_faulty_rank_is_named_in_bounded_time(pool, kind, says, fast):
 
 
 def test_a_rank_stopped_between_jobs_is_found_though_no_peer_waits_for_it(pool, monkeypatch):
-    monkeypatch.setattr(harness, "_STOPPED_AFTER_S", 0.5)
+    monkeypatch.setattr(launcher, "_STOPPED_AFTER_S", 0.5)
     pids = pool.run(jobs.pid)
     os.kill(pids[VICTIM], signal.SIGSTOP)
     start = time.monotonic()
@@ -147,8 +145,8 @@ def test_a_rank_stopped_between_jobs_is_found_though_no_peer_waits_for_it(pool, 
 @pytest.mark.parametrize(("last", "wait_s"), [("in <module>", 0.0), ("in main", 2.0)])
 def test_a_stack_that_is_written_slowly_is_read_to_its_end(tmp_path, monkeypatch, last, wait_s):
     """A rank that shares its core may pause between two frames. One whose last frame isn't known is waited for."""
-    monkeypatch.setattr(harness, "_QUIET_S", 2.0)
-    monkeypatch.setattr(harness, "_STACK_WAIT_S", 30.0)
+    monkeypatch.setattr(launcher, "_QUIET_S", 2.0)
+    monkeypatch.setattr(launcher, "_STACK_WAIT_S", 30.0)
     dump = tmp_path / "stack"
     dump.write_text("00007f78067d9b80\n")
     lines = [
@@ -166,7 +164,7 @@ def test_a_stack_that_is_written_slowly_is_read_to_its_end(tmp_path, monkeypatch
     writer = threading.Thread(target=write)
     writer.start()
     start = time.monotonic()
-    harness._await_dumps({1: dump}, {1: dump.stat().st_size})
+    launcher._await_dumps({1: dump}, {1: dump.stat().st_size})
     assert dump.read_text().endswith(f"{last}\n")
     assert 0.6 + wait_s <= time.monotonic() - start < 20
     writer.join()
@@ -216,8 +214,8 @@ def test_a_world_that_cannot_be_is_refused(size, device):
 PARENT = """
 import sys
 sys.path.insert(0, {tests!r})
-from support.jobs import harness_jobs as jobs
-from eprt.conformance.harness import WorldPool
+from support.jobs import rank_jobs as jobs
+from eprt.ranks.launcher import WorldPool
 if __name__ == "__main__":
     pool = WorldPool(2, timeout_s=100)
     print(*pool.run(jobs.pid), flush=True)

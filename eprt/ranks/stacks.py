@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from eprt.conformance.rank_process import Raised
 from eprt.errors import EprtError, RankLost
+from eprt.ranks.process import Raised
 
 # Python files whose frames mean "waits for other ranks" (or for a kernel that does).
-_WAITING = ("/torch/distributed/", "/eprt/world", "/eprt/collectives", "/eprt/guard", "/eprt/header", "/torch/cuda/")
+_WAITING = ("/torch/distributed/", "/eprt/world/", "/torch/cuda/")
 _STATES = {"R": "running", "S": "sleeping", "D": "in an uninterruptible wait", "T": "stopped", "t": "stopped"}
 _TAIL_LINES = 15
 _TAIL_BYTES = 16384

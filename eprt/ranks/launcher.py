@@ -32,10 +32,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from eprt.conformance.autopsy import RankReport, WorldFailed, read_stack, state_of, tail
-from eprt.conformance.rank_process import Raised, RankContext, RankSetup, close_worlds, serve
-from eprt.conformance.scratch import Scratch
 from eprt.errors import ConfigError, UsageError
+from eprt.ranks.process import Raised, RankContext, RankSetup, close_worlds, serve
+from eprt.ranks.scratch import Scratch
+from eprt.ranks.stacks import RankReport, WorldFailed, read_stack, state_of, tail
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankContext", "RankReport", "WorldFailed", "WorldPool", "launch"]
 
-_PRELOAD = ["torch", "torch.distributed", "eprt.conformance.rank_process", "eprt.conformance.checks"]
+_PRELOAD = ["torch", "torch.distributed", "eprt.ranks.process", "eprt.conformance.checks"]
 _STACK_WAIT_S = 2.0
 _QUIET_S = 0.5  # after which a dump without its last frame is taken to be over: one being written may wait for a core
 _STOPPED_AFTER_S = 10.0  # a rank stopped by a signal for this long has failed, whatever the job's limit

@@ -1,4 +1,4 @@
-"""Jobs for test_harness.py: what each faulty rank does while the others wait for it in a gloo collective."""
+"""Jobs for test_ranks.py: what each faulty rank does while the others wait for it in a gloo collective."""
 
 from __future__ import annotations
 
