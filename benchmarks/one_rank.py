@@ -7,7 +7,7 @@ import torch
 from eprt.bench.experts import SHAPES, random_experts
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.experts import Executor, make_executor
-from eprt.experts.tuning import sample_ids
+from eprt.experts.sample_tokens import sample_ids
 from eprt.placement import ExpertPlacement
 from eprt.tokens import FlatTokens, Payload
 

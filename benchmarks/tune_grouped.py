@@ -26,8 +26,9 @@ from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.launch import Gemm, Rows
 from eprt.experts.grouped.schedules import Schedule, Tile, choose
 from eprt.experts.place_triton import RowTiles, WorkList, list_slots
-from eprt.experts.tuning import device_microseconds, sample_ids
+from eprt.experts.sample_tokens import sample_ids
 from eprt.rounding import round_up
+from eprt.timing import device_microseconds
 
 TOKENS = (8, 32, 128, 512, 2048, 8192)
 # Rows of a tile: (n, k, stages, warps, programs on a multiprocessor[, halvings]), all weights x tokens.

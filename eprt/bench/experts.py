@@ -24,10 +24,11 @@ from eprt.bench.report import Report
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig, WeightFormat
 from eprt.errors import ConfigError
 from eprt.experts import EXECUTORS, Executor, executor_spec, make_executor
-from eprt.experts.tuning import device_microseconds, sample_ids
+from eprt.experts.sample_tokens import sample_ids
 from eprt.placement import ExpertPlacement
 from eprt.rounding import ceil_div
 from eprt.support import Device
+from eprt.timing import device_microseconds
 from eprt.tokens import FlatTokens, Payload
 from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Dense, ExpertWeights, Fp8Block, Matrix, Mxfp4, Nvfp4
 

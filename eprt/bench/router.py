@@ -20,8 +20,8 @@ from eprt.bench.experts import Ceilings
 from eprt.bench.report import Report
 from eprt.config import Routing
 from eprt.errors import ConfigError
-from eprt.experts.tuning import device_microseconds
 from eprt.routing import Router, route_torch
+from eprt.timing import device_microseconds
 from eprt.tokens import TopK
 
 CACHE_BYTES = 96 << 20  # more than any GPU's L2 so far

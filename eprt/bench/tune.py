@@ -19,12 +19,13 @@ from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import EprtError, RankLost
 from eprt.experts import EXECUTORS, executor_spec, make_executor
-from eprt.experts.tuning import device_microseconds, sample_ids
+from eprt.experts.sample_tokens import sample_ids
 from eprt.placement import ExpertPlacement
 from eprt.plan.measured import sizes_of_experts
 from eprt.ranks.process import RankContext
 from eprt.rounding import ceil_div
 from eprt.support import Device, Requirement
+from eprt.timing import device_microseconds
 from eprt.tokens import FlatTokens, Payload
 
 WALL_CALLS = 5  # of an executor on a CPU; the middle one counts

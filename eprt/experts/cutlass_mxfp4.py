@@ -28,15 +28,10 @@ from eprt.errors import ConfigError
 from eprt.experts.base import PreparedExecutor, unsupported_format
 from eprt.experts.layouts import TILE, pad_parts, stack_experts
 from eprt.experts.permute import copy_columns, plain_hidden
-from eprt.experts.tuning import (
-    TuningCache,
-    TuningCacheWarning,
-    eager_microseconds,
-    even_tokens,
-    sample_ids,
-    tuning_cache,
-)
+from eprt.experts.sample_tokens import even_tokens, sample_ids
+from eprt.experts.tuning import TuningCache, TuningCacheWarning, tuning_cache
 from eprt.rounding import round_up
+from eprt.timing import eager_microseconds
 from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import MX_BLOCK, ExpertWeights, Mxfp4
 

@@ -21,10 +21,11 @@ from eprt.experts.blackwell.layouts import interleave_halves, swap_halves
 from eprt.experts.humming import HummingExecutor
 from eprt.experts.permute import group_slots
 from eprt.experts.reference import ReferenceExecutor
+from eprt.experts.sample_tokens import sample_ids
 from eprt.experts.torch_grouped import GroupedExecutor
-from eprt.experts.tuning import device_microseconds, sample_ids
 from eprt.placement import ExpertShard
 from eprt.quant import decode
+from eprt.timing import device_microseconds
 from eprt.tokens import FlatTokens, Payload
 from eprt.weights import Dense, ExpertWeights, Matrix
 

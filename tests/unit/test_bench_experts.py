@@ -28,7 +28,7 @@ from eprt.errors import ConfigError, EprtError
 from eprt.experts import EXECUTORS
 from eprt.experts.permute import group_slots
 from eprt.experts.reference import ReferenceExecutor, decode_matrix
-from eprt.experts.tuning import sample_ids
+from eprt.experts.sample_tokens import sample_ids
 from eprt.placement import ExpertPlacement
 from eprt.support import Device
 from eprt.weights import Dense, Nvfp4

@@ -26,7 +26,7 @@ from eprt.experts.base import PreparedExecutor, anytime
 from eprt.experts.blackwell.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
 from eprt.experts.blackwell.layouts import mma_scale_view, swizzle_scales
 from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix
-from eprt.experts.tuning import even_tokens
+from eprt.experts.sample_tokens import even_tokens
 from eprt.placement import ExpertShard
 from eprt.quant.payload import decode_payload
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, as_bytes

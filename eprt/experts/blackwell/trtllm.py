@@ -20,7 +20,7 @@ from eprt.experts.adapters import merge_repeats
 from eprt.experts.base import PreparedExecutor, unsupported_format
 from eprt.experts.blackwell.trtllm_formats import FORMATS, TrtllmKernels
 from eprt.experts.rules import TRTLLM_LOGITS
-from eprt.experts.tuning import even_tokens
+from eprt.experts.sample_tokens import even_tokens
 from eprt.placement import ExpertShard
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from eprt.experts.permute import group_slots
-from eprt.experts.tuning import device_microseconds, sample_ids
+from eprt.experts.sample_tokens import sample_ids
 from eprt.rounding import round_up
+from eprt.timing import device_microseconds
 
 ANY_ROWS = 1 << 30
 TRIALS = 5  # routings a schedule is timed on
