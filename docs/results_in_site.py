@@ -3,6 +3,7 @@ repository, where the files lie beside docs/."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,4 +20,4 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return markdown.replace("](../benchmarks/results/", "](benchmarks/results/")
+    return re.sub(r"\]\(\.\./((?:\.\./)*benchmarks/results/)", r"](\1", markdown)

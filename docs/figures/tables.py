@@ -1,4 +1,4 @@
-"""Writes the tables of numbers in README.md and docs/, and the pictures beside them, from benchmarks/results.
+"""Writes the tables of numbers in docs/, and the pictures beside them, from benchmarks/results.
 
 `python docs/figures/tables.py` (extra `plot`). On a page a table lies between `<!-- NAME: python docs/figures/tables.py
 -->` and `<!-- end of NAME -->`; tests/unit/test_tables.py fails where a page shows anything else than this writes.
@@ -18,7 +18,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = "triton_grouped"
-PAGES = ("README.md", "docs/balance.md", "docs/hardware.md", "docs/limits_and_errors.md", "docs/vllm.md")
+PAGES = (
+    "docs/balance.md",
+    "docs/hardware.md",
+    "docs/lab/grouped_gemm.md",
+    "docs/limits_and_errors.md",
+    "docs/vllm.md",
+)
 REGION = re.compile(r"(<!-- (\w+): python docs/figures/tables\.py -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
 Times = dict[tuple[str, int], dict[str, Any]]  # (backend, tokens) -> its row
@@ -416,31 +422,7 @@ def simulated_ep64() -> str:
     return f"{table(heading, lines)}\n\nSimulated on a CPU; {source('simulated_ep64')}"
 
 
-def readme_dispatch() -> str:
-    name, tokens = "dispatch_h200_x2", (1, 32, 128, 1024, 4096)
-    of = times(name, 7168)
-
-    def time(label: str, transport: str) -> list[str]:
-        return line(label, tokens, lambda n: micro(of[transport, n]["p50_us"]))
-
-    lines = [time(*pair) for pair in TRANSPORTS.items() if pair[1] != "torch"]
-    lines.append(line("floor of the link", tokens, lambda n: micro(of["symm", n]["floor_us"])))
-    return f"{table(['tokens a rank', *tokens], lines)}\n\n{source(name)}"
-
-
-def readme_step() -> str:
-    """The fastest ways of either."""
-    lines: list[list[str]] = []
-    tokens, models = steps()
-    for model, of in models.items():
-        for label, path in (("transformers, bf16", "transformers graph"), ("eprt", "step graph")):
-            lines.append(line(f"{model}: {label}", tokens, lambda n, of=of, path=path: f"{of[path, n]:.2f}"))
-    return f"{table(['tokens a rank', *tokens], lines)}\n\n{source(STEPS)}"
-
-
 TABLES: dict[str, Callable[[], str]] = {
-    "readme_dispatch": readme_dispatch,
-    "readme_step": readme_step,
     "dispatch_h200_x2": lambda: dispatch("dispatch_h200_x2"),
     "dispatch_h200_x4": lambda: dispatch("dispatch_h200_x4"),
     "dispatch_runs": dispatch_runs,

@@ -21,7 +21,7 @@ PAGES = (
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
-    *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
+    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
 )
 README = (ROOT / "README.md").read_text()
 CHOOSE = (ROOT / "docs/choose.md").read_text()

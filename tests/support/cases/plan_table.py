@@ -1,4 +1,4 @@
-"""What `eprt explain` chooses for well-known models on each machine: the table in docs/choose.md.
+"""What `eprt explain` chooses for well-known models on each machine: the table in docs/plan_table.md.
 
 `python tests/support/cases/plan_table.py` writes it there; test_plan.py compares.
 """
@@ -15,7 +15,7 @@ from eprt.models.published import MODELS as PUBLISHED
 from eprt.plan import Plan, make_plan
 from eprt.support import Device
 
-PAGE = Path(__file__).parents[3] / "docs/choose.md"
+PAGE = Path(__file__).parents[3] / "docs/plan_table.md"
 BEGIN, END = "<!-- plan table: python tests/support/cases/plan_table.py -->", "<!-- end of plan table -->"
 WORLD = ParallelConfig(4)
 DEVICES = ("cpu", "sm90", "sm100")
