@@ -4,13 +4,8 @@
 # there is one, else PYTHON (default python3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-python3}
-[ ! -x .venv/bin/python ] || python=.venv/bin/python
 [[ " $*" == *" tests/gpu"* ]] || set -- tests/gpu "$@"
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
-PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} "$python" -m pytest -m gpu "$@" | tee "$log"
-if ! tail -n 1 "$log" | grep -q ' passed'; then
-  echo "no GPU test passed: are there CUDA devices, and a CUDA build of torch?" >&2
+bash scripts/pytest.sh -m gpu "$@" || {
+  echo "GPU tests failed, or none ran: are there CUDA devices, and a CUDA build of torch?" >&2
   exit 1
-fi
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # Files with tests of many seconds: begun first, none of them is what everybody waits for in the end.
-LONG = (
+SLOW = (
     "test_kernels_interpreted",
     "test_launch",
     "test_faults",
@@ -39,6 +40,28 @@ LONG = (
     "test_cutedsl_compile",
 )
 
+# The tests marked `long`, which scripts/test_long.sh runs: FILE::TEST[PARAMETERS] begins with one of these. Parameters
+# whose values say more than their names are marked in their files.
+LONG = re.compile(
+    "|".join(
+        (
+            # Kernels compiled to machine code: they change with their libraries, or with a few files of ours.
+            r"test_triton_registers::",
+            r"test_cutedsl_compile::",
+            r"test_kernels_interpreted::.*(grouped|routing|warp_roles)",
+            r"test_compile::test_inductor",
+            # Launchers that start interpreters, twice where a rank is killed.
+            r"test_launch::test_(a_node|two_nodes|slurm|its_command)",
+            r"test_cli_generate::test_a_restarted_world",
+            r"test_fault_report::test_a_signal.*SIGTERM",
+            # Every check comes before a pair of backends does anything: one pair shows what it says.
+            r"test_bad_input::test_.*(none-flat|expert_major)",
+            # Four ranks meet what one and two do.
+            r"test_matrix::test_transport\[.*-[12]-",
+            r"test_matrix::test_layer\[[12]-",
+        )
+    )
+)
 
 # Files whose ranks run transformers' models: imported once, not in each rank.
 TRANSFORMERS = ("test_integration", "test_generation", "test_step_graphs_on_gloo", "test_compile", "test_page_code")
@@ -47,7 +70,10 @@ TRANSFORMERS = ("test_integration", "test_generation", "test_step_graphs_on_gloo
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if any(item.path.stem in TRANSFORMERS for item in items):
         launcher.preload("transformers.models.gpt_oss.modeling_gpt_oss", "eprt.integrations.transformers")
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    for item in items:
+        if LONG.match(f"{item.path.stem}::{item.name}"):
+            item.add_marker("long")
+    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 
 @pytest.fixture

@@ -94,12 +94,11 @@ def test_transport_to_ranks_that_share_an_expert(pools, moe_tp_size, dispatcher,
 @pytest.mark.parametrize(("dispatcher", "token_format"), PAIRS)
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_layer(pools, config, executor, dispatcher, token_format):
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_layer(pools, size, config, executor, dispatcher, token_format):
     dtype = "f32" if config == "silu_f32" else "bf16"
     checks = [Check("layer", case, dispatcher, token_format, executor, config, dtype=dtype) for case in CASES]
-    run(pools, 4, checks)
-    run(pools, 2, checks[::3])
-    run(pools, 1, checks[::3])
+    run(pools, size, checks if size == 4 else checks[::3])
 
 
 def test_cut_cases_are_over_the_capacity_in_a_group_of_two_as_well():
