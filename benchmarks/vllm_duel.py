@@ -106,7 +106,7 @@ def warm_layer(context: Any, config: str, most: int, options: dict[str, Any]) ->
 
     from eprt.bench.experts import random_experts
     from eprt.config import Routing, RuntimeConfig
-    from eprt.integrations.vllm.terms import as_vllm_computes, choose
+    from eprt.integrations.vllm.supported import choose, with_low_precision
     from eprt.layer import ExpertParallelMoE
     from eprt.models import family_for
     from eprt.placement import ExpertPlacement
@@ -116,7 +116,7 @@ def warm_layer(context: Any, config: str, most: int, options: dict[str, Any]) ->
     family = family_for(hf)
     found = family.moe_config(hf, family.moe_layers(hf)[-1])
     moe = replace(found, routing=Routing(), shared=None)
-    runtime = as_vllm_computes(moe, RuntimeConfig(max_tokens_per_rank=most, **options), options)
+    runtime = with_low_precision(moe, RuntimeConfig(max_tokens_per_rank=most, **options), options)
     plan, runtime = choose(moe, world, runtime, captured=world.device.type == "cuda")
     torch.manual_seed(0)
     local = ExpertPlacement(moe.num_experts, world.parallel).num_local_experts

@@ -14,7 +14,7 @@ from eprt.errors import CheckpointError
 from eprt.experts import make_executor
 from eprt.integrations.vllm.parameters import (
     INTERLEAVED,
-    LeftToVllm,
+    FallsBackToVllm,
     activation_of,
     expert_weights,
     layout_of,
@@ -95,21 +95,21 @@ def test_activations() -> None:
     assert made("swigluoai") == (1.702, 1.0, 7.0)
     assert made("swigluoai_uninterleave", alpha=1.702, beta=1.0, limit=7.0) == (1.702, 1.0, 7.0)
     for name in ("gelu", "swiglustep", "situ", "silu_no_mul", "swigluoai_uninterleave"):
-        with pytest.raises(LeftToVllm, match=name):
+        with pytest.raises(FallsBackToVllm, match=name):
             made(name)
 
 
 def test_what_eprt_cannot_read_is_left_to_vllm() -> None:
-    with pytest.raises(LeftToVllm, match="AutoGPTQMoEMethod"):
+    with pytest.raises(FallsBackToVllm, match="AutoGPTQMoEMethod"):
         layout_of(layouts.named("AutoGPTQMoEMethod"))
     small = layouts.named("Fp8MoEMethod", weight_block_size=[64, 128])
-    with pytest.raises(LeftToVllm, match=r"\[64, 128\]"):
+    with pytest.raises(FallsBackToVllm, match=r"\[64, 128\]"):
         layout_of(small).weight_format(small, torch.bfloat16)
     refined = layouts.named("Fp8MoEMethod", weight_block_size=[128, 128], weight_scale_refine=(2, 1))
-    with pytest.raises(LeftToVllm, match="128 x 128"):
+    with pytest.raises(FallsBackToVllm, match="128 x 128"):
         layout_of(refined).weight_format(refined, torch.bfloat16)
     half = layouts.named("UnquantizedFusedMoEMethod")
-    with pytest.raises(LeftToVllm, match="float16"):
+    with pytest.raises(FallsBackToVllm, match="float16"):
         layout_of(half).weight_format(half, torch.float16)
 
 

@@ -11,7 +11,7 @@ import torch
 from support.jobs import vllm_jobs as jobs
 from support.ports import free_port
 
-from eprt.integrations.vllm.host import EXIT_S
+from eprt.integrations.vllm.state import EXIT_S
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
 
@@ -83,12 +83,12 @@ from multiprocessing.util import Finalize
 from types import SimpleNamespace
 import torch
 import torch.distributed as dist
-from eprt.integrations.vllm import host
+from eprt.integrations.vllm import state
 
 def worker(rank, port, end):
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     ep = SimpleNamespace(device=torch.device("cpu"), cpu_group=dist.group.WORLD)
-    host._world(ep, SimpleNamespace(world_size=1, cpu_group=None), False)
+    state.make_world(ep, SimpleNamespace(world_size=1, cpu_group=None), False)
     if rank == 1:
         if end == "killed":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -4,8 +4,8 @@
     VLLM_PLUGINS=eprt vllm serve MODEL --data-parallel-size 2 --enable-expert-parallel
 
 vLLM keeps the router, the shared experts, loading by name, scheduling, sampling and the dummy steps of idle ranks. One
-hook: `RoutedExperts._get_quant_method`, whose result loads and applies the experts. Layers that eprt can't run stay
-with vLLM, and the log says which and why (`terms`). Options are fields of `RuntimeConfig`:
+hook: `RoutedExperts._get_quant_method`, whose result loads and applies the experts. Layers that eprt can't run fall
+back to vLLM, and the log says which and why (`supported`). Options are fields of `RuntimeConfig`:
 `--additional-config '{"eprt": {"dispatcher": "flashinfer"}}'`.
 """
 
@@ -24,7 +24,7 @@ OLDEST, BELOW = (0, 26), (0, 34)
 
 
 def check_version(found: str) -> str:
-    """What is worth a warning about this vLLM, or "".
+    """Returns what is worth a warning about this vLLM, or "".
 
     Raises:
         ConfigError: outside the versions whose hooks were read.
@@ -40,7 +40,9 @@ def check_version(found: str) -> str:
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`; vLLM calls it in every process, perhaps more than once.
+    """Installs the plugin, as the entry point of `vllm.general_plugins`.
+
+    vLLM calls it in every process, perhaps more than once.
 
     Raises:
         ConfigError: a vLLM that the plugin doesn't fit.

@@ -1,4 +1,4 @@
-"""The hook: vLLM's quantisation method of a MoE layer, changed in what happens after loading."""
+"""Hooks into vLLM's quantisation method of a MoE layer: eprt takes over what happens after loading."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from unittest.mock import patch
 import torch
 
 from eprt.errors import ConfigError, UsageError
-from eprt.integrations.vllm.host import Host, Seat
-from eprt.integrations.vllm.parameters import INTERLEAVED, LeftToVllm, expert_weights, layout_of, mark_unset
-from eprt.integrations.vllm.terms import moe_config
+from eprt.integrations.vllm.parameters import INTERLEAVED, FallsBackToVllm, expert_weights, layout_of, mark_unset
+from eprt.integrations.vllm.state import LayerBinding, PluginState
+from eprt.integrations.vllm.supported import moe_config
 from eprt.layer import ExpertParallelMoE
 from eprt.tokens import TopK
 
@@ -28,14 +28,15 @@ _SELECTORS = (
     ("quantization.modelopt", "select_nvfp4_moe_backend"),
 )
 
-_host = Host()
 
-
-def install() -> None:
+def install(state: PluginState | None = None) -> None:
     """Wrap `RoutedExperts._get_quant_method`. Idempotent.
 
-    Not a subclass through `register_oot`: that goes by the class's own name and misses vLLM 0.32's
+    A subclass through `register_oot` wouldn't do: that goes by the class's own name and misses vLLM 0.32's
     GptOssRoutedExperts.
+
+    Args:
+        state: shared by all layers; None makes one, which lives as long as the process.
 
     Raises:
         ConfigError: a vLLM without the names that the plugin hooks into.
@@ -48,6 +49,8 @@ def install() -> None:
     if getattr(inner, "eprt", False):
         return
 
+    shared = state or PluginState()
+
     @functools.wraps(inner)
     def get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         if not moe_config.moe_parallel_config.use_ep:
@@ -55,9 +58,9 @@ def install() -> None:
         with _no_kernel_chosen():
             method = inner(self, prefix, quant_config, moe_config)
         try:
-            return _adopt(self, method)
-        except LeftToVllm as reason:
-            _host.leave(self.layer_name, str(reason))
+            return _adopt(shared, self, method)
+        except FallsBackToVllm as reason:
+            shared.fall_back(self.layer_name, str(reason))
         return inner(self, prefix, quant_config, moe_config)
 
     get_quant_method.eprt = True  # type: ignore[attr-defined]
@@ -66,7 +69,7 @@ def install() -> None:
 
 @contextmanager
 def _no_kernel_chosen() -> Iterator[None]:
-    """Methods made inside have no kernel of vLLM's: they only declare and load parameters."""
+    """Keeps methods that are made inside from choosing a kernel: they only declare and load parameters."""
     with ExitStack() as stack:
         for path, name in _SELECTORS:
             module = sys.modules.get(_LAYERS + path)  # not imported: no method of it is made
@@ -79,25 +82,24 @@ def _no_kernel(*_: Any, **__: Any) -> tuple[None, None]:
     return None, None
 
 
-def _adopt(layer: Any, method: Any) -> Any:
-    """`method`, run by eprt from now on. Raises LeftToVllm, and what `Host.seat` does."""
-    config = moe_config(layer, method)
-    seat = _host.seat(layer.layer_name, config, layer.moe_config.is_sequence_parallel)
-    adopted: Any = object.__new__(_over(type(method)))
+def _adopt(state: PluginState, layer: Any, method: Any) -> Any:
+    """Returns `method`, run by eprt from now on. Raises FallsBackToVllm, and what `PluginState.bind` does."""
+    binding = state.bind(layer.layer_name, moe_config(layer, method), layer.moe_config.is_sequence_parallel)
+    adopted: Any = object.__new__(_eprt_kind(type(method)))
     adopted.__dict__.update(method.__dict__)  # what its constructor made: the configuration of parameters and loading
-    adopted.eprt = _State(seat)
+    adopted.eprt = _BoundLayer(state, binding)
     adopted.moe_kernel = Kernel()
     return adopted
 
 
 @functools.cache
-def _over(kind: type) -> type:
-    """A subclass under the same name: vLLM's weight loaders go by it."""
+def _eprt_kind(kind: type) -> type:
+    """Makes a subclass under the same name: vLLM's weight loaders go by it."""
     return type(kind.__name__, (EprtMoEMethod, kind), {"__module__": __name__})
 
 
 class Kernel:
-    """What vLLM's runner asks a modular kernel: here, one that sums over the ranks itself."""
+    """Answers what vLLM's runner asks a modular kernel, for one that sums over the ranks itself."""
 
     is_monolithic = False
     can_overlap_shared_experts = False
@@ -116,19 +118,19 @@ class Kernel:
     fused_experts = prepare_finalize = impl
 
 
-class _State:
-    """What a method holds for eprt; not a module, so that no parameter shows up in vLLM's model."""
+class _BoundLayer:
+    """Holds eprt's layer for a method. It is no module, so that no parameter shows up in vLLM's model."""
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
+    def __init__(self, state: PluginState, binding: LayerBinding) -> None:
+        self.state, self.binding = state, binding
         self.layer: ExpertParallelMoE | None = None
         self.parameters: tuple[str, ...] = ()  # the experts': vLLM's module may hold its router's, too
 
 
 class EprtMoEMethod:
-    """Over a FusedMoEMethodBase: its parameters and loading, eprt's computation."""
+    """Mixes into a FusedMoEMethodBase: parameters and loading stay vLLM's, the computation is eprt's."""
 
-    eprt: _State
+    eprt: _BoundLayer
     moe: Any
     supports_pre_processed_weights = False
     supports_eplb = False
@@ -140,7 +142,7 @@ class EprtMoEMethod:
     topk_indices_dtype = torch.int32
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: Any) -> tuple[int, int]:
-        """Executors pad on their own."""
+        """Leaves the sizes as they are: executors pad on their own."""
         return hidden_size, intermediate_size_per_partition
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -156,16 +158,16 @@ class EprtMoEMethod:
         return FUSED_MOE_UNQUANTIZED_CONFIG
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Collective: build the layer from what was loaded, then let go of it."""
-        state = self.eprt
-        if state.layer is not None:
+        """Builds the layer from the loaded parameters, then frees them. Collective."""
+        bound = self.eprt
+        if bound.layer is not None:
             raise UsageError(
-                f"{state.seat.name} is loaded a second time: eprt keeps its experts in another layout; restart instead"
+                f"{bound.binding.name} is loaded a second time: eprt keeps experts in another layout; restart instead"
             )
-        parameters = {name: layer.get_parameter(name) for name in state.parameters}
+        parameters = {name: layer.get_parameter(name) for name in bound.parameters}
         tensors = {name: parameter.data for name, parameter in parameters.items()}
-        interleaved = layer.activation.value == INTERLEAVED
-        state.layer = _host.build(state.seat, expert_weights(layout_of(self), tensors, interleaved=interleaved))
+        weights = expert_weights(layout_of(self), tensors, interleaved=layer.activation.value == INTERLEAVED)
+        bound.layer = bound.state.build(bound.binding, weights)
         for parameter in parameters.values():
             parameter.data = parameter.data.new_empty(0)
 
@@ -180,12 +182,12 @@ class EprtMoEMethod:
     ) -> torch.Tensor:
         from vllm.forward_context import get_forward_context
 
-        if _host.cold:
-            _host.warm()
+        if self.eprt.state.cold:
+            self.eprt.state.warm()
         context = get_forward_context()
         built = self.eprt.layer
         if built is None:
-            raise UsageError(f"{self.eprt.seat.name} is called before its weights were loaded")
+            raise UsageError(f"{self.eprt.binding.name} is called before its weights were loaded")
         ids = topk_ids.to(torch.int32)
         padding = getattr(context, "is_padding", None)
         if padding is not None and not self.moe.is_sequence_parallel:
@@ -198,7 +200,7 @@ class EprtMoEMethod:
 
 
 def tokens_per_rank(dp_metadata: Any, own: int, sp_size: int) -> int:
-    """R, known to every rank without asking.
+    """Returns R, the largest number of tokens per rank, which every rank knows without asking.
 
     `dp_metadata` holds the tokens of every DP rank, padding included (`vllm/forward_context.py`): the numbers that
     vLLM's own all-gather goes by. Where the step is captured or replayed, vLLM has padded all of them to one size

@@ -22,16 +22,16 @@ INTERLEAVED = "swigluoai"
 Parameters = Mapping[str, torch.Tensor]
 
 
-class LeftToVllm(Exception):
-    """A layer that eprt doesn't run; the text is the reason for the log."""
+class FallsBackToVllm(Exception):
+    """Raised for a layer that eprt doesn't run; the text is the reason for the log."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How one of vLLM's quantisation methods keeps its experts.
+class ParameterLayout:
+    """Describes how one of vLLM's quantisation methods keeps its experts.
 
     Attributes:
-        weight_format: (method, dtype of unquantised parameters) -> number format. Raises LeftToVllm.
+        weight_format: (method, dtype of unquantised parameters) -> number format. Raises FallsBackToVllm.
         matrices: parameters -> (gate_up, down), rows still in vLLM's order.
         unset: parameters that a checkpoint may lack without vLLM noticing: NaN before loading, checked after.
     """
@@ -41,16 +41,16 @@ class Layout:
     unset: tuple[str, ...] = ()
 
 
-def layout_of(method: object) -> Layout:
-    """By the exact name of the method's class. Raises LeftToVllm."""
+def layout_of(method: object) -> ParameterLayout:
+    """Finds the layout by the exact name of the method's class. Raises FallsBackToVllm."""
     name = type(method).__name__
     if name not in LAYOUTS:
-        raise LeftToVllm(f"experts kept by {name}: eprt reads {', '.join(LAYOUTS)}")
+        raise FallsBackToVllm(f"experts kept by {name}: eprt reads {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
 
 
 def activation_of(layer: Any) -> Activation:
-    """The function of a RoutedExperts (`fused_moe/activation.py`, apply_moe_activation). Raises LeftToVllm."""
+    """Returns the activation of a RoutedExperts (`fused_moe/activation.py`). Raises FallsBackToVllm."""
     name: str = layer.activation.value
     alpha, beta, limit = (getattr(layer, f"swiglu_{key}", None) for key in ("alpha", "beta", "limit"))
     if name == "silu":
@@ -61,11 +61,11 @@ def activation_of(layer: Any) -> Activation:
         return Activation(alpha=1.0 if alpha is None else alpha, beta=beta or 0.0, limit=limit)
     if name == "relu2_no_mul":
         return Activation("relu2")
-    raise LeftToVllm(f"activation {name}")
+    raise FallsBackToVllm(f"activation {name}")
 
 
-def expert_weights(layout: Layout, parameters: Parameters, *, interleaved: bool) -> ExpertWeights:
-    """Views of the parameters where their order is eprt's, copies of w13 where its rows alternate.
+def expert_weights(layout: ParameterLayout, parameters: Parameters, *, interleaved: bool) -> ExpertWeights:
+    """Returns views of the parameters where their order is eprt's, copies of w13 where its rows alternate.
 
     Raises:
         CheckpointError: a scale that the checkpoint should have had.
@@ -79,8 +79,8 @@ def expert_weights(layout: Layout, parameters: Parameters, *, interleaved: bool)
     return ExpertWeights(up, down, bias, parameters.get("w2_bias"))
 
 
-def mark_unset(layout: Layout, parameters: Parameters) -> None:
-    """Before loading: what stays NaN was in no file."""
+def mark_unset(layout: ParameterLayout, parameters: Parameters) -> None:
+    """Fills parameters with NaN before loading: values that stay NaN were in no file."""
     for name in layout.unset:
         if name in parameters:
             parameters[name].data.fill_(float("nan"))
@@ -98,14 +98,14 @@ def _require_loaded(name: str, parameters: Parameters) -> None:
 
 
 def _halves(rows: torch.Tensor) -> torch.Tensor:
-    """[L, 2I, ...] with alternating rows -> [gate; up]."""
+    """Brings [L, 2I, ...] with alternating rows into the order [gate; up]."""
     return rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
 def _plain(_: Any, dtype: torch.dtype) -> WeightFormat:
     names: dict[torch.dtype, WeightFormat] = {torch.bfloat16: "bf16", torch.float32: "f32"}
     if dtype not in names:
-        raise LeftToVllm(f"experts in {dtype}: eprt computes with bfloat16 or float32")
+        raise FallsBackToVllm(f"experts in {dtype}: eprt computes with bfloat16 or float32")
     return names[dtype]
 
 
@@ -118,7 +118,7 @@ def _fp8(method: Any, _: torch.dtype) -> WeightFormat:
     if block is None:
         return "fp8_tensor"
     if list(block) != [FP8_BLOCK, FP8_BLOCK] or getattr(method, "weight_scale_refine", None) is not None:
-        raise LeftToVllm(f"FP8 scales of blocks {block}: eprt reads {FP8_BLOCK} x {FP8_BLOCK}")
+        raise FallsBackToVllm(f"FP8 scales of blocks {block}: eprt reads {FP8_BLOCK} x {FP8_BLOCK}")
     return "fp8_block"
 
 
@@ -137,7 +137,7 @@ def _mxfp4_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
 
 def _nvfp4(method: Any, _: torch.dtype) -> WeightFormat:
     if (group := method.quant_config.group_size) != 16:
-        raise LeftToVllm(f"FP4 with a scale for {group} elements: eprt reads 16")
+        raise FallsBackToVllm(f"FP4 with a scale for {group} elements: eprt reads 16")
     return "nvfp4"
 
 
@@ -149,7 +149,7 @@ def _nvfp4_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
 
 
 def _input_scale(p: Parameters, name: str, parts: int) -> torch.Tensor | None:
-    """[L, parts], or None where the checkpoint has none."""
+    """Returns [L, parts], or None where the checkpoint has none."""
     found = p.get(name)
     if found is None or bool(found.isnan().all()):
         return None
@@ -162,12 +162,12 @@ def _constant(name: WeightFormat) -> Callable[[Any, torch.dtype], WeightFormat]:
 
 _INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
 
-LAYOUTS: dict[str, Layout] = {
-    "UnquantizedFusedMoEMethod": Layout(_plain, _dense),
-    "Fp8MoEMethod": Layout(_fp8, _fp8_matrices),
-    "GptOssMxfp4MoEMethod": Layout(_constant("mxfp4"), _mxfp4_matrices),
-    "Mxfp4MoEMethod": Layout(_constant("mxfp4"), _mxfp4_matrices),
-    "ModelOptNvFp4FusedMoE": Layout(
+LAYOUTS: dict[str, ParameterLayout] = {
+    "UnquantizedFusedMoEMethod": ParameterLayout(_plain, _dense),
+    "Fp8MoEMethod": ParameterLayout(_fp8, _fp8_matrices),
+    "GptOssMxfp4MoEMethod": ParameterLayout(_constant("mxfp4"), _mxfp4_matrices),
+    "Mxfp4MoEMethod": ParameterLayout(_constant("mxfp4"), _mxfp4_matrices),
+    "ModelOptNvFp4FusedMoE": ParameterLayout(
         _nvfp4, _nvfp4_matrices, ("w13_weight_scale_2", "w2_weight_scale_2", *_INPUT_SCALES)
     ),
 }

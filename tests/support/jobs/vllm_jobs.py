@@ -9,8 +9,8 @@ import torch
 
 from eprt.bench.experts import random_experts
 from eprt.config import MoEConfig, WeightFormat
-from eprt.integrations.vllm.host import describe
-from eprt.integrations.vllm.placed import spread
+from eprt.integrations.vllm.placement import redistribute
+from eprt.integrations.vllm.state import describe
 from eprt.placement import EMPTY, ExpertPlacement
 from support.stand_ins import vllm as stand_in
 
@@ -67,11 +67,11 @@ def two_layers(context: Any) -> dict[str, Any]:
         for layer in layers:
             layer.quant_method.process_weights_after_loading(layer)
         found["left_in_vllm"] = sum(p.numel() for layer in layers for p in layer.parameters())
-        found["cold"] = len(vllm.host.cold)
+        found["cold"] = len(vllm.state.cold)
         x, weights, ids = tokens(context.rank)
         for layer in layers:
             found["outputs"].append(layer.quant_method.apply(layer, x, weights, ids, None, None).float())
-        found["warm"] = (len(vllm.host.cold), vllm.host.worlds[False].warm)
+        found["warm"] = (len(vllm.state.cold), vllm.state.worlds[False].warm)
         vllm.context.is_padding = torch.arange(16) >= 1  # all but the first row
         found["padded"] = layers[0].quant_method.apply(layers[0], x, weights, ids, None, None).float()
         vllm.context.is_padding = None
@@ -82,7 +82,7 @@ def two_layers(context: Any) -> dict[str, Any]:
         found["monolithic_call"] = message(lambda: layers[0].quant_method.apply_monolithic(layers[0], x, None))
         # vLLM's own: it chooses a kernel, which this machine doesn't have.
         found["left"] = message(lambda: made(3, stand_in.AutoGPTQMoEMethod))
-        found["reasons"] = {reason: list(names) for reason, names in vllm.host.left.items()}
+        found["reasons"] = {reason: list(names) for reason, names in vllm.state.fallbacks.items()}
         moe = stand_in.moe_config(E, K, H, I, context.size, use_ep=False)
         found["no_ep"] = message(lambda: made(4, stand_in.UnquantizedFusedMoEMethod))
     return found
@@ -110,7 +110,7 @@ def placed(context: Any, path: str) -> dict[str, Any]:
             "output": output,
             "slots": built.placement.slots,
             "held": built.placement.num_local_experts,
-            "line": describe(vllm.host.seats, 1),
+            "line": describe(vllm.state.bindings, 1),
             "no layer": message(lambda: made("model.layers.4.mlp.experts")),
             "no number": message(lambda: made("mlp.experts")),
             "other experts": message(lambda: made("model.layers.3.mlp.experts", 16)),
@@ -126,7 +126,7 @@ def spread_experts(context: Any, weight_format: WeightFormat) -> list[str]:
     slots = (*reversed(range(E)), *range(E - 2), 0, EMPTY)
     placement = ExpertPlacement(E, world.parallel, slots)
     share = slice(context.rank * E // context.size, (context.rank + 1) * E // context.size)
-    found = spread(world, full.map(lambda tensor: tensor[share]), placement)
+    found = redistribute(world, full.map(lambda tensor: tensor[share]), placement)
     wanted = full.map(lambda tensor: tensor[list(placement.shard(world.rank).experts)])
     pairs = [
         (f"{side}.{name}", getattr(found, side).tensors()[name], tensor)

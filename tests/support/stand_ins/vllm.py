@@ -105,7 +105,7 @@ def moe_config(num_experts: int, top_k: int, hidden: int, intermediate: int, ran
 def installed(config: Any, tokens: list[int]) -> Iterator[SimpleNamespace]:
     """vLLM's modules, and the plugin in them; `tokens` are those of each DP rank. Yields the forward context."""
     from eprt.integrations.vllm import method
-    from eprt.integrations.vllm.host import Host
+    from eprt.integrations.vllm.state import PluginState
 
     context = SimpleNamespace(dp_metadata=None, is_padding=None)
     context.dp_metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens, dtype=torch.int32))
@@ -130,9 +130,10 @@ def installed(config: Any, tokens: list[int]) -> Iterator[SimpleNamespace]:
         parts = path.split(".")
         for n in range(1, len(parts)):
             made.setdefault(".".join(parts[:n]), ModuleType(".".join(parts[:n])))
-    with mock.patch.dict(sys.modules, made), mock.patch.object(method, "_host", Host()) as host:
-        method.install()
+    state = PluginState()
+    with mock.patch.dict(sys.modules, made):
+        method.install(state)
         method.install()  # vLLM may load plugins twice
-        yield SimpleNamespace(context=context, routed=routed, host=host)
-        for world in host.worlds.values():
+        yield SimpleNamespace(context=context, routed=routed, state=state)
+        for world in state.worlds.values():
             world.close()

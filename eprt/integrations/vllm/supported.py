@@ -1,6 +1,6 @@
-"""What the plugin can't do with vLLM, decided before anything is built: refused at start, or left to vLLM.
+"""Decides what the plugin can run: whole configurations are refused at start, single layers fall back to vLLM.
 
-Both are decided from vLLM's configuration, which is the same on every rank, so every rank decides alike.
+Both decisions read only vLLM's configuration. It is the same on every rank, so every rank decides alike.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from eprt.config import MoEConfig, RuntimeConfig
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.experts import EXECUTORS
-from eprt.integrations.vllm.parameters import INTERLEAVED, LeftToVllm, activation_of, layout_of
-from eprt.integrations.vllm.placed import OPTION as PLACEMENT
+from eprt.integrations.vllm.parameters import INTERLEAVED, FallsBackToVllm, activation_of, layout_of
+from eprt.integrations.vllm.placement import OPTION as PLACEMENT
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan, make_plan
-from eprt.rounding import round_up
+from eprt.rounding import ceil_div
 from eprt.support import Device
 from eprt.world import World
 
 OPTIONS = "eprt"  # key of `--additional-config`
 
 
-def require_host(config: Any, device_type: str) -> None:
-    """Raises ConfigError, with what to change, unless eprt can run under this VllmConfig."""
+def require_supported(config: Any, device_type: str) -> None:
+    """Checks a VllmConfig. Raises ConfigError, with what to change, unless eprt can run under it."""
     parallel, model = config.parallel_config, config.model_config
     refusals = [
         (device_type not in ("cuda", "cpu"), f"the platform is {device_type}: eprt runs on CUDA, and on CPU for tests"),
@@ -56,7 +56,7 @@ def require_host(config: Any, device_type: str) -> None:
 
 
 def moe_config(layer: Any, method: Any) -> MoEConfig:
-    """eprt's view of a RoutedExperts whose method was just made. Raises LeftToVllm."""
+    """Translates a RoutedExperts whose method was just made into eprt's config. Raises FallsBackToVllm."""
     moe = layer.moe_config
     manager = layer.expert_map_manager
     placement = getattr(layer, "expert_placement_strategy", "linear")
@@ -70,12 +70,12 @@ def moe_config(layer: Any, method: Any) -> MoEConfig:
     ]
     for left, reason in reasons:
         if left:
-            raise LeftToVllm(reason)
+            raise FallsBackToVllm(reason)
     weight_format = layout_of(method).weight_format(method, layer.params_dtype)
     if weight_format == "fp8_block" and layer.activation.value == INTERLEAVED:
-        raise LeftToVllm("FP8 blocks over rows that alternate gate, up")
+        raise FallsBackToVllm("FP8 blocks over rows that alternate gate, up")
     if (tokens := str(moe.in_dtype)) not in ("torch.bfloat16", "torch.float32"):
-        raise LeftToVllm(f"tokens in {tokens}: eprt carries bfloat16 or float32")
+        raise FallsBackToVllm(f"tokens in {tokens}: eprt carries bfloat16 or float32")
     return MoEConfig(
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
@@ -87,21 +87,20 @@ def moe_config(layer: Any, method: Any) -> MoEConfig:
     )
 
 
-def runtime_config(config: Any, ranks_of_a_token: int) -> RuntimeConfig:
-    """Capacity from vLLM's own limits, the rest from `--additional-config`. Raises ConfigError.
+def runtime_config(config: Any, tp_size: int) -> RuntimeConfig:
+    """Returns settings with vLLM's own limit as capacity, the rest from `--additional-config`. Raises ConfigError.
 
-    Args:
-        ranks_of_a_token: TP size; each TP rank sends its part of the batch, with sequence parallelism or without.
+    Each of the `tp_size` ranks of a TP group sends its part of the batch, with sequence parallelism or without.
     """
     given = {name: value for name, value in options_of(config).items() if name != PLACEMENT}
     most = max(
         config.scheduler_config.max_num_batched_tokens, *(config.compilation_config.cudagraph_capture_sizes or [0])
     )
-    return RuntimeConfig(max_tokens_per_rank=round_up(most, ranks_of_a_token) // ranks_of_a_token, **given)
+    return RuntimeConfig(max_tokens_per_rank=ceil_div(most, tp_size), **given)
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """What `--additional-config` says to eprt. Raises ConfigError for names that it hasn't got."""
+    """Returns eprt's section of `--additional-config`. Raises ConfigError for names that it hasn't got."""
     given: Any = (config.additional_config or {}).get(OPTIONS, {})
     allowed = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "rank_mask", "on_rank_lost"}
     found = sorted(set(given) - {*allowed, PLACEMENT}) if isinstance(given, dict) else given
@@ -113,16 +112,18 @@ def options_of(config: Any) -> dict[str, Any]:
     return given
 
 
-def as_vllm_computes(moe: MoEConfig, runtime: RuntimeConfig, options: Mapping[str, Any]) -> RuntimeConfig:
-    """FP8 weights with a scale a block meet activations that are quantised alike, 128 values to a scale, which is what
-    vLLM's own kernels do with such a checkpoint (`Fp8MoEMethod`: kFp8Dynamic128Sym). The options may say otherwise."""
+def with_low_precision(moe: MoEConfig, runtime: RuntimeConfig, options: Mapping[str, Any]) -> RuntimeConfig:
+    """Quantises activations to FP8, one scale per 128 values, where the weights are FP8 with one scale per block.
+
+    vLLM's own kernels do so with such a checkpoint (`Fp8MoEMethod`: kFp8Dynamic128Sym). The options may say otherwise.
+    """
     if moe.weight_format != "fp8_block" or "low_precision_activations" in options:
         return runtime
     return replace(runtime, low_precision_activations=True)
 
 
 def captures_graphs(config: Any) -> bool:
-    """Whether vLLM may capture this model's layers in CUDA graphs."""
+    """Returns whether vLLM may capture this model's layers in CUDA graphs."""
     if config.model_config.enforce_eager:
         return False
     return getattr(config.compilation_config.cudagraph_mode, "name", "NONE") != "NONE"
@@ -131,33 +132,38 @@ def captures_graphs(config: Any) -> bool:
 def choose(
     moe: MoEConfig, world: World, runtime: RuntimeConfig, placement: ExpertPlacement | None = None, *, captured: bool
 ) -> tuple[Plan, RuntimeConfig]:
-    """The plan, with the names that make it again. Raises LeftToVllm, ConfigError."""
+    """Returns the plan, and settings that name its backends. Raises FallsBackToVllm, ConfigError."""
     device = Device.of(world.device)
     try:
         plan = make_plan(moe, world.parallel, runtime, device, placement)
     except UnsupportedError as error:
-        raise LeftToVllm(str(error)) from error
+        raise FallsBackToVllm(str(error)) from error
     if captured and not _graph_safe(plan.dispatcher, plan.executor):
         pairs = [(c.dispatcher, c.executor) for c in plan.candidates if c.support]
         pairs = [pair for pair in pairs if _graph_safe(*pair)]
         if not pairs:
-            raise LeftToVllm(
+            raise FallsBackToVllm(
                 f"{plan.dispatcher} + {plan.executor} can't be captured in CUDA graphs and nothing else can run this "
                 "layer: --enforce-eager gives it to eprt"
             )
         dispatcher, executor = min(pairs, key=lambda pair: pair[1] != plan.executor)
         named = replace(runtime, dispatcher=dispatcher, executor=executor)
         plan = make_plan(moe, world.parallel, named, device, placement)
-    if (
-        device.kind == "cuda"
-        and runtime.executor == "auto"
-        and moe.weight_format not in EXECUTORS[plan.executor].weights
-    ):
-        others = [spec for spec in EXECUTORS.values() if moe.weight_format in spec.weights and spec.name != "reference"]
-        payload = runtime.payload or "bf16"
-        reasons = [f"{e.name}: {e.supports(moe, world.parallel, runtime, device, payload).reason}" for e in others]
-        raise LeftToVllm(f"eprt would decode its {moe.weight_format} experts to bf16 ({'; '.join(reasons)})")
+    if device.kind == "cuda" and runtime.executor == "auto":
+        _require_packed(plan.executor, moe, world.parallel, runtime, device)
     return plan, replace(runtime, dispatcher=plan.dispatcher, executor=plan.executor)
+
+
+def _require_packed(
+    executor: str, moe: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device
+) -> None:
+    """Raises FallsBackToVllm if the executor would decode packed experts, with why no other can multiply them."""
+    if moe.weight_format in EXECUTORS[executor].weights:
+        return
+    others = [spec for spec in EXECUTORS.values() if moe.weight_format in spec.weights and spec.name != "reference"]
+    payload = runtime.payload or "bf16"
+    reasons = [f"{e.name}: {e.supports(moe, parallel, runtime, device, payload).reason}" for e in others]
+    raise FallsBackToVllm(f"eprt would decode its {moe.weight_format} experts to bf16 ({'; '.join(reasons)})")
 
 
 def _graph_safe(dispatcher: str, executor: str) -> bool:

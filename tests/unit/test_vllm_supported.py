@@ -13,14 +13,14 @@ from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.integrations.vllm import TESTED, check_version
 from eprt.integrations.vllm.method import EprtMoEMethod, Kernel, tokens_per_rank
-from eprt.integrations.vllm.parameters import LeftToVllm
-from eprt.integrations.vllm.terms import (
-    as_vllm_computes,
+from eprt.integrations.vllm.parameters import FallsBackToVllm
+from eprt.integrations.vllm.supported import (
     captures_graphs,
     choose,
     moe_config,
-    require_host,
+    require_supported,
     runtime_config,
+    with_low_precision,
 )
 from eprt.support import Device
 
@@ -63,8 +63,8 @@ def host(**changes: Any) -> SimpleNamespace:
 
 
 def test_a_plain_host_is_welcome() -> None:
-    require_host(host(), "cuda")
-    require_host(host(model_config__enforce_eager=True), "cpu")
+    require_supported(host(), "cuda")
+    require_supported(host(model_config__enforce_eager=True), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_plain_host_is_welcome() -> None:
 )
 def test_what_cannot_work_is_refused_at_start(change: dict[str, Any], device: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy) as refusal:
-        require_host(host(**change), device)
+        require_supported(host(**change), device)
     assert "take eprt out of VLLM_PLUGINS" in str(refusal.value)
 
 
@@ -160,12 +160,12 @@ def test_a_layers_maths() -> None:
     ],
 )
 def test_layers_that_are_left(change: dict[str, Any], reason: str) -> None:
-    with pytest.raises(LeftToVllm, match=reason):
+    with pytest.raises(FallsBackToVllm, match=reason):
         moe_config(routed(**change), named("GptOssMxfp4MoEMethod"))
 
 
 def test_fp8_blocks_over_alternating_rows_are_left() -> None:
-    with pytest.raises(LeftToVllm, match="alternate"):
+    with pytest.raises(FallsBackToVllm, match="alternate"):
         moe_config(routed(), named("Fp8MoEMethod", weight_block_size=[128, 128]))
 
 
@@ -199,7 +199,7 @@ def test_under_graph_capture_only_what_can_be_captured(monkeypatch: pytest.Monke
 
 def test_experts_that_would_be_decoded_are_left_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     blackwell = world_on(monkeypatch, Device("cuda", 100), world_size=2)
-    with pytest.raises(LeftToVllm, match=r"decode its mxfp4 experts to bf16 \(.*humming: needs sm80 to sm99"):
+    with pytest.raises(FallsBackToVllm, match=r"decode its mxfp4 experts to bf16 \(.*humming: needs sm80 to sm99"):
         choose(GPT_OSS, blackwell, RuntimeConfig(), captured=True)
     plan, _ = choose(GPT_OSS, blackwell, RuntimeConfig(executor="torch_grouped"), captured=True)
     assert plan.executor == "torch_grouped"  # asked for by name
@@ -208,18 +208,18 @@ def test_experts_that_would_be_decoded_are_left_on_gpus(monkeypatch: pytest.Monk
 def test_fp8_blocks_meet_fp8_activations_as_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_on(monkeypatch, Device("cuda", 90), world_size=2)
     deepseek_v3 = MoEConfig(256, 8, 7168, 2048, weight_format="fp8_block")
-    runtime = as_vllm_computes(deepseek_v3, RuntimeConfig(), {})
+    runtime = with_low_precision(deepseek_v3, RuntimeConfig(), {})
     plan, pinned = choose(deepseek_v3, world, runtime, captured=True)
     assert (plan.executor, pinned.low_precision_activations) == ("triton_grouped", True)
     for said in (False, True):
         options = {"low_precision_activations": said}
-        assert as_vllm_computes(deepseek_v3, RuntimeConfig(**options), options) == RuntimeConfig(**options)
-    assert as_vllm_computes(GPT_OSS, RuntimeConfig(), {}) == RuntimeConfig()
+        assert with_low_precision(deepseek_v3, RuntimeConfig(**options), options) == RuntimeConfig(**options)
+    assert with_low_precision(GPT_OSS, RuntimeConfig(), {}) == RuntimeConfig()
 
 
 def test_no_pair_at_all_is_left_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_on(monkeypatch, Device("cpu"), world_size=2)
-    with pytest.raises(LeftToVllm, match="symm: runs on cuda"):
+    with pytest.raises(FallsBackToVllm, match="symm: runs on cuda"):
         choose(GPT_OSS, world, RuntimeConfig(dispatcher="symm"), captured=False)
 
 
