@@ -1,8 +1,8 @@
-"""Dispatch + combine by every transport, beside raw collectives and the bare libraries, with the floor of the link.
+"""Measures dispatch + combine of every transport beside its baselines and the lower bound of the link.
 
-Each row is one transport at one size: microseconds of a round trip without experts, the slowest rank of each round, and
-of its dispatch alone. The floor: bytes that must cross between ranks (a token once to each rank that needs it, and its
-sum back) over the rate at which this machine's ranks push bytes to each other, measured in the same run.
+A row is one transport at one size: microseconds of a round trip without experts, by the slowest rank of each round, and
+of its dispatch alone. The lower bound: bytes that must cross between ranks (a token once to each rank that needs it,
+and its sum back) over the rate at which this machine's ranks push bytes to each other, measured in the same run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from eprt.bench import peers
+from eprt.bench.baselines import MISSING, baselines
 from eprt.bench.report import Report, percentile, slowest
 from eprt.bench.timing import first_samples, samples, world_of
 from eprt.config import MoEConfig, RuntimeConfig
@@ -34,7 +34,7 @@ GRAPH_ROUNDS, GRAPH_REPEATS, EAGER_ROUNDS = 50, 20, 20
 
 @dataclass(frozen=True)
 class DispatchCase:
-    """One measurement: a dispatcher's name or a peer's, T tokens on every rank."""
+    """One measurement: a dispatcher's name or a baseline's, T tokens on every rank."""
 
     transport: str
     hidden: int
@@ -72,7 +72,7 @@ class DispatchTimes:
         error: against x * sum(weights), of one call before the measurement; None where the call doesn't return that.
         graph: measured in a CUDA graph.
         refused: why there are no samples.
-        dispatch: microseconds of dispatch alone, a round: tokens encoded, sent and arrived. Empty for peers.
+        dispatch: microseconds of dispatch alone, a round: tokens encoded, sent and arrived. Empty for baselines.
     """
 
     samples: list[float]
@@ -84,9 +84,14 @@ class DispatchTimes:
 
 
 def transports(device: str) -> list[str]:
-    """Dispatchers that can run on that kind of device, and the peers of the same run."""
+    """Names the dispatchers that can run on that kind of device, and the baselines of the same run."""
     names = [name for name, spec in DISPATCHERS.items() if device in spec.devices]
-    return names + [name for name, peer in peers.PEERS.items() if device in peer.devices]
+    return names + [name for name, baseline in _baselines().items() if device in baseline.devices]
+
+
+def _baselines() -> dict[str, Any]:
+    found = baselines()
+    return {} if found is None else found.TRANSPORTS
 
 
 def measure_dispatch(context: RankContext, case: DispatchCase) -> DispatchTimes:
@@ -95,12 +100,12 @@ def measure_dispatch(context: RankContext, case: DispatchCase) -> DispatchTimes:
     generator = torch.Generator().manual_seed(97 * case.tokens + world.rank)
     hidden = torch.randn(case.tokens, case.hidden, generator=generator).to(torch.bfloat16)
     topk = make_topk(case.routing, case.tokens, world.size, case.config, generator)
-    slot = topk.ids // (NUM_EXPERTS // world.size)
-    rows_to = [int((slot == rank).any(1).sum()) for rank in range(world.size)]
+    owner = topk.ids // (NUM_EXPERTS // world.size)
+    rows_to = [int((owner == rank).any(1).sum()) for rank in range(world.size)]
     batch = Batch(hidden, topk)
     try:
-        if case.transport in peers.PEERS:
-            return _measure_peer(world, case, batch, rows_to)
+        if case.transport in _baselines():
+            return _measure_baseline(world, case, batch, rows_to)
         return _measure_dispatcher(world, case, batch, rows_to)
     except RankLost:
         raise
@@ -163,15 +168,15 @@ def _check(dispatcher: Dispatcher, case: DispatchCase, batch: Batch, own: Batch)
     return relative_error(returned, transport.weighted_sums(batch, ones, case.runtime.payload))
 
 
-def _measure_peer(world: World, case: DispatchCase, batch: Batch, rows_to: list[int]) -> DispatchTimes:
-    peer = peers.PEERS[case.transport]
+def _measure_baseline(world: World, case: DispatchCase, batch: Batch, rows_to: list[int]) -> DispatchTimes:
+    baseline = _baselines()[case.transport]
     if case.payload != "bf16":
         return DispatchTimes([], rows_to, refused="measured with bf16 tokens only")
     own = batch.to(world.device)
-    with peer.make(world, case.config, own.hidden, own.topk) as call:
+    with baseline.make(world, case.config, own.hidden, own.topk) as call:
         returned = call()
         error = None
-        if peer.sums and isinstance(returned, torch.Tensor):
+        if baseline.sums and isinstance(returned, torch.Tensor):
             error = relative_error(returned, transport.weighted_sums(batch, torch.ones(NUM_EXPERTS), None))
         graph = world.device.type == "cuda"
         rounds = GRAPH_ROUNDS if graph else EAGER_ROUNDS
@@ -220,7 +225,8 @@ def dispatch_report(
 ) -> Report:
     """Measure the cases; `run` makes every rank call `measure_dispatch`. A refusal becomes a note, once. `keep` sees
     what was found so far."""
-    report = Report("dispatch", [], {"push_gb_per_s": round(bytes_per_us / 1e3, 2)})
+    notes = [] if baselines() else [MISSING]
+    report = Report("dispatch", [], {"push_gb_per_s": round(bytes_per_us / 1e3, 2)}, notes)
     for case in cases:
         by_rank = run(case)
         refused = next((rank.refused for rank in by_rank if rank.refused), "")

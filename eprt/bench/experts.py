@@ -1,11 +1,11 @@
-"""How fast the executors are on one GPU: rows for `eprt bench experts`.
+"""Measures the executors on one GPU: rows for `eprt bench experts`.
 
 A case is one rank's share of a layer under expert parallelism, fed as the all-gather dispatcher feeds it: all N rows
-of the world, of whose N * K slots an even routing leaves N * K * L / E to this rank. Times are of CUDA-graph replays,
-permute and un-permute included. Beside them stand the same job with the bare library (`eprt.bench.expert_peers`), and
-the library's kernels alone on inputs prepared for them beforehand, which no user gets for nothing; and other libraries'
-whole experts (`eprt.bench.other_experts`). Two floors: bytes of the experts that got a row over the copy bandwidth
-measured in the same run, and operations over the bf16 rate of a large matrix product measured in the same run.
+of the world, of whose N * K (token, k) pairs an even routing leaves N * K * L / E to this rank. Times are of CUDA-graph
+replays, permute and un-permute included. The same run measures the baselines (`eprt.bench.baselines`): the executor's
+library called directly, that library's kernels alone on inputs prepared beforehand, and other libraries' whole experts.
+Two lower bounds: bytes of the experts that got a row over the measured copy bandwidth, and operations over the measured
+bf16 rate of a large matrix product.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from eprt.bench.expert_peers import by_hand, check_peer
-from eprt.bench.other_experts import CHECKED_TOKENS, OTHERS, check_other
+from eprt.bench.baselines import MISSING, baselines
 from eprt.bench.report import Report
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig, WeightFormat
 from eprt.errors import ConfigError
@@ -64,13 +63,13 @@ class ExpertRow:
     """One measurement; microseconds unless said otherwise.
 
     Attributes:
-        executor: ours, or a name of `eprt.bench.other_experts.OTHERS`.
+        executor: eprt's, or another library's experts (`benchmarks/baselines/experts.py`).
         activations: "fp8" where the executor was let quantise them (`low_precision_activations`), else "bf16".
-        tokens: N, rows fed in.  local_rows: slots of local experts.  rows_per_expert: of those that got any.
-        us: the executor's call in a graph.  by_hand_us: the same job with the bare library in a graph, or None.
+        tokens: N, rows fed in.  local_rows: (token, k) pairs of local experts.  rows_per_expert: of those that got any.
+        us: the executor's call in a graph.  by_hand_us: the same by its library called directly, or None.
         library_us: the kernels of the library alone in a graph, or None.
-        host_us: time the host needs to issue one eager call.
-        weights_us, flops_us: the two floors.  ratio: us over the larger, None without local rows.
+        host_us: time that the host needs to issue one eager call.
+        weights_us, flops_us: the two lower bounds.  ratio: us over the larger, None without local rows.
         prepare_s, warmup_s: seconds to build the layout and to warm up (compile, tune or read the cache).
         prepare_peak: peak memory of preparation beyond what is kept, over the layer's bytes.
     """
@@ -212,33 +211,35 @@ def experts_report(
     device: torch.device | None = None,
     keep: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Measure every case of `choose_cases` on this GPU, and other libraries' experts; the notes say what was left out.
+    """Measures every case of `choose_cases` on this GPU, and other libraries' experts; the notes say what was left out.
 
     Args:
-        libraries: names of `eprt.bench.other_experts.OTHERS`; empty: all that are installed; "none" for none.
+        libraries: names of other libraries' experts; empty: all that are installed; "none" for none.
         keep: called with what was found so far, case after case.
 
     Raises:
         ConfigError: an unknown shape, executor or library, or no CUDA device.
     """
-    if unknown := sorted(set(libraries) - {*OTHERS, "none"}):
-        raise ConfigError(f"--libraries {unknown[0]!r}: expected {', '.join(OTHERS)} or none")
+    found = baselines()
+    others = {} if found is None else found.EXPERTS
+    if unknown := sorted(set(libraries) - {*others, "none"}):
+        raise ConfigError(f"--libraries {unknown[0]!r}: expected {', '.join([*others, 'none'])}")
     shapes, runtime = list(shapes), runtime or RuntimeConfig()
     choose_cases(shapes, executors, runtime, Device("cpu"))  # names that nobody knows are refused on any machine
     device = _cuda(device)
     cases, left_out = choose_cases(shapes, executors, runtime, Device.of(device))
     ceilings = Ceilings.measure(device)
-    report = Report("experts", [], ceilings.as_dict(), left_out)
+    report = Report("experts", [], ceilings.as_dict(), left_out if found else [*left_out, MISSING])
     for shape in shapes:
         for case in cases:
             if case.shape == shape:
                 report.rows.extend(row.as_dict() for row in _bench_one(case, tokens, runtime, device, ceilings))
                 keep(report)
                 torch.cuda.empty_cache()
-        for name in [name for name in libraries or OTHERS if name != "none"]:
-            found = _bench_other(name, shape, tokens, bool(libraries), device, ceilings)
-            report.notes.extend([f"{name} on {shape}: {found}"] if isinstance(found, str) else [])
-            report.rows.extend([] if isinstance(found, str) else [row.as_dict() for row in found])
+        for name in [name for name in libraries or others if name != "none"]:
+            measured = _bench_baseline(name, shape, tokens, bool(libraries), device, ceilings)
+            report.notes.extend([f"{name} on {shape}: {measured}"] if isinstance(measured, str) else [])
+            report.rows.extend([] if isinstance(measured, str) else [row.as_dict() for row in measured])
             keep(report)
             torch.cuda.empty_cache()
     return report
@@ -300,11 +301,12 @@ def _row(
     return ExpertRow(*what, *counted, *times, weights_us, flops_us, ratio, *costs)
 
 
-def _bench_other(
+def _bench_baseline(
     name: str, shape: str, tokens: Sequence[int], named: bool, device: torch.device, ceilings: Ceilings
 ) -> list[ExpertRow] | str:
-    """Another library's rows, or why there are none. Whatever it raises is a reason: its versions are not ours."""
-    other, config, parallel = OTHERS[name], SHAPES[shape].config, ParallelConfig(SHAPES[shape].ep_size)
+    """Returns another library's rows, or why there are none. Whatever it raises is a reason: its versions vary."""
+    library: Any = baselines()
+    other, config, parallel = library.EXPERTS[name], SHAPES[shape].config, ParallelConfig(SHAPES[shape].ep_size)
     if not (verdict := other.supports(config, Device.of(device), named)):
         return verdict.reason
     shard = ExpertPlacement(config.num_experts, parallel).shard(0)
@@ -315,10 +317,10 @@ def _bench_other(
         start = time.perf_counter()
         with other.make(config, shard, weights, device) as call_for:
             prepare_s = time.perf_counter() - start
-            sample = _flat_tokens(config, CHECKED_TOKENS, device)
+            sample = _flat_tokens(config, library.CHECKED_TOKENS, device)
             start = time.perf_counter()
             found = call_for(sample)()
-            check_other(config, shard, weights, sample, found)
+            library.check_experts(config, shard, weights, sample, found)
             warmup_s = time.perf_counter() - start
             for count in tokens:
                 flat = _flat_tokens(config, count, device)
@@ -350,18 +352,19 @@ def _flat_tokens(config: MoEConfig, count: int, device: torch.device) -> FlatTok
 
 
 def _times(executor: Executor, flat: FlatTokens) -> tuple[float, float | None, float | None, float]:
-    """(graph, by hand in a graph, library in a graph, host) microseconds a call; the first three measured in turn,
-    twice. Raises EprtError if what is done by hand computes something else."""
+    """Returns microseconds per call: in a graph the executor, its library called directly, and the library's kernels
+    alone, measured alternately and twice; then the host's time. Raises EprtError if the direct call computes something
+    else."""
     out = torch.empty_like(flat.hidden.data)
     run: dict[str, Callable[[], object]] = {"eprt": partial(executor, flat, out)}
-    peer, library = by_hand(executor, flat), getattr(executor, "library_call", None)
-    if peer is not None:
-        check_peer(peer(), executor(flat, out))
-        run["by hand"] = peer
-    if library is not None:
-        run["library"] = library(flat)
+    found, kernels = baselines(), getattr(executor, "library_call", None)
+    if found is not None and (direct := found.direct_call(executor, flat)) is not None:
+        found.check_direct(direct(), executor(flat, out))
+        run["direct"] = direct
+    if kernels is not None:
+        run["kernels"] = kernels(flat)
     us = dict.fromkeys(run, float("inf"))
     for _ in range(2):
         for name, call in run.items():
             us[name] = min(us[name], device_microseconds(call))
-    return us["eprt"], us.get("by hand"), us.get("library"), _host_us(run["eprt"])
+    return us["eprt"], us.get("direct"), us.get("kernels"), _host_us(run["eprt"])

@@ -28,7 +28,7 @@ IN_ORDER = "in order"
 
 
 @dataclass(frozen=True)
-class World:
+class SimulatedWorld:
     """What is simulated: so many GPUs of a kind, a model's layer, who is chosen, where experts lie.
 
     Attributes:
@@ -51,7 +51,7 @@ class World:
         return ParallelConfig(self.ranks, ranks_per_host=min(self.ranks, self.ranks_per_host))
 
 
-def simulated(world: World, tokens: int, names: Sequence[str] = ()) -> Iterator[dict[str, Any] | str]:
+def simulated(world: SimulatedWorld, tokens: int, names: Sequence[str] = ()) -> Iterator[dict[str, Any] | str]:
     """Rows of one world at so many tokens a rank, a dispatcher each; a text for one that can't, with its reason.
 
     Raises:
@@ -77,7 +77,7 @@ def simulated(world: World, tokens: int, names: Sequence[str] = ()) -> Iterator[
         yield _row(world, tokens, plan, demands, known)
 
 
-def _demand(world: World, layer: RoutedLayer, tokens: int) -> Demand:
+def _demand(world: SimulatedWorld, layer: RoutedLayer, tokens: int) -> Demand:
     config, parallel = world.config, world.parallel
     placement = ExpertPlacement(config.num_experts, parallel)
     if world.replicas:
@@ -90,7 +90,7 @@ def _demand(world: World, layer: RoutedLayer, tokens: int) -> Demand:
 
 
 def _row(
-    world: World, tokens: int, plan: Plan, demands: Sequence[Demand], times: Sequence[LayerTime]
+    world: SimulatedWorld, tokens: int, plan: Plan, demands: Sequence[Demand], times: Sequence[LayerTime]
 ) -> dict[str, Any]:
     """Means over the routing's layers."""
 
@@ -120,14 +120,14 @@ def _row(
     }
 
 
-def _placement(world: World) -> str:
+def _placement(world: SimulatedWorld) -> str:
     if not world.replicas:
         return IN_ORDER
     return "planned, one replica an expert" if world.one_replica else "planned, replicas share"
 
 
 def simulation_report(
-    worlds: Sequence[World],
+    worlds: Sequence[SimulatedWorld],
     tokens: Sequence[int],
     names: Sequence[str] = (),
     keep: Callable[[Report], None] = lambda _: None,

@@ -89,7 +89,7 @@ def _time(executor: Callable[..., torch.Tensor], config: MoEConfig, count: int, 
 
 
 @dataclass(frozen=True)
-class Part:
+class Measurement:
     """One thing to measure: an executor at all numbers of tokens, or a dispatcher at one."""
 
     name: str
@@ -99,17 +99,17 @@ class Part:
         return f"experts by {self.name}" if self.case is None else f"{self.name}, {self.case.tokens} tokens a rank"
 
 
-def parts(config: MoEConfig, tokens: Sequence[int], ranks: int, device: str) -> list[Part]:
+def parts(config: MoEConfig, tokens: Sequence[int], ranks: int, device: str) -> list[Measurement]:
     """What there is to measure for a model on that many devices of a kind, the witness aside. First what torch brings
     along, then what compiles a library's kernels and may take minutes; of those, what is preferred."""
-    found: list[tuple[bool, int, list[Part]]] = []
+    found: list[tuple[bool, int, list[Measurement]]] = []
     for name, spec in EXECUTORS.items():
         if device in spec.devices and not spec.witness:
-            found.append((_compiles(spec.requirement), -spec.preference, [Part(name)]))
+            found.append((_compiles(spec.requirement), -spec.preference, [Measurement(name)]))
     for name, spec in DISPATCHERS.items() if ranks > 1 else ():
         if device in spec.devices:
             cases = [DispatchCase(name, config.hidden_size, config.top_k, count) for count in tokens]
-            found.append((_compiles(spec.requirement), -spec.preference, [Part(name, case) for case in cases]))
+            found.append((_compiles(spec.requirement), -spec.preference, [Measurement(name, case) for case in cases]))
     return [part for *_, some in sorted(found, key=lambda each: each[:2]) for part in some]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from eprt.bench.report import Report
-from eprt.bench.simulate import World, simulation_report
+from eprt.bench.simulate import SimulatedWorld, simulation_report
 from eprt.cli.arguments import BenchDispatch
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.terminal import Terminal
@@ -27,7 +27,7 @@ def simulate(arguments: BenchDispatch, terminal: Terminal, keep: Callable[[Repor
         )
     config, device = kinds_of_layers(model_config(asked.model))[0][0], Device.parse(asked.gpu)
     worlds = [
-        World(config, ranks, asked.ranks_per_host, device, routing, *placed)
+        SimulatedWorld(config, ranks, asked.ranks_per_host, device, routing, *placed)
         for ranks in asked.ranks
         for routing in asked.routing
         for placed in ((0, False), *(((asked.replicas, one) for one in (False, True)) if asked.replicas else ()))

@@ -14,7 +14,7 @@ from eprt.models import family_for
 from eprt.models.hf_config import where
 from eprt.models.published import model_config
 from eprt.plan import Candidate, Plan, make_plan
-from eprt.plan.layouts import Layout, layouts
+from eprt.plan.layouts import ParallelLayout, layouts
 from eprt.plan.machines import linked_ranks, machine_of
 from eprt.plan.measured import own_path, own_tables
 from eprt.plan.model import Estimate
@@ -115,7 +115,7 @@ def _microseconds(candidate: Candidate) -> str:
     )
 
 
-def _say_layouts(terminal: Terminal, ways: list[Layout], arguments: Explain) -> None:
+def _say_layouts(terminal: Terminal, ways: list[ParallelLayout], arguments: Explain) -> None:
     tokens = next((way.plans[0].tokens for way in ways if way.plans), 0)
     terminal.table(
         f"Layouts of these {arguments.world} ranks, {tokens} tokens on each: routed experts of all layers alone",
@@ -181,7 +181,7 @@ def _estimate_as_json(estimate: Estimate | None) -> dict[str, Any] | None:
     return None if estimate is None else asdict(estimate)
 
 
-def _layout_as_json(way: Layout) -> dict[str, Any]:
+def _layout_as_json(way: ParallelLayout) -> dict[str, Any]:
     found = asdict(replace(way, plans=()))
     pairs = [{"dispatcher": plan.dispatcher, "executor": plan.executor} for plan in way.plans]
     return {**found, "plans": pairs}

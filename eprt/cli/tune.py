@@ -21,7 +21,7 @@ from eprt.ranks.stacks import WorldFailed
 from eprt.support import Device
 
 if TYPE_CHECKING:
-    from eprt.bench.tune import Part
+    from eprt.bench.tune import Measurement
 
 PHASES = ("decode", "prefill")
 SHARE = 0.5  # of the seconds left, what a part may take while others wait
@@ -112,7 +112,7 @@ def _measure(
     return sm, [table for table in tables if table["rows"]], list(cut.values())
 
 
-def _missing(part: Part, by_rank: list[Any], wanted: int) -> dict[str, str]:
+def _missing(part: Measurement, by_rank: list[Any], wanted: int) -> dict[str, str]:
     """What an executor had no time for."""
     had = min(len(rank.us) for rank in by_rank)
     if had == wanted or any(rank.refused for rank in by_rank):

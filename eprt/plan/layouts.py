@@ -23,7 +23,7 @@ USABLE = 0.9  # share of a GPU's memory that experts and buffers may fill
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """One way, and what it comes to.
 
     Attributes:
@@ -51,7 +51,7 @@ class Layout:
 
 def layouts(
     kinds: Sequence[tuple[MoEConfig, int]], parallel: ParallelConfig, runtime: RuntimeConfig, device: Device
-) -> list[Layout]:
+) -> list[ParallelLayout]:
     """Every way of this world, the fastest that fits first.
 
     Args:
@@ -92,19 +92,19 @@ def _judged(
     world: int,
     runtime: RuntimeConfig,
     device: Device,
-) -> Layout:
+) -> ParallelLayout:
     replicas, layers = world // way.world_size, sum(count for _, count in kinds)
     try:
         plans = tuple(make_plan(config, way, runtime, device) for config, _ in kinds)
     except EprtError as error:
-        return Layout(name, way, replicas, refused=str(error).splitlines()[0])
+        return ParallelLayout(name, way, replicas, refused=str(error).splitlines()[0])
     counted = [(config, count, plan) for (config, count), plan in zip(kinds, plans, strict=True)]
     weights = sum(count * _weight_bytes(config, way, plan) for config, count, plan in counted) / 1e9
     buffers = max(_buffer_bytes(config, way, plan) for config, _, plan in counted) / 1e9
     times = [(count, plan.chosen.us) for _, count, plan in counted]
     total = None if any(us is None for _, us in times) else sum(count * (us or 0.0) for count, us in times)
     machine = machine_of(device)
-    return Layout(
+    return ParallelLayout(
         name,
         way,
         replicas,

@@ -32,7 +32,7 @@ _WORDS = {"dispatch": "payload", "experts": "weight_format"}
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredRow:
     """Microseconds of one backend at one shape, and words for `eprt explain`."""
 
     what: str
@@ -43,14 +43,16 @@ class Row:
         return f"measured {self.us:.4g} us ({self.what}; {self.source})"
 
 
-def dispatch_time(name: str, config: MoEConfig, tokens: int, ranks: int, sm: int, payload: str = "bf16") -> Row | None:
+def dispatch_time(
+    name: str, config: MoEConfig, tokens: int, ranks: int, sm: int, payload: str = "bf16"
+) -> MeasuredRow | None:
     """Dispatch + combine of that many tokens on each of that many ranks of one host, if it was measured."""
     wanted = {"hidden": config.hidden_size, "top_k": config.top_k, "ranks": ranks, "payload": payload}
     what = f"{payload} tokens of hidden {config.hidden_size}, top-{config.top_k}, {ranks} ranks"
     return _answer("dispatch", name, sm, wanted, tokens, what, "tokens a rank")
 
 
-def experts_time(name: str, config: MoEConfig, local_experts: int, tokens: int, sm: int) -> Row | None:
+def experts_time(name: str, config: MoEConfig, local_experts: int, tokens: int, sm: int) -> MeasuredRow | None:
     """One rank's experts, if they were measured; `tokens` counts all ranks' tokens."""
     wanted = sizes_of_experts(config, local_experts)
     what = f"{config.weight_format}, hidden {config.hidden_size}, {local_experts} of {config.num_experts} experts"
@@ -74,7 +76,9 @@ def shipped(kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
     return ((table["sm"], row) for table in _shipped() if table["kind"] == kind for row in table["rows"])
 
 
-def _answer(kind: str, name: str, sm: int, wanted: dict[str, Any], tokens: int, what: str, unit: str) -> Row | None:
+def _answer(
+    kind: str, name: str, sm: int, wanted: dict[str, Any], tokens: int, what: str, unit: str
+) -> MeasuredRow | None:
     """From the first table that knows: at that many tokens, or between the two rows around them."""
     for table in (*own_tables(), *_shipped()):
         if (table["kind"], table["sm"]) != (kind, sm):
@@ -83,7 +87,7 @@ def _answer(kind: str, name: str, sm: int, wanted: dict[str, Any], tokens: int, 
         times = {row["tokens"]: row["us"][name] for row in rows}
         if times and min(times) / SLACK <= tokens <= max(times) * SLACK:
             us, at = _interpolated(times, tokens)
-            return Row(f"{what}, {at} {unit}", us, table["source"])
+            return MeasuredRow(f"{what}, {at} {unit}", us, table["source"])
     return None
 
 

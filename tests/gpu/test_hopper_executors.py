@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eprt.bench.expert_peers import by_hand
+from eprt.bench.baselines import baselines
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.experts import make_executor
 from eprt.experts.adapters import AdaptedExecutor
@@ -316,7 +316,7 @@ def test_graph_replays_with_other_counts(executor, bare):
     runner = build(executor, config, weights, shard)
     static = make_tokens(config, 64)
     out = torch.empty(64, 2880, dtype=torch.bfloat16, device=CUDA)
-    peer = by_hand(runner, static)
+    peer = baselines().direct_call(runner, static)
     assert peer is not None
     call = (lambda: out.copy_(peer())) if bare else (lambda: runner(static, out))
     call()

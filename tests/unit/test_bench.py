@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.stand_ins import deepep as deepep_stand_in
 
-from eprt.bench import peers
+from eprt.bench.baselines import baselines
 from eprt.bench.dispatch import (
     DispatchCase,
     DispatchTimes,
@@ -21,7 +21,6 @@ from eprt.bench.dispatch import (
     measure_dispatch,
     transports,
 )
-from eprt.bench.peers import PEERS
 from eprt.bench.report import Report, percentile, slowest
 from eprt.bench.step import StepCase, StepFound, StepTimes, step_rows
 from eprt.bench.timing import first_samples, samples
@@ -35,6 +34,8 @@ from eprt.errors import ConfigError
 from eprt.ranks.process import RankContext
 from eprt.tokens import TopK
 from eprt.world import World
+
+BASELINES = baselines().TRANSPORTS
 
 
 def test_percentile_is_the_nearest_rank() -> None:
@@ -177,7 +178,7 @@ def test_the_bare_deepep_does_in_each_call_what_its_user_has_to(monkeypatch, H) 
     T, K, E = deepep_stand_in.CAPACITY, 3, 8
     deepep_stand_in.install(monkeypatch)
     monkeypatch.setitem(sys.modules, "deep_ep", deepep.load_library())
-    monkeypatch.setattr(peers, "_require", lambda name: None)
+    monkeypatch.setattr(baselines().transports, "_require", lambda name: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     if H in DISPATCHERS["deepep"].hidden_sizes:
         monkeypatch.setattr(torch.nn.functional, "pad", None)
@@ -185,7 +186,7 @@ def test_the_bare_deepep_does_in_each_call_what_its_user_has_to(monkeypatch, H) 
     hidden = torch.randn(T, H).to(torch.bfloat16)
     ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to(torch.int32)
     topk = TopK(ids, torch.rand(T, K))
-    with PEERS["deepep by hand"].make(world, MoEConfig(E, K, H, 32), hidden, topk) as call:
+    with BASELINES["deepep by hand"].make(world, MoEConfig(E, K, H, 32), hidden, topk) as call:
         for _ in range(2):
             out = call()
             expected = transport.weighted_sums(Batch(hidden, topk), torch.ones(E), None)
@@ -208,7 +209,7 @@ def test_a_refusal_becomes_one_note() -> None:
 
 def test_every_dispatcher_and_peer_is_measured_where_it_runs() -> None:
     assert transports("cpu") == ["none", "torch", "collectives by hand"]
-    assert transports("cuda") == [*DISPATCHERS, *PEERS]
+    assert transports("cuda") == [*DISPATCHERS, *BASELINES]
 
 
 def test_report_carries_what_it_depends_on(tmp_path) -> None:
@@ -372,7 +373,7 @@ def test_bench_dispatch_on_cpu(tmp_path, capsys) -> None:
         None
     }  # raw copies sum nothing
     for row in report["rows"]:
-        assert row["dispatch_us"] is None if row["transport"] in PEERS else row["dispatch_us"] > 0
+        assert row["dispatch_us"] is None if row["transport"] in BASELINES else row["dispatch_us"] > 0
         assert 0 < row["dispatch_floor_us"] < row["floor_us"]
     assert report["limits"]["push_gb_per_s"] > 0
     assert "<svg" in picture.read_text()

@@ -1,5 +1,5 @@
-"""The expert bench without a GPU: its cases are real layers, its random weights pass the layer's own checks, what is
-done by hand computes what the executors do."""
+"""The expert bench without a GPU: its cases are real layers, its random weights pass the layer's own checks, what a
+library called directly computes is what the executors do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from support.cases import expert_cases as cases
 
 from eprt.bench import experts as bench
-from eprt.bench.expert_peers import TorchOrder, by_hand, check_peer
+from eprt.bench.baselines import baselines
 from eprt.bench.experts import (
     SHAPES,
     Ceilings,
@@ -20,7 +20,6 @@ from eprt.bench.experts import (
     random_experts,
     random_matrix,
 )
-from eprt.bench.other_experts import OTHERS, check_other
 from eprt.bench.report import Report
 from eprt.cli import main
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
@@ -34,6 +33,8 @@ from eprt.support import Device
 from eprt.weights import Dense, Nvfp4
 
 CPU = torch.device("cpu")
+LIBRARIES = baselines()
+TorchOrder = LIBRARIES.direct.TorchOrder
 
 
 @pytest.mark.parametrize("weight_format", ["mxfp4", "nvfp4", "fp8_block", "bf16"])
@@ -105,7 +106,7 @@ def test_the_report_says_what_was_left_out(monkeypatch):
     assert len(report.notes) == len(EXECUTORS) - 2
 
 
-def test_the_table_has_a_dash_where_there_is_no_peer(monkeypatch, capsys):
+def test_the_table_has_a_dash_where_there_is_no_baseline(monkeypatch, capsys):
     rest = (128.0, 1.0, 0.0, 7.5, 2.9, 57.1, 0.0221)
     rows = [
         ExpertRow("humming", "gpt-oss-120b", "mxfp4", "bf16", 1, 1, 1.0, 7.5, 8.25, 7.125, *rest).as_dict(),
@@ -144,10 +145,10 @@ def test_a_row_is_plain_data():
     assert Ceilings(4.3e12, 8e14).copy_bytes == 4.3e12
 
 
-# ---- by hand ----------------------------------------------------------------------------------------------------
+# ---- the library called directly --------------------------------------------------------------------------------
 
 
-def peer_case(rank, num_rows=40):
+def direct_case(rank, num_rows=40):
     """(the reference on a rank's two of eight experts, tokens). Ids of nobody and of other ranks; NaN weights."""
     config = cases.make_config(num_experts=8, top_k=3, bias=True)
     shard = cases.shard_of(config, rank, 4)
@@ -172,7 +173,7 @@ def by_torch(reference, flat, dtype):
 
 @pytest.mark.parametrize("rank", range(4))
 def test_slots_sorted_by_torch_are_the_executors(rank):
-    reference, flat = peer_case(rank)
+    reference, flat = direct_case(rank)
     shard, slots = reference.shard, flat.ids.numel()
     offsets, place, foreign = TorchOrder(tuple(flat.ids.shape), shard, CPU).sort(flat.ids)
     expected = group_slots(flat.ids, shard.first_expert, shard.num_local_experts)
@@ -196,29 +197,29 @@ def bag_of_cuda(place, results, bags, *, mode, per_sample_weights, padding_idx):
 @pytest.mark.parametrize("rank", range(4))
 def test_sorting_and_summing_by_torch_give_the_layer(monkeypatch, rank, dtype, bound, bag):
     monkeypatch.setattr(torch.nn.functional, "embedding_bag", bag)
-    reference, flat = peer_case(rank)
+    reference, flat = direct_case(rank)
     weights = flat.weights.clone()
     found, expected = by_torch(reference, flat, dtype), reference(flat)
     assert found.dtype == dtype
     assert cases.relative_error(found, expected) < bound
     assert not found[::5].any()
-    check_peer(found, expected)
+    LIBRARIES.check_direct(found, expected)
     assert torch.equal(flat.weights.nan_to_num(), weights.nan_to_num()), "the caller's weights were written to"
     nobody = replace(flat, ids=torch.full_like(flat.ids, 8))
     assert not by_torch(reference, nobody, dtype).any()
 
 
-def test_what_computes_something_else_is_no_peer():
-    reference, flat = peer_case(1)
+def test_what_computes_something_else_is_no_baseline():
+    reference, flat = direct_case(1)
     expected = reference(flat)
     shuffled = replace(flat, weights=flat.weights.flip(0))
     for other in (by_torch(reference, shuffled, torch.float32), expected * 1.02, expected + cases.NAN):
         with pytest.raises(EprtError, match="differs from the executor"):
-            check_peer(other, expected)
-    check_peer(torch.zeros(3, 4), torch.zeros(3, 4))
+            LIBRARIES.check_direct(other, expected)
+    LIBRARIES.check_direct(torch.zeros(3, 4), torch.zeros(3, 4))
     with pytest.raises(EprtError, match="differs from the executor"):
-        check_peer(torch.ones(3, 4), torch.zeros(3, 4))
-    assert by_hand(reference, flat) is None
+        LIBRARIES.check_direct(torch.ones(3, 4), torch.zeros(3, 4))
+    assert LIBRARIES.direct_call(reference, flat) is None
 
 
 def test_the_host_reads_nothing_of_what_torch_sorts():
@@ -234,19 +235,22 @@ def test_the_host_reads_nothing_of_what_torch_sorts():
 
 def test_all_three_are_timed_in_turn(monkeypatch):
     """Twice, and the smaller counts; an executor without a library has its own time alone."""
-    reference, flat = peer_case(0)
+    reference, flat = direct_case(0)
+    direct_call = LIBRARIES.direct_call
     times = iter([5.0, 7.0, 3.0, 4.0, 8.0, 2.0, 6.0, 1.0])
     monkeypatch.setattr(bench, "device_microseconds", lambda call: (call(), next(times))[1])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     called = []
-    monkeypatch.setattr(bench, "by_hand", lambda executor, tokens: lambda: (called.append("hand"), reference(flat))[1])
+    monkeypatch.setattr(
+        LIBRARIES, "direct_call", lambda executor, tokens: lambda: (called.append("hand"), reference(flat))[1]
+    )
     reference.library_call = lambda tokens: lambda: called.append("bare")
     assert bench._times(reference, flat)[:3] == (4.0, 7.0, 2.0)
     assert called == ["hand", "hand", "bare", "hand", "bare"]
     del reference.library_call
-    monkeypatch.setattr(bench, "by_hand", by_hand)
+    monkeypatch.setattr(LIBRARIES, "direct_call", direct_call)
     assert bench._times(reference, flat)[:3] == (1.0, None, None)
-    monkeypatch.setattr(bench, "by_hand", lambda executor, tokens: lambda: 2 * reference(flat))
+    monkeypatch.setattr(LIBRARIES, "direct_call", lambda executor, tokens: lambda: 2 * reference(flat))
     with pytest.raises(EprtError, match="differs from the executor"):
         bench._times(reference, flat)
 
@@ -267,12 +271,12 @@ def tiny_case(rank: int = 1):
 def test_the_block_of_transformers_computes_this_ranks_share(rank: int) -> None:
     pytest.importorskip("transformers", minversion="5.17")
     shard, weights, flat = tiny_case(rank)
-    with OTHERS["transformers grouped_mm"].make(TINY_BF16, shard, weights, CPU) as call_for:
+    with LIBRARIES.EXPERTS["transformers grouped_mm"].make(TINY_BF16, shard, weights, CPU) as call_for:
         found = call_for(flat)()
-    check_other(TINY_BF16, shard, weights, flat, found)
+    LIBRARIES.check_experts(TINY_BF16, shard, weights, flat, found)
     wrong = replace(weights, gate_up=Dense(weights.gate_up.data.flip(1)))  # up before gate
     with pytest.raises(EprtError, match="its sums differ from the reference"):
-        check_other(TINY_BF16, shard, wrong, flat, found)
+        LIBRARIES.check_experts(TINY_BF16, shard, wrong, flat, found)
 
 
 def test_other_libraries_are_measured_where_they_are_or_left_out_with_the_reason(monkeypatch) -> None:
@@ -305,7 +309,7 @@ def test_other_libraries_are_measured_where_they_are_or_left_out_with_the_reason
     def breaks(*_):
         raise RuntimeError("no such symbol\nstack")
 
-    monkeypatch.setattr(bench, "check_other", breaks)
+    monkeypatch.setattr(LIBRARIES, "check_experts", breaks)
     report = experts_report(["small"], tokens=[8], libraries=["transformers grouped_mm"])
     assert (report.rows, report.notes) == ([], ["transformers grouped_mm on small: RuntimeError: no such symbol"])
     assert experts_report(["small"], tokens=[8], libraries=["none"]).notes == []
@@ -316,11 +320,8 @@ def test_other_libraries_are_measured_where_they_are_or_left_out_with_the_reason
 def test_what_would_compile_for_minutes_is_measured_by_name_only() -> None:
     h100 = Device("cuda", 90)
     plain = MoEConfig(128, 8, 2048, 768)
-    assert "only by name" in OTHERS["flashinfer cutlass"].supports(plain, h100, named=False).reason
-    assert "without biases" in OTHERS["vllm triton"].supports(replace(plain, bias=True), h100, named=True).reason
-    assert (
-        "from sm90"
-        in OTHERS["vllm deep_gemm"]
-        .supports(replace(plain, weight_format="fp8_block"), Device("cuda", 80), named=True)
-        .reason
-    )
+    experts = LIBRARIES.EXPERTS
+    assert "only by name" in experts["flashinfer cutlass"].supports(plain, h100, named=False).reason
+    assert "without biases" in experts["vllm triton"].supports(replace(plain, bias=True), h100, named=True).reason
+    blocks = replace(plain, weight_format="fp8_block")
+    assert "from sm90" in experts["vllm deep_gemm"].supports(blocks, Device("cuda", 80), named=True).reason

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from eprt.balance import write_counts
 from eprt.bench.routings import drawn, inclusion, read_routing
-from eprt.bench.simulate import World, simulated
+from eprt.bench.simulate import SimulatedWorld, simulated
 from eprt.cli import main
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, UsageError
@@ -170,7 +170,7 @@ def test_the_hottest_rank_sets_the_pace() -> None:
 
 def test_replicas_cool_the_hottest_rank_down() -> None:
     def rows(**changes) -> dict[str, dict]:
-        world = World(DEEPSEEK, 16, 8, H200, "zipf:1.1:0", **changes)
+        world = SimulatedWorld(DEEPSEEK, 16, 8, H200, "zipf:1.1:0", **changes)
         return {row["transport"]: row for row in simulated(world, 256) if not isinstance(row, str)}
 
     plain, shared, alone = rows(), rows(replicas=16), rows(replicas=16, one_replica=True)

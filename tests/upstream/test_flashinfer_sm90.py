@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.cases import expert_cases as cases
 
-from eprt.bench.expert_peers import by_hand, check_peer
+from eprt.bench.baselines import baselines
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.experts import cutlass_mxfp4, executor_spec, make_executor
@@ -159,11 +159,11 @@ def test_by_hand_is_the_same_job_around_the_same_call(kernel, rank, H):
     flat = replace(cases.make_flat(config, 40, dtype=torch.bfloat16), every_row_read=True)
     runner = make_executor("cutlass_mxfp4", config, shard, local, cases.CPU, cases.RUNTIME)
     runner._tactics = [(64, (3, 5))]
-    expected, found = runner(flat), by_hand(runner, flat)()
+    expected, found = runner(flat), baselines().direct_call(runner, flat)()
     ours, theirs = kernel.calls
     assert {"profile_ids": [3, 5]}.items() <= ours.items()
     assert (found.dtype, found.shape, found.is_contiguous()) == (torch.bfloat16, (40, H), True)
-    check_peer(found, expected)
+    baselines().check_direct(found, expected)
     for name, value in ours.items():
         if not torch.is_tensor(value):
             assert value is theirs[name] or value == theirs[name], name

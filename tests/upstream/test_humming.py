@@ -16,7 +16,7 @@ import torch
 from support.cases import expert_cases as cases
 from support.stand_ins.humming import Launches, described_h200
 
-from eprt.bench.expert_peers import by_hand, check_peer
+from eprt.bench.baselines import baselines
 from eprt.bench.experts import SHAPES
 from eprt.config import RuntimeConfig
 from eprt.errors import UsageError
@@ -284,7 +284,7 @@ def test_by_hand_is_the_same_job_around_the_same_launches(launches, rank, dtype)
     runner = make_executor("humming", config, shard, weights, cases.CPU, cases.RUNTIME)
     expected = runner(flat)
     ours, launches.gemms = launches.gemms, []
-    peer = by_hand(runner, flat)
+    peer = baselines().direct_call(runner, flat)
     torch.use_deterministic_algorithms(True)  # fills what torch.empty gives with NaN
     try:
         found = peer()
@@ -292,12 +292,12 @@ def test_by_hand_is_the_same_job_around_the_same_launches(launches, rank, dtype)
         torch.use_deterministic_algorithms(False)
     assert launches.gemms == ours
     assert (found.dtype, found.shape) == (torch.bfloat16, expected.shape)
-    check_peer(found, expected)
+    baselines().check_direct(found, expected)
     assert not found[::5].any()
     flat.ids.copy_(flat.ids.flip(0))  # a graph is replayed on other ids
     flat.weights.copy_(flat.weights.flip(0))
     flat.hidden.data.copy_(flat.hidden.data.flip(0))
-    check_peer(peer(), expected.flip(0))
+    baselines().check_direct(peer(), expected.flip(0))
 
 
 def test_down_bias_is_added_once(launches):

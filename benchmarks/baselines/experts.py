@@ -1,12 +1,13 @@
-"""Other libraries' whole experts, beside ours in the same run: FlatTokens in, [N, H] bf16 weighted sums out, everything
-that the library does around its GEMMs included. Each gets eprt's canonical weights of one rank's share and lays them
-out as its own users would.
+"""Other libraries' whole experts, measured in the same run as eprt's executors.
+
+Each takes FlatTokens and returns [N, H] bf16 weighted sums, everything that the library does around its GEMMs included.
+Each gets eprt's canonical weights of one rank's share and lays them out as its own users would.
 
 - `transformers grouped_mm`: the experts block of a transformers model under `experts_implementation="grouped_mm"`.
-- `vllm ...` (`eprt.bench.vllm_experts`): vLLM's modular kernel over its own Triton experts, Marlin, DeepGEMM, or
-  OpenAI's triton_kernels that its wheel brings along.
+- `vllm ...` (`vllm_experts.py`): vLLM's modular kernel over its own Triton experts, Marlin, DeepGEMM, or OpenAI's
+  triton_kernels, which its wheel includes.
 - `flashinfer cutlass`: `cutlass_fused_moe` on bf16 weights. FlashInfer compiles it for more than 20 minutes unless
-  flashinfer-jit-cache is installed, so only by name.
+  flashinfer-jit-cache is installed, so it is measured only by name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any
 
 import torch
 
-from eprt.bench.expert_peers import Call
 from eprt.config import MoEConfig, WeightFormat
 from eprt.errors import EprtError
 from eprt.experts.reference import decode_matrix, expert_forward
@@ -27,6 +27,8 @@ from eprt.placement import ExpertShard
 from eprt.support import Device, Requirement, Support, refuse
 from eprt.tokens import FlatTokens
 from eprt.weights import Dense, ExpertWeights
+
+from .direct import Call
 
 Make = Callable[
     [MoEConfig, ExpertShard, ExpertWeights, torch.device], AbstractContextManager[Callable[[FlatTokens], Call]]
@@ -37,11 +39,11 @@ CHECKED_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class OtherExperts:
-    """One library's experts.
+class ExpertsBaseline:
+    """The experts of one library.
 
     Attributes:
-        path: "module:function" of a `Make`.
+        path: "module:function" of a `Make`, the module relative to this package.
         weights: number formats that it is given.
         named_only: left out unless asked for.
         plain: only SiLU-gated experts without biases.
@@ -56,7 +58,7 @@ class OtherExperts:
     plain: bool = True
 
     def supports(self, config: MoEConfig, device: Device, named: bool) -> Support:
-        """Whether it can be measured there, and why not."""
+        """Says whether it can be measured on the device, and if not, why."""
         if config.weight_format not in self.weights:
             return refuse(f"takes {', '.join(self.weights)} weights, not {config.weight_format}")
         if device.kind not in self.devices or (device.kind == "cuda" and not self.sm[0] <= device.sm <= self.sm[1]):
@@ -70,28 +72,28 @@ class OtherExperts:
     def make(
         self, config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
     ) -> AbstractContextManager[Callable[[FlatTokens], Call]]:
-        """Its layout of these weights; inside, a call for tokens."""
+        """Lays the weights out as the library does, and yields a function from tokens to a call."""
         module, _, name = self.path.partition(":")
-        make: Make = getattr(importlib.import_module(module), name)
+        make: Make = getattr(importlib.import_module(module, __package__), name)
         return make(config, shard, weights, device)
 
 
 _VLLM = Requirement("vllm", ("vllm",), "0.26")
-OTHERS: dict[str, OtherExperts] = {
-    "transformers grouped_mm": OtherExperts(
-        "eprt.bench.other_experts:transformers_grouped",
+EXPERTS: dict[str, ExpertsBaseline] = {
+    "transformers grouped_mm": ExpertsBaseline(
+        ".experts:transformers_grouped",
         Requirement("transformers", ("transformers",), "5.17"),
         ("bf16",),
         devices=("cpu", "cuda"),
     ),
-    "vllm triton": OtherExperts("eprt.bench.vllm_experts:triton", _VLLM, ("bf16", "fp8_block")),
-    "vllm deep_gemm": OtherExperts("eprt.bench.vllm_experts:deep_gemm", _VLLM, ("fp8_block",), sm=(90, 999)),
-    "vllm triton_kernels": OtherExperts(
-        "eprt.bench.vllm_experts:triton_kernels", _VLLM, ("mxfp4",), sm=(90, 999), plain=False
+    "vllm triton": ExpertsBaseline(".vllm_experts:triton", _VLLM, ("bf16", "fp8_block")),
+    "vllm deep_gemm": ExpertsBaseline(".vllm_experts:deep_gemm", _VLLM, ("fp8_block",), sm=(90, 999)),
+    "vllm triton_kernels": ExpertsBaseline(
+        ".vllm_experts:triton_kernels", _VLLM, ("mxfp4",), sm=(90, 999), plain=False
     ),
-    "vllm marlin": OtherExperts("eprt.bench.vllm_experts:marlin", _VLLM, ("mxfp4",), sm=(80, 999), plain=False),
-    "flashinfer cutlass": OtherExperts(
-        "eprt.bench.other_experts:flashinfer_cutlass",
+    "vllm marlin": ExpertsBaseline(".vllm_experts:marlin", _VLLM, ("mxfp4",), sm=(80, 999), plain=False),
+    "flashinfer cutlass": ExpertsBaseline(
+        ".experts:flashinfer_cutlass",
         Requirement("flashinfer", ("flashinfer-python",), "0.6.18"),
         ("bf16",),
         sm=(90, 90),
@@ -100,14 +102,14 @@ OTHERS: dict[str, OtherExperts] = {
 }
 
 
-def check_other(
+def check_experts(
     config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, tokens: FlatTokens, found: torch.Tensor
 ) -> None:
     """Raises EprtError unless what a library computed is what the reference computes, expert by expert in float32."""
     x, parts = tokens.hidden.data.float(), config.activation.parts
     expected = torch.zeros_like(x)
     for local in range(shard.num_local_experts):
-        token, slot = (tokens.ids == shard.first_expert + local).nonzero(as_tuple=True)
+        token, k = (tokens.ids == shard.first_expert + local).nonzero(as_tuple=True)
         if not token.numel():
             continue
         gate_up, down = (
@@ -116,7 +118,7 @@ def check_other(
         )
         bias = [None if b is None else b[local] for b in (weights.gate_up_bias, weights.down_bias)]
         one = expert_forward(config, gate_up.squeeze(0), down.squeeze(0), bias[0], bias[1], x[token])
-        expected.index_add_(0, token, tokens.weights[token, slot, None].float() * one)
+        expected.index_add_(0, token, tokens.weights[token, k, None].float() * one)
     off, size = (found.float() - expected).norm().item(), expected.norm().item()
     bound = BOUNDS[config.weight_format]
     if not off <= bound * size:
@@ -126,13 +128,13 @@ def check_other(
 
 
 def local_ids(tokens: FlatTokens, shard: ExpertShard, nobody: int) -> torch.Tensor:
-    """[N, K] int64 ids counted from the shard's first expert; `nobody` for others'."""
+    """Returns [N, K] int64 ids counted from the shard's first expert, and `nobody` for ids of other ranks."""
     ids = tokens.ids.long() - shard.first_expert
     return torch.where((ids >= 0) & (ids < shard.num_local_experts), ids, nobody)
 
 
 def dense(weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate_up and down in bf16."""
+    """Returns gate_up and down in bf16. Raises EprtError for any other format."""
     if not isinstance(weights.gate_up, Dense) or not isinstance(weights.down, Dense):
         raise EprtError("this library is measured with bf16 weights")
     return weights.gate_up.data, weights.down.data
@@ -142,7 +144,7 @@ def dense(weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
 def transformers_grouped(
     config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
 ) -> Iterator[Callable[[FlatTokens], Call]]:
-    """Qwen3-MoE's block under expert parallelism: other ranks' slots name an expert that isn't there, at weight 0."""
+    """Runs Qwen3-MoE's block under expert parallelism: pairs of other ranks name no expert, at weight 0."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -178,7 +180,7 @@ def transformers_grouped(
 def flashinfer_cutlass(
     config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
 ) -> Iterator[Callable[[FlatTokens], Call]]:
-    """The library wants up before gate."""
+    """Runs `cutlass_fused_moe`, which takes the rows of up before those of gate."""
     from flashinfer.fused_moe import cutlass_fused_moe
 
     gate_up, down = dense(weights)

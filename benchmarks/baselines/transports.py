@@ -1,4 +1,4 @@
-"""What eprt's transports are measured beside: the same bytes through raw collectives, and the libraries by hand."""
+"""Baselines of eprt's dispatchers: the same bytes through raw collectives, and the libraries called directly."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Peer:
-    """`make(world, config, hidden [T, H], topk)` yields the call to measure: a round trip of the same tokens.
+class TransportBaseline:
+    """One way to send tokens to experts and back without eprt.
 
     Attributes:
+        make: (world, config, hidden [T, H], topk) -> a context that yields the call to measure, a round trip.
         sums: whether the call returns x * sum(weights), which can be checked.
     """
 
@@ -35,7 +36,7 @@ class Peer:
 
 @contextmanager
 def _collectives(world: World, config: MoEConfig, hidden: torch.Tensor, topk: TopK) -> Iterator[Call]:
-    """All-gather of the tokens, reduce-scatter of as many rows; no routing travels."""
+    """Runs all-gather of the tokens and reduce-scatter of as many rows; no routing travels."""
     gathered = hidden.new_empty((world.size * hidden.shape[0], hidden.shape[1]))
     summed = torch.empty_like(hidden)
 
@@ -48,7 +49,7 @@ def _collectives(world: World, config: MoEConfig, hidden: torch.Tensor, topk: To
 
 @contextmanager
 def _flashinfer(world: World, config: MoEConfig, hidden: torch.Tensor, topk: TopK) -> Iterator[Call]:
-    """The library's own class, combine reading the rows where its workspace holds them."""
+    """Runs the library's own class; combine reads the rows in its workspace."""
     _require("flashinfer")
     from flashinfer.comm.mapping import Mapping
     from flashinfer.comm.mnnvl import MnnvlConfig, TorchDistBackend
@@ -77,15 +78,18 @@ def _flashinfer(world: World, config: MoEConfig, hidden: torch.Tensor, topk: Top
 
 @contextmanager
 def _deepep(world: World, config: MoEConfig, hidden: torch.Tensor, topk: TopK) -> Iterator[Call]:
-    """The library's low-latency buffer, with what it leaves to its user in every call: ids in its own type, tokens of a
-    hidden size that it lacks padded before and trimmed after. Combine gets the padded rows as they arrived."""
+    """Runs the library's low-latency buffer, with what it leaves to its user in every call.
+
+    That is ids in its own type, and tokens of a hidden size that it lacks padded before and trimmed after. Combine gets
+    the padded rows as they arrived.
+    """
     _require("deepep")
     import deep_ep
 
     spec = DISPATCHERS["deepep"]
     E, (T, H), width = config.num_experts, hidden.shape, spec.padded_hidden(config.hidden_size)
     if spec.max_tokens is not None and spec.max_tokens < T:
-        raise UnsupportedError(f"at most {spec.max_tokens} tokens a rank")
+        raise UnsupportedError(f"at most {spec.max_tokens} tokens per rank")
     most = least_capacity(world.size, T)
     size = deep_ep.Buffer.get_low_latency_rdma_size_hint(most, width, world.size, E)
     buffer: Any = deep_ep.Buffer(
@@ -112,10 +116,10 @@ def _deepep(world: World, config: MoEConfig, hidden: torch.Tensor, topk: TopK) -
         buffer.destroy()
 
 
-PEERS: dict[str, Peer] = {
-    "collectives by hand": Peer(("cpu", "cuda"), _collectives),
-    "flashinfer by hand": Peer(("cuda",), _flashinfer),
-    "deepep by hand": Peer(("cuda",), _deepep, sums=True),
+TRANSPORTS: dict[str, TransportBaseline] = {
+    "collectives by hand": TransportBaseline(("cpu", "cuda"), _collectives),
+    "flashinfer by hand": TransportBaseline(("cuda",), _flashinfer),
+    "deepep by hand": TransportBaseline(("cuda",), _deepep, sums=True),
 }
 
 

@@ -1,17 +1,16 @@
-"""What eprt's executors are measured beside: the same job, FlatTokens in and [N, H] bf16 out, with the bare library.
+"""The library under an executor, called directly: the same job, FlatTokens in and [N, H] bf16 out, without eprt.
 
-A peer is what a user of the library writes who has it and torch, and nothing else. It computes with the executor's own
-prepared weights, kernels and tactics, so only what surrounds them differs. It can be captured in a CUDA graph: nothing
-is read by the host, and tables that depend on sizes alone are made once, outside.
+This is what a user writes who has the library and torch, and nothing else. It computes with the executor's own prepared
+weights, kernels and tactics, so only the code around them differs. It can be captured in a CUDA graph: the host reads
+nothing, and tables that depend on sizes alone are made once, outside the call.
 
-- `cutlass_mxfp4`: the library's call sorts, weights and sums; by hand are left the padding of H to tiles of 128 and the
-  cut of the result.
-- `humming`: the library has GEMMs and elementwise kernels only. Slots are sorted by torch, copied to their places and
-  quantised by the library's own scatter, summed back by torch's `embedding_bag`, which reads and weights all K results
-  of a row in one kernel. The other route, GEMMs that read rows by index (`indexed`; vLLM's default), needs each
-  expert's slots padded to blocks. humming has no kernel for that (its tests loop on the host, vLLM brings its own), in
-  torch it is more launches than a sort, other schedules would have to be tuned, and the activation would run over all
-  N * K rows, of which this rank has a share.
+- `cutlass_mxfp4`: the library's call sorts, weights and sums. The user pads H to tiles of 128 and trims the result.
+- `humming`: the library has GEMMs and elementwise kernels only. torch sorts the (token, k) pairs, the library's own
+  scatter copies and quantises the rows, and torch's `embedding_bag` reads, weights and sums all K results of a token in
+  one kernel. The alternative, GEMMs that read rows by index (`indexed`; vLLM's default), needs each expert's rows
+  padded to blocks. humming has no kernel for that: its tests loop on the host, and vLLM brings its own. It would take
+  more torch launches than a sort, other schedules would have to be tuned, and the activation would run over all N * K
+  rows, of which this rank holds a share.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from eprt.experts.permute import plain_hidden
 from eprt.placement import ExpertShard
 from eprt.tokens import FlatTokens
 
-PEER_BOUND = 1e-2  # relative norm: sums in another order, routing weights in bf16
+BOUND = 1e-2  # relative norm: sums in another order, routing weights in bf16
 
 Call = Callable[[], torch.Tensor]
 
 
-def by_hand(executor: Executor, tokens: FlatTokens) -> Call | None:
-    """The same job on the same tensors without eprt, or None where the executor has no library to itself."""
+def direct_call(executor: Executor, tokens: FlatTokens) -> Call | None:
+    """Returns the same job on the same tensors without eprt; None if no library is behind the executor."""
     if isinstance(executor, CutlassMxfp4Executor):
         return _cutlass(executor, tokens)
     if isinstance(executor, HummingExecutor):
@@ -43,13 +42,13 @@ def by_hand(executor: Executor, tokens: FlatTokens) -> Call | None:
     return None
 
 
-def check_peer(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raises EprtError unless a peer's result is the executor's: what computes something else is no peer."""
+def check_direct(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raises EprtError unless both results are equal but for rounding: otherwise their times can't be compared."""
     difference, size = (found.float() - expected.float()).norm().item(), expected.float().norm().item()
-    if not difference <= PEER_BOUND * size:
+    if not difference <= BOUND * size:
         raise EprtError(
-            f"the library by hand differs from the executor by {difference:.3g} in norm, of {size:.3g}: at most "
-            f"{PEER_BOUND:g} of it may be rounding, so there is nothing to compare times with"
+            f"the library called directly differs from the executor by {difference:.3g} in norm, of {size:.3g}: at "
+            f"most {BOUND:g} of it may be rounding, so there is nothing to compare times with"
         )
 
 
@@ -84,39 +83,42 @@ def _humming(executor: HummingExecutor, tokens: FlatTokens) -> Call:
 
 
 class TorchOrder:
-    """Slots sorted by expert and results summed back, in as few launches of plain torch as we know.
+    """Sorts (token, k) pairs by expert and sums results back, in as few launches of plain torch as we know.
 
     Args:
         shape: (N, K) of the ids to come.
-        shard: whose experts are local; slots of any other id are foreign.
+        shard: the local experts; pairs of any other id are foreign.
     """
 
     def __init__(self, shape: tuple[int, int], shard: ExpertShard, device: torch.device) -> None:
         (N, K), L = shape, shard.num_local_experts
         self.num_local = L
-        self.spare = N * K  # where foreign slots point: no row of the scatter's, and a row that the sum leaves out
+        self.spare = N * K  # where foreign pairs point: no row of the scatter's, and a row that the sum leaves out
         # int16: the fewer bits a key has, the fewer passes sorting takes.
         local = torch.arange(L + 1, dtype=torch.int16, device=device)
         self._local_expert = torch.full((shard.num_experts + 1,), L, dtype=torch.int16, device=device)
         self._local_expert[shard.first_expert : shard.end_expert] = local[:-1]
         self._edges = local
-        self._slots = torch.arange(N * K, device=device)
+        self._pairs = torch.arange(N * K, device=device)
         self._bags = torch.arange(0, N * K, K, device=device)
 
     def sort(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of ids [N, K] int32: offsets [L + 1] int64, sorted place of each slot [N * K] int64, which are foreign."""
+        """For ids [N, K] int32 returns offsets [L + 1] int64, each pair's sorted row [N * K] int64, and foreign pairs."""
         local = self._local_expert.index_select(0, ids.flatten())
         by_expert, order = local.sort(stable=True)
         offsets = torch.searchsorted(by_expert, self._edges)
-        place = torch.empty_like(order).scatter_(0, order, self._slots)
+        place = torch.empty_like(order).scatter_(0, order, self._pairs)
         foreign = local == self.num_local
         return offsets, place.masked_fill_(foreign, self.spare), foreign
 
     def sum_back(
         self, results: torch.Tensor, place: torch.Tensor, foreign: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """[N, H], summed in float32. `results` has N * K + 1 rows, of which those of no local slot may be garbage;
-        so may weights [N, K] of foreign slots, by which CUDA multiplies the zero that it puts for a row left out."""
+        """Returns [N, H] weighted sums, accumulated in float32.
+
+        `results` has N * K + 1 rows; rows of no local pair may be garbage. So may weights [N, K] of foreign pairs: CUDA
+        multiplies them by the zero that it puts for a row left out.
+        """
         scales = weights.flatten().to(results.dtype, copy=True).masked_fill_(foreign, 0)
         return functional.embedding_bag(
             place, results, self._bags, mode="sum", per_sample_weights=scales, padding_idx=self.spare

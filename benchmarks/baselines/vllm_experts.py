@@ -1,5 +1,7 @@
-"""vLLM's own experts for `eprt.bench.other_experts`: through its modular kernel, fed as its all-gather feeds a rank
-(all tokens; `expert_map` names the local experts). Internal names of vLLM 0.26; 0.32 still has them."""
+"""vLLM's own experts through its modular kernel, fed as its all-gather feeds a rank.
+
+That is all tokens; `expert_map` names the local experts. The names are internals of vLLM 0.26, which 0.32 still has.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,15 @@ from typing import Any
 
 import torch
 
-from eprt.bench.expert_peers import Call
-from eprt.bench.other_experts import dense
 from eprt.config import MoEConfig
 from eprt.errors import EprtError
 from eprt.placement import ExpertShard
 from eprt.rounding import round_up
 from eprt.tokens import FlatTokens
 from eprt.weights import FP8_BLOCK, MX_BLOCK, ExpertWeights, Fp8Block, Mxfp4
+
+from .direct import Call
+from .experts import dense
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 Laid = tuple[torch.Tensor, torch.Tensor, Any]  # w1, w2, quantisation
@@ -31,7 +34,7 @@ Laid = tuple[torch.Tensor, torch.Tensor, Any]  # w1, w2, quantisation
 def triton(
     config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
 ) -> Iterator[Callable[[FlatTokens], Call]]:
-    """Its Triton experts; FP8 blocks with FP8 activations."""
+    """Runs vLLM's Triton experts; FP8 blocks with FP8 activations."""
     with _vllm(device):
         laid = _bf16(weights) if config.weight_format == "bf16" else _fp8(weights, for_deep_gemm=False)
         yield _kernel(config, shard, device, laid, "triton_moe", "TritonExperts")
@@ -41,7 +44,7 @@ def triton(
 def deep_gemm(
     config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
 ) -> Iterator[Callable[[FlatTokens], Call]]:
-    """DeepGEMM, vendored; vLLM falls back to Triton where its shapes don't fit."""
+    """Runs DeepGEMM as vLLM vendors it; vLLM falls back to Triton for shapes that it doesn't take."""
     with _vllm(device):
         laid = _fp8(weights, for_deep_gemm=True)
         yield _kernel(config, shard, device, laid, "triton_deep_gemm_moe", "TritonOrDeepGemmExperts")
@@ -51,7 +54,7 @@ def deep_gemm(
 def triton_kernels(
     config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
 ) -> Iterator[Callable[[FlatTokens], Call]]:
-    """OpenAI's triton_kernels, vendored: gpt-oss's experts as vLLM runs them on Hopper."""
+    """Runs OpenAI's triton_kernels as vendored: gpt-oss's experts as vLLM runs them on Hopper."""
     with _vllm(device):
         laid = _mxfp4(config, weights)
         yield _kernel(config, shard, device, laid, "gpt_oss_triton_kernels_moe", "OAITritonExperts")
@@ -61,7 +64,7 @@ def triton_kernels(
 def marlin(
     config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
 ) -> Iterator[Callable[[FlatTokens], Call]]:
-    """Its Marlin experts of MXFP4. Sides are padded as vLLM pads them, tokens in each call."""
+    """Runs vLLM's Marlin experts of MXFP4. Weights are padded once as vLLM pads them, tokens in each call."""
     with _vllm(device):
         wide = round_up(config.hidden_size, 256) - config.hidden_size
         tall = round_up(config.intermediate_size, 128) - config.intermediate_size
@@ -83,7 +86,7 @@ def _vllm(device: torch.device) -> Iterator[None]:
 
 @cache
 def _workspace(device: torch.device) -> None:
-    """Its kernels share one a process."""
+    """Makes the workspace that vLLM's kernels share, once per process."""
     from vllm.v1.worker.workspace import init_workspace_manager
 
     init_workspace_manager(device)
@@ -110,7 +113,7 @@ def _mxfp4(config: MoEConfig, weights: ExpertWeights) -> Laid:
     importlib.import_module(f"{_MOE}.config")  # whose import makes the vendored triton_kernels known under that name
     utils = importlib.import_module("vllm.model_executor.layers.quantization.utils.mxfp4_utils")
     ogs = importlib.import_module("triton_kernels.matmul_ogs")
-    gate_up, down, bias = _in_turns(config, weights)
+    gate_up, down, bias = _interleaved(config, weights)
     w1, f1, q1 = utils._swizzle_mxfp4(gate_up.codes, gate_up.scales)
     w2, f2, q2 = utils._swizzle_mxfp4(down.codes, down.scales)
     first, second = (
@@ -120,9 +123,9 @@ def _mxfp4(config: MoEConfig, weights: ExpertWeights) -> Laid:
 
 
 def _marlin(config: MoEConfig, weights: ExpertWeights, wide: int, tall: int) -> Laid:
-    """With so many more columns of tokens, and of what is between the matrices."""
+    """Pads the hidden size by `wide` columns and the intermediate size by `tall`."""
     utils = importlib.import_module("vllm.model_executor.layers.quantization.utils.marlin_utils_fp4")
-    gate_up, down, bias = _in_turns(config, weights)
+    gate_up, down, bias = _interleaved(config, weights)
 
     def padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         return torch.nn.functional.pad(tensor, (0, columns, 0, rows))
@@ -142,8 +145,8 @@ def _marlin(config: MoEConfig, weights: ExpertWeights, wide: int, tall: int) -> 
     return w1, w2, _w4a16(config, q1, q2, b1, b2)
 
 
-def _in_turns(config: MoEConfig, weights: ExpertWeights) -> tuple[Mxfp4, Mxfp4, torch.Tensor | None]:
-    """(gate and up, down, bias of the first); rows of gate and up alternate, as both kernels take them."""
+def _interleaved(config: MoEConfig, weights: ExpertWeights) -> tuple[Mxfp4, Mxfp4, torch.Tensor | None]:
+    """Returns (gate_up, down, gate_up_bias) with rows of gate and up interleaved, as both kernels take them."""
     if not isinstance(weights.gate_up, Mxfp4) or not isinstance(weights.down, Mxfp4):
         raise EprtError("measured with MXFP4")
     if not config.activation.gated or config.activation.beta != 1.0:
@@ -158,7 +161,7 @@ def _in_turns(config: MoEConfig, weights: ExpertWeights) -> tuple[Mxfp4, Mxfp4, 
 
 
 def _w4a16(config: MoEConfig, first: Any, second: Any, bias: Any, down_bias: Any) -> Any:
-    """vLLM's description of the quantisation, of scales as its kernel takes them."""
+    """Returns vLLM's description of the quantisation, with scales as its kernel takes them."""
     settings = importlib.import_module(f"{_MOE}.config")
     return settings.mxfp4_w4a16_moe_quant_config(
         first,
@@ -174,7 +177,7 @@ def _w4a16(config: MoEConfig, first: Any, second: Any, bias: Any, down_bias: Any
 def _kernel(
     config: MoEConfig, shard: ExpertShard, device: torch.device, laid: Laid, module: str, name: str, padding: int = 0
 ) -> Callable[[FlatTokens], Call]:
-    """padding: columns of tokens that only the kernel has."""
+    """Returns a call of vLLM's modular kernel. `padding`: columns of tokens that only the kernel has."""
     settings = importlib.import_module(f"{_MOE}.config")
     modular = importlib.import_module(f"{_MOE}.modular_kernel")
     kinds = importlib.import_module(f"{_MOE}.activation").MoEActivation
