@@ -26,21 +26,15 @@ import torch
 
 import eprt
 from eprt.bench.experts import random_experts
+from eprt.bench.layer import shape_config
 from eprt.bench.timing import samples
-from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig
+from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
 from eprt.placement import ExpertPlacement
 from eprt.routing import Router
 
-GPT_OSS = MoEConfig(
-    128, 4, 2880, 2880, Activation(alpha=1.702, beta=1.0, limit=7.0), Routing("topk_softmax"), True, "mxfp4"
-)
-MODELS = {
-    "gpt-oss": GPT_OSS,
-    "qwen3": MoEConfig(128, 8, 2048, 768, routing=Routing("topk_softmax"), weight_format="bf16"),
-    "deepseek-v3": MoEConfig(256, 8, 7168, 2048, routing=Routing("topk_softmax"), weight_format="fp8_block"),
-}
+MODELS = {"gpt-oss": "gpt-oss-120b", "qwen3": "qwen3-30b-a3b", "deepseek-v3": "deepseek-v3-fp8"}
 TOKENS = tuple(int(count) for count in os.environ.get("TOKENS", "1 32").split())
 
 
@@ -109,7 +103,7 @@ def main(label: str, path: Path, cases: list[str]) -> None:
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     for case in cases:
         model, _, pair = case.rpartition(":")
-        config = MODELS[model or "gpt-oss"]
+        config = shape_config(MODELS[model or "gpt-oss"])
         try:
             with torch.no_grad():
                 layer = layer_of(world, config, *pair.split("+"))

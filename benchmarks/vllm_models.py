@@ -9,69 +9,45 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from eprt.models.published import MODELS as PUBLISHED
+
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-QWEN3 = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 40960,
-    "mlp_only_layers": [],
+COMMON = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
-    "eos_token_id": 151645,
     "attention_bias": False,
     "attention_dropout": 0.0,
 }
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "max_position_embeddings": 4096,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "tie_word_embeddings": False,
-    "num_nextn_predict_layers": 0,
-    "dtype": "bfloat16",
-    "eos_token_id": 1,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "quantization_config": FP8,
-}
+QWEN3 = (
+    PUBLISHED["Qwen3-30B-A3B"]
+    | COMMON
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "max_position_embeddings": 40960,
+        "mlp_only_layers": [],
+        "rope_theta": 1e6,
+        "eos_token_id": 151645,
+    }
+)
+DEEPSEEK_V3 = (
+    PUBLISHED["DeepSeek-V3"]
+    | COMMON
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000,
+        "num_nextn_predict_layers": 0,
+        "eos_token_id": 1,
+        "quantization_config": FP8,
+    }
+)
 # Expert widths of DeepSeek-V3 behind Qwen3's attention: FP8 blocks where MLA's kernels aren't there.
 WIDE_QWEN3 = QWEN3 | {
     "vocab_size": 129280,
@@ -122,7 +98,7 @@ def write_gpt_oss(folder: Path, layers: int, *, tiny: bool) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from eprt.models.tiny import write_tiny_checkpoint
+    from eprt.conformance.tiny_model import write_tiny_checkpoint
 
     example = folder.with_name(folder.name + "-example")
     shutil.rmtree(example, ignore_errors=True)

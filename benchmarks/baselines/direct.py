@@ -103,7 +103,7 @@ class TorchOrder:
         self._bags = torch.arange(0, N * K, K, device=device)
 
     def sort(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For ids [N, K] int32 returns offsets [L + 1] int64, each pair's sorted row [N * K] int64, and foreign pairs."""
+        """For ids [N, K] int32 returns offsets [L + 1] int64, pairs' sorted rows [N * K] int64, and foreign pairs."""
         local = self._local_expert.index_select(0, ids.flatten())
         by_expert, order = local.sort(stable=True)
         offsets = torch.searchsorted(by_expert, self._edges)

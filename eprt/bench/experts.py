@@ -20,10 +20,11 @@ import torch
 
 from eprt.bench.baselines import MISSING, baselines
 from eprt.bench.report import Report
-from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig, WeightFormat
+from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig, WeightFormat
 from eprt.errors import ConfigError
 from eprt.experts import EXECUTORS, Executor, executor_spec, make_executor
 from eprt.experts.sample_tokens import sample_ids
+from eprt.models.published import published_layer
 from eprt.placement import ExpertPlacement
 from eprt.rounding import ceil_div
 from eprt.support import Device
@@ -42,19 +43,22 @@ class ExpertShape:
     ep_size: int
 
 
-# Sizes from the models' own config.json files.
+def _shape(model: str, ep_size: int, weight_format: WeightFormat | None = None) -> ExpertShape:
+    config = published_layer(model)
+    weight_format = weight_format or config.weight_format
+    return ExpertShape(replace(config, routing=Routing(), shared=None, weight_format=weight_format), ep_size)
+
+
 SHAPES: dict[str, ExpertShape] = {
-    "gpt-oss-120b": ExpertShape(
-        MoEConfig(128, 4, 2880, 2880, Activation(alpha=1.702, beta=1.0, limit=7.0), bias=True, weight_format="mxfp4"), 4
-    ),
-    "deepseek-v4-flash": ExpertShape(MoEConfig(256, 6, 4096, 2048, Activation(limit=10.0), weight_format="mxfp4"), 4),
-    "deepseek-v3": ExpertShape(MoEConfig(256, 8, 7168, 2048, weight_format="mxfp4"), 4),
-    "deepseek-v3-nvfp4": ExpertShape(MoEConfig(256, 8, 7168, 2048, weight_format="nvfp4"), 4),
-    "deepseek-v3-fp8": ExpertShape(MoEConfig(256, 8, 7168, 2048, weight_format="fp8_block"), 4),
-    "kimi-k2-fp8": ExpertShape(MoEConfig(384, 8, 7168, 2048, weight_format="fp8_block"), 8),
-    "qwen3-30b-a3b": ExpertShape(MoEConfig(128, 8, 2048, 768), 2),
-    "glm-4.5-air": ExpertShape(MoEConfig(128, 8, 4096, 1408), 4),
-    "mixtral-8x7b": ExpertShape(MoEConfig(8, 2, 4096, 14336), 2),
+    "gpt-oss-120b": _shape("gpt-oss-120b", 4),
+    "deepseek-v4-flash": _shape("DeepSeek-V4-Flash", 4),
+    "deepseek-v3": _shape("DeepSeek-V3", 4, "mxfp4"),
+    "deepseek-v3-nvfp4": _shape("DeepSeek-V3-NVFP4", 4),
+    "deepseek-v3-fp8": _shape("DeepSeek-V3", 4),
+    "kimi-k2-fp8": _shape("Kimi-K2-Instruct", 8),
+    "qwen3-30b-a3b": _shape("Qwen3-30B-A3B", 2),
+    "glm-4.5-air": _shape("GLM-4.5-Air", 4),
+    "mixtral-8x7b": _shape("Mixtral-8x7B-Instruct-v0.1", 2),
 }
 
 

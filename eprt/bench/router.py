@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,9 @@ import torch
 
 from eprt.bench.experts import Ceilings
 from eprt.bench.report import Report
-from eprt.config import Routing
+from eprt.config import MoEConfig
 from eprt.errors import ConfigError
+from eprt.models.published import published_layer
 from eprt.routing import Router, route_torch
 from eprt.timing import device_microseconds
 from eprt.tokens import TopK
@@ -29,30 +29,12 @@ MOST_ROUTERS = 64
 HOST_CALLS = 200
 
 
-@dataclass(frozen=True)
-class RouterShape:
-    """A model's router; the logits' dtype is the method's."""
-
-    num_experts: int
-    hidden_size: int
-    top_k: int
-    routing: Routing
-    bias: bool = False
-
-    @property
-    def corrected(self) -> bool:
-        return self.routing.method in ("grouped_sigmoid", "sqrt_softplus")
-
-
-# Sizes from the models' own config.json files.
-SHAPES: dict[str, RouterShape] = {
-    "gpt-oss-120b": RouterShape(128, 2880, 4, Routing("topk_softmax"), bias=True),
-    "qwen3-30b-a3b": RouterShape(128, 2048, 8, Routing("softmax_topk")),
-    "deepseek-v3": RouterShape(
-        256, 7168, 8, Routing("grouped_sigmoid", num_groups=8, topk_groups=4, scaling_factor=2.5)
-    ),
-    "deepseek-v4-flash": RouterShape(256, 4096, 6, Routing("sqrt_softplus", scaling_factor=1.5)),
-    "deepseek-v4-flash-hash": RouterShape(256, 4096, 6, Routing("hash", scaling_factor=1.5)),
+SHAPES: dict[str, MoEConfig] = {
+    "gpt-oss-120b": published_layer("gpt-oss-120b"),
+    "qwen3-30b-a3b": published_layer("Qwen3-30B-A3B"),
+    "deepseek-v3": published_layer("DeepSeek-V3"),
+    "deepseek-v4-flash": published_layer("DeepSeek-V4-Flash"),
+    "deepseek-v4-flash-hash": published_layer("DeepSeek-V4-Flash", 0),
 }
 VOCABULARY = 1024
 
@@ -81,22 +63,22 @@ def router_report(
     return report
 
 
-def _routers(shape: RouterShape, device: torch.device) -> list[Router]:
+def _routers(config: MoEConfig, device: torch.device) -> list[Router]:
     """So many that their weights don't fit the L2 cache together, or as many as a graph of moderate size calls."""
-    E, H, K = shape.num_experts, shape.hidden_size, shape.top_k
+    E, H, K = config.num_experts, config.hidden_size, config.top_k
     generator = torch.Generator(device).manual_seed(E + H)
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device)
 
-    table = draw(VOCABULARY, E).argsort(dim=1)[:, :K].contiguous() if shape.routing.method == "hash" else None
+    table = draw(VOCABULARY, E).argsort(dim=1)[:, :K].contiguous() if config.routing.method == "hash" else None
     return [
         Router(
             (draw(E, H) * H**-0.5).to(torch.bfloat16),
-            shape.routing,
+            config.routing,
             K,
-            bias=draw(E).to(torch.bfloat16) if shape.bias else None,
-            correction_bias=draw(E) * 0.05 if shape.corrected else None,
+            bias=draw(E).to(torch.bfloat16) if config.bias else None,
+            correction_bias=draw(E) * 0.05 if config.routing.method in ("grouped_sigmoid", "sqrt_softplus") else None,
             token_table=table,
         )
         for _ in range(min(MOST_ROUTERS, CACHE_BYTES // (E * H * 2) + 1))

@@ -154,7 +154,7 @@ def checkpoint_directory(model: Path | None, say: Callable[[str], None]) -> Iter
     if model is not None:
         yield model
         return
-    from eprt.models.tiny import write_tiny_checkpoint
+    from eprt.conformance.tiny_model import write_tiny_checkpoint
 
     with Scratch("tiny") as folder:
         say("No --model: made a tiny gpt-oss checkpoint (random weights, the published MXFP4 format).")

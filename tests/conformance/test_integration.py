@@ -12,7 +12,7 @@ from support.cases.model_recipes import RECIPES, make_model
 from support.jobs import integration_jobs as jobs
 
 from eprt.config import RuntimeConfig
-from eprt.models.tiny import write_tiny_checkpoint
+from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
 from eprt.ranks.launcher import WorldFailed

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.jobs.page_jobs import run_blocks
 
-from eprt.models.tiny import write_tiny_checkpoint
+from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.ranks.launcher import launch
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -61,7 +61,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from eprt.models.tiny import write_tiny_checkpoint
+    from eprt.conformance.tiny_model import write_tiny_checkpoint
 
     return write_tiny_checkpoint(tmp_path_factory.mktemp("gpt-oss"), num_layers=2, seed=7)
 

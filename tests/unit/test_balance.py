@@ -16,9 +16,9 @@ from eprt.balance.costs import modelled, roofline
 from eprt.balance.planner import imbalance, plan_placement, rank_loads
 from eprt.cli import main
 from eprt.config import Activation, MoEConfig, ParallelConfig
+from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import ConfigError
 from eprt.load import ExpertLoad
-from eprt.models.tiny import write_tiny_checkpoint
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.placement.file import PlacementFile
 from eprt.support import Device

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from support.jobs import checkpoint_jobs as jobs
 
 from eprt.config import ParallelConfig
+from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import CheckpointError
 from eprt.models import load_layer
 from eprt.models.checkpoint import CONFIG, INDEX, MAX_CONFIG_BYTES, QUANT_CONFIG, SINGLE, Checkpoint, read_config
-from eprt.models.tiny import write_tiny_checkpoint
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 DOWN_BIAS = "model.layers.0.mlp.experts.down_proj_bias"  # of a tiny checkpoint with one layer

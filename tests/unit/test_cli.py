@@ -35,7 +35,7 @@ def eprt(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
-    from eprt.models.tiny import write_tiny_checkpoint
+    from eprt.conformance.tiny_model import write_tiny_checkpoint
 
     return write_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", num_layers=1)
 

@@ -13,8 +13,8 @@ import pytest
 
 from eprt.cli import main
 from eprt.cli.journal import Journal
+from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import ConfigError
-from eprt.models.tiny import write_tiny_checkpoint
 
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 

@@ -21,7 +21,7 @@ EXPLAIN = ("explain", "--model", "config.json", "--device", "sm90")
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    from eprt.models.tiny import write_tiny_checkpoint
+    from eprt.conformance.tiny_model import write_tiny_checkpoint
 
     return write_tiny_checkpoint(tmp_path / "model", num_layers=1) / "config.json"
 

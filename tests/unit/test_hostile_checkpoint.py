@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import CheckpointError, ConfigError, EprtError
 from eprt.models import load_layer
 from eprt.models.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_config
 from eprt.models.json_files import MAX_DEPTH, parse_object
-from eprt.models.tiny import write_tiny_checkpoint
 
 LAYER = "model.layers.0.mlp"
 

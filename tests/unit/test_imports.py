@@ -174,7 +174,7 @@ def test_help_and_wrong_arguments_answer_without_torch() -> None:
 
 
 def test_explain_imports_no_kernel_library(tmp_path: Path) -> None:
-    from eprt.models.tiny import write_tiny_checkpoint
+    from eprt.conformance.tiny_model import write_tiny_checkpoint
 
     config = write_tiny_checkpoint(tmp_path / "tiny", num_layers=1) / "config.json"
     arguments = ["explain", "--model", str(config), "--device", "sm90", "--json"]

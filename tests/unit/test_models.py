@@ -21,10 +21,10 @@ from support.cases.model_cases import (
 )
 
 from eprt.config import ParallelConfig
+from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import ConfigError
 from eprt.models import family_for, load_layer
 from eprt.models.checkpoint import CONFIG, Checkpoint
-from eprt.models.tiny import write_tiny_checkpoint
 
 WORLDS = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)]
 STORED = ["original", "stacked"]

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.models.checkpoint import CONFIG, SINGLE
-from eprt.models.tiny import write_tiny_checkpoint
 from support.cases.model_recipes import RECIPES
 from support.cases.packed_checkpoints import mxfp4_numbers
 
