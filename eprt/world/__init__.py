@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, RankLost, UsageError
@@ -26,7 +26,7 @@ from eprt.world.groups import (
     host_device,
     init_default_group,
     local_device,
-    make_splittable,
+    make_meshes,
     meet_in_environment,
     meet_in_group,
     place,
@@ -61,7 +61,7 @@ class World(Membership):
         warm: whether `warmup` is over, so that lazy compiling or allocating is an error.
         num_dispatchers: how many were built, closed ones included.
         attention_mesh, moe_mesh: DeviceMesh views ("dp", "attention_tp") and ("ep", "moe_tp"); None in a world of one
-            and around a group that the host engine owns.
+            around a group that the host engine owns, and after `close`.
     """
 
     def __init__(self, seat: Seat, timeout_s: float, *, owns_default: bool = False, guard: Guard | None = None) -> None:
@@ -116,12 +116,13 @@ class World(Membership):
             guards.append(guard)
             if owns_default:
                 guard.bounded(lambda: init_default_group(met, where, timeout_s), timeout_s)
-            meshes = guard.bounded(lambda: _meshes(where, parallel), timeout_s)
+            meshes, made = guard.bounded(lambda: make_meshes(where, parallel, timeout_s), timeout_s)
         group = dist.distributed_c10d._get_default_group()
         attention_tp_group = meshes[0]["attention_tp"].get_group()
         seat = Seat(dist.get_rank(), dist.get_world_size(), where, parallel, group, attention_tp_group)
         world = cls(seat, timeout_s, owns_default=owns_default, guard=guard)
         world.attention_mesh, world.moe_mesh = meshes
+        world._own_groups = made
         return world
 
     @classmethod
@@ -327,6 +328,9 @@ class World(Membership):
     def close(self) -> None:
         """Free shared memory, stop the guard, end what this World started. Idempotent.
 
+        The threads and sockets of the process groups it made are given back, too, unless a rank was lost: those of
+        groups with unfinished work stay until the process ends.
+
         Without torchrun the control store lives in rank 0, which therefore waits for the others to close, too, for
         at most the World's timeout.
         """
@@ -338,6 +342,7 @@ class World(Membership):
         try:
             self._resources.close()
         finally:
+            self.attention_mesh = self.moe_mesh = None
             self._end()
 
     def __enter__(self) -> World:
@@ -347,18 +352,6 @@ class World(Membership):
         if error is not None and self._guard is not None:
             self._guard.leave(f"raised: {type(error).__name__}: {error}")
         self.close()
-
-
-def _meshes(device: torch.device, parallel: ParallelConfig) -> list[DeviceMesh]:
-    """("dp", "attention_tp") and ("ep", "moe_tp")."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        make_splittable(dist.distributed_c10d._get_default_group())
-    shapes = ((parallel.dp_size, parallel.attention_tp_size), (parallel.ep_size, parallel.moe_tp_size))
-    return [
-        init_device_mesh(device.type, shape, mesh_dim_names=names)
-        for shape, names in zip(shapes, (("dp", "attention_tp"), ("ep", "moe_tp")), strict=True)
-    ]
 
 
 def _group_of(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:

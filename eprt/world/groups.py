@@ -9,11 +9,13 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, EprtError, RankLost, one_block
 from eprt.world.bounded import at_exit_leave, bounded
 from eprt.world.guard import Guard
@@ -188,20 +190,62 @@ def make_splittable(default: dist.ProcessGroup) -> None:
             backend.options.global_ranks_in_group = list(range(default.size()))
 
 
-def control_group(met: Meeting, timeout_s: float) -> dist.ProcessGroupGloo:
-    """A gloo group of the ranks that met. Collective.
+def make_meshes(
+    device: torch.device, parallel: ParallelConfig, timeout_s: float
+) -> tuple[list[DeviceMesh], list[dist.ProcessGroup]]:
+    """Makes the meshes ("dp", "attention_tp") and ("ep", "moe_tp") over all ranks. Collective.
+
+    Returns the meshes, and the groups that were made for them and that `World.close` destroys. On CUDA these are none:
+    torch names the groups that it splits after their ranks, so a later split would read the keys of a destroyed one.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    shapes = ((parallel.dp_size, parallel.attention_tp_size), (parallel.ep_size, parallel.moe_tp_size))
+    named = list(zip(shapes, (("dp", "attention_tp"), ("ep", "moe_tp")), strict=True))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        make_splittable(default)
+        return [init_device_mesh("cuda", shape, mesh_dim_names=name) for shape, name in named], []
+    made: dict[str, dist.ProcessGroup] = {}
+    meshes: list[DeviceMesh] = []
+    for shape, name in named:
+        ranks = torch.arange(default.size()).view(shape)
+        groups = [_group_among(parts.tolist(), made, timeout_s) for parts in (ranks.T, ranks)]
+        meshes.append(DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=name))
+    return meshes, list(made.values())
+
+
+def _group_among(parts: list[list[int]], made: dict[str, dist.ProcessGroup], timeout_s: float) -> dist.ProcessGroup:
+    """Returns the group of this rank's part: the default group if that is all ranks, or one that was made before."""
+    if len(parts) == 1:
+        return dist.distributed_c10d._get_default_group()
+    key = str(parts)
+    if key not in made:
+        groups = [dist.new_group(part, timeout=timedelta(seconds=2 * timeout_s)) for part in parts]
+        mine = next(group for part, group in zip(parts, groups, strict=True) if dist.get_rank() in part)
+        made[key] = cast("dist.ProcessGroup", mine)
+    return made[key]
+
+
+def control_group(met: Meeting, timeout_s: float, beside: dist.ProcessGroup | None) -> dist.ProcessGroupGloo:
+    """A gloo group of the ranks that met; it shares the gloo devices of the group `beside`. Collective.
 
     Not `dist.new_group`: that names a group after its ranks, so one made after another was destroyed meets its keys in
     the store and connects to sockets that are gone (torch 2.13).
     """
-    return _gloo(dist.PrefixStore("control", met.store), met.ranks.index(met.rank), len(met.ranks), timeout_s)
+    store = dist.PrefixStore("control", met.store)
+    return _gloo(store, met.ranks.index(met.rank), len(met.ranks), timeout_s, _backend_on_cpu(beside))
 
 
 def payload_group(
-    met: Meeting, name: str, ranks: list[int], device: torch.device, timeout_s: float
+    met: Meeting,
+    name: str,
+    ranks: list[int],
+    device: torch.device,
+    timeout_s: float,
+    beside: dist.ProcessGroupGloo | None,
 ) -> dist.ProcessGroup:
     """A group of some of the ranks that met, known to nobody else: torch's registry of groups isn't asked, and need
-    not be whole. Collective over `ranks`."""
+    not be whole. One of gloo shares the devices of the group `beside`. Collective over `ranks`."""
     store, place = dist.PrefixStore(name, met.store), ranks.index(met.rank)
     group = dist.ProcessGroup(store, place, len(ranks))
     if device.type == "cuda":
@@ -209,14 +253,31 @@ def payload_group(
         options._timeout = timedelta(seconds=2 * timeout_s)
         backend, kind = dist.ProcessGroupNCCL(store, place, len(ranks), options), dist.ProcessGroup.BackendType.NCCL
     else:
-        backend, kind = _gloo(store, place, len(ranks), timeout_s), dist.ProcessGroup.BackendType.GLOO
+        backend, kind = _gloo(store, place, len(ranks), timeout_s, beside), dist.ProcessGroup.BackendType.GLOO
     group._register_backend(device, kind, backend)
     group._set_default_backend(kind)
     return group
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:
-    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=2 * timeout_s))
+def _gloo(
+    store: dist.Store, rank: int, size: int, timeout_s: float, beside: dist.ProcessGroupGloo | None
+) -> dist.ProcessGroupGloo:
+    """Each gloo device has a thread that wakes up 100 times a second, also while nothing happens: groups share one."""
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    if beside is not None:
+        options._devices = beside.options._devices  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._timeout = timedelta(seconds=2 * timeout_s)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _backend_on_cpu(group: dist.ProcessGroup | None) -> dist.ProcessGroupGloo | None:
+    """The group's gloo backend for CPU tensors; None where it has another or none."""
+    if group is None or torch.device("cpu") not in group._device_types:
+        return None
+    backend = group._get_backend(torch.device("cpu"))
+    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
 
 
 # Rank 0's servers, by port: they stay until the process ends, since the next World of the same ranks may already have

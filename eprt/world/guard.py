@@ -86,7 +86,7 @@ class Guard:
         self._stop = threading.Event()
         self._links = Links(self.rank, meeting.key, self._heard, self._closed)
         self._thread = LoopThread("eprt-guard", self._begin)
-        self._watch = StoreWatch(store, meeting, self._beat_s, silent_after_s, self._intruded)
+        self._watch = StoreWatch(store, self._beat_s, silent_after_s, self._intruded)
 
     def start(self) -> None:
         for peer in self._peers.values():
@@ -206,6 +206,7 @@ class Guard:
         self._thread.do(self._links.close)
         self._thread.stop()
         self._watch.stop()
+        del self.met  # its stores are connections
 
     def _linger(self, deadline: float) -> None:
         """Until every peer has ended, too. After a verdict they need no more than a moment."""

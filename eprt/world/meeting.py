@@ -83,11 +83,6 @@ class Meeting:
         """The nonce as a header carries it."""
         return int(self.nonce[:15], 16)
 
-    def intruded(self, text: str) -> tuple[int, str] | None:
-        """(rank, words) of the end that somebody outside of the World wrote, if it is one."""
-        verdict = Over.parse(text.encode())
-        return (verdict.rank, verdict.message) if verdict is not None and verdict.why == "foreign" else None
-
 
 class _Stale(Exception):
     """Rank 0 asked for another meeting."""
@@ -105,7 +100,7 @@ class _Table:
         self.timeout_s, self._silent_s = timeout_s, silent_s
         self.deadline = time.monotonic() + timeout_s
         self.members: dict[int, Member] = {}
-        self._moved: Callable[[], bool] = lambda: False
+        self._joined: tuple[dist.Store, str] | None = None  # where rank 0's request stands, and what it said
 
     def ask(self, call: Callable[[], T]) -> T:
         try:
@@ -145,7 +140,7 @@ class _Table:
                 stale = self._over()
                 if stale is None and self._take_seat(me, record_of_me):
                     _BEEN.add((name, self.rank))
-                    self._moved = lambda name=name: self._asked(base) != name
+                    self._joined = base, name
                     return
             if stale is not None and self.once:
                 break
@@ -202,7 +197,7 @@ class _Table:
             self.ask(lambda: self.store.set(f"{what}/{self.rank}", mine))
         look_closer = time.monotonic() + _LOOK_CLOSER_S
         while not self.ask(lambda: self.store.check(names)):
-            if self._moved():
+            if self._joined is not None and self._asked(self._joined[0]) != self._joined[1]:
                 raise _Stale
             self.raise_if_over()
             now = time.monotonic()

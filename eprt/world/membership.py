@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from types import TracebackType
@@ -50,6 +51,7 @@ class Membership(Collectives):
         self._completed = -1
         self._ballots: Ballots | None = None
         self._farewell: Finalize | None = None
+        self._own_groups: list[dist.ProcessGroup] = []  # of the default group's ranks, made for this World's meshes
         self._left_behind: list[object] = []  # groups of lost ranks: what is stuck in them can't be destroyed
 
     def barrier(self) -> None:
@@ -71,7 +73,7 @@ class Membership(Collectives):
         self._guard = guard
         self.nonce = guard.nonce
         self.generation = guard.met.generation + (self._ballots.number if self._ballots is not None else 0)
-        self._control = guard.bounded(lambda: control_group(guard.met, self.timeout_s), self.timeout_s)
+        self._control = guard.bounded(lambda: control_group(guard.met, self.timeout_s, self.group), self.timeout_s)
         self.barrier()
         # Also a barrier: every rank has read who its peers are before any of them can end.
         hosts: list[int] = self._gather_joined(torch.tensor([host_number()]))[:, 0].tolist()
@@ -215,13 +217,15 @@ class Membership(Collectives):
         try:
             self._join(guard)
             self.group = guard.bounded(
-                lambda: payload_group(met, "payload", ranks, self.device, self.timeout_s), self.timeout_s
+                lambda: payload_group(met, "payload", ranks, self.device, self.timeout_s, self._control),
+                self.timeout_s,
             )
             size, first = self.parallel.attention_tp_size, self.rank - self.attention_tp_rank
             if size > 1:
                 mine = list(range(first, first + size))
                 self._attention_tp_group = guard.bounded(
-                    lambda: payload_group(met, f"attention {first}", mine, self.device, self.timeout_s), self.timeout_s
+                    lambda: payload_group(met, f"attention {first}", mine, self.device, self.timeout_s, self._control),
+                    self.timeout_s,
                 )
             self.barrier()
         except BaseException:
@@ -248,15 +252,24 @@ class Membership(Collectives):
             return
         for graph in list(self.graphs):  # NCCL ends no communicator that a graph still holds: it waits for ever
             graph.reset()
-        self._control = None
         if self._shared is not None:
             self._shared.close()
-            self._shared = None
-        if self._owns_default and dist.is_initialized():
-            dist.destroy_process_group()
+        self._end_groups()
         atexit.unregister(self._at_exit)
         if self._farewell is not None:
             self._farewell.cancel()
+
+    def _end_groups(self) -> None:
+        """A gloo group's threads and sockets end with the last reference to it, and torch's registry holds one."""
+        if os.getpid() != self._pid:
+            return  # a forked child has none of those threads, and would wait for them for ever
+        self._control = self._shared = self._ballots = self.group = self._attention_tp_group = None
+        for group in self._own_groups:
+            with suppress(ValueError):  # whoever owns the default group has ended that, and with it this one
+                dist.destroy_process_group(group)
+        self._own_groups.clear()
+        if self._owns_default and dist.is_initialized():
+            dist.destroy_process_group()
 
     def _unhook(self) -> None:
         """Take our excepthook out, and those of Worlds that were closed before but lay below ours."""

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from eprt.world.meeting import Meeting
-from eprt.world.over import OVER
+from eprt.world.over import OVER, Over
 
 GRACE_S = 1.0  # between the store's end and the accusation: the rank that took it along is heard of meanwhile
 
@@ -19,19 +18,17 @@ class StoreWatch:
 
     Args:
         store: one that no other thread uses (a clone); None: nothing is watched.
-        meeting: whose part of the store it is.
         intruded: called, in the watching thread, with (rank, words) of who is claimed twice; then the watch ends.
     """
 
     def __init__(
         self,
         store: dist.Store | None,
-        meeting: Meeting,
         beat_s: float,
         silent_after_s: float,
         intruded: Callable[[int, str], None],
     ) -> None:
-        self._store, self._meeting, self._intruded = store, meeting, intruded
+        self._store, self._intruded = store, intruded
         self._beat_s, self._silent_after_s = beat_s, silent_after_s
         self._asked_at: float | None = None
         self._error: str | None = None
@@ -48,6 +45,7 @@ class StoreWatch:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
+        self._store = None
 
     @property
     def stuck(self) -> bool:
@@ -69,11 +67,12 @@ class StoreWatch:
         while store is not None and not self._stop.wait(self._beat_s):
             try:
                 self._asked_at = time.monotonic()
-                over = bytes(store.get(OVER)).decode(errors="replace") if store.check([OVER]) else ""
+                over = bytes(store.get(OVER)) if store.check([OVER]) else b""
                 self._asked_at = None
             except (RuntimeError, OSError) as error:
                 self._error = str(error)
                 return
-            if over and (found := self._meeting.intruded(over)) is not None:
-                self._intruded(*found)
+            found = Over.parse(over)
+            if found is not None and found.why == "foreign":
+                self._intruded(found.rank, found.message)
                 return

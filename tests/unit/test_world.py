@@ -152,6 +152,14 @@ def test_use_after_close_is_a_typed_error_and_a_new_world_works() -> None:
         assert all("closed" in line for line in found)
 
 
+def test_a_closed_world_gives_its_threads_and_descriptors_back() -> None:
+    for opened, closed in launch(jobs.worlds_come_and_go, 2):
+        # Of two Worlds: one gloo device of the default group, which control groups share, and one for each mesh.
+        assert [held["gloo_tcp_loop"] for held in opened] == [3, 3, 3]
+        assert not any(name.startswith(("gloo", "pt_gloo")) for held in closed for name in held)
+        assert closed == closed[:1] * 3
+
+
 def test_a_process_can_split_the_default_group_of_its_second_world() -> None:
     """torch alone ends by SIGSEGV there."""
     assert launch(jobs.split_of_a_second_default_group, 2) == [[1, 1]] * 2

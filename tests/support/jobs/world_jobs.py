@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -268,3 +271,37 @@ def forked_child_leaves(context) -> str:
     _, status = os.waitpid(child, 0)
     world.barrier()
     return f"exit {os.waitstatus_to_exitcode(status)}"
+
+
+def worlds_come_and_go(context) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+    """What this process holds while each of three pairs of Worlds is open, and after it closed."""
+    opened, closed = [], []
+    kept = []  # nothing is left to the garbage collector
+    gc.disable()
+    for sizes in ({}, {}, {"attention_tp_size": 2}):
+        with World.from_env("cpu", timeout_s=20) as first, World.from_env("cpu", timeout_s=20, **sizes) as second:
+            _step(make_dispatcher("torch", second, CONFIG, RuntimeConfig()), 3)
+            opened.append(_held())
+            kept += [first, second]
+        closed.append(_settled())
+    gc.enable()
+    return opened, closed
+
+
+def _settled() -> dict[str, int]:
+    """The store that rank 0 serves hears a little later that a rank has closed its connection."""
+    before, now = {}, _held()
+    while before != now:
+        time.sleep(0.3)
+        before, now = now, _held()
+    return now
+
+
+def _held() -> dict[str, int]:
+    """Open descriptors of this process, and its threads by name."""
+    found = {"descriptors": len(os.listdir("/proc/self/fd"))}
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
+            found[name] = found.get(name, 0) + 1
+    return found
