@@ -1,0 +1,30 @@
+"""One name for one thing, and files that are read in one sitting."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import eprt
+
+ROOT = Path(eprt.__file__).parent
+TREES = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+MAX_LINES = 400
+
+
+@pytest.mark.xfail(strict=False, reason="the last of them are being renamed")
+def test_no_public_class_name_stands_twice() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    lines = {str(path): len((ROOT / path).read_text().splitlines()) for path in TREES}
+    assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
