@@ -25,8 +25,8 @@ from eprt.bench.experts import SHAPES, Ceilings
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.launch import Gemm, Rows
 from eprt.experts.grouped.schedules import Schedule, Tile, choose
-from eprt.experts.place_triton import RowTiles, WorkList, list_slots
 from eprt.experts.sample_tokens import sample_ids
+from eprt.experts.sort_by_expert_triton import RowTiles, TileSchedule, sort_and_schedule
 from eprt.rounding import round_up
 from eprt.timing import device_microseconds
 
@@ -108,7 +108,7 @@ CANDIDATES = {
 }
 for pair, table in ROLES.items():
     for height, cuts in table.items():
-        CANDIDATES[pair][height] += [replace(cut(*each), tma=True, roles=True) for each in cuts]
+        CANDIDATES[pair][height] += [replace(cut(*each), tma=True, warp_specialized=True) for each in cuts]
 NAN = float("nan")
 ERROR = 1e-2  # relative, in norm: sums of bf16 in another order; a wrong kernel is far beyond
 
@@ -119,12 +119,12 @@ def tiles(pair: str, m: int, tail: int, *, tma: bool) -> list[Tile]:
     found = [tile for tile in CANDIDATES[pair][m] if tile.swap or not tail]
     if not tma:
         return found
-    by_engine = [replace(tile, tma=True) for tile in found if not tile.roles]
+    by_engine = [replace(tile, tma=True) for tile in found if not tile.warp_specialized]
     flat = [replace(tile, flatten=True) for tile in by_engine if not (tile.halvings or tail) and pair == "bf16"]
     return found + by_engine + flat
 
 
-def time_tile(gemm: Gemm, rows: Rows, work: WorkList, tile: Tile, out: torch.Tensor) -> float | str:
+def time_tile(gemm: Gemm, rows: Rows, work: TileSchedule, tile: Tile, out: torch.Tensor) -> float | str:
     """Microseconds, or why there are none. `out`: rows that are computed; the first to be asked writes them."""
     m, tail = work.tiles.m, work.tiles.tail
     found = torch.full((work.bound * m + tail, out.shape[1]), NAN, dtype=out.dtype, device=out.device)
@@ -153,7 +153,7 @@ def tune(executor: TritonGroupedExecutor, tokens: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     heights = [m for m in candidates if mean / 4 <= m <= max(16, 4 * mean)]
     for m, tail in [(height, tail) for height in heights for tail in TAILS[executor._pair].get(height, (0,))]:
-        _, source, work = list_slots(ids, 0, L, RowTiles(m, tail))
+        _, source, work = sort_and_schedule(ids, 0, L, RowTiles(m, tail))
         reads = Rows(hidden, None, source), Rows(outs[0][:, : gemms[1].matrix.cols])
         for index, gemm in enumerate(gemms):
             for tile in tiles(executor._pair, m, tail, tma=index == 1):

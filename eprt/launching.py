@@ -28,7 +28,7 @@ _ALIGNMENT = 16  # bytes, and the multiple that Triton specialises integers for
 Grid = tuple[int, int, int]
 
 
-class Prepared:
+class CachedKernel:
     """A kernel compiled for a device, once, for arguments of these kinds; a call only launches it.
 
     Args:
@@ -36,9 +36,9 @@ class Prepared:
             will come (`like`), or the value itself (tensor descriptors, tuples of addresses). Tensors are contiguous,
             start at a multiple of 16 bytes unless the kernel says otherwise, and lie on that device; one of another
             dtype is read as if it had this one.
-        constants: the kernel's rest, by name, but for EARLY.
-        early: set it up while the kernel before still ends, where the GPU can (programmatic dependent launch). A kernel
-            that has a constant EARLY is told so.
+        constants: the kernel's rest, by name, but for PDL.
+        pdl: set it up while the kernel before still ends, where the GPU can (programmatic dependent launch). A kernel
+            that has a constant PDL is told so.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Prepared:
         arguments: tuple[Any, ...],
         constants: dict[str, Any],
         *,
-        early: bool = False,
+        pdl: bool = False,
         **options: Any,
     ) -> None:
-        early = early and device.type == "cuda" and Device.of(device).sm >= 90
-        if early:
+        pdl = pdl and device.type == "cuda" and Device.of(device).sm >= 90
+        if pdl:
             options["launch_pdl"] = True
-        if "EARLY" in kernel.arg_names:
-            constants = {**constants, "EARLY": early}
+        if "PDL" in kernel.arg_names:
+            constants = {**constants, "PDL": pdl}
         self._constants = tuple(constants[name] for name in kernel.arg_names if name in constants)
         self._kernel = kernel
         self._dtypes = arguments

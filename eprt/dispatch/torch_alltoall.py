@@ -12,7 +12,7 @@ import torch
 
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.handle import CallState, Handle, Traffic
-from eprt.slabs import ExpertMajorIndex, expert_major_from_flat, weighted_sum_to_flat
+from eprt.expert_major import ExpertMajorIndex, expert_major_from_flat, weighted_sum_to_flat
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
 
 

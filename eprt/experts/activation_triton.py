@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from eprt.config import Activation
-from eprt.launching import INTERPRETED, Prepared
+from eprt.launching import INTERPRETED, CachedKernel
 from eprt.rounding import ceil_div, next_power_of_2
 
 BLOCK = 1024  # columns a program activates at a time
@@ -88,7 +88,7 @@ def activate_slabs(activation: Activation, wide: torch.Tensor, counts: torch.Ten
 @cache
 def _prepared_slabs(
     device: torch.device, source: torch.dtype, target: torch.dtype, I: int, block: int, activation: Activation
-) -> Prepared:
-    return Prepared(
+) -> CachedKernel:
+    return CachedKernel(
         _activate_slabs, device, (source, target, torch.int32, 2), {"I": I, "BLOCK": block, **constants(activation)}
     )

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from eprt.expert_major import expert_major_from_flat, flat_from_expert_major, weighted_sum_to_flat
 from eprt.experts.base import Executor, PreparedExecutor, on_dense_slabs
-from eprt.slabs import expert_major_from_flat, flat_from_expert_major, weighted_sum_to_flat
 from eprt.tokens import ExpertMajorTokens, FlatTokens
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from eprt import slabs
+from eprt import expert_major
 from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat, WeightFormat
 from eprt.errors import ConfigError, InputError, UnsupportedError
 from eprt.placement import ExpertShard
@@ -252,13 +252,13 @@ def on_dense_slabs(
     compute: Callable[[ExpertMajorTokens, torch.Tensor], None], tokens: ExpertMajorTokens, out: torch.Tensor
 ) -> None:
     """`compute` on contiguous tokens, into a contiguous output; copies valid rows where they aren't."""
-    data = slabs.dense(tokens.hidden.data, tokens.counts)
+    data = expert_major.dense(tokens.hidden.data, tokens.counts)
     if data is not tokens.hidden.data:
         tokens = replace(tokens, hidden=replace(tokens.hidden, data=data))
     whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     compute(tokens, whole)
     if whole is not out:
-        slabs.copy_valid_rows(whole, out, tokens.counts)
+        expert_major.copy_valid_rows(whole, out, tokens.counts)
 
 
 def unsupported_format(executor: str, token_format: TokenFormat) -> ConfigError:

@@ -20,7 +20,7 @@ from eprt.tokens import Payload
 
 
 @dataclass(frozen=True)
-class SlotOrder:
+class ExpertOrder:
     """Where each (row, slot) went.
 
     Attributes:
@@ -32,18 +32,18 @@ class SlotOrder:
     place: torch.Tensor
 
 
-def group_slots(ids: torch.Tensor, first_expert: int, num_local: int) -> SlotOrder:
+def group_by_expert(ids: torch.Tensor, first_expert: int, num_local: int) -> ExpertOrder:
     """The order alone. `ids` is [N, K] int32, global; anything outside the local range is dropped."""
     if ids.is_cuda:
-        from eprt.experts import place_triton
+        from eprt.experts import sort_by_expert_triton
 
-        return SlotOrder(*place_triton.place_slots(ids, first_expert, num_local))
-    return _group_slots_torch(ids, first_expert, num_local)
+        return ExpertOrder(*sort_by_expert_triton.sort_by_expert(ids, first_expert, num_local))
+    return _group_by_expert_torch(ids, first_expert, num_local)
 
 
 def group_rows(
     hidden: torch.Tensor, ids: torch.Tensor, first_expert: int, num_local: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, SlotOrder]:
+) -> tuple[torch.Tensor, ExpertOrder]:
     """Sorted rows [N * K, H] in `dtype` and their order; rows at and past offsets[L] are garbage.
 
     Args:
@@ -54,8 +54,8 @@ def group_rows(
         from eprt.experts import permute_triton
 
         rows, offsets, place = permute_triton.group_rows(hidden, ids, first_expert, num_local, dtype)
-        return rows, SlotOrder(offsets, place)
-    order = _group_slots_torch(ids, first_expert, num_local)
+        return rows, ExpertOrder(offsets, place)
+    order = _group_by_expert_torch(ids, first_expert, num_local)
     N, K = ids.shape
     # One spare row swallows the slots that aren't local, so that no size depends on the routing.
     rows = torch.empty((N * K + 1, hidden.shape[1]), dtype=dtype, device=hidden.device)
@@ -65,7 +65,7 @@ def group_rows(
 
 
 def weighted_unpermute(
-    rows: torch.Tensor, order: SlotOrder, weights: torch.Tensor, out: torch.Tensor, *, every_row: bool
+    rows: torch.Tensor, order: ExpertOrder, weights: torch.Tensor, out: torch.Tensor, *, every_row: bool
 ) -> None:
     """`out[n] = sum over k of weights[n, k] * rows[place[n, k]]`, summed in float32 in the order of the slots.
 
@@ -107,7 +107,7 @@ def plain_hidden(payload: Payload) -> torch.Tensor:
     return payload.data if payload.scale is None else decode_payload(payload)
 
 
-def _group_slots_torch(ids: torch.Tensor, first_expert: int, num_local: int) -> SlotOrder:
+def _group_by_expert_torch(ids: torch.Tensor, first_expert: int, num_local: int) -> ExpertOrder:
     local = ids.flatten().long() - first_expert
     local = torch.where((local >= 0) & (local < num_local), local, num_local)
     order = local.argsort(stable=True)
@@ -115,4 +115,4 @@ def _group_slots_torch(ids: torch.Tensor, first_expert: int, num_local: int) -> 
     counts = local.new_zeros(num_local + 1).scatter_add_(0, local, torch.ones_like(local))[:num_local]
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     place = torch.where(local < num_local, place, -1).to(torch.int32)
-    return SlotOrder(offsets, place.view(ids.shape))
+    return ExpertOrder(offsets, place.view(ids.shape))

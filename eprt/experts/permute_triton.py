@@ -2,12 +2,12 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Triton kernels of `eprt.experts.permute`. Imported only where CUDA tensors are.
 
-Kernels with EARLY are launched while the one before still ends (programmatic dependent launch); they touch nothing
+Kernels with PDL are launched while the one before still ends (programmatic dependent launch); they touch nothing
 before `gdc_wait`, which returns when that one is done.
 
-Two ways to sort and copy rows, by size: up to SMALL_SLOTS slots one launch does everything, each row counting for
+Two ways to sort and copy rows, by size: up to SMALL_IDS slots one launch does everything, each row counting for
 itself which slots come before its own (every program reads all ids, which then sit in L2); above, slots are placed
-first (`place_triton`), then the rows are copied.
+first (`sort_by_expert_triton`), then the rows are copied.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from eprt.experts.place_triton import place_slots
-from eprt.launching import Prepared, like, starts_aligned
+from eprt.experts.sort_by_expert_triton import sort_by_expert
+from eprt.launching import CachedKernel, like, starts_aligned
 from eprt.rounding import ceil_div, next_power_of_2
 from eprt.tokens import aligned
 
-SMALL_SLOTS = 4096  # N * K up to which one launch that reads all ids in every program is the cheaper way
+SMALL_IDS = 4096  # N * K up to which one launch that reads all ids in every program is the cheaper way
 SUM_BLOCK = 2048  # columns a program sums of long rows: enough on their way where few slots are local
 COPY_BLOCK = 1024  # columns a program moves at a time: 4 warps x 8 values of 16 bits
 _WARP_COLUMNS = 256  # of a sum, 8 a thread: 16 took a microsecond more of gpt-oss-120b, up to 512 tokens on an H200
@@ -42,13 +42,13 @@ def _copy_row(x_ptr, rows_ptr, row, place, slot_ok, H, BLOCK_H: tl.constexpr):
 
 
 # Sizes that change from call to call must not be specialised: a new N would compile again after warm-up.
-@triton.jit(do_not_specialize=["num_rows", "num_slots", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])
+@triton.jit(do_not_specialize=["num_rows", "num_ids", "first", "L"], do_not_specialize_on_alignment=["ids_ptr"])
 def _group_small(
-    ids_ptr, x_ptr, rows_ptr, place_ptr, offsets_ptr, num_rows, num_slots, first, L, H,
-    K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
+    ids_ptr, x_ptr, rows_ptr, place_ptr, offsets_ptr, num_rows, num_ids, first, L, H,
+    K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program p places (and copies) row p, and counts the rows of the experts below p."""
-    if EARLY:
+    if PDL:
         gdc_wait()
     row = tl.program_id(0)
     k = tl.arange(0, K_PAD)
@@ -58,9 +58,9 @@ def _group_small(
     slot_ok = slot_ok & (own >= 0) & (own < L)
     before = tl.zeros([K_PAD, BLOCK_S], dtype=tl.int32)
     below = tl.zeros([BLOCK_S], dtype=tl.int32)
-    for start in range(0, num_slots, BLOCK_S):
+    for start in range(0, num_ids, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
-        other = tl.load(ids_ptr + s, mask=s < num_slots, other=first - 1) - first
+        other = tl.load(ids_ptr + s, mask=s < num_ids, other=first - 1) - first
         other = tl.where((other >= 0) & (other < L), other, L)
         earlier = (other[None, :] == own[:, None]) & (s[None, :] < slot[:, None])
         before += ((other[None, :] < own[:, None]) | earlier).to(tl.int32)
@@ -84,11 +84,11 @@ def _copy_rows(x_ptr, rows_ptr, place_ptr, H, K: tl.constexpr, K_PAD: tl.constex
 @triton.jit(do_not_specialize_on_alignment=["weights_ptr"])
 def _weighted_sum(
     rows_ptr, place_ptr, weights_ptr, out_ptr, H, K: tl.constexpr, BLOCK_H: tl.constexpr, EVERY_ROW: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The K rows are loaded without a branch between them, so that all are on their way at once; nobody reads them
     again."""
-    if EARLY:
+    if PDL:
         gdc_wait()
     row = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -134,13 +134,13 @@ def group_rows(
     H, device = hidden.shape[1], hidden.device
     hidden = aligned(hidden)
     rows = torch.empty((N * K, H), dtype=dtype, device=device)
-    if N * K <= SMALL_SLOTS:
+    if N * K <= SMALL_IDS:
         offsets = torch.empty(L + 1, dtype=torch.int64, device=device)
         place = torch.empty((N, K), dtype=torch.int32, device=device)
         kernel = _prepared_small(device, hidden.dtype, dtype, H, K)
         kernel((max(N, L + 1), 1, 1), ids.contiguous(), hidden, rows, place, offsets, N, N * K, first, L, H)
     else:
-        offsets, place = place_slots(ids, first, L)
+        offsets, place = sort_by_expert(ids, first, L)
         _prepared_copy(device, hidden.dtype, dtype, H, K)((N, 1, 1), hidden, rows, place, H)
     return rows, offsets, place
 
@@ -173,31 +173,31 @@ def _column_block(H: int, K: int) -> int:
 
 
 @cache
-def _prepared_small(device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int) -> Prepared:
+def _prepared_small(device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int) -> CachedKernel:
     arguments = torch.int32, source, target, torch.int32, torch.int64, 2, 2, 2, 2, like(H)
     sizes = {"K": K, "K_PAD": next_power_of_2(K), "BLOCK_S": 512, "BLOCK_H": _column_block(H, K)}
-    return Prepared(_group_small, device, arguments, sizes, early=True)
+    return CachedKernel(_group_small, device, arguments, sizes, pdl=True)
 
 
 @cache
-def _prepared_copy(device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int) -> Prepared:
+def _prepared_copy(device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int) -> CachedKernel:
     constants = {"K": K, "K_PAD": next_power_of_2(K), "BLOCK_H": _column_block(H, K)}
-    return Prepared(_copy_rows, device, (source, target, torch.int32, like(H)), constants)
+    return CachedKernel(_copy_rows, device, (source, target, torch.int32, like(H)), constants)
 
 
 @cache
 def _prepared_sum(
     device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int, every_row: bool
-) -> tuple[Prepared, int]:
+) -> tuple[CachedKernel, int]:
     """And how many programs share a row."""
     block = _sum_block(H)
     arguments = source, torch.int32, torch.float32, target, like(H)
     constants = {"K": K, "BLOCK_H": block, "EVERY_ROW": every_row}
     warps = max(1, block // _WARP_COLUMNS)
-    return Prepared(_weighted_sum, device, arguments, constants, early=True, num_warps=warps), ceil_div(H, block)
+    return CachedKernel(_weighted_sum, device, arguments, constants, pdl=True, num_warps=warps), ceil_div(H, block)
 
 
 @cache
-def _prepared_columns(device: torch.device, source: torch.dtype, target: torch.dtype, *numbers: int) -> Prepared:
+def _prepared_columns(device: torch.device, source: torch.dtype, target: torch.dtype, *numbers: int) -> CachedKernel:
     """Numbers: as the kernel takes them, `like` those that come; the last is its block."""
-    return Prepared(_copy_columns, device, (source, target, *numbers[:-1]), {"BLOCK": numbers[-1]})
+    return CachedKernel(_copy_columns, device, (source, target, *numbers[:-1]), {"BLOCK": numbers[-1]})

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from eprt.launching import Prepared
+from eprt.launching import CachedKernel
 from eprt.rounding import ceil_div, next_power_of_2
 
 BLOCK = 1024
@@ -38,6 +38,6 @@ def count_ids(ids: torch.Tensor, counts: torch.Tensor) -> None:
 
 
 @cache
-def _prepared_count(device: torch.device, E: int) -> Prepared:
+def _prepared_count(device: torch.device, E: int) -> CachedKernel:
     constants = {"E": E, "BINS": next_power_of_2(E + 1), "BLOCK": BLOCK}
-    return Prepared(_count_kernel, device, (torch.int32, torch.int64, 2), constants)
+    return CachedKernel(_count_kernel, device, (torch.int32, torch.int64, 2), constants)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from eprt.launching import Prepared, like
+from eprt.launching import CachedKernel, like
 from eprt.rounding import ceil_div
 
 BLOCK = 256  # few ids a program: each costs two loads, one after the other, so many programs wait for them together
@@ -22,10 +22,10 @@ BLOCK = 256  # few ids a program: each costs two loads, one after the other, so 
 @triton.jit(do_not_specialize=["num_ids", "first"], do_not_specialize_on_alignment=["ids_ptr"])
 def _slots_kernel(
     ids_ptr, slots_ptr, replicas_ptr, out_ptr, num_ids, first, E, width,
-    K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """slots [E + 1, width], replicas [E + 1]; row E is that of "no expert". SHARED: token t takes replica t + first."""
-    if EARLY:  # launched while the kernel before still ends, whose ids must not be touched before it has
+    if PDL:  # launched while the kernel before still ends, whose ids must not be touched before it has
         gdc_wait()
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < num_ids
@@ -56,7 +56,7 @@ def slots_of(ids: torch.Tensor, slots: torch.Tensor, replicas: torch.Tensor, fir
 
 
 @cache
-def _prepared_slots(device: torch.device, ids: torch.dtype, K: int, E: int, width: int) -> Prepared:
+def _prepared_slots(device: torch.device, ids: torch.dtype, K: int, E: int, width: int) -> CachedKernel:
     arguments = ids, torch.int32, torch.int32, torch.int32, 2, 2, like(E), like(width)
     constants = {"K": K, "SHARED": width > 1, "BLOCK": BLOCK}
-    return Prepared(_slots_kernel, device, arguments, constants, early=True)
+    return CachedKernel(_slots_kernel, device, arguments, constants, pdl=True)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from eprt.launching import Prepared
+from eprt.launching import CachedKernel
 from eprt.quant.elements import E2M1_MAX, E4M3_MAX, TINY
 from eprt.rounding import ceil_div
 from eprt.tokens import aligned
@@ -102,11 +102,11 @@ def encode_fp8_rows(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @cache
-def _prepared_fp8(device: torch.device, dtype: torch.dtype, H: int) -> tuple[Prepared, int]:
+def _prepared_fp8(device: torch.device, dtype: torch.dtype, H: int) -> tuple[CachedKernel, int]:
     """And how many programs share a row."""
     groups, block = ceil_div(H, FP8_BLOCK), COLUMNS_PER_CTA // FP8_BLOCK
     arguments, constants = (dtype, torch.float8_e4m3fn, torch.float32), {"H": H, "GROUPS": groups, "BLOCK": block}
-    return Prepared(_fp8_kernel, device, arguments, constants), ceil_div(groups, block)
+    return CachedKernel(_fp8_kernel, device, arguments, constants), ceil_div(groups, block)
 
 
 def encode_nvfp4_rows(hidden: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,9 +122,9 @@ def encode_nvfp4_rows(hidden: torch.Tensor, global_scale: torch.Tensor) -> tuple
 
 
 @cache
-def _prepared_nvfp4(device: torch.device, dtype: torch.dtype, H: int) -> tuple[Prepared, int]:
+def _prepared_nvfp4(device: torch.device, dtype: torch.dtype, H: int) -> tuple[CachedKernel, int]:
     """And how many programs share a row."""
     groups, block = H // NVFP4_BLOCK, COLUMNS_PER_CTA // NVFP4_BLOCK
     arguments = dtype, torch.float32, torch.uint8, torch.float8_e4m3fn
     constants = {"H": H, "GROUPS": groups, "BLOCK": block}
-    return Prepared(_nvfp4_kernel, device, arguments, constants), ceil_div(groups, block)
+    return CachedKernel(_nvfp4_kernel, device, arguments, constants), ceil_div(groups, block)

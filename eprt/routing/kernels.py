@@ -152,12 +152,12 @@ def choice_kernel(
     E: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr,
-    RENORMALIZE: tl.constexpr, SCALING: tl.constexpr, EARLY: tl.constexpr,
+    RENORMALIZE: tl.constexpr, SCALING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program t: logits of token t, the sum of `pieces` [SPLITS, T, E] and `bias`, rounded to
     LOGITS_DTYPE; then its K experts, or with METHOD "logits" the logits themselves. GROUPS > 1: experts in rows of
     groups."""
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     g, i = tl.arange(0, GROUPS_PAD)[:, None], tl.arange(0, SIZE_PAD)[None, :]
@@ -165,7 +165,7 @@ def choice_kernel(
     here = (g < GROUPS) & (i < E // GROUPS)
     offset = tl.load(bias + expert, mask=here, other=0.0).to(tl.float32) if bias is not None else 0.0
     shift = tl.load(correction + expert, mask=here, other=0.0).to(tl.float32) if correction is not None else 0.0
-    if EARLY:
+    if PDL:
         gdc_wait()
     row, stride = pieces + t * E, T.to(tl.int64) * E
     logits = tl.zeros([GROUPS_PAD, SIZE_PAD], tl.float32)
@@ -211,12 +211,12 @@ def _rows(x, row, count, column, H: tl.constexpr, EVEN: tl.constexpr):
 def logits_kernel(
     hidden, weight, pieces, T,
     E: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Piece s of `pieces` [SPLITS, T, E]: hidden [T, H] @ weight.T over STEPS * BLOCK_H of the H columns. `weight`
     [PARTS, E, H] is the sum of its parts. Products of bf16 are exact in float32. Hopper's tensor cores cut off what a
     sum's last bit doesn't hold, always towards zero, so only BLOCK_H products are added there, their sums here."""
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
     tiles: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     even: tl.constexpr = H % (STEPS * BLOCK_H) == 0
@@ -228,11 +228,11 @@ def logits_kernel(
     total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     if STEPS == 1 and PARTS == 1:
         w = _rows(weight, e, E, column, H, even)  # constant, so it needn't wait for the kernel before
-        if EARLY:
+        if PDL:
             gdc_wait()
         total = tl.dot(_rows(hidden, t, T, column, H, even), w.T, total)
     else:
-        if EARLY:
+        if PDL:
             gdc_wait()
         for _ in range(STEPS):
             x = _rows(hidden, t, T, column, H, even)

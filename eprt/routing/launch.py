@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from eprt.config import GROUP_BEST, Routing
-from eprt.launching import Prepared
+from eprt.launching import CachedKernel
 from eprt.rounding import ceil_div, next_power_of_2
 from eprt.routing.kernels import METHODS, choice_kernel, logits_kernel
 from eprt.tokens import TopK, aligned
@@ -106,7 +106,7 @@ class Choice(NamedTuple):
 
 
 @cache
-def prepared_choice(what: Choice) -> Prepared:
+def prepared_choice(what: Choice) -> CachedKernel:
     """The kernel of this choice, compiled at the first call for it."""
     routing = what.routing or Routing("topk_softmax")
     E, K = what.num_experts, what.top_k
@@ -115,7 +115,7 @@ def prepared_choice(what: Choice) -> Prepared:
     computed = what.rounding.method if best is None or what.routing is None else torch.float32
     for_choice = computed if what.correction is None else torch.promote_types(computed, what.correction)
     none = what.routing is None
-    return Prepared(
+    return CachedKernel(
         choice_kernel,
         what.device,
         (
@@ -148,7 +148,7 @@ def prepared_choice(what: Choice) -> Prepared:
             "RENORMALIZE": routing.renormalize,
             "SCALING": float(routing.scaling_factor),
         },
-        early=True,
+        pdl=True,
         num_warps=1,
         maxnreg=CHOICE_REGISTERS,
         # A wrong token id must not read another row: it traps, as indexing a tensor does.
@@ -182,7 +182,7 @@ def choose(logits: torch.Tensor, routing: Routing, top_k: int, *given: torch.Ten
 
 
 def _choose(
-    kernel: Prepared,
+    kernel: CachedKernel,
     pieces: torch.Tensor,
     T: int,
     top_k: int,
@@ -207,8 +207,8 @@ class _Size(NamedTuple):
     block_t: int
     programs: int
     splits: int
-    gemm: Prepared
-    choice: Prepared | None
+    gemm: CachedKernel
+    choice: CachedKernel | None
 
 
 class FusedRouter:
@@ -242,7 +242,7 @@ class FusedRouter:
         self._tilings = tilings
         self._most = [tiling.max_tokens for tiling in tilings]
         self._sizes: dict[int, _Size] = {}
-        self._choices: dict[tuple[int, torch.dtype | None], Prepared] = {}
+        self._choices: dict[tuple[int, torch.dtype | None], CachedKernel] = {}
         kinds = map(_dtype, (self._bias, self._correction, None, self._table))
         self._what = Choice(self.device, routing, top_k, self._shape[0], rounding, torch.float32, 0, *kinds)
 
@@ -295,7 +295,7 @@ class FusedRouter:
             found = self._sizes[number] = _Size(tiling.block_t, programs, size.splits, gemm, choice)
         return found
 
-    def _choice(self, splits: int, token_ids: torch.dtype | None) -> Prepared:
+    def _choice(self, splits: int, token_ids: torch.dtype | None) -> CachedKernel:
         key = (splits, token_ids)
         found = self._choices.get(key)
         if found is None:
@@ -308,10 +308,10 @@ class FusedRouter:
 
 
 @cache
-def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tiling) -> Prepared:
+def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tiling) -> CachedKernel:
     """The GEMM of this shape, compiled at the first call for it, for routers of all layers."""
     size = cut(tiling, E, H, parts)
-    return Prepared(
+    return CachedKernel(
         logits_kernel,
         device,
         (torch.bfloat16, torch.bfloat16, torch.float32, 2),
@@ -325,7 +325,7 @@ def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tili
             "BLOCK_E": size.block_e,
             "BLOCK_H": size.block_h,
         },
-        early=True,
+        pdl=True,
         num_warps=tiling.warps,
         num_stages=size.stages,
     )

@@ -14,9 +14,9 @@ from eprt.conformance.cases import CASES, CONFIGS, find_case, make_batches
 from eprt.conformance.checks import Check, NanOutput, Row, summarize
 from eprt.conformance.oracle import relative_error
 from eprt.conformance.transport import scale_experts, wrong_arrivals
+from eprt.expert_major import expert_major_from_flat
 from eprt.experts.base import PreparedExecutor
 from eprt.placement import ExpertPlacement
-from eprt.slabs import expert_major_from_flat
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 
 TOLERANCE = 1e-5

@@ -19,7 +19,7 @@ from eprt.bench.experts import random_experts
 from eprt.config import Activation, MoEConfig
 from eprt.experts.blackwell.layouts import interleave_halves, swap_halves
 from eprt.experts.humming import HummingExecutor
-from eprt.experts.permute import group_slots
+from eprt.experts.permute import group_by_expert
 from eprt.experts.reference import ReferenceExecutor
 from eprt.experts.sample_tokens import sample_ids
 from eprt.experts.torch_grouped import GroupedExecutor
@@ -59,7 +59,7 @@ class Tiles:
 
 
 def make_tiles(ids: torch.Tensor, shard: ExpertShard) -> Tiles:
-    order = group_slots(ids, shard.first_expert, shard.num_local_experts)
+    order = group_by_expert(ids, shard.first_expert, shard.num_local_experts)
     counts = order.offsets.diff()
     tiles_of = (counts + TILE - 1) // TILE
     last = tiles_of.cumsum(0)

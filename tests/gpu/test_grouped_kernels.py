@@ -30,13 +30,13 @@ from support.cases.grouped_cases import (
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
 from eprt.config import ParallelConfig, RuntimeConfig
-from eprt.experts import activation_triton, place_triton
+from eprt.expert_major import expert_major_from_flat
+from eprt.experts import activation_triton, sort_by_expert_triton
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.schedules import Schedule, Tile
 from eprt.experts.reference import ReferenceExecutor
 from eprt.placement import ExpertPlacement
 from eprt.quant import encode_payload
-from eprt.slabs import expert_major_from_flat
 from eprt.tokens import ExpertMajorTokens, Payload
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
@@ -219,32 +219,34 @@ def test_slabs_are_activated_up_to_their_counts(L, M, I, activation):
 )
 def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, programs, tail, high_first, monkeypatch):
     """Against torch's stable sort, and the list written out by hand."""
-    from eprt.experts.permute import _group_slots_torch
+    from eprt.experts.permute import _group_by_expert_torch
 
-    monkeypatch.setattr(place_triton, "SMALL_SLOTS", small_slots)
-    monkeypatch.setattr(place_triton, "MOST_PROGRAMS", programs)
+    monkeypatch.setattr(sort_by_expert_triton, "SMALL_IDS", small_slots)
+    monkeypatch.setattr(sort_by_expert_triton, "MOST_PROGRAMS", programs)
     ids = torch.rand(N, E + 1, generator=torch.Generator().manual_seed(N)).argsort(1)[:, :K].to(torch.int32)
     ids[3::4], ids[4::5, 0] = E, -1
     ids[N // 2 :, 1] = first + 1
-    wanted = _group_slots_torch(ids, first, L)
-    offsets, place = place_triton.place_slots(ids.to(DEVICE), first, L)
+    wanted = _group_by_expert_torch(ids, first, L)
+    offsets, place = sort_by_expert_triton.sort_by_expert(ids.to(DEVICE), first, L)
     assert torch.equal(offsets.cpu(), wanted.offsets)
     assert torch.equal(place.cpu(), wanted.place)
-    place, source, work = place_triton.list_slots(ids.to(DEVICE), first, L, place_triton.RowTiles(16, tail, high_first))
+    place, source, work = sort_by_expert_triton.sort_and_schedule(
+        ids.to(DEVICE), first, L, sort_by_expert_triton.RowTiles(16, tail, high_first)
+    )
     assert torch.equal(place.cpu(), wanted.place)
     rows = torch.arange(N)[:, None].expand(N, K)
     assert torch.equal(source.cpu()[wanted.place[wanted.place >= 0].long()], rows[wanted.place >= 0].int())
-    items, bounds = [], wanted.offsets.tolist()
+    entries, bounds = [], wanted.offsets.tolist()
     counts = wanted.offsets.diff()
     low = (counts <= counts[counts > 0].double().mean()).tolist()
     for expert in sorted(range(L), key=low.__getitem__) if high_first else range(L):
         begin, end = bounds[expert : expert + 2]
-        first_item, rows = len(items), end - begin
-        items += [[expert, begin, end, first_item]] * (max(-(-(rows - tail) // 16), 1) if rows else 0)
-    assert work.count.tolist() == [len(items)]
-    assert work.taken.tolist() == [0]
-    assert work.items.view(-1, 4)[: len(items)].tolist() == items
-    assert len(items) <= work.bound
+        first_entry, rows = len(entries), end - begin
+        entries += [[expert, begin, end, first_entry]] * (max(-(-(rows - tail) // 16), 1) if rows else 0)
+    assert work.num_entries.tolist() == [len(entries)]
+    assert work.tile_counter.tolist() == [0]
+    assert work.entries.view(-1, 4)[: len(entries)].tolist() == entries
+    assert len(entries) <= work.bound
 
 
 @pytest.mark.parametrize("form", ["bf16", "mxfp4"])
@@ -336,11 +338,11 @@ def test_nothing_compiles_after_warmup(form):
     config = layer(form, H=512, I=256, E=8, K=2)
     runner = build(TritonGroupedExecutor, config, all_experts(config))
     runner.warmup(3000)
-    from eprt.experts.grouped.gemm_gluon import grouped_gemm_by_roles
+    from eprt.experts.grouped.gemm_gluon import grouped_gemm_warp_specialized
     from eprt.experts.grouped.gemm_triton import grouped_gemm
 
     def compiled():
-        kernels = grouped_gemm, grouped_gemm_by_roles
+        kernels = grouped_gemm, grouped_gemm_warp_specialized
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     before = compiled()

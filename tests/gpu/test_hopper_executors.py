@@ -13,6 +13,7 @@ import torch
 
 from eprt.bench.baselines import baselines
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.expert_major import expert_major_from_flat
 from eprt.experts import make_executor
 from eprt.experts.adapters import AdaptedExecutor
 from eprt.experts.humming import gemm as humming_gemm
@@ -20,7 +21,6 @@ from eprt.experts.reference import ReferenceExecutor
 from eprt.experts.tuning import TuningCacheWarning
 from eprt.placement import ExpertPlacement
 from eprt.quant import encode, encode_payload
-from eprt.slabs import expert_major_from_flat
 from eprt.tokens import FlatTokens, Payload
 from eprt.weights import ExpertWeights, Mxfp4, Nvfp4
 

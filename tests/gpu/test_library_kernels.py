@@ -15,11 +15,11 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("W", "R", "K"), [(1, 1, 1), (4, 1, 4), (4, 33, 8), (3, 64, 6), (8, 512, 22)])
-@pytest.mark.parametrize("early", [True, False])
-def test_ids_of_absent_rows_and_of_other_ranks_become_invalid(W, R, K, early):
+@pytest.mark.parametrize("pdl", [True, False])
+def test_ids_of_absent_rows_and_of_other_ranks_become_invalid(W, R, K, pdl):
     from eprt.dispatch.flashinfer.ids_triton import mask_foreign_ids
 
-    if early and (INTERPRETED or torch.cuda.get_device_capability()[0] < 9):
+    if pdl and (INTERPRETED or torch.cuda.get_device_capability()[0] < 9):
         pytest.skip("programmatic dependent launch needs compute capability 9: its instructions are inline PTX")
     E, first, end = 64, 16, 32
     ids = torch.randint(0, E + 1, (W, R, K), device=DEVICE, dtype=torch.int32, generator=generator(W * R))
@@ -28,7 +28,7 @@ def test_ids_of_absent_rows_and_of_other_ranks_become_invalid(W, R, K, early):
     stale = torch.randint_like(ids, -(2**31), 2**31 - 1)  # bytes of another step may say anything, a local id too
     ids = torch.where(filled | (stale % 2 == 0), ids, stale)
     expected = torch.where(filled & (ids >= first) & (ids < end), ids, E)
-    mask_foreign_ids(ids, counts, first, end, E, early)
+    mask_foreign_ids(ids, counts, first, end, E, pdl)
     assert torch.equal(ids, expected)
 
 
@@ -59,9 +59,9 @@ def test_rows_are_padded_with_zeros_and_ids_widened(T, K, H, width):
 )
 @pytest.mark.parametrize("swapped", [False, True])
 def test_valid_rows_alone_are_copied(L, M, columns, width, ctas, dtype, swapped, monkeypatch):
-    from eprt.slabs import copy_triton
+    from eprt import expert_major_triton
 
-    monkeypatch.setattr(copy_triton, "COPY_CTAS", ctas)
+    monkeypatch.setattr(expert_major_triton, "COPY_CTAS", ctas)
     values = torch.randn(L, M, width, device=DEVICE, generator=generator(L)).to(dtype)
     source = values.mT.contiguous().mT[..., :columns] if swapped else values[..., :columns]
     counts = torch.randint(0, M + 1, (L,), device=DEVICE, dtype=torch.int32, generator=generator(M))
@@ -73,6 +73,6 @@ def test_valid_rows_alone_are_copied(L, M, columns, width, ctas, dtype, swapped,
         torch.ones(L, columns, M, device=DEVICE).to(dtype).mT,
     ):
         words = torch.uint8 if dtype.itemsize == 1 else dtype
-        copy_triton.copy_valid_rows(source.view(words), target.view(words), counts)
+        expert_major_triton.copy_valid_rows(source.view(words), target.view(words), counts)
         expected = torch.where(valid, source.float(), torch.ones((), device=DEVICE)).to(dtype)
         assert torch.equal(as_bytes(target), as_bytes(expected))

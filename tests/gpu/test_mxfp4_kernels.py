@@ -24,10 +24,10 @@ from support.cases.grouped_cases import (
 )
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
+from eprt.expert_major import expert_major_from_flat
 from eprt.experts.grouped import TritonGroupedExecutor, fp4
 from eprt.experts.grouped.schedules import HOPPER
 from eprt.experts.reference import ReferenceExecutor
-from eprt.slabs import expert_major_from_flat
 from eprt.tokens import ExpertMajorTokens, Payload
 
 pytestmark = [pytest.mark.gpu, runs_kernels]

@@ -32,7 +32,7 @@ def routing(N, E, K):
 
 
 def check(N, K, first, L, H, ids, out_dtype=torch.float32, x_dtype=torch.float32):
-    from eprt.experts import permute_triton, place_triton
+    from eprt.experts import permute_triton, sort_by_expert_triton
 
     generator = torch.Generator().manual_seed(H)
     local = (ids >= first) & (ids < first + L)
@@ -45,7 +45,7 @@ def check(N, K, first, L, H, ids, out_dtype=torch.float32, x_dtype=torch.float32
     rows, offsets, place = permute_triton.group_rows(hidden.to(DEVICE), ids.to(DEVICE), first, L, torch.bfloat16)
     count = int(local.sum())
     assert int(wanted.offsets[-1]) == count
-    for found in ((offsets, place), place_triton.place_slots(ids.to(DEVICE), first, L)):
+    for found in ((offsets, place), sort_by_expert_triton.sort_by_expert(ids.to(DEVICE), first, L)):
         assert torch.equal(found[0].cpu(), wanted.offsets)
         assert torch.equal(found[1].cpu(), wanted.place)
     assert torch.equal(rows[:count].cpu(), wanted_rows[:count])
@@ -69,7 +69,7 @@ def test_one_launch_sorts_few_slots(N, K, E, first, L, H):
 def test_histograms_sort_many_slots(N, K, E, first, L, H, monkeypatch):
     from eprt.experts import permute_triton
 
-    monkeypatch.setattr(permute_triton, "SMALL_SLOTS", sized(permute_triton.SMALL_SLOTS, 16))
+    monkeypatch.setattr(permute_triton, "SMALL_IDS", sized(permute_triton.SMALL_IDS, 16))
     check(N, K, first, L, H, routing(N, E, K))
 
 
@@ -78,7 +78,7 @@ def test_histograms_sort_many_slots(N, K, E, first, L, H, monkeypatch):
 def test_all_slots_alike(expert, small_slots, monkeypatch):
     from eprt.experts import permute_triton
 
-    monkeypatch.setattr(permute_triton, "SMALL_SLOTS", small_slots)
+    monkeypatch.setattr(permute_triton, "SMALL_IDS", small_slots)
     check(6, 3, 2, 3, 40, torch.full((6, 3), expert, dtype=torch.int32))
 
 
@@ -91,10 +91,10 @@ def test_dtypes(x_dtype, out_dtype):
 @pytest.mark.parametrize("weight", [1e6, float("inf"), float("nan")])
 def test_a_slot_without_an_expert_adds_nothing_whatever_its_weight(weight):
     """By hand: row 0 is 0.5 * 8 + 2 * 3, row 1 has no local slot, row 2 is -1 * 4."""
-    from eprt.experts import permute_triton, place_triton
+    from eprt.experts import permute_triton, sort_by_expert_triton
 
     ids = torch.tensor([[1, 9, 0], [9, 9, 9], [5, 1, 9]], dtype=torch.int32, device=DEVICE)
-    offsets, place = place_triton.place_slots(ids, 0, 2)
+    offsets, place = sort_by_expert_triton.sort_by_expert(ids, 0, 2)
     assert offsets.tolist() == [0, 1, 3]
     assert place.tolist() == [[1, -1, 0], [-1, -1, -1], [-1, 2, -1]]
     rows = torch.tensor([3.0, 8.0, 4.0] + [float("nan")] * 6, device=DEVICE)[:, None].expand(9, 24).contiguous()

@@ -409,7 +409,7 @@ def test_module_launches_the_kernels_and_follows_its_weights(name, monkeypatch):
     case = Case(name, 40)
     module = router(case)
     module.warmup(64, logits=True)
-    monkeypatch.setattr(routing_launch, "Prepared", None)  # nothing compiles after warm-up
+    monkeypatch.setattr(routing_launch, "CachedKernel", None)  # nothing compiles after warm-up
     monkeypatch.setattr(plain, "route_torch", None)
     seen = []
     hook = module.register_forward_hook(lambda _, given, found: seen.append(found))

@@ -89,13 +89,13 @@ def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Mac
 
 
 def in_place_of_prepared(made: dict[str, Machine]) -> Callable[..., Callable[..., None]]:
-    """Stands in for `eprt.launching.Prepared`: a call compiles, and `made` has the kernel by its name."""
+    """Stands in for `eprt.launching.CachedKernel`: a call compiles, and `made` has the kernel by its name."""
 
     def prepared(
-        kernel: Any, device: Any, kinds: Any, constants: dict[str, Any], *, early: bool = False, **options: Any
+        kernel: Any, device: Any, kinds: Any, constants: dict[str, Any], *, pdl: bool = False, **options: Any
     ) -> Any:
         def call(grid: Any, *arguments: Any) -> None:
-            told = {"EARLY": early} if "EARLY" in kernel.arg_names else {}
+            told = {"PDL": pdl} if "PDL" in kernel.arg_names else {}
             made[kernel.__name__] = compiled(kernel, arguments, {**constants, **told, **options})
 
         return call

@@ -25,7 +25,7 @@ from eprt.cli import main
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, EprtError
 from eprt.experts import EXECUTORS
-from eprt.experts.permute import group_slots
+from eprt.experts.permute import group_by_expert
 from eprt.experts.reference import ReferenceExecutor, decode_matrix
 from eprt.experts.sample_tokens import sample_ids
 from eprt.placement import ExpertPlacement
@@ -176,7 +176,7 @@ def test_slots_sorted_by_torch_are_the_executors(rank):
     reference, flat = direct_case(rank)
     shard, slots = reference.shard, flat.ids.numel()
     offsets, place, foreign = TorchOrder(tuple(flat.ids.shape), shard, CPU).sort(flat.ids)
-    expected = group_slots(flat.ids, shard.first_expert, shard.num_local_experts)
+    expected = group_by_expert(flat.ids, shard.first_expert, shard.num_local_experts)
     assert offsets.dtype == torch.int64  # as humming's grouped GEMMs take them
     assert torch.equal(offsets, expected.offsets)
     assert torch.equal(torch.where(foreign, -1, place).int(), expected.place.flatten())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.stand_ins.deepep import CAPACITY, Fabric, Group, install
 
-from eprt import slabs
+from eprt import expert_major
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import CASES, Batch, make_batch
@@ -109,13 +109,13 @@ def kernel_of(source: torch.Tensor, target: torch.Tensor) -> tuple:
 def test_every_copy_of_a_call_was_compiled_in_warmup(world, monkeypatch, hidden_size, payload):
     """Of an executor that wants dense rows, and of one whose output lies elsewhere."""
     copies: set[tuple] = set()
-    copy = slabs.copy_valid_rows
+    copy = expert_major.copy_valid_rows
 
     def noted(source, target, counts) -> None:
         copies.add(kernel_of(source, target))
         copy(source, target, counts)
 
-    monkeypatch.setattr(slabs, "copy_valid_rows", noted)
+    monkeypatch.setattr(expert_major, "copy_valid_rows", noted)
     dispatcher = make(world, hidden_size, payload=payload)
     world.warmup(dispatcher)
     warm = copies.copy()
@@ -123,10 +123,10 @@ def test_every_copy_of_a_call_was_compiled_in_warmup(world, monkeypatch, hidden_
     batch = make_batch(CASES[0], 0, 0, 1, dispatcher.config, torch.bfloat16)
     for elsewhere in (False, True):
         sent = dispatcher.dispatch(batch.hidden, batch.topk)
-        rows = slabs.dense(sent.tokens.hidden.data, sent.tokens.counts)
+        rows = expert_major.dense(sent.tokens.hidden.data, sent.tokens.counts)
         y, buffer = torch.zeros(rows.shape, dtype=torch.bfloat16), dispatcher.output_buffer(sent.handle)
         if buffer is not None and not elsewhere:
-            slabs.copy_valid_rows(y, buffer, sent.tokens.counts)
+            expert_major.copy_valid_rows(y, buffer, sent.tokens.counts)
             y = buffer
         dispatcher.combine(y, sent.handle)
     assert copies == warm

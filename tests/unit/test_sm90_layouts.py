@@ -26,7 +26,7 @@ from eprt.experts.layouts import (
     stack_experts,
     unpad_parts,
 )
-from eprt.experts.permute import copy_columns, group_rows, group_slots, weighted_unpermute
+from eprt.experts.permute import copy_columns, group_by_expert, group_rows, weighted_unpermute
 from eprt.experts.reference import decode_matrix
 from eprt.experts.tuning import TuningCache, TuningCacheWarning
 from eprt.rounding import round_up
@@ -321,7 +321,7 @@ def test_permute_groups_by_expert(N, first, L):
         assert int(order.place[n, k]) == place
         assert torch.equal(rows[place], hidden[n])
     assert int((order.place >= 0).sum()) == len(wanted)
-    assert torch.equal(group_slots(ids, first, L).place, order.place)
+    assert torch.equal(group_by_expert(ids, first, L).place, order.place)
     result = marked(N * 3, 6)
     for every_row in (True, False):
         out = torch.full((N, 6), 7.0)

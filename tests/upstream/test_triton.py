@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-from eprt.launching import Prepared, like, shared_cache, starts_aligned
+from eprt.launching import CachedKernel, like, shared_cache, starts_aligned
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -42,8 +42,8 @@ def add_kernel(x, scale, out, pair, n, step, BLOCK: tl.constexpr, TWICE: tl.cons
 
 
 @triton.jit
-def told_kernel(out, EARLY: tl.constexpr):
-    tl.store(out, 1.0 if EARLY else 2.0)
+def told_kernel(out, PDL: tl.constexpr):
+    tl.store(out, 1.0 if PDL else 2.0)
 
 
 @pytest.fixture
@@ -71,11 +71,11 @@ def runs(monkeypatch) -> list[tuple[object, ...]]:
 
 NAMES = """
 import sys
-from eprt.experts.grouped.gemm_gluon import grouped_gemm_by_roles
+from eprt.experts.grouped.gemm_gluon import grouped_gemm_warp_specialized
 from eprt.experts.grouped.gemm_triton import grouped_gemm
 from eprt.launching import name_callees_first
 
-kernels = grouped_gemm, grouped_gemm_by_roles
+kernels = grouped_gemm, grouped_gemm_warp_specialized
 for kernel in kernels[:: int(sys.argv[1])]:
     name_callees_first(kernel)
 print(*(kernel.cache_key for kernel in kernels))
@@ -93,7 +93,7 @@ def test_a_prepared_launch_is_tritons_own_without_its_search(runs):
     x, out = torch.zeros(64), torch.zeros(64)
     arguments, constants = (x, None, out, (16, 3), 7, 32), {"BLOCK": 64, "TWICE": False}
     given = torch.float32, None, torch.float32, (16, 3), 2, like(32)
-    prepared = Prepared(add_kernel, torch.device("cuda", DEVICE), given, constants, num_warps=2)
+    prepared = CachedKernel(add_kernel, torch.device("cuda", DEVICE), given, constants, num_warps=2)
     add_kernel[3, 2, 1](*arguments, **constants, num_warps=2)
     assert len(add_kernel.device_caches[DEVICE][0]) == 1, "Triton's own launch compiled another kernel"
     prepared((3, 2, 1), *arguments)
@@ -109,8 +109,8 @@ def test_a_prepared_launch_is_tritons_own_without_its_search(runs):
 def test_a_profiler_hears_of_prepared_launches(runs, monkeypatch):
     from triton import knobs
 
-    prepared = Prepared(add_kernel, torch.device("cuda", DEVICE), (torch.float32, None, torch.float32, (16, 3), 2, 1),
-                        {"BLOCK": 32, "TWICE": True})  # fmt: skip
+    given = torch.float32, None, torch.float32, (16, 3), 2, 1
+    prepared = CachedKernel(add_kernel, torch.device("cuda", DEVICE), given, {"BLOCK": 32, "TWICE": True})
     hook = lambda _: None  # noqa: E731
     knobs.runtime.launch_enter_hook.add(hook)
     try:
@@ -120,14 +120,14 @@ def test_a_profiler_hears_of_prepared_launches(runs, monkeypatch):
     assert runs[0][7] is knobs.runtime.launch_enter_hook
 
 
-@pytest.mark.parametrize(("capability", "early"), [((9, 0), True), ((9, 0), False), ((8, 0), True)])
-def test_a_kernel_that_is_launched_early_knows_it(capability, early, runs, monkeypatch):
+@pytest.mark.parametrize(("capability", "pdl"), [((9, 0), True), ((9, 0), False), ((8, 0), True)])
+def test_a_kernel_that_is_launched_early_knows_it(capability, pdl, runs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    prepared = Prepared(told_kernel, torch.device("cuda", DEVICE), (torch.float32,), {}, early=early)
-    is_early = early and capability == (9, 0)
+    prepared = CachedKernel(told_kernel, torch.device("cuda", DEVICE), (torch.float32,), {}, pdl=pdl)
+    is_early = pdl and capability == (9, 0)
     assert prepared._kernel.metadata.launch_pdl == is_early
     assert prepared._constants == (is_early,)
-    assert Prepared(told_kernel, torch.device("cuda", DEVICE), (torch.float32,), {})._constants == (False,)
+    assert CachedKernel(told_kernel, torch.device("cuda", DEVICE), (torch.float32,), {})._constants == (False,)
 
 
 @pytest.mark.parametrize(("number", "expected"), [(1, 1), (0, 16), (48, 16), (7, 2), (-32, 16), (1 << 31, None)])

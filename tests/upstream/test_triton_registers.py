@@ -22,7 +22,7 @@ from support.sass import Machine, count, in_place_of_prepared, overwritten_opera
 from eprt.experts.grouped import launch
 from eprt.experts.grouped.schedules import HOPPER, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
-from eprt.experts.place_triton import RowTiles, WorkList
+from eprt.experts.sort_by_expert_triton import RowTiles, TileSchedule
 
 CPU = torch.device("cpu")
 ROLES = launch.Chip(132, True, True)
@@ -37,7 +37,7 @@ WITH_ROLES = {
     f"up to {limit} rows, {form}": (form, schedule)
     for form in ("bf16", "mxfp4", "nvfp4")
     for limit, schedule in HOPPER[PAIRS[form]]
-    if schedule.first.roles or schedule.second.roles
+    if schedule.first.warp_specialized or schedule.second.warp_specialized
 }
 
 # Bytes of values that are kept in memory outside of loops; inside nothing is.
@@ -55,9 +55,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
     """The kernel that the launcher launches, for a matrix of no whole units (with roles: of no whole tiles)."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     found: dict[str, Machine] = {}
-    monkeypatch.setattr(launch, "Prepared", in_place_of_prepared(found))
+    monkeypatch.setattr(launch, "CachedKernel", in_place_of_prepared(found))
     first = what == "gathering"
-    cols = 768 if (schedule.first if first else schedule.second).roles else 736
+    cols = 768 if (schedule.first if first else schedule.second).warp_specialized else 736
     codes = torch.zeros(1, 832, cols // 2, dtype=torch.uint8)
     if form == "bf16":
         matrix = Dense(torch.zeros(1, 832, cols, dtype=torch.bfloat16))
@@ -72,7 +72,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
     source = torch.zeros(64, dtype=torch.int32) if first else None
     rows = launch.Rows(torch.zeros(*shape, cols, dtype=torch.bfloat16), None, source)
     out = torch.zeros(*shape, 832, dtype=torch.bfloat16)
-    work = WorkList.empty(4, RowTiles(schedule.m), CPU)
+    work = TileSchedule.empty(4, RowTiles(schedule.m), CPU)
     gemm(rows, work, schedule, schedule.first if first else schedule.second, out)
     (made,) = found.values()
     return made
@@ -89,7 +89,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
 def test_every_schedule_keeps_to_registers(name, what, form, monkeypatch):
     schedule = SCHEDULES[name]
     tile = schedule.first if what == "gathering" else schedule.second
-    if tile.roles:
+    if tile.warp_specialized:
         schedule, tile = replace(schedule, first=tile.plain, second=tile.plain), tile.plain  # where they don't fit
     made = machine(monkeypatch, schedule, what, form)
     assert made.local == 0
@@ -116,7 +116,7 @@ def test_every_schedule_keeps_to_registers(name, what, form, monkeypatch):
         (name, what)
         for name, (_, schedule) in WITH_ROLES.items()
         for what, tile in (("gathering", schedule.first), ("rows", schedule.second), ("slabs", schedule.second))
-        if tile.roles
+        if tile.warp_specialized
     ],
 )
 def test_warps_with_roles_keep_to_registers(name, what, monkeypatch):
@@ -154,7 +154,7 @@ def test_what_warps_with_roles_cannot_take():
         weights = Mxfp4(torch.zeros(1, 64, cols // 2, dtype=torch.uint8), scales)
         gemm = launch.Gemm(GroupedMatrix.prepare(weights, None, 1, CPU), None, "w4a16", chip)
         data = torch.empty(rows, stride, dtype=torch.bfloat16, device="meta")[:, :cols]
-        return gemm._fits_roles(data, torch.empty(64, 64, device="meta"))
+        return gemm._fits_warp_specialized(data, torch.empty(64, 64, device="meta"))
 
     assert fits()
     assert fits(stride=784)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eprt import slabs
+from eprt import expert_major
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.handle import Handle
 from eprt.dispatch.limits import DEEPEP_MAX_TOKENS
@@ -146,7 +146,7 @@ class _Call(SlotCall):
 
     def copy_scale(self) -> None:
         if self.scale is not None:
-            slabs.copy_valid_rows(*self.scale, self.counts)
+            expert_major.copy_valid_rows(*self.scale, self.counts)
 
 
 class DeepEPDispatcher(SharedMemoryDispatcher[Geometry, LowLatencyBuffer]):
@@ -212,7 +212,7 @@ class DeepEPDispatcher(SharedMemoryDispatcher[Geometry, LowLatencyBuffer]):
             dtype = torch.float8_e4m3fn if self.runtime.payload == "fp8_block" else torch.bfloat16
             wide = torch.empty(self._slab_shape(), dtype=dtype, device=self.world.device)
             none = torch.zeros(self.shard.num_local_experts, dtype=torch.int32, device=self.world.device)
-            slabs.dense(wide[..., : self.config.hidden_size], none)
+            expert_major.dense(wide[..., : self.config.hidden_size], none)
 
     # ---- the two verbs --------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class DeepEPDispatcher(SharedMemoryDispatcher[Geometry, LowLatencyBuffer]):
         if buffer is None or call.output is None:
             return self._finish(rows.contiguous(), handle)
         if rows.data_ptr() != buffer.data_ptr() or rows.stride() != buffer.stride():
-            slabs.copy_valid_rows(rows, buffer, call.counts)
+            expert_major.copy_valid_rows(rows, buffer, call.counts)
         return self._finish(call.output, handle)[:, :H].contiguous()
 
     def _send_nan(self, memory: LowLatencyBuffer, handle: Handle) -> None:

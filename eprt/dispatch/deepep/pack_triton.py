@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from eprt.launching import Prepared, like
+from eprt.launching import CachedKernel, like
 from eprt.rounding import next_power_of_2
 from eprt.tokens import aligned
 
@@ -49,7 +49,9 @@ def pack_tokens(
 
 
 @cache
-def _prepared_pack(device: torch.device, dtype: torch.dtype, num_experts: int, H: int, width: int, K: int) -> Prepared:
+def _prepared_pack(
+    device: torch.device, dtype: torch.dtype, num_experts: int, H: int, width: int, K: int
+) -> CachedKernel:
     """For a number like this of experts."""
     constants = {"H": H, "WIDTH": width, "K": K, "K_POW2": next_power_of_2(K), "BLOCK": BLOCK}
-    return Prepared(_pack_kernel, device, (dtype, torch.int32, dtype, torch.int64, num_experts), constants)
+    return CachedKernel(_pack_kernel, device, (dtype, torch.int32, dtype, torch.int64, num_experts), constants)

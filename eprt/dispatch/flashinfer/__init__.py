@@ -95,7 +95,7 @@ class FlashInferDispatcher(SharedMemoryDispatcher[Geometry, Workspace]):
 
         counts = memory.views(slot, handle.tokens_per_rank).counts
         first, end = self.shard.first_expert, self.shard.end_expert
-        ids_triton.mask_foreign_ids(found["ids"], counts, first, end, E, early=self._device.sm >= 90)
+        ids_triton.mask_foreign_ids(found["ids"], counts, first, end, E, pdl=self._device.sm >= 90)
         rows = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
         scale = None if hidden.scale is None else rows["scale"].view(hidden.scale.dtype)
         payload = Payload(rows["data"].view(hidden.data.dtype), hidden.format, scale, hidden.global_scale)

@@ -16,22 +16,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from eprt.launching import Prepared, like
+from eprt.launching import CachedKernel, like
 from eprt.rounding import ceil_div
 
 BLOCK = 512
 
 
 @triton.jit(do_not_specialize=["num_slots", "R"], do_not_specialize_on_alignment=["ids", "counts"])
-def _mask_kernel(ids, counts, num_slots, R, first, end, E, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _mask_kernel(ids, counts, num_slots, R, first, end, E, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """ids [W * R, K]; counts [W]: tokens that each source sent here, in the first rows of its R."""
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < num_slots
     row = slot // K
     source = row // R
-    if EARLY:
+    if PDL:
         gdc_wait()
     e = tl.load(ids + slot, mask=inside, other=0)
     count = tl.load(counts + source, mask=inside, other=0)
@@ -40,7 +40,7 @@ def _mask_kernel(ids, counts, num_slots, R, first, end, E, K: tl.constexpr, BLOC
 
 
 def mask_foreign_ids(
-    ids: torch.Tensor, counts: torch.Tensor, first: int, end: int, num_experts: int, early: bool
+    ids: torch.Tensor, counts: torch.Tensor, first: int, end: int, num_experts: int, pdl: bool
 ) -> None:
     """In place, on the current stream.
 
@@ -49,18 +49,18 @@ def mask_foreign_ids(
         counts: int32 [W], rows of each source that hold a token.
         first, end: this rank's experts are [first, end).
         num_experts: E, the invalid id.
-        early: let the launch overlap the end of the kernel before, as the library's own kernels do (programmatic
+        pdl: let the launch overlap the end of the kernel before, as the library's own kernels do (programmatic
             dependent launch, compute capability 9 and later).
     """
     W, R, K = ids.shape
     experts = first, end, num_experts
-    kernel = _prepared_mask(ids.device, *map(like, experts), K, early)
+    kernel = _prepared_mask(ids.device, *map(like, experts), K, pdl)
     kernel((ceil_div(W * R * K, BLOCK), 1, 1), ids, counts, W * R * K, R, *experts)
 
 
 @cache
-def _prepared_mask(device: torch.device, first: int, end: int, num_experts: int, K: int, early: bool) -> Prepared:
+def _prepared_mask(device: torch.device, first: int, end: int, num_experts: int, K: int, pdl: bool) -> CachedKernel:
     """For numbers like these."""
     constants = {"K": K, "BLOCK": BLOCK}
     arguments = torch.int32, torch.int32, 2, 2, first, end, num_experts
-    return Prepared(_mask_kernel, device, arguments, constants, early=early)
+    return CachedKernel(_mask_kernel, device, arguments, constants, pdl=pdl)

@@ -223,7 +223,7 @@ def _push_packed(
 def dispatch_kernel(
     rows, global_scale, ids, weights, peers, data_at, scale_at, ids_at, weights_at, book, state, T, R, rank, limit_ns,
     E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr, PAYLOAD: tl.constexpr, EARLY: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, PAYLOAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Push T tokens and their routing, then wait until every peer's have arrived.
 
@@ -231,10 +231,10 @@ def dispatch_kernel(
     are. global_scale: float32 [1] for `nvfp4`, else any pointer. ids, weights [T, K]. peers: every rank's slot, this
     rank's first, then in rank order, round.
     state int64 [2]: this slot's generation, and how many CTAs have finished.
-    EARLY: launched while the kernel before still ends, whose results must not be touched before `gdc_wait`.
+    PDL: launched while the kernel before still ends, whose results must not be touched before `gdc_wait`.
     Grid: ceil(R * K / ROUTING_BLOCK) CTAs for routing, then any number of CTAs that share the rows.
     """
-    if EARLY:
+    if PDL:
         gdc_wait()
     pid = tl.program_id(0)
     lane = tl.arange(0, _RANKS) % W
@@ -277,14 +277,14 @@ def _bf16_bits(x):
 def combine_kernel(
     out, ids, peers, output_at, book, state, T, R, rank, limit_ns,
     E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum each token's rows over the ranks it went to, in float32 and in rank order.
 
     out [T, WORDS]: bf16 rows as words, pairs of numbers in int32 or single ones in int16; so are the rows that are
-    pulled. EARLY: as in dispatch. Grid: any number of CTAs, at least one. T = 0 is the handshake alone.
+    pulled. PDL: as in dispatch. Grid: any number of CTAs, at least one. T = 0 is the handshake alone.
     """
-    if EARLY:
+    if PDL:
         gdc_wait()
     pid = tl.program_id(0)
     lane = tl.arange(0, _RANKS) % W

@@ -9,7 +9,7 @@ import torch
 
 from eprt.dispatch.symm.kernels import ROUTING_BLOCK, combine_kernel, dispatch_kernel
 from eprt.dispatch.symm.memory import R_BITS, SymmetricMemory
-from eprt.launching import Prepared
+from eprt.launching import CachedKernel
 from eprt.rounding import ceil_div, next_power_of_2
 from eprt.tokens import TopK, aligned
 
@@ -43,9 +43,9 @@ class _Pair:
     """Both kernels, cut and compiled for R up to a tuning's `max_rows`, and into how many pieces they cut a row."""
 
     tuning: Tuning
-    push: Prepared
+    push: CachedKernel
     push_pieces: int
-    pull: Prepared
+    pull: CachedKernel
     pull_pieces: int
 
 
@@ -154,20 +154,20 @@ class Launcher:
             block = min(next_power_of_2(words), tuning.dispatch_bytes // word.itemsize)
         pull_block = min(next_power_of_2(words), tuning.combine_bytes // word.itemsize)
         scale = torch.float32 if geometry.payload == "nvfp4" else None
-        push = Prepared(
+        push = CachedKernel(
             dispatch_kernel,
             self._device,
             (kind, scale, torch.int32, torch.float32, *self._push_to[0], *scalars),
             {**self._routing, "WORDS": width, "BLOCK": block, "PAYLOAD": geometry.payload},
-            early=True,
+            pdl=True,
             num_warps=tuning.dispatch_warps,
         )
-        pull = Prepared(
+        pull = CachedKernel(
             combine_kernel,
             self._device,
             (word, torch.int32, *self._pull_from[0], *scalars),
             {**self._routing, "WORDS": words, "BLOCK": pull_block},
-            early=True,
+            pdl=True,
             num_warps=tuning.combine_warps,
         )
         pair = _Pair(tuning, push, ceil_div(width, block), pull, ceil_div(words, pull_block))

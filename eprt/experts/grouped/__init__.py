@@ -1,9 +1,10 @@
 """Triton's grouped GEMMs of our own: bf16, FP8, MXFP4 and NVFP4 weights, with nothing to install beside torch.
 
-One small kernel sorts the slots and lists the row tiles (`eprt.experts.place_triton`). The first GEMM gathers the rows
-it needs and ends in the activation, the second writes each slot's result, one pass weights and sums them. Nothing is
-read by the host and programs walk the list that lies on the device, so a call can be captured in a CUDA graph and costs
-what came. Slabs of ExpertMajorTokens are listed alike and read where they lie.
+One small kernel sorts the top-k entries by expert and writes the tile schedule (`sort_by_expert_triton`). The first
+GEMM gathers the rows it needs and ends in the activation. The second writes one row per top-k entry, and a last pass
+weights and sums them. The GEMMs are persistent kernels that read the schedule on the device: the host reads nothing, a
+call can be captured in a CUDA graph, and its cost follows the rows that came. ExpertMajorTokens (the masked layout) get
+a schedule of their own and are read where they lie.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from eprt.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from eprt.experts.grouped.launch import Gemm, Rows
-    from eprt.experts.place_triton import RowTiles, WorkList
+    from eprt.experts.sort_by_expert_triton import RowTiles, TileSchedule
 
 
 class TritonGroupedExecutor(PreparedExecutor):
@@ -69,7 +70,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         """For the rows an expert gets if so many tokens of all ranks are routed evenly."""
         return choose(self._pair, num_tokens * self.config.top_k / self.shard.num_experts, hopper=self._hopper)
 
-    def _rows(self, hidden: Payload, work: WorkList, source: torch.Tensor | None = None) -> Rows:
+    def _rows(self, hidden: Payload, work: TileSchedule, source: torch.Tensor | None = None) -> Rows:
         """Tokens in the first GEMM's number format."""
         from eprt.experts.grouped.launch import Rows, quantize_rows
 
@@ -84,12 +85,12 @@ class TritonGroupedExecutor(PreparedExecutor):
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         from eprt.experts.grouped.launch import both
         from eprt.experts.permute_triton import weighted_unpermute
-        from eprt.experts.place_triton import list_slots
+        from eprt.experts.sort_by_expert_triton import sort_and_schedule
 
         N, K = tokens.ids.shape
         schedule = self._schedule(N)
         first, L = self.shard.first_expert, self.shard.num_local_experts
-        place, source, work = list_slots(tokens.ids, first, L, _row_tiles(schedule))
+        place, source, work = sort_and_schedule(tokens.ids, first, L, _row_tiles(schedule))
         result = torch.empty((N * K, out.shape[1]), dtype=torch.bfloat16, device=out.device)
         both(self._gemms, self._rows(tokens.hidden, work, source), work, schedule, (N * K,), result)
         direct = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
@@ -101,11 +102,11 @@ class TritonGroupedExecutor(PreparedExecutor):
 
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
         from eprt.experts.grouped.launch import both
-        from eprt.experts.place_triton import list_slabs
+        from eprt.experts.sort_by_expert_triton import schedule_expert_major
 
         L, M = out.shape[:2]
         schedule = self._schedule(tokens.allowed_tokens)
-        work = list_slabs(tokens.counts, M, _row_tiles(schedule))
+        work = schedule_expert_major(tokens.counts, M, _row_tiles(schedule))
         both(self._gemms, self._rows(tokens.hidden, work), work, schedule, (L, M), out)
 
     def warmup(self, max_rows: int, slots: int | None = None) -> None:
@@ -144,6 +145,6 @@ class TritonGroupedExecutor(PreparedExecutor):
 
 @cache
 def _row_tiles(schedule: Schedule) -> RowTiles:
-    from eprt.experts.place_triton import RowTiles
+    from eprt.experts.sort_by_expert_triton import RowTiles
 
-    return RowTiles(schedule.m, schedule.tail, schedule.second.roles)
+    return RowTiles(schedule.m, schedule.tail, schedule.second.warp_specialized)

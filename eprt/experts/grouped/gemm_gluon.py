@@ -4,8 +4,8 @@
 
 What `gemm_triton.grouped_gemm` computes, bit by bit, with weights x tokens alone. There all warps of a program fetch,
 decode, multiply and wait together. Here a program is alone on its multiprocessor: two to four of its warpgroups
-multiply a part of a tile's weight rows each (`multiply_gluon`), further warps bring them weights and tokens, into a
-ring of stages in shared memory (`ring_gluon`). While one multiplier decodes or waits, the products of the others go on.
+multiply a part of a tile's weight rows each (`consumer_gluon`), further warps bring them weights and tokens, into a
+ring of stages in shared memory (`pipeline_gluon`). While one multiplier decodes or waits, the others go on.
 
 Triton interprets none of this: tests on a GPU hold this kernel to the other one, and on a CPU a stand-in for as much of
 Gluon as is used here runs its lines, and holds what roles do in shared memory to the barriers between them.
@@ -17,8 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from eprt.experts.grouped.multiply_gluon import multiply
-from eprt.experts.grouped.ring_gluon import (
+from eprt.experts.grouped.consumer_gluon import multiply
+from eprt.experts.grouped.pipeline_gluon import (
     BLOCK_K,
     COPYING_WARPS,
     SCALES,
@@ -29,24 +29,24 @@ from eprt.experts.grouped.ring_gluon import (
     barrier,
     fetch,
 )
-from eprt.experts.place_triton import begin_early
+from eprt.experts.sort_by_expert_triton import pdl_wait
 
 _BLOCK_K = gl.constexpr(BLOCK_K)
 _COPYING_WARPS = gl.constexpr(COPYING_WARPS)
 
 
 @gluon.jit
-def grouped_gemm_by_roles(
-    x, x_tiles, tail_tiles, source, w, w_scale, w_factor, bias, out, items, num_items, taken,
+def grouped_gemm_warp_specialized(
+    x, x_tiles, tail_tiles, source, w, w_scale, w_factor, bias, out, entries, num_entries, taken,
     x_stride, x_skip, out_stride, out_skip, C: gl.constexpr,
 ):  # fmt: skip
     """Arguments as those of `gemm_triton.grouped_gemm` under the same names. One program a multiprocessor.
 
     x_tiles, tail_tiles: x [rows, K] as descriptors of blocks [C.LEAST, BLOCK_K] and [C.TAIL, BLOCK_K], or None.
-    w, w_scale: descriptors of what a stage has of them (`ring_gluon.words_of`, `scales_of`), or of blocks
+    w, w_scale: descriptors of what a stage has of them (`pipeline_gluon.words_of`, `scales_of`), or of blocks
         [C.BLOCK_N, BLOCK_K] and None.
     taken: int32 [1], zero, which it is again afterwards: tiles that programs took beyond their first.
-    C: `ring_gluon.Cut`.
+    C: `pipeline_gluon.Cut`.
     """
     STAGES: gl.constexpr = C.STAGES
     ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES * C.PARTS, C.BLOCK_M, _BLOCK_K], SHARED)
@@ -77,12 +77,12 @@ def grouped_gemm_by_roles(
         mbarrier.init(turns.index(which), count=1)
     told = gl.allocate_shared_memory(gl.int32, [STAGES * WHERE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
-    begin_early(C.OPENS)
+    pdl_wait(C.LAUNCH_DEPENDENTS)
     barrier()
     stages = w_ring, scale_ring, ring, tail_ring, full, empty, told
     target = w_factor, bias, out, out_stride, out_skip
     read = x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip
-    tiles = items, num_items, taken
+    tiles = entries, num_entries, taken
     own = target, desks, stages, turns
     FETCHING: gl.constexpr = 1 if C.X_TMA else _COPYING_WARPS
     if C.MULTIPLIERS == 2:

@@ -26,13 +26,13 @@ import triton.language as tl
 from eprt.experts.activation_triton import activated
 from eprt.experts.grouped.fp4_triton import fp4_block, fp4_expert, settled
 from eprt.experts.grouped.weights import INTERLEAVE
-from eprt.experts.place_triton import ITEM, begin_early, tiles_of
+from eprt.experts.sort_by_expert_triton import ENTRY, pdl_wait, tiles_of
 from eprt.quant.elements import E4M3_MAX, TINY
 from eprt.weights import FP8_BLOCK
 
 _FP8_BLOCK = tl.constexpr(FP8_BLOCK)
 _INTERLEAVE = tl.constexpr(INTERLEAVE)
-_ITEM = tl.constexpr(ITEM)
+_ENTRY = tl.constexpr(ENTRY)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _TINY = tl.constexpr(TINY)
 
@@ -49,10 +49,10 @@ def turn(tile, total):
 
 
 @triton.jit
-def position(items, tile, NUM_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, TAIL: tl.constexpr):
+def position(entries, tile, NUM_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, TAIL: tl.constexpr):
     """(expert, first row, row after the expert's last, index along N) of a tile. Tiles of GROUP_M neighbours along M
     follow each other, so that weights stay in L2 while rows do."""
-    entry = items + (tile // NUM_N) * _ITEM
+    entry = entries + (tile // NUM_N) * _ENTRY
     expert, begin = tl.load(entry), tl.load(entry + 1)
     end, first = tl.load(entry + 2), tl.load(entry + 3)
     inside = tile - first * NUM_N
@@ -261,7 +261,7 @@ def _tile(
 
 @triton.jit
 def _listed_tile(
-    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, tile,
+    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, entries, tile,
     x_stride, x_skip, out_stride, out_skip,
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -270,7 +270,7 @@ def _listed_tile(
     W_TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile in the least height that holds its rows."""
-    expert, row, end, column = position(items, tile, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_M, GROUP_M, TAIL)
+    expert, row, end, column = position(entries, tile, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_M, GROUP_M, TAIL)
     if TAIL > 0 and end - row > BLOCK_M and end - row <= BLOCK_M + TAIL:
         _tile(
             x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
@@ -303,13 +303,13 @@ def _listed_tile(
 
 @triton.jit
 def grouped_gemm(
-    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, num_items,
+    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, entries, num_entries,
     x_stride, x_skip, out_stride, out_skip,
     N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     GROUP_M: tl.constexpr, PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
     BETA: tl.constexpr, LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, FLATTEN: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, EARLY: tl.constexpr, OPENS: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, PDL: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
 ):  # fmt: skip
     """`out[m] = x[m or source[m]] @ w[expert of m].T`, plus bias; the FIRST matrix's through the activation.
 
@@ -321,22 +321,22 @@ def grouped_gemm(
             alternate by INTERLEAVE.  w_scale: [experts, parts, ceil(N / parts / 128), ceil(K / 128)] float32.
             Of MXFP4 and NVFP4, w and w_scale are words.  w_factor: [experts, parts, N / parts] float32, or None.
         bias: [experts, parts, N / parts] float32, or None.
-        items, num_items: the list of row tiles: int32 [.., ITEM], and how many there are.
+        entries, num_entries: the list of row tiles: int32 [.., ENTRY], and how many there are.
         x_stride, out_stride: elements between rows.  x_skip, out_skip: more elements for each expert (slabs that lie
             further apart than their rows fill).
         N, K: rows of an expert's matrix (both parts, with padding) and columns without padding.
         TAIL: rows that an expert's last tile takes beyond BLOCK_M, as the list was made for; 0 with FP8.
         HALVINGS: how often a tile's height may be halved where that is enough for an expert's last rows: 0, 1 or 2.
         FLATTEN: one pipeline over all tiles of a program, instead of one for each.
-        EARLY, OPENS: see `begin_early`.
+        PDL, LAUNCH_DEPENDENTS: see `pdl_wait`.
     """
-    if EARLY:
-        begin_early(OPENS)
+    if PDL:
+        pdl_wait(LAUNCH_DEPENDENTS)
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    total = tl.load(num_items) * NUM_N
+    total = tl.load(num_entries) * NUM_N
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
         _listed_tile(
-            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, items, turn(tile, total),
+            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, entries, turn(tile, total),
             x_stride, x_skip, out_stride, out_skip,
             N, K, W_STRIDE, W_ROWS, BLOCK_M, TAIL, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, HALVINGS, X_TMA, W_TMA,
@@ -345,23 +345,26 @@ def grouped_gemm(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def quantize_tiles(
-    x, codes, scale, items, num_items, num_rows, x_stride, x_skip, code_stride,
+    x, codes, scale, entries, num_entries, num_rows, x_stride, x_skip, code_stride,
     K: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Rows in E4M3: codes [rows, code_stride], scale [rows, GROUPS] float32; x, x_skip as in `grouped_gemm`.
+    """Quantizes rows to E4M3: codes [rows, code_stride], scale [rows, GROUPS] float32; x, x_skip as in `grouped_gemm`.
 
-    `items`, `num_items`: the rows of a list alone; None: the first `num_rows`. A value is multiplied by the inverse of
-    its scale: a true division, as `eprt.quant` makes it, takes ten times as long as the memory does. SPLIT: what
-    rounding leaves over follows in the second half of the columns, with the same scale. A value of at most 448 leaves
-    16 at most, and of that at most 2^-5, or 2^-10 in all.
+    Args:
+        entries, num_entries: the tile schedule whose rows are quantized; None: the first `num_rows`.
+        SPLIT: the rounding error follows in the second half of the columns, with the same scale. A value of at most 448
+            leaves at most 16, and of that at most 2^-5, or 2^-10 in all.
+
+    A value is multiplied by the inverse of its scale: a true division, as `eprt.quant` makes it, takes ten times as
+    long as the memory does.
     """
     width: tl.constexpr = (K + 15) // 16 * 16
-    total = tl.cdiv(num_rows, BLOCK_M) if items is None else tl.load(num_items)
+    total = tl.cdiv(num_rows, BLOCK_M) if entries is None else tl.load(num_entries)
     for tile in tl.range(tl.program_id(0), total * GROUPS, tl.num_programs(0)):
-        if items is None:
+        if entries is None:
             expert, row, end, group = 0, tile // GROUPS * BLOCK_M, num_rows, tile % GROUPS
         else:
-            expert, row, end, group = position(items, tile, GROUPS, BLOCK_M, 1, 0)
+            expert, row, end, group = position(entries, tile, GROUPS, BLOCK_M, 1, 0)
         m = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
         k = group * _FP8_BLOCK + tl.arange(0, _FP8_BLOCK)
         ok = (m < end)[:, None] & (k < K)[None, :]

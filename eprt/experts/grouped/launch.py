@@ -18,15 +18,15 @@ from eprt.experts.grouped.fp4 import UNIT
 from eprt.experts.grouped.gemm_triton import grouped_gemm, quantize_tiles
 from eprt.experts.grouped.schedules import FP4_PAIRS, FP8_PAIRS, Pair, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
-from eprt.experts.place_triton import WorkList
-from eprt.launching import INT32, Prepared, like, starts_aligned
+from eprt.experts.sort_by_expert_triton import TileSchedule
+from eprt.launching import INT32, CachedKernel, like, starts_aligned
 from eprt.rounding import ceil_div, next_power_of_2, round_up
 from eprt.support import Device
 from eprt.weights import FP8_BLOCK
 
 _CPU_PROGRAMS = 3  # Triton's interpreter runs one after another: a few, so that each walks the list
 # Triton's that the kernel with roles was compiled with: Gluon is an experiment of theirs, and changes.
-_ROLES = (3, 6), (3, 9)
+_GLUON_TRITON = (3, 6), (3, 9)
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Chip:
 
     multiprocessors: int
     hopper: bool
-    roles: bool = False
+    warp_specialized: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> Chip:
         found = Device.of(device)
         if found.kind == "cpu":
             return cls(_CPU_PROGRAMS, False)
-        known = _ROLES[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= _ROLES[1]
+        known = _GLUON_TRITON[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= _GLUON_TRITON[1]
         count = torch.cuda.get_device_properties(device).multi_processor_count
         return cls(count, found.sm >= 90, found.sm == 90 and known)
 
@@ -81,7 +81,7 @@ class Gemm:
         self._chip = chip
         self._weights = matrix.data.flatten(0, 1)
         self._tiles: dict[tuple[int, int, bool], Any] = {}
-        self._prepared: dict[Any, Prepared] = {}
+        self._prepared: dict[Any, CachedKernel] = {}
         self._constants: dict[str, Any] = {
             "N": matrix.rows,
             "K": matrix.cols,
@@ -98,12 +98,12 @@ class Gemm:
         """Columns of what it writes."""
         return self.matrix.rows // self.matrix.parts
 
-    def __call__(self, rows: Rows, work: WorkList, schedule: Schedule, tile: Tile, out: torch.Tensor) -> None:
+    def __call__(self, rows: Rows, work: TileSchedule, schedule: Schedule, tile: Tile, out: torch.Tensor) -> None:
         """Write [rows, width], or slabs of it, for the rows of the work list alone."""
         data = rows.data
-        if tile.roles:
-            if self._fits_roles(data, out):
-                self._launch_roles(rows, work, schedule, tile, out)
+        if tile.warp_specialized:
+            if self._fits_warp_specialized(data, out):
+                self._launch_warp_specialized(rows, work, schedule, tile, out)
                 return
             tile = tile.plain
         columns = ceil_div(self.matrix.rows, tile.n)
@@ -120,26 +120,26 @@ class Gemm:
             self.matrix.factor,
             self.matrix.bias,
             out,
-            work.items,
-            work.count,
+            work.entries,
+            work.num_entries,
             *strides,
         )
         if not starts_aligned(data, out, data if rows.scale is None else rows.scale):
-            constants = {**self._constants, **_cut(schedule, tile, x_tma)}
-            grouped_gemm[grid](*arguments, **constants, EARLY=False, **self._options(tile))
+            constants = {**self._constants, **_tile_constants(schedule, tile, x_tma)}
+            grouped_gemm[grid](*arguments, **constants, PDL=False, **self._options(tile))
             return
-        cut = schedule.m, schedule.tail, schedule.group, schedule.opens, tile, x_tma
+        cut = schedule.m, schedule.tail, schedule.group, schedule.launch_dependents, tile, x_tma
         key = (*cut, data.dtype, out.dtype, rows.source is None, *map(like, strides))
         kernel = self._prepared.get(key)
         if kernel is None:
-            kernel = self._prepared[key] = self._prepare(arguments, _cut(schedule, tile, x_tma), tile)
+            kernel = self._prepared[key] = self._prepare(arguments, _tile_constants(schedule, tile, x_tma), tile)
         kernel(grid, *arguments)
 
-    def _prepare(self, arguments: tuple[Any, ...], cut: dict[str, Any], tile: Tile) -> Prepared:
+    def _prepare(self, arguments: tuple[Any, ...], cut: dict[str, Any], tile: Tile) -> CachedKernel:
         """For arguments like these."""
         constants = {**self._constants, **cut}
         options = self._options(tile)
-        return Prepared(grouped_gemm, self._weights.device, _kinds(arguments), constants, early=True, **options)
+        return CachedKernel(grouped_gemm, self._weights.device, _kinds(arguments), constants, pdl=True, **options)
 
     def _options(self, tile: Tile) -> dict[str, Any]:
         """What Triton is told. 4 bits: the most registers with which as many programs as should share a
@@ -150,21 +150,23 @@ class Gemm:
         return options
 
     @cached_property
-    def _takes_roles(self) -> bool:
+    def _takes_warp_specialized(self) -> bool:
         """Whether the kernel with roles takes this matrix: it has no masks along K."""
-        from eprt.experts.grouped.ring_gluon import BLOCK_K, LEAST_BLOCKS
+        from eprt.experts.grouped.pipeline_gluon import BLOCK_K, LEAST_BLOCKS
 
         K = self.matrix.cols
-        return self._chip.roles and K % BLOCK_K == 0 and K >= LEAST_BLOCKS * BLOCK_K
+        return self._chip.warp_specialized and K % BLOCK_K == 0 and K >= LEAST_BLOCKS * BLOCK_K
 
-    def _fits_roles(self, data: torch.Tensor, out: torch.Tensor) -> bool:
+    def _fits_warp_specialized(self, data: torch.Tensor, out: torch.Tensor) -> bool:
         """And these rows: it copies 16 bytes at once, and offsets have 32 bits."""
         copied = _strides(data)[0] % 16 == 0 and starts_aligned(data, out)
-        return self._takes_roles and copied and data.numel() < INT32
+        return self._takes_warp_specialized and copied and data.numel() < INT32
 
-    def _launch_roles(self, rows: Rows, work: WorkList, schedule: Schedule, tile: Tile, out: torch.Tensor) -> None:
-        from eprt.experts.grouped.gemm_gluon import grouped_gemm_by_roles
-        from eprt.experts.grouped.ring_gluon import blocks_of
+    def _launch_warp_specialized(
+        self, rows: Rows, work: TileSchedule, schedule: Schedule, tile: Tile, out: torch.Tensor
+    ) -> None:
+        from eprt.experts.grouped.gemm_gluon import grouped_gemm_warp_specialized
+        from eprt.experts.grouped.pipeline_gluon import blocks_of
 
         matrix, data = self.matrix, rows.data
         x_tma = rows.source is None and data.dim() == 2
@@ -178,16 +180,16 @@ class Gemm:
             matrix.factor,
             matrix.bias,
             out,
-            work.items,
-            work.count,
-            work.taken,
+            work.entries,
+            work.num_entries,
+            work.tile_counter,
             *strides,
         )
         key = (
             schedule.m,
             schedule.tail,
             schedule.group,
-            schedule.opens,
+            schedule.launch_dependents,
             tile,
             out.dtype,
             x_tma,
@@ -196,29 +198,29 @@ class Gemm:
         )
         kernel = self._prepared.get(key)
         if kernel is None:
-            constants = {"C": self._cut_by_roles(schedule, tile, x_tma)}
+            constants = {"C": self._kernel_constants(schedule, tile, x_tma)}
             kinds, device = _kinds(arguments), self._weights.device
-            kernel = Prepared(grouped_gemm_by_roles, device, kinds, constants, early=True, num_warps=4)
+            kernel = CachedKernel(grouped_gemm_warp_specialized, device, kinds, constants, pdl=True, num_warps=4)
             self._prepared[key] = kernel
         kernel((min(self._chip.multiprocessors, work.bound * ceil_div(matrix.rows, tile.n)), 1, 1), *arguments)
 
-    def _cut_by_roles(self, schedule: Schedule, tile: Tile, x_tma: bool) -> Any:
-        from eprt.experts.grouped.ring_gluon import Cut
+    def _kernel_constants(self, schedule: Schedule, tile: Tile, x_tma: bool) -> Any:
+        from eprt.experts.grouped.pipeline_gluon import Cut
 
-        known = {**self._constants, **_cut(schedule, tile, x_tma)}
+        known = {**self._constants, **_tile_constants(schedule, tile, x_tma)}
         return Cut(**{field.name: known[field.name] for field in fields(Cut) if field.init})
 
     def _descriptor(self, tile: Tile) -> Any:
-        block = tile.n, tile.k, tile.roles
+        block = tile.n, tile.k, tile.warp_specialized
         if block not in self._tiles:
             self._tiles[block] = TensorDescriptor.from_tensor(self._weights[:, : self.matrix.cols], [tile.n, tile.k])
         return self._tiles[block]
 
     def _blocks(self, tile: Tile) -> tuple[Any, Any]:
         """Weights for the kernel with roles, and scales."""
-        from eprt.experts.grouped.ring_gluon import BLOCK_K, blocks_of, scales_of, words_of
+        from eprt.experts.grouped.pipeline_gluon import BLOCK_K, blocks_of, scales_of, words_of
 
-        key, matrix = (tile.n, tile.k, tile.roles), self.matrix
+        key, matrix = (tile.n, tile.k, tile.warp_specialized), self.matrix
         if key not in self._tiles:
             if matrix.scale is None:
                 self._tiles[key] = blocks_of(self._weights[:, : matrix.cols], tile.n), None
@@ -234,7 +236,7 @@ def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(a.dtype if isinstance(a, torch.Tensor) else like(a) if isinstance(a, int) else a for a in arguments)
 
 
-def _cut(schedule: Schedule, tile: Tile, x_tma: bool) -> dict[str, Any]:
+def _tile_constants(schedule: Schedule, tile: Tile, x_tma: bool) -> dict[str, Any]:
     """What the kernel is told of them."""
     return {
         "BLOCK_M": schedule.m,
@@ -247,11 +249,11 @@ def _cut(schedule: Schedule, tile: Tile, x_tma: bool) -> dict[str, Any]:
         "HALVINGS": tile.halvings,
         "FLATTEN": tile.flatten and x_tma,
         "X_TMA": x_tma,
-        "OPENS": schedule.opens,
+        "LAUNCH_DEPENDENTS": schedule.launch_dependents,
     }
 
 
-def quantize_rows(data: torch.Tensor, work: WorkList | None, gemm: Gemm) -> Rows:
+def quantize_rows(data: torch.Tensor, work: TileSchedule | None, gemm: Gemm) -> Rows:
     """Rows of the work list in E4M3 for `gemm`, with a scale for 128 values; others stay garbage. None: all rows."""
     K, split = gemm.matrix.cols, gemm.pair == "w8a16"
     groups, width = ceil_div(K, FP8_BLOCK), round_up(K, 16) * (2 if split else 1)
@@ -259,15 +261,15 @@ def quantize_rows(data: torch.Tensor, work: WorkList | None, gemm: Gemm) -> Rows
     scale = torch.empty((*data.shape[:-1], groups), dtype=torch.float32, device=data.device)
     block_m = work.tiles.m if work else 16
     tiles = (work.bound if work else ceil_div(data.shape[0], block_m)) * groups
-    items, count = (None, None) if work is None else (work.items, work.count)
+    entries, count = (None, None) if work is None else (work.entries, work.num_entries)
     numbers = *_strides(data), width
     grid = min(gemm._chip.multiprocessors * 64, tiles), 1, 1
     if starts_aligned(data):
         kernel = _prepared_quantize(data.device, data.dtype, work is not None, *map(like, numbers), K, block_m, split)
-        kernel(grid, data, codes, scale, items, count, data.shape[0], *numbers)
+        kernel(grid, data, codes, scale, entries, count, data.shape[0], *numbers)
     else:
         constants = {"K": K, "GROUPS": groups, "BLOCK_M": block_m, "SPLIT": split}
-        quantize_tiles[grid](data, codes, scale, items, count, data.shape[0], *numbers, **constants)
+        quantize_tiles[grid](data, codes, scale, entries, count, data.shape[0], *numbers, **constants)
     return Rows(codes, scale.view(-1, groups))
 
 
@@ -275,16 +277,21 @@ def quantize_rows(data: torch.Tensor, work: WorkList | None, gemm: Gemm) -> Rows
 def _prepared_quantize(
     device: torch.device, dtype: torch.dtype, listed: bool, stride: int, skip: int, width: int, K: int, block_m: int,
     split: bool,
-) -> Prepared:  # fmt: skip
+) -> CachedKernel:  # fmt: skip
     """For strides like these; `listed`: rows of a work list."""
-    items = torch.int32 if listed else None
-    arguments = dtype, torch.float8_e4m3fn, torch.float32, items, items, 2, stride, skip, width
+    entries = torch.int32 if listed else None
+    arguments = dtype, torch.float8_e4m3fn, torch.float32, entries, entries, 2, stride, skip, width
     constants = {"K": K, "GROUPS": ceil_div(K, FP8_BLOCK), "BLOCK_M": block_m, "SPLIT": split}
-    return Prepared(quantize_tiles, device, arguments, constants)
+    return CachedKernel(quantize_tiles, device, arguments, constants)
 
 
 def both(
-    gemms: tuple[Gemm, Gemm], rows: Rows, work: WorkList, schedule: Schedule, count: tuple[int, ...], out: torch.Tensor
+    gemms: tuple[Gemm, Gemm],
+    rows: Rows,
+    work: TileSchedule,
+    schedule: Schedule,
+    count: tuple[int, ...],
+    out: torch.Tensor,
 ) -> None:
     """Both matrices: `count` rows (or slabs of rows) of room between them, results into `out`."""
     first, second = gemms

@@ -38,13 +38,13 @@ class Tile:
     halvings: int = 0
     flatten: bool = False
     tma: bool = False
-    roles: bool = False
+    warp_specialized: bool = False
     fallback: Tile | None = field(default=None, compare=False)
 
     @property
     def plain(self) -> Tile:
         """The same product without roles, where the kernel with them doesn't fit."""
-        return self.fallback or replace(self, roles=False, stages=min(self.stages, 3))
+        return self.fallback or replace(self, warp_specialized=False, stages=min(self.stages, 3))
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,22 @@ class Schedule:
     second: Tile
     group: int = 8
     tail: int = 0
-    opens: bool = False
+    launch_dependents: bool = False
 
 
 ANY = 1 << 30
-BF16_ROLES = Tile(256, 64, 4, 8, 1, swap=True, halvings=1, tma=True, roles=True)
-BF16_128 = Schedule(128, BF16_ROLES, BF16_ROLES, tail=32)
-BF16_NARROW = replace(BF16_ROLES, n=128, halvings=2)
+BF16_WS = Tile(256, 64, 4, 8, 1, swap=True, halvings=1, tma=True, warp_specialized=True)
+BF16_128 = Schedule(128, BF16_WS, BF16_WS, tail=32)
+BF16_NARROW = replace(BF16_WS, n=128, halvings=2)
 BF16_256 = Schedule(256, BF16_NARROW, BF16_NARROW, tail=32)
 # 256 rows of weights share tokens where results of 64 tokens fit four multipliers' registers, of 128 tokens three's. A
 # tail costs registers, and saves where many experts have a few rows beyond a multiple of m.
-MXFP4_ROLES = Tile(256, 128, 5, 8, 1, swap=True, halvings=1, tma=True, roles=True)
-MXFP4_LOW = replace(MXFP4_ROLES, stages=8, halvings=0, fallback=Tile(128, 128, 4, 4, 4, True, tma=True))
-MXFP4_32 = replace(MXFP4_ROLES, stages=6, fallback=Tile(128, 64, 5, 4, 4, True, halvings=1))
-MXFP4_64 = replace(MXFP4_ROLES, fallback=Tile(128, 64, 4, 4, 3, True, halvings=2, tma=True))
-MXFP4_128 = replace(MXFP4_ROLES, n=192, stages=3, fallback=Tile(128, 64, 3, 8, 1, True, halvings=1))
-MXFP4_256 = replace(MXFP4_ROLES, n=128, k=64, halvings=2)
+MXFP4_WS = Tile(256, 128, 5, 8, 1, swap=True, halvings=1, tma=True, warp_specialized=True)
+MXFP4_LOW = replace(MXFP4_WS, stages=8, halvings=0, fallback=Tile(128, 128, 4, 4, 4, True, tma=True))
+MXFP4_32 = replace(MXFP4_WS, stages=6, fallback=Tile(128, 64, 5, 4, 4, True, halvings=1))
+MXFP4_64 = replace(MXFP4_WS, fallback=Tile(128, 64, 4, 4, 3, True, halvings=2, tma=True))
+MXFP4_128 = replace(MXFP4_WS, n=192, stages=3, fallback=Tile(128, 64, 3, 8, 1, True, halvings=1))
+MXFP4_256 = replace(MXFP4_WS, n=128, k=64, halvings=2)
 # Second GEMMs.
 DOWN_32 = replace(MXFP4_32, fallback=Tile(128, 128, 4, 4, 3, True, tma=True))
 DOWN_128 = replace(MXFP4_128, fallback=Tile(128, 64, 3, 4, 2, True, halvings=1, tma=True))
@@ -111,13 +111,13 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
     "w4a16": (
         (0.5, Schedule(16, Tile(128, 256, 3, 4, 2, swap=True), Tile(64, 256, 3, 4, 4, swap=True))),
         (2, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), Tile(64, 256, 3, 4, 4, swap=True, tma=True))),
-        (12, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), MXFP4_LOW, opens=True)),
-        (40, Schedule(32, MXFP4_32, DOWN_32, tail=16, opens=True)),
-        (80, Schedule(64, MXFP4_64, MXFP4_64, tail=16, opens=True)),
-        (144, Schedule(128, MXFP4_128, DOWN_128, tail=16, opens=True)),
+        (12, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), MXFP4_LOW, launch_dependents=True)),
+        (40, Schedule(32, MXFP4_32, DOWN_32, tail=16, launch_dependents=True)),
+        (80, Schedule(64, MXFP4_64, MXFP4_64, tail=16, launch_dependents=True)),
+        (144, Schedule(128, MXFP4_128, DOWN_128, tail=16, launch_dependents=True)),
         # From some 200 rows on two tiles of 128 take longer than one of 256.
-        (208, Schedule(128, MXFP4_128, DOWN_128, tail=32, opens=True)),
-        (ANY, Schedule(256, MXFP4_256, MXFP4_256, tail=32, opens=True)),
+        (208, Schedule(128, MXFP4_128, DOWN_128, tail=32, launch_dependents=True)),
+        (ANY, Schedule(256, MXFP4_256, MXFP4_256, tail=32, launch_dependents=True)),
     ),
 }
 HOPPER["nv4a16"] = HOPPER["w4a16"]  # not searched: the same but for twice as many scales

@@ -18,7 +18,7 @@ from eprt.experts.base import PreparedExecutor
 from eprt.experts.humming.gemm import FP8_INPUT_SCHEMAS, GemmShape, GemmType, GroupedGemm
 from eprt.experts.humming.rows import RowKernel, RowLayout
 from eprt.experts.humming.schedules import EvenRouting
-from eprt.experts.permute import SlotOrder, group_rows, group_slots, plain_hidden, weighted_unpermute
+from eprt.experts.permute import ExpertOrder, group_by_expert, group_rows, plain_hidden, weighted_unpermute
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights
 
@@ -91,13 +91,13 @@ class HummingExecutor(PreparedExecutor):
 
     def _sorted_inputs(
         self, hidden: torch.Tensor, tokens: FlatTokens
-    ) -> tuple[torch.Tensor | None, SlotOrder, torch.Tensor]:
+    ) -> tuple[torch.Tensor | None, ExpertOrder, torch.Tensor]:
         """(scale or None, order, rows [N * K, H]) in the first GEMM's number format."""
         first, L = self.shard.first_expert, self.shard.num_local_experts
         if not self._fp8:
             rows, order = group_rows(hidden, tokens.ids, first, L, torch.bfloat16)
             return None, order, rows
-        order = group_slots(tokens.ids, first, L)
+        order = group_by_expert(tokens.ids, first, L)
         plain = hidden.to(torch.bfloat16).contiguous()
         rows, scale = self._rows("scatter", slots=tokens.ids.shape[1])(
             plain, tokens.ids.numel(), scatter_idx=order.place

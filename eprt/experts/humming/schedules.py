@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from eprt.experts.permute import group_slots
+from eprt.experts.permute import group_by_expert
 from eprt.experts.sample_tokens import sample_ids
 from eprt.rounding import round_up
 from eprt.timing import device_microseconds
@@ -100,7 +100,7 @@ class EvenRouting:
         """Offsets [L + 1] of a few such batches, so that they read different experts' weights."""
         tokens = self.tokens(rows, num_local)
         samples = [sample_ids(tokens, self.top_k, self.num_experts, device, seed) for seed in range(TRIALS)]
-        return [group_slots(ids, 0, num_local).offsets for ids in samples]
+        return [group_by_expert(ids, 0, num_local).offsets for ids in samples]
 
 
 class Trial:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.expert_major import expert_major_from_flat
 from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.quant import encode
-from eprt.slabs import expert_major_from_flat
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import Dense, ExpertWeights
 

@@ -216,7 +216,7 @@ def decode(
     case = Case(context, runtime, dtype, attention_tp)
     graphs, world = case.graphs(idle), case.world
     errors: list[list[float]] = []
-    sent = _count_slots(case)
+    sent = _count_by_expert(case)
     for number, count in enumerate(case.counts()):
         if number == captured_again:
             graphs.capture()
@@ -236,7 +236,7 @@ def decode(
     return found
 
 
-def _count_slots(case: Case) -> list[int]:
+def _count_by_expert(case: Case) -> list[int]:
     """Filled with the number of valid slots of everything that the host sends."""
     sent: list[int] = []
     for layer in case.layers:

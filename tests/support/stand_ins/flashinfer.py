@@ -233,7 +233,7 @@ class FakeWorld:
         return self._shared._held
 
 
-def mask_foreign_ids(ids, counts, first, end, num_experts, early):
+def mask_foreign_ids(ids, counts, first, end, num_experts, pdl):
     for source, count in enumerate(counts.tolist()):
         ids[source, count:] = num_experts
     ids[(ids < first) | (ids >= end)] = num_experts

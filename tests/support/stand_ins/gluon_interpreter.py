@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import mangle_type
 
-from eprt.experts import place_triton
+from eprt.experts import sort_by_expert_triton
 from support.stand_ins.gluon_order import GRANULE, Barrier, Buffer, Job, Machine, Write
 
 _seeds = itertools.count()  # another order of turns for each launch
@@ -332,4 +332,4 @@ def apply() -> None:
         parent, _, last = name.rpartition(".")
         setattr(import_module(parent), last, module)
     tl.block_type.layout = None
-    place_triton.gdc_wait = place_triton.gdc_launch_dependents = lambda: None
+    sort_by_expert_triton.gdc_wait = sort_by_expert_triton.gdc_launch_dependents = lambda: None

@@ -18,9 +18,9 @@ def copy_valid_rows(source: torch.Tensor, target: torch.Tensor, counts: torch.Te
     if source.dtype.itemsize == 1:
         source, target = source.view(torch.uint8), target.view(torch.uint8)
     if source.is_cuda:
-        from eprt.slabs import copy_triton
+        from eprt import expert_major_triton
 
-        copy_triton.copy_valid_rows(source, target, counts)
+        expert_major_triton.copy_valid_rows(source, target, counts)
         return
     valid = torch.arange(source.shape[1]) < counts[:, None]
     target[valid] = source[valid]

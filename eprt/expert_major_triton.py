@@ -1,4 +1,4 @@
-"""The kernel of `eprt.slabs` on CUDA."""
+"""The kernel of `eprt.expert_major` on CUDA."""
 # Triton's language isn't typed: its values are tensors of the kernel, whatever a checker makes of them.
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
 # ruff: noqa: ANN001, ANN202
@@ -32,7 +32,7 @@ def _copy_kernel(
 
 
 def copy_valid_rows(source: torch.Tensor, target: torch.Tensor, counts: torch.Tensor) -> None:
-    """See `eprt.slabs.copy_valid_rows`; Triton reads bytes where the dtype has eight bits."""
+    """See `eprt.expert_major.copy_valid_rows`; Triton reads bytes where the dtype has eight bits."""
     L, M, width = source.shape
     source = source if source.data_ptr() % 16 == 0 else source.clone()  # else it would be compiled once more
     share = min(M, max(1, COPY_CTAS // L))

@@ -21,7 +21,7 @@ from support.cases.expert_cases import (
     valid_rows,
 )
 
-from eprt import slabs
+from eprt import expert_major
 from eprt.experts.reference import ReferenceExecutor
 from eprt.experts.torch_grouped import GroupedExecutor
 from eprt.quant import encode_payload
@@ -72,19 +72,19 @@ def test_valid_rows_alone_are_copied(dtype: torch.dtype):
     source = spread(torch.randn(3, 5, H)).to(dtype)
     counts = torch.tensor([5, 0, 2], dtype=torch.int32)
     target = torch.zeros(3, 5, WIDTH).to(dtype)
-    slabs.copy_valid_rows(source, target[..., :H], counts)
+    expert_major.copy_valid_rows(source, target[..., :H], counts)
     valid = (torch.arange(5) < counts[:, None])[..., None]
     assert torch.equal(target[..., :H].float(), torch.where(valid, source.float(), 0.0))
     assert not target[..., H:].float().any()
     swapped = torch.zeros(3, H, 5).to(dtype).mT
-    slabs.copy_valid_rows(source, swapped, counts)
+    expert_major.copy_valid_rows(source, swapped, counts)
     assert torch.equal(swapped.float(), target[..., :H].float())
 
 
 def test_dense_slabs_stay_where_they_are():
     rows, counts = torch.randn(2, 4, H), torch.tensor([4, 1], dtype=torch.int32)
-    assert slabs.dense(rows, counts) is rows
-    dense = slabs.dense(spread(rows), counts)
+    assert expert_major.dense(rows, counts) is rows
+    dense = expert_major.dense(spread(rows), counts)
     assert dense.is_contiguous()
     assert torch.equal(dense[0], rows[0])
     assert torch.equal(dense[1, :1], rows[1, :1])

@@ -27,7 +27,7 @@ from support.stand_ins.kernel_device import DEVICE, INTERPRETED, cuda_only, inte
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.schedules import (
     BF16_NARROW,
-    BF16_ROLES,
+    BF16_WS,
     MXFP4_32,
     MXFP4_64,
     MXFP4_128,
@@ -47,7 +47,7 @@ FP4_TILES = {16: MXFP4_LOW, 32: MXFP4_32, 64: MXFP4_64, 128: MXFP4_128, 256: MXF
 
 def with_roles(m, tail, form="mxfp4"):
     """As the tables', with as many halvings as there can be."""
-    known = FP4_TILES[m] if form != "bf16" else BF16_NARROW if m == 256 else BF16_ROLES
+    known = FP4_TILES[m] if form != "bf16" else BF16_NARROW if m == 256 else BF16_WS
     tile = replace(known, halvings=min(2, m.bit_length() - 5))
     return Schedule(m, tile, tile, group=2, tail=tail)
 
@@ -58,15 +58,15 @@ def launched(monkeypatch):
     from eprt.experts.grouped.launch import Chip, Gemm
 
     if INTERPRETED:
-        monkeypatch.setattr(Chip, "of", lambda _: Chip(multiprocessors=3, hopper=False, roles=True))
-    seen, plain = [], Gemm._launch_roles
+        monkeypatch.setattr(Chip, "of", lambda _: Chip(multiprocessors=3, hopper=False, warp_specialized=True))
+    seen, plain = [], Gemm._launch_warp_specialized
 
     def launch(self, rows, work, *more):
         seen.append(self.matrix.rows)
         plain(self, rows, work, *more)
-        assert work.taken.tolist() == [0]  # as the second GEMM wants it
+        assert work.tile_counter.tolist() == [0]  # as the second GEMM wants it
 
-    monkeypatch.setattr(Gemm, "_launch_roles", launch)
+    monkeypatch.setattr(Gemm, "_launch_warp_specialized", launch)
     return seen
 
 
@@ -222,10 +222,10 @@ def test_barriers_that_are_missing_would_be_seen(mistake, form, once_around, mon
     from support.stand_ins.gluon_interpreter import Jit
     from support.stand_ins.gluon_order import Race, Stuck
 
-    from eprt.experts.grouped import multiply_gluon, ring_gluon
+    from eprt.experts.grouped import consumer_gluon, pipeline_gluon
 
     part, old, new = MISTAKES[mistake]
-    module = {"ring": ring_gluon, "multiply": multiply_gluon}[part]
+    module = {"ring": pipeline_gluon, "multiply": consumer_gluon}[part]
     source = inspect.getsource(module)
     assert source.count(old) == 1
     changed = {"__name__": module.__name__}

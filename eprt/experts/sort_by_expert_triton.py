@@ -3,7 +3,7 @@
 """Triton kernels that sort slots by expert and list a grouped GEMM's row tiles. Imported only where CUDA tensors are.
 
 Every program places some blocks of slots. It needs the counts of all slots and those of the slots before its own: up to
-SMALL_SLOTS it counts the ids itself, which then sit in L2; above, a kernel before it has counted for every program.
+SMALL_IDS it counts the ids itself, which then sit in L2; above, a kernel before it has counted for every program.
 Inside a block a slot's rank is the number of earlier ones with its expert, so the order is that of the slots. Each of
 them lets the next be set up, the first GEMM, too: their programs are small and few.
 """
@@ -19,28 +19,29 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from eprt.launching import Prepared
+from eprt.launching import CachedKernel
 from eprt.rounding import ceil_div, next_power_of_2
 
-SMALL_SLOTS = 4096  # up to which counting again in every program is cheaper than a launch
+SMALL_IDS = 4096  # up to which counting again in every program is cheaper than a launch
 BLOCK = 128  # slots that are placed at once: half of a square of so many comparisons
 # Few slots: shorter blocks. More programs of them would keep the first GEMM's off some multiprocessors as it begins.
-FEW_SLOTS, FEW_BLOCK = 1024, 32
+FEW_IDS, FEW_BLOCK = 1024, 32
 MOST_PROGRAMS = 128  # each reads the counts of all
 _CELLS = 16384  # counts at once
-ITEM = 4  # int32 an entry of the work list: expert, its first row, the row after its last, its first entry
+ENTRY = 4  # int32 an entry of the work list: expert, its first row, the row after its last, its first entry
 
-_ITEM = tl.constexpr(ITEM)
+_ENTRY = tl.constexpr(ENTRY)
 
 
 @dataclass(frozen=True)
 class RowTiles:
-    """How experts' rows become row tiles.
+    """How each expert's rows are divided into row tiles.
 
     Attributes:
-        m: rows of a tile.  tail: how many more an expert's last one may have.
-        high_first: experts with more rows than the mean come first, so that programs which take tiles one after another
-            end with low ones.
+        m: rows per tile.
+        tail: rows beyond m that an expert's last tile takes along (its residue); 0: none.
+        high_first: experts with more rows than the mean come first, so that the persistent kernel's last tiles are the
+            short ones.
     """
 
     m: int
@@ -49,55 +50,55 @@ class RowTiles:
 
 
 @dataclass(frozen=True)
-class WorkList:
-    """Row tiles of a grouped GEMM, on the device.
+class TileSchedule:
+    """The row tiles of a grouped GEMM, on the device, in the order in which its persistent programs take them.
 
     Attributes:
-        items: int32 [bound, ITEM].  count: int32 [1], entries that are there.
-        taken: int32 [1], for `gemm_gluon`; zero before a GEMM and after it.
+        entries: int32 [bound, ENTRY].  num_entries: int32 [1], how many of them are valid.
+        tile_counter: int32 [1], the dynamic scheduler's atomic counter (`gemm_gluon`); zero between GEMMs.
     """
 
-    items: torch.Tensor
-    count: torch.Tensor
-    taken: torch.Tensor
+    entries: torch.Tensor
+    num_entries: torch.Tensor
+    tile_counter: torch.Tensor
     tiles: RowTiles
 
     @classmethod
-    def empty(cls, bound: int, tiles: RowTiles, device: torch.device) -> WorkList:
-        memory = torch.empty(bound * ITEM + 2, dtype=torch.int32, device=device)
-        return cls(*memory.split((bound * ITEM, 1, 1)), tiles)
+    def empty(cls, bound: int, tiles: RowTiles, device: torch.device) -> TileSchedule:
+        memory = torch.empty(bound * ENTRY + 2, dtype=torch.int32, device=device)
+        return cls(*memory.split((bound * ENTRY, 1, 1)), tiles)
 
     @property
     def bound(self) -> int:
-        """Entries that there can be at most."""
-        return self.items.numel() // ITEM
+        """The largest possible number of entries."""
+        return self.entries.numel() // ENTRY
 
 
 @triton.jit
-def begin_early(OPENS: tl.constexpr):
+def pdl_wait(LAUNCH_DEPENDENTS: tl.constexpr):
     """Before the first access to memory of a kernel that is launched early (`eprt.launching`): the one before is done.
-    OPENS: the next may be set up from now on, on multiprocessors that are free."""
+    LAUNCH_DEPENDENTS: the next may be set up from now on, on multiprocessors that are free."""
     gdc_wait()
-    if OPENS:
+    if LAUNCH_DEPENDENTS:
         gdc_launch_dependents()
 
 
 @triton.jit
-def _experts_of(ids_ptr, s, num_slots, first, L):
+def _experts_of(ids_ptr, s, num_ids, first, L):
     """Local experts of slots, L where there is none. From the L2 cache, as a kernel may read them before it waits."""
-    own = tl.load(ids_ptr + s, mask=s < num_slots, other=first - 1, cache_modifier=".cg") - first
+    own = tl.load(ids_ptr + s, mask=s < num_ids, other=first - 1, cache_modifier=".cg") - first
     return tl.where((own >= 0) & (own < L), own, L)
 
 
 @triton.jit
-def _ranked(ids_ptr, start, num_slots, first, L, BLOCK_S: tl.constexpr):
+def _ranked(ids_ptr, start, num_ids, first, L, BLOCK_S: tl.constexpr):
     """Of the slots from `start` on the experts, and how many of them before a slot have its expert."""
     s = start + tl.arange(0, BLOCK_S)
-    own = _experts_of(ids_ptr, s, num_slots, first, L)
+    own = _experts_of(ids_ptr, s, num_ids, first, L)
     same = tl.zeros([BLOCK_S, 32], dtype=tl.int32)
     for begin in tl.static_range(0, BLOCK_S, 32):
         t = start + begin + tl.arange(0, 32)
-        other = _experts_of(ids_ptr, t, num_slots, first, L)
+        other = _experts_of(ids_ptr, t, num_ids, first, L)
         same += ((other[None, :] == own[:, None]) & (t[None, :] < s[:, None])).to(tl.int32)
     return own, tl.sum(same, axis=1)
 
@@ -109,8 +110,9 @@ def tiles_of(rows, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def _write_items(
-    items_ptr, num_items_ptr, expert, begin, rows, BLOCK_M: tl.constexpr, TAIL: tl.constexpr, HIGH_FIRST: tl.constexpr,
+def _write_entries(
+    entries_ptr, num_entries_ptr, expert, begin, rows,
+    BLOCK_M: tl.constexpr, TAIL: tl.constexpr, HIGH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """The list of tiles of experts with `rows` rows from `begin`; programs share it."""
     tiles = tl.where(rows > 0, tiles_of(rows, BLOCK_M, TAIL), 0)
@@ -120,31 +122,31 @@ def _write_items(
         before = tl.cumsum(high, axis=0) - high
         first = tl.where(high > 0, before, tl.sum(high, axis=0) + first - before)
     for tile in range(tl.program_id(0), tl.max(tiles, axis=0), tl.num_programs(0)):
-        entry = items_ptr + (first + tile) * _ITEM
+        entry = entries_ptr + (first + tile) * _ENTRY
         there = tile < tiles
         tl.store(entry, expert, mask=there)
         tl.store(entry + 1, begin, mask=there)
         tl.store(entry + 2, begin + rows, mask=there)
         tl.store(entry + 3, first, mask=there)
     if tl.program_id(0) == 0:
-        tl.store(num_items_ptr, tl.sum(tiles, axis=0))
-        tl.store(num_items_ptr + 1, 0)  # taken
+        tl.store(num_entries_ptr, tl.sum(tiles, axis=0))
+        tl.store(num_entries_ptr + 1, 0)  # tile_counter
 
 
-_SIZES = ["num_slots", "first", "L", "blocks"]
+_SIZES = ["num_ids", "first", "L", "blocks"]
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["ids_ptr"])
-def _count_slots(
-    ids_ptr, counts_ptr, num_slots, first, L, blocks, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
+def _count_by_expert(
+    ids_ptr, counts_ptr, num_ids, first, L, blocks, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of each program's `blocks` blocks."""
-    if EARLY:
-        begin_early(True)
+    if PDL:
+        pdl_wait(True)
     start = tl.program_id(0) * blocks * BLOCK_S
     found = tl.zeros([L_PAD], dtype=tl.int32)
     for block in range(blocks):
-        own = _experts_of(ids_ptr, start + block * BLOCK_S + tl.arange(0, BLOCK_S), num_slots, first, L)
+        own = _experts_of(ids_ptr, start + block * BLOCK_S + tl.arange(0, BLOCK_S), num_ids, first, L)
         found += tl.histogram(own, L_PAD)
     tl.store(counts_ptr + tl.program_id(0) * L_PAD + tl.arange(0, L_PAD), found)
 
@@ -164,76 +166,74 @@ def _all_and_earlier(counts_ptr, L_PAD: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _count_all_and_earlier(
-    ids_ptr, num_slots, first, L, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr
-):
+def _count_all_and_earlier(ids_ptr, num_ids, first, L, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr):
     """The same by counting ids."""
     total = tl.zeros([L_PAD], dtype=tl.int32)
     earlier = tl.zeros([L_PAD], dtype=tl.int32)
-    for start in range(0, num_slots, CHUNK):
+    for start in range(0, num_ids, CHUNK):
         s = start + tl.arange(0, CHUNK)
-        other = _experts_of(ids_ptr, s, num_slots, first, L)
+        other = _experts_of(ids_ptr, s, num_ids, first, L)
         total += tl.histogram(other, L_PAD)
         earlier += tl.histogram(tl.where(s < tl.program_id(0) * BLOCK_S, other, L), L_PAD)
     return total, earlier
 
 
 @triton.jit
-def _put(place_ptr, source_ptr, base, own, rank, start, num_slots, L, K: tl.constexpr):
+def _put(place_ptr, source_ptr, base, own, rank, start, num_ids, L, K: tl.constexpr):
     """A block's slots, expert e's from base[e] on."""
     s = start + tl.arange(0, own.shape[0])
     place, local = tl.gather(base, own, 0) + rank, own < L
-    tl.store(place_ptr + s, tl.where(local, place, -1), mask=s < num_slots)
+    tl.store(place_ptr + s, tl.where(local, place, -1), mask=s < num_ids)
     if source_ptr is not None:
         tl.store(source_ptr + place, s // K, mask=local)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["ids_ptr"])
-def _place_slots(
-    ids_ptr, counts_ptr, place_ptr, source_ptr, offsets_ptr, items_ptr, num_items_ptr, num_slots, first, L, blocks,
+def _sort_by_expert(
+    ids_ptr, counts_ptr, place_ptr, source_ptr, offsets_ptr, entries_ptr, num_entries_ptr, num_ids, first, L, blocks,
     K: tl.constexpr, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    TAIL: tl.constexpr, HIGH_FIRST: tl.constexpr, EARLY: tl.constexpr,
+    TAIL: tl.constexpr, HIGH_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """counts_ptr: what `_count_slots` found; None: a program places one block. It lets this kernel begin when what
+    """counts_ptr: what `_count_by_expert` found; None: a program places one block. It lets this kernel begin when what
     wrote the ids is done, so they can be read before waiting for the counts."""
-    if EARLY and counts_ptr is None:
-        begin_early(True)
+    if PDL and counts_ptr is None:
+        pdl_wait(True)
     start = tl.program_id(0) * blocks * BLOCK_S
-    own, rank = _ranked(ids_ptr, start, num_slots, first, L, BLOCK_S)
+    own, rank = _ranked(ids_ptr, start, num_ids, first, L, BLOCK_S)
     if counts_ptr is None:
-        total, earlier = _count_all_and_earlier(ids_ptr, num_slots, first, L, L_PAD, BLOCK_S, CHUNK)
+        total, earlier = _count_all_and_earlier(ids_ptr, num_ids, first, L, L_PAD, BLOCK_S, CHUNK)
     else:
-        if EARLY:
-            begin_early(True)
+        if PDL:
+            pdl_wait(True)
         total, earlier = _all_and_earlier(counts_ptr, L_PAD, CHUNK)
     expert = tl.arange(0, L_PAD)
     total = tl.where(expert < L, total, 0)
     begin = tl.cumsum(total, axis=0) - total
     base = begin + earlier
-    _put(place_ptr, source_ptr, base, own, rank, start, num_slots, L, K)
+    _put(place_ptr, source_ptr, base, own, rank, start, num_ids, L, K)
     if counts_ptr is not None:
         for block in range(1, blocks):
             base += tl.histogram(own, L_PAD)
-            own, rank = _ranked(ids_ptr, start + block * BLOCK_S, num_slots, first, L, BLOCK_S)
-            _put(place_ptr, source_ptr, base, own, rank, start + block * BLOCK_S, num_slots, L, K)
-    if items_ptr is not None:
-        _write_items(items_ptr, num_items_ptr, expert, begin, total, BLOCK_M, TAIL, HIGH_FIRST)
+            own, rank = _ranked(ids_ptr, start + block * BLOCK_S, num_ids, first, L, BLOCK_S)
+            _put(place_ptr, source_ptr, base, own, rank, start + block * BLOCK_S, num_ids, L, K)
+    if entries_ptr is not None:
+        _write_entries(entries_ptr, num_entries_ptr, expert, begin, total, BLOCK_M, TAIL, HIGH_FIRST)
     if tl.program_id(0) == 0:
         tl.store(offsets_ptr + expert, begin.to(tl.int64), mask=expert < L)
         tl.store(offsets_ptr + L, tl.sum(total, axis=0).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["M", "L"], do_not_specialize_on_alignment=["counts_ptr"])
-def _list_slabs(
-    counts_ptr, items_ptr, num_items_ptr, M, L, L_PAD: tl.constexpr, BLOCK_M: tl.constexpr, TAIL: tl.constexpr,
+def _schedule_expert_major(
+    counts_ptr, entries_ptr, num_entries_ptr, M, L, L_PAD: tl.constexpr, BLOCK_M: tl.constexpr, TAIL: tl.constexpr,
     HIGH_FIRST: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, L_PAD)
     rows = tl.load(counts_ptr + expert, mask=expert < L, other=0)
-    _write_items(items_ptr, num_items_ptr, expert, expert * M, rows, BLOCK_M, TAIL, HIGH_FIRST)
+    _write_entries(entries_ptr, num_entries_ptr, expert, expert * M, rows, BLOCK_M, TAIL, HIGH_FIRST)
 
 
-def place_slots(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_by_expert(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each slot goes when slots are sorted by local expert, those of other experts left out.
 
     Args:
@@ -247,16 +247,18 @@ def place_slots(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor, to
     return offsets, place
 
 
-def list_slots(ids: torch.Tensor, first: int, L: int, tiles: RowTiles) -> tuple[torch.Tensor, torch.Tensor, WorkList]:
+def sort_and_schedule(
+    ids: torch.Tensor, first: int, L: int, tiles: RowTiles
+) -> tuple[torch.Tensor, torch.Tensor, TileSchedule]:
     """The same slots for a GEMM with such tiles.
 
     Returns:
         place, source [N * K] int32 (the row n that each sorted one comes from), and the tiles.
     """
-    num_slots = ids.numel()
+    num_ids = ids.numel()
     offsets, place = _outputs(ids, L)
-    source = torch.empty(num_slots, dtype=torch.int32, device=ids.device)
-    work = WorkList.empty(min(L, num_slots) + num_slots // tiles.m, tiles, ids.device)
+    source = torch.empty(num_ids, dtype=torch.int32, device=ids.device)
+    work = TileSchedule.empty(min(L, num_ids) + num_ids // tiles.m, tiles, ids.device)
     _place(ids, first, L, offsets, place, source, work)
     return place, source, work
 
@@ -273,28 +275,28 @@ def _place(
     offsets: torch.Tensor,
     place: torch.Tensor,
     source: torch.Tensor | None,
-    work: WorkList | None,
+    work: TileSchedule | None,
 ) -> None:
     (N, K), ids = ids.shape, ids.contiguous()
-    num_slots, l_pad = N * K, max(16, next_power_of_2(L + 1))
-    block_s = BLOCK if num_slots > FEW_SLOTS else FEW_BLOCK
-    counts, blocks, programs = None, 1, max(1, ceil_div(num_slots, block_s))
-    if num_slots > SMALL_SLOTS:
+    num_ids, l_pad = N * K, max(16, next_power_of_2(L + 1))
+    block_s = BLOCK if num_ids > FEW_IDS else FEW_BLOCK
+    counts, blocks, programs = None, 1, max(1, ceil_div(num_ids, block_s))
+    if num_ids > SMALL_IDS:
         blocks = ceil_div(programs, MOST_PROGRAMS)
         programs = ceil_div(programs, blocks)
         counts = torch.empty((programs, l_pad), dtype=torch.int32, device=ids.device)
-        _prepared_count(ids.device, l_pad, block_s)((programs, 1, 1), ids, counts, num_slots, first, L, blocks)
-    items, count, tiles = (None, None, RowTiles(1)) if work is None else (work.items, work.count, work.tiles)
+        _prepared_count(ids.device, l_pad, block_s)((programs, 1, 1), ids, counts, num_ids, first, L, blocks)
+    entries, count, tiles = (None, None, RowTiles(1)) if work is None else (work.entries, work.num_entries, work.tiles)
     kernel = _prepared_place(ids.device, K, l_pad, block_s, tiles, counts is not None, source is not None)
-    kernel((programs, 1, 1), ids, counts, place, source, offsets, items, count, num_slots, first, L, blocks)
+    kernel((programs, 1, 1), ids, counts, place, source, offsets, entries, count, num_ids, first, L, blocks)
 
 
-def list_slabs(counts: torch.Tensor, M: int, tiles: RowTiles) -> WorkList:
+def schedule_expert_major(counts: torch.Tensor, M: int, tiles: RowTiles) -> TileSchedule:
     """The row tiles of L slabs of M rows, of which counts [L] int32 are valid."""
     L = counts.shape[0]
-    work = WorkList.empty(L * ceil_div(M, tiles.m), tiles, counts.device)
+    work = TileSchedule.empty(L * ceil_div(M, tiles.m), tiles, counts.device)
     kernel = _prepared_slabs(counts.device, max(16, next_power_of_2(L)), tiles)
-    kernel((1, 1, 1), counts.contiguous(), work.items, work.count, M, L)
+    kernel((1, 1, 1), counts.contiguous(), work.entries, work.num_entries, M, L)
     return work
 
 
@@ -302,27 +304,27 @@ def list_slabs(counts: torch.Tensor, M: int, tiles: RowTiles) -> WorkList:
 
 
 @cache
-def _prepared_count(device: torch.device, l_pad: int, block_s: int) -> Prepared:
+def _prepared_count(device: torch.device, l_pad: int, block_s: int) -> CachedKernel:
     arguments = torch.int32, torch.int32, 2, 2, 2, 2
-    return Prepared(_count_slots, device, arguments, {"L_PAD": l_pad, "BLOCK_S": block_s}, early=True)
+    return CachedKernel(_count_by_expert, device, arguments, {"L_PAD": l_pad, "BLOCK_S": block_s}, pdl=True)
 
 
 @cache
 def _prepared_place(
     device: torch.device, K: int, l_pad: int, block_s: int, tiles: RowTiles, counted: bool, lists: bool
-) -> Prepared:
+) -> CachedKernel:
     """`counted`: by the kernel before.  `lists`: source rows and tiles, too."""
     counts, listed = torch.int32 if counted else None, torch.int32 if lists else None
     arguments = torch.int32, counts, torch.int32, listed, torch.int64, listed, listed, 2, 2, 2, 2
     chunk = max(1, _CELLS // l_pad) if counted else 1024
     sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": chunk, **_constants(tiles)}
-    return Prepared(_place_slots, device, arguments, sizes, early=True, num_warps=8)
+    return CachedKernel(_sort_by_expert, device, arguments, sizes, pdl=True, num_warps=8)
 
 
 @cache
-def _prepared_slabs(device: torch.device, l_pad: int, tiles: RowTiles) -> Prepared:
+def _prepared_slabs(device: torch.device, l_pad: int, tiles: RowTiles) -> CachedKernel:
     arguments = torch.int32, torch.int32, torch.int32, 2, 2
-    return Prepared(_list_slabs, device, arguments, {"L_PAD": l_pad, **_constants(tiles)})
+    return CachedKernel(_schedule_expert_major, device, arguments, {"L_PAD": l_pad, **_constants(tiles)})
 
 
 def _constants(tiles: RowTiles) -> dict[str, Any]:

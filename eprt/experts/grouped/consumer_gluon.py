@@ -22,7 +22,7 @@ from eprt.experts.activation_triton import activated
 from eprt.experts.grouped.fp4 import UNIT
 from eprt.experts.grouped.fp4_triton import pair_scales, pairs_of, rest_of
 from eprt.experts.grouped.gemm_triton import halves
-from eprt.experts.grouped.ring_gluon import (
+from eprt.experts.grouped.pipeline_gluon import (
     BLOCK_K,
     advance,
     barrier,

@@ -14,17 +14,17 @@ from support.sass import Machine, in_place_of_prepared
 
 from eprt.activation import Activation
 from eprt.config import Routing
-from eprt.experts import permute_triton, place_triton
+from eprt.experts import permute_triton, sort_by_expert_triton
 from eprt.experts.grouped import launch
 from eprt.experts.grouped.schedules import HOPPER
 from eprt.experts.grouped.weights import GroupedMatrix
-from eprt.experts.place_triton import RowTiles, WorkList
+from eprt.experts.sort_by_expert_triton import RowTiles, TileSchedule
 from eprt.routing import launch as routing
 from eprt.weights import Dense
 
 CPU = torch.device("cpu")
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
-MODULES = place_triton, permute_triton, launch, routing
+MODULES = sort_by_expert_triton, permute_triton, launch, routing
 ACCESSES = "LDG", "STG", "ATOM", "RED.", "UTMALDG", "UTMASTG", "UBLKCP"  # and LDGSTS
 
 
@@ -36,7 +36,7 @@ def made(monkeypatch) -> Iterator[dict[str, Machine]]:
 
     caches = [member for module in MODULES for member in vars(module).values() if hasattr(member, "cache_clear")]
     for module in MODULES:
-        monkeypatch.setattr(module, "Prepared", in_place_of_prepared(found))
+        monkeypatch.setattr(module, "CachedKernel", in_place_of_prepared(found))
     for each in caches:
         each.cache_clear()
     yield found
@@ -51,7 +51,7 @@ def before_the_wait(machine: Machine) -> list[str]:
     return [line for line in machine.code[: waits[0]] if line.startswith(ACCESSES)]
 
 
-def opens(machine: Machine) -> bool:
+def launches_dependents(machine: Machine) -> bool:
     """Whether it lets the next kernel be set up."""
     return any(line.startswith("PREEXIT") for line in machine.code)
 
@@ -59,18 +59,18 @@ def opens(machine: Machine) -> bool:
 @pytest.mark.parametrize("tokens", [16, 1024], ids=["one launch", "counted first"])
 def test_lists_and_sums(tokens, made):
     ids = torch.zeros(tokens, 8, dtype=I32)
-    place, _, _ = place_triton.list_slots(ids, 0, 32, RowTiles(64, 16, True))
+    place, _, _ = sort_by_expert_triton.sort_and_schedule(ids, 0, 32, RowTiles(64, 16, True))
     weights = torch.zeros(tokens, 8)
     permute_triton.weighted_unpermute(torch.zeros(tokens, 2880), place, weights, torch.zeros(tokens, 2880), True)
-    counted = ["_count_slots"] if tokens > 16 else []
-    assert list(made) == [*counted, "_place_slots", "_weighted_sum"]
+    counted = ["_count_by_expert"] if tokens > 16 else []
+    assert list(made) == [*counted, "_sort_by_expert", "_weighted_sum"]
     early = {name: before_the_wait(machine) for name, machine in made.items()}
-    ids_again = early.pop("_place_slots")
+    ids_again = early.pop("_sort_by_expert")
     assert not any(early.values())
     # Whoever counts them has waited for them, and only then lets the next kernel begin.
     assert bool(ids_again) == bool(counted)
     assert all(line.startswith("LDG.E.STRONG.GPU ") for line in ids_again), "from the L2 cache: ids alone are read so"
-    assert [name for name, machine in made.items() if opens(machine)] == list(made)[:-1]
+    assert [name for name, machine in made.items() if launches_dependents(machine)] == list(made)[:-1]
 
 
 def test_rows_in_order(made):
@@ -83,11 +83,11 @@ def test_products(rows, made):
     matrix = GroupedMatrix.prepare(Dense(torch.zeros(1, 512, 736, dtype=BF16)), None, 2, CPU)
     gemm = launch.Gemm(matrix, Activation(), "bf16", launch.Chip(132, False))
     schedule = next(schedule for limit, schedule in HOPPER["bf16"] if rows <= limit)
-    source, work = torch.zeros(64, dtype=I32), WorkList.empty(4, RowTiles(schedule.m), CPU)
+    source, work = torch.zeros(64, dtype=I32), TileSchedule.empty(4, RowTiles(schedule.m), CPU)
     given = launch.Rows(torch.zeros(64, 736, dtype=BF16), None, source)
     gemm(given, work, schedule, schedule.first, torch.zeros(64, 256, dtype=BF16))
     assert before_the_wait(made["grouped_gemm"]) == []
-    assert not opens(made["grouped_gemm"])
+    assert not launches_dependents(made["grouped_gemm"])
 
 
 def test_routers_read_what_is_constant_first(made):
@@ -100,5 +100,5 @@ def test_routers_read_what_is_constant_first(made):
     assert gemm
     assert len(choice) == 2
     assert all(line.startswith("LDG") for line in gemm + choice)
-    assert opens(made["logits_kernel"])
-    assert opens(made["choice_kernel"])
+    assert launches_dependents(made["logits_kernel"])
+    assert launches_dependents(made["choice_kernel"])

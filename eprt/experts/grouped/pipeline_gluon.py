@@ -61,7 +61,7 @@ class Cut:
         BLOCK_K: columns of a stage, 64; FP4: 64 or 128.  STAGES: of the ring.
         X_TMA: the copy engine brings tokens.
         TAIL: 0, 16 or 32 tokens more.  HALVINGS, GROUP_M: see `gemm_triton.grouped_gemm`.
-        OPENS: see `place_triton.begin_early`.
+        LAUNCH_DEPENDENTS: see `sort_by_expert_triton.pdl_wait`.
         FIRST, GATED, ALPHA, BETA, LIMIT: see `activation_triton.constants`.
         FP4: weights have 4 bits.  UNIT_SCALES: words of a unit's scales.  UNIT_ROWS: rows of units that the copy engine
             brings of a tile.
@@ -82,7 +82,7 @@ class Cut:
     HALVINGS: int
     GROUP_M: int
     STAGES: int
-    OPENS: bool
+    LAUNCH_DEPENDENTS: bool
     FIRST: bool
     GATED: bool
     ALPHA: float
@@ -294,15 +294,15 @@ def _take(taken):
 
 @gluon.jit
 def fetch(read, stages, tiles, C: gl.constexpr):
-    """read: (x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip) of `gemm_gluon.grouped_gemm_by_roles`.
-    tiles: (items, num_items, taken) of it."""
-    items, num_items, taken = tiles
-    total = gl.load(num_items) * C.NUM_N
+    """read: (x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip) of `grouped_gemm_warp_specialized`.
+    tiles: (entries, num_entries, taken) of it."""
+    entries, num_entries, taken = tiles
+    total = gl.load(num_entries) * C.NUM_N
     state = gl.to_tensor(0), gl.to_tensor(0)
     tile = gl.program_id(0)
     following = _take(taken)  # asked for a tile ahead
     while tile < total:
-        expert, row, end, column = position(items, tile, C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
+        expert, row, end, column = position(entries, tile, C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
         _tell(stages, state, (expert, row, end, column))
         if C.FP4:
             first = expert * ((C.N + _UNIT - 1) // _UNIT) + column * C.MULTIPLIERS
