@@ -1,6 +1,7 @@
-"""Draws the pictures beside the tables, as `eprt bench --plot` draws them. Written by `python docs/figures/tables.py`.
+"""Draws the pictures beside the tables, as `eprt bench --plot` draws them. `python docs/figures/tables.py` runs it.
 
-A picture names its source, and the hash of what it shows, so that a test can tell an old one without drawing it.
+A picture names its sources and carries the hash of the rows it shows, so that a test can tell an old one without
+drawing it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _routers(row: dict[str, Any]) -> bool:
     return row["shape"] in ("gpt-oss-120b", "deepseek-v3")
 
 
-# What of a result file is drawn.
+# The rows of its result file that a picture draws.
 PICTURES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "dispatch_h200_x2": _transports,
     "dispatch_h200_x4": _transports,
@@ -41,21 +42,29 @@ PICTURES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "step_h200_x2": lambda row: row["model"] == "gpt-oss-120b",
     "experts_grouped_h200": _experts,
 }
+# Result files of the same machine and commit whose rows of other libraries stand in a picture, too.
+BESIDE = {"experts_grouped_h200": ("experts_peers_h200", lambda row: row["executor"].startswith("vllm "))}
 
 
 def report(name: str) -> Report:
     found = result(name)
-    return Report(found["bench"], [row for row in found["rows"] if PICTURES[name](row)])
+    rows = [row for row in found["rows"] if PICTURES[name](row)]
+    if name in BESIDE:
+        other, wanted = BESIDE[name]
+        rows += [row for row in result(other)["rows"] if PICTURES[name](row) and wanted(row)]
+    return Report(found["bench"], rows)
 
 
 def shown(name: str) -> str:
-    """The source and the hash of the rows, as the picture's metadata has them."""
+    """Returns the sources and the hash of the rows, as the picture's metadata has them."""
     rows = json.dumps(report(name).rows, sort_keys=True)
-    return f"benchmarks/results/{name}.json, rows {hashlib.sha256(rows.encode()).hexdigest()[:16]}"
+    files = [name, *BESIDE.get(name, ())[:1]]
+    sources = ", ".join(f"benchmarks/results/{file}.json" for file in files)
+    return f"{sources}, rows {hashlib.sha256(rows.encode()).hexdigest()[:16]}"
 
 
 def svg(name: str) -> bytes:
-    """The same bytes each time, by one version of matplotlib."""
+    """Returns the same bytes each time, by one version of matplotlib."""
     with mpl.rc_context({"svg.hashsalt": "eprt", "svg.fonttype": "none"}):
         held = io.BytesIO()
         metadata = {"Date": None, "Source": shown(name)}

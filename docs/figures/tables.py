@@ -76,16 +76,16 @@ TRANSPORTS = {
     "`none`, on NCCL": "none",
     "`torch`, not in a graph": "torch",
 }
-BY_HAND = {
-    "FlashInfer / by hand": ("flashinfer", "flashinfer by hand"),
-    "DeepEP / by hand": ("deepep", "deepep by hand"),
-    "`none` / collectives by hand": ("none", "collectives by hand"),
+DIRECT = {
+    "FlashInfer / called directly": ("flashinfer", "flashinfer by hand"),
+    "DeepEP / called directly": ("deepep", "deepep by hand"),
+    "`none` / collectives called directly": ("none", "collectives by hand"),
 }
 SIZES = ((7168, 8), (2880, 4))
 
 
 def times(name: str, hidden: int, routing: str = "uniform", payload: str = "bf16") -> Times:
-    """(transport, tokens a rank) -> its row."""
+    """(transport, tokens per rank) -> its row."""
     rows = [r for r in result(name)["rows"] if (r["hidden"], r["routing"], r["payload"]) == (hidden, routing, payload)]
     return {(r["transport"], r["tokens"]): r for r in rows}
 
@@ -104,7 +104,7 @@ def line(label: str, tokens: Iterable[int], cell: Callable[[int], str]) -> list[
 def dispatch(name: str) -> str:
     tokens = sorted({r["tokens"] for r in result(name)["rows"]})
     lines = [row for sizes in SIZES for row in dispatch_lines(name, tokens, *sizes)]
-    heading = [f"tokens a rank, {result(name)['rows'][0]['ranks']} GPUs", *tokens]
+    heading = [f"tokens per rank, {result(name)['rows'][0]['ranks']} GPUs", *tokens]
     return f"{table(heading, lines)}\n\n{source(name)}"
 
 
@@ -125,7 +125,7 @@ def dispatch_lines(name: str, tokens: list[int], hidden: int, top_k: int) -> lis
         line("floor / `symm`", tokens, lambda n: f"{uniform['symm', n]['floor_share']:.2f}"),
         over("`symm` / FlashInfer", "symm", "flashinfer"),
         over("`symm` / FlashInfer, a hot expert", "symm", "flashinfer", hot),
-        *(over(label, *pair) for label, pair in BY_HAND.items()),
+        *(over(label, *pair) for label, pair in DIRECT.items()),
     ]
 
 
@@ -139,7 +139,7 @@ def dispatch_runs() -> str:
         return line(label, tokens, lambda n: ratio(of["symm", n]["p50_us"], of["flashinfer", n]["p50_us"]))
 
     lines = [run(hidden, name) for hidden, _ in SIZES for name in names]
-    return table(["`symm` / FlashInfer, tokens a rank", *tokens], lines)
+    return table(["`symm` / FlashInfer, tokens per rank", *tokens], lines)
 
 
 def dispatch_fp8() -> str:
@@ -151,7 +151,7 @@ def dispatch_fp8() -> str:
             fp8, bf16 = times(packed, hidden, payload="fp8_block"), times(plain, hidden)
             where = f"{ranks} GPUs, hidden {hidden}"
             lines += fp8_lines(where, tokens, fp8, bf16)
-    return f"{table(['tokens a rank', *tokens], lines)}\n\n" + "\n".join(sources)
+    return f"{table(['tokens per rank', *tokens], lines)}\n\n" + "\n".join(sources)
 
 
 def fp8_lines(where: str, tokens: Sequence[int], fp8: Times, bf16: Times) -> list[list[str]]:
@@ -199,15 +199,16 @@ def step() -> str:
     tokens, models = steps()
     for model, of in models.items():
         for path in dict.fromkeys(path for path, _ in of):
-            lines.append(line(f"{model}: {path}", tokens, lambda n, of=of, path=path: f"{of[path, n]:.2f}"))
+            whose = path if path.startswith("transformers") else f"eprt, {path}"
+            lines.append(line(f"{model}: {whose}", tokens, lambda n, of=of, path=path: f"{of[path, n]:.2f}"))
         for one, other in (("step graph", "transformers graph"), ("in a step", "transformers")):
-            over = line(f"{one} / {other}", tokens, lambda n, of=of, a=one, b=other: ratio(of[a, n], of[b, n]))
+            over = line(f"eprt, {one} / {other}", tokens, lambda n, of=of, a=one, b=other: ratio(of[a, n], of[b, n]))
             lines.append(over)
-    return f"{table(['step, tokens a rank', *tokens], lines)}\n\n{source(STEPS)}"
+    return f"{table(['step, tokens per rank', *tokens], lines)}\n\n{source(STEPS)}"
 
 
 EXPERTS = ("experts_grouped_h200", "experts_fp8_activations_h200", "experts_h200")
-PEERS = "experts_peers_h200"
+BASELINES = "experts_peers_h200"
 DECODES = ("torch_grouped",)  # computes with bf16 weights, whatever they came in
 
 
@@ -239,7 +240,7 @@ def expert_lines(rows: Rows, tokens: list[int]) -> list[list[str]]:
 
 def peers() -> str:
     """Whole experts of engines and libraries beside ours."""
-    rows: Rows = result(PEERS)["rows"]
+    rows: Rows = result(BASELINES)["rows"]
     tokens, lines = sorted({r["tokens"] for r in rows}), list[list[str]]()
     for shape in dict.fromkeys(r["shape"] for r in rows):
         of = {(r["executor"], r["tokens"]): r["us"] for r in rows if r["shape"] == shape}
@@ -251,7 +252,7 @@ def peers() -> str:
             "ours / the best of them", tokens, lambda n, of=of, o=others: ratio(of[OURS, n], min(of[x, n] for x in o))
         )
         lines.append(best)
-    return f"{table(['experts, tokens of all ranks', *tokens], lines)}\n\n{source(PEERS)}"
+    return f"{table(['experts, tokens of all ranks', *tokens], lines)}\n\n{source(BASELINES)}"
 
 
 def profile() -> str:
@@ -294,7 +295,7 @@ def layer() -> str:
         label = f"{shape}{', FP8 activations' if activations == 'fp8' else ''}, `{next(iter(of.values()))['pair']}`"
         for what, column in (("in a graph", "layer_graph_p50_us"), ("the host, eager", "layer_p50_us")):
             lines.append(line(f"{label}: {what}", tokens, lambda n, of=of, column=column: micro(of[n][column])))
-    heading = [f"a layer on {rows[0]['ranks']} GPUs, tokens a rank", *tokens]
+    heading = [f"a layer on {rows[0]['ranks']} GPUs, tokens per rank", *tokens]
     return f"{table(heading, lines)}\n\n" + "\n".join(map(source, LAYERS))
 
 
@@ -306,7 +307,7 @@ def placed() -> str:
         facts = [row["routing"], row["shape"], row["tokens"], f"{before['imbalance']:.2f}", f"{row['imbalance']:.2f}"]
         us = [micro(before["layer_p50_us"]), micro(row["layer_p50_us"])]
         lines.append([*facts, *us, f"{row['gain']:.2f}", f"{row['predicted_gain']:.2f}"])
-    heading = ["routing", "shape", "tokens a rank", "max/mean in order", "planned", "us in order", "planned", "gain"]
+    heading = ["routing", "shape", "tokens per rank", "max/mean in order", "planned", "us in order", "planned", "gain"]
     return f"{table([*heading, 'by the model'], lines)}\n\n" + "\n".join(map(source, names))
 
 
@@ -410,7 +411,7 @@ def simulated_ep64() -> str:
     )
     of = {(r["routing"], r["tokens"], r["placement"], r["transport"]): r for r in result("simulated_ep64")["rows"]}
     cases = sorted(dict.fromkeys(key[:3] for key in of), key=lambda case: (list(names).index(case[0]), case[1]))
-    heading = ["routing", "tokens a rank", "experts lie", "max/mean"]
+    heading = ["routing", "tokens per rank", "experts lie", "max/mean"]
     heading += [f"`{name}`: MB into the hottest rank" for name in transports[1:]]
     heading += [f"`{name}`: us a layer" for name in transports]
     lines = []

@@ -1,4 +1,4 @@
-"""Pictures of a report, by matplotlib (extra `plot`)."""
+"""Draws a report by matplotlib (extra `plot`)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eprt.bench.report import Report
+from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError
+from eprt.experts import EXECUTORS
 from eprt.layer import PHASES
 from eprt.rounding import ceil_div
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Of each bench: what names a line, and what is drawn.
+# For each bench, the column that names a line and the column that is drawn.
 _LINES = {
     "dispatch": ("transport", "p50_us"),
     "experts": ("executor", "us"),
@@ -21,12 +23,11 @@ _LINES = {
     "step": ("path", "step_p50_us"),
     "placement": ("placement", "layer_p50_us"),
 }
-_FLOORS = ("dispatch", "experts", "router")
 _REMEDY = "plots need matplotlib: pip install 'eprt[plot]'"
 
 
 def plot(report: Report, path: Path) -> None:
-    """Write a picture of any bench's report; the file's ending names the format (png, svg, pdf).
+    """Writes a picture of any bench's report; the file's ending names the format (png, svg, pdf).
 
     Raises ConfigError if matplotlib is missing, or can't write such a file.
     """
@@ -38,7 +39,7 @@ def plot(report: Report, path: Path) -> None:
 
 
 def draw(report: Report) -> Figure:
-    """The picture, not yet written. Raises ConfigError if matplotlib is missing."""
+    """Returns the picture, not yet written. Raises ConfigError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -55,7 +56,7 @@ def draw(report: Report) -> Figure:
 
 
 def _layer_panels(report: Report) -> list[tuple[str, Any]]:
-    """Phases stacked for each number of tokens, and the layer beside its peer."""
+    """Draws phases stacked for each number of tokens, and the layer beside the same steps called directly."""
     rows = report.rows
     several = len({(row["shape"], row["pair"]) for row in rows}) > 1
     labels = [f"{row['tokens']}\n{row['shape']}\n{row['pair']}" if several else str(row["tokens"]) for row in rows]
@@ -69,58 +70,90 @@ def _layer_panels(report: Report) -> list[tuple[str, Any]]:
             floor = [a + b for a, b in zip(floor, heights, strict=True)]
         _label_bars(axes, labels)
 
-    def peers(axes: Any) -> None:
-        for shift, name in ((-0.2, "layer"), (0.2, "by_hand")):
-            axes.bar([p + shift for p in places], [row[f"{name}_p50_us"] for row in rows], 0.4, label=name)
+    def direct(axes: Any) -> None:
+        for shift, name, label in ((-0.2, "layer", "layer"), (0.2, "by_hand", "called directly")):
+            axes.bar([p + shift for p in places], [row[f"{name}_p50_us"] for row in rows], 0.4, label=label)
         _label_bars(axes, labels)
 
     what = f"{rows[0]['shape']}, {rows[0]['ranks']} ranks, {rows[0]['pair']}" if rows else "nothing measured"
-    return [(f"time of each phase, p50: {what}", phases), ("layer beside the same steps by hand, host time", peers)]
+    return [
+        (f"time of each phase, p50: {what}", phases),
+        ("the layer beside the same steps called directly, host time", direct),
+    ]
 
 
 def _label_bars(axes: Any, labels: list[str]) -> None:
     axes.set_xticks(range(len(labels)), labels)
-    axes.set_xlabel("tokens a rank")
+    axes.set_xlabel("tokens per rank")
     axes.set_ylabel("microseconds")
     axes.legend(fontsize=8)
 
 
 def _line_panels(report: Report) -> list[tuple[str, Any]]:
-    """Time against tokens, one line a transport, executor, router or way of stepping; dashed: the floor if there is
-    one."""
-    dispatch, step = report.bench == "dispatch", report.bench == "step"
-    series, value = _LINES[report.bench]
+    """Draws time against tokens, a line for each transport, executor, router or way of stepping."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in report.rows:
-        title = str(row["model"] if step else row.get("shape"))
-        if dispatch:
+        title = str(row["model"] if report.bench == "step" else row.get("shape"))
+        if report.bench == "dispatch":
             title = f"hidden {row['hidden']}, top-{row['top_k']}, {row['routing']}"
         groups.setdefault(title, []).append(row)
 
     def drawer(rows: list[dict[str, Any]]) -> Any:
-        def draw(axes: Any) -> None:
-            for name in dict.fromkeys(row[series] for row in rows):
-                points = sorted((row["tokens"], row[value]) for row in rows if row[series] == name)
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-            if report.bench in _FLOORS:
-                floors = {row["tokens"]: _floor(row, dispatch) for row in rows}
-                axes.plot(*zip(*sorted(floors.items()), strict=True), "k--", linewidth=1, label="floor")
-            tokens = sorted({row["tokens"] for row in rows})
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(tokens, [str(n) for n in tokens])
-            axes.set_yscale("log")
-            axes.set_ylim(
-                bottom=min(row[value] for row in rows) / 2
-            )  # of a small batch's floor there is nothing to see
-            axes.grid(alpha=0.3)
-            axes.set_xlabel("tokens in" if report.bench in ("experts", "router") else "tokens a rank")
-            axes.set_ylabel("microseconds")
-            axes.legend(fontsize=7)
-
-        return draw
+        return lambda axes: _draw_lines(axes, report.bench, rows)
 
     return [(title, drawer(rows)) for title, rows in groups.items()]
 
 
-def _floor(row: dict[str, Any], dispatch: bool) -> float:
-    return row["floor_us"] if dispatch else max(row["weights_us"], row["flops_us"])
+def _draw_lines(axes: Any, bench: str, rows: list[dict[str, Any]]) -> None:
+    for name, points in measured_lines(bench, rows).items():
+        axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", markersize=3, label=name)
+    bounds = lower_bounds(bench, rows)
+    for (number_format, points), style in zip(bounds.items(), ("--", ":", "-.") * len(bounds), strict=False):
+        label = "lower bound" if len(bounds) == 1 else f"lower bound of {number_format} weights"
+        axes.plot(*zip(*sorted(points.items()), strict=True), f"k{style}", linewidth=1, label=label)
+    tokens, value = sorted({row["tokens"] for row in rows}), _LINES[bench][1]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, [str(n) for n in tokens])
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=min(row[value] for row in rows) / 2)  # a small batch's lower bound is near zero
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("tokens of all ranks" if bench in ("experts", "router") else "tokens per rank")
+    axes.set_ylabel("microseconds")
+    axes.legend(fontsize=7)
+
+
+def measured_lines(bench: str, rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Returns microseconds by tokens of each line of one panel, by a name that says whose code it is."""
+    series, value = _LINES[bench]
+    formats = {row.get("weight_format") for row in rows}
+    lines: dict[str, dict[int, float]] = {}
+    for row in rows:
+        name = _whose(bench, row[series])
+        name += f", {row['weight_format']} weights" if len(formats) > 1 else ""
+        lines.setdefault(name, {})[row["tokens"]] = row[value]
+    return lines
+
+
+def _whose(bench: str, name: str) -> str:
+    ours = {
+        "dispatch": name in DISPATCHERS,
+        "experts": name in EXECUTORS,
+        "step": not name.startswith("transformers"),
+        "placement": True,
+    }
+    if bench == "router":
+        return {"eprt": "eprt", "torch": "plain torch"}[name]
+    return f"eprt: {name}" if ours[bench] else name.replace(" by hand", " called directly")
+
+
+def lower_bounds(bench: str, rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Returns microseconds by tokens that no kernel of one panel can beat, for each number format of the weights.
+
+    Of the link's rate for dispatch; else of reading the weights and of multiplying, at the rates of the same run.
+    """
+    bounds: dict[str, dict[int, float]] = {}
+    for row in rows if bench in ("dispatch", "experts", "router") else ():
+        us = row["floor_us"] if bench == "dispatch" else max(row["weights_us"], row["flops_us"])
+        of_format = bounds.setdefault(row.get("weight_format", ""), {})
+        of_format[row["tokens"]] = min(us, of_format.get(row["tokens"], us))
+    return bounds

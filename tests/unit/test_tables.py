@@ -72,3 +72,39 @@ def test_a_picture_is_the_same_each_time(pictures) -> None:
     first = pictures.svg("step_h200_x2")
     assert first == pictures.svg("step_h200_x2")
     assert b"<dc:date>" not in first
+
+
+def test_no_measured_line_lies_below_the_lower_bound_of_its_own_format(pictures) -> None:
+    """Bf16 weights take more bytes than MXFP4, so a panel with both draws two bounds."""
+    from eprt.bench.plot import lower_bounds
+
+    for name in pictures.PICTURES:
+        report = pictures.report(name)
+        bounds = {shape: lower_bounds(report.bench, rows) for shape, rows in panels(report.rows).items()}
+        assert bool(bounds[next(iter(bounds))]) is (report.bench != "step")
+        for row in report.rows if report.bench != "step" else ():
+            us = row["p50_us" if report.bench == "dispatch" else "us"]
+            assert us >= bounds[panel_of(row)][row.get("weight_format", "")][row["tokens"]], f"{name}: {row}"
+    experts = pictures.report("experts_grouped_h200")
+    assert set(lower_bounds("experts", panels(experts.rows)["gpt-oss-120b",])) == {"mxfp4", "bf16"}
+
+
+def panel_of(row):
+    return tuple(row[name] for name in ("shape", "hidden", "top_k") if name in row)
+
+
+def panels(rows):
+    found = {}
+    for row in rows:
+        found.setdefault(panel_of(row), []).append(row)
+    return found
+
+
+def test_every_line_says_whose_it_is(pictures) -> None:
+    from eprt.bench.plot import measured_lines
+
+    report = pictures.report("experts_grouped_h200")
+    lines = measured_lines("experts", panels(report.rows)["gpt-oss-120b",])
+    assert {"eprt: triton_grouped, mxfp4 weights", "vllm triton_kernels, mxfp4 weights"} <= lines.keys()
+    steps = pictures.report("step_h200_x2")
+    assert all(name.startswith(("eprt: ", "transformers")) for name in measured_lines("step", steps.rows))
