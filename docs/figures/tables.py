@@ -317,19 +317,6 @@ def same_layer(one: dict[str, Any], planned: dict[str, Any]) -> bool:
     return one["placement"] == "in order" and all(one[name] == planned[name] for name in names)
 
 
-def cutedsl_sm90() -> str:
-    name = "tests/cutedsl_sm90_h200"
-    recorded = next(r["recorded"] for r in result(name)["rows"] if "recorded" in r)
-    labels = {
-        "CuteDSL, bf16": "cutedsl_us",
-        "`torch_grouped`, bf16": "torch_grouped_us",
-        "`humming`, NVFP4": "humming_nvfp4_us",
-    }
-    heading = ["shape, rows", *(case.rpartition("-")[0] + ", " + case.rpartition("-")[2] for case in recorded)]
-    lines = [[label, *(micro(times[column]) for times in recorded.values())] for label, column in labels.items()]
-    return f"{table(heading, lines)}\n\n{source(name)}"
-
-
 def vllm() -> str:
     """Medians of a decode step, and the extremes; not where the clock ran backwards."""
     name, lines = "vllm_h200_x2", list[list[str]]()
@@ -436,7 +423,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "errors": errors,
     "layer": layer,
     "placed": placed,
-    "cutedsl_sm90": cutedsl_sm90,
     "vllm": vllm,
     "gpu_tests": gpu_tests,
     "faults_cpu": lambda: faults("faults_cpu"),

@@ -366,22 +366,21 @@ def test_preparation_streams_expert_by_expert(executor, source):
     assert runner.shard is shard
 
 
-@pytest.mark.parametrize("executor", ["humming", "cutlass_mxfp4"])
-def test_a_second_warmup_reads_the_disk(executor, tmp_path, monkeypatch):
+def test_a_second_warmup_reads_the_disk(tmp_path, monkeypatch):
     """Tuned once; a corrupt file is tuned again with a warning, the others are read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = layer("mxfp4", 96, 96)
     weights, tokens = all_experts(config), make_tokens(config, 4)
-    build(executor, config, weights).warmup(4)
+    build("cutlass_mxfp4", config, weights).warmup(4)
     files = sorted(tmp_path.rglob("*.json"))
     assert files
     stamps = {path: path.stat().st_mtime_ns for path in files}
     files[0].write_text("{")
-    runner = build(executor, config, weights)
+    runner = build("cutlass_mxfp4", config, weights)
     with pytest.warns(TuningCacheWarning, match="tuning again"):
         runner.warmup(4)
     assert [path for path in files if path.stat().st_mtime_ns != stamps[path]] == [files[0]]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        build(executor, config, weights).warmup(4)
+        build("cutlass_mxfp4", config, weights).warmup(4)
     assert error(runner(tokens), reference(config, weights, tokens)) <= BOUND

@@ -15,9 +15,8 @@ from eprt.config import Activation, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.experts.cutlass_mxfp4 import swiglu_parameters, tile_expert
 from eprt.experts.grouped import fp4
-from eprt.experts.humming.gemm import GemmShape, expert_tensors, needs_channel_scale
+from eprt.experts.humming.gemm import GemmShape, expert_tensors, needs_channel_scale, row_bucket
 from eprt.experts.humming.rows import activation_source
-from eprt.experts.humming.schedules import SMALL_ROW_SCHEDULES, neighbours, row_bucket, unique
 from eprt.experts.layouts import (
     TILE,
     pad_parts,
@@ -294,15 +293,9 @@ def test_factors_take_a_rows_largest_scale():
     assert factor[3].isnan()
 
 
-def test_schedules():
+def test_row_buckets():
     assert [row_bucket(rows) for rows in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
     assert [row_bucket(rows, 4) for rows in (1, 2, 16, 17, 257)] == [1, 16, 16, 256, 4096]
-    assert unique(SMALL_ROW_SCHEDULES) == list(SMALL_ROW_SCHEDULES)
-    base = {"num_stages": 4, "num_ctas_per_sm": 1, "use_stream_k": True}
-    assert unique([base, dict(reversed(base.items())), {**base, "num_stages": 3}]) == [base, {**base, "num_stages": 3}]
-    assert {"use_stream_k": False}.items() <= neighbours(base, batch_invariant=False)[-1].items()
-    assert all(schedule["use_stream_k"] for schedule in neighbours(base, batch_invariant=True))
-    assert base not in [s for s in neighbours(base, batch_invariant=True) if s["num_ctas_per_sm"] > 1]
 
 
 @pytest.mark.parametrize(("first", "L"), [(0, 8), (2, 4), (6, 2)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -17,7 +18,6 @@ from eprt.experts.activation import activate_slabs
 from eprt.experts.base import PreparedExecutor
 from eprt.experts.humming.gemm import FP8_INPUT_SCHEMAS, GemmShape, GemmType, GroupedGemm
 from eprt.experts.humming.rows import RowKernel, RowLayout
-from eprt.experts.humming.schedules import EvenRouting
 from eprt.experts.permute import ExpertOrder, group_by_expert, group_rows, plain_hidden, weighted_unpermute
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights
@@ -33,8 +33,8 @@ _GEMM_TYPES: dict[TokenFormat | None, tuple[GemmType, ...]] = {
 class HummingExecutor(PreparedExecutor):
     """Computes in bf16 with float32 accumulation; float32 and packed tokens are converted first.
 
-    `RuntimeConfig.low_precision_activations` quantises activations to FP8 for MXFP4 (a scale a token) and FP8 weights
-    (a scale for 128 values); NVFP4 weights keep bf16 activations, for which alone humming has Hopper kernels.
+    `RuntimeConfig.low_precision_activations` quantises activations to FP8 for MXFP4 (a scale per token) and FP8 weights
+    (a scale per 128 values); NVFP4 weights keep bf16 activations, for which alone humming has Hopper kernels.
     `deterministic` asks for batch-invariant schedules.
 
     Calls on several streams may overlap; two graphs captured on the same stream must not replay at the same time.
@@ -45,26 +45,15 @@ class HummingExecutor(PreparedExecutor):
         H, parts = config.hidden_size, config.activation.parts
         width = shard.slice_intermediate(config.intermediate_size)
         I = width.stop - width.start
-        fp8 = self.runtime.low_precision_activations and config.weight_format in FP8_INPUT_SCHEMAS
-        invariant = self.runtime.deterministic
-        self._gate_up = GroupedGemm(
-            weights.gate_up,
-            weights.gate_up_bias,
-            GemmShape(parts, I, H, hidden_side="cols"),
-            self.device,
-            fp8_inputs=fp8,
-            batch_invariant=invariant,
+        self._fp8 = self.runtime.low_precision_activations and config.weight_format in FP8_INPUT_SCHEMAS
+        make = partial(
+            GroupedGemm, device=self.device, fp8_inputs=self._fp8, batch_invariant=self.runtime.deterministic
         )
-        self._down = GroupedGemm(
-            weights.down,
-            # The sum over MoE-TP ranks must hold the bias once.
-            weights.down_bias if shard.moe_tp_rank == 0 else None,
-            GemmShape(1, H, I, hidden_side="rows"),
-            self.device,
-            fp8_inputs=fp8,
-            batch_invariant=invariant,
-        )
-        self._fp8 = fp8
+        shape = GemmShape(parts, I, H, hidden_side="cols")
+        self._gate_up = make(weights.gate_up, weights.gate_up_bias, shape)
+        # The sum over MoE-TP ranks must hold the bias once.
+        down_bias = weights.down_bias if shard.moe_tp_rank == 0 else None
+        self._down = make(weights.down, down_bias, GemmShape(1, H, I, hidden_side="rows"))
         self._row_kernels: dict[tuple[str, bool, int], RowKernel] = {}
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
@@ -72,7 +61,7 @@ class HummingExecutor(PreparedExecutor):
         return {f"{name}.{part}": tensor for name, gemm in matrices.items() for part, tensor in gemm.tensors.items()}
 
     def _expected_rows(self, num_tokens: int) -> int:
-        """Rows of local experts that so many tokens bring if routing is even."""
+        """Returns how many rows `num_tokens` tokens bring to the local experts if routing is even."""
         config, L = self.config, self.shard.num_local_experts
         return max(1, num_tokens * config.top_k * L // config.num_experts)
 
@@ -146,9 +135,7 @@ class HummingExecutor(PreparedExecutor):
     def _compile(self, gemm_type: GemmType, expected: int) -> None:
         cold = [gemm for gemm in (self._gate_up, self._down) if not gemm.is_compiled(gemm_type, expected)]
         self.require_cold("compiling humming's GEMMs")
-        with ThreadPoolExecutor(len(cold)) as pool:
-            for job in [pool.submit(gemm.compile, gemm_type, expected) for gemm in cold]:
-                job.result()
+        _at_once([partial(gemm.compile, gemm_type, expected) for gemm in cold])
 
     def _rows(self, layout: RowLayout, *, activation: bool = False, slots: int = 1) -> RowKernel:
         """The elementwise kernel in front of a GEMM, compiled on first use (in `warmup`, if it was called)."""
@@ -174,21 +161,16 @@ class HummingExecutor(PreparedExecutor):
         return lambda: self._experts(rows, scale, order.offsets, "grouped_contiguous", expected, out)
 
     def warmup(self, max_rows: int, slots: int | None = None) -> None:
-        """Compile all kernels for up to `max_rows` rows of FlatTokens (or slabs of that many rows), tune the GEMMs.
+        """Compiles all kernels for up to `max_rows` rows of FlatTokens, or for slabs of `max_rows` rows.
 
-        The first time takes tens of seconds a shape; results and compiled kernels are kept on disk.
+        The first time takes tens of seconds per shape; humming keeps compiled kernels on disk.
         """
-        config = self.config
-        routing = EvenRouting(config.top_k, config.num_experts, self._expected_rows(max_rows))
-        gemm_types, gemms = _GEMM_TYPES[self.runtime.token_format], (self._gate_up, self._down)
-        with ThreadPoolExecutor(len(gemms)) as pool:
-            for job in [pool.submit(gemm.compile_candidates, routing, gemm_types) for gemm in gemms]:
-                job.result()
-        for gemm in gemms:
-            gemm.warmup(routing, gemm_types)
+        gemm_types, expected = _GEMM_TYPES[self.runtime.token_format], self._expected_rows(max_rows)
+        gemms = self._gate_up, self._down
+        _at_once([partial(gemm.warmup, gemm_type, expected) for gemm in gemms for gemm_type in gemm_types])
         if "grouped_contiguous" in gemm_types:
             for rows in {1, max_rows}:
-                self._try_flat(rows, slots or config.top_k)
+                self._try_flat(rows, slots or self.config.top_k)
         if "grouped_masked" in gemm_types:
             self._try_expert_major()
 
@@ -205,3 +187,10 @@ class HummingExecutor(PreparedExecutor):
             hidden = torch.zeros(rows, config.hidden_size, dtype=dtype, device=device)
             for every_row in (True, False):
                 self(FlatTokens(Payload.plain(hidden), ids, weights, config.num_experts, every_row))
+
+
+def _at_once(jobs: list[Callable[[], None]]) -> None:
+    """Runs compilations in threads: humming starts its compilers as processes of their own."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for job in [pool.submit(job) for job in jobs]:
+            job.result()

@@ -74,39 +74,18 @@ def described_h200(folder):
 
 
 class Launches:
-    """The two operators; `gemms` holds (gemm type, expected rows, block shape) of each launch, `refused` how many
-    kernels wanted more shared memory than there is."""
+    """The two operators; `gemms` holds (gemm type, expected rows, block shape) of each launch."""
 
     def __init__(self) -> None:
         self.gemms = []
-        self.refused = 0
         self.stream = 7
 
     def install(self, patch) -> None:
-        from eprt.experts.humming import schedules as humming_schedules
-
         patch.setattr("humming.transform.transform_humming_tensors", lambda config, tensors, padded: tensors)
-        patch.setattr("humming.ops.get_kernel_smem_size", self.shared_memory)
-        card = SimpleNamespace(shared_memory_per_block_optin=H200.max_smem_size)
-        patch.setattr(torch.cuda, "get_device_properties", lambda *_: card)
         patch.setattr(torch.ops.humming, "launch_kernel", SimpleNamespace(out=self.gemm), raising=False)
         rows = SimpleNamespace(default=self.rows)
         patch.setattr(torch.ops.humming, "launch_process_input", rows, raising=False)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda *_: self.stream, raising=False)
-        patch.setattr(torch.cuda, "get_device_name", lambda *_: H200.name)
-        patch.setattr(humming_schedules, "device_microseconds", self.time)
-
-    def shared_memory(self, kernel: int) -> int:
-        """What humming reads from the compiled kernel, which its own estimate is held to."""
-        found = KERNELS[kernel].estimated_smem_size
-        self.refused += found > H200.max_smem_size
-        return found
-
-    def time(self, *calls, repeats) -> float:
-        """The later a schedule is tried, the slower it is said to be, but for one that humming didn't choose."""
-        for call in calls:
-            call()
-        return 1.0 if self.gemms[-1][2] == (8, 64, 128) else 2.0 + len(self.gemms)
 
     def gemm(self, table, a, b, bs, bs2, a_scale, a_scale2, bzp, bias, c, ids, experts, padded, layout, locks, *rest):
         top_k, expected, check = rest
