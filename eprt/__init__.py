@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from eprt.config import Routing as Routing
     from eprt.config import RuntimeConfig as RuntimeConfig
     from eprt.config import SharedExpert as SharedExpert
+    from eprt.dispatch import Dispatched as Dispatched
+    from eprt.dispatch import Dispatcher as Dispatcher
+    from eprt.dispatch import DispatcherSpec as DispatcherSpec
+    from eprt.dispatch import Handle as Handle
+    from eprt.dispatch import register_dispatcher as register_dispatcher
+    from eprt.engines import Engine as Engine
+    from eprt.engines import EngineSpec as EngineSpec
     from eprt.errors import CapacityError as CapacityError
     from eprt.errors import CheckpointError as CheckpointError
     from eprt.errors import ConfigError as ConfigError
@@ -24,6 +31,9 @@ if TYPE_CHECKING:
     from eprt.errors import UnsupportedError as UnsupportedError
     from eprt.errors import UsageError as UsageError
     from eprt.errors import WorldMismatch as WorldMismatch
+    from eprt.experts import ExecutorSpec as ExecutorSpec
+    from eprt.experts import PreparedExecutor as PreparedExecutor
+    from eprt.experts import register_executor as register_executor
     from eprt.graphs import StepGraphs as StepGraphs
     from eprt.layer import ExpertParallelMoE as ExpertParallelMoE
     from eprt.models import LayerParts as LayerParts
@@ -38,6 +48,9 @@ if TYPE_CHECKING:
     from eprt.plan import make_plan as make_plan
     from eprt.routing import Router as Router
     from eprt.support import Device as Device
+    from eprt.tokens import ExpertMajorTokens as ExpertMajorTokens
+    from eprt.tokens import FlatTokens as FlatTokens
+    from eprt.tokens import Payload as Payload
     from eprt.tokens import RouterLogits as RouterLogits
     from eprt.tokens import TopK as TopK
     from eprt.weights import Dense as Dense
@@ -58,6 +71,8 @@ __version__ = "0.1.0"
 _HOME = {
     "eprt.models.checkpoint": ("Checkpoint", "load_on_all_ranks"),
     "eprt.config": ("Activation", "MoEConfig", "ParallelConfig", "Routing", "RuntimeConfig", "SharedExpert"),
+    "eprt.dispatch": ("Dispatched", "Dispatcher", "DispatcherSpec", "Handle", "register_dispatcher"),
+    "eprt.engines": ("Engine", "EngineSpec"),
     "eprt.errors": (
         "CapacityError",
         "CheckpointError",
@@ -69,6 +84,7 @@ _HOME = {
         "UsageError",
         "WorldMismatch",
     ),
+    "eprt.experts": ("ExecutorSpec", "PreparedExecutor", "register_executor"),
     "eprt.graphs": ("StepGraphs",),
     "eprt.layer": ("ExpertParallelMoE",),
     "eprt.models": ("LayerParts", "ModelFamily", "build_layer", "load_layer", "register_family"),
@@ -76,7 +92,7 @@ _HOME = {
     "eprt.plan": ("Plan", "make_plan"),
     "eprt.routing": ("Router",),
     "eprt.support": ("Device",),
-    "eprt.tokens": ("RouterLogits", "TopK"),
+    "eprt.tokens": ("ExpertMajorTokens", "FlatTokens", "Payload", "RouterLogits", "TopK"),
     "eprt.weights": (
         "Dense",
         "ExpertWeights",

@@ -26,7 +26,6 @@ RoutingMethod = Literal[
     "hash",
 ]
 
-
 # In group-limited routing a group counts as the sum of so many of its best scores.
 GROUP_BEST = {"grouped_sigmoid": 2, "grouped_softmax": 1}
 

@@ -8,7 +8,6 @@ the layer.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from eprt.dispatch import Dispatched, Dispatcher
 from eprt.errors import UsageError
 from eprt.experts.base import Executor, ExecutorSpec
 from eprt.routing import Router
-from eprt.support import Support, refuse
+from eprt.support import Support, load_class, refuse
 from eprt.tokens import Payload, RouterLogits, TopK
 from eprt.world import World
 
@@ -225,7 +224,6 @@ def make_engines(parts: Parts) -> list[Engine]:
     """One of each row, in the table's order; nothing is imported before."""
     found: list[Engine] = []
     for spec in ENGINES.values():
-        module, _, name = spec.path.partition(":")
-        kind: type[Engine] = getattr(importlib.import_module(module), name)
+        kind: type[Engine] = load_class(spec, Engine)
         found.append(kind(parts))
     return found

@@ -1,14 +1,17 @@
-"""What a backend says of itself: `Support` (can it, and why not), `Device` (what it would run on), `Requirement`."""
+"""The facts that a backend states (`Support`, `Device`, `Requirement`), and what the tables of backends share."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import platform
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast, get_args
 
 import torch
 
+from eprt.config import PayloadFormat, TokenFormat, WeightFormat
 from eprt.errors import ConfigError
 
 
@@ -90,6 +93,73 @@ class Requirement:
             except importlib.metadata.PackageNotFoundError:
                 continue
         return None
+
+
+class BackendSpec(Protocol):
+    """A row of a table of backends, as far as its table knows it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def path(self) -> str: ...
+
+
+# What a row's fields may name.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "formats": get_args(TokenFormat),
+    "payloads": get_args(PayloadFormat),
+    "weights": get_args(WeightFormat),
+    "devices": ("cpu", "cuda"),
+}
+
+S = TypeVar("S", bound=BackendSpec)
+
+
+def register(table: dict[str, S], spec: S, expected: type[S]) -> None:
+    """Adds a user's row to `table`, for this process. Adding an equal row again changes nothing.
+
+    Args:
+        expected: the class of the table's rows.
+
+    Raises:
+        ConfigError: another class of row; a name that is empty, "auto" or taken; a path that isn't "module:Class"; a
+            field that names nothing, or something that doesn't exist.
+    """
+    kind = expected.__name__
+    if not isinstance(cast(object, spec), expected):
+        raise ConfigError(f"{spec!r} is a {type(spec).__name__}: expected a {kind}")
+    if not spec.name or spec.name == "auto":
+        raise ConfigError(f"{kind} name {spec.name!r}: expected a name of its own, other than 'auto'")
+    module, _, attribute = spec.path.partition(":")
+    if not module or not attribute.isidentifier():
+        raise ConfigError(f"{kind} {spec.name!r} has path {spec.path!r}: expected 'module:Class'")
+    for field, known in _NAMES.items():
+        given: tuple[str, ...] = getattr(spec, field, known)
+        unknown = [name for name in given if name not in known]
+        if unknown or not given:
+            found = ", ".join(map(repr, unknown)) or "nothing"
+            raise ConfigError(f"{kind} {spec.name!r}: {field} names {found}: choose from {', '.join(known)}")
+    if table.setdefault(spec.name, spec) != spec:
+        raise ConfigError(f"{spec.name!r} is {table[spec.name].path} already, not {spec.path}: register another name")
+
+
+def load_class(spec: BackendSpec, base: type) -> Any:
+    """Imports the class of a row.
+
+    Raises:
+        ConfigError: the module can't be imported, or the path names no complete subclass of `base`.
+    """
+    module, _, attribute = spec.path.partition(":")
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        raise ConfigError(f"{spec.name}: {module} can't be imported: {error}") from error
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ConfigError(f"{spec.name}: {spec.path} is {found!r}: expected a subclass of {base.__name__}")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ConfigError(f"{spec.name}: {spec.path} doesn't define {', '.join(missing)}")
+    return found
 
 
 def version_key(text: str) -> tuple[int, ...]:

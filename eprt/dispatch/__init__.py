@@ -1,8 +1,10 @@
-"""The table of dispatchers. A new one is a new file and one row here; nothing is imported until it is chosen."""
+"""The table of dispatchers. A new one is a new file and one row here, or a row given to `register_dispatcher`.
+
+Nothing is imported until it is chosen.
+"""
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from eprt.dispatch.base import Dispatcher
@@ -11,7 +13,7 @@ from eprt.dispatch.limits import DEEPEP_MAX_TOKENS, SYMM_MAX_RANKS, SYMM_R_BITS
 from eprt.dispatch.payload_scale import agree_payload_scale, check_payload_scale
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError
-from eprt.support import Requirement
+from eprt.support import Requirement, load_class, register
 from eprt.world.header import Header, exchange, fingerprint_of
 
 if TYPE_CHECKING:
@@ -22,7 +24,16 @@ if TYPE_CHECKING:
     from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
     from eprt.world import World
 
-__all__ = ["DISPATCHERS", "Dispatched", "Dispatcher", "DispatcherSpec", "Handle", "Traffic", "make_dispatcher"]
+__all__ = [
+    "DISPATCHERS",
+    "Dispatched",
+    "Dispatcher",
+    "DispatcherSpec",
+    "Handle",
+    "Traffic",
+    "make_dispatcher",
+    "register_dispatcher",
+]
 
 DISPATCHERS: dict[str, DispatcherSpec] = {
     spec.name: spec
@@ -105,6 +116,21 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
 }
 
 
+def register_dispatcher(spec: DispatcherSpec) -> None:
+    """Makes a dispatcher of your own known by its name, to layers, the plan, `eprt explain` and `eprt doctor`.
+
+    Holds for this process, so every rank calls it, before the first layer is built: a module that all ranks import is
+    the place. Registering an equal spec again changes nothing. The class is imported when it is chosen.
+
+    Args:
+        spec: the facts of the dispatcher; `spec.path` is "module:Class" of a `Dispatcher`.
+
+    Raises:
+        ConfigError: another dispatcher has the name, or the spec names a format, payload or device that doesn't exist.
+    """
+    register(DISPATCHERS, spec, DispatcherSpec)
+
+
 def dispatcher_spec(name: str) -> DispatcherSpec:
     """Raises ConfigError for a name that isn't in the table."""
     if name not in DISPATCHERS:
@@ -165,7 +191,6 @@ def _construct(
     chosen = token_format or runtime.token_format or spec.formats[0]
     if chosen not in spec.formats:
         raise ConfigError(f"{name} emits {', '.join(spec.formats)}, not {chosen}")
-    module, _, attribute = spec.path.partition(":")
-    kind: type[Dispatcher] = getattr(importlib.import_module(module), attribute)
+    kind: type[Dispatcher] = load_class(spec, Dispatcher)
     kind.spec = spec
     return kind(world, config, runtime, chosen, layer)

@@ -1,8 +1,10 @@
-"""The table of executors. A new one is a new file and one row here; nothing is imported until it is chosen."""
+"""The table of executors. A new one is a new file and one row here, or a row given to `register_executor`.
+
+Nothing is imported until it is chosen.
+"""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING
 from eprt.errors import ConfigError
 from eprt.experts import rules
 from eprt.experts.base import Executor, ExecutorSpec, PreparedExecutor, anytime
-from eprt.support import Requirement
+from eprt.support import Requirement, load_class, register
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +21,15 @@ if TYPE_CHECKING:
     from eprt.placement import ExpertShard
     from eprt.weights import ExpertWeights
 
-__all__ = ["EXECUTORS", "Executor", "ExecutorSpec", "executor_spec", "make_executor"]
+__all__ = [
+    "EXECUTORS",
+    "Executor",
+    "ExecutorSpec",
+    "PreparedExecutor",
+    "executor_spec",
+    "make_executor",
+    "register_executor",
+]
 
 _FLASHINFER = Requirement("flashinfer", ("flashinfer-python",), "0.6.18")
 # The version whose signatures and layouts the two Blackwell executors were written and tested against.
@@ -128,6 +138,18 @@ EXECUTORS: dict[str, ExecutorSpec] = {
 }
 
 
+def register_executor(spec: ExecutorSpec) -> None:
+    """Makes an executor of your own known by its name, as `eprt.register_dispatcher` does for a dispatcher.
+
+    Args:
+        spec: the facts of the executor; `spec.path` is "module:Class" of a `PreparedExecutor`.
+
+    Raises:
+        ConfigError: another executor has the name, or the spec names a format, payload or device that doesn't exist.
+    """
+    register(EXECUTORS, spec, ExecutorSpec)
+
+
 def executor_spec(name: str) -> ExecutorSpec:
     """Raises ConfigError for a name that isn't in the table."""
     if name not in EXECUTORS:
@@ -156,8 +178,7 @@ def make_executor(
         ConfigError: unknown name, or weights that don't fit.
     """
     spec = executor_spec(name)
-    module, _, attribute = spec.path.partition(":")
-    kind: type[PreparedExecutor] = getattr(importlib.import_module(module), attribute)
+    kind: type[PreparedExecutor] = load_class(spec, PreparedExecutor)
     kind.spec = spec
     # An executor with a layout for each format makes the one it will be given.
     runtime = replace(runtime, token_format=token_format or runtime.token_format)

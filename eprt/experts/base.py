@@ -231,13 +231,15 @@ class PreparedExecutor(Executor):
     def _prepare(self, weights: ExpertWeights) -> None:
         """Make the kernel's layout on `self.device`, expert by expert. `weights` are already checked."""
 
-    @abstractmethod
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
-        """Write [N, H] into `out`: weights applied, summed over K."""
+        """Writes [N, H] into `out`: weights applied, summed over K. Every executor with "flat" in `spec.formats` has
+        one."""
+        raise unsupported_format(self.spec.name, "flat")
 
-    @abstractmethod
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
-        """Write [L, M, H] into `out`: rows below the counts, no weights. Both are contiguous unless `strided`."""
+        """Writes [L, M, H] into `out`: rows below the counts, no weights. Both are contiguous unless `strided`. Every
+        executor with "expert_major" in `spec.formats` has one."""
+        raise unsupported_format(self.spec.name, "expert_major")
 
     def run(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor) -> None:
         if isinstance(tokens, FlatTokens):

@@ -1,4 +1,4 @@
-"""The Python blocks of docs/transformers.md and docs/own_engine.md run, in order, on four gloo ranks."""
+"""The Python blocks of the pages run, in order, on four gloo ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.jobs.page_jobs import run_blocks
+from support.jobs.page_jobs import check_backends, run_blocks
 
 from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.ranks.launcher import launch
@@ -34,3 +34,11 @@ def test_in_your_own_engine() -> None:
     found = launch(run_blocks, 4, page=page, blocks=blocks(page), names={})
     assert [rank["n"] for rank in found] == [3, 3, 3, 3], "all ranks leave with the one that has the most steps"
     assert [rank["output"] for rank in found] == [(4, 64), (0, 64), (6, 64), (0, 64)]
+
+
+def test_extending(tmp_path: Path) -> None:
+    (tmp_path / "my_backends.py").write_text("\n".join(blocks("extending.md")))
+    names = {"module": "my_backends", "dispatcher": "broadcast", "executor": "one_by_one"}
+    found = launch(check_backends, 4, timeout_s=110, folder=str(tmp_path), **names)
+    assert not [row for rank in found for row in rank if not row.ok]
+    assert {row.check.kind for row in found[0]} == {"transport", "interleaved", "layer"}

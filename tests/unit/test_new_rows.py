@@ -1,17 +1,20 @@
-"""A backend is one file and one row: this file is the file, and the rows are added here."""
+"""A backend is one file and one row: this file is the file, and the rows are registered here."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from support.cases import expert_cases as cases
 
-from eprt import engines
+from eprt import engines, register_dispatcher, register_executor
 from eprt.config import RuntimeConfig
 from eprt.conformance.oracle import relative_error
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, DispatcherSpec, Handle
 from eprt.engines import Engine, EngineSpec
-from eprt.errors import InputError, UnsupportedError, UsageError
+from eprt.errors import ConfigError, InputError, UnsupportedError, UsageError
 from eprt.experts import EXECUTORS
 from eprt.experts.base import ExecutorSpec
 from eprt.experts.reference import ReferenceExecutor
@@ -50,10 +53,19 @@ COUNTING = ExecutorSpec(
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    before = dict(DISPATCHERS), dict(EXECUTORS)
+    yield
+    for table, rows in zip((DISPATCHERS, EXECUTORS), before, strict=True):
+        table.clear()
+        table.update(rows)
+
+
 @pytest.mark.parametrize("names", [("mirror", "counting"), ("auto", "counting"), ("mirror", "auto"), ("auto", "auto")])
 def test_a_new_row_is_enough(monkeypatch, names: tuple[str, str]) -> None:
-    monkeypatch.setitem(DISPATCHERS, "mirror", MIRROR)
-    monkeypatch.setitem(EXECUTORS, "counting", COUNTING)
+    register_dispatcher(MIRROR)
+    register_executor(COUNTING)
     monkeypatch.setattr(Counting, "calls", 0)
     config = cases.make_config("f32")
     weights, flat = cases.make_weights(config), cases.make_flat(config, 7)
@@ -80,8 +92,8 @@ def test_a_new_row_is_enough(monkeypatch, names: tuple[str, str]) -> None:
     assert isinstance(seen[2][1], TopK)
 
 
-def test_what_a_new_row_refuses_is_in_the_table(monkeypatch) -> None:
-    monkeypatch.setitem(EXECUTORS, "counting", COUNTING)
+def test_what_a_new_row_refuses_is_in_the_table() -> None:
+    register_executor(COUNTING)
     config = cases.make_config("bf16")
     weights, runtime = cases.make_weights(config), RuntimeConfig(executor="counting")
     with (
@@ -89,6 +101,48 @@ def test_what_a_new_row_refuses_is_in_the_table(monkeypatch) -> None:
         pytest.raises(UnsupportedError, match="takes f32 weights, not bf16"),
     ):
         ExpertParallelMoE(config, world, weights, runtime=runtime)
+
+
+def test_registering_an_equal_row_again_changes_nothing() -> None:
+    for _ in range(2):
+        register_dispatcher(replace(MIRROR))
+    assert DISPATCHERS["mirror"] == MIRROR
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (replace(MIRROR, path="other:Mirror"), r"'mirror' is .*:Mirror already, not other:Mirror"),
+        (replace(MIRROR, name="symm"), r"'symm' is eprt\.dispatch\.symm:SymmetricMemoryDispatcher already"),
+        (replace(MIRROR, name="auto"), "name 'auto': expected a name of its own"),
+        (replace(MIRROR, path="mirror"), "path 'mirror': expected 'module:Class'"),
+        (replace(MIRROR, formats=("flt",)), "formats names 'flt': choose from flat, expert_major"),
+        (replace(MIRROR, devices=()), "devices names nothing: choose from cpu, cuda"),
+        (COUNTING, "is a ExecutorSpec: expected a DispatcherSpec"),
+    ],
+)
+def test_a_row_that_cannot_be_registered(row: DispatcherSpec, text: str) -> None:
+    register_dispatcher(MIRROR)
+    before = dict(DISPATCHERS)
+    with pytest.raises(ConfigError, match=text):
+        register_dispatcher(row)
+    assert before == DISPATCHERS
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("no.such:Thing", "no.such can't be imported"),
+        (f"{__name__}:MIRROR", "expected a subclass of Dispatcher"),
+        ("eprt.dispatch:Dispatcher", "doesn't define _combine, _dispatch"),
+    ],
+)
+def test_a_row_without_its_class(path: str, text: str) -> None:
+    register_dispatcher(replace(MIRROR, path=path))
+    config = cases.make_config("f32")
+    runtime = RuntimeConfig("mirror", "reference")
+    with World.from_env("cpu") as world, pytest.raises(ConfigError, match=text):
+        ExpertParallelMoE(config, world, cases.make_weights(config), runtime=runtime)
 
 
 class Fused(Engine):
