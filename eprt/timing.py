@@ -6,11 +6,8 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
-
-SLEEP_CYCLES = 2_000_000  # about 1 ms at Hopper clocks: longer than queueing a few calls takes
 
 
 def device_microseconds(*calls: Callable[[], object], repeats: int = 5, rounds: int = 3) -> float:
@@ -38,23 +35,6 @@ def device_microseconds(*calls: Callable[[], object], repeats: int = 5, rounds: 
         torch.cuda.synchronize()
         best = min(best, start.elapsed_time(end) * 1e3 / (repeats * len(calls)))
     return best
-
-
-def eager_microseconds(call: Callable[[], object], repeats: int = 4) -> float:
-    """Returns the device time of the fastest of a few eager calls, for which no graph is captured.
-
-    The calls are queued behind a sleeping kernel, so the host's time isn't in it. Coarser than `device_microseconds`,
-    but cheap enough for a hundred candidates. A first call isn't timed.
-    """
-    call()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    torch.cuda._sleep(SLEEP_CYCLES)  # keeps the device busy while the host queues
-    for mark in marks[:-1]:
-        mark.record()
-        call()
-    marks[-1].record()
-    torch.cuda.synchronize()
-    return min(start.elapsed_time(end) for start, end in pairwise(marks)) * 1e3
 
 
 @contextmanager

@@ -54,13 +54,13 @@ def check_direct(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def _cutlass(executor: CutlassMxfp4Executor, tokens: FlatTokens) -> Call:
     hidden, H = plain_hidden(tokens.hidden), executor.config.hidden_size
-    tactic, missing = executor._chosen(tokens.num_rows), executor._hidden - H
+    missing = executor._hidden - H
 
     def call() -> torch.Tensor:
         rows = hidden.to(torch.bfloat16)
         padded = functional.pad(rows, (0, missing)) if missing else rows.contiguous()
         out = torch.empty_like(padded)
-        executor._run(padded, tokens.ids, tokens.weights, out, tactic)
+        executor._run(padded, tokens.ids, tokens.weights, out)
         return out[:, :H].contiguous()
 
     return call

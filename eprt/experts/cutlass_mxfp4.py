@@ -15,9 +15,7 @@ FlashInfer 0.7.2's own source (`csrc/fused_moe/cutlass_backend`), kept by the te
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,41 +26,17 @@ from eprt.errors import ConfigError
 from eprt.experts.base import PreparedExecutor, unsupported_format
 from eprt.experts.layouts import TILE, pad_parts, stack_experts
 from eprt.experts.permute import copy_columns, plain_hidden
-from eprt.experts.sample_tokens import even_tokens, sample_ids
-from eprt.experts.tuning import TuningCache, TuningCacheWarning, tuning_cache
+from eprt.experts.sample_tokens import even_tokens
 from eprt.rounding import round_up
-from eprt.timing import eager_microseconds
 from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import MX_BLOCK, ExpertWeights, Mxfp4
 
 # FlashInfer multiplies a Humming residual scale by 2 ** 6 (docstring of `cutlass_fused_moe`, quant_scales).
 HUMMING_COMPENSATION = 64.0
-DEFAULT_TACTIC = -1
-
-
-@dataclass(frozen=True)
-class CutlassWeights:
-    """What one call takes; H and I are padded to 128.
-
-    Attributes:
-        gate_up: u8 [L, 2I, H/2], [up; gate], interleaved.  down: u8 [L, H, I/2], interleaved.
-        quant_scales: as `cutlass_fused_moe` documents them.
-        gate_up_bias: bf16 [L, 2I] or None.  down_bias: bf16 [L, H] or None, zero on moe_tp_rank > 0.
-        alpha, beta, limit: float32 [L], or all None for plain SiLU gating.
-    """
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    quant_scales: list[torch.Tensor]
-    gate_up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-    alpha: torch.Tensor | None
-    beta: torch.Tensor | None
-    limit: torch.Tensor | None
 
 
 def tile_expert(weights: ExpertWeights, moe_tp_rank: int) -> dict[str, torch.Tensor]:
-    """One expert (leading dimension 1) as the kernel reads it before interleaving: [up; gate], tiles of 128.
+    """Returns one expert (leading dimension 1) as the kernel reads it before interleaving: [up; gate], tiles of 128.
 
     Pure torch on any device; `eprt.experts.layouts.unpad_parts` undoes it.
     """
@@ -84,7 +58,7 @@ def tile_expert(weights: ExpertWeights, moe_tp_rank: int) -> dict[str, torch.Ten
 
 
 def _interleave_bf16(tiles: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The library's own order of bytes for bf16 activations."""
+    """Puts bytes in the library's own order for bf16 activations."""
     from flashinfer.fused_moe import interleave_moe_scales_for_sm90_mixed_gemm as interleave_scales
     from flashinfer.fused_moe import interleave_moe_weights_for_sm90_mixed_gemm as interleave_weights
 
@@ -96,7 +70,7 @@ def _interleave_bf16(tiles: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _interleave_fp8(tiles: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same for FP8 activations: scales are folded into the codes, one residual scale an expert is left."""
+    """Does the same for FP8 activations: scales are folded into the codes, one residual scale per expert is left."""
     from flashinfer.fused_moe import preprocess_moe_weights_for_sm90_mixed_gemm_humming as fold
 
     done = dict(tiles)
@@ -107,7 +81,7 @@ def _interleave_fp8(tiles: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def swiglu_parameters(activation: Activation) -> tuple[float, float, float] | None:
-    """(alpha, beta, limit) for the kernel, or None for plain SiLU gating."""
+    """Returns (alpha, beta, limit) for the kernel, or None for plain SiLU gating."""
     if activation.plain:
         return None
     no_limit = torch.finfo(torch.float32).max
@@ -115,7 +89,7 @@ def swiglu_parameters(activation: Activation) -> tuple[float, float, float] | No
 
 
 class CutlassMxfp4Executor(PreparedExecutor):
-    """FlatTokens in bf16 or float32 (computed in bf16), or packed (decoded to bf16 first).
+    """Takes FlatTokens in bf16 or float32 (computed in bf16), or packed (decoded to bf16 first).
 
     `RuntimeConfig.low_precision_activations` switches to FP8 activations (MXFP4 x FP8, FlashInfer's Humming-style
     kernels); `deterministic` to the fixed order of sums.
@@ -142,48 +116,24 @@ class CutlassMxfp4Executor(PreparedExecutor):
             one = weights.map(lambda tensor: tensor[index : index + 1].to(self.device))
             return interleave(tile_expert(one, self.shard.moe_tp_rank))
 
-        self.weights = self._gather(stack_experts(L, prepare))
-        self._intermediate = 2 * self.weights.down.shape[2]
+        self._stacks = stack_experts(L, prepare)
         self._workspace_bytes: dict[tuple[int, int], int] = {}
-        self._tactics: list[tuple[int, tuple[int, int]]] = []
-
-    def _gather(self, stacks: dict[str, torch.Tensor]) -> CutlassWeights:
-        scales = [stacks["gate_up_scales"].view(torch.int32), stacks["down_scales"].view(torch.int32)]
-        if self._fp8:
-            reserved = torch.ones((), dtype=torch.float32, device=self.device)
-            scales = [scales[0], stacks["gate_up_residual"], reserved, scales[1], stacks["down_residual"]]
-        parameters = swiglu_parameters(self.config.activation)
-        alpha, beta, limit = (
-            None
-            if parameters is None
-            else torch.full((self.shard.num_local_experts,), value, dtype=torch.float32, device=self.device)
-            for value in parameters or (0.0, 0.0, 0.0)
-        )
-        biases = stacks.get("gate_up_bias"), stacks.get("down_bias")
-        return CutlassWeights(stacks["gate_up"], stacks["down"], scales, *biases, alpha, beta, limit)
+        self._most_rows = 1
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
-        held = self.weights
-        scales = {f"scale_{n}": scale for n, scale in enumerate(held.quant_scales) if scale.dim() > 0}
-        biases = {"gate_up_bias": held.gate_up_bias, "down_bias": held.down_bias}
-        return {
-            "gate_up": held.gate_up,
-            "down": held.down,
-            **scales,
-            **{name: bias for name, bias in biases.items() if bias is not None},
-        }
+        return self._stacks
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         hidden = self._padded(tokens)
         whole = self._hidden == self.config.hidden_size and out.dtype == torch.bfloat16
         direct = out if whole and out.is_contiguous() else None
         result = hidden.new_empty(hidden.shape) if direct is None else direct
-        self._run(hidden, tokens.ids, tokens.weights, result, self._chosen(hidden.shape[0]))
+        self._run(hidden, tokens.ids, tokens.weights, result)
         if direct is None:
             copy_columns(result, out)
 
     def _padded(self, tokens: FlatTokens) -> torch.Tensor:
-        """bf16 [N, padded H]."""
+        """Returns tokens as bf16 [N, padded H]."""
         hidden = plain_hidden(tokens.hidden)
         if self._hidden == hidden.shape[1]:
             return hidden.to(torch.bfloat16).contiguous()
@@ -191,32 +141,20 @@ class CutlassMxfp4Executor(PreparedExecutor):
         copy_columns(hidden.contiguous(), padded)
         return padded
 
-    def _chosen(self, num_rows: int) -> tuple[int, int] | None:
-        return next((found for rows, found in self._tactics if rows >= num_rows), None)
-
     def library_call(self, tokens: FlatTokens) -> Callable[[], None]:
-        """FlashInfer's call alone, on padded tokens: what a benchmark compares the whole with."""
+        """Returns FlashInfer's call alone, on padded tokens: what a benchmark compares the whole with."""
         hidden = self._padded(tokens)
-        out, chosen = torch.empty_like(hidden), self._chosen(hidden.shape[0])
-        return lambda: self._run(hidden, tokens.ids, tokens.weights, out, chosen)
+        out = torch.empty_like(hidden)
+        return lambda: self._run(hidden, tokens.ids, tokens.weights, out)
 
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
         raise unsupported_format("cutlass_mxfp4", "expert_major")
 
-    def _run(
-        self,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        tactic: tuple[int, int] | None,
-    ) -> None:
-        """hidden and out: bf16 [N, padded H], N > 0."""
-        options: dict[str, Any] = {}
+    def _run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+        """Calls the library. hidden and out: bf16 [N, padded H], N > 0."""
+        options: dict[str, Any] = {"tune_max_num_tokens": self._most_rows}
         if self._takes_workspace:
             options["workspace_buffer"] = self._workspace(*ids.shape)
-        if tactic is not None:
-            options["profile_ids"] = list(tactic)
         self._library(hidden, ids.contiguous(), weights.contiguous(), output=out, **options)
 
     @cached_property
@@ -225,25 +163,49 @@ class CutlassMxfp4Executor(PreparedExecutor):
         from flashinfer.fused_moe import cutlass_fused_moe
         from flashinfer.tllm_enums import ActivationType
 
-        prepared, L = self.weights, self.shard.num_local_experts
         return partial(
             cutlass_fused_moe,
-            fc1_expert_weights=prepared.gate_up,
-            fc2_expert_weights=prepared.down,
+            fc1_expert_weights=self._stacks["gate_up"],
+            fc2_expert_weights=self._stacks["down"],
             output_dtype=torch.bfloat16,
-            quant_scales=prepared.quant_scales,
-            fc1_expert_biases=prepared.gate_up_bias,
-            fc2_expert_biases=prepared.down_bias,
-            swiglu_alpha=prepared.alpha,
-            swiglu_beta=prepared.beta,
-            swiglu_limit=prepared.limit,
-            ep_size=self.config.num_experts // L,
-            ep_rank=self.shard.first_expert // L,
-            use_w4_group_scaling=True,
+            quant_scales=self._quant_scales(),
+            fc1_expert_biases=self._stacks.get("gate_up_bias"),
+            fc2_expert_biases=self._stacks.get("down_bias"),
             activation_type=ActivationType.Swiglu,
-            use_fused_finalize=not self.runtime.deterministic,
-            **({"use_wfp4afp8_humming": True} if self._fp8 else {}),
+            **self._swiglu(),
+            **self._variant(),
         )
+
+    def _quant_scales(self) -> list[torch.Tensor]:
+        """Returns the scales in the order that `cutlass_fused_moe` documents."""
+        stacks = self._stacks
+        scales = [stacks["gate_up_scales"].view(torch.int32), stacks["down_scales"].view(torch.int32)]
+        if not self._fp8:
+            return scales
+        reserved = torch.ones((), dtype=torch.float32, device=self.device)
+        return [scales[0], stacks["gate_up_residual"], reserved, scales[1], stacks["down_residual"]]
+
+    def _swiglu(self) -> dict[str, torch.Tensor]:
+        """Returns alpha, beta and limit, float32 [L] each, or nothing for plain SiLU gating."""
+        values = swiglu_parameters(self.config.activation)
+        if values is None:
+            return {}
+        L = self.shard.num_local_experts
+        names = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
+        return {
+            name: torch.full((L,), value, dtype=torch.float32, device=self.device)
+            for name, value in zip(names, values, strict=True)
+        }
+
+    def _variant(self) -> dict[str, Any]:
+        """Returns the keywords that the call and the size of its workspace have in common."""
+        L = self.shard.num_local_experts
+        return {
+            "ep_size": self.config.num_experts // L,
+            "ep_rank": self.shard.first_expert // L,
+            "use_w4_group_scaling": True,
+            "use_fused_finalize": not self.runtime.deterministic,
+        } | ({"use_wfp4afp8_humming": True} if self._fp8 else {})
 
     def _workspace(self, num_rows: int, slots: int) -> torch.Tensor:
         """Scratch from torch's caching allocator, given back after the call: layers that run one after another get
@@ -254,120 +216,28 @@ class CutlassMxfp4Executor(PreparedExecutor):
             found = self._workspace_bytes[rows, slots] = self._workspace_size(rows, slots)
         return torch.empty(found, dtype=torch.uint8, device=self.device)
 
-    def _workspace_size(self, rows: int, slots: int) -> int:
+    def _workspace_size(self, rows: int, top_k: int) -> int:
         from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
 
-        options: dict[str, Any] = {"use_wfp4afp8_humming": True} if self._fp8 else {}
         return cutlass_fused_moe_workspace_size(
             rows,
             self._hidden,
-            self._intermediate,
+            2 * self._stacks["down"].shape[2],
             self.config.num_experts,
-            slots,
+            top_k,
             x_dtype=torch.bfloat16,
             weight_dtype=torch.uint8,
-            ep_size=self.config.num_experts // self.shard.num_local_experts,
-            ep_rank=self.shard.first_expert // self.shard.num_local_experts,
-            use_w4_group_scaling=True,
-            use_fused_finalize=not self.runtime.deterministic,
             device=self.device,
-            **options,
+            **self._variant(),
         )
 
     def warmup(self, max_rows: int, slots: int | None = None) -> None:
-        """Choose both GEMMs' tactics for 1, 4, 16, ... rows by timing whole calls; results are kept on disk.
+        """Lets FlashInfer time its tactics for its ladder of batch sizes up to `max_rows`; it takes about a minute."""
+        from flashinfer.autotuner import autotune
 
-        FlashInfer's own autotuner measures the same kernels but takes a minute and costs host time on every call.
-        """
-        import flashinfer
-
-        name = torch.cuda.get_device_name(self.device)
-        cache = tuning_cache("cutlass_mxfp4", flashinfer.__version__, name)
-        sizes = [1 << power for power in range(0, max(max_rows - 1, 0).bit_length() + 2, 2)]
-        slots = slots or self.config.top_k
-        self._tactics = [(rows, self._tactic(rows, slots, cache)) for rows in sizes]
-        # Results from disk launch nothing; and the copies around the kernel are compiled on their first use.
-        for dtype in (torch.bfloat16, torch.float32):
-            self(even_tokens(self.config, 1, slots, self.device, dtype))
-
-    def _tactic(self, rows: int, slots: int, cache: TuningCache) -> tuple[int, int]:
-        config, shard = self.config, self.shard
-        problem = {
-            "rows": rows,
-            "experts": (config.num_experts, shard.num_local_experts, config.top_k),
-            "slots": slots,
-            "sizes": (self._hidden, self._intermediate),
-            "variant": (config.bias, config.activation.limit is not None, self._fp8, self.runtime.deterministic),
-        }
-        found = cache.load(problem, lambda stored: self._possible(stored, slots))
-        if found is None:
-            found = self._tune(rows, slots)
-            cache.store(problem, found)
-        return found[0], found[1]
-
-    def _possible(self, stored: Any, slots: int) -> bool:
-        first, second = self._candidates(torch.zeros(1, self._hidden, dtype=torch.bfloat16, device=self.device), slots)
-        return len(stored) == 2 and stored[0] in first and stored[1] in second
-
-    def _tune(self, rows: int, slots: int) -> list[int]:
-        hidden = torch.randn(rows, self._hidden, device=self.device).to(torch.bfloat16)
-        num_experts, chosen = self.config.num_experts, min(slots, self.config.top_k)
-        ids = sample_ids(rows, chosen, num_experts, self.device)
-        ids = torch.nn.functional.pad(ids, (0, slots - chosen), value=num_experts)
-        weights = torch.full(ids.shape, 1.0 / ids.shape[1], device=self.device)
-        out = torch.empty_like(hidden)
-
-        def microseconds(tactic: tuple[int, int]) -> float:
-            try:
-                return eager_microseconds(lambda: self._run(hidden, ids, weights, out, tactic))
-            except RuntimeError:  # a tactic whose tile doesn't fit this shape refuses to launch
-                return float("inf")
-
-        first, second = DEFAULT_TACTIC, DEFAULT_TACTIC
-        candidates = self._candidates(hidden, slots)
-        first = min(candidates[0], key=lambda tactic: microseconds((tactic, second)))
-        second = min(candidates[1], key=lambda tactic: microseconds((first, tactic)))
-        return [first, second]
-
-    def _candidates(self, hidden: torch.Tensor, slots: int) -> tuple[list[int], list[int]]:
-        """Tactic numbers that FlashInfer itself would profile for the first and the second GEMM, default first."""
-        from flashinfer.fused_moe.core import get_cutlass_fused_moe_module
-        from flashinfer.tllm_enums import ActivationType
-
-        L, prepared = self.shard.num_local_experts, self.weights
-        try:
-            runner = get_cutlass_fused_moe_module("90").MoERunner(
-                x_dtype=torch.bfloat16,
-                weight_dtype=torch.uint8,
-                output_dtype=torch.bfloat16,
-                top_k=slots,
-                tp_size=1,
-                tp_rank=0,
-                ep_size=self.config.num_experts // L,
-                ep_rank=self.shard.first_expert // L,
-                cluster_size=1,
-                cluster_rank=0,
-                enable_alltoall=False,
-                use_deepseek_fp8_block_scale=False,
-                use_w4_group_scaling=True,
-                use_mxfp8_act_scaling=False,
-                min_latency_mode=False,
-                enable_pdl=True,
-                activation_type=ActivationType.Swiglu,
-                use_packed_weights=False,
-                use_fused_finalize=not self.runtime.deterministic,
-                use_wfp4afp8_humming=self._fp8,
-            )
-            inputs = [hidden, prepared.gate_up, prepared.gate_up_bias, prepared.down, prepared.down_bias]
-            found: list[list[int]] = []
-            for gemm in (1, 2):
-                runner.gemm_idx_for_tuning = gemm
-                found.append([DEFAULT_TACTIC, *runner.get_valid_tactics(inputs, None)])
-        except (AttributeError, TypeError) as error:
-            warnings.warn(
-                f"this FlashInfer doesn't list its tactics as 0.7.2 does ({error}); using its defaults",
-                TuningCacheWarning,
-                stacklevel=2,
-            )
-            return [DEFAULT_TACTIC], [DEFAULT_TACTIC]
-        return found[0], found[1]
+        self._most_rows = 1 << max(max_rows - 1, 0).bit_length()
+        top_k = slots or self.config.top_k
+        with autotune(True):
+            self(even_tokens(self.config, max_rows, top_k, self.device))
+        for dtype in (torch.bfloat16, torch.float32):  # the copies around the kernel compile on their first use
+            self(even_tokens(self.config, 1, top_k, self.device, dtype))

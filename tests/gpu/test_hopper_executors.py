@@ -5,7 +5,6 @@ A rank's share needs no other rank: shares run one after another and are summed.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,6 @@ from eprt.experts import make_executor
 from eprt.experts.adapters import AdaptedExecutor
 from eprt.experts.humming import gemm as humming_gemm
 from eprt.experts.reference import ReferenceExecutor
-from eprt.experts.tuning import TuningCacheWarning
 from eprt.placement import ExpertPlacement
 from eprt.quant import encode, encode_payload
 from eprt.tokens import FlatTokens, Payload
@@ -366,21 +364,10 @@ def test_preparation_streams_expert_by_expert(executor, source):
     assert runner.shard is shard
 
 
-def test_a_second_warmup_reads_the_disk(tmp_path, monkeypatch):
-    """Tuned once; a corrupt file is tuned again with a warning, the others are read."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.mark.parametrize("executor", ["humming", "cutlass_mxfp4"])
+def test_results_stay_after_a_warmup(executor):
     config = layer("mxfp4", 96, 96)
     weights, tokens = all_experts(config), make_tokens(config, 4)
-    build("cutlass_mxfp4", config, weights).warmup(4)
-    files = sorted(tmp_path.rglob("*.json"))
-    assert files
-    stamps = {path: path.stat().st_mtime_ns for path in files}
-    files[0].write_text("{")
-    runner = build("cutlass_mxfp4", config, weights)
-    with pytest.warns(TuningCacheWarning, match="tuning again"):
-        runner.warmup(4)
-    assert [path for path in files if path.stat().st_mtime_ns != stamps[path]] == [files[0]]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        build("cutlass_mxfp4", config, weights).warmup(4)
+    runner = build(executor, config, weights)
+    runner.warmup(4)
     assert error(runner(tokens), reference(config, weights, tokens)) <= BOUND

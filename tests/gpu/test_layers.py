@@ -14,7 +14,6 @@ from support.jobs import whole_layer_jobs as jobs
 
 from eprt.config import RuntimeConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.experts.tuning import cache_dir
 from eprt.ranks.launcher import launch
 from eprt.support import Device
 
@@ -60,17 +59,13 @@ def test_a_published_checkpoint_gives_the_plain_models_logits(
 
 
 @pytest.mark.timeout(2 * JOB_S + 60)
-@pytest.mark.parametrize("executor", ["humming", "cutlass_mxfp4"])
-def test_a_second_start_is_quick_and_tunes_nothing(record_property, executor: str) -> None:
-    """Fresh processes; the first fills the caches on disk unless an earlier run has."""
-    case = next(c for c in GRAPHS if (c.runtime.dispatcher, c.runtime.executor) == ("symm", executor))
+def test_a_second_start_is_quick(record_property) -> None:
+    """Fresh processes; the first fills humming's cache of kernels on disk unless an earlier run has."""
+    case = next(c for c in GRAPHS if (c.runtime.dispatcher, c.runtime.executor) == ("symm", "humming"))
     skip_if_refused(case)
-    tuned: list[dict[Path, int]] = []
     for start in ("first", "second"):
         found = launch(jobs.seconds_to_start, SIZE, "cuda", timeout_s=JOB_S, config=case.config, runtime=case.runtime)
         build, warm_up = (max(seconds) for seconds in zip(*found, strict=True))
         record_property(f"{start}_build_s", build)
         record_property(f"{start}_warmup_s", warm_up)
-        tuned.append({path: path.stat().st_mtime_ns for path in cache_dir().rglob("*.json")})
     assert warm_up < 10
-    assert tuned[0] == tuned[1] != {}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from dataclasses import replace
 
 import pytest
 import torch
 from support.cases import expert_cases as cases
 
-from eprt.config import Activation, RuntimeConfig
+from eprt.config import Activation
 from eprt.errors import ConfigError
 from eprt.experts.cutlass_mxfp4 import swiglu_parameters, tile_expert
 from eprt.experts.grouped import fp4
@@ -27,7 +24,6 @@ from eprt.experts.layouts import (
 )
 from eprt.experts.permute import copy_columns, group_by_expert, group_rows, weighted_unpermute
 from eprt.experts.reference import decode_matrix
-from eprt.experts.tuning import TuningCache, TuningCacheWarning
 from eprt.rounding import round_up
 from eprt.weights import Fp8Block, Mxfp4, Nvfp4
 
@@ -333,80 +329,3 @@ def test_copy_columns_pads_and_trims():
     assert torch.equal(wide, torch.cat([source, torch.zeros(3, 2)], dim=1))
     copy_columns(source, narrow)
     assert torch.equal(narrow, source[:, :2].to(torch.bfloat16))
-
-
-def test_cache_keeps_and_tells_apart(tmp_path):
-    cache = TuningCache("tuner", "1.0", "gpu", tmp_path)
-    problem = {"rows": 4, "sizes": (1, 2)}
-    assert cache.load(problem) is None
-    cache.store(problem, {"tile": [8, 128]})
-    assert cache.load({"sizes": [1, 2], "rows": 4}) == {"tile": [8, 128]}
-    assert cache.load({**problem, "rows": 5}) is None
-    for other in (replace(cache, version="1.1"), replace(cache, gpu="other"), replace(cache, tuner="b")):
-        assert other.load(problem) is None
-    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".json"]
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"key": 1}', json.dumps({"key": {}, "result": 1}), ""])
-def test_corrupt_cache_is_rebuilt_with_a_warning(tmp_path, content):
-    cache = TuningCache("tuner", "1.0", "gpu", tmp_path)
-    cache.store({"rows": 4}, 1)
-    cache.path({"rows": 4}).write_text(content)
-    with pytest.warns(TuningCacheWarning, match=r"unusable .*tuning again"):
-        assert cache.load({"rows": 4}) is None
-    assert not cache.path({"rows": 4}).exists()
-    cache.store({"rows": 4}, 2)
-    assert cache.load({"rows": 4}) == 2
-
-
-def test_only_a_plain_file_of_this_user_is_read(tmp_path):
-    """A pipe would hang, /dev/zero fill the memory, deep nesting end the parser: one warning each, and a new result."""
-    cache = TuningCache("tuner", "1.0", "gpu", tmp_path)
-    cache.store({"rows": 4}, 1)
-    path = cache.path({"rows": 4})
-    good = path.read_text()
-
-    def writable_by_all() -> None:
-        path.write_text(good)
-        path.chmod(0o666)
-
-    for make in (
-        lambda: os.mkfifo(path),
-        lambda: path.symlink_to("/dev/zero"),
-        lambda: path.write_text("[" * 500_000),
-        lambda: path.write_text(good + " " * (2 << 20)),
-        lambda: path.mkdir(),
-        writable_by_all,
-    ):
-        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
-        make()
-        with pytest.warns(TuningCacheWarning, match=r"unusable .*tuning again") as said:
-            assert cache.load({"rows": 4}) is None
-        assert len(said) == 1
-    path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def test_a_result_that_tuning_could_not_find_is_not_used(tmp_path):
-    cache = TuningCache("tuner", "1.0", "gpu", tmp_path)
-    cache.store({"rows": 4}, {"tile": 10**9})
-    with pytest.warns(TuningCacheWarning, match="none that tuning here could find"):
-        assert cache.load({"rows": 4}, lambda stored: stored["tile"] in (8, 16)) is None
-    cache.store({"rows": 4}, [])
-    with pytest.warns(TuningCacheWarning, match="unusable"):
-        assert cache.load({"rows": 4}, lambda stored: stored["tile"] in (8, 16)) is None
-    cache.store({"rows": 4}, {"tile": 8})
-    assert cache.load({"rows": 4}, lambda stored: stored["tile"] in (8, 16)) == {"tile": 8}
-
-
-def test_cache_that_cannot_be_written_warns(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.warns(TuningCacheWarning, match="can't be written"):
-        TuningCache("tuner", "1.0", "gpu", tmp_path / "file").store({}, 1)
-
-
-def test_cache_folder_follows_xdg(monkeypatch, tmp_path):
-    from eprt.experts.tuning import tuning_cache
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tuning_cache("t", "1", "g").root == tmp_path / "eprt"
-    assert RuntimeConfig().low_precision_activations is False

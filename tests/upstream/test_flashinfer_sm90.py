@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from support.cases import expert_cases as cases
 from eprt.bench.baselines import baselines
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
-from eprt.experts import cutlass_mxfp4, executor_spec, make_executor
+from eprt.experts import executor_spec, make_executor
 from eprt.experts.adapters import AdaptedExecutor
 from eprt.experts.reference import ReferenceExecutor, decode_matrix
 from eprt.placement import ExpertPlacement
@@ -26,6 +27,7 @@ from eprt.weights import MX_BLOCK, ExpertWeights, Mxfp4
 
 flashinfer = pytest.importorskip("flashinfer", reason="flashinfer-python isn't installed")
 fused_moe = pytest.importorskip("flashinfer.fused_moe", reason="FlashInfer's own needs aren't installed")
+autotuner = pytest.importorskip("flashinfer.autotuner")
 
 SOURCE = Path(flashinfer.__file__).parent / "data/csrc/fused_moe/cutlass_backend"
 FP8 = RuntimeConfig(low_precision_activations=True)
@@ -158,10 +160,8 @@ def test_by_hand_is_the_same_job_around_the_same_call(kernel, rank, H):
     local = share(cases.make_weights(config), config, shard)
     flat = replace(cases.make_flat(config, 40, dtype=torch.bfloat16), every_row_read=True)
     runner = make_executor("cutlass_mxfp4", config, shard, local, cases.CPU, cases.RUNTIME)
-    runner._tactics = [(64, (3, 5))]
     expected, found = runner(flat), baselines().direct_call(runner, flat)()
     ours, theirs = kernel.calls
-    assert {"profile_ids": [3, 5]}.items() <= ours.items()
     assert (found.dtype, found.shape, found.is_contiguous()) == (torch.bfloat16, (40, H), True)
     baselines().check_direct(found, expected)
     for name, value in ours.items():
@@ -219,29 +219,31 @@ def test_runtime_choices_reach_the_kernel(kernel):
     assert all(call["workspace_buffer"].numel() == 256 for call in kernel.calls)
 
 
-def test_warmup_and_workspace_have_the_slots_of_the_tokens(kernel, monkeypatch, tmp_path):
-    """A dispatcher may pad top-k: the workspace holds rows * slots, and tactics are timed on such tokens."""
-    sized = []
+def test_warmup_and_workspace_have_the_top_k_of_the_tokens(kernel, monkeypatch):
+    """A dispatcher may pad top-k: the workspace holds rows * top-k, and FlashInfer tunes for such tokens."""
+    sized, tuned = [], []
 
     def size(rows, hidden, intermediate, num_experts, top_k, **_):
         sized.append((rows, top_k))
         return 256
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    @contextmanager
+    def autotune(tune_mode):
+        assert tune_mode
+        before = len(kernel.calls)
+        yield
+        tuned.extend((len(call["input"]), call["tune_max_num_tokens"]) for call in kernel.calls[before:])
+
     monkeypatch.setattr(fused_moe, "cutlass_fused_moe_workspace_size", size)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "stand-in")
-    monkeypatch.setattr(cutlass_mxfp4, "eager_microseconds", lambda call: call() or 1.0)
-    monkeypatch.setattr(cutlass_mxfp4.CutlassMxfp4Executor, "_candidates", lambda *_: ([-1], [-1]))
+    monkeypatch.setattr(autotuner, "autotune", autotune)
     config = mxfp4_layer()
     weights, flat = cases.make_weights(config), cases.make_flat(config, dtype=torch.bfloat16)
     shard = ExpertPlacement(8, ParallelConfig()).shard(0)
-    for _ in range(2):  # the second start reads the tactics from disk, and still calls the kernel once
-        sized.clear()
-        kernel.calls.clear()
-        runner = make_executor("cutlass_mxfp4", config, shard, weights, cases.CPU, cases.RUNTIME)
-        runner.warmup(16, slots=4)
-        assert {call["token_selected_experts"].shape[1] for call in kernel.calls} == {4}
-        assert {slots for _, slots in sized} == {4}
+    runner = make_executor("cutlass_mxfp4", config, shard, weights, cases.CPU, cases.RUNTIME)
+    runner.warmup(13, slots=4)
+    assert tuned == [(13, 16)]
+    assert {call["token_selected_experts"].shape[1] for call in kernel.calls} == {4}
+    assert {top_k for _, top_k in sized} == {4}
     ids = torch.nn.functional.pad(flat.ids, (0, 1), value=8)
     wide = replace(flat, ids=ids, weights=torch.nn.functional.pad(flat.weights.nan_to_num(), (0, 1)))
     wide = replace(wide, hidden=replace(flat.hidden, data=flat.hidden.data.nan_to_num()), every_row_read=True)
@@ -305,8 +307,6 @@ def test_scale_interleave_is_a_permutation():
         ),
         # alpha, beta, limit: the clamped activation.
         ("cutlass_fused_moe_kernels.cuh", "return gate_clamped * fn(gate_clamped * alpha) * (linear_clamped + beta);"),
-        # `profile_ids`: absolute numbers, -1 for the default.
-        ("flashinfer_cutlass_fused_moe_binding.cu", "best_gemm2_profile = mAllProfiles.at(id2);"),
     ],
 )
 def test_the_source_still_says_so(file, text):
