@@ -8,15 +8,44 @@ Exit code 0: all outputs right, and nothing grew after the first tenth but for w
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from eprt.bench.report import Report
-from eprt.conformance.faults import soak
-from eprt.ranks.launcher import WorldPool
+from eprt.conformance.faults import CheckedLayer
+from eprt.ranks.launcher import RankContext, WorldPool
 
 MORE_MB, MORE_DESCRIPTORS, MORE_THREADS = 16.0, 0, 0
+
+
+@dataclass(frozen=True)
+class Growth:
+    """One rank's process at a step: resident memory in MB, open descriptors, threads, seconds since the first step."""
+
+    step: int
+    resident_mb: float
+    descriptors: int
+    threads: int
+    seconds: float
+
+
+def soak(context: RankContext, dispatcher: str, steps: int, looks: int = 10) -> list[Growth]:
+    """Runs many steps, idle ranks included, and checks every output. Raises WrongOutput."""
+    layer = CheckedLayer(context.world(), dispatcher)
+    found: list[Growth] = []
+    start = time.monotonic()
+    for step in range(steps):
+        layer.step(step)
+        if step % max(1, steps // looks) == 0 or step == steps - 1:
+            status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+            resident = int(status["VmRSS"].split()[0]) / 1024
+            descriptors = len(os.listdir("/proc/self/fd"))
+            found.append(Growth(step, resident, descriptors, int(status["Threads"]), time.monotonic() - start))
+    layer.layer.close()
+    return found
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The `eprt` command. Parsing its arguments imports no torch; a command's own module is imported when it runs."""
+"""Runs the `eprt` command. Parsing imports no torch; a command's own module is imported when it runs."""
 
 from __future__ import annotations
 
@@ -25,25 +25,10 @@ from eprt.errors import EprtError
 # Exit codes, beside those of `EprtError.exit_code`.
 OK, FAILED, INTERRUPTED = 0, 1, 130
 
-_COMMANDS = {
-    "Run": "eprt.cli.run:run",
-    "Generate": "eprt.cli.generate:generate",
-    "Explain": "eprt.cli.explain:explain",
-    "Tune": "eprt.cli.tune:tune",
-    "PlanExperts": "eprt.cli.plan_experts:plan_experts",
-    "Doctor": "eprt.cli.doctor:doctor",
-    "BenchLayer": "eprt.cli.bench:bench_layer",
-    "BenchDispatch": "eprt.cli.bench:bench_dispatch",
-    "BenchExperts": "eprt.cli.bench:bench_experts",
-    "BenchExchange": "eprt.cli.bench:bench_exchange",
-    "BenchRouter": "eprt.cli.bench:bench_router",
-    "BenchStep": "eprt.cli.bench:bench_step",
-}
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run one command; the exit code."""
-    from eprt.cli.parser import parse
+    """Parses and runs one command; returns its exit code."""
+    from eprt.cli.arguments import RUNS, parse
 
     if sys.stdout is None or sys.stderr is None:  # closed by the caller
         return _nowhere_to_write()
@@ -52,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = parse(arguments)
         terminal = Terminal(json=getattr(command, "json", False))
         with stdout_of_our_own(), _ended_by_signals():
-            return _run(command, terminal)
+            return _run(RUNS[type(command)], command, terminal)
     except OutputLost as error:
         return error.code
     except BrokenPipeError as error:  # tyro's help, into a pipe that was closed
@@ -65,9 +50,19 @@ def _nowhere_to_write() -> int:
     return NO_OUTPUT
 
 
+def _load(plugins: Sequence[str]) -> None:
+    """Imports the modules of --plugin; those in the current folder are found, too, by the console script as well."""
+    from eprt.ranks.plugins import load_plugins
+
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    load_plugins(plugins)
+
+
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind, as Ctrl-C does: ranks end and temporary folders go. torchrun's ranks just end."""
+    """Makes SIGTERM and SIGHUP unwind, as Ctrl-C does: ranks end and temporary folders go. torchrun's ranks just
+    end."""
     if "RANK" in os.environ or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -83,10 +78,12 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _run(command: Any, terminal: Terminal) -> int:
-    module, _, name = _COMMANDS[type(command).__name__].partition(":")
+def _run(where: str, command: Any, terminal: Terminal) -> int:
+    module, _, name = where.partition(":")
     try:
         configure_logging()
+        if plugins := getattr(command, "plugin", ()):
+            _load(plugins)
         function: Callable[[Any, Terminal], int] = getattr(importlib.import_module(module), name)
         return function(command, terminal)
     except KeyboardInterrupt:

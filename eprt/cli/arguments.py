@@ -1,10 +1,18 @@
-"""Arguments of every command as frozen dataclasses: the one source of flags, defaults and help. Imports no torch."""
+"""Defines the flags, defaults and help of every command as frozen dataclasses, and parses a command line into one of
+them. Imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, make_dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import UseAppendAction, subcommand
 
 from eprt.config import ParallelConfig, RuntimeConfig
 
@@ -12,8 +20,69 @@ GPUS_PER_HOST = 8  # of a host that `eprt explain` isn't told about
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
 
-@dataclass(frozen=True)
-class Run:
+# ---- flags that several commands share --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ranks:
+    world: int = 4
+    """Ranks to start (torchrun's number wins under torchrun)."""
+    device: DeviceKind = "auto"
+    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plugins:
+    plugin: Annotated[tuple[str, ...], UseAppendAction] = ()
+    """Python module to import first, here and in every rank: it may register dispatchers, executors and model families
+    of its own. Repeat the flag for more than one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Json:
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bench(_Plugins, _Json):
+    output: Path | None = None
+    """Also write the result as JSON to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlottedBench(_Bench):
+    plot: Path | None = None
+    """Write a plot (PNG, SVG) to this file; needs matplotlib."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TensorParallel:
+    attention_tp: int = 1
+    """Ranks that hold the same tokens."""
+    moe_tp: int = 1
+    """Ranks that share one expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    dispatcher: str = "auto"
+    """How tokens travel; `eprt explain` lists them."""
+    executor: str = "auto"
+    """What computes the experts; `eprt explain` lists them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LowPrecision:
+    low_precision_activations: bool = False
+    """Let executors quantise activations to FP8, as DeepSeek-V3's were in training."""
+
+
+# ---- the commands -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(_Ranks, _TensorParallel, _Pair, _Plugins, _Json):
     """Drive a checkpoint's MoE layers on several ranks and check every output.
 
     Starts the ranks itself, or is one of them if torchrun started it. Exit code 0: every output is within tolerance;
@@ -22,28 +91,14 @@ class Run:
 
     model: Path | None = None
     """Checkpoint directory (safetensors + config.json). Without one, a tiny gpt-oss in MXFP4 is made."""
-    world: int = 4
-    """Ranks to start (torchrun's number wins under torchrun)."""
-    attention_tp: int = 1
-    """Ranks that hold the same tokens."""
-    moe_tp: int = 1
-    """Ranks that share one expert."""
-    dispatcher: str = "auto"
-    """How tokens travel; `eprt explain` lists them."""
-    executor: str = "auto"
-    """What computes the experts; `eprt explain` lists them."""
     layers: int | None = None
-    """Only the first so many MoE layers."""
+    """Run only the first N MoE layers."""
     steps: int = 10
     """Calls of each layer; each has other token counts, idle ranks included."""
-    device: DeviceKind = "auto"
-    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
 
 
-@dataclass(frozen=True)
-class Generate:
+@dataclass(frozen=True, kw_only=True)
+class Generate(_Ranks):
     """Continue prompts with a transformers model whose experts are spread over several ranks; JSON lines in and out.
 
     Starts the ranks itself, or is one of them if torchrun started it. Results go to stdout (or --output) as they are
@@ -55,27 +110,23 @@ class Generate:
     prompts: Path | None = None
     """JSON lines: {"prompt": "text" or [token ids]}; - is stdin. Without it, a few of the tiny model."""
     output: Path | None = None
-    """Write results to this file. What it holds of the same prompts isn't made again, so that a restart goes on."""
-    world: int = 4
-    """Ranks to start (torchrun's number wins under torchrun)."""
+    """Write results to this file. Prompts that it already answers aren't run again, so that a restart goes on."""
     max_new_tokens: int = 32
     """Tokens to add to each prompt, at most."""
     temperature: float = 0.0
     """0 is greedy; above, tokens are sampled."""
     seed: int = 0
-    """Of sampling; each rank adds its number."""
+    """Seed of the sampling; each rank adds its number."""
     batch: int = 8
-    """Prompts a rank continues at once."""
+    """Prompts that each rank continues at once."""
     graphs: bool = False
     """Replay decode steps from CUDA graphs, where model, dispatcher and executor can be captured."""
     max_tokens: int = 4096
-    """Tokens a rank that buffers are sized for: the longest prompt at least."""
-    device: DeviceKind = "auto"
-    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
+    """Tokens per rank that buffers are sized for: the longest prompt at least."""
 
 
-@dataclass(frozen=True)
-class Explain:
+@dataclass(frozen=True, kw_only=True)
+class Explain(_TensorParallel, _Json):
     """Show every dispatcher/executor pair with its reason, then the choice and other layouts of the same ranks.
 
     Needs no GPU, no kernel library and no weights.
@@ -87,53 +138,41 @@ class Explain:
     """Ranks."""
     device: str = "cpu"
     """cpu, or a GPU's compute capability: sm90 (Hopper), sm100 (B200), ..."""
-    attention_tp: int = 1
-    """Ranks that hold the same tokens."""
-    moe_tp: int = 1
-    """Ranks that share one expert."""
     ranks_per_host: int | None = None
-    """Ranks of a host; without it 8 for GPUs, all for CPUs."""
+    """Ranks per host; without it 8 for GPUs, all for CPUs."""
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    """What a layer would be built with; the same defaults."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
+    """Settings that a layer would be built with; the same defaults."""
     plot: Path | None = None
-    """Write a plot (PNG, SVG) of a layer's time over tokens a rank to this file; needs matplotlib."""
+    """Write a plot (PNG, SVG) of a layer's time over tokens per rank to this file; needs matplotlib."""
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The world that is asked for."""
+        """The sizes of the world that is asked for."""
         per_host = self.ranks_per_host or (self.world if self.device == "cpu" else min(self.world, GPUS_PER_HOST))
         return ParallelConfig(self.world, self.attention_tp, self.moe_tp, per_host)
 
 
-@dataclass(frozen=True)
-class Tune:
+@dataclass(frozen=True, kw_only=True)
+class Tune(_Ranks, _Plugins, _Json):
     """Measure this machine for one model: its dispatchers and executors, as rows that the plan goes by first."""
 
     model: Path
     """Checkpoint directory, a config.json, or the name of a well-known model. Weights are made up."""
-    world: int = 4
-    """Ranks to start."""
-    device: DeviceKind = "auto"
-    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
     tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 1024, 4096)
-    """Tokens a rank."""
+    """Tokens per rank."""
     budget_s: float = 170.0
     """Seconds that measuring may take. What would take longer (kernels that are compiled first) is ended, and said."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
     output: Path | None = None
     """Also write the plans before and after, the seconds and what was cut as JSON to this file."""
 
 
-@dataclass(frozen=True)
-class PlanExperts:
+@dataclass(frozen=True, kw_only=True)
+class PlanExperts(_Json):
     """Plan where replicas of experts lie: balance before and after, and whether it pays. Needs no GPU."""
 
     slots: int
-    """Places for experts on all ranks together; what exceeds the model's experts is for replicas, or stays empty where
-    they cool no rank that matters."""
+    """Physical expert slots on all ranks together. Slots beyond the model's experts hold replicas, or stay empty where
+    a replica would relieve no rank that matters."""
     counts: Path | None = None
     """How often experts are chosen, as eprt.balance.write_counts writes it; without it, Zipf."""
     zipf: float = 1.1
@@ -145,7 +184,7 @@ class PlanExperts:
     moe_tp: int = 1
     """Ranks that share one expert."""
     ranks_per_host: int | None = None
-    """GPUs of a host; without it all ranks are on one."""
+    """GPUs per host; without it all ranks are on one."""
     domain_size: int | None = None
     """Expert-parallel ranks of an NVLink domain, if that isn't the host."""
     current: Path | None = None
@@ -153,26 +192,24 @@ class PlanExperts:
     model: Path | None = None
     """Checkpoint directory or config.json, for the estimate of what it brings."""
     tokens: int = 8192
-    """Tokens a rank in one forward, for that estimate."""
+    """Tokens per rank in one forward, for that estimate."""
     device: str = "sm90"
     """The GPUs' compute capability, for that estimate."""
     phase: Literal["prefill", "decode"] = "prefill"
-    """Many tokens a rank, shared by replicas; or few, each expert's to one replica."""
+    """prefill: many tokens per rank, shared by replicas. decode: few, and each expert's go to one replica."""
     out: Path | None = None
     """Write the placement file here."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
 
 
-@dataclass(frozen=True)
-class Doctor:
+@dataclass(frozen=True, kw_only=True)
+class Doctor(_Plugins, _Json):
     """A report to paste into an issue: versions, devices, links, and which backends work here and why not."""
 
     run: bool = False
     """Also run the conformance cases here: gloo ranks on the CPU, and all GPUs if there are any."""
     faults: bool = False
-    """Also break ranks on purpose (kill, stop, raise, leave, skip, sleep), time the others' verdicts, and see that they
-    go on without the lost rank where they are to."""
+    """Also break ranks on purpose (kill, stop, raise, leave, skip, sleep), time how soon the others report it, and see
+    that they go on without the lost rank where they are to."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Ranks of --faults: gloo ranks on the CPU, or one for each GPU, on every dispatcher that can run there."""
     trials: int | None = None
@@ -185,48 +222,34 @@ class Doctor:
     """Also write the trials of --faults as JSON to this file, after each of them."""
     resume: bool = False
     """Leave out trials of --faults that --output has, so that several short runs fill one table."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
 
 
-@dataclass(frozen=True)
-class BenchLayer:
+# ---- the benches ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchLayer(_Ranks, _Pair, _LowPrecision, _PlottedBench):
     """Time of each phase of a layer, and what the layer adds to the same steps by hand."""
 
-    world: int = 4
-    """Ranks to start."""
-    device: DeviceKind = "auto"
-    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
     shapes: tuple[str, ...] = ("tiny",)
     """Sizes of the layer: tiny, or those of `eprt bench experts` (gpt-oss-120b, qwen3-30b-a3b, ...)."""
     tokens: tuple[int, ...] = (1, 8, 32, 128)
-    """Tokens a rank."""
-    dispatcher: str = "auto"
-    """How tokens travel."""
-    executor: str = "auto"
-    """What computes the experts."""
+    """Tokens per rank."""
     every_pair: bool = False
     """Each dispatcher with each executor that works here, of those asked for, instead of the plan's choice."""
-    low_precision_activations: bool = False
-    """Let executors quantise activations to FP8, as DeepSeek-V3's were in training."""
     routing: str | None = None
-    """Measure replicas instead, on these choices: uniform, zipf:1.1 (neighbours are hot), zipf:1.1:SEED (who is hot is
-    drawn), counts as eprt.balance.write_counts writes them (.json), or recorded ids ([N, K] a layer, .safetensors)."""
+    """Measure replicas instead, on these choices: uniform, zipf:1.1 (hot experts are neighbours), zipf:1.1:SEED (hot
+    experts are random), counts as eprt.balance.write_counts writes them (.json), or recorded ids ([N, K] per layer,
+    .safetensors)."""
     replicas: int | None = None
-    """With --routing: so many slots more than experts, planned from the same choices; 0 if not said."""
+    """With --routing: slots beyond the number of experts, planned from the same choices; default 0."""
     placement: Path | None = None
     """With --routing: the placement file to measure, instead of a planned one."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
-    output: Path | None = None
-    """Also write the result as JSON to this file."""
-    plot: Path | None = None
-    """Write a plot (PNG, SVG) to this file; needs matplotlib."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What --simulate sends through the dispatchers' bytes and the plan's cost model."""
+    """The worlds and layers that --simulate sends through the dispatchers' bytes and the plan's cost model."""
 
     model: Path = Path("DeepSeek-V3")
     """Checkpoint directory, a config.json, or the name of a well-known model; its first kind of MoE layer."""
@@ -235,46 +258,38 @@ class Simulation:
     ranks: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)
     """Sizes of the worlds."""
     ranks_per_host: int = 8
-    """GPUs of a host."""
+    """GPUs per host."""
     routing: tuple[str, ...] = ("uniform", "zipf:0.6:0")
-    """Whom tokens choose: uniform, zipf:EXPONENT (neighbours are hot), zipf:EXPONENT:SEED (who is hot is drawn), counts
-    as eprt.balance.write_counts writes them (.json), or recorded ids ([N, K] a layer, .safetensors)."""
+    """How tokens choose experts: uniform, zipf:EXPONENT (hot experts are neighbours), zipf:EXPONENT:SEED (hot experts
+    are random), counts as eprt.balance.write_counts writes them (.json), or recorded ids ([N, K] per layer,
+    .safetensors)."""
     replicas: int = 0
-    """Also simulate planned placements with so many slots more than experts."""
+    """Also simulate planned placements with this number of slots beyond the experts."""
 
 
-@dataclass(frozen=True)
-class BenchDispatch:
+@dataclass(frozen=True, kw_only=True)
+class BenchDispatch(_Ranks, _PlottedBench):
     """Dispatch + combine by every transport that works here, beside raw collectives and the link's own rate."""
 
-    world: int = 4
-    """Ranks to start."""
-    device: DeviceKind = "auto"
-    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
     tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 1024, 2048, 4096)
-    """Tokens a rank."""
+    """Tokens per rank."""
     shapes: tuple[Literal["h2880k4", "h7168k8"], ...] = ("h2880k4", "h7168k8")
     """Hidden size and top-k."""
     routings: tuple[Literal["uniform", "hot_expert"], ...] = ("uniform", "hot_expert")
     """How tokens choose experts."""
     transports: tuple[str, ...] = ()
-    """Only these dispatchers and peers; all that work here if none is named."""
+    """Only these dispatchers and baselines; all that work here if none is named."""
     payload: Literal["bf16", "fp8_block"] = "bf16"
-    """What travels to the experts."""
+    """Number format that travels to the experts."""
     simulate: bool = False
     """Measure nothing: whole layers of worlds that needn't be here, by bytes and the plan's model."""
     simulation: Simulation = field(default_factory=Simulation)
-    json: bool = False
-    """Print one JSON object instead of tables."""
-    output: Path | None = None
-    """Also write the result as JSON to this file."""
-    plot: Path | None = None
-    """Write a plot (PNG, SVG) to this file; needs matplotlib."""
 
 
-@dataclass(frozen=True)
-class BenchExperts:
-    """The executors that work on this GPU, beside their libraries by hand and bare, memory and compute floors."""
+@dataclass(frozen=True, kw_only=True)
+class BenchExperts(_LowPrecision, _PlottedBench):
+    """The executors that work on this GPU, beside their libraries called directly, and the lower bounds that memory
+    and compute set."""
 
     tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 2048, 8192)
     """Tokens of all ranks."""
@@ -285,71 +300,94 @@ class BenchExperts:
     libraries: tuple[str, ...] = ()
     """Of other libraries' whole experts only these ("vllm triton", ...); all that are installed if none is named; none
     for none."""
-    low_precision_activations: bool = False
-    """Let executors quantise activations to FP8, as DeepSeek-V3's were in training."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
-    output: Path | None = None
-    """Also write the result as JSON to this file."""
-    plot: Path | None = None
-    """Write a plot (PNG, SVG) to this file; needs matplotlib."""
 
 
-@dataclass(frozen=True)
-class BenchExchange:
+@dataclass(frozen=True, kw_only=True)
+class BenchExchange(_Ranks, _Bench):
     """What it costs the ranks to agree: a step, and its few words through shared memory and through gloo."""
 
-    world: int = 4
-    """Ranks to start."""
-    device: DeviceKind = "auto"
-    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
     rounds: int = 1000
     """Exchanges of each kind."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
-    output: Path | None = None
-    """Also write the result as JSON to this file."""
 
 
-@dataclass(frozen=True)
-class BenchRouter:
-    """The router's kernels beside the same choice in plain torch, with memory and compute floors."""
+@dataclass(frozen=True, kw_only=True)
+class BenchRouter(_PlottedBench):
+    """The router's kernels beside the same choice in plain torch, and the lower bounds that memory and compute set."""
 
     tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 2048)
     """Tokens of this rank."""
     shapes: tuple[str, ...] = ()
     """Only these routers (gpt-oss-120b, ...); all if none is named."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
-    output: Path | None = None
-    """Also write the result as JSON to this file."""
-    plot: Path | None = None
-    """Write a plot (PNG, SVG) to this file; needs matplotlib."""
 
 
-@dataclass(frozen=True)
-class BenchStep:
+@dataclass(frozen=True, kw_only=True)
+class BenchStep(_Ranks, _Pair, _PlottedBench):
     """A decode step of whole models: transformers alone, then eprt's layers eager, in steps and in CUDA graphs."""
 
     world: int = 2
-    """Ranks to start."""
-    device: DeviceKind = "auto"
-    """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
+    """Ranks to start (torchrun's number wins under torchrun)."""
     models: tuple[Literal["tiny", "gpt-oss-120b", "qwen3-30b-a3b", "deepseek-v3"], ...] = ("tiny",)
     """Widths of the models; their weights are random."""
     layers: int = 3
     """Attention + MoE layers of each."""
     tokens: tuple[int, ...] = (1, 8, 32, 128, 512)
-    """Requests a rank, one token each."""
+    """Requests per rank, one token each."""
     rounds: int = 10
     """Times that ten steps in a row are measured."""
-    dispatcher: str = "auto"
-    """How tokens travel."""
-    executor: str = "auto"
-    """What computes the experts."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
-    output: Path | None = None
-    """Also write the result as JSON to this file."""
-    plot: Path | None = None
-    """Write a plot (PNG, SVG) to this file; needs matplotlib."""
+
+
+# ---- from words to arguments ------------------------------------------------------------------------------------
+
+# By the words of the command line: a command's arguments, and the function that runs it.
+COMMANDS: dict[str, tuple[type[Any], str]] = {
+    "run": (Run, "eprt.cli.run:run"),
+    "generate": (Generate, "eprt.cli.generate:generate"),
+    "explain": (Explain, "eprt.cli.explain:explain"),
+    "tune": (Tune, "eprt.cli.tune:tune"),
+    "plan-experts": (PlanExperts, "eprt.cli.plan_experts:plan_experts"),
+    "doctor": (Doctor, "eprt.cli.doctor:doctor"),
+}
+BENCHES: dict[str, tuple[type[Any], str]] = {
+    "layer": (BenchLayer, "eprt.cli.bench_layer:bench_layer"),
+    "dispatch": (BenchDispatch, "eprt.cli.bench_dispatch:bench_dispatch"),
+    "experts": (BenchExperts, "eprt.cli.bench:bench_experts"),
+    "router": (BenchRouter, "eprt.cli.bench:bench_router"),
+    "exchange": (BenchExchange, "eprt.cli.bench:bench_exchange"),
+    "step": (BenchStep, "eprt.cli.bench:bench_step"),
+}
+RUNS: dict[type[Any], str] = dict([*COMMANDS.values(), *BENCHES.values()])
+
+
+def parse(arguments: Sequence[str] | None = None) -> Any:
+    """Returns the arguments of the command that `arguments` (default: the process's own) ask for: an instance of one of
+    the classes in `COMMANDS` and `BENCHES`. Prints help, version or an error and exits."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words == ["--version"]:
+        from eprt import __version__
+
+        sys.stdout.write(f"eprt {__version__}\n")
+        raise SystemExit(0)
+    # A command that is named is parsed by itself, so that an unknown flag is answered with that command's own.
+    if words and words[0] in COMMANDS:
+        return _parse(COMMANDS[words[0]][0], f"eprt {words[0]}", words[1:])
+    if words[:1] == ["bench"] and words[1:] and words[1] in BENCHES:
+        return _parse(BENCHES[words[1]][0], f"eprt bench {words[1]}", words[2:])
+    bench = make_dataclass("Bench", [("what", _any_of(BENCHES))])
+    bench.__doc__ = "Measure a layer, the transports, the executors, the router, the ranks' agreement or a whole step."
+    parsed = _parse(_any_of({**COMMANDS, "bench": (bench, "")}), "eprt", words)
+    return parsed.what if isinstance(parsed, bench) else parsed
+
+
+def _any_of(commands: dict[str, tuple[type[Any], str]]) -> Any:
+    return reduce(or_, (Annotated[kind, subcommand(name)] for name, (kind, _) in commands.items()))
+
+
+def _parse(kind: Any, prog: str, words: list[str]) -> Any:
+    about = "Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed."
+    return tyro.cli(
+        kind,
+        prog=prog,
+        description=about if prog == "eprt" else None,
+        args=words,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
+    )

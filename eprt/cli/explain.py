@@ -1,4 +1,5 @@
-"""`eprt explain`: what would run a model, and why everything else would not. No GPU, no kernel library, no weights."""
+"""Runs `eprt explain`: shows what would run a model, and why everything else would not. Needs no GPU, no kernel library
+and no weights."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from eprt.cli.arguments import Explain
-from eprt.cli.terminal import Terminal
+from eprt.cli.terminal import Column, Terminal
 from eprt.config import MoEConfig, Routing
 from eprt.engines import ENGINES
 from eprt.errors import ConfigError
@@ -17,12 +18,22 @@ from eprt.plan import Candidate, Plan, make_plan
 from eprt.plan.layouts import ParallelLayout, layouts
 from eprt.plan.machines import linked_ranks, machine_of
 from eprt.plan.measured import own_path, own_tables
-from eprt.plan.model import Estimate
 from eprt.support import Device
+
+LAYOUTS: dict[str, Column] = {
+    "layout": lambda way: way.name,
+    "pair": lambda way: "+".join((way.plans[0].dispatcher, way.plans[0].executor)) if way.plans else way.refused,
+    "weights GB": lambda way: f"{way.weight_gb:.1f}" if way.plans else None,
+    "buffers GB": lambda way: f"{way.buffer_gb:.1f}" if way.plans else None,
+    "us per layer": lambda way: None if way.layer_us is None else f"{way.layer_us:.0f}",
+    "tokens/s": lambda way: None if way.tokens_per_s is None else f"{way.tokens_per_s:,.0f}",
+    "bound by": lambda way: way.bound or None,
+    "fits": lambda way: {True: "yes", False: "no", None: None}[way.fits],
+}
 
 
 def explain(arguments: Explain, terminal: Terminal) -> int:
-    """The command. Returns 0; a model that nothing can run raises UnsupportedError with the same table."""
+    """Prints the plans. Returns 0; a model that nothing can run raises UnsupportedError with the same table."""
     parallel, runtime, device = arguments.parallel, arguments.runtime, Device.parse(arguments.device)
     kinds = kinds_of_layers(model_config(arguments.model))
     _say_world(terminal, arguments, device)
@@ -55,7 +66,8 @@ def explain(arguments: Explain, terminal: Terminal) -> int:
 
 
 def kinds_of_layers(hf: dict[str, Any]) -> list[tuple[MoEConfig, list[int]]]:
-    """Each kind of layer that a plan tells apart (routing doesn't matter to it): its first config, its numbers."""
+    """Returns the kinds of layers that a plan tells apart (routing doesn't matter to it): the first config of each, and
+    its layers' numbers."""
     family = family_for(hf)
     kinds: dict[MoEConfig, tuple[MoEConfig, list[int]]] = {}
     for layer in family.moe_layers(hf):
@@ -68,11 +80,11 @@ def kinds_of_layers(hf: dict[str, Any]) -> list[tuple[MoEConfig, list[int]]]:
 
 def _say_world(terminal: Terminal, arguments: Explain, device: Device) -> None:
     parallel, runtime, machine = arguments.parallel, arguments.runtime, machine_of(device)
-    hosts = f"{parallel.ranks_per_host} ranks a host" + " (--ranks-per-host)" * (arguments.ranks_per_host is None)
+    hosts = f"{parallel.ranks_per_host} ranks per host" + " (--ranks-per-host)" * (arguments.ranks_per_host is None)
     terminal.say(
         f"world of {parallel.world_size} x {device}, {hosts}: {parallel.dp_size} data-parallel x "
         f"{parallel.attention_tp_size} attention-TP, {parallel.ep_size} expert-parallel x {parallel.moe_tp_size} "
-        f"MoE-TP; {runtime.phase}, up to {runtime.max_tokens_per_rank} tokens a rank"
+        f"MoE-TP; {runtime.phase}, up to {runtime.max_tokens_per_rank} tokens per rank"
     )
     if machine is not None:
         joined = "; hosts taken as one NVLink fabric" * (
@@ -88,14 +100,18 @@ def _say(terminal: Terminal, config: MoEConfig, layers: list[int], plan: Plan) -
         f"\nlayers {_ranges(layers)}: {config.num_experts} experts in {config.weight_format}, top-{config.top_k}, "
         f"hidden {config.hidden_size}, intermediate {config.intermediate_size}, {config.activation.kind}"
     )
-    chosen = plan.chosen
+    columns: dict[str, Column] = {
+        "": lambda c: "->" if c is plan.chosen else "ok" if c.support else "no",
+        "dispatcher": lambda c: c.dispatcher,
+        "executor": lambda c: c.executor,
+        "tokens": lambda c: c.token_format,
+        "us": _microseconds,
+        "reason": lambda c: c.support.reason,
+    }
     terminal.table(
-        f"Candidates (-> chosen, ok possible, no refused; us: all but routing, {plan.tokens} tokens a rank)",
-        ["", "dispatcher", "executor", "tokens", "us", "reason"],
-        [
-            [_mark(c, chosen), c.dispatcher, c.executor, c.token_format, _microseconds(c), c.support.reason]
-            for c in plan.candidates
-        ],
+        f"Candidates (-> chosen, ok possible, no refused; us: all but routing, {plan.tokens} tokens per rank)",
+        columns,
+        plan.candidates,
     )
     terminal.say(f"\nChoice: dispatcher {plan.dispatcher}, executor {plan.executor}, {plan.token_format} tokens")
     terminal.say(f"  why: {plan.reason}")
@@ -106,34 +122,17 @@ def _say(terminal: Terminal, config: MoEConfig, layers: list[int], plan: Plan) -
     terminal.say("")
 
 
-def _microseconds(candidate: Candidate) -> str:
-    halves = [half for half in (candidate.dispatch, candidate.experts) if half is not None]
+def _microseconds(candidate: Candidate) -> str | None:
     if candidate.us is None:
-        return "-"
-    return (
-        f"{candidate.us:.0f}" + "" if all(half.basis == "measured" for half in halves) else f"{candidate.us:.0f} model"
-    )
+        return None
+    halves = [half for half in (candidate.dispatch, candidate.experts) if half is not None]
+    return f"{candidate.us:.0f}" + " model" * any(half.basis != "measured" for half in halves)
 
 
 def _say_layouts(terminal: Terminal, ways: list[ParallelLayout], arguments: Explain) -> None:
     tokens = next((way.plans[0].tokens for way in ways if way.plans), 0)
-    terminal.table(
-        f"Layouts of these {arguments.world} ranks, {tokens} tokens on each: routed experts of all layers alone",
-        ["layout", "pair", "weights GB", "buffers GB", "us a layer", "tokens/s", "bound by", "fits"],
-        [
-            [
-                way.name,
-                "+".join((way.plans[0].dispatcher, way.plans[0].executor)) if way.plans else way.refused,
-                f"{way.weight_gb:.1f}" if way.plans else "-",
-                f"{way.buffer_gb:.1f}" if way.plans else "-",
-                "-" if way.layer_us is None else f"{way.layer_us:.0f}",
-                "-" if way.tokens_per_s is None else f"{way.tokens_per_s:,.0f}",
-                way.bound or "-",
-                {True: "yes", False: "no", None: "-"}[way.fits],
-            ]
-            for way in ways
-        ],
-    )
+    title = f"Layouts of these {arguments.world} ranks, {tokens} tokens on each: routed experts of all layers alone"
+    terminal.table(title, LAYOUTS, ways)
     best = ways[0]
     if best.tokens_per_s is not None and best.fits and best.parallel != arguments.parallel:
         asked = next((way for way in ways if way.parallel == arguments.parallel), None)
@@ -143,14 +142,8 @@ def _say_layouts(terminal: Terminal, ways: list[ParallelLayout], arguments: Expl
         terminal.say(f"\nBy the times above, {best.name} is the fastest that fits{slower}.")
 
 
-def _mark(candidate: Candidate, chosen: Candidate) -> str:
-    if candidate is chosen:
-        return "->"
-    return "ok" if candidate.support else "no"
-
-
 def as_json(plan: Plan) -> dict[str, Any]:
-    """A plan as plain values."""
+    """Returns a plan as plain values."""
     return {
         "dispatcher": plan.dispatcher,
         "executor": plan.executor,
@@ -169,16 +162,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "ok": c.support.ok,
                 "reason": c.support.reason,
                 "max_tokens_per_rank": c.max_tokens_per_rank,
-                "dispatch": _estimate_as_json(c.dispatch),
-                "experts": _estimate_as_json(c.experts),
+                "dispatch": c.dispatch and asdict(c.dispatch),
+                "experts": c.experts and asdict(c.experts),
             }
             for c in plan.candidates
         ],
     }
-
-
-def _estimate_as_json(estimate: Estimate | None) -> dict[str, Any] | None:
-    return None if estimate is None else asdict(estimate)
 
 
 def _layout_as_json(way: ParallelLayout) -> dict[str, Any]:
@@ -188,7 +177,7 @@ def _layout_as_json(way: ParallelLayout) -> dict[str, Any]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """ "0-2, 5": consecutive numbers as ranges."""
+    """Writes consecutive numbers as ranges: "0-2, 5"."""
     parts: list[str] = []
     start = previous = numbers[0]
     for number in [*numbers[1:], None]:

@@ -1,22 +1,23 @@
-"""`eprt generate`: prompts in, tokens out, over several ranks. JSONL both ways."""
+"""Runs `eprt generate`: prompts in, tokens out, over several ranks, as JSON lines both ways."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 from eprt.cli import generate_rank
 from eprt.cli.arguments import Generate
-from eprt.cli.generate_rank import Job, Part
+from eprt.cli.generate_rank import Answers, LoadedModel
 from eprt.cli.journal import Journal
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.run import checkpoint_directory
 from eprt.cli.terminal import Terminal
+from eprt.config import RuntimeConfig
 from eprt.errors import ConfigError, InputError
 
 # Without --prompts, and of the tiny checkpoint's vocabulary: one is longer, and the last rank has none.
@@ -28,7 +29,7 @@ EXAMPLES: tuple[dict[str, Any], ...] = (
 
 
 def generate(arguments: Generate, terminal: Terminal) -> int:
-    """The command. Returns 0."""
+    """Continues the prompts. Returns 0."""
     for name in ("max_new_tokens", "batch"):
         if (value := getattr(arguments, name)) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -41,60 +42,69 @@ def generate(arguments: Generate, terminal: Terminal) -> int:
         checkpoint_directory(arguments.model, terminal.note) as directory,
         ranks(arguments.world, arguments.device) as workers,
     ):
-        job = Job(
-            directory=str(directory.resolve()),
-            max_new_tokens=arguments.max_new_tokens,
-            temperature=arguments.temperature,
-            seed=arguments.seed,
-            batch=arguments.batch,
-            graphs=arguments.graphs,
-            max_tokens_per_rank=arguments.max_tokens,
-            timeout_s=workers.timeout_s,
-        )
-        _drive(job, prompts, workers, terminal, journal)
+        # Under torchrun every rank is here, and rank 0 alone has read the prompts, and the journal.
+        done = journal.done if journal is not None else 0
+        if done:
+            terminal.note(f"{done} of {len(prompts)} prompts are answered in the file already")
+        prompts = workers.run(generate_rank.share, prompts=prompts[done:])[0]
+        if prompts:
+            _load(arguments, directory, prompts, workers, terminal)
+            _continue(arguments, prompts, workers, terminal, journal.write if journal is not None else terminal.lines)
     return 0
 
 
-def _drive(
-    job: Job, prompts: list[dict[str, Any]], workers: Ranks, terminal: Terminal, journal: Journal | None
+def _load(
+    arguments: Generate, directory: Path, prompts: list[dict[str, Any]], workers: Ranks, terminal: Terminal
 ) -> None:
-    # Under torchrun every rank is here, and rank 0 alone has read the prompts, and the journal.
-    done = journal.done if journal is not None else 0
-    if done:
-        terminal.note(f"{done} of {len(prompts)} prompts are answered in the file already")
-    prompts = workers.run(generate_rank.share, prompts=prompts[done:])[0]
-    if not prompts:
-        return
     started = time.perf_counter()
-    loaded = workers.run(generate_rank.load, job=job)
-    seconds = time.perf_counter() - started
-    if not loaded[0].tokenizer and any(isinstance(row["prompt"], str) for row in prompts):
+    # Graphs hold whole steps, not layers.
+    runtime = RuntimeConfig(max_tokens_per_rank=arguments.max_tokens, layer_graphs=False if arguments.graphs else None)
+    loaded: LoadedModel = workers.run(
+        generate_rank.load,
+        directory=str(directory.resolve()),
+        runtime=runtime,
+        graphs=arguments.graphs,
+        seed=arguments.seed,
+        behind_s=workers.timeout_s,
+    )[0]
+    if not loaded.tokenizer and any(isinstance(row["prompt"], str) for row in prompts):
         raise InputError("a prompt is text and the checkpoint has no tokenizer: give token ids, or add its files")
-    plan = f"dispatcher {loaded[0].dispatcher}, executor {loaded[0].executor}"
-    terminal.note(f"{loaded[0].layers} MoE layers on {workers.size} ranks, ready after {seconds:.1f} s; {plan}")
+    terminal.note(
+        f"{loaded.layers} MoE layers on {workers.size} ranks, ready after {time.perf_counter() - started:.1f} s; "
+        f"dispatcher {loaded.dispatcher}, executor {loaded.executor}"
+    )
+
+
+def _continue(
+    arguments: Generate,
+    prompts: list[dict[str, Any]],
+    workers: Ranks,
+    terminal: Terminal,
+    write: Callable[[list[dict[str, Any]]], None],
+) -> None:
+    """Continues the prompts in rounds of `batch` per rank, and writes each round's answers in the prompts' order."""
+    sampled = arguments.temperature > 0
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": sampled}
+    options |= {"temperature": arguments.temperature} if sampled else {}
     tokens, busy = [0] * workers.size, [0.0] * workers.size
-    size = workers.size * job.batch
+    size = workers.size * arguments.batch
     rounds = [range(first, min(first + size, len(prompts))) for first in range(0, len(prompts), size)]
     with terminal.progress("prompts", len(rounds)) as progress:
         for numbers in rounds:
             shares = [list(numbers[rank :: workers.size]) for rank in range(workers.size)]
             given = [[prompts[number]["prompt"] for number in share] for share in shares]
-            parts: list[Part] = workers.run(generate_rank.generate, job=job, prompts=given)
+            by_rank: list[Answers] = workers.run(
+                generate_rank.generate, prompts=given, batch_size=arguments.batch, options=options
+            )
             found: dict[int, dict[str, Any]] = {}
-            for rank, (share, part) in enumerate(zip(shares, parts, strict=True)):
-                tokens[rank] += sum(map(len, part.tokens))
-                busy[rank] += part.seconds
-                for number, new, text in zip(share, part.tokens, part.texts, strict=True):
-                    found[number] = {**prompts[number], "tokens": new, "rank": rank}
-                    if text is not None:
-                        found[number]["text"] = text
-            answers = [found[number] for number in numbers]
-            if journal is not None:
-                journal.write(answers)
-            else:
-                terminal.lines(answers)
+            for rank, (share, answers) in enumerate(zip(shares, by_rank, strict=True)):
+                tokens[rank] += sum(map(len, answers.tokens))
+                busy[rank] += answers.seconds
+                for number, new, text in zip(share, answers.tokens, answers.texts, strict=True):
+                    said = {} if text is None else {"text": text}
+                    found[number] = {**prompts[number], "tokens": new, "rank": rank, **said}
+            write([found[number] for number in numbers])
             progress.advance(f"{numbers.stop} of {len(prompts)} done, {sum(tokens)} tokens")
-    workers.run(generate_rank.finish)
     rates = [count / seconds if seconds else 0.0 for count, seconds in zip(tokens, busy, strict=True)]
     each = ", ".join(f"{rate:,.1f}" for rate in rates)
     total = f"{sum(tokens)} tokens for {len(prompts)} prompts"
@@ -102,7 +112,7 @@ def _drive(
 
 
 def _read(path: Path | None) -> list[dict[str, Any]]:
-    """The prompts, one JSON value a line. Raises InputError, ConfigError."""
+    """Reads the prompts, one JSON value per line. Raises InputError, ConfigError."""
     if path is None:
         return [dict(example) for example in EXAMPLES]
     try:

@@ -1,4 +1,4 @@
-"""The jobs of `eprt generate`: what each rank does."""
+"""The jobs of `eprt generate`: each rank loads the model without other ranks' experts, and continues its prompts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,8 @@ from eprt.ranks.launcher import RankContext
 
 
 @dataclass(frozen=True)
-class Job:
-    """What to do: the same on every rank. `temperature` 0 is greedy."""
-
-    directory: str
-    max_new_tokens: int
-    temperature: float
-    seed: int
-    batch: int
-    graphs: bool
-    max_tokens_per_rank: int
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What the plan chose, how many MoE layers there are, and whether text can be given."""
+class LoadedModel:
+    """The number of MoE layers, whether text can be given, and the plan's choice."""
 
     layers: int
     tokenizer: bool
@@ -38,8 +24,9 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One rank's share of a round: new tokens of each prompt, as text where there is a tokenizer; seconds it took."""
+class Answers:
+    """One rank's answers of a round: the new tokens of each prompt, as text where there is a tokenizer, and the
+    seconds they took."""
 
     tokens: list[list[int]]
     texts: list[str | None]
@@ -47,59 +34,46 @@ class Part:
 
 
 def share(context: RankContext, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What this rank has read. Rank 0's is taken."""
+    """Returns the prompts that this rank has read; the caller takes rank 0's."""
     return prompts
 
 
-def load(context: RankContext, job: Job) -> Loaded:
-    """The model without other ranks' experts, and its tokenizer if it has one. Collective."""
+def load(
+    context: RankContext, directory: str, runtime: RuntimeConfig, graphs: bool, seed: int, behind_s: float
+) -> LoadedModel:
+    """Loads the model without other ranks' experts, and its tokenizer if it has one. Collective."""
     from eprt.integrations.transformers import load_without_experts, parallelize
 
-    world = context.world(timeout_s=job.timeout_s)
-    finish(context)
-    model = load_without_experts(job.directory, dtype="auto", device_map=None).eval().to(world.device)
-    graphs = False if job.graphs else None  # of whole steps instead of layers
-    runtime = RuntimeConfig(max_tokens_per_rank=job.max_tokens_per_rank, layer_graphs=graphs)
+    world = context.world(timeout_s=behind_s)
+    context.release("generate")
+    model = load_without_experts(directory, dtype="auto", device_map=None).eval().to(world.device)
     layers = parallelize(model, world, runtime)
     world.warmup(*layers)
-    tokenizer = _tokenizer(job.directory)
-    context.cache["generate"] = _Held(model, tokenizer, layers)
-    torch.manual_seed(job.seed + world.dp_rank)
-    return Loaded(len(layers), tokenizer is not None, layers[0].plan.dispatcher, layers[0].plan.executor)
+    tokenizer = _tokenizer(directory)
+    context.cache["generate"] = _Model(model, tokenizer, layers, graphs)
+    torch.manual_seed(seed + world.dp_rank)
+    return LoadedModel(len(layers), tokenizer is not None, layers[0].plan.dispatcher, layers[0].plan.executor)
 
 
-def generate(context: RankContext, job: Job, prompts: list[list[str | list[int]]]) -> Part:
-    """Continue `prompts[rank]`. Collective."""
+def generate(
+    context: RankContext, prompts: list[list[str | list[int]]], batch_size: int, options: dict[str, Any]
+) -> Answers:
+    """Continues `prompts[rank]`; `options` are transformers' own. Collective."""
     from eprt.integrations.transformers import generate as continue_prompts
 
-    held: _Held = context.cache["generate"]
-    options: dict[str, Any] = {"max_new_tokens": job.max_new_tokens, "do_sample": job.temperature > 0}
-    if job.temperature > 0:
-        options["temperature"] = job.temperature
+    held: _Model = context.cache["generate"]
     started = time.perf_counter()
-    tokens = continue_prompts(
-        held.model,
-        [held.ids(prompt) for prompt in prompts[context.rank]],
-        batch_size=job.batch,
-        graphs=job.graphs,
-        **options,
-    )
+    own = [held.ids(prompt) for prompt in prompts[context.rank]]
+    tokens = continue_prompts(held.model, own, batch_size=batch_size, graphs=held.graphs, **options)
     seconds = time.perf_counter() - started
-    return Part(tokens, [held.text(new) for new in tokens], seconds)
+    return Answers(tokens, [held.text(new) for new in tokens], seconds)
 
 
-def finish(context: RankContext) -> None:
-    """Give back what `load` made."""
-    held: _Held | None = context.cache.pop("generate", None)
-    if held is not None:
-        held.close()
+class _Model:
+    """A loaded model and its tokenizer; the rank closes it."""
 
-
-class _Held:
-    """A loaded model and its tokenizer; the harness closes it with the rank."""
-
-    def __init__(self, model: Any, tokenizer: Any, layers: list[Any]) -> None:
-        self.model, self.tokenizer, self._layers = model, tokenizer, layers
+    def __init__(self, model: Any, tokenizer: Any, layers: list[Any], graphs: bool) -> None:
+        self.model, self.tokenizer, self.graphs, self._layers = model, tokenizer, graphs, layers
 
     def ids(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -115,7 +89,7 @@ class _Held:
 
 
 def _tokenizer(directory: str) -> Any:
-    """The checkpoint's, from its files alone; None if it has none."""
+    """Loads the checkpoint's tokenizer from its files alone; None if it has none."""
     if not any((Path(directory) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
     from transformers import AutoTokenizer

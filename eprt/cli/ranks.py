@@ -1,11 +1,13 @@
-"""The ranks a command drives: processes it starts itself, or the torchrun world that this process is one rank of."""
+"""The ranks that a command drives: processes it starts itself, or the torchrun world that this process is one rank
+of."""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,29 +22,35 @@ JOB_TIMEOUT_S = 3600.0
 BEHIND_TIMEOUT_S = {"cpu": 60.0, "cuda": 2400.0}
 
 
-class Ranks(Protocol):
-    """What runs jobs: `function(context, **kwargs)` on every rank, the results in rank order.
+class Ranks(ABC):
+    """Runs jobs, `function(context, **kwargs)`, on every rank.
 
     Attributes:
+        size, device: number of ranks, and "cpu" or "cuda".
         timeout_s: for the jobs' Worlds: how long a rank may be behind the others.
     """
 
-    size: int
-    device: str
-    timeout_s: float
+    def __init__(self, size: int, device: str, timeout_s: float) -> None:
+        self.size, self.device, self.timeout_s = size, device, timeout_s
 
+    def __str__(self) -> str:
+        return f"{self.size} x {self.device}"
+
+    @abstractmethod
     def run(self, function: Callable[..., Any], *, within_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """Raises the EprtError that all ranks raised, RankLost or WorldFailed if one broke. Ranks that this process
-        started are ended after `within_s`, which is a WorldFailed that is `late`; torchrun's can't be."""
-        ...
+        """Returns the results in rank order.
+
+        Raises the EprtError that all ranks raised, RankLost or WorldFailed if one broke. Ranks that this process
+        started are ended after `within_s`, which is a WorldFailed that is `late`; torchrun's can't be.
+        """
 
 
-class _Started:
-    """Processes of our own."""
+class _Started(Ranks):
+    """Processes that this command started."""
 
     def __init__(self, pool: WorldPool) -> None:
-        self.size, self.device, self._pool = pool.size, pool.device, pool
-        self.timeout_s = BEHIND_TIMEOUT_S[pool.device]
+        super().__init__(pool.size, pool.device, BEHIND_TIMEOUT_S[pool.device])
+        self._pool = pool
 
     def run(self, function: Callable[..., Any], *, within_s: float | None = None, **kwargs: Any) -> list[Any]:
         try:
@@ -59,12 +67,13 @@ class _Started:
             raise error from None
 
 
-class _Joined:
-    """The world that torchrun started. Every rank gets every result; rank 0 speaks."""
+class _Joined(Ranks):
+    """The world that torchrun started. Every rank gets every result; rank 0 prints."""
 
     def __init__(self, context: RankContext) -> None:
-        self.size, self.device, self._context = context.size, context.device, context
-        self.timeout_s = BEHIND_TIMEOUT_S["cuda"]  # rank 0 also judges results between jobs, while the others wait
+        # Rank 0 also judges results between jobs, while the others wait.
+        super().__init__(context.size, context.device, BEHIND_TIMEOUT_S["cuda"])
+        self._context = context
 
     def run(self, function: Callable[..., Any], *, within_s: float | None = None, **kwargs: Any) -> list[Any]:
         found = function(self._context, **kwargs)
@@ -73,7 +82,7 @@ class _Joined:
 
 @contextmanager
 def ranks(world: int, device: str) -> Iterator[Ranks]:
-    """The ranks for a command. On the way out, and on Ctrl-C, those it started are gone.
+    """Yields the ranks for a command. On the way out, and on Ctrl-C, those it started are gone.
 
     Args:
         world: how many to start; torchrun's number wins if it started this process.
@@ -99,7 +108,7 @@ def ranks(world: int, device: str) -> Iterator[Ranks]:
 
 
 def choose_device(device: str, local_ranks: int) -> str:
-    """ "cpu" or "cuda". Raises ConfigError if CUDA is asked for and there are too few GPUs."""
+    """Returns "cpu" or "cuda". Raises ConfigError if CUDA is asked for and there are too few GPUs."""
     available = torch.cuda.device_count()
     if device == "cuda" and available < local_ranks:
         raise ConfigError(

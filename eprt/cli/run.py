@@ -1,11 +1,10 @@
-"""`eprt run`: a checkpoint's MoE layers on several ranks, every output held to the oracle."""
+"""Runs `eprt run`: a checkpoint's MoE layers on several ranks, every output held to the oracle."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import torch
 from eprt.cli import run_rank
 from eprt.cli.arguments import Run
 from eprt.cli.ranks import Ranks, ranks
-from eprt.cli.run_rank import Job, Loaded, Step
-from eprt.cli.terminal import Terminal
+from eprt.cli.run_rank import DrivenStep, LoadedLayer
+from eprt.cli.terminal import Column, Terminal
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import COUNTS, TOLERANCE, Batch
-from eprt.conformance.oracle import relative_error
-from eprt.conformance.whole_layer import expected_layer_output
+from eprt.conformance.oracle import expected_layer_output, relative_error
 from eprt.errors import ConfigError
 from eprt.layer import PHASES
 from eprt.models import LayerParts, family_for, load_layer
@@ -38,107 +36,111 @@ WHY = {
 }
 
 
-@dataclass
-class Tally:
-    """What one rank did, over all layers and steps. Bytes and copies are None where only the device knows them."""
+def _kilobytes(name: str) -> Callable[[dict[str, Any]], str | None]:
+    return lambda row: None if row[name] is None else f"{row[name] / 1e3:.1f}"
 
-    tokens: int = 0
-    copies_sent: int | None = 0
-    copies_received: int | None = 0
-    bytes_sent: int | None = 0
-    bytes_received: int | None = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    error: float = 0.0
 
-    def add(self, step: Step, error: float) -> None:
-        self.tokens += step.hidden.shape[0]
-        for name in ("copies_sent", "copies_received", "bytes_sent", "bytes_received"):
-            before, more = getattr(self, name), getattr(step, name)
-            setattr(self, name, None if before is None or more is None else before + more)
-        for phase, seconds in step.seconds.items():
-            self.seconds[phase] += seconds
-        self.error = max(self.error, error)
+RANKS: dict[str, Column] = {
+    "rank": "rank",
+    "experts": lambda row: f"{row['experts'][0]}-{row['experts'][1] - 1}",
+    "tokens": "tokens",
+    "copies out": "copies_sent",
+    "copies in": "copies_received",
+    "kB out": _kilobytes("bytes_sent"),
+    "kB in": _kilobytes("bytes_received"),
+    "error": "error:.1e",
+}
+STEPS: dict[str, Column] = {
+    "step": "step",
+    "tokens per rank": lambda row: " ".join(map(str, row["tokens_per_rank"])),
+    "error": "error:.1e",
+}
 
 
 def run(arguments: Run, terminal: Terminal) -> int:
-    """The command. Returns 0 if every output is within tolerance, else 1."""
+    """Drives the layers. Returns 0 if every output is within tolerance, else 1."""
     if arguments.steps < 1 or (arguments.layers is not None and arguments.layers < 1):
         raise ConfigError(f"--steps {arguments.steps}, --layers {arguments.layers}: both must be at least 1")
     with (
         checkpoint_directory(arguments.model, terminal.say) as directory,
         ranks(arguments.world, arguments.device) as workers,
     ):
-        return _drive(directory, arguments, workers, terminal)
+        ParallelConfig(workers.size, arguments.attention_tp, arguments.moe_tp)
+        layers, config, dtype = _layers_of(directory, arguments.layers)
+        outcome = _Outcome(arguments, workers.size)
+        _drive(outcome, directory, layers, dtype, workers, terminal)
+        report = _report(outcome, arguments.model, layers, config, dtype, workers)
+    _say(report, dtype, len(layers), terminal)
+    terminal.result(report)
+    return 0 if report["ok"] else 1
 
 
-def _drive(directory: Path, arguments: Run, workers: Ranks, terminal: Terminal) -> int:
-    parallel = ParallelConfig(workers.size, arguments.attention_tp, arguments.moe_tp)
+def _layers_of(directory: Path, most: int | None) -> tuple[list[int], MoEConfig, torch.dtype]:
+    """Returns the numbers of the first MoE layers, the first one's config, and the tokens' dtype."""
     with Checkpoint(directory) as checkpoint:
         family = family_for(checkpoint.config)
-        dtype = model_dtype(family.text_config(checkpoint.config))
-        layers = family.moe_layers(checkpoint.config)[: arguments.layers]
+        layers = family.moe_layers(checkpoint.config)[:most]
         if not layers:
             raise ConfigError(f"{directory}: the {checkpoint.config.get('model_type')} model has no MoE layers")
         config = family.moe_config(checkpoint.config, layers[0])
-    job = Job(
-        directory=str(directory.resolve()),
-        attention_tp=arguments.attention_tp,
-        moe_tp=arguments.moe_tp,
-        runtime=RuntimeConfig(
-            dispatcher=arguments.dispatcher, executor=arguments.executor, max_tokens_per_rank=max(map(max, TRAFFIC))
-        ),
-        counts=tuple(TRAFFIC[step % len(TRAFFIC)] for step in range(arguments.steps)),
-        dtype=str(dtype).removeprefix("torch."),
-        timeout_s=workers.timeout_s,
-    )
-    outcome = _Outcome(parallel, job, dtype)
-    with terminal.progress("layer", len(layers)) as progress:
-        for layer in layers:
-            started = time.perf_counter()
-            outcome.loaded = workers.run(run_rank.load, job=job, layer=layer)
-            seconds = time.perf_counter() - started
-            steps = [workers.run(run_rank.drive, job=job, layer=layer, step=step) for step in range(len(job.counts))]
-            if terminal.speaks:
-                outcome.judge(load_layer(job.directory, layer), steps)
-            size = sum(rank.weight_bytes for rank in outcome.loaded)
-            progress.advance(f"loaded {size / 1e6:,.1f} MB of experts in {seconds:.1f} s, {len(steps)} steps driven")
-    workers.run(run_rank.finish)
-    return _report(outcome, arguments.model, layers, config, workers, terminal)
+        return layers, config, model_dtype(family.text_config(checkpoint.config))
 
 
 class _Outcome:
-    """What the ranks returned, judged."""
+    """The results of all ranks, held to the oracle and added up over layers and steps.
 
-    def __init__(self, parallel: ParallelConfig, job: Job, dtype: torch.dtype) -> None:
-        self.parallel, self.job, self.dtype = parallel, job, dtype
-        self.tolerance = TOLERANCE[dtype]
-        self.loaded: list[Loaded] = []
-        self.ranks = [Tally() for _ in range(parallel.world_size)]
-        self.steps = [0.0] * len(job.counts)
+    Attributes:
+        ranks, steps: one row for each rank and each step. Bytes and copies are None where only the device knows them.
+        plan: the last loaded layer's.
+    """
 
-    @property
-    def error(self) -> float:
-        return max(rank.error for rank in self.ranks)
+    def __init__(self, arguments: Run, size: int) -> None:
+        self.settings: dict[str, Any] = {
+            "attention_tp": arguments.attention_tp,
+            "moe_tp": arguments.moe_tp,
+            "runtime": RuntimeConfig(
+                dispatcher=arguments.dispatcher, executor=arguments.executor, max_tokens_per_rank=max(map(max, TRAFFIC))
+            ),
+        }
+        self._group = arguments.attention_tp
+        rows = [TRAFFIC[step % len(TRAFFIC)] for step in range(arguments.steps)]
+        tokens = [[row[min(rank // self._group, len(row) - 1)] for rank in range(size)] for row in rows]
+        self.steps: list[dict[str, Any]] = [{"tokens_per_rank": row, "error": 0.0} for row in tokens]
+        names = ("tokens", "copies_sent", "copies_received", "bytes_sent", "bytes_received", "error")
+        seconds = dict.fromkeys(PHASES, 0.0)
+        self.ranks: list[dict[str, Any]] = [
+            {"rank": rank, "experts": None, **dict.fromkeys(names, 0), "seconds": dict(seconds)} for rank in range(size)
+        ]
+        self.plan: dict[str, str] = {}
 
-    @property
-    def ok(self) -> bool:
-        return self.error <= self.tolerance
+    def hold(self, loaded: list[LoadedLayer]) -> None:
+        """Notes which experts each rank has loaded, and the plan."""
+        self.plan = loaded[0].plan
+        for row, one in zip(self.ranks, loaded, strict=True):
+            row["experts"] = list(one.experts)
 
-    def judge(self, parts: LayerParts, steps: list[list[Step]]) -> None:
-        """Compare one layer's outputs with the oracle's."""
-        size = self.parallel.attention_tp_size
-        for number, step in enumerate(steps):
-            for first in range(0, len(step), size):
-                group = step[first : first + size]
+    def judge(self, parts: LayerParts, steps: list[list[DrivenStep]]) -> None:
+        """Compares one layer's outputs with the oracle's."""
+        for number, results in enumerate(steps):
+            for first in range(0, len(results), self._group):
+                group = results[first : first + self._group]
                 expected = expected_layer_output(parts, _whole_batch(group, parts.config))
-                for rank, one in enumerate(group, first):
-                    error = relative_error(one.output, expected)
-                    self.ranks[rank].add(one, error)
-                    self.steps[number] = max(self.steps[number], error)
+                for rank, result in enumerate(group, first):
+                    error = relative_error(result.output, expected)
+                    self._add(self.ranks[rank], result, error)
+                    self.steps[number]["error"] = max(self.steps[number]["error"], error)
+
+    def _add(self, row: dict[str, Any], result: DrivenStep, error: float) -> None:
+        row["tokens"] += result.hidden.shape[0]
+        row["error"] = max(row["error"], error)
+        for name, more in result.traffic.items():
+            row[name] = None if row[name] is None or more is None else row[name] + more
+        for phase, seconds in result.seconds.items():
+            row["seconds"][phase] += seconds
 
 
-def _whole_batch(group: list[Step], config: MoEConfig) -> Batch:
-    """An attention-TP group's tokens, with the routing that its ranks chose for their slices of them."""
+def _whole_batch(group: list[DrivenStep], config: MoEConfig) -> Batch:
+    """Returns an attention-TP group's tokens, with the routing that its ranks chose for their slices of them."""
     hidden = group[0].hidden
     ids = torch.full((hidden.shape[0], config.top_k), config.num_experts, dtype=torch.int32)
     weights = torch.zeros(ids.shape)
@@ -148,9 +150,31 @@ def _whole_batch(group: list[Step], config: MoEConfig) -> Batch:
     return Batch(hidden, TopK(ids, weights))
 
 
+def _drive(
+    outcome: _Outcome, directory: Path, layers: list[int], dtype: torch.dtype, workers: Ranks, terminal: Terminal
+) -> None:
+    where, name = str(directory.resolve()), str(dtype).removeprefix("torch.")
+    with terminal.progress("layer", len(layers)) as progress:
+        for layer in layers:
+            started = time.perf_counter()
+            loaded: list[LoadedLayer] = workers.run(
+                run_rank.load, directory=where, layer=layer, behind_s=workers.timeout_s, **outcome.settings
+            )
+            seconds = time.perf_counter() - started
+            outcome.hold(loaded)
+            steps = [
+                workers.run(run_rank.drive, layer=layer, step=number, tokens=step["tokens_per_rank"], dtype=name)
+                for number, step in enumerate(outcome.steps)
+            ]
+            if terminal.speaks:
+                outcome.judge(load_layer(where, layer), steps)
+            size = sum(rank.weight_bytes for rank in loaded)
+            progress.advance(f"loaded {size / 1e6:,.1f} MB of experts in {seconds:.1f} s, {len(steps)} steps driven")
+
+
 @contextmanager
 def checkpoint_directory(model: Path | None, say: Callable[[str], None]) -> Iterator[Path]:
-    """The checkpoint directory: the one given, or a tiny one that goes away afterwards."""
+    """Yields the checkpoint directory: the one given, or a tiny one that is removed afterwards."""
     if model is not None:
         yield model
         return
@@ -161,40 +185,46 @@ def checkpoint_directory(model: Path | None, say: Callable[[str], None]) -> Iter
         yield write_tiny_checkpoint(folder / "gpt-oss-tiny")
 
 
-# ---- what is said -------------------------------------------------------------------------------------------
+# ---- the report -------------------------------------------------------------------------------------------------
 
 
 def _report(
-    outcome: _Outcome, model: Path | None, layers: list[int], config: MoEConfig, workers: Ranks, terminal: Terminal
-) -> int:
-    plan = outcome.loaded[0].plan
+    outcome: _Outcome, model: Path | None, layers: list[int], config: MoEConfig, dtype: torch.dtype, workers: Ranks
+) -> dict[str, Any]:
     transport = "gloo" if workers.device == "cpu" else "NCCL"
-    what = (
-        f"{_count(len(layers), 'MoE layer')} of {model or 'the tiny gpt-oss'} ({_count(config.num_experts, 'expert')} "
-        f"in {config.weight_format}, top-{config.top_k}) ran on {_count(workers.size, f'{transport} rank')}, "
-        f"{_count(len(outcome.steps), 'step')} each"
-    )
+    error, tolerance = max(rank["error"] for rank in outcome.ranks), TOLERANCE[dtype]
+    return {
+        "ok": error <= tolerance,
+        "what": f"{_count(len(layers), 'MoE layer')} of {model or 'the tiny gpt-oss'} "
+        f"({_count(config.num_experts, 'expert')} in {config.weight_format}, top-{config.top_k}) ran on "
+        f"{_count(workers.size, f'{transport} rank')}, {_count(len(outcome.steps), 'step')} each",
+        "world": workers.size,
+        "device": workers.device,
+        "plan": outcome.plan,
+        "error": error,
+        "tolerance": tolerance,
+        "tolerance_because": " ".join(WHY[dtype].split()),
+        "ranks": outcome.ranks,
+        "steps": outcome.steps,
+    }
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _say(report: dict[str, Any], dtype: torch.dtype, layers: int, terminal: Terminal) -> None:
+    plan, rows, calls = report["plan"], report["ranks"], layers * len(report["steps"])
     terminal.say(f"\nPlan: dispatcher {plan['dispatcher']}, executor {plan['executor']}, {plan['tokens']} tokens")
     terminal.say(f"  why: {plan['reason']}; `eprt explain` lists every candidate")
-    terminal.table(
-        "Each rank, all layers and steps together",
-        ["rank", "experts", "tokens", "copies out", "copies in", "kB out", "kB in", "error"],
-        _rank_rows(outcome),
-    )
-    calls = len(layers) * len(outcome.steps)
+    terminal.table("Each rank, all layers and steps together", RANKS, rows)
     terminal.table(
         "Milliseconds of each phase, mean of one layer call, waiting for others included",
-        ["rank", *PHASES],
-        [
-            [rank, *(f"{1e3 * tally.seconds[phase] / calls:.2f}" for phase in PHASES)]
-            for rank, tally in enumerate(outcome.ranks)
-        ],
+        {"rank": "rank", **{phase: f"{phase}:.2f" for phase in PHASES}},
+        [{"rank": row["rank"], **{k: 1e3 * s / calls for k, s in row["seconds"].items()}} for row in rows],
     )
-    terminal.table(
-        "Each step (error: worst rank and layer)",
-        ["step", "tokens per rank", "error"],
-        [[n, " ".join(map(str, _counts(outcome, n))), f"{error:.1e}"] for n, error in enumerate(outcome.steps)],
-    )
+    steps = [{"step": number, **step} for number, step in enumerate(report["steps"])]
+    terminal.table("Each step (error: worst rank and layer)", STEPS, steps)
     terminal.say(
         "\ncopies: token rows that crossed between ranks in dispatch, and came back in combine;\n  kB counts both ways."
     )
@@ -202,56 +232,8 @@ def _report(
         "error = ||output - oracle|| / ||oracle||. The oracle: one process, float32, all experts as loaded,\n"
         "  each token to those its rank chose; its formulas are the executor reference's, written apart from others."
     )
-    terminal.say(f"tolerance {outcome.tolerance:.0e}: {WHY[outcome.dtype]}.")
-    verdict = "PASS" if outcome.ok else "FAIL"
-    relation = "<=" if outcome.ok else ">"
-    terminal.say(f"\n{verdict}: {what}; worst error {outcome.error:.1e} {relation} {outcome.tolerance:.0e}")
-    terminal.result(_as_json(outcome, what, plan, workers))
-    return 0 if outcome.ok else 1
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _counts(outcome: _Outcome, step: int) -> list[int]:
-    size = outcome.parallel.attention_tp_size
-    return [outcome.job.tokens(step, rank // size) for rank in range(outcome.parallel.world_size)]
-
-
-def _rank_rows(outcome: _Outcome) -> list[list[Any]]:
-    rows: list[list[Any]] = []
-    for rank, (tally, loaded) in enumerate(zip(outcome.ranks, outcome.loaded, strict=True)):
-        traffic = [tally.copies_sent, tally.copies_received]
-        volume = [tally.bytes_sent, tally.bytes_received]
-        rows.append(
-            [
-                rank,
-                f"{loaded.first_expert}-{loaded.end_expert - 1}",
-                tally.tokens,
-                *("-" if copies is None else copies for copies in traffic),
-                *("-" if size is None else f"{size / 1e3:.1f}" for size in volume),
-                f"{tally.error:.1e}",
-            ]
-        )
-    return rows
-
-
-def _as_json(outcome: _Outcome, what: str, plan: dict[str, str], workers: Ranks) -> dict[str, Any]:
-    return {
-        "ok": outcome.ok,
-        "what": what,
-        "world": workers.size,
-        "device": workers.device,
-        "plan": plan,
-        "error": outcome.error,
-        "tolerance": outcome.tolerance,
-        "tolerance_because": " ".join(WHY[outcome.dtype].split()),
-        "ranks": [
-            {"rank": rank, "experts": [loaded.first_expert, loaded.end_expert], **vars(tally)}
-            for rank, (tally, loaded) in enumerate(zip(outcome.ranks, outcome.loaded, strict=True))
-        ],
-        "steps": [
-            {"tokens_per_rank": _counts(outcome, step), "error": error} for step, error in enumerate(outcome.steps)
-        ],
-    }
+    terminal.say(f"tolerance {report['tolerance']:.0e}: {WHY[dtype]}.")
+    verdict, relation = ("PASS", "<=") if report["ok"] else ("FAIL", ">")
+    terminal.say(
+        f"\n{verdict}: {report['what']}; worst error {report['error']:.1e} {relation} {report['tolerance']:.0e}"
+    )

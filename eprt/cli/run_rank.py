@@ -1,4 +1,5 @@
-"""The jobs of `eprt run`: what each rank does. The parent, which holds the oracle, judges what they return."""
+"""The jobs of `eprt run`: each rank loads its experts and calls the layer. The parent, which holds the oracle, judges
+the outputs."""
 
 from __future__ import annotations
 
@@ -18,57 +19,29 @@ from eprt.models import build_layer, load_layer
 from eprt.models.checkpoint import load_on_all_ranks
 from eprt.ranks.launcher import RankContext
 from eprt.tokens import RouterLogits, TopK
-from eprt.world import World
 
 _SEED = 8128
 
 
 @dataclass(frozen=True)
-class Job:
-    """What to run: the same on every rank.
+class LoadedLayer:
+    """One rank's share of a layer: its experts (first, and one past the last), their bytes, and the layer's plan."""
 
-    Attributes:
-        directory: the checkpoint.
-        counts: tokens of each data-parallel group, one tuple for each step.
-        dtype: "bfloat16" or "float32", the tokens' own.
-    """
-
-    directory: str
-    attention_tp: int
-    moe_tp: int
-    runtime: RuntimeConfig
-    counts: tuple[tuple[int, ...], ...]
-    dtype: str
-    timeout_s: float
-
-    def world(self, context: RankContext) -> World:
-        return context.world(self.attention_tp, self.moe_tp, self.timeout_s)
-
-    def tokens(self, step: int, dp_rank: int) -> int:
-        return self.counts[step][min(dp_rank, len(self.counts[step]) - 1)]
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """One rank's share of a layer: first and last expert, bytes of their weights, what the plan chose."""
-
-    first_expert: int
-    end_expert: int
+    experts: tuple[int, int]
     weight_bytes: int
     plan: dict[str, str]
-    table: str
 
 
 @dataclass(frozen=True)
-class Step:
+class DrivenStep:
     """One call of the layer on one rank.
 
     Attributes:
         hidden: [T, H] that the rank passed in; output: [T, H] that it got back.
         sent: the rows of `hidden` that this rank dispatched itself (a slice of them under attention TP).
         ids, weights: their routing, as the layer's own router chose it.
-        copies_sent, copies_received, bytes_sent, bytes_received: between ranks, both ways; None if only the device
-            knows.
+        traffic: copies_sent, copies_received, bytes_sent and bytes_received between ranks, both ways; None if only the
+            device knows.
         seconds: by phase; waiting for other ranks counts.
     """
 
@@ -77,85 +50,77 @@ class Step:
     sent: tuple[int, int]
     ids: torch.Tensor
     weights: torch.Tensor
-    copies_sent: int | None
-    copies_received: int | None
-    bytes_sent: int | None
-    bytes_received: int | None
+    traffic: dict[str, int | None]
     seconds: dict[str, float]
 
 
-def load(context: RankContext, job: Job, layer: int) -> Loaded:
-    """Load this rank's experts of a layer and warm it up. Collective; replaces the layer before."""
-    world = job.world(context)
-    _drop(context)
-    parts = load_on_all_ranks(world, lambda: load_layer(job.directory, layer, world.parallel, world.rank), layer)
-    moe = context.cache["layer"] = build_layer(parts, world, job.runtime)
+def load(
+    context: RankContext,
+    directory: str,
+    layer: int,
+    attention_tp: int,
+    moe_tp: int,
+    runtime: RuntimeConfig,
+    behind_s: float,
+) -> LoadedLayer:
+    """Loads this rank's experts of a layer and warms it up. Collective; closes the layer before."""
+    world = context.world(attention_tp, moe_tp, behind_s)
+    context.release("layer")
+    parts = load_on_all_ranks(world, lambda: load_layer(directory, layer, world.parallel, world.rank), layer)
+    moe = context.cache["layer"] = build_layer(parts, world, runtime)
     world.warmup(moe)
-    plan = moe.plan
-    return Loaded(
-        first_expert=parts.shard.first_expert,
-        end_expert=parts.shard.end_expert,
-        weight_bytes=parts.experts.nbytes,
-        plan={
-            "dispatcher": plan.dispatcher,
-            "executor": plan.executor,
-            "tokens": plan.token_format,
-            "reason": plan.reason,
-        },
-        table=plan.table(),
-    )
+    plan = {
+        "dispatcher": moe.plan.dispatcher,
+        "executor": moe.plan.executor,
+        "tokens": moe.plan.token_format,
+        "reason": moe.plan.reason,
+    }
+    return LoadedLayer((parts.shard.first_expert, parts.shard.end_expert), parts.experts.nbytes, plan)
 
 
-def drive(context: RankContext, job: Job, layer: int, step: int) -> Step:
-    """Call the loaded layer once, with this rank's tokens of that step."""
-    world, moe = job.world(context), context.cache["layer"]
-    T, H = job.tokens(step, world.dp_rank), moe.config.input_size
+def drive(context: RankContext, layer: int, step: int, tokens: list[int], dtype: str) -> DrivenStep:
+    """Calls the loaded layer once, with `tokens[rank]` tokens of `dtype` ("bfloat16" or "float32")."""
+    moe: ExpertParallelMoE = context.cache["layer"]
+    world, T = moe.world, tokens[context.rank]
     generator = torch.Generator().manual_seed(_SEED + 7919 * layer + 97 * step + world.dp_rank)
-    hidden = torch.randn(T, H, generator=generator).to(getattr(torch, job.dtype))
-    token_ids: torch.Tensor | None = None
-    if moe.router.token_table is not None:
-        token_ids = torch.randint(moe.router.token_table.shape[0], (T,), generator=generator).to(world.device)
+    hidden = torch.randn(T, moe.config.input_size, generator=generator).to(getattr(torch, dtype))
     with _Observation(moe) as seen:
-        x, routing = hidden.to(world.device), None
+        x, token_ids, routing = hidden.to(world.device), None, None
+        if (table := seen.router.token_table) is not None:
+            token_ids = torch.randint(table.shape[0], (T,), generator=generator).to(world.device)
         if world.size == 1 and moe.executor.takes_logits:  # a kernel's own choice couldn't be seen
-            routing = moe.router(x, token_ids)
+            routing = seen.router(x, token_ids)
         with world.step(T, number=step):
             output = moe(x, routing, token_ids=token_ids)
-    traffic = seen.handles[0].traffic
-    part = -(-T // job.attention_tp)
+    sent = seen.handles[0].traffic
+    part = -(-T // world.parallel.attention_tp_size)
     first = min(world.attention_tp_rank * part, T)
-    return Step(
+    return DrivenStep(
         hidden=hidden,
         output=output.cpu(),
         sent=(first, min(first + part, T)),
         ids=seen.choices[0].ids.cpu(),
         weights=seen.choices[0].weights.cpu(),
-        copies_sent=traffic.rows_sent if traffic else None,
-        copies_received=traffic.rows_received if traffic else None,
-        bytes_sent=traffic.bytes_sent if traffic else None,
-        bytes_received=traffic.bytes_received if traffic else None,
+        traffic={
+            "copies_sent": sent.rows_sent if sent else None,
+            "copies_received": sent.rows_received if sent else None,
+            "bytes_sent": sent.bytes_sent if sent else None,
+            "bytes_received": sent.bytes_received if sent else None,
+        },
         seconds=dict(seen.seconds),
     )
 
 
-def finish(context: RankContext) -> None:
-    """Give back the last layer's memory."""
-    _drop(context)
-
-
-def _drop(context: RankContext) -> None:
-    layer = context.cache.pop("layer", None)
-    if layer is not None:
-        layer.close()
-
-
 class _Observation:
-    """Hooks into one call of a layer: times its phases, notes what its router chose and which handles were made.
+    """Observes one call of a layer: times its phases, notes what its router chose and which handles were made.
 
     The executor is handed outputs full of NaN, so that a row it forgets shows.
     """
 
     def __init__(self, layer: ExpertParallelMoE) -> None:
+        if layer.router is None:
+            raise ConfigError("eprt run observes the router of a checkpoint's layer: this layer has none")
+        self.router = layer.router
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.choices: list[TopK] = []
         self.handles: list[Handle] = []
@@ -163,8 +128,6 @@ class _Observation:
 
     def __enter__(self) -> _Observation:
         layer = self._layer
-        if layer.router is None:
-            raise ConfigError("eprt run observes the router of a checkpoint's layer: this layer has none")
         if not isinstance(layer.executor, NanOutput):
             layer.executor = NanOutput(layer.executor)
         self._before = layer.observe, layer.see

@@ -1,4 +1,5 @@
-"""What a command says: tables for people, one JSON object for programs, errors as one block. Imports no torch."""
+"""Prints what a command reports: tables for people, one JSON object for programs, errors as one block. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TextIO
 
@@ -17,9 +18,12 @@ from eprt.errors import ConfigError
 NO_OUTPUT = 74  # EX_IOERR
 PIPE_CLOSED = 141  # what a shell says of a process that SIGPIPE ended
 
+# One column of a table: the row's key, with a format if one is needed ("us:.0f"), or a function of the row.
+Column = str | Callable[[Any], object]
+
 
 class OutputLost(Exception):
-    """Standard output takes nothing any more. `code` is what the command ends with."""
+    """Raised when standard output takes nothing any more. `code` is the command's exit code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"standard output is lost, exit code {code}")
@@ -27,7 +31,8 @@ class OutputLost(Exception):
 
 
 def write(text: str) -> None:
-    """A line or block to standard output. Raises OutputLost, after saying why unless a reader just had enough."""
+    """Writes a line or block to standard output. Raises OutputLost; unless the reader closed the pipe, the reason is
+    printed first."""
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -36,7 +41,7 @@ def write(text: str) -> None:
 
 
 def lost(stream: TextIO, error: OSError) -> OutputLost:
-    """Say why, and let what is still buffered go nowhere: Python would try again at exit."""
+    """Prints why `stream` failed, and discards what it still buffers: Python would try again at exit."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -48,14 +53,14 @@ def lost(stream: TextIO, error: OSError) -> OutputLost:
 
 
 def show_everything() -> None:
-    """What the locale's encoding lacks (a path's accents under LC_ALL=C) is escaped, not an error."""
+    """Makes both streams escape what the locale's encoding lacks (a path's accents under LC_ALL=C)."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 class Terminal:
-    """Standard output of the rank that speaks.
+    """Standard output and error of a command, of the one rank that speaks.
 
     Args:
         json: say nothing on stdout but the one `result` object; progress and errors go to stderr anyway.
@@ -65,78 +70,68 @@ class Terminal:
     def __init__(self, json: bool = False, speaks: bool | None = None) -> None:
         self.json = json
         self.speaks = os.environ.get("RANK", "0") == "0" if speaks is None else speaks
-        self._tty = sys.stdout.isatty() and not json
 
     def say(self, text: str = "") -> None:
-        """A line or block for people."""
+        """Prints a line or block for people."""
         if self.speaks and not self.json:
             write(text)
 
     def note(self, text: str) -> None:
-        """A line for people on stderr, for a command whose stdout is data."""
+        """Prints a line on stderr, for a command whose stdout is data."""
         if self.speaks:
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
 
     def lines(self, values: Iterable[dict[str, Any]]) -> None:
-        """JSON objects, one a line, on stdout."""
+        """Prints JSON objects on stdout, one per line."""
         if self.speaks:
             sys.stdout.write("".join(json_format.dumps(_as_json(value), allow_nan=False) + "\n" for value in values))
             sys.stdout.flush()
 
     def result(self, value: dict[str, Any]) -> None:
-        """The JSON object, if it was asked for."""
+        """Prints the JSON object, if it was asked for."""
         if self.speaks and self.json:
             write(json_format.dumps(_as_json(value), allow_nan=False))
 
     def error(self, text: str, shared: bool = True) -> None:
-        """One block on stderr; from every rank, with its number, if not all ranks say the same."""
+        """Prints one block on stderr; every rank prints it, with its number, if `shared` is False."""
         if self.speaks or not shared:
             whose = "" if self.speaks else f" rank {os.environ.get('RANK')}:"
             sys.stderr.write(f"eprt:{whose} {text}\n")
             sys.stderr.flush()
 
-    def table(self, title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Rows of cells; numbers are right-aligned. rich on a terminal, plain text otherwise."""
-        if not self.speaks or self.json:
-            return
-        cells = [[str(cell) for cell in row] for row in rows]
-        if self._tty:
-            self._rich_table(title, header, cells)
-        else:
-            self.say(f"\n{title}\n{plain_table(header, cells)}")
+    def table(self, title: str, columns: Mapping[str, Column], rows: Iterable[Any]) -> None:
+        """Prints one line for each row, with the columns' headings above.
+
+        Args:
+            columns: what each column shows of a row, by its heading. None, and a key that the row hasn't got, are
+                shown as "-".
+            rows: dictionaries, or anything else that the columns' functions take.
+        """
+        cells = [[_cell(row, column) for column in columns.values()] for row in rows]
+        self.say(f"\n{title}\n{plain_table(list(columns), cells)}")
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[_Progress]:
-        """Progress of `total` parts: a bar on a terminal, else a line for each part; on stderr."""
+        """Shows the progress of `total` parts on stderr: a bar on a terminal, else a line for each part."""
         if self.speaks and not self.json and sys.stderr.isatty():
             with _bar(what, total) as bar:
                 yield bar
         else:
             yield _Lines(what, total, self.speaks and not self.json)
 
-    def _rich_table(self, title: str, header: Sequence[str], cells: list[list[str]]) -> None:
-        """Only where it fits: folded cells of numbers can't be read."""
-        from rich import box
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
 
-        console = Console()
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
-        for column, name in enumerate(header):
-            numeric = all(_is_number(row[column]) for row in cells)
-            table.add_column(escape(name), justify="right" if numeric else "left", no_wrap=True)
-        for row in cells:
-            table.add_row(*map(escape, row))
-        if console.measure(table).minimum > console.width:
-            self.say(f"\n{title}\n{plain_table(header, cells)}")
-        else:
-            console.print(f"\n[bold]{escape(title)}[/bold]", table)
+def _cell(row: Any, column: Column) -> str:
+    if not isinstance(column, str):
+        value, spec = column(row), ""
+    else:
+        key, _, spec = column.partition(":")
+        value = row.get(key)
+    return "-" if value is None else format(value, spec)
 
 
 def _as_json(value: Any) -> Any:
-    """Numbers that JSON hasn't got (NaN, infinity) as null."""
+    """Replaces numbers that JSON hasn't got (NaN, infinity) by null."""
     if isinstance(value, dict):
         return {key: _as_json(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -146,7 +141,7 @@ def _as_json(value: Any) -> Any:
 
 class _Progress(Protocol):
     def advance(self, note: str) -> None:
-        """One more part is done."""
+        """Counts one more part as done."""
 
 
 class _Lines(_Progress):
@@ -176,7 +171,7 @@ def _bar(what: str, total: int) -> Iterator[_Progress]:
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded with spaces; those of numbers are right-aligned."""
+    """Returns the lines of a table whose columns are padded with spaces; columns of numbers are right-aligned."""
     lines: list[list[str]] = [list(header), *map(list, rows)]
     columns = range(len(header))
     widths = [max(len(line[c]) for line in lines) for c in columns]
@@ -193,8 +188,8 @@ def _is_number(text: str) -> bool:
 
 @contextmanager
 def stdout_of_our_own() -> Iterator[None]:
-    """Only Python's `sys.stdout` reaches standard output; what libraries print from C++ (gloo in torch 2.10, when ranks
-    meet) goes to standard error, so that a result stays one JSON object. Does nothing where stdout was replaced."""
+    """Keeps standard output for Python's `sys.stdout`: what libraries print from C++ (gloo in torch 2.10, when ranks
+    connect) goes to standard error, so that a result stays one JSON object. Does nothing where stdout was replaced."""
     if sys.stdout is not sys.__stdout__:
         yield
         return
@@ -215,7 +210,7 @@ def stdout_of_our_own() -> Iterator[None]:
 
 
 def configure_logging() -> None:
-    """A handler on the logger `eprt`, at the level of EPRT_LOG (default WARNING). Leaves the root logger alone.
+    """Gives the logger `eprt` a handler, at the level of EPRT_LOG (default WARNING). Leaves the root logger alone.
 
     Raises ConfigError for a level that doesn't exist.
     """

@@ -1,4 +1,4 @@
-"""`eprt tune`: measure this machine for one model, keep the rows where the plan finds them, show what changed."""
+"""Runs `eprt tune`: measures this machine for one model, stores the rows for the plan, and shows what changed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from eprt.bench.report import Report, write_whole
 from eprt.cli.arguments import Tune
+from eprt.cli.bench import require_tokens
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import Ranks, ranks
-from eprt.cli.terminal import Terminal
+from eprt.cli.terminal import Column, Terminal
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.models.published import model_config
@@ -29,11 +30,8 @@ LEAST_S = 2.0  # left of the budget for a part to be begun
 
 
 def tune(arguments: Tune, terminal: Terminal) -> int:
-    """The command. Returns 0."""
-    if not arguments.tokens or min(arguments.tokens) < 1:
-        raise ConfigError(
-            f"--tokens {' '.join(map(str, arguments.tokens))}: expected at least one number, none below 1"
-        )
+    """Measures and stores rows. Returns 0."""
+    require_tokens(arguments.tokens, 1)
     if arguments.budget_s <= 0:
         raise ConfigError(f"--budget-s {arguments.budget_s:g}: expected seconds, more than 0")
     start = time.monotonic()
@@ -41,41 +39,44 @@ def tune(arguments: Tune, terminal: Terminal) -> int:
     with ranks(arguments.world, arguments.device) as workers:
         sm, tables, cut = _measure(workers, config, arguments, terminal, start)
         parallel = ParallelConfig(workers.size)
-    device = Device("cuda" if sm else "cpu", sm)
-    most = max(arguments.tokens)
+    device, most = Device("cuda" if sm else "cpu", sm), max(arguments.tokens)
     before = {phase: _plan(config, parallel, phase, most, device) for phase in PHASES}
     path = own_path()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         write_whole(path, json.dumps(_merged(own_tables(), tables), indent=1) + "\n")
     after = {phase: _plan(config, parallel, phase, most, device) for phase in PHASES}
+    where = f"{parallel.world_size} x {device}, at most {most} tokens per rank"
     terminal.table(
-        f"What is chosen for {arguments.model} on {workers.size} x {device}, {most} tokens a rank at most",
-        ["phase", "before", "now", "us before", "us now"],
-        [[phase, _pair(before[phase]), _pair(after[phase]), _us(before[phase]), _us(after[phase])] for phase in PHASES],
+        f"Pairs that are chosen for {arguments.model} on {where}",
+        CHOICES,
+        [{"phase": phase, "before": before[phase], "now": after[phase]} for phase in PHASES],
     )
     rows = sum(len(table["rows"]) for table in tables)
     terminal.say(
         f"\n{rows} rows written to {path}; explain and every layer built here go by them first. To undo: remove it"
     )
-    for line in cut:
-        terminal.say(f"cut: {line}")
-    if cut:
-        terminal.say(
-            f"measuring may take {arguments.budget_s:g} s (--budget-s); what was compiled is kept for the next time"
-        )
+    _say_cut(cut, arguments.budget_s, terminal)
     changed = {phase: {"before": _pair(before[phase]), "now": _pair(after[phase])} for phase in PHASES}
-    seconds = round(time.monotonic() - start, 1)
     terminal.result({"model": str(arguments.model), "path": str(path), "tables": tables, "plans": changed, "cut": cut})
     if arguments.output is not None and terminal.speaks:
         plans = [{"phase": phase, **pairs} for phase, pairs in changed.items()]
-        Report("tune", plans, {"seconds": seconds, "budget_s": arguments.budget_s}, cut).write(arguments.output)
+        facts = {"seconds": round(time.monotonic() - start, 1), "budget_s": arguments.budget_s}
+        Report("tune", plans, facts, cut).write(arguments.output)
     return 0
+
+
+def _say_cut(cut: list[str], budget_s: float, terminal: Terminal) -> None:
+    for line in cut:
+        terminal.say(f"cut: {line}")
+    if cut:
+        terminal.say(f"measuring may take {budget_s:g} s (--budget-s); compiled kernels are kept for the next time")
 
 
 def _measure(
     workers: Ranks, config: MoEConfig, arguments: Tune, terminal: Terminal, start: float
 ) -> tuple[int, list[dict[str, Any]], list[str]]:
-    """(SM, tables of rows, what was cut). Each part gets at most half of the seconds that are left, the last all."""
+    """Returns (SM, tables of rows, notes on what was cut). Each part gets at most half of the seconds that are left,
+    the last part all of them."""
     from eprt.bench import tune as bench
     from eprt.bench.dispatch import measure_dispatch
 
@@ -113,7 +114,7 @@ def _measure(
 
 
 def _missing(part: Measurement, by_rank: list[Any], wanted: int) -> dict[str, str]:
-    """What an executor had no time for."""
+    """Returns a note, by name, if an executor had no time for all numbers of tokens."""
     had = min(len(rank.us) for rank in by_rank)
     if had == wanted or any(rank.refused for rank in by_rank):
         return {}
@@ -121,7 +122,7 @@ def _missing(part: Measurement, by_rank: list[Any], wanted: int) -> dict[str, st
 
 
 def _merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The new tables first; of the old ones, rows whose sizes weren't measured again."""
+    """Returns the new tables, then the old ones without rows whose sizes were measured again."""
     again = {(table["kind"], table["sm"], _sizes(row)) for table in new for row in table["rows"]}
     kept = [
         {**table, "rows": [row for row in table["rows"] if (table["kind"], table["sm"], _sizes(row)) not in again]}
@@ -145,5 +146,14 @@ def _pair(plan: Plan | None) -> str:
     return "nothing" if plan is None else f"{plan.dispatcher} + {plan.executor}"
 
 
-def _us(plan: Plan | None) -> str:
-    return "-" if plan is None or plan.chosen.us is None else f"{plan.chosen.us:.0f}"
+def _us(plan: Plan | None) -> str | None:
+    return None if plan is None or plan.chosen.us is None else f"{plan.chosen.us:.0f}"
+
+
+CHOICES: dict[str, Column] = {
+    "phase": "phase",
+    "before": lambda row: _pair(row["before"]),
+    "now": lambda row: _pair(row["now"]),
+    "us before": lambda row: _us(row["before"]),
+    "us now": lambda row: _us(row["now"]),
+}

@@ -90,7 +90,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """One rank's result of one check. `error`: largest relative error of its calls (0 for a bitwise match)."""
 
     check: Check
@@ -100,13 +100,13 @@ class Row:
     detail: str = ""
 
 
-def run_checks(context: RankContext, checks: Sequence[Check]) -> list[Row]:
+def run_checks(context: RankContext, checks: Sequence[Check]) -> list[CheckRow]:
     """Every check in order, on this rank. Collective. A job for `WorldPool.run`."""
     kinds = {"transport": check_transport, "layer": check_layer, "interleaved": check_interleaved}
     return [kinds[check.kind](context, check) for check in checks]
 
 
-def summarize(rows_by_rank: Iterable[Sequence[Row]]) -> list[Row]:
+def summarize(rows_by_rank: Iterable[Sequence[CheckRow]]) -> list[CheckRow]:
     """One row for each check: the worst rank's."""
     return [max(rows, key=lambda row: (not row.ok, row.error)) for rows in zip(*rows_by_rank, strict=True)]
 
@@ -163,7 +163,7 @@ def _possible(check: Check, size: int, device: Device) -> bool:
 # ---- the three kinds ----------------------------------------------------------------------------------------
 
 
-def check_transport(context: RankContext, check: Check) -> Row:
+def check_transport(context: RankContext, check: Check) -> CheckRow:
     """Dispatch, a stand-in for the experts, combine; all calls of the case in a row."""
     run = _TransportRun(context, check)
     for call in range(check.case.num_calls):
@@ -172,7 +172,7 @@ def check_transport(context: RankContext, check: Check) -> Row:
     return run.row()
 
 
-def check_interleaved(context: RankContext, check: Check) -> Row:
+def check_interleaved(context: RankContext, check: Check) -> CheckRow:
     """Two calls open at once on one dispatcher; combined in the order of their dispatch, then in the other."""
     run = _TransportRun(context, check)
     for first, second in ((0, 1), (1, 0)):
@@ -183,7 +183,7 @@ def check_interleaved(context: RankContext, check: Check) -> Row:
     return run.row()
 
 
-def check_layer(context: RankContext, check: Check) -> Row:
+def check_layer(context: RankContext, check: Check) -> CheckRow:
     """`ExpertParallelMoE` with canonical weights against the oracle; all calls of the case in a row.
 
     Under attention TP the ranks of a group hold the tokens of their group's first rank.
@@ -198,7 +198,7 @@ def check_layer(context: RankContext, check: Check) -> Row:
         own = batch.to(world.device)
         out = layer(own.hidden, own.topk, tokens_per_rank=check.case.counts.agreed)
         errors.append(relative_error(out, expected_outputs(config, full, [batch])[0]))
-    return Row(check, world.rank, max(errors) <= TOLERANCE[check.torch_dtype], max(errors))
+    return CheckRow(check, world.rank, max(errors) <= TOLERANCE[check.torch_dtype], max(errors))
 
 
 class _TransportRun:
@@ -241,9 +241,9 @@ class _TransportRun:
         if self.exact and not torch.equal(returned, expected.to(returned.dtype)):
             self.problems.append(f"call {call}: combine is not what the formats make of x * sum(weights), bit for bit")
 
-    def row(self) -> Row:
+    def row(self) -> CheckRow:
         ok = not self.problems and self.error <= (0.0 if self.exact else PACKED_TOLERANCE)
-        return Row(self.check, self.world.rank, ok, self.error, "; ".join(self.problems))
+        return CheckRow(self.check, self.world.rank, ok, self.error, "; ".join(self.problems))
 
 
 # ---- what ranks keep from check to check ----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the layer must return, computed in one process from every rank's input: no dispatcher, no shards, float32.
+"""The oracle computes what a layer must return, in one process and float32: no dispatcher and no shard takes part.
 
 The formulas come from `eprt.experts.reference`, whose own numbers are held by hand-written tables.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,11 +18,17 @@ from eprt.errors import ConfigError
 from eprt.experts.reference import decode_matrix, expert_forward
 from eprt.placement import ExpertShard
 from eprt.quant import encode
-from eprt.weights import ExpertWeights, Matrix
+from eprt.weights import ExpertWeights, Matrix, SharedExpertWeights
+
+if TYPE_CHECKING:
+    from eprt.models import LayerParts
 
 
 def full_weights(config: MoEConfig, seed: int = SEED) -> ExpertWeights:
-    """All E experts, unsharded, on CPU. Expert e is scaled by its own number, gate and up differ, biases aren't 0."""
+    """Returns all E experts, unsharded, on the CPU.
+
+    Expert e is scaled by its own number, gate and up differ, and biases aren't 0, so that a mix-up shows.
+    """
     generator = torch.Generator().manual_seed(seed)
     E, H, parts = config.num_experts, config.hidden_size, config.activation.parts
     number = torch.linspace(0.5, 2.0, E)
@@ -40,10 +48,14 @@ def full_weights(config: MoEConfig, seed: int = SEED) -> ExpertWeights:
 
 
 def shard_weights(full: ExpertWeights, config: MoEConfig, shard: ExpertShard) -> ExpertWeights:
-    """One rank's share of `full`, of any number format. Raises ConfigError if a cut would split a scale block."""
+    """Returns one rank's share of `full`, of any number format: the experts of its slots, its slice of each.
+
+    Raises:
+        ConfigError: the slice would split a scale block.
+    """
     width = shard.slice_intermediate(config.intermediate_size)
     parts = config.activation.parts
-    local = full.map(lambda tensor: tensor[shard.first_expert : shard.end_expert])
+    local = full.map(lambda tensor: _select(tensor, shard.experts))
     bias = local.gate_up_bias
     if bias is not None:
         bias = bias.unflatten(1, (parts, config.intermediate_size))[:, :, width].flatten(1)
@@ -55,8 +67,13 @@ def shard_weights(full: ExpertWeights, config: MoEConfig, shard: ExpertShard) ->
     )
 
 
+def _select(tensor: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
+    raw = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor  # torch can't index FP8
+    return raw[list(experts)].view(tensor.dtype)
+
+
 def _cut(matrix: Matrix, dim: int, parts: int, size: int, width: slice) -> Matrix:
-    """Slice `width` of the intermediate dimension `dim` in every tensor that has it, each at its own block size."""
+    """Cuts slice `width` of the intermediate dimension `dim` from every tensor that has it, at its own block size."""
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() < 3 or width == slice(0, size):
@@ -73,23 +90,59 @@ def _cut(matrix: Matrix, dim: int, parts: int, size: int, width: slice) -> Matri
 
 
 def expected_outputs(config: MoEConfig, full: ExpertWeights, batches: Sequence[Batch]) -> list[torch.Tensor]:
-    """float32 [T, H] for each batch: sum over a token's valid slots of weight * expert(token)."""
-    gate_up, down = decode_matrix(full.gate_up, config.activation.parts), decode_matrix(full.down, 1)
-    outputs: list[torch.Tensor] = []
-    for batch in batches:
-        x, ids, weights = batch.hidden.float(), batch.topk.ids, batch.topk.weights
-        total = torch.zeros_like(x)
-        for e in range(config.num_experts):
-            token, k = (ids == e).nonzero(as_tuple=True)
-            bias = [None if b is None else b[e] for b in (full.gate_up_bias, full.down_bias)]
-            one = expert_forward(config, gate_up[e], down[e], bias[0], bias[1], x[token])
-            total.index_add_(0, token, weights[token, k, None] * one)
-        outputs.append(total)
-    return outputs
+    """Returns float32 [T, H] for each batch: the sum over a token's valid top-k entries of weight * expert(token).
+
+    One expert at a time is decoded to float32, which bounds the memory that a large checkpoint takes.
+    """
+    totals = [torch.zeros_like(batch.hidden, dtype=torch.float32) for batch in batches]
+    for e in range(config.num_experts):
+        chosen = [(batch.topk.ids == e).nonzero(as_tuple=True) for batch in batches]
+        if not any(len(token) for token, _ in chosen):
+            continue
+        gate_up = decode_matrix(full.gate_up.expert(e), config.activation.parts).squeeze(0)
+        down = decode_matrix(full.down.expert(e), 1).squeeze(0)
+        bias = [None if b is None else b[e] for b in (full.gate_up_bias, full.down_bias)]
+        for total, batch, (token, k) in zip(totals, batches, chosen, strict=True):
+            y = expert_forward(config, gate_up, down, bias[0], bias[1], batch.hidden[token].float())
+            total.index_add_(0, token, batch.topk.weights[token, k, None] * y)
+    return totals
+
+
+def expected_layer_output(parts: LayerParts, batch: Batch, arrived: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns float32 [T, H_model]: a whole layer's output, with latent projections and shared expert.
+
+    Args:
+        parts: the layer with all its experts (`load_layer` without a ParallelConfig).
+        batch: hidden [T, H_model] and its routing, in the model's expert ids.
+        arrived: [T, H] tokens as the experts get them, where a packed payload rounds them on the way. None: as they
+            are, through the latent projection if there is one.
+    """
+    x = batch.hidden.float()
+    latent = parts.latent
+    if arrived is None:
+        arrived = x if latent is None else _linear(x, latent.into, latent.into_bias)
+    [y] = expected_outputs(parts.config, parts.experts, [Batch(arrived.float(), batch.topk)])
+    if latent is not None:
+        y = _linear(y, latent.out_of, latent.out_of_bias)
+    return y if parts.shared is None else y + _shared(parts.config, parts.shared, x)
+
+
+def _shared(config: MoEConfig, weights: SharedExpertWeights, x: torch.Tensor) -> torch.Tensor:
+    if config.shared is None:
+        raise ConfigError("the layer has a shared expert's weights, its config has none")
+    first = [w.float() for w in (weights.gate, weights.up) if w is not None]
+    like = replace(config, activation=config.shared.activation)
+    y = expert_forward(like, torch.cat(first), weights.down.float(), None, None, x)
+    return y if weights.output_gate is None else torch.sigmoid(x @ weights.output_gate.float().T) * y
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y = x @ weight.float().T
+    return y if bias is None else y + bias.float()
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """||out - expected|| / ||expected|| in float64. NaN anywhere, or a wrong shape: inf. Nothing to compare: 0."""
+    """Returns ||out - expected|| / ||expected|| in float64: inf for NaN or a wrong shape, 0 for empty tensors."""
     if out.shape != expected.shape:
         return math.inf
     if out.numel() == 0:

@@ -33,6 +33,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from eprt.errors import ConfigError, UsageError
+from eprt.ranks.plugins import loaded_plugins
 from eprt.ranks.process import Raised, RankContext, RankSetup, close_worlds, serve
 from eprt.ranks.scratch import Scratch
 from eprt.ranks.stacks import RankReport, WorldFailed, read_stack, state_of, tail
@@ -144,13 +145,21 @@ class WorldPool:
         """Logs, jobs and results while a world is up."""
         return None if self._folder is None else self._folder.path
 
-    def run(self, function: Callable[..., Any], *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """`function(context, **kwargs)` on every rank at once; the results in rank order.
+    def run(
+        self,
+        function: Callable[..., Any],
+        *,
+        timeout_s: float | None = None,
+        not_awaited: int | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Runs `function(context, **kwargs)` on every rank at once; returns the results in rank order.
 
         Args:
             function: importable by name. An exception it expects, it catches and returns: one that leaves it is a
                 failure of the world.
             timeout_s: limit for this job, start-up included.
+            not_awaited: a rank that will hang: the job ends as WorldFailed once all others have reported.
             kwargs: picklable, the same for every rank.
 
         Raises:
@@ -162,7 +171,7 @@ class WorldPool:
             raise UsageError("the pool is closed; make a new WorldPool")
         finished = False
         try:
-            outcomes = self._watch(pickle.dumps((function, kwargs)), timeout_s or self.timeout_s)
+            outcomes = self._watch(pickle.dumps((function, kwargs)), timeout_s or self.timeout_s, not_awaited)
             finished = True
         finally:
             if not finished:  # WorldFailed, Ctrl-C, an unpicklable job: leave no process behind
@@ -226,11 +235,11 @@ class WorldPool:
                 "MASTER_PORT": str(self._store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
-            setup = RankSetup(rank, self.size, self.device, folder, environment)
+            setup = RankSetup(rank, self.size, self.device, folder, environment, loaded_plugins())
             self._ranks.append(_Rank(setup))
         return folder
 
-    def _watch(self, arguments: bytes, timeout_s: float) -> list[Any]:
+    def _watch(self, arguments: bytes, timeout_s: float, not_awaited: int | None) -> list[Any]:
         started = time.monotonic()
         folder = self._start() if self._folder is None else self._folder.path
         self._jobs += 1
@@ -239,18 +248,20 @@ class WorldPool:
         for rank in self._ranks:
             rank.send(name)
         outcomes: dict[int, str] = {}
-        self._collect(outcomes, started + timeout_s, stop_at_failure=True)
+        awaited = [rank for rank in self._ranks if rank.setup.rank != not_awaited]
+        self._collect(awaited, outcomes, started + timeout_s, stop_at_failure=True)
         if len(outcomes) == self.size and set(outcomes.values()) == {"ok"}:
             (folder / name).unlink()
             return [rank.result() for rank in self._ranks]
         seconds = time.monotonic() - started
-        self._collect(outcomes, time.monotonic() + (self.grace_s if outcomes else 0.0), stop_at_failure=False)
+        grace_s = self.grace_s if outcomes else 0.0
+        self._collect(awaited, outcomes, time.monotonic() + grace_s, stop_at_failure=False)
         raise WorldFailed(self._reports(outcomes), seconds, timeout_s)
 
-    def _collect(self, outcomes: dict[int, str], deadline: float, stop_at_failure: bool) -> None:
-        """Listen to every rank that hasn't reported, all at once, until the deadline."""
+    def _collect(self, ranks: list[_Rank], outcomes: dict[int, str], deadline: float, stop_at_failure: bool) -> None:
+        """Listens to those of `ranks` that haven't reported, all at once, until the deadline."""
         running_at: dict[int, float] = {}
-        while waiting := [rank for rank in self._ranks if rank.setup.rank not in outcomes]:
+        while waiting := [rank for rank in ranks if rank.setup.rank not in outcomes]:
             if stop_at_failure and any(outcome != "ok" for outcome in outcomes.values()):
                 return
             remaining = deadline - time.monotonic()

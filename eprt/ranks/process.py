@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eprt.ranks.plugins import load_plugins
+
 if TYPE_CHECKING:
     from eprt.world import World
 
@@ -39,6 +41,7 @@ class RankSetup:
     device: str
     folder: Path
     environment: dict[str, str]
+    plugins: tuple[str, ...] = ()
 
     def path(self, kind: str) -> Path:
         return self.folder / f"rank{self.rank}.{kind}"
@@ -86,13 +89,18 @@ class RankContext:
             return
         unused = self._worlds.pop(others[0])
         for name in [name for name, kept in self.cache.items() if getattr(kept, "world", None) is unused]:
-            _close(self.cache.pop(name))
+            self.release(name)
         unused.close()
 
+    def release(self, name: Any) -> None:
+        """Closes what the cache holds under `name`, if there is anything, and forgets it."""
+        if callable(close := getattr(self.cache.pop(name, None), "close", None)):
+            close()
+
     def close(self) -> None:
-        """Close what the cache holds, then every World, newest first. Collective."""
-        while self.cache:
-            _close(self.cache.popitem()[1])
+        """Closes what the cache holds, then every World, newest first. Collective."""
+        for name in reversed(list(self.cache)):
+            self.release(name)
         while self._worlds:
             self._worlds.popitem()[1].close()
 
@@ -107,11 +115,6 @@ class Raised:
     at: float
     lost_rank: int | None = None
     why: str = ""
-
-
-def _close(kept: object) -> None:
-    if callable(close := getattr(kept, "close", None)):
-        close()
 
 
 def close_worlds(context: RankContext) -> None:
@@ -146,6 +149,7 @@ def serve(setup: RankSetup, jobs: Connection) -> None:
 def _work(context: RankContext, setup: RankSetup, name: str) -> None:
     path, arguments = pickle.loads((setup.folder / name).read_bytes())
     sys.path[:] = path
+    load_plugins(setup.plugins)
     function: Callable[..., Any]
     function, kwargs = pickle.loads(arguments)
     _save(setup.path("result"), function(context, **kwargs))

@@ -11,7 +11,7 @@ from support.jobs import conformance_jobs as jobs
 
 from eprt.config import MoEConfig, ParallelConfig
 from eprt.conformance.cases import CASES, CONFIGS, find_case, make_batches
-from eprt.conformance.checks import Check, NanOutput, Row, summarize
+from eprt.conformance.checks import Check, CheckRow, NanOutput, summarize
 from eprt.conformance.oracle import relative_error
 from eprt.conformance.transport import scale_experts, wrong_arrivals
 from eprt.expert_major import expert_major_from_flat
@@ -198,7 +198,7 @@ def test_relative_error(out, expected, error):
 
 def test_a_summary_shows_the_worst_rank():
     check = Check("transport", CASES[0], "none")
-    good, bad = Row(check, 0, True, 0.0), Row(check, 1, False, 0.0, "wrong")
+    good, bad = CheckRow(check, 0, True, 0.0), CheckRow(check, 1, False, 0.0, "wrong")
     assert summarize([[good, good], [replace(good, error=0.5), bad]]) == [replace(good, error=0.5), bad]
     with pytest.raises(ValueError, match=r"shorter|longer"):
         summarize([[good], []])

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from support.cases import expert_cases as cases
 
 from eprt.cli import main
-from eprt.cli.arguments import Explain
+from eprt.cli.arguments import Explain, parse
 from eprt.cli.explain import as_json, kinds_of_layers
 from eprt.cli.explain_plot import curves
-from eprt.cli.parser import parse
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.layer import ExpertParallelMoE
@@ -120,7 +119,7 @@ def test_gpus_are_not_put_on_one_host_silently(capsys: pytest.CaptureFixture[str
     assert found["plans"][0]["dispatcher"] == "deepep"
     assert main(["explain", "--model", "deepseek-v3", "--world", "64", "--device", "sm90"]) == 0
     text = capsys.readouterr().out
-    assert "world of 64 x sm90, 8 ranks a host (--ranks-per-host)" in text
+    assert "world of 64 x sm90, 8 ranks per host (--ranks-per-host)" in text
     assert "sm90 stands for H200 SXM" in text
     assert "modelled, not measured" in text
 

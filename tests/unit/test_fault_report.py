@@ -30,7 +30,7 @@ SLACK_S = 25.0  # a loaded machine; without load it takes one second
 
 
 def promised(trial: Trial) -> Result:
-    return Result(trial, seconds=0.2, verdicts=("rank 1 exited",), culprit=True)
+    return Result(trial, seconds=0.2, verdicts=("rank 1 exited",), named=True)
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_the_proof_and_the_tables_work_from_it_without_pytest(wheel: Path) -> No
     script = (
         f"import sys; sys.path.insert(0, {str(wheel)!r}); sys.modules['pytest'] = None\n"
         "import eprt\n"
-        "from eprt.conformance import cases, checks, oracle, transport, whole_layer\n"
+        "from eprt.conformance import cases, checks, oracle, transport\n"
         "from eprt.ranks import launcher, stacks\n"
         "from eprt.config import MoEConfig\n"
         "from eprt.plan.measured import dispatch_time\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import eprt
-from eprt.cli.parser import parse
+from eprt.cli.arguments import parse
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
 

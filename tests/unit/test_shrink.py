@@ -97,11 +97,11 @@ def test_graphs_new_layers_and_agreement_among_those_that_are_left() -> None:
 
 SCRIPT = """
 import os, signal, sys
-from eprt.conformance.faults import Job
+from eprt.conformance.faults import CheckedLayer
 from eprt.errors import RankLost
 from eprt.world import World
 with World.from_env("cpu", timeout_s=20) as world:
-    job, step = Job(world, "torch", "continue"), 0
+    job, step = CheckedLayer(world, "torch", "continue"), 0
     while step < 12:
         if (world.rank, step) == (1, 5):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -192,7 +192,7 @@ def test_the_command(tmp_path, capsys) -> None:
     file = tmp_path / "found.json"
     assert main([*words, "--replicas", "16", "--output", str(file)]) == 0
     out = capsys.readouterr().out
-    assert "Simulated, not measured: 16 x sm90, 8 a host, one layer of gpt-oss-120b" in out
+    assert "Simulated, not measured: 16 x sm90, 8 per host, one layer of gpt-oss-120b" in out
     assert "left out: symm, 16 ranks of sm90: at most 8 ranks, the world has 16" in out
     found = json.loads(file.read_text())
     assert found["bench"] == "simulation"

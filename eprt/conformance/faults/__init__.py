@@ -1,12 +1,12 @@
-"""The fault matrix: break one rank at one moment, and hold what the others say and do to what README promises.
+"""The fault matrix breaks one rank at one moment, and holds the others to what README promises.
 
-A trial is a fresh world whose ranks run a layer step by step and check every output against a formula of its own. The
-victim breaks as its row says. What counts: no survivor waits longer than the promise, all name the same rank and it is
-the right one, no output was wrong, nothing is left over, and, where they are to go on without the victim, they do.
+A trial is a fresh world whose ranks run a layer step by step and check every output against the oracle. The victim
+breaks as its row says. A trial passes if no survivor waits longer than the promise, all name the same rank and it is
+the right one, no output was wrong, nothing is left over, and the survivors go on without the victim where they are to.
 `eprt doctor --faults` runs them.
 """
 
-from eprt.conformance.faults.job import Job, WrongOutput, soak
+from eprt.conformance.faults.job import CheckedLayer, WrongOutput
 from eprt.conformance.faults.matrix import FAULTS, SLACK_S, START_UP, TIMEOUT_S, Trial, controls, trials
 from eprt.conformance.faults.schedule import run_trials
 from eprt.conformance.faults.trial import Result, judge, run_trial
@@ -16,7 +16,7 @@ __all__ = [
     "SLACK_S",
     "START_UP",
     "TIMEOUT_S",
-    "Job",
+    "CheckedLayer",
     "Result",
     "Trial",
     "WrongOutput",
@@ -24,6 +24,5 @@ __all__ = [
     "judge",
     "run_trial",
     "run_trials",
-    "soak",
     "trials",
 ]

@@ -1,14 +1,12 @@
-"""What a rank does in a trial: steps whose every output is held to a formula, and, if it is the victim, the fault."""
+"""What each rank does in a trial: it runs steps whose every output is checked, and the victim breaks in one of them."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from eprt.config import MoEConfig
+from eprt.conformance.cases import Batch
 from eprt.conformance.faults.matrix import (
     REPLAY,
     START_UP,
@@ -27,12 +25,12 @@ from eprt.conformance.faults.matrix import (
     config,
     runtime,
 )
-from eprt.conformance.oracle import shard_weights
+from eprt.conformance.oracle import expected_outputs, shard_weights
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import EprtError, RankLost
 from eprt.graphs import StepGraphs
 from eprt.layer import ExpertParallelMoE
-from eprt.placement import ExpertPlacement, ExpertShard
+from eprt.placement import ExpertPlacement
 from eprt.ranks.launcher import RankContext
 from eprt.tokens import TopK
 from eprt.weights import Dense, ExpertWeights
@@ -46,29 +44,26 @@ TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}
 
 
 class WrongOutput(EprtError):
-    """A step returned numbers that the formula doesn't give."""
+    """Raised when a step returned other numbers than the oracle."""
 
 
 class NoNumbers(WrongOutput):
-    """A step returned NaN, as peers of a rank that broke off a call do on GPUs: the next step has to say why."""
+    """Raised when a step returned NaN.
+
+    On GPUs the peers of a rank that broke off a call get NaN; the next step has to say why.
+    """
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One rank's tokens of a step, on the CPU: hidden float32 [T, H], shares [T, K], ids [T, K]."""
-
-    hidden: torch.Tensor
-    shares: torch.Tensor
-    ids: torch.Tensor
-
-
-class Job:
-    """A layer of random experts, all of them on the CPU, and its steps.
+class CheckedLayer:
+    """A layer of random experts, and the steps that call it and check every output.
 
     Args:
-        then: what the layer is built for.
-        graphs: steps are replays.
+        then: `RuntimeConfig.on_rank_lost` of the layer.
+        graphs: whether steps are replayed from CUDA graphs.
         placement: contiguous if None.
+
+    Attributes:
+        experts: all experts, on the CPU.
     """
 
     def __init__(
@@ -81,23 +76,30 @@ class Job:
     ) -> None:
         device = world.device.type
         self.world, self.config, self.then = world, config(world.size, device), then
-        generator = torch.Generator().manual_seed(7)
-        E, H, I = self.config.num_experts, self.config.hidden_size, self.config.intermediate_size
-        self.dtype = dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        # Scaled so that outputs are about as large as tokens.
-        self.gate_up = (torch.randn(E, 2 * I, H, generator=generator) / H**0.5).to(dtype)
-        self.down = (torch.randn(E, H, I, generator=generator) / I**0.5).to(dtype)
-        all_experts = ExpertWeights(Dense(self.gate_up), Dense(self.down))
-        placement = placement or ExpertPlacement(E, world.parallel)
-        experts = _share(all_experts, self.config, placement.shard(world.rank)).map(lambda x: x.to(world.device))
-        self.placement = placement
-        settings = runtime(dispatcher, device, then)
-        self.layer = ExpertParallelMoE(self.config, world, experts, runtime=settings, placement=placement)
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.experts = self._random_experts()
+        self.placement = placement or ExpertPlacement(self.config.num_experts, world.parallel)
+        own = shard_weights(self.experts, self.config, self.placement.shard(world.rank))
+        self.layer = ExpertParallelMoE(
+            self.config,
+            world,
+            own.map(lambda tensor: tensor.to(world.device)),
+            runtime=runtime(dispatcher, device, then),
+            placement=self.placement,
+        )
         self.graphs = self._make_graphs() if graphs else None
         if device == "cuda":
             world.warmup(self.layer)
         if self.graphs is not None:
             self.graphs.capture()
+
+    def _random_experts(self) -> ExpertWeights:
+        generator = torch.Generator().manual_seed(7)
+        E, H, I = self.config.num_experts, self.config.hidden_size, self.config.intermediate_size
+        # Scaled so that outputs are about as large as tokens.
+        gate_up = torch.randn(E, 2 * I, H, generator=generator) / H**0.5
+        down = torch.randn(E, H, I, generator=generator) / I**0.5
+        return ExpertWeights(Dense(gate_up.to(self.dtype)), Dense(down.to(self.dtype)))
 
     def _make_graphs(self) -> StepGraphs:
         K, E, device = self.config.top_k, self.config.num_experts, self.world.device
@@ -106,40 +108,37 @@ class Job:
             "ids": torch.full((1, K), E, dtype=torch.int32, device=device),
             "shares": torch.zeros(1, K, device=device),
         }
-        return StepGraphs(self.world, [self.layer], self._forward, inputs, buckets=(MOST_TOKENS,))
 
-    def _forward(self, hidden: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        return self.layer(hidden, TopK(ids, shares))
+        def forward(hidden: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+            return self.layer(hidden, TopK(ids, shares))
+
+        return StepGraphs(self.world, [self.layer], forward, inputs, buckets=(MOST_TOKENS,))
 
     def batch(self, step: int) -> Batch:
-        """This rank's; some ranks have nothing to do in some steps."""
+        """Returns this rank's tokens of a step, float32 on the CPU; some ranks have none in some steps."""
         generator = torch.Generator().manual_seed(1000 * step + self.world.dp_rank)
         tokens = (step + self.world.dp_rank) % MOST_TOKENS
         hidden = torch.randn(tokens, self.config.hidden_size, generator=generator).to(self.dtype).float()
         shares, ids = torch.rand(tokens, self.config.num_experts, generator=generator).topk(self.config.top_k, dim=1)
-        return Batch(hidden, shares, ids)
+        return Batch(hidden, TopK(ids.int(), shares))
 
     def step(self, number: int) -> None:
-        """One step. Raises WrongOutput."""
-        batch, device = self.batch(number), self.world.device
-        tokens = batch.hidden.shape[0]
+        """Runs one step. Raises WrongOutput."""
+        batch = self.batch(number)
+        tokens, own = batch.hidden.shape[0], batch.to(self.world.device)
         with self.world.step(tokens, number=number):
-            hidden = batch.hidden.to(device, self.dtype)
-            topk = TopK(batch.ids.to(device, torch.int32), batch.shares.to(device))
+            hidden = own.hidden.to(self.dtype)
             if self.graphs is None:
-                found = self.layer(hidden, topk)
+                found = self.layer(hidden, own.topk)
             else:
-                found = self.graphs(tokens, hidden=hidden, ids=topk.ids, shares=topk.weights)
-            self.wait()
+                found = self.graphs(tokens, hidden=hidden, ids=own.topk.ids, shares=own.topk.weights)
+            if self.world.device.type == "cuda":  # waits as a host does that wants to hear of lost ranks meanwhile
+                self.world.finish_device_work()
+                self.layer.dispatcher.check_peers()
         self.check(batch, found.cpu().float(), number)
 
-    def wait(self) -> None:
-        """Until this rank's GPU is done, as a host does that wants to hear of lost ranks meanwhile."""
-        if self.world.device.type == "cuda":
-            self.world.finish_device_work()
-            self.layer.dispatcher.check_peers()
-
     def check(self, batch: Batch, found: torch.Tensor, number: int) -> None:
+        """Raises NoNumbers or WrongOutput unless `found` is what the oracle returns."""
         if bool(found.isnan().any()):
             raise NoNumbers(f"step {number}, rank {self.world.rank}: NaN")
         expected = self.expected(batch)
@@ -148,34 +147,24 @@ class Job:
             raise WrongOutput(f"{words}, off by {(found - expected).norm():.2e}")
 
     def expected(self, batch: Batch) -> torch.Tensor:
-        """Token by token, without the experts that no rank holds any more."""
-        out, there = torch.zeros_like(batch.hidden), [self._is_there(e) for e in range(self.config.num_experts)]
-        for token, hidden in enumerate(batch.hidden):
-            chosen = list(zip(batch.shares[token].tolist(), batch.ids[token].tolist(), strict=True))
-            left = [(share, expert) for share, expert in chosen if there[expert]]
-            had, has = (sum(share for share, _ in some) for some in (chosen, left))
-            scale = had / has if self.then == "renormalize" and left else 1.0
-            for share, expert in left:
-                gate, up = (self.gate_up[expert].float() @ hidden).chunk(2)
-                out[token] += scale * share * (self.down[expert].float() @ (gate * torch.sigmoid(gate) * up))
-        return out
+        """Returns the oracle's float32 [T, H], without the experts that no rank holds any more."""
+        E, topk = self.config.num_experts, batch.topk
+        there = torch.tensor([self.is_there(e) for e in range(E)])[topk.ids.long()]
+        weights = torch.where(there, topk.weights, 0.0)
+        if self.then == "renormalize":
+            weights *= topk.weights.sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1e-30)
+        left = TopK(torch.where(there, topk.ids, E), weights)
+        return expected_outputs(self.config, self.experts, [Batch(batch.hidden, left)])[0]
 
-    def _is_there(self, expert: int) -> bool:
-        """Whether all ranks that share one of its slots are left."""
+    def is_there(self, expert: int) -> bool:
+        """Tells whether all ranks that share one of the expert's slots are alive."""
         tp, each = self.world.parallel.moe_tp_size, self.placement.num_local_experts
         firsts = [slot // each * tp for slot in self.placement.replicas[expert]]
         return any(all(self.world.alive[first : first + tp]) for first in firsts)
 
 
-def _share(everything: ExpertWeights, moe: MoEConfig, shard: ExpertShard) -> ExpertWeights:
-    """What a rank holds: its slots' experts, its slice of each."""
-    held = list(shard.experts)
-    slots = replace(shard, first_expert=0, num_experts=len(held), experts=())
-    return shard_weights(everything.map(lambda x: x[held]), moe, slots)
-
-
 class Diary:
-    """What a rank saw, for the process that judges: a JSON object in a file, whole at any moment."""
+    """Notes of one rank for the process that judges: a JSON object in a file, whole at any moment."""
 
     def __init__(self, folder: str, rank: int) -> None:
         self._path = Path(folder, f"rank{rank}")
@@ -189,8 +178,8 @@ class Diary:
 
 
 def ready(context: RankContext, dispatcher: str) -> None:
-    """Start-up of a process, which isn't what is timed: libraries that can't be imported before the fork, and a CUDA
-    context, which holds the GIL for seconds where many start at once."""
+    """Does what isn't timed: imports libraries that can't be imported before the fork, and makes a CUDA context, which
+    holds the GIL for seconds where many start at once."""
     if context.device == "cuda":
         torch.cuda.set_device(context.rank)
         torch.ones(1, device="cuda").sum().item()
@@ -201,46 +190,42 @@ def ready(context: RankContext, dispatcher: str) -> None:
 
 
 def run(context: RankContext, trial: Trial, folder: str, patient: bool = False) -> None:
-    """A trial's job; the harness's `run` raises what it raises.
+    """Runs a trial on this rank. Raises what its steps raise.
 
     Args:
-        patient: on GPUs, first run a step in a World of the usual timeout: what has to be compiled is, then.
+        patient: on GPUs, first run a step in a World of the usual timeout, so that kernels are compiled before.
     """
-    diary = Diary(folder, context.rank)
-    try:
-        if patient and context.device == "cuda":
-            with context.world() as first:
-                Job(first, *_settings(trial)).step(0)
-        _run(context, trial, diary, Path(folder))
-    except BaseException as error:
-        diary.note(end=type(error).__name__)
-        raise
-    diary.note(end="done")
-
-
-def _settings(trial: Trial) -> tuple[str, Then, bool]:
-    return trial.dispatcher, trial.then, trial.moment == REPLAY
-
-
-def _run(context: RankContext, trial: Trial, diary: Diary, folder: Path) -> None:
+    if patient and context.device == "cuda":
+        with context.world() as first:
+            _layer(first, trial).step(0)
     victim = context.rank == trial.rank
+    diary = Diary(folder, context.rank)
 
     def act(*_: object, **__: object) -> None:
-        if trial.fault == "none":
-            return
-        (folder / "fault").write_text(str(time.monotonic()))
-        trial.how.act()
+        if trial.fault != "none":
+            diary.note(fault_at=time.monotonic())
+            trial.how.act()
 
     if victim and trial.moment in START_UP:
-        with mock.patch(START_UP[trial.moment], side_effect=act):
+        module, function = START_UP[trial.moment]
+        with mock.patch.object(module, function.__name__, side_effect=act):
             context.world(timeout_s=trial.timeout_s)
-    job = Job(context.world(timeout_s=trial.timeout_s), *_settings(trial))
+    layer = _layer(context.world(timeout_s=trial.timeout_s), trial)
+    _run_steps(layer, trial, diary, act if victim else None)
+
+
+def _layer(world: World, trial: Trial) -> CheckedLayer:
+    return CheckedLayer(world, trial.dispatcher, trial.then, graphs=trial.moment == REPLAY)
+
+
+def _run_steps(layer: CheckedLayer, trial: Trial, diary: Diary, act: Callable[..., None] | None) -> None:
+    """Runs all steps, and as many again after a rank was lost. `act` is the victim's fault."""
     step, steps = 0, STEPS
     while step < steps:
         try:
-            with _armed(job, trial.moment, act) if victim and step == FAULT_STEP else nullcontext():
-                job.step(step)
-            if not all(job.world.alive) and "resumed_at" not in diary.seen:
+            with nullcontext() if act is None or step != FAULT_STEP else _armed(layer, trial.moment, act):
+                layer.step(step)
+            if not all(layer.world.alive) and "resumed_at" not in diary.seen:
                 diary.note(resumed_at=time.monotonic())
         except Skipped:
             pass
@@ -252,36 +237,29 @@ def _run(context: RankContext, trial: Trial, diary: Diary, folder: Path) -> None
             diary.note(verdict_at=time.monotonic(), words=str(lost), why=lost.why, ranks=list(lost.ranks))
             if trial.then == "restart":
                 raise
-            step = _go_on(job) - 1
+            step = layer.world.shrink().next_step - 1
             steps = step + 1 + STEPS
+            if layer.graphs is not None:
+                layer.graphs.capture()
         step += 1
         time.sleep(0.01)
-    diary.note(steps=step)
-
-
-def _go_on(job: Job) -> int:
-    """Without the lost; the number of the next step."""
-    found = job.world.shrink()
-    if job.graphs is not None:
-        job.graphs.capture()
-    return found.next_step
 
 
 @contextmanager
-def _armed(job: Job, moment: str, act: Callable[..., None]) -> Iterator[None]:
-    """In this step the victim breaks."""
+def _armed(layer: CheckedLayer, moment: str, act: Callable[..., None]) -> Iterator[None]:
+    """Makes the victim call `act` at that moment of a step."""
     if moment == STEP[0]:
         act()
-    if moment == REPLAY and job.graphs is not None:  # it asks for its peers between the agreement and the launch
-        with mock.patch.object(job.graphs._peers, "check", act):
+    if moment == REPLAY and layer.graphs is not None:  # it asks for its peers between the agreement and the launch
+        with mock.patch.object(layer.graphs._peers, "check", act):
             yield
         return
-    before = job.layer.observe
-    job.layer.observe = partial(_at, moment, act)
+    before = layer.layer.observe
+    layer.layer.observe = partial(_at, moment, act)
     try:
         yield
     finally:
-        job.layer.observe = before
+        layer.layer.observe = before
 
 
 @contextmanager
@@ -289,39 +267,3 @@ def _at(moment: str, act: Callable[..., None], phase: str) -> Iterator[None]:
     if phase == moment:
         act()
     yield
-
-
-@dataclass(frozen=True)
-class Growth:
-    """What one rank's process held at a step of a soak.
-
-    Attributes:
-        resident_mb: of memory; descriptors, threads: how many.
-        seconds: since the first step.
-    """
-
-    step: int
-    resident_mb: float
-    descriptors: int
-    threads: int
-    seconds: float
-
-
-def soak(context: RankContext, dispatcher: str, steps: int, looks: int = 10) -> list[Growth]:
-    """A job: many steps, idle ranks included, every output held to the formula. What the process held meanwhile.
-
-    Raises:
-        WrongOutput: at the first step whose numbers aren't right.
-    """
-    job = Job(context.world(), dispatcher)
-    found: list[Growth] = []
-    start = time.monotonic()
-    for step in range(steps):
-        job.step(step)
-        if step % max(1, steps // looks) == 0 or step == steps - 1:
-            status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-            resident = int(status["VmRSS"].split()[0]) / 1024
-            descriptors = len(os.listdir("/proc/self/fd"))
-            found.append(Growth(step, resident, descriptors, int(status["Threads"]), time.monotonic() - start))
-    job.layer.close()
-    return found

@@ -1,4 +1,5 @@
-"""The rows of the fault matrix: what breaks, when, on which dispatcher, and what the others owe then."""
+"""The rows of the fault matrix: each names a fault, its moment, its dispatcher, and what is promised of the other
+ranks."""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
 
+import eprt.world
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.support import Device
+from eprt.world import init_default_group, meeting, membership
 
-TIMEOUT_S = 4.0  # of the trials' Worlds
+TIMEOUT_S = 4.0  # of the trials' Worlds on CPUs
 SILENT_S = TIMEOUT_S / 2
 GPU_TIMEOUT_S = 8.0  # warm-up lies within it, too, and trials share the GPUs
 SLACK_S = 3.0  # a loaded machine schedules four processes on two cores
@@ -30,13 +34,13 @@ Then = Literal["restart", "continue", "renormalize"]
 
 @dataclass(frozen=True)
 class Fault:
-    """A way to break.
+    """A way in which a rank breaks.
 
     Attributes:
-        why: what the survivors' RankLost must say; "mismatch" is a WorldMismatch on every rank.
-        limit_s: how long the promise lets a survivor wait.
-        act: what the victim does.
-        unknowable: why, on GPUs, the culprit can't be known: then a verdict within the limit is all that is owed.
+        why: `RankLost.why` that the survivors must report; "mismatch" is a WorldMismatch on every rank.
+        limit_s: seconds that a survivor may wait at most, by the promise.
+        act: the fault itself, called in the victim.
+        unknowable: why, on GPUs, the failed rank can't be named: then any error within the limit will do.
     """
 
     name: str
@@ -47,11 +51,11 @@ class Fault:
 
 
 class Deliberate(Exception):
-    """What a victim raises."""
+    """Raised by a victim."""
 
 
 class Skipped(BaseException):
-    """Leaves the step."""
+    """Raised by a victim to skip a step."""
 
 
 def _raise() -> None:
@@ -78,7 +82,10 @@ def _sleep() -> None:
     time.sleep(10 * TIMEOUT_S)
 
 
-_EITHER = "no headers travel inside a step on GPUs: who skipped waits for the next step, the others for this one"
+_EITHER = (
+    "on GPUs ranks exchange nothing but tokens inside a step: the rank that skipped it waits in the next step and the "
+    "others in this one, so none of them can tell which rank is wrong"
+)
 FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
@@ -90,12 +97,12 @@ FAULTS: dict[str, Fault] = {
         Fault("sleep", "behind", TIMEOUT_S + 1.0, _sleep),
     )
 }
-NOTHING = Fault("none", "", 0.0, lambda: None)  # the control: a trial in which nobody breaks, and nobody says so
-# Where it happens: while ranks meet and groups are made, or in a step.
-START_UP: dict[str, str] = {
-    "meeting": "eprt.world.meeting.listen",
-    "groups": "eprt.world.init_default_group",
-    "control": "eprt.world.membership.control_group",
+NOTHING = Fault("none", "", 0.0, lambda: None)  # the control: no rank breaks, and none reports an error
+# Moments of start-up, and the function in whose place the victim breaks: (the module that calls it, the function).
+START_UP: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
+    "meeting": (meeting, meeting.listen),
+    "groups": (eprt.world, init_default_group),
+    "control": (membership, membership.control_group),
 }
 STEP = ("between steps", "dispatch", "experts", "combine")
 REPLAY = "graph replay"  # after the ranks agreed on the step, and the others launched it
@@ -107,7 +114,8 @@ class Trial:
     """One cell of the matrix.
 
     Attributes:
-        then: what the others do: end, or go on without the victim (`RuntimeConfig.on_rank_lost`).
+        rank: the victim.
+        then: whether the others end or go on without the victim (`RuntimeConfig.on_rank_lost`).
     """
 
     fault: str
@@ -124,22 +132,22 @@ class Trial:
 
     @property
     def why(self) -> str:
-        """Of the others' RankLost; "" where it can't be known."""
+        """`RankLost.why` on the other ranks; "" where it can't be known."""
         return "" if self.unknowable else self.how.why
 
     @property
     def unknowable(self) -> str:
-        """Why the culprit can't be known; "" where it can."""
+        """The reason why the failed rank can't be named; "" where it can."""
         return self.how.unknowable if self.device == "cuda" else ""
 
     @property
     def timeout_s(self) -> float:
-        """Of its World."""
+        """Timeout of the trial's World."""
         return GPU_TIMEOUT_S if self.device == "cuda" else TIMEOUT_S
 
     @property
     def limit_s(self) -> float:
-        """From the fault to the last survivor's verdict."""
+        """Seconds from the fault until the last survivor must have raised its error."""
         more = self.timeout_s - TIMEOUT_S
         limit = self.how.limit_s + more * {"silent": 0.5, "behind": 1.0}.get(self.how.why, 0.0)
         # A rank that sleeps or is stopped before the guards know each other is missing until the timeout.
@@ -150,37 +158,38 @@ class Trial:
 
     @property
     def resume_s(self) -> float:
-        """From the fault to the last survivor's first output without the victim."""
+        """Seconds from the fault until the last survivor must have its first output without the victim."""
         return self.limit_s + SHRINK_S
 
 
 def config(world: int, device: str) -> MoEConfig:
-    """A tiny layer: float32 on CPUs; on GPUs what every kernel takes (DeepEP has a list of hidden sizes)."""
+    """Returns a tiny layer: float32 on CPUs; on GPUs sizes that every kernel takes (DeepEP has a list of them)."""
     small = MoEConfig(num_experts=2 * world, top_k=2, hidden_size=32, intermediate_size=16, weight_format="f32")
     return replace(small, hidden_size=2048, intermediate_size=128, weight_format="bf16") if device == "cuda" else small
 
 
 def runtime(dispatcher: str, device: str, then: Then = "restart") -> RuntimeConfig:
+    """Returns the settings of a trial's layer."""
     executor = "torch_grouped" if device == "cuda" else "reference"  # one that graphs can hold
     return RuntimeConfig(dispatcher=dispatcher, executor=executor, max_tokens_per_rank=8, on_rank_lost=then)
 
 
 def dispatchers(world: int, device: str) -> list[str]:
-    """Those that can run here."""
+    """Returns the dispatchers that can run here."""
     where = Device.of(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
     moe, parallel = config(world, device), ParallelConfig(world)
     return [n for n, spec in DISPATCHERS.items() if spec.supports(moe, parallel, runtime(n, device), where)]
 
 
 def trials(world: int, device: str = "cpu", count: int | None = None, seed: int = 0) -> list[Trial]:
-    """The matrix, in an order that spreads a short run over all of it.
+    """Returns the matrix, in an order that spreads a short run over all of it.
 
     On CPUs every fault at every moment on every rank, start-up included. On GPUs a trial costs more and the guards are
     the same: `ON_GPUS`, one victim, all dispatchers in turn. On both: going on without a rank that was killed or
     stopped, which on GPUs comes last.
 
     Args:
-        count: so many; above the number of cells they come again. None: each once.
+        count: number of trials; cells come again where it is larger than the matrix. None: each cell once.
     """
     names = dispatchers(world, device)
     ordered = _on_gpus(world, names) if device == "cuda" else _spread(_on_cpus(world, names), seed)
@@ -188,7 +197,7 @@ def trials(world: int, device: str = "cpu", count: int | None = None, seed: int 
 
 
 def _spread(cells: list[Trial], seed: int) -> list[Trial]:
-    """Shuffled, and of every kind a part in every part of the list."""
+    """Shuffles the cells so that every part of the list has a part of every kind."""
     random.Random(seed).shuffle(cells)
     turns = itertools.count()
     by_kind: dict[tuple[str, bool, str], list[Trial]] = {}
@@ -212,7 +221,7 @@ def _on_cpus(world: int, names: list[str]) -> list[Trial]:
 
 
 def _on_gpus(world: int, names: list[str]) -> list[Trial]:
-    """Diagonal by diagonal of faults x moments, so that four cells of a dispatcher have had all of both."""
+    """Goes by the diagonals of faults x moments: any four cells of a dispatcher in a row have all of both."""
     victim, (kinds, moments) = world - 1, ON_GPUS
     diagonals = [(fault, moments[(i + d) % len(moments)]) for d in range(len(moments)) for i, fault in enumerate(kinds)]
     found = [
@@ -228,7 +237,7 @@ def _on_gpus(world: int, names: list[str]) -> list[Trial]:
 
 
 def controls(world: int, device: str) -> list[Trial]:
-    """For each dispatcher a trial in which nothing breaks, graphs included: it compiles what the others need, too."""
+    """Returns one trial for each dispatcher in which nothing breaks, graphs included; it compiles the kernels."""
     found: list[Trial] = []
     for name in dispatchers(world, device):
         moment = REPLAY if device == "cuda" and DISPATCHERS[name].graph_safe else STEP[0]

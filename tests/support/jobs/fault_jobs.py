@@ -135,7 +135,7 @@ def combines_twice_on_one_rank(context) -> list[object]:
     from eprt.tokens import TopK
 
     world = context.world(timeout_s=20)
-    job = faults.Job(world, "torch")
+    job = faults.CheckedLayer(world, "torch")
     layer = job.layer
     hidden, topk = torch.ones(2, 32), TopK(torch.tensor([[0, 4], [1, 5]], dtype=torch.int32), torch.ones(2, 2))
     sent = layer.dispatcher.dispatch(hidden, topk)
@@ -158,7 +158,7 @@ def nested_tokens(context) -> list[str]:
     from eprt.tokens import TopK
 
     world = context.world(timeout_s=20)
-    job = faults.Job(world, "torch")
+    job = faults.CheckedLayer(world, "torch")
     layer = job.layer
     topk = TopK(torch.tensor([[0, 2], [1, 3]], dtype=torch.int32), torch.ones(2, 2))
     nested = [

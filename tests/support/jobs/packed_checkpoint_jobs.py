@@ -9,8 +9,7 @@ import torch
 
 from eprt.config import PayloadFormat, RuntimeConfig
 from eprt.conformance.cases import Batch
-from eprt.conformance.oracle import relative_error
-from eprt.conformance.whole_layer import expected_layer_output
+from eprt.conformance.oracle import expected_layer_output, relative_error
 from eprt.experts.reference import decode_hidden
 from eprt.models import build_layer, load_layer
 from eprt.models.checkpoint import load_on_all_ranks

@@ -13,10 +13,9 @@ from unittest import mock
 import torch
 
 from eprt.balance import rebalance
-from eprt.conformance.faults import Job
+from eprt.conformance.faults import CheckedLayer
 from eprt.errors import EprtError, RankLost
 from eprt.placement import ExpertPlacement
-from eprt.tokens import TopK
 from eprt.world import World
 from eprt.world.shrink import Survivors
 from eprt.world.values import gather_values
@@ -36,7 +35,7 @@ def said(call: Callable[[], object]) -> str:
     return ""
 
 
-def steps(job: Job, first: int, last: int, dies_at: int = -1) -> Survivors | None:
+def steps(job: CheckedLayer, first: int, last: int, dies_at: int = -1) -> Survivors | None:
     """Checked steps; what a loss on the way led to, if there was one. Goes on to the last step either way."""
     found, step = None, first
     while step < last:
@@ -54,7 +53,7 @@ def steps(job: Job, first: int, last: int, dies_at: int = -1) -> Survivors | Non
 def one_after_another(context, dispatcher: str, then: str, order: list[int]) -> list[Any]:
     """The ranks of `order` die in turn, in different phases, until the rest is alone."""
     world = context.world(timeout_s=LIMIT_S)
-    job = Job(world, dispatcher, then)
+    job = CheckedLayer(world, dispatcher, then)
     seen: list[Any] = []
     step = 0
     for turn, victim in enumerate(order):
@@ -84,7 +83,7 @@ def _dies_in(phase: str) -> Callable[[str], Any]:
 def shared_experts_and_tokens(context, attention_tp: int, moe_tp: int, victim: int) -> tuple[tuple[int, ...], str]:
     """A rank that shares tokens, or experts, with others."""
     world = context.world(attention_tp_size=attention_tp, moe_tp_size=moe_tp, timeout_s=LIMIT_S)
-    job = Job(world, "torch", "continue")
+    job = CheckedLayer(world, "torch", "continue")
     job.step(0)
     text = said(lambda: steps(job, 1, 8, dies_at=4 if world.rank == victim else -1))
     lost = tuple(rank for rank, alive in enumerate(world.alive) if not alive)
@@ -97,15 +96,15 @@ def replicas_take_over(context, dispatcher: str, victim: int) -> bool:
     own = [[2 * r, 2 * r + 1, 2 * r - 2, 2 * r - 1] for r in range(world.size)]
     slots = tuple(expert % (2 * world.size) for some in own for expert in some)
     placement = ExpertPlacement(2 * world.size, world.parallel, slots)
-    job = Job(world, dispatcher, "continue", placement=placement)
+    job = CheckedLayer(world, dispatcher, "continue", placement=placement)
     steps(job, 0, 8, dies_at=4 if world.rank == victim else -1)
-    return all(job._is_there(expert) for expert in range(2 * world.size))
+    return all(job.is_there(expert) for expert in range(2 * world.size))
 
 
 def wakes_up_too_late(context, victim: int) -> list[str]:
     """Stopped until the others have gone on: it hears that it is out, and can't go on beside them."""
     world = context.world(timeout_s=LIMIT_S)
-    job = Job(world, "none", "continue")
+    job = CheckedLayer(world, "none", "continue")
     job.step(0)
     if world.rank == victim and os.fork() == 0:
         os.kill(os.getppid(), signal.SIGSTOP)
@@ -124,14 +123,14 @@ def without_the_store(context, port: int) -> str:
     """Rank 0 served it."""
     os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
     world = World.from_env("cpu", timeout_s=LIMIT_S)
-    job = Job(world, "none", "continue")
+    job = CheckedLayer(world, "none", "continue")
     return said(lambda: steps(job, 0, 8, dies_at=4 if world.rank == 0 else -1))
 
 
 def dies_while_others_shrink(context, where: str) -> tuple[Any, ...]:
     """Rank 1 dies in a step, and rank 3 while the rest find together again."""
     world = context.world(timeout_s=LIMIT_S)
-    job = Job(world, "torch", "renormalize")
+    job = CheckedLayer(world, "torch", "renormalize")
     if world.rank == 3:
         with mock.patch(where, side_effect=die):
             steps(job, 0, 8)
@@ -143,20 +142,19 @@ def dies_while_others_shrink(context, where: str) -> tuple[Any, ...]:
 def refusals(context, victim: int) -> list[str]:
     """What doesn't go, before and after."""
     world = context.world(timeout_s=LIMIT_S)
-    job, plain = Job(world, "none", "continue"), Job(world, "torch")
+    job, plain = CheckedLayer(world, "none", "continue"), CheckedLayer(world, "torch")
     found = [said(world.shrink)]
     with world.step(1):
         found.append(said(world.shrink))
     batch = job.batch(2)
-    topk = TopK(batch.ids.int(), batch.shares)
-    open_call = job.layer.dispatcher.dispatch(batch.hidden, topk)
+    open_call = job.layer.dispatcher.dispatch(batch.hidden, batch.topk)
     if world.rank == victim:
         die()
     steps(job, 10, 16)
     output = torch.zeros(open_call.tokens.num_rows, job.config.hidden_size)
     # On all ranks, which compare headers: they say the same.
     found.append(said(lambda: job.layer.dispatcher.combine(output, open_call.handle)))
-    found.append(said(lambda: plain.layer(batch.hidden, topk)))
+    found.append(said(lambda: plain.layer(batch.hidden, batch.topk)))
     found.append(said(lambda: rebalance(world, [job.layer], [job.placement])))
     job.step(30)
     return found
@@ -165,7 +163,7 @@ def refusals(context, victim: int) -> list[str]:
 def new_layers_graphs_and_counts(context, victim: int) -> list[Any]:
     """What a World that went on still does together."""
     world = context.world(timeout_s=LIMIT_S)
-    job = Job(world, "none", "continue", graphs=True)
+    job = CheckedLayer(world, "none", "continue", graphs=True)
     assert job.graphs is not None
     for step in range(4):
         job.step(step)
@@ -180,7 +178,7 @@ def new_layers_graphs_and_counts(context, victim: int) -> list[Any]:
     job.graphs.capture()
     for step in range(number, number + 4):
         job.step(step)
-    other = Job(world, "torch", "renormalize")
+    other = CheckedLayer(world, "torch", "renormalize")
     for step in range(number + 4, number + 8):
         other.step(step)
     world.warmup(other.layer)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from eprt.conformance.checks import Check, Row, run_checks
+from eprt.conformance.checks import Check, CheckRow, run_checks
 from eprt.experts import EXECUTORS
 from eprt.experts.blackwell.cutedsl import CuteDslExecutor
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
@@ -62,6 +62,6 @@ def executors_on_cpu() -> Iterator[None]:
         EXECUTORS.update(before)
 
 
-def run_sm100_checks(context: RankContext, checks: Sequence[Check]) -> list[Row]:
+def run_sm100_checks(context: RankContext, checks: Sequence[Check]) -> list[CheckRow]:
     with executors_on_cpu():
         return run_checks(context, checks)

@@ -1,0 +1,137 @@
+"""Runs `eprt bench layer`: a layer's phases, or with --routing a planned placement beside experts in order."""
+
+from __future__ import annotations
+
+from eprt.bench.layer import LayerCase, layer_report, measure_layer, pairs_here, shape_config
+from eprt.bench.placed import TOLERANCE, PlacedCase, measure_placed, placed_report, planned_slots
+from eprt.bench.report import Report
+from eprt.bench.routings import read_routing
+from eprt.cli.arguments import BenchLayer
+from eprt.cli.bench import both, finish, groups, keep, measured, require_peers, require_tokens
+from eprt.cli.ranks import Ranks, ranks
+from eprt.cli.terminal import Column, Terminal
+from eprt.errors import ConfigError
+from eprt.layer import PHASES
+from eprt.placement.file import PlacementFile
+
+PHASE_TIMES: dict[str, Column] = {
+    "tokens": "tokens",
+    "rows per expert": "rows_per_expert",
+    "pair": "pair",
+    **{phase: both(phase) for phase in PHASES},
+}
+HOST_TIMES: dict[str, Column] = {
+    "tokens": "tokens",
+    "pair": "pair",
+    "layer": both("layer"),
+    "by hand": both("by_hand"),
+    "overhead": "overhead_us",
+    "layer in a graph": both("layer_graph"),
+    "by hand in a graph": both("by_hand_graph"),
+    "ratio": "graph_ratio",
+}
+PLACED: dict[str, Column] = {
+    "shape": "shape",
+    "tokens": "tokens",
+    "rows per expert": "rows_per_expert",
+    "experts lie": "placement",
+    "slots": "slots",
+    "max/mean": "imbalance",
+    "pair": "pair",
+    "layer p50/p99": lambda row: f"{row['layer_p50_us']}/{row['layer_p99_us']}",
+    "gain": "gain",
+    "model's us": "predicted_us",
+    "model's gain": "predicted_gain",
+}
+
+
+def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
+    """Measures layers. Returns 1 if a placement changed a layer's sums, else 0."""
+    if arguments.routing is not None or arguments.replicas is not None or arguments.placement is not None:
+        return _bench_placed(arguments, terminal)
+    require_tokens(arguments.tokens, 0)
+    for shape in arguments.shapes:
+        shape_config(shape)
+    with ranks(arguments.world, arguments.device) as workers:
+        cases, notes = _layer_cases(arguments, workers)
+        with measured(workers, terminal, "bench layer", cases, measure_layer, _name) as run:
+            report = layer_report(cases, run, keep(arguments, terminal), notes)
+    for shape, rows in groups(report, "shape"):
+        rows = sorted(rows, key=lambda row: row["tokens"])
+        title = f"Phases of one layer call, microseconds, p50/p99 of the slowest rank ({shape}, {workers})"
+        terminal.table(title, PHASE_TIMES, rows)
+        terminal.table(
+            "Host time of one call: ExpertParallelMoE beside the same steps by hand (no checks, no header exchange)",
+            HOST_TIMES,
+            rows,
+        )
+    return finish(report, arguments, terminal)
+
+
+def _name(case: LayerCase | PlacedCase) -> str:
+    return f"{case.shape}, tokens per rank {case.tokens}, {case.dispatcher} + {case.executor}"
+
+
+def _layer_cases(arguments: BenchLayer, workers: Ranks) -> tuple[list[LayerCase], list[str]]:
+    """Returns the cases that were asked for, and notes on pairs that can't run here."""
+    pair, precision = (arguments.dispatcher, arguments.executor), arguments.low_precision_activations
+    asked = [
+        LayerCase(shape, arguments.tokens, *pair, low_precision_activations=precision) for shape in arguments.shapes
+    ]
+    if not arguments.every_pair:
+        return asked, []
+    found = [workers.run(pairs_here, case=case)[0] for case in asked]
+    notes = [f"{case.shape}, {line}" for case, (_, lines) in zip(asked, found, strict=True) for line in lines]
+    return [pair for pairs, _ in found for pair in pairs], notes
+
+
+def _bench_placed(arguments: BenchLayer, terminal: Terminal) -> int:
+    _require_placed(arguments)
+    file = None if arguments.placement is None else PlacementFile.read(arguments.placement)
+    with ranks(arguments.world, arguments.device) as workers:
+        require_peers(workers, "--routing", "there is no other rank to be hotter than")
+        cases = [case for shape in arguments.shapes for case in _placed_cases(shape, arguments, workers.size, file)]
+        with measured(workers, terminal, "bench layer", cases, measure_placed, _name) as run:
+            report = placed_report(cases, run, keep(arguments, terminal))
+    what = f"{workers}, {arguments.routing}"
+    terminal.table(
+        f"One layer with its experts in order, and with replicas where they were planned ({what}); microseconds",
+        PLACED,
+        report.rows,
+    )
+    return finish(report, arguments, terminal, _changed_sums(report))
+
+
+def _require_placed(arguments: BenchLayer) -> None:
+    if arguments.routing is None:
+        raise ConfigError(
+            "--replicas and --placement measure a placement under uneven choices: say which, --routing ..."
+        )
+    if arguments.replicas is not None and arguments.placement is not None:
+        raise ConfigError("--replicas plans a placement, --placement names one: give one of them")
+    if arguments.every_pair:
+        raise ConfigError("--every-pair with --routing: name one pair, --dispatcher and --executor")
+    if (arguments.replicas or 0) < 0 or not arguments.tokens or min(arguments.tokens) < 1:
+        raise ConfigError(
+            f"--replicas {arguments.replicas} --tokens {' '.join(map(str, arguments.tokens))}: expected replicas from "
+            "0 on, and tokens from 1 on"
+        )
+
+
+def _placed_cases(shape: str, arguments: BenchLayer, size: int, file: PlacementFile | None) -> list[PlacedCase]:
+    """Returns one case for each number of tokens, with the choices of the routing's first layer."""
+    config, routing = shape_config(shape), arguments.routing or ""
+    routed = read_routing(routing, config.num_experts, config.top_k)[0]
+    slots = planned_slots(config, size, routed, arguments.replicas, file)
+    pair = (arguments.dispatcher, arguments.executor)
+    return [PlacedCase(shape, tokens, routed, routing, slots, *pair) for tokens in arguments.tokens]
+
+
+def _changed_sums(report: Report) -> list[str]:
+    """Names the rows whose two layers' sums differ by more than rounding."""
+    return [
+        f"{row['shape']}, {row['tokens']} tokens: experts {row['placement']}: sums differ by {row['error']:.1e}, "
+        f"at most {TOLERANCE:g} may be rounding"
+        for row in report.rows
+        if not row["error"] <= TOLERANCE
+    ]
