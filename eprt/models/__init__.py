@@ -1,5 +1,7 @@
-"""The table of model families: config.json's `model_type` -> family. A new one is a new file and a row here, or a class
-of your own given to `register_family`."""
+"""Model families by config.json's `model_type`, and the layers that are read from their checkpoints.
+
+A new family is a new file and a row of `FAMILIES`, or a class of your own given to `register_family`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import importlib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -61,9 +63,9 @@ _REGISTERED: dict[str, type[ModelFamily]] = {}  # what users added in this proce
 
 
 def register_family(model_type: str, family: type[ModelFamily]) -> None:
-    """Make a family of your own known to `load_layer`, `parallelize` and whatever else reads a checkpoint.
+    """Makes a family of your own known to `load_layer`, `parallelize` and whatever else reads a checkpoint.
 
-    Holds for this process: every rank calls it, before the first checkpoint is read. Twice with one class is once.
+    It holds for this process: every rank calls it before it reads a checkpoint. Calling it twice changes nothing.
 
     Args:
         model_type: as config.json says it.
@@ -72,13 +74,7 @@ def register_family(model_type: str, family: type[ModelFamily]) -> None:
     Raises:
         ConfigError: another family has this model_type, or `family` isn't a complete subclass.
     """
-    name, given = cast(object, model_type), cast(object, family)
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"model_type {model_type!r}: expected the text that config.json has")
-    if not isinstance(given, type) or not issubclass(given, ModelFamily):
-        raise ConfigError(f"family {family!r} of {model_type!r}: expected a subclass of eprt.models.ModelFamily")
-    if missing := sorted(family.__abstractmethods__):
-        raise ConfigError(f"family {family.__name__} of {model_type!r} doesn't define {', '.join(missing)}")
+    _require_family(model_type, family)
     if model_type in FAMILIES:
         raise ConfigError(f"model_type {model_type!r} is {FAMILIES[model_type]} already: give yours another name")
     known = _REGISTERED.setdefault(model_type, family)
@@ -89,8 +85,17 @@ def register_family(model_type: str, family: type[ModelFamily]) -> None:
         )
 
 
+def _require_family(model_type: object, family: object) -> None:
+    if not isinstance(model_type, str) or not model_type:
+        raise ConfigError(f"model_type {model_type!r}: expected the text that config.json has")
+    if not isinstance(family, type) or not issubclass(family, ModelFamily):
+        raise ConfigError(f"family {family!r} of {model_type!r}: expected a subclass of eprt.models.ModelFamily")
+    if missing := sorted(family.__abstractmethods__):
+        raise ConfigError(f"family {family.__name__} of {model_type!r} doesn't define {', '.join(missing)}")
+
+
 def family_for(hf: dict[str, Any]) -> ModelFamily:
-    """The family of a Hugging Face config. Raises ConfigError if it has none here."""
+    """Returns the family of a Hugging Face config. Raises ConfigError if it has none here."""
     model_type = hf.get("model_type")
     if isinstance(model_type, str) and model_type in _REGISTERED:
         return _REGISTERED[model_type]()
@@ -110,13 +115,13 @@ class LayerParts:
     Attributes:
         layer: its number in the model.
         config: the layer's maths.
-        placement: which experts lie where, on all ranks.
-        shard: which experts, which slice of each.
+        placement: says where every rank's experts lie.
+        shard: says which experts, and which slice of each, this rank holds.
         experts: this rank's share.
         router, shared, latent: whole on every rank; None where the model has none.
-        module_path: what the layer replaces in the transformers model.
-        fingerprint: hash of config, manifest, the router's bytes and the first of each kind of tensor of the block:
-            differs between checkpoints, and between revisions of one.
+        module_path: names the module of the transformers model that the layer replaces.
+        fingerprint: a hash of config, manifest, router and one sample per kind of tensor. It differs between
+            checkpoints, and between revisions of one.
     """
 
     layer: int
@@ -138,35 +143,47 @@ def load_layer(
     rank: int = 0,
     placement: ExpertPlacement | None = None,
 ) -> LayerParts:
-    """One MoE layer of a checkpoint, this rank's share of the experts.
+    """Reads one MoE layer of a checkpoint with this rank's share of the experts.
 
-    Not collective: wrap it in `eprt.models.checkpoint.load_on_all_ranks` so that all ranks fail, or succeed, together.
+    Not collective: `eprt.models.checkpoint.load_on_all_ranks` around it lets all ranks fail, or succeed, together.
 
     Args:
-        source: a checkpoint directory, or an open Checkpoint (cheaper for many layers; its `bytes_read` counts).
-        layer: number of the layer in the model.
+        source: a checkpoint directory, or an open Checkpoint (cheaper for many layers).
         parallel: how ranks share the experts; None is one rank that holds them all.
-        rank: this rank, in the World's numbering.
         placement: which experts lie where; contiguous if None.
 
     Raises:
-        CheckpointError: a file or tensor isn't what config.json says, holds NaN or infinity, or belongs to the layer
-            and isn't part of what config.json describes.
+        CheckpointError: a file or tensor isn't what config.json says, holds NaN or infinity, or nothing reads it.
         ConfigError: the config is incomplete or unsupported, or the placement is for other experts.
     """
     if not isinstance(source, Checkpoint):
         with Checkpoint(source) as checkpoint:
             return load_layer(checkpoint, layer, parallel, rank, placement)
     family = family_for(source.config)
+    config = _moe_config(source, family, layer)
+    placement = placement or ExpertPlacement(config.num_experts, parallel or ParallelConfig())
+    placement.in_slots(config)  # made for this many experts
+    return _read_layer(source, family, layer, config, placement, placement.shard(rank))
+
+
+def _moe_config(source: Checkpoint, family: ModelFamily, layer: int) -> MoEConfig:
+    """Returns the layer's config. Raises ConfigError that begins with the file's name."""
     try:
-        config = family.moe_config(source.config, layer)
+        return family.moe_config(source.config, layer)
     except ConfigError as error:
         if str(error).startswith(where(source.config)):
             raise
         raise ConfigError(f"{where(source.config)}: {error}") from error
-    placement = placement or ExpertPlacement(config.num_experts, parallel or ParallelConfig())
-    placement.in_slots(config)  # made for this many experts
-    shard = placement.shard(rank)
+
+
+def _read_layer(
+    source: Checkpoint,
+    family: ModelFamily,
+    layer: int,
+    config: MoEConfig,
+    placement: ExpertPlacement,
+    shard: ExpertShard,
+) -> LayerParts:
     router = family.load_router(source, layer, config)
     router_bytes = router.weight.contiguous().view(torch.uint8).numpy().tobytes()
     parts = LayerParts(
@@ -186,7 +203,7 @@ def load_layer(
 
 
 def _samples(source: Checkpoint, family: ModelFamily, layer: int) -> bytes:
-    """The first bytes of one tensor of each kind in the block, the same ones whichever rank reads them."""
+    """Reads the first bytes of one tensor per kind in the block, the same ones on every rank."""
     block = family.block(source, layer)
     first: dict[str, str] = {}
     for name in sorted(source.manifest):
@@ -196,8 +213,11 @@ def _samples(source: Checkpoint, family: ModelFamily, layer: int) -> bytes:
 
 
 def _refuse_unread(source: Checkpoint, block: str, num_experts: int) -> None:
-    """Every tensor of the block was read, if not by this rank then its like by another: what config.json doesn't
-    mention, a shared expert for instance, would be left out of the sum without a word."""
+    """Raises CheckpointError for a tensor of the block that no rank reads.
+
+    A part that config.json doesn't mention, such as a shared expert, would silently be left out of the sum. Another
+    rank's experts count as read if this rank reads tensors of that kind.
+    """
     experts = {str(expert) for expert in range(num_experts)}
     kinds = {_kind(name) for name in source.touched}
     for name in sorted(source.manifest):
@@ -213,12 +233,12 @@ _EXPERT = re.compile(r"\.experts\.(\d+)(?=\.)")
 
 
 def _kind(name: str) -> str:
-    """The name with its expert's number left out."""
+    """Returns the name without its expert's number."""
     return _EXPERT.sub(".experts.*", name)
 
 
 def build_layer(parts: LayerParts, world: World, runtime: RuntimeConfig | None = None) -> ExpertParallelMoE:
-    """The layer that `load_layer` read, ready for `World.warmup`. Collective; `parts.experts` aren't kept.
+    """Builds the layer that `load_layer` read, ready for `World.warmup`. Collective; `parts.experts` aren't kept.
 
     Args:
         parts: read with `world.parallel` and `world.rank`; another rank's experts are refused on every rank.
@@ -244,7 +264,7 @@ def build_layer(parts: LayerParts, world: World, runtime: RuntimeConfig | None =
 
 
 def _foreign(parts: LayerParts, world: World) -> ConfigError | None:
-    """What is wrong if these experts aren't the ones that this rank will be sent tokens for."""
+    """Returns an error if these experts aren't the ones whose tokens this rank will receive, else None."""
     try:
         own = replace(parts.placement, parallel=world.parallel).shard(world.rank)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What a model family knows: which layers are mixtures of experts, their maths, and their tensors' names."""
+"""A model family: which layers are mixtures of experts, their maths, and the names of their tensors."""
 
 from __future__ import annotations
 
@@ -7,21 +7,31 @@ from typing import Any, ClassVar
 
 import torch
 
-from eprt.config import MoEConfig
+from eprt.config import Activation, MoEConfig, Routing, SharedExpert
 from eprt.errors import CheckpointError
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.formats import ExpertNames, Part, load_experts, load_linear
-from eprt.models.hf_config import flatten, model_dtype
+from eprt.models.hf_config import (
+    check_moe_layer,
+    expect,
+    flatten,
+    integer,
+    model_dtype,
+    num_layers,
+    plain_format,
+    weight_format,
+)
 from eprt.placement import ExpertShard
 from eprt.routing import Router, WeightRounding
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 
-_PLAIN = (torch.bfloat16, torch.float32)
+PLAIN = (torch.bfloat16, torch.float32)
 
 
 class ModelFamily(ABC):
-    """One model family. Stateless; the class attributes are its naming, the methods raise ConfigError (the config)
-    or CheckpointError (the tensors).
+    """One model family. Instances hold no state: class attributes name tensors, methods read a config or a checkpoint.
+
+    Methods raise ConfigError about the config and CheckpointError about the tensors.
 
     Attributes:
         module: dotted path, in the transformers model, of the module an integration replaces; `{}` is the layer.
@@ -30,8 +40,8 @@ class ModelFamily(ABC):
         correction_biases: names of its selection bias inside the block, [E] or [1, E]; none if the family has none.
         float32_logits, router_weights: see `Router`; float32_router: its weight is kept in float32.
         shared: name of the shared expert inside the block.
-        aliases, stacked: see `formats.ExpertNames`.
-        returns_scores: whether that module returns (hidden_states, router_scores), of which an integration's has none.
+        aliases, stacked, transposed: see `formats.ExpertNames`.
+        returns_scores: whether that module returns (hidden_states, router_scores); an integration returns no scores.
     """
 
     module: ClassVar[str] = "model.layers.{}.mlp"
@@ -54,36 +64,38 @@ class ModelFamily(ABC):
         "down": ("down_proj", 0, 1),
     }
 
+    transposed: ClassVar[bool] = False
+
     @abstractmethod
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
-        """Numbers of the layers that are mixtures of experts."""
+        """Returns the numbers of the layers that are mixtures of experts."""
 
     @abstractmethod
     def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
-        """The maths of one of them."""
+        """Returns the maths of one of these layers."""
 
     def text_config(self, hf: dict[str, Any]) -> dict[str, Any]:
-        """The fields of the text model; a family whose config nests them (quantisation stays outside) flattens it."""
+        """Returns the fields of the text model. A family whose config nests them flattens it."""
         return hf
 
     def module_path(self, layer: int) -> str:
-        """Dotted path of the module that an integration replaces, e.g. `model.layers.3.mlp`."""
+        """Returns the dotted path of the module that an integration replaces, e.g. `model.layers.3.mlp`."""
         return self.module.format(layer)
 
     def load_experts(self, checkpoint: Checkpoint, layer: int, config: MoEConfig, shard: ExpertShard) -> ExpertWeights:
-        """This rank's experts, canonical. Reads the bytes of this shard only."""
+        """Reads this rank's experts, and no other bytes, into canonical order."""
         prefix = f"{self.block(checkpoint, layer)}.experts"
-        names = ExpertNames(prefix, config.num_experts, self.aliases, self.stacked)
+        names = ExpertNames(prefix, config.num_experts, self.aliases, self.stacked, self.transposed)
         return load_experts(checkpoint, names, config, shard)
 
     def load_router(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> Router:
-        """The router, in the model's dtype; its selection bias in float32, as transformers keeps it."""
+        """Reads the router in the model's dtype, its selection bias in float32, as transformers keeps them."""
         block, prefix = self._names(checkpoint, layer)
         token_dtype = model_dtype(self.text_config(checkpoint.config))
         dtype = torch.float32 if self.float32_router else token_dtype
         E = config.num_experts
-        weight = checkpoint.read(f"{prefix}.weight", shape=(E, config.input_size), dtypes=_PLAIN).to(dtype)
-        bias = checkpoint.read(f"{prefix}.bias", shape=(E,), dtypes=_PLAIN).to(dtype) if config.bias else None
+        weight = checkpoint.read(f"{prefix}.weight", shape=(E, config.input_size), dtypes=PLAIN).to(dtype)
+        bias = checkpoint.read(f"{prefix}.bias", shape=(E,), dtypes=PLAIN).to(dtype) if config.bias else None
         return Router(
             weight,
             config.routing,
@@ -97,7 +109,7 @@ class ModelFamily(ABC):
         )
 
     def load_shared(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> SharedExpertWeights | None:
-        """The shared expert, whole, decoded to bf16 if it is packed; None if the layer has none."""
+        """Reads the whole shared expert, decoded to bf16 if it is packed. Returns None if the layer has none."""
         shared = config.shared
         if shared is None:
             return None
@@ -115,21 +127,21 @@ class ModelFamily(ABC):
         )
 
     def load_latent(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> LatentWeights | None:
-        """The projections around experts that live in a latent width; None if they live in the model's."""
+        """Reads the projections around experts of a latent width. Returns None if they have the model's width."""
         return None
 
     def block(self, checkpoint: Checkpoint, layer: int) -> str:
-        """Name of the layer's MoE block in this checkpoint. Raises CheckpointError."""
+        """Returns the name of the layer's MoE block in this checkpoint. Raises CheckpointError."""
         return self._names(checkpoint, layer)[0]
 
     def expert_modules(self, layer: int) -> tuple[str, ...]:
-        """Names by which per-module quantisation settings may know the layer's experts."""
+        """Returns the names by which per-module quantisation settings may know the layer's experts."""
         prefixes = [f"{block.format(layer)}.experts" for block in self.blocks]
         downs = [f"{prefix}.0.{alias}" for prefix in prefixes for alias in self.aliases["down"]]
         return (*downs, *prefixes)
 
     def _names(self, checkpoint: Checkpoint, layer: int) -> tuple[str, str]:
-        """The layer's MoE block and its router, as this checkpoint names them. Raises CheckpointError."""
+        """Returns the names of the layer's MoE block and of its router in this checkpoint. Raises CheckpointError."""
         blocks = [block.format(layer) for block in self.blocks]
         found = {f"{block}.{name}.weight": (block, f"{block}.{name}") for block in blocks for name in self.routers}
         return found[checkpoint.first(*found)]
@@ -140,10 +152,10 @@ class ModelFamily(ABC):
         name = checkpoint.first(*(f"{block}.{alias}" for alias in self.correction_biases))
         E = config.num_experts
         shape = (1, E) if checkpoint.manifest[name].shape == (1, E) else (E,)
-        return checkpoint.read(name, shape=shape, dtypes=_PLAIN).float().reshape(E)
+        return checkpoint.read(name, shape=shape, dtypes=PLAIN).float().reshape(E)
 
     def _token_table(self, checkpoint: Checkpoint, router: str, config: MoEConfig) -> torch.Tensor | None:
-        """[V, K] int64 expert ids of each vocabulary id (hash routing), checked to be experts that exist."""
+        """Reads [V, K] int64 expert ids per vocabulary id (hash routing). Raises CheckpointError for other ids."""
         if config.routing.method != "hash":
             return None
         name = f"{router}.tid2eid"
@@ -160,8 +172,63 @@ class ModelFamily(ABC):
         return table
 
 
+class FieldFamily(ModelFamily):
+    """A family whose layers are told by single fields of config.json. Class attributes say which.
+
+    Attributes:
+        num_experts, top_k, intermediate_size: fields of these sizes; the first that is set is taken.
+        num_shared: the field that counts the shared experts, each as wide as a routed one; "" where there are none.
+        settings: fields that select other maths -> the only value that this family computes.
+        bias, weight_on_input: see `MoEConfig`.
+        packed: whether quantised checkpoints of the family are known.
+    """
+
+    num_experts: ClassVar[tuple[str, ...]] = ("num_local_experts", "num_experts")
+    top_k: ClassVar[tuple[str, ...]] = ("num_experts_per_tok",)
+    intermediate_size: ClassVar[tuple[str, ...]] = ("moe_intermediate_size",)
+    num_shared: ClassVar[str] = ""
+    settings: ClassVar[dict[str, object]] = {"hidden_act": "silu"}
+    bias: ClassVar[bool] = False
+    weight_on_input: ClassVar[bool] = False
+    packed: ClassVar[bool] = True
+
+    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
+        return list(range(num_layers(hf)))
+
+    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
+        check_moe_layer(layer, self.moe_layers(hf))
+        for name, supported in self.settings.items():
+            expect(hf, name, supported)
+        return MoEConfig(
+            num_experts=integer(hf, *self.num_experts),
+            top_k=integer(hf, *self.top_k),
+            hidden_size=integer(hf, "hidden_size"),
+            intermediate_size=integer(hf, *self.intermediate_size),
+            activation=self.activation(hf),
+            routing=self.routing(hf, layer),
+            bias=self.bias,
+            weight_format=(weight_format if self.packed else plain_format)(hf, self.expert_modules(layer)),
+            shared=self.shared_expert(hf),
+            weight_on_input=self.weight_on_input,
+        )
+
+    def activation(self, hf: dict[str, Any]) -> Activation:
+        """Returns the activation of the routed and the shared experts."""
+        return Activation()
+
+    @abstractmethod
+    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
+        """Returns how this layer's router chooses and weights experts."""
+
+    def shared_expert(self, hf: dict[str, Any]) -> SharedExpert | None:
+        """Returns the shared expert, or None if the layers have none."""
+        count = integer(hf, self.num_shared, default=0) if self.num_shared else 0
+        width = count * integer(hf, *self.intermediate_size)
+        return SharedExpert(width, activation=self.activation(hf)) if count else None
+
+
 class NestedText(ModelFamily):
-    """Before the family of a text model: the same model where the config nests it."""
+    """A mix-in before the family of a text model, for the same model where the config nests it."""
 
     def text_config(self, hf: dict[str, Any]) -> dict[str, Any]:
         return flatten(hf)

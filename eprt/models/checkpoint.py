@@ -1,4 +1,4 @@
-"""Safetensors checkpoints: one file, or shards with an index. Reads the bytes of the slices asked for, and no others.
+"""Safetensors checkpoints: one file, or shards with an index. Only the bytes of the requested slices are read.
 
 Nothing from a checkpoint is executed: no pickle, no `auto_map` code. Format and index layout:
 https://huggingface.co/docs/safetensors and `model.safetensors.index.json` as `save_pretrained` writes it.
@@ -35,7 +35,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is and what its header says: shard file, shape, dtype by safetensors' name (`BF16`, `U8`)."""
+    """One tensor as its header describes it: shard file, shape, dtype by safetensors' name (`BF16`, `U8`)."""
 
     file: str
     shape: tuple[int, ...]
@@ -84,18 +84,16 @@ class Checkpoint:
         return name in self.manifest
 
     def close(self) -> None:
-        """Close the files. Tensors already read are copies and stay valid."""
+        """Closes the files. Tensors already read are copies and stay valid."""
         while self._shards:
             self._shards.popitem()[1].close()
 
     def forget(self, prefix: str) -> None:
-        """What was read so far won't be read again (a module of the model, by its dotted prefix). Files hold nothing of
-        it: they are read, not mapped."""
-        del prefix
+        """Frees tensors of a module that won't be read again. Files need nothing: they are read, not mapped."""
 
     @property
     def fingerprint(self) -> int:
-        """63-bit hash of the config and of all names, shapes and dtypes, to be compared between ranks."""
+        """A 63-bit hash of the config and of all names, shapes and dtypes, to be compared between ranks."""
         return self._fingerprint
 
     @cached_property
@@ -104,11 +102,11 @@ class Checkpoint:
         return hash63(json.dumps(self.config, sort_keys=True).encode(), repr(rows).encode())
 
     def where(self, name: str) -> str:
-        """File and name, as every message about that tensor begins. Raises CheckpointError if there is no such one."""
+        """Returns file and name, for the head of a message about a tensor. Raises CheckpointError if there is none."""
         return f"{self.directory / self.manifest[self.first(name)].file}: tensor {name!r}"
 
     def first(self, *names: str) -> str:
-        """The first of `names` that the checkpoint holds. Raises CheckpointError if it holds none of them."""
+        """Returns the first of `names` that the checkpoint holds. Raises CheckpointError if it holds none of them."""
         for name in names:
             if name in self.manifest:
                 return name
@@ -122,17 +120,14 @@ class Checkpoint:
         shape: tuple[int, ...] | None = None,
         dtypes: Iterable[torch.dtype] = (),
     ) -> torch.Tensor:
-        """A slice of a tensor, as an owned CPU copy, all of it finite numbers.
+        """Reads a slice of a tensor into an owned CPU copy, all of it finite numbers.
 
         Args:
-            name: the tensor.
             index: ints and unit-step slices; () is the whole tensor.
-            shape: of the whole tensor, if it must be checked.
-            dtypes: those allowed, if they must be checked.
+            shape, dtypes: of the whole tensor, where they must be checked.
 
         Raises:
-            CheckpointError: no such tensor, its shape or dtype isn't as expected, it holds NaN or infinity, or its file
-                was cut off.
+            CheckpointError: no such tensor, another shape or dtype, NaN or infinity, or a file that was cut off.
         """
         where = self.where(name)
         info = self.manifest[name]
@@ -141,13 +136,16 @@ class Checkpoint:
             raise CheckpointError(f"{where} has dtype {info.dtype}: expected {' or '.join(allowed)}")
         if shape is not None and info.shape != shape:
             raise CheckpointError(f"{where} has shape {info.shape}: expected {shape}")
-        found = self._shards[info.file].read(name, index)
+        found = self._slice(name, index)
         self.touched.add(name)
         self.bytes_read += found.numel() * found.element_size()
         return found
 
+    def _slice(self, name: str, index: Index) -> torch.Tensor:
+        return self._shards[self.manifest[name].file].read(name, index)
+
     def sample(self, name: str, size: int = 64) -> bytes:
-        """The first bytes of a tensor, at most `size`. Raises CheckpointError."""
+        """Reads the first bytes of a tensor, at most `size`. Raises CheckpointError."""
         self.where(name)
         return self._shards[self.manifest[name].file].sample(name, size)
 
@@ -169,7 +167,7 @@ class Checkpoint:
         return manifest
 
     def _weight_map(self) -> dict[str, str]:
-        """Tensor -> file by the index; empty if the checkpoint is one file."""
+        """Returns tensor -> file by the index; empty if the checkpoint is one file."""
         if (self.directory / SINGLE).exists():
             return {}
         path = self.directory / INDEX
@@ -195,7 +193,7 @@ class Checkpoint:
 
 
 def read_config(path: str | Path) -> HfConfig:
-    """config.json of a directory, or that file itself, with hf_quant_config.json merged in. Raises CheckpointError."""
+    """Reads config.json (or its directory), with hf_quant_config.json merged in. Raises CheckpointError."""
     path = Path(path)
     directory, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
     config = HfConfig(read_object(resolve_inside(directory, name), MAX_CONFIG_BYTES), str(directory / name))
@@ -208,10 +206,10 @@ def read_config(path: str | Path) -> HfConfig:
 
 
 def resolve_inside(directory: Path, name: str) -> Path:
-    """The real path of a file that belongs to the checkpoint.
+    """Returns the real path of a file of the checkpoint. Raises CheckpointError if it is missing or lies elsewhere.
 
-    It lies in the directory itself or, for a snapshot of the Hugging Face cache (`<model>/snapshots/<revision>`), in
-    that model's `blobs`. Raises CheckpointError for any other place, and if there is no such file.
+    Allowed are the directory itself and, for a snapshot of the Hugging Face cache (`<model>/snapshots/<revision>`),
+    that model's `blobs`.
     """
     if Path(name).name != name or name in ("", ".", ".."):
         raise CheckpointError(
@@ -232,31 +230,25 @@ def resolve_inside(directory: Path, name: str) -> Path:
 
 
 def hash63(*chunks: bytes) -> int:
-    """63-bit hash for a header's fingerprint."""
+    """Returns a 63-bit hash for a header's fingerprint."""
     digest = hashlib.sha256(b"\0".join(chunks)).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-class Loaded(Protocol):
-    """What ranks load together: carries a hash of all that must be the same on every rank."""
+class Fingerprinted(Protocol):
+    """Something that all ranks load together. `fingerprint` hashes what must be the same on every rank."""
 
     @property
     def fingerprint(self) -> int: ...
 
 
-T = TypeVar("T", bound=Loaded)
+T = TypeVar("T", bound=Fingerprinted)
 
 
 def load_on_all_ranks(world: World, load: Callable[[], T], layer: int = -1) -> T:
-    """Run `load` on every rank and let all ranks know how it went. Collective.
+    """Runs `load` on every rank, e.g. `lambda: load_layer(directory, 3, world.parallel, world.rank)`. Collective.
 
-    Args:
-        world: the ranks.
-        load: reads this rank's share, e.g. `lambda: load_layer(directory, 3, world.parallel, world.rank)`.
-        layer: for messages.
-
-    Returns:
-        this rank's result; nothing is returned anywhere unless every rank succeeded.
+    It returns this rank's result if every rank succeeded. `layer` is for messages.
 
     Raises:
         EprtError: the lowest failing rank's error, the same on every rank.

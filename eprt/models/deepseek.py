@@ -5,28 +5,20 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from eprt.config import Activation, MoEConfig, Routing, SharedExpert
+from eprt.config import Activation, Routing
 from eprt.errors import ConfigError
-from eprt.models.base import ModelFamily
+from eprt.models.base import FieldFamily
 from eprt.models.formats import Part
-from eprt.models.hf_config import (
-    boolean,
-    check_moe_layer,
-    expect,
-    integer,
-    num_layers,
-    real,
-    strings,
-    weight_format,
-    where,
-)
+from eprt.models.hf_config import boolean, expect, integer, num_layers, real, strings, where
 from eprt.models.json_files import shown
 
 
-class DeepseekV3(ModelFamily):
+class DeepseekV3(FieldFamily):
     """deepseek-ai/DeepSeek-V3, -V3.1, -R1; nvidia's NVFP4 exports of them; moonshotai/Kimi-K2."""
 
     correction_biases = ("gate.e_score_correction_bias",)
+    num_experts = ("n_routed_experts", "num_local_experts")
+    num_shared = "n_shared_experts"
     settings: ClassVar[dict[str, object]] = {
         "hidden_act": "silu",
         "scoring_func": "sigmoid",
@@ -37,23 +29,7 @@ class DeepseekV3(ModelFamily):
         expect(hf, "moe_layer_freq", 1)
         return list(range(integer(hf, "first_k_dense_replace"), num_layers(hf)))
 
-    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
-        check_moe_layer(layer, self.moe_layers(hf))
-        for name, supported in self.settings.items():
-            expect(hf, name, supported)
-        intermediate = integer(hf, "moe_intermediate_size")
-        num_shared = integer(hf, "n_shared_experts", default=0)
-        return MoEConfig(
-            num_experts=integer(hf, "n_routed_experts", "num_local_experts"),
-            top_k=integer(hf, "num_experts_per_tok"),
-            hidden_size=integer(hf, "hidden_size"),
-            intermediate_size=intermediate,
-            routing=self.routing(hf),
-            weight_format=weight_format(hf, self.expert_modules(layer)),
-            shared=SharedExpert(intermediate * num_shared) if num_shared else None,
-        )
-
-    def routing(self, hf: dict[str, Any]) -> Routing:
+    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
         return Routing(
             "grouped_sigmoid",
             renormalize=boolean(hf, "norm_topk_prob", True),
@@ -98,7 +74,7 @@ class DeepseekV2(DeepseekV3):
         "mlp_bias": False,
     }
 
-    def routing(self, hf: dict[str, Any]) -> Routing:
+    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
         method = hf.get("topk_method") or "greedy"
         if method not in ("greedy", "group_limited_greedy"):
             raise ConfigError(
@@ -115,7 +91,7 @@ class DeepseekV2(DeepseekV3):
         )
 
 
-class DeepseekV4(ModelFamily):
+class DeepseekV4(FieldFamily):
     """deepseek-ai/DeepSeek-V4. Published names are `ffn`, `w1` (gate), `w3` (up), `w2` (down)."""
 
     blocks = ("model.layers.{}.ffn", "layers.{}.ffn", "model.layers.{}.mlp", "layers.{}.mlp")
@@ -125,33 +101,20 @@ class DeepseekV4(ModelFamily):
         "up": ("w3", "up_proj"),
         "down": ("w2", "down_proj"),
     }
+    num_experts = ("n_routed_experts", "num_local_experts")
+    num_shared = "n_shared_experts"
+    settings: ClassVar[dict[str, object]] = {"hidden_act": "silu", "scoring_func": "sqrtsoftplus", "mlp_bias": False}
 
-    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
-        return list(range(num_layers(hf)))
+    def activation(self, hf: dict[str, Any]) -> Activation:
+        return Activation(limit=real(hf, "swiglu_limit"))
 
-    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
-        check_moe_layer(layer, self.moe_layers(hf))
-        for name, supported in (("hidden_act", "silu"), ("scoring_func", "sqrtsoftplus"), ("mlp_bias", False)):
-            expect(hf, name, supported)
-        intermediate = integer(hf, "moe_intermediate_size")
-        num_shared = integer(hf, "n_shared_experts", default=0)
-        activation = Activation(limit=real(hf, "swiglu_limit"))
-        shared = SharedExpert(intermediate * num_shared, activation=activation) if num_shared else None
-        hashed = self._is_hash_layer(hf, layer)
-        return MoEConfig(
-            num_experts=integer(hf, "n_routed_experts", "num_local_experts"),
-            top_k=integer(hf, "num_experts_per_tok"),
-            hidden_size=integer(hf, "hidden_size"),
-            intermediate_size=intermediate,
-            activation=activation,
-            routing=Routing("hash" if hashed else "sqrt_softplus", scaling_factor=real(hf, "routed_scaling_factor")),
-            weight_format=weight_format(hf, self.expert_modules(layer)),
-            shared=shared,
-        )
+    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
+        method = "hash" if self._is_hash_layer(hf, layer) else "sqrt_softplus"
+        return Routing(method, scaling_factor=real(hf, "routed_scaling_factor"))
 
     @staticmethod
     def _is_hash_layer(hf: dict[str, Any], layer: int) -> bool:
-        """By `mlp_layer_types` (transformers) or `num_hash_layers` (the published config)."""
+        """Decides by `mlp_layer_types` (transformers) or `num_hash_layers` (the published config)."""
         kinds = strings(hf, "mlp_layer_types")
         if kinds is None:
             return layer < integer(hf, "num_hash_layers")

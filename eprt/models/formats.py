@@ -1,4 +1,7 @@
-"""Tensors of a checkpoint -> canonical matrices: which fields a number format has, how each is cut and checked."""
+"""Reads tensors of a checkpoint into canonical matrices.
+
+`FORMATS` says which fields a number format has, under which names, how each is cut, and how its values are checked.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +37,17 @@ _E8M0_NAN = 255
 
 
 def positive_scale(scale: torch.Tensor, where: str) -> torch.Tensor:
-    """f32 or e4m3 scales, unchanged; E8M0 ones as f32. Raises CheckpointError unless all are finite and above 0."""
+    """Returns scales as they are, E8M0 ones as f32. Raises CheckpointError unless all are finite and above 0."""
     values = scale.float()
-    bad = int((~(torch.isfinite(values) & (values > 0))).sum())
-    if bad:
-        example = values[~(torch.isfinite(values) & (values > 0))].flatten()[0].item()
-        raise CheckpointError(
-            f"{where}: {bad} of {values.numel()} scales such as {example}: expected finite and above 0"
-        )
+    bad = values[~(torch.isfinite(values) & (values > 0))]
+    if bad.numel():
+        count = f"{bad.numel()} of {values.numel()}"
+        raise CheckpointError(f"{where}: {count} scales such as {bad[0].item()}: expected finite and above 0")
     return values if scale.dtype == _E8M0 else scale
 
 
 def e8m0_scale(scale: torch.Tensor, where: str) -> torch.Tensor:
-    """Scales as E8M0 bytes (value 2 ** (byte - 127)), from bytes, float8_e8m0fnu or f32 powers of two.
+    """Returns scales as E8M0 bytes (value 2 ** (byte - 127)), from bytes, float8_e8m0fnu or f32 powers of two.
 
     Raises CheckpointError for byte 255 (NaN) and for f32 values that aren't powers of two from 2**-127 to 2**127.
     """
@@ -99,10 +100,6 @@ class Field:
     accept: Callable[[torch.Tensor, str], torch.Tensor] = _unchanged
     optional: bool = False
 
-    def entries(self, size: tuple[int, int]) -> tuple[int, int]:
-        """The field's own shape for a part of `size` rows and columns."""
-        return ceil_div(size[0], self.rows), ceil_div(size[1], self.cols)
-
 
 _BYTES = (torch.uint8, torch.int8)
 _F32 = (torch.float32,)
@@ -152,8 +149,15 @@ FORMATS: dict[WeightFormat, tuple[type[Matrix], tuple[Field, ...]]] = {
 
 @dataclass(frozen=True)
 class Location:
-    """Where a part may be: a tensor of its own, or rows `chunk` of `chunks` of entry `lead[0]` of a stacked one, whose
-    last two dimensions may be `transposed`: [in, out]."""
+    """A place where a field of one part may be.
+
+    It is a tensor of its own, or chunk `chunk` of `chunks` along the rows of entry `lead[0]` of a stacked tensor.
+
+    Attributes:
+        transposed: the last two dimensions are [in, out].
+        alternating: the rows are those of gate and up in turn.
+        group: the columns are stored as [cols / group, group].
+    """
 
     name: str
     lead: tuple[int, ...] = ()
@@ -161,11 +165,13 @@ class Location:
     chunk: int = 0
     chunks: int = 1
     transposed: bool = False
+    alternating: bool = False
+    group: int = 0
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a layer's expert tensors.
+    """The names of a layer's expert tensors.
 
     Attributes:
         prefix: e.g. `model.layers.3.mlp.experts`.
@@ -182,6 +188,7 @@ class ExpertNames:
     transposed: bool = False
 
     def locate(self, expert: int, part: Part, field: Field) -> list[Location]:
+        """Returns the places where a field may be, in the order in which they are tried."""
         apart = [
             Location(f"{self.prefix}.{expert}.{alias}.{suffix}")
             for suffix in field.suffixes
@@ -201,19 +208,14 @@ Locate = Callable[[int, Part, Field], list[Location]]
 
 
 def load_experts(checkpoint: Checkpoint, names: ExpertNames, config: MoEConfig, shard: ExpertShard) -> ExpertWeights:
-    """This rank's experts. Raises CheckpointError or ConfigError; nothing is returned unless all of it is right."""
+    """Reads this rank's experts. Raises CheckpointError or ConfigError unless all of it is right."""
     _refuse_extra_expert(checkpoint, names)
     width = shard.slice_intermediate(config.intermediate_size)
     H, I = config.hidden_size, config.intermediate_size
-    everyone = range(config.num_experts)
     first: tuple[Part, ...] = ("gate", "up") if config.activation.gated else ("up",)
-    whole = slice(0, H)
-    gate_up = load_matrix(
-        checkpoint, config.weight_format, names.locate, shard.experts, everyone, first, (I, H), (width, whole)
-    )
-    down = load_matrix(
-        checkpoint, config.weight_format, names.locate, shard.experts, everyone, ("down",), (H, I), (whole, width)
-    )
+    reader = MatrixReader(checkpoint, config.weight_format, names.locate, shard.experts, config.num_experts)
+    gate_up = reader.read(first, Extent((I, H), width, slice(0, H)))
+    down = reader.read(("down",), Extent((H, I), slice(0, H), width))
     weights = ExpertWeights(gate_up, down)
     weights.check(config, shard)
     return weights
@@ -226,82 +228,93 @@ def _refuse_extra_expert(checkpoint: Checkpoint, names: ExpertNames) -> None:
             raise CheckpointError(f"{checkpoint.where(extra)}: config.json says there are {names.num_experts} experts")
 
 
-def load_matrix(
-    checkpoint: Checkpoint,
-    format: WeightFormat,
-    locate: Locate,
-    experts: Sequence[int],
-    everyone: range,
-    parts: tuple[Part, ...],
-    size: tuple[int, int],
-    take: tuple[slice, slice],
-) -> Matrix:
-    """A canonical matrix of the local experts, read one part of one expert at a time.
+@dataclass(frozen=True)
+class Extent:
+    """The part of a matrix that a rank reads: `rows` and `cols` of one of `size` rows and columns."""
 
-    Args:
-        format: what the config says the tensors are.
-        locate: candidates for a field of a part of an expert, in order.
-        experts, everyone: this rank's, in the order of its slots; all of them (whether an optional field exists).
-        parts: stacked along the rows.
-        size: rows and columns of a whole part.
-        take: rows and columns of it that this rank holds.
+    size: tuple[int, int]
+    rows: slice
+    cols: slice
 
-    Raises:
-        CheckpointError: a tensor is missing, has another shape or dtype, or holds a bad scale.
-        ConfigError: the slice cuts a scale block.
+
+@dataclass(frozen=True)
+class MatrixReader:
+    """Reads matrices of the local experts, one part of one expert at a time.
+
+    Attributes:
+        format: the number format of the tensors, as the config says it.
+        locate: the places of a field of a part of an expert, in the order in which they are tried.
+        experts: this rank's, in the order of its slots.
+        num_experts: counts those of all ranks, any of which may show that an optional field exists.
     """
-    kind, fields = FORMATS[format]
-    tensors: dict[str, torch.Tensor] = {}
-    for field in fields:
-        if field.optional and not _exists(checkpoint, field, locate, everyone, parts):
-            continue
+
+    checkpoint: Checkpoint
+    format: WeightFormat
+    locate: Locate
+    experts: Sequence[int]
+    num_experts: int
+
+    def read(self, parts: tuple[Part, ...], extent: Extent) -> Matrix:
+        """Returns a canonical matrix of `parts`, each of the same extent, stacked along the rows.
+
+        Raises:
+            CheckpointError: a tensor is missing, has another shape or dtype, or holds a bad scale.
+            ConfigError: the extent cuts a scale block.
+        """
+        kind, fields = FORMATS[self.format]
+        present = [field for field in fields if not field.optional or self._exists(field, parts)]
+        return kind(**{field.name: self._field(field, parts, extent) for field in present})
+
+    def _exists(self, field: Field, parts: tuple[Part, ...]) -> bool:
+        places = (place for e in range(self.num_experts) for part in parts for place in self.locate(e, part, field))
+        return any(place.name in self.checkpoint for place in places)
+
+    def _field(self, field: Field, parts: tuple[Part, ...], extent: Extent) -> torch.Tensor:
+        """Reads [L, rows of all parts, ...], or [L, parts] for a field of one number per part."""
         out: torch.Tensor | None = None
-        for row, expert in enumerate(experts):
+        for row, expert in enumerate(self.experts):
             for at, part in enumerate(parts):
-                piece = _read_piece(checkpoint, field, locate(expert, part, field), size, take)
-                if out is None:
-                    out = piece.new_empty((len(experts), len(parts), *piece.shape))
+                piece = self._piece(field, self.locate(expert, part, field), extent)
+                out = piece.new_empty((len(self.experts), len(parts), *piece.shape)) if out is None else out
                 out[row, at] = piece
-        if out is not None:
-            tensors[field.name] = out if field.rows == 0 else out.flatten(1, 2)
-    return kind(**tensors)
+        if out is None:
+            raise ConfigError("this rank holds no experts: expected at least one")
+        return out if field.rows == 0 else out.flatten(1, 2)
+
+    def _piece(self, field: Field, places: list[Location], extent: Extent) -> torch.Tensor:
+        name = self.checkpoint.first(*(place.name for place in places))
+        where = self.checkpoint.where(name)
+        if field.rows == 0:
+            value = self.checkpoint.read(name, dtypes=field.dtypes)
+            if value.numel() != 1:
+                raise CheckpointError(f"{where} has shape {tuple(value.shape)}: expected one number")
+            return field.accept(value.reshape(()), where)
+        place = next(place for place in places if place.name == name)
+        height, width = extent.size
+        if place.chunks > 1 and height % field.rows:
+            raise ConfigError(f"{where}: {height} rows of gate end inside a block of {field.rows} that up shares")
+        rows, cols = _entries(extent.rows, height, field.rows), _entries(extent.cols, width, field.cols)
+        entries = ceil_div(height, field.rows)
+        index = slice(place.chunk * entries + rows.start, place.chunk * entries + rows.stop), cols
+        shape = place.chunks * entries, ceil_div(width, field.cols)
+        if place.transposed:
+            index, shape = index[::-1], shape[::-1]
+        if place.group:
+            grouped = _entries(extent.cols, width, field.cols * place.group)
+            index, shape = (index[0], grouped), (shape[0], shape[1] // place.group, place.group)
+        whole = (*place.lead_shape, *shape)
+        values = self.checkpoint.read(name, (*place.lead, *index), shape=whole, dtypes=field.dtypes)
+        values = values.mT if place.transposed else values.flatten(1)
+        return field.accept(split_alternating(values) if place.alternating else values, where)
 
 
-def _exists(checkpoint: Checkpoint, field: Field, locate: Locate, experts: range, parts: tuple[Part, ...]) -> bool:
-    return any(found.name in checkpoint for e in experts for part in parts for found in locate(e, part, field))
+def split_alternating(rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Brings rows g0, u0, g1, u1, ... of dimension `dim` into the order [gate; up]."""
+    return rows.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
-def _read_piece(
-    checkpoint: Checkpoint,
-    field: Field,
-    locations: list[Location],
-    size: tuple[int, int],
-    take: tuple[slice, slice],
-) -> torch.Tensor:
-    name = checkpoint.first(*(location.name for location in locations))
-    location = next(location for location in locations if location.name == name)
-    if field.rows == 0:
-        value = checkpoint.read(name, dtypes=field.dtypes)
-        if value.numel() != 1:
-            raise CheckpointError(f"{checkpoint.where(name)} has shape {tuple(value.shape)}: expected one number")
-        return field.accept(value.reshape(()), checkpoint.where(name))
-    if location.chunks > 1 and size[0] % field.rows:
-        raise ConfigError(
-            f"{checkpoint.where(name)}: {size[0]} rows of gate end inside a block of {field.rows} that up shares"
-        )
-    grid = field.entries(size)
-    rows = _entry_slice(take[0], size[0], field.rows)
-    cols = _entry_slice(take[1], size[1], field.cols)
-    offset = location.chunk * grid[0]
-    index, shape = (slice(offset + rows.start, offset + rows.stop), cols), (location.chunks * grid[0], grid[1])
-    if location.transposed:
-        index, shape = index[::-1], shape[::-1]
-    values = checkpoint.read(name, (*location.lead, *index), shape=(*location.lead_shape, *shape), dtypes=field.dtypes)
-    return field.accept(values.mT if location.transposed else values, checkpoint.where(name))
-
-
-def _entry_slice(take: slice, size: int, block: int) -> slice:
-    """Matrix rows or columns -> a field's entries. Only FP8's 128-blocks may be left over at the end."""
+def _entries(take: slice, size: int, block: int) -> slice:
+    """Returns a field's entries for matrix rows or columns. Only FP8's 128-blocks may be left over at the end."""
     ragged = size % block and block != FP8_BLOCK
     if ragged or take.start % block or (take.stop % block and take.stop != size):
         raise ConfigError(
@@ -312,10 +325,9 @@ def _entry_slice(take: slice, size: int, block: int) -> slice:
 
 
 def load_linear(checkpoint: Checkpoint, modules: tuple[str, ...], rows: int, cols: int) -> torch.Tensor:
-    """A dense layer's weight [rows, cols] in bf16 or f32, decoded to bf16 if it is packed. Raises CheckpointError.
+    """Reads a dense layer's weight [rows, cols] in bf16 or f32, decoded to bf16 if it is packed.
 
-    Args:
-        modules: the checkpoint's possible names for the layer.
+    `modules` are the checkpoint's possible names for the layer. Raises CheckpointError.
     """
     weight = checkpoint.first(*(f"{module}.weight" for module in modules))
     module = weight.removesuffix(".weight")
@@ -324,18 +336,18 @@ def load_linear(checkpoint: Checkpoint, modules: tuple[str, ...], rows: int, col
     def locate(expert: int, part: Part, field: Field) -> list[Location]:
         return [Location(f"{module}.{suffix}") for suffix in field.suffixes]
 
-    whole = (slice(0, rows), slice(0, cols))
-    matrix = load_matrix(checkpoint, format, locate, range(1), range(1), ("down",), (rows, cols), whole)
+    reader = MatrixReader(checkpoint, format, locate, experts=(0,), num_experts=1)
+    matrix = reader.read(("down",), Extent((rows, cols), slice(0, rows), slice(0, cols)))
     dtype = torch.float32 if format == "f32" else torch.bfloat16
     return decode(matrix, 1, dtype)[0]
 
 
 def _format_of(checkpoint: Checkpoint, module: str) -> WeightFormat:
-    """Number format of a layer outside the routed experts, by its own tensors. Raises CheckpointError."""
+    """Tells the number format of a layer outside the routed experts by its own tensors. Raises CheckpointError."""
     name = f"{module}.weight"
     dtype = checkpoint.manifest[name].dtype
-    packed = {suffix for suffix in ("weight_scale", "weight_scale_2", "weight_scale_inv", "scale")}
-    present = {suffix for suffix in packed if f"{module}.{suffix}" in checkpoint}
+    suffixes = ("weight_scale", "weight_scale_2", "weight_scale_inv", "scale")
+    present = {suffix for suffix in suffixes if f"{module}.{suffix}" in checkpoint}
     if dtype in ("BF16", "F32"):
         return "bf16" if dtype == "BF16" else "f32"
     if dtype in ("U8", "I8"):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from eprt.config import MoEConfig, Routing
-from eprt.models.base import ModelFamily
+from eprt.models.base import FieldFamily
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.formats import ExpertNames, Part, load_experts
-from eprt.models.hf_config import check_moe_layer, expect, integer, num_layers, weight_format
 from eprt.placement import ExpertShard
 from eprt.weights import ExpertWeights
 
@@ -19,27 +18,17 @@ PUBLISHED: dict[Part, tuple[str, int, int]] = {
 }
 
 
-class GraniteMoe(ModelFamily):
+class GraniteMoe(FieldFamily):
     """ibm-granite/granite-3.0-1b-a400m, -3b-a800m."""
 
     module = "model.layers.{}.block_sparse_moe"
     blocks: ClassVar[tuple[str, ...]] = ("model.layers.{}.block_sparse_moe",)
     routers = ("router.layer", "router")
+    num_experts = ("num_local_experts",)
+    intermediate_size = ("intermediate_size",)
 
-    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
-        return list(range(num_layers(hf)))
-
-    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
-        check_moe_layer(layer, self.moe_layers(hf))
-        expect(hf, "hidden_act", "silu")
-        return MoEConfig(
-            num_experts=integer(hf, "num_local_experts"),
-            top_k=integer(hf, "num_experts_per_tok"),
-            hidden_size=integer(hf, "hidden_size"),
-            intermediate_size=integer(hf, "intermediate_size"),
-            routing=Routing("topk_softmax"),
-            weight_format=weight_format(hf, self.expert_modules(layer)),
-        )
+    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
+        return Routing("topk_softmax")
 
     def load_experts(self, checkpoint: Checkpoint, layer: int, config: MoEConfig, shard: ExpertShard) -> ExpertWeights:
         block = self.block(checkpoint, layer)

@@ -1,8 +1,9 @@
-"""Fields of a Hugging Face config.json, read by hand: nothing of it is executed, every complaint names the field."""
+"""Reads single fields of a Hugging Face config.json. Nothing of it is executed; every complaint names the field."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,7 +25,7 @@ _MODELOPT_FORMATS: dict[str, WeightFormat] = {
 
 
 class HfConfig(dict[str, Any]):
-    """The fields, and the file they are from, which every complaint begins with."""
+    """The fields of a config, with the name of its file, which begins every complaint."""
 
     def __init__(self, fields: dict[str, Any], where: str) -> None:
         super().__init__(fields)
@@ -32,7 +33,7 @@ class HfConfig(dict[str, Any]):
 
 
 def where(hf: dict[str, Any]) -> str:
-    """The file that `hf` was read from, as far as that is known."""
+    """Returns the file that `hf` was read from, as far as that is known."""
     return hf.where if isinstance(hf, HfConfig) else "config.json"
 
 
@@ -41,8 +42,7 @@ MAX_LAYERS = 10_000  # far above any model: keeps a hostile config from asking f
 
 
 def integer(hf: dict[str, Any], *names: str, default: int | None = None, least: int = 0) -> int:
-    """The first of `names` that is set. Raises ConfigError if none is (and there is no default), or if it isn't an
-    integer of at least `least`."""
+    """Returns the first of `names` that is set. Raises ConfigError unless it is an integer of at least `least`."""
     value = _number(hf, names, default, (int,), "an integer")
     if value < least:
         raise ConfigError(f"{where(hf)}: {names[0]} is {value}: expected at least {least}")
@@ -50,7 +50,7 @@ def integer(hf: dict[str, Any], *names: str, default: int | None = None, least: 
 
 
 def real(hf: dict[str, Any], *names: str, default: float | None = None) -> float:
-    """As `integer`, for any finite number."""
+    """Returns the same as `integer`, for any finite number."""
     value = float(_number(hf, names, default, (int, float), "a number"))  # integers have 64 bits at most
     if not math.isfinite(value):
         raise ConfigError(f"{where(hf)}: {names[0]} is {value}: expected a finite number")
@@ -58,7 +58,7 @@ def real(hf: dict[str, Any], *names: str, default: float | None = None) -> float
 
 
 def num_layers(hf: dict[str, Any]) -> int:
-    """`num_hidden_layers`. Raises ConfigError."""
+    """Returns `num_hidden_layers`. Raises ConfigError."""
     value = integer(hf, "num_hidden_layers", least=1)
     if value > MAX_LAYERS:
         raise ConfigError(f"{where(hf)}: num_hidden_layers is {value}: expected at most {MAX_LAYERS}")
@@ -66,7 +66,7 @@ def num_layers(hf: dict[str, Any]) -> int:
 
 
 def boolean(hf: dict[str, Any], name: str, default: bool) -> bool:
-    """Raises ConfigError if the field is set to something else than a boolean."""
+    """Returns a boolean. Raises ConfigError if the field is set to something else."""
     value = hf.get(name)
     if value is not None and not isinstance(value, bool):
         raise ConfigError(f"{where(hf)}: {name} is {shown(value)}: expected true or false")
@@ -74,17 +74,17 @@ def boolean(hf: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def strings(hf: dict[str, Any], name: str) -> list[str] | None:
-    """A list of strings, or None if the field isn't set. Raises ConfigError."""
+    """Returns a list of strings, or None if the field isn't set. Raises ConfigError."""
     return _list(hf, name, str)
 
 
 def integers(hf: dict[str, Any], name: str) -> list[int] | None:
-    """A list of integers, or None if the field isn't set. Raises ConfigError."""
+    """Returns a list of integers, or None if the field isn't set. Raises ConfigError."""
     return _list(hf, name, int)
 
 
 def section(hf: dict[str, Any], name: str) -> dict[str, Any]:
-    """A nested object. Raises ConfigError if it is missing or something else."""
+    """Returns a nested object. Raises ConfigError if it is missing or something else."""
     value = hf.get(name)
     if not isinstance(value, dict):
         raise ConfigError(f"{where(hf)}: {name} is {shown(value)}: expected an object")
@@ -92,13 +92,13 @@ def section(hf: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def flatten(hf: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a nested `text_config` beside those around it, which win. Raises ConfigError."""
+    """Merges the fields of a nested `text_config` with those around it, which win. Raises ConfigError."""
     nested = section(hf, "text_config") if "text_config" in hf else {}
     return HfConfig({**nested, **{name: value for name, value in hf.items() if name != "text_config"}}, where(hf))
 
 
 def of_layer(hf: dict[str, Any], layer: int, *names: str) -> dict[str, Any]:
-    """The config with these fields, where they are lists of one value a layer, as that layer's. Raises ConfigError."""
+    """Replaces fields that list one value per layer by that layer's value. Raises ConfigError."""
     listed = {name: value for name in names if isinstance(value := hf.get(name), list)}
     for name, values in listed.items():
         if layer >= len(values):
@@ -120,7 +120,7 @@ def check_moe_layer(layer: int, layers: list[int]) -> None:
 
 
 def model_dtype(hf: dict[str, Any]) -> torch.dtype:
-    """dtype of the unquantised weights, bf16 if the config doesn't say. Raises ConfigError unless it is bf16 or f32."""
+    """Returns the dtype of unquantised weights, by default bf16. Raises ConfigError unless it is bf16 or f32."""
     name = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
     if not isinstance(name, str) or name not in _DTYPES:
         raise ConfigError(
@@ -130,42 +130,46 @@ def model_dtype(hf: dict[str, Any]) -> torch.dtype:
 
 
 def weight_format(hf: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
-    """Number format of the routed experts.
+    """Returns the number format of the routed experts: by `quantization_config`, else by the dtype.
 
     Args:
-        hf: the config; `quantization_config` decides, else the dtype.
         modules: names that per-module quantisation settings may know the experts by.
 
     Raises:
         ConfigError: a quantisation that no matrix type of eprt.weights holds.
     """
     if hf.get("quantization_config") is None:
-        return "f32" if model_dtype(hf) == torch.float32 else "bf16"
+        return _plain(hf)
     quant = section(hf, "quantization_config")
     method = quant.get("quant_method")
-    if method == "mxfp4":
-        return "mxfp4"
-    if method == "fp8":
-        if (quant.get("expert_dtype") or hf.get("expert_dtype")) == "fp4":
-            return "mxfp4"
-        expect(quant, "weight_block_size", [128, 128])
-        return "fp8_block"
-    if method == "modelopt":
-        return _modelopt_format(hf, quant, modules)
-    raise ConfigError(f"{where(hf)}: quant_method {shown(method)} is not supported: expected mxfp4, fp8 or modelopt")
+    if not isinstance(method, str) or method not in DIALECTS:
+        known = ", ".join(DIALECTS)
+        raise ConfigError(f"{where(hf)}: quant_method {shown(method)} is not supported: expected one of {known}")
+    return DIALECTS[method](hf, quant, modules)
 
 
 def plain_format(hf: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
-    """As `weight_format`, for a family of which no quantised checkpoint is known. Raises ConfigError for one."""
+    """Returns the same as `weight_format` for families without known quantised checkpoints: ConfigError for one."""
     found = weight_format(hf, modules)
     if found not in ("bf16", "f32"):
         raise ConfigError(f"{where(hf)}: {found} experts of this model are not supported: expected bf16 or f32")
     return found
 
 
-def _modelopt_format(hf: dict[str, Any], quant: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
+def _plain(hf: dict[str, Any]) -> WeightFormat:
+    return "f32" if model_dtype(hf) == torch.float32 else "bf16"
+
+
+def _fp8(hf: dict[str, Any], quant: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
+    if (quant.get("expert_dtype") or hf.get("expert_dtype")) == "fp4":
+        return "mxfp4"
+    expect(quant, "weight_block_size", [128, 128])
+    return "fp8_block"
+
+
+def _modelopt(hf: dict[str, Any], quant: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
     excluded = {*(strings(quant, "ignore") or []), *(strings(quant, "exclude_modules") or [])}
-    plain: WeightFormat = "f32" if model_dtype(hf) == torch.float32 else "bf16"
+    plain = _plain(hf)
     patterns = [pattern for pattern in excluded if any(c in pattern for c in "*?[")]
     if len(patterns) > MAX_PATTERNS:
         raise ConfigError(f"{where(quant)}: {len(patterns)} excluded patterns: expected at most {MAX_PATTERNS}")
@@ -183,6 +187,14 @@ def _modelopt_format(hf: dict[str, Any], quant: dict[str, Any], modules: tuple[s
             f"{where(hf)}: quant_algo {shown(algorithm)} is not supported: expected {', '.join(_MODELOPT_FORMATS)}"
         )
     return _MODELOPT_FORMATS[algorithm]
+
+
+# quant_method -> format, from the config, its quantization_config and the names of the experts' modules.
+DIALECTS: dict[str, Callable[[dict[str, Any], dict[str, Any], tuple[str, ...]], WeightFormat]] = {
+    "mxfp4": lambda hf, quant, modules: "mxfp4",
+    "fp8": _fp8,
+    "modelopt": _modelopt,
+}
 
 
 def _list(hf: dict[str, Any], name: str, kind: type) -> list[Any] | None:

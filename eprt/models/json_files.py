@@ -1,10 +1,11 @@
-"""JSON that somebody else wrote: read within limits that are stated, in time linear in its size, each key once."""
+"""Reads JSON that somebody else wrote: within stated limits, in time linear in its size, each key once."""
 
 from __future__ import annotations
 
 import json
 import re
 import reprlib
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,24 +21,18 @@ _brief.maxstring = _brief.maxother = _brief.maxlong = 120
 
 
 def shown(value: object) -> str:
-    """`repr` of a value from a file, cut: a message must stay one."""
+    """Returns `repr` of a value from a file, cut to the length that a message bears."""
     return _brief.repr(value)
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """A JSON object.
+    """Parses a JSON object.
 
     Raises:
         CheckpointError: naming `where`: not JSON, another kind of value, a key twice in one object, an integer beyond
             64 bits, NaN or infinity, or nested deeper than 64.
     """
-    depth = deepest = 0
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:  # else it can't be deeper; brackets in strings count here, too
-        for byte in _NOT_BRACKETS.sub(b"", raw):  # strings are left out
-            depth += 1 if byte in b"[{" else -1
-            deepest = max(deepest, depth)
-    if deepest > MAX_DEPTH:
-        raise CheckpointError(f"{where}: nested {deepest} deep: expected at most {MAX_DEPTH}")
+    _require_shallow(raw, where)
     try:
         parsed = json.loads(
             raw,
@@ -55,7 +50,7 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def read_object(path: Path, limit: int) -> dict[str, Any]:
-    """The object in a file of at most `limit` bytes. Raises CheckpointError."""
+    """Reads the object in a file of at most `limit` bytes. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             raw = file.read(limit + 1)
@@ -67,14 +62,21 @@ def read_object(path: Path, limit: int) -> dict[str, Any]:
     return parse_object(raw, str(path))
 
 
+def _require_shallow(raw: bytes, where: str) -> None:
+    depth = deepest = 0
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:  # else it can't be deeper; brackets in strings count here, too
+        for byte in _NOT_BRACKETS.sub(b"", raw):  # strings are left out
+            depth += 1 if byte in b"[{" else -1
+            deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        _refuse(f"{where}: nested {deepest} deep: expected at most {MAX_DEPTH}")
+
+
 def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise CheckpointError(f"{where}: key {shown(name)} appears twice: expected it once")
-            seen.add(name)
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        _refuse(f"{where}: key {shown(name)} appears twice: expected it once")
     return found
 
 

@@ -4,35 +4,21 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from eprt.config import MoEConfig, Routing
-from eprt.models.base import ModelFamily
+from eprt.config import Routing
+from eprt.models.base import FieldFamily
 from eprt.models.formats import Part
-from eprt.models.hf_config import check_moe_layer, expect, integer, num_layers, real, weight_format
+from eprt.models.hf_config import expect, real
 
 
-class Mixtral(ModelFamily):
+class Mixtral(FieldFamily):
     """mistralai/Mixtral-8x7B, -8x22B; MiniMaxAI/MiniMax-Text-01-hf. The weights stay float32."""
 
     blocks = ("model.layers.{}.block_sparse_moe", "model.layers.{}.mlp")
     router_weights = "float32"
     aliases: ClassVar[dict[Part, tuple[str, ...]]] = {"gate": ("w1",), "up": ("w3",), "down": ("w2",)}
+    intermediate_size = ("intermediate_size",)
 
-    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
-        return list(range(num_layers(hf)))
-
-    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
-        check_moe_layer(layer, self.moe_layers(hf))
-        expect(hf, "hidden_act", "silu")
-        return MoEConfig(
-            num_experts=integer(hf, "num_local_experts", "num_experts"),
-            top_k=integer(hf, "num_experts_per_tok"),
-            hidden_size=integer(hf, "hidden_size"),
-            intermediate_size=integer(hf, "intermediate_size"),
-            routing=self.routing(hf),
-            weight_format=weight_format(hf, self.expert_modules(layer)),
-        )
-
-    def routing(self, hf: dict[str, Any]) -> Routing:
+    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
         return Routing("softmax_topk", renormalize=True)
 
 
@@ -43,7 +29,7 @@ class MiniMaxM2(Mixtral):
     float32_logits = False
     router_weights = "logits"
 
-    def routing(self, hf: dict[str, Any]) -> Routing:
+    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
         expect(hf, "scoring_func", "sigmoid")
         return Routing("grouped_sigmoid", renormalize=True)
 
@@ -54,5 +40,5 @@ class Phimoe(Mixtral):
     routers = ("gate", "router")
     router_weights = "logits"
 
-    def routing(self, hf: dict[str, Any]) -> Routing:
+    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
         return Routing("sparsemixer", renormalize=False, jitter=real(hf, "router_jitter_noise", default=0.01))

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from eprt.config import Activation, MoEConfig, Routing, SharedExpert
 from eprt.errors import ConfigError
-from eprt.models.base import ModelFamily
+from eprt.models.base import FieldFamily
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.formats import Part, load_linear
-from eprt.models.hf_config import (
-    MAX_LAYERS,
-    boolean,
-    check_moe_layer,
-    expect,
-    integer,
-    real,
-    strings,
-    weight_format,
-    where,
-)
+from eprt.models.hf_config import MAX_LAYERS, boolean, integer, real, strings, where
 from eprt.weights import LatentWeights
 
 
-class NemotronH(ModelFamily):
+class NemotronH(FieldFamily):
     """nvidia/Nemotron-3 family (Mamba-2, attention and MoE layers in one stack)."""
 
     module = "model.layers.{}.mixer"
@@ -31,6 +22,8 @@ class NemotronH(ModelFamily):
     correction_biases = ("gate.e_score_correction_bias",)
     aliases: ClassVar[dict[Part, tuple[str, ...]]] = {"up": ("up_proj",), "down": ("down_proj",)}
     stacked: ClassVar[dict[Part, tuple[str, int, int]]] = {"up": ("up_proj", 0, 1), "down": ("down_proj", 0, 1)}
+    num_experts = ("n_routed_experts", "num_local_experts")
+    settings: ClassVar[dict[str, object]] = {"mlp_hidden_act": "relu2", "mlp_bias": False}
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         kinds = strings(hf, "layers_block_type")
@@ -44,29 +37,24 @@ class NemotronH(ModelFamily):
         return [layer for layer, kind in enumerate(pattern) if kind == "E"]
 
     def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
-        check_moe_layer(layer, self.moe_layers(hf))
-        expect(hf, "mlp_hidden_act", "relu2")
-        expect(hf, "mlp_bias", False)
-        hidden = integer(hf, "hidden_size")
+        config = super().moe_config(hf, layer)
         latent = integer(hf, "moe_latent_size", default=0)
-        relu2 = Activation("relu2")
-        return MoEConfig(
-            num_experts=integer(hf, "n_routed_experts", "num_local_experts"),
-            top_k=integer(hf, "num_experts_per_tok"),
-            hidden_size=latent or hidden,
-            model_hidden_size=hidden if latent else None,
-            intermediate_size=integer(hf, "moe_intermediate_size"),
-            activation=relu2,
-            routing=Routing(
-                "grouped_sigmoid",
-                renormalize=boolean(hf, "norm_topk_prob", True),
-                num_groups=integer(hf, "n_group", default=1),
-                topk_groups=integer(hf, "topk_group", default=1),
-                scaling_factor=real(hf, "routed_scaling_factor", default=1.0),
-            ),
-            weight_format=weight_format(hf, self.expert_modules(layer)),
-            shared=SharedExpert(integer(hf, "moe_shared_expert_intermediate_size"), activation=relu2),
+        return replace(config, hidden_size=latent, model_hidden_size=config.hidden_size) if latent else config
+
+    def activation(self, hf: dict[str, Any]) -> Activation:
+        return Activation("relu2")
+
+    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
+        return Routing(
+            "grouped_sigmoid",
+            renormalize=boolean(hf, "norm_topk_prob", True),
+            num_groups=integer(hf, "n_group", default=1),
+            topk_groups=integer(hf, "topk_group", default=1),
+            scaling_factor=real(hf, "routed_scaling_factor", default=1.0),
         )
+
+    def shared_expert(self, hf: dict[str, Any]) -> SharedExpert:
+        return SharedExpert(integer(hf, "moe_shared_expert_intermediate_size"), activation=self.activation(hf))
 
     def load_latent(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> LatentWeights | None:
         if config.model_hidden_size is None:

@@ -4,50 +4,30 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from eprt.config import MoEConfig, Routing, SharedExpert
-from eprt.models.base import ModelFamily, NestedText
-from eprt.models.hf_config import (
-    boolean,
-    check_moe_layer,
-    expect,
-    integer,
-    integers,
-    num_layers,
-    weight_format,
-)
+from eprt.config import Routing, SharedExpert
+from eprt.models.base import FieldFamily, NestedText
+from eprt.models.hf_config import boolean, integer, integers, num_layers
 
 
-class Qwen3Moe(ModelFamily):
+class Qwen3Moe(FieldFamily):
     """Qwen/Qwen3-30B-A3B, Qwen3-235B-A22B."""
 
-    intermediate: ClassVar[str] = "moe_intermediate_size"
+    num_experts = ("num_experts", "num_local_experts")
+    renormalize: ClassVar[bool] = False  # where the config doesn't say
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         step = integer(hf, "decoder_sparse_step", default=1, least=1)
         dense = set(integers(hf, "mlp_only_layers") or [])
         return [i for i in range(num_layers(hf)) if i not in dense and (i + 1) % step == 0]
 
-    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
-        check_moe_layer(layer, self.moe_layers(hf))
-        return self._config(hf, layer, boolean(hf, "norm_topk_prob", False), None)
-
-    def _config(self, hf: dict[str, Any], layer: int, renormalize: bool, shared: SharedExpert | None) -> MoEConfig:
-        expect(hf, "hidden_act", "silu")
-        return MoEConfig(
-            num_experts=integer(hf, "num_experts", "num_local_experts"),
-            top_k=integer(hf, "num_experts_per_tok"),
-            hidden_size=integer(hf, "hidden_size"),
-            intermediate_size=integer(hf, self.intermediate),
-            routing=Routing("softmax_topk", renormalize=renormalize),
-            weight_format=weight_format(hf, self.expert_modules(layer)),
-            shared=shared,
-        )
+    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
+        return Routing("softmax_topk", renormalize=boolean(hf, "norm_topk_prob", self.renormalize))
 
 
 class Olmoe(Qwen3Moe):
     """allenai/OLMoE-1B-7B: every layer is a mixture of experts, whose width is the config's only one."""
 
-    intermediate = "intermediate_size"
+    intermediate_size = ("intermediate_size",)
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         return list(range(num_layers(hf)))
@@ -57,12 +37,9 @@ class Qwen2Moe(Qwen3Moe):
     """Qwen/Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B."""
 
     shared = "shared_expert"
-    renormalize: ClassVar[bool] = False
 
-    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
-        check_moe_layer(layer, self.moe_layers(hf))
-        shared = SharedExpert(integer(hf, "shared_expert_intermediate_size"), gate=True)
-        return self._config(hf, layer, boolean(hf, "norm_topk_prob", self.renormalize), shared)
+    def shared_expert(self, hf: dict[str, Any]) -> SharedExpert:
+        return SharedExpert(integer(hf, "shared_expert_intermediate_size"), gate=True)
 
 
 class Qwen3Next(Qwen2Moe):
@@ -71,19 +48,16 @@ class Qwen3Next(Qwen2Moe):
     renormalize = True
 
 
-class Qwen35MoeText(Qwen3Moe):
+class Qwen35MoeText(Qwen2Moe):
     """The text model of Qwen3.5-MoE alone. Every layer is a mixture of experts, weights always renormalised."""
 
     blocks = ("model.layers.{}.mlp", "model.language_model.layers.{}.mlp")
-    shared = "shared_expert"
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         return list(range(num_layers(hf)))
 
-    def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
-        check_moe_layer(layer, self.moe_layers(hf))
-        shared = SharedExpert(integer(hf, "shared_expert_intermediate_size"), gate=True)
-        return self._config(hf, layer, True, shared)
+    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
+        return Routing("softmax_topk", renormalize=True)
 
 
 class Qwen35Moe(NestedText, Qwen35MoeText):

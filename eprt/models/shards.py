@@ -1,11 +1,11 @@
-"""One safetensors file: its header, checked, and slices of its tensors, read.
+"""Reads one safetensors file: its header, checked, and slices of its tensors.
 
-Slices are read with `pread` into memory of ours, not mapped: a file that shrinks, or a disk that fails, while it is
+Slices are read with `pread` into memory of ours, not mapped. A file that shrinks, or a disk that fails, while it is
 read is then an error that names the file, where a mapping would end the process with SIGBUS. Numbers are checked to be
-finite as they come, a piece at a time.
+finite piece by piece as they arrive.
 
-Format: https://huggingface.co/docs/safetensors. The library itself judges each header first; what it lets pass and we
-don't (a name twice, of which the last would win) is refused here.
+Format: https://huggingface.co/docs/safetensors. The library itself judges each header first. A name that appears
+twice, of which the library takes the last, is refused here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Index = tuple[int | slice | EllipsisType, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """What the header says of a tensor. `start` counts from the file's beginning."""
+    """One tensor of the header. `start` is in bytes from the file's beginning."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -55,7 +55,7 @@ class Entry:
 
 
 class Shard:
-    """An open file. Raises CheckpointError, naming it, wherever it isn't what its header says."""
+    """An open file. Methods raise CheckpointError, naming it, wherever it isn't what its header says."""
 
     def __init__(self, path: Path, shown_as: Path) -> None:
         self.path = shown_as
@@ -75,8 +75,7 @@ class Shard:
         self._file.close()
 
     def read(self, name: str, index: Index) -> torch.Tensor:
-        """An owned copy of a slice. Raises CheckpointError: the index doesn't fit, the file ends too early, or a number
-        isn't finite."""
+        """Reads an owned copy of a slice. Raises CheckpointError also for a number that isn't finite."""
         entry = self.entries[name]
         where = f"{self.path}: tensor {name!r}"
         if entry.dtype not in _DTYPES:
@@ -86,11 +85,11 @@ class Shard:
         out = torch.empty([len(r) for r in ranges], dtype=dtype)
         if out.numel():
             self._fill(out, entry, ranges, where)
-            _require_finite(out, where, ranges)
+            require_finite(out, where, ranges)
         return out.view([len(r) for r, keep in zip(ranges, kept, strict=True) if keep])
 
     def sample(self, name: str, size: int) -> bytes:
-        """The first bytes of a tensor, `size` of them at most."""
+        """Reads the first bytes of a tensor, at most `size`."""
         entry = self.entries[name]
         itemsize = _DTYPES[entry.dtype].itemsize if entry.dtype in _DTYPES else 1
         buffer = bytearray(min(size, prod(entry.shape) * itemsize))
@@ -98,35 +97,28 @@ class Shard:
         return bytes(buffer)
 
     def _fill(self, out: torch.Tensor, entry: Entry, ranges: list[range], where: str) -> None:
-        """Read `ranges` of the tensor into `out`, in as few reads as its order allows."""
-        itemsize = out.element_size()
+        """Reads `ranges` of the tensor into `out`, in as few reads as its order allows."""
         # Bytes from one entry of each dimension to the next.
-        strides = [prod(entry.shape[dim + 1 :]) * itemsize for dim in range(len(ranges))]
+        strides = [prod(entry.shape[dim + 1 :]) * out.element_size() for dim in range(len(ranges))]
         whole = [len(r) == size for r, size in zip(ranges, entry.shape, strict=True)]
 
         def fill(part: torch.Tensor, dim: int, at: int) -> None:
-            if dim == len(ranges):
-                self._pread(_bytes(part), at, where)
-                return
-            first = at + ranges[dim].start * strides[dim]
+            """Reads `part`, [rows of `dim`, ...], whose first row begins at byte `at`."""
             if all(whole[dim + 1 :]):
-                self._pread(_bytes(part), first, where)
-            elif len(ranges[dim]) * strides[dim] <= _SPAN_BYTES:
-                span = torch.empty([len(ranges[dim]), *entry.shape[dim + 1 :]], dtype=out.dtype)
-                self._pread(_bytes(span), first, where)
-                part.copy_(span[(slice(None), *(slice(r.start, r.stop) for r in ranges[dim + 1 :]))])
+                self._pread(_bytes(part), at, where)
             elif strides[dim] > _SPAN_BYTES:
-                for row in range(len(ranges[dim])):
-                    fill(part[row], dim + 1, first + row * strides[dim])
+                inner = ranges[dim + 1].start * strides[dim + 1]
+                for row in range(len(part)):
+                    fill(part[row], dim + 1, at + row * strides[dim] + inner)
             else:
-                rows = max(1, _SPAN_BYTES // strides[dim])
-                for row in range(0, len(ranges[dim]), rows):
-                    count = min(rows, len(ranges[dim]) - row)
-                    span = torch.empty([count, *entry.shape[dim + 1 :]], dtype=out.dtype)
-                    self._pread(_bytes(span), first + row * strides[dim], where)
-                    part[row : row + count] = span[(slice(None), *(slice(r.start, r.stop) for r in ranges[dim + 1 :]))]
+                rows, taken = max(1, _SPAN_BYTES // strides[dim]), [slice(r.start, r.stop) for r in ranges[dim + 1 :]]
+                for row in range(0, len(part), rows):
+                    piece = part[row : row + rows]
+                    span = torch.empty([len(piece), *entry.shape[dim + 1 :]], dtype=out.dtype)
+                    self._pread(_bytes(span), at + row * strides[dim], where)
+                    piece.copy_(span[(slice(None), *taken)])
 
-        fill(out, 0, entry.start)
+        fill(out, 0, entry.start + (ranges[0].start * strides[0] if ranges else 0))
 
     def _pread(self, into: memoryview, at: int, where: str) -> None:
         done = 0
@@ -166,26 +158,22 @@ class Shard:
         return found
 
 
-def require_finite(tensor: torch.Tensor, where: str) -> None:
-    """Raises CheckpointError naming the first number that isn't finite, and where it is."""
-    _require_finite(tensor, where, [range(size) for size in tensor.shape])
+def require_finite(tensor: torch.Tensor, where: str, ranges: list[range] | None = None) -> None:
+    """Raises CheckpointError naming the first number that isn't finite, and its place in the tensor.
 
-
-def _require_finite(tensor: torch.Tensor, where: str, ranges: list[range]) -> None:
-    """One pass over memory for floats, two for FP8, which has no infinity; none for codes and integers."""
+    `ranges` say which part of each dimension `tensor` is; None is all of it. Floats take one pass over memory, FP8,
+    which has no infinity, takes two, codes and integers none.
+    """
+    ranges = [range(size) for size in tensor.shape] if ranges is None else ranges
     flat = tensor.detach().flatten()
     piece = _PIECE_BYTES // tensor.element_size()
     for start in range(0, flat.numel(), piece):
         part = flat[start : start + piece]
         if not _finite(part):
-            bad = (~_finite_each(part)).nonzero()[0].item()
-            place: list[int] = []
-            rest = start + int(bad)
-            for r in reversed(ranges):
-                rest, offset = divmod(rest, len(r))
-                place.insert(0, r.start + offset)
-            value = part[int(bad)].float().item()
-            raise CheckpointError(f"{where} holds {value} at {place}: expected finite numbers")
+            bad = int((~torch.isfinite(part.float())).nonzero()[0])
+            offsets = torch.unravel_index(torch.tensor(start + bad), [len(r) for r in ranges])
+            place = [r.start + int(offset) for r, offset in zip(ranges, offsets, strict=True)]
+            raise CheckpointError(f"{where} holds {part[bad].float().item()} at {place}: expected finite numbers")
 
 
 def _finite(part: torch.Tensor) -> bool:
@@ -198,16 +186,12 @@ def _finite(part: torch.Tensor) -> bool:
     return bool(torch.isfinite(low) and torch.isfinite(high))
 
 
-def _finite_each(part: torch.Tensor) -> torch.Tensor:
-    return torch.isfinite(part.float())
-
-
 def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
 
 
 def _ranges(shape: tuple[int, ...], index: Index, where: str) -> tuple[list[range], list[bool]]:
-    """The part of each dimension that an index takes, and whether the result keeps the dimension."""
+    """Returns the part of each dimension that an index takes, and whether the result keeps the dimension."""
     given = list(index)
     if Ellipsis in given:
         at = given.index(Ellipsis)

@@ -177,8 +177,8 @@ def by_transformers(model: Any) -> tuple[list[list[int]], float]:
 
 
 def test_fp8_block_tokens_are_those_of_transformers(tmp_path: Path) -> None:
-    """Experts in FP8 with a scale a 128 x 128 block, as DeepSeek-V3's, in one vLLM loads; transformers has the same
-    numbers decoded, in float32. Of many models the one whose best token leads the next by most."""
+    """vLLM loads experts in FP8 with one scale per 128 x 128 block, as DeepSeek-V3 has them. transformers has the same
+    numbers decoded, in float32. The seed is the one of many whose best token leads the next by most."""
     model = fp8_model(tmp_path / "fp8", seed=52)
     want, lead = by_transformers(model)
     assert lead > 0.05  # bf16's own differences from float32 reach 0.035 of these logits' deviation
@@ -269,31 +269,17 @@ def served_command(model: Path, port: int) -> list[str]:
     page = (ROOT / "docs" / "vllm.md").read_text()
     line, *_ = re.findall(r"^VLLM_PLUGINS=eprt (vllm serve MODEL .*)$", page, flags=re.MULTILINE)
     words = [str(model) if word == "MODEL" else word for word in shlex.split(line)]
-    more = [
-        "--enforce-eager",
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "128",
-        "--max-num-seqs",
-        "8",
-        "--port",
-        str(port),
-    ]
-    return words + more
+    more = f"--enforce-eager --dtype float32 --max-model-len 128 --max-num-seqs 8 --port {port}"
+    return words + more.split()
 
 
 def test_a_server_answers_and_names_the_rank_that_dies(qwen3: Path, alone: list[list[int]], tmp_path: Path) -> None:
     port = free_port()
     log = tmp_path / "server.log"
     with log.open("wb") as stream:
-        server = subprocess.Popen(
-            served_command(qwen3, port),
-            stdout=stream,
-            stderr=stream,
-            env=os.environ | {"VLLM_PLUGINS": "eprt"},
-            start_new_session=True,
-        )
+        environment = os.environ | {"VLLM_PLUGINS": "eprt"}
+        command = served_command(qwen3, port)
+        server = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, start_new_session=True)
     try:
         answers = [complete(server, log, port, *prompt) for prompt in PROMPTS[:2]]
         assert answers == [" ".join(map(str, tokens)) for tokens in alone[:2]]

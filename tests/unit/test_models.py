@@ -185,7 +185,7 @@ class TestGptOssMxfp4:
             equal(self.decode(parts.experts.down.codes, parts.experts.down.scales), expected[1])
 
     def test_a_slice_that_cuts_blocks(self):
-        with pytest.raises(ConfigError, match="cut an MXFP4 block of 32"):
+        with pytest.raises(ConfigError, match="cuts a scale block of 32"):
             load_layer(self.path, 0, ParallelConfig(8, moe_tp_size=8))
 
     def test_an_unsupported_format(self, tmp_path):

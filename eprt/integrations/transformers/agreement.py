@@ -1,4 +1,4 @@
-"""Where a model calls its expert-parallel layers, and what the ranks agree on once a forward, at the first of them.
+"""The places where a model calls its expert-parallel layers, and the agreement of all ranks at the first of them.
 
 Any rank may run any number of forwards inside `lockstep`, which is all that generation needs: a rank that has run out
 of prompts takes idle steps until all have.
@@ -29,11 +29,11 @@ REMEDY = (
 
 
 class Place:
-    """Where a model calls one of its expert-parallel layers. The module there keeps it as `eprt_place`.
+    """One call site of an expert-parallel layer in a model. The module there keeps it as `eprt_place`.
 
     Attributes:
         world: the ranks that make the same call.
-        dtype: of the hidden states that arrive.
+        dtype: that of the hidden states that arrive.
         agreement: shared by the places of one model; None until one was made.
     """
 
@@ -45,7 +45,7 @@ class Place:
 
     @property
     def layer(self) -> ExpertParallelMoE:
-        """The layer; one that isn't there yet is built now, on every rank."""
+        """The layer. If it isn't there yet it is built now, on every rank."""
         if self._layer is None:
             self._layer = self._build()
         return self._layer
@@ -57,33 +57,21 @@ class Place:
         token_ids: torch.Tensor | None = None,
         tokens_per_rank: int | None = None,
     ) -> torch.Tensor:
-        """The layer's output; its errors say what a rank without a batch has to do. Its gradient is refused."""
+        """Returns the layer's output, whose gradient is refused. Errors say what a rank without a batch has to do."""
         if torch.compiler.is_compiling():
             with torch.no_grad():  # what the ranks agree on stays inside the operator
                 return compiled.call(self._number, hidden_states, routing, token_ids, tokens_per_rank)
-        layer, agreement = self.layer, self.agreement
-        muted = agreement is not None and agreement.muted
-        x = hidden_states
-        if muted:
-            x = x.reshape(-1, x.shape[-1])[:0]
-            routing = None if routing is None else TopK(routing.ids[:0], routing.weights[:0])
-            token_ids = None if token_ids is None else token_ids.reshape(-1)[:0]
-        try:
-            if agreement is None:
-                output = layer(x, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
-            else:
-                with agreement.at(self, x.numel() // x.shape[-1]):
-                    output = layer(x, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
-        except (RankLost, WorldMismatch) as error:
-            error.args = (f"{error}\n{REMEDY}", *error.args[1:])
-            raise
-        output = torch.zeros_like(hidden_states) if muted else output
+        if self.agreement is not None and self.agreement.muted:
+            self.idle()
+            output = torch.zeros_like(hidden_states)
+        else:
+            output = self._call(hidden_states, routing, token_ids, tokens_per_rank)
         if torch.is_grad_enabled() and hidden_states.requires_grad:
             output = _NoBackward.apply(output, hidden_states)
         return output
 
     def idle(self) -> None:
-        """The same call on a rank that has no token."""
+        """Makes the same call on a rank that has no token."""
         layer = self.layer
         nothing = torch.empty(0, layer.config.input_size, dtype=self.dtype, device=layer.world.device)
         ids = torch.empty(0, dtype=torch.int64, device=layer.world.device)
@@ -91,23 +79,35 @@ class Place:
         if layer.router is None:
             none = torch.empty(0, layer.config.top_k, device=layer.world.device)
             routing = TopK(none.to(torch.int32), none)
-        self(nothing, routing, ids if layer.config.routing.method == "hash" else None)
+        self._call(nothing, routing, ids if layer.config.routing.method == "hash" else None, None)
+
+    def _call(
+        self, x: torch.Tensor, routing: TopK | None, token_ids: torch.Tensor | None, tokens_per_rank: int | None
+    ) -> torch.Tensor:
+        layer, agreement = self.layer, self.agreement
+        try:
+            with nullcontext() if agreement is None else agreement.at(self, x.numel() // x.shape[-1]):
+                return layer(x, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
+        except (RankLost, WorldMismatch) as error:
+            error.args = (f"{error}\n{REMEDY}", *error.args[1:])
+            raise
 
     def _build(self) -> ExpertParallelMoE:
         raise UsageError("this place has no layer yet")
 
 
 class Agreement:
-    """One `World.step` a forward, from its first MoE layer to its last: R for all of them, and who still computes.
+    """Opens one `World.step` per forward, from its first MoE layer to its last.
 
-    A step that the host opened around the forward is taken instead.
+    In it the ranks agree on R for all layers, and on who still computes. A step that the caller opened around the
+    forward is taken instead.
 
     Args:
         places: those of a model, in the order in which it calls them.
 
     Attributes:
-        muted: the model runs on a token that isn't one, and its places take none of it.
-        idle: the step of a rank without tokens, in place of the places' own.
+        muted: the model runs on a dummy token, which its places leave out.
+        idle: replaces the places' own step of a rank without tokens.
         decode: graphs of the model that an earlier `generate` captured, or why it couldn't.
     """
 
@@ -122,8 +122,8 @@ class Agreement:
 
     @contextmanager
     def at(self, place: Place, num_tokens: int) -> Iterator[None]:
-        """Around the layer's call. The step begins at the first place (collective; not if the ranks met before), and
-        ends at the last."""
+        """Surrounds a layer's call. The step begins at the first place, unless the ranks met before, and ends at the
+        last. Collective at the first place."""
         if self._silent:
             yield
             return
@@ -140,8 +140,7 @@ class Agreement:
 
     @contextmanager
     def whole(self, world: World, num_tokens: int) -> Iterator[None]:
-        """Around a forward whose places may not be called at all, as in a CUDA graph. The step lasts that long, and
-        began before it if the ranks met."""
+        """Surrounds a forward whose places may not be called at all, as in a CUDA graph, by one step. Collective."""
         try:
             if not self._met:
                 self.meet(world, num_tokens)
@@ -155,7 +154,7 @@ class Agreement:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Places inside only call their layers."""
+        """Lets places inside only call their layers, without a step."""
         before, self._silent = self._silent, True
         try:
             yield
@@ -163,13 +162,10 @@ class Agreement:
             self._silent = before
 
     def meet(self, world: World, num_tokens: int | None) -> bool:
-        """Meet the others at the next forward. Collective.
+        """Meets the others at the next forward. Collective.
 
-        Args:
-            num_tokens: T of this rank; None if it has left its loop and only waits for the others.
-
-        Returns:
-            whether the forward takes place: at least one rank hasn't left.
+        `num_tokens` is this rank's T, or None if it has left its loop and only waits for the others. Returns whether
+        the forward takes place: at least one rank hasn't left.
         """
         self.end()  # one that an exception kept from its last layer
         going = True
@@ -183,14 +179,14 @@ class Agreement:
         return going
 
     def end(self, error: BaseException | None = None) -> None:
-        """Leave the step, if one is open."""
+        """Leaves the step, if one is open."""
         step, self._step = self._step, None
         if step is not None:
             step.__exit__(None if error is None else type(error), error, None)
 
 
 def places_of(model: nn.Module) -> list[Place]:
-    """In the order of the model's layers. Raises UsageError if it has none."""
+    """Returns the places in the order of the model's layers. Raises UsageError if it has none."""
     found = [module.__dict__.get("eprt_place") for module in model.modules()]
     places = [place for place in found if isinstance(place, Place)]
     if not places:
@@ -206,7 +202,7 @@ def places_of(model: nn.Module) -> list[Place]:
 
 
 def expert_layers(model: nn.Module) -> list[ExpertParallelMoE]:
-    """The model's expert-parallel layers, for `World.warmup` and `close`. Collective where they have to be built.
+    """Returns the model's expert-parallel layers, for `World.warmup` and `close`. Collective if they must be built.
 
     Raises:
         UsageError: it has none.
@@ -215,7 +211,7 @@ def expert_layers(model: nn.Module) -> list[ExpertParallelMoE]:
 
 
 def idle_step(model: nn.Module) -> None:
-    """One forward of a rank without tokens: it takes part in every layer's exchange and computes what others send.
+    """Takes part in one forward without tokens: this rank computes what others send in every layer's exchange.
 
     Raises:
         UsageError: the model has no expert-parallel layers. Else as a layer's forward.
@@ -240,7 +236,7 @@ def idle_step(model: nn.Module) -> None:
 
 @contextmanager
 def lockstep(model: nn.Module) -> Iterator[None]:
-    """Inside, each rank calls `model` as often as it likes, or never; on the way out it idles until all are out.
+    """Lets each rank call `model` as often as it likes, or never; on the way out it idles until all ranks are out.
 
     Collective: every rank enters. An exception that leaves the block on one rank is raised on all.
 
@@ -266,7 +262,7 @@ def lockstep(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _meet_before_fsdp(model: nn.Module, world: World, agreement: Agreement) -> Iterator[None]:
-    """Agree at the model's own call: FSDP's first collective comes before any layer."""
+    """Lets the ranks agree at the model's own call: FSDP's first collective comes before any layer."""
 
     def meet(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = kwargs.get("input_ids", args[0] if args else None)
@@ -281,7 +277,7 @@ def _meet_before_fsdp(model: nn.Module, world: World, agreement: Agreement) -> I
 
 
 def _tell(world: World, agreement: Agreement, error: Exception) -> None:
-    """Let the others raise `error` at their next forward, unless all know of it.
+    """Lets the others raise `error` at their next forward, unless all know of it.
 
     Raises:
         EprtError: `error` is one: the same again, in the words that all ranks have.
@@ -299,14 +295,14 @@ def _tell(world: World, agreement: Agreement, error: Exception) -> None:
 
 
 def shares_dense_weights(model: nn.Module) -> bool:
-    """Whether FSDP gathers them in a forward."""
+    """Returns whether FSDP gathers the model's dense weights in a forward."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
 
 
 class _NoBackward(torch.autograd.Function):
-    """The layers are for inference: without this, a backward would silently leave the experts' part out."""
+    """Refuses a backward pass, which would silently leave the experts' part out: the layers are for inference."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from eprt.errors import UnsupportedError, UsageError
 from eprt.experts.reference import activation_forward
 from eprt.integrations.transformers.agreement import Place
 from eprt.layer import ExpertParallelMoE
+from eprt.models.formats import split_alternating
 from eprt.tokens import TopK
 from eprt.weights import Dense, ExpertWeights
 from eprt.world import World
@@ -31,13 +32,10 @@ _worlds: dict[tuple[str, str], World] = {}
 
 
 def register_expert_parallel(runtime: RuntimeConfig | None = None, name: str = "eprt") -> bool:
-    """Let `DistributedConfig(ep_implementation=name)` run the experts by eprt. Importing the package registers "eprt".
+    """Lets `DistributedConfig(ep_implementation=name)` run the experts by eprt. Importing the package registers "eprt".
 
-    Args:
-        runtime: capacity, backends, validation of models loaded with that name.
-
-    Returns:
-        whether this transformers has such a registry (5.23 and later).
+    `runtime` sets capacity, backends and validation of models loaded with that name. Returns whether this transformers
+    has such a registry (5.23 and later).
     """
     try:
         from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
@@ -45,7 +43,7 @@ def register_expert_parallel(runtime: RuntimeConfig | None = None, name: str = "
         return False
 
     class EprtExpertParallel(EPImplementation):
-        """Dispatch, experts and combine of one experts module."""
+        """Runs dispatch, experts and combine of one experts module."""
 
         def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
@@ -64,7 +62,7 @@ def register_expert_parallel(runtime: RuntimeConfig | None = None, name: str = "
 
 
 class _ExpertsPlace(Place):
-    """An experts module of transformers; the layer is built when the weights are there, at the first call."""
+    """An experts module of transformers. The layer is built at the first call, when the weights are there."""
 
     def __init__(self, experts: nn.Module, world: World, runtime: RuntimeConfig | None) -> None:
         super().__init__(world, torch.bfloat16)
@@ -74,16 +72,7 @@ class _ExpertsPlace(Place):
 
     def _build(self) -> ExpertParallelMoE:
         experts: Any = self.experts
-        gate_up = _local(experts.gate_up_proj if experts.has_gate else experts.up_proj)
-        down = _local(experts.down_proj)
-        if experts.is_transposed:
-            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        bias: list[torch.Tensor | None] = [None, None]
-        if experts.has_bias:
-            bias = [_local(experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias)]
-            bias += [_local(experts.down_proj_bias).contiguous()]
-        if not experts.is_concatenated:
-            gate_up, bias[0] = _halves(gate_up), None if bias[0] is None else _halves(bias[0])
+        gate_up, down, *bias = _canonical(experts)
         self.dtype = down.dtype
         L, H, I = down.shape
         if experts.num_experts != L:
@@ -99,14 +88,14 @@ class _ExpertsPlace(Place):
             bias=experts.has_bias,
             weight_format="f32" if down.dtype == torch.float32 else "bf16",
         )
-        weights = ExpertWeights(Dense(gate_up.contiguous()), Dense(down.contiguous()), *bias)
+        weights = ExpertWeights(Dense(gate_up), Dense(down), *bias)
         layer = ExpertParallelMoE(config, self.world, weights, runtime=self.runtime)
         _drop_weights(experts)
         return layer
 
 
 def _world(experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> World:
-    """The World around the expert group; attention TP where the model says that a TP group shares its batch."""
+    """Returns the World around the expert group, with attention TP where a TP group shares its batch."""
     ep_group, tp_group = ep_mesh.get_group(), tp_mesh.get_group()
     distributed: Any = getattr(getattr(experts, "config", None), "distributed_config", None)
     # Ranks that share a batch may also send all of it each: that is more work, and never wrong.
@@ -119,6 +108,18 @@ def _world(experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> World:
     return world
 
 
+def _canonical(experts: Any) -> list[torch.Tensor]:
+    """Returns gate_up [L, 2I, H] and down [L, H, I], then their biases where there are any, of this rank's experts."""
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    names = [first, "down_proj"] + ([f"{first}_bias", "down_proj_bias"] if experts.has_bias else [])
+    found = [_local(getattr(experts, name)) for name in names]
+    if experts.is_transposed:
+        found[:2] = [matrix.transpose(1, 2) for matrix in found[:2]]
+    if not experts.is_concatenated:
+        found[0::2] = [split_alternating(rows, dim=1) for rows in found[0::2]]
+    return [tensor.contiguous() for tensor in found]
+
+
 def _local(parameter: Any) -> torch.Tensor:
     tensor: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     if tensor.dtype not in (torch.bfloat16, torch.float32):
@@ -129,13 +130,8 @@ def _local(parameter: Any) -> torch.Tensor:
     return tensor.detach()
 
 
-def _halves(interleaved: torch.Tensor) -> torch.Tensor:
-    """[L, 2 * I, ...] with rows g0, u0, g1, u1, ... as [gate; up]."""
-    return torch.cat((interleaved[:, 0::2], interleaved[:, 1::2]), dim=1)
-
-
 def _drop_weights(experts: Any) -> None:
-    """The layer holds them now. FSDP, of which each expert is on one rank, must neither keep nor gather them."""
+    """Takes the weights, which the layer holds now, from the module and from FSDP, which must not gather them."""
     from torch.distributed.fsdp import FSDPModule
 
     managed: bool = isinstance(experts, FSDPModule)
@@ -168,7 +164,7 @@ def _top_k(config: Any) -> int:
 
 
 def _activation(experts: Any) -> Activation:
-    """What lies between the two matrices, held to the module's own function. Raises UnsupportedError."""
+    """Finds the activation that equals the module's own function on sample values. Raises UnsupportedError."""
     name = type(experts).__name__
     if not hasattr(experts, "has_gate") or getattr(experts, "has_post_expert_norm", False):
         raise UnsupportedError(f"{name} isn't a pair of matrices around an activation; use another ep_implementation")

@@ -1,4 +1,4 @@
-"""A model's MoE blocks replaced by expert-parallel layers."""
+"""Replaces a model's MoE blocks by expert-parallel layers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
-from eprt.errors import CheckpointError, ConfigError, EprtError, UnsupportedError, UsageError
+from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.errors import ConfigError, EprtError, UnsupportedError, UsageError
 from eprt.graphs.recording import refusal_of
 from eprt.integrations.transformers.agreement import Place, places_of
 from eprt.integrations.transformers.load import Placeholder, find_checkpoint
@@ -27,7 +27,7 @@ from eprt.world import World
 
 
 class MoEBlock(nn.Module):
-    """Stands where the model had its MoE block, and returns what the model's decoder layer expects of it."""
+    """Takes the place of a model's MoE block and returns what the model's decoder layer expects of it."""
 
     def __init__(self, layer: ExpertParallelMoE, returns_scores: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -54,18 +54,17 @@ def parallelize(
     checkpoint: str | Path | None = None,
     placement: str | Path | PlacementFile | None = None,
 ) -> list[ExpertParallelMoE]:
-    """Replace every MoE block of `model` by an `ExpertParallelMoE` that holds this rank's experts. Collective.
+    """Replaces every MoE block of `model` by an `ExpertParallelMoE` that holds this rank's experts. Collective.
 
-    Each block's own experts are freed before the next block is read, so that a rank never holds more than its share
-    and one layer of what the model brought along.
+    Each block's own experts are freed before the next block is read. A rank never holds more than its share and one
+    layer of what the model brought along.
 
     Args:
         model: a transformers model of a family in `eprt.models.FAMILIES`, on the world's device.
-        runtime: capacity, backends, validation. On several GPUs `layer_graphs` is on, where the pair can be captured,
-            unless it says otherwise: calls in `World.step` of up to 128 tokens a rank cost the host one launch then.
-        checkpoint: the directory or hub id the experts come from, in its number format; only this rank's bytes are
-            read. None takes the model's own tensors, in the dtype they have (transformers may have unpacked them), or
-            for a model of `load_without_experts` the checkpoint that it was loaded from.
+        runtime: capacity, backends, validation. On several GPUs `layer_graphs` is on where the pair can be captured,
+            unless it says otherwise: calls in `World.step` of up to 128 tokens per rank cost the host one launch then.
+        checkpoint: the directory or hub id of the experts; only this rank's bytes are read. None takes the model's own
+            tensors, or the checkpoint that `load_without_experts` loaded it from.
         placement: which experts lie where, layer by layer, as `eprt plan-experts` writes it; None: in order.
 
     Returns:
@@ -73,45 +72,49 @@ def parallelize(
 
     Raises:
         UsageError: the model is parallelized already.
-        ConfigError: the model or the checkpoint isn't one that can be used, or they aren't of one model. The same on
-            every rank, before anything is changed, as is UnsupportedError.
-        CheckpointError: a file or tensor is wrong, the same on every rank. Blocks before it are replaced already:
-            load the model again.
+        ConfigError, UnsupportedError: the model or the checkpoint can't be used, or they aren't of one model. The error
+            is the same on every rank, and nothing was changed.
+        CheckpointError: a file or tensor is wrong, the same on every rank. Load the model again: blocks before it are
+            replaced.
     """
+    config = _config_of(model)
     placed: PlacementFile | None = None
     if placement is not None:
         placed = load_on_all_ranks(world, lambda: _checked_file(model, world.parallel, placement))
     with load_on_all_ranks(world, lambda: _source(model, checkpoint)) as source:
-        family = family_for(_config_of(model))
-        layers: list[ExpertParallelMoE] = []
-        for number in family.moe_layers(_config_of(model)):
-            parts = load_on_all_ranks(
-                world,
-                lambda number=number: load_layer(
-                    source,
-                    number,
-                    world.parallel,
-                    world.rank,
-                    None if placed is None else placed.placement(number, placed.num_experts, world.parallel),
-                ),
-                number,
-            )
-            layers.append(build_layer(parts, world, with_layer_graphs(runtime, parts, Device.of(world.device))))
-            del parts  # before the next layer's are read
-            path = family.module_path(number)
-            parent, _, name = path.rpartition(".")
-            block = MoEBlock(layers[-1], family.returns_scores, _dtype_of(model))
-            setattr(model.get_submodule(parent), name, block)
-            source.forget(f"{path}.")
+        family = family_for(config)
+        layers = [_replace_block(model, world, runtime, source, number, placed) for number in family.moe_layers(config)]
     places_of(model)
     model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
     model.__dict__["save_pretrained"] = _refuse_to_save
     return layers
 
 
+def _replace_block(
+    model: nn.Module,
+    world: World,
+    runtime: RuntimeConfig | None,
+    source: Checkpoint,
+    number: int,
+    placed: PlacementFile | None,
+) -> ExpertParallelMoE:
+    """Puts an expert-parallel layer in the place of layer `number`'s block. Collective."""
+    placement = None if placed is None else placed.placement(number, placed.num_experts, world.parallel)
+    parts = load_on_all_ranks(world, lambda: load_layer(source, number, world.parallel, world.rank, placement), number)
+    layer = build_layer(parts, world, with_layer_graphs(runtime, parts, Device.of(world.device)))
+    family = family_for(_config_of(model))
+    parent, _, name = parts.module_path.rpartition(".")
+    setattr(model.get_submodule(parent), name, MoEBlock(layer, family.returns_scores, _dtype_of(model)))
+    source.forget(f"{parts.module_path}.")
+    return layer
+
+
 def with_layer_graphs(runtime: RuntimeConfig | None, parts: LayerParts, device: Device) -> RuntimeConfig:
-    """`runtime`, with graphs of the layer's own if it leaves them open and the layer can have some: whoever calls a
-    transformers model eagerly waits for the host, which they spare (benchmarks/results/step_h200_x2.json)."""
+    """Turns graphs of the layer's own on where `runtime` leaves them open and the layer can be captured.
+
+    Whoever calls a transformers model eagerly waits for the host, which these graphs spare
+    (benchmarks/results/step_h200_x2.json).
+    """
     runtime, parallel = runtime or RuntimeConfig(), parts.placement.parallel
     by_itself = parts.router.token_table is None and parallel.world_size > 1
     if runtime.layer_graphs is not None or device.kind != "cuda" or not by_itself:
@@ -124,7 +127,7 @@ def with_layer_graphs(runtime: RuntimeConfig | None, parts: LayerParts, device: 
 
 
 def _checked_file(model: nn.Module, parallel: ParallelConfig, given: str | Path | PlacementFile) -> PlacementFile:
-    """With a placement for every MoE layer. Raises ConfigError."""
+    """Reads a file that has a placement for every MoE layer. Raises ConfigError."""
     found = given if isinstance(given, PlacementFile) else PlacementFile.read(given)
     config = _config_of(model)
     family = family_for(config)
@@ -134,7 +137,7 @@ def _checked_file(model: nn.Module, parallel: ParallelConfig, given: str | Path 
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raises ConfigError, UsageError."""
+    """Raises ConfigError, UsageError for a model that can't be parallelized."""
     if any(isinstance(module, MoEBlock) for module in model.modules()):
         raise UsageError("the model is parallelized already: load it once more to spread it over another world")
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
@@ -149,12 +152,12 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _dtype_of(model: Any) -> torch.dtype:
-    """Of the hidden states that reach the MoE blocks: the embeddings', whatever else is kept in float32."""
+    """Returns the dtype of the hidden states that reach the MoE blocks: the embeddings'."""
     return model.get_input_embeddings().weight.dtype
 
 
 def _refuse_router_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """A hook before each forward. The routers are inside the layers, where transformers doesn't find them."""
+    """Refuses router logits before each forward: transformers doesn't find routers inside the layers."""
     if kwargs.get("output_router_logits"):
         refused = (
             "output_router_logits=True: a parallelized model doesn't hand its routers' logits out; call it without"
@@ -170,7 +173,7 @@ def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
 
 
 def _source(model: nn.Module, checkpoint: str | Path | None) -> Checkpoint:
-    """Where the experts come from. Raises CheckpointError, ConfigError, UsageError."""
+    """Opens what the experts come from. Raises CheckpointError, ConfigError, UsageError."""
     config = _config_of(model)
     family = family_for(config)
     _check_model(model)
@@ -231,31 +234,24 @@ def _require_same_model(source: Checkpoint, config: dict[str, Any], family: Mode
 
 
 def _facts(family: ModelFamily, config: dict[str, Any]) -> dict[str, Any]:
-    """The maths of all MoE layers, by name; one value where all layers agree."""
+    """Returns the maths of all MoE layers, by name; one value where all layers agree."""
     layers = family.moe_layers(config)
     found: dict[str, Any] = {"moe layers": layers}
     for number in layers:
-        for name, value in _flat(family.moe_config(config, number)).items():
+        for name, value in _flat(asdict(family.moe_config(config, number))).items():
             found.setdefault(name, {})[number] = value
+    found.pop("weight_format", None)  # transformers may have unpacked the model's
     return {
         name: next(iter(value.values())) if isinstance(value, dict) and len(set(value.values())) == 1 else value
         for name, value in found.items()
     }
 
 
-def _flat(config: MoEConfig) -> dict[str, Any]:
-    """Dotted names; without the number format, which transformers may have unpacked."""
+def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested dicts by their dotted names."""
     found: dict[str, Any] = {}
-
-    def add(prefix: str, fields: dict[str, Any]) -> None:
-        for name, value in fields.items():
-            if isinstance(value, dict):
-                add(f"{prefix}{name}.", value)
-            else:
-                found[prefix + name] = value
-
-    add("", asdict(config))
-    del found["weight_format"]
+    for name, value in fields.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return found
 
 
@@ -278,7 +274,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class _ModelTensors(Checkpoint):
-    """A model in memory, read as if it were its checkpoint: names and shapes are those of `state_dict`."""
+    """A model in memory, read as if it were its own checkpoint. Names and shapes are those of `state_dict`."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.directory = Path(type(model).__name__)
@@ -302,29 +298,12 @@ class _ModelTensors(Checkpoint):
         for name in [name for name in self._tensors if name.startswith(prefix)]:
             del self._tensors[name], self.manifest[name]
 
-    def read(
-        self,
-        name: str,
-        index: Index = (),
-        *,
-        shape: tuple[int, ...] | None = None,
-        dtypes: Any = (),
-    ) -> torch.Tensor:
-        """A slice of a tensor as an owned CPU copy; arguments and errors as in Checkpoint."""
-        where, info = self.where(name), self.manifest[name]
-        if shape is not None and info.shape != shape:
-            raise CheckpointError(f"{where} has shape {info.shape}: expected {shape}")
-        allowed = [DTYPE_NAMES[dtype] for dtype in dtypes]
-        if allowed and info.dtype not in allowed:
-            raise CheckpointError(f"{where} has dtype {info.dtype}: expected {' or '.join(allowed)}")
-        view = self._tensors[name][index or (...,)]
-        self.bytes_read += view.numel() * view.element_size()
-        self.touched.add(name)
-        found = view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        require_finite(found, where)
+    def _slice(self, name: str, index: Index) -> torch.Tensor:
+        view = self._tensors[name].detach()[index or (...,)]
+        found = view.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        require_finite(found, self.where(name))
         return found
 
     def sample(self, name: str, size: int = 64) -> bytes:
-        """The first bytes of a tensor."""
         head = self._tensors[name].detach().flatten()[:size].cpu()
         return head.view(torch.uint8).numpy().tobytes()[:size]

@@ -1,7 +1,7 @@
-"""A key/value cache that stays where it is: every batch size sees the first rows of the same memory.
+"""A key/value cache at fixed addresses: every batch size sees the first rows of the same memory.
 
 transformers' own StaticCache belongs to one batch size, and its sliding layers decide on the host what they do, which a
-CUDA graph can't replay. Here each layer is as long as the whole sequence; what a window leaves out is the mask's part.
+CUDA graph can't replay. Here each layer is as long as the whole sequence; masks leave out what is outside a window.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FULL = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def refusal(config: Any) -> str:
-    """Why a model can't be run over such a cache, or nothing."""
+    """Returns why a model can't be run over such a cache, or ""."""
     types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     others = sorted({kind for kind in types if kind not in (*_FULL, "dummy")})
     return f"its cache has layers of {', '.join(others)}" if others else ""
@@ -27,25 +27,29 @@ class StaticRows:
     Attributes:
         position: int64 [] on the device: where the next token is written, in every sequence. The caller moves it.
         begun: whether something was written since `begin`.
+        memory: keys and values of each layer, [rows, heads, length, width]; empty before its first forward.
     """
 
     def __init__(self, config: Any, rows: int, length: int, device: torch.device) -> None:
         self.rows, self.length, self.begun = rows, length, True
         self._kinds, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-        self._memory = [_Memory(rows, length) for _ in self._kinds]
+        self.memory: list[tuple[torch.Tensor, ...]] = [() for _ in self._kinds]
         self._views: dict[int, Cache] = {}
         with torch.inference_mode(False):
             self.position = torch.zeros((), dtype=torch.int64, device=device)
 
     def begin(self) -> None:
-        """Sequences of no tokens. What is left in memory is behind the mask."""
+        """Begins sequences of no tokens. What is left in memory is behind the mask."""
         self.position.zero_()
         self.begun = False
 
     def view(self, rows: int) -> Any:
-        """transformers' Cache of the first `rows` sequences."""
+        """Returns transformers' Cache of the first `rows` sequences."""
         if rows not in self._views:
-            layers = [_layer(kind, memory, rows, self) for kind, memory in zip(self._kinds, self._memory, strict=True)]
+            layers: list[Any] = [
+                DummyLayer() if kind == "dummy" else _Layer(number, rows, self)
+                for number, kind in enumerate(self._kinds)
+            ]
             self._views[rows] = Cache(layers=layers)
         return self._views[rows]
 
@@ -53,43 +57,29 @@ class StaticRows:
         return any(cache is view for view in self._views.values())
 
 
-class _Memory:
-    """Keys and values of one layer, made in its first forward, whose heads and widths they have."""
-
-    def __init__(self, rows: int, length: int) -> None:
-        self._rows, self._length = rows, length
-        self._tensors: tuple[torch.Tensor, ...] = ()
-
-    def first(self, rows: int, *like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if not self._tensors:
-            with torch.inference_mode(False):
-                self._tensors = tuple(
-                    torch.zeros(self._rows, x.shape[1], self._length, x.shape[3], dtype=x.dtype, device=x.device)
-                    for x in like
-                )
-        return tuple(tensor[:rows] for tensor in self._tensors)
-
-
 class _Layer(StaticLayer):
-    """The first rows of a memory."""
+    """The first rows of one layer's memory, which the first forward allocates: it tells heads, widths and dtype."""
 
-    def __init__(self, memory: _Memory, rows: int, owner: StaticRows) -> None:
+    def __init__(self, number: int, rows: int, owner: StaticRows) -> None:
         super().__init__(max_cache_len=owner.length)
-        self._memory, self._rows, self._owner = memory, rows, owner
+        self._number, self._rows, self._owner = number, rows, owner
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        keys, values = self._memory.first(self._rows, key_states, value_states)
-        positions = torch.arange(key_states.shape[-2], device=keys.device) + self._owner.position
+        owner = self._owner
+        if not owner.memory[self._number]:
+            with torch.inference_mode(False):
+                owner.memory[self._number] = tuple(
+                    torch.zeros(owner.rows, x.shape[1], owner.length, x.shape[3], dtype=x.dtype, device=x.device)
+                    for x in (key_states, value_states)
+                )
+        keys, values = (tensor[: self._rows] for tensor in owner.memory[self._number])
+        positions = torch.arange(key_states.shape[-2], device=keys.device) + owner.position
         keys.index_copy_(2, positions, key_states)
         values.index_copy_(2, positions, value_states)
         return keys, values
 
     def get_seq_length(self) -> Any:
-        """A tensor from the second forward on, as transformers' own static layers have it: nothing may be read on the
-        host inside a graph."""
+        """Returns a tensor from the second forward on, as transformers' own static layers do: nothing may be read on
+        the host inside a graph."""
         return self._owner.position if self._owner.begun else 0
-
-
-def _layer(kind: str, memory: _Memory, rows: int, owner: StaticRows) -> Any:
-    return DummyLayer() if kind == "dummy" else _Layer(memory, rows, owner)

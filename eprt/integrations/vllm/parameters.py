@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from eprt.config import Activation, WeightFormat
 from eprt.errors import CheckpointError
+from eprt.models.formats import split_alternating
 from eprt.weights import FP8_BLOCK, Dense, ExpertWeights, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
 
 INTERLEAVED = "swigluoai"
@@ -75,7 +77,7 @@ def expert_weights(layout: ParameterLayout, parameters: Parameters, *, interleav
     up, down = layout.matrices(parameters)
     bias = parameters.get("w13_bias")
     if interleaved:
-        up, bias = up.map(_halves), None if bias is None else _halves(bias)
+        up, bias = up.map(partial(split_alternating, dim=1)), None if bias is None else split_alternating(bias, dim=1)
     return ExpertWeights(up, down, bias, parameters.get("w2_bias"))
 
 
@@ -95,11 +97,6 @@ def _require_loaded(name: str, parameters: Parameters) -> None:
     raise CheckpointError(
         f"{name}: {int(missing.sum())} of {values.numel()} values were in no file; is the checkpoint complete?"
     )
-
-
-def _halves(rows: torch.Tensor) -> torch.Tensor:
-    """Brings [L, 2I, ...] with alternating rows into the order [gate; up]."""
-    return rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
 def _plain(_: Any, dtype: torch.dtype) -> WeightFormat:
