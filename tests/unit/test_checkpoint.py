@@ -113,116 +113,100 @@ class TestReading:
         assert read_config(folder / CONFIG)["quantization_config"] == {"quant_method": "fp8"}
 
 
-class TestConfigRefused:
-    def test_missing(self, folder):
-        (folder / CONFIG).unlink()
-        refuses(folder, CONFIG, "no such file")
-
-    def test_oversize(self, folder):
-        os.truncate(folder / CONFIG, MAX_CONFIG_BYTES + 1)
-        refuses(folder, CONFIG, str(MAX_CONFIG_BYTES + 1), str(MAX_CONFIG_BYTES))
-
-    @pytest.mark.parametrize("text", ["{", "\x00", '{"a": }'])
-    def test_invalid_json(self, folder, text):
-        (folder / CONFIG).write_text(text)
-        refuses(folder, CONFIG, "not valid JSON")
-
-    def test_invalid_utf8(self, folder):
-        (folder / CONFIG).write_bytes(b'{"a": "\xff\xfe"}')
-        refuses(folder, CONFIG, "not valid JSON")
-
-    def test_not_an_object(self, folder):
-        (folder / CONFIG).write_text("[1]")
-        refuses(folder, CONFIG, "found a JSON list", "expected an object")
-
-    def test_key_twice(self, folder):
-        (folder / CONFIG).write_text('{"hidden_size": 1, "hidden_size": 2}')
-        refuses(folder, CONFIG, "'hidden_size' appears twice")
-
-    def test_modelopt_config_without_its_section(self, folder):
-        (folder / QUANT_CONFIG).write_text("{}")
-        refuses(folder, QUANT_CONFIG, "expected an object 'quantization'")
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("z", {}, ("'z' is missing",)),
+        ("x", {"shape": (2, 3, 5)}, (A, "'x'", "(2, 3, 4)", "expected (2, 3, 5)")),
+        ("y", {"dtypes": (torch.uint8, torch.int8)}, (B, "'y'", "has dtype BF16", "expected U8 or I8")),
+        ("x", {"index": (5,)}, ("can't be read",)),
+    ],
+)
+def test_a_tensor_that_is_not_as_expected_is_refused(folder, name, given, words):
+    with Checkpoint(folder) as checkpoint, pytest.raises(CheckpointError) as caught:
+        checkpoint.read(name, **given)
+    assert all(word in str(caught.value) for word in words), caught.value
 
 
-class TestTensorRefused:
-    def test_missing(self, folder):
-        with Checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match="'z' is missing"):
-            checkpoint.read("z")
-
-    def test_wrong_shape(self, folder):
-        with Checkpoint(folder) as checkpoint, pytest.raises(CheckpointError) as caught:
-            checkpoint.read("x", shape=(2, 3, 5))
-        for word in (A, "'x'", "(2, 3, 4)", "expected (2, 3, 5)"):
-            assert word in str(caught.value)
-
-    def test_wrong_dtype(self, folder):
-        with Checkpoint(folder) as checkpoint, pytest.raises(CheckpointError) as caught:
-            checkpoint.read("y", dtypes=(torch.uint8, torch.int8))
-        for word in (B, "'y'", "has dtype BF16", "expected U8 or I8"):
-            assert word in str(caught.value)
-
-    def test_slice_outside(self, folder):
-        with Checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match="can't be read"):
-            checkpoint.read("x", (5,))
+def _text(name, content):
+    """A break that replaces a file's content."""
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-class TestFileRefused:
-    def test_missing_shard(self, folder):
-        (folder / B).unlink()
-        refuses(folder, B, "no such file")
+def _resize(name, change):
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size + change)
 
-    def test_truncated(self, folder):
-        os.truncate(folder / B, (folder / B).stat().st_size - 1)
-        refuses(folder, B, "not a complete safetensors file")
 
-    def test_grown(self, folder):
-        os.truncate(folder / B, (folder / B).stat().st_size + 1)
-        refuses(folder, B, "not a complete safetensors file")
+def _index(weight_map):
+    return _text(INDEX, json.dumps({"weight_map": weight_map}))
 
-    @pytest.mark.parametrize("content", [b"", b"\x80\x02}q\x00.", b"PK\x03\x04" * 50, b"<html>" * 50])
-    def test_not_safetensors(self, folder, content):
-        (folder / A).write_bytes(content)
-        refuses(folder, A, "not a complete safetensors file")
 
-    def test_header_larger_than_the_file(self, folder):
-        (folder / A).write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
-        refuses(folder, A, "not a complete safetensors file")
+def _link_to_itself(folder):
+    (folder / A).unlink()
+    (folder / A).symlink_to(A)
 
-    @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
-    def test_pickle_instead(self, tmp_path, name):
-        (tmp_path / CONFIG).write_text("{}")
-        (tmp_path / name).write_bytes(b"\x80\x02}q\x00.")
-        refuses(tmp_path, name, "a pickle", "convert it to safetensors")
 
+def _pickles_only(name):
+    def break_it(folder):
+        for path in folder.iterdir():
+            path.unlink()
+        _text(CONFIG, "{}")(folder)
+        _text(name, PICKLE)(folder)
+
+    return break_it
+
+
+def _nothing(folder):
+    for name in (A, B, INDEX):
+        (folder / name).unlink()
+
+
+PICKLE, INCOMPLETE = b"\x80\x02}q\x00.", "not a complete safetensors file"
+OUTSIDE = ("/etc/passwd", "../other.safetensors", "sub/a.safetensors", "..", "")
+REFUSED = [  # what breaks the folder, what the error says
+    (lambda folder: (folder / CONFIG).unlink(), CONFIG, "no such file"),
+    (
+        lambda folder: os.truncate(folder / CONFIG, MAX_CONFIG_BYTES + 1),
+        *(CONFIG, f"{MAX_CONFIG_BYTES + 1} bytes", f"limit of {MAX_CONFIG_BYTES}"),
+    ),
+    *((_text(CONFIG, text), CONFIG, "not valid JSON") for text in ("{", "\x00", '{"a": }', b'{"a": "\xff\xfe"}')),
+    (_text(CONFIG, "[1]"), CONFIG, "found a JSON list", "expected an object"),
+    (_text(CONFIG, '{"hidden_size": 1, "hidden_size": 2}'), CONFIG, "'hidden_size' appears twice"),
+    (_text(QUANT_CONFIG, "{}"), QUANT_CONFIG, "expected an object 'quantization'"),
+    (lambda folder: (folder / B).unlink(), B, "no such file"),
+    (_resize(B, -1), B, INCOMPLETE),
+    (_resize(B, 1), B, INCOMPLETE),
+    *((_text(A, content), A, INCOMPLETE) for content in (b"", PICKLE, b"PK\x03\x04" * 50, b"<html>" * 50)),
+    (_text(A, (1 << 60).to_bytes(8, "little") + b"{}"), A, INCOMPLETE),  # a header larger than the file
+    *((_pickles_only(f), f, "a pickle", "convert it to") for f in ("pytorch_model.bin", "model.pt", "model.pth")),
+    (_nothing, SINGLE, INDEX),
+    *((_index({"x": entry}), repr(entry), "leaves the checkpoint's folder") for entry in OUTSIDE),
+    *((_index({"x": f"{entry}.safetensors"}), "no usable file name") for entry in ("a\0", "a" * 5000)),
+    (_link_to_itself, A),
+    (_index({"x": A, "y": B, "z": B}), INDEX, "'z'", B, "which lacks it"),
+    (_index({"x": B, "y": A}), "'x'", "which lacks it"),
+    (_text(INDEX, f'{{"weight_map": {{"x": "{A}", "x": "{B}"}}}}'), INDEX, "'x' appears twice"),
+    *((_text(INDEX, text), INDEX, "expected a") for text in ("{}", '{"weight_map": {}}', '{"weight_map": [1]}')),
+    (_index({"x": 1}), INDEX, "expected a"),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: "-".join(case[1:])[:60])
+def test_what_is_wrong_is_refused_when_the_folder_is_opened(folder, case):
+    break_it, *words = case
+    break_it(folder)
+    refuses(folder, *words)
+
+
+class TestFolderRefused:
     def test_pickle_named_by_the_index(self, folder):
         (folder / INDEX).write_text('{"weight_map": {"x": "pytorch_model.bin"}}')
-        (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
+        (folder / "pytorch_model.bin").write_bytes(PICKLE)
         refuses(folder, "pytorch_model.bin", "expected a .safetensors file")
-
-    def test_nothing_there(self, tmp_path):
-        (tmp_path / CONFIG).write_text("{}")
-        refuses(tmp_path, SINGLE, INDEX)
 
     def test_tensor_in_two_shards(self, tmp_path):
         both = {A: {"x": torch.ones(1)}, B: {"x": torch.ones(1), "y": torch.ones(1)}}
         refuses(write(tmp_path / "m", both, {"x": A, "y": B}), "'x'", A, B, "expected it once")
-
-
-class TestIndexRefused:
-    @pytest.mark.parametrize("entry", ["/etc/passwd", "../other.safetensors", "sub/a.safetensors", "..", ""])
-    def test_entry_leaves_the_folder(self, folder, entry):
-        (folder / INDEX).write_text(json.dumps({"weight_map": {"x": entry}}))
-        refuses(folder, repr(entry), "leaves the checkpoint's folder")
-
-    @pytest.mark.parametrize("entry", ["a\0.safetensors", "a" * 5000 + ".safetensors"])
-    def test_entry_is_no_file_name(self, folder, entry):
-        (folder / INDEX).write_text(json.dumps({"weight_map": {"x": entry}}))
-        refuses(folder, "no usable file name")
-
-    def test_loop_of_links(self, folder):
-        (folder / A).unlink()
-        (folder / A).symlink_to(A)
-        refuses(folder, A)
 
     @pytest.mark.parametrize("name", [A, CONFIG, INDEX])
     def test_link_to_the_outside(self, folder, tmp_path, name):
@@ -239,23 +223,6 @@ class TestIndexRefused:
         (snapshot / A).rename(other / "0")
         (snapshot / A).symlink_to(other / "0")
         refuses(snapshot, A, "outside the checkpoint's folder")
-
-    def test_tensor_that_its_file_lacks(self, folder):
-        (folder / INDEX).write_text(json.dumps({"weight_map": {"x": A, "y": B, "z": B}}))
-        refuses(folder, INDEX, "'z'", B, "which lacks it")
-
-    def test_tensor_of_another_file(self, folder):
-        (folder / INDEX).write_text(json.dumps({"weight_map": {"x": B, "y": A}}))
-        refuses(folder, "'x'", "which lacks it")
-
-    def test_tensor_twice(self, folder):
-        (folder / INDEX).write_text(f'{{"weight_map": {{"x": "{A}", "x": "{B}"}}}}')
-        refuses(folder, INDEX, "'x' appears twice")
-
-    @pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": {"x": 1}}'])
-    def test_not_a_weight_map(self, folder, text):
-        (folder / INDEX).write_text(text)
-        refuses(folder, INDEX, "expected a")
 
 
 def one_file_a_tensor(directory, num_local, page=4096):

@@ -77,180 +77,9 @@ def gpt_oss(dtype: torch.dtype) -> Block:
     return Block(lambda x, ids: block(x[None])[0][0], config, weights, own)
 
 
-def qwen3_moe(dtype: torch.dtype) -> Block:
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
-
-    hf = Qwen3MoeConfig(
-        hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K, norm_topk_prob=False
-    )
-    hf._experts_implementation = "eager"
-    block = _randomize(Qwen3MoeSparseMoeBlock(hf), dtype)
-    config = MoEConfig(E, K, H, I, routing=Routing("softmax_topk", False), weight_format=WEIGHT_FORMAT[dtype])
-    return Block(
-        lambda x, ids: block(x[None])[0],
-        config,
-        ExpertWeights(Dense(block.experts.gate_up_proj.data), Dense(block.experts.down_proj.data)),
-        Router(block.gate.weight.data, config.routing, K),
-    )
-
-
-def qwen3_5_moe(dtype: torch.dtype) -> Block:
-    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock, Qwen3_5MoeTextConfig
-
-    hf = Qwen3_5MoeTextConfig(
-        hidden_size=H,
-        moe_intermediate_size=I,
-        shared_expert_intermediate_size=40,
-        num_experts=E,
-        num_experts_per_tok=K,
-    )
-    hf._experts_implementation = "eager"
-    block = _randomize(Qwen3_5MoeSparseMoeBlock(hf), dtype)
-    config = MoEConfig(
-        E,
-        K,
-        H,
-        I,
-        routing=Routing("softmax_topk", True),
-        weight_format=WEIGHT_FORMAT[dtype],
-        shared=SharedExpert(40, gate=True),
-    )
-    return Block(
-        lambda x, ids: block(x[None])[0],
-        config,
-        ExpertWeights(Dense(block.experts.gate_up_proj.data), Dense(block.experts.down_proj.data)),
-        Router(block.gate.weight.data, config.routing, K),
-        _mlp(block.shared_expert, block.shared_expert_gate.weight.data),
-    )
-
-
-def deepseek_v3(dtype: torch.dtype) -> Block:
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
-
-    hf = DeepseekV3Config(
-        hidden_size=H,
-        moe_intermediate_size=I,
-        n_routed_experts=E,
-        num_experts_per_tok=K,
-        n_group=4,
-        topk_group=2,
-        n_shared_experts=2,
-        routed_scaling_factor=2.5,
-    )
-    hf._experts_implementation = "eager"
-    block = _randomize(DeepseekV3MoE(hf), dtype)
-    config = MoEConfig(
-        E,
-        K,
-        H,
-        I,
-        routing=Routing("grouped_sigmoid", True, 4, 2, 2.5),
-        weight_format=WEIGHT_FORMAT[dtype],
-        shared=SharedExpert(2 * I),
-    )
-    return Block(
-        lambda x, ids: block(x[None])[0],
-        config,
-        ExpertWeights(Dense(block.experts.gate_up_proj.data), Dense(block.experts.down_proj.data)),
-        Router(block.gate.weight.data, config.routing, K, correction_bias=block.gate.e_score_correction_bias),
-        _mlp(block.shared_experts),
-    )
-
-
-def _deepseek_v4(dtype: torch.dtype, hashed: bool) -> Block:
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Config, DeepseekV4SparseMoeBlock
-
-    # A limit of 1 clamps many of these small activations, so a wrong clamp shows.
-    hf = DeepseekV4Config(
-        hidden_size=H,
-        moe_intermediate_size=I,
-        n_routed_experts=E,
-        num_experts_per_tok=K,
-        swiglu_limit=1.0,
-        routed_scaling_factor=1.5,
-        vocab_size=VOCABULARY,
-        num_hidden_layers=2,
-        mlp_layer_types=["hash_moe", "moe"],
-    )
-    hf._experts_implementation = "eager"
-    block = _randomize(DeepseekV4SparseMoeBlock(hf, 0 if hashed else 1), dtype)
-    activation = Activation("swiglu", 1.0, 0.0, 1.0)
-    config = MoEConfig(
-        E,
-        K,
-        H,
-        I,
-        activation,
-        Routing("hash" if hashed else "sqrt_softplus", True, 1, 1, 1.5),
-        weight_format=WEIGHT_FORMAT[dtype],
-        shared=SharedExpert(block.shared_experts.intermediate_size, activation=activation),
-    )
-    router = Router(
-        block.gate.weight.data,
-        config.routing,
-        K,
-        correction_bias=None if hashed else block.gate.e_score_correction_bias,
-        token_table=block.gate.tid2eid if hashed else None,
-    )
-    return Block(
-        lambda x, ids: block(x[None], ids[None])[0],
-        config,
-        ExpertWeights(Dense(block.experts.gate_up_proj.data), Dense(block.experts.down_proj.data)),
-        router,
-        _mlp(block.shared_experts),
-    )
-
-
-def deepseek_v4_topk(dtype: torch.dtype) -> Block:
-    return _deepseek_v4(dtype, hashed=False)
-
-
-def deepseek_v4_hash(dtype: torch.dtype) -> Block:
-    return _deepseek_v4(dtype, hashed=True)
-
-
-def nemotron_h(dtype: torch.dtype) -> Block:
-    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHMoE
-
-    latent, width = H, 96
-    hf = NemotronHConfig(
-        hidden_size=width,
-        moe_latent_size=latent,
-        moe_intermediate_size=I,
-        moe_shared_expert_intermediate_size=56,
-        n_routed_experts=E,
-        num_experts_per_tok=K,
-        n_group=2,
-        topk_group=2,
-        routed_scaling_factor=2.5,
-    )
-    hf._experts_implementation = "eager"
-    block = _randomize(NemotronHMoE(hf), dtype)
-    relu2 = Activation("relu2")
-    config = MoEConfig(
-        E,
-        K,
-        latent,
-        I,
-        relu2,
-        Routing("grouped_sigmoid", True, 2, 2, 2.5),
-        weight_format=WEIGHT_FORMAT[dtype],
-        shared=SharedExpert(56, activation=relu2),
-        model_hidden_size=width,
-    )
-    return Block(
-        lambda x, ids: block(x[None])[0],
-        config,
-        ExpertWeights(Dense(block.experts.up_proj.data), Dense(block.experts.down_proj.data)),
-        Router(block.gate.weight.data, config.routing, K, correction_bias=block.gate.e_score_correction_bias),
-        _mlp(block.shared_experts),
-        LatentWeights(block.fc1_latent_proj.weight.data, block.fc2_latent_proj.weight.data),
-    )
-
-
 @dataclass(frozen=True)
 class Row:
-    """A block of the common shape: a router named `gate` or `router`, stacked experts, maybe a shared expert.
+    """A block of the common shape: a router, stacked experts, maybe a shared expert, maybe a latent width around them.
 
     Attributes:
         names: transformers' model folder, block class and config class.
@@ -259,6 +88,7 @@ class Row:
         shared: the shared expert's name in the block, and its config.
         changes: other fields of our MoEConfig.
         router: other arguments of our Router.
+        number: the layer's, where the block asks for it.
     """
 
     names: tuple[str, str, str]
@@ -268,47 +98,41 @@ class Row:
     shared: tuple[str, SharedExpert] | None = None
     changes: dict[str, Any] = field(default_factory=dict)
     router: dict[str, Any] = field(default_factory=dict)
+    number: int | None = None
 
     def __call__(self, dtype: torch.dtype) -> Block:
         import transformers
 
         folder, block_class, config_class = self.names
         modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-        hf = getattr(transformers, config_class)(hidden_size=H, **self.fields)
-        hf._experts_implementation = "eager"
-        block = _randomize(getattr(modeling, block_class)(hf), dtype)
         name, shared = self.shared or ("", None)
-        config = MoEConfig(
-            E,
-            self.top_k,
-            H,
-            I,
-            routing=self.routing,
-            weight_format=WEIGHT_FORMAT[dtype],
-            shared=shared,
-            **self.changes,
-        )
+        common = {"routing": self.routing, "weight_format": WEIGHT_FORMAT[dtype], "shared": shared}
+        config = MoEConfig(E, self.top_k, H, I, **common, **self.changes)
+        hf = getattr(transformers, config_class)(hidden_size=config.input_size, **self.fields)
+        hf._experts_implementation = "eager"
+        number = () if self.number is None else (self.number,)
+        block = _randomize(getattr(modeling, block_class)(hf, *number), dtype)
         # Llama 4 keeps [E, in, out]; gate comes first everywhere.
-        gate_up, down = block.experts.gate_up_proj.data, block.experts.down_proj.data
+        first, down = "gate_up_proj" if config.activation.gated else "up_proj", block.experts.down_proj.data
+        gate_up = getattr(block.experts, first).data
         if folder == "llama4":
             gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
         gate = block.router if hasattr(block, "router") else block.gate
         gate = getattr(gate, "wg", gate)
         # The selection bias lies in the router, in the block beside it (MiniMax-M2) or as [1, E] (ERNIE 4.5).
         biases = [tensor for key, tensor in _tensors(block) if key.endswith("e_score_correction_bias")]
+        router = {"correction_bias": biases[0].data.reshape(E) if biases else None} | self.router
+        if hasattr(gate, "tid2eid"):
+            router["token_table"] = gate.tid2eid
         output_gate = block.shared_expert_gate.weight.data if hasattr(block, "shared_expert_gate") else None
+        latent = [linear.weight.data for key, linear in block.named_children() if key.endswith("latent_proj")]
         return Block(
-            lambda x, ids: _first(block(x[None])).view(x.shape),
+            lambda x, ids: _first(block(x[None], *([ids[None]] if number else []))).view(x.shape),
             config,
             ExpertWeights(Dense(gate_up), Dense(down)),
-            Router(
-                gate.weight.data,
-                config.routing,
-                self.top_k,
-                correction_bias=biases[0].data.reshape(E) if biases else None,
-                **self.router,
-            ),
+            Router(gate.weight.data, config.routing, self.top_k, **router),
             None if shared is None else _mlp(getattr(block, name), output_gate),
+            LatentWeights(*latent) if config.model_hidden_size else None,
         )
 
 
@@ -339,6 +163,21 @@ GATED_SHARED = ("shared_expert", SharedExpert(40, gate=True))
 
 def _deepseek_kind(folder: str, stem: str) -> Row:
     return Row((folder, f"{stem}MoE", f"{stem}Config"), DEEPSEEK, GROUPED, shared=TWO_SHARED)
+
+
+def _deepseek_v4(routing: str, number: int) -> Row:
+    # A limit of 1 clamps many of these small activations, so a wrong clamp shows.
+    activation = Activation("swiglu", 1.0, 0.0, 1.0)
+    fields = {name: DEEPSEEK[name] for name in ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")}
+    fields |= {"swiglu_limit": 1.0, "routed_scaling_factor": 1.5, "vocab_size": VOCABULARY, "num_hidden_layers": 2}
+    return Row(
+        ("deepseek_v4", "DeepseekV4SparseMoeBlock", "DeepseekV4Config"),
+        fields | {"mlp_layer_types": ["hash_moe", "moe"]},
+        Routing(routing, True, 1, 1, 1.5),
+        shared=("shared_experts", SharedExpert(I, activation=activation)),
+        changes={"activation": activation},
+        number=number,
+    )
 
 
 def _deepseek_v2(routing: Routing, **fields: Any) -> Row:
@@ -421,9 +260,37 @@ ROWS: dict[str, Row] = {
     ),
 }
 
+RELU2 = Activation("relu2")
 # Each with arithmetic that no other has.
 DISTINCT: dict[str, Callable[[torch.dtype], Block]] = {
-    build.__name__: build
-    for build in (gpt_oss, qwen3_moe, qwen3_5_moe, deepseek_v3, deepseek_v4_topk, deepseek_v4_hash, nemotron_h)
+    "gpt_oss": gpt_oss,
+    "qwen3_moe": Row(
+        ("qwen3_moe", "Qwen3MoeSparseMoeBlock", "Qwen3MoeConfig"),
+        {"moe_intermediate_size": I, "num_experts": E, "num_experts_per_tok": K, "norm_topk_prob": False},
+        Routing("softmax_topk", False),
+    ),
+    "qwen3_5_moe": Row(
+        ("qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock", "Qwen3_5MoeTextConfig"),
+        QWEN,
+        Routing("softmax_topk", True),
+        shared=GATED_SHARED,
+    ),
+    "deepseek_v3": _deepseek_kind("deepseek_v3", "DeepseekV3"),
+    "deepseek_v4_topk": _deepseek_v4("sqrt_softplus", 1),
+    "deepseek_v4_hash": _deepseek_v4("hash", 0),
+    "nemotron_h": Row(
+        ("nemotron_h", "NemotronHMoE", "NemotronHConfig"),
+        {"moe_latent_size": H, "moe_intermediate_size": I, "moe_shared_expert_intermediate_size": 56}
+        | {
+            "n_routed_experts": E,
+            "num_experts_per_tok": K,
+            "n_group": 2,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+        Routing("grouped_sigmoid", True, 2, 2, 2.5),
+        shared=("shared_experts", SharedExpert(56, activation=RELU2)),
+        changes={"activation": RELU2, "model_hidden_size": 96},
+    ),
 }
 BLOCKS: dict[str, Callable[[torch.dtype], Block]] = DISTINCT | ROWS
