@@ -6,6 +6,7 @@ isn't in either; `eprt bench dispatch --simulate` has it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from eprt.errors import ConfigError
 from eprt.experts import executor_spec
 from eprt.placement import EMPTY, ExpertPlacement, chosen_slots
 from eprt.plan.machines import MACHINES
-from eprt.plan.model import WEIGHT_BYTES, modelled_experts
+from eprt.plan.model import WEIGHT_BYTES, expert_values, modelled_experts
 from eprt.support import Device
 
 LINK_BYTES_PER_S = 375e9  # what NVLink (NV18) brought one rank in our own runs
@@ -27,15 +28,14 @@ RankTime = Callable[[float, float], float]  # (rows, experts that got any) of on
 
 def expert_bytes(config: MoEConfig, moe_tp_size: int = 1) -> int:
     """Bytes of one expert's matrices on one rank, unpadded."""
-    weights = (config.gate_up_rows + config.intermediate_size) * config.hidden_size
-    return round(weights * WEIGHT_BYTES[config.weight_format] / moe_tp_size)
+    return round(expert_values(config) * WEIGHT_BYTES[config.weight_format] / moe_tp_size)
 
 
 def roofline(config: MoEConfig, moe_tp_size: int = 1) -> RankTime:
     """As long as weights need from an H200's memory, or products on its tensor cores, whichever is longer."""
     machine = MACHINES[90]
     size = expert_bytes(config, moe_tp_size)
-    flops = 2 * (config.gate_up_rows + config.intermediate_size) * config.hidden_size / moe_tp_size
+    flops = 2 * expert_values(config) / moe_tp_size
     return lambda rows, experts: max(
         experts * size / machine.memory_gb_per_s / 1e9, rows * flops / machine.bf16_tflop_per_s / 1e12
     )
@@ -130,7 +130,7 @@ def _slot_rows(counts: Sequence[int], placement: ExpertPlacement, rows: int, one
 
 def _touched(rows: float) -> float:
     """How likely a slot gets any row, where it gets so many on average (Poisson)."""
-    return 1 - 2.718281828459045**-rows
+    return 1 - math.exp(-rows)
 
 
 def _received(before: ExpertPlacement, after: ExpertPlacement) -> int:

@@ -223,17 +223,12 @@ def dispatch_report(
     bytes_per_us: float,
     keep: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Measure the cases; `run` makes every rank call `measure_dispatch`. A refusal becomes a note, once. `keep` sees
-    what was found so far."""
-    notes = [] if baselines() else [MISSING]
-    report = Report("dispatch", [], {"push_gb_per_s": round(bytes_per_us / 1e3, 2)}, notes)
-    for case in cases:
-        by_rank = run(case)
-        refused = next((rank.refused for rank in by_rank if rank.refused), "")
-        note = f"{case.transport}, hidden {case.hidden}, top-{case.top_k}: {refused}"
-        if not refused:
-            report.rows.append(dispatch_row(case, by_rank, bytes_per_us))
-        elif note not in report.notes:
-            report.notes.append(note)
-        keep(report)
-    return report
+    """Measures the cases; `run` makes every rank call `measure_dispatch`. See `Report.fill`."""
+    report = Report("dispatch", [], {"push_gb_per_s": round(bytes_per_us / 1e3, 2)}, [] if baselines() else [MISSING])
+    return report.fill(
+        cases,
+        run,
+        lambda case, by_rank: [dispatch_row(case, by_rank, bytes_per_us)],
+        lambda case, _: f"{case.transport}, hidden {case.hidden}, top-{case.top_k}",
+        keep,
+    )

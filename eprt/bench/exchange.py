@@ -1,8 +1,7 @@
-"""What it costs the ranks to agree: the exchange of a header through shared memory beside the same through gloo."""
+"""Measures what an agreement of the ranks costs: a header through shared memory, and the same through gloo."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,18 +10,20 @@ import torch
 from eprt.bench.report import Report, percentile, slowest
 from eprt.bench.timing import world_of
 from eprt.ranks.process import RankContext
+from eprt.timing import host_stopwatch
 
 WORDS = 21  # of a header
-_WARM_ROUNDS = 50
+WARM_ROUNDS = 50
 
 
 def measure_exchange(context: RankContext, rounds: int) -> dict[str, list[float]]:
-    """This rank's microseconds, round after round without a pause: each exchange waits for all ranks by itself.
+    """Times this rank's exchanges, round after round without a pause: each waits for all ranks by itself.
+
     Collective; a job for `WorldPool.run`.
 
     Returns:
-        by name: `step` is a whole `World.step` without anything inside; `shared` the words alone, missing where ranks
-        share no memory; `gloo` the same words through sockets.
+        Microseconds by name: `step` is a whole `World.step` without anything inside; `shared` the words alone, missing
+        where ranks share no memory; `gloo` the same words through sockets.
     """
     world = world_of(context)
     words, row = list(range(WORDS)), torch.arange(WORDS)
@@ -39,15 +40,14 @@ def measure_exchange(context: RankContext, rounds: int) -> dict[str, list[float]
 
 def _times(call: Callable[[], object], rounds: int) -> list[float]:
     found: list[float] = []
-    for _ in range(_WARM_ROUNDS + rounds):
-        start = time.perf_counter()
-        call()
-        found.append((time.perf_counter() - start) * 1e6)
-    return found[_WARM_ROUNDS:]
+    for _ in range(WARM_ROUNDS + rounds):
+        with host_stopwatch(found):
+            call()
+    return found[WARM_ROUNDS:]
 
 
 def exchange_report(by_rank: list[dict[str, list[float]]], rounds: int) -> Report:
-    """One row for each way: over all rounds, the slowest rank's times."""
+    """Returns one row for each way: over all rounds, the slowest rank's times."""
     rows: list[dict[str, Any]] = []
     for name in by_rank[0]:
         times = slowest([rank[name] for rank in by_rank])

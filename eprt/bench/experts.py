@@ -28,7 +28,7 @@ from eprt.models.published import published_layer
 from eprt.placement import ExpertPlacement
 from eprt.rounding import ceil_div
 from eprt.support import Device
-from eprt.timing import device_microseconds
+from eprt.timing import device_microseconds, host_microseconds
 from eprt.tokens import FlatTokens, Payload
 from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Dense, ExpertWeights, Fp8Block, Matrix, Mxfp4, Nvfp4
 
@@ -330,22 +330,12 @@ def _bench_baseline(
                 flat = _flat_tokens(config, count, device)
                 call = call_for(flat)
                 call()
-                times = (device_microseconds(call), None, None, _host_us(call))
+                times = (device_microseconds(call), None, None, host_microseconds(call))
                 what, costs = (name, shape, config.weight_format, activations), (prepare_s, warmup_s, 0.0)
                 rows.append(_row(what, config, shard.num_local_experts, flat, weights.nbytes, ceilings, times, costs))
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return rows
-
-
-def _host_us(call: Callable[[], object], calls: int = 20) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    host_us = (time.perf_counter() - start) / calls * 1e6
-    torch.cuda.synchronize()
-    return host_us
 
 
 def _flat_tokens(config: MoEConfig, count: int, device: torch.device) -> FlatTokens:
@@ -371,4 +361,4 @@ def _times(executor: Executor, flat: FlatTokens) -> tuple[float, float | None, f
     for _ in range(2):
         for name, call in run.items():
             us[name] = min(us[name], device_microseconds(call))
-    return us["eprt"], us.get("direct"), us.get("kernels"), _host_us(run["eprt"])
+    return us["eprt"], us.get("direct"), us.get("kernels"), host_microseconds(run["eprt"])

@@ -1,23 +1,20 @@
-"""Where a layer's time goes, and what `ExpertParallelMoE` adds to the same steps written out by hand.
+"""Measures where a layer's time goes, and what `ExpertParallelMoE` adds to the same steps called directly.
 
-The peer of the same run calls the same router, then the unchecked halves of dispatcher and executor: no checks, no word
-with the peers about the call. All ranks have the same number of tokens, routed uniformly.
+The direct calls are the router, then the unchecked halves of dispatcher and executor: no checks, no agreement with
+other ranks about the call. All ranks have the same number of tokens, routed uniformly.
 """
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from eprt.bench.experts import SHAPES, random_experts
-from eprt.bench.report import Report, percentile, slowest
-from eprt.bench.timing import samples, world_of
+from eprt.bench.report import Report, p50_p99
+from eprt.bench.timing import WARM_ROUNDS, alternating, clocked_phases, samples, world_of
 from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig, TokenFormat
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError, EprtError, RankLost, UnsupportedError
@@ -31,11 +28,10 @@ from eprt.support import Device
 from eprt.world import World
 
 TINY = MoEConfig(8, 4, 128, 256, Activation(alpha=1.702, beta=1.0, limit=7.0), Routing("topk_softmax"), True, "mxfp4")
-_WARM_ROUNDS = 3
 
 
 def shape_config(shape: str) -> MoEConfig:
-    """A layer's maths by the shape's name. Raises ConfigError for one that isn't known."""
+    """Returns a layer's maths by the shape's name. Raises ConfigError for one that isn't known."""
     if shape == "tiny":
         return TINY
     if shape not in SHAPES:
@@ -72,13 +68,13 @@ class LayerCase:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """One rank's microseconds at one number of tokens, one entry a round.
+    """One rank's microseconds at one number of tokens, one entry per round.
 
     Attributes:
         phases: by name, device included.
-        layer, by_hand: the whole call in host time: on CPU with its work, on CUDA what the host needs to issue it.
+        layer, by_hand: host time of the layer's call, and of the same steps called directly: on
+            CPU with its work, on CUDA what the host needs to issue it.
         layer_graph, by_hand_graph: in a CUDA graph; empty where there is none.
-        pair: "dispatcher + executor".
     """
 
     phases: dict[str, list[float]]
@@ -90,7 +86,7 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class LayerFound:
-    """One rank's result.
+    """One rank's result for a case.
 
     Attributes:
         pair: "dispatcher + executor".
@@ -103,7 +99,7 @@ class LayerFound:
 
 
 def pairs_here(context: RankContext, case: LayerCase) -> tuple[list[LayerCase], list[str]]:
-    """Every pair that works here as a case of its own, and a line for every other. A job for `WorldPool.run`."""
+    """Returns each pair that works here as a case of its own, and a line for every other. A job for `WorldPool.run`."""
     world = world_of(context)
     try:
         plan = make_plan(case.config, world.parallel, case.runtime, Device.of(world.device))
@@ -118,7 +114,7 @@ def pairs_here(context: RankContext, case: LayerCase) -> tuple[list[LayerCase], 
 
 
 def measure_layer(context: RankContext, case: LayerCase) -> LayerFound:
-    """This rank's share of one case. Collective; a job for `WorldPool.run`."""
+    """Measures this rank's share of one case. Collective; a job for `WorldPool.run`."""
     world = world_of(context)
     torch.manual_seed(world.rank)
     pair = f"{case.dispatcher} + {case.executor}"
@@ -144,10 +140,14 @@ def _measured(layer: ExpertParallelMoE, tokens: int, rounds: int) -> LayerTimes:
         return layer(x, tokens_per_rank=max(tokens, 1))
 
     def bare() -> object:
-        return _by_hand(layer, x)
+        return _called_directly(layer, x)
 
-    phases = _phases(layer, whole, rounds)
-    ours, theirs = _in_turn(world, whole, bare, rounds)
+    with clocked_phases([layer], with_device=True) as phases:
+        for _ in range(WARM_ROUNDS + rounds):
+            world.barrier()
+            whole()
+    phases = {phase: times[WARM_ROUNDS:] for phase, times in phases.items()}
+    ours, theirs = alternating(world, (whole, bare), rounds)
     graphs: list[list[float]] = [[], []]
     if graph_safe(layer):
         graphs = [samples(world, call, graph=True, rounds=20, repeats=5) for call in (whole, bare)]
@@ -164,8 +164,8 @@ def _make_layer(world: World, case: LayerCase) -> ExpertParallelMoE:
     )
 
 
-def _by_hand(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
-    """The layer's work without the layer. Its calls are the dispatcher's, too, so that both may alternate."""
+def _called_directly(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
+    """Does the layer's work without the layer, through the same dispatcher, so that both may alternate."""
     router, dispatcher, executor = layer.router, layer.dispatcher, layer.executor
     if router is None:
         raise ConfigError("the bench's layer has a router of its own: this one has none")
@@ -182,50 +182,8 @@ def _by_hand(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _phases(layer: ExpertParallelMoE, call: Callable[[], object], rounds: int) -> dict[str, list[float]]:
-    """Each phase with its work on the device; waiting for other ranks counts."""
-    found: dict[str, list[float]] = defaultdict(list)
-    on_gpu = layer.world.device.type == "cuda"
-
-    def now() -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    @contextmanager
-    def clock(phase: str) -> Iterator[None]:
-        start = now()
-        yield
-        found[phase].append((now() - start) * 1e6)
-
-    before, layer.observe = layer.observe, clock
-    try:
-        for _ in range(_WARM_ROUNDS + rounds):
-            layer.world.barrier()
-            call()
-    finally:
-        layer.observe = before
-    return {phase: times[_WARM_ROUNDS:] for phase, times in found.items()}
-
-
-def _in_turn(
-    world: World, ours: Callable[[], object], theirs: Callable[[], object], rounds: int
-) -> tuple[list[float], list[float]]:
-    """Host time of the two, alternating, so that whatever else the machine does meets both."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(_WARM_ROUNDS + rounds):
-        for call, found in zip((ours, theirs), times, strict=True):
-            if world.device.type == "cuda":
-                torch.cuda.synchronize()
-            world.barrier()
-            start = time.perf_counter()
-            call()
-            found.append((time.perf_counter() - start) * 1e6)
-    return times[0][_WARM_ROUNDS:], times[1][_WARM_ROUNDS:]
-
-
 def graph_safe(layer: ExpertParallelMoE) -> bool:
-    """Whether its calls can be captured here."""
+    """Says whether the layer's calls can be captured here."""
     safe = DISPATCHERS[layer.plan.dispatcher].graph_safe and EXECUTORS[layer.plan.executor].graph_safe
     return safe and layer.world.device.type == "cuda"
 
@@ -234,7 +192,7 @@ def graph_safe(layer: ExpertParallelMoE) -> bool:
 
 
 def layer_rows(case: LayerCase, by_rank: list[LayerFound]) -> list[dict[str, Any]]:
-    """A row of the report for each number of tokens: over all rounds, the slowest rank's times."""
+    """Returns a row for each number of tokens: over all rounds, the slowest rank's times."""
     return [
         _row(case, tokens, by_rank[0].pair, [rank.times[number] for rank in by_rank])
         for number, tokens in enumerate(case.tokens)
@@ -242,21 +200,17 @@ def layer_rows(case: LayerCase, by_rank: list[LayerFound]) -> list[dict[str, Any
 
 
 def _row(case: LayerCase, tokens: int, pair: str, by_rank: list[LayerTimes]) -> dict[str, Any]:
-    def both(name: str, values: list[list[float]]) -> dict[str, float]:
-        times = slowest(values)
-        return {f"{name}_p50_us": round(percentile(times, 50), 1), f"{name}_p99_us": round(percentile(times, 99), 1)}
-
     rows_per_expert = tokens * len(by_rank) * case.config.top_k / case.config.num_experts
     activations = "fp8" if case.low_precision_activations else "bf16"
     row: dict[str, Any] = {"shape": case.shape, "ranks": len(by_rank), "activations": activations, "tokens": tokens}
     row |= {"rows_per_expert": round(rows_per_expert, 2), "pair": pair, "token_format": case.token_format or "auto"}
     for phase in PHASES:
-        row |= both(phase, [rank.phases[phase] for rank in by_rank])
-    row |= both("layer", [rank.layer for rank in by_rank]) | both("by_hand", [rank.by_hand for rank in by_rank])
+        row |= p50_p99(phase, [rank.phases[phase] for rank in by_rank])
+    row |= p50_p99("layer", [rank.layer for rank in by_rank]) | p50_p99("by_hand", [rank.by_hand for rank in by_rank])
     row["overhead_us"] = round(row["layer_p50_us"] - row["by_hand_p50_us"], 1)
     if by_rank[0].layer_graph:
-        row |= both("layer_graph", [rank.layer_graph for rank in by_rank])
-        row |= both("by_hand_graph", [rank.by_hand_graph for rank in by_rank])
+        row |= p50_p99("layer_graph", [rank.layer_graph for rank in by_rank])
+        row |= p50_p99("by_hand_graph", [rank.by_hand_graph for rank in by_rank])
         row["graph_ratio"] = round(row["layer_graph_p50_us"] / row["by_hand_graph_p50_us"], 3)
     return row
 
@@ -267,14 +221,6 @@ def layer_report(
     keep: Callable[[Report], None] = lambda _: None,
     notes: Sequence[str] = (),
 ) -> Report:
-    """Measure the cases; `run` makes every rank call `measure_layer`. A refusal becomes a note. `keep` sees what was
-    found so far."""
+    """Measures the cases; `run` makes every rank call `measure_layer`. See `Report.fill`."""
     report = Report("layer", [], notes=list(notes))
-    for case in cases:
-        by_rank = run(case)
-        if refused := next((rank.refused for rank in by_rank if rank.refused), ""):
-            report.notes.append(f"{case.shape}, {by_rank[0].pair}: {refused}")
-        else:
-            report.rows.extend(layer_rows(case, by_rank))
-        keep(report)
-    return report
+    return report.fill(cases, run, layer_rows, lambda case, found: f"{case.shape}, {found.pair}", keep)

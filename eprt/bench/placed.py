@@ -1,7 +1,7 @@
-"""What a planned placement brings: the same layer with its experts in order and with replicas, in one run, on the same
-uneven choices, beside what the plan's model says of both.
+"""Measures what a planned placement brings: one layer with its experts in order, and with planned replicas.
 
-Every rank draws its own tokens' experts; both layers hold the same experts, so their outputs must agree.
+Both run on the same uneven choices, beside what the plan's model predicts of each. Every rank draws its own tokens'
+experts. Both layers hold the same experts, so their outputs must agree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement, SlotTable
 from eprt.placement.file import PlacementFile
 from eprt.plan import DECODE_TOKENS, Plan
-from eprt.plan.demand import Demand, layer_time
+from eprt.plan.skew import Demand, layer_time
 from eprt.ranks.process import RankContext
 from eprt.support import Device
 from eprt.tokens import TopK
@@ -39,12 +39,12 @@ TOLERANCE = 1e-2  # of the two layers' outputs against each other: bf16 sums in 
 
 @dataclass(frozen=True)
 class PlacedCase:
-    """One layer under uneven choices.
+    """One layer under uneven routing.
 
     Attributes:
         shape, dispatcher, executor: as in `LayerCase`; both layers take the pair that is chosen for experts in order.
         tokens: on every rank. Up to 128 are decode: each expert's go to one of its replicas.
-        routed: whom they choose; a batch of its own on each rank.
+        routed: the experts that they choose; a batch of its own on each rank.
         routing: its name, for the report.
         slots: [S] the planned placement.
     """
@@ -73,7 +73,7 @@ class PlacedCase:
 
 @dataclass(frozen=True)
 class PlacedTimes:
-    """One rank's result; by placement.
+    """One rank's result, by placement.
 
     Attributes:
         samples: microseconds of a call.
@@ -95,7 +95,7 @@ class PlacedTimes:
 def planned_slots(
     config: MoEConfig, ranks: int, routed: RoutedLayer, replicas: int | None, file: PlacementFile | None
 ) -> tuple[int, ...]:
-    """Slots of the placement to be measured: a file's, or planned for so many replicas from the routing's own counts.
+    """Returns the physical expert slots to be measured: a file's, or planned from the routing's own counts.
 
     Raises:
         ConfigError: a file made for other sizes.
@@ -108,7 +108,7 @@ def planned_slots(
 
 
 def measure_placed(context: RankContext, case: PlacedCase) -> PlacedTimes:
-    """This rank's share of one case. Collective; a job for `WorldPool.run`."""
+    """Measures this rank's share of one case. Collective; a job for `WorldPool.run`."""
     world = world_of(context)
     layers: dict[str, ExpertParallelMoE] = {}
     try:
@@ -129,7 +129,7 @@ def measure_placed(context: RankContext, case: PlacedCase) -> PlacedTimes:
 
 
 def _layer(world: World, case: PlacedCase, runtime: RuntimeConfig, placement: ExpertPlacement) -> ExpertParallelMoE:
-    """Expert for expert the same weights, wherever they lie."""
+    """Makes a layer whose experts have the same weights, wherever they lie."""
     torch.manual_seed(11)
     everyone = random_experts(case.config, case.config.num_experts, world.device)
     held = torch.tensor(placement.shard(world.rank).experts, device=world.device)
@@ -193,7 +193,7 @@ def _predicted(world: World, case: PlacedCase, plan: Plan, demands: dict[str, De
 
 
 def placed_rows(case: PlacedCase, by_rank: list[PlacedTimes]) -> list[dict[str, Any]]:
-    """Experts in order, then the planned placement with its gains: the slowest rank's times."""
+    """Returns a row for experts in order, then one for the planned placement with its gains, by the slowest rank."""
     rows: list[dict[str, Any]] = []
     first, config = by_rank[0], case.config
     p50 = {name: percentile(slowest([rank.samples[name] for rank in by_rank]), 50) for name in first.samples}
@@ -228,14 +228,9 @@ def placed_report(
     run: Callable[[PlacedCase], list[PlacedTimes]],
     keep: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Measure the cases; `run` makes every rank call `measure_placed`. A refusal becomes a note. `keep` sees what was
-    found so far."""
-    report = Report("placement", [])
-    for case in cases:
-        by_rank = run(case)
-        if refused := next((rank.refused for rank in by_rank if rank.refused), ""):
-            report.notes.append(f"{case.shape}, {case.tokens} tokens a rank: {refused}")
-        else:
-            report.rows.extend(placed_rows(case, by_rank))
-        keep(report)
-    return report
+    """Measures the cases; `run` makes every rank call `measure_placed`. See `Report.fill`."""
+
+    def label(case: PlacedCase, _: PlacedTimes) -> str:
+        return f"{case.shape}, {case.tokens} tokens per rank"
+
+    return Report("placement", []).fill(cases, run, placed_rows, label, keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,13 +99,10 @@ def _line_panels(report: Report) -> list[tuple[str, Any]]:
             title = f"hidden {row['hidden']}, top-{row['top_k']}, {row['routing']}"
         groups.setdefault(title, []).append(row)
 
-    def drawer(rows: list[dict[str, Any]]) -> Any:
-        return lambda axes: _draw_lines(axes, report.bench, rows)
-
-    return [(title, drawer(rows)) for title, rows in groups.items()]
+    return [(title, partial(_draw_lines, report.bench, rows)) for title, rows in groups.items()]
 
 
-def _draw_lines(axes: Any, bench: str, rows: list[dict[str, Any]]) -> None:
+def _draw_lines(bench: str, rows: list[dict[str, Any]], axes: Any) -> None:
     for name, points in measured_lines(bench, rows).items():
         axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", markersize=3, label=name)
     bounds = lower_bounds(bench, rows)

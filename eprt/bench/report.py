@@ -1,4 +1,4 @@
-"""One result format for every bench: rows, and what they depend on (machine, versions, commit, command)."""
+"""Holds the one result format of every bench: rows, and what they depend on (machine, versions, commit, command)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,14 +19,14 @@ from eprt import diagnosis
 
 @dataclass(frozen=True)
 class Report:
-    """What a bench found.
+    """The result of a bench.
 
     Attributes:
         bench: "layer", "placement", "dispatch", "simulation", "experts", "router", "exchange", "step" or
             "tune".
         rows: one dict a measurement; times in microseconds end in `_us`.
-        limits: what the same run measured of the machine (rates, floors' inputs).
-        notes: what was left out, and why.
+        limits: rates of the machine, measured in the same run; lower bounds are made of them.
+        notes: cases that were left out, with the reason.
         command: None: this `eprt` command.
         runs: provenance of each run, where several filled one report.
     """
@@ -39,21 +39,47 @@ class Report:
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """With its provenance."""
+        """Returns the report with its provenance."""
         found = {"bench": self.bench, **provenance(), "command": self.command or this_command()}
         runs = {"runs": self.runs} if self.runs else {}
         return {**found, **runs, "limits": self.limits, "notes": self.notes, "rows": self.rows}
 
     def write(self, path: Path) -> None:
-        """As JSON, one row a line, so that two results can be compared by eye."""
+        """Writes JSON with one row per line, so that two results can be compared by eye."""
         content = self.as_dict()
         rows = ",\n  ".join(json.dumps(row) for row in content.pop("rows"))
         head = json.dumps(content, indent=1).removesuffix("\n}")
         write_whole(path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
 
+    def fill(
+        self,
+        cases: Sequence[Any],
+        run: Callable[[Any], list[Any]],
+        rows_of: Callable[[Any, list[Any]], list[dict[str, Any]]],
+        label: Callable[[Any, Any], str],
+        keep: Callable[[Report], None],
+    ) -> Report:
+        """Appends the rows of each case, or one note with the reason where a rank refused it. Returns itself.
+
+        Args:
+            run: makes every rank measure a case; their results by rank, each with `refused`.
+            label: names a case in its note, from the case and rank 0's result.
+            keep: called with the report after each case.
+        """
+        for case in cases:
+            by_rank = run(case)
+            refused = next((rank.refused for rank in by_rank if rank.refused), "")
+            note = f"{label(case, by_rank[0])}: {refused}"
+            if not refused:
+                self.rows.extend(rows_of(case, by_rank))
+            elif note not in self.notes:
+                self.notes.append(note)
+            keep(self)
+        return self
+
 
 def write_whole(path: Path, text: str) -> None:
-    """Whoever reads meanwhile sees the old file or the new one, where it is a file. Makes its folder."""
+    """Replaces a file at once, so that a reader sees the old text or the new one. Makes its folder."""
     path = path.resolve()
     if path.exists() and not path.is_file():  # /dev/stdout
         path.write_text(text)
@@ -70,7 +96,7 @@ def this_command() -> str:
 
 @cache
 def provenance() -> dict[str, Any]:
-    """What a measurement can't be understood without, once a process."""
+    """Returns what a measurement can't be understood without; determined once per process."""
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": diagnosis.devices(),
@@ -80,7 +106,7 @@ def provenance() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of the checkout that eprt runs from, "+" appended if it has changes; "" outside a checkout."""
+    """Returns the commit of the checkout that eprt runs from, "+" appended if it has changes; "" outside a checkout."""
     folder = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -95,11 +121,17 @@ def commit() -> str:
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Nearest rank: the smallest sample that at least `percent` % of them don't exceed."""
+    """Returns the nearest-rank percentile: the smallest sample that at least `percent` % of them don't exceed."""
     ordered = sorted(samples)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Round by round, the rank that took longest: a collective is as fast as its last rank."""
+    """Returns, round by round, the longest time of any rank: a collective is as fast as its last rank."""
     return [max(samples) for samples in zip(*by_rank, strict=True)]
+
+
+def p50_p99(name: str, by_rank: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Returns two columns of a row: both percentiles over all rounds of the slowest rank's microseconds."""
+    times = slowest(by_rank)
+    return {f"{name}_p{p}_us": round(percentile(times, p), 1) for p in (50, 99)}

@@ -1,14 +1,13 @@
-"""How fast a router is on one GPU: rows for `eprt bench router`.
+"""Measures routers on one GPU: rows for `eprt bench router`.
 
 The kernels stand beside the plain torch code of `eprt.routing`, in the same run and on the same numbers. Times are of
 CUDA graphs of calls that each read another router's weight, more of them than the L2 cache holds, as the layers of a
-model do. The floor: bytes of the weight and the hidden states over the copy bandwidth measured in the same run, and
-operations over the bf16 rate of a large matrix product.
+model do. The lower bounds: bytes of the weight and the hidden states over the copy bandwidth measured in the same run,
+and operations over the bf16 rate of a large matrix product.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from eprt.config import MoEConfig
 from eprt.errors import ConfigError
 from eprt.models.published import published_layer
 from eprt.routing import Router, route_torch
-from eprt.timing import device_microseconds
+from eprt.timing import device_microseconds, host_microseconds
 from eprt.tokens import TopK
 
 CACHE_BYTES = 96 << 20  # more than any GPU's L2 so far
@@ -42,7 +41,7 @@ VOCABULARY = 1024
 def router_report(
     shapes: Iterable[str] = SHAPES, *, tokens: Sequence[int], keep: Callable[[Report], None] = lambda _: None
 ) -> Report:
-    """Measure routers of random weights on this GPU; `keep` sees what was found so far.
+    """Measures routers of random weights on this GPU; `keep` sees what was found so far.
 
     Raises:
         ConfigError: an unknown shape, or no CUDA device.
@@ -64,7 +63,7 @@ def router_report(
 
 
 def _routers(config: MoEConfig, device: torch.device) -> list[Router]:
-    """So many that their weights don't fit the L2 cache together, or as many as a graph of moderate size calls."""
+    """Makes more routers than the L2 cache holds weights of, or as many as a graph of moderate size calls."""
     E, H, K = config.num_experts, config.hidden_size, config.top_k
     generator = torch.Generator(device).manual_seed(E + H)
 
@@ -86,7 +85,7 @@ def _routers(config: MoEConfig, device: torch.device) -> list[Router]:
 
 
 def _rows(name: str, routers: list[Router], T: int, ceilings: Ceilings) -> list[dict[str, Any]]:
-    """One row for the kernels, one for torch."""
+    """Returns one row for the kernels and one for torch."""
     E, H = routers[0].weight.shape
     device = routers[0].weight.device
     generator = torch.Generator(device).manual_seed(T)
@@ -94,7 +93,7 @@ def _rows(name: str, routers: list[Router], T: int, ceilings: Ceilings) -> list[
     token_ids = None
     if routers[0].token_table is not None:
         token_ids = torch.randint(VOCABULARY, (T,), generator=generator, device=device)
-    floor = {
+    bounds = {
         "weights_us": round(2 * (E + T) * H / ceilings.copy_bytes * 1e6, 2),
         "flops_us": round(2 * T * E * H / ceilings.bf16_flops * 1e6, 2),
     }
@@ -102,9 +101,9 @@ def _rows(name: str, routers: list[Router], T: int, ceilings: Ceilings) -> list[
     for who, call in (("eprt", _by_kernels), ("torch", _by_torch)):
         calls = [partial(call, router, hidden, token_ids) for router in routers]
         us = device_microseconds(*calls, repeats=1, rounds=7)
-        host_us = _host_microseconds(calls[0])
+        host_us = host_microseconds(calls[0], HOST_CALLS)
         rows.append({"shape": name, "router": who, "tokens": T, "us": round(us, 2), "host_us": round(host_us, 1)})
-        rows[-1] |= floor
+        rows[-1] |= bounds
     return rows
 
 
@@ -115,15 +114,3 @@ def _by_kernels(router: Router, hidden: torch.Tensor, token_ids: torch.Tensor | 
 def _by_torch(router: Router, hidden: torch.Tensor, token_ids: torch.Tensor | None) -> TopK:
     logits = router.logits_by_torch(hidden).logits
     return route_torch(logits, router.routing, router.top_k, router.correction_bias, token_ids, router.token_table)
-
-
-def _host_microseconds(call: Callable[[], object]) -> float:
-    """What the host needs to issue a call."""
-    call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(HOST_CALLS):
-        call()
-    took = (time.perf_counter() - start) / HOST_CALLS * 1e6
-    torch.cuda.synchronize()
-    return took

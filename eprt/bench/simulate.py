@@ -1,6 +1,6 @@
 """`eprt bench dispatch --simulate`: drawn or recorded choices, sent through each dispatcher's bytes and the cost model.
 
-Nothing is measured here: a row is what `eprt.plan.demand` makes of the choices, for machines that nobody has to own.
+Nothing is measured here: a row is what `eprt.plan.skew` makes of the choices, for machines that nobody has to own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.placement import ExpertPlacement, SlotTable
 from eprt.plan import Plan, make_plan
-from eprt.plan.demand import Demand, LayerTime, layer_time
+from eprt.plan.skew import Demand, LayerTime, layer_time
 from eprt.support import Device
 
 DRAWN = 1 << 18  # tokens drawn at most; the world's batch where that is smaller, so that its chance is in the times

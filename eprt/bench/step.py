@@ -1,15 +1,13 @@
-"""A decode step of a whole model: transformers alone, then its MoE blocks over the ranks, one way of calling them
-after the other.
+"""Measures a decode step of a whole model: transformers alone, then with its MoE blocks over the ranks.
 
 Every rank runs its own batch through the same random weights, attention and head included; the layers are fewer, all
-widths are the model's. The peer of the same run is transformers' own model, whole on each rank, in bf16. All rows make
-the same step on a StaticCache: one token a request, an explicit mask, logits and their argmax.
+widths are the model's. The baseline of the same run is transformers' own model, whole on each rank, in bf16. All rows
+make the same step on a StaticCache: one token a request, an explicit mask, logits and their argmax.
 """
 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +18,7 @@ from torch import nn
 from eprt.bench.experts import random_experts
 from eprt.bench.report import Report, percentile, slowest
 from eprt.bench.step_models import MODELS, make_model
-from eprt.bench.timing import clocked_calls, clocked_phases, world_of
+from eprt.bench.timing import clocked_calls, clocked_phases, settle, world_of
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.graphs import StepGraphs
 from eprt.graphs.recording import Pool, Recording, refusal
@@ -29,6 +27,7 @@ from eprt.models import family_for
 from eprt.placement import ExpertPlacement
 from eprt.ranks.process import RankContext
 from eprt.routing import Router
+from eprt.timing import host_stopwatch
 from eprt.weights import SharedExpertWeights
 from eprt.world import World
 
@@ -51,7 +50,7 @@ class StepCase:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One rank's microseconds of one way of stepping, a round's mean each.
+    """One rank's microseconds of one way of stepping, a mean for each round.
 
     Attributes:
         step: from one step to the next.  host: until the host has issued it.  moe_host: of that, in one MoE block.
@@ -68,7 +67,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepFound:
-    """What one rank measured of one model; `pair` is "dispatcher + executor", `notes` what was left out, and why."""
+    """One rank's result for a model; `pair` is "dispatcher + executor", `notes` say what was left out, and why."""
 
     times: list[StepTimes]
     pair: str
@@ -76,7 +75,7 @@ class StepFound:
 
 
 class _Batch:
-    """One number of requests: their tokens, their cache, and a step."""
+    """A batch of requests: their tokens, their cache, and a step."""
 
     def __init__(self, model: Any, tokens: int, device: torch.device) -> None:
         from transformers import StaticCache
@@ -91,7 +90,7 @@ class _Batch:
         self.token = torch.randint(0, model.config.vocab_size, (tokens, 1), device=device)
 
     def __call__(self, token: torch.Tensor) -> torch.Tensor:
-        """[rows, 1] -> the next [rows, 1]."""
+        """Returns the next tokens [rows, 1] of these [rows, 1]."""
         output = self._model(
             token,
             past_key_values=self.cache,
@@ -104,7 +103,7 @@ class _Batch:
 
 
 def measure_step(context: RankContext, case: StepCase) -> StepFound:
-    """This rank's share of one model. Collective; a job for `WorldPool.run`."""
+    """Measures this rank's share of one model. Collective; a job for `WorldPool.run`."""
     world = world_of(context)
     torch.manual_seed(world.rank)
     with torch.no_grad():
@@ -129,8 +128,10 @@ def measure_step(context: RankContext, case: StepCase) -> StepFound:
 
 
 def _parallelized(model: nn.Module, hf: dict[str, Any], world: World, case: StepCase) -> list[ExpertParallelMoE]:
-    """The model's MoE blocks over the world, with random weights too, made where they are used: experts in the number
-    format of the published checkpoint, router and shared expert in bf16."""
+    """Replaces the model's MoE blocks by layers over the world, with random weights made where they are used.
+
+    Experts have the number format of the published checkpoint, router and shared expert are bf16.
+    """
     family = family_for(hf)
     graphs = world.device.type == "cuda"
     layers: list[ExpertParallelMoE] = []
@@ -162,7 +163,7 @@ def _parallelized(model: nn.Module, hf: dict[str, Any], world: World, case: Step
 
 
 class _Block(nn.Module):
-    """Returns what the model's decoder layer expects of its MoE block."""
+    """Calls a layer as the model's decoder layer calls its MoE block."""
 
     def __init__(self, layer: ExpertParallelMoE, returns_scores: bool) -> None:
         super().__init__()
@@ -243,13 +244,13 @@ def _measure_ours(found: _Measured, layers: list[ExpertParallelMoE], batches: di
 
 
 def _idle(layers: list[ExpertParallelMoE]) -> None:
-    """The step of a rank without requests."""
+    """Runs the step of a rank without requests."""
     for layer in layers:
         layer(torch.empty(0, layer.config.input_size, dtype=torch.bfloat16, device=layer.world.device))
 
 
 class _Measured:
-    """What was found so far, and how it is found.
+    """Times ways of stepping, and keeps what it found.
 
     Args:
         blocks: the model's MoE blocks: transformers' own, then ours.
@@ -267,8 +268,7 @@ class _Measured:
         call: Callable[[torch.Tensor], torch.Tensor] | None = None,
         capture: bool | None = None,
     ) -> None:
-        """Time `call` (the batch's own step if None), in a CUDA graph of its own where `capture` says so; capture=False
-        leaves it out."""
+        """Times `call` (the batch's own step if None), in a CUDA graph of its own if `capture` is True; False leaves it out."""
         if capture is False:
             return
         step = call or batch
@@ -279,7 +279,7 @@ class _Measured:
             batch.cache.reset()
             try:
                 play = Recording.of(lambda: step(token), Pool(), self.world).play
-            except RuntimeError as error:  # of a peer, which may synchronise where it likes
+            except RuntimeError as error:  # of a baseline, which may synchronise anywhere
                 self.notes.append(f"{self.case.model}, {token.shape[0]} tokens, {path}: {str(error).splitlines()[0]}")
                 return
         rounds = [self._round(batch, play) for _ in range(self.case.rounds)]
@@ -291,59 +291,55 @@ class _Measured:
         self.times.append(StepTimes(token.shape[0], path, steps, hosts, inside, phases))
 
     def _warm(self, batch: _Batch, call: Callable[[], object]) -> None:
-        batch.cache.reset()
-        self.world.barrier()
+        self._begin(batch)
         for _ in range(_WARM_STEPS):
             call()
-        self._settle()
+        settle(self.world)
+
+    def _begin(self, batch: _Batch) -> None:
+        batch.cache.reset()
+        settle(self.world)
+        self.world.barrier()
 
     def _round(self, batch: _Batch, call: Callable[[], object]) -> tuple[float, float]:
-        """Microseconds of one step, and of the host's part."""
-        batch.cache.reset()
-        self._settle()
-        self.world.barrier()
-        start = time.perf_counter()
-        for _ in range(_STEPS):
-            call()
-        issued = time.perf_counter()
-        self._settle()
-        done = time.perf_counter()
-        return (done - start) * 1e6 / _STEPS, (issued - start) * 1e6 / _STEPS
+        """Returns the microseconds of one step, and of the host's part in it."""
+        self._begin(batch)
+        found: list[float] = []
+        with host_stopwatch(found):
+            with host_stopwatch(found):
+                for _ in range(_STEPS):
+                    call()
+            settle(self.world)
+        return found[1] / _STEPS, found[0] / _STEPS
 
     def _inside_blocks(self, batch: _Batch, call: Callable[[], object]) -> list[float]:
-        """Host time of one MoE block's call, mean of a step's blocks; apart, as the clock takes time too."""
+        """Returns the host's time per MoE block, a mean for each step. The clock takes time too, so this runs apart."""
         spent: list[float] = []
-        batch.cache.reset()
-        self.world.barrier()
         with clocked_calls(self.blocks, spent):
-            for _ in range(_STEPS):
-                call()
-                self._settle()
+            self._steps(batch, call)
         count = len(self.blocks)
         return [sum(spent[i : i + count]) / count for i in range(0, len(spent), count)]
 
     def _inside_phases(self, batch: _Batch, call: Callable[[], object]) -> dict[str, float]:
-        """Host time of each phase of one of our layers, mean of all; apart again."""
+        """Returns the host's mean time in each phase of our layers; apart again."""
         layers = [block.layer for block in self.blocks if isinstance(block, _Block)]
-        batch.cache.reset()
-        self.world.barrier()
         with clocked_phases(layers) as found:
-            for _ in range(_STEPS):
-                call()
-                self._settle()
+            self._steps(batch, call)
         return {phase: sum(times) / len(times) for phase, times in found.items()}
 
-    def _settle(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
+    def _steps(self, batch: _Batch, call: Callable[[], object]) -> None:
+        self._begin(batch)
+        for _ in range(_STEPS):
+            call()
+            settle(self.world)
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------
 
 
 def step_rows(case: StepCase, by_rank: list[StepFound]) -> list[dict[str, Any]]:
-    """Rows of the report: over all rounds, the slowest rank's times. Ratios are to transformers' eager step, and to its
-    step in a graph, where one was measured."""
+    """Returns rows of the report: over all rounds, the slowest rank's times. Ratios are to transformers' eager step,
+    and to its step in a graph, where one was measured."""
     rows: list[dict[str, Any]] = []
     medians: dict[tuple[int, str], float] = {}
     for times in zip(*(found.times for found in by_rank), strict=True):
@@ -366,8 +362,8 @@ def step_rows(case: StepCase, by_rank: list[StepFound]) -> list[dict[str, Any]]:
         }
         for phase in PHASES if times[0].phases else ():
             row[f"{phase}_host_us"] = round(max(t.phases[phase] for t in times), 1)
-        for name, peer in (("of_eager", "transformers"), ("of_graph", "transformers graph")):
-            row[name] = round(median / medians[tokens, peer], 3) if (tokens, peer) in medians else None
+        for name, baseline in (("of_eager", "transformers"), ("of_graph", "transformers graph")):
+            row[name] = round(median / medians[tokens, baseline], 3) if (tokens, baseline) in medians else None
         rows.append(row)
     return rows
 
@@ -377,7 +373,7 @@ def step_report(
     run: Callable[[StepCase], list[StepFound]],
     keep: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Measure the cases; `run` makes every rank call `measure_step`. `keep` sees what was found so far."""
+    """Measures the cases; `run` makes every rank call `measure_step`. `keep` sees what was found so far."""
     report = Report("step", [])
     for case in cases:
         by_rank = run(case)

@@ -1,12 +1,14 @@
-"""Microseconds of a collective call on this rank, round by round; every round starts on all ranks together."""
+"""Times collective calls on this rank, round by round; every round starts on all ranks together.
+
+Times are microseconds. The stopwatches are those of `eprt.timing`; what is added here aligns the ranks.
+"""
 
 from __future__ import annotations
 
 import gc
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from statistics import median
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -16,24 +18,32 @@ import torch.distributed as dist
 from torch import nn
 
 from eprt.ranks.process import RankContext
+from eprt.timing import host_stopwatch
 from eprt.world import World
 
 T = TypeVar("T")
 
+WARM_ROUNDS = 3  # of a call, not counted
 _WARM_REPLAYS = 20  # a GPU that was idle takes some milliseconds of work to reach its clocks
 _event_costs: WeakKeyDictionary[World, float] = WeakKeyDictionary()
 BEHIND_TIMEOUT_S = 2400.0  # warm-up may compile kernels; a rank that dies is noticed in seconds all the same
 
 
 def world_of(context: RankContext) -> World:
-    """The World that measurements share."""
+    """Returns the World that all measurements of this process share."""
     return context.world(timeout_s=BEHIND_TIMEOUT_S)
 
 
-def samples(world: World, call: Callable[[], object], *, graph: bool, rounds: int, repeats: int) -> list[float]:
-    """`rounds` samples of `call`.
+def settle(world: World) -> None:
+    """Waits for the device's work, where there is a device."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
 
-    On CUDA device time between events, behind a small all-reduce that aligns the ranks on the device: with `graph`, of
+
+def samples(world: World, call: Callable[[], object], *, graph: bool, rounds: int, repeats: int) -> list[float]:
+    """Returns `rounds` samples of `call`.
+
+    On CUDA, device time between events, behind a small all-reduce that aligns the ranks on the device: with `graph`, of
     `repeats` calls in one CUDA graph, divided by them; else of the eager call, the host's share included.
     On CPU wall time behind a barrier.
     """
@@ -54,7 +64,7 @@ def samples(world: World, call: Callable[[], object], *, graph: bool, rounds: in
 def first_samples(
     world: World, first: Callable[[], T], rest: Callable[[T], object], *, graph: bool, rounds: int, repeats: int
 ) -> list[float]:
-    """`rounds` samples of `first` alone; `rest` follows each, given what it returned.
+    """Returns `rounds` samples of `first` alone; `rest` follows each, given its result.
 
     As in `samples`, but with `graph` only the last `first` of `repeats` pairs, less what the events cost; the pairs
     before align the ranks better than the all-reduce does.
@@ -76,8 +86,8 @@ def first_samples(
 
 
 def _cost_of_events(world: World) -> float:
-    """Microseconds that two events of a graph add to what lies between them, from 1 and from 20 small kernels there;
-    measured once."""
+    """Returns the microseconds that two events of a graph add, from 1 and from 20 small kernels between them; measured
+    once per World."""
     if world in _event_costs:
         return _event_costs[world]
     number, many = torch.zeros(1, device=world.device), 20
@@ -92,7 +102,7 @@ def _cost_of_events(world: World) -> float:
 def _device(
     world: World, work: Callable[[torch.cuda.Event, torch.cuda.Event], None], graph: bool, rounds: int
 ) -> list[float]:
-    """Times between the two events that `work` records.
+    """Returns the times between the two events that `work` records.
 
     A graph holds the all-reduce too: hosts launch their graphs tens of microseconds apart, which would count.
     """
@@ -119,7 +129,7 @@ def _device(
 
 @contextmanager
 def _replays(world: World, call: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """The warmed replay of a CUDA graph of the call; on leaving, all ranks are done with it."""
+    """Yields the warmed replay of a CUDA graph of the call; on leaving, all ranks are done with it."""
     gc.collect()  # what is freed by chance during the capture could end it
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
@@ -133,23 +143,37 @@ def _replays(world: World, call: Callable[[], None]) -> Iterator[Callable[[], No
 
 def _wall(world: World, call: Callable[[], T], rest: Callable[[T], object] = lambda _: None) -> float:
     world.barrier()
-    start = time.perf_counter()
-    found = call()
-    took = (time.perf_counter() - start) * 1e6
+    took: list[float] = []
+    with host_stopwatch(took):
+        found = call()
     rest(found)
-    return took
+    return took[0]
+
+
+def alternating(world: World, calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """Returns the host's microseconds of each call, one entry per round; the calls alternate, so that other load on the
+    machine meets all of them."""
+    found: list[list[float]] = [[] for _ in calls]
+    for _ in range(WARM_ROUNDS + rounds):
+        for call, times in zip(calls, found, strict=True):
+            settle(world)
+            world.barrier()
+            with host_stopwatch(times):
+                call()
+    return [times[WARM_ROUNDS:] for times in found]
 
 
 @contextmanager
 def clocked_calls(blocks: Sequence[nn.Module], spent: list[float]) -> Iterator[None]:
-    """Microseconds of each call of a block, appended to `spent`."""
-    started = [0.0]
+    """Appends the host's microseconds of each call of a block to `spent`."""
+    running: list[AbstractContextManager[None]] = []
 
     def before(*_: object) -> None:
-        started[0] = time.perf_counter()
+        running.append(host_stopwatch(spent))
+        running[-1].__enter__()
 
     def after(*_: object) -> None:
-        spent.append((time.perf_counter() - started[0]) * 1e6)
+        running.pop().__exit__(None, None, None)
 
     hooks = [block.register_forward_pre_hook(before) for block in blocks]
     hooks += [block.register_forward_hook(after) for block in blocks]
@@ -161,15 +185,21 @@ def clocked_calls(blocks: Sequence[nn.Module], spent: list[float]) -> Iterator[N
 
 
 @contextmanager
-def clocked_phases(layers: Sequence[Any]) -> Iterator[dict[str, list[float]]]:
-    """The host's microseconds in each phase of `ExpertParallelMoE`s, in the order of their calls."""
+def clocked_phases(layers: Sequence[Any], *, with_device: bool = False) -> Iterator[dict[str, list[float]]]:
+    """Yields microseconds in each phase of `ExpertParallelMoE`s, in the order of their calls.
+
+    Of the host alone, or `with_device` until the phase's work is done; waiting for other ranks counts.
+    """
     found: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
     def clock(phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        found[phase].append((time.perf_counter() - start) * 1e6)
+        if with_device:
+            settle(layers[0].world)
+        with host_stopwatch(found[phase]):
+            yield
+            if with_device:
+                settle(layers[0].world)
 
     before = [layer.observe for layer in layers]
     for layer in layers:

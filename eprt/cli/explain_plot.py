@@ -8,7 +8,7 @@ from pathlib import Path
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.plan import make_plan
-from eprt.plan.floor import floor_us
+from eprt.plan.model import roofline_us
 from eprt.support import Device
 
 TOKENS = tuple(2**power for power in range(13))
@@ -17,7 +17,7 @@ TOKENS = tuple(2**power for power in range(13))
 def curves(
     config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device
 ) -> dict[str, list[tuple[int, float]]]:
-    """(tokens a rank, microseconds of dispatch, experts and combine) of every pair that can run there, and "floor"."""
+    """Returns (tokens per rank, microseconds) of a call by every pair that can run there, and of the roofline."""
     found: dict[str, list[tuple[int, float]]] = {}
     for tokens in TOKENS:
         sized = replace(runtime, max_tokens_per_rank=tokens, phase="prefill")
@@ -32,8 +32,8 @@ def curves(
                 best[name] = min(c.us, best.get(name, c.us))
         for name, us in best.items():
             found.setdefault(name, []).append((tokens, us))
-        if best and (floor := floor_us(config, parallel, tokens, device)) is not None:
-            found.setdefault("floor", []).append((tokens, floor))
+        if best and (bound := roofline_us(config, parallel, tokens, device)) is not None:
+            found.setdefault("roofline", []).append((tokens, bound))
     return found
 
 
@@ -51,7 +51,7 @@ def plot(config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, de
     axes = figure.add_subplot(1, 1, 1)
     for name, points in lines.items():
         x, y = zip(*points, strict=True)
-        axes.plot(x, y, "k--" if name == "floor" else "o-", linewidth=1, markersize=3, label=name)
+        axes.plot(x, y, "k--" if name == "roofline" else "o-", linewidth=1, markersize=3, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("tokens a rank")

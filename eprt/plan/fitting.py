@@ -1,17 +1,20 @@
-"""Least squares of relative errors, with few coefficients, none below a least: what the cost model is fitted by."""
+"""Fits the cost model: least squares of relative errors with few coefficients, none of them below a least."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import median
+
+import numpy as np
+
+TIE = 1e-9  # of the criterion: where one shape makes two terms proportional, the later one is taken
+SINGULAR = 1e-9  # least eigenvalue, of normal equations scaled to a unit diagonal
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Coefficients of a backend's terms, all at least 0, and how well they foretell a row that they weren't fitted to.
+    """Coefficients of a backend's terms, all at least 0, and how well they predict a row that they weren't fitted to.
 
     Attributes:
         sms: generations whose rows it was fitted to; empty: coefficients of other backends stand in.
@@ -28,8 +31,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured row: its generation, the values of its terms, microseconds; of an executor the weights' format, and
-    the one that it keeps them in."""
+    """One measured row: its generation, the values of its terms, microseconds.
+
+    Attributes:
+        format, kept: of an executor's row, the weights' number format and the one that the executor keeps them in.
+    """
 
     sm: int
     terms: tuple[float, ...]
@@ -37,84 +43,53 @@ class Sample:
     format: str = ""
     kept: str = ""
 
-    def left(self, least: Sequence[float]) -> float:
-        """Share of the microseconds that the least coefficients leave to be explained."""
-        return 1 - dot(least, self.terms) / self.us
-
 
 def fit_of(samples: Sequence[Sample], least: Sequence[float]) -> Fit | None:
-    """Fitted to the samples; None without enough of them to say anything of a sample left out."""
+    """Returns the fit to all samples; None if they are too few to say anything of a sample left out.
+
+    Args:
+        least: what no coefficient may fall below.
+    """
     if not samples or len(samples) < 2 * len(least):
         return None
-    every = _Normal.of(samples, least)
-    errors = [abs(dot(every.without(sample).solved(), sample.terms) / sample.us - 1) for sample in samples]
+    us, terms = np.array([sample.us for sample in samples]), np.array([sample.terms for sample in samples])
+    every = _coefficients(terms / us[:, None], np.array(least))
+    errors = np.abs((every[:-1] * terms).sum(1) / us - 1)
     sms = frozenset(sample.sm for sample in samples)
     formats = frozenset((sample.sm, sample.format) for sample in samples)
-    return Fit(tuple(every.solved()), sms, median(errors), max(errors), formats)
+    return Fit(tuple(every[-1].tolist()), sms, float(np.median(errors)), float(errors.max()), formats)
 
 
-@dataclass(frozen=True)
-class _Normal:
-    """The normal equations A x = b of samples: their terms, divided by their microseconds, should sum to 1.
+def _coefficients(rows: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """Returns [N + 1, terms] coefficients: line i of a fit without row i, the last of a fit to all N rows.
 
-    Least squares of the relative errors. Attributes: `least`, what no coefficient may fall below, and x counts from
-    there; `squares`, the sum of what is left to explain, squared.
+    The rows [N, terms] are terms over microseconds, so that each should sum to 1. Of all subsets of terms that differ
+    from their least, each fit takes the one with the smallest Bayesian information criterion: a term that explains
+    little stays out.
     """
-
-    least: tuple[float, ...]
-    A: list[list[float]]
-    b: list[float]
-    squares: float
-    count: int
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], least: Sequence[float]) -> _Normal:
-        terms = len(least)
-        empty = cls(tuple(least), [[0.0] * terms for _ in range(terms)], [0.0] * terms, 0.0, 0)
-        for sample in samples:
-            empty = empty.plus(sample, 1)
-        return empty
-
-    def without(self, sample: Sample) -> _Normal:
-        return self.plus(sample, -1)
-
-    def plus(self, sample: Sample, sign: int) -> _Normal:
-        row, left = [value / sample.us for value in sample.terms], sample.left(self.least)
-        A = [[a + sign * x * y for a, y in zip(line, row, strict=True)] for line, x in zip(self.A, row, strict=True)]
-        b = [a + sign * x * left for a, x in zip(self.b, row, strict=True)]
-        return _Normal(self.least, A, b, self.squares + sign * left**2, self.count + sign)
-
-    def solved(self) -> list[float]:
-        """Coefficients, none below its least. Of all subsets of terms that differ from it the one with the smallest
-        Bayesian information criterion, so that a term that explains little stays out."""
-        terms = range(len(self.b))
-        best: tuple[float, list[float]] = (math.inf, list(self.least))
-        for size in range(1, len(self.b) + 1):
-            for chosen in combinations(terms, size):
-                x = _solve([[self.A[i][j] for j in chosen] for i in chosen], [self.b[i] for i in chosen])
-                if x is None or min(x) < 0:
-                    continue
-                missed = self.squares - sum(value * self.b[i] for value, i in zip(x, chosen, strict=True))
-                criterion = self.count * math.log(max(missed, 1e-9) / self.count) + size * math.log(self.count)
-                values = dict(zip(chosen, x, strict=True))
-                best = min(best, (criterion, [low + values.get(i, 0.0) for i, low in enumerate(self.least)]))
-        return best[1]
+    (N, terms), left = rows.shape, 1 - rows @ least  # the share that the least coefficients leave to be explained
+    without = np.concatenate([np.eye(N), np.zeros((1, N))])  # [fit, row]: which row a fit leaves out
+    A = rows.T @ rows - np.einsum("fn,ni,nj->fij", without, rows, rows)
+    b = rows.T @ left - without @ (rows * left[:, None])
+    squares, count = left @ left - without @ left**2, N - without.sum(1)
+    best, found = np.full(N + 1, np.inf), np.tile(least, (N + 1, 1))
+    for size in range(1, terms + 1):
+        for chosen in map(list, combinations(range(terms), size)):
+            x = _solved(A[:, chosen][:, :, chosen], b[:, chosen])
+            missed = squares - (x * b[:, chosen]).sum(1)
+            criterion = count * np.log(np.maximum(missed, 1e-9) / count) + size * np.log(count)
+            better = np.isfinite(x).all(1) & (x.min(1) >= 0) & (criterion < best + TIE)
+            best[better], found[better] = criterion[better], least
+            found[np.ix_(better, chosen)] += x[better]
+    return found
 
 
-def _solve(A: list[list[float]], b: list[float]) -> list[float] | None:
-    """x of A x = b, A symmetric and positive definite, by Gauss-Jordan elimination; None if it is singular."""
-    n = len(b)
-    scale = [math.sqrt(A[i][i]) or 1.0 for i in range(n)]  # a unit diagonal, so that one threshold fits all
-    rows = [[A[i][j] / scale[i] / scale[j] for j in range(n)] + [b[i] / scale[i]] for i in range(n)]
-    for i in range(n):
-        if rows[i][i] < 1e-9:
-            return None
-        for k in range(n):
-            if k != i:
-                factor = rows[k][i] / rows[i][i]
-                rows[k] = [x - factor * y for x, y in zip(rows[k], rows[i], strict=True)]
-    return [rows[i][n] / rows[i][i] / scale[i] for i in range(n)]
-
-
-def dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
+def _solved(A: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns [fits, n] x of A x = b, NaN where A [fits, n, n] is singular."""
+    scale = np.sqrt(np.maximum(np.diagonal(A, axis1=1, axis2=2), np.finfo(float).tiny))
+    unit = A / scale[:, :, None] / scale[:, None, :]
+    singular = np.linalg.eigvalsh(unit)[:, 0] < SINGULAR
+    unit[singular] = np.eye(b.shape[1])
+    x = np.linalg.solve(unit, (b / scale)[:, :, None])[:, :, 0] / scale
+    x[singular] = np.nan
+    return x

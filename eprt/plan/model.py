@@ -81,6 +81,34 @@ class Estimate:
         return Estimate(rounds * self.us, self.basis, self.here, why, parts)
 
 
+# ---- the roofline ---------------------------------------------------------------------------------------------------
+
+
+def roofline_us(config: MoEConfig, parallel: ParallelConfig, tokens: int, device: Device) -> float | None:
+    """Returns microseconds of a layer's call that no kernel can beat at the makers' peak rates; None for a CPU.
+
+    That is bytes over the busier of link and network, each token in bf16 once to each rank that needs it and its sum
+    back; then the larger of reading the weights of the experts hit and multiplying.
+    """
+    machine = machine_of(device)
+    if machine is None:
+        return None
+    W, linked = parallel.world_size, linked_ranks(parallel, device)
+    moved = tokens * ranks_of_a_token(config, parallel) * 4 * config.hidden_size / W
+    carried = max(moved * (linked - 1) / machine.link_gb_per_s, moved * (W - linked) / RDMA_GB_PER_S) / 1e3
+    hit, rows = evenly(config, config.num_experts / parallel.ep_size, tokens * W)
+    values = expert_values(config) / parallel.moe_tp_size
+    return carried + max(
+        hit * values * WEIGHT_BYTES[config.weight_format] / machine.memory_gb_per_s / 1e3,
+        2 * rows * values / machine.bf16_tflop_per_s / 1e6,
+    )
+
+
+def expert_values(config: MoEConfig) -> int:
+    """Returns the number of weights of one expert, biases aside."""
+    return (config.activation.parts + 1) * config.intermediate_size * config.hidden_size
+
+
 # ---- dispatch -----------------------------------------------------------------------------------------------------
 
 
@@ -207,20 +235,14 @@ def experts_estimate(
     """The experts of one rank, `tokens` of all ranks; None where nothing is known, and for a witness."""
     if spec.witness:
         return None
-    modelled = _modelled_experts(spec, config, parallel, local_experts, tokens, device)
+    modelled = modelled_experts(spec, config, parallel, *evenly(config, local_experts, tokens), device)
     row = None
     if parallel.moe_tp_size == 1:
         row = experts_time(spec.name, config, local_experts, tokens, device.sm)
     return modelled if row is None else _measured(row, modelled)
 
 
-def _modelled_experts(
-    spec: ExecutorSpec, config: MoEConfig, parallel: ParallelConfig, local_experts: int, tokens: int, device: Device
-) -> Estimate | None:
-    return modelled_experts(spec, config, parallel, *evenly(config, local_experts, tokens), device)
-
-
-def evenly(config: MoEConfig, local_experts: int, tokens: int) -> tuple[float, float]:
+def evenly(config: MoEConfig, local_experts: float, tokens: int) -> tuple[float, float]:
     """(experts that get any row, rows) of a rank under uniform routing; `tokens` of all ranks."""
     E, K = config.num_experts, config.top_k
     return local_experts * (1 - (1 - K / E) ** tokens), tokens * K * local_experts / E
@@ -243,8 +265,7 @@ def expert_terms(
     spec: ExecutorSpec, config: MoEConfig, moe_tp: int, hit: float, rows: float, machine: Machine
 ) -> tuple[float, ...]:
     """Values of `EXPERTS_TERMS`; times in microseconds at the machine's peaks."""
-    intermediate = config.intermediate_size / moe_tp
-    values = (config.activation.parts + 1) * intermediate * config.hidden_size
+    intermediate, values = config.intermediate_size / moe_tp, expert_values(config) / moe_tp
     return (
         1.0,
         hit * values * WEIGHT_BYTES[_kept(spec, config.weight_format)] / machine.memory_gb_per_s / 1e3,

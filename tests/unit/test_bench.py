@@ -348,14 +348,14 @@ def test_bench_exchange_on_cpu(tmp_path, capsys) -> None:
 
 def test_layer_and_hand_written_steps_compute_the_same() -> None:
     """The peer of the measurement does the layer's work: equal outputs, calls numbered in common."""
-    from eprt.bench.layer import LayerCase, _by_hand, _make_layer
+    from eprt.bench.layer import LayerCase, _called_directly, _make_layer
 
     with World.from_env(device="cpu") as world:
         torch.manual_seed(0)
         layer = _make_layer(world, LayerCase("tiny", (5,)))
         x = torch.randn(5, layer.config.input_size).to(torch.bfloat16)
-        assert torch.equal(layer(x), _by_hand(layer, x))
-        assert torch.equal(_by_hand(layer, x), layer(x))
+        assert torch.equal(layer(x), _called_directly(layer, x))
+        assert torch.equal(_called_directly(layer, x), layer(x))
         layer.close()
 
 

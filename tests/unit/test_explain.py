@@ -164,7 +164,7 @@ def test_no_pair_is_drawn_below_the_floor() -> None:
     config = kinds_of_layers(model_config("gpt-oss-120b"))[0][0]
     for parallel in (ParallelConfig(4), ParallelConfig(32, ranks_per_host=8)):
         lines = curves(config, parallel, RuntimeConfig(), Device.parse("sm90"))
-        floor = dict(lines.pop("floor"))
+        floor = dict(lines.pop("roofline"))
         assert len(lines) >= 3
         for name, points in lines.items():
             assert all(us > floor[tokens] for tokens, us in points), name

@@ -16,8 +16,8 @@ from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, UsageError
 from eprt.placement import ExpertPlacement
 from eprt.plan import make_plan
-from eprt.plan.demand import Demand, layer_time
 from eprt.plan.model import ranks_of_a_token
+from eprt.plan.skew import Demand, layer_time
 from eprt.support import Device
 
 H200 = Device("cuda", 90)
