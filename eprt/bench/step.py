@@ -268,7 +268,7 @@ class _Measured:
         call: Callable[[torch.Tensor], torch.Tensor] | None = None,
         capture: bool | None = None,
     ) -> None:
-        """Times `call` (the batch's own step if None), in a CUDA graph of its own if `capture` is True; False leaves it out."""
+        """Times `call`, by default the batch's own step; captured in a graph if `capture`, left out if it is False."""
         if capture is False:
             return
         step = call or batch
