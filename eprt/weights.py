@@ -33,27 +33,29 @@ class Matrix(ABC):
 
     format: ClassVar[tuple[WeightFormat, ...]]
     whole_columns: ClassVar[int] = 1  # the format has no way to write a number of columns that this doesn't divide
+    values_per_element: ClassVar[int] = 1  # of the tensor in the first field
 
     @property
-    @abstractmethod
     def shape(self) -> tuple[int, int, int]:
         """Logical (L, rows, cols)."""
+        L, rows, cols = getattr(self, dataclasses.fields(self)[0].name).shape
+        return L, rows, cols * self.values_per_element
 
     @abstractmethod
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Field name -> (shape without L, dtype) for a logical [rows, cols] matrix."""
+        """Returns by field name (shape without L, dtype) for a logical [rows, cols] matrix."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The fields that hold tensors and are set."""
+        """Returns by name the fields that hold tensors and are set."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     def map(self: M, change: Callable[[torch.Tensor], torch.Tensor]) -> M:
-        """A copy with every tensor changed (moved, sliced along L)."""
+        """Returns a copy with every tensor changed (moved, sliced along L)."""
         return dataclasses.replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})
 
     def expert(self: M, index: int) -> M:
-        """One expert, still with a leading dimension of 1. A view."""
+        """Returns one expert, still with a leading dimension of 1. A view."""
         return self.map(lambda tensor: tensor[index : index + 1])
 
     @property
@@ -89,11 +91,6 @@ class Dense(Matrix):
     data: torch.Tensor
     format = ("bf16", "f32")
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        L, rows, cols = self.data.shape
-        return L, rows, cols
-
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"data": ((rows, cols), self.data.dtype)}
 
@@ -108,12 +105,8 @@ class Mxfp4(Matrix):
     codes: torch.Tensor
     scales: torch.Tensor
     format = ("mxfp4",)
+    values_per_element = 2
     whole_columns = MX_BLOCK
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        L, rows, half = self.codes.shape
-        return L, rows, 2 * half
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {
@@ -135,12 +128,8 @@ class Nvfp4(Matrix):
     global_scale: torch.Tensor
     input_scale: torch.Tensor | None = None
     format = ("nvfp4",)
+    values_per_element = 2
     whole_columns = NVFP4_BLOCK
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        L, rows, half = self.codes.shape
-        return L, rows, 2 * half
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         fields = {
@@ -159,11 +148,6 @@ class Fp8Tensor(Matrix):
     scale: torch.Tensor
     input_scale: torch.Tensor | None = None
     format = ("fp8_tensor",)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        L, rows, cols = self.data.shape
-        return L, rows, cols
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         fields = {
@@ -184,11 +168,6 @@ class Fp8Block(Matrix):
     scale: torch.Tensor
     format = ("fp8_block",)
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        L, rows, cols = self.data.shape
-        return L, rows, cols
-
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         grid = (parts * ceil_div(rows // parts, FP8_BLOCK), ceil_div(cols, FP8_BLOCK))
         return {"data": ((rows, cols), torch.float8_e4m3fn), "scale": (grid, torch.float32)}
@@ -202,11 +181,6 @@ class Mxfp8(Matrix):
     scales: torch.Tensor
     format = ("mxfp8",)
     whole_columns = MX_BLOCK
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        L, rows, cols = self.data.shape
-        return L, rows, cols
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {
@@ -245,7 +219,7 @@ class ExpertWeights:
         return self.gate_up.nbytes + self.down.nbytes + sum(b.numel() * b.element_size() for b in biases)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ExpertWeights:
-        """A copy with every tensor changed (moved, sliced along L)."""
+        """Returns a copy with every tensor changed (moved, sliced along L)."""
         bias = [None if b is None else change(b) for b in (self.gate_up_bias, self.down_bias)]
         return ExpertWeights(self.gate_up.map(change), self.down.map(change), bias[0], bias[1])
 

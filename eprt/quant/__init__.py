@@ -1,10 +1,13 @@
 """Number formats: encode and decode, in pure torch, on any device. Kernel layouts are the executors' business.
 
 `decode` and `encode` work on the canonical matrices of `eprt.weights`; `encode_payload` and `decode_payload` on tokens
-in flight; the modules below work on raw tensors.
+in flight; the modules below work on raw tensors. A new weight format is one entry in each of the two tables here.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,16 +17,59 @@ from eprt.quant.fp8 import decode_mxfp8, encode_fp8_block, encode_fp8_tensor, en
 from eprt.quant.mxfp4 import decode_mxfp4, encode_mxfp4
 from eprt.quant.nvfp4 import decode_nvfp4, encode_nvfp4, nvfp4_global_scale
 from eprt.quant.payload import decode_payload, encode_payload
-from eprt.weights import MX_BLOCK, NVFP4_BLOCK, Dense, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Mxfp8, Nvfp4
+from eprt.weights import Dense, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Mxfp8, Nvfp4
 
 __all__ = ["decode", "decode_payload", "encode", "encode_payload"]
 
-# Columns that share a scale and can't be left over, by format.
-_WHOLE_BLOCKS: dict[WeightFormat, int] = {"mxfp4": MX_BLOCK, "mxfp8": MX_BLOCK, "nvfp4": NVFP4_BLOCK}
+
+def _encode_nvfp4(split: torch.Tensor) -> Nvfp4:
+    global_scale = nvfp4_global_scale(split.abs().amax((-2, -1)))
+    codes, scales = _join(*encode_nvfp4(split, global_scale[:, :, None, None]))
+    return Nvfp4(codes, scales, global_scale)
+
+
+def _encode_fp8_tensor(split: torch.Tensor) -> Fp8Tensor:
+    data, scale = encode_fp8_tensor(split)
+    return Fp8Tensor(data.flatten(1, 2), scale)
+
+
+def _decode_nvfp4(matrix: Nvfp4, parts: int) -> torch.Tensor:
+    codes, scales = _split(matrix.codes, parts), _split(matrix.scales, parts)
+    return decode_nvfp4(codes, scales, matrix.global_scale[:, :, None, None]).flatten(1, 2)
+
+
+def _decode_fp8_tensor(matrix: Fp8Tensor, parts: int) -> torch.Tensor:
+    return (_split(matrix.data, parts).float() * matrix.scale[:, :, None, None]).flatten(1, 2)
+
+
+def _decode_fp8_block(matrix: Fp8Block, parts: int) -> torch.Tensor:
+    data = _split(matrix.data, parts)
+    return (data.float() * spread_blocks(_split(matrix.scale, parts), *data.shape[-2:])).flatten(1, 2)
+
+
+# float32 [L, parts, rows of a part, cols] -> a matrix of that format.
+_ENCODERS: dict[WeightFormat, tuple[type[Matrix], Callable[[torch.Tensor], Matrix]]] = {
+    "f32": (Dense, lambda split: Dense(*_join(split))),
+    "bf16": (Dense, lambda split: Dense(*_join(split.to(torch.bfloat16)))),
+    "mxfp4": (Mxfp4, lambda split: Mxfp4(*_join(*encode_mxfp4(split)))),
+    "mxfp8": (Mxfp8, lambda split: Mxfp8(*_join(*encode_mxfp8(split)))),
+    "nvfp4": (Nvfp4, _encode_nvfp4),
+    "fp8_tensor": (Fp8Tensor, _encode_fp8_tensor),
+    "fp8_block": (Fp8Block, lambda split: Fp8Block(*_join(*encode_fp8_block(split)))),
+}
+# (matrix, parts) -> its numbers [L, rows, cols]: float32, but for Dense.
+_DECODERS: dict[type[Matrix], Callable[[Any, int], torch.Tensor]] = {
+    Dense: lambda matrix, _: matrix.data,
+    Mxfp4: lambda matrix, _: decode_mxfp4(matrix.codes, matrix.scales),
+    Mxfp8: lambda matrix, _: decode_mxfp8(matrix.data, matrix.scales),
+    Nvfp4: _decode_nvfp4,
+    Fp8Tensor: _decode_fp8_tensor,
+    Fp8Block: _decode_fp8_block,
+}
 
 
 def decode(matrix: Matrix, parts: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Plain numbers [L, rows, cols] of a canonical matrix, computed in float32 and rounded once, to `dtype`.
+    """Returns the plain numbers [L, rows, cols] of a canonical matrix, computed in float32 and rounded once to `dtype`.
 
     Args:
         matrix: weights as `eprt.weights` describes them.
@@ -32,62 +78,34 @@ def decode(matrix: Matrix, parts: int, dtype: torch.dtype = torch.float32) -> to
     Raises:
         ConfigError: the matrix type is unknown.
     """
-    match matrix:
-        case Dense():
-            values = matrix.data
-        case Mxfp4():
-            values = decode_mxfp4(matrix.codes, matrix.scales)
-        case Mxfp8():
-            values = decode_mxfp8(matrix.data, matrix.scales)
-        case Nvfp4():
-            scales = _split(matrix.scales, parts)
-            values = decode_nvfp4(_split(matrix.codes, parts), scales, matrix.global_scale[:, :, None, None])
-            values = values.flatten(1, 2)
-        case Fp8Tensor():
-            values = (_split(matrix.data, parts).float() * matrix.scale[:, :, None, None]).flatten(1, 2)
-        case Fp8Block():
-            data = _split(matrix.data, parts)
-            values = (data.float() * spread_blocks(_split(matrix.scale, parts), *data.shape[-2:])).flatten(1, 2)
-        case _:
-            raise ConfigError(f"{type(matrix).__name__} isn't a matrix type of eprt.weights")
-    return values.to(dtype)
+    decoder = _DECODERS.get(type(matrix))
+    if decoder is None:
+        raise ConfigError(f"{type(matrix).__name__} isn't a matrix type of eprt.weights")
+    return decoder(matrix, parts).to(dtype)
 
 
 def encode(format: WeightFormat, dense: torch.Tensor, parts: int) -> Matrix:
-    """A canonical matrix in `format` from plain numbers [L, rows, cols]; gate and up each get scales of their own.
+    """Makes a canonical matrix in `format` of plain numbers [L, rows, cols]; gate and up get scales of their own.
 
     Raises:
         ConfigError: rows don't split into `parts`, cols aren't whole scale blocks, or the format is unknown.
     """
     _, rows, cols = dense.shape
+    if format not in _ENCODERS:
+        raise ConfigError(f"weight format {format!r} is unknown")
+    kind, encoder = _ENCODERS[format]
     if rows % parts:
         raise ConfigError(f"{rows} rows can't be split into {parts} equal parts [gate; up]")
-    if cols % _WHOLE_BLOCKS.get(format, 1):
-        raise ConfigError(f"{format} needs columns in multiples of {_WHOLE_BLOCKS[format]}, the matrix has {cols}")
-    split = _split(dense, parts).float()
-    match format:
-        case "f32":
-            return Dense(dense.to(torch.float32))
-        case "bf16":
-            return Dense(dense.to(torch.bfloat16))
-        case "mxfp4":
-            return Mxfp4(*encode_mxfp4(dense))
-        case "mxfp8":
-            return Mxfp8(*encode_mxfp8(dense))
-        case "nvfp4":
-            global_scale = nvfp4_global_scale(split.abs().amax((-2, -1)))
-            codes, scales = encode_nvfp4(split, global_scale[:, :, None, None])
-            return Nvfp4(codes.flatten(1, 2), scales.flatten(1, 2), global_scale)
-        case "fp8_tensor":
-            data, scale = encode_fp8_tensor(split)
-            return Fp8Tensor(data.flatten(1, 2), scale)
-        case "fp8_block":
-            data, scale = encode_fp8_block(split)
-            return Fp8Block(data.flatten(1, 2), scale.flatten(1, 2))
-        case _:
-            raise ConfigError(f"weight format {format!r} is unknown")
+    if cols % kind.whole_columns:
+        raise ConfigError(f"{format} needs columns in multiples of {kind.whole_columns}, the matrix has {cols}")
+    return encoder(_split(dense, parts).float())
 
 
 def _split(tensor: torch.Tensor, parts: int) -> torch.Tensor:
     """[L, parts * n, ...] -> [L, parts, n, ...]. A view."""
     return tensor.unflatten(1, (parts, tensor.shape[1] // parts))
+
+
+def _join(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Undoes `_split` for each tensor."""
+    return [tensor.flatten(1, 2) for tensor in tensors]
