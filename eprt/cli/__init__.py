@@ -28,20 +28,30 @@ OK, FAILED, INTERRUPTED = 0, 1, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses and runs one command; returns its exit code."""
-    from eprt.cli.arguments import RUNS, parse
+    from eprt.cli.arguments import RUNS
 
     if sys.stdout is None or sys.stderr is None:  # closed by the caller
         return _nowhere_to_write()
     show_everything()
     try:
-        command = parse(arguments)
+        command = _parsed(arguments)
         terminal = Terminal(json=getattr(command, "json", False))
         with stdout_of_our_own(), _ended_by_signals():
             return _run(RUNS[type(command)], command, terminal)
     except OutputLost as error:
         return error.code
-    except BrokenPipeError as error:  # tyro's help, into a pipe that was closed
-        return lost(sys.stdout, error).code
+
+
+def _parsed(arguments: Sequence[str] | None) -> Any:
+    from eprt.cli.arguments import parse
+
+    try:
+        try:
+            return parse(arguments)
+        finally:
+            sys.stdout.flush()  # help and version end the process
+    except OSError as error:
+        raise lost(sys.stdout, error) from error
 
 
 def _nowhere_to_write() -> int:

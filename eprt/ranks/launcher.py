@@ -2,7 +2,7 @@
 
 `WorldPool` keeps W ranks alive between jobs, so that a test costs milliseconds; `launch` starts a world for one job.
 Whatever a rank does (dies, raises, exits early, stops, sleeps, holds the GIL), the parent gets an answer in bounded
-time: the results, or one `WorldFailed` that names the culprit and shows every rank's stack. No process is left over.
+time: the results, or one `WorldFailed` that names the failed rank and shows every rank's stack. No process is left over.
 
     def hello(context, word):              # in an importable module
         return f"{word} from {context.rank}"

@@ -70,10 +70,10 @@ class RankReport:
 
 
 class WorldFailed(EprtError, RuntimeError):
-    """A world of the harness broke: names the culprit, shows every rank's stack.
+    """A world of the harness broke: names the failed rank, shows every rank's stack.
 
     Attributes:
-        culprits: ranks to blame (all unfinished ones if nothing tells them apart).
+        failed_ranks: the ranks that broke it (all unfinished ones if nothing tells them apart).
         reports: one per rank, in rank order.
         late: whether the limit of time was over.
     """
@@ -82,8 +82,8 @@ class WorldFailed(EprtError, RuntimeError):
 
     def __init__(self, reports: Sequence[RankReport], seconds: float, timeout_s: float) -> None:
         self.reports = tuple(reports)
-        self.culprits = find_culprits(reports)
-        blamed = "; ".join(self._blame(rank) for rank in self.culprits)
+        self.failed_ranks = find_failed_ranks(reports)
+        blamed = "; ".join(self._blame(rank) for rank in self.failed_ranks)
         self.late = seconds >= timeout_s
         late = f" (limit {timeout_s:g} s)" if self.late else ""
         text = [f"a world of {len(reports)} ranks failed after {seconds:.1f} s{late}: {blamed}"]
@@ -102,7 +102,7 @@ class WorldFailed(EprtError, RuntimeError):
         return f"rank {rank} {self.reports[rank].describe()}{said}"
 
 
-def find_culprits(reports: Sequence[RankReport]) -> tuple[int, ...]:
+def find_failed_ranks(reports: Sequence[RankReport]) -> tuple[int, ...]:
     """Who broke the world: the strongest kind of evidence that exists decides.
 
     A rank that was killed or left early; a stopped one; one that the survivors' RankLost names; the first that

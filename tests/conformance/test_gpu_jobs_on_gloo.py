@@ -167,7 +167,7 @@ def test_a_killed_rank_is_named_by_the_others_within_the_limit(pair: Pair, how: 
     with pytest.raises(WorldFailed) as failure:
         launch(lost_rank_jobs.one_rank_dies, SIZE, grace_s=lost_rank_jobs.LIMIT_S + 2, pair=pair, how=how)
     assert lost_rank_jobs.unheard(failure.value, may_exit=False) == []
-    assert failure.value.culprits == (lost_rank_jobs.VICTIM,)
+    assert failure.value.failed_ranks == (lost_rank_jobs.VICTIM,)
 
 
 def test_rows_that_differ_are_noticed_without_being_asked(pools) -> None:

@@ -244,8 +244,8 @@ def test_a_broken_rank_ends_the_run_with_its_name_and_all_stacks(
     for number_of_rank, report in enumerate(reports):
         assert report.startswith(f"{number_of_rank} ")
         gone = number_of_rank == 1 and number == signal.SIGKILL
-        # A rank that is stopped between two jobs is in the harness's loop, not in run_rank.py.
-        assert ("no stack: the process is gone" if gone else "rank_process.py") in report
+        # A rank that is stopped between two jobs is in the launcher's loop, not in run_rank.py.
+        assert ("no stack: the process is gone" if gone else "ranks/process.py") in report
     wait_until_gone(ranks)
 
 
@@ -330,12 +330,12 @@ def test_flags_stay_few() -> None:
     }
     assert names == {
         "Run": sorted(
-            "model world attention_tp moe_tp dispatcher executor layers steps device json".split()  # noqa: SIM905
+            "model world attention_tp moe_tp dispatcher executor layers steps device json plugin".split()  # noqa: SIM905
         ),
         "Explain": sorted(
             ["attention_tp", "device", "json", "model", "moe_tp", "plot", "ranks_per_host", "runtime", "world"]
         ),
-        "Doctor": ["device", "faults", "jobs", "json", "output", "resume", "run", "trials", "world"],
+        "Doctor": ["device", "faults", "jobs", "json", "output", "plugin", "resume", "run", "trials", "world"],
     }
 
 
@@ -348,7 +348,7 @@ def test_ranks_other_than_0_are_silent(capsys, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "1")
     terminal = Terminal(json=False)
     terminal.say("hello")
-    terminal.table("title", ["a"], [["b"]])
+    terminal.table("title", {"a": "a"}, [{"a": "b"}])
     terminal.error("bad")
     Terminal(json=True).result({"a": 1})
     captured = capsys.readouterr()

@@ -47,7 +47,7 @@ def test_survivors_name_the_lost_rank_in_the_same_words(kind: str, why: str, nam
             pool.run(jobs.traffic_with_fault, timeout_s=12.0, kind=kind, victim=VICTIM, name=name, sockets=sockets)
         seconds = time.monotonic() - start
     assert seconds < 15.0
-    assert failure.value.culprits == (VICTIM,)
+    assert failure.value.failed_ranks == (VICTIM,)
     survivors = [report.raised for report in failure.value.reports if report.rank != VICTIM]
     assert all(raised is not None and raised.error == "RankLost" for raised in survivors), str(failure.value)
     assert {(raised.lost_rank, raised.why) for raised in survivors} == {(VICTIM, why)}
