@@ -56,7 +56,7 @@ LONG = re.compile(
             # Launchers that start interpreters, twice where a rank is killed.
             r"test_launch::test_(a_node|two_nodes|slurm|its_command)",
             r"test_cli_generate::test_a_restarted_world",
-            r"test_fault_report::test_a_signal.*SIGTERM",
+            r"test_plugins::test_a_strangers",
             # Every check comes before a pair of backends does anything: one pair shows what it says.
             r"test_bad_input::test_.*(none-flat|expert_major)",
             # Four ranks meet what one and two do.
