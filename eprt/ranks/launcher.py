@@ -1,8 +1,8 @@
-"""Real rank processes, driven and watched by one parent.
+"""Starts rank processes, runs jobs in them and watches them from one parent.
 
 `WorldPool` keeps W ranks alive between jobs, so that a test costs milliseconds; `launch` starts a world for one job.
 Whatever a rank does (dies, raises, exits early, stops, sleeps, holds the GIL), the parent gets an answer in bounded
-time: the results, or one `WorldFailed` that names the failed rank and shows every rank's stack. No process is left over.
+time: the results, or one `WorldFailed` that names the failed rank and shows every rank's stack. No process outlives it.
 
     def hello(context, word):              # in an importable module
         return f"{word} from {context.rank}"
@@ -54,7 +54,7 @@ _CLOSE_S = 60.0  # of GPU worlds with gigabytes of mapped memory, too
 
 
 def preload(*modules: str) -> None:
-    """Have ranks find these imported as well: before this process starts its first one."""
+    """Makes the ranks start with these modules imported; call it before this process starts its first rank."""
     _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
 
 
@@ -78,7 +78,7 @@ class _Rank:
             self.jobs.send(name)
 
     def receive(self) -> str:
-        """ "ok" or "raised"; "died" if the process is gone without having said either."""
+        """Returns "ok" or "raised", or "died" if the process is gone without having said either."""
         try:
             return self.jobs.recv() if self.jobs.poll() else "died"
         except (EOFError, OSError):
@@ -88,7 +88,7 @@ class _Rank:
         return pickle.loads(self.setup.path("result").read_bytes())
 
     def kill(self) -> None:
-        """SIGKILL to the rank and whatever it started."""
+        """Sends SIGKILL to the rank and whatever it started."""
         if (pid := self.process.pid) is None:
             return
         _end(pid)
@@ -97,7 +97,7 @@ class _Rank:
 
 
 class WorldPool:
-    """W rank processes that take jobs until the pool is closed.
+    """Runs jobs on W rank processes until the pool is closed.
 
     Args:
         size: W.
@@ -142,7 +142,7 @@ class WorldPool:
 
     @property
     def folder(self) -> Path | None:
-        """Logs, jobs and results while a world is up."""
+        """The folder of logs, jobs and results while a world is up."""
         return None if self._folder is None else self._folder.path
 
     def run(
@@ -179,12 +179,12 @@ class WorldPool:
         return outcomes
 
     def kill(self) -> None:
-        """SIGKILL to all ranks at once, from any thread: the job in progress ends as WorldFailed."""
+        """Sends SIGKILL to all ranks at once, from any thread: the job in progress ends as WorldFailed."""
         for pid in filter(None, self.pids):
             _end(pid)
 
     def close(self) -> None:
-        """Close the ranks' Worlds and end the processes. Idempotent. Raises WorldFailed if the ranks can't."""
+        """Closes the ranks' Worlds and ends the processes. Idempotent. Raises WorldFailed if the ranks can't."""
         if self.closed:
             return
         try:
@@ -209,7 +209,7 @@ class WorldPool:
     # ---- start, watch, end ----------------------------------------------------------------------------------
 
     def _start(self) -> Path:
-        """Start the ranks; the world's folder."""
+        """Starts the ranks; returns the world's folder."""
         from torch.distributed import TCPStore
 
         # The parent owns the store, so its port is taken before any rank is told of it: no race for free ports. torch
@@ -275,7 +275,7 @@ class WorldPool:
                     rank.heard_at = time.monotonic()
 
     def _reports(self, outcomes: dict[int, str]) -> list[RankReport]:
-        """What became of each rank; asks those that live for their stacks."""
+        """Returns how each rank ended; asks those that live for their stacks."""
         silent = [rank for rank in self._ranks if rank.setup.rank not in outcomes]
         states = {rank.setup.rank: state_of(rank.process.pid or 0) for rank in silent}
         _ask_for_stacks([rank for rank in self._ranks if outcomes.get(rank.setup.rank, "ok") == "ok"])
@@ -323,13 +323,13 @@ def launch(
     environment: dict[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """One job on a fresh world of `size` ranks: `WorldPool` with one `run`. Raises WorldFailed."""
+    """Runs one job on a fresh world of `size` ranks and returns its results. Raises WorldFailed."""
     with WorldPool(size, device, timeout_s, grace_s, environment) as pool:
         return pool.run(function, **kwargs)
 
 
 def _end(pid: int) -> None:
-    """SIGKILL, its group included. A stopped process needs SIGCONT to be reaped everywhere."""
+    """Sends SIGKILL to a process and its group. A stopped process needs SIGCONT to be reaped everywhere."""
     with suppress(ProcessLookupError, PermissionError):
         own_group = os.getpgid(pid) == pid
         for number in (signal.SIGCONT, signal.SIGKILL):
@@ -337,14 +337,14 @@ def _end(pid: int) -> None:
 
 
 def _gpus() -> int:
-    """GPUs of this machine. Makes no CUDA context: the ranks are not forked from here anyway."""
+    """Counts the GPUs of this machine. Makes no CUDA context: the ranks are not forked from here anyway."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def _long_stopped(ranks: Iterable[_Rank], running_at: dict[int, float]) -> bool:
-    """Whether one has been stopped for too long. No peer need notice: it may be stopped between two jobs."""
+    """Tells whether a rank has been stopped for too long. No peer need notice: it may be stopped between two jobs."""
     now = time.monotonic()
     for rank in ranks:
         if state_of(rank.process.pid or 0) != "stopped":
@@ -355,8 +355,8 @@ def _long_stopped(ranks: Iterable[_Rank], running_at: dict[int, float]) -> bool:
 
 
 def _ask_for_stacks(ranks: Iterable[_Rank]) -> None:
-    """SIGUSR1 to each, then wait for the dumps. A stopped one needs SIGCONT to answer, and comes last: once it goes on,
-    those that waited for it do, too."""
+    """Sends SIGUSR1 to each, then waits for the dumps. A stopped rank needs SIGCONT to answer, and comes last: once it
+    goes on, those that waited for it do, too."""
     files = {rank.process.pid or 0: rank.setup.path("stack") for rank in ranks}
     stopped = {pid for pid in files if state_of(pid) == "stopped"}
     for pids in (files.keys() - stopped, stopped):
@@ -369,7 +369,7 @@ def _ask_for_stacks(ranks: Iterable[_Rank]) -> None:
 
 
 def _await_dumps(files: dict[int, Path], before: dict[int, int]) -> None:
-    """Until each has grown, and ends with the main thread's outermost frame, the last there is, or grows no more."""
+    """Waits until each file has grown, and ends with the main thread's outermost frame or grows no more."""
     deadline = time.monotonic() + _STACK_WAIT_S
     sizes, grew_at = before, time.monotonic()
     while files and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What runs inside each rank process of the harness: the environment of a torchrun rank, and a loop over jobs.
+"""Runs inside each rank process: sets up the environment of a torchrun rank, and loops over jobs.
 
 Messages on the pipe are a few bytes; jobs and results travel as files in the world's folder, so neither side can
 block on a peer that stopped reading.
@@ -34,7 +34,7 @@ _WORLDS_KEPT = 3  # each has threads that wake up while it idles
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What a rank process is started with; `folder` holds its log, its stacks, its jobs and results."""
+    """The settings of one rank process; `folder` holds its log, its stacks, its jobs and results."""
 
     rank: int
     size: int
@@ -49,11 +49,11 @@ class RankSetup:
 
 @dataclass
 class RankContext:
-    """A job's first argument: who this rank is, and the Worlds it keeps between jobs.
+    """One rank's identity and the Worlds it keeps between jobs: the first argument of every job.
 
     Attributes:
         rank, size, device: as in the pool that runs the job.
-        cache: kept from job to job until the pool is rebuilt; for what is costly to make.
+        cache: objects that are costly to make, kept from job to job until the pool is rebuilt.
     """
 
     rank: int
@@ -63,8 +63,8 @@ class RankContext:
     _worlds: dict[tuple[int, int, float], World] = field(default_factory=dict)
 
     def world(self, attention_tp_size: int = 1, moe_tp_size: int = 1, timeout_s: float = 60.0) -> World:
-        """The World of all ranks with these sizes: made on first use (collective), and kept while it is among the few
-        that were used last. What the cache holds of one that is not is closed with it."""
+        """Returns the World of all ranks with these sizes. It is made on first use (collective), and kept while it is
+        among the few that were used last; it is closed with what the cache holds of it."""
         from eprt.world import World
 
         key = (attention_tp_size, moe_tp_size, timeout_s)
@@ -81,7 +81,7 @@ class RankContext:
         return found
 
     def _use_last(self, key: tuple[int, int, float]) -> None:
-        """The first World ends torch.distributed when it closes: it stays first, and is kept."""
+        """Closes the World that was unused longest. The first one ends torch.distributed when it closes: it is kept."""
         first, *others = self._worlds
         if key != first:
             self._worlds[key] = self._worlds.pop(key)
@@ -107,7 +107,7 @@ class RankContext:
 
 @dataclass(frozen=True)
 class Raised:
-    """How a job ended in an exception. `lost_rank` is what a RankLost names, else None."""
+    """The exception that ended a job. `lost_rank` is the rank that a RankLost names, else None."""
 
     error: str
     message: str
@@ -118,13 +118,13 @@ class Raised:
 
 
 def close_worlds(context: RankContext) -> None:
-    """The last job of a healthy pool."""
+    """Closes this rank's Worlds: the last job of a healthy pool."""
     context.close()
 
 
 def serve(setup: RankSetup, jobs: Connection) -> None:
-    """Process entry: take jobs until the parent closes the pipe. Any exception ends this process, as it would end a
-    rank of torchrun; the parent is told first."""
+    """Takes jobs until the parent closes the pipe: the entry of the process. Any exception ends this process, as it
+    would end a rank of torchrun; the parent is told first."""
     _settle(setup)
     context = RankContext(setup.rank, setup.size, setup.device)
     while True:
@@ -174,7 +174,7 @@ def _describe(error: Exception) -> Raised:
 
 
 def _settle(setup: RankSetup) -> None:
-    """Own session and log, dies with its parent, dumps its stacks on SIGUSR1."""
+    """Gives this process a session and a log, makes it die with its parent and dump its stacks on SIGUSR1."""
     os.setsid()
     # multiprocessing gives each child the pipe end that keeps the fork server alive, so the server outlived a killed
     # parent as long as a rank hung. Without it: parent gone, server gone, SIGKILL here.

@@ -1,4 +1,4 @@
-"""Temporary folders that don't outlive their process by much: what a killed one left, the next one removes."""
+"""Makes temporary folders that don't outlive their process by much: the next process removes what a killed one left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_TMPDIR = 70  # characters: multiprocessing's sockets lie there, and Linux al
 
 
 class Scratch:
-    """A folder, locked as long as this process lives, removed by `close`.
+    """A temporary folder, locked as long as this process lives and removed by `close`.
 
     Raises:
         ConfigError: TMPDIR's name is too long for a socket's.
@@ -52,7 +52,7 @@ class Scratch:
 
 
 def sweep(root: Path) -> None:
-    """Remove this user's folders that nobody holds any more."""
+    """Removes this user's folders that no process holds any more."""
     for folder in root.glob(f"{_PREFIX}*"):
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""What became of each rank of a failed world, and who is to blame."""
+"""Describes how each rank of a failed world ended, and finds the rank that broke it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TAIL_BYTES = 16384
 
 @dataclass(frozen=True)
 class RankReport:
-    """How one rank ended.
+    """One rank's end.
 
     Attributes:
         outcome: "ok" | "raised" | "died" (signal, or exit before the job's end) | "unfinished".
@@ -47,7 +47,7 @@ class RankReport:
 
     @property
     def lost_rank(self) -> int | None:
-        """The peer that this rank's RankLost names."""
+        """The rank that this rank's RankLost names."""
         named = self.raised.lost_rank if self.raised else None
         return named if named is not None and named >= 0 else None
 
@@ -70,7 +70,7 @@ class RankReport:
 
 
 class WorldFailed(EprtError, RuntimeError):
-    """A world of the harness broke: names the failed rank, shows every rank's stack.
+    """Raised when a started world broke: names the failed rank, shows every rank's stack.
 
     Attributes:
         failed_ranks: the ranks that broke it (all unfinished ones if nothing tells them apart).
@@ -83,7 +83,7 @@ class WorldFailed(EprtError, RuntimeError):
     def __init__(self, reports: Sequence[RankReport], seconds: float, timeout_s: float) -> None:
         self.reports = tuple(reports)
         self.failed_ranks = find_failed_ranks(reports)
-        blamed = "; ".join(self._blame(rank) for rank in self.failed_ranks)
+        blamed = "; ".join(self._named(rank) for rank in self.failed_ranks)
         self.late = seconds >= timeout_s
         late = f" (limit {timeout_s:g} s)" if self.late else ""
         text = [f"a world of {len(reports)} ranks failed after {seconds:.1f} s{late}: {blamed}"]
@@ -94,16 +94,16 @@ class WorldFailed(EprtError, RuntimeError):
                 text += ["  log:", _indent(report.log_tail)]
         super().__init__("\n".join(text))
 
-    def _blame(self, rank: int) -> str:
+    def _named(self, rank: int) -> str:
         if not 0 <= rank < len(self.reports):
             return f"rank {rank}"
-        witnesses = [r.rank for r in self.reports if r.lost_rank == rank and r.rank != rank]
-        said = f" (named by rank {', '.join(map(str, witnesses))})" if witnesses else ""
+        namers = [r.rank for r in self.reports if r.lost_rank == rank and r.rank != rank]
+        said = f" (named by rank {', '.join(map(str, namers))})" if namers else ""
         return f"rank {rank} {self.reports[rank].describe()}{said}"
 
 
 def find_failed_ranks(reports: Sequence[RankReport]) -> tuple[int, ...]:
-    """Who broke the world: the strongest kind of evidence that exists decides.
+    """Returns the ranks that broke the world: the strongest kind of evidence that exists decides.
 
     A rank that was killed or left early; a stopped one; one that the survivors' RankLost names; the first that
     raised; one that aborted (gloo aborts the innocent receiver of a wrong size, so this is weak); one that didn't
@@ -126,7 +126,7 @@ def find_failed_ranks(reports: Sequence[RankReport]) -> tuple[int, ...]:
 
 
 def state_of(pid: int) -> str:
-    """A process's state in words, from /proc/PID/stat (the field after the name); "unknown" where there is no /proc."""
+    """Returns a process's state in words, by /proc/PID/stat; "unknown" where there is no /proc."""
     if not Path("/proc/self/stat").exists():
         return "unknown"
     try:
@@ -137,7 +137,7 @@ def state_of(pid: int) -> str:
 
 
 def read_stack(path: Path) -> tuple[str, bool]:
-    """What faulthandler dumped, and whether the main thread was inside a collective. The file's first line is the
+    """Returns faulthandler's dump, and whether the main thread was inside a collective. The file's first line is the
     main thread's id."""
     if not path.exists():
         return "", False
@@ -148,7 +148,7 @@ def read_stack(path: Path) -> tuple[str, bool]:
 
 
 def tail(path: Path) -> str:
-    """The last lines of a log."""
+    """Returns the last lines of a log."""
     if not path.exists():
         return ""
     with path.open("rb") as file:

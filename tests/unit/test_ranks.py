@@ -1,4 +1,4 @@
-"""The harness finds every kind of failure, names the failed rank, shows every stack, leaves no process, and can pass."""
+"""The launcher finds every kind of failure, names the rank, shows every stack, leaves no process, and can pass."""
 
 from __future__ import annotations
 
