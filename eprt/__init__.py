@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from eprt.weights import Nvfp4 as Nvfp4
     from eprt.weights import SharedExpertWeights as SharedExpertWeights
     from eprt.world import World as World
+    from eprt.world.collectives import Step as Step
     from eprt.world.shrink import Survivors as Survivors
-    from eprt.world.step import Step as Step
 
 __version__ = "0.1.0"
 
@@ -106,7 +106,7 @@ _HOME = {
     ),
     "eprt.world": ("World",),
     "eprt.world.shrink": ("Survivors",),
-    "eprt.world.step": ("Step",),
+    "eprt.world.collectives": ("Step",),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [*_MODULE, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

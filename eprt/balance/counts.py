@@ -12,7 +12,7 @@ import torch
 from eprt.errors import ConfigError, EprtError
 from eprt.layer import ExpertParallelMoE
 from eprt.world import World
-from eprt.world.header import Header, exchange
+from eprt.world.agree import Header, exchange
 
 FORMAT, VERSION = "eprt expert counts", 1
 Counts = Mapping[int, tuple[int, ...]]  # layer number -> [E]

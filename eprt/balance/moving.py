@@ -15,7 +15,7 @@ from eprt.layer import ExpertParallelMoE
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.rounding import round_up
 from eprt.world import World
-from eprt.world.header import Header, exchange, fingerprint_of
+from eprt.world.agree import Header, exchange, fingerprint_of
 
 ALIGNMENT = 16  # bytes: where a tensor of any dtype may begin
 

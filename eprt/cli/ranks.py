@@ -14,7 +14,7 @@ import torch
 from eprt.errors import ConfigError, rebuild_error
 from eprt.ranks.launcher import RankContext, WorldFailed, WorldPool
 from eprt.world.groups import joins_torchrun, place
-from eprt.world.values import gather_values
+from eprt.world.wire import gather_values
 
 # A rank that dies or stops is noticed in seconds whatever these are. They bound a rank that is alive but behind: on
 # GPUs it may be compiling kernels, which takes up to half an hour where nothing was compiled before.

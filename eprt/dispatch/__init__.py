@@ -14,7 +14,7 @@ from eprt.dispatch.payload_scale import agree_payload_scale, check_payload_scale
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError
 from eprt.support import Requirement, load_class, register
-from eprt.world.header import Header, exchange, fingerprint_of
+from eprt.world.agree import Header, exchange, fingerprint_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -28,7 +28,7 @@ from eprt.dispatch.transport import Transport
 from eprt.errors import EprtError, UsageError
 from eprt.rounding import ceil_div
 from eprt.tokens import TopK
-from eprt.world.step import BROKEN_OFF
+from eprt.world.collectives import BROKEN_OFF
 
 if TYPE_CHECKING:
     from eprt.world import World

@@ -18,8 +18,8 @@ from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import CapacityError, EprtError, InputError, UsageError
 from eprt.rounding import ceil_div
 from eprt.tokens import RouterLogits, TopK
-from eprt.world.header import Header, exchange
-from eprt.world.step import Step
+from eprt.world.agree import Header, exchange
+from eprt.world.collectives import Step
 
 if TYPE_CHECKING:
     from eprt.world import World

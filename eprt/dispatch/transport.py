@@ -17,7 +17,7 @@ from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError
 from eprt.placement import ExpertPlacement
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
-from eprt.world.header import fingerprint_of
+from eprt.world.agree import fingerprint_of
 
 if TYPE_CHECKING:
     from eprt.world import World

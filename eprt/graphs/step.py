@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from eprt.errors import ConfigError, EprtError, InputError, UsageError
 from eprt.graphs.recording import GraphedLayer, Padding, Peers, Pool, Recording, refusal
 from eprt.world import World
-from eprt.world.header import Header, agree_step, exchange, fingerprint_of
-from eprt.world.step import Step
+from eprt.world.agree import Header, agree_step, exchange, fingerprint_of
+from eprt.world.collectives import Step
 
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 _WARM_CALLS = 2  # before a capture: libraries choose algorithms and allocate workspaces in the first

@@ -30,8 +30,8 @@ from eprt.support import Device
 from eprt.tokens import RouterLogits, TopK
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
-from eprt.world.header import Header, exchange, fingerprint_of
-from eprt.world.step import rounded
+from eprt.world.agree import Header, exchange, fingerprint_of
+from eprt.world.collectives import rounded
 
 PHASES: tuple[str, ...] = ("route", "dispatch", "experts", "shared", "combine")
 _unseen: dict[str, AbstractContextManager[Any]] = dict.fromkeys(PHASES, nullcontext())

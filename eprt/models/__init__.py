@@ -24,7 +24,7 @@ from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.routing import Router
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
-from eprt.world.header import Header, exchange
+from eprt.world.agree import Header, exchange
 
 __all__ = ["FAMILIES", "LayerParts", "ModelFamily", "build_layer", "family_for", "load_layer", "register_family"]
 

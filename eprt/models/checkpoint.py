@@ -21,7 +21,7 @@ from eprt.errors import CheckpointError, EprtError, WorldMismatch
 from eprt.models.hf_config import HfConfig
 from eprt.models.json_files import read_object, shown
 from eprt.models.shards import DTYPE_NAMES, Index, Shard
-from eprt.world.header import Header, exchange
+from eprt.world.agree import Header, exchange
 
 if TYPE_CHECKING:
     from eprt.world import World

@@ -1,4 +1,4 @@
-"""Who takes part: ranks, groups, and the memory they share.
+"""A World is the set of ranks that share one layer's experts, their process groups, and the memory they share.
 
 A `World` numbers its ranks from 0 whatever the host engine's numbering is. Rank r is
 `dp_rank * attention_tp_size + attention_tp_rank` before the layer and `ep_rank * moe_tp_size + moe_tp_rank` inside it.
@@ -11,7 +11,6 @@ import logging
 import signal
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -21,22 +20,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, RankLost, UsageError
-from eprt.world.collectives import Seat
+from eprt.world.agree import Header, agree_step, exchange
+from eprt.world.collectives import Collectives, Membership, Step
 from eprt.world.groups import (
+    group_of_ranks,
     host_device,
     init_default_group,
     local_device,
     make_meshes,
-    meet_in_environment,
-    meet_in_group,
     place,
+    rendezvous_in_environment,
+    rendezvous_in_group,
     start_guard,
     start_up,
 )
 from eprt.world.guard import Guard
-from eprt.world.header import Header, agree_step, exchange
-from eprt.world.membership import Membership
-from eprt.world.step import Step
+from eprt.world.lifecycle import Lifecycle
+from eprt.world.resources import SharedResources
+from eprt.world.shrink import Shrinking, Survivors
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")
@@ -45,12 +46,12 @@ DEFAULT_TIMEOUT_S = 60.0
 
 
 class Warmable(Protocol):
-    """Anything `World.warmup` can prepare: a layer, a dispatcher."""
+    """Anything that `World.warmup` can prepare: a layer, a dispatcher."""
 
     def warmup(self) -> None: ...
 
 
-class World(Membership):
+class World(Collectives):
     """The ranks that share one layer's experts. Make one with `from_env`, `from_group` or `from_mesh`.
 
     One timeout holds for everything: an operation that a peer doesn't join within `timeout_s` raises RankLost naming
@@ -64,21 +65,26 @@ class World(Membership):
             around a group that the host engine owns, and after `close`.
     """
 
-    def __init__(self, seat: Seat, timeout_s: float, *, owns_default: bool = False, guard: Guard | None = None) -> None:
-        super().__init__(seat, timeout_s, owns_default)
+    def __init__(
+        self, membership: Membership, timeout_s: float, *, owns_default: bool = False, guard: Guard | None = None
+    ) -> None:
+        super().__init__(membership, timeout_s)
         self.warm = False
         self.num_dispatchers = 0
         self.attention_mesh: DeviceMesh | None = None
         self.moe_mesh: DeviceMesh | None = None
         self._sigterm: Any = None
-        if seat.group is not None and seat.size > 1:
+        self._resources = SharedResources()
+        self._lifecycle = Lifecycle(self, owns_default)
+        self._shrinking: Shrinking | None = None
+        group = membership.group
+        if group is not None and self.size > 1:
             with start_up(timeout_s) as guards:
                 if guard is None:
-                    guard = start_guard(meet_in_group(seat.group, seat.rank, timeout_s), timeout_s, seat.device)
+                    guard = start_guard(rendezvous_in_group(group, self.rank, timeout_s), timeout_s, self.device)
                 guards.append(guard)
-                self._start(guard)
-
-    # ---- making one -----------------------------------------------------------------------------------------
+                self._lifecycle.start(guard)
+            self._shrinking = Shrinking(self, self._lifecycle, self._resources, guard.met.store)
 
     @classmethod
     def from_env(
@@ -89,7 +95,7 @@ class World(Membership):
         moe_tp_size: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> World:
-        """From torchrun's environment, or a world of one without it.
+        """Makes a World from torchrun's environment, or a World of one rank without it.
 
         Initialises torch.distributed (and ends it in `close`) unless the host already did; then the host's default
         group is used and left alone, and no variables of torchrun are needed.
@@ -106,12 +112,12 @@ class World(Membership):
         parallel = ParallelConfig(size, attention_tp_size, moe_tp_size)
         where = local_device(device)
         if size == 1 and not dist.is_initialized():
-            return cls(Seat(0, 1, where, parallel), timeout_s)
+            return cls(Membership(0, 1, where, parallel), timeout_s)
         owns_default = not dist.is_initialized()
         with start_up(timeout_s) as guards:
-            met = meet_in_environment(rank, size, timeout_s) if owns_default else None
+            met = rendezvous_in_environment(rank, size, timeout_s) if owns_default else None
             if met is None:
-                met = meet_in_group(dist.distributed_c10d._get_default_group(), rank, timeout_s)
+                met = rendezvous_in_group(dist.distributed_c10d._get_default_group(), rank, timeout_s)
             guard = start_guard(met, timeout_s, where, our_store=owns_default)
             guards.append(guard)
             if owns_default:
@@ -119,10 +125,10 @@ class World(Membership):
             meshes, made = guard.bounded(lambda: make_meshes(where, parallel, timeout_s), timeout_s)
         group = dist.distributed_c10d._get_default_group()
         attention_tp_group = meshes[0]["attention_tp"].get_group()
-        seat = Seat(dist.get_rank(), dist.get_world_size(), where, parallel, group, attention_tp_group)
-        world = cls(seat, timeout_s, owns_default=owns_default, guard=guard)
+        membership = Membership(dist.get_rank(), dist.get_world_size(), where, parallel, group, attention_tp_group)
+        world = cls(membership, timeout_s, owns_default=owns_default, guard=guard)
         world.attention_mesh, world.moe_mesh = meshes
-        world._own_groups = made
+        world._lifecycle.own_groups = made
         return world
 
     @classmethod
@@ -135,7 +141,7 @@ class World(Membership):
         moe_tp_size: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> World:
-        """Around a process group that a host engine owns; the group is used and left alone. Collective over `group`.
+        """Makes a World around a process group that a host engine owns. Collective over `group`, which is left alone.
 
         Args:
             group: None is torch.distributed's default group.
@@ -166,7 +172,7 @@ class World(Membership):
                     f"attention_tp_group holds ranks {ranks} of the world: expected the consecutive ranks "
                     f"{first}..{first + attention_tp_size - 1}; order the mesh as (dp, attention_tp)"
                 )
-        return cls(Seat(rank, size, host_device(device), parallel, group, attention_tp_group), timeout_s)
+        return cls(Membership(rank, size, host_device(device), parallel, group, attention_tp_group), timeout_s)
 
     @classmethod
     def from_mesh(
@@ -177,7 +183,7 @@ class World(Membership):
         moe_tp_size: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> World:
-        """Around a DeviceMesh that a host engine owns. Collective over the mesh's ranks.
+        """Makes a World around a DeviceMesh that a host engine owns. Collective over the mesh's ranks.
 
         Args:
             mesh: 1-D (every rank has its own tokens) or 2-D with the attention-TP dimension last. On CUDA, this
@@ -191,7 +197,7 @@ class World(Membership):
         if mesh.ndim == 1 and attention_tp_dim is None:
             group, attention = mesh.get_group(), None
         elif mesh.ndim == 2 and attention_tp_dim is not None and names[-1:] == (attention_tp_dim,):
-            group = _group_of(mesh.mesh.flatten().tolist(), timeout_s)
+            group = group_of_ranks(mesh.mesh.flatten().tolist(), timeout_s)
             attention = mesh[attention_tp_dim].get_group()
         else:
             raise ConfigError(
@@ -208,13 +214,13 @@ class World(Membership):
 
     @contextmanager
     def step(self, num_tokens: int, *, number: int | None = None, words: Sequence[int] = ()) -> Iterator[Step]:
-        """One forward of the whole model: the ranks agree once, then every layer called inside knows. Collective.
+        """Opens a step, one forward of the whole model: the ranks agree once for all layers inside. Collective.
 
             with world.step(hidden.shape[0], number=n) as step:  # 0 on a rank that has nothing
                 model(...)
 
         Layers inside take R from the step unless they are given `tokens_per_rank`, and on GPUs they compare nothing
-        more (gloo worlds compare every call, see `header.py`). A CUDA graph replayed inside is of that R, too.
+        more (gloo worlds compare every call, see `agree.py`). A CUDA graph replayed inside is of that R, too.
 
         What the caller keeps: each rank calls the same layers in the same order, idle ones with T = 0, and none with
         more tokens than its `num_tokens`. Several forwards fit into one step (a draft model's and the target's): say
@@ -249,7 +255,7 @@ class World(Membership):
         try:
             step = agree_step(self, num_tokens, number, words)
         except RankLost as lost:
-            if self._asked_to_leave and lost.why == "left":  # it was asked, too, and was a step ahead
+            if self._lifecycle.asked_to_leave and lost.why == "left":  # it was asked, too, and was a step ahead
                 self._leave_as_asked()
             raise
         self.step_number = step.number
@@ -261,13 +267,13 @@ class World(Membership):
             self._call_log.failed = True
             raise
         self.current_step = None
-        self._completed = step.number
-        if self._asked_to_leave:
+        self.completed_step = step.number
+        if self._lifecycle.asked_to_leave:
             self._leave_as_asked()
 
     def drain_on_sigterm(self) -> None:
-        """From now on SIGTERM lets the step in flight end; then this rank closes its World and exits with code 0, and
-        its peers are told that it `left`. Ranks that are all asked at once all end that way. From the main thread.
+        """Lets SIGTERM end this rank only after the step in flight: it closes its World, exits with code 0, and its
+        peers are told that it `left`. Ranks that are all asked at once all end that way. From the main thread.
 
         Opt in, since a signal's handler belongs to the program; the one before is run by nobody until `close`.
         """
@@ -275,17 +281,51 @@ class World(Membership):
 
     def _on_sigterm(self, number: int, frame: object) -> None:
         del number, frame
-        self._asked_to_leave = True
+        self._lifecycle.asked_to_leave = True
 
     def _leave_as_asked(self) -> NoReturn:
         logger.info("rank %d leaves after step %d: it got SIGTERM", self.rank, self.step_number)
         self.close()
         raise SystemExit(0)
 
-    # ---- shared memory --------------------------------------------------------------------------------------
+    def barrier(self) -> None:
+        """Waits until every rank is here. Raises WorldMismatch, on every rank, where one makes another call."""
+        exchange(self, Header("barrier", -1, 0))
+
+    def shrink(self) -> Survivors:
+        """Goes on without the lost ranks after a RankLost. Collective over the ranks that are left.
+
+            try:
+                with world.step(hidden.shape[0]) as step:
+                    output = layer(hidden)
+            except RankLost:  # on every rank, in this step or, where it had all it needed of this one, the next
+                found = world.shrink()  # raises RankLost where that can't be: then restart the job
+                graphs.capture()  # if there are any
+
+        For layers built with `RuntimeConfig(on_rank_lost="continue")` or "renormalize". Ranks keep their numbers, and
+        `alive` says who is left. The experts of the lost ranks count as slots without an expert, unless another rank
+        holds a replica. What was in flight is discarded: outputs of the step that raised, and handles that are open.
+        What the ranks do together they do without the lost ones from now on, new layers over no memory of shared GPUs
+        included. Graphs have to be captured again. A lost rank comes back by a restart of the job.
+
+        Ranks that are lost meanwhile are left out, too; so is one that doesn't come within the World's timeout (twice
+        that on GPUs), and a rank whose attention-TP group lost another. Such a rank, should it live, and one that was
+        cut off hear that they are out: there is one decision, in the control store.
+
+        At interpreter exit a process that went on leaves at once: with code 0, or 1 after an uncaught exception.
+
+        Raises:
+            RankLost: it can't be: no rank is named, the control store's host is among the lost, this rank is, or a
+                kernel that waits for a lost rank can't be freed.
+            UsageError: no rank is lost, a step is open, the World is closed, or memory that ranks share can't go on.
+        """
+        if self._shrinking is None:
+            self.require_open()
+            raise UsageError("shrink, but no rank is lost: it is for who caught a RankLost")
+        return self._shrinking.shrink()
 
     def resource(self, key: Hashable, make: Callable[[], T], close: Callable[[T], None] | None = None) -> T:
-        """Memory shared by ranks, made once per key and counted; `key` must name all that is baked into it.
+        """Returns memory shared by ranks, made once per key and counted; `key` must name all that is baked into it.
 
         Making is usually collective, so every rank must ask in the same order. Freed by the last `release`, or by
         `close`.
@@ -295,15 +335,17 @@ class World(Membership):
             return self._resources.acquire(key, make, close)
 
     def held(self, key: Hashable) -> Any:
-        """What `resource(key)` made, if this rank still holds it, else None. Counts no user; not collective."""
+        """Returns what `resource(key)` made, or None if this rank doesn't hold it. Counts no user; not collective."""
         return self._resources.held(key)
 
     def release(self, key: Hashable) -> None:
-        """Give one `resource(key)` back. A key that `close` already freed is ignored."""
+        """Gives one `resource(key)` back. A key that `close` already freed is ignored."""
         self._resources.release(key)
 
     def warmup(self, *things: Warmable) -> None:
-        """Collective: compile, tune, allocate now on every rank, then a barrier. Lazy work afterwards is an error.
+        """Compiles, tunes and allocates now on every rank, then waits for all. Lazy work afterwards is an error.
+
+        Collective.
 
         Raises:
             WorldMismatch: the ranks warm up different numbers of things, or one makes another call.
@@ -323,10 +365,8 @@ class World(Membership):
                 f"{what} after World.warmup(): pass this layer to warmup() so that no rank stalls its peers"
             )
 
-    # ---- end ------------------------------------------------------------------------------------------------
-
     def close(self) -> None:
-        """Free shared memory, stop the guard, end what this World started. Idempotent.
+        """Frees shared memory, stops the guard, and ends what this World started. Idempotent.
 
         The threads and sockets of the process groups it made are given back, too, unless a rank was lost: those of
         groups with unfinished work stay until the process ends.
@@ -342,8 +382,8 @@ class World(Membership):
         try:
             self._resources.close()
         finally:
-            self.attention_mesh = self.moe_mesh = None
-            self._end()
+            self.attention_mesh = self.moe_mesh = self._shrinking = None
+            self._lifecycle.end()
 
     def __enter__(self) -> World:
         return self
@@ -352,14 +392,3 @@ class World(Membership):
         if error is not None and self._guard is not None:
             self._guard.leave(f"raised: {type(error).__name__}: {error}")
         self.close()
-
-
-def _group_of(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
-    """The payload group of these global ranks. One that had to be made stays until the host ends torch.distributed:
-    destroying it would free its name for a later group of the same ranks (see `control_group`)."""
-    if ranks == list(range(dist.get_world_size())):
-        return dist.distributed_c10d._get_default_group()
-    made = dist.new_group(ranks, timeout=timedelta(seconds=2 * timeout_s), use_local_synchronization=True)
-    if not isinstance(made, dist.ProcessGroup):
-        raise ConfigError(f"this rank is not one of {ranks}: make the World on the mesh's own ranks")
-    return made

@@ -1,11 +1,14 @@
-"""What the ranks of a World exchange. Every operation is bounded: it returns, or raises RankLost naming a rank."""
+"""Collectives of a World. Every operation is bounded: it returns, or raises RankLost naming a rank."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
@@ -15,13 +18,13 @@ import torch.distributed as dist
 from eprt.config import ParallelConfig
 from eprt.errors import RankLost, UsageError
 from eprt.world.guard import Guard
-from eprt.world.members import restarts
+from eprt.world.identity import restarts
 from eprt.world.shared_exchange import MAX_WORDS, SharedExchange
-from eprt.world.step import CallLog, Step
 
 CORES = os.cpu_count() or 1  # of the host: ranks that are pinned apart see few each, but share none
 SPIN_S = 300e-6
 LONGEST_SLEEP_S = 1e-3
+BROKEN_OFF = -1  # in a call log, for a layer: its last call was dispatched and never combined
 
 # torch 2.13 renamed these; 2.10 has the old names only.
 _all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -29,8 +32,8 @@ _reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where a rank sits.
+class Membership:
+    """One rank's place among the ranks of a World.
 
     Attributes:
         rank, size: in the World's numbering.
@@ -48,20 +51,76 @@ class Seat:
     attention_tp_group: dist.ProcessGroup | None = None
 
 
+@dataclass(frozen=True)
+class Step:
+    """What `World.step` agreed on; the same on every rank.
+
+    Attributes:
+        number: the caller's own count, or the World's.
+        tokens: [W], every rank's num_tokens.
+        words: [W], every rank's words.
+        buckets: sizes that R is rounded up to, ascending (`Collectives.buckets`).
+    """
+
+    number: int
+    tokens: tuple[int, ...]
+    words: tuple[tuple[int, ...], ...]
+    buckets: tuple[int, ...] = ()
+
+    @cached_property
+    def tokens_per_rank(self) -> int:
+        """Returns R of every layer called inside: the largest num_tokens, at least 1, rounded up to a bucket."""
+        return rounded(max(1, *self.tokens), self.buckets)
+
+
+def rounded(tokens_per_rank: int, buckets: Sequence[int]) -> int:
+    """Returns the smallest of the ascending `buckets` that holds R; R itself above the largest."""
+    return next((rows for rows in buckets if rows >= tokens_per_rank), tokens_per_rank)
+
+
+@dataclass
+class CallLog:
+    """The layer calls that this rank's host made in a step: the next step compares them.
+
+    Attributes:
+        calls: (layer number, fingerprint) of each, in order.
+    """
+
+    calls: list[tuple[int, int]] = field(default_factory=list)
+    failed: bool = False
+
+    @property
+    def fingerprint(self) -> int:
+        """Returns 63 bits; 0 where a whole step passed without a call, as one that replays a CUDA graph does."""
+        if not self.calls:
+            return int(self.failed)
+        raw = array("q", [fingerprint for _, fingerprint in self.calls]).tobytes()
+        return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 1
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Returns what the fingerprint was made of, for the table of ranks that disagree."""
+        names = " ".join(
+            f"({layer} broken off)" if fingerprint == BROKEN_OFF else str(layer) for layer, fingerprint in self.calls
+        )
+        return {"layers of the last step": f"{names or 'none'}{', then an error' if self.failed else ''}"}
+
+
 class Collectives:
-    """A rank's place in a World, payload over its process group, agreement over its control group.
+    """One rank's view of a World: payload travels over its process group, agreement over its control group.
 
     Ranks that were lost keep their numbers (`World.shrink`): what is gathered has a row for each of the `size` ranks,
     which stays empty for those.
 
     Attributes:
-        rank, size, device, parallel: see `Seat`.
+        rank, size, device, parallel: see `Membership`.
         group: process group of the ranks that are left; None where this is the only one.
         alive: [W], False for ranks that the others went on without.
         timeout_s: how long any operation waits for a peer.
         current_step: the step that `World.step` opened, for the layers called inside it; None outside. It is the
             World's, not a thread's: threads that a step starts see it.
         step_number: of the current step, or else of the last one; compared between ranks in every header.
+        completed_step: number of the last step that this rank left without an exception; -1: none.
         generation: counts restarts of the job and `shrink`s; handles of another generation are refused.
         nonce: drawn when the ranks met, compared in every header; 0 in a world of one.
         closed: whether the World has ended.
@@ -70,21 +129,23 @@ class Collectives:
         padding: inside a batch that was filled up to a bucket: bool [rows, 1], True where a row holds no token.
     """
 
-    def __init__(self, seat: Seat, timeout_s: float) -> None:
-        self.rank, self.size, self.device, self.parallel = seat.rank, seat.size, seat.device, seat.parallel
-        self.group = seat.group
-        self.alive = (True,) * seat.size
+    def __init__(self, membership: Membership, timeout_s: float) -> None:
+        self.rank, self.size = membership.rank, membership.size
+        self.device, self.parallel = membership.device, membership.parallel
+        self.group = membership.group
+        self.alive: tuple[bool, ...] = (True,) * membership.size
         self.timeout_s = timeout_s
         self.current_step: Step | None = None
         self.step_number = 0
+        self.completed_step = -1
         self.generation = restarts()
         self.nonce = 0
         self.closed = False
         self.buckets: tuple[int, ...] = ()
         self.padding: torch.Tensor | None = None
         self.graphs: WeakSet[Any] = WeakSet()
-        self._ranks = list(range(seat.size))  # those that are alive
-        self._attention_tp_group = seat.attention_tp_group
+        self._ranks = list(range(membership.size))  # those that are alive
+        self._attention_tp_group = membership.attention_tp_group
         self._control: dist.ProcessGroupGloo | None = None
         self._guard: Guard | None = None
         self._shared: SharedExchange | None = None
@@ -115,17 +176,19 @@ class Collectives:
     # ---- payload --------------------------------------------------------------------------------------------
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, missing: int = 0) -> None:
-        """out[W * n] = every rank's x[n], in rank order; equal n everywhere. Rows of lost ranks hold `missing`."""
+        """Gathers every rank's x[n] to out[W * n], in rank order. Rows of lost ranks hold `missing`."""
         alone, whole = len(self._ranks) == 1, len(self._ranks) == self.size
         found = x if alone else out if whole else x.new_empty((len(self._ranks) * x.shape[0], *x.shape[1:]))
         if not alone:
-            self._moved = _wire(found), _wire(x)
+            self._moved = _as_bytes(found), _as_bytes(x)
             self._run(_all_gather(*self._moved, group=self.group, async_op=True))
         if found is not out:
-            self._spread(_wire(out).view(self.size, *x.shape), _wire(found).view(len(self._ranks), *x.shape), missing)
+            self._spread(
+                _as_bytes(out).view(self.size, *x.shape), _as_bytes(found).view(len(self._ranks), *x.shape), missing
+            )
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """out[n] = sum over ranks of their x[W * n], this rank's n rows."""
+        """Sums this rank's n rows of every rank's x[W * n] to out[n]."""
         x = self._gathered(x)
         if len(self._ranks) == 1:
             out.copy_(x)
@@ -139,7 +202,7 @@ class Collectives:
             out.copy_(parts.view(len(self._ranks), *out.shape).sum(0, dtype=torch.float32))
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_splits: list[int], in_splits: list[int]) -> None:
-        """Rows of x go to ranks by in_splits [W]; out holds what they sent, by out_splits (which must be their truth).
+        """Sends rows of x to ranks by in_splits [W]; out receives theirs by out_splits, which must be what they send.
         Both are 0 for lost ranks."""
         if len(self._ranks) == 1:
             out.copy_(x)
@@ -147,25 +210,25 @@ class Collectives:
             self._exchange(out, x, *([splits[rank] for rank in self._ranks] for splits in (out_splits, in_splits)))
 
     def _exchange(self, out: torch.Tensor, x: torch.Tensor, out_splits: list[int], in_splits: list[int]) -> None:
-        self._moved = out, x = _wire(out), _wire(x)
+        self._moved = out, x = _as_bytes(out), _as_bytes(x)
         self._run(dist.all_to_all_single(out, x, out_splits, in_splits, group=self.group, async_op=True))
 
     def _spread(self, out: torch.Tensor, found: torch.Tensor, missing: int = 0) -> None:
-        """What each of the ranks that are left said, [A, ...], to their places in out [W, ...]."""
+        """Copies a row of each rank that is left, [A, ...], to its place in out [W, ...]."""
         if len(self._ranks) < self.size:
             out.fill_(missing)
         for rank, row in zip(self._ranks, found, strict=True):
             out[rank] = row
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """[W * n] -> the parts of the ranks that are left, [A * n]."""
+        """Returns the parts of x[W * n] that belong to the ranks that are left, [A * n]."""
         if len(self._ranks) == self.size:
             return x
         parts = x.view(self.size, x.shape[0] // self.size, *x.shape[1:])
         return torch.cat([parts[rank] for rank in self._ranks])
 
     def gather_attention_tp(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, ...] on each attention-TP rank -> [attention_tp_size * n, ...] on all of them."""
+        """Gathers [n, ...] of each attention-TP rank to [attention_tp_size * n, ...] on all of them."""
         size = self.parallel.attention_tp_size
         if size == 1:
             return x
@@ -176,7 +239,7 @@ class Collectives:
         return out
 
     def finish_device_work(self) -> None:
-        """The host waits, bounded, for what it has issued to this rank's stream. Raises RankLost."""
+        """Waits on the host, bounded, for what it has issued to this rank's stream. Raises RankLost."""
         if self.device.type != "cuda":
             return
         done = torch.cuda.Event()
@@ -188,7 +251,7 @@ class Collectives:
     # ---- agreement ------------------------------------------------------------------------------------------
 
     def compares_headers(self, full: bool) -> bool:
-        """Whether calls compare headers: always on gloo, on GPUs with full validation, never under graph capture."""
+        """Returns whether calls compare headers: always on gloo, on GPUs with full validation, never in capture."""
         if len(self._ranks) == 1:
             return False
         if self.device.type == "cpu":
@@ -196,7 +259,7 @@ class Collectives:
         return full and not torch.cuda.is_current_stream_capturing()
 
     def gather_control(self, x: torch.Tensor) -> torch.Tensor:
-        """CPU tensor x[n] -> [W, n], over the control group; zeros for lost ranks."""
+        """Gathers a CPU tensor x[n] of each rank to [W, n], over the control group; zeros for lost ranks."""
         self.require_open()
         if self.size == 1:
             return x[None]
@@ -216,8 +279,8 @@ class Collectives:
         return out
 
     def gather_words(self, words: Sequence[int]) -> list[tuple[int, ...]]:
-        """Every rank's int64 words, in rank order; equally many on every rank, zeros for lost ones. Through shared
-        memory where all ranks are on one host, else over the control group."""
+        """Returns every rank's int64 words, equally many, in rank order; zeros for lost ones. Through shared memory
+        where all ranks are on one host, else over the control group."""
         self.require_open()
         if self.size == 1:
             return [tuple(words)]
@@ -237,17 +300,17 @@ class Collectives:
         return self._shared is not None
 
     def log_call(self, layer: int, fingerprint: int) -> None:
-        """Inside a step, this rank's host calls a layer: the next step compares what the ranks called."""
+        """Records that this rank's host calls a layer inside a step: the next step compares what the ranks called."""
         if self.current_step is not None:
             self._call_log.calls.append((layer, fingerprint))
 
     def take_call_log(self) -> CallLog:
-        """What was logged since the last time."""
+        """Returns what was logged since the last time, and starts a new log."""
         log, self._call_log = self._call_log, CallLog()
         return log
 
     def note(self, where: str, layer: int | None = None) -> None:
-        """Progress, as peers will read it in a RankLost."""
+        """Records this rank's progress, as peers will read it in a RankLost."""
         if self._guard is not None:
             self._guard.note(where if layer is None else f"{where} of layer {layer}, step {self.step_number}")
 
@@ -260,8 +323,8 @@ class Collectives:
                 self._guard.raise_behind(waited_s, self._ranks)
 
     def add_buckets(self, buckets: Iterable[int]) -> None:
-        """Sizes that graphs are captured for; the same on every rank. Whoever runs eagerly takes the same R then, so
-        that ranks which replay a graph and ranks which don't understand each other."""
+        """Adds sizes that graphs are captured for, equal on every rank. A rank that runs eagerly takes the same R, so
+        it agrees with ranks that replay a graph."""
         self.buckets = tuple(sorted({*self.buckets, *buckets}))
 
     def require_open(self) -> None:
@@ -269,15 +332,21 @@ class Collectives:
         if self.closed:
             raise UsageError("the world is closed; make a new one")
 
+    def require_whole(self, what: str) -> None:
+        """Raises UsageError once a rank is lost."""
+        if not all(self.alive):
+            lost = [rank for rank, alive in enumerate(self.alive) if not alive]
+            raise UsageError(f"{what} needs all ranks, and ranks {lost} are lost: restart the job")
+
     @property
     def broken(self) -> bool:
-        """Whether peers may never come to a meeting point: a rank is lost, or this one is leaving through an error."""
+        """Returns whether peers may never reach a common call: a rank is lost, or this one leaves by an error."""
         return self._guard is not None and self._guard.failing
 
     # ---- waiting --------------------------------------------------------------------------------------------
 
     def _run(self, work: dist.Work | None, ranks: Iterable[int] | None = None) -> None:
-        """Payload: on CUDA the stream waits, on CPU the host does."""
+        """Waits for payload: on CUDA the stream waits, on CPU the host does."""
         if work is None:
             return
         if self.device.type == "cuda":
@@ -286,7 +355,7 @@ class Collectives:
             self._wait(work, ranks)
 
     def _wait(self, work: dist.Work, ranks: Iterable[int] | None = None) -> None:
-        """Bounded: returns, or raises RankLost naming one of the `ranks` that take part (None: all)."""
+        """Waits for the work, or raises RankLost naming one of the `ranks` that take part (None: all)."""
         ranks = self._ranks if ranks is None else ranks
         if self._guard is not None:
             self._guard.note()
@@ -305,11 +374,10 @@ class Collectives:
             self._guard.raise_broken(error)
 
     def _pauses(self, ranks: Iterable[int]) -> Iterator[None]:
-        """Between two looks at what one of the `ranks` still has to do. Raises RankLost where it won't be done.
+        """Pauses between two looks at what one of the `ranks` still has to do. Raises RankLost where it won't be done.
 
-        First the CPU is only yielded, for what is nearly there; then this rank sleeps, longer the longer it has waited,
-        so that ranks that share cores don't starve the one they wait for. Where they are more than the cores, it sleeps
-        at once.
+        At first it only yields the CPU; then it sleeps, longer the longer it has waited, so that ranks that share cores
+        don't starve the one they wait for. Where ranks outnumber the cores, it sleeps at once.
         """
         start = time.monotonic()
         spin_s = SPIN_S if (self.parallel.ranks_per_host or self.size) <= CORES else 0.0
@@ -326,6 +394,6 @@ class Collectives:
             yield
 
 
-def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """gloo and NCCL move FP8 as bytes."""
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Views FP8 as bytes, as gloo and NCCL move it."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -1,4 +1,4 @@
-"""Making process groups and stores: the part of a World that touches torchrun's environment and torch's groups."""
+"""Makes process groups and stores: the part of a World that touches torchrun's environment and torch's groups."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, EprtError, RankLost, one_block
 from eprt.world.bounded import at_exit_leave, bounded
 from eprt.world.guard import Guard
-from eprt.world.meeting import Meeting, claim_store, job_name, meet
-from eprt.world.members import boot_id
+from eprt.world.identity import boot_id, job_name
+from eprt.world.rendezvous import Rendezvous, claim_store, meet
 
 SILENT_AFTER_S = 10.0
 # What srun and the usual mpiruns tell their tasks; a batch script or an interactive shell has none of them above 1.
@@ -28,8 +28,7 @@ _TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2
 
 
 def place() -> tuple[int, int]:
-    """(rank, size) in torch.distributed if the host initialised it, else in torchrun's environment; (0, 1) without
-    either. Raises ConfigError."""
+    """Returns (rank, size) of torch.distributed if that is initialised, else of torchrun's environment, else (0, 1)."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     needed = ("RANK", "WORLD_SIZE", "MASTER_PORT")
@@ -45,7 +44,7 @@ def place() -> tuple[int, int]:
 
 
 def joins_torchrun() -> bool:
-    """Whether torchrun, or something like it, says that this process is one of a world's ranks.
+    """Returns whether torchrun, or something like it, says that this process is one of a world's ranks.
 
     Raises ConfigError where srun or mpirun started several processes that nothing told of each other: each would be a
     world of its own.
@@ -63,20 +62,20 @@ def joins_torchrun() -> bool:
 
 
 def hosts_store(rank: int) -> bool:
-    """Whether this process serves the store: rank 0 does where no torchrun agent does."""
+    """Returns whether this process serves the store: rank 0 does where no torchrun agent does."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def host_number() -> int:
-    """The same for the processes of one host (of one container, where containers have names of their own)."""
+    """Returns a number that is equal for the processes of one host, or of one container if that has its own name."""
     name = f"{socket.gethostname()} {boot_id()}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
 
 
 @contextmanager
 def start_up(timeout_s: float) -> Iterator[list[Guard]]:
-    """While ranks meet: what goes wrong on one is told to those whose guards are up (those put into the list), and a
-    process that ends because of it ends with RankLost's exit code."""
+    """Tells an error during start-up to the ranks whose guards are up; the body puts guards into the list it gets. A
+    process that ends because of such an error ends with RankLost's exit code."""
     guards: list[Guard] = []
     try:
         yield guards
@@ -92,7 +91,7 @@ def start_up(timeout_s: float) -> Iterator[list[Guard]]:
 
 
 def host_device(device: torch.device | str) -> torch.device:
-    """`device` as the host engine's process sees it: a GPU without an index is the one it made current."""
+    """Returns `device` as the host engine's process sees it: a GPU without an index is the one it made current."""
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {str(device)!r}: expected 'cpu' or 'cuda'")
@@ -104,8 +103,10 @@ def host_device(device: torch.device | str) -> torch.device:
 
 
 def local_device(device: str | None) -> torch.device:
-    """The GPU of torchrun's local rank, made the current one; without torchrun, and where a host engine that started
-    torch.distributed also uses CUDA, the current one. Raises ConfigError."""
+    """Returns the GPU of torchrun's local rank, and makes it the current one. Raises ConfigError.
+
+    Without torchrun, and if a host engine that started torch.distributed also uses CUDA, it is the current GPU.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     available = torch.cuda.device_count()
@@ -120,8 +121,8 @@ def local_device(device: str | None) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def meet_in_environment(rank: int, size: int, timeout_s: float) -> Meeting:
-    """All ranks that torchrun's environment speaks of. Raises RankLost, WorldMismatch."""
+def rendezvous_in_environment(rank: int, size: int, timeout_s: float) -> Rendezvous:
+    """Finds all ranks that torchrun's environment names. Raises RankLost, WorldMismatch."""
     host, job = ("rank 0" if hosts_store(0) else "torchrun's agent"), job_name()
     silent_s = silent_after(timeout_s)
     where = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ['MASTER_PORT']}"
@@ -136,8 +137,8 @@ def meet_in_environment(rank: int, size: int, timeout_s: float) -> Meeting:
     return met
 
 
-def meet_in_group(group: dist.ProcessGroup, rank: int, timeout_s: float) -> Meeting:
-    """The ranks of a host engine's group, in torch.distributed's own store. Raises RankLost, WorldMismatch."""
+def rendezvous_in_group(group: dist.ProcessGroup, rank: int, timeout_s: float) -> Rendezvous:
+    """Finds the ranks of a host engine's group in torch.distributed's own store. Raises RankLost, WorldMismatch."""
     ranks = dist.get_process_group_ranks(group)
     store = dist.distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
     label = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
@@ -146,13 +147,13 @@ def meet_in_group(group: dist.ProcessGroup, rank: int, timeout_s: float) -> Meet
 
 
 def silent_after(timeout_s: float) -> float:
-    """How long a peer, or the store, may give no sign of life."""
+    """Returns how many seconds a peer, or the store, may give no sign of life."""
     return min(SILENT_AFTER_S, timeout_s / 2)
 
 
-def start_guard(met: Meeting, timeout_s: float, device: torch.device, our_store: bool = False) -> Guard:
-    """A running guard. It watches a store that torchrun's agent serves, and, for strangers, one that this rank does;
-    where another rank does, the guards' own links tell more."""
+def start_guard(met: Rendezvous, timeout_s: float, device: torch.device, our_store: bool = False) -> Guard:
+    """Returns a running guard. It watches a store that torchrun's agent serves and, for strangers, one that this rank
+    serves; if another rank does, the guards' own links tell more."""
     watched = not hosts_store(0) or (our_store and met.rank == 0)
     guard = Guard(
         met,
@@ -164,9 +165,9 @@ def start_guard(met: Meeting, timeout_s: float, device: torch.device, our_store:
     return guard
 
 
-def init_default_group(met: Meeting, device: torch.device, timeout_s: float) -> None:
-    """torch's default group over a part of the store that only these ranks know: a restarted attempt must not meet the
-    last one's keys, nor a second World of one process the first one's."""
+def init_default_group(met: Rendezvous, device: torch.device, timeout_s: float) -> None:
+    """Makes torch's default group over a part of the store that only these ranks know. A restart must not read the last
+    attempt's keys, nor a second World of one process the first one's."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)  # this is another thread than the one that chose it
@@ -181,9 +182,11 @@ def init_default_group(met: Meeting, device: torch.device, timeout_s: float) -> 
 
 
 def make_splittable(default: dist.ProcessGroup) -> None:
-    """Before the default group is split, as DeviceMesh does on GPUs: its backends then read a list of ranks that only a
-    process's first group of each kind finds without being told; for a later one torch (2.10 to 2.13) reads address 0
-    (groupRanks of ProcessGroupGloo and ProcessGroupNCCL)."""
+    """Prepares the default group to be split, as DeviceMesh does on GPUs.
+
+    Its backends then read a list of ranks that only a process's first group of each kind finds without being told; for
+    a later one torch (2.10 to 2.13) reads address 0 (groupRanks of ProcessGroupGloo and ProcessGroupNCCL).
+    """
     for device in default._device_types:
         backend: Any = default._get_backend(device)
         if backend.name() in ("gloo", "nccl") and not backend.options.global_ranks_in_group:
@@ -226,8 +229,8 @@ def _group_among(parts: list[list[int]], made: dict[str, dist.ProcessGroup], tim
     return made[key]
 
 
-def control_group(met: Meeting, timeout_s: float, beside: dist.ProcessGroup | None) -> dist.ProcessGroupGloo:
-    """A gloo group of the ranks that met; it shares the gloo devices of the group `beside`. Collective.
+def control_group(met: Rendezvous, timeout_s: float, beside: dist.ProcessGroup | None) -> dist.ProcessGroupGloo:
+    """Makes a gloo group of the ranks that met; it shares the gloo devices of the group `beside`. Collective.
 
     Not `dist.new_group`: that names a group after its ranks, so one made after another was destroyed meets its keys in
     the store and connects to sockets that are gone (torch 2.13).
@@ -237,15 +240,18 @@ def control_group(met: Meeting, timeout_s: float, beside: dist.ProcessGroup | No
 
 
 def payload_group(
-    met: Meeting,
+    met: Rendezvous,
     name: str,
     ranks: list[int],
     device: torch.device,
     timeout_s: float,
     beside: dist.ProcessGroupGloo | None,
 ) -> dist.ProcessGroup:
-    """A group of some of the ranks that met, known to nobody else: torch's registry of groups isn't asked, and need
-    not be whole. One of gloo shares the devices of the group `beside`. Collective over `ranks`."""
+    """Makes a group of some of the ranks that met. Collective over `ranks`.
+
+    Nobody else knows it: torch's registry of groups isn't asked, and need not be whole. One of gloo shares the devices
+    of the group `beside`.
+    """
     store, place = dist.PrefixStore(name, met.store), ranks.index(met.rank)
     group = dist.ProcessGroup(store, place, len(ranks))
     if device.type == "cuda":
@@ -262,7 +268,7 @@ def payload_group(
 def _gloo(
     store: dist.Store, rank: int, size: int, timeout_s: float, beside: dist.ProcessGroupGloo | None
 ) -> dist.ProcessGroupGloo:
-    """Each gloo device has a thread that wakes up 100 times a second, also while nothing happens: groups share one."""
+    """Makes a gloo group. Groups share a device, because its thread wakes up 100 times a second, also when idle."""
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     if beside is not None:
         options._devices = beside.options._devices  # pyright: ignore[reportAttributeAccessIssue]
@@ -273,11 +279,22 @@ def _gloo(
 
 
 def _backend_on_cpu(group: dist.ProcessGroup | None) -> dist.ProcessGroupGloo | None:
-    """The group's gloo backend for CPU tensors; None where it has another or none."""
+    """Returns the group's gloo backend for CPU tensors; None where it has another or none."""
     if group is None or torch.device("cpu") not in group._device_types:
         return None
     backend = group._get_backend(torch.device("cpu"))
     return backend if isinstance(backend, dist.ProcessGroupGloo) else None
+
+
+def group_of_ranks(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
+    """Returns the payload group of these global ranks. One that it makes stays until the host ends torch.distributed:
+    destroying it would free its name for a later group of the same ranks (see `control_group`)."""
+    if ranks == list(range(dist.get_world_size())):
+        return dist.distributed_c10d._get_default_group()
+    made = dist.new_group(ranks, timeout=timedelta(seconds=2 * timeout_s), use_local_synchronization=True)
+    if not isinstance(made, dist.ProcessGroup):
+        raise ConfigError(f"this rank is not one of {ranks}: make the World on the mesh's own ranks")
+    return made
 
 
 # Rank 0's servers, by port: they stay until the process ends, since the next World of the same ranks may already have
@@ -305,7 +322,7 @@ def _job_store(rank: int, size: int, timeout_s: float) -> dist.TCPStore:
 
 
 def _loopback_listener(address: str, port: int) -> int | None:
-    """A listening socket for a store that only this host reaches; None leaves it to torch, which listens everywhere."""
+    """Returns a listening socket for a store that only this host reaches, or None: torch then listens everywhere."""
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError:

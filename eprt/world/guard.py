@@ -1,4 +1,4 @@
-"""Finding the rank that died, hung or left, and saying so in the same words on every rank.
+"""The guard finds the rank that died, hung or left, and every rank says so in the same words.
 
 gloo names nobody and wakes nobody: a survivor sees "connection closed" with a port number, or sits out its whole
 timeout. So each process of a World has one `Guard` thread that beats to every peer over connections of its own
@@ -33,12 +33,10 @@ import torch.distributed as dist
 
 from eprt.errors import RankLost, one_block
 from eprt.world.bounded import bounded
-from eprt.world.cases import Case, Peer, sentence
-from eprt.world.links import Links
-from eprt.world.loop_thread import LoopThread
-from eprt.world.meeting import Meeting
-from eprt.world.members import ended, stopped
-from eprt.world.store_watch import GRACE_S, StoreWatch
+from eprt.world.identity import ended, stopped
+from eprt.world.links import Links, LoopThread
+from eprt.world.rendezvous import Rendezvous
+from eprt.world.suspicion import GRACE_S, PeerRecord, StoreWatch, Suspicion, verdict_message
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")
@@ -67,7 +65,7 @@ class Guard:
     """
 
     def __init__(
-        self, meeting: Meeting, silent_after_s: float, exit_after_s: float | None, store: dist.Store | None
+        self, meeting: Rendezvous, silent_after_s: float, exit_after_s: float | None, store: dist.Store | None
     ) -> None:
         self.met = meeting
         self.rank, self._members = meeting.rank, meeting.members
@@ -75,18 +73,18 @@ class Guard:
         self._silent_after_s = silent_after_s
         self._exit_after_s = exit_after_s
         self._beat_s = min(max(BEAT_S, silent_after_s / 20), MAX_BEAT_S)
-        self._peers = {peer: Peer() for peer in self._members if peer != self.rank}
+        self._peers = {peer: PeerRecord() for peer in self._members if peer != self.rank}
         self._progress = (0, "start-up")
         self._ending = ""
         self._verdict: RankLost | None = None
         self._agreed = threading.Event()
         self._raised = False
-        self._cases: list[Case] = []
+        self._suspicions: list[Suspicion] = []
         self._passed_over: set[int] = set()  # ranks that were asked for a verdict and gave none
         self._stop = threading.Event()
         self._links = Links(self.rank, meeting.key, self._heard, self._closed)
         self._thread = LoopThread("eprt-guard", self._begin)
-        self._watch = StoreWatch(store, self._beat_s, silent_after_s, self._intruded)
+        self._watch = StoreWatch(store, self._beat_s, silent_after_s, self._on_intruder)
 
     def start(self) -> None:
         for peer in self._peers.values():
@@ -95,44 +93,44 @@ class Guard:
         self._watch.start()
 
     def note(self, where: str | None = None) -> None:
-        """This rank enters another operation: `where` names it, None is one more step of the last one named."""
+        """Notes that this rank enters another operation. `where` names it; None is one more step of the last one."""
         self._progress = (self._progress[0] + 1, where or self._progress[1])
 
     @property
     def nonce(self) -> int:
-        """What only the ranks that met know."""
+        """Returns a number that only the ranks that met know."""
         return self.met.number
 
     @property
     def verdict(self) -> RankLost | None:
-        """What the world agreed on, if anything."""
+        """Returns the verdict that the ranks agreed on, if any."""
         return self._verdict
 
     @property
     def verdict_due(self) -> bool:
-        """Whether a verdict is on its way: there is none yet, and somebody is accused or a peer went without a word."""
+        """Returns whether a verdict is on its way: none stands yet, and a rank is suspected or ended without notice."""
         if self._verdict is not None or not self._thread.alive:
             return False
         went = (peer.closed or self._gone(rank) for rank, peer in self._peers.items() if not peer.ending)
-        return bool(self._cases) or any(went)
+        return bool(self._suspicions) or any(went)
 
     def acknowledge(self) -> None:
-        """The main thread knows of the verdict: it isn't stuck in a call."""
+        """Notes that the main thread knows of the verdict, so that it isn't stuck in a call."""
         self._raised = self._verdict is not None
 
     @property
     def failing(self) -> bool:
-        """Whether a verdict stands, or this rank is leaving through an exception."""
+        """Returns whether a verdict stands, or this rank is leaving through an exception."""
         return self._verdict is not None or self._ending.startswith("raised")
 
     @property
     def stuck(self) -> bool:
-        """After `close`: whether a thread is still inside a call that doesn't return."""
+        """Returns, after `close`, whether a thread is still inside a call that doesn't return."""
         return self._watch.stuck
 
     def bounded(self, call: Callable[[], T], limit_s: float) -> T:
-        """What `call()`, a construction that all ranks take part in, returns. Raises RankLost instead of waiting for a
-        rank that is lost, and for any other longer than `limit_s`."""
+        """Returns the result of `call()`, a construction that all ranks take part in. Raises RankLost rather than wait
+        for a lost rank, or longer than `limit_s` for another."""
         try:
             return bounded(call, limit_s, lambda: self.raise_if_lost(self._peers))
         except TimeoutError:
@@ -159,13 +157,13 @@ class Guard:
             raise RankLost(str(self._verdict), self._verdict.rank, self._verdict.why, self._verdict.ranks)
 
     def raise_behind(self, waited_s: float, waiting_for: Iterable[int]) -> None:
-        """This rank waited for its whole timeout: name the one that is furthest behind. Always raises RankLost."""
+        """Names the rank that is furthest behind, after a wait of the whole timeout. Always raises RankLost."""
         rank = min((r for r in waiting_for if r in self._peers), key=lambda r: self._peers[r].ops)
         self._accuse(rank, "behind", f"alive but not in the operation the others wait in for {waited_s:.0f} s")
         self.raise_if_lost()
 
     def raise_broken(self, error: RuntimeError) -> None:
-        """A collective failed (a peer's socket closed): wait for the verdict that names the peer. Always raises."""
+        """Waits for the verdict that explains a failed collective (a peer's socket closed). Always raises RankLost."""
         deadline = time.monotonic() + self._silent_after_s + 2 * self._beat_s
         while time.monotonic() < deadline and self._verdict is None:
             self.raise_if_lost(self._peers)
@@ -174,15 +172,15 @@ class Guard:
         raise RankLost(f"a collective failed and no rank could be blamed: {error}", -1, "unknown") from error
 
     def leave(self, ending: str) -> None:
-        """Publish that this rank is going: "left", or "raised: <what>". Idempotent; the first word stands. A forked
-        child that ends isn't this rank."""
+        """Publishes that this rank ends: "left", or "raised: <what>". Idempotent; the first call stands. In a forked
+        child it does nothing."""
         if not self._ending and os.getpid() == self._pid:
             self._ending = one_block(ending, _MAX_WORDS)
             self._thread.do(self._beat)
             self._tell_the_unconnected()
 
     def _tell_the_unconnected(self) -> None:
-        """A rank that goes while others are still connecting: they must hear why, too."""
+        """Waits, as this rank ends, for peers that are still connecting: they must hear why, too."""
         deadline = time.monotonic() + ENDED_GRACE_S
         while self._thread.alive and time.monotonic() < deadline and self._verdict is None:
             missing = [r for r, p in self._peers.items() if r not in self._links and not p.closed and not self._gone(r)]
@@ -192,7 +190,7 @@ class Guard:
             time.sleep(BEAT_S / 10)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Stop the threads.
+        """Stops the threads, and gives the connections to the peers and the store back.
 
         Args:
             linger_s: for the rank that hosts the store, which peers would miss: wait this long for them to end too.
@@ -209,7 +207,7 @@ class Guard:
         del self.met  # its stores are connections
 
     def _linger(self, deadline: float) -> None:
-        """Until every peer has ended, too. After a verdict they need no more than a moment."""
+        """Waits until every peer has ended, too. After a verdict they need no more than a moment."""
         started = time.monotonic()
         while time.monotonic() < (min(deadline, started + LINGER_S) if self.failing else deadline):
             if all(peer.ending or peer.closed or self._gone(rank) for rank, peer in self._peers.items()):
@@ -237,43 +235,43 @@ class Guard:
         self._links.send_all({"beat": [*self._progress, self._ending]}, must=bool(self._ending))
 
     def _judge(self) -> None:
-        """Accuse what this rank can see."""
+        """Raises the suspicions that this rank's own view supports."""
         if self._verdict is not None or self._stop.is_set():
             return
         now = time.monotonic()
         expected = {rank: peer for rank, peer in self._peers.items() if not peer.ending}
         for rank, peer in expected.items():
             if self._gone(rank):
-                self._propose(self._case(rank, "exited", f"process {self._members[rank].pid} is gone"))
+                self._propose(self._suspicion(rank, "exited", f"process {self._members[rank].pid} is gone"))
             elif peer.closed and not self._same_home(rank):
-                self._propose(self._case(rank, "exited", "its connections closed"))
+                self._propose(self._suspicion(rank, "exited", "its connections closed"))
         silent = [rank for rank, peer in expected.items() if now - peer.heard_at > self._silent_after_s]
         if silent:
             # Those that stopped with it are a beat behind at most.
             limit = self._silent_after_s - 2 * self._beat_s
             self._accuse_silent([rank for rank, peer in expected.items() if now - peer.heard_at > limit])
         if complaint := self._watch.complaint(now, any(peer.ending or peer.closed for peer in self._peers.values())):
-            self._propose(Case(-1, "store", complaint))
+            self._propose(Suspicion(-1, "store", complaint))
 
     def _accuse_silent(self, silent: list[int]) -> None:
         halted = [rank for rank in silent if self._same_home(rank) and stopped(self._members[rank].pid)]
         words = f"no heartbeat for {self._silent_after_s:g} s"
         if len(silent) == len(self._peers) > 1 and not halted:
-            alone = Case(self.rank, "silent", f"it hears none of its {len(silent)} peers: it is cut off")
-            self._adopt((self.rank,), "silent", sentence([alone]))
+            alone = Suspicion(self.rank, "silent", f"it hears none of its {len(silent)} peers: it is cut off")
+            self._adopt((self.rank,), "silent", verdict_message([alone]))
             return
         for rank in halted or silent:
             never = "" if rank in self._links or self._peers[rank].closed else ", and never a connection"
             how = "its process is stopped" if rank in halted else f"stopped, cut off, or GIL held{never}"
-            self._propose(self._case(rank, "silent", f"{words} ({how})"))
+            self._propose(self._suspicion(rank, "silent", f"{words} ({how})"))
 
-    def _intruded(self, rank: int, words: str) -> None:
-        self._thread.do(lambda: self._propose(Case(rank, "foreign", words)))
+    def _on_intruder(self, rank: int, words: str) -> None:
+        self._thread.do(lambda: self._propose(Suspicion(rank, "foreign", words)))
 
     # ---- what peers say -------------------------------------------------------------------------------------
 
     def _heard(self, rank: int, message: Any) -> None:
-        """In the guard's thread. Peers proved who they are; what they say is checked all the same."""
+        """Handles a peer's message in the guard's thread. Peers proved who they are; what they say is still checked."""
         if rank not in self._peers:
             return
         peer = self._peers[rank]
@@ -284,7 +282,7 @@ class Guard:
                 if ending and not peer.ending:
                     peer.ending, peer.ended_at = one_block(ending, _MAX_WORDS), time.monotonic()
             case {"case": [int(accused), str(why), str(detail)]} if why in _WHY and self._are_ranks({accused} - {-1}):
-                self._propose(Case(accused, why, one_block(detail, _MAX_WORDS)), own=False)
+                self._propose(Suspicion(accused, why, one_block(detail, _MAX_WORDS)), own=False)
             case {"verdict": [[*ranks], str(why), str(words)]} if why in _WHY and self._are_ranks(ranks):
                 self._adopt(tuple(ranks), why, one_block(words, _MAX_WORDS))
             case _:
@@ -303,61 +301,69 @@ class Guard:
 
     # ---- one verdict ----------------------------------------------------------------------------------------
 
-    def _case(self, rank: int, why: str, detail: str) -> Case:
+    def _suspicion(self, rank: int, why: str, detail: str) -> Suspicion:
         seen = f"last heard of in {self._peers[rank].where}, missed by rank {self.rank} in {self._progress[1]}"
-        return Case(rank, why, f"{detail}; {seen}")
+        return Suspicion(rank, why, f"{detail}; {seen}")
 
     def _accuse(self, rank: int, why: str, detail: str) -> None:
-        """From the main thread: there is a verdict when this returns."""
-        case = self._case(rank, why, detail)
-        self._thread.do(lambda: self._propose(case))
+        """Suspects a rank from the main thread, and returns when there is a verdict."""
+        suspicion = self._suspicion(rank, why, detail)
+        self._thread.do(lambda: self._propose(suspicion))
         if not self._agreed.wait(COLLECT_S + len(self._members) * ASK_NEXT_S if self._thread.alive else 0.0):
-            self._adopt((rank,), why, sentence([case]))
+            self._adopt((rank,), why, verdict_message([suspicion]))
 
-    def _propose(self, case: Case, own: bool = True) -> None:
-        """In the guard's thread. A rank that is accused already isn't accused twice."""
+    def _propose(self, suspicion: Suspicion, own: bool = True) -> None:
+        """Adds a suspicion in the guard's thread. A rank is suspected once."""
         if self._verdict is not None:
             if not own:
                 self._pass_on()
             return
-        if any(known.rank == case.rank for known in self._cases):
+        if any(known.rank == suspicion.rank for known in self._suspicions):
             return
-        self._cases.append(case)
+        self._suspicions.append(suspicion)
         if own:
-            self._tell(case)
-        if len(self._cases) == 1:
+            self._tell(suspicion)
+        if len(self._suspicions) == 1:
             self._thread.loop.call_later(COLLECT_S, self._decide)
 
     def _judges(self) -> list[int]:
-        """Who may decide, in order: ranks that nobody accuses, that can be reached and gave no reason to doubt it."""
-        doubted = {case.rank for case in self._cases} | self._passed_over
+        """Returns who may decide, in order: ranks that can be reached and that nobody suspects."""
+        doubted = {suspicion.rank for suspicion in self._suspicions} | self._passed_over
         recent = time.monotonic() - self._silent_after_s / 2 - self._beat_s
         doubted |= {rank for rank, peer in self._peers.items() if peer.ending or peer.heard_at < recent}
         return sorted({*(rank for rank in self._peers if rank in self._links and rank not in doubted), self.rank})
 
-    def _tell(self, case: Case) -> None:
+    def _tell(self, suspicion: Suspicion) -> None:
         judge = self._judges()[0]
         if judge != self.rank:
-            self._links.send(judge, {"case": [case.rank, case.why, case.detail]})
+            self._links.send(judge, {"case": [suspicion.rank, suspicion.why, suspicion.detail]})
 
     def _decide(self) -> None:
-        """The verdict, if it is this rank's to make; else wait for the one whose it is."""
+        """Makes the verdict if this rank is the one to decide; else asks that rank, and waits."""
         if self._verdict is not None or self._stop.is_set():
             return
         judge = self._judges()[0]
         if judge != self.rank:
-            self._links.send(judge, {"case": [self._cases[0].rank, self._cases[0].why, self._cases[0].detail]})
+            self._links.send(
+                judge, {"case": [self._suspicions[0].rank, self._suspicions[0].why, self._suspicions[0].detail]}
+            )
             self._passed_over.add(judge)
             self._thread.loop.call_later(ASK_NEXT_S, self._decide)
             return
-        first = self._cases[0]
+        first = self._suspicions[0]
         together = ("exited", "silent")
-        named = [case for case in self._cases if case is first or (case.why in together and first.why in together)]
-        named.sort(key=lambda case: case.rank)
-        self._adopt(tuple(case.rank for case in named if case.rank >= 0), first.why, sentence(named))
+        named = [
+            suspicion
+            for suspicion in self._suspicions
+            if suspicion is first or (suspicion.why in together and first.why in together)
+        ]
+        named.sort(key=lambda suspicion: suspicion.rank)
+        self._adopt(
+            tuple(suspicion.rank for suspicion in named if suspicion.rank >= 0), first.why, verdict_message(named)
+        )
 
     def _adopt(self, ranks: tuple[int, ...], why: str, words: str) -> None:
-        """The first verdict stands. From the guard's thread, or from another once that has ended."""
+        """Adopts a verdict; the first one stands. Called from the guard's thread, or another once that has ended."""
         if self._verdict is not None:
             return
         self._verdict = RankLost(words, ranks[0] if ranks else -1, why, ranks)
@@ -377,7 +383,7 @@ class Guard:
         return self._same_home(rank) and ended(self._members[rank].pid)
 
     def _exit_if_stuck(self) -> None:
-        """Leave a process whose main thread can't be woken (a kernel or a foreign library waits for the dead)."""
+        """Ends a process whose main thread can't be woken (a kernel or a foreign library waits for a lost rank)."""
         if self._stop.is_set() or self._raised:
             return
         sys.stderr.write(f"eprt: rank {self.rank} is stuck in a call and its world is lost; its stacks:\n")

@@ -1,22 +1,31 @@
-"""Going on without lost ranks: who is left is agreed on in the control store, and what waits for the lost is freed."""
+"""Going on without lost ranks: the control store holds the decision on who is left, and waiting kernels are freed."""
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from eprt.config import ParallelConfig
-from eprt.errors import RankLost
+from eprt.errors import RankLost, UsageError
+from eprt.world.agree import Header, exchange
 from eprt.world.bounded import bounded
-from eprt.world.members import record
+from eprt.world.collectives import Collectives
+from eprt.world.groups import payload_group, silent_after, start_guard
+from eprt.world.guard import Guard
+from eprt.world.identity import job_name, record
+from eprt.world.lifecycle import Lifecycle
+from eprt.world.rendezvous import meet
+from eprt.world.resources import SharedResources
 
+logger = logging.getLogger("eprt")
 T = TypeVar("T")
 _LOOK_S = 1e-3
 
@@ -127,3 +136,126 @@ def abort(group: dist.ProcessGroup, device: torch.device) -> None:
     backend = group._get_backend(device)
     if callable(end := getattr(backend, "abort", None)):
         end()
+
+
+class Shrinking:
+    """Goes on with the ranks that are left, as often as ranks are lost. What it does is said at `World.shrink`.
+
+    Args:
+        world: the ranks' collectives.
+        life: joins the ranks that are left.
+        resources: memory that ranks share, which has to go on, too.
+        store: a part of the control store that only the ranks of the World know.
+    """
+
+    def __init__(self, world: Collectives, life: Lifecycle, resources: SharedResources, store: dist.Store) -> None:
+        self._world, self._life, self._resources = world, life, resources
+        self._ballots = Ballots(store, silent_after(world.timeout_s))
+
+    def shrink(self) -> Survivors:
+        world = self._world
+        verdict = self._require_lost()
+        lost = {rank for rank, alive in enumerate(world.alive) if not alive}
+        lost = self._excluding(lost | set(verdict.ranks))
+        groups = [group for group in (world.group, world._attention_tp_group) if group is not None]
+        free_device(world.device, groups, self._release_memory, silent_after(world.timeout_s))
+        self._life.leave_groups()
+        while True:
+            lost = self._excluding(self._ballots.decide(lost))
+            try:
+                self._join_survivors(lost)
+                break
+            except RankLost as error:
+                if not error.ranks:
+                    raise
+                lost = self._excluding(lost | set(error.ranks))
+        completed = tuple(row[0] - 1 for row in world.gather_words([world.completed_step + 1]))
+        world.step_number = max(row[0] for row in world.gather_words([max(world.step_number, world.completed_step)]))
+        logger.warning("rank %d goes on without ranks %s", world.rank, sorted(lost))
+        return Survivors(tuple(sorted(lost)), completed, world.step_number + 1)
+
+    def _require_lost(self) -> RankLost:
+        """The verdict to go on from. Raises UsageError, RankLost: see `World.shrink`."""
+        world, guard = self._world, self._world._guard
+        world.require_open()
+        if world.current_step is not None:
+            raise UsageError(f"shrink inside step {world.current_step.number}: let RankLost leave the step first")
+        if guard is None or guard.verdict is None:
+            raise UsageError("shrink, but no rank is lost: it is for who caught a RankLost")
+        guard.acknowledge()
+        verdict = guard.verdict
+        if not verdict.ranks or verdict.why == "foreign":
+            raise RankLost(f"{verdict} This can't be gone on from.", verdict.rank, verdict.why, verdict.ranks)
+        return verdict
+
+    def _excluding(self, lost: set[int]) -> set[int]:
+        """Returns who has to go if these do. Raises RankLost if this rank has to, or no rank could meet another."""
+        world = self._world
+        lost = whole_groups(lost, world.parallel)
+        if world.rank in lost:
+            self._refuse("the others go on without it", lost)
+        if 0 in lost and world._guard is not None and world._guard.met.host == "rank 0":
+            self._refuse("rank 0 served the control store, without which no new groups can be made", lost)
+        return lost
+
+    def _refuse(self, why: str, lost: set[int]) -> NoReturn:
+        ranks = tuple(sorted(lost))
+        message = f"rank {self._world.rank} can't go on after ranks {list(ranks)} were lost: {why}. Restart the job."
+        raise RankLost(message, ranks[0], "unknown", ranks)
+
+    def _release_memory(self) -> None:
+        for memory in self._resources.of_ranks():
+            memory.release()
+
+    def _join_survivors(self, lost: set[int]) -> None:
+        """Meets the ranks that aren't `lost`, and is a World with them. Raises RankLost."""
+        world, before = self._world, self._world._guard
+        if before is None:
+            return
+        ranks = [rank for rank in range(world.size) if rank not in lost]
+        step_number, world.step_number = world.step_number, 0  # what the barriers compare: ranks may be a step apart
+        world.take_call_log()
+        try:
+            if len(ranks) == 1:
+                self._life.leave_groups()
+                self._go_on_with(ranks)
+                world._guard, world.generation = None, before.met.generation + self._ballots.number
+            else:
+                self._meet_survivors(before, ranks)
+            for memory in self._resources.of_ranks():
+                memory.resume(world.alive)
+            exchange(world, Header("barrier", -1, 0))
+        finally:
+            world.step_number = step_number
+        before.close()
+
+    def _go_on_with(self, ranks: list[int]) -> None:
+        self._world.alive = tuple(rank in ranks for rank in range(self._world.size))
+        self._world._ranks = ranks
+
+    def _meet_survivors(self, before: Guard, ranks: list[int]) -> None:
+        world, timeout_s = self._world, self._world.timeout_s
+        store = dist.PrefixStore(f"without/{self._ballots.number}", self._ballots.client())
+        patience_s = timeout_s * (2 if world.device.type == "cuda" else 1)
+        silent_s, host = silent_after(timeout_s), before.met.host
+        met = meet(store, "world", world.rank, ranks, patience_s, silent_s, host, job_name(), before.met.members)
+        guard = start_guard(met, timeout_s, world.device, our_store=self._life.owns_default)
+        self._go_on_with(ranks)
+
+        def group_of(name: str, members: list[int]) -> dist.ProcessGroup:
+            return guard.bounded(
+                lambda: payload_group(met, name, members, world.device, timeout_s, world._control), timeout_s
+            )
+
+        try:
+            self._life.join(guard, met.generation + self._ballots.number)
+            world.group = group_of("payload", ranks)
+            size, first = world.parallel.attention_tp_size, world.rank - world.attention_tp_rank
+            if size > 1:
+                world._attention_tp_group = group_of(f"attention {first}", list(range(first, first + size)))
+            exchange(world, Header("barrier", -1, 0))
+        except BaseException:
+            world._guard = before
+            self._life.leave_groups()
+            guard.close()
+            raise

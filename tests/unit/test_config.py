@@ -14,7 +14,7 @@ from eprt.dispatch.capacity import Capacity
 from eprt.errors import CapacityError, ConfigError, EprtError, InputError, RankLost, UsageError, WorldMismatch
 from eprt.placement import ExpertPlacement
 from eprt.support import Device, Requirement, version_key
-from eprt.world.header import fingerprint_of
+from eprt.world.agree import fingerprint_of
 
 SMALL = MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=32)
 

@@ -33,7 +33,7 @@ from eprt.placement import EMPTY, ExpertPlacement
 from eprt.routing import Router
 from eprt.support import Requirement, Support
 from eprt.world import World
-from eprt.world.collectives import Seat
+from eprt.world.collectives import Membership
 
 SIZE = 2
 
@@ -97,7 +97,7 @@ def cutlass(patch: pytest.MonkeyPatch, launches: pretended_gpu.Launches) -> Iter
 
 def make_world() -> World:
     """A rank of two whose peer says the same at once."""
-    world = World(Seat(0, SIZE, DEVICE, ParallelConfig(SIZE)), timeout_s=20.0)
+    world = World(Membership(0, SIZE, DEVICE, ParallelConfig(SIZE)), timeout_s=20.0)
     world.gather_words = lambda words: [tuple(words)] * SIZE
     world.gather_control = lambda x: torch.stack([x] * SIZE)
     world.barrier = lambda: None

@@ -72,7 +72,7 @@ def test_without_the_store_it_is_a_restart() -> None:
         assert text.endswith("Restart the job.")
 
 
-@pytest.mark.parametrize("where", ["eprt.world.meeting.listen", "eprt.world.membership.payload_group"])
+@pytest.mark.parametrize("where", ["eprt.world.rendezvous.listen", "eprt.world.shrink.payload_group"])
 def test_a_rank_that_dies_while_the_others_find_together_is_left_out_too(where: str) -> None:
     found = survivors(4, {1, 3}, jobs.dies_while_others_shrink, where=where)
     assert found == dict.fromkeys((0, 2), ((1, 3), (True, False, True, False)))

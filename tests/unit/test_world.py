@@ -20,7 +20,7 @@ from eprt.dispatch import make_dispatcher
 from eprt.errors import ConfigError, InputError, UsageError
 from eprt.ranks.launcher import WorldFailed, WorldPool, launch
 from eprt.world import World, collectives
-from eprt.world.collectives import Collectives, Seat
+from eprt.world.collectives import Collectives, Membership
 from eprt.world.resources import SharedResources
 
 VICTIM = 2
@@ -79,7 +79,7 @@ def test_ranks_that_share_cores_sleep_at_once(monkeypatch, cores: int, yields: b
     waits = Mock()
     monkeypatch.setattr(collectives.os, "sched_yield", waits.sched_yield)
     monkeypatch.setattr(collectives.time, "sleep", waits.sleep)
-    next(Collectives(Seat(0, 4, torch.device("cpu"), ParallelConfig(4)), 60.0)._pauses(range(4)))
+    next(Collectives(Membership(0, 4, torch.device("cpu"), ParallelConfig(4)), 60.0)._pauses(range(4)))
     assert (waits.sched_yield.called, waits.sleep.called) == (yields, not yields)
 
 

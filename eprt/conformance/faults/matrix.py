@@ -20,7 +20,7 @@ import eprt.world
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.support import Device
-from eprt.world import init_default_group, meeting, membership
+from eprt.world import init_default_group, lifecycle, rendezvous
 
 TIMEOUT_S = 4.0  # of the trials' Worlds on CPUs
 SILENT_S = TIMEOUT_S / 2
@@ -100,9 +100,9 @@ FAULTS: dict[str, Fault] = {
 NOTHING = Fault("none", "", 0.0, lambda: None)  # the control: no rank breaks, and none reports an error
 # Moments of start-up, and the function in whose place the victim breaks: (the module that calls it, the function).
 START_UP: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
-    "meeting": (meeting, meeting.listen),
+    "meeting": (rendezvous, rendezvous.listen),
     "groups": (eprt.world, init_default_group),
-    "control": (membership, membership.control_group),
+    "control": (lifecycle, lifecycle.control_group),
 }
 STEP = ("between steps", "dispatch", "experts", "combine")
 REPLAY = "graph replay"  # after the ranks agreed on the step, and the others launched it

@@ -21,7 +21,7 @@ from eprt.dispatch.rank_mask import RankMask
 from eprt.dispatch.slots import Slots
 from eprt.errors import ConfigError
 from eprt.rounding import round_up
-from eprt.world.values import gather_values
+from eprt.world.wire import gather_values
 
 if TYPE_CHECKING:
     from eprt.world import World

@@ -18,8 +18,8 @@ from eprt.errors import EprtError, RankLost, UsageError, WorldMismatch
 from eprt.layer import ExpertParallelMoE
 from eprt.tokens import TopK
 from eprt.world import World
-from eprt.world.header import Header, exchange
-from eprt.world.step import Step
+from eprt.world.agree import Header, exchange
+from eprt.world.collectives import Step
 
 REMEDY = (
     "Each forward of the model needs all ranks: one that has nothing to feed calls idle_step(model) where the others "

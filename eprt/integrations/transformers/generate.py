@@ -14,7 +14,7 @@ from eprt.errors import ConfigError, EprtError, InputError, UsageError
 from eprt.integrations.transformers.agreement import lockstep, places_of
 from eprt.rounding import round_up
 from eprt.world import World
-from eprt.world.header import Header, exchange, fingerprint_of
+from eprt.world.agree import Header, exchange, fingerprint_of
 
 if TYPE_CHECKING:
     from eprt.integrations.transformers.decode import DecodeGraphs

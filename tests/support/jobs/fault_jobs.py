@@ -26,10 +26,10 @@ def meets_without_torchrun(context, port: int, victim: int, what: str) -> str:
     """Plain processes; rank 0 serves the store. The victim meets its fate, the others step until they hear of it."""
     os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
     moments = {
-        "dies in the meeting": ("eprt.world.meeting.listen", lambda *_: _die()),
+        "dies in the meeting": ("eprt.world.rendezvous.listen", lambda *_: _die()),
         "dies in torch's group": ("eprt.world.init_default_group", lambda *_: _die()),
-        "dies in the meshes": ("eprt.world._meshes", lambda *_: _die()),
-        "dies in the control group": ("eprt.world.membership.control_group", lambda *_: _die()),
+        "dies in the meshes": ("eprt.world.make_meshes", lambda *_: _die()),
+        "dies in the control group": ("eprt.world.lifecycle.control_group", lambda *_: _die()),
         "stops in torch's group": ("eprt.world.init_default_group", lambda *_: os.kill(os.getpid(), signal.SIGSTOP)),
     }
     if context.rank == victim and what in moments:
@@ -66,8 +66,8 @@ def is_stopped_and_goes_on(context, victim: int) -> str:
 def two_of_one_name(context) -> str:
     """Two hosts whose names and namespace numbers are equal: rank 1's process number is nobody's on rank 0's."""
     with (
-        mock.patch("eprt.world.members.boot_id", return_value=f"boot {context.rank}"),
-        mock.patch("eprt.world.members.os.getpid", return_value=2**22 + context.rank),
+        mock.patch("eprt.world.identity.boot_id", return_value=f"boot {context.rank}"),
+        mock.patch("eprt.world.identity.os.getpid", return_value=2**22 + context.rank),
         World.from_env("cpu", timeout_s=20) as world,
     ):
         time.sleep(1.5)

@@ -18,7 +18,7 @@ from eprt.errors import EprtError, RankLost
 from eprt.placement import ExpertPlacement
 from eprt.world import World
 from eprt.world.shrink import Survivors
-from eprt.world.values import gather_values
+from eprt.world.wire import gather_values
 
 LIMIT_S = 4.0
 

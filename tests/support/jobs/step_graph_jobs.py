@@ -30,7 +30,7 @@ from eprt.routing import Router
 from eprt.tokens import TopK
 from eprt.weights import ExpertWeights
 from eprt.world import World
-from eprt.world.step import Step
+from eprt.world.collectives import Step
 from support.cases.gpu_limits import BEHIND_S
 
 VOCABULARY, LENGTH, LAYERS = 32, 24, 2

@@ -254,7 +254,7 @@ def two_worlds_and_their_hooks(context) -> list[bool]:
     before = sys.excepthook
     first, second = (World.from_group(dist.group.WORLD, "cpu", timeout_s=20) for _ in range(2))
     first.close()
-    heard = sys.excepthook == second._on_exception
+    heard = sys.excepthook == second._lifecycle.on_exception
     second.barrier()
     second.close()
     return [heard, sys.excepthook == before]
@@ -265,7 +265,7 @@ def forked_child_leaves(context) -> str:
     world = context.world()
     child = os.fork()
     if child == 0:
-        world._at_exit()
+        world._lifecycle.at_exit()
         world._guard.leave("left")
         os._exit(bool(world._guard._ending))
     _, status = os.waitpid(child, 0)

@@ -9,16 +9,18 @@ import pytest
 import torch.distributed as dist
 
 from eprt.errors import RankLost
-from eprt.world import members
-from eprt.world.meeting import Meeting, meet
+from eprt.world import identity
+from eprt.world.rendezvous import Rendezvous, meet
 
 SIZE = 3
 
 
-def come(store: dist.Store, ranks: range | list[int], timeout_s: float = 20.0, late: int = -1) -> list[Meeting | str]:
+def come(
+    store: dist.Store, ranks: range | list[int], timeout_s: float = 20.0, late: int = -1
+) -> list[Rendezvous | str]:
     """What each of these ranks got: a meeting, or the error's text."""
 
-    def one(rank: int) -> Meeting | str:
+    def one(rank: int) -> Rendezvous | str:
         time.sleep(0.2 if rank == late else 0.0)
         try:
             return meet(store, "label", rank, range(SIZE), timeout_s, 10.0, "the store", "job")
@@ -50,7 +52,7 @@ def test_an_attempt_that_died_on_the_way_leaves_nothing_that_misleads() -> None:
 
 def test_the_generation_is_the_most_that_any_launcher_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [0, 2, 0]
-    monkeypatch.setattr(members, "restarts", lambda: counts.pop() if counts else 0)
+    monkeypatch.setattr(identity, "restarts", lambda: counts.pop() if counts else 0)
     assert [found.generation for found in come(dist.HashStore(), range(SIZE))] == [2] * SIZE
 
 

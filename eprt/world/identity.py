@@ -23,6 +23,16 @@ logger = logging.getLogger("eprt")
 _MAX_RECORD_BYTES = 16_384
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _PROCESS = secrets.token_hex(8)
+# Where launchers say which job this is; the first that is set counts.
+JOB_VARIABLES = (
+    "EPRT_JOB",
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "PBS_JOBID",
+    "LSB_JOBID",
+    "FLUX_JOB_ID",
+    "PMIX_NAMESPACE",
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,11 @@ class Member:
 def restarts() -> int:
     """How often this rank's torchrun agent says that it started its ranks again; 0 without one."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def job_name() -> str:
+    """What the launcher calls this job; "" where none says."""
+    return next((f"{name}={os.environ[name]}" for name in JOB_VARIABLES if os.environ.get(name)), "")
 
 
 def boot_id() -> str:

@@ -1,4 +1,4 @@
-"""How the ranks of a World find each other in a store: who is there, under which key, and where each listens.
+"""The rendezvous of a World: its ranks find each other in a store, and tell each other where they listen.
 
 Every wait is bounded and ends on all ranks in the same words: what goes wrong is written to the store once, and all
 that still wait read it. The names of keys hold the job's identity, so a process of another job that shares the port
@@ -24,32 +24,53 @@ import torch.distributed as dist
 
 from eprt.errors import EprtError, RankLost, WorldMismatch, one_block
 from eprt.world.bounded import bounded
-from eprt.world.members import Member, ended, listen, record
-from eprt.world.over import OVER, Over
+from eprt.world.identity import Member, ended, listen, record
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")
 
+TERMINATION = "over"  # the key of the termination record
 _LOOK_S = 0.05
 _LOOK_CLOSER_S = 0.5  # at the processes that are there: has one of them ended?
-# Where launchers say which job this is; the first that is set counts.
-JOB_VARIABLES = (
-    "EPRT_JOB",
-    "TORCHELASTIC_RUN_ID",
-    "SLURM_JOB_ID",
-    "PBS_JOBID",
-    "LSB_JOBID",
-    "FLUX_JOB_ID",
-    "PMIX_NAMESPACE",
-)
-
-
-_BEEN: set[tuple[str, int]] = set()  # (meeting, rank) that this process took part in
+_JOINED: set[tuple[str, int]] = set()  # (rendezvous, rank) that this process took part in
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """The result.
+class Termination:
+    """The record that ends a rendezvous or a World. It is written to the store once; every rank that still waits reads
+    it and raises the same error.
+
+    Attributes:
+        why: of a RankLost, or "mismatch".
+        ranks: who is to blame.
+    """
+
+    why: str
+    ranks: tuple[int, ...]
+    message: str
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Termination | None:
+        match record(raw):
+            case {"why": str(why), "ranks": [*ranks], "message": str(message)} if all(type(r) is int for r in ranks):
+                return cls(why, tuple(ranks), one_block(message))
+            case _:
+                return None
+
+    @property
+    def rank(self) -> int:
+        return self.ranks[0] if self.ranks else -1
+
+    @property
+    def error(self) -> EprtError:
+        if self.why == "mismatch":
+            return WorldMismatch(self.message)
+        return RankLost(self.message, self.rank, self.why, self.ranks)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The result of a rendezvous: who takes part, and where each rank listens.
 
     Attributes:
         rank: this process's number; `members` and `addresses` have one entry for each rank, in order.
@@ -85,17 +106,17 @@ class Meeting:
 
 
 class _Stale(Exception):
-    """Rank 0 asked for another meeting."""
+    """Rank 0 asked for another rendezvous."""
 
 
-class _Table:
-    """A meeting under way: bounded calls to the store, below one prefix."""
+class _Attempt:
+    """A rendezvous under way: bounded calls to the store, below one prefix."""
 
     def __init__(
         self, store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float, silent_s: float, host: str
     ) -> None:
         self.store, self.rank, self.ranks, self._host = store, rank, tuple(ranks), host
-        self._first = self.ranks[0]  # who asks for the meeting
+        self._first = self.ranks[0]  # who asks for the rendezvous
         self.once = False
         self.timeout_s, self._silent_s = timeout_s, silent_s
         self.deadline = time.monotonic() + timeout_s
@@ -117,29 +138,29 @@ class _Table:
         rank = 0 if self._host == "rank 0" else -1
         return RankLost(f"{message}. Restart the job.", rank, "store" if rank < 0 else why)
 
-    def sit_down(self, me: Member) -> None:
-        """Take this rank's seat in the meeting that rank 0 asks for.
+    def join(self, me: Member) -> None:
+        """Joins the rendezvous that rank 0 asks for.
 
         The store may hold the keys of attempts and Worlds before, and no number of torchrun's tells attempts apart: its
         agents share one store, and each counts restarts by itself. So rank 0 asks under a new name; to that only the
         living answer. (Where rank 0 is lost, the lowest of the others does what is said of it here.)
         """
-        base, record_of_me = self.store, json.dumps(asdict(me))
+        base, mine = self.store, json.dumps(asdict(me))
         if self.rank == self._first:
             name = secrets.token_hex(8)
             self.store = dist.PrefixStore(name, base)
-            self.ask(lambda: self.store.set(f"member/{self.rank}", record_of_me))
-            _BEEN.add((name, self.rank))
+            self.ask(lambda: self.store.set(f"member/{self.rank}", mine))
+            _JOINED.add((name, self.rank))
             self._claim_first(base, name, me)
             return
-        stale: Over | None = None
+        stale: Termination | None = None
         while time.monotonic() <= self.deadline:
             name = self._asked(base)
-            if name and (name, self.rank) not in _BEEN:
+            if name and (name, self.rank) not in _JOINED:
                 self.store = dist.PrefixStore(name, base)
-                stale = self._over()
-                if stale is None and self._take_seat(me, record_of_me):
-                    _BEEN.add((name, self.rank))
+                stale = self._termination()
+                if stale is None and self._claim_rank(me, mine):
+                    _JOINED.add((name, self.rank))
                     self._joined = base, name
                     return
             if stale is not None and self.once:
@@ -148,10 +169,11 @@ class _Table:
         if stale is not None:
             raise stale.error
         self.store = dist.PrefixStore("nobody asked", base)
-        self.end(Over("silent", (self._first,), self._absent([self._first])))
+        self.end(Termination("silent", (self._first,), self._absent([self._first])))
 
     def _claim_first(self, base: dist.Store, name: str, me: Member) -> None:
-        """Ask for the meeting. A living rank 0 of the one before is either a World ago, this process, or a stranger."""
+        """Asks for a rendezvous under a new name. If rank 0 of the last one still lives, it is this process (a World
+        before this one) or a stranger."""
         before = self._asked(base)
         holder = Member.parse(bytes(self.ask(lambda: base.get(f"{before}/member/{self.rank}")))) if before else None
         if holder is not None and holder.process != me.process and holder.home == me.home and not ended(holder.pid):
@@ -160,20 +182,20 @@ class _Table:
         self.ask(lambda: base.set("asked", name))
 
     def _asked(self, base: dist.Store) -> str:
-        """The name that stands in the store; "" for none, or garbage."""
+        """Returns the name that stands in the store; "" for none, or garbage."""
         if not self.ask(lambda: base.check(["asked"])):
             return ""
         name = bytes(self.ask(lambda: base.get("asked"))).decode(errors="replace")
         return name if name.isalnum() and len(name) == 16 else ""
 
-    def _take_seat(self, me: Member, record_of_me: str) -> bool:
-        """False if a process that may be of an earlier attempt holds it: rank 0 will ask anew if it is."""
-        seat = f"member/{self.rank}"
-        there = self.ask(lambda: bytes(self.store.compare_set(seat, "", record_of_me)))
+    def _claim_rank(self, me: Member, mine: str) -> bool:
+        """Returns False if a process that may be of an earlier attempt holds it: rank 0 will ask anew if it is."""
+        key = f"member/{self.rank}"
+        there = self.ask(lambda: bytes(self.store.compare_set(key, "", mine)))
         holder = Member.parse(there)
         if holder is None:
-            logger.warning("the store's key %s held garbage: overwritten", seat)
-            self.ask(lambda: self.store.set(seat, record_of_me))
+            logger.warning("the store's key %s held garbage: overwritten", key)
+            self.ask(lambda: self.store.set(key, mine))
             return True
         if holder.process == me.process:
             return True
@@ -186,12 +208,11 @@ class _Table:
             f"two processes say that they are rank {self.rank} of this world: {holder}, and {me}. Two jobs share a "
             "MASTER_PORT, or one was started twice: give each job a port of its own, and set EPRT_JOB"
         )
-        over = Over("foreign", (self.rank,), message)
-        self.ask(lambda: self.store.compare_set(OVER, "", json.dumps(asdict(over))))
+        self._write(Termination("foreign", (self.rank,), message))
         raise WorldMismatch(message)
 
     def all(self, what: str, mine: str | None) -> list[bytes]:
-        """Every rank's `what`. Raises what the ranks agree went wrong, in the same words on all of them."""
+        """Returns every rank's `what`. Raises what the ranks agree went wrong, in the same words on all of them."""
         names = [f"{what}/{rank}" for rank in self.ranks]
         if mine is not None:
             self.ask(lambda: self.store.set(f"{what}/{self.rank}", mine))
@@ -199,7 +220,7 @@ class _Table:
         while not self.ask(lambda: self.store.check(names)):
             if self._joined is not None and self._asked(self._joined[0]) != self._joined[1]:
                 raise _Stale
-            self.raise_if_over()
+            self.raise_if_terminated()
             now = time.monotonic()
             if now > look_closer:
                 look_closer = now + _LOOK_CLOSER_S
@@ -207,43 +228,43 @@ class _Table:
             if now > self.deadline:
                 self._end_late(names)
             time.sleep(_LOOK_S)
-        self.raise_if_over()
+        self.raise_if_terminated()
         return [bytes(self.ask(lambda name=name: self.store.get(name))) for name in names]
 
     def leave(self) -> None:
-        """Whoever serves the store stays until all have read what they need of it."""
+        """Waits, on the rank that serves the store, until all have read what they need of it."""
         if self._host == f"rank {self.rank}":
             self.all("read", "")
         else:
             self.ask(lambda: self.store.set(f"read/{self.rank}", ""))
 
-    def excuse(self, error: BaseException) -> None:
-        """Tell the others why this rank goes, if the store can still be asked."""
-        words = (
-            f"rank {self.rank} raised: {type(error).__name__}: {error}; others were still to meet it. Restart the job."
-        )
-        over = Over("raised", (self.rank,), one_block(words))
+    def report_error(self, error: BaseException) -> None:
+        """Tells the others why this rank goes, if the store can still be asked."""
+        words = f"rank {self.rank} raised: {type(error).__name__}: {error}; others still wait for it. Restart the job."
         with suppress(EprtError, RuntimeError, OSError):
-            self.ask(lambda: self.store.compare_set(OVER, "", json.dumps(asdict(over))))
+            self._write(Termination("raised", (self.rank,), one_block(words)))
 
-    def end(self, over: Over) -> NoReturn:
-        """Write that it is over, and raise what stands there: another rank may have been first."""
-        over = replace(over, message=one_block(over.message))
-        self.ask(lambda: self.store.compare_set(OVER, "", json.dumps(asdict(over))))
+    def end(self, found: Termination) -> NoReturn:
+        """Writes the termination record, and raises what stands there: another rank may have been first."""
+        ending = replace(found, message=one_block(found.message))
+        self._write(ending)
         if self._host == f"rank {self.rank}":
             time.sleep(10 * _LOOK_S)  # the store goes with this process: let the others read
-        self.raise_if_over()
-        raise over.error
+        self.raise_if_terminated()
+        raise ending.error
 
-    def raise_if_over(self) -> None:
-        over = self._over()
-        if over is not None:
-            raise over.error
+    def _write(self, ending: Termination) -> None:
+        """Writes the termination record, unless one is there."""
+        self.ask(lambda: self.store.compare_set(TERMINATION, "", json.dumps(asdict(ending))))
 
-    def _over(self) -> Over | None:
-        if not self.ask(lambda: self.store.check([OVER])):
+    def raise_if_terminated(self) -> None:
+        if (ending := self._termination()) is not None:
+            raise ending.error
+
+    def _termination(self) -> Termination | None:
+        if not self.ask(lambda: self.store.check([TERMINATION])):
             return None
-        return Over.parse(bytes(self.ask(lambda: self.store.get(OVER))))
+        return Termination.parse(bytes(self.ask(lambda: self.store.get(TERMINATION))))
 
     def _absent(self, missing: list[int]) -> str:
         return (
@@ -256,7 +277,7 @@ class _Table:
         missing = [rank for rank, came in zip(self.ranks, there, strict=True) if not came]
         if not missing:
             return
-        self.end(Over("silent", tuple(missing), self._absent(missing)))
+        self.end(Termination("silent", tuple(missing), self._absent(missing)))
 
     def _look_for_dead(self) -> None:
         me = Member.here(len(self.ranks))
@@ -269,7 +290,7 @@ class _Table:
         dead = tuple(r for r, member in self.members.items() if member.home == me.home and ended(member.pid))
         if dead:
             words = "; ".join(f"rank {r} exited while ranks met: {self.members[r]} is gone" for r in dead)
-            self.end(Over("exited", dead, f"{words}. Restart the job."))
+            self.end(Termination("exited", dead, f"{words}. Restart the job."))
 
 
 def meet(
@@ -282,8 +303,8 @@ def meet(
     host: str,
     job: str,
     known: Mapping[int, Member] | None = None,
-) -> Meeting:
-    """Find the other ranks in `store`. Collective.
+) -> Rendezvous:
+    """Finds the other ranks in `store`. Collective.
 
     Args:
         label: names the group of ranks; Worlds of one group are told apart by their order.
@@ -300,48 +321,52 @@ def meet(
     base = dist.PrefixStore(f"eprt/{_digest(job)}/{label}", store)
     until = time.monotonic() + timeout_s
     while True:
-        table = _Table(base, rank, ranks, timeout_s, silent_s, host)
-        table.deadline, table.once = until, known is not None
-        table.members.update({peer: known[peer] for peer in ranks} if known else {})
-        table.sit_down(Member.here(len(ranks)))
+        attempt = _Attempt(base, rank, ranks, timeout_s, silent_s, host)
+        attempt.deadline, attempt.once = until, known is not None
+        attempt.members.update({peer: known[peer] for peer in ranks} if known else {})
+        attempt.join(Member.here(len(ranks)))
         try:
-            return _hold(table, host, job)
+            return _exchange_addresses(attempt, host, job)
         except _Stale:
             logger.debug("rank 0 asked anew: what this rank had joined was of an earlier attempt")
         except EprtError:
             raise
         except BaseException as error:
-            table.excuse(error)
+            attempt.report_error(error)
             raise
 
 
-def _hold(table: _Table, host: str, job: str) -> Meeting:
+def _exchange_addresses(attempt: _Attempt, host: str, job: str) -> Rendezvous:
     members: dict[int, Member] = {}
-    for peer, raw in zip(table.ranks, table.all("member", None), strict=True):
+    for peer, raw in zip(attempt.ranks, attempt.all("member", None), strict=True):
         member = Member.parse(raw)
         if member is None:
-            table.end(Over("foreign", (peer,), f"the store's record of rank {peer} was overwritten by a stranger"))
+            attempt.end(
+                Termination("foreign", (peer,), f"the store's record of rank {peer} was overwritten by a stranger")
+            )
         members[peer] = member
-    _compare(table, members)
+    _compare(attempt, members)
     listener = listen(list(members.values()))
     port = listener.getsockname()[1]
     offer = {"address": [listener.getsockname()[0], port], "nonce": secrets.token_hex(16)}
     addresses: dict[int, tuple[str, int]] = {}
     nonce = ""
-    for peer, raw in zip(table.ranks, table.all("offer", json.dumps(offer)), strict=True):
+    for peer, raw in zip(attempt.ranks, attempt.all("offer", json.dumps(offer)), strict=True):
         found = _offer(raw)
         if found is None:
-            table.end(Over("foreign", (peer,), f"the store's offer of rank {peer} was overwritten by a stranger"))
+            attempt.end(
+                Termination("foreign", (peer,), f"the store's offer of rank {peer} was overwritten by a stranger")
+            )
         addresses[peer] = found[0]
         nonce = nonce or found[1]  # the first rank's
-    table.leave()
+    attempt.leave()
     key = hashlib.sha256(f"{job}\0{nonce}".encode()).digest()
-    inner = dist.PrefixStore(nonce, table.store)
-    return Meeting(table.rank, members, addresses, listener, nonce, key, inner, table.store, host)
+    inner = dist.PrefixStore(nonce, attempt.store)
+    return Rendezvous(attempt.rank, members, addresses, listener, nonce, key, inner, attempt.store, host)
 
 
 def claim_store(store: dist.Store, job: str, silent_s: float) -> None:
-    """The store belongs to the job that came first. Raises WorldMismatch for another."""
+    """Claims the store for the job that comes first. Raises WorldMismatch for another."""
     me = replace(Member.here(0), process=job[:200])
     first = Member.parse(bytes(bounded(lambda: store.compare_set("eprt/owner", "", json.dumps(asdict(me))), silent_s)))
     if first is not None and first.process != me.process:
@@ -352,19 +377,14 @@ def claim_store(store: dist.Store, job: str, silent_s: float) -> None:
         )
 
 
-def job_name() -> str:
-    """What the launcher calls this job; "" where none says."""
-    return next((f"{name}={os.environ[name]}" for name in JOB_VARIABLES if os.environ.get(name)), "")
-
-
-def _compare(table: _Table, members: dict[int, Member]) -> None:
+def _compare(attempt: _Attempt, members: dict[int, Member]) -> None:
     for name in ("size", "eprt", "torch"):
         values = {rank: str(getattr(member, name)) for rank, member in members.items()}
         if len(set(values.values())) > 1:
             rows = "\n".join(f"{rank:4}  {value:16}  {members[rank]}" for rank, value in values.items())
             what = {"size": "the world's size", "eprt": "eprt's version", "torch": "torch's version"}[name]
             message = f"the ranks disagree about {what}; start all of them alike:\nrank  {name:16}  process\n{rows}"
-            table.end(Over("mismatch", (), message))
+            attempt.end(Termination("mismatch", (), message))
 
 
 def _offer(raw: bytes) -> tuple[tuple[str, int], str] | None:

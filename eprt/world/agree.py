@@ -17,15 +17,16 @@ from dataclasses import dataclass
 
 import torch
 
-from eprt.errors import EprtError, WorldMismatch, one_block, rebuild_error
-from eprt.world.collectives import Collectives
-from eprt.world.step import MAX_WORDS, Step, checked_count, checked_words
+from eprt.errors import EprtError, InputError, WorldMismatch, one_block, rebuild_error
+from eprt.world.collectives import Collectives, Step
 
 MAGIC = 0x65707274  # "eprt"
 _OPERATIONS = ("dispatch", "combine", "load", "build", "warmup", "barrier", "step", "rebalance")
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.uint8, torch.float8_e4m3fn)
 _DTYPE_CODES: dict[torch.dtype | None, int] = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _TEXT_BYTES = 2048
+MAX_WORDS = 8
+_INT64 = 1 << 63
 
 
 @dataclass(slots=True)
@@ -95,7 +96,7 @@ _EQUAL, _TOKENS, _WORDS = 11, 11, 13  # of a row: how many first words are equal
 
 
 @dataclass(frozen=True)
-class Peers:
+class PeerHeaders:
     """What may differ between ranks that make the same call, in rank order."""
 
     tokens: tuple[int, ...]
@@ -111,7 +112,7 @@ def fingerprint_of(settings: Mapping[str, str]) -> int:
 _COMPARED = ("nonce", "generation", "step", "operation", "layer", "call", "tokens_per_rank", "dtype", "fingerprint")
 
 
-def exchange(world: Collectives, header: Header, error: EprtError | None = None) -> Peers:
+def exchange(world: Collectives, header: Header, error: EprtError | None = None) -> PeerHeaders:
     """Every rank's tokens and words. Collective.
 
     Raises:
@@ -135,7 +136,7 @@ def exchange(world: Collectives, header: Header, error: EprtError | None = None)
         _raise_difference(world, header, rows, error)
     num_words = len(header.words)
     words = tuple(row[_WORDS : _WORDS + num_words] for row in rows)
-    return Peers(tuple(row[_TOKENS] for row in rows), words)
+    return PeerHeaders(tuple(row[_TOKENS] for row in rows), words)
 
 
 def _uneven(rows: Sequence[Sequence[int]], size: int) -> bool:
@@ -185,9 +186,9 @@ def agree_step(
     tokens, said = 0, world.step_number + 1
     own: tuple[int, ...] = ()
     try:
-        tokens = checked_count("num_tokens", num_tokens)
-        said = said if number is None else checked_count("number", number)
-        own = checked_words(words)
+        tokens = _checked_count("num_tokens", num_tokens)
+        said = said if number is None else _checked_count("number", number)
+        own = _checked_words(words)
     except EprtError as found:
         error = error or found
     log = world.take_call_log()
@@ -204,6 +205,24 @@ def agree_step(
     )
     peers = exchange(world, header, error)
     return Step(said, peers.tokens, peers.words, world.buckets)
+
+
+def _checked_count(name: str, value: object) -> int:
+    """Raises InputError unless it is an int that fits in int64 and isn't negative."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _INT64:
+        raise InputError(f"{name} {value!r}: expected an int from 0 to 2^63 - 1")
+    return value
+
+
+def _checked_words(words: object) -> tuple[int, ...]:
+    """Raises InputError unless they are at most `MAX_WORDS` ints that fit in int64."""
+    found = tuple(words) if isinstance(words, (tuple, list)) else None
+    if found is None or len(found) > MAX_WORDS:
+        raise InputError(f"words {words!r}: expected a sequence of at most {MAX_WORDS} ints")
+    for word in found:
+        if not isinstance(word, int) or not -_INT64 <= word < _INT64:
+            raise InputError(f"words {words!r}: {word!r} is no int64")
+    return tuple(int(word) for word in found)
 
 
 def _shared_error(world: Collectives, rank: int, error: EprtError | None) -> EprtError:

@@ -1,0 +1,157 @@
+"""The lifecycle of one rank in a World: it joins the other ranks, hears of their end, and leaves in order or not."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.util import Finalize
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from eprt.errors import RankLost
+from eprt.world.agree import Header, exchange
+from eprt.world.bounded import at_exit_leave
+from eprt.world.collectives import Collectives
+from eprt.world.groups import control_group, host_number, hosts_store
+from eprt.world.guard import EXIT_CODE, Guard
+from eprt.world.shared_exchange import open_exchange
+
+
+class Lifecycle:
+    """Joins the ranks that met, hooks into the interpreter's end, and ends what the World made.
+
+    Args:
+        world: the ranks' collectives; `join` gives them the guard, the control group and the shared memory.
+        owns_default: whether this World initialised torch.distributed, and so ends it.
+
+    Attributes:
+        asked_to_leave: whether SIGTERM asked this rank to leave after its step.
+        own_groups: groups among the default group's ranks that were made for this World's meshes.
+        left_behind: groups of lost ranks. Work is stuck in them, so they can't be destroyed.
+    """
+
+    def __init__(self, world: Collectives, owns_default: bool) -> None:
+        self._world = world
+        self._pid = os.getpid()
+        self.owns_default = owns_default
+        self._linger_s = world.timeout_s if owns_default and hosts_store(world.rank) else 0.0
+        self.asked_to_leave = False
+        self.own_groups: list[dist.ProcessGroup] = []
+        self.left_behind: list[object] = []
+        self._excepthook: Callable[..., object] = sys.excepthook
+        self._finalizer: Finalize | None = None
+
+    def start(self, guard: Guard) -> None:
+        """Joins the ranks that met, and tells them of this process's end from now on. Collective."""
+        self.join(guard, guard.met.generation)
+        sys.excepthook = self.on_exception
+        atexit.register(self.at_exit)
+        if multiprocessing.parent_process() is not None:  # such a child ends without atexit
+            self._finalizer = Finalize(None, self._say_left, exitpriority=0)
+
+    def join(self, guard: Guard, generation: int) -> None:
+        """Opens the control group of the ranks that met and, if all are on one host, shared memory. Collective."""
+        world = self._world
+        world._guard = guard
+        world.nonce = guard.nonce
+        world.generation = generation
+        world._control = guard.bounded(lambda: control_group(guard.met, world.timeout_s, world.group), world.timeout_s)
+        exchange(world, Header("barrier", -1, 0))
+        # Also a barrier: every rank has read who its peers are before any of them can end.
+        hosts: list[int] = self._gather_joined(torch.tensor([host_number()]))[:, 0].tolist()
+        fewest = min(hosts.count(host) for host in hosts)
+        if fewest == len(hosts):
+            world._shared = open_exchange(world._ranks.index(world.rank), len(hosts), self._gather_joined)
+        world.parallel = replace(world.parallel, ranks_per_host=None if fewest == len(hosts) else fewest)
+
+    def _gather_joined(self, x: torch.Tensor) -> torch.Tensor:
+        """Gathers x[n] of each rank that is left to [A, n]."""
+        return self._world.gather_control(x)[self._world._ranks]
+
+    def leave_groups(self) -> None:
+        """Gives up the groups of the membership before. They are kept: work may be stuck in them."""
+        world = self._world
+        self.left_behind += [world.group, world._attention_tp_group, world._control, world._moved]
+        if world._shared is not None:
+            world._shared.close()
+        world.group = world._attention_tp_group = world._control = world._shared = None
+
+    # ---- the end --------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Stops the guard and ends the groups, unless work is stuck in them: then the process ends hard at exit."""
+        world, guard = self._world, self._world._guard
+        if guard is not None:
+            guard.close(self._linger_s)
+        self._unhook()
+        if guard is not None:
+            if guard.stuck:
+                at_exit_leave(EXIT_CODE)
+            if guard.verdict is not None or world._abandoned or guard.stuck:
+                return
+        if self.left_behind:
+            return
+        for graph in list(world.graphs):  # NCCL ends no communicator that a graph still holds: it waits for ever
+            graph.reset()
+        if world._shared is not None:
+            world._shared.close()
+        self._end_groups()
+        atexit.unregister(self.at_exit)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
+
+    def _end_groups(self) -> None:
+        """A gloo group's threads and sockets end with the last reference to it, and torch's registry holds one."""
+        if os.getpid() != self._pid:
+            return  # a forked child has none of those threads, and would wait for them for ever
+        world = self._world
+        world._control = world._shared = world.group = world._attention_tp_group = None
+        for group in self.own_groups:
+            with suppress(ValueError):  # whoever owns the default group has ended that, and with it this one
+                dist.destroy_process_group(group)
+        self.own_groups.clear()
+        if self.owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _unhook(self) -> None:
+        """Takes our excepthook out, and those of Worlds that were closed before but lay below ours."""
+        while isinstance(life := getattr(sys.excepthook, "__self__", None), Lifecycle) and life._world.closed:
+            sys.excepthook = life._excepthook
+
+    def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Tells the peers of an uncaught exception before the interpreter goes."""
+        if self._world._guard is not None:
+            self._world._guard.leave(f"raised: {kind.__name__}: {error}")
+        self._excepthook(kind, error, trace)
+
+    def _say_left(self) -> None:
+        """Sends the peers the notice of a clean exit."""
+        if os.getpid() == self._pid and self._world._guard is not None:
+            self._world._guard.close(self._linger_s)
+
+    def at_exit(self) -> None:
+        """Handles an interpreter that exits without `close`, or after a verdict. Abandoned work would hold the process,
+        so it leaves hard."""
+        if os.getpid() != self._pid:
+            return
+        self._say_left()
+        guard = self._world._guard
+        verdict = None if guard is None else guard.verdict
+        if verdict is not None or self._world._abandoned or self.left_behind:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            drained = self.asked_to_leave and verdict is not None and verdict.why == "left"
+            os._exit(0 if drained else self._exit_code(verdict))
+
+    def _exit_code(self, verdict: RankLost | None) -> int:
+        uncaught: object = getattr(sys, "last_value", None)
+        if verdict is not None or isinstance(uncaught, RankLost):
+            return EXIT_CODE
+        return int(uncaught is not None or not self.left_behind)
