@@ -1,6 +1,7 @@
-"""Between the two token formats, and between expert-major rows that lie apart and dense ones.
+"""Converts between the two token formats, and between strided and dense expert-major rows.
 
-Copies of slabs touch valid rows alone, which are few in decode.
+Expert-major tokens are the masked layout of DeepGEMM and DeepEP: [L, M, ...], of which each local expert's first
+`counts` rows are valid. Copies touch valid rows only, which are few in decode.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from eprt.tokens import ExpertMajorTokens, FlatTokens, as_bytes
 
 
 def copy_valid_rows(source: torch.Tensor, target: torch.Tensor, counts: torch.Tensor) -> None:
-    """[L, M, n] to [L, M, n] of the same dtype, rows below counts [L] int32 alone, whatever the strides."""
+    """Copies the rows below counts [L] int32 from [L, M, n] to [L, M, n] of the same dtype and any strides."""
     if source.dtype.itemsize == 1:
         source, target = source.view(torch.uint8), target.view(torch.uint8)
     if source.is_cuda:
@@ -26,18 +27,48 @@ def copy_valid_rows(source: torch.Tensor, target: torch.Tensor, counts: torch.Te
     target[valid] = source[valid]
 
 
-def dense(slabs: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """`slabs` [L, M, n] itself if it is contiguous, else a copy of its valid rows, garbage elsewhere."""
-    if slabs.is_contiguous():
-        return slabs
-    copied = torch.empty_like(slabs, memory_format=torch.contiguous_format)
-    copy_valid_rows(slabs, copied, counts)
+def dense(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Returns `rows` [L, M, n] itself if contiguous, else a copy of its valid rows with garbage elsewhere."""
+    if rows.is_contiguous():
+        return rows
+    copied = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    copy_valid_rows(rows, copied, counts)
     return copied
 
 
 @dataclass(frozen=True)
+class ExpertOrder:
+    """The sorted row of each top-k entry.
+
+    Attributes:
+        offsets: [L + 1] int64; rows of local expert e are [offsets[e], offsets[e + 1]), offsets[L] in all.
+        place: [N, K] int32, an entry's sorted row, -1 where its expert isn't local.
+    """
+
+    offsets: torch.Tensor
+    place: torch.Tensor
+
+
+def sort_by_expert(ids: torch.Tensor, first_expert: int, num_local: int) -> ExpertOrder:
+    """Sorts top-k ids [N, K] (global) by local expert, stably, by torch alone. Static shapes, no host sync."""
+    local = ids.flatten().long() - first_expert
+    local = torch.where((local >= 0) & (local < num_local), local, num_local)
+    order = local.argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=ids.device))
+    counts = local.new_zeros(num_local + 1).scatter_add_(0, local, torch.ones_like(local))[:num_local]
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    place = torch.where(local < num_local, place, -1).to(torch.int32)
+    return ExpertOrder(offsets, place.view(ids.shape))
+
+
+@dataclass(frozen=True)
 class ExpertMajorIndex:
-    """Where each (row, slot) of a FlatTokens went: `slab_row` [N, K] int64 into [L * M], -1 where not local."""
+    """The expert-major row of each top-k entry of a FlatTokens, and the routing weights.
+
+    Attributes:
+        slab_row: [N, K] int64 into [L * M], -1 where the expert isn't local.
+        weights: [N, K] float32.
+    """
 
     slab_row: torch.Tensor
     weights: torch.Tensor
@@ -46,22 +77,16 @@ class ExpertMajorIndex:
 def expert_major_from_flat(
     flat: FlatTokens, shard: ExpertShard, rows_per_expert: int
 ) -> tuple[ExpertMajorTokens, ExpertMajorIndex]:
-    """Lay flat rows out by expert, in row order. Static shapes, no host sync.
+    """Lays flat rows out by expert, in row order. Static shapes, no host sync.
 
     `rows_per_expert` (M) must be at least the largest count: N suffices if no row names an expert twice, N * K always.
     """
     num_local = shard.num_local_experts
-    local = flat.ids.long() - shard.first_expert
-    mine = (local >= 0) & (local < num_local)
-    slot_expert = torch.where(mine, local, num_local).flatten()
-    counts = torch.zeros(num_local + 1, dtype=torch.int64, device=local.device)
-    counts.index_add_(0, slot_expert, torch.ones_like(slot_expert))
-    # A slot's place in its slab is its place among all slots sorted by expert, less where that expert starts.
-    by_expert, order = slot_expert.sort(stable=True)
-    place = torch.arange(slot_expert.numel(), device=local.device) - (counts.cumsum(0) - counts)[by_expert]
-    position = torch.empty_like(slot_expert).index_copy_(0, order, place)
-    slab_row = torch.where(slot_expert < num_local, slot_expert * rows_per_expert + position, -1)
-    # One spare row swallows the slots that aren't local, so the scatter needs no mask and no sync.
+    order = sort_by_expert(flat.ids, shard.first_expert, num_local)
+    local = (flat.ids.long() - shard.first_expert).clamp(0, num_local - 1)
+    row = local * rows_per_expert + order.place - order.offsets[local]
+    slab_row = torch.where(order.place >= 0, row, -1).flatten()
+    # One spare row takes the entries that aren't local, so the scatter needs no mask and no sync.
     target = torch.where(slab_row >= 0, slab_row, num_local * rows_per_expert)
     source = torch.arange(flat.num_rows, device=flat.ids.device).repeat_interleave(flat.ids.shape[1])
 
@@ -76,11 +101,11 @@ def expert_major_from_flat(
         scale=None if flat.hidden.scale is None else spread(flat.hidden.scale),
     )
     index = ExpertMajorIndex(slab_row.view(flat.ids.shape), flat.weights)
-    return ExpertMajorTokens(hidden, counts[:num_local].to(torch.int32)), index
+    return ExpertMajorTokens(hidden, order.offsets.diff().to(torch.int32)), index
 
 
 def weighted_sum_to_flat(expert_output: torch.Tensor, index: ExpertMajorIndex) -> torch.Tensor:
-    """[L, M, H] expert outputs -> [N, H] float32 rows: weighted, summed over K. Rows with nothing local are 0."""
+    """Returns [N, H] float32: expert outputs [L, M, H] weighted and summed over K. Rows with nothing local are 0."""
     rows = expert_output.flatten(0, 1)
     num_rows, top_k = index.slab_row.shape
     total = torch.zeros(num_rows, rows.shape[1], dtype=torch.float32, device=rows.device)
@@ -88,7 +113,7 @@ def weighted_sum_to_flat(expert_output: torch.Tensor, index: ExpertMajorIndex) -
         return total
     local = index.slab_row >= 0
     source = index.slab_row.clamp(min=0)
-    # Masked twice: a slot that isn't local may hold any weight, and row 0 of the slabs may be garbage.
+    # Masked twice: an entry that isn't local may hold any weight, and row 0 may be garbage.
     weights = torch.where(local, index.weights, 0.0)
     for k in range(top_k):
         taken = torch.where(local[:, k, None], rows.index_select(0, source[:, k]), 0.0)
@@ -97,7 +122,8 @@ def weighted_sum_to_flat(expert_output: torch.Tensor, index: ExpertMajorIndex) -
 
 
 def flat_from_expert_major(tokens: ExpertMajorTokens, shard: ExpertShard) -> FlatTokens:
-    """View slabs as L*M flat rows of one slot and weight 1: rows past the counts get the invalid id. No host sync."""
+    """Views expert-major rows as L * M flat rows with one id and weight 1; rows past the counts get the invalid id. No
+    host sync."""
     num_local, rows = tokens.hidden.data.shape[:2]
     row = torch.arange(rows, device=tokens.counts.device)
     expert = torch.arange(num_local, device=tokens.counts.device, dtype=torch.int32) + shard.first_expert

@@ -1,4 +1,4 @@
-"""The kernel of `eprt.expert_major` on CUDA."""
+"""Copies valid expert-major rows on CUDA, for `eprt.expert_major`."""
 # Triton's language isn't typed: its values are tensors of the kernel, whatever a checker makes of them.
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
 # ruff: noqa: ANN001, ANN202
@@ -17,14 +17,14 @@ COPY_CTAS = 1024
 
 @triton.jit(do_not_specialize_on_alignment=["counts"])
 def _copy_kernel(
-    source, target, counts, from_slab, from_row, from_column, to_slab, to_row, to_column,
+    source, target, counts, from_expert, from_row, from_column, to_expert, to_row, to_column,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: slabs x any number of CTAs that share a slab's rows."""
-    slab = tl.program_id(0).to(tl.int64)
-    for row in range(tl.program_id(1), tl.load(counts + slab), tl.num_programs(1)):
-        source_row = source + slab * from_slab + row * from_row
-        target_row = target + slab * to_slab + row * to_row
+    """Grid: experts x any number of CTAs that share an expert's rows."""
+    expert = tl.program_id(0).to(tl.int64)
+    for row in range(tl.program_id(1), tl.load(counts + expert), tl.num_programs(1)):
+        source_row = source + expert * from_expert + row * from_row
+        target_row = target + expert * to_expert + row * to_row
         for start in tl.static_range(0, WIDTH, BLOCK):
             column = start + tl.arange(0, BLOCK)
             value = tl.load(source_row + column * from_column, mask=column < WIDTH)

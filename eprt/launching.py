@@ -1,7 +1,7 @@
-"""Launching Triton kernels that were prepared once. Imported only where kernels run.
+"""Launches Triton kernels that were compiled and looked up once. Imported only where kernels run.
 
-Triton's own launcher looks at every argument to find the compiled kernel that fits: 20 to 60 us of host time a launch.
-What a kernel of ours is compiled for is known when its layer is made, so it is looked up once, and a call only
+Triton's own launcher examines every argument to find the compiled kernel that fits: 20 to 60 us of host time per
+launch. Our kernels' specializations are known when a layer is built, so each is looked up once and a call only
 launches.
 """
 
@@ -29,16 +29,16 @@ Grid = tuple[int, int, int]
 
 
 class CachedKernel:
-    """A kernel compiled for a device, once, for arguments of these kinds; a call only launches it.
+    """A kernel that is compiled once, for one device and one kind of arguments; a call only launches it.
 
     Args:
-        arguments: the kernel's first, of each what it is compiled for: a tensor's dtype, None, an int like those that
-            will come (`like`), or the value itself (tensor descriptors, tuples of addresses). Tensors are contiguous,
-            start at a multiple of 16 bytes unless the kernel says otherwise, and lie on that device; one of another
-            dtype is read as if it had this one.
-        constants: the kernel's rest, by name, but for PDL.
-        pdl: set it up while the kernel before still ends, where the GPU can (programmatic dependent launch). A kernel
-            that has a constant PDL is told so.
+        arguments: what each of the kernel's first arguments is specialized for: a tensor's dtype, None, an int of the
+            same class (`like`), or the value itself (tensor descriptors, tuples of addresses). Tensors are contiguous,
+            start at a multiple of 16 bytes unless the kernel says otherwise, and lie on that device. A tensor of
+            another dtype is read as if it had this one.
+        constants: the kernel's remaining arguments by name, without PDL.
+        pdl: use programmatic dependent launch where the GPU has it (sm90): the kernel is set up while the previous
+            one still runs, and must wait for it before it touches its results. A constant PDL says so to the kernel.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class CachedKernel:
 
 
 def name_callees_first(kernel: Any, named: set[int] | None = None) -> None:
-    """Give a kernel the name under which Triton's cache knows it, and those it calls theirs before.
+    """Computes the cache keys of all functions that a kernel calls, then the kernel's own.
 
-    Before Triton 3.9 a function's name has what its callees read of their modules, but only of callees that have a
-    name already: which kernel a process makes first then decides whether it finds what another process compiled.
+    Before Triton 3.9 a function's cache key covers the globals of its callees only if these have a key already. The
+    order in which a process makes kernels would then decide whether it finds what another process compiled.
     """
     if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
         return
@@ -114,11 +114,10 @@ def name_callees_first(kernel: Any, named: set[int] | None = None) -> None:
 
 @contextmanager
 def shared_cache() -> Iterator[None]:
-    """Compile into the cache that this user's other processes read.
+    """Compiles into the cache that this user's other processes read.
 
-    Once torch.compile has made a kernel in a process, its TRITON_CACHE_DIR is a folder of Inductor's for one GPU alone.
-    Each rank would compile what the others compile, and find nothing of what was compiled before. A folder that
-    somebody else chose stays.
+    Once torch.compile has made a kernel in a process, TRITON_CACHE_DIR names a folder of Inductor's for one GPU only.
+    Each rank would then compile what the others compile. A folder that the user chose stays.
     """
     chosen = os.environ.get("TRITON_CACHE_DIR")
     if chosen is None or not _inductor_chose(Path(chosen)):
@@ -140,20 +139,23 @@ def _inductor_chose(folder: Path) -> bool:
 
 
 def _as_dtype(argument: Any, dtype: Any) -> Any:
-    """The interpreter takes a tensor's own dtype."""
+    """Returns a tensor viewed as `dtype`, since the interpreter would take its own."""
     differs = isinstance(argument, torch.Tensor) and isinstance(dtype, torch.dtype) and argument.dtype != dtype
     return argument.view(dtype) if differs else argument
 
 
 def like(number: int) -> int:
-    """One integer for all that Triton compiles alike: 1, multiples of 16, the rest, and so for more than 32 bits."""
+    """Returns a representative of Triton's specialization class of an integer argument.
+
+    The classes are: equal to 1, divisible by 16, and neither; 64-bit values have their own of the last two.
+    """
     if number == 1:
         return 1
     return (0 if -INT32 <= number < INT32 else INT32 << 1) + (_ALIGNMENT if number % _ALIGNMENT == 0 else 2)
 
 
 def starts_aligned(*tensors: torch.Tensor) -> bool:
-    """Whether they start where a kernel that was prepared for them says."""
+    """Whether all tensors start at a multiple of 16 bytes, as a CachedKernel expects."""
     together = 0
     for tensor in tensors:
         together |= tensor.data_ptr()

@@ -47,7 +47,7 @@ LONG = re.compile(
         (
             # Kernels compiled to machine code: they change with their libraries, or with a few files of ours.
             r"test_triton_registers::",
-            r"test_early_launch::",
+            r"test_pdl::",
             r"test_cutedsl_compile::",
             r"test_kernels_interpreted::.*(grouped|mxfp4|nvfp4|payload|routing|warp_)",
             r"test_compile::test_(inductor|a_parallelized.*dtype1)",

@@ -2,12 +2,12 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """Triton kernels of `eprt.experts.permute`. Imported only where CUDA tensors are.
 
-Kernels with PDL are launched while the one before still ends (programmatic dependent launch); they touch nothing
-before `gdc_wait`, which returns when that one is done.
+Kernels with PDL use programmatic dependent launch: they touch no memory before `gdc_wait`, which returns when the
+previous kernel is done.
 
-Two ways to sort and copy rows, by size: up to SMALL_IDS slots one launch does everything, each row counting for
-itself which slots come before its own (every program reads all ids, which then sit in L2); above, slots are placed
-first (`sort_by_expert_triton`), then the rows are copied.
+Rows are sorted and copied in one of two ways. Up to SMALL_IDS top-k entries one launch does both: each row's program
+counts for itself the entries that come before its own, reading all ids, which then lie in L2. Above, entries are sorted
+first (`sort_by_expert_triton`) and the rows copied by a second launch; both in one would then read N * K ids N times.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from eprt.launching import CachedKernel, like, starts_aligned
 from eprt.rounding import ceil_div, next_power_of_2
 from eprt.tokens import aligned
 
-SMALL_IDS = 4096  # N * K up to which one launch that reads all ids in every program is the cheaper way
-SUM_BLOCK = 2048  # columns a program sums of long rows: enough on their way where few slots are local
+SMALL_IDS = 4096  # N * K up to which one launch that reads all ids in every program is cheaper
+SUM_BLOCK = 2048  # columns per program of long rows: enough loads in flight where few entries are local
 COPY_BLOCK = 1024  # columns a program moves at a time: 4 warps x 8 values of 16 bits
 _WARP_COLUMNS = 256  # of a sum, 8 a thread: 16 took a microsecond more of gpt-oss-120b, up to 512 tokens on an H200
 
 
 @triton.jit
-def _copy_row(x_ptr, rows_ptr, row, place, slot_ok, H, BLOCK_H: tl.constexpr):
-    """Copy one input row to each of its places [K]; read once, written where `slot_ok`."""
+def _copy_row(x_ptr, rows_ptr, row, place, ok, H, BLOCK_H: tl.constexpr):
+    """Copies one input row to each of its places [K] where `ok`, reading it once."""
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
         x = tl.load(x_ptr + row.to(tl.int64) * H + cols, mask=cols < H)
         target = rows_ptr + place.to(tl.int64)[:, None] * H + cols[None, :]
         value = tl.broadcast_to(x[None, :].to(rows_ptr.dtype.element_ty), target.shape)
-        tl.store(target, value, mask=slot_ok[:, None] & (cols < H)[None, :])
+        tl.store(target, value, mask=ok[:, None] & (cols < H)[None, :])
 
 
 # Sizes that change from call to call must not be specialised: a new N would compile again after warm-up.
@@ -47,30 +47,30 @@ def _group_small(
     ids_ptr, x_ptr, rows_ptr, place_ptr, offsets_ptr, num_rows, num_ids, first, L, H,
     K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program p places (and copies) row p, and counts the rows of the experts below p."""
+    """Sorts and copies in one launch: program p handles row p, and writes the offset of expert p."""
     if PDL:
         gdc_wait()
     row = tl.program_id(0)
     k = tl.arange(0, K_PAD)
-    slot = row * K + k
-    slot_ok = (k < K) & (row < num_rows)
-    own = tl.load(ids_ptr + slot, mask=slot_ok, other=first - 1) - first
-    slot_ok = slot_ok & (own >= 0) & (own < L)
+    entry = row * K + k
+    ok = (k < K) & (row < num_rows)
+    own = tl.load(ids_ptr + entry, mask=ok, other=first - 1) - first
+    ok = ok & (own >= 0) & (own < L)
     before = tl.zeros([K_PAD, BLOCK_S], dtype=tl.int32)
     below = tl.zeros([BLOCK_S], dtype=tl.int32)
     for start in range(0, num_ids, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
         other = tl.load(ids_ptr + s, mask=s < num_ids, other=first - 1) - first
         other = tl.where((other >= 0) & (other < L), other, L)
-        earlier = (other[None, :] == own[:, None]) & (s[None, :] < slot[:, None])
+        earlier = (other[None, :] == own[:, None]) & (s[None, :] < entry[:, None])
         before += ((other[None, :] < own[:, None]) | earlier).to(tl.int32)
         below += (other < row).to(tl.int32)
     place = tl.sum(before, axis=1)
-    tl.store(place_ptr + slot, tl.where(slot_ok, place, -1), mask=(k < K) & (row < num_rows))
+    tl.store(place_ptr + entry, tl.where(ok, place, -1), mask=(k < K) & (row < num_rows))
     if row <= L:
         tl.store(offsets_ptr + row, tl.sum(below, axis=0).to(tl.int64))
     if row < num_rows:
-        _copy_row(x_ptr, rows_ptr, row, place, slot_ok, H, BLOCK_H)
+        _copy_row(x_ptr, rows_ptr, row, place, ok, H, BLOCK_H)
 
 
 @triton.jit
@@ -86,8 +86,8 @@ def _weighted_sum(
     rows_ptr, place_ptr, weights_ptr, out_ptr, H, K: tl.constexpr, BLOCK_H: tl.constexpr, EVERY_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The K rows are loaded without a branch between them, so that all are on their way at once; nobody reads them
-    again."""
+    """Writes the weighted sum of K rows. They are loaded without a branch in between, so that all loads are in flight
+    together; nothing reads them again."""
     if PDL:
         gdc_wait()
     row = tl.program_id(0)

@@ -1,11 +1,14 @@
 # ruff: noqa: ANN001, ANN201, ANN202  (kernel arguments have no Python types)
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""Triton kernels that sort slots by expert and list a grouped GEMM's row tiles. Imported only where CUDA tensors are.
+"""Triton kernels that sort top-k entries by expert and write a grouped GEMM's tile schedule. Imported only for CUDA.
 
-Every program places some blocks of slots. It needs the counts of all slots and those of the slots before its own: up to
-SMALL_IDS it counts the ids itself, which then sit in L2; above, a kernel before it has counted for every program.
-Inside a block a slot's rank is the number of earlier ones with its expert, so the order is that of the slots. Each of
-them lets the next be set up, the first GEMM, too: their programs are small and few.
+Every program sorts some blocks of entries of `ids` [N, K]. It needs each expert's count over all entries and over those
+before its own. Up to SMALL_IDS entries it counts the ids itself, which then lie in L2; above, `_count_by_expert` has
+counted for every program. Within a block, an entry's rank is the number of earlier entries with the same expert, so the
+sort is stable.
+
+Each kernel triggers programmatic dependent launch (PDL) for its successor, the first GEMM included: the grids are
+small, so that an early launch does not starve them.
 """
 
 from __future__ import annotations
@@ -22,13 +25,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from eprt.launching import CachedKernel
 from eprt.rounding import ceil_div, next_power_of_2
 
-SMALL_IDS = 4096  # up to which counting again in every program is cheaper than a launch
-BLOCK = 128  # slots that are placed at once: half of a square of so many comparisons
-# Few slots: shorter blocks. More programs of them would keep the first GEMM's off some multiprocessors as it begins.
+SMALL_IDS = 4096  # up to here counting again in every program is cheaper than another launch
+BLOCK = 128  # entries per block: ranking one takes BLOCK * BLOCK comparisons
+# With few entries blocks are shorter, but only then: more programs would keep the first GEMM off some SMs at its start.
 FEW_IDS, FEW_BLOCK = 1024, 32
-MOST_PROGRAMS = 128  # each reads the counts of all
-_CELLS = 16384  # counts at once
-ENTRY = 4  # int32 an entry of the work list: expert, its first row, the row after its last, its first entry
+MOST_PROGRAMS = 128  # each reads the counts of all programs
+_CELLS = 16384  # counts read at a time
+ENTRY = 4  # int32 per scheduler entry: expert, its first row, the row after its last, its first entry's index
 
 _ENTRY = tl.constexpr(ENTRY)
 
@@ -76,8 +79,8 @@ class TileSchedule:
 
 @triton.jit
 def pdl_wait(LAUNCH_DEPENDENTS: tl.constexpr):
-    """Before the first access to memory of a kernel that is launched early (`eprt.launching`): the one before is done.
-    LAUNCH_DEPENDENTS: the next may be set up from now on, on multiprocessors that are free."""
+    """Waits for the previous kernel of a programmatic dependent launch (PDL); comes before a kernel's first access to
+    memory. LAUNCH_DEPENDENTS: the next kernel may be set up from now on, on free SMs."""
     gdc_wait()
     if LAUNCH_DEPENDENTS:
         gdc_launch_dependents()
@@ -85,14 +88,15 @@ def pdl_wait(LAUNCH_DEPENDENTS: tl.constexpr):
 
 @triton.jit
 def _experts_of(ids_ptr, s, num_ids, first, L):
-    """Local experts of slots, L where there is none. From the L2 cache, as a kernel may read them before it waits."""
+    """Returns the entries' local experts, L where there is none. It reads past L1, as a kernel may do so before it
+    waits."""
     own = tl.load(ids_ptr + s, mask=s < num_ids, other=first - 1, cache_modifier=".cg") - first
     return tl.where((own >= 0) & (own < L), own, L)
 
 
 @triton.jit
 def _ranked(ids_ptr, start, num_ids, first, L, BLOCK_S: tl.constexpr):
-    """Of the slots from `start` on the experts, and how many of them before a slot have its expert."""
+    """Returns, for the block of entries from `start` on, their experts and their ranks within the block."""
     s = start + tl.arange(0, BLOCK_S)
     own = _experts_of(ids_ptr, s, num_ids, first, L)
     same = tl.zeros([BLOCK_S, 32], dtype=tl.int32)
@@ -105,7 +109,7 @@ def _ranked(ids_ptr, start, num_ids, first, L, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def tiles_of(rows, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
-    """How many tiles an expert's rows take, at least one."""
+    """Returns how many tiles an expert's rows take, at least one."""
     return tl.maximum((rows - TAIL + BLOCK_M - 1) // BLOCK_M, 1)
 
 
@@ -114,7 +118,7 @@ def _write_entries(
     entries_ptr, num_entries_ptr, expert, begin, rows,
     BLOCK_M: tl.constexpr, TAIL: tl.constexpr, HIGH_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The list of tiles of experts with `rows` rows from `begin`; programs share it."""
+    """Writes the schedule of experts with `rows` rows from `begin` on; the programs share the work."""
     tiles = tl.where(rows > 0, tiles_of(rows, BLOCK_M, TAIL), 0)
     first = tl.cumsum(tiles, axis=0) - tiles
     if HIGH_FIRST:
@@ -140,7 +144,7 @@ _SIZES = ["num_ids", "first", "L", "blocks"]
 def _count_by_expert(
     ids_ptr, counts_ptr, num_ids, first, L, blocks, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of each program's `blocks` blocks."""
+    """Writes, per program, each expert's count over its `blocks` blocks of entries."""
     if PDL:
         pdl_wait(True)
     start = tl.program_id(0) * blocks * BLOCK_S
@@ -153,7 +157,7 @@ def _count_by_expert(
 
 @triton.jit
 def _all_and_earlier(counts_ptr, L_PAD: tl.constexpr, CHUNK: tl.constexpr):
-    """[L_PAD] slots of each expert: those of all programs, and of the programs before this one."""
+    """Returns each expert's count [L_PAD] over all programs' entries, and over those of earlier programs."""
     expert = tl.arange(0, L_PAD)
     total = tl.zeros([L_PAD], dtype=tl.int32)
     earlier = tl.zeros([L_PAD], dtype=tl.int32)
@@ -167,7 +171,7 @@ def _all_and_earlier(counts_ptr, L_PAD: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _count_all_and_earlier(ids_ptr, num_ids, first, L, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr):
-    """The same by counting ids."""
+    """Returns the same as `_all_and_earlier` by counting the ids themselves."""
     total = tl.zeros([L_PAD], dtype=tl.int32)
     earlier = tl.zeros([L_PAD], dtype=tl.int32)
     for start in range(0, num_ids, CHUNK):
@@ -180,7 +184,7 @@ def _count_all_and_earlier(ids_ptr, num_ids, first, L, L_PAD: tl.constexpr, BLOC
 
 @triton.jit
 def _put(place_ptr, source_ptr, base, own, rank, start, num_ids, L, K: tl.constexpr):
-    """A block's slots, expert e's from base[e] on."""
+    """Writes the sorted rows of a block's entries, expert e's from base[e] on."""
     s = start + tl.arange(0, own.shape[0])
     place, local = tl.gather(base, own, 0) + rank, own < L
     tl.store(place_ptr + s, tl.where(local, place, -1), mask=s < num_ids)
@@ -194,8 +198,11 @@ def _sort_by_expert(
     K: tl.constexpr, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
     TAIL: tl.constexpr, HIGH_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """counts_ptr: what `_count_by_expert` found; None: a program places one block. It lets this kernel begin when what
-    wrote the ids is done, so they can be read before waiting for the counts."""
+    """Writes each entry's sorted row, the offsets, and (unless None) the source rows and the tile schedule.
+
+    counts_ptr: the output of `_count_by_expert`; None: each program sorts one block. `_count_by_expert` launches this
+    kernel only after the ids were written, so they may be read before the wait for its counts.
+    """
     if PDL and counts_ptr is None:
         pdl_wait(True)
     start = tl.program_id(0) * blocks * BLOCK_S
@@ -228,19 +235,20 @@ def _schedule_expert_major(
     counts_ptr, entries_ptr, num_entries_ptr, M, L, L_PAD: tl.constexpr, BLOCK_M: tl.constexpr, TAIL: tl.constexpr,
     HIGH_FIRST: tl.constexpr,
 ):  # fmt: skip
+    """Writes the schedule of L experts' blocks of M rows, of which `counts` are valid."""
     expert = tl.arange(0, L_PAD)
     rows = tl.load(counts_ptr + expert, mask=expert < L, other=0)
     _write_entries(entries_ptr, num_entries_ptr, expert, expert * M, rows, BLOCK_M, TAIL, HIGH_FIRST)
 
 
 def sort_by_expert(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each slot goes when slots are sorted by local expert, those of other experts left out.
+    """Sorts top-k entries by local expert, stably; those of non-local experts are left out.
 
     Args:
         ids: [N, K] int32, global.
 
     Returns:
-        offsets [L + 1] int64, and place [N, K] int32, -1 where the expert isn't local.
+        offsets [L + 1] int64, and place [N, K] int32: an entry's sorted row, -1 where its expert isn't local.
     """
     offsets, place = _outputs(ids, L)
     _place(ids, first, L, offsets, place, None, None)
@@ -250,10 +258,10 @@ def sort_by_expert(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor,
 def sort_and_schedule(
     ids: torch.Tensor, first: int, L: int, tiles: RowTiles
 ) -> tuple[torch.Tensor, torch.Tensor, TileSchedule]:
-    """The same slots for a GEMM with such tiles.
+    """Sorts as `sort_by_expert` does, and writes the tile schedule of a grouped GEMM over the sorted rows.
 
     Returns:
-        place, source [N * K] int32 (the row n that each sorted one comes from), and the tiles.
+        place, source [N * K] int32 (the token n of each sorted row), and the schedule.
     """
     num_ids = ids.numel()
     offsets, place = _outputs(ids, L)
@@ -292,7 +300,8 @@ def _place(
 
 
 def schedule_expert_major(counts: torch.Tensor, M: int, tiles: RowTiles) -> TileSchedule:
-    """The row tiles of L slabs of M rows, of which counts [L] int32 are valid."""
+    """Returns the tile schedule of the masked layout: L experts' blocks of M rows, of which counts [L] int32 are
+    valid."""
     L = counts.shape[0]
     work = TileSchedule.empty(L * ceil_div(M, tiles.m), tiles, counts.device)
     kernel = _prepared_slabs(counts.device, max(16, next_power_of_2(L)), tiles)
@@ -300,7 +309,7 @@ def schedule_expert_major(counts: torch.Tensor, M: int, tiles: RowTiles) -> Tile
     return work
 
 
-# ---- prepared once for each shape ---------------------------------------------------------------------------------
+# ---- compiled once per shape -----------------------------------------------------------------------------------------
 
 
 @cache
@@ -313,7 +322,7 @@ def _prepared_count(device: torch.device, l_pad: int, block_s: int) -> CachedKer
 def _prepared_place(
     device: torch.device, K: int, l_pad: int, block_s: int, tiles: RowTiles, counted: bool, lists: bool
 ) -> CachedKernel:
-    """`counted`: by the kernel before.  `lists`: source rows and tiles, too."""
+    """Compiles `_sort_by_expert`. counted: counts come from `_count_by_expert`.  lists: it also writes a schedule."""
     counts, listed = torch.int32 if counted else None, torch.int32 if lists else None
     arguments = torch.int32, counts, torch.int32, listed, torch.int64, listed, listed, 2, 2, 2, 2
     chunk = max(1, _CELLS // l_pad) if counted else 1024

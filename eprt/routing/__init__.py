@@ -1,4 +1,4 @@
-"""Router logits -> TopK, once for every model family.
+"""Routes tokens: turns router logits into TopK, by one implementation for every model family.
 
 The formulas are those of the models' own code (transformers: `GptOssTopKRouter`, `Qwen3MoeTopKRouter`,
 `DeepseekV3TopkRouter`, `DeepseekV4TopKRouter`, `DeepseekV4HashRouter`, `NemotronHTopkRouter`, `DeepseekV2TopkRouter`,
@@ -37,8 +37,9 @@ def route(
     token_ids: torch.Tensor | None = None,
     token_table: torch.Tensor | None = None,
 ) -> TopK:
-    """Choose `top_k` experts a token. No host sync on CUDA, where of equal scores the lower expert wins (elsewhere as
-    `torch.topk` leaves them); T = 0 is ordinary input.
+    """Chooses `top_k` experts per token. T = 0 is ordinary input.
+
+    On CUDA there is no host sync, and of equal scores the lower expert wins (elsewhere as `torch.topk` leaves them).
 
     Args:
         logits: [T, E], any float dtype: `F.linear(hidden, router.weight, router.bias)`.
@@ -74,7 +75,7 @@ def route(
 
 
 def check_choice(routing: Routing, top_k: int, num_experts: int, correction_bias: torch.Tensor | None) -> None:
-    """What doesn't change from call to call. Raises as `route`."""
+    """Checks what doesn't change from call to call. Raises as `route`."""
     if not 1 <= top_k <= num_experts:
         raise ConfigError(f"top_k {top_k}: must lie between 1 and the {num_experts} experts that have logits")
     if correction_bias is not None and correction_bias.shape != (num_experts,):
@@ -119,7 +120,7 @@ def _check_table(num_tokens: int, top_k: int, token_ids: torch.Tensor | None, to
 
 
 class Router(nn.Module):
-    """Logits and choice of experts of one layer.
+    """One layer's router: computes the logits and chooses experts.
 
     Args:
         weight: [E, H] of the model's hidden size (not the latent one).
@@ -185,13 +186,13 @@ class Router(nn.Module):
         return self._token_dtype or self.weight.dtype
 
     def logits(self, hidden: torch.Tensor) -> RouterLogits:
-        """[..., H] hidden states -> RouterLogits [T, E]. Raises InputError on a wrong width or dtype."""
+        """Returns RouterLogits [T, E] of hidden states [..., H]. Raises InputError on a wrong width or dtype."""
         hidden = self._rows(hidden)
         fused = self._kernels(hidden)
         return self.logits_by_torch(hidden) if fused is None else RouterLogits(fused.logits(hidden))
 
     def forward(self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None) -> TopK:
-        """[..., H] hidden states (and their [...] vocabulary ids for `hash`) -> TopK of T rows. Raises as `route`."""
+        """Returns the TopK of hidden states [..., H] (`hash`: with their vocabulary ids [...]). Raises as `route`."""
         hidden = self._rows(hidden)
         token_ids = None if token_ids is None else token_ids.reshape(-1)
         fused = self._kernels(hidden)
@@ -212,7 +213,7 @@ class Router(nn.Module):
         return chosen
 
     def warmup(self, max_tokens: int, *, logits: bool = False) -> None:
-        """Compile what up to `max_tokens` bf16 hidden states need, for `logits` too if asked for. CPU: nothing."""
+        """Compiles what up to `max_tokens` bf16 hidden states need, `logits` too if asked for. CPU: nothing."""
         weight = self.weight
         fused = self._kernels(torch.empty(0, weight.shape[1], dtype=torch.bfloat16, device=weight.device))
         if fused is not None:
@@ -226,7 +227,7 @@ class Router(nn.Module):
         return hidden if hidden.dim() == 2 else hidden.reshape(-1, width)
 
     def _kernels(self, hidden: torch.Tensor) -> FusedRouter | None:
-        """The prepared kernels for these hidden states, None where torch does the work."""
+        """Returns the compiled kernels for these hidden states, None where torch does the work."""
         if not hidden.is_cuda or hidden.dtype != torch.bfloat16:
             return None
         made_of, fused = self._fused
@@ -268,7 +269,7 @@ class Router(nn.Module):
             raise ConfigError(f"the router has {self.routing}: the config says {config.routing}; build both from one")
 
     def logits_by_torch(self, hidden: torch.Tensor) -> RouterLogits:
-        """`logits` of [T, H] by torch alone, on any device."""
+        """Returns the `logits` of [T, H] by torch alone, on any device."""
         weight, bias = self.weight, self.bias
         if self.float32_logits:
             hidden, weight = hidden.float(), weight.float()
@@ -280,12 +281,12 @@ class Router(nn.Module):
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often the tensor was written in place; inference tensors don't count."""
+    """Returns how often the tensor was written in place; inference tensors don't count that."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def warmup(config: MoEConfig, router: Router | None, max_tokens: int, device: torch.device, *, logits: bool) -> None:
-    """Compile what a layer's routing of up to `max_tokens` tokens needs: its router's calls, `Router.logits` too if
+    """Compiles what a layer's routing of up to `max_tokens` tokens needs: its router's calls, `Router.logits` too if
     asked for, and `route` of bf16 and float32 logits. CPU: nothing."""
     if device.type != "cuda":
         return

@@ -1,5 +1,5 @@
-"""Routing on a GPU in two launches: `logits_kernel`, a GEMM cut so that every SM reads its part of the weight, and
-`choice_kernel`, one warp a token, which adds the pieces up in their order, rounds where the model rounds and chooses.
+"""Routes on a GPU in two launches. `logits_kernel` is a split-K GEMM in which every SM reads its part of the weight.
+`choice_kernel` has one warp per token: it adds the partial sums in order, rounds where the model rounds and chooses.
 
 Which expert comes first is decided on the bits of the scores: NaN before infinity, as in `torch.topk`, both zeros
 alike, and of equal scores the lowest expert first. `torch.topk` leaves that order open.
@@ -30,7 +30,7 @@ _INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # libdevice is for GPUs on
 
 @triton.jit
 def _rounded(x, dtype: tl.constexpr):
-    """float32 as a tensor of `dtype` would hold it."""
+    """Rounds float32 as a tensor of `dtype` would hold it."""
     return x.to(dtype).to(tl.float32)
 
 
@@ -58,7 +58,7 @@ def _divide(x, y):
 
 @triton.jit
 def _key(x):
-    """An integer that orders as the score does."""
+    """Returns an integer that orders as the score does."""
     bits = x.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = tl.where(key == -1, 0, key)  # -0
@@ -67,13 +67,13 @@ def _key(x):
 
 @triton.jit
 def _score(key):
-    """What `_key` was made of."""
+    """Inverts `_key`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _first_of_best(key, position, END: tl.constexpr, AXIS: tl.constexpr):
-    """The largest key and the lowest position that has it."""
+    """Returns the largest key and the lowest position that has it."""
     best = tl.max(key, AXIS, keep_dims=True)
     return best, tl.min(tl.where(key == best, position, END), AXIS, keep_dims=True)
 
@@ -98,7 +98,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _scores(logits, here, METHOD: tl.constexpr, dtype: tl.constexpr):
-    """What an expert's weight is made of, in the model's own roundings. A new method begins here."""
+    """Returns the scores that become weights, in the model's own roundings. A new method begins here."""
     if METHOD == "grouped_sigmoid":
         return _sigmoid(logits)
     if METHOD == "sqrt_softplus" or METHOD == "hash":
@@ -112,7 +112,7 @@ def _scores(logits, here, METHOD: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _weights(score, used, METHOD: tl.constexpr, RENORMALIZE: tl.constexpr, SCALING: tl.constexpr, dtype: tl.constexpr):
-    """Weights of the chosen experts, from their scores. A new method ends here."""
+    """Returns the chosen experts' weights from their scores. A new method ends here."""
     if METHOD == "topk_softmax":
         power = tl.where(used, _exp(score - tl.max(tl.where(used, score, float("-inf")), 0)), 0.0)
         weight = _rounded(_divide(power, tl.sum(power, 0)), dtype)
@@ -133,12 +133,12 @@ def _weights(score, used, METHOD: tl.constexpr, RENORMALIZE: tl.constexpr, SCALI
 
 
 @triton.jit
-def _choose(key, position, slot, END: tl.constexpr, K: tl.constexpr):
+def _choose(key, position, k, END: tl.constexpr, K: tl.constexpr):
     """[K_PAD] positions of the K largest keys, largest first."""
-    chosen = tl.zeros_like(slot)
-    for k in range(K):
+    chosen = tl.zeros_like(k)
+    for rank in range(K):
         _, first = _first_of_best(key, position, END, 0)
-        chosen = tl.where(slot == k, first, chosen)
+        chosen = tl.where(k == rank, first, chosen)
         key = tl.where(position == first, _TAKEN, key)
     return chosen
 
@@ -154,9 +154,8 @@ def choice_kernel(
     GROUP_BEST: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program t: logits of token t, the sum of `pieces` [SPLITS, T, E] and `bias`, rounded to
-    LOGITS_DTYPE; then its K experts, or with METHOD "logits" the logits themselves. GROUPS > 1: experts in rows of
-    groups."""
+    """Chooses token t's K experts in program t, or with METHOD "logits" writes its logits. The logits are the sum of
+    `pieces` [SPLITS, T, E] and `bias`, rounded to LOGITS_DTYPE. GROUPS > 1: experts lie in rows of groups."""
     if PDL:
         gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
@@ -175,15 +174,15 @@ def choice_kernel(
     if METHOD == "logits":
         tl.store(logits_out + t * E + expert, logits.to(METHOD_DTYPE), mask=here)
     else:
-        slot = tl.arange(0, K_PAD)
-        used = slot < K
+        k = tl.arange(0, K_PAD)
+        used = k < K
         scores = _scores(logits, here, METHOD, METHOD_DTYPE)
         flat: tl.constexpr = GROUPS_PAD * SIZE_PAD
         if METHOD == "hash":
             token = tl.load(token_ids + t).to(tl.int64)
             known = (token >= 0) & (token < V)
             tl.device_assert(known, "a token id lies outside the table of hash routing")
-            chosen = tl.load(table + token * K + slot, mask=used & known, other=0).to(tl.int32)
+            chosen = tl.load(table + token * K + k, mask=used & known, other=0).to(tl.int32)
             tl.device_assert((chosen >= 0) & (chosen < E), "the table of hash routing names an expert that isn't")
         else:
             # A softmax keeps the order of its logits, up to probabilities that round to the same number.
@@ -191,11 +190,11 @@ def choice_kernel(
             key = tl.where(here, _key(for_choice), _TAKEN)
             if GROUPS > 1:
                 key = tl.where(_best_groups(key, g, i, TOP_GROUPS, GROUPS, GROUP_BEST), key, _TAKEN)
-            chosen = _choose(tl.reshape(key, [flat]), tl.arange(0, flat), slot, flat, K)
+            chosen = _choose(tl.reshape(key, [flat]), tl.arange(0, flat), k, flat, K)
         score = tl.gather(tl.reshape(scores, [flat]), chosen, 0)
         weight = _rounded(_weights(score, used, METHOD, RENORMALIZE, SCALING, METHOD_DTYPE), WEIGHTS_DTYPE)
-        tl.store(ids + t * K + slot, (chosen // SIZE_PAD) * (E // GROUPS) + chosen % SIZE_PAD, mask=used)
-        tl.store(weights + t * K + slot, weight, mask=used)
+        tl.store(ids + t * K + k, (chosen // SIZE_PAD) * (E // GROUPS) + chosen % SIZE_PAD, mask=used)
+        tl.store(weights + t * K + k, weight, mask=used)
 
 
 @triton.jit
@@ -213,7 +212,7 @@ def logits_kernel(
     E: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Piece s of `pieces` [SPLITS, T, E]: hidden [T, H] @ weight.T over STEPS * BLOCK_H of the H columns. `weight`
+    """Writes piece s of `pieces` [SPLITS, T, E]: hidden [T, H] @ weight.T over STEPS * BLOCK_H columns of H. `weight`
     [PARTS, E, H] is the sum of its parts. Products of bf16 are exact in float32. Hopper's tensor cores cut off what a
     sum's last bit doesn't hold, always towards zero, so only BLOCK_H products are added there, their sums here."""
     if PDL:

@@ -1,4 +1,4 @@
-"""Launching the routing kernels: how a GEMM is cut for T tokens, what is compiled in, and what a call still does."""
+"""Launches the routing kernels: chooses the router GEMM's tiling for T tokens, and compiles both kernels once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 
 class Tiling(NamedTuple):
-    """How the GEMM is cut for up to `max_tokens`: tokens, experts and columns of a tile, the programs to come near
-    (the columns are split until there are so many), warps and pipeline stages of a program."""
+    """The router GEMM's tiling for up to `max_tokens` tokens: the tile's tokens, experts and columns, the number of
+    programs to aim at (by split-K), and each program's warps and pipeline stages."""
 
     max_tokens: int
     block_t: int
@@ -50,8 +50,8 @@ TILINGS = (
 CHOICE_REGISTERS = 168
 
 
-class Cut(NamedTuple):
-    """A tiling on one router's weight."""
+class SplitK(NamedTuple):
+    """A tiling applied to one router's weight: its blocks, and how the sum over H is split among programs."""
 
     block_e: int
     block_h: int
@@ -60,20 +60,20 @@ class Cut(NamedTuple):
     stages: int
 
 
-def cut(tiling: Tiling, E: int, H: int, parts: int = 1) -> Cut:
-    """Blocks no larger than the weight; as many splits of H as give about `tiling.programs` programs; as many stages
-    as an SM's memory holds."""
+def split_k(tiling: Tiling, E: int, H: int, parts: int = 1) -> SplitK:
+    """Returns blocks no larger than the weight, as many splits of H as give about `tiling.programs` programs, and as
+    many pipeline stages as an SM's shared memory holds."""
     block_e = min(tiling.block_e, max(16, next_power_of_2(E)))
     block_h = min(tiling.block_h, max(16, next_power_of_2(H)))
     blocks = ceil_div(H, block_h)
     tiles = ceil_div(tiling.max_tokens, tiling.block_t) * ceil_div(E, block_e)
     steps = ceil_div(blocks, max(1, min(tiling.programs // tiles, blocks)))
     stage = (tiling.block_t + parts * block_e) * block_h * 2
-    return Cut(block_e, block_h, ceil_div(blocks, steps), steps, max(1, min(tiling.stages, SHARED_BYTES // stage)))
+    return SplitK(block_e, block_h, ceil_div(blocks, steps), steps, max(1, min(tiling.stages, SHARED_BYTES // stage)))
 
 
 class Rounding(NamedTuple):
-    """Where a model rounds: its logits to `logits`, what its method computes to `method`, at last weights to `weights`.
+    """The dtypes a model rounds to: logits to `logits`, what its method computes to `method`, weights to `weights`.
 
     `grouped_sigmoid` and `grouped_softmax` compute in float32 whatever `method` is.
     """
@@ -84,12 +84,12 @@ class Rounding(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a choice kernel is compiled for.
+    """The specialization of a choice kernel.
 
     Attributes:
         routing: None: the kernel writes the logits, in `rounding.method`.
-        pieces, bias, correction, token_ids, table: dtypes of what it reads, None where there is none.
-        splits: pieces of H whose sums are to be added.
+        pieces, bias, correction, token_ids, table: dtypes of its inputs, None where there is none.
+        splits: partial sums over H that it adds up.
     """
 
     device: torch.device
@@ -107,7 +107,7 @@ class Choice(NamedTuple):
 
 @cache
 def prepared_choice(what: Choice) -> CachedKernel:
-    """The kernel of this choice, compiled at the first call for it."""
+    """Returns the kernel of this choice, compiled at the first call for it."""
     routing = what.routing or Routing("topk_softmax")
     E, K = what.num_experts, what.top_k
     best = GROUP_BEST.get(routing.method)
@@ -172,7 +172,7 @@ def _dtype(tensor: torch.Tensor | None) -> torch.dtype | None:
 
 
 def choose(logits: torch.Tensor, routing: Routing, top_k: int, *given: torch.Tensor | None) -> TopK:
-    """`route_torch` of what it `knows`, `given` being its last three arguments, in one launch."""
+    """Computes `route_torch` in one launch, for what it `knows`; `given` are its last three arguments."""
     E, dtype = logits.shape[1], logits.dtype
     tensors = (*map(_contiguous, given), None, None, None)[:3]
     if routing.method != "hash":
@@ -201,8 +201,8 @@ def _choose(
 
 
 class _Size(NamedTuple):
-    """What runs with one tiling: the GEMM, and how many programs it takes for each `block_t` tokens; the choice, unless
-    it depends on the dtype of token ids."""
+    """The kernels of one tiling: the GEMM with its programs per `block_t` tokens; the choice, unless that depends on
+    the dtype of token ids."""
 
     block_t: int
     programs: int
@@ -212,7 +212,7 @@ class _Size(NamedTuple):
 
 
 class FusedRouter:
-    """GEMM and choice of one router on one GPU, bf16 hidden states.
+    """The GEMM and the choice of experts of one router on one GPU, for bf16 hidden states.
 
     Logits are float32 sums of exact products. A float32 weight is taken apart into three bf16 parts, which hold its 24
     bits (down to 2^-110, below which the last ones are lost). So they differ from those of a float32 GEMM by what the
@@ -247,7 +247,7 @@ class FusedRouter:
         self._what = Choice(self.device, routing, top_k, self._shape[0], rounding, torch.float32, 0, *kinds)
 
     def topk(self, hidden: torch.Tensor, token_ids: torch.Tensor | None) -> TopK:
-        """[T, H] bf16, and [T] ids for `hash`, both checked -> TopK."""
+        """Returns the TopK of hidden states [T, H] bf16 (and token ids [T] for `hash`), both checked."""
         T = hidden.shape[0]
         token_ids = None if self._table is None else _contiguous(token_ids)
         pieces, size = self._gemm(hidden, T)
@@ -255,7 +255,7 @@ class FusedRouter:
         return _choose(kernel, pieces, T, self._top_k, self._bias, self._correction, token_ids, self._table)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, H] bf16 -> the logits [T, E] that `topk` chooses by."""
+        """Returns the logits [T, E] of hidden states [T, H] bf16 that `topk` chooses by."""
         T = hidden.shape[0]
         logits = torch.empty((T, self._shape[0]), dtype=self._dtype, device=self.device)
         pieces, size = self._gemm(hidden, T)
@@ -265,7 +265,7 @@ class FusedRouter:
         return logits
 
     def warmup(self, max_tokens: int, *, logits: bool) -> None:
-        """Compile all that calls of up to `max_tokens` tokens can need, `logits` too if asked for."""
+        """Compiles everything that calls of up to `max_tokens` tokens need, `logits` too if asked for."""
         for number, most in enumerate(self._most):
             splits = self._size(number).splits
             for dtype in (None,) if self._table is None else (torch.int32, torch.int64):
@@ -276,7 +276,7 @@ class FusedRouter:
                 return
 
     def _gemm(self, hidden: torch.Tensor, T: int) -> tuple[torch.Tensor, _Size]:
-        """Pieces [splits, T, E] of the logits."""
+        """Returns partial sums [splits, T, E] of the logits, and the tiling's kernels."""
         size = self._size(bisect_left(self._most, T))
         pieces = torch.empty((size.splits, T, self._shape[0]), dtype=torch.float32, device=self.device)
         if T:
@@ -284,12 +284,12 @@ class FusedRouter:
         return pieces, size
 
     def _size(self, number: int) -> _Size:
-        """Of that tiling."""
+        """Returns the kernels of tiling `number`."""
         found = self._sizes.get(number)
         if found is None:
             (E, H), tiling = self._shape, self._tilings[number]
             parts = 1 if self._parts.dim() == 2 else self._parts.shape[0]
-            size = cut(tiling, E, H, parts)
+            size = split_k(tiling, E, H, parts)
             programs, gemm = ceil_div(E, size.block_e) * size.splits, prepared_gemm(self.device, E, H, parts, tiling)
             choice = None if self._table is not None else self._choice(size.splits, None)
             found = self._sizes[number] = _Size(tiling.block_t, programs, size.splits, gemm, choice)
@@ -309,8 +309,8 @@ class FusedRouter:
 
 @cache
 def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tiling) -> CachedKernel:
-    """The GEMM of this shape, compiled at the first call for it, for routers of all layers."""
-    size = cut(tiling, E, H, parts)
+    """Returns the GEMM of this shape, compiled at the first call for it and shared by all layers' routers."""
+    size = split_k(tiling, E, H, parts)
     return CachedKernel(
         logits_kernel,
         device,
@@ -332,7 +332,7 @@ def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tili
 
 
 def bf16_parts(weight: torch.Tensor) -> torch.Tensor:
-    """[E, H] float32 -> [3, E, H] bf16 whose sum it is."""
+    """Splits [E, H] float32 into [3, E, H] bf16 whose sum it is."""
     parts: list[torch.Tensor] = []
     rest = weight.float()
     for _ in range(3):

@@ -30,7 +30,7 @@ from support.cases.grouped_cases import (
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
 from eprt.config import ParallelConfig, RuntimeConfig
-from eprt.expert_major import expert_major_from_flat
+from eprt.expert_major import expert_major_from_flat, sort_by_expert
 from eprt.experts import activation_triton, sort_by_expert_triton
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.schedules import Schedule, Tile
@@ -219,14 +219,12 @@ def test_slabs_are_activated_up_to_their_counts(L, M, I, activation):
 )
 def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, programs, tail, high_first, monkeypatch):
     """Against torch's stable sort, and the list written out by hand."""
-    from eprt.experts.permute import _group_by_expert_torch
-
     monkeypatch.setattr(sort_by_expert_triton, "SMALL_IDS", small_slots)
     monkeypatch.setattr(sort_by_expert_triton, "MOST_PROGRAMS", programs)
     ids = torch.rand(N, E + 1, generator=torch.Generator().manual_seed(N)).argsort(1)[:, :K].to(torch.int32)
     ids[3::4], ids[4::5, 0] = E, -1
     ids[N // 2 :, 1] = first + 1
-    wanted = _group_by_expert_torch(ids, first, L)
+    wanted = sort_by_expert(ids, first, L)
     offsets, place = sort_by_expert_triton.sort_by_expert(ids.to(DEVICE), first, L)
     assert torch.equal(offsets.cpu(), wanted.offsets)
     assert torch.equal(place.cpu(), wanted.place)

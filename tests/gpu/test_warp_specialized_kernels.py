@@ -1,4 +1,4 @@
-"""The grouped GEMM whose warps have roles, bit by bit against the one where all do the same, and against the float32
+"""The warp-specialized grouped GEMM, bit by bit against the one where all do the same, and against the float32
 witness. On a CPU its lines run in `support.stand_ins.gluon_interpreter`, which also holds each access to shared memory
 to the barriers that must order it."""
 
@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.gpu, runs_kernels]
 FP4_TILES = {16: MXFP4_LOW, 32: MXFP4_32, 64: MXFP4_64, 128: MXFP4_128, 256: MXFP4_256}
 
 
-def with_roles(m, tail, form="mxfp4"):
+def specialized(m, tail, form="mxfp4"):
     """As the tables', with as many halvings as there can be."""
     known = FP4_TILES[m] if form != "bf16" else BF16_NARROW if m == 256 else BF16_WS
     tile = replace(known, halvings=min(2, m.bit_length() - 5))
@@ -54,23 +54,23 @@ def with_roles(m, tail, form="mxfp4"):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Which matrices went through the kernel with roles, by their rows."""
+    """Which matrices went through the warp-specialized kernel, by their rows."""
     from eprt.experts.grouped.launch import Chip, Gemm
 
     if INTERPRETED:
         monkeypatch.setattr(Chip, "of", lambda _: Chip(multiprocessors=3, hopper=False, warp_specialized=True))
-    seen, plain = [], Gemm._launch_warp_specialized
+    seen, original = [], Gemm._launch_warp_specialized
 
     def launch(self, rows, work, *more):
         seen.append(self.matrix.rows)
-        plain(self, rows, work, *more)
+        original(self, rows, work, *more)
         assert work.tile_counter.tolist() == [0]  # as the second GEMM wants it
 
     monkeypatch.setattr(Gemm, "_launch_warp_specialized", launch)
     return seen
 
 
-def without_roles(each):
+def plain(each):
     return replace(each, first=each.first.plain, second=each.second.plain)
 
 
@@ -100,8 +100,8 @@ def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, dtype, schedule,
     there = torch.arange(2 * m + 3, device=DEVICE)[None] < counts[:, None]
     data[~there] = NAN
     tokens, found = ExpertMajorTokens(Payload.plain(data), counts), []
-    roles = with_roles(m, tail, form)
-    for each in sized((roles, without_roles(roles)), (roles,)):  # the interpreter adds up in another order
+    each_form = specialized(m, tail, form)
+    for each in sized((each_form, plain(each_form)), (each_form,)):  # the interpreter adds up in another order
         schedule(each)
         out = torch.full((len(heights), 2 * m + 4, 336), NAN, dtype=dtype, device=DEVICE)
         build(TritonGroupedExecutor, config, weights)(tokens, out[:, : 2 * m + 3, :320])
@@ -121,7 +121,7 @@ def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, dtype, schedule,
 )
 def test_rows_equal_the_witness(form, activation, schedule, launched):
     """Gathered for the first matrix, by the copy engine for the second."""
-    schedule(with_roles(*sized((128, 32), (64, 16)), form))
+    schedule(specialized(*sized((128, 32), (64, 16)), form))
     H = sized(576, 320)
     config = layer(form, H=H, I=320, E=5, K=3, activation=ACTIVATIONS[activation], bias=activation != "silu")
     assert 0 < error_on_flat(config, all_experts(config), make_tokens(config, sized(900, 140))) < BOUND
@@ -130,7 +130,7 @@ def test_rows_equal_the_witness(form, activation, schedule, launched):
 
 def test_sizes_that_do_not_fit_take_the_plain_kernel(schedule, launched):
     """A sum of 352 columns is no whole blocks; the other matrix fits."""
-    schedule(with_roles(64, 16))
+    schedule(specialized(64, 16))
     config = layer("mxfp4", H=384, I=352, E=3, K=2)
     assert 0 < error_on_flat(config, all_experts(config), make_tokens(config, sized(300, 60))) < BOUND
     assert launched == [704]
@@ -143,7 +143,7 @@ def test_sizes_that_do_not_fit_take_the_plain_kernel(schedule, launched):
 )
 def test_results_do_not_depend_on_timing(form, m, tail, schedule, launched):
     """Long sums, again and again: registers written too early, or stages read too early, would show."""
-    schedule(with_roles(m, tail, form))
+    schedule(specialized(m, tail, form))
     config = layer(form, H=4096, I=1024, E=8, K=2)
     executor, tokens = build(TritonGroupedExecutor, config, all_experts(config)), make_tokens(config, 2400)
     first = executor(tokens)
@@ -153,7 +153,7 @@ def test_results_do_not_depend_on_timing(form, m, tail, schedule, launched):
 
 def test_mistakes_would_be_seen(schedule, launched):
     """Gate and up the other way round, scales one block off."""
-    schedule(with_roles(128, 0))
+    schedule(specialized(128, 0))
     config = layer("mxfp4", H=320, I=256, E=2, K=1)
     weights, tokens = all_experts(config), make_tokens(config, sized(400, 60))
     first, half = weights.gate_up, weights.gate_up.shape[1] // 2
@@ -167,32 +167,32 @@ def test_mistakes_would_be_seen(schedule, launched):
     assert len(launched) == 6
 
 
-HANDED_BACK = "        mbarrier.arrive(empty.index(stage))\n"
+HANDED_BACK = "        mbarrier.arrive(stages.empty.index(stage))\n"
 DONE = "        total, tail = _done(total, tail, weights, others, C.FP4, TAIL)\n"
 MISTAKES = {
-    "a stage is handed back while products still read it": ("multiply", DONE + HANDED_BACK, HANDED_BACK + DONE),
+    "a stage is handed back while products still read it": ("consumer", DONE + HANDED_BACK, HANDED_BACK + DONE),
     "a stage is filled before it is handed back": (
-        "ring",
-        "    for index in range(C.NUM_K):\n        mbarrier.wait(empty.index(stage), phase ^ 1)\n",
+        "pipeline",
+        "    for index in range(C.NUM_K):\n        mbarrier.wait(stages.empty.index(stage), phase ^ 1)\n",
         "    for index in range(C.NUM_K):\n",
     ),
     "a stage is multiplied before it is full": (
-        "multiply",
-        "        mbarrier.wait(full.index(stage), phase)\n        if not C.X_TMA:",
+        "consumer",
+        "        mbarrier.wait(stages.full.index(stage), phase)\n        if not C.X_TMA:",
         "        if not C.X_TMA:",
     ),
-    "a place is told before the last one was read": (
-        "ring",
-        "    mbarrier.wait(empty.index(stage), phase ^ 1)\n    for i in",
+    "a tile is published before the last one was read": (
+        "pipeline",
+        "    mbarrier.wait(stages.empty.index(stage), phase ^ 1)\n    for i in",
         "    for i in",
     ),
-    "a place is read before it is told": (
-        "ring",
-        "    mbarrier.wait(full.index(stage), phase)\n    first =",
-        "    first =",
+    "a tile is read before it is published": (
+        "pipeline",
+        "    mbarrier.wait(stages.full.index(stage), phase)\n    info,",
+        "    info,",
     ),
-    "fewer bytes are expected than come": ("ring", "EXPECTED: gl.constexpr = ", "EXPECTED: gl.constexpr = -16 + "),
-    "threads that copy aren't waited for": ("ring", "else 1 + 32 * COPYING_WARPS", "else 1"),
+    "fewer bytes are expected than come": ("pipeline", "EXPECTED: gl.constexpr = ", "EXPECTED: gl.constexpr = -16 + "),
+    "threads that copy aren't waited for": ("pipeline", "else 1 + 32 * PRODUCER_WARPS", "else 1"),
 }
 
 
@@ -201,7 +201,7 @@ def once_around(schedule, launched):
     """The error of a layer whose tiles go through all stages once, so that each begins at the same one."""
 
     def run(form):
-        tile = replace(with_roles(64, 16, form).first, stages=4, k=64)
+        tile = replace(specialized(64, 16, form).first, stages=4, k=64)
         schedule(Schedule(64, tile, tile, group=2, tail=16))
         config = layer(form, H=256, I=256, E=3, K=2)
         return error_on_flat(config, all_experts(config), make_tokens(config, 60))
@@ -225,7 +225,7 @@ def test_barriers_that_are_missing_would_be_seen(mistake, form, once_around, mon
     from eprt.experts.grouped import consumer_gluon, pipeline_gluon
 
     part, old, new = MISTAKES[mistake]
-    module = {"ring": pipeline_gluon, "multiply": consumer_gluon}[part]
+    module = {"pipeline": pipeline_gluon, "consumer": consumer_gluon}[part]
     source = inspect.getsource(module)
     assert source.count(old) == 1
     changed = {"__name__": module.__name__}

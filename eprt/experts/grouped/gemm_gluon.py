@@ -1,14 +1,14 @@
 # ruff: noqa: ANN001, ANN201  (kernel arguments have no Python types)
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false, reportReturnType=false
-"""The grouped GEMM of bf16 and 4-bit weights on Hopper where an expert has some rows: warps with roles.
+"""A warp-specialized grouped GEMM of bf16 and 4-bit weights for Hopper, for experts with more than a few rows.
 
-What `gemm_triton.grouped_gemm` computes, bit by bit, with weights x tokens alone. There all warps of a program fetch,
-decode, multiply and wait together. Here a program is alone on its multiprocessor: two to four of its warpgroups
-multiply a part of a tile's weight rows each (`consumer_gluon`), further warps bring them weights and tokens, into a
-ring of stages in shared memory (`pipeline_gluon`). While one multiplier decodes or waits, the others go on.
+It computes what `gemm_triton.grouped_gemm` computes, bit by bit, always as weights x tokens. It is a persistent kernel
+with a dynamic tile scheduler and one program per SM. Producer warps load weights and tokens into a multistage pipeline
+in shared memory (`pipeline_gluon`). Two to four consumer warpgroups each multiply a part of the tile's weight rows
+(`consumer_gluon`): while one decodes or waits, the others go on.
 
-Triton interprets none of this: tests on a GPU hold this kernel to the other one, and on a CPU a stand-in for as much of
-Gluon as is used here runs its lines, and holds what roles do in shared memory to the barriers between them.
+Triton's interpreter doesn't run Gluon. Tests on a GPU hold this kernel to the other one. On a CPU a stand-in for the
+part of Gluon used here runs its lines and checks every access to shared memory against the barriers that order it.
 """
 
 from __future__ import annotations
@@ -17,100 +17,101 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from eprt.experts.grouped.consumer_gluon import multiply
+from eprt.experts.grouped.consumer_gluon import consume
 from eprt.experts.grouped.pipeline_gluon import (
     BLOCK_K,
-    COPYING_WARPS,
+    PRODUCER_WARPS,
     SCALES,
     SHARED,
+    TILE_INFO,
     UNITS,
-    WHERE,
+    Pipeline,
     arrivals,
     barrier,
-    fetch,
+    produce,
 )
 from eprt.experts.sort_by_expert_triton import pdl_wait
 
 _BLOCK_K = gl.constexpr(BLOCK_K)
-_COPYING_WARPS = gl.constexpr(COPYING_WARPS)
+_PRODUCER_WARPS = gl.constexpr(PRODUCER_WARPS)
 
 
 @gluon.jit
 def grouped_gemm_warp_specialized(
-    x, x_tiles, tail_tiles, source, w, w_scale, w_factor, bias, out, entries, num_entries, taken,
+    x, x_tiles, tail_tiles, source, w, w_scale, w_factor, bias, out, entries, num_entries, tile_counter,
     x_stride, x_skip, out_stride, out_skip, C: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as those of `gemm_triton.grouped_gemm` under the same names. One program a multiprocessor.
+    """Takes the arguments of `gemm_triton.grouped_gemm` under the same names, and these:
 
-    x_tiles, tail_tiles: x [rows, K] as descriptors of blocks [C.LEAST, BLOCK_K] and [C.TAIL, BLOCK_K], or None.
-    w, w_scale: descriptors of what a stage has of them (`pipeline_gluon.words_of`, `scales_of`), or of blocks
-        [C.BLOCK_N, BLOCK_K] and None.
-    taken: int32 [1], zero, which it is again afterwards: tiles that programs took beyond their first.
-    C: `pipeline_gluon.Cut`.
+    x_tiles, tail_tiles: TMA descriptors of x [rows, K], in blocks [C.LEAST, BLOCK_K] and [C.TAIL, BLOCK_K], or None.
+    w, w_scale: TMA descriptors of one stage's weights and scales (`pipeline_gluon.weight_blocks`, `scale_blocks`); of
+        bf16, of blocks [C.BLOCK_N, BLOCK_K], and None.
+    tile_counter: int32 [1], counts the tiles that programs claim beyond their first. Zero before and after.
+    C: `pipeline_gluon.KernelConstants`.
     """
     STAGES: gl.constexpr = C.STAGES
-    ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES * C.PARTS, C.BLOCK_M, _BLOCK_K], SHARED)
-    scale_ring, tail_ring = ring, ring
+    x_buffer = gl.allocate_shared_memory(gl.bfloat16, [STAGES * C.PARTS, C.BLOCK_M, _BLOCK_K], SHARED)
+    scale_buffer, tail_buffer = x_buffer, x_buffer
     if C.FP4:
         units: gl.constexpr = w.block_shape
         scales: gl.constexpr = w_scale.block_shape
-        w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, units[0], units[1], units[2]], UNITS)
-        scale_ring = gl.allocate_shared_memory(gl.int32, [STAGES, scales[0], scales[1]], SCALES)
+        w_buffer = gl.allocate_shared_memory(gl.int32, [STAGES, units[0], units[1], units[2]], UNITS)
+        scale_buffer = gl.allocate_shared_memory(gl.int32, [STAGES, scales[0], scales[1]], SCALES)
     else:
-        w_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C.BLOCK_N, _BLOCK_K], SHARED)
+        w_buffer = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C.BLOCK_N, _BLOCK_K], SHARED)
     if C.TAIL > 0:
-        tail_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES * C.PARTS, C.TAIL, _BLOCK_K], SHARED)
-    # Of each multiplier, for results on their way out: what the rings of the tables' tiles leave.
-    height: gl.constexpr = C.BLOCK_N // C.MULTIPLIERS
+        tail_buffer = gl.allocate_shared_memory(gl.bfloat16, [STAGES * C.PARTS, C.TAIL, _BLOCK_K], SHARED)
+    # Epilogue staging buffers, one per consumer warpgroup. They use the shared memory that the pipeline leaves free.
+    height: gl.constexpr = C.BLOCK_N // C.CONSUMERS
     columns: gl.constexpr = height // 2 if C.GATED else height
     width: gl.constexpr = out.dtype.element_ty.primitive_bitwidth
     tokens: gl.constexpr = (32768 if C.FP4 else 65536) // (columns * width)
-    DESK: gl.constexpr = gl.NVMMASharedLayout(64 if columns * width == 512 else 128, width, 2)
-    desks = gl.allocate_shared_memory(out.dtype.element_ty, [C.MULTIPLIERS, tokens, columns], DESK)
+    STAGING: gl.constexpr = gl.NVMMASharedLayout(64 if columns * width == 512 else 128, width, 2)
+    staging = gl.allocate_shared_memory(out.dtype.element_ty, [C.CONSUMERS, tokens, columns], STAGING)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=arrivals(C))
-        mbarrier.init(empty.index(stage), count=C.MULTIPLIERS)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(empty.index(stage), count=C.CONSUMERS)
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for which in gl.static_range(2):
-        mbarrier.init(turns.index(which), count=1)
-    told = gl.allocate_shared_memory(gl.int32, [STAGES * WHERE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        mbarrier.init(order.index(which), count=1)
+    tile_info = gl.allocate_shared_memory(gl.int32, [STAGES * TILE_INFO, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     pdl_wait(C.LAUNCH_DEPENDENTS)
     barrier()
-    stages = w_ring, scale_ring, ring, tail_ring, full, empty, told
+    stages = Pipeline(w_buffer, scale_buffer, x_buffer, tail_buffer, full, empty, tile_info)
     target = w_factor, bias, out, out_stride, out_skip
     read = x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip
-    tiles = entries, num_entries, taken
-    own = target, desks, stages, turns
-    FETCHING: gl.constexpr = 1 if C.X_TMA else _COPYING_WARPS
-    if C.MULTIPLIERS == 2:
+    tiles = entries, num_entries, tile_counter
+    own = target, staging, stages, order
+    PRODUCERS: gl.constexpr = 1 if C.X_TMA else _PRODUCER_WARPS
+    if C.CONSUMERS == 2:
         gl.warp_specialize(
-            [(multiply, (own, 0, C)), (multiply, (own, 1, C)), (fetch, (read, stages, tiles, C))],
-            [4, FETCHING],
+            [(consume, (own, 0, C)), (consume, (own, 1, C)), (produce, (read, stages, tiles, C))],
+            [4, PRODUCERS],
             [C.REGISTERS[0], C.REGISTERS[1]],
         )
-    elif C.MULTIPLIERS == 3:
+    elif C.CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (multiply, (own, 0, C)),
-                (multiply, (own, 1, C)),
-                (multiply, (own, 2, C)),
-                (fetch, (read, stages, tiles, C)),
+                (consume, (own, 0, C)),
+                (consume, (own, 1, C)),
+                (consume, (own, 2, C)),
+                (produce, (read, stages, tiles, C)),
             ],
-            [4, 4, FETCHING],
+            [4, 4, PRODUCERS],
             [C.REGISTERS[0], C.REGISTERS[0], C.REGISTERS[1]],
         )
     else:
         gl.warp_specialize(
             [
-                (multiply, (own, 0, C)),
-                (multiply, (own, 1, C)),
-                (multiply, (own, 2, C)),
-                (multiply, (own, 3, C)),
-                (fetch, (read, stages, tiles, C)),
+                (consume, (own, 0, C)),
+                (consume, (own, 1, C)),
+                (consume, (own, 2, C)),
+                (consume, (own, 3, C)),
+                (produce, (read, stages, tiles, C)),
             ],
-            [4, 4, 4, FETCHING],
+            [4, 4, 4, PRODUCERS],
             [C.REGISTERS[0], C.REGISTERS[0], C.REGISTERS[0], C.REGISTERS[1]],
         )

@@ -1,4 +1,4 @@
-"""Launching the grouped GEMM. Imported only where its kernels run."""
+"""Launches the grouped GEMM. Imported only where its kernels run."""
 # Triton's launchers aren't typed.
 # pyright: basic, reportArgumentType=false, reportCallIssue=false
 
@@ -24,19 +24,19 @@ from eprt.rounding import ceil_div, next_power_of_2, round_up
 from eprt.support import Device
 from eprt.weights import FP8_BLOCK
 
-_CPU_PROGRAMS = 3  # Triton's interpreter runs one after another: a few, so that each walks the list
-# Triton's that the kernel with roles was compiled with: Gluon is an experiment of theirs, and changes.
+_CPU_PROGRAMS = 3  # the interpreter runs them one after another: a few, so that each takes several tiles
+# Triton versions the warp-specialized kernel was compiled with: Gluon is experimental, and changes.
 _GLUON_TRITON = (3, 6), (3, 9)
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What kernels may use there.
+    """What kernels may use on a device.
 
     Attributes:
-        multiprocessors: programs that run at once, one each.
-        hopper: has a copy engine for tiles (TMA).
-        roles: warps of a program can have roles.
+        multiprocessors: SMs, which is how many programs run at once if each takes a whole one.
+        hopper: has TMA.
+        warp_specialized: runs warp-specialized kernels (Hopper, with a known version of Triton).
     """
 
     multiprocessors: int
@@ -55,12 +55,12 @@ class Chip:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a GEMM reads.
+    """The tokens that a GEMM reads.
 
     Attributes:
-        data: [rows, K] or slabs [L, M, K], last dimension contiguous; in w8a16 twice as wide.
-        scale: [rows, ceil(K / 128)] float32 of E4M3 data, of slabs [L * M, ..].
-        source: int32, for each row of the work list the row of `data`; None: the same.
+        data: [rows, K] or expert-major [L, M, K], last dimension contiguous; in w8a16 twice as wide.
+        scale: [rows, ceil(K / 128)] float32 of E4M3 data; of expert-major data [L * M, ..].
+        source: int32, the row of `data` for each scheduled row; None: the same row.
     """
 
     data: torch.Tensor
@@ -69,10 +69,10 @@ class Rows:
 
 
 class Gemm:
-    """One of the two matrices, ready to be launched.
+    """The grouped GEMM with one of the two expert matrices, ready to be launched.
 
     Args:
-        activation: of the first matrix; None for the second.
+        activation: the first matrix's epilogue; None for the second.
     """
 
     def __init__(self, matrix: GroupedMatrix, activation: Activation | None, pair: Pair, chip: Chip) -> None:
@@ -95,11 +95,11 @@ class Gemm:
 
     @property
     def width(self) -> int:
-        """Columns of what it writes."""
+        """The number of columns that it writes."""
         return self.matrix.rows // self.matrix.parts
 
     def __call__(self, rows: Rows, work: TileSchedule, schedule: Schedule, tile: Tile, out: torch.Tensor) -> None:
-        """Write [rows, width], or slabs of it, for the rows of the work list alone."""
+        """Writes [rows, width], or the expert-major form of it, for the scheduled rows only."""
         data = rows.data
         if tile.warp_specialized:
             if self._fits_warp_specialized(data, out):
@@ -136,14 +136,14 @@ class Gemm:
         kernel(grid, *arguments)
 
     def _prepare(self, arguments: tuple[Any, ...], cut: dict[str, Any], tile: Tile) -> CachedKernel:
-        """For arguments like these."""
+        """Compiles the kernel for arguments like these."""
         constants = {**self._constants, **cut}
         options = self._options(tile)
         return CachedKernel(grouped_gemm, self._weights.device, _kinds(arguments), constants, pdl=True, **options)
 
     def _options(self, tile: Tile) -> dict[str, Any]:
-        """What Triton is told. 4 bits: the most registers with which as many programs as should share a
-        multiprocessor's 65,536 can; ptxas takes up to 255 for the same kernel with other sizes, and gains nothing."""
+        """Returns Triton's launch options. With 4 bits also a register limit: the most per thread with which
+        `tile.ctas` programs fit an SM's 65,536. ptxas alone takes up to 255 for some sizes, and gains nothing."""
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         if self.pair in FP4_PAIRS:
             options["maxnreg"] = min(255, 65536 // (tile.ctas * tile.warps * 32) // 8 * 8)
@@ -151,14 +151,14 @@ class Gemm:
 
     @cached_property
     def _takes_warp_specialized(self) -> bool:
-        """Whether the kernel with roles takes this matrix: it has no masks along K."""
+        """Whether the warp-specialized kernel takes this matrix: it has no masks along K."""
         from eprt.experts.grouped.pipeline_gluon import BLOCK_K, LEAST_BLOCKS
 
         K = self.matrix.cols
         return self._chip.warp_specialized and K % BLOCK_K == 0 and K >= LEAST_BLOCKS * BLOCK_K
 
     def _fits_warp_specialized(self, data: torch.Tensor, out: torch.Tensor) -> bool:
-        """And these rows: it copies 16 bytes at once, and offsets have 32 bits."""
+        """Whether it also takes these rows: it copies 16 bytes at a time, and offsets have 32 bits."""
         copied = _strides(data)[0] % 16 == 0 and starts_aligned(data, out)
         return self._takes_warp_specialized and copied and data.numel() < INT32
 
@@ -166,15 +166,15 @@ class Gemm:
         self, rows: Rows, work: TileSchedule, schedule: Schedule, tile: Tile, out: torch.Tensor
     ) -> None:
         from eprt.experts.grouped.gemm_gluon import grouped_gemm_warp_specialized
-        from eprt.experts.grouped.pipeline_gluon import blocks_of
+        from eprt.experts.grouped.pipeline_gluon import row_blocks
 
         matrix, data = self.matrix, rows.data
         x_tma = rows.source is None and data.dim() == 2
         strides = *_strides(data), *_strides(out)
         arguments = (
             data,
-            blocks_of(data, schedule.m >> tile.halvings) if x_tma else None,
-            blocks_of(data, schedule.tail) if x_tma and schedule.tail else None,
+            row_blocks(data, schedule.m >> tile.halvings) if x_tma else None,
+            row_blocks(data, schedule.tail) if x_tma and schedule.tail else None,
             rows.source,
             *self._blocks(tile),
             matrix.factor,
@@ -205,10 +205,10 @@ class Gemm:
         kernel((min(self._chip.multiprocessors, work.bound * ceil_div(matrix.rows, tile.n)), 1, 1), *arguments)
 
     def _kernel_constants(self, schedule: Schedule, tile: Tile, x_tma: bool) -> Any:
-        from eprt.experts.grouped.pipeline_gluon import Cut
+        from eprt.experts.grouped.pipeline_gluon import KernelConstants
 
         known = {**self._constants, **_tile_constants(schedule, tile, x_tma)}
-        return Cut(**{field.name: known[field.name] for field in fields(Cut) if field.init})
+        return KernelConstants(**{field.name: known[field.name] for field in fields(KernelConstants) if field.init})
 
     def _descriptor(self, tile: Tile) -> Any:
         block = tile.n, tile.k, tile.warp_specialized
@@ -217,27 +217,27 @@ class Gemm:
         return self._tiles[block]
 
     def _blocks(self, tile: Tile) -> tuple[Any, Any]:
-        """Weights for the kernel with roles, and scales."""
-        from eprt.experts.grouped.pipeline_gluon import BLOCK_K, blocks_of, scales_of, words_of
+        """Returns TMA descriptors of the weights and their scales, for the warp-specialized kernel."""
+        from eprt.experts.grouped.pipeline_gluon import BLOCK_K, row_blocks, scale_blocks, weight_blocks
 
         key, matrix = (tile.n, tile.k, tile.warp_specialized), self.matrix
         if key not in self._tiles:
             if matrix.scale is None:
-                self._tiles[key] = blocks_of(self._weights[:, : matrix.cols], tile.n), None
+                self._tiles[key] = row_blocks(self._weights[:, : matrix.cols], tile.n), None
             else:
                 rows, parts = next_power_of_2(tile.n // UNIT), tile.k // BLOCK_K
                 cut = matrix.cols // BLOCK_K, rows, parts
-                self._tiles[key] = words_of(matrix.data, *cut), scales_of(matrix.scale, *cut)
+                self._tiles[key] = weight_blocks(matrix.data, *cut), scale_blocks(matrix.scale, *cut)
         return self._tiles[key]
 
 
 def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a kernel is compiled for: of tensors the dtype, of numbers what they are like."""
+    """Returns what a kernel is specialized for: tensors by their dtype, integers by their class (`like`)."""
     return tuple(a.dtype if isinstance(a, torch.Tensor) else like(a) if isinstance(a, int) else a for a in arguments)
 
 
 def _tile_constants(schedule: Schedule, tile: Tile, x_tma: bool) -> dict[str, Any]:
-    """What the kernel is told of them."""
+    """Returns the kernel's constants that depend on the schedule and the tile."""
     return {
         "BLOCK_M": schedule.m,
         "BLOCK_N": tile.n,
@@ -254,7 +254,8 @@ def _tile_constants(schedule: Schedule, tile: Tile, x_tma: bool) -> dict[str, An
 
 
 def quantize_rows(data: torch.Tensor, work: TileSchedule | None, gemm: Gemm) -> Rows:
-    """Rows of the work list in E4M3 for `gemm`, with a scale for 128 values; others stay garbage. None: all rows."""
+    """Quantizes the scheduled rows (None: all rows) to E4M3 for `gemm`, with a scale per 128 values; others stay
+    garbage."""
     K, split = gemm.matrix.cols, gemm.pair == "w8a16"
     groups, width = ceil_div(K, FP8_BLOCK), round_up(K, 16) * (2 if split else 1)
     codes = torch.empty((*data.shape[:-1], width), dtype=torch.float8_e4m3fn, device=data.device)
@@ -278,7 +279,7 @@ def _prepared_quantize(
     device: torch.device, dtype: torch.dtype, listed: bool, stride: int, skip: int, width: int, K: int, block_m: int,
     split: bool,
 ) -> CachedKernel:  # fmt: skip
-    """For strides like these; `listed`: rows of a work list."""
+    """Compiles the kernel for strides like these. `listed`: it reads a tile schedule."""
     entries = torch.int32 if listed else None
     arguments = dtype, torch.float8_e4m3fn, torch.float32, entries, entries, 2, stride, skip, width
     constants = {"K": K, "GROUPS": ceil_div(K, FP8_BLOCK), "BLOCK_M": block_m, "SPLIT": split}
@@ -293,7 +294,7 @@ def both(
     count: tuple[int, ...],
     out: torch.Tensor,
 ) -> None:
-    """Both matrices: `count` rows (or slabs of rows) of room between them, results into `out`."""
+    """Runs both GEMMs into `out`, with an intermediate of `count` rows ([L, M] of them if expert-major)."""
     first, second = gemms
     # Rows of whole 16 bytes, whatever the intermediate size.
     stride = round_up(first.width, 16)
@@ -306,7 +307,7 @@ def both(
 
 
 def _strides(rows: torch.Tensor) -> tuple[int, int]:
-    """Elements between rows, and how many more between slabs than their rows take."""
+    """Returns the elements between rows, and how many more lie between two experts' blocks than their rows take."""
     if rows.dim() == 2:
         return rows.stride(0), 0
     return rows.stride(1), rows.stride(0) - rows.shape[1] * rows.stride(1)

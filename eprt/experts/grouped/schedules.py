@@ -1,4 +1,4 @@
-"""Tiles of the grouped GEMM, by what is multiplied and how many rows an expert gets."""
+"""The tile shapes of the grouped GEMM, chosen by number formats and rows per expert."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ FP4_PAIRS: tuple[Pair, ...] = ("w4a16", "nv4a16")
 
 @dataclass(frozen=True)
 class Tile:
-    """How one of the two GEMMs is cut.
+    """The tile shape and pipeline of one of the two GEMMs.
 
     Attributes:
         n, k: columns (both parts of a gated matrix) and depth of a block. FP8: n / parts divides 128, k is 128. MXFP4
-            and NVFP4: both are multiples of 64, and n is 16 for each warp or a multiple of that.
-        stages: blocks in flight.  warps: of a program.  ctas: programs on a multiprocessor.
+            and NVFP4: both are multiples of 64, and n is a multiple of 16 per warp.
+        stages: pipeline depth.  warps: per program.  ctas: programs per SM.
         swap: weights x tokens instead of tokens x weights; MXFP4 and NVFP4 always.
-        halvings: how often an expert's last tile may be halved in height where that is enough.
+        halvings: how often an expert's last tile may be narrowed to half its height if its rows fit.
         flatten: one pipeline over all tiles of a program, where `tma` holds; not with halvings.
-        tma: tokens by the copy engine, where they lie in rows (the second GEMM of FlatTokens).
-        roles: some warps fetch, others multiply (`eprt.experts.grouped.gemm_gluon`), for bf16, MXFP4 and NVFP4 on
-            Hopper. bf16: two warpgroups multiply, n x m is at most 128 x 256, k is 64. MXFP4 and NVFP4: one for each 64
-            of n, 128 to 256, whose registers hold 64 x m results each; k is 64 or 128.
-        fallback: what is taken where the kernel with roles doesn't fit; None: the same without, of three stages.
+        tma: tokens come by TMA where they lie in consecutive rows (the second GEMM of FlatTokens).
+        warp_specialized: the kernel of `eprt.experts.grouped.gemm_gluon`, for bf16, MXFP4 and NVFP4 on Hopper. bf16 has
+            two consumer warpgroups, n x m at most 128 x 256, k 64. MXFP4 and NVFP4 have one per 64 of n (128 to 256),
+            whose registers hold 64 x m results each; k is 64 or 128.
+        fallback: the tile where the warp-specialized kernel doesn't fit; None: the same shape with three stages.
     """
 
     n: int
@@ -43,21 +43,21 @@ class Tile:
 
     @property
     def plain(self) -> Tile:
-        """The same product without roles, where the kernel with them doesn't fit."""
+        """The tile of the plain kernel, for matrices and rows that the warp-specialized one doesn't take."""
         return self.fallback or replace(self, warp_specialized=False, stages=min(self.stages, 3))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Both GEMMs for about so many rows an expert.
+    """The tiles of both GEMMs for a range of rows per expert.
 
     Attributes:
-        m: rows of a tile.
-        tail: rows beyond m that an expert's last tile takes along instead of leaving them to another tile, which would
-            read (and decode) all weights again for them; 0, 16 or 32. Needs `swap`; not with `flatten` or FP8 weights.
+        m: rows per tile.
+        tail: rows beyond m that an expert's last tile takes along (its residue): 0, 16 or 32. Another tile would read
+            and decode all weights again for them. Needs `swap`; not with `flatten` or FP8 weights.
         group: row tiles of an expert that share columns before the next columns come.
-        opens: both GEMMs let the next kernel be set up on every multiprocessor that is free, while others still work.
-            For those that take multiprocessors as a whole: programs of others would crowd on the first ones.
+        launch_dependents: both GEMMs trigger programmatic dependent launch, so the next kernel is set up on every free
+            SM. Only for kernels that take whole SMs: other kernels' programs would crowd on the first free ones.
     """
 
     m: int
@@ -73,19 +73,19 @@ BF16_WS = Tile(256, 64, 4, 8, 1, swap=True, halvings=1, tma=True, warp_specializ
 BF16_128 = Schedule(128, BF16_WS, BF16_WS, tail=32)
 BF16_NARROW = replace(BF16_WS, n=128, halvings=2)
 BF16_256 = Schedule(256, BF16_NARROW, BF16_NARROW, tail=32)
-# 256 rows of weights share tokens where results of 64 tokens fit four multipliers' registers, of 128 tokens three's. A
-# tail costs registers, and saves where many experts have a few rows beyond a multiple of m.
+# 256 weight rows share tokens where four consumers' registers hold the results of 64 tokens; of 128 tokens three's do.
+# A tail costs registers; it saves time where many experts have a few rows beyond a multiple of m.
 MXFP4_WS = Tile(256, 128, 5, 8, 1, swap=True, halvings=1, tma=True, warp_specialized=True)
 MXFP4_LOW = replace(MXFP4_WS, stages=8, halvings=0, fallback=Tile(128, 128, 4, 4, 4, True, tma=True))
 MXFP4_32 = replace(MXFP4_WS, stages=6, fallback=Tile(128, 64, 5, 4, 4, True, halvings=1))
 MXFP4_64 = replace(MXFP4_WS, fallback=Tile(128, 64, 4, 4, 3, True, halvings=2, tma=True))
 MXFP4_128 = replace(MXFP4_WS, n=192, stages=3, fallback=Tile(128, 64, 3, 8, 1, True, halvings=1))
 MXFP4_256 = replace(MXFP4_WS, n=128, k=64, halvings=2)
-# Second GEMMs.
+# Tiles of second GEMMs.
 DOWN_32 = replace(MXFP4_32, fallback=Tile(128, 128, 4, 4, 3, True, tma=True))
 DOWN_128 = replace(MXFP4_128, fallback=Tile(128, 64, 3, 4, 2, True, halvings=1, tma=True))
-# Up to so many rows an expert, as even routing would bring: the fastest of 20 to 40 on an H200, of Qwen3-30B-A3B's
-# sizes (bf16) and DeepSeek-V3's (FP8); benchmarks/tune_grouped.py.
+# (largest rows per expert under even routing, schedule): the fastest of 20 to 40 candidates on an H200, for
+# Qwen3-30B-A3B's sizes (bf16) and DeepSeek-V3's (FP8); benchmarks/tune_grouped.py.
 HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
     "bf16": (
         (1, Schedule(16, Tile(64, 128, 5, 4, 2, swap=True), Tile(64, 128, 3, 4, 3, True, flatten=True, tma=True))),
@@ -107,7 +107,7 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
         (24, Schedule(32, Tile(128, 128, 4, 4, 2, swap=True), Tile(128, 128, 4, 4, 2, swap=True))),
         (ANY, Schedule(64, Tile(128, 128, 3, 4, 2), Tile(128, 128, 3, 4, 2))),
     ),
-    # Of gpt-oss-120b's sizes.
+    # Searched for gpt-oss-120b's sizes.
     "w4a16": (
         (0.5, Schedule(16, Tile(128, 256, 3, 4, 2, swap=True), Tile(64, 256, 3, 4, 4, swap=True))),
         (2, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), Tile(64, 256, 3, 4, 4, swap=True, tma=True))),
@@ -131,12 +131,12 @@ AMPERE: tuple[tuple[float, Schedule], ...] = (
 
 
 def choose(pair: Pair, rows: float, *, hopper: bool) -> Schedule:
-    """For so many rows an expert."""
+    """Returns the schedule for `rows` rows per expert."""
     return next(schedule for limit, schedule in _table(pair, hopper) if rows <= limit)
 
 
 def limits(pair: Pair, *, hopper: bool) -> list[float]:
-    """Rows an expert at which another schedule begins."""
+    """Returns the rows per expert up to which each schedule but the last serves."""
     return [limit for limit, _ in _table(pair, hopper)[:-1]]
 
 

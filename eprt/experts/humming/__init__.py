@@ -14,11 +14,12 @@ from functools import partial
 import torch
 
 from eprt.config import TokenFormat
+from eprt.expert_major import ExpertOrder
 from eprt.experts.activation import activate_slabs
 from eprt.experts.base import PreparedExecutor
 from eprt.experts.humming.gemm import FP8_INPUT_SCHEMAS, GemmShape, GemmType, GroupedGemm
 from eprt.experts.humming.rows import RowKernel, RowLayout
-from eprt.experts.permute import ExpertOrder, group_by_expert, group_rows, plain_hidden, weighted_unpermute
+from eprt.experts.permute import group_by_expert, group_rows, plain_hidden, weighted_unpermute
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights
 
