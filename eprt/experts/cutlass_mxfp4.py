@@ -24,7 +24,7 @@ import torch
 from eprt.config import Activation
 from eprt.errors import ConfigError
 from eprt.experts.base import PreparedExecutor, unsupported_format
-from eprt.experts.layouts import TILE, pad_parts, stack_experts
+from eprt.experts.padding import TILE, pad_parts, stack_experts
 from eprt.experts.permute import copy_columns, plain_hidden
 from eprt.experts.sample_tokens import even_tokens
 from eprt.rounding import round_up
@@ -38,7 +38,7 @@ HUMMING_COMPENSATION = 64.0
 def tile_expert(weights: ExpertWeights, moe_tp_rank: int) -> dict[str, torch.Tensor]:
     """Returns one expert (leading dimension 1) as the kernel reads it before interleaving: [up; gate], tiles of 128.
 
-    Pure torch on any device; `eprt.experts.layouts.unpad_parts` undoes it.
+    Pure torch on any device; `eprt.experts.padding.unpad_parts` undoes it.
     """
     gate_up, down = weights.gate_up, weights.down
     if not isinstance(gate_up, Mxfp4) or not isinstance(down, Mxfp4):

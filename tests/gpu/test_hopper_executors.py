@@ -280,7 +280,7 @@ def test_swapped_halves_would_be_seen(executor):
 @pytest.mark.parametrize("executor", ["humming", "cutlass_mxfp4"])
 def test_padding_after_concatenation_would_be_seen(executor, monkeypatch):
     from eprt.experts import cutlass_mxfp4
-    from eprt.experts.layouts import pad_parts
+    from eprt.experts.padding import pad_parts
 
     def wrong(stack, parts, rows, cols=None, *, reverse=False):
         if reverse:

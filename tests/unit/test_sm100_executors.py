@@ -30,8 +30,7 @@ from eprt.config import Routing
 from eprt.errors import ConfigError, InputError, UsageError
 from eprt.experts import EXECUTORS, rules
 from eprt.experts.adapters import AdaptedExecutor
-from eprt.experts.blackwell import cutedsl_layouts, trtllm_formats
-from eprt.experts.blackwell import layouts as layouts_sm100
+from eprt.experts.blackwell import cutedsl_layouts, swizzle, trtllm_formats
 from eprt.experts.blackwell.cutedsl import ContiguousExperts, CuteDslExecutor, MaskedExperts
 from eprt.experts.blackwell.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
@@ -503,7 +502,7 @@ def gate_scale_for_up(weights: ExpertWeights) -> ExpertWeights:
 
 def swapped_halves(weights: ExpertWeights) -> ExpertWeights:
     gate_up = weights.gate_up.map(lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t)
-    codes, scales = layouts_sm100.swap_halves(gate_up.codes), layouts_sm100.swap_halves(gate_up.scales)
+    codes, scales = swizzle.swap_halves(gate_up.codes), swizzle.swap_halves(gate_up.scales)
     return replace(weights, gate_up=replace(weights.gate_up, codes=codes, scales=scales.view(torch.float8_e4m3fn)))
 
 

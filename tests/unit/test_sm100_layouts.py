@@ -6,10 +6,10 @@ import pytest
 import torch
 from support.stand_ins.sm100_kernels import read_mma_scales, scale_offset, shuffled_place
 
-from eprt.experts.blackwell import layouts
+from eprt.experts.blackwell import swizzle
 from eprt.experts.blackwell.cutedsl_layouts import PaddedSize
 from eprt.experts.blackwell.scales import Nvfp4Factors, share_global_scale
-from eprt.experts.layouts import pad_parts, unpad_parts
+from eprt.experts.padding import pad_parts, unpad_parts
 from eprt.rounding import round_up
 from eprt.weights import ExpertWeights, Nvfp4
 
@@ -25,16 +25,16 @@ def numbered(L: int, rows: int, cols: int) -> torch.Tensor:
 @pytest.mark.parametrize(("rows", "cols"), ODD)
 def test_swizzled_scales_come_back(rows, cols):
     scales = numbered(3, rows, cols)
-    swizzled = layouts.swizzle_scales(scales)
+    swizzled = swizzle.swizzle_scales(scales)
     assert swizzled.shape == (3, round_up(rows, 128), round_up(cols, 4))
-    assert torch.equal(layouts.unswizzle_scales(swizzled, rows, cols), scales)
-    assert torch.equal(layouts.swizzled_from_mma(layouts.mma_scale_view(swizzled)), swizzled)
+    assert torch.equal(swizzle.unswizzle_scales(swizzled, rows, cols), scales)
+    assert torch.equal(swizzle.swizzled_from_mma(swizzle.mma_scale_view(swizzled)), swizzled)
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(40, 6), (130, 9)])
 def test_scale_bytes_lie_where_the_tensor_cores_look(rows, cols):
     scales = numbered(2, rows, cols)
-    memory = layouts.swizzle_scales(scales).flatten(1)
+    memory = swizzle.swizzle_scales(scales).flatten(1)
     for e in range(2):
         for r in range(rows):
             for c in range(cols):
@@ -45,15 +45,15 @@ def test_scale_bytes_lie_where_the_tensor_cores_look(rows, cols):
 @pytest.mark.parametrize(("rows", "cols"), [(40, 6), (256, 8)])
 def test_mma_view_is_a_view_and_addresses_the_same_scale(rows, cols):
     scales = (numbered(2, rows, cols) % 120).view(torch.float8_e4m3fn)
-    swizzled = layouts.swizzle_scales(scales)
-    view = layouts.mma_scale_view(swizzled)
+    swizzled = swizzle.swizzle_scales(scales)
+    view = swizzle.mma_scale_view(swizzled)
     assert view.data_ptr() == swizzled.data_ptr()
     assert torch.equal(read_mma_scales(view, rows, cols), scales.float())
 
 
 def test_unswizzled_scales_are_noticed():
     scales = (numbered(2, 256, 8) % 120).view(torch.float8_e4m3fn)
-    assert not torch.equal(read_mma_scales(layouts.mma_scale_view(scales), 256, 8), scales.float())
+    assert not torch.equal(read_mma_scales(swizzle.mma_scale_view(scales), 256, 8), scales.float())
 
 
 @pytest.mark.parametrize("intermediate", [24, 40, 64, 1856])
@@ -85,12 +85,12 @@ def test_padding_what_fits_copies_it_too():
 @pytest.mark.parametrize("half", [64, 128, 320])
 def test_halves_in_turns_of_64_rows(half):
     matrix = numbered(2, 2 * half, 3)
-    mixed = layouts.interleave_halves(layouts.swap_halves(matrix))
+    mixed = swizzle.interleave_halves(swizzle.swap_halves(matrix))
     for j in range(half):
         place = j // 64 * 128 + j % 64
         assert torch.equal(mixed[:, place], matrix[:, half + j]), "up"
         assert torch.equal(mixed[:, place + 64], matrix[:, j]), "gate"
-    assert torch.equal(layouts.swap_halves(layouts.deinterleave_halves(mixed)), matrix)
+    assert torch.equal(swizzle.swap_halves(swizzle.deinterleave_halves(mixed)), matrix)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -98,9 +98,9 @@ def test_halves_in_turns_of_64_rows(half):
 def test_trtllm_rows(half, gated):
     rows = 2 * half if gated else half
     matrix = numbered(2, rows, 3).view(torch.float8_e4m3fn)
-    order = layouts.trtllm_row_order(rows, gated)
-    placed = layouts.take_rows(matrix, order)
-    assert torch.equal(layouts.put_rows(placed, order).view(torch.uint8), matrix.view(torch.uint8))
+    order = swizzle.trtllm_row_order(rows, gated)
+    placed = swizzle.take_rows(matrix, order)
+    assert torch.equal(swizzle.put_rows(placed, order).view(torch.uint8), matrix.view(torch.uint8))
     for i in range(half):
         wanted = {2 * i: half + i, 2 * i + 1: i} if gated else {i: i}  # up first, then gate
         for alternated, canonical in wanted.items():

@@ -1,4 +1,4 @@
-"""Hopper layouts, the permute and the tuning cache: everything of the two executors that needs no kernel."""
+"""Hopper weight layouts and the permute: everything of the two executors that needs no kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eprt.experts.cutlass_mxfp4 import swiglu_parameters, tile_expert
 from eprt.experts.grouped import fp4
 from eprt.experts.humming.gemm import GemmShape, expert_tensors, needs_channel_scale, row_bucket
 from eprt.experts.humming.rows import activation_source
-from eprt.experts.layouts import (
+from eprt.experts.padding import (
     TILE,
     pad_parts,
     spread_part_scale,

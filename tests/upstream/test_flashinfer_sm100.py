@@ -18,7 +18,7 @@ from support.stand_ins.sm100_kernels import ENUMS, FakeCuteDsl, FakeMoEWrapper, 
 
 from eprt.config import ParallelConfig, Routing
 from eprt.experts import executor_spec, rules
-from eprt.experts.blackwell import layouts
+from eprt.experts.blackwell import swizzle
 from eprt.experts.blackwell.cutedsl import CuteDslExecutor, CuteDslKernels
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor, TrtllmKernels
 from eprt.support import Device
@@ -174,12 +174,12 @@ def test_row_orders_are_the_librarys(rows):
     from flashinfer.fused_moe.core import _maybe_get_cached_w3_w1_permute_indices, get_w2_permute_indices_with_cache
 
     matrix = torch.zeros(rows, 16, dtype=torch.uint8)
-    up_gate = layouts.swap_halves(torch.arange(rows).view(1, rows, 1))[0, :, 0]  # the library starts from [up; gate]
+    up_gate = swizzle.swap_halves(torch.arange(rows).view(1, rows, 1))[0, :, 0]  # the library starts from [up; gate]
     for sizes in ({}, {"num_elts_per_sf": 16}, {"num_elts_per_sf": 32}):
         gated = _maybe_get_cached_w3_w1_permute_indices({}, matrix, 128, is_gated_act_gemm=True, **sizes)
-        assert torch.equal(up_gate[gated], layouts.trtllm_row_order(rows, True))
+        assert torch.equal(up_gate[gated], swizzle.trtllm_row_order(rows, True))
         plain = _maybe_get_cached_w3_w1_permute_indices({}, matrix, 128, is_gated_act_gemm=False, **sizes)
-        assert torch.equal(plain, layouts.trtllm_row_order(rows, False))
+        assert torch.equal(plain, swizzle.trtllm_row_order(rows, False))
         assert torch.equal(get_w2_permute_indices_with_cache({}, matrix, 128, **sizes), plain)
 
 
@@ -189,10 +189,10 @@ def test_scale_tiles_are_the_librarys(rows, cols):
     from flashinfer.trace.templates.gemm import _unswizzle_batched_sf_128x4
 
     scales = torch.randint(0, 256, (3, rows, cols), dtype=torch.uint8)
-    swizzled = layouts.swizzle_scales(scales)
+    swizzled = swizzle.swizzle_scales(scales)
     assert torch.equal(_unswizzle_batched_sf_128x4(swizzled, 3, rows, cols), scales)
     theirs = convert_sf_to_mma_layout(swizzled.reshape(-1), m=rows, k=16 * cols, num_groups=3)
-    ours = layouts.mma_scale_view(swizzled)
+    ours = swizzle.mma_scale_view(swizzled)
     assert torch.equal(ours, theirs)
     assert ours.stride() == theirs.stride()
 
@@ -202,8 +202,8 @@ def test_gated_rows_take_turns_as_in_the_library(half):
     from flashinfer.fused_moe.prepare import _interleave_linear_and_gate
 
     matrix = torch.arange(2 * 2 * half).view(2, 2 * half, 1)
-    up_gate = layouts.swap_halves(matrix)
-    assert torch.equal(layouts.interleave_halves(up_gate), _interleave_linear_and_gate(up_gate, 64, dim=1))
+    up_gate = swizzle.swap_halves(matrix)
+    assert torch.equal(swizzle.interleave_halves(up_gate), _interleave_linear_and_gate(up_gate, 64, dim=1))
 
 
 # ---- the library's own torch references read our tensors ----------------------------------------------------------

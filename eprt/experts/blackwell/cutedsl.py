@@ -24,8 +24,8 @@ from eprt.errors import ConfigError, InputError
 from eprt.experts.adapters import merge_repeats
 from eprt.experts.base import PreparedExecutor, anytime
 from eprt.experts.blackwell.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
-from eprt.experts.blackwell.layouts import mma_scale_view, swizzle_scales
 from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix
+from eprt.experts.blackwell.swizzle import mma_scale_view, swizzle_scales
 from eprt.experts.sample_tokens import even_tokens
 from eprt.placement import ExpertShard
 from eprt.quant.payload import decode_payload

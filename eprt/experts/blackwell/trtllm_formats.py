@@ -2,7 +2,7 @@
 
 For each: `prepare` once from canonical weights; `arguments(hidden)` gives every keyword of a kernel call that depends
 on the format. Rows of gated first matrices are [up; gate] to the kernels; except for DeepSeek FP8 they alternate and
-are shuffled (`layouts.trtllm_row_order`), and block scales are swizzled after that.
+are shuffled (`swizzle.trtllm_row_order`), and block scales are swizzled after that.
 
 With x0, x1 the raw sums of up and gate, the fused kernels compute (FlashInfer 0.7.2, batched_gemm/KernelRunner.h)
 
@@ -26,14 +26,14 @@ from torch.nn.functional import pad
 
 from eprt.config import Activation, WeightFormat
 from eprt.errors import ConfigError, InputError
-from eprt.experts.blackwell.layouts import (
+from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix, share_global_scale
+from eprt.experts.blackwell.swizzle import (
     swap_halves,
     swizzle_scales,
     take_rows,
     trtllm_row_order,
 )
-from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix, share_global_scale
-from eprt.experts.layouts import pad_parts, stack_experts
+from eprt.experts.padding import pad_parts, stack_experts
 from eprt.quant.elements import encode_e4m3
 from eprt.quant.fp8 import encode_fp8_groups
 from eprt.rounding import round_up

@@ -18,7 +18,7 @@ from eprt.experts.grouped.fp4 import (
     pack_nvfp4,
     room,
 )
-from eprt.experts.layouts import as_bytes, spread_tensor_scale, stack_experts
+from eprt.experts.padding import as_bytes, spread_tensor_scale, stack_experts
 from eprt.quant import decode
 from eprt.rounding import ceil_div, round_up
 from eprt.weights import FP8_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4

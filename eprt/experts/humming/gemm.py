@@ -16,7 +16,7 @@ import torch
 
 from eprt.config import WeightFormat
 from eprt.errors import ConfigError
-from eprt.experts.layouts import (
+from eprt.experts.padding import (
     TILE,
     pad_parts,
     spread_part_scale,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from eprt.experts.layouts import pad_parts
+from eprt.experts.padding import pad_parts
 from eprt.rounding import round_up
 from eprt.tokens import as_bytes
 
