@@ -143,14 +143,11 @@ def load_layer(
     rank: int = 0,
     placement: ExpertPlacement | None = None,
 ) -> LayerParts:
-    """Reads one MoE layer of a checkpoint with this rank's share of the experts.
+    """Reads one MoE layer of a checkpoint directory with this rank's share of the experts.
 
     Not collective: `eprt.models.checkpoint.load_on_all_ranks` around it lets all ranks fail, or succeed, together.
-
-    Args:
-        source: a checkpoint directory, or an open Checkpoint (cheaper for many layers).
-        parallel: how ranks share the experts; None is one rank that holds them all.
-        placement: which experts lie where; contiguous if None.
+    An open Checkpoint is cheaper for many layers. Without `parallel` one rank holds all experts, without `placement`
+    experts lie in order.
 
     Raises:
         CheckpointError: a file or tensor isn't what config.json says, holds NaN or infinity, or nothing reads it.

@@ -120,14 +120,10 @@ class Checkpoint:
         shape: tuple[int, ...] | None = None,
         dtypes: Iterable[torch.dtype] = (),
     ) -> torch.Tensor:
-        """Reads a slice of a tensor into an owned CPU copy, all of it finite numbers.
+        """Reads a slice of a tensor into an owned CPU copy: ints and unit-step slices, () is the whole tensor.
 
-        Args:
-            index: ints and unit-step slices; () is the whole tensor.
-            shape, dtypes: of the whole tensor, where they must be checked.
-
-        Raises:
-            CheckpointError: no such tensor, another shape or dtype, NaN or infinity, or a file that was cut off.
+        Raises CheckpointError: no such tensor, another shape or dtype than expected for the whole of it, NaN or
+        infinity, or a file that was cut off.
         """
         where = self.where(name)
         info = self.manifest[name]

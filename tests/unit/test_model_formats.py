@@ -61,11 +61,16 @@ PACKED = [
 ]
 
 
+def packed(case, target, format, config=None):
+    """(folder, MoE layer) of a case with its experts in a packed format."""
+    *_, layer, folders = saved(case)
+    return pack(folders["original"], target, format, config), layer
+
+
 class TestPacked:
     @pytest.mark.parametrize(("case", "format"), PACKED)
     def test_every_shard(self, tmp_path, case, format):
-        *_, layer, folders = saved(case)
-        folder = pack(folders["original"], tmp_path, format)
+        folder, layer = packed(case, tmp_path, format)
         tensors = load_file(folder / SINGLE)
         prefix, first, second = CASES[case]
         # 96 columns are 3 blocks of 32 and less than one of 128: no split but by experts keeps those whole.
@@ -117,14 +122,12 @@ class TestPacked:
             equal(matrix.scales, expected.scales[4:])
 
     def test_scalars_of_one_entry(self, tmp_path):
-        *_, layer, folders = saved("qwen3_moe")
-        folder = pack(folders["original"], tmp_path / "a", "nvfp4")
+        folder, layer = packed("qwen3_moe", tmp_path / "a", "nvfp4")
         vectors = edit(folder, tmp_path / "b", lambda h: {k: v[None] if v.dim() == 0 else v for k, v in h.items()})
         equal(load_layer(vectors, layer).experts.down.global_scale, load_layer(folder, layer).experts.down.global_scale)
 
     def test_weight_only_has_no_input_scale(self, tmp_path):
-        *_, layer, folders = saved("qwen3_moe")
-        folder = pack(folders["original"], tmp_path / "a", "nvfp4")
+        folder, layer = packed("qwen3_moe", tmp_path / "a", "nvfp4")
         bare = edit(folder, tmp_path / "b", lambda h: {k: v for k, v in h.items() if not k.endswith("input_scale")})
         assert load_layer(bare, layer).experts.gate_up.input_scale is None
 
@@ -141,8 +144,7 @@ class TestPacked:
             equal(found, (values[codes] * scale).bfloat16())
 
     def test_block_fp8_shared_expert_is_decoded(self, tmp_path):
-        *_, layer, folders = saved("deepseek_v3")
-        folder = pack(folders["original"], tmp_path, "fp8_block")
+        folder, layer = packed("deepseek_v3", tmp_path, "fp8_block")
         tensors = load_file(folder / SINGLE)
         name = "model.layers.1.mlp.shared_experts.down_proj"  # [64, 192]: two blocks, the second one short
         scale = tensors[f"{name}.weight_scale_inv"]
@@ -162,9 +164,7 @@ class TestPacked:
 
 class TestQuantizationConfig:
     def load(self, tmp_path, format, quantization):
-        *_, layer, folders = saved("qwen3_moe")
-        folder = pack(folders["original"], tmp_path / "packed", format, {"quantization_config": quantization})
-        return load_layer(folder, layer)
+        return load_layer(*packed("qwen3_moe", tmp_path / "packed", format, {"quantization_config": quantization}))
 
     def test_mixed_precision_by_module(self, tmp_path):
         layers = {"model.layers.1.mlp.experts": {"quant_algo": "W4A16_NVFP4"}, "lm_head": {"quant_algo": "FP8"}}
@@ -190,8 +190,7 @@ class TestQuantizationConfig:
         assert load_layer(folder, layer).config.weight_format == "bf16"
 
     def test_hf_quant_config_alone(self, tmp_path):
-        *_, layer, folders = saved("qwen3_moe")
-        folder = pack(folders["original"], tmp_path / "a", "nvfp4")
+        folder, layer = packed("qwen3_moe", tmp_path / "a", "nvfp4")
         folder = edit(folder, tmp_path / "b", drop=("quantization_config",))
         (folder / QUANT_CONFIG).write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
         assert load_layer(folder, layer).config.weight_format == "nvfp4"
@@ -222,8 +221,7 @@ class TestQuantizationConfig:
             load_layer(folder, layer)
 
     def test_packed_tensors_that_the_config_calls_plain(self, tmp_path):
-        *_, layer, folders = saved("qwen3_moe")
-        folder = pack(folders["original"], tmp_path / "a", "fp8_block")
+        folder, layer = packed("qwen3_moe", tmp_path / "a", "fp8_block")
         folder = edit(folder, tmp_path / "b", drop=("quantization_config",))
         with pytest.raises(CheckpointError, match="has dtype F8_E4M3: expected BF16"):
             load_layer(folder, layer)
@@ -239,8 +237,7 @@ class TestScales:
     """Each bad scale in one expert's tensor; the error names file, tensor and value."""
 
     def spoil(self, tmp_path, case, format, suffix, value):
-        *_, layer, folders = saved(case)
-        folder = pack(folders["original"], tmp_path / "good", format)
+        folder, layer = packed(case, tmp_path / "good", format)
         prefix, _, (down,) = CASES[case]
         name = f"{prefix}.2.{down}.{suffix}"
         tensor = load_file(folder / SINGLE)[name]

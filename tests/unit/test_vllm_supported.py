@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.cases.vllm_layouts import named
+from support.stand_ins import vllm as stand_in
+from support.stand_ins.vllm import host
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
@@ -39,27 +41,6 @@ def test_versions_between_are_warned_of(version: str) -> None:
 def test_other_versions_are_refused(version: str) -> None:
     with pytest.raises(ConfigError, match=r"0\.26 to below 0\.34"):
         check_version(version)
-
-
-def host(**changes: Any) -> SimpleNamespace:
-    """A VllmConfig as far as the plugin reads it; `changes` are `section.field` with dots as two underscores."""
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            enable_eplb=False, use_ubatching=False, enable_elastic_ep=False, prefill_context_parallel_size=1
-        ),
-        model_config=SimpleNamespace(enforce_eager=False, enable_sleep_mode=False),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
-        compilation_config=SimpleNamespace(
-            cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"), cudagraph_capture_sizes=[1, 2, 512]
-        ),
-        lora_config=None,
-        weight_transfer_config=None,
-        additional_config={},
-    )
-    for path, value in changes.items():
-        section, _, field = path.rpartition("__")
-        setattr(getattr(config, section) if section else config, field, value)
-    return config
 
 
 def test_a_plain_host_is_welcome() -> None:
@@ -114,17 +95,8 @@ def test_graphs_are_captured_unless_vllm_says_eager() -> None:
 
 def routed(**changes: Any) -> SimpleNamespace:
     """A RoutedExperts of gpt-oss, as far as the plugin reads it; `moe__field` reaches its moe_config."""
-    moe = SimpleNamespace(
-        num_experts=128,
-        num_logical_experts=128,
-        ep_size=2,
-        experts_per_token=4,
-        hidden_dim=2880,
-        intermediate_size_per_partition=2880,
-        has_bias=True,
-        in_dtype=torch.bfloat16,
-        skip_final_all_reduce=False,
-    )
+    moe = stand_in.moe_config(128, 4, 2880, 2880, ranks=2)
+    moe.has_bias = True
     layer = SimpleNamespace(
         moe_config=moe,
         expert_map_manager=SimpleNamespace(num_fused_shared_experts=0),

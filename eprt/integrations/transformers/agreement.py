@@ -194,11 +194,16 @@ def places_of(model: nn.Module) -> list[Place]:
             f"{type(model).__name__} has no expert-parallel layers: call parallelize(model, world), or load it with "
             'DistributedConfig(..., ep_implementation="eprt")'
         )
-    if places[0].agreement is None:
-        agreement = Agreement(places)
-        for place in places:
-            place.agreement = agreement
+    agreement_of(places)
     return places
+
+
+def agreement_of(places: list[Place]) -> Agreement:
+    """Returns the agreement that the places of one model share. It is made at the first request."""
+    agreement = places[0].agreement or Agreement(places)
+    for place in places:
+        place.agreement = agreement
+    return agreement
 
 
 def expert_layers(model: nn.Module) -> list[ExpertParallelMoE]:
@@ -217,11 +222,11 @@ def idle_step(model: nn.Module) -> None:
         UsageError: the model has no expert-parallel layers. Else as a layer's forward.
     """
     places = places_of(model)
-    agreement = places[0].agreement
-    if agreement is not None and agreement.idle is not None:
+    agreement = agreement_of(places)
+    if agreement.idle is not None:
         agreement.idle()
         return
-    if agreement is None or not shares_dense_weights(model):
+    if not shares_dense_weights(model):
         for place in places:
             place.idle()
         return
@@ -244,9 +249,7 @@ def lockstep(model: nn.Module) -> Iterator[None]:
         UsageError: the model has no expert-parallel layers. RankLost: a rank died or fell behind.
     """
     places = places_of(model)
-    world, agreement = places[0].world, places[0].agreement
-    if agreement is None:
-        raise UsageError("places_of makes the agreement")
+    world, agreement = places[0].world, agreement_of(places)
     for place in places:
         _ = place.layer  # built now, if need be
     early = _meet_before_fsdp(model, world, agreement) if shares_dense_weights(model) else nullcontext()

@@ -1,4 +1,4 @@
-"""`generate(graphs=...)`: decode steps replayed from step graphs, inside transformers' own loop.
+"""Replays decode steps from step graphs inside transformers' own loop, for `generate(graphs=...)`.
 
 The loop calls `model.forward` as ever. A call that is a decode step (one token a sequence, over the cache that the
 graphs know) becomes one of `StepGraphs`; a prompt runs eagerly, in the same steps of the World. A rank without
@@ -40,7 +40,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
 
 
 def refusal(model: Any, places: list[Place], options: Mapping[str, Any]) -> str:
-    """Why this model's decode steps can't be replayed from graphs with these options, or nothing."""
+    """Returns why this model's decode steps can't be replayed from graphs with these options, or ""."""
     config: Any = options.get("generation_config") or model.generation_config
     for name, ordinary in _OPTIONS.items():
         value = options.get(name, getattr(config, name, None))
@@ -62,13 +62,8 @@ def refusal(model: Any, places: list[Place], options: Mapping[str, Any]) -> str:
 class DecodeGraphs:
     """A model's decode step in graphs, for batches of at most `rows` sequences of at most `length` tokens.
 
-    Collective, as graphs are captured.
-
-    Args:
-        buckets: rows to capture for, the same on every rank.
-
-    Raises:
-        ConfigError, WorldMismatch, CapacityError: as `StepGraphs` and its capture.
+    Making one captures the graphs and is collective. `buckets` are the rows to capture for, the same on every rank.
+    Raises ConfigError, WorldMismatch, CapacityError as `StepGraphs` and its capture.
     """
 
     def __init__(
@@ -88,19 +83,19 @@ class DecodeGraphs:
             self._graphs.capture()
 
     def serves(self, buckets: tuple[int, ...], rows: int, length: int) -> bool:
-        """Whether these graphs do for such a call."""
+        """Returns whether these graphs suffice for such a call."""
         open_ = not any(place.layer.dispatcher.closed for place in self._places)
         return open_ and self.buckets == buckets and self.cache.rows >= rows and self.cache.length >= length
 
     def begin(self, rows: int) -> Any:
-        """The cache of a batch that begins."""
+        """Begins a batch and returns its cache."""
         self.cache.begin()
         self._written = 0
         return self.cache.view(rows)
 
     @contextmanager
     def inside(self, model: Any) -> Iterator[None]:
-        """The model's decode steps and idle steps come from the graphs."""
+        """Takes the model's decode steps and idle steps from the graphs inside the block."""
         forward = model.forward
 
         @functools.wraps(forward)
@@ -119,7 +114,7 @@ class DecodeGraphs:
                 model.forward = own
 
     def _call(self, *args: Any, **given: Any) -> Any:
-        """In place of the model's forward."""
+        """Runs in place of the model's forward."""
         cache, ids = given.get("past_key_values"), given.get("input_ids")
         if ids is None or not self.cache.owns(cache):
             return self._forward(*args, **given)
@@ -137,7 +132,7 @@ class DecodeGraphs:
         return output
 
     def _fits(self, tensors: Mapping[str, torch.Tensor], given: Mapping[str, Any], rows: int) -> bool:
-        """Whether the graphs have all inputs of this call. A prompt of one token may have others."""
+        """Returns whether the graphs have all inputs of this call. A prompt of one token may have others."""
         found = {name: (tensor.shape[1:], tensor.dtype) for name, tensor in tensors.items()}
         more = [
             name
@@ -166,7 +161,7 @@ class DecodeGraphs:
     # ---- what the graphs hold ---------------------------------------------------------------------------------
 
     def _step(self, **inputs: torch.Tensor) -> torch.Tensor:
-        """[rows, 1, V] logits of one token a row."""
+        """Computes [rows, 1, V] logits of one token per row."""
         cache = self.cache.view(inputs["input_ids"].shape[0])
         return self._forward(**_nested(inputs), past_key_values=cache, **self._more).logits[:, -1:]
 
@@ -175,7 +170,7 @@ class DecodeGraphs:
             place.idle()
 
     def _row(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The inputs of a row that holds no token: the first position, which it sees."""
+        """Returns the inputs of a row without a token: it sees the first position alone."""
         prepare: Any = model.prepare_inputs_for_generation
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.world.device)
         self.cache.begin()
@@ -193,7 +188,7 @@ class DecodeGraphs:
 
 
 def _flat(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors among a forward's arguments; those of a dict (a mask for each kind of layer) under `name/key`."""
+    """Returns the tensors among a forward's arguments; those of a dict (masks per kind of layer) as `name/key`."""
     found: dict[str, torch.Tensor] = {}
     for name, value in given.items():
         parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
@@ -202,7 +197,7 @@ def _flat(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _nested(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """`_flat` undone."""
+    """Undoes `_flat`."""
     found: dict[str, Any] = {}
     for path, tensor in flat.items():
         name, _, key = path.partition("/")

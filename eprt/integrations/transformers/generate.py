@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
-from eprt.errors import ConfigError, EprtError, InputError, UsageError
-from eprt.integrations.transformers.agreement import lockstep, places_of
+from eprt.errors import ConfigError, EprtError, InputError
+from eprt.integrations.transformers.agreement import agreement_of, lockstep, places_of
 from eprt.rounding import round_up
 from eprt.world import World
 from eprt.world.agree import Header, exchange, fingerprint_of
@@ -35,21 +36,20 @@ def generate(
     on_token: OnToken | None = None,
     **options: Any,
 ) -> list[list[int]]:
-    """Continue this rank's prompts. Collective: every rank calls it, with as many prompts as it has, or none.
+    """Continues this rank's prompts. Collective: every rank calls it, with as many prompts as it has, or none.
 
     Prompts are taken `batch_size` at a time, padded on the left; fewer where `RuntimeConfig.max_tokens_per_rank`
     doesn't hold them. A longer prompt needs `prefill_chunk_size=` or a larger capacity. A rank whose prompts are
-    finished computes for the others until all are; none waits for another's batch to end.
+    finished computes for the others until all are; no rank waits for another's batch to end.
 
     Args:
         model: one with expert-parallel layers: `parallelize(model, world)`, or `ep_implementation="eprt"`.
         prompts: token ids, each at least one. Ranks of one attention-TP group pass the same.
-        world: the one that the model runs over, if it should be checked; None takes the layers' own.
-        batch_size: prompts at once.
+        world: checked to be the one that the model runs over; None takes the layers' own.
         graphs: replay decode steps from CUDA graphs (`StepGraphs`), captured in the first call for powers of two up to
-            `batch_size`, or for these numbers of sequences; the same on every rank. They are kept with the model, with
-            a cache for `batch_size` sequences of the longest length so far. Prompts run eagerly. Where the model, its
-            dispatcher or executor, or an option can't be captured, a warning says why, and all runs eagerly.
+            `batch_size`, or for these numbers of sequences; the same on every rank. The model keeps them, with a cache
+            for `batch_size` sequences of the longest length so far. Prompts run eagerly. Where something can't be
+            captured, a warning says why, and all runs eagerly.
         on_token: `on_token(prompt, token)` as each is chosen; `prompt` counts from 0. With one beam only.
         options: `model.generate`'s: max_new_tokens, do_sample, temperature, eos_token_id, generation_config, ...
             Sampling takes torch's random numbers of this process: seed ranks apart with `torch.manual_seed`, those of
@@ -82,14 +82,14 @@ def _decode_graphs(
     graphs: bool | Sequence[int],
     options: dict[str, Any],
 ) -> DecodeGraphs | None:
-    """The model's graphs, those of an earlier call where they do; None, with a warning, where there can't be any.
-    Collective."""
+    """Returns the model's graphs, those of an earlier call where they suffice. Collective.
+
+    Returns None, with a warning, where the model can't have any.
+    """
     from eprt.integrations.transformers.decode import DecodeGraphs, refusal
 
     places = places_of(model)
-    world, agreement = places[0].world, places[0].agreement
-    if agreement is None:
-        raise UsageError("places_of makes the agreement")
+    world, agreement = places[0].world, agreement_of(places)
     kept = agreement.decode
     reason = kept if isinstance(kept, str) else refusal(model, places, options)
     buckets = _buckets(graphs, min(batch_size, _most_tokens(model)))
@@ -100,7 +100,7 @@ def _decode_graphs(
     if not any(refused):
         if isinstance(kept, DecodeGraphs) and kept.serves(buckets, max(sizes), max(lengths)):
             return kept
-        kept = agreement.decode = None  # its memory first
+        kept = agreement.decode = None  # its memory is freed before the next capture
         try:
             agreement.decode = DecodeGraphs(model, places, agreement, buckets, max(sizes), max(lengths))
         except RuntimeError as error:  # of torch, on every rank: the model reads something on the host
@@ -114,19 +114,19 @@ def _decode_graphs(
 
 
 def _buckets(graphs: bool | Sequence[int], most: int) -> tuple[int, ...]:
-    """Sorted; of True powers of two, and `most`."""
+    """Returns the sorted sizes to capture; for True powers of two, and `most`."""
     if isinstance(graphs, bool):
         return (*(1 << n for n in range(most.bit_length()) if 1 << n < most), most)
     return tuple(sorted(set(graphs)))
 
 
 def _most_length(model: nn.Module, rows: list[torch.Tensor], options: dict[str, Any]) -> int:
-    """Tokens of the longest sequence that `model.generate` can make of these prompts; 1 without any."""
-    prompt = max(map(len, rows), default=0)
+    """Returns the length of the longest sequence that `model.generate` can make; 1 without prompts."""
+    if not rows:
+        return 1
+    prompt = max(map(len, rows))
     new, length = (_option(model, options, name) for name in ("max_new_tokens", "max_length"))
-    if new is not None:
-        return prompt + int(new) if rows else 1
-    return max(prompt + _DEFAULT_NEW_TOKENS, int(length or 0)) if rows else 1
+    return prompt + int(new) if new is not None else max(prompt + _DEFAULT_NEW_TOKENS, int(length or 0))
 
 
 def _run(
@@ -137,15 +137,10 @@ def _run(
     options: dict[str, Any],
     decode: DecodeGraphs | None,
 ) -> list[list[int]]:
-    """One batch through `model.generate`; `first` is the number of its first prompt."""
-    longest = max(map(len, rows))
-    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
+    """Runs one batch through `model.generate`; `first` is the number of its first prompt."""
     ends, pad = _special_tokens(model, options)
-    ids.fill_(pad)
-    for row, prompt in enumerate(rows):
-        ids[row, longest - len(prompt) :] = prompt
-        mask[row, longest - len(prompt) :] = 1
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     given: dict[str, Any] = {"pad_token_id": pad, **options, "synced_gpus": False}  # lockstep keeps the ranks together
     if on_token is not None:
         given["streamer"] = _Streamer(first, ends, on_token)
@@ -153,18 +148,18 @@ def _run(
         given |= {"past_key_values": decode.begin(len(rows)), "disable_compile": True}
     device = places_of(model)[0].world.device
     out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
-    return [_until_end(tokens, ends) for tokens in out[:, longest:].tolist()]
+    return [_until_end(tokens, ends) for tokens in out[:, ids.shape[1] :].tolist()]
 
 
 def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[set[int], int]:
-    """Tokens that end a sequence, and what is put in front of short prompts and behind finished ones."""
+    """Returns the tokens that end a sequence, and the one that pads short prompts and finished ones."""
     ends, pad = (_option(model, options, name) for name in ("eos_token_id", "pad_token_id"))
     stops: set[int] = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
     return stops, int(pad) if pad is not None else min(stops, default=0)
 
 
 def _option(model: Any, options: dict[str, Any], name: str) -> Any:
-    """What `model.generate` will take: an option, None included, else the first config that says something."""
+    """Returns what `model.generate` will take: an option, None included, else the first config that has it."""
     if name in options:
         return options[name]
     values = (getattr(config, name, None) for config in (options.get("generation_config"), model.generation_config))
@@ -177,7 +172,7 @@ def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
 
 
 def _batches(rows: list[torch.Tensor], size: int, most_tokens: int) -> Iterator[list[torch.Tensor]]:
-    """Rows in order: at most `size` of them, and no more than the layers take at once where that is possible."""
+    """Yields at most `size` rows in order, and no more tokens than the layers take at once, where that is possible."""
     batch: list[torch.Tensor] = []
     for row in rows:
         longest = max(len(row), *map(len, batch), 0)
@@ -195,7 +190,7 @@ def _most_tokens(model: nn.Module) -> int:
 
 
 def _checked(model: Any, number: int, prompt: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    """The prompt as [S] int64 on the CPU. Raises InputError."""
+    """Returns the prompt as [S] int64 on the CPU. Raises InputError."""
     ids = torch.as_tensor(prompt, device="cpu")
     if ids.dim() != 1 or ids.numel() == 0 or ids.is_floating_point():
         raise InputError(f"prompt {number} is {tuple(ids.shape)} {ids.dtype}: expected at least one token id")
@@ -225,7 +220,7 @@ def _check(model: nn.Module, world: World | None, batch_size: int, options: dict
 
 
 class _Streamer:
-    """What `model.generate` hands its tokens to: the prompts first, then one token a row and step."""
+    """Receives the tokens of `model.generate`: the prompts first, then one token per row and step."""
 
     def __init__(self, first: int, ends: set[int], on_token: OnToken) -> None:
         self._first, self._ends, self._on_token = first, ends, on_token
@@ -243,4 +238,4 @@ class _Streamer:
                 self._finished.add(row)
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: no token is held back."""

@@ -1,4 +1,4 @@
-"""A transformers model without its experts: no rank ever holds, or reads, one that `parallelize` won't give it."""
+"""Loads a transformers model without its experts: no rank holds, or reads, more than `parallelize` will give it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = ("BF16", "F32", "F16", "I64", "I32", "BOOL")
 
 
 class Placeholder(nn.Module):
-    """Where `parallelize` will put an expert-parallel layer; `checkpoint` is the directory its experts are in."""
+    """Keeps a place for an expert-parallel layer; `checkpoint` is the directory of its experts."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__()
@@ -31,13 +31,12 @@ class Placeholder(nn.Module):
 
 
 def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] | None = None, **options: Any) -> Any:
-    """`from_pretrained` of all but the MoE blocks, each of which `parallelize` then reads, this rank's share of it.
+    """Loads all but the MoE blocks by `from_pretrained`; `parallelize` then reads this rank's share of these.
 
-    Not collective.
+    It is not collective.
 
     Args:
-        path_or_hub_id: a checkpoint directory (safetensors), or a model id of the Hugging Face hub, whose files then
-            are in its cache.
+        path_or_hub_id: a checkpoint directory (safetensors), or a model id of the Hugging Face hub.
         model_class: None takes the class that AutoModelForCausalLM would.
         options: `from_pretrained`'s: dtype, device_map, attn_implementation, revision, cache_dir, ...
 
@@ -55,7 +54,12 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
     paths = [family.module_path(number) for number in family.moe_layers(config.to_dict())]
     if getattr(config, "quantization_config", None) is not None and not _packed_outside(directory, family):
         del config.quantization_config  # only the experts are packed: what is left is plain
-    base = model_class or _class_of(config)
+    kind = _without_blocks(model_class or _class_of(config), paths, directory)
+    return kind.from_pretrained(directory, config=config, **options)
+
+
+def _without_blocks(base: type[Any], paths: list[str], directory: Path) -> type[Any]:
+    """Derives a model class that makes placeholders in the place of its MoE blocks."""
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)  # `from_pretrained` does this on meta
@@ -68,11 +72,11 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
         "__module__": base.__module__,
         "_keys_to_ignore_on_load_unexpected": [rf"^{re.escape(path)}\." for path in paths],
     }
-    return type(base.__name__, (base,), fields).from_pretrained(directory, config=config, **options)
+    return type(base.__name__, (base,), fields)
 
 
 def find_checkpoint(path_or_hub_id: str | Path, **where: Any) -> Path:
-    """The directory of a checkpoint; that of a hub id is its snapshot in the cache, downloaded if need be.
+    """Returns the directory of a checkpoint: for a hub id its snapshot in the cache, downloaded if need be.
 
     Args:
         where: `huggingface_hub.snapshot_download`'s revision, cache_dir, token, local_files_only, force_download.
@@ -105,7 +109,7 @@ def _class_of(config: Any) -> type[Any]:
 
 
 def _packed_outside(directory: Path, family: ModelFamily) -> bool:
-    """Whether anything but the MoE blocks is packed, and so needs transformers' own quantizer."""
+    """Returns whether anything but the MoE blocks is packed, and so needs transformers' own quantizer."""
     with Checkpoint(directory) as checkpoint:
         numbers = family.moe_layers(checkpoint.config)
         inside = tuple(f"{block.format(number)}." for block in family.blocks for number in numbers)

@@ -14,6 +14,7 @@ import torch
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 L, I, H, K = 3, 128, 256, 2  # local experts, intermediate, hidden, top-k
+SHAPES = ((I, H), (I, H), (H, I))  # gate, up, down
 
 
 @dataclass
@@ -50,54 +51,48 @@ def stacked(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.cat([gate, up], dim=1)
 
 
+def with_biases(made: Loaded, dtype: torch.dtype) -> Loaded:
+    """gpt-oss: biases, whose rows alternate, too."""
+    gate, up, down = (torch.randn(L, n).to(dtype) for n in (I, I, H))
+    made.parameters |= {"w13_bias": alternating(gate, up), "w2_bias": down}
+    made.gate_bias, made.up_bias, made.down_bias = gate.double(), up.double(), down.double()
+    return made
+
+
 def packed(codes: torch.Tensor) -> torch.Tensor:
     """Two codes a byte, low nibble first."""
     return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
 
 
-def codes(rows: int, cols: int) -> torch.Tensor:
-    return torch.randint(0, 16, (L, rows, cols), dtype=torch.int32)
+def codes() -> list[torch.Tensor]:
+    return [torch.randint(0, 16, (L, *shape), dtype=torch.int32) for shape in SHAPES]
+
+
+def per(block: int) -> list[tuple[int, int, int]]:
+    """Shapes with one entry for each `block` columns."""
+    return [(L, rows, cols // block) for rows, cols in SHAPES]
 
 
 def mxfp4(method: str, activation: str) -> Loaded:
     """GptOssMxfp4MoEMethod (biases, alternating rows) or Mxfp4MoEMethod (DeepSeek-V4)."""
     oss = method.startswith("GptOss")
     order = alternating if oss else stacked
-    g, u, d = codes(I, H), codes(I, H), codes(H, I)
-    gs, us, ds = (
-        torch.randint(118, 122, (L, *shape), dtype=torch.uint8) for shape in ((I, H // 32), (I, H // 32), (H, I // 32))
-    )
+    g, u, d = codes()
+    gs, us, ds = (torch.randint(118, 122, shape, dtype=torch.uint8) for shape in per(32))
 
     def values(code: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return E2M1[code.long()] * (2.0 ** (scale.double() - 127)).repeat_interleave(32, -1)
 
-    made = Loaded(
-        named(method),
-        activation,
-        {
-            "w13_weight": packed(order(g, u)),
-            "w13_weight_scale": order(gs, us),
-            "w2_weight": packed(d),
-            "w2_weight_scale": ds,
-        },
-        values(g, gs),
-        values(u, us),
-        values(d, ds),
-    )
-    if oss:
-        gb, ub, db = (torch.randn(L, n).bfloat16() for n in (I, I, H))
-        made.parameters |= {"w13_bias": order(gb, ub), "w2_bias": db}
-        made.gate_bias, made.up_bias, made.down_bias = gb.double(), ub.double(), db.double()
-    return made
+    parameters = {"w13_weight": packed(order(g, u)), "w13_weight_scale": order(gs, us)}
+    parameters |= {"w2_weight": packed(d), "w2_weight_scale": ds}
+    made = Loaded(named(method), activation, parameters, values(g, gs), values(u, us), values(d, ds))
+    return with_biases(made, torch.bfloat16) if oss else made
 
 
 def nvfp4(input_scale: bool = True) -> Loaded:
     """ModelOptNvFp4FusedMoE: gate and up with second scales of their own."""
-    g, u, d = codes(I, H), codes(I, H), codes(H, I)
-    gs, us, ds = (
-        torch.randint(1, 9, (L, *shape)).float().to(torch.float8_e4m3fn)
-        for shape in ((I, H // 16), (I, H // 16), (H, I // 16))
-    )
+    g, u, d = codes()
+    gs, us, ds = (torch.randint(1, 9, shape).float().to(torch.float8_e4m3fn) for shape in per(16))
     w13_2, w2_2 = torch.rand(L, 2) * 0.01 + 0.002, torch.rand(L) * 0.01 + 0.002
     nothing = torch.full((), float("nan"))
 
@@ -125,7 +120,7 @@ def nvfp4(input_scale: bool = True) -> Loaded:
 
 def fp8(block: list[int] | None) -> Loaded:
     """Fp8MoEMethod: DeepSeek's blocks of 128, or one scale for each of gate, up and down."""
-    g, u, d = (torch.randn(L, *shape).to(torch.float8_e4m3fn) for shape in ((I, H), (I, H), (H, I)))
+    g, u, d = (torch.randn(L, *shape).to(torch.float8_e4m3fn) for shape in SHAPES)
     w13 = stacked(g.view(torch.uint8), u.view(torch.uint8)).view(torch.float8_e4m3fn)
     method = named("Fp8MoEMethod", weight_block_size=block)
     if block is None:
@@ -133,15 +128,9 @@ def fp8(block: list[int] | None) -> Loaded:
         weights = {"w13_weight": w13, "w13_weight_scale": w13_scale, "w2_weight": d, "w2_weight_scale": w2_scale}
         scales = (w13_scale[:, :1, None], w13_scale[:, 1:, None], w2_scale[:, None, None])
     else:
-        gs, us, ds = (
-            torch.rand(L, -(-rows // 128), cols // 128) * 0.05 + 0.01 for rows, cols in ((I, H), (I, H), (H, I))
-        )
-        weights = {
-            "w13_weight": w13,
-            "w13_weight_scale_inv": stacked(gs, us),
-            "w2_weight": d,
-            "w2_weight_scale_inv": ds,
-        }
+        gs, us, ds = (torch.rand(L, rows // 128, cols // 128) * 0.05 + 0.01 for rows, cols in SHAPES)
+        weights = {"w13_weight": w13, "w13_weight_scale_inv": stacked(gs, us)}
+        weights |= {"w2_weight": d, "w2_weight_scale_inv": ds}
         scales = tuple(s.repeat_interleave(128, 1).repeat_interleave(128, 2) for s in (gs, us, ds))
     plain = [data.double() * scale.double() for data, scale in zip((g, u, d), scales, strict=True)]
     return Loaded(method, "silu", weights, *plain)
@@ -151,20 +140,10 @@ def dense(dtype: torch.dtype, activation: str = "silu") -> Loaded:
     """UnquantizedFusedMoEMethod; under `swigluoai` an unquantised gpt-oss, biases included."""
     oss = activation == "swigluoai"
     order = alternating if oss else stacked
-    g, u, d = (torch.randn(L, *shape).div(16).to(dtype) for shape in ((I, H), (I, H), (H, I)))
-    made = Loaded(
-        named("UnquantizedFusedMoEMethod"),
-        activation,
-        {"w13_weight": order(g, u), "w2_weight": d},
-        g.double(),
-        u.double(),
-        d.double(),
-    )
-    if oss:
-        gb, ub, db = (torch.randn(L, n).to(dtype) for n in (I, I, H))
-        made.parameters |= {"w13_bias": order(gb, ub), "w2_bias": db}
-        made.gate_bias, made.up_bias, made.down_bias = gb.double(), ub.double(), db.double()
-    return made
+    g, u, d = (torch.randn(L, *shape).div(16).to(dtype) for shape in SHAPES)
+    parameters, plain = {"w13_weight": order(g, u), "w2_weight": d}, (g.double(), u.double(), d.double())
+    made = Loaded(named("UnquantizedFusedMoEMethod"), activation, parameters, *plain)
+    return with_biases(made, dtype) if oss else made
 
 
 def ungated() -> Loaded:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,35 +31,37 @@ def tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(T, H, generator=generator).bfloat16(), torch.rand(T, K, generator=generator), ids
 
 
-def config(**sections: Any) -> Any:
-    made = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            enable_eplb=False, use_ubatching=False, enable_elastic_ep=False, prefill_context_parallel_size=1
-        ),
-        model_config=SimpleNamespace(enforce_eager=True),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=16),
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[]),
-        lora_config=None,
-        additional_config=None,
+def config(**changes: Any) -> Any:
+    return stand_in.host(
+        model_config__enforce_eager=True,
+        scheduler_config__max_num_batched_tokens=16,
+        compilation_config__cudagraph_capture_sizes=[],
+        **changes,
     )
-    vars(made).update(sections)
-    return made
+
+
+def share(context: Any) -> slice:
+    return slice(context.rank * E // context.size, (context.rank + 1) * E // context.size)
+
+
+def made(vllm: Any, context: Any, name: str, kind: type | None = None, number: int = 0, **moe: Any) -> Any:
+    """A RoutedExperts with this rank's share of the experts of layer `number`."""
+    up, down = experts(number)
+    mine = {"w13_weight": up[share(context)], "w2_weight": down[share(context)]}
+    described = stand_in.moe_config(moe.pop("num_experts", E), K, H, I, context.size, **moe)
+    return vllm.routed(name, described, "silu", mine, kind or stand_in.UnquantizedFusedMoEMethod)
+
+
+def applied(layer: Any, rank: int) -> torch.Tensor:
+    return layer.quant_method.apply(layer, *tokens(rank), None, None).float()
 
 
 def two_layers(context: Any) -> dict[str, Any]:
     """Made, loaded and called; then a layer loaded later, as a draft model's would be."""
     context.world()  # torch.distributed, as vLLM's own start-up leaves it
-    share = slice(context.rank * E // context.size, (context.rank + 1) * E // context.size)
     found: dict[str, Any] = {"outputs": [], "padded": None}
     with stand_in.installed(config(), TOKENS) as vllm, torch.inference_mode():
-        moe = stand_in.moe_config(E, K, H, I, context.size)
-
-        def made(number: int, kind: type) -> Any:
-            up, down = experts(number)
-            mine = {"w13_weight": up[share], "w2_weight": down[share]}
-            return vllm.routed(f"layers.{number}", moe, "silu", mine, kind)
-
-        layers = [made(number, stand_in.UnquantizedFusedMoEMethod) for number in range(2)]
+        layers = [made(vllm, context, f"layers.{number}", number=number) for number in range(2)]
         found["classes"] = [type(layer.quant_method).__name__ for layer in layers]
         found["monolithic"] = layers[0].quant_method.is_monolithic
         found["ids"] = layers[0].quant_method.topk_indices_dtype
@@ -68,52 +69,40 @@ def two_layers(context: Any) -> dict[str, Any]:
             layer.quant_method.process_weights_after_loading(layer)
         found["left_in_vllm"] = sum(p.numel() for layer in layers for p in layer.parameters())
         found["cold"] = len(vllm.state.cold)
-        x, weights, ids = tokens(context.rank)
-        for layer in layers:
-            found["outputs"].append(layer.quant_method.apply(layer, x, weights, ids, None, None).float())
+        found["outputs"] = [applied(layer, context.rank) for layer in layers]
         found["warm"] = (len(vllm.state.cold), vllm.state.worlds[False].warm)
         vllm.context.is_padding = torch.arange(16) >= 1  # all but the first row
-        found["padded"] = layers[0].quant_method.apply(layers[0], x, weights, ids, None, None).float()
+        found["padded"] = applied(layers[0], context.rank)
         vllm.context.is_padding = None
-        late = made(2, stand_in.UnquantizedFusedMoEMethod)
+        late = made(vllm, context, "layers.2", number=2)
         late.quant_method.process_weights_after_loading(late)
-        found["outputs"].append(late.quant_method.apply(late, x, weights, ids, None, None).float())
+        found["outputs"].append(applied(late, context.rank))
         found["again"] = message(lambda: layers[0].quant_method.process_weights_after_loading(layers[0]))
-        found["monolithic_call"] = message(lambda: layers[0].quant_method.apply_monolithic(layers[0], x, None))
+        found["monolithic_call"] = message(lambda: layers[0].quant_method.apply_monolithic(layers[0], None, None))
         # vLLM's own: it chooses a kernel, which this machine doesn't have.
-        found["left"] = message(lambda: made(3, stand_in.AutoGPTQMoEMethod))
+        found["left"] = message(lambda: made(vllm, context, "layers.3", stand_in.AutoGPTQMoEMethod))
         found["reasons"] = {reason: list(names) for reason, names in vllm.state.fallbacks.items()}
-        moe = stand_in.moe_config(E, K, H, I, context.size, use_ep=False)
-        found["no_ep"] = message(lambda: made(4, stand_in.UnquantizedFusedMoEMethod))
+        found["no_ep"] = message(lambda: made(vllm, context, "layers.4", use_ep=False))
     return found
 
 
 def placed(context: Any, path: str) -> dict[str, Any]:
     """A layer whose experts lie as the file says, though vLLM loads them in order; then layers that it doesn't fit."""
     context.world()
-    share = slice(context.rank * E // context.size, (context.rank + 1) * E // context.size)
     options = config(additional_config={"eprt": {"placement": path}})
     with stand_in.installed(options, TOKENS) as vllm, torch.inference_mode():
-
-        def made(name: str, experts_: int = E) -> Any:
-            moe = stand_in.moe_config(experts_, K, H, I, context.size)
-            up, down = experts(0)
-            mine = {"w13_weight": up[share], "w2_weight": down[share]}
-            return vllm.routed(name, moe, "silu", mine, stand_in.UnquantizedFusedMoEMethod)
-
-        layer = made("model.layers.3.mlp.experts")
+        layer = made(vllm, context, "model.layers.3.mlp.experts")
         layer.quant_method.process_weights_after_loading(layer)
-        x, weights, ids = tokens(context.rank)
-        output = layer.quant_method.apply(layer, x, weights, ids, None, None).float()
+        output = applied(layer, context.rank)
         built = layer.quant_method.eprt.layer
         return {
             "output": output,
             "slots": built.placement.slots,
             "held": built.placement.num_local_experts,
             "line": describe(vllm.state.bindings, 1),
-            "no layer": message(lambda: made("model.layers.4.mlp.experts")),
-            "no number": message(lambda: made("mlp.experts")),
-            "other experts": message(lambda: made("model.layers.3.mlp.experts", 16)),
+            "no layer": message(lambda: made(vllm, context, "model.layers.4.mlp.experts")),
+            "no number": message(lambda: made(vllm, context, "mlp.experts")),
+            "other experts": message(lambda: made(vllm, context, "model.layers.3.mlp.experts", num_experts=16)),
         }
 
 
@@ -125,8 +114,7 @@ def spread_experts(context: Any, weight_format: WeightFormat) -> list[str]:
     full = random_experts(layer, E, world.device)
     slots = (*reversed(range(E)), *range(E - 2), 0, EMPTY)
     placement = ExpertPlacement(E, world.parallel, slots)
-    share = slice(context.rank * E // context.size, (context.rank + 1) * E // context.size)
-    found = redistribute(world, full.map(lambda tensor: tensor[share]), placement)
+    found = redistribute(world, full.map(lambda tensor: tensor[share(context)]), placement)
     wanted = full.map(lambda tensor: tensor[list(placement.shard(world.rank).experts)])
     pairs = [
         (f"{side}.{name}", getattr(found, side).tensors()[name], tensor)
@@ -139,12 +127,8 @@ def spread_experts(context: Any, weight_format: WeightFormat) -> list[str]:
 
 def refused(context: Any) -> str:
     context.world()
-    parallel = SimpleNamespace(
-        enable_eplb=True, use_ubatching=False, enable_elastic_ep=False, prefill_context_parallel_size=1
-    )
-    with stand_in.installed(config(parallel_config=parallel), TOKENS) as vllm:
-        moe = stand_in.moe_config(E, K, H, I, context.size)
-        return message(lambda: vllm.routed("layers.0", moe, "silu", {}, stand_in.UnquantizedFusedMoEMethod))
+    with stand_in.installed(config(parallel_config__enable_eplb=True), TOKENS) as vllm:
+        return message(lambda: made(vllm, context, "layers.0"))
 
 
 def message(call: Any) -> str:

@@ -84,6 +84,27 @@ class RoutedExperts(nn.Module):
         return self.kind(moe_config)
 
 
+def host(**changes: Any) -> Any:
+    """A VllmConfig as far as the plugin reads it; `changes` are `section.field` with dots as two underscores."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            enable_eplb=False, use_ubatching=False, enable_elastic_ep=False, prefill_context_parallel_size=1
+        ),
+        model_config=SimpleNamespace(enforce_eager=False, enable_sleep_mode=False),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"), cudagraph_capture_sizes=[1, 2, 512]
+        ),
+        lora_config=None,
+        weight_transfer_config=None,
+        additional_config={},
+    )
+    for path, value in changes.items():
+        section, _, field = path.rpartition("__")
+        setattr(getattr(config, section) if section else config, field, value)
+    return config
+
+
 def moe_config(num_experts: int, top_k: int, hidden: int, intermediate: int, ranks: int, *, use_ep: bool = True) -> Any:
     return SimpleNamespace(
         num_experts=num_experts,
