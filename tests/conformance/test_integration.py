@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.builders import NOTHING
 from support.cases.model_checkpoints import WRITERS
 from support.cases.model_recipes import RECIPES, make_model
 from support.jobs import integration_jobs as jobs
@@ -134,7 +135,7 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         for name, parts in expected.items():
             squeezed = " ".join(said[name].split())
             assert all(" ".join(part.split()) in squeezed for part in parts), f"rank {rank}, {name}: {said[name]!r}"
-        assert said["the next call works"] == ""
+        assert said["the next call works"] == NOTHING
     assert "idle_step(model)" in found[0]["an idle rank"]
     assert "generate(model, prompts)" in found[0]["an idle rank"]
     assert found[0]["an error in a loop"].startswith("UsageError: rank 1: KeyError")

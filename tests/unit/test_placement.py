@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.jobs import placement_jobs as jobs
+from support.jobs import balance_jobs as jobs
 
 from eprt.config import MoEConfig, ParallelConfig, Routing
 from eprt.errors import ConfigError
@@ -39,16 +39,17 @@ PLACEMENTS = {
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_any_placement_gives_the_same_bits(pools, name: str, dispatcher: str, phase: str) -> None:
-    assert all(pools(4).run(jobs.outputs, slots=PLACEMENTS[name], dispatcher=dispatcher, phase=phase))
+    assert all(pools(4).run(jobs.placed, slots=PLACEMENTS[name], dispatcher=dispatcher, phase=phase))
 
 
 @pytest.mark.parametrize("dispatcher", ["none", "torch"])
 def test_experts_need_not_divide_over_the_ranks(pools, dispatcher: str) -> None:
-    assert all(pools(3).run(jobs.outputs, slots=(), dispatcher=dispatcher))
+    assert all(pools(3).run(jobs.placed, slots=(), dispatcher=dispatcher))
 
 
 def test_an_expert_in_the_wrong_slot_is_seen(pools) -> None:
-    assert not all(pools(4).run(jobs.outputs, slots=PLACEMENTS["reversed"], dispatcher="torch", wrong_slot=True))
+    slots = PLACEMENTS["reversed"]
+    assert not all(pools(4).run(jobs.placed, slots=slots, held=(slots[1], slots[0], *slots[2:])))
 
 
 def test_ranks_with_different_placements_are_told_so(pools) -> None:

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from support.builders import NOTHING
 from support.jobs import shrink_jobs as jobs
 from support.ports import free_port
 
@@ -50,7 +51,7 @@ def test_ranks_that_share_tokens_go_together_and_experts_need_all_their_slices(
         if rank in lost:
             assert f"rank {rank} {OUT} {list(lost)} were lost: the others go on without it" in text
         else:
-            assert (gone, text) == (lost, "")
+            assert (gone, text) == (lost, NOTHING)
 
 
 @pytest.mark.parametrize("dispatcher", ["none", "torch"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.builders import NOTHING
 from support.jobs import step_jobs as jobs
 
 
@@ -69,9 +70,9 @@ def test_a_step_never_meets_another_call(pools) -> None:
 def test_ranks_that_called_other_layers_are_told_at_the_next_step(pools, how: int, rank_1: str | None) -> None:
     (told, then), other = pools(2).run(jobs.other_layers, how=how)
     assert (told, then) == other
-    assert then == "nothing was raised"
+    assert then == NOTHING
     if rank_1 is None:  # a host that made no call replayed a graph
-        assert told == "nothing was raised"
+        assert told == NOTHING
     else:
         assert told.startswith("WorldMismatch: the ranks disagree about this call (fingerprint")
         if how == 1:
@@ -84,7 +85,7 @@ def test_a_call_that_some_ranks_broke_off_is_told_at_the_next_step(pools, ranks:
     """Their peers may have got NaN for it."""
     (told, then), other = pools(2).run(jobs.a_call_broken_off, ranks=ranks)
     assert (told, then) == other
-    assert then == "nothing was raised"
+    assert then == NOTHING
     if ranks == (0, 1):
         assert told == then
     else:

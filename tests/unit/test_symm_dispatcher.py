@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.builders import said
 from support.stand_ins.flashinfer import FakeWorld, run_ranks
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS, make_dispatcher, shared_memory
 from eprt.dispatch.symm.memory import Geometry
-from eprt.errors import EprtError
 from eprt.tokens import TopK
 
 SIZE, H, K = 2, 16, 2
@@ -66,14 +66,6 @@ def make(world: FakeWorld, capacity: int = 8):
 def batch(T: int) -> tuple[torch.Tensor, TopK]:
     ids = torch.arange(T * K, dtype=torch.int32).view(T, K) % 8
     return torch.ones(T, H, dtype=torch.bfloat16), TopK(ids, torch.ones(T, K))
-
-
-def said(call) -> str:
-    try:
-        call()
-    except EprtError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def test_memory_comes_with_the_warm_up_and_is_shared_by_equal_geometries(allocations):

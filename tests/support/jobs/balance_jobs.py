@@ -15,14 +15,11 @@ from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.tokens import TopK
 from eprt.weights import Dense, ExpertWeights
+from support.builders import distinct_experts, said, whole_numbers
 
 E, K, H, I = 8, 3, 16, 8
 # Whole numbers through ReLU^2: every sum is exact in float32 whatever its order, so placements must agree bit for bit.
 CONFIG = MoEConfig(E, K, H, I, activation=Activation("relu2"), bias=True, weight_format="f32")
-
-
-def whole_numbers(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
 @cache
@@ -40,12 +37,14 @@ def share(weights, placement, rank):
     return ExpertWeights(Dense(up[:, width]), Dense(down[:, :, width]), up_bias[:, width].contiguous(), down_bias)
 
 
-def build(world, slots, *, layer=0, executor="reference", dispatcher="torch", phase="prefill", **options):
+def build(world, slots, *, held=None, layer=0, executor="reference", dispatcher="torch", phase="prefill", **options):
+    """`held`: the slots whose experts' weights it gets, where they aren't those it is told of."""
     placement = ExpertPlacement(E, world.parallel, tuple(slots))
     runtime = RuntimeConfig(
         dispatcher=dispatcher, executor=executor, max_tokens_per_rank=16, phase=phase, **options.pop("runtime", {})
     )
-    weights = share(full_weights(layer), placement, world.rank)
+    given = placement if held is None else ExpertPlacement(E, world.parallel, held)
+    weights = share(full_weights(layer), given, world.rank)
     return ExpertParallelMoE(CONFIG, world, weights, runtime=runtime, layer=layer, placement=placement, **options)
 
 
@@ -54,7 +53,7 @@ def batch(rank, step):
     draw = torch.Generator().manual_seed(1000 * step + rank)
     T = int(torch.randint(0, 7, (), generator=draw)) if (step + rank) % 3 else 0
     x = torch.randint(-3, 4, (T, H), generator=draw).float()
-    ids = torch.rand(T, E, generator=draw).topk(K).indices.to(torch.int32)
+    ids = distinct_experts(T, E, K, draw)
     if T:
         ids[0, 0] = E  # no expert
     return x, ids, torch.randint(-3, 4, (T, K), generator=draw).float()
@@ -73,6 +72,20 @@ def expected(x, ids, weights, layer=0):
 def right(layer, world, step, number=0):
     x, ids, weights = batch(world.rank, step)
     return torch.equal(layer(x, TopK(ids, weights)), expected(x, ids, weights, number))
+
+
+def placed(context, slots, **options):
+    """Whether this rank's outputs under the placement are those of one process with all experts."""
+    world = context.world()
+    layer = build(world, slots, **options)
+    found = [right(layer, world, step) for step in range(4)]
+    layer.close()
+    return all(found)
+
+
+def different_placements(context):
+    """What every rank hears when rank 1 was given another placement."""
+    return said(lambda: build(context.world(), range(E) if context.rank != 1 else reversed(range(E))))
 
 
 def running_loop(context, placements, *, steps, every, executor, phase="prefill", moe_tp_size=1, num_layers=2):
@@ -188,11 +201,6 @@ def not_counted(context):
     """What a layer says that doesn't count, asked by one rank, and by all for the sum."""
     world = context.world()
     layer = build(world, range(E))
-    told = []
-    for ask in (layer.load, layer.reset_load, lambda: gather_load(world, [layer])):
-        try:
-            ask()
-        except EprtError as error:
-            told.append(f"{type(error).__name__}: {error}")
+    told = [said(ask) for ask in (layer.load, layer.reset_load, lambda: gather_load(world, [layer]))]
     layer.close()
     return told

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from eprt.config import RuntimeConfig
-from eprt.errors import EprtError
 from eprt.ranks.launcher import RankContext
+from support.builders import said
 from support.cases.gpu_limits import BEHIND_S
 from support.cases.model_recipes import HEADS, RECIPES, VOCABULARY, make_model
 
@@ -137,22 +137,19 @@ def refusals(context: RankContext, checkpoint: str, own: str) -> list[str]:
     dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**DENSE, intermediate_size=32))
     qwen = make_model(RECIPES["qwen3_moe"])
     missing = "/no/such/checkpoint" if context.rank == 1 else own
-    found = []
-    for attempt in (
-        lambda: parallelize(dense, world),
-        lambda: parallelize(torch.nn.Linear(2, 2), world),
-        lambda: parallelize(qwen, world, checkpoint=checkpoint),
-        lambda: parallelize(make_model(RECIPES["gpt_oss"]), world, checkpoint=missing),
-    ):
-        try:
-            attempt()
-        except EprtError as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+    return [
+        said(attempt)
+        for attempt in (
+            lambda: parallelize(dense, world),
+            lambda: parallelize(torch.nn.Linear(2, 2), world),
+            lambda: parallelize(qwen, world, checkpoint=checkpoint),
+            lambda: parallelize(make_model(RECIPES["gpt_oss"]), world, checkpoint=missing),
+        )
+    ]
 
 
 def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
-    """What is said to each mistake, "" where nothing was. `folders`: checkpoints of other qwen3_moe models."""
+    """What is said to each mistake. `folders`: checkpoints of other qwen3_moe models."""
     import copy
     import pickle
 
@@ -160,14 +157,10 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
 
     world = context.world()
     runtime = RuntimeConfig(executor="torch_grouped", max_tokens_per_rank=64)
-    said: dict[str, str] = {}
+    found: dict[str, str] = {}
 
     def attempt(name: str, call) -> None:
-        said[name] = ""
-        try:
-            call()
-        except EprtError as error:
-            said[name] = f"{type(error).__name__}: {error}"
+        found[name] = said(call)
 
     def fresh(**fields):
         model = make_model(RECIPES["qwen3_moe"])
@@ -208,13 +201,13 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     try:
         attempt("an error in a loop", wrong_loop)
     except KeyError as error:
-        said["an error in a loop"] = f"KeyError: {error}"
+        found["an error in a loop"] = f"KeyError: {error}"
     with torch.no_grad():  # rank 1 has no batch, and does something else
         attempt("an idle rank", (lambda: model(ids)) if world.rank == 0 else world.barrier)
         attempt("the next call works", lambda: model(ids))
     for layer in layers:
         layer.close()
-    return said
+    return found
 
 
 class Peak:

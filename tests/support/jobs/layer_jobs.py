@@ -14,6 +14,7 @@ from eprt.layer import ExpertParallelMoE
 from eprt.routing import Router
 from eprt.tokens import RouterLogits, TopK
 from eprt.weights import Dense, ExpertWeights, LatentWeights, SharedExpertWeights
+from support.builders import NOTHING, said
 
 E, K, H, WIDE, I = 8, 2, 16, 24, 8
 
@@ -88,14 +89,6 @@ SPOILED = {
 
 def tokens_of(rank, num_tokens, width=H):
     return torch.randn(num_tokens, width, generator=torch.Generator().manual_seed(rank)) / 2
-
-
-def said(call):
-    try:
-        call()
-    except EprtError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def one_bad_rank(context, kind, **layer):
@@ -215,7 +208,7 @@ def refused_on_rank_1(context):
     world, config = context.world(), MoEConfig(E, K, H, I)
     runtime = RuntimeConfig(rank_mask=context.rank == 1)
     told = said(lambda: make_dispatcher("torch", world, config, runtime))
-    return told, said(lambda: make_dispatcher("torch", world, config, RuntimeConfig())) == "nothing was raised"
+    return told, said(lambda: make_dispatcher("torch", world, config, RuntimeConfig())) == NOTHING
 
 
 def unbuildable_on_rank_1(context, change):

@@ -14,25 +14,18 @@ import torch
 
 from eprt.balance import rebalance
 from eprt.conformance.faults import CheckedLayer
-from eprt.errors import EprtError, RankLost
+from eprt.errors import RankLost
 from eprt.placement import ExpertPlacement
 from eprt.world import World
 from eprt.world.shrink import Survivors
 from eprt.world.wire import gather_values
+from support.builders import said
 
 LIMIT_S = 4.0
 
 
 def die(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except EprtError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def steps(job: CheckedLayer, first: int, last: int, dies_at: int = -1) -> Survivors | None:

@@ -31,6 +31,7 @@ from eprt.tokens import TopK
 from eprt.weights import ExpertWeights
 from eprt.world import World
 from eprt.world.collectives import Step
+from support.builders import said
 from support.cases.gpu_limits import BEHIND_S
 
 VOCABULARY, LENGTH, LAYERS = 32, 24, 2
@@ -309,12 +310,7 @@ def refusals(context: RankContext) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def check(what: str, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except EprtError as error:
-            found[what] = f"{type(error).__name__}: {error}"
-        else:
-            found[what] = "nothing"
+        found[what] = said(call)
 
     def made(forward: Callable[..., Any] = case.decoder, rows: Any = row, **options: Any) -> StepGraphs:
         return StepGraphs(world, case.layers, forward, rows, **{"buckets": (2, 4), "idle": case.idle, **options})

@@ -22,6 +22,7 @@ from eprt.support import Device
 from eprt.tokens import TopK
 from eprt.world import World
 from eprt.world.groups import make_splittable
+from support.builders import said
 
 CONFIG = MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=8)
 
@@ -174,10 +175,7 @@ def use_after_close(context) -> list[str]:
     world.close()
     world.close()
     for call in (world.barrier, lambda: _step(dispatcher, 1), lambda: world.resource("x", lambda: 1)):
-        try:
-            call()
-        except EprtError as error:
-            found.append(f"{type(error).__name__}: {error}")
+        found.append(said(call))
     again = context.world(timeout_s=20.0)
     _step(make_dispatcher("none", again, CONFIG, RuntimeConfig()), 1)
     return found
