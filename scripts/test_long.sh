@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Passes the tests that need no GPU and are long (tests/conftest.py names them): kernels that are compiled or
+# Passes the tests that need no GPU and are long (tests/support/long_tests.py names them): kernels that are compiled or
 # interpreted, launchers, the larger part of the matrices. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."

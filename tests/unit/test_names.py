@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from support.long_tests import LONG, SLOW, TRANSFORMERS
 
 import eprt
 
@@ -28,3 +30,10 @@ def test_no_public_class_name_stands_twice() -> None:
 def test_no_file_is_longer_than_400_lines() -> None:
     lines = {str(path): len((ROOT / path).read_text().splitlines()) for path in TREES}
     assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
+
+
+@pytest.mark.parametrize("pattern", [*LONG, *SLOW, *TRANSFORMERS])
+def test_what_is_said_of_tests_is_of_tests_that_exist(pattern: str) -> None:
+    file, _, test = pattern.partition("::")
+    (path,) = Path(__file__).parents[1].rglob(f"{file}.py")
+    assert not test or re.search(rf"def {re.split('[^a-z_0-9]', test)[0]}", path.read_text())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eprt.conformance.checks import Row, run_checks, standard_checks
+from eprt.conformance.checks import CheckRow, run_checks, standard_checks
 from eprt.ranks.launcher import RankContext
 from eprt.support import Device
 
@@ -27,7 +27,7 @@ def run_blocks(context: RankContext, page: str, blocks: list[str], names: dict[s
     }
 
 
-def check_backends(context: RankContext, folder: str, module: str, dispatcher: str, executor: str) -> list[Row]:
+def check_backends(context: RankContext, folder: str, module: str, dispatcher: str, executor: str) -> list[CheckRow]:
     """Every conformance check of a dispatcher and an executor that `module` registers, each with the other."""
     sys.path.insert(0, folder)
     importlib.import_module(module)

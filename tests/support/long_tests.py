@@ -1,0 +1,42 @@
+"""Which tests are long, and which files are begun first."""
+
+from __future__ import annotations
+
+# Files with tests of many seconds: begun first, none of them is what everybody waits for in the end.
+SLOW = (
+    "test_kernels_interpreted",
+    "test_launch",
+    "test_faults",
+    "test_cli",
+    "test_ranks",
+    "test_world",
+    "test_cutedsl_compile",
+)
+
+# The tests marked `long`, which scripts/test_long.sh runs: FILE::TEST[PARAMETERS] begins with one of these. Parameters
+# whose values say more than their names are marked in their files.
+LONG = (
+    # Kernels compiled to machine code: they change with their libraries, or with a few files of ours.
+    r"test_triton_registers::",
+    r"test_pdl::",
+    r"test_cutedsl_compile::",
+    r"test_kernels_interpreted::.*(grouped|mxfp4|nvfp4|payload|routing|warp_)",
+    r"test_compile::test_(inductor|a_parallelized.*dtype1)",
+    r"test_generation::test_a_compiled_model",
+    r"test_gpu_layers_on_gloo::test_humming_on_stand_ins",
+    # Launchers that start interpreters.
+    r"test_launch::test_(a_node|two_nodes|slurm|its_command)",
+    r"test_cli_generate::test_a_restarted_world",
+    r"test_plugins::test_a_strangers",
+    # Every check comes before a pair of backends does anything: one pair shows what it says.
+    r"test_bad_input::test_.*(none-flat|expert_major)",
+    # Four ranks meet what one and two do.
+    r"test_matrix::test_transport\[.*-[12]-",
+    r"test_matrix::test_layer\[[12]-",
+    r"test_transformers::test_layer_equals_transformers_block\[(ep[12]-moetp[12]-attntp2|ep2|ep4-moetp2-attntp1)",
+    # Emulated libraries carry each format; one of them shows what a plan's pair does.
+    r"test_sm100_pairs::test_layer_behind.*(mxfp8|relu2|h160|fp8_tensor).*deepep",
+)
+
+# Files whose ranks run transformers' models: imported once, not in each rank.
+TRANSFORMERS = ("test_integration", "test_generation", "test_step_graphs_on_gloo", "test_compile", "test_page_code")
