@@ -1,4 +1,4 @@
-"""Ranks meet at a store that still holds what earlier attempts and Worlds left there. Threads stand for ranks."""
+"""Rendezvous at a store that still holds what earlier attempts and Worlds left there. Threads stand for ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 3
 def come(
     store: dist.Store, ranks: range | list[int], timeout_s: float = 20.0, late: int = -1
 ) -> list[Rendezvous | str]:
-    """What each of these ranks got: a meeting, or the error's text."""
+    """What each of these ranks got: a rendezvous, or the error's text."""
 
     def one(rank: int) -> Rendezvous | str:
         time.sleep(0.2 if rank == late else 0.0)
@@ -32,12 +32,12 @@ def come(
 
 
 @pytest.mark.parametrize("late", range(SIZE))
-def test_every_meeting_has_a_name_of_its_own(late: int) -> None:
+def test_every_rendezvous_has_a_name_of_its_own(late: int) -> None:
     store = dist.HashStore()
     names = set()
     for _ in range(3):
         found = come(store, range(SIZE), late=late)
-        (name,) = {meeting.nonce for meeting in found}
+        (name,) = {met.nonce for met in found}
         names.add(name)
     assert len(names) == 3
 
@@ -47,7 +47,7 @@ def test_an_attempt_that_died_on_the_way_leaves_nothing_that_misleads() -> None:
     store = dist.HashStore()
     assert all("ranks [2] of 3 didn't come within 0.3 s" in text for text in come(store, [0, 1], timeout_s=0.3))
     found = come(store, range(SIZE), late=0)
-    assert len({meeting.nonce for meeting in found}) == 1
+    assert len({met.nonce for met in found}) == 1
 
 
 def test_the_generation_is_the_most_that_any_launcher_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,16 @@ def kept(context, name="layer", **settings):
     return context.cache.get(key) or context.cache.setdefault(key, make_layer(context, **settings))
 
 
+def one_step(world, tokens=1, **arguments):
+    """What this rank is told by a step with nothing inside."""
+
+    def step():
+        with world.step(tokens, **arguments):
+            pass
+
+    return said(step)
+
+
 def seen(context, counts, words):
     """What each rank is told: (number, tokens, words, R), by the World's own count and by the caller's."""
     world, found = context.world(), []
@@ -94,23 +104,12 @@ WRONG = {
 
 def groups_that_differ(context):
     """Rank 1 says other tokens than rank 0, with which it shares them."""
-    world = kept(context, "groups", attention_tp=2).world
-
-    def step():
-        with world.step(5 if context.rank == 1 else 4):
-            pass
-
-    return said(step)
+    return one_step(kept(context, "groups", attention_tp=2).world, 5 if context.rank == 1 else 4)
 
 
 def a_barrier_instead(context):
     world = context.world()
-
-    def step():
-        with world.step(1):
-            pass
-
-    return said(world.barrier if context.rank == 1 else step)
+    return said(world.barrier) if context.rank == 1 else one_step(world)
 
 
 def other_layers(context, how):
@@ -118,15 +117,10 @@ def other_layers(context, how):
     first, second = kept(context, "first"), kept(context, "second")
     world = first.world
     calls = [[(first, second), (second, first)], [(first, second), (first,)], [(first, second), ()]][how][context.rank]
-
-    def step():
-        with world.step(1):
-            pass
-
-    step()  # ends what jobs before this one called outside of steps
+    assert one_step(world) == "nothing was raised"  # ends what jobs before this one called outside of steps
     for layer in () if how == 2 and context.rank == 1 else calls:
         world._call_log.calls.append((layer.dispatcher.layer, layer.dispatcher.fingerprint))
-    return said(step), said(step)
+    return one_step(world), one_step(world)
 
 
 def a_call_broken_off(context, ranks):
@@ -137,14 +131,9 @@ def a_call_broken_off(context, ranks):
         sent = dispatcher.dispatch(tokens_of(context.rank, 1), good_routing(1))
         if context.rank in ranks:
             sent.handle.close()
-
-    def step():
-        with world.step(1):
-            pass
-
-    told = said(step)
+    told = one_step(world)
     sent.handle.close()
-    return told, said(step)
+    return told, one_step(world)
 
 
 def an_error_inside(context, kind):

@@ -25,6 +25,7 @@ from eprt.world.groups import make_splittable
 from support.builders import said
 
 CONFIG = MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=8)
+COORDINATES = ("dp_rank", "attention_tp_rank", "ep_rank", "moe_tp_rank")
 
 
 def _step(dispatcher, tokens: int) -> None:
@@ -73,16 +74,11 @@ FAULTS = {
 
 def coordinates(context, attention_tp: int, moe_tp: int) -> tuple[int, ...]:
     world = context.world(attention_tp_size=attention_tp, moe_tp_size=moe_tp)
+    own = tuple(getattr(world, name) for name in COORDINATES)
     attention, moe = world.attention_mesh, world.moe_mesh
-    assert attention is not None
-    assert moe is not None
-    assert attention.mesh_dim_names == ("dp", "attention_tp")
-    assert [attention.get_local_rank("dp"), attention.get_local_rank("attention_tp")] == [
-        world.dp_rank,
-        world.attention_tp_rank,
-    ]
-    assert [moe.get_local_rank("ep"), moe.get_local_rank("moe_tp")] == [world.ep_rank, world.moe_tp_rank]
-    return world.dp_rank, world.attention_tp_rank, world.ep_rank, world.moe_tp_rank
+    places = [(attention, "dp"), (attention, "attention_tp"), (moe, "ep"), (moe, "moe_tp")]
+    assert tuple(mesh.get_local_rank(name) for mesh, name in places) == own
+    return own
 
 
 def around_host_groups(context) -> list[object]:
@@ -99,15 +95,14 @@ def around_host_groups(context) -> list[object]:
     dist.all_reduce(total, group=mine)
     found.append(int(total) == sum(pair))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with World.from_mesh(mesh, attention_tp_dim="tp", moe_tp_size=2) as world:
-        found.append((world.dp_rank, world.attention_tp_rank, world.ep_rank, world.moe_tp_rank))
-        _step(make_dispatcher("none", world, CONFIG, RuntimeConfig()), 3)
-    with World.from_mesh(init_device_mesh("cpu", (4,)), timeout_s=5.0) as world:
-        found.append((world.rank, world.size))
-        _step(make_dispatcher("none", world, CONFIG, RuntimeConfig()), 3)
-    with World.from_group(None, "cpu") as world:  # torch's name for its default group
-        found.append((world.rank, world.size))
-        _step(make_dispatcher("none", world, CONFIG, RuntimeConfig()), 3)
+    for make, names in (
+        (lambda: World.from_mesh(mesh, attention_tp_dim="tp", moe_tp_size=2), COORDINATES),
+        (lambda: World.from_mesh(init_device_mesh("cpu", (4,)), timeout_s=5.0), ("rank", "size")),
+        (lambda: World.from_group(None, "cpu"), ("rank", "size")),  # torch's name for its default group
+    ):
+        with make() as world:
+            found.append(tuple(getattr(world, name) for name in names))
+            _step(make_dispatcher("none", world, CONFIG, RuntimeConfig()), 3)
     try:
         World.from_mesh(mesh, attention_tp_dim="dp")
     except EprtError as error:
