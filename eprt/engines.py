@@ -1,22 +1,22 @@
-"""What does a layer's work once its experts are chosen. One face for a dispatcher with an executor, for a kernel that
-chooses the experts by itself, and for a kernel that is dispatch, experts and combine in one.
+"""Engines make a layer's call in place of its dispatcher and its executor: a kernel that chooses the experts by itself,
+or one that is dispatch, experts and combine together.
 
-The first row of `ENGINES` that takes a call does it; the last takes every call. Checks, agreement with the peers and
-capacity stand before an engine, in `agree`; the latent projections, the shared expert and attention TP around it, in
-the layer.
+The first row of `ENGINES` that takes a call makes it. The last row, `split`, has no class: it is the layer's own path.
+Checks, agreement with the peers and capacity come before an engine, in `agree`. The latent projections, the shared
+expert and attention TP are the layer's.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
-from eprt.dispatch import Dispatched, Dispatcher
+from eprt.dispatch import Dispatcher
 from eprt.errors import UsageError
 from eprt.experts.base import Executor, ExecutorSpec
 from eprt.routing import Router
@@ -33,7 +33,7 @@ class EngineSpec:
     """Static facts of an engine, for the plan and `eprt explain`; nothing of it is imported to read them.
 
     Attributes:
-        name, path, summary: table key, "module:class", one line for `eprt explain`.
+        name, path, summary: table key, "module:class" ("": the layer's own path), one line for `eprt explain`.
         rule: whether a layer has calls for it, and which (the reason of a yes) or why none.
     """
 
@@ -74,7 +74,7 @@ ENGINES: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             name="split",
-            path="eprt.engines:Split",
+            path="",
             summary="a dispatcher carries tokens to an executor, and its sums back",
             rule=_split,
         ),
@@ -83,7 +83,7 @@ ENGINES: dict[str, EngineSpec] = {
 
 
 class Parts(Protocol):
-    """A layer, as its engines know it. They read its parts at each call: tests and tools may exchange them."""
+    """A layer, as its engines know it. They read its parts at each call, as tests and tools may exchange them."""
 
     config: MoEConfig
     world: World
@@ -125,7 +125,9 @@ class Engine(ABC):
         travel."""
         if not isinstance(choice, TopK):
             raise UsageError(f"{type(self).__name__} took router logits and agrees on a TopK: give it an `agree`")
-        return self.parts.dispatcher.agree(inside, choice, tokens_per_rank, group_tokens=group_tokens, cut=cut)
+        return self.parts.dispatcher.agree(
+            inside, choice, tokens_per_rank, group_tokens=group_tokens, cut=cut, checked=True
+        )
 
     @abstractmethod
     def begin(self, inside: torch.Tensor, choice: TopK | RouterLogits, rows: int) -> Any:
@@ -150,27 +152,6 @@ class Engine(ABC):
 
     def close(self, work: Any) -> None:
         """In a `finally`: free what a failed call left. Idempotent."""
-
-
-class Split(Engine):
-    """A dispatcher carries tokens to an executor and its sums back."""
-
-    def takes(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> bool:
-        return isinstance(choice, TopK)
-
-    def begin(self, inside: torch.Tensor, choice: TopK | RouterLogits, rows: int) -> Dispatched:
-        if not isinstance(choice, TopK):
-            raise UsageError("Split got router logits: a dispatcher needs a TopK")
-        return self.parts.dispatcher.send(inside, choice, rows)
-
-    def compute(self, work: Dispatched) -> torch.Tensor:
-        return self.parts.executor(work.tokens, out=self.parts.dispatcher.output_buffer(work.handle))
-
-    def finish(self, y: torch.Tensor, work: Dispatched) -> torch.Tensor:
-        return self.parts.dispatcher.combine(y, work.handle)
-
-    def close(self, work: Dispatched) -> None:
-        work.handle.close()
 
 
 class KernelRouted(Engine):
@@ -220,10 +201,11 @@ class KernelRouted(Engine):
         return y
 
 
-def make_engines(parts: Parts) -> list[Engine]:
-    """One of each row, in the table's order; nothing is imported before."""
+def make_engines(parts: Parts, names: Collection[str]) -> list[Engine]:
+    """Makes the engines of these rows, in the table's order; nothing is imported before."""
     found: list[Engine] = []
     for spec in ENGINES.values():
-        kind: type[Engine] = load_class(spec, Engine)
-        found.append(kind(parts))
+        if spec.path and spec.name in names:
+            kind: type[Engine] = load_class(spec, Engine)
+            found.append(kind(parts))
     return found

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from eprt.dispatch.base import Dispatcher
-from eprt.dispatch.handle import Dispatched, Handle, Traffic
-from eprt.dispatch.limits import DEEPEP_MAX_TOKENS, SYMM_MAX_RANKS, SYMM_R_BITS
+from eprt.dispatch.call import Dispatched, Handle, Traffic
 from eprt.dispatch.payload_scale import agree_payload_scale, check_payload_scale
-from eprt.dispatch.spec import DispatcherSpec
+from eprt.dispatch.spec import DEEPEP_MAX_TOKENS, SYMM_MAX_RANKS, SYMM_R_BITS, DispatcherSpec
 from eprt.errors import ConfigError, EprtError
 from eprt.support import Requirement, load_class, register
 from eprt.world.agree import Header, exchange, fingerprint_of

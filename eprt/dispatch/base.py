@@ -1,69 +1,157 @@
 """How tokens travel: the contract every dispatcher keeps.
 
-`dispatch` checks, agrees on R with the peers, moves payload; `combine` brings the weighted sums back. The two public
-verbs are written once, here; a dispatcher fills in what `Transport` declares, at least `_dispatch` and `_combine`, and
-describes itself in a `DispatcherSpec` of the table in `eprt/dispatch/__init__.py`.
+`dispatch` checks the call, agrees on R with the peers and moves the payload; `combine` brings the weighted sums back.
+Both are written once, here. A dispatcher fills in at least `_dispatch` and `_combine`, and describes itself in a
+`DispatcherSpec`, a row of the table in `eprt/dispatch/__init__.py`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
 
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
+from eprt.dispatch.buffers import InFlightBuffers
 from eprt.dispatch.call import (
-    agree_on_rows,
+    Agreement,
+    Capacity,
+    Dispatched,
+    Handle,
     check_call,
     check_handle,
     check_output,
+    check_rows,
     check_said,
+    check_values,
+    settings_of,
     unwanted_token,
 )
-from eprt.dispatch.handle import Dispatched, Handle
-from eprt.dispatch.rank_mask import LostExperts, checked_mask, require_changeable
-from eprt.dispatch.transport import Transport
-from eprt.errors import EprtError, UsageError
+from eprt.dispatch.rank_mask import LostExperts, RankMask, checked_mask, require_changeable
+from eprt.dispatch.spec import DispatcherSpec
+from eprt.errors import ConfigError, EprtError, UsageError
+from eprt.placement import ExpertPlacement
 from eprt.rounding import ceil_div
-from eprt.tokens import TopK
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
+from eprt.world.agree import fingerprint_of
 from eprt.world.collectives import BROKEN_OFF
 
 if TYPE_CHECKING:
     from eprt.world import World
 
 
-class Dispatcher(Transport):
+class Dispatcher(ABC):
     """Carries one layer's tokens over a World.
 
     Every rank makes the same calls in the same order; several handles may be open at once. A rank without tokens
-    calls with T = 0.
+    calls with T = 0. Making one allocates nothing shared: `make_dispatcher` compares the ranks' settings first.
 
-    Args, Attributes, Raises:
-        As in `Transport`.
+    Args:
+        world: who takes part; owns all shared memory.
+        config: the layer's maths, its experts counted in slots (`ExpertPlacement.in_slots`).
+        runtime: capacity, payload, validation.
+        token_format: one of `spec.formats`; None: the first.
+        layer: number that the ranks compare, so that a wrong layer order is caught.
+
+    Attributes:
+        spec: its row of the table.
+        placement, shard: all ranks' slots, and this rank's.
+        payload_scale: second-level scale of `nvfp4` tokens, float32 [1] on the world's device, equal on all ranks;
+            1 until `make_dispatcher` sets it. None for other tokens.
+        settings, fingerprint: settings that must be equal on all ranks, and their hash.
+
+    Raises:
+        ConfigError: an option of `runtime` that this dispatcher doesn't have.
     """
+
+    spec: ClassVar[DispatcherSpec]
 
     def __init__(
         self,
         world: World,
         config: MoEConfig,
         runtime: RuntimeConfig,
-        token_format: TokenFormat = "flat",
+        token_format: TokenFormat | None = None,
         layer: int = 0,
     ) -> None:
-        super().__init__(world, config, runtime, token_format, layer)
+        if lacks := self.spec.lacks(runtime):
+            raise ConfigError(f"{self.spec.name}: {lacks}")
+        self.world = world
+        self.config = config
+        self.runtime = runtime
+        self.token_format: TokenFormat = token_format or self.spec.formats[0]
+        self.layer = layer
+        self.placement = ExpertPlacement(config.num_experts, world.parallel)
+        if not self.placement.is_identity:
+            raise ConfigError(
+                f"{config.num_experts} experts don't divide over {world.parallel.ep_size} expert-parallel ranks: a "
+                "dispatcher counts slots, so give it ExpertPlacement.in_slots(config) and ids of slots (a layer does)"
+            )
+        self.shard = self.placement.shard(world.rank)
+        self.capacity = Capacity(runtime.max_tokens_per_rank, self.bytes_per_token())
+        self.payload_scale = (
+            torch.ones(1, dtype=torch.float32, device=world.device) if runtime.payload == "nvfp4" else None
+        )
+        self.settings = settings_of(self.spec.name, world, config, runtime)
+        self.fingerprint = fingerprint_of(self.settings)
+        self._agreement = Agreement(
+            world, layer, self.capacity, runtime.validate == "full", self.fingerprint, self.settings
+        )
         self.closed = False
         self.full_validation = runtime.validate == "full"
-        self._accepted: tuple[object, ...] | None = None  # what was right about the last call
+        # The only dtype of tokens that it takes, and its name; empty: bf16 and float32.
+        self.dtypes = () if "f32" in self.spec.payloads else ((torch.bfloat16, self.spec.name),)
         self._calls = 0
         self._generation: int | None = None  # of the World when it made its last call
         self._lost: LostExperts | None = None
         self._open: WeakValueDictionary[int, Handle] = WeakValueDictionary()
 
+    # ---- what a dispatcher fills in -------------------------------------------------------------------------
+
+    @abstractmethod
+    def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens | ExpertMajorTokens:
+        """Moves payload; keeps what combine needs in `handle.state`. All checks are done, R is agreed."""
+
+    @abstractmethod
+    def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """Brings the sums back: [T, H] in `handle.dtype`."""
+
+    def bytes_per_token(self) -> int:
+        """Returns the bytes of kept buffers per rank and unit of max_tokens_per_rank. 0: nothing is kept."""
+        return 0
+
+    def max_rows(self) -> int:
+        """Returns the most rows that an executor can get: N of FlatTokens, or M of ExpertMajorTokens."""
+        return self.world.size * self.runtime.max_tokens_per_rank
+
+    def output_buffer(self, handle: Handle) -> torch.Tensor | None:
+        """Returns the memory into which the executor may write so that combine needs no copy, or None."""
+        return None
+
+    def _in_flight(self) -> InFlightBuffers | None:
+        """The buffers of its shared memory that its calls take, also where another dispatcher of equal geometry made
+        that memory; None if there is none, or none yet."""
+
+    def _mask(self) -> RankMask | None:
+        """Returns the rank mask of the memory that this dispatcher shares; None while there is none."""
+
+    def _leave_out(self, alive: tuple[bool, ...]) -> None:
+        """Makes `alive` the mask. The memory is there, no call is open, this rank's GPU is idle."""
+
+    def _wait(self, handle: Handle) -> None:
+        """Receives what a deferred dispatch only asked for. Dispatchers that can't defer have received it already."""
+
+    def _release(self, handle: Handle) -> None:
+        """Gives back what a handle holds that closes without having been combined."""
+
+    def _close(self) -> None:
+        """Gives back what the dispatcher holds."""
+
     def warmup(self) -> None:
-        """Collective: allocate, compile, connect, by sending a token that no expert wants there and back. After
-        `World.warmup()` doing so lazily is an error."""
+        """Allocates, compiles and connects, by a dispatch and combine of a token that no expert wants. Collective."""
         token, topk = unwanted_token(self.config, self.world.device)
         handle = Handle(self, -1, 1, 1, token.dtype, generation=self.world.generation)
         tokens = self._dispatch(self._encode(token), topk, handle)
@@ -81,7 +169,7 @@ class Dispatcher(Transport):
         group_tokens: int = 0,
         wait: bool = True,
     ) -> Dispatched:
-        """Send T tokens to the ranks that hold their experts.
+        """Sends T tokens to the ranks that hold their experts.
 
         Args:
             hidden_states: [T, H] bf16 or float32 on the world's device, T >= 0. Read until combine returns. Gradients
@@ -110,26 +198,31 @@ class Dispatcher(Transport):
         *,
         group_tokens: int = 0,
         cut: bool = False,
+        checked: bool = False,
     ) -> int:
-        """The first half of `dispatch`: check the call, and R with the peers. Moves nothing; `send` follows.
+        """The first half of `dispatch`: checks the call, and agrees on R with the peers. Moves nothing; `send` follows.
 
         Args:
             cut: an R over the capacity is returned, not refused: the caller sends in rounds, each agreed on by itself.
+            checked: the caller has checked `hidden_states`; a layer does, before it routes them.
 
         Raises:
             As in dispatch.
         """
         self._require_world()
-        error: EprtError | None = None
+        error, incomplete = None, self.incomplete
         step = self.world.current_step if tokens_per_rank is None else None
         if step is not None:
             tokens_per_rank = self._rows_of_step()
         try:
             self._require_open()
-            given = hidden_states, topk, tokens_per_rank
-            self._accepted = check_call(self, *given, self._accepted, capturing=self._capturing(), cut=cut)
-            if (slots := self._slots()) is not None:
-                slots.require_free()
+            only, capturing = None if checked else self.dtypes, self._capturing()
+            check_call(hidden_states, topk, self.config, self.world.device, only)
+            check_rows(tokens_per_rank, self.capacity, incomplete, capturing and self.world.size > 1, cut)
+            if not capturing:
+                check_values(topk, self.config, self.world.device, self.full_validation)
+            if (buffers := self._in_flight()) is not None:
+                buffers.require_free()
             if step is not None:
                 size = self.world.parallel.attention_tp_size
                 check_said(step, self.world.rank, size, hidden_states.shape[0], group_tokens)
@@ -137,10 +230,10 @@ class Dispatcher(Transport):
             error = found
         num_tokens, dtype = (0, torch.bfloat16) if error else (hidden_states.shape[0], hidden_states.dtype)
         facts = self._calls, num_tokens, tokens_per_rank, dtype
-        return agree_on_rows(self, "dispatch", *facts, error, group_tokens=group_tokens, cut=cut)
+        return self._agreement.rows("dispatch", *facts, incomplete, error, group_tokens, cut)
 
     def send(self, hidden_states: torch.Tensor, topk: TopK, rows: int, *, wait: bool = True) -> Dispatched:
-        """The second half of `dispatch`: what `agree` found to be right travels now.
+        """The second half of `dispatch`: sends the tokens that `agree` has checked.
 
         Args:
             hidden_states, topk: what `agree` checked, or the first rows of it where R was over the capacity.
@@ -170,7 +263,7 @@ class Dispatcher(Transport):
         return Dispatched(tokens, handle)
 
     def combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
-        """Weighted sums of this rank's tokens: [T, H] in the dtype that was dispatched. Consumes the handle.
+        """Returns the weighted sums of this rank's tokens: [T, H] in their own dtype. Consumes the handle.
 
         Args:
             expert_output: FlatTokens: [N, H], row for row. ExpertMajorTokens: [L, M, H], unweighted.
@@ -183,7 +276,7 @@ class Dispatcher(Transport):
         error: EprtError | None = None
         try:
             self._require_open()
-            check_handle(handle, self)
+            check_handle(handle, self, self.world.generation)
             check_output(expert_output, handle.shape, self.world.device)
         except EprtError as found:
             if not self._open and not self.closed:  # no call of ours waits for this: no peer can be in a combine
@@ -192,11 +285,11 @@ class Dispatcher(Transport):
         facts = (-1, 0, 1, torch.bfloat16)  # of a call that nobody makes
         if error is None:
             facts = (handle.call, handle.num_tokens, handle.tokens_per_rank, expert_output.dtype)
-        agree_on_rows(self, "combine", *facts, error)
+        self._agreement.rows("combine", *facts, self.incomplete, error)
         return self.bring_back(expert_output, handle)
 
     def bring_back(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
-        """The second half of `combine`: no checks, no word with the peers. For what has made them, or measures without.
+        """The second half of `combine`, without its checks and its agreement with the peers.
 
         Args, Returns:
             As in combine. Consumes the handle.
@@ -209,26 +302,27 @@ class Dispatcher(Transport):
         return output
 
     def refuse(self, error: EprtError, tokens_per_rank: int | None = None) -> NoReturn:
-        """Tell the peers that this rank can't make its next dispatch, so that all raise `error`.
+        """Tells the peers that this rank can't make its next dispatch, so that all raise `error`.
 
         Args:
-            tokens_per_rank: what dispatch would have got: it decides whether the peers compare headers.
+            tokens_per_rank: the caller's; it decides whether the peers compare headers.
         """
         self._require_world()
         if self.closed:  # the first thing that is wrong with a call, for every rank that makes it
             error = self._closed_error()
         if tokens_per_rank is None:
             tokens_per_rank = self._rows_of_step()
-        agree_on_rows(self, "dispatch", self._calls, 0, tokens_per_rank, torch.bfloat16, error)
+        facts = self._calls, 0, tokens_per_rank, torch.bfloat16
+        self._agreement.rows("dispatch", *facts, self.incomplete, error)
         raise error
 
     def set_alive(self, alive: Sequence[bool]) -> None:
         """From the next dispatch on, neither send to the ranks that are False nor wait for them.
 
-        Slots that name their experts count as invalid: they contribute nothing, and the other weights stay as they
-        are. For ranks that the host engine takes out of service before a launch: it tells every other rank the same,
-        for every layer's dispatcher, between two steps, and the ranks left out make no more calls. They can't come
-        back. Not collective; waits for this rank's GPU. Dispatchers of equal geometry share one mask.
+        Entries of a TopK that name their experts count as invalid: they contribute nothing, and the other weights stay
+        as they are. For ranks that the host engine takes out of service before a launch: it tells every other rank the
+        same, for every layer's dispatcher, between two steps, and the ranks left out make no more calls. They can't
+        come back. Not collective; waits for this rank's GPU. Dispatchers of equal geometry share one mask.
 
         The rank stays a member of the World, which still ends if its process does, and of what all ranks do together:
         `warmup`, new layers, `close`. So R must be passed to each dispatch from now on.
@@ -251,7 +345,7 @@ class Dispatcher(Transport):
         self._settle()
 
     def check_peers(self) -> None:
-        """What is known of the other ranks, without a device sync; for a loop that only replays graphs.
+        """Raises what is known of the other ranks, without a device sync; for a loop that only replays graphs.
 
         Raises:
             RankLost, WorldMismatch: the World's verdict, or what an earlier kernel reported.
@@ -265,7 +359,7 @@ class Dispatcher(Transport):
         return self.world.alive if mask is None else mask.alive
 
     def close(self) -> None:
-        """Close the open handles, then give back what is shared. Idempotent."""
+        """Closes the open handles, then gives back what is shared. Idempotent."""
         if self.closed:
             return
         for handle in sorted(self._open.values(), key=lambda handle: handle.call):  # in one order on all ranks
@@ -283,7 +377,7 @@ class Dispatcher(Transport):
         if handle.generation == self.world.generation:
             self._release(handle)
 
-    # ---- shared steps ---------------------------------------------------------------------------------------
+    # ---- checks and agreement -------------------------------------------------------------------------------
 
     @property
     def incomplete(self) -> bool:
@@ -322,6 +416,21 @@ class Dispatcher(Transport):
         self._lost = LostExperts(world.alive, world.parallel, self.config.num_experts, world.device, renormalize)
 
     def _rows_of_step(self) -> int | None:
-        """R of what is sent, by the step that is open; None outside of one."""
-        step = self.world.current_step
-        return None if step is None else ceil_div(step.tokens_per_rank, self.world.parallel.attention_tp_size)
+        """Returns R of the slices that this step's ranks send; None outside of a step."""
+        step, size = self.world.current_step, self.world.parallel.attention_tp_size
+        return None if step is None else step.tokens_per_rank if size == 1 else ceil_div(step.tokens_per_rank, size)
+
+    def _capturing(self) -> bool:
+        return self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _settle(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+    def _encode(self, hidden_states: torch.Tensor) -> Payload:
+        """Encodes the tokens in the number format that travels: `runtime.payload`, or their own."""
+        if self.runtime.payload is None:
+            return Payload.plain(hidden_states)
+        from eprt.quant import encode_payload
+
+        return encode_payload(hidden_states, self.runtime.payload, self.payload_scale)

@@ -1,28 +1,198 @@
-"""What a call must look like, for a layer and for a dispatcher, and how the ranks agree on it.
+"""One call of a dispatcher: its handle, how many tokens it may carry, and the checks of what it is given.
 
-The checks are pure and made before any collective, so that a rank that finds something wrong can tell its peers, in
-`agree_on_rows`. None of them reads a tensor's values.
+T (a rank's own tokens) <= R (agreed by all ranks for this call) <= capacity (what the buffers were sized for). The
+layer cuts a call of a larger R into rounds that keep this.
+
+The checks are pure and made before any collective, so that a rank that finds something wrong can tell its peers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
-from eprt.dispatch.capacity import KNOB, Capacity, require_agreed
-from eprt.dispatch.handle import Handle, HandleOwner
-from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import CapacityError, EprtError, InputError, UsageError
-from eprt.rounding import ceil_div
-from eprt.tokens import RouterLogits, TopK
+from eprt.tokens import ExpertMajorTokens, FlatTokens, RouterLogits, TopK
 from eprt.world.agree import Header, exchange
-from eprt.world.collectives import Step
 
 if TYPE_CHECKING:
     from eprt.world import World
+    from eprt.world.collectives import Step
+
+KNOB = "RuntimeConfig.max_tokens_per_rank"
+MOST_TOKENS = (1 << 31) - 1
+
+
+class CallState:
+    """What a dispatcher's combine needs of its dispatch: each dispatcher has its own subclass."""
+
+
+S = TypeVar("S", bound=CallState)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one call moved between this rank and others (local copies don't count), dispatch and combine together."""
+
+    rows_sent: int = 0
+    rows_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+@dataclass
+class Handle:
+    """The state of one call. `combine` consumes it once; `close` (in a `finally`) frees what a failed call left.
+
+    Attributes:
+        owner: its `Dispatcher`.
+        call: number of this dispatch on its dispatcher, equal on all ranks.
+        num_tokens, tokens_per_rank: this rank's T and the agreed R.
+        state: the dispatcher's own; dropped on close.
+        traffic: what moved, where the host knows it; else None.
+        deferred: the rows may still be on their way; `wait` before anything reads them.
+        generation: the World's when it was made; calls that were open when a rank was lost are discarded.
+        shape: of the expert output that `combine` takes: the tokens' shape.
+    """
+
+    owner: Any
+    call: int
+    num_tokens: int
+    tokens_per_rank: int
+    dtype: torch.dtype
+    state: CallState | None = None
+    traffic: Traffic | None = None
+    deferred: bool = False
+    status: Literal["open", "combined", "closed"] = field(default="open", compare=False)
+    shape: tuple[int, ...] | None = None
+    generation: int = 0
+
+    def kept(self, kind: type[S]) -> S:
+        """`state`, for the dispatcher that put it there.
+
+        Raises:
+            UsageError: it is gone, as the call has ended, or another's.
+        """
+        if not isinstance(self.state, kind):
+            raise UsageError(f"the handle is {self.status} and holds no {kind.__name__}: dispatch again for a new one")
+        return self.state
+
+    def wait(self) -> None:
+        """Waits, in stream order, until the rows have arrived. Idempotent; for `dispatch(..., wait=False)` alone."""
+        if self.deferred and self.status == "open":
+            self.owner._wait(self)
+        self.deferred = False
+
+    def close(self) -> None:
+        """Gives up a call that wasn't combined. Idempotent."""
+        if self.status == "open":
+            self.owner._abandon(self)
+            self.status = "closed"
+        self.state = None
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """The result of `dispatch`: tokens for the executor, and the handle for `combine`."""
+
+    tokens: FlatTokens | ExpertMajorTokens
+    handle: Handle
+
+
+# ---- how many tokens --------------------------------------------------------------------------------------------
+
+
+def require_agreed(tokens_per_rank: object) -> int:
+    """A caller's R. Raises InputError unless it is an int from 1 to `MOST_TOKENS`."""
+    if not isinstance(tokens_per_rank, int) or isinstance(tokens_per_rank, bool) or tokens_per_rank < 1:
+        raise InputError(
+            f"tokens_per_rank {tokens_per_rank!r}: expected an int of at least 1, also when every rank is idle"
+        )
+    if tokens_per_rank > MOST_TOKENS:
+        raise InputError(f"tokens_per_rank {tokens_per_rank}: expected at most 2^31 - 1")
+    return tokens_per_rank
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The number of tokens that a dispatcher's buffers were sized for.
+
+    Attributes:
+        max_tokens_per_rank: the knob `RuntimeConfig.max_tokens_per_rank`.
+        bytes_per_token: bytes of buffers that each rank pays per unit of the knob (0: buffers aren't kept).
+    """
+
+    max_tokens_per_rank: int
+    bytes_per_token: int = 0
+
+    def check_rows(self, tokens_per_rank: int) -> None:
+        """Raises CapacityError unless R fits."""
+        self._check("tokens_per_rank is", tokens_per_rank)
+
+    def agree(self, tokens: Sequence[int], agreed: int, cut: bool = False) -> int:
+        """R from every rank's T; 0 in `agreed` means "derive it". Same verdict on every rank.
+
+        Raises CapacityError, with `cut` not for an R over the capacity. `agreed` was already found equal on all ranks
+        and within `check_rows`.
+        """
+        largest = max(tokens)
+        rows = agreed or max(largest, 1)
+        if largest > rows:
+            rank = tokens.index(largest)
+            raise CapacityError(
+                f"rank {rank} has {largest} tokens, the agreed tokens_per_rank is {rows}: "
+                f"pass tokens_per_rank >= {largest} on every rank, or None to let the ranks agree"
+            )
+        if not agreed and not cut:
+            self._check(f"rank {tokens.index(largest)} has", rows)
+        return rows
+
+    def _check(self, who: str, needed: int) -> None:
+        if needed <= self.max_tokens_per_rank:
+            return
+        cost = f" ({needed * self.bytes_per_token:,} bytes a rank)" if self.bytes_per_token else ""
+        raise CapacityError(
+            f"{who} {needed} tokens, over the capacity of {self.max_tokens_per_rank}: "
+            f"set {KNOB} >= {needed}{cost} or split the batch"
+        )
+
+
+def check_rows(tokens_per_rank: object, capacity: Capacity, incomplete: bool, capturing: bool, cut: bool) -> None:
+    """Checks the R of a dispatch, which is None where the ranks are to agree on it.
+
+    Args:
+        incomplete: a rank is left out, so that it can't be asked.
+        capturing: peers would have to be asked during CUDA graph capture.
+        cut: an R over the capacity is right.
+
+    Raises:
+        InputError: not an R, or None where the ranks can't agree. CapacityError: an R over the capacity.
+    """
+    if tokens_per_rank is not None:
+        agreed = require_agreed(tokens_per_rank)
+        if not cut:
+            capacity.check_rows(agreed)
+    elif incomplete:
+        raise InputError("tokens_per_rank is None and a rank is left out, which can't agree on R: pass it")
+    elif capturing:
+        raise InputError("tokens_per_rank is None during CUDA graph capture: pass R, the same on every rank")
+
+
+def check_said(step: Step, rank: int, attention_tp_size: int, num_tokens: int, group_tokens: int) -> None:
+    """Raises InputError if this rank said fewer tokens when the step began."""
+    said = step.tokens[rank]
+    if max(group_tokens, (num_tokens - 1) * attention_tp_size + 1) > said:
+        raise InputError(
+            f"a layer gets {group_tokens or num_tokens} tokens in a step that this rank began with num_tokens="
+            f"{said}: say the largest number that a layer gets in the step"
+        )
+
+
+# ---- tensors ----------------------------------------------------------------------------------------------------
 
 
 def check_hidden(
@@ -63,28 +233,38 @@ def check_hidden(
     raise InputError(f"hidden_states is {tuple(x.shape)} {x.dtype} on {x.device}: {expected}")
 
 
-def looks_of(*given: object) -> tuple[object, ...] | None:
-    """All that `check_hidden` and `TopK.check` read of tensors: equal looks, equal verdicts. None: look closer."""
-    found: list[object] = []
-    for x in given:
-        if not isinstance(x, torch.Tensor) or x.is_nested:
-            return None
-        found += x.shape, x.dtype, x.device, x.layout
-    return tuple(found)
+def check_call(
+    x: object, topk: object, config: MoEConfig, device: torch.device, only: Sequence[tuple[torch.dtype, str]] | None
+) -> None:
+    """Checks the tensors of a dispatch. Raises InputError.
 
-
-def check_topk(topk: TopK, hidden_states: torch.Tensor, config: MoEConfig) -> None:
-    """Raises InputError unless `topk` is a routing of these tokens."""
+    Args:
+        x, topk: [T, H] hidden states, and their routing.
+        only: as in `check_hidden`; None: a layer has checked `x`, before it routed it.
+    """
+    if not isinstance(x, torch.Tensor) or not isinstance(topk, TopK):
+        kinds = f"{type(x).__name__} and {type(topk).__name__}"
+        raise InputError(f"dispatch got {kinds}: expected a tensor of hidden states and a TopK")
+    if only is not None:
+        check_hidden(x, config.hidden_size, device, meaning="the hidden size the experts see", flat=True, only=only)
     topk.check(config.num_experts, config.top_k)
-    if topk.ids.device != hidden_states.device or topk.ids.shape[0] != hidden_states.shape[0]:
+    if topk.ids.device != x.device or topk.ids.shape[0] != x.shape[0]:
         raise InputError(
-            f"topk is for {topk.ids.shape[0]} tokens on {topk.ids.device}, hidden_states for "
-            f"{hidden_states.shape[0]} on {hidden_states.device}: they must agree"
+            f"topk is for {topk.ids.shape[0]} tokens on {topk.ids.device}, hidden_states for {x.shape[0]} on "
+            f"{x.device}: they must agree"
         )
 
 
+def check_values(topk: TopK, config: MoEConfig, device: torch.device, full: bool) -> None:
+    """Raises InputError for an id outside [0, E] or a weight that isn't finite; `full` or not, CPUs check the ids."""
+    if full or device.type == "cpu":
+        topk.check_ids(config.num_experts)
+    if full:
+        topk.check_weights()
+
+
 def check_routing(num_tokens: int, routing: object, token_ids: object, config: MoEConfig) -> None:
-    """Raises InputError unless what a layer's caller passes is for so many tokens: slices would hide rows too many."""
+    """Raises InputError unless a layer's caller passes a routing of `num_tokens` tokens: slices hide extra rows."""
     if isinstance(routing, TopK):
         given = [("topk_ids", routing.ids, config.top_k), ("topk_weights", routing.weights, config.top_k)]
     elif isinstance(routing, RouterLogits):
@@ -103,65 +283,20 @@ def check_routing(num_tokens: int, routing: object, token_ids: object, config: M
         raise InputError(f"token_ids must be a tensor of {num_tokens} ids, one for each token of hidden_states")
 
 
-def check_group_rows(given: object, num_tokens: int, size: int, capacity: Capacity, strict: bool) -> int:
-    """R of the slices that `size` attention-TP ranks send, from the caller's own R and tokens.
-
-    Raises:
-        InputError: not an R.
-        CapacityError: fewer than `num_tokens`; with `strict` also slices over the capacity.
-    """
-    agreed = require_agreed(given)
-    if num_tokens > agreed:
-        raise CapacityError(
-            f"hidden_states holds {num_tokens} tokens, the agreed tokens_per_rank is {agreed}: pass "
-            f"tokens_per_rank >= {num_tokens} on every rank, or None to let the ranks agree"
-        )
-    part = ceil_div(agreed, size)
-    if part > capacity.max_tokens_per_rank and strict:
-        raise CapacityError(
-            f"tokens_per_rank is {agreed}, {part} for each of {size} attention-TP ranks, over the capacity of "
-            f"{capacity.max_tokens_per_rank}: set {KNOB} >= {part} or split the batch"
-        )
-    return part
-
-
-def check_derivable(incomplete: bool, capturing: bool) -> None:
-    """Raises InputError where the ranks can't agree on an R that nobody passed.
-
-    Args:
-        incomplete: a rank is left out.
-        capturing: peers would have to be asked during CUDA graph capture.
-    """
-    if incomplete:
-        raise InputError("tokens_per_rank is None and a rank is left out, which can't agree on R: pass it")
-    if capturing:
-        raise InputError("tokens_per_rank is None during CUDA graph capture: pass R, the same on every rank")
-
-
-def check_said(step: Step, rank: int, attention_tp_size: int, num_tokens: int, group_tokens: int) -> None:
-    """Raises InputError if this rank said fewer tokens when the step began."""
-    said = step.tokens[rank]
-    if max(group_tokens, (num_tokens - 1) * attention_tp_size + 1) > said:
-        raise InputError(
-            f"a layer gets {group_tokens or num_tokens} tokens in a step that this rank began with num_tokens="
-            f"{said}: say the largest number that a layer gets in the step"
-        )
-
-
-def check_handle(handle: object, owner: HandleOwner) -> None:
-    """Raises UsageError unless combine may consume it."""
+def check_handle(handle: object, owner: object, generation: int) -> None:
+    """Raises UsageError unless `owner`, in a World of that generation, may combine `handle`."""
     if not isinstance(handle, Handle) or handle.owner is not owner:
         raise UsageError("combine got a handle of another dispatcher: pass the one that the same dispatch returned")
     if handle.status != "open":
         raise UsageError(f"combine on a handle that is already {handle.status}: dispatch again for a new one")
-    if handle.generation != owner.world.generation:
+    if handle.generation != generation:
         raise UsageError("combine on a handle of a step that was discarded with a lost rank: dispatch again")
     if handle.deferred:
         raise UsageError("combine on a handle that nobody waited for: call handle.wait() before the experts run")
 
 
 def check_output(expert_output: object, shape: tuple[int, ...] | None, device: torch.device) -> None:
-    """Raises InputError unless it is what an executor makes of the tokens; `shape` None: of any shape."""
+    """Raises InputError unless `expert_output` fits the dispatched tokens; with `shape` None it may have any shape."""
     if not isinstance(expert_output, torch.Tensor):
         raise InputError(f"expert_output is a {type(expert_output).__name__}: expected a tensor {shape}")
     fits = shape is None or tuple(expert_output.shape) == shape
@@ -173,75 +308,18 @@ def check_output(expert_output: object, shape: tuple[int, ...] | None, device: t
     )
 
 
-class Party(Protocol):
-    """A dispatcher, as one that agrees with its peers."""
-
-    spec: ClassVar[DispatcherSpec]
-    world: World
-    config: MoEConfig
-    layer: int
-    capacity: Capacity
-    settings: dict[str, str]
-    fingerprint: int
-    full_validation: bool
-
-    @property
-    def incomplete(self) -> bool: ...
-
-
-def check_call(
-    party: Party,
-    hidden_states: object,
-    topk: object,
-    tokens_per_rank: object,
-    accepted: tuple[object, ...] | None,
-    *,
-    capturing: bool,
-    cut: bool,
-) -> tuple[object, ...] | None:
-    """Checks what a dispatch gets: its tensors, and R, which may be None where the ranks can agree on it.
-
-    Args:
-        accepted: what this returned for the last call that was right. One that looks the same is right too, but for
-            values, which are read where they are to be checked.
-        cut: an R over the capacity is right.
-
-    Raises:
-        InputError: tensors or an R that can't be. CapacityError: an R that doesn't fit.
-    """
-    if not isinstance(hidden_states, torch.Tensor) or not isinstance(topk, TopK):
-        kinds = f"{type(hidden_states).__name__} and {type(topk).__name__}"
-        raise InputError(f"dispatch got {kinds}: expected a tensor of hidden states and a TopK")
-    looks = looks_of(hidden_states, topk.ids, topk.weights)
-    found = None if looks is None or type(tokens_per_rank) is not int else (*looks, tokens_per_rank, cut)
-    if found is None or found != accepted:
-        only = () if "f32" in party.spec.payloads else ((torch.bfloat16, party.spec.name),)
-        H, device = party.config.hidden_size, party.world.device
-        check_hidden(hidden_states, H, device, meaning="the hidden size the experts see", flat=True, only=only)
-        check_topk(topk, hidden_states, party.config)
-        if tokens_per_rank is None:
-            check_derivable(party.incomplete, capturing and party.world.size > 1)
-        else:
-            agreed = require_agreed(tokens_per_rank)
-            if not cut:
-                party.capacity.check_rows(agreed)
-    if not capturing:
-        if party.full_validation or party.world.device.type == "cpu":
-            topk.check_ids(party.config.num_experts)
-        if party.full_validation:
-            topk.check_weights()
-    return found
+# ---- what all ranks have in common ------------------------------------------------------------------------------
 
 
 def unwanted_token(config: MoEConfig, device: torch.device) -> tuple[torch.Tensor, TopK]:
-    """For warm-up: [1, H] bf16, and slots that name no expert."""
+    """Returns a token for warm-up: [1, H] bf16, and a TopK that names no expert."""
     token = torch.zeros(1, config.hidden_size, dtype=torch.bfloat16, device=device)
     ids = token.new_full((1, config.top_k), config.num_experts, dtype=torch.int32)
     return token, TopK(ids, ids.float())
 
 
 def settings_of(dispatcher: str, world: World, config: MoEConfig, runtime: RuntimeConfig) -> dict[str, str]:
-    """What must be equal on all ranks."""
+    """Returns the settings that must be equal on all ranks, by name."""
     return {
         **config.settings(),
         "dispatcher": dispatcher,
@@ -260,44 +338,60 @@ def settings_of(dispatcher: str, world: World, config: MoEConfig, runtime: Runti
     }
 
 
-def agree_on_rows(
-    party: Party,
-    operation: str,
-    call: int,
-    num_tokens: int,
-    tokens_per_rank: int | None,
-    dtype: torch.dtype,
-    error: EprtError | None,
-    *,
-    group_tokens: int = 0,
-    cut: bool = False,
-) -> int:
-    """R for this call. Compares headers with the peers where the world asks for it, else checks locally.
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks compare in each call of one dispatcher.
 
-    Args:
-        operation: "dispatch" or "combine".
-        error: what this rank found wrong with its call; raised on every rank that compares, here anyway.
-        cut: an R over the capacity is returned, not refused.
+    Attributes:
+        full: compare in every call (validate="full"), not only where the World asks for it.
+        fingerprint, settings: settings that must be equal on all ranks, and their hash.
     """
-    world = party.world
-    derive = tokens_per_rank is None and operation == "dispatch"
-    compare = world.size > 1 and (derive or world.compares_headers(party.full_validation))
-    if not compare or party.incomplete:
-        if error is not None:
-            raise error
-        if tokens_per_rank and num_tokens <= tokens_per_rank:
-            return tokens_per_rank
-        return party.capacity.agree((num_tokens,), tokens_per_rank or 0, cut)
-    header = Header(
-        operation=operation,
-        layer=party.layer,
-        call=call,
-        num_tokens=num_tokens,
-        tokens_per_rank=0 if error else tokens_per_rank or 0,
-        dtype=dtype,
-        fingerprint=party.fingerprint,
-        settings=party.settings,
-        group_tokens=group_tokens,
-    )
-    peers = exchange(world, header, error)
-    return party.capacity.agree(peers.tokens, tokens_per_rank or 0, cut)
+
+    world: World
+    layer: int
+    capacity: Capacity
+    full: bool
+    fingerprint: int
+    settings: dict[str, str]
+
+    def rows(
+        self,
+        operation: str,
+        call: int,
+        num_tokens: int,
+        tokens_per_rank: int | None,
+        dtype: torch.dtype,
+        incomplete: bool,
+        error: EprtError | None,
+        group_tokens: int = 0,
+        cut: bool = False,
+    ) -> int:
+        """Returns R for this call. Compares headers with the peers where the World asks for it, else checks locally.
+
+        Args:
+            operation: "dispatch" or "combine".
+            incomplete: a rank is left out, so nothing is asked of the others.
+            error: the fault that this rank found in its call; raised on every rank that compares, here anyway.
+            cut: an R over the capacity is returned, not refused.
+        """
+        derive = tokens_per_rank is None and operation == "dispatch"
+        compare = self.world.size > 1 and (derive or self.world.compares_headers(self.full))
+        if not compare or incomplete:
+            if error is not None:
+                raise error
+            if tokens_per_rank and num_tokens <= tokens_per_rank:
+                return tokens_per_rank
+            return self.capacity.agree((num_tokens,), tokens_per_rank or 0, cut)
+        header = Header(
+            operation=operation,
+            layer=self.layer,
+            call=call,
+            num_tokens=num_tokens,
+            tokens_per_rank=0 if error else tokens_per_rank or 0,
+            dtype=dtype,
+            fingerprint=self.fingerprint,
+            settings=self.settings,
+            group_tokens=group_tokens,
+        )
+        peers = exchange(self.world, header, error)
+        return self.capacity.agree(peers.tokens, tokens_per_rank or 0, cut)

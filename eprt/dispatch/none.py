@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 
 from eprt.dispatch.base import Dispatcher
-from eprt.dispatch.handle import Handle, Traffic
+from eprt.dispatch.call import Handle, Traffic
 from eprt.tokens import FlatTokens, Payload, TopK
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Emits `W * R` flat rows, rank by rank; slots of absent tokens and of other ranks' experts hold E."""
+    """Emits `W * R` flat rows, rank by rank; top-k entries of absent tokens and of other ranks' experts hold E."""
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
         E = self.config.num_experts

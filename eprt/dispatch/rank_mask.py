@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from eprt.config import ParallelConfig
-from eprt.dispatch.slots import Slots
+from eprt.dispatch.buffers import InFlightBuffers
 from eprt.errors import InputError, UsageError
 from eprt.tokens import TopK
 
@@ -28,19 +28,19 @@ class RankMask:
 
     Attributes:
         alive: [W], by rank.
-        slots: its calls; a mask changes while none is open.
+        in_flight: its calls; a mask changes while none is open.
         in_arguments: kernels get the mask as an argument, so a CUDA graph keeps the one of its capture; False: they
             read it from device memory, and replays follow it.
         captured: a CUDA graph holds a call.
     """
 
     alive: tuple[bool, ...]
-    slots: Slots
+    in_flight: InFlightBuffers
     in_arguments: bool
     captured: bool = False
 
     def without_lost(self, alive: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Who takes part once only the `alive` are left."""
+        """Returns who takes part once only the `alive` are left."""
         return tuple(mine and theirs for mine, theirs in zip(self.alive, alive, strict=True))
 
     @property
@@ -70,7 +70,7 @@ def checked_mask(alive: Sequence[object], world: World) -> tuple[bool, ...]:
 
 
 class LostExperts:
-    """Slots on ranks that are lost, and what becomes of tokens that want them.
+    """The physical expert slots on lost ranks, and how tokens do without them.
 
     Args:
         alive: [W]
@@ -92,7 +92,7 @@ class LostExperts:
         self._none, self._renormalize = num_experts, renormalize
 
     def left_out(self, topk: TopK) -> TopK:
-        """[T, K] without the slots that are lost: they name no expert. No host sync."""
+        """[T, K] without the entries whose slot is lost: they name no expert. No host sync."""
         ids = torch.where(self._gone[topk.ids.long().clamp(0, self._none)], self._none, topk.ids)
         if not self._renormalize:
             return TopK(ids, topk.weights)
@@ -132,4 +132,4 @@ def require_changeable(
         if failed:
             raise UsageError(f"{name}: set_alive: {reason}")
     if mask is not None:
-        mask.slots.require_idle()
+        mask.in_flight.require_idle()

@@ -1,4 +1,4 @@
-"""Dispatchers over memory that the ranks share: when it is made, who uses which part, when it is given back."""
+"""Dispatchers over memory that the ranks share: its allocation, the buffers that calls take, its release."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.base import Dispatcher
-from eprt.dispatch.capacity import KNOB
-from eprt.dispatch.handle import CallState, Handle
-from eprt.dispatch.slots import Slots
+from eprt.dispatch.buffers import InFlightBuffers
+from eprt.dispatch.call import KNOB, CallState, Handle
 from eprt.errors import CapacityError, ConfigError, RankLost, UsageError, WorldMismatch
 from eprt.support import Device
 
@@ -21,24 +20,24 @@ if TYPE_CHECKING:
 
 
 class Geometry(Protocol):
-    """All that is baked into a memory: a World keeps one for each. Hashable; equal ones share it."""
+    """The key of a shared memory: all that is baked into it. Hashable; a World keeps one memory per key."""
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes a rank pays for each unit of capacity."""
+        """Bytes per rank and unit of capacity."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Bytes a rank pays in all."""
+        """Bytes per rank in all."""
         ...
 
 
 class Memory(Protocol):
-    """What the ranks share of one geometry."""
+    """The memory that the ranks share for one geometry."""
 
     @property
-    def slots(self) -> Slots: ...
+    def in_flight(self) -> InFlightBuffers: ...
 
 
 G = TypeVar("G", bound=Geometry)
@@ -46,18 +45,18 @@ M = TypeVar("M", bound=Memory)
 
 
 @dataclass
-class SlotCall(CallState):
-    """What combine needs of a dispatch: at least which part of the memory it used."""
+class BufferCall(CallState):
+    """What combine needs of a dispatch: at least the index of the buffer that it used."""
 
-    slot: int
+    index: int
 
 
 class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
-    """Calls go through slots of a memory that dispatchers of equal geometry share. The first of them that needs it
+    """Calls go through buffers of a memory that dispatchers of equal geometry share. The first of them that needs it
     makes it, before the end of warm-up; the last that closes frees it.
 
     Fill in, beside `_dispatch` and `_combine`: `memory_name`, `_geometry_of`, `_allocate`, `_free`, `_send_nan`. Their
-    `state` is a `SlotCall`.
+    `state` is a `BufferCall`.
 
     Raises:
         ConfigError: what the plan would refuse.
@@ -66,7 +65,12 @@ class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
     memory_name: ClassVar[str]  # as errors name it
 
     def __init__(
-        self, world: World, config: MoEConfig, runtime: RuntimeConfig, token_format: TokenFormat, layer: int
+        self,
+        world: World,
+        config: MoEConfig,
+        runtime: RuntimeConfig,
+        token_format: TokenFormat | None = None,
+        layer: int = 0,
     ) -> None:
         verdict = self.spec.supports(config, world.parallel, runtime, Device.of(world.device))
         if not verdict:
@@ -75,6 +79,10 @@ class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
         self._key = (self.spec.name, self._geometry, runtime.may_leave_out)
         self._memory: M | None = None
         super().__init__(world, config, runtime, token_format, layer)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Completes the construction; allocates nothing shared. Raises ConfigError for what the library refuses."""
 
     @abstractmethod
     def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> G:
@@ -90,7 +98,7 @@ class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
 
     @abstractmethod
     def _send_nan(self, memory: M, handle: Handle) -> None:
-        """Do what combine does for the peers, with NaN for the experts' output, and free the slot."""
+        """Does what combine does for the peers, with NaN for the experts' output, and free the buffer."""
 
     def bytes_per_token(self) -> int:
         return self._geometry.bytes_per_token
@@ -111,20 +119,20 @@ class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
         require_allocatable(self.world, self._geometry.num_bytes, self.memory_name)
         return self._allocate()
 
-    def _slots(self) -> Slots | None:
+    def _in_flight(self) -> InFlightBuffers | None:
         memory: M | None = self._memory or self.world.held(self._key)
-        return None if memory is None else memory.slots
+        return None if memory is None else memory.in_flight
 
     def _release(self, handle: Handle) -> None:
         """The peers' combine waits for this rank, so a handle that is dropped still sends, unless some of them are
         lost: then nobody goes on. What they get is NaN, not the numbers of an earlier call."""
         call = handle.state
-        if self._memory is None or not isinstance(call, SlotCall) or self.world.closed:
+        if self._memory is None or not isinstance(call, BufferCall) or self.world.closed:
             return
         try:
             self.check_peers()
         except (RankLost, WorldMismatch):
-            self._memory.slots.release(call.slot)
+            self._memory.in_flight.release(call.index)
             return
         self._send_nan(self._memory, handle)
 

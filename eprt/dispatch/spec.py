@@ -1,4 +1,4 @@
-"""What a dispatcher says of itself: one row of the table in `eprt/dispatch/__init__.py`."""
+"""The facts that a dispatcher states: one row of the table in `eprt/dispatch/__init__.py`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from eprt.support import Device, Requirement, Support, refuse
 from eprt.weights import NVFP4_BLOCK
 
 FABRIC_BEYOND_HOST = 100  # SM from which NVLink joins the hosts of a rack (GB200 NVL72)
+# Limits that a row states and an implementation is built on.
+SYMM_MAX_RANKS = 8  # GPUs of one NVLink host
+SYMM_R_BITS = 20  # of a flag of symm's kernels carry R
+DEEPEP_MAX_TOKENS = 1024  # per rank: deep_ep 1.2.1, FINISHED_SUM_TAG of csrc/kernels/internode_ll.cu
 PACKING_SM = 89  # from which Triton converts to E4M3, in codes of fp8_block and scales of nvfp4
 
 
@@ -27,7 +31,7 @@ class DispatcherSpec:
         devices: device kinds it runs on.
         graph_safe: capture once, replay with new data, counts <= R and idle ranks.
         max_ranks: None means no limit of its own.
-        top_k_sizes: instantiated K; another K is padded up with invalid slots of weight 0. None: any.
+        top_k_sizes: instantiated K; another K is padded up with entries that name no expert. None: any.
         hidden_sizes: instantiated H; another H is padded up and trimmed. None: any.
         max_tokens: largest max_tokens_per_rank it can be sized for. None: memory is the limit.
         moe_tp: can deliver one token to the several ranks that share an expert.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from eprt.dispatch.base import Dispatcher
-from eprt.dispatch.handle import CallState, Handle, Traffic
+from eprt.dispatch.call import CallState, Handle, Traffic
 from eprt.expert_major import ExpertMajorIndex, expert_major_from_flat, weighted_sum_to_flat
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
 
@@ -37,14 +37,14 @@ class AllToAllDispatcher(Dispatcher):
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens | ExpertMajorTokens:
         E, W = self.config.num_experts, self.world.size
-        slot = torch.where(topk.ids < E, topk.ids // self.placement.num_local_experts, -1)
-        ep_rank = torch.arange(W, device=slot.device) // self.world.parallel.moe_tp_size
-        wanted = (slot[None] == ep_rank[:, None, None]).any(-1)  # [W, T]: does rank w hold an expert of token t
+        home = torch.where(topk.ids < E, topk.ids // self.placement.num_local_experts, -1)
+        ep_rank = torch.arange(W, device=home.device) // self.world.parallel.moe_tp_size
+        wanted = (home[None] == ep_rank[:, None, None]).any(-1)  # [W, T]: does rank w hold an expert of token t
         destination, token = wanted.nonzero(as_tuple=True)
         send = wanted.sum(1).tolist()
         receive = [row[self.world.rank] for row in self.world.gather_words(send)]
         ids, weights = topk.ids[token], topk.weights[token]
-        ids = torch.where(slot[token] == ep_rank[destination, None], ids, E)
+        ids = torch.where(home[token] == ep_rank[destination, None], ids, E)
         routing = self._exchange(torch.cat([ids, weights.view(torch.int32)], dim=1), send, receive)
         moved = replace(
             hidden,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from eprt.errors import ConfigError
-from eprt.graphs.recording import GraphedLayer, Padding, Peers, Pool, Recording, refusal
+from eprt.graphs.recording import GraphedLayer, Padding, PeerWatch, Pool, Recording, refusal
 from eprt.rounding import next_power_of_2
 from eprt.world import World
 
@@ -45,7 +45,7 @@ class LayerGraphs:
         if world.device.type == "cuda" and (reason := refusal(layer)):
             raise ConfigError(f"RuntimeConfig.layer_graphs: {reason}; `eprt explain` lists the pairs that can")
         self._world, self._layer, self._call = world, layer, call
-        self._peers = Peers(world, [layer])
+        self._watch = PeerWatch(world, [layer])
         largest = min(LARGEST, capacity)
         self.buckets = (*(1 << n for n in range(next_power_of_2(largest).bit_length()) if 1 << n < largest), largest)
         world.add_buckets(self.buckets)
@@ -57,7 +57,7 @@ class LayerGraphs:
     def capture(self) -> None:
         """Record every bucket, the largest first. Collective, as the call is made before."""
         pool = Pool.shared(self._world)
-        with torch.no_grad(), self._peers.capturing():
+        with torch.no_grad(), self._watch.capturing():
             for rows in reversed(self.buckets):
                 self._captured[rows] = self._record(rows, pool)
 
@@ -93,7 +93,7 @@ class LayerGraphs:
             padded = F.pad(hidden, (0, 0, 0, tokens_per_rank - T))
             with self._padding.applied(tokens_per_rank):
                 return self._call(padded, tokens_per_rank)[:T].clone()
-        self._peers.check()
+        self._watch.check()
         dispatcher = self._layer.dispatcher
         dispatcher._calls += 1  # as on ranks that make this call
         self._world.log_call(dispatcher.layer, dispatcher.fingerprint)
@@ -102,7 +102,7 @@ class LayerGraphs:
         return recording.play()[:T].clone()
 
     def _fits(self, hidden: torch.Tensor) -> bool:
-        free = not (self._peers.closed or self._peers.changed or torch.cuda.is_current_stream_capturing())
+        free = not (self._watch.closed or self._watch.changed or torch.cuda.is_current_stream_capturing())
         return free and hidden.dtype == self._hidden.dtype
 
     def _record(self, rows: int, pool: Pool | None) -> Recording:
@@ -113,7 +113,7 @@ class LayerGraphs:
         if pool is not None:
             self._padding.valid.write(0)
             call()
-            self._peers.wait()
+            self._watch.wait()
         return Recording.of(call, pool, self._world)
 
 

@@ -145,7 +145,7 @@ class Recording:
         return cls(play, pool)
 
 
-class Peers:
+class PeerWatch:
     """What the dispatchers of some layers know of the other ranks.
 
     Args:
@@ -163,7 +163,7 @@ class Peers:
         self._world.raise_if_lost()
         seen: set[int] = set()
         for dispatcher in self._all:  # those that share memory know the same
-            if (memory := id(dispatcher._slots())) not in seen:
+            if (memory := id(dispatcher._in_flight())) not in seen:
                 seen.add(memory)
                 dispatcher.check_peers()
 

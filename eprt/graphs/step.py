@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from eprt.errors import ConfigError, EprtError, InputError, UsageError
-from eprt.graphs.recording import GraphedLayer, Padding, Peers, Pool, Recording, refusal
+from eprt.graphs.recording import GraphedLayer, Padding, PeerWatch, Pool, Recording, refusal
 from eprt.world import World
 from eprt.world.agree import Header, agree_step, exchange, fingerprint_of
 from eprt.world.collectives import Step
@@ -75,7 +75,7 @@ class StepGraphs:
         _require_rows(inputs, world.device)
         if world.device.type == "cuda":
             _require_capturable(self._layers)
-        self._peers = Peers(world, self._layers)
+        self._watch = PeerWatch(world, self._layers)
         self._padding = Padding(world, self.buckets[-1])
         with torch.inference_mode(False):
             self._empty = {name: row.detach().clone() for name, row in inputs.items()}
@@ -99,7 +99,7 @@ class StepGraphs:
         self._fill(0, {})  # the calls below would write what an earlier step brought once more, without its experts
         self._world.add_buckets(self.buckets)
         pool = Pool.of(self._world.device)
-        with torch.no_grad(), self._peers.capturing():
+        with torch.no_grad(), self._watch.capturing():
             for rows in reversed(self.buckets):
                 self._captured[rows] = self._record(rows, pool)
         self._world.take_call_log()  # the calls of a recording are no step's
@@ -125,7 +125,7 @@ class StepGraphs:
             bucket = self._captured.get(step.tokens_per_rank)
             if bucket is None:
                 return self._eagerly(num_tokens, inputs, step.tokens_per_rank)
-            self._peers.check()
+            self._watch.check()
             if num_tokens == 0 and bucket.idle is not None:
                 bucket.idle.play()
                 return bucket.nothing
@@ -139,7 +139,7 @@ class StepGraphs:
         Raises:
             RankLost, WorldMismatch: see `Dispatcher.check_peers`; RankLost after the World's timeout, too.
         """
-        self._peers.wait()
+        self._watch.wait()
 
     # ---- recording ------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class StepGraphs:
         nothing = _map(lambda tensor: tensor.new_empty((0, *tensor.shape[1:])), output)
         del output
         if pool is not None:
-            self._peers.wait()
+            self._watch.wait()
         recorded = Recording.of(forward, pool, self._world)
         return _Bucket(recorded, None if self._idle is None else Recording.of(idle, pool, self._world), nothing)
 
@@ -237,9 +237,9 @@ class StepGraphs:
     def _require_ready(self) -> None:
         if not self._captured:
             raise UsageError("StepGraphs before capture(): call it on every rank, after World.warmup(*layers)")
-        if self._peers.closed:
+        if self._watch.closed:
             raise UsageError("StepGraphs after its world or a layer was closed: make both again, then capture")
-        if self._peers.changed:
+        if self._watch.changed:
             raise UsageError("ranks were left out since StepGraphs.capture(): call it again on the ranks that are left")
 
     def _check_inputs(self, num_tokens: int, inputs: Mapping[str, torch.Tensor]) -> None:

@@ -14,12 +14,13 @@ from eprt import compiled
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dense import LatentProjection, SharedExpertMLP
 from eprt.dispatch import Dispatched, make_dispatcher
-from eprt.dispatch.call import check_hidden, check_routing, looks_of
+from eprt.dispatch.call import check_hidden, check_routing
 from eprt.dispatch.payload_scale import calibrated_scale
 from eprt.engines import Engine, make_engines
 from eprt.errors import ConfigError, EprtError, InputError, UsageError
-from eprt.experts import make_executor
+from eprt.experts import Executor, make_executor
 from eprt.graphs import LayerGraphs
+from eprt.layer.rounds import LayerCall, Round, run_engine, run_rounds
 from eprt.layer.slices import Slices
 from eprt.layer.slots import ChosenSlots
 from eprt.placement import ExpertPlacement
@@ -57,7 +58,7 @@ class ExpertParallelMoE(nn.Module):
 
     Attributes:
         plan: what was chosen, and every candidate's reason.
-        engines: what can do the work of a call, the preferred first (`eprt.engines`).
+        engines: engines that may make a call in place of the dispatcher and the executor, the preferred first.
         observe: `observe(phase)` returns a context manager entered around each of `PHASES`. Replace it to time, trace
             (`torch.profiler.record_function`) or check; default nothing.
         see: `see(phase, found)` is told what "route" chose (TopK, or RouterLogits where a kernel chooses) and what
@@ -82,40 +83,50 @@ class ExpertParallelMoE(nn.Module):
         placement: ExpertPlacement | None = None,
     ) -> None:
         super().__init__()
-        runtime = runtime or RuntimeConfig()
-        self.config = config
-        self.world = world
+        self.config, self.world = config, world
         self.observe: Callable[[str], AbstractContextManager[Any]] = _no_observer
         self.see: Callable[[str, TopK | RouterLogits | Dispatched], object] | None = None
+        self.placement = placement or ExpertPlacement(config.num_experts, world.parallel)
+        runtime = runtime or RuntimeConfig()
         try:
-            _require_pair("shared", config.shared, shared)
-            _require_pair("latent", config.model_hidden_size, latent)
-            if shared is not None:
-                shared.check(config)
-            if latent is not None:
-                latent.check(config)
-            if router is not None:
-                router.check(config)
-            self.placement = placement or ExpertPlacement(config.num_experts, world.parallel)
+            _check_parts(config, router, shared, latent)
             inside = self.placement.in_slots(config)
             self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device), self.placement)
             runtime = replace(runtime, max_tokens_per_rank=self.plan.max_tokens_per_rank)
         except EprtError as error:
             exchange(world, Header("build", layer, 0), error)  # the peers are in make_dispatcher
             raise
+        scale = calibrated_scale(experts)
+        pair = self.plan.token_format, layer
         self.dispatcher = make_dispatcher(
-            self.plan.dispatcher,
-            world,
-            inside,
-            runtime,
-            self.plan.token_format,
-            layer,
-            input_scale=calibrated_scale(experts),
-            settings=self.plan.settings,
+            self.plan.dispatcher, world, inside, runtime, *pair, input_scale=scale, settings=self.plan.settings
         )
-        refused: EprtError | None = None
+        self.executor = self._make_executor(inside, experts, runtime, layer)
+        self._slices = Slices(world)
+        one_replica = runtime.phase == "decode"
+        self._slots = ChosenSlots(
+            config, world, self._slices, self.placement, one_replica=one_replica, count_load=runtime.count_load
+        )
+        self.router = None if router is None else router.to(world.device)
+        self.shared: SharedExpertMLP | None = None
+        if config.shared is not None and shared is not None:
+            self.shared = SharedExpertMLP(config.shared, shared).to(world.device)
+        self.latent = None if latent is None else LatentProjection(latent).to(world.device)
+        self._dtypes = self._accepted_dtypes()
+        self.engines = make_engines(self, [use.name for use in self.plan.engines if use.support])
+        self.graphs: LayerGraphs | None = None
+        if runtime.layer_graphs:
+            self.graphs = LayerGraphs(world, self, self._by_router, config.input_size, self._most_tokens)
+        self._number = compiled.register(self)
+        self._used = False  # kernels and memory that are made lazily may still be missing
+
+    def _make_executor(self, inside: MoEConfig, experts: ExpertWeights, runtime: RuntimeConfig, layer: int) -> Executor:
+        """Builds the executor, then compares the placement with the peers, so that a refusal is one on all ranks."""
+        world = self.world
+        placed = {"placement": self.placement.fingerprint()}
+        header = Header("build", layer, 1, fingerprint=fingerprint_of(placed), settings=placed)
         try:
-            self.executor = make_executor(
+            executor = make_executor(
                 self.plan.executor,
                 inside,
                 self.dispatcher.shard,
@@ -126,30 +137,15 @@ class ExpertParallelMoE(nn.Module):
                 world.require_cold,
             )
         except EprtError as error:
-            refused = error
-        placed = {"placement": self.placement.fingerprint()}
-        exchange(world, Header("build", layer, 1, fingerprint=fingerprint_of(placed), settings=placed), refused)
-        self._slices = Slices(world)
-        self._slots = ChosenSlots(
-            config,
-            world,
-            self._slices,
-            self.placement,
-            one_replica=runtime.phase == "decode",
-            count_load=runtime.count_load,
-        )
-        self.router = None if router is None else router.to(world.device)
-        self.shared: SharedExpertMLP | None = None
-        if config.shared is not None and shared is not None:
-            self.shared = SharedExpertMLP(config.shared, shared).to(world.device)
-        self.latent = None if latent is None else LatentProjection(latent).to(world.device)
-        self.graphs: LayerGraphs | None = None
-        if runtime.layer_graphs:
-            self.graphs = LayerGraphs(world, self, self._by_router, config.input_size, self._most_tokens)
-        self._number = compiled.register(self)
-        self.engines = make_engines(self)
-        self._used = False  # what is compiled and allocated lazily may still be missing
-        self._accepted: tuple[object, ...] | None = None  # what was right about the last call's hidden states
+            exchange(world, header, error)
+            raise
+        exchange(world, header)
+        return executor
+
+    def _accepted_dtypes(self) -> list[tuple[torch.dtype, str]]:
+        """Returns the only dtypes that parts of the layer take, each with the name of the part."""
+        parts = (("the shared expert", self.shared), ("the latent projection", self.latent))
+        return [*((part.dtype, name) for name, part in parts if part is not None), *self.dispatcher.dtypes]
 
     def forward(
         self,
@@ -159,7 +155,7 @@ class ExpertParallelMoE(nn.Module):
         token_ids: torch.Tensor | None = None,
         tokens_per_rank: int | None = None,
     ) -> torch.Tensor:
-        """The layer's output for this rank's tokens.
+        """Returns the layer's output for this rank's tokens.
 
         Args:
             hidden_states: [..., H_model] bf16 or float32; T rows in all, T = 0 allowed. Under attention TP the T
@@ -179,50 +175,33 @@ class ExpertParallelMoE(nn.Module):
             InputError, CapacityError, WorldMismatch, RankLost, UsageError: see `Dispatcher.dispatch`.
             UsageError: the first call of a layer that wasn't passed to the `World.warmup` before.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.forward(hidden_states, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
-        if torch.compiler.is_compiling():
-            return compiled.call(self._number, hidden_states, routing, token_ids, tokens_per_rank)
-        if not self._used:
-            self.world.require_cold("the first call of a layer")
-        if self.graphs is not None:
-            if type(tokens_per_rank) is int:  # also where this rank's call has no graph
-                tokens_per_rank = rounded(tokens_per_rank, self.world.buckets)
-            if routing is None and (replayed := self._replayed(hidden_states, tokens_per_rank)) is not None:
-                return replayed
-        return self._forward(hidden_states, routing, token_ids, tokens_per_rank)
-
-    def _forward(
-        self,
-        hidden_states: torch.Tensor,
-        routing: TopK | RouterLogits | None,
-        token_ids: torch.Tensor | None,
-        tokens_per_rank: int | None,
-    ) -> torch.Tensor:
-        """Route; then `_run`: dispatch, experts, combine."""
+        given = hidden_states, routing, token_ids, tokens_per_rank
+        if (output := self._by_other_means(*given)) is not None:
+            return output
+        call = self._route(*given)
+        if call.engine is not None:
+            return run_engine(self, call.engine, call)
         dispatcher = self.dispatcher
+        with self.observe("dispatch"):
+            whole = self._agree(call)
+            sent = dispatcher.send(*whole.part(0, dispatcher.capacity.max_tokens_per_rank))
         try:
-            rows = self._checked(hidden_states, routing, token_ids)
-            group_tokens = rows.shape[0]
-            ids = None if token_ids is None else token_ids.reshape(-1)
-            x, sent_per_rank = rows, tokens_per_rank
-            if self._slices.several:
-                x, routing, ids = self._slices.own(rows, routing, ids)
-                sent_per_rank = self._slices.agreed(tokens_per_rank, group_tokens, dispatcher)
-            with self.observe("route"):
-                chosen = self._route(x, routing, ids, sent_per_rank)
-                if self.see is not None:
-                    self.see("route", chosen)
-                chosen = self._slots.of(chosen, group_tokens, dispatcher.full_validation)
-        except EprtError as error:
-            dispatcher.refuse(error, tokens_per_rank)
-        y = self._run(x, chosen, sent_per_rank, group_tokens)
-        self._used = True
-        return y if rows is hidden_states else y.view(hidden_states.shape)
+            if self.see is not None:
+                self.see("dispatch", sent)
+            with self.observe("experts"):
+                y = self.executor(sent.tokens, out=dispatcher.output_buffer(sent.handle))
+            with self.observe("shared"):
+                call.dense = None if self.shared is None else self.shared(call.tokens)
+            with self.observe("combine"):
+                y = dispatcher.combine(y, sent.handle)
+                if whole.rows <= dispatcher.capacity.max_tokens_per_rank:
+                    return self._finish(y, call)
+        finally:
+            sent.handle.close()
+        return run_rounds(self, whole, y, call)
 
     def warmup(self) -> None:
-        """Collective; called by `World.warmup(layer)`."""
+        """Compiles and allocates all that a call needs. Collective; called by `World.warmup(layer)`."""
         self.dispatcher.warmup()
         slots = self.dispatcher.spec.padded_top_k(self.config.top_k)
         self.executor.warmup(self.dispatcher.max_rows(), slots)
@@ -237,8 +216,8 @@ class ExpertParallelMoE(nn.Module):
             self.graphs.capture()
 
     def load(self) -> torch.Tensor:
-        """How often this rank's tokens chose each expert since the last `reset_load`: [E] int64 on the world's device,
-        a copy. Padding (ids of "no expert") isn't counted. `eprt.balance.gather_load` sums over the ranks.
+        """Counts how often this rank's tokens chose each expert since the last `reset_load`: [E] int64 on the world's
+        device, a copy. Padding (ids of "no expert") isn't counted. `eprt.balance.gather_load` sums over the ranks.
 
         Raises:
             UsageError: the layer doesn't count.
@@ -246,7 +225,7 @@ class ExpertParallelMoE(nn.Module):
         return self._slots.load.read()
 
     def reset_load(self) -> None:
-        """Count from zero again. Raises UsageError where the layer doesn't count."""
+        """Counts from zero again. Raises UsageError where the layer doesn't count."""
         self._slots.load.reset()
 
     @property
@@ -261,59 +240,106 @@ class ExpertParallelMoE(nn.Module):
         self._slots.adopt(placement)
 
     def close(self) -> None:
-        """Give back the dispatcher's shared memory. Idempotent."""
+        """Gives back the dispatcher's shared memory. Idempotent."""
         self.dispatcher.close()
 
     # ---- graphs of its own ------------------------------------------------------------------------------------
 
     @property
     def _most_tokens(self) -> int:
-        """The largest R of a caller that one dispatch carries."""
+        """Returns the largest R of a caller that one dispatch carries."""
         return self.dispatcher.capacity.max_tokens_per_rank * self.world.parallel.attention_tp_size
 
     def _by_router(self, hidden_states: torch.Tensor, tokens_per_rank: int) -> torch.Tensor:
-        return self._forward(hidden_states, None, None, tokens_per_rank)
+        """The call that the layer's graphs record. They pad its rows, so it isn't replayed itself."""
+        return self.forward(hidden_states, tokens_per_rank=tokens_per_rank)
 
-    def _replayed(self, hidden_states: torch.Tensor, tokens_per_rank: int | None) -> torch.Tensor | None:
-        """The output of the layer's own graph; None where it has none for such a call, or phases are observed."""
+    def _by_other_means(
+        self,
+        hidden_states: torch.Tensor,
+        routing: TopK | RouterLogits | None,
+        token_ids: torch.Tensor | None,
+        tokens_per_rank: int | None,
+    ) -> torch.Tensor | None:
+        """Returns the output of a call with gradients off, of torch.compile's operator or of a graph's replay; None
+        where the call is to be made eagerly."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.forward(hidden_states, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
+        if torch.compiler.is_compiling():
+            return compiled.call(self._number, hidden_states, routing, token_ids, tokens_per_rank)
+        if not self._used:
+            self.world.require_cold("the first call of a layer")
         graphs, router, unseen = self.graphs, self.router, self.observe is _no_observer and self.see is None
-        if graphs is None or router is None or router.token_table is not None or not unseen:
+        if graphs is None or routing is not None or router is None or router.token_table is not None or not unseen:
             return None
-        return graphs.output_of(hidden_states, tokens_per_rank)
+        return graphs.output_of(hidden_states, self._rounded(tokens_per_rank))
+
+    def _rounded(self, tokens_per_rank: int | None) -> int | None:
+        """Returns R up to the next bucket, also where this rank's call has no graph: its peers' calls may."""
+        if type(tokens_per_rank) is not int:
+            return tokens_per_rank
+        return rounded(tokens_per_rank, self.world.buckets)
 
     # ---- the steps ------------------------------------------------------------------------------------------
 
+    def _route(
+        self,
+        hidden_states: torch.Tensor,
+        routing: TopK | RouterLogits | None,
+        token_ids: torch.Tensor | None,
+        tokens_per_rank: int | None,
+    ) -> LayerCall:
+        """Checks a call, takes this rank's slice of its tokens, and chooses their experts.
+
+        Raises:
+            InputError, CapacityError, UsageError: on every rank.
+        """
+        if self.graphs is not None:
+            tokens_per_rank = self._rounded(tokens_per_rank)
+        try:
+            rows = self._checked(hidden_states, routing, token_ids)
+            x, sent_per_rank, ids = rows, tokens_per_rank, None if token_ids is None else token_ids.reshape(-1)
+            if self._slices.several:
+                x, routing, ids = self._slices.own(rows, routing, ids)
+                sent_per_rank = self._slices.agreed(tokens_per_rank, rows.shape[0], self.dispatcher)
+            with self.observe("route"):
+                choice = self._choose(x, routing, ids, sent_per_rank)
+                if self.see is not None:
+                    self.see("route", choice)
+                if isinstance(choice, TopK) and (self._slots.need_ids or self.world.padding is not None):
+                    choice = self._slots.of(choice, rows.shape[0], self.dispatcher.full_validation)
+        except EprtError as error:
+            self.dispatcher.refuse(error, tokens_per_rank)
+        shape = None if rows is hidden_states else hidden_states.shape
+        engine = self._engine(x, choice, sent_per_rank) if self.engines else None
+        return LayerCall(x, choice, sent_per_rank, rows.shape[0], shape, engine)
+
     def _checked(self, x: object, routing: object, token_ids: object) -> torch.Tensor:
-        """`x` as [T, H_model], once it is found to be right. The dispatcher can't: it gets this rank's slice, behind
-        the latent projection. What looks like the last call's was checked then."""
+        """Returns `x` as [T, H_model]. The dispatcher doesn't check it again, as it gets this rank's slice, behind the
+        latent projection."""
         width = self.config.input_size
         if not isinstance(x, torch.Tensor):
             raise InputError(f"hidden_states is a {type(x).__name__}: expected a tensor [..., {width}]")
-        shared, latent = self.shared, self.latent
-        looks = looks_of(x), shared and shared.dtype, latent and latent.dtype
-        if looks[0] is None or looks != self._accepted:
-            parts = (("the shared expert", shared), ("the latent projection", latent))
-            only = [(part.dtype, name) for name, part in parts if part is not None]
-            check_hidden(x, width, self.world.device, meaning="the model's hidden", flat=False, only=only)
-            self._accepted = looks
+        check_hidden(x, width, self.world.device, meaning="the model's hidden", flat=False, only=self._dtypes)
         rows = x if x.dim() == 2 else x.reshape(-1, width)
         if routing is not None or token_ids is not None:
             check_routing(rows.shape[0], routing, token_ids, self.config)
         return rows
 
-    def _route(
+    def _choose(
         self,
         x: torch.Tensor,
         routing: TopK | RouterLogits | None,
         token_ids: torch.Tensor | None,
         tokens_per_rank: int | None,
     ) -> TopK | RouterLogits:
-        """The choice of experts; logits where the executor makes it."""
+        """Returns the choice of experts, or logits for an engine that makes it."""
         router = self.router
         if routing is None:
             if router is None:
                 raise InputError("the layer has no router of its own: pass routing=TopK(...) or RouterLogits(...)")
-            if self.world.size > 1 or not self.executor.takes_logits or self._slots.need_ids:
+            if not self.engines:
                 return router(x, token_ids)
             routing = router.logits(x)
         if isinstance(routing, TopK) or self._engine(x, routing, tokens_per_rank) is not None:
@@ -329,65 +355,45 @@ class ExpertParallelMoE(nn.Module):
         )
 
     def _engine(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> Engine | None:
-        """What does this call; None for logits that no engine takes as they are."""
-        if not isinstance(choice, TopK) and self._slots.need_ids:
-            return None  # a kernel would choose experts unseen
-        for engine in self.engines:
-            if engine.takes(x, choice, tokens_per_rank):
-                return engine
-        return None
+        """Returns the first engine that takes the call; None: the dispatcher and the executor make it."""
+        return next((engine for engine in self.engines if engine.takes(x, choice, tokens_per_rank)), None)
 
-    def _run(
-        self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None, group_tokens: int
-    ) -> torch.Tensor:
-        """Dispatch, experts, combine; over the capacity in rounds that every rank makes, idle ones too."""
-        engine, shared, dispatcher = self._engine(x, choice, tokens_per_rank), self.shared, self.dispatcher
-        if engine is None:
-            raise UsageError("no engine takes this call: the last row of eprt.engines.ENGINES must take every TopK")
-        most, cut = dispatcher.capacity.max_tokens_per_rank, not dispatcher.runtime.strict_capacity
-        rows, start, outputs = most, 0, list[torch.Tensor]()
-        inside, dense = x, None
-        while True:
-            with self.observe("dispatch"):
-                if start == 0:
-                    inside, choice = self._inside(x, choice)
-                    rows = engine.agree(inside, choice, tokens_per_rank, group_tokens, cut)
-                now = inside, choice, rows
-                if rows > most:
-                    now = inside[start : start + most], choice.narrow(start, most), min(most, rows - start)
-                if start > 0:
-                    engine.agree(*now)
-                work = engine.begin(*now)
-            try:
-                if self.see is not None and isinstance(work, Dispatched):
-                    self.see("dispatch", work)
-                with self.observe("experts"):
-                    y = engine.compute(work)
-                if start == 0:
-                    with self.observe("shared"):
-                        dense = None if shared is None else shared(x)
-                start += most
-                with self.observe("combine"):
-                    outputs.append(engine.finish(y, work))
-                    if start >= rows:
-                        return self._outside(outputs, dense, group_tokens)
-            finally:
-                engine.close(work)
-
-    def _inside(self, x: torch.Tensor, choice: TopK | RouterLogits) -> tuple[torch.Tensor, TopK | RouterLogits]:
-        """Tokens as the experts see them, and the weights that they are to apply."""
+    def _agree(self, call: LayerCall) -> Round:
+        """Returns the tokens as the experts see them, the weights that they are to apply, and R, agreed by all ranks;
+        R may be over the capacity unless `strict_capacity` is set."""
+        x, choice = call.tokens, call.choice
         inside = x if self.latent is None else self.latent.into(x)
         # Weights that lie elsewhere are dispatch's to refuse, on every rank.
         if self.config.weight_on_input and isinstance(choice, TopK) and choice.weights.device == inside.device:
-            return inside * choice.weights.to(inside.dtype), TopK(choice.ids, torch.ones_like(choice.weights))
-        return inside, choice
+            inside, choice = inside * choice.weights.to(inside.dtype), TopK(choice.ids, torch.ones_like(choice.weights))
+        cut = not self.dispatcher.runtime.strict_capacity
+        if call.engine is not None:
+            rows = call.engine.agree(inside, choice, call.tokens_per_rank, call.group_tokens, cut)
+        elif isinstance(choice, TopK):
+            given = inside, choice, call.tokens_per_rank
+            rows = self.dispatcher.agree(*given, group_tokens=call.group_tokens, cut=cut, checked=True)
+        else:
+            raise UsageError("no engine takes these router logits, and a dispatcher needs a TopK")
+        return Round(inside, choice, rows)
 
-    def _outside(self, outputs: list[torch.Tensor], dense: torch.Tensor | None, group_tokens: int) -> torch.Tensor:
-        """The rounds' sums as the model sees them: [T, H_model] of the whole attention-TP group."""
-        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    def _finish(self, y: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Returns the experts' sums as the model sees them, of the whole attention-TP group."""
         y = y if self.latent is None else self.latent.out_of(y)
-        y = y if dense is None else y + dense
-        return self._slices.whole(y, group_tokens) if self._slices.several else y
+        y = y if call.dense is None else y + call.dense
+        y = self._slices.whole(y, call.group_tokens) if self._slices.several else y
+        self._used = True
+        return y if call.shape is None else y.view(call.shape)
+
+
+def _check_parts(
+    config: MoEConfig, router: Router | None, shared: SharedExpertWeights | None, latent: LatentWeights | None
+) -> None:
+    """Raises ConfigError unless these weights fit the config."""
+    _require_pair("shared", config.shared, shared)
+    _require_pair("latent", config.model_hidden_size, latent)
+    for part in (shared, latent, router):
+        if part is not None:
+            part.check(config)
 
 
 def _require_pair(name: str, wanted: object, given: object) -> None:

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from eprt.dispatch import Dispatcher
-from eprt.dispatch.call import check_group_rows
+from eprt.dispatch.call import KNOB, require_agreed
+from eprt.errors import CapacityError
 from eprt.rounding import ceil_div
 from eprt.tokens import RouterLogits, TopK
 from eprt.world import World
@@ -27,26 +28,42 @@ class Slices:
     def own(
         self, x: torch.Tensor, routing: TopK | RouterLogits | None, ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, TopK | RouterLogits | None, torch.Tensor | None]:
-        """Of [T, H] tokens, their routing and their [T] vocabulary ids."""
+        """Returns this rank's part of [T, H] tokens, their routing and their [T] vocabulary ids."""
         part = ceil_div(x.shape[0], self._size)
         start = self._world.attention_tp_rank * part
         rows = slice(start, start + part)
         return x[rows], None if routing is None else routing.narrow(start, part), None if ids is None else ids[rows]
 
     def own_mark(self, mark: torch.Tensor, rows: int) -> torch.Tensor:
-        """Of [T, 1] marks: those of the `rows` tokens that this rank sends."""
+        """Returns, of [T, 1] marks, those of the `rows` tokens that this rank sends."""
         first = self._world.attention_tp_rank * ceil_div(mark.shape[0], self._size)
         return mark[first : first + rows]
 
     def agreed(self, tokens_per_rank: int | None, num_tokens: int, dispatcher: Dispatcher) -> int | None:
-        """R of what is sent, from the caller's own. Raises as `check_group_rows`."""
+        """Returns R of the slices that are sent, from the caller's own R and tokens.
+
+        Raises:
+            InputError: not an R.
+            CapacityError: fewer than `num_tokens`; with `strict_capacity` also slices over the capacity.
+        """
         if tokens_per_rank is None:
             return None
-        strict = dispatcher.runtime.strict_capacity
-        return check_group_rows(tokens_per_rank, num_tokens, self._size, dispatcher.capacity, strict)
+        agreed, capacity = require_agreed(tokens_per_rank), dispatcher.capacity.max_tokens_per_rank
+        if num_tokens > agreed:
+            raise CapacityError(
+                f"hidden_states holds {num_tokens} tokens, the agreed tokens_per_rank is {agreed}: pass "
+                f"tokens_per_rank >= {num_tokens} on every rank, or None to let the ranks agree"
+            )
+        part = ceil_div(agreed, self._size)
+        if part > capacity and dispatcher.runtime.strict_capacity:
+            raise CapacityError(
+                f"tokens_per_rank is {agreed}, {part} for each of {self._size} attention-TP ranks, over the "
+                f"capacity of {capacity}: set {KNOB} >= {part} or split the batch"
+            )
+        return part
 
     def whole(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """The group's slices back together, [num_tokens, H]; equal on each of its ranks."""
+        """Joins the group's slices: [num_tokens, H]; equal on each of its ranks."""
         part = ceil_div(num_tokens, self._size)
         padded = y if y.shape[0] == part else F.pad(y, (0, 0, 0, part - y.shape[0]))
         return self._world.gather_attention_tp(padded)[:num_tokens]

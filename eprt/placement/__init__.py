@@ -54,7 +54,7 @@ class ExpertShard:
     def _plain(self) -> bool:
         return self.experts == tuple(range(self.first_expert, self.end_expert))
 
-    @property
+    @cached_property
     def end_expert(self) -> int:
         return self.first_expert + self.num_local_experts
 

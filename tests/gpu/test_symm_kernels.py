@@ -4,7 +4,7 @@ NVLink is not involved, so this proves indexing, the flags' protocol and the bou
 the transport. The witness is torch indexing, written without the kernels; sums in rank order make the result exact.
 
 Interpreted on the CPU the ranks run one after another (`support/stand_ins/symm_kernels_on_cpu.py`), which proves
-indexing, generations, slots and how a wait's outcome is reported, but nothing of memory order, of ranks that run at
+indexing, generations, buffers and how a wait's outcome is reported, but nothing of memory order, of ranks that run at
 once, or of time.
 """
 
@@ -59,17 +59,17 @@ class Ranks:
 
     def __init__(self, W, E, K, H, capacity, payload="bf16", moe_tp=1, timeout_s=20.0):
         from eprt.dispatch.symm.launch import TUNING, Launcher
-        from eprt.dispatch.symm.memory import Geometry, SymmetricMemory
+        from eprt.dispatch.symm.memory import SymmetricMemory, SymmGeometry
 
         self.W, self.E, self.K, self.H, self.moe_tp = W, E, K, H, moe_tp
         self.L = E // (W // moe_tp)
         self.left = list(range(W))  # ranks that make calls
         self.global_scale = torch.tensor([GLOBAL_SCALE], device=DEVICE)
-        self.geometry = Geometry(W, capacity, H, K, payload)
+        self.geometry = SymmGeometry(W, capacity, H, K, payload)
         self.raw = raw = [memory_of(self.geometry.num_bytes, low=rank % 2 == 0) for rank in range(W)]
         for memory in raw:
             memory[: 2 * 256].zero_()
-        # [slot, phase, source] of each rank: 256 bytes a slot, two lines of 8 flags of 8 bytes
+        # [index, phase, source] of each rank: 256 bytes per buffer, two lines of 8 flags of 8 bytes
         self.flags = [memory[: 2 * 256].view(torch.int64).view(2, 4, 8)[:, :2, :W] for memory in raw]
         bases = [memory.data_ptr() for memory in raw]
         self.memories = [SymmetricMemory(self.geometry, r, raw[r], bases) for r in range(W)]
@@ -80,9 +80,9 @@ class Ranks:
         self.streams = [] if INTERPRETED else [torch.cuda.Stream() for _ in range(W)]
         self.synchronize()
 
-    def order(self, slot):
+    def order(self, index):
         """Interpreted, a rank overwrites what those before it wrote past their rows."""
-        return self.left if slot else self.left[::-1]
+        return self.left if index else self.left[::-1]
 
     def stream(self, r):
         return nullcontext() if INTERPRETED else torch.cuda.stream(self.streams[r])
@@ -109,20 +109,20 @@ class Ranks:
         ids = torch.where(torch.rand(T, self.K, device=DEVICE) < 0.1, self.E, ids).int().contiguous()
         return Batch(hidden, sent, TopK(ids, torch.rand(T, self.K, device=DEVICE)))
 
-    def dispatch(self, slot, batches, R, ranks=None):
-        for r in ranks or self.order(slot):
+    def dispatch(self, index, batches, R, ranks=None):
+        for r in ranks or self.order(index):
             with self.stream(r):
-                self.launchers[r].dispatch(slot, batches[r].hidden, batches[r].topk, R, self.global_scale)
+                self.launchers[r].dispatch(index, batches[r].hidden, batches[r].topk, R, self.global_scale)
         if INTERPRETED and ranks is None:
             self.synchronize(least_waits=len(self.left))
 
-    def combine(self, slot, batches, R, ranks=None):
+    def combine(self, index, batches, R, ranks=None):
         outs = {}
-        for r in ranks or self.order(slot):
+        for r in ranks or self.order(index):
             with self.stream(r):
                 T = batches[r].topk.ids.shape[0]
                 outs[r] = torch.full((T, self.H), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-                self.launchers[r].combine(slot, outs[r], batches[r].topk.ids, R)
+                self.launchers[r].combine(index, outs[r], batches[r].topk.ids, R)
         if INTERPRETED and ranks is None:
             self.synchronize(least_waits=len(self.left))
         return outs
@@ -132,11 +132,11 @@ class Ranks:
         mine = (ids < self.E) & (ids // self.L == p // self.moe_tp)
         return torch.where(mine, ids, self.E)
 
-    def check_received(self, slot, batches, R):
+    def check_received(self, index, batches, R):
         for p in self.left:
             memory = self.memories[p]
-            ids, weights = (x.view(self.W, R, self.K) for x in memory.routing(slot, R))
-            hidden = memory.payload(slot, R, None)
+            ids, weights = (x.view(self.W, R, self.K) for x in memory.routing(index, R))
+            hidden = memory.payload(index, R, None)
             for s in self.left:
                 batch = batches[s]
                 T = batch.topk.ids.shape[0]
@@ -150,10 +150,10 @@ class Ranks:
                         got_rows = got.view(torch.uint8).view(self.W, R, -1)[s, :T][rows]
                         assert torch.equal(got_rows, sent.view(torch.uint8).to(DEVICE)[rows])
 
-    def write_outputs(self, slot, batches, R):
+    def write_outputs(self, index, batches, R):
         """Half of the numbers are -2**26, 0 or 2**26, which cancel: another order than the ranks' has another sum."""
         for p in self.left:
-            out = self.memories[p].output(slot, R).view(self.W, R, self.H)
+            out = self.memories[p].output(index, R).view(self.W, R, self.H)
             out.fill_(float("nan"))
             for s, batch in enumerate(batches):
                 T = batch.topk.ids.shape[0]
@@ -162,36 +162,36 @@ class Ranks:
                 value = torch.where(torch.rand_like(value) < 0.5, large, value)
                 out[s, :T] = torch.where(rows[:, None], value, float("nan"))
 
-    def check_combined(self, slot, batches, outs, R):
+    def check_combined(self, index, batches, outs, R):
         for s in self.left:
             batch = batches[s]
             T = batch.topk.ids.shape[0]
             total = torch.zeros(T, self.H, device=DEVICE)
             for p in self.left:
                 rows = (self.wanted_ids(batch.topk.ids, p) < self.E).any(1)
-                row = self.memories[p].output(slot, R).view(self.W, R, self.H)[s, :T]
+                row = self.memories[p].output(index, R).view(self.W, R, self.H)[s, :T]
                 total += torch.where(rows[:, None], row.float(), 0.0)
             assert torch.equal(outs[s], total.bfloat16())
 
-    def check_flags(self, slot, generation, phases, R):
+    def check_flags(self, index, generation, phases, R):
         """Every rank has every other's flag of these phases, and has counted this generation."""
         for flags, memory in ((self.flags[p], self.memories[p]) for p in self.left):
-            assert (flags[slot, :phases, self.left] == generation * 2**20 + R).all()
-            assert memory.states[slot, :2].tolist() == [generation, 0]
+            assert (flags[index, :phases, self.left] == generation * 2**20 + R).all()
+            assert memory.states[index, :2].tolist() == [generation, 0]
 
-    def step(self, slot, batches, R):
+    def step(self, index, batches, R):
         self.synchronize()  # the batches were made on another stream
-        generation = int(self.memories[self.left[0]].states[slot, 0]) + 1
-        self.dispatch(slot, batches, R)
+        generation = int(self.memories[self.left[0]].states[index, 0]) + 1
+        self.dispatch(index, batches, R)
         self.synchronize()
-        self.check_flags(slot, generation, 1, R)
-        self.check_received(slot, batches, R)
-        self.write_outputs(slot, batches, R)
+        self.check_flags(index, generation, 1, R)
+        self.check_received(index, batches, R)
+        self.write_outputs(index, batches, R)
         self.synchronize()
-        outs = self.combine(slot, batches, R)
+        outs = self.combine(index, batches, R)
         self.synchronize()
-        self.check_flags(slot, generation, 2, R)
-        self.check_combined(slot, batches, outs, R)
+        self.check_flags(index, generation, 2, R)
+        self.check_combined(index, batches, outs, R)
         assert not any(self.memories[p].faulty for p in self.left)
 
 
@@ -245,13 +245,13 @@ def test_many_steps_without_host_synchronisation():
     _ = (torch.ones(2, device=DEVICE).nan_to_num(0, 1, -1).clamp(-9, 9) * 2).bfloat16()
     ranks.synchronize()
     for i, step in enumerate(batches):
-        slot, R = i * 7 % 3 % 2, max(*schedule[i], sized(1, 1 + i % 3 * 33))
-        ranks.dispatch(slot, step, R)
+        index, R = i * 7 % 3 % 2, max(*schedule[i], sized(1, 1 + i % 3 * 33))
+        ranks.dispatch(index, step, R)
         for r, memory in enumerate(ranks.memories):
             with ranks.stream(r):  # every expert of rank p multiplies by p + 1
-                hidden = memory.payload(slot, R, None).data
-                memory.output(slot, R).copy_((hidden.float().nan_to_num(0, 1, -1).clamp(-9, 9)) * (r + 1))
-        checks.append((step, ranks.combine(slot, step, R)))
+                hidden = memory.payload(index, R, None).data
+                memory.output(index, R).copy_((hidden.float().nan_to_num(0, 1, -1).clamp(-9, 9)) * (r + 1))
+        checks.append((step, ranks.combine(index, step, R)))
     ranks.synchronize()
     for step, outs in checks:
         for s, batch in enumerate(step):
@@ -325,21 +325,21 @@ def test_the_others_go_on_without_lost_ranks(lost, payload, moe_tp):
     """The lost were in the middle of a call, and so were some of the others. What was theirs is never touched again."""
     torch.manual_seed(4)
     ranks = Ranks(W=4, E=16, K=4, H=256, capacity=130, payload=payload, moe_tp=moe_tp, timeout_s=LIMIT_S)
-    for slot in (0, 1, 0):
-        ranks.step(slot, [ranks.batch(3) for _ in range(4)], R=4)
+    for index in (0, 1, 0):
+        ranks.step(index, [ranks.batch(3) for _ in range(4)], R=4)
     unfinished = [ranks.batch(3) for _ in range(4)]
     ranks.synchronize()
     ranks.dispatch(1, unfinished, 5, ranks=[1])
     ranks.synchronize()
     assert ranks.memories[1].faulty
-    ranks.memories[1].slots.acquire()
+    ranks.memories[1].in_flight.acquire()
     alive = tuple(rank not in lost for rank in range(4))
     for rank in lost:
         ranks.raw[rank].fill_(99)
     ranks.left = [rank for rank in range(4) if alive[rank]]
     for rank in ranks.left:
         ranks.memories[rank].resume(alive)
-    assert ranks.memories[1].slots.acquire() == 0
+    assert ranks.memories[1].in_flight.acquire() == 0
     without = LostExperts(alive, ParallelConfig(4, moe_tp_size=moe_tp), ranks.E, torch.device(DEVICE), renormalize=True)
     for i, (counts, R) in enumerate(COUNTS):
         batches = [ranks.batch(T) for T in counts]
@@ -382,8 +382,8 @@ def test_unequal_tokens_per_rank_is_noticed():
 @cuda_only
 def test_slots_run_out_with_a_remedy():
     memory = Ranks(W=1, E=4, K=2, H=128, capacity=8).memories[0]
-    assert [memory.slots.acquire(), memory.slots.acquire()] == [0, 1]
+    assert [memory.in_flight.acquire(), memory.in_flight.acquire()] == [0, 1]
     with pytest.raises(UsageError, match="combine or close"):
-        memory.slots.acquire()
-    memory.slots.release(0)
-    assert memory.slots.acquire() == 0
+        memory.in_flight.acquire()
+    memory.in_flight.release(0)
+    assert memory.in_flight.acquire() == 0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, Routing, RuntimeConfig
-from eprt.dispatch.capacity import Capacity
+from eprt.dispatch.call import Capacity
 from eprt.errors import CapacityError, ConfigError, EprtError, InputError, RankLost, UsageError, WorldMismatch
 from eprt.placement import ExpertPlacement
 from eprt.support import Device, Requirement, version_key

@@ -11,7 +11,7 @@ from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import CASES, Batch, make_batch
 from eprt.dispatch import deepep
-from eprt.dispatch.deepep import DeepEPDispatcher, Geometry, least_capacity, require_qp_depth
+from eprt.dispatch.deepep import DeepEPDispatcher, DeepEPGeometry, least_capacity, require_qp_depth
 from eprt.errors import CapacityError, ConfigError, InputError, UsageError
 from eprt.tokens import TopK
 from eprt.world import World
@@ -230,5 +230,5 @@ def test_queue_depth_covers_the_largest_capacity_unless_set(monkeypatch):
 
 def test_buffer_bytes_at_the_sizes_measured():
     """`get_low_latency_rdma_size_hint` on 4 ranks (deep_ep 1.2.1); all sizes are compared where the library runs."""
-    assert Geometry(4, 256, 128, 7168).num_bytes == 1_908_410_496
-    assert Geometry(4, 256, 1024, 7168).num_bytes == 15_267_268_736
+    assert DeepEPGeometry(4, 256, 128, 7168).num_bytes == 1_908_410_496
+    assert DeepEPGeometry(4, 256, 1024, 7168).num_bytes == 15_267_268_736

@@ -12,7 +12,7 @@ from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import CASES, Case, make_batches
 from eprt.dispatch.flashinfer import FlashInferDispatcher
-from eprt.dispatch.flashinfer.workspace import NUM_SLOTS, ControlPlane, Geometry
+from eprt.dispatch.flashinfer.workspace import NUM_BUFFERS, ControlPlane, FlashInferGeometry
 from eprt.errors import CapacityError, ConfigError, InputError, UsageError
 from eprt.tokens import TopK
 
@@ -273,8 +273,10 @@ def test_what_the_plan_refuses_the_constructor_refuses(library):
 
 
 def test_capacity_bytes_are_what_is_allocated():
-    geometry = Geometry(num_ranks=4, tokens_per_rank=4096, dispatch_bytes=2 * 7168 + 64, combine_bytes=2 * 7168)
-    allocated = NUM_SLOTS * geometry.slot_bytes
+    geometry = FlashInferGeometry(
+        num_ranks=4, tokens_per_rank=4096, dispatch_bytes=2 * 7168 + 64, combine_bytes=2 * 7168
+    )
+    allocated = NUM_BUFFERS * geometry.buffer_bytes
     assert 0 <= allocated - 4096 * geometry.bytes_per_token < 4096
 
 

@@ -14,7 +14,7 @@ from support.stand_ins.flashinfer import FakeWorld, run_ranks
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS, make_dispatcher, shared_memory
-from eprt.dispatch.symm.memory import Geometry
+from eprt.dispatch.symm.memory import SymmGeometry
 from eprt.tokens import TopK
 
 SIZE, H, K = 2, 16, 2
@@ -33,10 +33,10 @@ class Kernels:
     def compile(self, R):
         pass
 
-    def dispatch(self, slot, hidden, topk, R, global_scale=None):
+    def dispatch(self, index, hidden, topk, R, global_scale=None):
         pass
 
-    def combine(self, slot, out, ids, R):
+    def combine(self, index, out, ids, R):
         out.zero_()
 
 
@@ -79,7 +79,7 @@ def test_memory_comes_with_the_warm_up_and_is_shared_by_equal_geometries(allocat
         return before, same, len(world.resources)
 
     assert run_ranks(job, SIZE) == [(0, True, 1)] * SIZE
-    expected = [Geometry(SIZE, capacity, H, K, "bf16").num_bytes for capacity in (8, 9)]
+    expected = [SymmGeometry(SIZE, capacity, H, K, "bf16").num_bytes for capacity in (8, 9)]
     assert sorted(allocations) == sorted((size, "symm's symmetric memory") for size in expected for _ in range(SIZE))
 
 
@@ -140,7 +140,7 @@ def test_a_rank_without_a_free_slot_tells_its_peers(allocations):
 
 
 def test_a_dispatcher_without_memory_of_its_own_sees_the_slots_of_its_geometry(allocations):
-    """Rank 1's two slots are held through another layer, and this one never made a call."""
+    """Rank 1's two buffers are held through another layer, and this one never made a call."""
 
     def job(world):
         other, dispatcher = make(world), make(world)
@@ -163,7 +163,7 @@ def test_slots_come_back_whether_handle_or_dispatcher_is_closed_first(allocation
         for each in (closes, handle) if world.rank == 0 else (handle, closes):
             each.close()
         again = [keeps.dispatch(*batch(3), 4).handle for _ in range(2)]
-        return [handle.state.slot for handle in again]
+        return [handle.state.index for handle in again]
 
     assert run_ranks(job, SIZE) == [[0, 1]] * SIZE
 
@@ -195,6 +195,6 @@ def test_a_launch_that_fails_leaves_its_slot_free(allocations, monkeypatch):
             with pytest.raises(torch.OutOfMemoryError):
                 dispatcher.dispatch(*batch(3), 4)
         launcher.dispatch = works
-        return dispatcher.dispatch(*batch(3), 4).handle.state.slot
+        return dispatcher.dispatch(*batch(3), 4).handle.state.index
 
     assert run_ranks(job, SIZE) == [0] * SIZE

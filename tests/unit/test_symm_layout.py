@@ -9,33 +9,33 @@ import torch
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.dispatch.symm.memory import ALIGNMENT, ENTRIES, MAX_RANKS, NUM_SLOTS, REGIONS, Geometry, SymmetricMemory
+from eprt.dispatch.symm.memory import ALIGNMENT, ENTRIES, MAX_RANKS, NUM_BUFFERS, REGIONS, SymmetricMemory, SymmGeometry
 from eprt.support import Device
 
 
 @pytest.mark.parametrize("payload", ["bf16", "fp8_block", "nvfp4"])
 @pytest.mark.parametrize(("ranks", "capacity", "H", "K"), [(1, 1, 16, 1), (4, 77, 2880, 4), (8, 4096, 7168, 8)])
 def test_regions_hold_every_row_and_do_not_overlap(ranks, capacity, H, K, payload):
-    geometry = Geometry(ranks, capacity, H, K, payload)
+    geometry = SymmGeometry(ranks, capacity, H, K, payload)
     rows = ranks * capacity
     edges = [0]
-    for slot in range(NUM_SLOTS):
-        start = geometry.slot_start(slot)
-        assert start >= NUM_SLOTS * ALIGNMENT  # the flags come first
+    for index in range(NUM_BUFFERS):
+        start = geometry.buffer_start(index)
+        assert start >= NUM_BUFFERS * ALIGNMENT  # the flags come first
         for region in REGIONS:
             first = start + geometry.offsets[region]
             assert first % ALIGNMENT == 0
             assert first >= edges[-1]
             edges.append(first + rows * geometry.row_bytes[region])
     assert edges[-1] <= geometry.num_bytes
-    assert 2 * MAX_RANKS * 8 <= ALIGNMENT  # a slot's flags fit
-    rounding = NUM_SLOTS * (len(REGIONS) + 1) * ALIGNMENT
+    assert 2 * MAX_RANKS * 8 <= ALIGNMENT  # a buffer's flags fit
+    rounding = NUM_BUFFERS * (len(REGIONS) + 1) * ALIGNMENT
     assert 0 <= geometry.num_bytes - capacity * geometry.bytes_per_token <= rounding
 
 
 def test_rows_are_as_long_as_the_formats_say():
     """By hand: 7168 values, top-8."""
-    sizes = {p: Geometry(4, 1, 7168, 8, p).row_bytes for p in ("bf16", "fp8_block", "nvfp4")}
+    sizes = {p: SymmGeometry(4, 1, 7168, 8, p).row_bytes for p in ("bf16", "fp8_block", "nvfp4")}
     assert sizes["bf16"] == {"data": 14336, "scale": 0, "ids": 32, "weights": 32, "output": 14336}
     assert (sizes["fp8_block"]["data"], sizes["fp8_block"]["scale"]) == (7168, 224)
     assert (sizes["nvfp4"]["data"], sizes["nvfp4"]["scale"]) == (3584, 448)
@@ -45,17 +45,17 @@ def test_views_lie_where_the_kernels_write_whatever_r_came_before(monkeypatch):
     """They are kept from call to call; some of those may come in inference mode, and later ones write."""
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **kwargs: zeros(*size, **kwargs))
-    geometry = Geometry(1, 64, 128, 4, "fp8_block")
+    geometry = SymmGeometry(1, 64, 128, 4, "fp8_block")
     bytes_ = torch.zeros(geometry.num_bytes, dtype=torch.uint8)
     memory = SymmetricMemory(geometry, 0, bytes_, [bytes_.data_ptr()])
-    for R, slot, inference in ((8, 0, True), (8, 1, False), (64, 0, False), (8, 0, False), (8, 0, True)):
+    for R, index, inference in ((8, 0, True), (8, 1, False), (64, 0, False), (8, 0, False), (8, 0, True)):
         with torch.inference_mode(inference):
-            payload, (ids, weights) = memory.payload(slot, R, None), memory.routing(slot, R)
+            payload, (ids, weights) = memory.payload(index, R, None), memory.routing(index, R)
             found = {"data": payload.data, "scale": payload.scale, "ids": ids, "weights": weights}
-            found["output"] = memory.output(slot, R)
+            found["output"] = memory.output(index, R)
         assert list(found) == list(REGIONS)
         for region, rows in found.items():
-            assert rows.data_ptr() == bytes_.data_ptr() + geometry.slot_start(slot) + geometry.offsets[region]
+            assert rows.data_ptr() == bytes_.data_ptr() + geometry.buffer_start(index) + geometry.offsets[region]
             assert rows.shape[0] == R
             assert rows.nbytes == R * geometry.row_bytes[region]
         found["output"].fill_(1.0)

@@ -17,7 +17,7 @@ from eprt.dispatch.flashinfer.workspace import (
     RECV_COUNTERS_OFFSET_INDEX,
     ROUTING_TABLE_WIDTH,
     ControlPlane,
-    Geometry,
+    FlashInferGeometry,
 )
 
 library = pytest.importorskip("flashinfer.comm.trtllm_moe_alltoall", reason="flashinfer-python is not installed")
@@ -171,8 +171,8 @@ def test_workspace_size_is_the_library_s(aux_data_size, monkeypatch, num_ranks, 
 
     monkeypatch.setattr(library, "get_moe_alltoall_module", lambda *_: Module)
     for dispatch_bytes, combine_bytes in ((264, 256), (5792, 5760), (14400, 14336), (7456, 14336)):
-        geometry = Geometry(num_ranks, tokens, dispatch_bytes, combine_bytes)
-        assert geometry.slot_bytes == library.moe_a2a_get_workspace_size_per_rank(
+        geometry = FlashInferGeometry(num_ranks, tokens, dispatch_bytes, combine_bytes)
+        assert geometry.buffer_bytes == library.moe_a2a_get_workspace_size_per_rank(
             num_ranks, tokens, dispatch_bytes, combine_bytes
         )
 

@@ -251,7 +251,7 @@ def _armed(layer: CheckedLayer, moment: str, act: Callable[..., None]) -> Iterat
     if moment == STEP[0]:
         act()
     if moment == REPLAY and layer.graphs is not None:  # it asks for its peers between the agreement and the launch
-        with mock.patch.object(layer.graphs._peers, "check", act):
+        with mock.patch.object(layer.graphs._watch, "check", act):
             yield
         return
     before = layer.layer.observe

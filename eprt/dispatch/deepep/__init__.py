@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from eprt import expert_major
-from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
-from eprt.dispatch.handle import Handle
-from eprt.dispatch.limits import DEEPEP_MAX_TOKENS
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.dispatch.buffers import InFlightBuffers
+from eprt.dispatch.call import Handle
 from eprt.dispatch.rank_mask import RankMask
-from eprt.dispatch.shared_memory import SharedMemoryDispatcher, SlotCall
-from eprt.dispatch.slots import Slots
+from eprt.dispatch.shared_memory import BufferCall, SharedMemoryDispatcher
+from eprt.dispatch.spec import DEEPEP_MAX_TOKENS
 from eprt.errors import ConfigError, RankLost, UsageError
 from eprt.rounding import ceil_div, round_up
 from eprt.tokens import ExpertMajorTokens, Payload, TopK
@@ -34,7 +34,7 @@ SCALE_BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Geometry:
+class DeepEPGeometry:
     """All that is baked into the buffer: the key under which a World keeps it.
 
     Attributes:
@@ -76,7 +76,7 @@ class LowLatencyBuffer:
     """The library's buffer of one geometry.
 
     Attributes:
-        slots: how many results in it are alive.
+        in_flight: how many results in it are alive.
         mask: who takes part.
         given_up: int32 [W] of host memory that the GPU writes, not 0 for ranks that the kernels leave out; None in a
             buffer without a mask, whose kernels trap where they give up a peer.
@@ -84,7 +84,7 @@ class LowLatencyBuffer:
 
     library: Any
     buffer: Any
-    slots: Slots
+    in_flight: InFlightBuffers
     mask: RankMask
     given_up: torch.Tensor | None
 
@@ -103,7 +103,7 @@ class LowLatencyBuffer:
             raise UsageError("deepep: the buffer has no rank mask: build its layers with on_rank_lost='continue'")
         self.leave_out(self.mask.without_lost(alive))
         self.given_up.zero_()
-        self.slots.reset()
+        self.in_flight.reset()
 
     def report(self) -> None:
         """After a combine: have the GPU tell which ranks its kernels leave out."""
@@ -125,7 +125,7 @@ class LowLatencyBuffer:
 
 
 @dataclass
-class _Call(SlotCall):
+class _Call(BufferCall):
     """
     Attributes:
         ids: int64 [T, K], -1 where there is no expert.
@@ -149,7 +149,7 @@ class _Call(SlotCall):
             expert_major.copy_valid_rows(*self.scale, self.counts)
 
 
-class DeepEPDispatcher(SharedMemoryDispatcher[Geometry, LowLatencyBuffer]):
+class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer]):
     """Emits slabs of W * capacity rows for each local expert, the capacity rounded up to what the library takes.
 
     Other hidden sizes travel padded to the next instantiated one: rows lie as far apart as that, and so do those of
@@ -171,21 +171,13 @@ class DeepEPDispatcher(SharedMemoryDispatcher[Geometry, LowLatencyBuffer]):
 
     memory_name = "the DeepEP low-latency buffer"
 
-    def __init__(
-        self,
-        world: World,
-        config: MoEConfig,
-        runtime: RuntimeConfig,
-        token_format: TokenFormat = "expert_major",
-        layer: int = 0,
-    ) -> None:
-        super().__init__(world, config, runtime, token_format, layer)
-        if world.group is None:
+    def _set_up(self) -> None:
+        if self.world.group is None:
             raise ConfigError("deepep: a world of one has no process group and nothing to send; use 'none'")
         require_qp_depth(self._geometry.tokens_per_rank)
 
-    def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> Geometry:
-        return Geometry(
+    def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> DeepEPGeometry:
+        return DeepEPGeometry(
             num_ranks=world.size,
             num_experts=config.num_experts,
             tokens_per_rank=least_capacity(world.size, runtime.max_tokens_per_rank),
@@ -229,7 +221,7 @@ class DeepEPDispatcher(SharedMemoryDispatcher[Geometry, LowLatencyBuffer]):
         x, ids = pack_triton.pack_tokens(hidden.data, topk.ids, width, self.config.num_experts)
         ids = ids.to(memory.library.topk_idx_t)
         packed = self.runtime.payload == "fp8_block"
-        slot = memory.slots.acquire()
+        index = memory.in_flight.acquire()
         try:
             received, counts, library_handle, _, receive = memory.buffer.low_latency_dispatch(
                 x,
@@ -239,10 +231,10 @@ class DeepEPDispatcher(SharedMemoryDispatcher[Geometry, LowLatencyBuffer]):
                 use_fp8=packed,
                 return_recv_hook=handle.deferred,
             )
-        except BaseException:  # nothing was launched: the slot is free again
-            memory.slots.release(slot)
+        except BaseException:  # nothing was launched: the buffer is free again
+            memory.in_flight.release(index)
             raise
-        handle.state = call = _Call(slot, ids, topk.weights.contiguous(), library_handle, receive, counts)
+        handle.state = call = _Call(index, ids, topk.weights.contiguous(), library_handle, receive, counts)
         if packed:
             # The library's scales have their last two dimensions swapped in memory, for the sake of its own GEMM.
             data, scale = received
@@ -278,7 +270,7 @@ class DeepEPDispatcher(SharedMemoryDispatcher[Geometry, LowLatencyBuffer]):
         memory, call = self._ensure_memory(), handle.kept(_Call)
         out, _, _ = memory.buffer.low_latency_combine(rows, call.ids, call.weights, call.received)
         memory.report()
-        memory.slots.release(call.slot)
+        memory.in_flight.release(call.index)
         return out
 
     def _slab_shape(self) -> tuple[int, int, int]:
@@ -312,10 +304,10 @@ class DeepEPDispatcher(SharedMemoryDispatcher[Geometry, LowLatencyBuffer]):
             explicitly_destroy=True,
             enable_shrink=self.runtime.may_leave_out,
         )
-        W, slots = geometry.num_ranks, Slots(MAX_OPEN, "deepep", self.world.device)
+        W, in_flight = geometry.num_ranks, InFlightBuffers(MAX_OPEN, "deepep", self.world.device)
         given_up = torch.zeros(W, dtype=torch.int32, pin_memory=self.world.device.type == "cuda")
-        mask = RankMask((True,) * W, slots, in_arguments=False)
-        return LowLatencyBuffer(library, buffer, slots, mask, given_up if self.runtime.may_leave_out else None)
+        mask = RankMask((True,) * W, in_flight, in_arguments=False)
+        return LowLatencyBuffer(library, buffer, in_flight, mask, given_up if self.runtime.may_leave_out else None)
 
     def _free(self, memory: LowLatencyBuffer) -> None:
         """The library frees behind a barrier without a time limit: not with peers that may never come to it."""

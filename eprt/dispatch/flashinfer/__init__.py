@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
-from eprt.dispatch.flashinfer.workspace import Geometry, Workspace, require_fp8_combine
-from eprt.dispatch.handle import Handle
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.dispatch.call import Handle
+from eprt.dispatch.flashinfer.workspace import FlashInferGeometry, Workspace, require_fp8_combine
 from eprt.dispatch.rank_mask import RankMask
-from eprt.dispatch.shared_memory import SharedMemoryDispatcher, SlotCall
+from eprt.dispatch.shared_memory import BufferCall, SharedMemoryDispatcher
 from eprt.support import Device
 from eprt.tokens import PAYLOADS, FlatTokens, Payload, TopK, as_bytes
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from eprt.world import World
 
 
-class FlashInferDispatcher(SharedMemoryDispatcher[Geometry, Workspace]):
-    """Emits W * R flat rows, rank by rank; slots of absent tokens and of other ranks' experts hold E.
+class FlashInferDispatcher(SharedMemoryDispatcher[FlashInferGeometry, Workspace]):
+    """Emits W * R flat rows, rank by rank; top-k entries of absent tokens and of other ranks' experts hold E.
 
-    Ids and weights have the next instantiated top-k as their width; added slots hold E. Two calls may be open at once,
+    Ids and weights have the next instantiated top-k as their width; added entries hold E. Two calls may be open,
     over all dispatchers of equal geometry (world size, capacity, bytes of a token): they share their memory. Under CUDA
     graphs R and T are static; a row whose ids are all E travels nowhere. The kernels wait up to 300 s for a peer
     (`check_timeout`), then trap; the World's guard reports the peer before that. The rank mask is an argument of the
@@ -40,25 +40,17 @@ class FlashInferDispatcher(SharedMemoryDispatcher[Geometry, Workspace]):
 
     memory_name = "the FlashInfer workspace"
 
-    def __init__(
-        self,
-        world: World,
-        config: MoEConfig,
-        runtime: RuntimeConfig,
-        token_format: TokenFormat = "flat",
-        layer: int = 0,
-    ) -> None:
-        super().__init__(world, config, runtime, token_format, layer)
-        self._device = Device.of(world.device)
-        self._top_k = self.spec.padded_top_k(config.top_k)
-        self._fp8_combine = runtime.combine_payload == "fp8"
+    def _set_up(self) -> None:
+        self._device = Device.of(self.world.device)
+        self._top_k = self.spec.padded_top_k(self.config.top_k)
+        self._fp8_combine = self.runtime.combine_payload == "fp8"
         if self._fp8_combine:
             require_fp8_combine()
 
-    def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> Geometry:
+    def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> FlashInferGeometry:
         facts, H = PAYLOADS[runtime.payload or "bf16"], config.hidden_size
         routing = 8 * self.spec.padded_top_k(config.top_k)
-        return Geometry(
+        return FlashInferGeometry(
             num_ranks=world.size,
             tokens_per_rank=runtime.max_tokens_per_rank,
             dispatch_bytes=routing + facts.data_bytes(H) + facts.scale_bytes(H),
@@ -68,9 +60,9 @@ class FlashInferDispatcher(SharedMemoryDispatcher[Geometry, Workspace]):
     def output_buffer(self, handle: Handle) -> torch.Tensor | None:
         """[W * R, H] bf16 of the workspace: what is written here, combine doesn't copy."""
         call = handle.state
-        if self._memory is None or not isinstance(call, SlotCall):
+        if self._memory is None or not isinstance(call, BufferCall):
             return None
-        return self._memory.views(call.slot, handle.tokens_per_rank).output
+        return self._memory.views(call.index, handle.tokens_per_rank).output
 
     # ---- the two verbs --------------------------------------------------------------------------------------
 
@@ -87,13 +79,13 @@ class FlashInferDispatcher(SharedMemoryDispatcher[Geometry, Workspace]):
         # A receive region starts right behind the one before: the wider a row's own alignment, the earlier it comes,
         # so that each may be moved in its widest words.
         order = sorted(sent, key=lambda name: -math.gcd(16, sent[name].shape[1] * sent[name].element_size()))
-        slot = memory.slots.acquire()
-        handle.state = SlotCall(slot)
-        received = memory.dispatch(slot, ids, [sent[name] for name in order], handle.tokens_per_rank, E)
+        index = memory.in_flight.acquire()
+        handle.state = BufferCall(index)
+        received = memory.dispatch(index, ids, [sent[name] for name in order], handle.tokens_per_rank, E)
         found = dict(zip(order, received, strict=True))
         from eprt.dispatch.flashinfer import ids_triton
 
-        counts = memory.views(slot, handle.tokens_per_rank).counts
+        counts = memory.views(index, handle.tokens_per_rank).counts
         first, end = self.shard.first_expert, self.shard.end_expert
         ids_triton.mask_foreign_ids(found["ids"], counts, first, end, E, pdl=self._device.sm >= 90)
         rows = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
@@ -108,14 +100,14 @@ class FlashInferDispatcher(SharedMemoryDispatcher[Geometry, Workspace]):
         return out
 
     def _send_nan(self, memory: Workspace, handle: Handle) -> None:
-        slot = handle.kept(SlotCall).slot
-        rows = memory.views(slot, handle.tokens_per_rank).output.fill_(torch.nan)
+        index = handle.kept(BufferCall).index
+        rows = memory.views(index, handle.tokens_per_rank).output.fill_(torch.nan)
         self._finish(rows, handle, rows[:0].clone())
 
     def _finish(self, rows: torch.Tensor, handle: Handle, out: torch.Tensor) -> None:
-        memory, slot = self._ensure_memory(), handle.kept(SlotCall).slot
-        memory.combine(slot, rows, handle.tokens_per_rank, self._top_k, out, self._fp8_combine)
-        memory.slots.release(slot)
+        memory, index = self._ensure_memory(), handle.kept(BufferCall).index
+        memory.combine(index, rows, handle.tokens_per_rank, self._top_k, out, self._fp8_combine)
+        memory.in_flight.release(index)
 
     # ---- memory ---------------------------------------------------------------------------------------------
 

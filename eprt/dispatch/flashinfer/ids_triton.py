@@ -22,21 +22,21 @@ from eprt.rounding import ceil_div
 BLOCK = 512
 
 
-@triton.jit(do_not_specialize=["num_slots", "R"], do_not_specialize_on_alignment=["ids", "counts"])
-def _mask_kernel(ids, counts, num_slots, R, first, end, E, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["num_entries", "R"], do_not_specialize_on_alignment=["ids", "counts"])
+def _mask_kernel(ids, counts, num_entries, R, first, end, E, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """ids [W * R, K]; counts [W]: tokens that each source sent here, in the first rows of its R."""
     if PDL:
         gdc_launch_dependents()
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = slot < num_slots
-    row = slot // K
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < num_entries
+    row = entry // K
     source = row // R
     if PDL:
         gdc_wait()
-    e = tl.load(ids + slot, mask=inside, other=0)
+    e = tl.load(ids + entry, mask=inside, other=0)
     count = tl.load(counts + source, mask=inside, other=0)
     keep = (row - source * R < count) & (e >= first) & (e < end)
-    tl.store(ids + slot, tl.where(keep, e, E), mask=inside)
+    tl.store(ids + entry, tl.where(keep, e, E), mask=inside)
 
 
 def mask_foreign_ids(

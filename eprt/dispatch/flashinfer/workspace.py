@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eprt.dispatch.buffers import InFlightBuffers
 from eprt.dispatch.rank_mask import RankMask
-from eprt.dispatch.slots import Slots
 from eprt.errors import ConfigError
 from eprt.rounding import round_up
 from eprt.world.wire import gather_values
@@ -26,7 +26,7 @@ from eprt.world.wire import gather_values
 if TYPE_CHECKING:
     from eprt.world import World
 
-NUM_SLOTS = 2
+NUM_BUFFERS = 2
 
 # FlashInfer 0.7.2: csrc/trtllm_moe_alltoall.cu (kCachelineAlignment, calculateOffsets), moeAlltoAllKernels.h
 # (kMaxTopK: the width of its routing tables whatever the model's top-k), moeAlltoAllMeta.h (place of an offset).
@@ -36,7 +36,7 @@ RECV_COUNTERS_OFFSET_INDEX = 3
 
 
 @dataclass(frozen=True)
-class Geometry:
+class FlashInferGeometry:
     """All that is baked into the memory: the key under which a World keeps it.
 
     Attributes:
@@ -57,28 +57,28 @@ class Geometry:
 
     @cached_property
     def combine_offset(self) -> int:
-        """Where the rows to combine lie in a slot, whatever R: behind the largest dispatch."""
+        """Where the rows to combine lie in a buffer, whatever R: behind the largest dispatch."""
         return self.control_bytes + round_up(self.num_ranks * self.tokens_per_rank * self.dispatch_bytes, ALIGNMENT)
 
     @cached_property
-    def slot_bytes(self) -> int:
+    def buffer_bytes(self) -> int:
         """What `moe_a2a_get_workspace_size_per_rank` asks for."""
         return self.combine_offset + round_up(self.num_ranks * self.tokens_per_rank * self.combine_bytes, ALIGNMENT)
 
     @property
     def num_bytes(self) -> int:
-        return NUM_SLOTS * self.slot_bytes
+        return NUM_BUFFERS * self.buffer_bytes
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes a rank pays for each unit of capacity, alignment aside."""
         tables = 2 * 4 * ROUTING_TABLE_WIDTH
-        return NUM_SLOTS * (tables + self.num_ranks * (self.dispatch_bytes + self.combine_bytes))
+        return NUM_BUFFERS * (tables + self.num_ranks * (self.dispatch_bytes + self.combine_bytes))
 
 
 @dataclass(frozen=True)
 class Views:
-    """Views of a slot for the R it was used with last: making them costs more host time than the rest of a call.
+    """Views of a buffer for the R it was used with last: making them costs more host time than the rest of a call.
 
     Attributes:
         received: the library's own cache.
@@ -93,34 +93,39 @@ class Views:
 
 
 class Workspace:
-    """One rank's view of the memory: `NUM_SLOTS` independent workspaces of the library.
+    """One rank's view of the memory: `NUM_BUFFERS` independent workspaces of the library.
 
     Args:
         owner: the library's allocation, kept alive.
-        parts: of each slot, uint8 [W, slot_bytes]: every rank's copy as mapped here.
-        metainfo: of each slot, the library's offsets.
+        parts: of each buffer, uint8 [W, buffer_bytes]: every rank's copy as mapped here.
+        metainfo: of each buffer, the library's offsets.
 
     Attributes:
-        slots: which slot is free.
+        in_flight: which buffer is free.
         mask: who takes part.
     """
 
     def __init__(
-        self, geometry: Geometry, rank: int, owner: object, parts: list[torch.Tensor], metainfo: list[torch.Tensor]
+        self,
+        geometry: FlashInferGeometry,
+        rank: int,
+        owner: object,
+        parts: list[torch.Tensor],
+        metainfo: list[torch.Tensor],
     ) -> None:
         self.geometry = geometry
-        self.slots = Slots(NUM_SLOTS, "flashinfer", parts[0].device)
+        self.in_flight = InFlightBuffers(NUM_BUFFERS, "flashinfer", parts[0].device)
         self._rank = rank
         self._owner = owner
         self._parts, self._metainfo = parts, metainfo
         self._views: dict[int, Views] = {}
         self._library = load_library()
         self._keeps_views = "recv_view_cache" in inspect.signature(self._library.moe_a2a_dispatch).parameters  # 0.7
-        self.mask = RankMask((True,) * geometry.num_ranks, self.slots, in_arguments=True)
+        self.mask = RankMask((True,) * geometry.num_ranks, self.in_flight, in_arguments=True)
         self._active = self._active_ranks()
 
     @classmethod
-    def allocate(cls, world: World, geometry: Geometry) -> Workspace:
+    def allocate(cls, world: World, geometry: FlashInferGeometry) -> Workspace:
         """Collective.
 
         Raises:
@@ -130,7 +135,7 @@ class Workspace:
         library.get_moe_alltoall_module()  # may compile for minutes: before any rank waits inside a kernel
         world.barrier()
         owner, memory = _map_memory(world, geometry.num_bytes)
-        parts = list(memory.split(geometry.slot_bytes, dim=1))
+        parts = list(memory.split(geometry.buffer_bytes, dim=1))
         W, R = geometry.num_ranks, geometry.tokens_per_rank
         metainfo = [library.moe_a2a_initialize(part, world.rank, W, R) for part in parts]
         world.barrier()  # nobody raises a flag in memory that a peer is still going to clear
@@ -149,14 +154,14 @@ class Workspace:
         _keep_forever(self._owner)
 
     def dispatch(
-        self, slot: int, ids: torch.Tensor, payloads: list[torch.Tensor], R: int, num_experts: int
+        self, index: int, ids: torch.Tensor, payloads: list[torch.Tensor], R: int, num_experts: int
     ) -> list[torch.Tensor]:
-        """[T, n] of each payload -> [W, R, n], views of this slot."""
+        """[T, n] of each payload -> [W, R, n], views of this buffer."""
         received, _, _ = self._library.moe_a2a_dispatch(
             ids,
             payloads,
-            self._parts[slot],
-            self._metainfo[slot],
+            self._parts[index],
+            self._metainfo[index],
             R,
             self._rank,
             self.geometry.num_ranks,
@@ -164,28 +169,28 @@ class Workspace:
             num_experts,
             enable_rank_mask=True,
             active_rank_mask=self._active,
-            **({"recv_view_cache": self.views(slot, R).received} if self._keeps_views else {}),
+            **({"recv_view_cache": self.views(index, R).received} if self._keeps_views else {}),
         )
         return received
 
-    def views(self, slot: int, R: int) -> Views:
-        found = self._views.get(slot)
+    def views(self, index: int, R: int) -> Views:
+        found = self._views.get(index)
         if found is None or found.tokens_per_rank != R:
             rows, size = self.geometry.num_ranks * R, self.geometry.combine_bytes
             with torch.inference_mode(False):  # calls outside of it may come, and write
-                counts = self._counts(slot)
-                output = self._own(slot, self.geometry.combine_offset, rows * size).view(torch.bfloat16).view(rows, -1)
-            found = self._views[slot] = Views(R, {}, counts, output)
+                counts = self._counts(index)
+                output = self._own(index, self.geometry.combine_offset, rows * size).view(torch.bfloat16).view(rows, -1)
+            found = self._views[index] = Views(R, {}, counts, output)
         return found
 
-    def combine(self, slot: int, rows: torch.Tensor, R: int, top_k: int, out: torch.Tensor, fp8: bool = False) -> None:
+    def combine(self, index: int, rows: torch.Tensor, R: int, top_k: int, out: torch.Tensor, fp8: bool = False) -> None:
         """Sum of each token's rows over the ranks, into out [T, H].
 
         Args:
             rows: bf16 [W * R, H], in the workspace or not.
             fp8: rows travel as E4M3, cast without a scale; the same on every rank.
         """
-        W, own = self.geometry.num_ranks, self.views(slot, R).output
+        W, own = self.geometry.num_ranks, self.views(index, R).output
         if fp8 and rows.data_ptr() != own.data_ptr():
             # Rows cast in the workspace stay as far apart as bf16 rows, others are packed, and a rank takes its peers'
             # to be like its own: so every rank casts them in the workspace, wherever its executor wrote them.
@@ -193,8 +198,8 @@ class Workspace:
         self._library.moe_a2a_combine(
             rows.view(W, R, rows.shape[1]),
             out.shape[0],
-            self._parts[slot],
-            self._metainfo[slot],
+            self._parts[index],
+            self._metainfo[index],
             R,
             self._rank,
             W,
@@ -212,28 +217,28 @@ class Workspace:
 
     def resume(self, alive: tuple[bool, ...]) -> None:
         self.leave_out(self.mask.without_lost(alive))
-        self.slots.reset()
+        self.in_flight.reset()
 
     def leave_out(self, alive: tuple[bool, ...]) -> None:
         """No call is open, no kernel runs in this memory."""
         self.mask.alive = alive
         self._active = self._active_ranks()
-        for slot in range(NUM_SLOTS):
+        for index in range(NUM_BUFFERS):
             for rank in self.mask.left_out:
-                self._counts(slot)[rank] = 0  # nobody else clears what the rank sent last
+                self._counts(index)[rank] = 0  # nobody else clears what the rank sent last
 
     def _active_ranks(self) -> torch.Tensor:
         """The library's mask. Its kernels send an id e to rank e // L, and the invalid id E to rank W: with the bits
-        of ranks alone, the invalid slots go nowhere and count for nothing, like those of ranks left out."""
+        of ranks alone, invalid ids go nowhere and count for nothing, like those of ranks left out."""
         W = self.geometry.num_ranks
         return self._library.moe_a2a_active_rank_mask([rank for rank in range(W) if self.mask.alive[rank]], W)
 
-    def _counts(self, slot: int) -> torch.Tensor:
-        start = int(self._metainfo[slot][RECV_COUNTERS_OFFSET_INDEX])
-        return self._own(slot, start, 4 * self.geometry.num_ranks).view(torch.int32)
+    def _counts(self, index: int) -> torch.Tensor:
+        start = int(self._metainfo[index][RECV_COUNTERS_OFFSET_INDEX])
+        return self._own(index, start, 4 * self.geometry.num_ranks).view(torch.int32)
 
-    def _own(self, slot: int, start: int, size: int) -> torch.Tensor:
-        return self._parts[slot][self._rank, start : start + size]
+    def _own(self, index: int, start: int, size: int) -> torch.Tensor:
+        return self._parts[index][self._rank, start : start + size]
 
 
 class ControlPlane:

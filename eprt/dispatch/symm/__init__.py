@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
-from eprt.dispatch.call import unwanted_token
-from eprt.dispatch.handle import Handle
-from eprt.dispatch.shared_memory import SharedMemoryDispatcher, SlotCall
-from eprt.dispatch.symm.memory import Geometry, SymmetricMemory
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.dispatch.call import Handle, unwanted_token
+from eprt.dispatch.shared_memory import BufferCall, SharedMemoryDispatcher
+from eprt.dispatch.symm.memory import SymmetricMemory, SymmGeometry
 from eprt.tokens import FlatTokens, Payload, TopK
 
 if TYPE_CHECKING:
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Call(SlotCall):
+class _Call(BufferCall):
     """`ids`: what was dispatched. `output`: from where the peers pull."""
 
     ids: torch.Tensor
     output: torch.Tensor
 
 
-class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory]):
-    """Emits W * R flat rows, rank by rank; slots of absent tokens and of other ranks' experts hold E.
+class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMemory]):
+    """Emits W * R flat rows, rank by rank; top-k entries of absent tokens and of other ranks' experts hold E.
 
     Two calls may be open at once, over all dispatchers of equal geometry (world size, capacity, H, K, payload): they
     share their memory. On several streams, start the experts of both before the combine of either: its CTAs wait on
@@ -46,17 +45,7 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
     """
 
     memory_name = "symm's symmetric memory"
-
-    def __init__(
-        self,
-        world: World,
-        config: MoEConfig,
-        runtime: RuntimeConfig,
-        token_format: TokenFormat = "flat",
-        layer: int = 0,
-    ) -> None:
-        self._launcher: Launcher | None = None
-        super().__init__(world, config, runtime, token_format, layer)
+    _launcher: Launcher | None = None
 
     def output_buffer(self, handle: Handle) -> torch.Tensor | None:
         """[W * R, H] bf16 of symmetric memory: what is written here, combine doesn't copy."""
@@ -70,10 +59,10 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
         launcher = self._ready()
         self.world.barrier()
         for R in launcher.row_counts(self.capacity.max_tokens_per_rank):
-            slot = launcher.memory.slots.acquire()
+            index = launcher.memory.in_flight.acquire()
             token, topk = unwanted_token(self.config, self.world.device)
-            launcher.dispatch(slot, token, topk, R, self.payload_scale)
-            self._finish(slot, token, topk.ids, R)
+            launcher.dispatch(index, token, topk, R, self.payload_scale)
+            self._finish(index, token, topk.ids, R)
         torch.cuda.synchronize(self.world.device)
         self.check_peers()
 
@@ -89,14 +78,14 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
         memory = launcher.memory
         if not (topk.ids.is_contiguous() and topk.weights.is_contiguous()):
             topk = TopK(topk.ids.contiguous(), topk.weights.contiguous())
-        slot = memory.slots.acquire()
+        index = memory.in_flight.acquire()
         try:
-            launcher.dispatch(slot, hidden.data, topk, R, scale)
-        except BaseException:  # nothing was launched: the slot is free again
-            memory.slots.release(slot)
+            launcher.dispatch(index, hidden.data, topk, R, scale)
+        except BaseException:  # nothing was launched: the buffer is free again
+            memory.in_flight.release(index)
             raise
-        handle.state = _Call(slot, topk.ids, memory.output(slot, R))
-        tokens = memory.tokens(slot, R, self.config.num_experts, scale)
+        handle.state = _Call(index, topk.ids, memory.output(index, R))
+        tokens = memory.tokens(index, R, self.config.num_experts, scale)
         for rank in memory.lost:  # no kernel of its says that its rows hold no token
             tokens.ids[rank * R : (rank + 1) * R] = self.config.num_experts
         return tokens
@@ -110,7 +99,7 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
         ):
             buffer.copy_(expert_output)
         out = torch.empty(handle.num_tokens, self.config.hidden_size, dtype=handle.dtype, device=self.world.device)
-        self._finish(call.slot, out, call.ids, handle.tokens_per_rank)
+        self._finish(call.index, out, call.ids, handle.tokens_per_rank)
         return out
 
     def _send_nan(self, memory: SymmetricMemory, handle: Handle) -> None:
@@ -118,17 +107,17 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[Geometry, SymmetricMemory
         call.output.fill_(torch.nan)
         none = call.ids[:0]
         out = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
-        self._finish(call.slot, out, none, handle.tokens_per_rank)
+        self._finish(call.index, out, none, handle.tokens_per_rank)
 
-    def _finish(self, slot: int, out: torch.Tensor, ids: torch.Tensor, R: int) -> None:
+    def _finish(self, index: int, out: torch.Tensor, ids: torch.Tensor, R: int) -> None:
         launcher = self._ready()
-        launcher.combine(slot, out, ids, R)
-        launcher.memory.slots.release(slot)
+        launcher.combine(index, out, ids, R)
+        launcher.memory.in_flight.release(index)
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
-    def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> Geometry:
-        return Geometry.of(world.size, config, runtime)
+    def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> SymmGeometry:
+        return SymmGeometry.of(world.size, config, runtime)
 
     def _allocate(self) -> SymmetricMemory:
         return SymmetricMemory.allocate(self.world, self._geometry)

@@ -1,7 +1,7 @@
 """Triton kernels of the symmetric-memory dispatcher: `dispatch_kernel` packs and pushes tokens, `combine_kernel` pulls
 sums.
 
-Addresses of peers come in two forms: `peers`, a tuple of W integers (each rank's slot as mapped here), to which a
+Addresses of peers come in two forms: `peers`, a tuple of W integers (each rank's buffer as mapped here), to which a
 region's offset is added; and the *book*, int64 `[len(ENTRIES), MAX_RANKS]`, whose lines hold what one warp handles as
 a vector. Peers talk through one 8-byte flag per (source, destination, phase): the source writes
 `generation << R_BITS | R` with release semantics at system scope, the destination acquires it. The generation lives in
@@ -153,15 +153,15 @@ def _forward_routing(
     block, ids, weights, peers, ids_at, weights_at, T, R, rank,
     E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """One block of R * K slots to every rank; ids that aren't for it, and those of rows past T, become E."""
-    slot = block * _ROUTING_BLOCK + tl.arange(0, _ROUTING_BLOCK)
-    inside = slot < R * K
-    e = tl.load(ids + slot, mask=slot < T * K, other=E)
-    weight = tl.load(weights + slot, mask=slot < T * K, other=0.0)
+    """One block of R * K top-k entries to every rank; ids that aren't for it, and those of rows past T, become E."""
+    entry = block * _ROUTING_BLOCK + tl.arange(0, _ROUTING_BLOCK)
+    inside = entry < R * K
+    e = tl.load(ids + entry, mask=entry < T * K, other=E)
+    weight = tl.load(weights + entry, mask=entry < T * K, other=0.0)
     holder = tl.where((e >= 0) & (e < E), e // L, -1)
     for i in tl.static_range(W):
         peer = (rank + i) % W
-        at = rank * R * K + slot
+        at = rank * R * K + entry
         to_ids = _region(peers[i], ids_at, tl.int32)
         to_weights = _region(peers[i], weights_at, tl.float32)
         tl.store(to_ids + at, tl.where(holder == peer // MOE_TP, e, E), mask=inside)
@@ -228,9 +228,9 @@ def dispatch_kernel(
     """Push T tokens and their routing, then wait until every peer's have arrived.
 
     rows [T, WORDS], 16-byte aligned: bf16 numbers for a packed PAYLOAD, else words of any width that travel as they
-    are. global_scale: float32 [1] for `nvfp4`, else any pointer. ids, weights [T, K]. peers: every rank's slot, this
+    are. global_scale: float32 [1] for `nvfp4`, else any pointer. ids, weights [T, K]. peers: every rank's buffer, this
     rank's first, then in rank order, round.
-    state int64 [2]: this slot's generation, and how many CTAs have finished.
+    state int64 [2]: this buffer's generation, and how many CTAs have finished.
     PDL: launched while the kernel before still ends, whose results must not be touched before `gdc_wait`.
     Grid: ceil(R * K / ROUTING_BLOCK) CTAs for routing, then any number of CTAs that share the rows.
     """

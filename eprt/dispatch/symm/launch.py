@@ -53,7 +53,7 @@ class Launcher:
     """The kernels of one layer over one memory: compiled when first asked for, their grids, the addresses they take.
 
     Args:
-        memory: whose slots the calls use.
+        memory: whose buffers the calls use.
         num_experts, num_local_experts, moe_tp_size: E, L, and the ranks that share an expert.
         timeout_s: how long a kernel waits for its peers.
     """
@@ -85,7 +85,7 @@ class Launcher:
         }
 
     def _take_addresses(self) -> None:
-        """What a call of a slot takes beside its tensors; other ones once a rank is lost. A push goes to this rank
+        """What a call of a buffer takes beside its tensors; other ones once a rank is lost. A push goes to this rank
         first, then in rank order, round."""
         memory, offsets, rank = self.memory, self.memory.geometry.offsets, self.memory.rank
         self._peers, states, books = memory.peers, memory.states.unbind(), memory.books.unbind()
@@ -109,10 +109,10 @@ class Launcher:
         self._pair(R)
 
     def dispatch(
-        self, slot: int, hidden: torch.Tensor, topk: TopK, R: int, global_scale: torch.Tensor | None = None
+        self, index: int, hidden: torch.Tensor, topk: TopK, R: int, global_scale: torch.Tensor | None = None
     ) -> None:
-        """Push bf16 rows [T, H], in the memory's payload format, and routing into every rank's `slot`; the stream goes
-        on when all peers' have arrived. `global_scale`: of `nvfp4`, float32 [1]."""
+        """Pushes bf16 rows [T, H], in the memory's payload format, and routing into buffer `index` of every rank; the
+        stream goes on when all peers' have arrived. `global_scale`: of `nvfp4`, float32 [1]."""
         if self._peers is not self.memory.peers:
             self._take_addresses()
         pair, T = self._pair(R), hidden.shape[0]
@@ -123,20 +123,20 @@ class Launcher:
             global_scale,
             topk.ids,
             topk.weights,
-            *self._push_to[slot],
+            *self._push_to[index],
             T,
             R,
             self.memory.rank,
             self._limit_ns,
         )
 
-    def combine(self, slot: int, out: torch.Tensor, ids: torch.Tensor, R: int) -> None:
+    def combine(self, index: int, out: torch.Tensor, ids: torch.Tensor, R: int) -> None:
         """Sum into out [T, H] the rows that the experts of `ids` [T, K] wrote, once every peer has written."""
         if self._peers is not self.memory.peers:
             self._take_addresses()
         pair, T = self._pair(R), out.shape[0]
         grid = max(1, min(T * pair.pull_pieces, pair.tuning.combine_ctas)), 1, 1
-        pair.pull(grid, out, ids, *self._pull_from[slot], T, R, self.memory.rank, self._limit_ns)
+        pair.pull(grid, out, ids, *self._pull_from[index], T, R, self.memory.rank, self._limit_ns)
 
     def _pair(self, R: int) -> _Pair:
         for tuning in self._tuning:

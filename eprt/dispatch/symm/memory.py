@@ -1,7 +1,7 @@
-"""The symmetric memory of one geometry: receive and output regions, flags, and who may use which slot.
+"""The symmetric memory of one geometry: receive and output regions, flags, and who may use which buffer.
 
-Every rank allocates the same layout and maps every peer's copy, so one offset means the same thing everywhere. A slot
-serves one dispatch/combine pair at a time; dispatchers of equal geometry (the layers of a model) share the slots.
+Every rank allocates the same layout and maps every peer's copy, so one offset means the same thing everywhere. A buffer
+serves one dispatch/combine pair at a time; dispatchers of equal geometry (the layers of a model) share the buffers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from eprt.config import MoEConfig, PayloadFormat, RuntimeConfig
-from eprt.dispatch.limits import SYMM_MAX_RANKS, SYMM_R_BITS
-from eprt.dispatch.slots import Slots
+from eprt.dispatch.buffers import InFlightBuffers
+from eprt.dispatch.spec import SYMM_MAX_RANKS, SYMM_R_BITS
 from eprt.errors import ConfigError, RankLost, WorldMismatch
 from eprt.rounding import round_up
 from eprt.tokens import PAYLOADS, FlatTokens, Payload
@@ -23,9 +23,9 @@ from eprt.tokens import PAYLOADS, FlatTokens, Payload
 if TYPE_CHECKING:
     from eprt.world import World
 
-NUM_SLOTS = 2
+NUM_BUFFERS = 2
 MAX_RANKS = SYMM_MAX_RANKS
-ALIGNMENT = 256  # of regions; also the room for a slot's flags: two phases, one int64 for each source
+ALIGNMENT = 256  # of regions; also the room for a buffer's flags: two phases, one int64 for each source
 R_BITS = SYMM_R_BITS  # of a flag: the R that its source used
 
 REGIONS = ("data", "scale", "ids", "weights", "output")
@@ -41,7 +41,7 @@ ENTRIES = (
 
 
 @dataclass(frozen=True)
-class Geometry:
+class SymmGeometry:
     """All that is baked into the memory: the key under which a World keeps it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Geometry:
     payload: PayloadFormat
 
     @classmethod
-    def of(cls, num_ranks: int, config: MoEConfig, runtime: RuntimeConfig) -> Geometry:
+    def of(cls, num_ranks: int, config: MoEConfig, runtime: RuntimeConfig) -> SymmGeometry:
         payload = runtime.payload or "bf16"
         return cls(num_ranks, runtime.max_tokens_per_rank, config.hidden_size, config.top_k, payload)
 
@@ -76,26 +76,26 @@ class Geometry:
     @property
     def bytes_per_token(self) -> int:
         """Bytes a rank pays for each unit of capacity."""
-        return NUM_SLOTS * self.num_ranks * sum(self.row_bytes.values())
+        return NUM_BUFFERS * self.num_ranks * sum(self.row_bytes.values())
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Byte offset of each region in a slot; `end` is the slot's size."""
+        """Byte offset of each region in a buffer; `end` is the buffer's size."""
         rows = self.num_ranks * self.tokens_per_rank
         sizes = [round_up(rows * size, ALIGNMENT) for size in self.row_bytes.values()]
         return dict(zip((*REGIONS, "end"), itertools.accumulate(sizes, initial=0), strict=True))
 
-    def slot_start(self, slot: int) -> int:
-        """Byte offset of a slot; the flags of all slots come before the first."""
-        return NUM_SLOTS * ALIGNMENT + slot * self.offsets["end"]
+    def buffer_start(self, index: int) -> int:
+        """Byte offset of a buffer; the flags of all buffers come before the first."""
+        return NUM_BUFFERS * ALIGNMENT + index * self.offsets["end"]
 
     @property
     def num_bytes(self) -> int:
-        return self.slot_start(NUM_SLOTS)
+        return self.buffer_start(NUM_BUFFERS)
 
 
 class SymmetricMemory:
-    """One rank's allocation, its peers' addresses, and the state of its slots.
+    """One rank's allocation, its peers' addresses, and the state of its buffers.
 
     Args:
         geometry, rank: what and whose.
@@ -104,15 +104,15 @@ class SymmetricMemory:
         owner: kept alive as long as the mapping is used.
 
     Attributes:
-        peers: of each slot, every rank's copy of it as mapped here, in rank order.
-        books: int64 [NUM_SLOTS, len(ENTRIES), MAX_RANKS], addresses for the kernels.
-        slots: which slot is free.
+        peers: of each buffer, every rank's copy of it as mapped here, in rank order.
+        books: int64 [NUM_BUFFERS, len(ENTRIES), MAX_RANKS], addresses for the kernels.
+        in_flight: which buffer is free.
         lost: ranks that this one goes on without.
-        states: int64 [NUM_SLOTS, 4], the kernels' generation and CTA count of each slot.
+        states: int64 [NUM_BUFFERS, 4], the kernels' generation and CTA count of each buffer.
     """
 
     def __init__(
-        self, geometry: Geometry, rank: int, memory: torch.Tensor, bases: list[int], owner: object = None
+        self, geometry: SymmGeometry, rank: int, memory: torch.Tensor, bases: list[int], owner: object = None
     ) -> None:
         device = memory.device
         self.geometry = geometry
@@ -124,16 +124,16 @@ class SymmetricMemory:
         self._fault = torch.zeros(MAX_RANKS, dtype=torch.int32, device=device)
         self._host_fault = torch.zeros(MAX_RANKS, dtype=torch.int32, pin_memory=memory.is_cuda)
         self._seen_fault = self._host_fault.numpy().data  # one read of host memory, without a device sync
-        self.states = torch.zeros(NUM_SLOTS, 4, dtype=torch.int64, device=device)
-        self.peers = [tuple(base + geometry.slot_start(slot) for base in bases) for slot in range(NUM_SLOTS)]
+        self.states = torch.zeros(NUM_BUFFERS, 4, dtype=torch.int64, device=device)
+        self.peers = [tuple(base + geometry.buffer_start(index) for base in bases) for index in range(NUM_BUFFERS)]
         self.lost: list[int] = []
-        self.books = torch.tensor([self._book(slot, bases) for slot in range(NUM_SLOTS)], device=device)
-        self.slots = Slots(NUM_SLOTS, "symm", device)
-        self._views: dict[tuple[str, int], torch.Tensor] = {}  # by region and slot, for the R it was used with last
-        self._tokens: dict[int, tuple[tuple[int, int, torch.Tensor | None], FlatTokens]] = {}  # likewise, by slot
+        self.books = torch.tensor([self._book(index, bases) for index in range(NUM_BUFFERS)], device=device)
+        self.in_flight = InFlightBuffers(NUM_BUFFERS, "symm", device)
+        self._views: dict[tuple[str, int], torch.Tensor] = {}  # by region and buffer, for the R it was used with last
+        self._tokens: dict[int, tuple[tuple[int, int, torch.Tensor | None], FlatTokens]] = {}  # likewise, by buffer
 
     @classmethod
-    def allocate(cls, world: World, geometry: Geometry) -> SymmetricMemory:
+    def allocate(cls, world: World, geometry: SymmGeometry) -> SymmetricMemory:
         """Collective.
 
         Raises:
@@ -152,7 +152,7 @@ class SymmetricMemory:
                 f"symm: rank {world.rank} can't map its peers' GPU memory ({error}): all ranks must be on one host "
                 "with peer access between all GPUs; choose dispatcher 'none' or 'torch' otherwise"
             ) from error
-        memory[: NUM_SLOTS * ALIGNMENT].zero_()
+        memory[: NUM_BUFFERS * ALIGNMENT].zero_()
         found = cls(geometry, world.rank, memory, list(mapping.buffer_ptrs), mapping)
         torch.cuda.synchronize(world.device)
         world.barrier()  # nobody raises a flag that a peer is still going to zero
@@ -196,53 +196,53 @@ class SymmetricMemory:
         self.books.copy_(books)
         for state in (self._flags, self.states, self._fault, self._host_fault):
             state.zero_()
-        self.slots.reset()
+        self.in_flight.reset()
         if self._memory.is_cuda:
             torch.cuda.synchronize(self._memory.device)
 
     @property
     def _flags(self) -> torch.Tensor:
-        return self._memory[: NUM_SLOTS * ALIGNMENT]
+        return self._memory[: NUM_BUFFERS * ALIGNMENT]
 
     # ---- views ----------------------------------------------------------------------------------------------
 
-    def tokens(self, slot: int, R: int, num_experts: int, global_scale: torch.Tensor | None) -> FlatTokens:
+    def tokens(self, index: int, R: int, num_experts: int, global_scale: torch.Tensor | None) -> FlatTokens:
         """What a dispatch received there."""
-        kept = self._tokens.get(slot)
+        kept = self._tokens.get(index)
         if kept is not None:
             (rows, experts, scale), tokens = kept
             if rows == R and experts == num_experts and scale is global_scale:
                 return tokens
-        tokens = FlatTokens(self.payload(slot, R, global_scale), *self.routing(slot, R), num_experts)
-        self._tokens[slot] = (R, num_experts, global_scale), tokens
+        tokens = FlatTokens(self.payload(index, R, global_scale), *self.routing(index, R), num_experts)
+        self._tokens[index] = (R, num_experts, global_scale), tokens
         return tokens
 
-    def payload(self, slot: int, R: int, global_scale: torch.Tensor | None) -> Payload:
+    def payload(self, index: int, R: int, global_scale: torch.Tensor | None) -> Payload:
         """[W * R, ...] received rows, rank by rank."""
         facts = PAYLOADS[self.geometry.payload]
-        scale = None if facts.scale_dtype is None else self._rows("scale", slot, R, facts.scale_dtype)
-        return Payload(self._rows("data", slot, R, facts.dtype), self.geometry.payload, scale, global_scale)
+        scale = None if facts.scale_dtype is None else self._rows("scale", index, R, facts.scale_dtype)
+        return Payload(self._rows("data", index, R, facts.dtype), self.geometry.payload, scale, global_scale)
 
-    def routing(self, slot: int, R: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def routing(self, index: int, R: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Received ids and weights, [W * R, K]."""
-        return self._rows("ids", slot, R, torch.int32), self._rows("weights", slot, R, torch.float32)
+        return self._rows("ids", index, R, torch.int32), self._rows("weights", index, R, torch.float32)
 
-    def output(self, slot: int, R: int) -> torch.Tensor:
+    def output(self, index: int, R: int) -> torch.Tensor:
         """[W * R, H] bf16, from where the peers pull."""
-        return self._rows("output", slot, R, torch.bfloat16)
+        return self._rows("output", index, R, torch.bfloat16)
 
-    def _rows(self, region: str, slot: int, R: int, dtype: torch.dtype) -> torch.Tensor:
-        rows, kept = self.geometry.num_ranks * R, self._views.get((region, slot))
+    def _rows(self, region: str, index: int, R: int, dtype: torch.dtype) -> torch.Tensor:
+        rows, kept = self.geometry.num_ranks * R, self._views.get((region, index))
         if kept is None or kept.shape[0] != rows:
             size = self.geometry.row_bytes[region]
-            start = self.geometry.slot_start(slot) + self.geometry.offsets[region]
+            start = self.geometry.buffer_start(index) + self.geometry.offsets[region]
             with torch.inference_mode(False):  # calls outside of it may come, and write
                 kept = self._memory[start : start + rows * size].view(dtype).view(rows, size // dtype.itemsize)
-            self._views[region, slot] = kept
+            self._views[region, index] = kept
         return kept
 
-    def _book(self, slot: int, bases: list[int]) -> list[list[int]]:
-        flags = {"dispatch": slot * ALIGNMENT, "combine": slot * ALIGNMENT + MAX_RANKS * 8}
+    def _book(self, index: int, bases: list[int]) -> list[list[int]]:
+        flags = {"dispatch": index * ALIGNMENT, "combine": index * ALIGNMENT + MAX_RANKS * 8}
         peers = range(len(bases))
         lines: dict[str, list[int]] = {}
         for phase, flag in flags.items():

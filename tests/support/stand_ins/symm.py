@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from eprt.dispatch import DISPATCHERS
-from eprt.dispatch.symm.memory import Geometry, SymmetricMemory
+from eprt.dispatch.symm.memory import SymmetricMemory, SymmGeometry
 from eprt.quant import encode_payload
 
 TIMEOUT_S = 20.0
@@ -23,10 +23,10 @@ class Host:
     """The ranks' memories, as all of them map them."""
 
     def __init__(self, size: int) -> None:
-        self.memories: dict[tuple[Geometry, int], SymmetricMemory] = {}
+        self.memories: dict[tuple[SymmGeometry, int], SymmetricMemory] = {}
         self.meeting = threading.Barrier(size, timeout=TIMEOUT_S)
 
-    def allocate(self, world, geometry: Geometry) -> SymmetricMemory:
+    def allocate(self, world, geometry: SymmGeometry) -> SymmetricMemory:
         memory = torch.zeros(geometry.num_bytes, dtype=torch.uint8)
         found = SymmetricMemory(geometry, world.rank, memory, [memory.data_ptr()] * geometry.num_ranks)
         self.memories[geometry, world.rank] = found
@@ -55,7 +55,7 @@ class Launcher:
     def compile(self, R: int) -> None:
         pass
 
-    def dispatch(self, slot, hidden, topk, R, global_scale=None):
+    def dispatch(self, index, hidden, topk, R, global_scale=None):
         own, T, format = self.memory, hidden.shape[0], self.memory.geometry.payload
         assert hidden.dtype == torch.bfloat16
         assert T <= R <= own.geometry.tokens_per_rank
@@ -63,27 +63,27 @@ class Launcher:
         assert topk.ids.is_contiguous()
         assert topk.weights.is_contiguous()
         packed = encode_payload(hidden, format, global_scale)
-        for part in _parts(own, slot, R):
+        for part in _parts(own, index, R):
             part.fill_(255)  # NaN: rows that nobody sends are garbage
         self.host.meeting.wait()
         here = slice(own.rank * R, own.rank * R + T)
         for rank, peer in enumerate(self.host.peers(own)):
             local = self._local(topk.ids, rank)
-            ids, weights = peer.routing(slot, R)
+            ids, weights = peer.routing(index, R)
             ids[own.rank * R : (own.rank + 1) * R] = self.num_experts
             ids[here] = torch.where(local, topk.ids, self.num_experts)
             weights[here] = topk.weights
             wanted = local.any(1)
-            for part, sent in zip(_parts(peer, slot, R), (packed.data, packed.scale), strict=False):
+            for part, sent in zip(_parts(peer, index, R), (packed.data, packed.scale), strict=False):
                 part[here][wanted] = sent.view(torch.uint8)[wanted]
         self.host.meeting.wait()
 
-    def combine(self, slot, out, ids, R):
+    def combine(self, index, out, ids, R):
         self.host.meeting.wait()
         total, start = torch.zeros(out.shape), self.memory.rank * R
         for rank, peer in enumerate(self.host.peers(self.memory)):
             wanted = self._local(ids, rank).any(1)
-            total[wanted] += peer.output(slot, R)[start : start + out.shape[0]][wanted].float()
+            total[wanted] += peer.output(index, R)[start : start + out.shape[0]][wanted].float()
         out.copy_(total)
         self.host.meeting.wait()
 
@@ -91,9 +91,9 @@ class Launcher:
         return (ids < self.num_experts) & (ids // self.num_local_experts == rank)
 
 
-def _parts(memory: SymmetricMemory, slot: int, R: int) -> list[torch.Tensor]:
+def _parts(memory: SymmetricMemory, index: int, R: int) -> list[torch.Tensor]:
     """Received data and scale as bytes, [W * R, n]."""
-    payload = memory.payload(slot, R, None)
+    payload = memory.payload(index, R, None)
     return [part.view(torch.uint8) for part in (payload.data, payload.scale) if part is not None]
 
 

@@ -8,7 +8,7 @@ from eprt.errors import UsageError
 from eprt.support import stream_number
 
 
-class Slots:
+class InFlightBuffers:
     """Parts of a buffer that serve one dispatch/combine pair each. The lowest free one is next, hence the same one on
     ranks that make the same calls.
 
@@ -26,7 +26,7 @@ class Slots:
         self._last_stream: dict[int, tuple[int, torch.cuda.Stream]] = {}  # with its number, which is asked for faster
 
     def require_free(self) -> None:
-        """Raises UsageError if every slot is in use."""
+        """Raises UsageError if every buffer is in use."""
         if not self._free:
             raise UsageError(
                 f"{self._what}: {self.count} dispatches of this geometry are open, which is the limit: combine or "
@@ -34,7 +34,7 @@ class Slots:
             )
 
     def require_idle(self) -> None:
-        """Raises UsageError if a slot is in use."""
+        """Raises UsageError if a buffer is in use."""
         if len(self._free) < self.count:
             raise UsageError(
                 f"{self._what}: {self.count - len(self._free)} dispatches of this geometry are open: combine or close "
@@ -42,30 +42,30 @@ class Slots:
             )
 
     def acquire(self) -> int:
-        """Raises UsageError if every slot is in use."""
+        """Raises UsageError if every buffer is in use."""
         self.require_free()
-        slot = min(self._free)
-        last = self._last_stream.get(slot)
+        index = min(self._free)
+        last = self._last_stream.get(index)
         if last is not None and last[0] != stream_number(self._device):
             self._follow(last[1])
-        self._free.remove(slot)
-        return slot
+        self._free.remove(index)
+        return index
 
     def reset(self) -> None:
         """All are free: the calls that hold them were given up."""
         self._free = set(range(self.count))
         self._last_stream.clear()
 
-    def release(self, slot: int) -> None:
+    def release(self, index: int) -> None:
         if self._on_gpu:
-            last = self._last_stream.get(slot)
+            last = self._last_stream.get(index)
             if last is None or last[0] != stream_number(self._device):
                 stream = torch.cuda.current_stream(self._device)
-                self._last_stream[slot] = stream.cuda_stream, stream
-        self._free.add(slot)
+                self._last_stream[index] = stream.cuda_stream, stream
+        self._free.add(index)
 
     def _follow(self, last: torch.cuda.Stream) -> None:
-        """A slot is reused in stream order. Work of another stream is waited for, unless exactly one of the two is
+        """A buffer is reused in stream order. Work of another stream is waited for, unless exactly one of the two is
         being captured: then the order of replay and eager calls is the caller's."""
         current = torch.cuda.current_stream(self._device)
         if _captures(last) == _captures(current):
