@@ -15,25 +15,14 @@ from weakref import WeakValueDictionary
 import torch
 
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
+from eprt.dispatch import call as checks
 from eprt.dispatch.buffers import InFlightBuffers
-from eprt.dispatch.call import (
-    Agreement,
-    Capacity,
-    Dispatched,
-    Handle,
-    check_call,
-    check_handle,
-    check_output,
-    check_rows,
-    check_said,
-    check_values,
-    settings_of,
-    unwanted_token,
-)
+from eprt.dispatch.call import Agreement, Capacity, Dispatched, Handle
 from eprt.dispatch.rank_mask import LostExperts, RankMask, checked_mask, require_changeable
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError, UsageError
 from eprt.placement import ExpertPlacement
+from eprt.quant import encode_payload
 from eprt.rounding import ceil_div
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
 from eprt.world.agree import fingerprint_of
@@ -92,24 +81,19 @@ class Dispatcher(ABC):
             )
         self.shard = self.placement.shard(world.rank)
         self.capacity = Capacity(runtime.max_tokens_per_rank, self.bytes_per_token())
-        self.payload_scale = (
-            torch.ones(1, dtype=torch.float32, device=world.device) if runtime.payload == "nvfp4" else None
-        )
-        self.settings = settings_of(self.spec.name, world, config, runtime)
+        packed = runtime.payload == "nvfp4"
+        self.payload_scale = torch.ones(1, dtype=torch.float32, device=world.device) if packed else None
+        self.settings = checks.settings_of(self.spec.name, world, config, runtime)
         self.fingerprint = fingerprint_of(self.settings)
-        self._agreement = Agreement(
-            world, layer, self.capacity, runtime.validate == "full", self.fingerprint, self.settings
-        )
+        self.full_validation = full = runtime.validate == "full"
+        self._agreement = Agreement(world, layer, self.capacity, full, self.fingerprint, self.settings)
         self.closed = False
-        self.full_validation = runtime.validate == "full"
         # The only dtype of tokens that it takes, and its name; empty: bf16 and float32.
         self.dtypes = () if "f32" in self.spec.payloads else ((torch.bfloat16, self.spec.name),)
         self._calls = 0
         self._generation: int | None = None  # of the World when it made its last call
         self._lost: LostExperts | None = None
         self._open: WeakValueDictionary[int, Handle] = WeakValueDictionary()
-
-    # ---- what a dispatcher fills in -------------------------------------------------------------------------
 
     @abstractmethod
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens | ExpertMajorTokens:
@@ -152,13 +136,11 @@ class Dispatcher(ABC):
 
     def warmup(self) -> None:
         """Allocates, compiles and connects, by a dispatch and combine of a token that no expert wants. Collective."""
-        token, topk = unwanted_token(self.config, self.world.device)
+        token, topk = checks.unwanted_token(self.config, self.world.device)
         handle = Handle(self, -1, 1, 1, token.dtype, generation=self.world.generation)
         tokens = self._dispatch(self._encode(token), topk, handle)
         self._combine(token.new_zeros((*tokens.hidden.data.shape[:-1], token.shape[1])), handle)
         self._settle()
-
-    # ---- the two verbs --------------------------------------------------------------------------------------
 
     def dispatch(
         self,
@@ -205,9 +187,6 @@ class Dispatcher(ABC):
         Args:
             cut: an R over the capacity is returned, not refused: the caller sends in rounds, each agreed on by itself.
             checked: the caller has checked `hidden_states`; a layer does, before it routes them.
-
-        Raises:
-            As in dispatch.
         """
         self._require_world()
         error, incomplete = None, self.incomplete
@@ -217,15 +196,15 @@ class Dispatcher(ABC):
         try:
             self._require_open()
             only, capturing = None if checked else self.dtypes, self._capturing()
-            check_call(hidden_states, topk, self.config, self.world.device, only)
-            check_rows(tokens_per_rank, self.capacity, incomplete, capturing and self.world.size > 1, cut)
+            checks.check_call(hidden_states, topk, self.config, self.world.device, only)
+            checks.check_rows(tokens_per_rank, self.capacity, incomplete, capturing and self.world.size > 1, cut)
             if not capturing:
-                check_values(topk, self.config, self.world.device, self.full_validation)
+                checks.check_values(topk, self.config, self.world.device, self.full_validation)
             if (buffers := self._in_flight()) is not None:
                 buffers.require_free()
             if step is not None:
                 size = self.world.parallel.attention_tp_size
-                check_said(step, self.world.rank, size, hidden_states.shape[0], group_tokens)
+                checks.check_said(step, self.world.rank, size, hidden_states.shape[0], group_tokens)
         except EprtError as found:
             error = found
         num_tokens, dtype = (0, torch.bfloat16) if error else (hidden_states.shape[0], hidden_states.dtype)
@@ -276,8 +255,8 @@ class Dispatcher(ABC):
         error: EprtError | None = None
         try:
             self._require_open()
-            check_handle(handle, self, self.world.generation)
-            check_output(expert_output, handle.shape, self.world.device)
+            checks.check_handle(handle, self, self.world.generation)
+            checks.check_output(expert_output, handle.shape, self.world.device)
         except EprtError as found:
             if not self._open and not self.closed:  # no call of ours waits for this: no peer can be in a combine
                 raise
@@ -289,11 +268,7 @@ class Dispatcher(ABC):
         return self.bring_back(expert_output, handle)
 
     def bring_back(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
-        """The second half of `combine`, without its checks and its agreement with the peers.
-
-        Args, Returns:
-            As in combine. Consumes the handle.
-        """
+        """The second half of `combine`, without its checks and its agreement with the peers."""
         y = expert_output.detach() if expert_output.requires_grad else expert_output
         output = self._combine(y, handle)
         handle.status = "combined"
@@ -302,14 +277,13 @@ class Dispatcher(ABC):
         return output
 
     def refuse(self, error: EprtError, tokens_per_rank: int | None = None) -> NoReturn:
-        """Tells the peers that this rank can't make its next dispatch, so that all raise `error`.
-
-        Args:
-            tokens_per_rank: the caller's; it decides whether the peers compare headers.
-        """
+        """Tells the peers that this rank can't make its next dispatch, so that all raise `error`. The caller's
+        `tokens_per_rank` decides whether they compare headers."""
         self._require_world()
-        if self.closed:  # the first thing that is wrong with a call, for every rank that makes it
-            error = self._closed_error()
+        try:
+            self._require_open()
+        except UsageError as closed:  # the first thing that is wrong with a call, for every rank that makes it
+            error = closed
         if tokens_per_rank is None:
             tokens_per_rank = self._rows_of_step()
         facts = self._calls, 0, tokens_per_rank, torch.bfloat16
@@ -345,11 +319,8 @@ class Dispatcher(ABC):
         self._settle()
 
     def check_peers(self) -> None:
-        """Raises what is known of the other ranks, without a device sync; for a loop that only replays graphs.
-
-        Raises:
-            RankLost, WorldMismatch: the World's verdict, or what an earlier kernel reported.
-        """
+        """Raises RankLost or WorldMismatch: the World's verdict, or an earlier kernel's report. Makes no device sync;
+        for a loop that only replays graphs."""
         self.world.raise_if_lost()
 
     @property
@@ -368,16 +339,14 @@ class Dispatcher(ABC):
         self._close()
 
     def _abandon(self, handle: Handle) -> None:
-        """An open handle won't be combined. Peers that combine it may get NaN for this rank's part: the next step says
-        so, unless all ranks broke this call off."""
+        """Gives up an open handle. Peers that combine it may get NaN for this rank's part: the next step says so,
+        unless all ranks broke this call off."""
         if self._open.get(handle.call) is handle:
             del self._open[handle.call]
             if not self._capturing():
                 self.world.log_call(self.layer, BROKEN_OFF)
         if handle.generation == self.world.generation:
             self._release(handle)
-
-    # ---- checks and agreement -------------------------------------------------------------------------------
 
     @property
     def incomplete(self) -> bool:
@@ -387,21 +356,18 @@ class Dispatcher(ABC):
     def _require_open(self) -> None:
         if self.closed or self.world.closed:
             self._require_world()
-            raise self._closed_error()
-
-    def _closed_error(self) -> UsageError:
-        return UsageError(f"{self.spec.name}: the dispatcher is closed; make a new one")
+            raise UsageError(f"{self.spec.name}: the dispatcher is closed; make a new one")
 
     def _require_world(self) -> None:
-        """Without a world no peer can be told anything."""
+        """Raises UsageError without an open world, where no peer can be told anything."""
         if self.world.closed:
             raise UsageError(f"{self.spec.name}: the world is closed; make a new one")
         if self._generation != self.world.generation:
             self._follow()
 
     def _follow(self) -> None:
-        """The first call, or ranks were lost and the World went on: calls are numbered from zero, as ranks may have
-        made more or fewer of them in the step that was discarded."""
+        """Numbers calls from zero: at the first call, and once the World went on without lost ranks, as ranks may have
+        made more or fewer calls in the step that was discarded."""
         self._calls, self._generation = 0, self.world.generation
         self._open.clear()
         if all(self.world.alive):
@@ -412,8 +378,8 @@ class Dispatcher(ABC):
                 f"{self.spec.name}: built with on_rank_lost='restart', and its World went on without a rank: build "
                 "layers with RuntimeConfig(on_rank_lost='continue') or 'renormalize'"
             )
-        world, renormalize = self.world, self.runtime.on_rank_lost == "renormalize"
-        self._lost = LostExperts(world.alive, world.parallel, self.config.num_experts, world.device, renormalize)
+        world, scale = self.world, self.runtime.on_rank_lost == "renormalize"
+        self._lost = LostExperts(world.alive, world.parallel, self.config.num_experts, world.device, scale)
 
     def _rows_of_step(self) -> int | None:
         """Returns R of the slices that this step's ranks send; None outside of a step."""
@@ -431,6 +397,4 @@ class Dispatcher(ABC):
         """Encodes the tokens in the number format that travels: `runtime.payload`, or their own."""
         if self.runtime.payload is None:
             return Payload.plain(hidden_states)
-        from eprt.quant import encode_payload
-
         return encode_payload(hidden_states, self.runtime.payload, self.payload_scale)

@@ -311,9 +311,8 @@ class ExpertParallelMoE(nn.Module):
                     choice = self._slots.of(choice, rows.shape[0], self.dispatcher.full_validation)
         except EprtError as error:
             self.dispatcher.refuse(error, tokens_per_rank)
-        shape = None if rows is hidden_states else hidden_states.shape
         engine = self._engine(x, choice, sent_per_rank) if self.engines else None
-        return LayerCall(x, choice, sent_per_rank, rows.shape[0], shape, engine)
+        return LayerCall(x, choice, sent_per_rank, rows.shape[0], hidden_states.shape, engine)
 
     def _checked(self, x: object, routing: object, token_ids: object) -> torch.Tensor:
         """Returns `x` as [T, H_model]. The dispatcher doesn't check it again, as it gets this rank's slice, behind the
@@ -382,7 +381,7 @@ class ExpertParallelMoE(nn.Module):
         y = y if call.dense is None else y + call.dense
         y = self._slices.whole(y, call.group_tokens) if self._slices.several else y
         self._used = True
-        return y if call.shape is None else y.view(call.shape)
+        return y if len(call.shape) == 2 else y.view(call.shape)
 
 
 def _check_parts(

@@ -28,7 +28,7 @@ class LayerCall:
         choice: their experts, or logits for an engine that chooses.
         tokens_per_rank: R of the slices, None if the ranks are to agree on it.
         group_tokens: tokens of the attention-TP group together.
-        shape: of the caller's hidden states, None where it is that of the tokens.
+        shape: of the caller's hidden states, [..., H_model].
         engine: the engine that makes the call; None: the dispatcher and the executor do.
         dense: the shared expert's output, once it is there.
     """
@@ -37,7 +37,7 @@ class LayerCall:
     choice: TopK | RouterLogits
     tokens_per_rank: int | None
     group_tokens: int
-    shape: torch.Size | None
+    shape: torch.Size
     engine: Engine | None
     dense: torch.Tensor | None = None
 
