@@ -14,8 +14,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+import eprt.dispatch.call as checks
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
-from eprt.dispatch import call as checks
 from eprt.dispatch.buffers import InFlightBuffers
 from eprt.dispatch.call import Agreement, Capacity, Dispatched, Handle
 from eprt.dispatch.rank_mask import LostExperts, RankMask, checked_mask, require_changeable

@@ -184,7 +184,8 @@ class ExpertParallelMoE(nn.Module):
         dispatcher = self.dispatcher
         with self.observe("dispatch"):
             whole = self._agree(call)
-            sent = dispatcher.send(*whole.part(0, dispatcher.capacity.max_tokens_per_rank))
+            capacity = dispatcher.capacity.max_tokens_per_rank
+            sent = dispatcher.send(*(whole if whole.rows <= capacity else whole.part(0, capacity)))
         try:
             if self.see is not None:
                 self.see("dispatch", sent)
@@ -194,7 +195,7 @@ class ExpertParallelMoE(nn.Module):
                 call.dense = None if self.shared is None else self.shared(call.tokens)
             with self.observe("combine"):
                 y = dispatcher.combine(y, sent.handle)
-                if whole.rows <= dispatcher.capacity.max_tokens_per_rank:
+                if whole.rows <= capacity:
                     return self._finish(y, call)
         finally:
             sent.handle.close()

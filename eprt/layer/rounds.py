@@ -51,8 +51,6 @@ class Round(NamedTuple):
 
     def part(self, number: int, capacity: int) -> Round:
         """Returns round `number` of at most `capacity` rows per rank."""
-        if self.rows <= capacity:
-            return self
         start = number * capacity
         end, rows = start + capacity, min(capacity, self.rows - start)
         return Round(self.hidden[start:end], self.choice.narrow(start, capacity), rows)
@@ -107,7 +105,7 @@ def run_engine(layer: RoundedLayer, engine: Engine, call: LayerCall) -> torch.Te
         with layer.observe("dispatch"):
             if not outputs:
                 whole = layer._agree(call)
-            now = whole.part(len(outputs), capacity)
+            now = whole if whole.rows <= capacity else whole.part(len(outputs), capacity)
             if outputs:
                 engine.agree(*now)
             work = engine.begin(*now)
