@@ -103,10 +103,8 @@ class ExpertParallelMoE(nn.Module):
         )
         self.executor = self._make_executor(inside, experts, runtime, layer)
         self._slices = Slices(world)
-        one_replica = runtime.phase == "decode"
-        self._slots = ChosenSlots(
-            config, world, self._slices, self.placement, one_replica=one_replica, count_load=runtime.count_load
-        )
+        how = {"one_replica": runtime.phase == "decode", "count_load": runtime.count_load}
+        self._slots = ChosenSlots(config, world, self._slices, self.placement, **how)
         self.router = None if router is None else router.to(world.device)
         self.shared: SharedExpertMLP | None = None
         if config.shared is not None and shared is not None:
