@@ -1,4 +1,4 @@
-"""Replicated experts: count what each expert gets, plan where its replicas lie, move them between two steps.
+"""Replicates experts: counts what each expert gets, plans where replicas lie, moves them between two steps.
 
     runtime = RuntimeConfig(count_load=True)
     layer = ExpertParallelMoE(..., placement=one_with_spare_slots, runtime=runtime)

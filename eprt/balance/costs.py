@@ -1,4 +1,4 @@
-"""Whether replicas pay: what the hottest rank's experts take before and after, against memory and the moving.
+"""Weighs replicas: the time of the hottest rank's experts before and after, against memory and the moving.
 
 Experts' times are the plan's model's of an executor (`modelled`), or the makers' peaks alone (`roofline`). Transport
 isn't in either; `eprt bench dispatch --simulate` has it.
@@ -27,12 +27,12 @@ RankTime = Callable[[float, float], float]  # (rows, experts that got any) of on
 
 
 def expert_bytes(config: MoEConfig, moe_tp_size: int = 1) -> int:
-    """Bytes of one expert's matrices on one rank, unpadded."""
+    """Returns bytes of one expert's matrices on one rank, unpadded."""
     return round(expert_values(config) * WEIGHT_BYTES[config.weight_format] / moe_tp_size)
 
 
 def roofline(config: MoEConfig, moe_tp_size: int = 1) -> RankTime:
-    """As long as weights need from an H200's memory, or products on its tensor cores, whichever is longer."""
+    """Returns the time by an H200's peaks: reading weights from memory, or multiplying, whichever is longer."""
     machine = MACHINES[90]
     size = expert_bytes(config, moe_tp_size)
     flops = 2 * expert_values(config) / moe_tp_size
@@ -42,7 +42,7 @@ def roofline(config: MoEConfig, moe_tp_size: int = 1) -> RankTime:
 
 
 def modelled(config: MoEConfig, parallel: ParallelConfig, executor: str, device: Device) -> RankTime:
-    """By the cost model of the plan. Raises ConfigError for a device that it knows nothing of, or an unknown name."""
+    """Returns the time by the plan's cost model. Raises ConfigError for an unknown device or executor."""
     spec = executor_spec(executor)
     if modelled_experts(spec, config, parallel, 1.0, 1.0, device) is None:
         raise ConfigError(f"nothing is known of times on {device}: expected a GPU, sm90 or another")
@@ -56,7 +56,7 @@ def modelled(config: MoEConfig, parallel: ParallelConfig, executor: str, device:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a placement would bring to one layer.
+    """The gain and the cost of a placement for one layer.
 
     Attributes:
         imbalance_before, imbalance_after: max / mean of the rows that ranks get.
@@ -98,7 +98,7 @@ def weigh(
     one_replica: bool = False,
     time: RankTime | None = None,
 ) -> Verdict:
-    """Compare two placements of one layer.
+    """Compares two placements of one layer.
 
     Args:
         counts: [E] how often each expert was chosen.
@@ -118,7 +118,7 @@ def weigh(
 
 
 def _slot_rows(counts: Sequence[int], placement: ExpertPlacement, rows: int, one_replica: bool) -> list[list[float]]:
-    """[ranks][L] rows that each slot gets on average."""
+    """Returns [ranks][L] rows that each slot gets on average."""
     total, L = max(1, sum(counts)), placement.num_local_experts
     homes = chosen_slots(placement) if one_replica else placement.replicas
     found = [0.0] * placement.num_slots
@@ -129,12 +129,12 @@ def _slot_rows(counts: Sequence[int], placement: ExpertPlacement, rows: int, one
 
 
 def _touched(rows: float) -> float:
-    """How likely a slot gets any row, where it gets so many on average (Poisson)."""
+    """Returns the probability that a slot gets any row, where it gets `rows` on average (Poisson)."""
     return 1 - math.exp(-rows)
 
 
 def _received(before: ExpertPlacement, after: ExpertPlacement) -> int:
-    """Most experts that one rank has to receive from another."""
+    """Returns most experts that one rank has to receive from another."""
     L = after.num_local_experts
     held = [
         set(before.slots[start : start + before.num_local_experts])

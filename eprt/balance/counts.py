@@ -1,4 +1,4 @@
-"""Counts of a whole world, and files of them."""
+"""Gathers expert counts of a whole world, and reads and writes files of them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ Counts = Mapping[int, tuple[int, ...]]  # layer number -> [E]
 
 
 def gather_load(world: World, layers: Sequence[ExpertParallelMoE]) -> torch.Tensor:
-    """How often all ranks' tokens chose each expert: [layers, E] int64 on the CPU, equal on all ranks. Collective;
-    synchronises a GPU.
+    """Sums how often all ranks' tokens chose each expert: [layers, E] int64 on the CPU, equal on all ranks.
+
+    Collective; synchronises a GPU.
 
     Raises:
         UsageError: a layer doesn't count. ConfigError: no layer, or layers of different numbers of experts. The same
@@ -41,7 +42,7 @@ def gather_load(world: World, layers: Sequence[ExpertParallelMoE]) -> torch.Tens
 
 
 def zipf(num_experts: int, exponent: float, total: int = 1_000_000) -> tuple[int, ...]:
-    """[E] counts of a Zipf distribution: expert e gets a share proportional to 1 / (e + 1) ** exponent.
+    """Returns [E] counts of a Zipf distribution: expert e gets a share proportional to 1 / (e + 1) ** exponent.
 
     Raises:
         ConfigError: no experts, or a negative exponent.
@@ -55,7 +56,7 @@ def zipf(num_experts: int, exponent: float, total: int = 1_000_000) -> tuple[int
 
 
 def write_counts(path: str | Path, counts: Mapping[int, Sequence[int]]) -> None:
-    """Write counts by layer number as JSON, for `read_counts` and `eprt plan-experts`. Raises ConfigError."""
+    """Writes counts by layer number as JSON, for `read_counts` and `eprt plan-experts`. Raises ConfigError."""
     layers = {str(layer): [int(count) for count in row] for layer, row in counts.items()}
     value = {"format": FORMAT, "version": VERSION, "layers": layers}
     _checked(value, path)
@@ -66,7 +67,7 @@ def write_counts(path: str | Path, counts: Mapping[int, Sequence[int]]) -> None:
 
 
 def read_counts(path: str | Path) -> Counts:
-    """What `write_counts` wrote. Raises ConfigError naming the file and what is wrong with it."""
+    """Reads a file of `write_counts`. Raises ConfigError naming the file and what is wrong with it."""
     try:
         value = json.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Experts change places between two steps: in the executors' own layout, into the memory that calls read."""
+"""Moves experts between two steps: in the executors' own layout, into the memory that calls read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALIGNMENT = 16  # bytes: where a tensor of any dtype may begin
 
 @dataclass(frozen=True)
 class Moved:
-    """What a rebalance did; the same on every rank.
+    """The result of a rebalance; the same on every rank.
 
     Attributes:
         pause_s: seconds between the moment when all ranks were there and the one when the slowest was done.
@@ -37,15 +37,18 @@ class Moved:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The expert in slot `source` goes to slot `target`, too. Both are numbers over the whole world."""
+    """A copy of the expert in slot `source` to slot `target`; both count over the whole world."""
 
     source: int
     target: int
 
 
 def transfers(old: ExpertPlacement, new: ExpertPlacement) -> tuple[Transfer, ...]:
-    """What has to travel, in the order of the targets. Each expert comes from the nearest of its old slots: of its own
-    rank, then of its host, then of the rank that sends least so far."""
+    """Lists what has to travel, in the order of the targets.
+
+    Each expert comes from the nearest of its old slots: of its own rank, then of its host, then of the rank that sends
+    least so far.
+    """
     L, parallel = old.num_local_experts, old.parallel
     per_host = parallel.ranks_per_host or parallel.world_size
 
@@ -72,7 +75,7 @@ def rebalance(
     *,
     most_bytes: int | None = None,
 ) -> Moved:
-    """Put the experts of these layers where `placements` say. Collective, between two steps, by all ranks.
+    """Puts the experts of these layers where `placements` say. Collective, between two steps, by all ranks.
 
     Every rank first stages all that it will hold, then all of them swap: until then, whatever fails leaves the old
     placement everywhere. Weights travel as the executors hold them and are written to where they lie, so nothing is
@@ -123,7 +126,7 @@ def rebalance(
 
 
 class _Move:
-    """One rank's part. Nothing of a layer changes before `commit`."""
+    """One rank's part of a rebalance. Nothing of a layer changes before `commit`."""
 
     def __init__(
         self, world: World, layers: Sequence[ExpertParallelMoE], placements: Sequence[ExpertPlacement]
@@ -179,7 +182,7 @@ class _Move:
     def _pieces(
         self, side: list[list[tuple[int, int]]], buffer: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(bytes in the executor, their place in the buffer), for every tensor of every piece of that side."""
+        """Returns (bytes in the executor, their place in the buffer), for every tensor of every piece of that side."""
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         start = 0
         for layer, slot in (piece for peer in side for piece in peer):
@@ -191,7 +194,7 @@ class _Move:
 
     @torch.inference_mode()
     def stage(self) -> None:
-        """Bring everything here that this rank will hold. Collective."""
+        """Brings all experts here that this rank will hold. Collective."""
         if self._buffers is None:
             raise UsageError("a rebalance was staged before its memory was there: report this")
         out, into = self._buffers
@@ -202,7 +205,7 @@ class _Move:
 
     @torch.inference_mode()
     def commit(self) -> None:
-        """Swap. Not collective, and nothing in it waits for a peer."""
+        """Swaps the experts. Not collective, and nothing in it waits for another rank."""
         if self._buffers is None:
             raise UsageError("a rebalance was swapped before it was staged: report this")
         for held, place in self._pieces(self._into, self._buffers[1]):
@@ -256,7 +259,7 @@ def _require_slots(layer: ExpertParallelMoE, tensors: Sequence[tuple[str, torch.
 
 
 def _signature(layers: Sequence[Sequence[tuple[str, torch.Tensor]]]) -> int:
-    """63 bits of names, dtypes and shapes."""
+    """Returns 63 bits that stand for names, dtypes and shapes."""
     text = repr([[(name, str(t.dtype), tuple(t.shape)) for name, t in tensors] for tensors in layers])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 

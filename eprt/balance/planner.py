@@ -1,4 +1,4 @@
-"""Where replicas should lie, from counts: offline, deterministic, plain Python.
+"""Plans where replicas should lie, from counts: offline, deterministic, plain Python.
 
 An expert's load is shared evenly by its replicas (as prefill deals tokens out). Replicas go, one after the other, to
 the expert whose replicas carry most; then the heaviest are put first, each into the emptiest host or NVLink domain and
@@ -36,7 +36,7 @@ def plan_placement(
     current: ExpertPlacement | None = None,
     domain_size: int | None = None,
 ) -> ExpertPlacement:
-    """A placement with the fewest replicas whose hottest rank gets as little as can be found, to 2%.
+    """Returns a placement with the fewest replicas whose hottest rank gets as little as can be found, to 2%.
 
     Args:
         counts: [E] how often each expert is chosen; only their proportions count.
@@ -75,8 +75,11 @@ def plan_placement(
 def _fewest_replicas(
     counts: Sequence[int], parallel: ParallelConfig, num_slots: int, domain_size: int
 ) -> tuple[_Slots, float]:
-    """The plan, and how hot its hottest rank may be. More replicas needn't be cooler, so that bisection may miss the
-    very fewest; experts in order and none at all are tried first, and what was found is checked."""
+    """Returns the plan, and how hot its hottest rank may be.
+
+    More replicas needn't be cooler, so bisection may miss the very fewest. Experts in order, and no replica at all, are
+    tried first, and the result is checked.
+    """
     ranks, most = parallel.ep_size, num_slots - len(counts)
     plan = _Slots.packed(counts, ranks, most, domain_size)
     plan.trade()
@@ -100,7 +103,7 @@ def _fewest_replicas(
 
 
 def _nearest(plan: _Slots, goal: float, current: ExpertPlacement) -> _Slots:
-    """Of some ways from `current` to the goal the one on which fewest experts travel."""
+    """Chooses, of some ways from `current` to the goal, the one on which fewest experts travel."""
     candidates = [plan.near(current)]
     for replicas in (None, plan):  # from as many replicas of each expert as there are, and as the plan has
         kept = _Slots.of(plan.counts, current, plan.domain_size)
@@ -113,23 +116,23 @@ def _nearest(plan: _Slots, goal: float, current: ExpertPlacement) -> _Slots:
 
 
 def _changes(slots: Sequence[int], now: Sequence[int]) -> int:
-    """How many experts travel."""
+    """Counts the experts that travel."""
     return sum(new not in (old, EMPTY) for new, old in zip(slots, now, strict=True))
 
 
 def rank_loads(counts: Sequence[int], placement: ExpertPlacement) -> tuple[float, ...]:
-    """[ranks] what each expert-parallel rank gets of these counts where replicas share evenly."""
+    """Returns [ranks] the load of each expert-parallel rank by these counts, replicas sharing evenly."""
     return tuple(_Slots.of(counts, placement, placement.parallel.ep_size).loads)
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """max / mean; 1 where nothing was counted."""
+    """Returns max / mean; 1 where nothing was counted."""
     return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
 @dataclass
 class _Slots:
-    """[ranks][L] experts, with what they carry.
+    """The experts in each rank's slots, [ranks][L], with their loads.
 
     Attributes:
         share: [E] what one replica of each expert carries.
@@ -151,8 +154,10 @@ class _Slots:
 
     @classmethod
     def packed(cls, counts: Sequence[int], ranks: int, replicas: int, domain_size: int) -> _Slots:
-        """So many replicas to the heaviest experts, then the heaviest replicas first to where it is emptiest. No more
-        slots a rank than that takes, as a rank's time grows with its experts, too."""
+        """Gives replicas to the heaviest experts, then places the heaviest replicas first, where it is emptiest.
+
+        It takes no more slots per rank than needed, as a rank's time grows with its experts, too.
+        """
         copies = [1] * len(counts)
         heap = [(-float(count), expert) for expert, count in enumerate(counts)]
         heapq.heapify(heap)
@@ -173,7 +178,7 @@ class _Slots:
         return plan.filled_up(L * ranks)
 
     def filled_up(self, num_slots: int) -> _Slots:
-        """Itself, with empty slots up to so many."""
+        """Returns itself, with empty slots up to `num_slots`."""
         for held in self.held:
             held += [EMPTY] * (num_slots // len(self.held) - len(held))
         return self
@@ -199,8 +204,10 @@ class _Slots:
         return tuple(expert for held in self.held for expert in held)
 
     def trade(self, goal: float = 0.0) -> None:
-        """The hottest rank trades one expert with another rank, while the hotter of the two gets cooler by it, and
-        until it is at the goal. Not at all where one replica alone is above the goal."""
+        """Trades experts between the hottest rank and another while that cools the hotter one, down to the goal.
+
+        Does nothing where one replica alone is above the goal.
+        """
         if goal and max(self.share) > goal:
             return
         for _ in range(sum(map(len, self.held))):
@@ -211,7 +218,7 @@ class _Slots:
             self._swap(*found[1:])
 
     def _best_trade(self, hot: int) -> tuple[float, int, int, int, int] | None:
-        """(hotter of the two afterwards, hot rank, its place, other rank, its place)."""
+        """Returns (hotter of the two afterwards, hot rank, its place, other rank, its place)."""
         best: tuple[float, int, int, int, int] | None = None
         for rank, held in enumerate(self.held):
             even = (self.loads[hot] + self.loads[rank]) / 2  # no trade of these two does better
@@ -237,7 +244,7 @@ class _Slots:
         return 0.0 if expert == EMPTY else self.share[expert]
 
     def mend(self, goal: float) -> bool:
-        """Few changes, each the best of those that cool the hottest rank, until it is at the goal. False: never."""
+        """Makes few changes, each the best that cools the hottest rank, until it is at the goal. False: it never is."""
         for _ in range(2 * sum(map(len, self.held))):
             hottest = self.hottest
             if hottest <= goal:
@@ -254,7 +261,7 @@ class _Slots:
         return False
 
     def thin(self, goal: float) -> None:
-        """Drop replicas, first whichever is missed least, while the hottest rank stays at the goal."""
+        """Drops replicas, first whichever is missed least, while the hottest rank stays at the goal."""
         while True:
             homes = self._homes()
             found = [
@@ -269,8 +276,10 @@ class _Slots:
             self._copy(EMPTY, rank, place)
 
     def replicate(self, like: _Slots) -> None:
-        """As many replicas of each expert as there: too many go from the hottest of their ranks, missing ones to the
-        coolest with an empty slot, while there is one."""
+        """Takes as many replicas of each expert as `like` has.
+
+        Surplus ones leave the hottest of their ranks; missing ones go to the coolest with an empty slot.
+        """
         wanted = [len(homes) for homes in like._homes()]
         for expert, homes in enumerate(self._homes()):
             surplus = max(0, len(homes) - wanted[expert])
@@ -284,8 +293,11 @@ class _Slots:
                     self._copy(expert, rank, self.held[rank].index(EMPTY))
 
     def _best_copy(self, hot: int) -> tuple[float, int, int, int] | None:
-        """(hottest rank afterwards, expert, rank, place): a replica more of one of the hot rank's experts, where a slot
-        is empty or holds a replica that isn't the only one."""
+        """Finds the best further replica of one of the hot rank's experts.
+
+        Its slot is empty or holds a replica that isn't the only one. Returns (hottest load afterwards, expert, rank,
+        place).
+        """
         homes = self._homes()
         best: tuple[float, int, int, int] | None = None
         for rank, held in enumerate(self.held):
@@ -301,7 +313,7 @@ class _Slots:
         return best
 
     def _after_copy(self, homes: list[list[int]], expert: int, rank: int, victim: int) -> list[float]:
-        """[ranks] loads where `expert`, or EMPTY, takes `victim`'s place."""
+        """Returns [ranks] loads where `expert`, or EMPTY, takes `victim`'s place."""
         loads = list(self.loads)
         if expert != EMPTY:
             old, new = self.share[expert], self.counts[expert] / (len(homes[expert]) + 1)
@@ -322,7 +334,7 @@ class _Slots:
         self.loads = [_load(self.share, held) for held in self.held]
 
     def _homes(self) -> list[list[int]]:
-        """[E] the ranks of each expert's replicas, one entry a replica."""
+        """Returns [E] the ranks of each expert's replicas, one entry per replica."""
         homes: list[list[int]] = [[] for _ in self.counts]
         for rank, held in enumerate(self.held):
             for expert in held:
@@ -331,7 +343,7 @@ class _Slots:
         return homes
 
     def near(self, current: ExpertPlacement) -> _Slots:
-        """The same shares on ranks, and in slots, where most of them lie already. Domains stay together."""
+        """Puts the same shares on the ranks and in the slots where most lie already. Domains stay together."""
         L, size = current.num_local_experts, self.domain_size
         now = [list(current.slots[start : start + L]) for start in range(0, current.num_slots, L)]
 
@@ -353,7 +365,7 @@ def _load(share: Sequence[float], experts: Sequence[int]) -> float:
 
 
 def _matched(score: list[list[int]]) -> list[tuple[int, int]]:
-    """Pairs (row, column), each once, the best pair first."""
+    """Returns pairs (row, column), each once, the best pair first."""
     size = range(len(score))
     rows, columns = set(size), set(size)
     found: list[tuple[int, int]] = []
@@ -366,7 +378,7 @@ def _matched(score: list[list[int]]) -> list[tuple[int, int]]:
 
 
 def _in_place(experts: list[int], now: list[int]) -> list[int]:
-    """`experts`, those that are there already in the slots that they have, each as often as before."""
+    """Orders `experts`, each as often as before, so that those already there keep their slots."""
     left = list(experts)
     slots = [EMPTY] * len(now)
     open_slots: list[int] = []

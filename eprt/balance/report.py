@@ -1,4 +1,4 @@
-"""How evenly ranks are loaded, layer by layer: numbers, a table, a picture."""
+"""Reports how evenly ranks are loaded, layer by layer: numbers, a table, a picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eprt.world import World
 
 @dataclass(frozen=True)
 class LayerBalance:
-    """One layer.
+    """The load of one layer.
 
     Attributes:
         layer: its number.
@@ -38,7 +38,7 @@ class LayerBalance:
 
 @dataclass(frozen=True)
 class Balance:
-    """All layers. `str()` is the table."""
+    """The load of all layers. `str()` is the table."""
 
     layers: tuple[LayerBalance, ...]
 
@@ -61,7 +61,7 @@ class Balance:
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> None:
-        """Rows of each rank over the mean, a line a layer. Raises ConfigError: matplotlib is missing, or the file."""
+        """Draws rows of each rank over the mean, one line per layer. Raises ConfigError if it can't be written."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -86,7 +86,7 @@ def report(
     placements: Sequence[ExpertPlacement],
     layers: Sequence[int] | None = None,
 ) -> Balance:
-    """How these counts load the ranks under these placements.
+    """Reports how these counts load the ranks under these placements.
 
     Args:
         counts: [layers, E] over all ranks, as `gather_load` gives them.
@@ -114,6 +114,6 @@ def report(
 
 
 def report_layers(world: World, layers: Sequence[ExpertParallelMoE]) -> Balance:
-    """`report` of what these layers have counted on all ranks. Collective; raises as `gather_load`."""
+    """Reports what these layers have counted on all ranks. Collective; raises as `gather_load`."""
     counts = gather_load(world, layers)
     return report(counts, [layer.placement for layer in layers], [layer.dispatcher.layer for layer in layers])

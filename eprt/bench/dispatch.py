@@ -53,12 +53,12 @@ class DispatchCase:
         return RuntimeConfig(dispatcher=self.transport, max_tokens_per_rank=self.tokens, payload=payload)
 
     def bytes_there(self) -> int:
-        """Of one token: payload (with scales), ids and weights."""
+        """Returns the bytes of one token that dispatch sends: payload (with scales), ids and weights."""
         facts = PAYLOADS[self.payload]
         return facts.data_bytes(self.hidden) + facts.scale_bytes(self.hidden) + 8 * self.top_k
 
     def row_bytes(self) -> int:
-        """Of one token there and its sum back, which is bf16."""
+        """Returns the bytes of one token there and of its sum back, which is bf16."""
         return self.bytes_there() + 2 * self.hidden
 
 
@@ -95,7 +95,7 @@ def _baselines() -> dict[str, Any]:
 
 
 def measure_dispatch(context: RankContext, case: DispatchCase) -> DispatchTimes:
-    """This rank's share of one case. Collective; a job for `WorldPool.run`."""
+    """Measures this rank's share of one case. Collective; a job for `WorldPool.run`."""
     world = world_of(context)
     generator = torch.Generator().manual_seed(97 * case.tokens + world.rank)
     hidden = torch.randn(case.tokens, case.hidden, generator=generator).to(torch.bfloat16)
@@ -135,7 +135,7 @@ def _measure_dispatcher(world: World, case: DispatchCase, batch: Batch, rows_to:
 
 @dataclass(frozen=True)
 class _RoundTrip:
-    """Dispatch, then combine what an executor would have left in place, in buffers (`outputs`) that are made once."""
+    """A round trip: dispatch, then combine of what an executor would have left, in buffers that are made once."""
 
     dispatcher: Dispatcher
     hidden: torch.Tensor
@@ -160,7 +160,7 @@ class _RoundTrip:
 
 
 def _check(dispatcher: Dispatcher, case: DispatchCase, batch: Batch, own: Batch) -> float:
-    """Error of one round trip through experts that return their input."""
+    """Returns error of one round trip through experts that return their input."""
     ones = torch.ones(NUM_EXPERTS)
     sent = dispatcher.dispatch(own.hidden, own.topk, case.tokens)
     output = transport.scale_experts(sent.tokens, dispatcher.shard, ones, torch.bfloat16)
@@ -188,7 +188,7 @@ def _measure_baseline(world: World, case: DispatchCase, batch: Batch, rows_to: l
 
 
 def dispatch_row(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us: float) -> dict[str, Any]:
-    """One row of the report."""
+    """Returns one row of the report."""
     sent = [sum(rank.rows_to) - rank.rows_to[r] for r, rank in enumerate(by_rank)]
     received = [sum(rank.rows_to[r] for rank in by_rank) - by_rank[r].rows_to[r] for r in range(len(by_rank))]
     busiest = max(max(pair) for pair in zip(sent, received, strict=True))

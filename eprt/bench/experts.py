@@ -119,7 +119,7 @@ class Ceilings:
         return cls(moved / copy_us * 1e6, 2 * n**3 / flops_us * 1e6)
 
     def as_dict(self) -> dict[str, float]:
-        """Limits of a report: GB/s and TFLOP/s."""
+        """Returns limits of a report: GB/s and TFLOP/s."""
         limits = {"copy_gb_per_s": self.copy_bytes / 1e9, "bf16_tflop_per_s": self.bf16_flops / 1e12}
         return {name: round(value, 1) for name, value in limits.items()}
 
@@ -127,7 +127,7 @@ class Ceilings:
 def random_matrix(
     weight_format: WeightFormat, L: int, rows: int, cols: int, parts: int, device: torch.device
 ) -> Matrix:
-    """Random codes, scales near 1 / sqrt(cols). Raises ConfigError for a format no case uses."""
+    """Returns random codes with scales near 1 / sqrt(cols). Raises ConfigError for a format no case uses."""
     size = cols**-0.5
 
     def codes(*shape: int) -> torch.Tensor:
@@ -178,7 +178,7 @@ class ExpertCase:
 def choose_cases(
     shapes: Iterable[str], executors: Iterable[str] | None, runtime: RuntimeConfig, device: Device
 ) -> tuple[list[ExpertCase], list[str]]:
-    """What can be measured there, and a line for everything that can't, with its reason. Needs no GPU.
+    """Returns the cases that can be measured there, and a line with the reason for every other. Needs no GPU.
 
     Args:
         executors: None: every row of `eprt.experts.EXECUTORS` but the witness.
@@ -277,7 +277,7 @@ def _bench_one(
     warmup_s = time.perf_counter() - start
     rows: list[ExpertRow] = []
     for count in tokens:
-        flat = _flat_tokens(config, count, device)
+        flat = sampled_tokens(config, count, device)
         times = _times(executor, flat)
         what = (case.executor, case.shape, config.weight_format, "fp8" if runtime.low_precision_activations else "bf16")
         costs = (prepare_s, warmup_s, peak)
@@ -321,13 +321,13 @@ def _bench_baseline(
         start = time.perf_counter()
         with other.make(config, shard, weights, device) as call_for:
             prepare_s = time.perf_counter() - start
-            sample = _flat_tokens(config, library.CHECKED_TOKENS, device)
+            sample = sampled_tokens(config, library.CHECKED_TOKENS, device)
             start = time.perf_counter()
             found = call_for(sample)()
             library.check_experts(config, shard, weights, sample, found)
             warmup_s = time.perf_counter() - start
             for count in tokens:
-                flat = _flat_tokens(config, count, device)
+                flat = sampled_tokens(config, count, device)
                 call = call_for(flat)
                 call()
                 times = (device_microseconds(call), None, None, host_microseconds(call))
@@ -338,7 +338,8 @@ def _bench_baseline(
     return rows
 
 
-def _flat_tokens(config: MoEConfig, count: int, device: torch.device) -> FlatTokens:
+def sampled_tokens(config: MoEConfig, count: int, device: torch.device) -> FlatTokens:
+    """Returns `count` random tokens of all ranks, routed uniformly, the same experts for the same count."""
     hidden = torch.randn(count, config.hidden_size, device=device).to(torch.bfloat16)
     ids = sample_ids(count, config.top_k, config.num_experts, device, seed=count)
     weights = torch.full(ids.shape, 1.0 / config.top_k, device=device)

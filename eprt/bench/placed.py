@@ -15,7 +15,7 @@ import torch
 from eprt.balance.planner import plan_placement
 from eprt.bench.experts import random_experts
 from eprt.bench.layer import graph_safe, shape_config
-from eprt.bench.report import Report, percentile, slowest
+from eprt.bench.report import Report, p50_p99, percentile, slowest
 from eprt.bench.routings import RoutedLayer
 from eprt.bench.timing import samples, world_of
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
@@ -198,7 +198,7 @@ def placed_rows(case: PlacedCase, by_rank: list[PlacedTimes]) -> list[dict[str, 
     first, config = by_rank[0], case.config
     p50 = {name: percentile(slowest([rank.samples[name] for rank in by_rank]), 50) for name in first.samples}
     for name in first.samples:
-        times, predicted = slowest([rank.samples[name] for rank in by_rank]), first.predicted.get(name)
+        predicted = first.predicted.get(name)
         rows.append(
             {
                 "shape": case.shape,
@@ -212,8 +212,7 @@ def placed_rows(case: PlacedCase, by_rank: list[PlacedTimes]) -> list[dict[str, 
                 "pair": first.pair,
                 "graph": first.graph,
                 "imbalance": round(first.imbalance[name], 3),
-                "layer_p50_us": round(p50[name], 1),
-                "layer_p99_us": round(percentile(times, 99), 1),
+                **p50_p99("layer", [rank.samples[name] for rank in by_rank]),
                 "gain": round(p50[IN_ORDER] / p50[name], 3),
                 "predicted_us": None if predicted is None else round(predicted, 1),
                 "predicted_gain": None if predicted is None else round(first.predicted[IN_ORDER] / predicted, 3),

@@ -1,4 +1,4 @@
-"""The rate at which this machine's ranks push bytes to each other: what a transport's floor is made of."""
+"""Measures the rate at which this machine's ranks push bytes to each other: a transport's lower bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CTAS_PER_PEER = (8, 16, 32, 132)  # the fastest of them is the link's rate
 
 
 def push_rate(context: RankContext) -> float:
-    """Bytes a microsecond that this rank pushes to its peers while they all do. Collective; a job for `WorldPool.run`.
+    """Returns bytes per microsecond that this rank pushes while all do. Collective; a job for `WorldPool.run`.
 
     On CUDA stores of the SMs into symmetric memory, on CPU an all-to-all.
 
@@ -39,7 +39,7 @@ def push_rate(context: RankContext) -> float:
 
 @contextmanager
 def _stores(world: World, group: dist.ProcessGroup, size: int) -> Iterator[list[Call]]:
-    """This frame keeps the memory, whose addresses don't, until all ranks have stopped pushing."""
+    """Yields pushes by SM stores. Its frame keeps the memory alive until all ranks have stopped pushing."""
     import torch.distributed._symmetric_memory as symmetric
 
     from eprt.bench.push_triton import push

@@ -1,4 +1,4 @@
-"""Whom tokens choose in a bench: evenly, by Zipf, as counted, or as recorded."""
+"""Draws the experts that a bench's tokens choose: evenly, by Zipf, as counted, or as recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMS = "uniform, zipf:EXPONENT, zipf:EXPONENT:SEED, counts.json or ids.safetens
 
 @dataclass(frozen=True)
 class RoutedLayer:
-    """What is known of one layer's routing: how often each expert is chosen, or the choices themselves.
+    """The routing of one layer: how often each expert is chosen, or the choices themselves.
 
     Attributes:
         layer: its number; 0 where there is only one.
@@ -30,8 +30,11 @@ class RoutedLayer:
     ids: torch.Tensor | None = None
 
     def draw(self, tokens: int, top_k: int, seed: int) -> torch.Tensor:
-        """[tokens, K] int32 ids on the CPU, distinct in a row. Recorded ones in their order from the `seed`-th batch
-        on, again from the start where they end; else each expert as often as counted, but at most once a token."""
+        """Returns [tokens, K] int32 ids on the CPU, distinct in a row.
+
+        Recorded ones come in their order from the `seed`-th batch on, again from the start where they end. Else each
+        expert is sampled as often as counted, but at most once per token.
+        """
         if self.ids is not None:
             return self.ids[torch.arange(seed * tokens, (seed + 1) * tokens) % len(self.ids)]
         generator = torch.Generator().manual_seed(seed)
@@ -39,7 +42,7 @@ class RoutedLayer:
 
 
 def read_routing(text: str, num_experts: int, top_k: int) -> list[RoutedLayer]:
-    """The layers that a `--routing` stands for.
+    """Returns the layers that a `--routing` stands for.
 
     Args:
         text: `uniform`; `zipf:1.1` (expert e by 1 / (e + 1) ** 1.1, so that neighbours are hot: the worst for experts
@@ -74,7 +77,7 @@ def read_routing(text: str, num_experts: int, top_k: int) -> list[RoutedLayer]:
 
 
 def inclusion(counts: tuple[int, ...], top_k: int) -> torch.Tensor:
-    """[E] float64: how likely a token chooses each expert, in proportion to the counts, at most 1; they sum to K."""
+    """Returns [E] float64 chances that a token chooses each expert, proportional to the counts, at most 1; sum K."""
     shares = torch.tensor(counts, dtype=torch.float64)
     sure = torch.zeros(len(counts), dtype=torch.bool)
     while True:  # at most K times: each round makes an expert sure
@@ -87,8 +90,10 @@ def inclusion(counts: tuple[int, ...], top_k: int) -> torch.Tensor:
 
 
 def drawn(chances: torch.Tensor, tokens: int, top_k: int, generator: torch.Generator) -> torch.Tensor:
-    """[tokens, K] int32, each expert with its chance: K points one apart on the chances laid end to end in a random
-    order meet K different experts (systematic sampling)."""
+    """Samples [tokens, K] int32, each expert with its chance, by systematic sampling.
+
+    K points one apart, on the chances laid end to end in a random order, meet K different experts.
+    """
     E, blocks = len(chances), -(-tokens // BLOCK)
     order = torch.rand(blocks, E, generator=generator).argsort(1)
     ends = chances[order].cumsum(1)

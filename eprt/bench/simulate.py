@@ -1,4 +1,4 @@
-"""`eprt bench dispatch --simulate`: drawn or recorded choices, sent through each dispatcher's bytes and the cost model.
+"""Simulates a layer: sampled or recorded choices, sent through each dispatcher's bytes and the cost model.
 
 Nothing is measured here: a row is what `eprt.plan.skew` makes of the choices, for machines that nobody has to own.
 """
@@ -29,7 +29,7 @@ IN_ORDER = "in order"
 
 @dataclass(frozen=True)
 class SimulatedWorld:
-    """What is simulated: so many GPUs of a kind, a model's layer, who is chosen, where experts lie.
+    """The world to simulate: GPUs of one kind, a model's layer, its routing, and the experts' placement.
 
     Attributes:
         config: of the layer, in experts.
@@ -52,7 +52,7 @@ class SimulatedWorld:
 
 
 def simulated(world: SimulatedWorld, tokens: int, names: Sequence[str] = ()) -> Iterator[dict[str, Any] | str]:
-    """Rows of one world at so many tokens a rank, a dispatcher each; a text for one that can't, with its reason.
+    """Yields rows of one world at `tokens` per rank, one per dispatcher, or a text with the reason why not.
 
     Raises:
         ConfigError: a routing that can't be read, or slots that can't be planned.
@@ -92,7 +92,7 @@ def _demand(world: SimulatedWorld, layer: RoutedLayer, tokens: int) -> Demand:
 def _row(
     world: SimulatedWorld, tokens: int, plan: Plan, demands: Sequence[Demand], times: Sequence[LayerTime]
 ) -> dict[str, Any]:
-    """Means over the routing's layers."""
+    """Returns one row, of means over the routing's layers."""
 
     def mean(values: Sequence[float], digits: int = 1) -> float:
         return round(sum(values) / len(values), digits)
@@ -132,8 +132,9 @@ def simulation_report(
     names: Sequence[str] = (),
     keep: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Every world at every number of tokens. `gain`: the same transport's time with experts in order, where the worlds
-    include that, over the row's own. `keep` sees what was found so far.
+    """Simulates every world at every number of tokens. `keep` sees what was found so far.
+
+    A row's `gain` is the same transport's time with experts in order, where the worlds include that, over its own.
 
     Raises:
         ConfigError: see `simulated`, or no GPU: nothing is known of the times of others.

@@ -38,7 +38,7 @@ PATHS = ("transformers", "transformers graph", "eager", "in a step", "layer grap
 
 @dataclass(frozen=True)
 class StepCase:
-    """One model on every rank: `layers` of it, each number of `tokens` (requests) a rank."""
+    """One model on every rank: `layers` of it, each number of `tokens` (requests) per rank."""
 
     model: str
     layers: int

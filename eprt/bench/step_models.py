@@ -29,8 +29,9 @@ def _config_of(name: str, layers: int) -> dict[str, Any]:
 
 
 def make_model(name: str, layers: int, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """(the model in bf16 with random weights on the device, the published config of its layers, number format of the
-    experts included).
+    """Returns (the model in bf16 with random weights on the device, the published config of its layers).
+
+    The config includes the number format of the experts.
 
     Raises:
         ConfigError: an unknown name, or transformers isn't installed.

@@ -1,4 +1,4 @@
-"""One model's rows of this machine for the plan: every dispatcher and executor that works here, by the benches."""
+"""Measures rows of one model on this machine for the plan: every dispatcher and executor that works here."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Any
 import torch
 
 from eprt.bench.dispatch import DispatchCase, DispatchTimes
-from eprt.bench.experts import random_experts
+from eprt.bench.experts import random_experts, sampled_tokens
 from eprt.bench.report import percentile, provenance, slowest
 from eprt.bench.timing import world_of
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import EprtError, RankLost
 from eprt.experts import EXECUTORS, executor_spec, make_executor
-from eprt.experts.sample_tokens import sample_ids
 from eprt.placement import ExpertPlacement
 from eprt.plan.measured import sizes_of_experts
 from eprt.ranks.process import RankContext
 from eprt.rounding import ceil_div
 from eprt.support import Device, Requirement
-from eprt.timing import device_microseconds
-from eprt.tokens import FlatTokens, Payload
+from eprt.timing import device_microseconds, host_stopwatch
 
 WALL_CALLS = 5  # of an executor on a CPU; the middle one counts
 
 
 @dataclass(frozen=True)
 class ExpertTimes:
-    """One rank's microseconds by number of all ranks' tokens, or why there are none. Numbers for which there was no
-    time are missing."""
+    """One rank's microseconds by number of all ranks' tokens, or why there are none.
+
+    Numbers for which no time was left are missing.
+    """
 
     us: dict[int, float]
     refused: str = ""
@@ -43,7 +43,7 @@ class ExpertTimes:
 def measure_experts(
     context: RankContext, name: str, config: MoEConfig, tokens: Sequence[int], seconds: float = math.inf
 ) -> ExpertTimes:
-    """This rank's experts by one executor, all ranks at once. A job for `WorldPool.run`.
+    """Measures this rank's experts by one executor, on all ranks at once. A job for `WorldPool.run`.
 
     Args:
         seconds: after which no number of tokens is begun.
@@ -72,25 +72,21 @@ def measure_experts(
 
 
 def _time(executor: Callable[..., torch.Tensor], config: MoEConfig, count: int, device: torch.device) -> float:
-    hidden = torch.randn(count, config.hidden_size, device=device).to(torch.bfloat16)
-    ids = sample_ids(count, config.top_k, config.num_experts, device, seed=count)
-    weights = torch.full(ids.shape, 1.0 / config.top_k, device=device)
-    flat = FlatTokens(Payload.plain(hidden), ids, weights, config.num_experts, every_row_read=True)
-    out = torch.empty_like(hidden)
+    flat = sampled_tokens(config, count, device)
+    out = torch.empty_like(flat.hidden.data)
     if device.type == "cuda":
         return device_microseconds(lambda: executor(flat, out))
     executor(flat, out)
     taken: list[float] = []
     for _ in range(WALL_CALLS):
-        start = time.perf_counter()
-        executor(flat, out)
-        taken.append((time.perf_counter() - start) * 1e6)
+        with host_stopwatch(taken):
+            executor(flat, out)
     return median(taken)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One thing to measure: an executor at all numbers of tokens, or a dispatcher at one."""
+    """One part of `eprt tune`: an executor at all numbers of tokens, or a dispatcher at one."""
 
     name: str
     case: DispatchCase | None = None
@@ -100,8 +96,11 @@ class Measurement:
 
 
 def parts(config: MoEConfig, tokens: Sequence[int], ranks: int, device: str) -> list[Measurement]:
-    """What there is to measure for a model on that many devices of a kind, the witness aside. First what torch brings
-    along, then what compiles a library's kernels and may take minutes; of those, what is preferred."""
+    """Lists what to measure for a model on `ranks` devices of a kind, the reference executor aside.
+
+    Backends of torch come first, then those that compile a library's kernels and may take minutes; among them the
+    preferred ones.
+    """
     found: list[tuple[bool, int, list[Measurement]]] = []
     for name, spec in EXECUTORS.items():
         if device in spec.devices and not spec.witness:
@@ -118,17 +117,17 @@ def _compiles(requirement: Requirement | None) -> bool:
 
 
 def generation(context: RankContext) -> int:
-    """The SM of this rank's GPU, 0 for a CPU. A job for `WorldPool.run`."""
+    """Returns the SM of this rank's GPU, 0 for a CPU. A job for `WorldPool.run`."""
     return Device.of(world_of(context).device).sm
 
 
 def elapsed(context: RankContext, since: float) -> float:
-    """Seconds since that moment of this rank's monotonic clock, which is the machine's. A job for `WorldPool.run`."""
+    """Returns seconds since a moment of this rank's monotonic clock, the machine's. A job for `WorldPool.run`."""
     return time.monotonic() - since
 
 
 def dispatch_table(sm: int, ranks: int, found: Sequence[tuple[DispatchCase, list[DispatchTimes]]]) -> dict[str, Any]:
-    """Rows of the plan: the slowest rank's middle round."""
+    """Returns rows of the plan, by the slowest rank's median round."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for case, by_rank in found:
         if all(rank.samples for rank in by_rank):
@@ -139,7 +138,7 @@ def dispatch_table(sm: int, ranks: int, found: Sequence[tuple[DispatchCase, list
 
 
 def experts_table(sm: int, config: MoEConfig, ranks: int, found: dict[str, list[ExpertTimes]]) -> dict[str, Any]:
-    """Rows of the plan: the slowest rank."""
+    """Returns rows of the plan, by the slowest rank."""
     sizes = sizes_of_experts(config, ceil_div(config.num_experts, ranks))
     rows: dict[int, dict[str, Any]] = {}
     for name, by_rank in found.items():

@@ -1,4 +1,4 @@
-"""Choosing a dispatcher and an executor: every candidate pair with its reason, then the choice.
+"""Chooses a dispatcher and an executor: every candidate pair with its reason, then the choice.
 
 Needs no tensors, no GPU and no kernel library, so a plan for eight B200 can be made on a laptop. The choice follows
 microseconds: measured ones (`eprt.plan.measured`) where rows of this shape, ranks and generation exist, else those of a
@@ -20,7 +20,7 @@ from eprt.plan.measured import own_fingerprint
 from eprt.plan.model import Estimate, dispatch_estimate, experts_estimate
 from eprt.support import Device, Support, refuse
 
-DECODE_TOKENS = 128  # tokens a rank that stand for a decode batch when times are looked up
+DECODE_TOKENS = 128  # tokens per rank that stand for a decode batch when times are looked up
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class EngineUse:
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice, why, and what was turned down.
+    """The choice, the reason for it, and the candidates that were turned down.
 
     Attributes:
         max_tokens_per_rank: capacity that the layer's buffers are sized for: `RuntimeConfig.max_tokens_per_rank`, or
             the dispatcher's own limit below it.
-        tokens: tokens a rank that the times are of.
+        tokens: tokens per rank that the times are of.
         settings: what the choice went by and all ranks must have in common: the rows of `eprt tune`, where something
             was left to the plan.
         engines: what does a call's work with this pair, the first that takes it; every row of the table.
@@ -84,12 +84,12 @@ class Plan:
 
     @property
     def chosen(self) -> Candidate:
-        """The candidate that was."""
+        """The candidate that was chosen."""
         key = (self.dispatcher, self.executor, self.token_format)
         return next(c for c in self.candidates if (c.dispatcher, c.executor, c.token_format) == key)
 
     def table(self) -> str:
-        """Plain text: one line a candidate."""
+        """Returns plain text, one line per candidate."""
         return _table(self.candidates, self.chosen)
 
 
@@ -100,7 +100,7 @@ def make_plan(
     device: Device,
     placement: ExpertPlacement | None = None,
 ) -> Plan:
-    """Choose for a layer, a world and a device; experts lie as `placement` says, contiguous by default.
+    """Chooses for a layer, a world and a device; experts lie as `placement` says, contiguous by default.
 
     Raises:
         UnsupportedError: nothing can; the message is the table.
@@ -137,7 +137,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Ask:
-    """What is to be planned, in slots."""
+    """The layer to plan for, counted in physical expert slots."""
 
     config: MoEConfig
     parallel: ParallelConfig
@@ -147,12 +147,12 @@ class _Ask:
 
     @property
     def tokens(self) -> int:
-        """Tokens a rank that times are compared at."""
+        """Tokens per rank at which times are compared."""
         tokens = self.runtime.max_tokens_per_rank
         return min(tokens, DECODE_TOKENS) if self.runtime.phase == "decode" else tokens
 
     def pair(self, d: DispatcherSpec, e: ExecutorSpec) -> list[Candidate]:
-        """The pair in every token format it could use: native ones, or one adapted."""
+        """Returns the pair in every token format it could use: native ones, or one adapted."""
         runtime = self._within(d)
         carries = d.supports(self.config, self.parallel, runtime, self.device)
         computes = self._computes(e)
@@ -178,7 +178,7 @@ class _Ask:
         return found
 
     def _within(self, d: DispatcherSpec) -> RuntimeConfig:
-        """The options with the capacity that this dispatcher can have: larger batches pass in rounds."""
+        """Returns the options with the capacity that this dispatcher can have: larger batches pass in rounds."""
         asked = self.runtime.max_tokens_per_rank
         if d.max_tokens is None or asked <= d.max_tokens or self.runtime.strict_capacity:
             return self.runtime
@@ -193,7 +193,7 @@ class _Ask:
     def _times(
         self, d: DispatcherSpec, e: ExecutorSpec, runtime: RuntimeConfig, adapted: bool
     ) -> tuple[Estimate | None, Estimate | None]:
-        """Of dispatch + combine and of the experts, all rounds of one call together."""
+        """Returns the times of dispatch + combine and of the experts, all rounds of one call together."""
         rounds = -(-self.tokens // runtime.max_tokens_per_rank)
         tokens, ranks = -(-self.tokens // rounds), self.parallel.world_size
         carried = dispatch_estimate(d, self.config, self.parallel, tokens, self.device, runtime.payload or "bf16")
@@ -208,8 +208,11 @@ class _Ask:
             yield EngineUse(spec.name, verdict)
 
     def key(self, c: Candidate) -> tuple[int, bool, float, bool, int, int]:
-        """Smallest is best: backends with rows on this generation of GPU before those without, then microseconds, then
-        native before adapted, then the order of preference."""
+        """Returns a sort key; smallest is best.
+
+        Backends with rows on this generation of GPU come before those without, then count microseconds, then native
+        before adapted, then the order of preference.
+        """
         # A world of one has nothing to carry: the dispatcher that moves nothing wins.
         moves_nothing = self.parallel.world_size == 1 and c.dispatcher == "none"
         dispatcher = -1_000_000 if moves_nothing else -DISPATCHERS[c.dispatcher].preference
@@ -218,7 +221,7 @@ class _Ask:
         return unknown, c.us is None and c.adapted, cost, c.adapted, -EXECUTORS[c.executor].preference, dispatcher
 
     def why(self, best: Candidate, possible: list[Candidate]) -> str:
-        """What the choice went by, and what others would take."""
+        """Returns the reason for the choice, and the times of the others."""
         halves = ((best.dispatcher, best.dispatch), (best.executor, best.experts))
         said = [f"{name} {half.why}" for name, half in halves if half is not None]
         if all(half is None or half.us == 0 for _, half in halves):

@@ -1,4 +1,4 @@
-"""Ways to lay a model's experts over the same GPUs, compared: expert parallelism, tensor parallelism, replicas.
+"""Compares ways to lay a model's experts over the same GPUs: expert parallelism, tensor parallelism, replicas.
 
 All ranks of a world hold equally many tokens in each. Counted are the MoE layers' routed experts: their time, their
 weights, the dispatcher's buffers. Attention, KV cache and dense layers are left out, the same in all.
@@ -24,10 +24,10 @@ USABLE = 0.9  # share of a GPU's memory that experts and buffers may fill
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """One way, and what it comes to.
+    """One way to lay the experts out, with its times and sizes.
 
     Attributes:
-        name, parallel, replicas: so many worlds of `parallel` beside each other.
+        name, parallel, replicas: the way has `replicas` worlds of `parallel` beside each other.
         plans: of each kind of layer; empty if `refused` says why there is none.
         weight_gb, buffer_gb: a rank's, decimal; buffers are about that.
         layer_us: mean of an MoE layer; None where nothing is known.
@@ -52,7 +52,7 @@ class ParallelLayout:
 def layouts(
     kinds: Sequence[tuple[MoEConfig, int]], parallel: ParallelConfig, runtime: RuntimeConfig, device: Device
 ) -> list[ParallelLayout]:
-    """Every way of this world, the fastest that fits first.
+    """Returns every way of this world, the fastest that fits first.
 
     Args:
         kinds: the model's kinds of MoE layers, and how many layers there are of each.
@@ -63,7 +63,7 @@ def layouts(
 
 
 def _ways(parallel: ParallelConfig) -> dict[str, ParallelConfig]:
-    """Worlds of one replica, by name; each shape once."""
+    """Returns worlds of one replica, by name; each shape once."""
     W = parallel.world_size
     host = min(parallel.ranks_per_host or W, W)
     named = {
@@ -119,15 +119,18 @@ def _judged(
 
 
 def _weight_bytes(config: MoEConfig, way: ParallelConfig, plan: Plan) -> float:
-    """Of a rank's experts of one layer, as the executor keeps them."""
+    """Returns the bytes of a rank's experts of one layer, as the executor keeps them."""
     kept = config.weight_format if config.weight_format in EXECUTORS[plan.executor].weights else "bf16"
     one = expert_values(config) / way.moe_tp_size * WEIGHT_BYTES[kept]
     return ExpertPlacement(config.num_experts, way).num_local_experts * one
 
 
 def _buffer_bytes(config: MoEConfig, way: ParallelConfig, plan: Plan) -> float:
-    """About what a dispatcher keeps, once for all layers: rows there and back from every rank; one that sends to each
-    expert has a place for every token at each of them, twice over each way."""
+    """Estimates the bytes that a dispatcher keeps, once for all layers.
+
+    These are rows there and back from every rank. A dispatcher that sends to each expert has a row for every token at
+    each of them, twice over each way.
+    """
     if way.world_size == 1:
         return 0.0
     spec = DISPATCHERS[plan.dispatcher]
@@ -137,7 +140,7 @@ def _buffer_bytes(config: MoEConfig, way: ParallelConfig, plan: Plan) -> float:
 
 
 def _bound(counted: Sequence[tuple[MoEConfig, int, Plan]]) -> str:
-    """The largest cause over all layers, and its share."""
+    """Returns the largest cause over all layers, and its share."""
     causes: dict[str, float] = {}
     for _, count, plan in counted:
         for half in (plan.chosen.dispatch, plan.chosen.experts):

@@ -1,4 +1,4 @@
-"""What machines can do by their makers' own figures: the units of the cost model, and its assumptions.
+"""Lists the makers' own figures of machines: the units of the cost model, and its assumptions.
 
 A generation of GPU stands for one product of it, named here. Rates are peaks: what a backend reaches of them is fitted
 to measured rows (`eprt.plan.model`), so a row of one machine says something of another.
@@ -16,7 +16,7 @@ from eprt.support import Device
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU. GB and TFLOP are decimal.
+    """One GPU's peak rates. GB and TFLOP are decimal.
 
     Attributes:
         memory_gb: of the GPU.
@@ -49,13 +49,13 @@ FABRIC_RANKS = 72  # GPUs of the largest NVLink fabric over hosts, NVL72
 
 
 def machine_of(device: Device) -> Machine | None:
-    """The product that stands for a device: of its generation, else of the last one before it. None for a CPU."""
+    """Returns the product that stands for a device: of its generation, else of the one before. None for a CPU."""
     known = [sm for sm in MACHINES if sm <= device.sm]
     return MACHINES[max(known)] if device.kind == "cuda" and known else None
 
 
 def linked_ranks(parallel: ParallelConfig, device: Device) -> int:
-    """Ranks that reach each other without a network: those of a host, from SM100 on those of an NVLink fabric."""
+    """Counts ranks that reach each other without a network: of a host, from SM100 on of an NVLink fabric."""
     if not parallel.spans_hosts:
         return parallel.world_size
     if device.sm >= FABRIC_BEYOND_HOST:

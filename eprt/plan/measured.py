@@ -1,4 +1,4 @@
-"""What dispatchers and executors were measured to take, kept as data: the plan's automatic choice follows it.
+"""Looks up measured times of dispatchers and executors, which the plan's automatic choice follows.
 
 `measured.json` holds rows of `eprt bench dispatch` and `eprt bench experts`, with the machine and the result file they
 come from. `eprt tune` writes rows of one's own machine in the same form, which come first. A row answers for its own
@@ -22,7 +22,7 @@ from eprt.config import MoEConfig
 from eprt.errors import ConfigError
 
 BENCH_EXPERTS = 128  # experts of the layer whose tokens `eprt bench dispatch` sends
-SLACK = 1.5  # a row answers for up to so many times its tokens, and down to its tokens over this
+SLACK = 1.5  # a row answers for its tokens times this, and down to its tokens over this
 
 _SIZES = {
     "dispatch": ("ranks", "hidden", "top_k", "tokens"),
@@ -46,21 +46,21 @@ class MeasuredRow:
 def dispatch_time(
     name: str, config: MoEConfig, tokens: int, ranks: int, sm: int, payload: str = "bf16"
 ) -> MeasuredRow | None:
-    """Dispatch + combine of that many tokens on each of that many ranks of one host, if it was measured."""
+    """Returns dispatch + combine of `tokens` on each of `ranks` ranks of one host, if it was measured."""
     wanted = {"hidden": config.hidden_size, "top_k": config.top_k, "ranks": ranks, "payload": payload}
     what = f"{payload} tokens of hidden {config.hidden_size}, top-{config.top_k}, {ranks} ranks"
     return _answer("dispatch", name, sm, wanted, tokens, what, "tokens a rank")
 
 
 def experts_time(name: str, config: MoEConfig, local_experts: int, tokens: int, sm: int) -> MeasuredRow | None:
-    """One rank's experts, if they were measured; `tokens` counts all ranks' tokens."""
+    """Returns one rank's experts, if they were measured; `tokens` counts all ranks' tokens."""
     wanted = sizes_of_experts(config, local_experts)
     what = f"{config.weight_format}, hidden {config.hidden_size}, {local_experts} of {config.num_experts} experts"
     return _answer("experts", name, sm, wanted, tokens, what, "tokens of all ranks")
 
 
 def sizes_of_experts(config: MoEConfig, local_experts: int) -> dict[str, Any]:
-    """What a row of experts is of, its tokens aside."""
+    """Returns the sizes that identify a row of experts, its tokens aside."""
     return {
         "weight_format": config.weight_format,
         "hidden": config.hidden_size,
@@ -72,14 +72,14 @@ def sizes_of_experts(config: MoEConfig, local_experts: int) -> dict[str, Any]:
 
 
 def shipped(kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(SM, row) of the rows that come with eprt."""
+    """Returns (SM, row) of the rows that come with eprt."""
     return ((table["sm"], row) for table in _shipped() if table["kind"] == kind for row in table["rows"])
 
 
 def _answer(
     kind: str, name: str, sm: int, wanted: dict[str, Any], tokens: int, what: str, unit: str
 ) -> MeasuredRow | None:
-    """From the first table that knows: at that many tokens, or between the two rows around them."""
+    """Returns the first table's answer: at that many tokens, or between the two rows around them."""
     for table in (*own_tables(), *_shipped()):
         if (table["kind"], table["sm"]) != (kind, sm):
             continue
@@ -92,7 +92,7 @@ def _answer(
 
 
 def _interpolated(times: dict[int, float], tokens: int) -> tuple[float, str]:
-    """Along a straight line between logarithms; outside the rows the nearest one."""
+    """Interpolates along a straight line between logarithms; outside the rows the nearest one counts."""
     low = max((t for t in times if t <= tokens), default=min(times))
     high = min((t for t in times if t >= tokens), default=max(times))
     if low == high or tokens <= low:
@@ -112,14 +112,14 @@ def _shipped() -> list[dict[str, Any]]:
 
 
 def own_path() -> Path:
-    """Where `eprt tune` writes: `plan.json` under the user's cache folder (XDG), or what EPRT_PLAN_ROWS names."""
+    """Returns the file of `eprt tune`: `plan.json` under the user's cache folder (XDG), or EPRT_PLAN_ROWS."""
     if named := os.environ.get("EPRT_PLAN_ROWS"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eprt" / "plan.json"
 
 
 def own_tables() -> list[dict[str, Any]]:
-    """Tables that `eprt tune` measured here; none without a file. Raises ConfigError for a file that isn't one."""
+    """Returns the tables that `eprt tune` measured here; none without a file. Raises ConfigError if it is none."""
     path = own_path()
     try:
         stamp = path.stat().st_mtime_ns
@@ -129,8 +129,10 @@ def own_tables() -> list[dict[str, Any]]:
 
 
 def own_fingerprint() -> str:
-    """Short text that differs where the tables of `eprt tune` do, wherever they lie; "none" without any. Raises
-    ConfigError as `own_tables`."""
+    """Returns a short text that differs where the tables of `eprt tune` do; "none" without any.
+
+    Raises ConfigError as `own_tables`.
+    """
     tables = own_tables()
     return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()[:12] if tables else "none"
 
@@ -147,7 +149,7 @@ def _read_own(path: Path, stamp: int) -> list[dict[str, Any]]:
 
 
 def complaint(tables: object) -> str:
-    """What keeps them from being tables of rows; "" if nothing does."""
+    """Says what keeps `tables` from being tables of rows; "" if nothing does."""
     if not isinstance(tables, list):
         return "expected a list of tables"
     for number, table in enumerate(tables):

@@ -1,11 +1,11 @@
-"""What a dispatcher or an executor takes where it wasn't measured: sums of a few physical times, fitted to the rows.
+"""Models the time of dispatchers and executors that weren't measured: sums of a few physical times, fitted to rows.
 
-A dispatcher's round trip: a constant, steps between ranks, rows to prepare, bytes over the link at its peak rate, bytes
-through memory at its peak rate; and bytes over RDMA at an assumed rate. An executor's call: a constant, weights of the
-experts hit at the memory's peak rate, operations at the bf16 peak, rows and values between the two matrices through
-memory. Each coefficient says how far from the peak a backend stays, so it carries over to another machine's peaks. An
-executor has coefficients of its own for each number format that it keeps weights in, where there are rows enough: those
-are other kernels.
+A dispatcher's round trip takes a constant, steps between ranks, rows to prepare, bytes over the link at its peak rate,
+bytes through memory at its peak rate; and bytes over RDMA at an assumed rate. An executor's call takes a constant,
+weights of the experts hit at the memory's peak rate, operations at the bf16 peak, rows and values between the two
+matrices through memory. Each coefficient says how far from the peak a backend stays, so it carries over to another
+machine's peaks. An executor has coefficients of its own for each number format that it keeps weights in, where there
+are rows enough: those are other kernels.
 
 Routing is taken as uniform. `tests/unit/test_plan_model.py` holds the fit: each measured row against the model without
 that row.
@@ -65,8 +65,10 @@ class Estimate:
     parts: dict[str, float] = field(default_factory=dict)
 
     def adapted(self, rows: float, hidden: int, device: Device) -> Estimate:
-        """With an adapter between the token formats, an assumption: launches, and received rows and outputs each read
-        and written once."""
+        """Adds an adapter between the token formats, by assumption.
+
+        That is launches, and received rows and outputs each read and written once.
+        """
         machine = machine_of(device)
         if machine is None:
             return self
@@ -75,7 +77,7 @@ class Estimate:
         return Estimate(self.us + us, self.basis, self.here, why, {**self.parts, "adapter": us})
 
     def times(self, rounds: int) -> Estimate:
-        """So many calls."""
+        """Returns the estimate of `rounds` calls."""
         parts = {name: rounds * us for name, us in self.parts.items()}
         why = self.why if rounds == 1 else f"{rounds} rounds, each {self.why}"
         return Estimate(rounds * self.us, self.basis, self.here, why, parts)
@@ -115,7 +117,7 @@ def expert_values(config: MoEConfig) -> int:
 def dispatch_estimate(
     spec: DispatcherSpec, config: MoEConfig, parallel: ParallelConfig, tokens: int, device: Device, payload: str
 ) -> Estimate | None:
-    """Dispatch + combine of `tokens` on every rank; None where nothing is known (CPU without rows of its own)."""
+    """Estimates dispatch + combine of `tokens` on every rank; None where nothing is known (a CPU without rows)."""
     if parallel.world_size == 1:
         return Estimate(0.0, "measured", True, "a world of one moves nothing")
     modelled = modelled_dispatch(spec, config, parallel, tokens, device, payload)
@@ -135,7 +137,7 @@ def modelled_dispatch(
     payload: str,
     share: float | None = None,
 ) -> Estimate | None:
-    """By the model, whatever was measured. `share`: see `sent_by`."""
+    """Estimates by the model, whatever was measured. `share`: see `sent_by`."""
     machine = machine_of(device)
     fit = _dispatch_fits().get(spec.name) if machine else None
     if machine is None or fit is None:
@@ -150,7 +152,7 @@ def modelled_dispatch(
 
 @dataclass(frozen=True)
 class Sent:
-    """What the busiest resource of a rank carries, there and back."""
+    """The bytes of a rank's busiest resources, there and back."""
 
     ranks: int
     hidden: int
@@ -159,7 +161,7 @@ class Sent:
     memory_bytes: float
 
     def terms(self, machine: Machine) -> tuple[float, ...]:
-        """Values of `DISPATCH_TERMS`; times in microseconds at the machine's peaks."""
+        """Returns values of `DISPATCH_TERMS`; times in microseconds at the machine's peaks."""
         return (
             1.0,
             math.log2(self.ranks),
@@ -178,7 +180,7 @@ def sent_by(
     payload: str,
     share: float | None = None,
 ) -> Sent:
-    """Bytes of one rank as this dispatcher sends.
+    """Returns the bytes of one rank as this dispatcher sends.
 
     Args:
         tokens: on every rank.
@@ -198,13 +200,15 @@ def sent_by(
 
 
 def token_bytes(hidden: int, payload: str) -> float:
-    """Bytes of one token in a payload format, scales included."""
+    """Returns bytes of one token in a payload format, scales included."""
     return hidden * {"f32": 4, "bf16": 2, "fp8_block": 1 + 4 / 128, "nvfp4": 1 / 2 + 1 / 16}[payload]
 
 
 def ranks_of_a_token(config: MoEConfig, parallel: ParallelConfig) -> float:
-    """Ranks that hold an expert of a token, in the mean over uniform routing: each is missed with probability
-    C(E - E/R, K) / C(E, K) for R expert-parallel ranks."""
+    """Returns the mean number of ranks that hold an expert of a token under uniform routing.
+
+    Each of R expert-parallel ranks is missed with probability C(E - E/R, K) / C(E, K).
+    """
     E, K, R = config.num_experts, config.top_k, parallel.ep_size
     missed = math.comb(max(E - round(E / R), 0), K) / math.comb(E, K)
     return parallel.moe_tp_size * R * (1 - missed)
@@ -216,7 +220,7 @@ def _dispatch_fits() -> dict[str, Fit]:
 
 
 def dispatch_samples(name: str) -> Iterator[Sample]:
-    """Terms and microseconds of each measured row of a dispatcher."""
+    """Returns terms and microseconds of each measured row of a dispatcher."""
     for sm, row in shipped("dispatch"):
         machine = machine_of(Device("cuda", sm))
         if name in row["us"] and machine is not None:
@@ -232,7 +236,7 @@ def dispatch_samples(name: str) -> Iterator[Sample]:
 def experts_estimate(
     spec: ExecutorSpec, config: MoEConfig, parallel: ParallelConfig, local_experts: int, tokens: int, device: Device
 ) -> Estimate | None:
-    """The experts of one rank, `tokens` of all ranks; None where nothing is known, and for a witness."""
+    """Estimates the experts of one rank, `tokens` of all ranks; None where nothing is known, and for a witness."""
     if spec.witness:
         return None
     modelled = modelled_experts(spec, config, parallel, *evenly(config, local_experts, tokens), device)
@@ -243,7 +247,7 @@ def experts_estimate(
 
 
 def evenly(config: MoEConfig, local_experts: float, tokens: int) -> tuple[float, float]:
-    """(experts that get any row, rows) of a rank under uniform routing; `tokens` of all ranks."""
+    """Returns (experts that get any row, rows) of a rank under uniform routing; `tokens` of all ranks."""
     E, K = config.num_experts, config.top_k
     return local_experts * (1 - (1 - K / E) ** tokens), tokens * K * local_experts / E
 
@@ -251,7 +255,7 @@ def evenly(config: MoEConfig, local_experts: float, tokens: int) -> tuple[float,
 def modelled_experts(
     spec: ExecutorSpec, config: MoEConfig, parallel: ParallelConfig, hit: float, rows: float, device: Device
 ) -> Estimate | None:
-    """By the model, whatever was measured: so many rows, for so many of a rank's experts."""
+    """Estimates by the model, whatever was measured: `rows` rows for `hit` of a rank's experts."""
     machine = machine_of(device)
     if machine is None:
         return None
@@ -264,7 +268,7 @@ def modelled_experts(
 def expert_terms(
     spec: ExecutorSpec, config: MoEConfig, moe_tp: int, hit: float, rows: float, machine: Machine
 ) -> tuple[float, ...]:
-    """Values of `EXPERTS_TERMS`; times in microseconds at the machine's peaks."""
+    """Returns values of `EXPERTS_TERMS`; times in microseconds at the machine's peaks."""
     intermediate, values = config.intermediate_size / moe_tp, expert_values(config) / moe_tp
     return (
         1.0,
@@ -275,7 +279,7 @@ def expert_terms(
 
 
 def _kept(spec: ExecutorSpec, weight_format: WeightFormat) -> WeightFormat:
-    """The format that an executor keeps weights of this one in."""
+    """Returns the format that an executor keeps weights of this one in."""
     return weight_format if weight_format in spec.weights else "bf16"
 
 
@@ -287,13 +291,13 @@ def _experts_fit(spec: ExecutorSpec, weight_format: WeightFormat) -> Fit:
 
 @cache
 def _experts_fits() -> dict[tuple[str, str], Fit]:
-    """By executor and the format that it keeps weights in; "": to all of an executor's rows."""
+    """Returns fits by executor and the format that it keeps weights in; "": to all of an executor's rows."""
     found = {key: fit_of(samples, EXPERTS_LEAST) for name in EXECUTORS for key, samples in experts_groups(name).items()}
     return {key: fit for key, fit in found.items() if fit is not None}
 
 
 def experts_groups(name: str) -> dict[tuple[str, str], list[Sample]]:
-    """An executor's samples as they are fitted together."""
+    """Returns an executor's samples as they are fitted together."""
     groups: dict[tuple[str, str], list[Sample]] = {(name, ""): list(experts_samples(name))}
     for sample in groups[name, ""]:
         groups.setdefault((name, sample.kept), []).append(sample)
@@ -301,7 +305,7 @@ def experts_groups(name: str) -> dict[tuple[str, str], list[Sample]]:
 
 
 def experts_samples(name: str) -> Iterator[Sample]:
-    """Terms and microseconds of each measured row of an executor."""
+    """Returns terms and microseconds of each measured row of an executor."""
     for sm, row in shipped("experts"):
         machine = machine_of(Device("cuda", sm))
         if name in row["us"] and machine is not None:
@@ -316,7 +320,7 @@ def experts_samples(name: str) -> Iterator[Sample]:
 
 
 def _best(fits: tuple[Fit, ...]) -> Fit:
-    """Term by term the least that was fitted to others; between equals preference decides."""
+    """Returns, term by term, the least coefficient fitted to others; between equals preference decides."""
     columns = zip(*(fit.coefficients for fit in fits), strict=True)
     return Fit(tuple(min(column) for column in columns), frozenset(), math.nan, math.nan)
 
@@ -326,7 +330,7 @@ def _parts(names: Sequence[str], fit: Fit, terms: Sequence[float]) -> dict[str, 
 
 
 def _measured(row: MeasuredRow, modelled: Estimate | None) -> Estimate:
-    """A row's time; its causes in the model's proportions."""
+    """Returns a row's time, its causes in the model's proportions."""
     parts = {} if modelled is None else {name: us * row.us / modelled.us for name, us in modelled.parts.items()}
     return Estimate(row.us, "measured", True, str(row), parts)
 

@@ -1,7 +1,7 @@
-"""A layer's time where routing isn't even: the hottest rank sets the pace of dispatch, of the experts and of combine.
+"""Models a layer's time under skewed routing: the hottest rank sets the pace of dispatch, experts and combine.
 
-What a pair takes under even routing (measured, or by the model) times what the model says of the hottest rank's bytes,
-rows and experts against an even share of them.
+It is the pair's time under even routing, measured or modelled, scaled by the model's ratio of the hottest rank's bytes,
+rows and experts to an even share of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Demand:
-    """How tokens fall on a placement, as shares of all of the world's tokens.
+    """The skew of one layer's routing on a placement, as shares of all of the world's tokens.
 
     Attributes:
         placement: where the experts lie.
@@ -39,7 +39,7 @@ class Demand:
 
     @classmethod
     def of_slots(cls, ids: torch.Tensor, placement: ExpertPlacement) -> Demand:
-        """From [N, K] ids of slots, N > 0 (`SlotTable.slots_of`); those beyond the last are of no expert."""
+        """Counts [N, K] ids of slots, N > 0 (`SlotTable.slots_of`); those beyond the last are of no expert."""
         S, L, R = placement.num_slots, placement.num_local_experts, placement.parallel.ep_size
         tokens = ids.shape[0]
         slots = ids.long().clamp(0, S)
@@ -50,7 +50,7 @@ class Demand:
         return cls(placement, tuple((by_slot / tokens).tolist()), tuple((by_rank / tokens).tolist()))
 
     def of_rank(self, rank: int) -> tuple[float, ...]:
-        """[L] shares of an EP rank's slots."""
+        """Returns [L] shares of an EP rank's slots."""
         L = self.placement.num_local_experts
         return self.slots[rank * L : (rank + 1) * L]
 
@@ -92,7 +92,7 @@ class LayerTime:
 def layer_time(
     plan: Plan, config: MoEConfig, parallel: ParallelConfig, device: Device, demand: Demand, candidate: Candidate
 ) -> LayerTime | None:
-    """A pair's time under a demand; None where nothing is known of it (a CPU without rows of its own).
+    """Estimates a pair's time under a demand; None where nothing is known of it (a CPU without rows).
 
     Args:
         plan: of this layer with experts in order, for as many tokens; `candidate` is one of its.
@@ -146,7 +146,7 @@ def layer_time(
 
 
 def _work(shares: tuple[float, ...], tokens: int) -> tuple[float, float]:
-    """(experts that get any row, rows) of slots that get so much of each of the world's tokens."""
+    """Returns (experts that get any row, rows) of slots with these shares of the world's tokens."""
     return sum(1 - (1 - min(share, 1.0)) ** tokens for share in shares), tokens * sum(shares)
 
 

@@ -314,7 +314,7 @@ def test_sums_that_a_placement_changed_fail_the_bench(monkeypatch, capsys) -> No
     wrong = placed.measure_placed(context, case)
     context.close()
     assert right.error <= placed.TOLERANCE < wrong.error
-    monkeypatch.setattr(placed, "TOLERANCE", -1.0)
+    monkeypatch.setattr("eprt.cli.bench_layer.TOLERANCE", -1.0)
     words = ["bench", "layer", "--world", "2", "--device", "cpu", "--tokens", "2", "--routing", "uniform"]
     assert main(words) == 1
     assert "sums differ by" in capsys.readouterr().out
@@ -380,9 +380,8 @@ def test_bench_dispatch_on_cpu(tmp_path, capsys) -> None:
 
 
 def test_wrong_sums_fail_the_bench(monkeypatch, capsys) -> None:
-    from eprt.bench import dispatch
 
-    monkeypatch.setattr(dispatch, "CHECK_TOLERANCE", -1.0)
+    monkeypatch.setattr("eprt.cli.bench_dispatch.CHECK_TOLERANCE", -1.0)
     words = ["bench", "dispatch", "--device", "cpu", "--tokens", "2", "--shapes", "h2880k4", "--routings", "uniform"]
     assert main([*words, "--world", "2"]) == 1
     out = capsys.readouterr().out

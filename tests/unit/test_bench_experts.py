@@ -264,7 +264,7 @@ def tiny_case(rank: int = 1):
     torch.manual_seed(0)
     shard = ExpertPlacement(8, ParallelConfig(2)).shard(rank)
     weights = bench.random_experts(TINY_BF16, 4, CPU)
-    return shard, weights, bench._flat_tokens(TINY_BF16, 24, CPU)
+    return shard, weights, bench.sampled_tokens(TINY_BF16, 24, CPU)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
