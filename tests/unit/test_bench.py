@@ -429,7 +429,8 @@ def test_bench_step_on_gloo_ranks(tmp_path, capsys) -> None:
     """Everything but the rows in graphs."""
     pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
     result, picture = tmp_path / "step.json", tmp_path / "step.png"
-    command = [
+    sizes = ["--layers", "1", "--tokens", "1", "3", "--rounds", "1"]
+    command = ["bench", "step", "--device", "cpu", "--world", "2", *sizes]
         "bench",
         "step",
         "--device",
