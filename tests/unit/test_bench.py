@@ -431,20 +431,6 @@ def test_bench_step_on_gloo_ranks(tmp_path, capsys) -> None:
     result, picture = tmp_path / "step.json", tmp_path / "step.png"
     sizes = ["--layers", "1", "--tokens", "1", "3", "--rounds", "1"]
     command = ["bench", "step", "--device", "cpu", "--world", "2", *sizes]
-        "bench",
-        "step",
-        "--device",
-        "cpu",
-        "--world",
-        "2",
-        "--layers",
-        "1",
-        "--tokens",
-        "1",
-        "3",
-        "--rounds",
-        "1",
-    ]
     assert main([*command, "--output", str(result), "--plot", str(picture)]) == 0
     found = json.loads(result.read_text())
     rows = {(row["tokens"], row["path"]): row for row in found["rows"]}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support.cases.plan_table import DEVICES, MODELS, TOKENS, choice, config_of, on_page, plan_for, table
 
-from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.experts import EXECUTORS
@@ -256,13 +256,6 @@ def test_explain_knows_of_hosts(tmp_path, capsys) -> None:
         candidates = json.loads(capsys.readouterr().out)["plans"][0]["candidates"]
         refused[device, per_host] = {c["dispatcher"] for c in candidates if "one NVLink" in c["reason"]}
     assert refused == {("sm90", 8): set(), ("sm90", 4): {"symm", "flashinfer"}, ("sm100", 4): {"symm"}}
-
-
-def test_an_old_gpu_gets_the_oracle_only_where_it_is_asked_for() -> None:
-    config, device = MoEConfig(num_experts=8, top_k=2, hidden_size=64, intermediate_size=64), Device.parse("sm70")
-    with pytest.raises(UnsupportedError, match="reference: there to check the others, not to be fast: only by name"):
-        make_plan(config, ParallelConfig(2), RuntimeConfig(), device)
-    assert make_plan(config, ParallelConfig(2), RuntimeConfig(executor="reference"), device).executor == "reference"
 
 
 def test_engines_are_named_with_what_they_do_or_why_not(capsys) -> None:
