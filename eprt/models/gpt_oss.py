@@ -7,6 +7,7 @@ block of 32 values in 16, and bf16 the transposed `[E, in, out]`.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,20 +48,13 @@ class GptOss(FieldFamily):
         width = shard.slice_intermediate(I)
         both = slice(2 * width.start, 2 * width.stop)  # rows of gate and up alternate, so this rank's are one range
 
-        def locate(expert: int, part: Part, field: Field) -> list[Location]:
-            down = part == "down"
-            place = Location(f"{prefix}.{'down' if down else 'gate_up'}_proj", (expert,), (E,), alternating=not down)
-            if field.name == "data":
-                return [replace(place, transposed=True)]
-            ending, group = ("_blocks", MX_BLOCK // 2) if field.name == "codes" else ("_scales", 0)
-            return [replace(place, name=place.name + ending, group=group)]
-
         def bias(name: str, size: int, take: slice) -> torch.Tensor:
             rows = [
                 checkpoint.read(f"{prefix}.{name}", (e, take), shape=(E, size), dtypes=PLAIN) for e in shard.experts
             ]
             return torch.stack(rows)
 
+        locate = partial(_locate, prefix, E)
         reader = MatrixReader(checkpoint, config.weight_format, locate, shard.experts, E)
         weights = ExpertWeights(
             reader.read(("up",), Extent((2 * I, H), both, slice(0, H))),
@@ -70,3 +64,14 @@ class GptOss(FieldFamily):
         )
         weights.check(config, shard)
         return weights
+
+
+def _locate(prefix: str, num_experts: int, expert: int, part: Part, field: Field) -> list[Location]:
+    """Returns the only place of a field. Part "up" is gate and up, whose rows alternate."""
+    down = part == "down"
+    name = f"{prefix}.{'down' if down else 'gate_up'}_proj"
+    place = Location(name, (expert,), (num_experts,), alternating=not down)
+    if field.name == "data":
+        return [replace(place, transposed=True)]
+    ending, group = ("_blocks", MX_BLOCK // 2) if field.name == "codes" else ("_scales", 0)
+    return [replace(place, name=name + ending, group=group)]

@@ -168,8 +168,7 @@ def _activation(experts: Any) -> Activation:
     name = type(experts).__name__
     if not hasattr(experts, "has_gate") or getattr(experts, "has_post_expert_norm", False):
         raise UnsupportedError(f"{name} isn't a pair of matrices around an activation; use another ep_implementation")
-    limit = _first_float(experts, "limit", "swiglu_limit")
-    alpha = _first_float(experts, "alpha", "swiglu_alpha")
+    limit, alpha = (_first_float(experts, key, f"swiglu_{key}") for key in ("limit", "alpha"))
     # The model is being made: on meta, in its own dtype.
     line = torch.linspace(-20.0, 20.0, 162, dtype=torch.float32, device="cpu")[None]
     grid = torch.cat((line, line.flip(1), 0.1 * line))

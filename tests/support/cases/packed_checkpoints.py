@@ -99,49 +99,37 @@ FAMILIES = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3", "nemotron_h")
 
 
 def family_of(name: str, sizes: Sizes) -> Family:
-    E = sizes.num_experts
-    common = {
-        "hidden_size": sizes.hidden,
-        "num_experts_per_tok": sizes.top_k,
-        "moe_intermediate_size": sizes.intermediate,
-        "torch_dtype": "bfloat16",
-    }
-    qwen = {"num_experts": E, **common}
-    routed = {"n_routed_experts": E, "routed_scaling_factor": 2.5, **common}
-    text = {"num_hidden_layers": 1, "shared_expert_intermediate_size": sizes.shared, **qwen}
-    return {
-        "qwen3_moe": Family(
-            {"model_type": "qwen3_moe", "num_hidden_layers": 2, "norm_topk_prob": True, **qwen}, 1, "model.layers.1.mlp"
-        ),
+    common = {"hidden_size": sizes.hidden, "num_experts_per_tok": sizes.top_k, "torch_dtype": "bfloat16"}
+    common |= {"moe_intermediate_size": sizes.intermediate, "num_hidden_layers": 2}
+    qwen = common | {"num_experts": sizes.num_experts, "norm_topk_prob": True}
+    text = qwen | {"num_hidden_layers": 1, "shared_expert_intermediate_size": sizes.shared}
+    routed = common | {"n_routed_experts": sizes.num_experts, "routed_scaling_factor": 2.5}
+    deepseek = {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 4, "topk_group": 2}
+    nemotron = {"hybrid_override_pattern": "ME", "mlp_hidden_act": "relu2", "moe_latent_size": sizes.latent}
+    nemotron |= {"moe_shared_expert_intermediate_size": sizes.shared}
+    shared = {"shared": "shared_experts", "bias": "gate.e_score_correction_bias"}
+    made = {
+        "qwen3_moe": Family(qwen, 1, "model.layers.1.mlp"),
         "qwen3_5_moe": Family(
-            {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text", **text}},
+            {"text_config": text | {"model_type": "qwen3_5_moe_text"}},
             0,
             "model.language_model.layers.0.mlp",
             shared="shared_expert",
             shared_size=sizes.shared,
             output_gate="shared_expert_gate",
         ),
-        "deepseek_v3": Family(
-            {"model_type": "deepseek_v3", "num_hidden_layers": 2, "first_k_dense_replace": 1, **routed}
-            | {"n_shared_experts": 1, "n_group": 4, "topk_group": 2},
-            1,
-            "model.layers.1.mlp",
-            shared="shared_experts",
-            shared_size=sizes.intermediate,
-            bias="gate.e_score_correction_bias",
-        ),
+        "deepseek_v3": Family(routed | deepseek, 1, "model.layers.1.mlp", shared_size=sizes.intermediate, **shared),
         "nemotron_h": Family(
-            {"model_type": "nemotron_h", "hybrid_override_pattern": "ME", "mlp_hidden_act": "relu2", **routed}
-            | {"moe_latent_size": sizes.latent, "moe_shared_expert_intermediate_size": sizes.shared},
+            routed | nemotron,
             1,
             "backbone.layers.1.mixer",
             parts=("up_proj",),
             latent=True,
-            shared="shared_experts",
             shared_size=sizes.shared,
-            bias="gate.e_score_correction_bias",
+            **shared,
         ),
     }[name]
+    return replace(made, config=made.config | {"model_type": name})
 
 
 @dataclass(frozen=True)
