@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from eprt.errors import ConfigError
 
@@ -112,13 +112,23 @@ class Terminal:
         self.say(f"\n{title}\n{plain_table(list(columns), cells)}")
 
     @contextmanager
-    def progress(self, what: str, total: int) -> Iterator[_Progress]:
-        """Shows the progress of `total` parts on stderr: a bar on a terminal, else a line for each part."""
-        if self.speaks and not self.json and sys.stderr.isatty():
-            with _bar(what, total) as bar:
-                yield bar
-        else:
-            yield _Lines(what, total, self.speaks and not self.json)
+    def progress(self, what: str, total: int) -> Iterator[Progress]:
+        """Yields the progress of `total` parts, which prints one line on stderr for each."""
+        yield Progress(what, total, self.speaks and not self.json)
+
+
+class Progress:
+    """Prints how many parts of a whole are done."""
+
+    def __init__(self, what: str, total: int, speaks: bool) -> None:
+        self._what, self._total, self._speaks, self._done = what, total, speaks, 0
+
+    def advance(self, note: str) -> None:
+        """Counts one more part as done."""
+        self._done += 1
+        if self._speaks:
+            sys.stderr.write(f"{self._what} {self._done}/{self._total}: {note}\n")
+            sys.stderr.flush()
 
 
 def _cell(row: Any, column: Column) -> str:
@@ -137,37 +147,6 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_as_json(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class _Progress(Protocol):
-    def advance(self, note: str) -> None:
-        """Counts one more part as done."""
-
-
-class _Lines(_Progress):
-    def __init__(self, what: str, total: int, speaks: bool) -> None:
-        self._what, self._total, self._speaks, self._done = what, total, speaks, 0
-
-    def advance(self, note: str) -> None:
-        self._done += 1
-        if self._speaks:
-            sys.stderr.write(f"{self._what} {self._done}/{self._total}: {note}\n")
-            sys.stderr.flush()
-
-
-@contextmanager
-def _bar(what: str, total: int) -> Iterator[_Progress]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=total)
-
-        class Bar(_Progress):
-            def advance(self, note: str) -> None:
-                progress.update(task, advance=1, description=f"{what}: {note}")
-
-        yield Bar()
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

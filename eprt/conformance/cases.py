@@ -1,8 +1,8 @@
-"""The cases as data, and the inputs each rank makes from them.
+"""The conformance cases as data, and the inputs that each rank makes from them.
 
 A case is a row of counts (tokens per rank, for one or more calls in a row) crossed with a way of routing. Inputs are
 made to betray a mis-route: a token's numbers spell its rank, index and call in digits that bf16 holds exactly, and
-slots without an expert carry a huge weight that must not count.
+top-k entries without an expert carry a huge weight that must not count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CODE_COLUMNS = 4
 # exact in bf16, however the sum is split over ranks.
 _DIGITS = 16
 _EIGHTHS = 16
-_INVALID_SLOT_WEIGHT = 2.0**20
+_INVALID_WEIGHT = 2.0**20
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Counts:
     agreed: int | None = None
 
     def of(self, call: int, size: int) -> list[int]:
-        """Each rank's T; calls past the last start over."""
+        """Returns each rank's T; calls past the last start over."""
         row = self.calls[call % len(self.calls)]
         return [row[min(rank, len(row) - 1)] for rank in range(size)]
 
@@ -55,16 +55,8 @@ COUNTS: tuple[Counts, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class RoutingCase:
-    """How tokens choose experts; `choose` in `_ROUTES` makes the ids."""
-
-    name: str
-
-
-ROUTINGS: tuple[RoutingCase, ...] = tuple(
-    RoutingCase(name) for name in ("uniform", "hot_expert", "one_rank", "all_invalid", "partly_invalid")
-)
+# The ways in which tokens choose experts; `make_topk` makes the ids.
+ROUTINGS = ("uniform", "hot_expert", "one_rank", "all_invalid", "partly_invalid")
 
 
 @dataclass(frozen=True)
@@ -72,12 +64,12 @@ class Case:
     """One row of the table: counts x routing."""
 
     counts: Counts
-    routing: RoutingCase
+    routing: str
     seed: int = SEED
 
     @property
     def name(self) -> str:
-        return f"{self.counts.name}-{self.routing.name}"
+        return f"{self.counts.name}-{self.routing}"
 
     @property
     def num_calls(self) -> int:
@@ -96,7 +88,7 @@ CUT_CASES: tuple[Case, ...] = tuple(
         Counts("sometimes_over_capacity", ((2, 0, 131, 5), (4, 9, 1, 0), (0, 0, 0, 140))),
     )
     for routing in ROUTINGS
-    if routing.name in ("uniform", "partly_invalid")
+    if routing in ("uniform", "partly_invalid")
 )
 
 
@@ -137,7 +129,7 @@ TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-2
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank brings to one call: hidden [T, H] bf16 or float32, and its routing."""
+    """One rank's input of one call: hidden [T, H] bf16 or float32, and its routing."""
 
     hidden: torch.Tensor
     topk: TopK
@@ -147,22 +139,22 @@ class Batch:
 
 
 def make_batch(case: Case, call: int, rank: int, size: int, config: MoEConfig, dtype: torch.dtype) -> Batch:
-    """Rank `rank`'s input, the same wherever it is made. CPU tensors."""
+    """Makes rank `rank`'s input, the same wherever it is made. CPU tensors."""
     num_tokens = case.counts.of(call, size)[rank]
     generator = torch.Generator().manual_seed(case.seed + 1009 * call + rank)
     return Batch(
         coded_hidden(num_tokens, rank, call, config.hidden_size).to(dtype),
-        make_topk(case.routing.name, num_tokens, size, config, generator),
+        make_topk(case.routing, num_tokens, size, config, generator),
     )
 
 
 def make_batches(case: Case, call: int, size: int, config: MoEConfig, dtype: torch.dtype) -> list[Batch]:
-    """Every rank's input, in rank order."""
+    """Makes every rank's input, in rank order."""
     return [make_batch(case, call, rank, size, config, dtype) for rank in range(size)]
 
 
 def coded_hidden(num_tokens: int, rank: int, call: int, hidden_size: int) -> torch.Tensor:
-    """[T, H] whole numbers of magnitude <= 15: columns 0 to 3 are rank, index (low, high digit) and call."""
+    """Returns [T, H] whole numbers of magnitude <= 15: columns 0 to 3 are rank, index (low, high digit) and call."""
     index = torch.arange(num_tokens)[:, None]
     column = torch.arange(hidden_size)[None]
     hidden = (5 * rank + 3 * index + 7 * column + 11 * call + index * column) % 31 - 15
@@ -174,7 +166,7 @@ def coded_hidden(num_tokens: int, rank: int, call: int, hidden_size: int) -> tor
 
 
 def make_topk(routing: str, num_tokens: int, size: int, config: MoEConfig, generator: torch.Generator) -> TopK:
-    """Routing of T tokens: distinct ids, weights 1/8, 1/4 or 1/2 (exact sums), a huge one where there is no expert.
+    """Makes the routing of T tokens: distinct ids, weights 1/8, 1/4 or 1/2 (exact sums), a huge one for no expert.
 
     Raises ConfigError above top-k 16, where the sums would not be exact.
     """
@@ -198,4 +190,4 @@ def make_topk(routing: str, num_tokens: int, size: int, config: MoEConfig, gener
         raise ConfigError(f"routing case {routing!r} doesn't exist")
     doublings = min(2, (_EIGHTHS // K).bit_length() - 1)
     weights = 2.0 ** torch.randint(doublings + 1, (num_tokens, K), generator=generator) / 8
-    return TopK(torch.where(none, E, ids).to(torch.int32), torch.where(none, _INVALID_SLOT_WEIGHT, weights))
+    return TopK(torch.where(none, E, ids).to(torch.int32), torch.where(none, _INVALID_WEIGHT, weights))

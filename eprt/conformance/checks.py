@@ -1,5 +1,4 @@
-"""Checks that run inside the ranks, and their result rows. Plain functions: pytest asserts the rows, `eprt doctor`
-prints them.
+"""Runs checks inside the ranks and returns result rows: pytest asserts them, `eprt doctor` prints them.
 
 A check never raises because of a wrong result: a rank that left early would leave its peers waiting.
 """
@@ -35,7 +34,7 @@ PACKED_TOLERANCE = 1e-2  # of the weighted sums' own bf16 rounding; the tokens' 
 
 @dataclass(frozen=True)
 class Check:
-    """One cell of the matrix: what is checked, on which case, with which backends, in which world.
+    """One cell of the matrix: a kind of check, a case, the backends and the sizes of the world.
 
     Attributes:
         kind: "transport" compares bitwise what arrives and what comes back, with a stand-in for the experts;
@@ -101,20 +100,24 @@ class CheckRow:
 
 
 def run_checks(context: RankContext, checks: Sequence[Check]) -> list[CheckRow]:
-    """Every check in order, on this rank. Collective. A job for `WorldPool.run`."""
+    """Runs every check in order on this rank. Collective. A job for `WorldPool.run`."""
     kinds = {"transport": check_transport, "layer": check_layer, "interleaved": check_interleaved}
     return [kinds[check.kind](context, check) for check in checks]
 
 
 def summarize(rows_by_rank: Iterable[Sequence[CheckRow]]) -> list[CheckRow]:
-    """One row for each check: the worst rank's."""
+    """Returns one row for each check: the worst rank's."""
     return [max(rows, key=lambda row: (not row.ok, row.error)) for rows in zip(*rows_by_rank, strict=True)]
 
 
 def standard_checks(size: int, device: Device) -> list[Check]:
-    """The table for a machine: every case on each dispatcher, format and executor that can run there. Left out is what
-    `supports` refuses, for the reason that `eprt explain` prints."""
+    """Returns the table for a machine: every case on each dispatcher, format and executor that can run there.
+
+    Left out is what `supports` refuses, for the reason that `eprt explain` prints.
+    """
     checks: list[Check] = []
+    layers = [("silu_bf16", 1, 1), ("gpt_oss", 1, 1)]  # config, attention TP, MoE TP
+    layers += [("gpt_oss", 2, 1), ("gpt_oss", 1, 2)] if size % 2 == 0 else []
     for name, spec in DISPATCHERS.items():
         for token_format in spec.formats:
             checks += [
@@ -124,26 +127,11 @@ def standard_checks(size: int, device: Device) -> list[Check]:
                 for case in CASES
             ]
             checks += [
-                Check("layer", case, name, token_format, executor, config)
+                Check("layer", case, name, token_format, executor, config, attention_tp_size=attention, moe_tp_size=moe)
                 for executor in EXECUTORS
-                for config in ("silu_bf16", "gpt_oss")
+                for config, attention, moe in layers
                 for case in (*CASES, *CUT_CASES)
-            ]
-            checks += [
-                Check(
-                    "layer",
-                    case,
-                    name,
-                    token_format,
-                    executor,
-                    "gpt_oss",
-                    attention_tp_size=attention_tp_size,
-                    moe_tp_size=moe_tp_size,
-                )
-                for executor in EXECUTORS
-                for attention_tp_size, moe_tp_size in ((2, 1), (1, 2))
-                for case in (*CASES, *CUT_CASES)
-                if size % 2 == 0 and case.routing.name == "uniform"
+                if attention * moe == 1 or case.routing == "uniform"
             ]
     return [check for check in checks if _possible(check, size, device)]
 
@@ -184,7 +172,7 @@ def check_interleaved(context: RankContext, check: Check) -> CheckRow:
 
 
 def check_layer(context: RankContext, check: Check) -> CheckRow:
-    """`ExpertParallelMoE` with canonical weights against the oracle; all calls of the case in a row.
+    """Holds `ExpertParallelMoE` with canonical weights to the oracle; all calls of the case in a row.
 
     Under attention TP the ranks of a group hold the tokens of their group's first rank.
     """
@@ -250,7 +238,7 @@ class _TransportRun:
 
 
 class NanOutput(Executor):
-    """Stands in front of an executor and hands it an output full of NaN, so that an unwritten row shows."""
+    """Wraps an executor and hands it an output full of NaN, so that an unwritten row shows."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
@@ -276,29 +264,25 @@ def _world(context: RankContext, check: Check) -> World:
 
 
 def _key(check: Check) -> Check:
-    """Checks that differ only in their case share a dispatcher or a layer: reuse is part of what is checked."""
+    """Returns the key of a check's dispatcher or layer. Checks that differ only in their case share it: reuse is part
+    of what is checked."""
     return replace(check, case=CASES[0], kind="transport" if check.kind == "interleaved" else check.kind)
 
 
 def _dispatcher(context: RankContext, check: Check, world: World) -> Dispatcher:
-    key = _key(check)
-    if key not in context.cache:
-        context.cache[key] = make_dispatcher(check.dispatcher, world, check.moe, check.runtime, check.token_format)
-    return context.cache[key]
+    settings = (check.dispatcher, world, check.moe, check.runtime, check.token_format)
+    return context.once(_key(check), lambda: make_dispatcher(*settings))
 
 
 def _weights(context: RankContext, check: Check) -> ExpertWeights:
-    key = ("weights", check.config)
-    if key not in context.cache:
-        context.cache[key] = full_weights(check.moe)
-    return context.cache[key]
+    return context.once(("weights", check.config), lambda: full_weights(check.moe))
 
 
 def _layer(context: RankContext, check: Check, world: World, full: ExpertWeights) -> ExpertParallelMoE:
-    key = _key(check)
-    if key not in context.cache:
+    def make() -> ExpertParallelMoE:
         shard = ExpertPlacement(check.moe.num_experts, world.parallel).shard(world.rank)
         layer = ExpertParallelMoE(check.moe, world, shard_weights(full, check.moe, shard), runtime=check.runtime)
         layer.executor = NanOutput(layer.executor)
-        context.cache[key] = layer
-    return context.cache[key]
+        return layer
+
+    return context.once(_key(check), make)

@@ -1,4 +1,4 @@
-"""Dispatch and combine held to the bit: what must arrive at a rank, and what must come back, without real experts."""
+"""Checks dispatch and combine bit for bit: computes what must arrive at a rank and what must come back."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ FP8_ROUNDING = 2.0**-4  # E4M3 keeps 4 bits
 
 @dataclass(frozen=True)
 class Arrival:
-    """A token at a rank: the exact bytes of its payload, and the (expert, weight) slots meant for this rank. In a slab
-    of ExpertMajorTokens the one slot is the slab's expert, and no weight travels."""
+    """A token at a rank: the exact bytes of its payload, and the (expert, weight) entries meant for this rank. In a
+    slab of ExpertMajorTokens the one entry is the slab's expert, and no weight travels."""
 
     row: bytes
-    slots: tuple[tuple[int, float], ...]
+    entries: tuple[tuple[int, float], ...]
 
 
 def travelling(hidden: torch.Tensor, payload: PayloadFormat | None) -> Payload:
-    """Hidden states as they must look under way."""
+    """Returns hidden states as they must travel."""
     return Payload.plain(hidden) if payload is None else encode_payload(hidden, payload)
 
 
@@ -40,8 +40,8 @@ def wrong_arrivals(
     shard: ExpertShard,
     payload: PayloadFormat | None,
 ) -> list[str]:
-    """What is wrong with what this rank received, given every rank's input; [] if each token that needs one of this
-    rank's experts arrived exactly once, bit for bit, with exactly this rank's slots and their weights."""
+    """Describes what is wrong with the tokens that this rank received, given every rank's input; [] if each token that
+    needs one of its experts arrived exactly once, bit for bit, with exactly this rank's entries and their weights."""
     try:
         tokens.check()
     except InputError as error:
@@ -61,7 +61,7 @@ def wrong_arrivals(
 def scale_experts(
     tokens: FlatTokens | ExpertMajorTokens, shard: ExpertShard, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """An executor in plain torch: expert e returns its input times `scale[e]`. What it need not write is NaN."""
+    """Stands for an executor: expert e returns its input times `scale[e]`. Rows that it need not write are NaN."""
     x = decode_hidden(tokens.hidden)
     out = torch.full_like(x, torch.nan)
     scale = torch.cat([scale, torch.zeros(1)]).to(x.device)
@@ -79,7 +79,7 @@ def scale_experts(
 
 
 def weighted_sums(batch: Batch, scale: torch.Tensor, payload: PayloadFormat | None) -> torch.Tensor:
-    """float64 [T, H]: what combine must return after `scale_experts`, x * sum(weight * scale) over the valid slots."""
+    """Returns float64 [T, H], the result of combine after `scale_experts`: x * sum(weight * scale) of valid entries."""
     x = decode_hidden(travelling(batch.hidden, payload)).double()
     ids, weights = batch.topk.ids, batch.topk.weights
     scale = torch.cat([scale, torch.zeros(1)]).double()
@@ -88,9 +88,12 @@ def weighted_sums(batch: Batch, scale: torch.Tensor, payload: PayloadFormat | No
 
 
 def fp8_sums(batch: Batch, shard: ExpertShard) -> torch.Tensor:
-    """bf16 [T, H]: what combine must return after plain bf16 experts (scale 1) where every rank's row travels as E4M3
-    (`RuntimeConfig.combine_payload`). No more than `FP8_ROUNDING` from the exact sums, as a token's rows have the signs
-    of the token and lie between 2^-6 and 448."""
+    """Returns bf16 [T, H], the result of combine after plain bf16 experts (scale 1) where every rank's row travels as
+    E4M3 (`RuntimeConfig.combine_payload`).
+
+    It is no more than `FP8_ROUNDING` from the exact sums, as a token's rows have the signs of the token and lie between
+    2^-6 and 448.
+    """
     x, weights = batch.hidden.double(), batch.topk.weights.double()
     owners = batch.topk.ids // shard.num_local_experts
     total = torch.zeros_like(x)
@@ -101,8 +104,8 @@ def fp8_sums(batch: Batch, shard: ExpertShard) -> torch.Tensor:
 
 
 def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """The nearest number that E4M3 has, float64, ties to even, saturating: three bits behind the leading one, steps of
-    2^-9 below 2^-6, 448 at most. Arithmetic alone, so that it shares nothing with a cast."""
+    """Returns the nearest number that E4M3 has, float64, ties to even, saturating: three bits behind the leading one,
+    steps of 2^-9 below 2^-6, 448 at most. Arithmetic alone, so that it shares nothing with a cast."""
     magnitude = x.abs().clamp(max=448.0)
     exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=-6)
     step = torch.exp2((exponent - 3).double())
@@ -114,7 +117,7 @@ def _local(expert: int, shard: ExpertShard) -> bool:
 
 
 def _row_bytes(payload: Payload) -> list[bytes]:
-    """Each row's bytes, scale included; leading dimensions flattened."""
+    """Returns each row's bytes, scale included; leading dimensions flattened."""
     parts = [p for p in (payload.data, payload.scale) if p is not None]
     raw = [p.detach().cpu().contiguous().view(torch.uint8).flatten(0, -2).numpy() for p in parts]
     return [b"".join(part[row].tobytes() for part in raw) for row in range(raw[0].shape[0])]
@@ -123,9 +126,9 @@ def _row_bytes(payload: Payload) -> list[bytes]:
 def _flat_arrivals(tokens: FlatTokens) -> Iterator[Arrival]:
     ids, weights = tokens.ids.tolist(), tokens.weights.tolist()
     for row, raw in enumerate(_row_bytes(tokens.hidden)):
-        slots = _slots(ids[row], weights[row], lambda e: e < tokens.num_experts)
-        if slots:
-            yield Arrival(raw, slots)
+        entries = _entries(ids[row], weights[row], lambda e: e < tokens.num_experts)
+        if entries:
+            yield Arrival(raw, entries)
 
 
 def _slab_arrivals(tokens: ExpertMajorTokens, shard: ExpertShard) -> Iterator[Arrival]:
@@ -141,19 +144,19 @@ def _due(
     for batch in batches:
         ids, weights = batch.topk.ids.tolist(), batch.topk.weights.tolist()
         for token, raw in enumerate(_row_bytes(travelling(batch.hidden, payload))):
-            slots = _slots(ids[token], weights[token], lambda e: _local(e, shard))
+            entries = _entries(ids[token], weights[token], lambda e: _local(e, shard))
             if by_expert:
-                yield from (Arrival(raw, ((expert, 1.0),)) for expert, _ in slots)
-            elif slots:
-                yield Arrival(raw, slots)
+                yield from (Arrival(raw, ((expert, 1.0),)) for expert, _ in entries)
+            elif entries:
+                yield Arrival(raw, entries)
 
 
-def _slots(ids: list[int], weights: list[float], wanted: Callable[[int], bool]) -> tuple[tuple[int, float], ...]:
+def _entries(ids: list[int], weights: list[float], wanted: Callable[[int], bool]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((e, w) for e, w in zip(ids, weights, strict=True) if wanted(e)))
 
 
 def _names(batches: Sequence[Batch], payload: PayloadFormat | None) -> dict[bytes, str]:
-    """Which token a row's bytes belong to."""
+    """Maps a row's bytes to the token that they belong to."""
     return {
         raw: f"token {index} of rank {rank}"
         for rank, batch in enumerate(batches)
@@ -164,5 +167,5 @@ def _names(batches: Sequence[Batch], payload: PayloadFormat | None) -> dict[byte
 def _list(what: str, arrivals: Counter[Arrival], names: dict[bytes, str]) -> list[str]:
     if not arrivals:
         return []
-    some = [f"{names.get(a.row, 'a row that nobody sent')} for {dict(a.slots)}" for a in list(arrivals)[:_SHOWN]]
+    some = [f"{names.get(a.row, 'a row that nobody sent')} for {dict(a.entries)}" for a in list(arrivals)[:_SHOWN]]
     return [f"{arrivals.total()} tokens {what}: {', '.join(some)}"]

@@ -21,13 +21,14 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from eprt.ranks.plugins import load_plugins
 
 if TYPE_CHECKING:
     from eprt.world import World
 
+_Kept = TypeVar("_Kept")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _WORLDS_KEPT = 3  # each has threads that wake up while it idles
 
@@ -91,6 +92,12 @@ class RankContext:
         for name in [name for name, kept in self.cache.items() if getattr(kept, "world", None) is unused]:
             self.release(name)
         unused.close()
+
+    def once(self, name: Any, make: Callable[[], _Kept]) -> _Kept:
+        """Returns what the cache holds under `name`; makes it first if there is nothing."""
+        if name not in self.cache:
+            self.cache[name] = make()
+        return self.cache[name]
 
     def release(self, name: Any) -> None:
         """Closes what the cache holds under `name`, if there is anything, and forgets it."""

@@ -25,7 +25,7 @@ def test_the_table_holds_every_row_that_was_promised():
     assert [counts.name for counts in COUNTS] == [
         "equal", "uneven", "one_idle", "all_but_one_idle", "all_idle", "one_over_all", "agreed_not_reached", "changing",
     ]  # fmt: skip
-    assert [r.name for r in ROUTINGS] == ["uniform", "hot_expert", "one_rank", "all_invalid", "partly_invalid"]
+    assert ROUTINGS == ("uniform", "hot_expert", "one_rank", "all_invalid", "partly_invalid")
     assert {(case.counts, case.routing) for case in CASES} == {(c, r) for c in COUNTS for r in ROUTINGS}
     assert {c.name: c.agreed for c in COUNTS if c.agreed is not None} == {"equal": 5, "agreed_not_reached": 23}
     assert {len(counts.calls) for counts in COUNTS} == {1, 3}
@@ -47,7 +47,7 @@ def test_the_table_holds_every_row_that_was_promised():
 def test_routings_are_what_their_names_say(size):
     config, generator = CONFIGS["silu_bf16"], torch.Generator().manual_seed(0)
     E, K = config.num_experts, config.top_k
-    ids = {r.name: make_topk(r.name, 200, size, config, generator).ids for r in ROUTINGS}
+    ids = {name: make_topk(name, 200, size, config, generator).ids for name in ROUTINGS}
     assert bool((ids["uniform"] < E).all())
     # 200 tokens choose 4 of 16: 50 an expert, give or take 4 standard deviations.
     assert all(25 < n < 75 for n in ids["uniform"].flatten().bincount(minlength=E).tolist())

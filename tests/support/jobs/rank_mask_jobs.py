@@ -9,7 +9,7 @@ import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
-from eprt.conformance.cases import Batch, Case, Counts, RoutingCase, make_batches
+from eprt.conformance.cases import Batch, Case, Counts, make_batches
 from eprt.dispatch import Dispatched, Dispatcher, make_dispatcher
 from eprt.errors import EprtError
 from eprt.quant import decode_payload
@@ -17,8 +17,8 @@ from eprt.ranks.launcher import RankContext
 from eprt.tokens import FlatTokens, TopK
 
 E, CAPACITY = 16, 32
-UNEVEN = Case(Counts("uneven", ((3, 7, 1, 12), (0, 13, 2, 5), (11, 2, 9, 0))), RoutingCase("partly_invalid"))
-STATIC = Case(Counts("static", ((12,),)), RoutingCase("uniform"))
+UNEVEN = Case(Counts("uneven", ((3, 7, 1, 12), (0, 13, 2, 5), (11, 2, 9, 0))), "partly_invalid")
+STATIC = Case(Counts("static", ((12,),)), "uniform")
 ROWS = 16  # R of the captured calls: more than their tokens
 
 
