@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.cases.expert_cases import DEEPSEEK_V4, GPT_OSS, RELU2, cut, relative_error, shard_of
 
 from eprt.bench.baselines import baselines
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
@@ -20,7 +21,7 @@ from eprt.experts.reference import ReferenceExecutor
 from eprt.placement import ExpertPlacement
 from eprt.quant import encode, encode_payload
 from eprt.tokens import FlatTokens, Payload
-from eprt.weights import ExpertWeights, Mxfp4, Nvfp4
+from eprt.weights import ExpertWeights, Mxfp4
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,9 +35,6 @@ CUDA = torch.device("cuda", 0)
 RUNTIME = RuntimeConfig()
 BOUND = 1e-2  # relative norm error of bf16 activations
 FP8_BOUND = 6e-2  # of FP8 activations: e4m3 keeps 3 bits, twice
-GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
-DEEPSEEK_V4 = Activation(limit=10.0)
-RELU2 = Activation("relu2")
 
 
 def layer(weight_format, H, I, activation=GPT_OSS, bias=True, E=8, K=4):
@@ -83,31 +81,6 @@ def all_experts(config, seed=0):
     return ExpertWeights(encode(form, gate_up, parts), encode(form, down, 1), gate_up_bias, down_bias)
 
 
-def share(weights, config, shard):
-    """A rank's part of MXFP4, NVFP4 or per-tensor FP8 weights, cut as a checkpoint reader would."""
-    local = weights.map(lambda tensor: tensor[shard.first_expert : shard.end_expert])
-    if shard.moe_tp_size == 1:
-        return local
-    width = shard.slice_intermediate(config.intermediate_size)
-    parts = config.activation.parts
-
-    def rows(tensor):
-        return tensor.unflatten(1, (parts, -1))[:, :, width].flatten(1, 2).contiguous()
-
-    def cols(tensor, block):
-        return tensor[..., width.start // block : width.stop // block].contiguous()
-
-    gate_up, down = local.gate_up, local.down
-    if isinstance(gate_up, (Mxfp4, Nvfp4)):
-        block = 32 if isinstance(gate_up, Mxfp4) else 16
-        gate_up = replace(gate_up, codes=rows(gate_up.codes), scales=rows(gate_up.scales))
-        down = replace(down, codes=cols(down.codes, 2), scales=cols(down.scales, block))
-    else:
-        gate_up, down = replace(gate_up, data=rows(gate_up.data)), replace(down, data=cols(down.data, 1))
-    bias = None if local.gate_up_bias is None else rows(local.gate_up_bias)
-    return ExpertWeights(gate_up, down, bias, local.down_bias)
-
-
 def make_tokens(config, num_rows, seed=1, every_row_read=True, dtype=torch.bfloat16):
     """Distinct experts; every fifth row has none, every third misses one slot; what may be garbage is NaN."""
     generator = torch.Generator(device=CUDA).manual_seed(seed)
@@ -122,23 +95,15 @@ def make_tokens(config, num_rows, seed=1, every_row_read=True, dtype=torch.bfloa
     return FlatTokens(Payload.plain(hidden.to(dtype)), ids, weights, E, every_row_read)
 
 
-def error(actual, expected):
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
-
-
-def whole(config):
-    return ExpertPlacement(config.num_experts, ParallelConfig()).shard(0)
-
-
 def reference(config, weights, tokens, shard=None):
-    shard = shard or whole(config)
-    runner = ReferenceExecutor(config, shard, share(weights, config, shard), CUDA, RUNTIME)
+    shard = shard or shard_of(config)
+    runner = ReferenceExecutor(config, shard, cut(weights, config, shard), CUDA, RUNTIME)
     return runner(replace(tokens, hidden=Payload.plain(tokens.hidden.data.float())))
 
 
 def build(executor, config, weights, shard=None, runtime=RUNTIME):
-    shard = shard or whole(config)
-    return make_executor(executor, config, shard, share(weights, config, shard), CUDA, runtime)
+    shard = shard or shard_of(config)
+    return make_executor(executor, config, shard, cut(weights, config, shard), CUDA, runtime)
 
 
 @pytest.mark.parametrize(("executor", "case"), RUNS)
@@ -152,7 +117,7 @@ def test_equals_the_reference(executor, case):
         assert runner(tokens, out) is out
         if num_rows:
             expected = reference(config, weights, tokens)
-            assert error(out, expected) <= BOUND, num_rows
+            assert relative_error(out, expected) <= BOUND, num_rows
             assert torch.equal(out[4::5], torch.zeros_like(out[4::5]))
 
 
@@ -166,7 +131,7 @@ def test_shares_add_up_to_the_layer(executor, ep_size, moe_tp_size):
     total = torch.zeros(64, config.hidden_size, device=CUDA)
     for rank in range(ep_size * moe_tp_size):
         total += build(executor, config, weights, placement.shard(rank))(tokens).float()
-    assert error(total, reference(config, weights, tokens)) <= BOUND
+    assert relative_error(total, reference(config, weights, tokens)) <= BOUND
 
 
 @pytest.mark.parametrize("executor", ["humming", "cutlass_mxfp4"])
@@ -182,7 +147,7 @@ def test_rows_of_other_ranks(executor):
     for every_row_read in (True, False):
         out = torch.full((64, 96), 7.0, dtype=torch.bfloat16, device=CUDA)
         runner(replace(tokens, every_row_read=every_row_read), out)
-        assert error(out[local], expected[local]) <= BOUND
+        assert relative_error(out[local], expected[local]) <= BOUND
         if every_row_read:
             assert not out[~local].any()
         elif executor == "humming":
@@ -195,7 +160,7 @@ def test_rows_of_other_ranks(executor):
 def test_expert_major(case):
     """Slabs with empty experts; rows past the counts are NaN and infinity."""
     _, config = CASES[case]
-    weights, shard = all_experts(config), whole(config)
+    weights, shard = all_experts(config), shard_of(config)
     flat = make_tokens(config, 50)
     flat = replace(flat, ids=torch.where(flat.ids == 3, config.num_experts, flat.ids))
     slabs, _ = expert_major_from_flat(flat, shard, 60)
@@ -205,7 +170,7 @@ def test_expert_major(case):
     slabs = replace(slabs, hidden=Payload.plain(data))
     expected = ReferenceExecutor(config, shard, weights, CUDA, RUNTIME)(slabs)
     for out in (build("humming", config, weights)(slabs), _adapted("humming", config, weights)(slabs)):
-        assert error(out[~past], expected[~past]) <= BOUND
+        assert relative_error(out[~past], expected[~past]) <= BOUND
 
 
 def _adapted(executor, config, weights):
@@ -217,12 +182,12 @@ def _adapted(executor, config, weights):
 
 def test_cutlass_takes_slabs_through_the_adapter():
     _, config = CASES["gpt_oss"]
-    weights, shard = all_experts(config), whole(config)
+    weights, shard = all_experts(config), shard_of(config)
     slabs, _ = expert_major_from_flat(make_tokens(config, 20), shard, 30)
     expected = ReferenceExecutor(config, shard, weights, CUDA, RUNTIME)(slabs)
     out = AdaptedExecutor(build("cutlass_mxfp4", config, weights))(slabs)
     valid = torch.arange(30, device=CUDA)[None] < slabs.counts[:, None]
-    assert error(out[valid], expected[valid]) <= BOUND
+    assert relative_error(out[valid], expected[valid]) <= BOUND
 
 
 @pytest.mark.parametrize("payload", ["f32", "fp8_block", "nvfp4"])
@@ -232,10 +197,10 @@ def test_other_payloads(executor, payload):
     weights, tokens = all_experts(config), make_tokens(config, 32)
     hidden = torch.nan_to_num(tokens.hidden.data.float())
     tokens = replace(tokens, hidden=encode_payload(hidden, payload))
-    expected = ReferenceExecutor(config, whole(config), weights, CUDA, RUNTIME)(tokens)
+    expected = ReferenceExecutor(config, shard_of(config), weights, CUDA, RUNTIME)(tokens)
     out = build(executor, config, weights)(tokens)
     assert out.dtype == (torch.float32 if payload == "f32" else torch.bfloat16)
-    assert error(out, expected) <= BOUND
+    assert relative_error(out, expected) <= BOUND
 
 
 @pytest.mark.parametrize("case", ["gpt_oss", "mxfp4_relu2", "fp8_tensor_40", "fp8_block"])
@@ -243,13 +208,13 @@ def test_fp8_activations_are_within_their_bound(case):
     _, config = CASES[case]
     weights, tokens = all_experts(config), make_tokens(config, 64)
     runner = build("humming", config, weights, runtime=RuntimeConfig(low_precision_activations=True))
-    found = error(runner(tokens), reference(config, weights, tokens))
+    found = relative_error(runner(tokens), reference(config, weights, tokens))
     assert BOUND / 10 < found <= FP8_BOUND
-    shard = whole(config)
+    shard = shard_of(config)
     slabs, _ = expert_major_from_flat(replace(tokens, hidden=Payload.plain(tokens.hidden.data.nan_to_num())), shard, 64)
     expected = ReferenceExecutor(config, shard, weights, CUDA, RUNTIME)(slabs)
     valid = torch.arange(64, device=CUDA)[None] < slabs.counts[:, None]
-    assert error(runner(slabs)[valid], expected[valid]) <= FP8_BOUND
+    assert relative_error(runner(slabs)[valid], expected[valid]) <= FP8_BOUND
 
 
 @pytest.mark.parametrize("executor", ["humming", "cutlass_mxfp4"])
@@ -258,7 +223,7 @@ def test_deterministic_repeats_bit_for_bit(executor):
     weights, tokens = all_experts(config), make_tokens(config, 200)
     runner = build(executor, config, weights, runtime=RuntimeConfig(deterministic=True))
     first = runner(tokens)
-    assert error(first, reference(config, weights, tokens)) <= BOUND
+    assert relative_error(first, reference(config, weights, tokens)) <= BOUND
     assert all(torch.equal(first, runner(tokens)) for _ in range(5))
 
 
@@ -274,7 +239,7 @@ def test_swapped_halves_would_be_seen(executor):
     config = layer("mxfp4", 96, 96)
     weights, tokens = all_experts(config), make_tokens(config, 64)
     out = build(executor, config, _swapped(weights, 2))(tokens)
-    assert error(out, reference(config, weights, tokens)) > 0.1
+    assert relative_error(out, reference(config, weights, tokens)) > 0.1
 
 
 @pytest.mark.parametrize("executor", ["humming", "cutlass_mxfp4"])
@@ -291,7 +256,7 @@ def test_padding_after_concatenation_would_be_seen(executor, monkeypatch):
     weights, tokens = all_experts(config), make_tokens(config, 64)
     monkeypatch.setattr(humming_gemm, "pad_parts", wrong)
     monkeypatch.setattr(cutlass_mxfp4, "pad_parts", wrong)
-    assert error(build(executor, config, weights)(tokens), reference(config, weights, tokens)) > 0.1
+    assert relative_error(build(executor, config, weights)(tokens), reference(config, weights, tokens)) > 0.1
 
 
 @pytest.mark.parametrize("weight_format", ["nvfp4", "fp8_tensor"])
@@ -302,7 +267,7 @@ def test_gate_scale_used_for_up_would_be_seen(weight_format):
     scale = getattr(weights.gate_up, name)
     assert (scale[:, 0] != scale[:, 1]).all()
     wrong = replace(weights, gate_up=replace(weights.gate_up, **{name: scale[:, :1].expand(-1, 2).contiguous()}))
-    assert error(build("humming", config, wrong)(tokens), reference(config, weights, tokens)) > 0.1
+    assert relative_error(build("humming", config, wrong)(tokens), reference(config, weights, tokens)) > 0.1
 
 
 @pytest.mark.parametrize("executor", ["humming", "cutlass_mxfp4"])
@@ -336,7 +301,7 @@ def test_graph_replays_with_other_counts(executor, bare):
         if seed == 4:
             assert not out.any()
         else:
-            assert error(out, reference(config, weights, fresh, shard)) <= BOUND, seed
+            assert relative_error(out, reference(config, weights, fresh, shard)) <= BOUND, seed
 
 
 @pytest.mark.parametrize("source", ["cpu", "cuda"])
@@ -370,4 +335,4 @@ def test_results_stay_after_a_warmup(executor):
     weights, tokens = all_experts(config), make_tokens(config, 4)
     runner = build(executor, config, weights)
     runner.warmup(4)
-    assert error(runner(tokens), reference(config, weights, tokens)) <= BOUND
+    assert relative_error(runner(tokens), reference(config, weights, tokens)) <= BOUND

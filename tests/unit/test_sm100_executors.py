@@ -46,6 +46,9 @@ EXACT = 1e-2
 # products of gate and up do. FP8 keeps three.
 ROUNDED = {"nvfp4": 0.2, "fp8_tensor": 0.05}
 SIZES = [(96, 48), (128, 64), (160, 80), (256, 192)]  # (H, I); 2 I or H not multiples of 128 are padded
+both = pytest.mark.parametrize(
+    ("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)], ids=["cutedsl", "trtllm"]
+)
 FP8_SIZES = [(96, 24), (96, 40), (128, 128), (288, 160)]
 
 
@@ -64,7 +67,7 @@ def check_flat(kind, fake, config, shard, weights, tokens, expected_tokens, boun
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+@both
 def test_nvfp4_flat_tokens_that_travelled_packed(kind, fake, size, activation):
     config, shard, weights = case("nvfp4", size, ACTIVATIONS[activation])
     # A limit, and in CuteDSL alpha and beta, need one global scale for both halves: make the difference a power of two,
@@ -77,7 +80,7 @@ def test_nvfp4_flat_tokens_that_travelled_packed(kind, fake, size, activation):
 
 
 @pytest.mark.parametrize("activation", ["gpt_oss", "deepseek_v4", "beta"])
-@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+@both
 def test_a_limit_or_beta_with_any_two_global_scales(kind, fake, activation):
     """Folding rounds block scales of one half: within E4M3's half step, 2 ** -4, a block; about 0.03 in norm.
     TRTLLM-Gen folds for a limit only: its beta is divided by up's own factor."""
@@ -88,7 +91,7 @@ def test_a_limit_or_beta_with_any_two_global_scales(kind, fake, activation):
     check_flat(kind, fake(rounding=False), config, shard, weights, tokens, tokens, 0.04 if folded else EXACT)
 
 
-@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+@both
 @pytest.mark.parametrize("rounding", [False, True])
 def test_nvfp4_flat_bf16_tokens(kind, fake, rounding):
     config, shard, weights = case("nvfp4", (160, 80))
@@ -146,7 +149,7 @@ def test_weight_only_checkpoints_keep_bf16_activations(activation):
 
 
 @pytest.mark.parametrize("activation", [SILU, RELU2], ids=["gated", "relu2"])
-@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+@both
 def test_widths_of_real_models(kind, fake, activation):
     """H 2880 (gpt-oss) and I 1856 (Nemotron-H): padded to 2944, and to 1920 where not gated."""
     config = make_config("nvfp4", hidden_size=2880, intermediate_size=1856, activation=activation)
@@ -199,7 +202,7 @@ def test_all_experts_idle():
 # ---- calls --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+@both
 def test_zero_rows_launch_nothing(kind, fake):
     config, shard, weights = case("nvfp4", (128, 64))
     fake = fake()
@@ -208,7 +211,7 @@ def test_zero_rows_launch_nothing(kind, fake):
     assert fake.calls == []
 
 
-@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+@both
 def test_the_first_batch_sizes_nothing(kind, fake):
     config, shard, weights = case("nvfp4", (128, 64))
     executor = build(kind, fake(rounding=False), config, shard, weights)
@@ -219,7 +222,7 @@ def test_the_first_batch_sizes_nothing(kind, fake):
         assert relative_error(out[local], expected[local]) <= EXACT
 
 
-@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+@both
 def test_another_number_of_slots(kind, fake):
     """A dispatcher may pad top-k with invalid slots; an adapter emits one slot."""
     config, shard, weights = case("nvfp4", (128, 64))
@@ -233,7 +236,7 @@ def test_another_number_of_slots(kind, fake):
     assert torch.equal(executor(wide), executor(tokens))
 
 
-@pytest.mark.parametrize(("kind", "fake"), [(CuteDslExecutor, FakeCuteDsl), (TrtllmGenExecutor, FakeTrtllm)])
+@both
 def test_rows_of_a_hash_table_may_name_an_expert_twice(kind, fake):
     config, shard, weights = case("nvfp4", (128, 64))
     config = replace(config, routing=Routing("hash"))
@@ -243,10 +246,10 @@ def test_rows_of_a_hash_table_may_name_an_expert_twice(kind, fake):
     check_flat(kind, fake(rounding=False), config, shard, weights, tokens, tokens, EXACT)
 
 
-@pytest.mark.parametrize("kind", [CuteDslExecutor, TrtllmGenExecutor])
-def test_warmup_runs_the_largest_batch(kind):
+@both
+def test_warmup_runs_the_largest_batch(kind, fake):
     config, shard, weights = case("nvfp4", (128, 64))
-    fake = FakeCuteDsl() if kind is CuteDslExecutor else FakeTrtllm()
+    fake = fake()
     executor = build(kind, fake, config, shard, weights, replace(RUNTIME, max_tokens_per_rank=8))
     executor.warmup(16)
     assert {"run", "grouped_gemm_nt_masked", "fp4"} & set(fake.calls)
@@ -317,12 +320,12 @@ def test_the_ladder_holds_what_the_dispatcher_says_it_hands_over():
     executor.warmup(100)
 
 
-@pytest.mark.parametrize("kind", [CuteDslExecutor, TrtllmGenExecutor])
+@both
 @pytest.mark.parametrize("adapted", [False, True], ids=["padded top-k", "adapted slabs"])
-def test_warmup_has_the_slots_that_calls_will_have(kind, adapted):
+def test_warmup_has_the_slots_that_calls_will_have(kind, fake, adapted):
     """Both libraries build and tune for a number of slots: one first met later would be built then."""
     config, shard, weights = case("nvfp4", (128, 64))
-    fake = FakeCuteDsl() if kind is CuteDslExecutor else FakeTrtllm()
+    fake = fake()
     kernels, seen = fake.kernels(), []
     if kind is CuteDslExecutor:
         make = kernels.moe_wrapper
@@ -375,10 +378,10 @@ def test_deterministic_asks_for_the_ordered_finalize():
         assert executor._contiguous._wrapper(config.top_k).use_fused_finalize is not deterministic
 
 
-@pytest.mark.parametrize("kind", [CuteDslExecutor, TrtllmGenExecutor])
-def test_tokens_of_another_format_are_refused(kind):
+@both
+def test_tokens_of_another_format_are_refused(kind, fake):
     config, shard, weights = case("nvfp4", (128, 64))
-    fake = FakeCuteDsl() if kind is CuteDslExecutor else FakeTrtllm()
+    fake = fake()
     executor = build(kind, fake, config, shard, weights)
     with pytest.raises(InputError, match="f32 tokens"):
         executor(make_flat(config))
@@ -480,21 +483,6 @@ def test_a_layout_of_the_other_family_is_refused():
         MaskedExperts(kernels, contiguous, contiguous.factors, SILU)
 
 
-def error_of(kind, fake, monkeypatch, patches, size, change) -> float:
-    """Error of an executor built with functions or weights replaced; a broken kernel contract is an infinite one."""
-    config, shard, weights = case("nvfp4", size)
-    tokens = packed(make_flat(config), weights)
-    expected = witness(config, shard, weights, tokens)
-    for module, name, wrong in patches:
-        monkeypatch.setattr(module, name, wrong)
-    try:
-        out = build(kind, fake(rounding=False), config, shard, change(weights) if change else weights)(tokens)
-    except AssertionError:
-        return float("inf")
-    local = rows_with_expert(tokens, shard)
-    return relative_error(out[local], expected[local])
-
-
 def gate_scale_for_up(weights: ExpertWeights) -> ExpertWeights:
     scale = weights.gate_up.global_scale[:, :1].expand(-1, 2).contiguous()
     return replace(weights, gate_up=replace(weights.gate_up, global_scale=scale))
@@ -515,38 +503,31 @@ def late_padding(matrix, parts, rows, cols):
 
 
 @pytest.mark.parametrize(
-    ("kind", "fake", "where"),
-    [(CuteDslExecutor, FakeCuteDsl, cutedsl_layouts), (TrtllmGenExecutor, FakeTrtllm, trtllm_formats)],
-    ids=["cutedsl", "trtllm"],
+    ("kind", "fake", "where", "slabs"),
+    [
+        (CuteDslExecutor, FakeCuteDsl, cutedsl_layouts, False),
+        (CuteDslExecutor, FakeCuteDsl, cutedsl_layouts, True),
+        (TrtllmGenExecutor, FakeTrtllm, trtllm_formats, False),
+    ],
+    ids=["cutedsl", "cutedsl-masked", "trtllm"],
 )
 @pytest.mark.parametrize("mistake", ["unswizzled", "late padding", "gate's scale for up", "swapped halves", "none"])
-def test_wrong_layouts_fail(kind, fake, where, mistake, monkeypatch):
-    size = (128, 48) if mistake == "late padding" else (128, 64)
-    patches = {
-        "unswizzled": [(where, "swizzle_scales", lambda scales: scales)],
-        "late padding": [(where, "pad_parts", late_padding)],
-    }
-    changes = {"gate's scale for up": gate_scale_for_up, "swapped halves": swapped_halves}
-    error = error_of(kind, fake, monkeypatch, patches.get(mistake, []), size, changes.get(mistake))
-    assert (error <= EXACT) is (mistake == "none"), error
-
-
-@pytest.mark.parametrize("mistake", ["unswizzled", "late padding", "gate's scale for up", "swapped halves", "none"])
-def test_wrong_masked_layouts_fail(mistake, monkeypatch):
-    size = (128, 48) if mistake == "late padding" else (128, 64)
-    config, shard, weights = case("nvfp4", size)
-    tokens = as_slabs(packed(make_flat(config), weights), shard)
+def test_wrong_layouts_fail(kind, fake, where, slabs, mistake, monkeypatch):
+    """An executor built with a function or its weights replaced; a broken kernel contract is an infinite error."""
+    config, shard, weights = case("nvfp4", (128, 48) if mistake == "late padding" else (128, 64))
+    flat = packed(make_flat(config), weights)
+    tokens = as_slabs(flat, shard) if slabs else flat
+    compared = valid_rows(tokens) if slabs else rows_with_expert(flat, shard)
     expected = witness(config, shard, weights, tokens)
     if mistake == "unswizzled":
-        monkeypatch.setattr(cutedsl_layouts, "swizzle_scales", lambda scales: scales)
+        monkeypatch.setattr(where, "swizzle_scales", lambda scales: scales)
     if mistake == "late padding":
-        monkeypatch.setattr(cutedsl_layouts, "pad_parts", late_padding)
-    change = {"gate's scale for up": gate_scale_for_up, "swapped halves": swapped_halves}.get(mistake)
+        monkeypatch.setattr(where, "pad_parts", late_padding)
+    changes = {"gate's scale for up": gate_scale_for_up, "swapped halves": swapped_halves}
+    changed = changes.get(mistake, lambda weights: weights)(weights)
     try:
-        executor = build(
-            CuteDslExecutor, FakeCuteDsl(rounding=False), config, shard, change(weights) if change else weights
-        )
-        error = relative_error(executor(tokens)[valid_rows(tokens)], expected[valid_rows(tokens)])
+        out = build(kind, fake(rounding=False), config, shard, changed)(tokens)
+        error = relative_error(out[compared], expected[compared])
     except AssertionError:
         error = float("inf")
     assert (error <= EXACT) is (mistake == "none"), error

@@ -9,7 +9,7 @@ from support.stand_ins.sm100_kernels import read_mma_scales, scale_offset, shuff
 from eprt.experts.blackwell import swizzle
 from eprt.experts.blackwell.cutedsl_layouts import PaddedSize
 from eprt.experts.blackwell.scales import Nvfp4Factors, share_global_scale
-from eprt.experts.padding import pad_parts, unpad_parts
+from eprt.experts.padding import pad_parts
 from eprt.rounding import round_up
 from eprt.weights import ExpertWeights, Nvfp4
 
@@ -54,25 +54,6 @@ def test_mma_view_is_a_view_and_addresses_the_same_scale(rows, cols):
 def test_unswizzled_scales_are_noticed():
     scales = (numbered(2, 256, 8) % 120).view(torch.float8_e4m3fn)
     assert not torch.equal(read_mma_scales(swizzle.mma_scale_view(scales), 256, 8), scales.float())
-
-
-@pytest.mark.parametrize("intermediate", [24, 40, 64, 1856])
-def test_parts_are_padded_one_by_one(intermediate):
-    matrix = numbered(2, 2 * intermediate, 5)
-    rows = round_up(intermediate, 64)
-    padded = pad_parts(matrix, 2, rows, 8)
-    gate, up = padded[:, :rows], padded[:, rows:]
-    assert torch.equal(gate[:, :intermediate, :5], matrix[:, :intermediate])
-    assert torch.equal(up[:, :intermediate, :5], matrix[:, intermediate:])
-    assert not gate[:, intermediate:].any()
-    assert not up[:, :, 5:].any()
-    assert torch.equal(unpad_parts(padded, 2, intermediate, 5), matrix)
-
-
-def test_padding_after_concatenation_would_move_up():
-    matrix = numbered(1, 2 * 40, 8)
-    late = torch.nn.functional.pad(matrix, (0, 0, 0, 2 * 64 - 80))
-    assert not torch.equal(unpad_parts(late, 2, 40, 8), matrix)
 
 
 def test_padding_what_fits_copies_it_too():

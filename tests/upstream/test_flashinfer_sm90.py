@@ -23,7 +23,7 @@ from eprt.experts import executor_spec, make_executor
 from eprt.experts.adapters import AdaptedExecutor
 from eprt.experts.reference import ReferenceExecutor, decode_matrix
 from eprt.placement import ExpertPlacement
-from eprt.weights import MX_BLOCK, ExpertWeights, Mxfp4
+from eprt.weights import MX_BLOCK, Mxfp4
 
 flashinfer = pytest.importorskip("flashinfer", reason="flashinfer-python isn't installed")
 fused_moe = pytest.importorskip("flashinfer.fused_moe", reason="FlashInfer's own needs aren't installed")
@@ -107,21 +107,9 @@ def mxfp4_layer(**changes):
     return cases.make_config("mxfp4", activation=cases.GPT_OSS, bias=True, num_experts=8, top_k=3, **changes)
 
 
-def share(weights, config, shard):
-    """A rank's slice of MXFP4 weights."""
-    local = weights.map(lambda tensor: tensor[shard.first_expert : shard.end_expert])
-    width = shard.slice_intermediate(config.intermediate_size)
-    rows = lambda t: t.unflatten(1, (2, -1))[:, :, width].flatten(1, 2)  # noqa: E731
-    cols = lambda t, n: t[..., width.start // n : width.stop // n]  # noqa: E731
-    gate_up = Mxfp4(rows(local.gate_up.codes), rows(local.gate_up.scales))
-    down = Mxfp4(cols(local.down.codes, 2), cols(local.down.scales, 32))
-    bias = None if local.gate_up_bias is None else rows(local.gate_up_bias)
-    return ExpertWeights(gate_up, down, bias, local.down_bias)
-
-
 def run(config, weights, tokens, parallel=None, rank=0, runtime=cases.RUNTIME):
     shard = ExpertPlacement(config.num_experts, parallel or ParallelConfig()).shard(rank)
-    local = share(weights, config, shard)
+    local = cases.cut(weights, config, shard)
     return make_executor("cutlass_mxfp4", config, shard, local, cases.CPU, runtime)(tokens), shard
 
 
@@ -157,7 +145,7 @@ def test_by_hand_is_the_same_job_around_the_same_call(kernel, rank, H):
     """Padded and cut where the kernel's tiles ask for it; ids of other ranks and of nobody."""
     config = mxfp4_layer(hidden_size=H)
     shard = cases.shard_of(config, rank, 4)
-    local = share(cases.make_weights(config), config, shard)
+    local = cases.cut(cases.make_weights(config), config, shard)
     flat = replace(cases.make_flat(config, 40, dtype=torch.bfloat16), every_row_read=True)
     runner = make_executor("cutlass_mxfp4", config, shard, local, cases.CPU, cases.RUNTIME)
     expected, found = runner(flat), baselines().direct_call(runner, flat)()

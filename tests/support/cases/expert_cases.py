@@ -57,22 +57,25 @@ def make_weights(config: MoEConfig, seed: int = 0) -> ExpertWeights:
 
 
 def cut(weights: ExpertWeights, config: MoEConfig, shard: ExpertShard) -> ExpertWeights:
-    """The shard's part of `Dense` weights, or (without MoE-TP) of weights in any format."""
+    """The shard's part of the weights; under MoE-TP in any format but FP8 blocks, whose grid doesn't split evenly."""
     local = weights.map(lambda tensor: tensor[shard.first_expert : shard.end_expert])
     if shard.moe_tp_size == 1:
         return local
-    width = shard.slice_intermediate(config.intermediate_size)
+    I, width = config.intermediate_size, shard.slice_intermediate(config.intermediate_size)
     parts = config.activation.parts
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.unflatten(1, (parts, -1))[:, :, width].flatten(1, 2)
+        whole = tensor.shape[1] == parts * I
+        return tensor.unflatten(1, (parts, -1))[:, :, width].flatten(1, 2).contiguous() if whole else tensor
 
-    return ExpertWeights(
-        Dense(rows(local.gate_up.data)),
-        Dense(local.down.data[:, :, width]),
-        None if local.gate_up_bias is None else rows(local.gate_up_bias),
-        local.down_bias,
-    )
+    def cols(tensor: torch.Tensor) -> torch.Tensor:
+        """Of values, packed codes or scales of blocks of columns; scales of a whole matrix stay."""
+        per = tensor.shape[-1]
+        cut = slice(width.start * per // I, width.stop * per // I)
+        return tensor[..., cut].contiguous() if tensor.dim() == 3 else tensor
+
+    bias = None if local.gate_up_bias is None else rows(local.gate_up_bias)
+    return ExpertWeights(local.gate_up.map(rows), local.down.map(cols), bias, local.down_bias)
 
 
 def make_flat(config: MoEConfig, num_rows: int = 13, seed: int = 0, dtype: torch.dtype = torch.float32) -> FlatTokens:
