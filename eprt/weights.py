@@ -29,7 +29,7 @@ M = TypeVar("M", bound="Matrix")
 
 @dataclass(frozen=True)
 class Matrix(ABC):
-    """Common part of the number formats. Subclasses list their tensors; the leading dimension is always L."""
+    """Base class of the number formats. Subclasses list their tensors; the leading dimension is always L."""
 
     format: ClassVar[tuple[WeightFormat, ...]]
     whole_columns: ClassVar[int] = 1  # the format has no way to write a number of columns that this doesn't divide
@@ -142,7 +142,7 @@ class Nvfp4(Matrix):
 
 @dataclass(frozen=True)
 class Fp8Tensor(Matrix):
-    """FP8 with one scale a matrix: `data` e4m3 [L, rows, cols], `scale` f32 [L, parts]; value = data * scale."""
+    """FP8 with one scale per matrix: `data` e4m3 [L, rows, cols], `scale` f32 [L, parts]; value = data * scale."""
 
     data: torch.Tensor
     scale: torch.Tensor

@@ -22,7 +22,7 @@ TILE = 128  # rows and columns of the smallest tile that both Hopper executors' 
 def pad_parts(
     stack: torch.Tensor, parts: int, rows: int, cols: int | None = None, *, reverse: bool = False
 ) -> torch.Tensor:
-    """Pad each part of a stack to `rows` rows (and `cols` columns) with zeros; `reverse` puts [gate; up] as [up; gate].
+    """Pads each part of a stack to `rows` rows and `cols` columns with zeros; `reverse` swaps gate and up.
 
     Args:
         stack: [n, parts * r, c] with r <= rows and c <= cols, or a bias [n, parts * r].
@@ -46,7 +46,7 @@ def pad_parts(
 def unpad_parts(
     padded: torch.Tensor, parts: int, rows: int, cols: int | None = None, *, reverse: bool = False
 ) -> torch.Tensor:
-    """Inverse of `pad_parts`: the first `rows` rows and `cols` columns of each part, as [gate; up]."""
+    """Undoes `pad_parts`: returns the first `rows` rows and `cols` columns of each part, as [gate; up]."""
     if padded.dim() == 2:
         return unpad_parts(padded[..., None], parts, rows, reverse=reverse)[..., 0]
     n, height, width = padded.shape
@@ -55,20 +55,20 @@ def unpad_parts(
 
 
 def spread_tensor_scale(scale: torch.Tensor, blocks_per_part: int, col_blocks: int) -> torch.Tensor:
-    """One FP8 scale a part -> one a block: [n, parts] -> [n, parts * blocks_per_part, col_blocks]."""
+    """Repeats one FP8 scale per part to one per block: [n, parts] -> [n, parts * blocks_per_part, col_blocks]."""
     rows = scale.repeat_interleave(blocks_per_part, dim=1)
     return rows[:, :, None].expand(*rows.shape, col_blocks).contiguous()
 
 
 def spread_part_scale(scale: torch.Tensor, rows_per_part: int) -> torch.Tensor:
-    """One scale a part -> one a row: [n, parts] -> [n, parts * rows_per_part]."""
+    """Repeats one scale per part to one per row: [n, parts] -> [n, parts * rows_per_part]."""
     return scale.repeat_interleave(rows_per_part, dim=1)
 
 
 def stack_experts(
     count: int, prepare: Callable[[int], dict[str, torch.Tensor]], spare: Mapping[str, int] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Prepare experts one by one into stacks, so that only one expert's temporaries exist beside the result.
+    """Prepares experts one by one into stacks, so that only one expert's temporaries exist beside the result.
 
     Args:
         count: L.

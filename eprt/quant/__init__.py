@@ -102,7 +102,7 @@ def encode(format: WeightFormat, dense: torch.Tensor, parts: int) -> Matrix:
 
 
 def _split(tensor: torch.Tensor, parts: int) -> torch.Tensor:
-    """[L, parts * n, ...] -> [L, parts, n, ...]. A view."""
+    """Splits [L, parts * n, ...] into [L, parts, n, ...]. A view."""
     return tensor.unflatten(1, (parts, tensor.shape[1] // parts))
 
 

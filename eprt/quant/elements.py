@@ -17,7 +17,7 @@ TINY = torch.finfo(torch.float32).tiny  # smallest float32 scale that isn't subn
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Nearest E2M1 code, one a byte (u8 0..15), ties to even, saturating at 6. Any shape; NaN becomes 0."""
+    """Returns the nearest E2M1 code per byte (u8 0..15), ties to even, saturating at 6. Any shape; NaN becomes 0."""
     size = values.abs().clamp(max=E2M1_MAX)
     # Codes step by 0.5 up to 2, by 1 up to 4, by 2 up to 6; `round` goes to even, which is the even mantissa.
     code = torch.where(size < 2, (size * 2).round(), torch.where(size < 4, size.round() + 2, (size / 2).round() + 4))
@@ -26,7 +26,7 @@ def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """float32 values of u8 codes 0..15: sign, 2 exponent bits (bias 1, 0 is subnormal), 1 mantissa bit."""
+    """Returns float32 values of u8 codes 0..15: sign, 2 exponent bits (bias 1, 0 is subnormal), 1 mantissa bit."""
     exponent, mantissa = (codes >> 1) & 3, codes & 1
     halves = torch.where(exponent > 0, (2 + mantissa) << (exponent - 1).clamp(max=2), mantissa)
     size = halves.float() * 0.5
@@ -34,23 +34,23 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Two codes a byte, the even column in the low nibble: u8 [..., C] -> u8 [..., C/2]."""
+    """Packs two codes per byte, the even column in the low nibble: u8 [..., C] -> u8 [..., C/2]."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Inverse of `pack_nibbles`: u8 [..., C/2] -> u8 [..., C]."""
+    """Undoes `pack_nibbles`: u8 [..., C/2] -> u8 [..., C]."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def encode_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """float8_e4m3fn, ties to even, saturating at 448; NaN stays NaN."""
+    """Rounds to float8_e4m3fn, ties to even, saturating at 448; NaN stays NaN."""
     # The cast alone saturates in some torch versions and overflows to NaN in others.
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def decode_e8m0(scales: torch.Tensor) -> torch.Tensor:
-    """float32 2 ** (byte - 127), exact; byte 255 is NaN."""
+    """Returns float32 2 ** (byte - 127), exact; byte 255 is NaN."""
     bits = scales.to(torch.int32) << 23
     # 2 ** -127 has no normal float32: its pattern is the upper half of the subnormals.
     power = torch.where(scales == 0, 1 << 22, bits).view(torch.float32)
@@ -58,7 +58,7 @@ def decode_e8m0(scales: torch.Tensor) -> torch.Tensor:
 
 
 def shared_scale(amax: torch.Tensor, emax: int) -> torch.Tensor:
-    """E8M0 byte of a block: floor(log2(amax)) - emax (MX v1.0, section 6.3).
+    """Returns the E8M0 byte of a block: floor(log2(amax)) - emax (MX v1.0, section 6.3).
 
     A block of zeros gets the smallest scale, a block that holds NaN or infinity gets NaN.
     """

@@ -11,7 +11,7 @@ from eprt.weights import FP8_BLOCK, MX_BLOCK
 
 
 def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
-    """float32 scale that maps `amax` to 448, E4M3's largest value; never 0.
+    """Returns the float32 scale that maps `amax` to 448, E4M3's largest value; never 0.
 
     The divisor is a tensor because torch multiplies a CUDA tensor by a number's reciprocal instead of dividing: the
     CPU's scale would differ in the last bit.
@@ -20,14 +20,14 @@ def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def encode_fp8_tensor(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., rows, cols] float -> (e4m3 of the same shape, scale f32 [...]): one scale a matrix."""
+    """Encodes [..., rows, cols] float as (e4m3 of the same shape, scale f32 [...]): one scale per matrix."""
     values = values.float()
     scale = fp8_scale(values.abs().amax((-2, -1)))
     return encode_e4m3(values / scale[..., None, None]), scale
 
 
 def encode_fp8_block(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., rows, cols] float -> (e4m3 of the same shape, scale f32 [..., ceil(rows/128), ceil(cols/128)])."""
+    """Encodes [..., rows, cols] as (e4m3 of the same shape, scale f32 [..., ceil(rows/128), ceil(cols/128)])."""
     values = values.float()
     rows, cols = values.shape[-2:]
     whole = pad(values.abs(), (0, -cols % FP8_BLOCK, 0, -rows % FP8_BLOCK))
@@ -37,13 +37,13 @@ def encode_fp8_block(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def spread_blocks(scale: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """Each block's scale on each of its elements: [..., ceil(rows/128), ceil(cols/128)] -> [..., rows, cols]."""
+    """Repeats each block's scale on its elements: [..., ceil(rows/128), ceil(cols/128)] -> [..., rows, cols]."""
     tall = scale.repeat_interleave(FP8_BLOCK, dim=-2)[..., :rows, :]
     return tall.repeat_interleave(FP8_BLOCK, dim=-1)[..., :cols]
 
 
 def encode_fp8_groups(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., H] float -> (e4m3 [..., H], scale f32 [..., ceil(H/128)]). The last group of 128 may be short."""
+    """Encodes [..., H] float as (e4m3 [..., H], scale f32 [..., ceil(H/128)]). The last group of 128 may be short."""
     values = values.float()
     H = values.shape[-1]
     groups = ceil_div(H, FP8_BLOCK)
@@ -52,18 +52,18 @@ def encode_fp8_groups(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def spread_groups(scale: torch.Tensor, H: int) -> torch.Tensor:
-    """Each group's scale on each of its values: [..., ceil(H/128)] -> [..., H]."""
+    """Repeats each group's scale on its values: [..., ceil(H/128)] -> [..., H]."""
     return scale.repeat_interleave(FP8_BLOCK, dim=-1)[..., :H]
 
 
 def encode_mxfp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., C] float -> (e4m3 [..., C], scales u8 E8M0 [..., C/32]). C must be a multiple of 32."""
+    """Encodes [..., C] float as (e4m3 [..., C], scales u8 E8M0 [..., C/32]). C must be a multiple of 32."""
     blocks = values.float().unflatten(-1, (values.shape[-1] // MX_BLOCK, MX_BLOCK))
     scales = shared_scale(blocks.abs().amax(-1), E4M3_EMAX)
     return encode_e4m3(blocks / decode_e8m0(scales)[..., None]).flatten(-2), scales
 
 
 def decode_mxfp8(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """(e4m3 [..., C], scales u8 [..., C/32]) -> float32 [..., C]."""
+    """Decodes (e4m3 [..., C], scales u8 [..., C/32]) to float32 [..., C]."""
     blocks = data.float().unflatten(-1, (scales.shape[-1], MX_BLOCK))
     return (blocks * decode_e8m0(scales)[..., None]).flatten(-2)

@@ -17,7 +17,7 @@ from eprt.weights import MX_BLOCK
 
 
 def encode_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., C] float -> (codes u8 [..., C/2], scales u8 E8M0 [..., C/32]). C must be a multiple of 32."""
+    """Encodes [..., C] as (codes u8 [..., C/2], scales u8 E8M0 [..., C/32]). C must be a multiple of 32."""
     blocks = values.float().unflatten(-1, (values.shape[-1] // MX_BLOCK, MX_BLOCK))
     scales = shared_scale(blocks.abs().amax(-1), E2M1_EMAX)
     codes = encode_e2m1(blocks / decode_e8m0(scales)[..., None])
@@ -25,6 +25,6 @@ def encode_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """(codes u8 [..., C/2], scales u8 [..., C/32]) -> float32 [..., C], exact; a block of scale 255 is NaN."""
+    """Decodes (codes u8 [..., C/2], scales u8 [..., C/32]) exactly to float32 [..., C]; a block of scale 255 is NaN."""
     values = decode_e2m1(unpack_nibbles(codes)).unflatten(-1, (scales.shape[-1], MX_BLOCK))
     return (values * decode_e8m0(scales)[..., None]).flatten(-2)

@@ -21,12 +21,12 @@ from eprt.weights import NVFP4_BLOCK
 
 
 def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The second-level scale that makes `amax` the largest value representable: amax / (6 * 448), never 0."""
+    """Returns the second-level scale that makes `amax` the largest value: amax / (6 * 448), never 0."""
     return (amax.float() / (E2M1_MAX * E4M3_MAX)).clamp(min=TINY)
 
 
 def encode_nvfp4(values: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., C] float -> (codes u8 [..., C/2], scales e4m3 [..., C/16]). C must be a multiple of 16.
+    """Encodes [..., C] as (codes u8 [..., C/2], scales e4m3 [..., C/16]). C must be a multiple of 16.
 
     `global_scale` is float32 and broadcasts against [..., C/16]. Saturates beyond 6 * 448 * global_scale.
     """
@@ -39,6 +39,6 @@ def encode_nvfp4(values: torch.Tensor, global_scale: torch.Tensor) -> tuple[torc
 
 
 def decode_nvfp4(codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
-    """Inverse of `encode_nvfp4`, float32 [..., C]. `global_scale` broadcasts against [..., C/16]."""
+    """Undoes `encode_nvfp4`: float32 [..., C]. `global_scale` broadcasts against [..., C/16]."""
     values = decode_e2m1(unpack_nibbles(codes)).unflatten(-1, (scales.shape[-1], NVFP4_BLOCK))
     return (values * (scales.float() * global_scale)[..., None]).flatten(-2)

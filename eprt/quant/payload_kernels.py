@@ -32,7 +32,7 @@ _TINY = tl.constexpr(TINY)
 
 @triton.jit
 def _divide(x, y):
-    """Rounded to nearest, as torch does; `/` alone is approximate."""
+    """Divides and rounds to nearest, as torch does; `/` alone is approximate."""
     return tl.div_rn(x, tl.zeros_like(x) + y)
 
 
@@ -103,7 +103,7 @@ def encode_fp8_rows(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def _prepared_fp8(device: torch.device, dtype: torch.dtype, H: int) -> tuple[CachedKernel, int]:
-    """And how many programs share a row."""
+    """Returns the precompiled kernel, and how many programs share a row."""
     groups, block = ceil_div(H, FP8_BLOCK), COLUMNS_PER_CTA // FP8_BLOCK
     arguments, constants = (dtype, torch.float8_e4m3fn, torch.float32), {"H": H, "GROUPS": groups, "BLOCK": block}
     return CachedKernel(_fp8_kernel, device, arguments, constants), ceil_div(groups, block)
@@ -123,7 +123,7 @@ def encode_nvfp4_rows(hidden: torch.Tensor, global_scale: torch.Tensor) -> tuple
 
 @cache
 def _prepared_nvfp4(device: torch.device, dtype: torch.dtype, H: int) -> tuple[CachedKernel, int]:
-    """And how many programs share a row."""
+    """Returns the precompiled kernel, and how many programs share a row."""
     groups, block = H // NVFP4_BLOCK, COLUMNS_PER_CTA // NVFP4_BLOCK
     arguments = dtype, torch.float32, torch.uint8, torch.float8_e4m3fn
     constants = {"H": H, "GROUPS": groups, "BLOCK": block}

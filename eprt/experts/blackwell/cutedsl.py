@@ -68,7 +68,7 @@ class CuteDslKernels:
 
 
 class MaskedExperts:
-    """The masked kernels: quantise, GEMM, activation, quantise, GEMM. Rows at and past the counts are never read.
+    """Runs the masked kernels: quantise, GEMM, activation, quantise, GEMM. Rows at and past the counts are never read.
 
     The second GEMM and the combine run one after the other. The GEMM could signal finished tiles while it leaves
     multiprocessors free (`dst_signals`, `sm_count`), but DeepEP 1.2.1's `low_latency_combine` has no argument that
@@ -129,7 +129,7 @@ class MaskedExperts:
         self(ExpertMajorTokens(Payload.plain(slab), counts), torch.empty_like(slab))
 
     def _height(self, rows: int) -> int:
-        """Of the compiled heights the lowest that holds slabs of so many rows; compiles for `rows` if none does."""
+        """Returns the lowest compiled height that holds slabs of `rows` rows; compiles for `rows` if none does."""
         enough = [height for height in self._heights if height >= rows]
         if enough:
             return min(enough)
@@ -138,7 +138,7 @@ class MaskedExperts:
         return rows
 
     def _quantised(self, tokens: ExpertMajorTokens, height: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes u8 [height, H/2, L], 6-D scales, and the first GEMM's factor [L]."""
+        """Returns codes u8 [height, H/2, L], 6-D scales, and the first GEMM's factor [L]."""
         hidden, width = tokens.hidden, 2 * self._layout.gate_up.shape[1]
         if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
             codes = _padded(hidden.data, width // 2, height).contiguous()
@@ -151,7 +151,7 @@ class MaskedExperts:
         return codes, scales, self._calibrated_gate
 
     def _activate(self, middle: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[L, M, parts * I] bf16 -> quantised [L, M, I], as the second GEMM takes it."""
+        """Activates and quantises bf16 [L, M, parts * I] to [L, M, I], as the second GEMM takes it."""
         if self._fused:
             fused = self._kernels.silu_and_mul_scaled_nvfp4_experts_quantize
             return fused(middle, counts, self._quantiser, nvfp4_4over6=None)
@@ -166,7 +166,7 @@ class MaskedExperts:
         counts: torch.Tensor,
         factor: torch.Tensor,
     ) -> None:
-        """out [L, M, N] = factor [L] * tokens [M, K, L] x weights [N, K, L]."""
+        """Computes out [L, M, N] = factor [L] * tokens [M, K, L] x weights [N, K, L]."""
         self._kernels.grouped_gemm_nt_masked(
             tokens,
             weights,
@@ -239,7 +239,7 @@ class ContiguousExperts:
             self(tokens, torch.empty_like(tokens.hidden.data))
 
     def _quantised(self, hidden: Payload) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Codes u8 [N, H/2] and scales u8 [N, H/16], or bf16 and None for W4A16; and the first GEMM's factor [L]."""
+        """Returns codes u8 [N, H/2] and scales u8 [N, H/16] (bf16 and None for W4A16), and the first GEMM's factor."""
         width = 2 * self._layout.gate_up.shape[2]
         if self._multiplier is None:
             return _padded(_bf16(hidden), width).contiguous(), None, self._gate
@@ -253,7 +253,7 @@ class ContiguousExperts:
         return codes, scales.view(x.shape[0], width // NVFP4_BLOCK), self._calibrated_gate
 
     def _wrapper(self, top_k: int) -> Any:
-        """One a number of slots: a dispatcher may pad the model's top-k, an adapter emits one slot."""
+        """Makes one wrapper per top-k: a dispatcher may pad the model's, an adapter emits 1."""
         if top_k not in self._wrappers:
             self._require_cold(f"compiling cutedsl_nvfp4's kernels for {top_k} slots a token")
             activation, layout = self._activation, self._layout
@@ -336,14 +336,14 @@ def _not_built(token_format: TokenFormat) -> str:
 
 
 def _require(layout: T, kind: type[T]) -> T:
-    """A layout of the other kernel family holds the right shapes and the wrong rows: refuse it by its type."""
+    """Refuses a layout of the other kernel family, which holds the right shapes and the wrong rows."""
     if not isinstance(layout, kind):
         raise ConfigError(f"{type(layout).__name__} given where the kernels read a {kind.__name__}")
     return layout
 
 
 def _bf16(hidden: Payload) -> torch.Tensor:
-    """Plain tokens, decoding those that the kernels can't take packed."""
+    """Returns plain tokens, decoding those that the kernels can't take packed."""
     if hidden.format == "nvfp4":
         return decode_payload(hidden)
     if hidden.format != "bf16":
@@ -352,7 +352,7 @@ def _bf16(hidden: Payload) -> torch.Tensor:
 
 
 def _padded(tensor: torch.Tensor, cols: int, rows: int | None = None) -> torch.Tensor:
-    """[..., rows, cols], zeros where `tensor` had nothing; rows None: as many as it has."""
+    """Pads with zeros to [..., rows, cols]; rows None keeps the rows."""
     more = (rows or tensor.shape[-2]) - tensor.shape[-2]
     if tensor.shape[-1] == cols and not more:
         return tensor
@@ -360,7 +360,7 @@ def _padded(tensor: torch.Tensor, cols: int, rows: int | None = None) -> torch.T
 
 
 def _activation(activation: Activation, middle: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
-    """The activations that the fused SwiGLU kernel doesn't know, in float32: [L, M, parts * I] -> bf16 [L, M, I]."""
+    """Applies what the fused SwiGLU kernel doesn't know, in float32: [L, M, parts * I] -> bf16 [L, M, I]."""
     if not activation.gated:
         return activated(activation, None, middle.float()).to(torch.bfloat16)
     gate, up = middle.float().chunk(2, dim=-1)

@@ -25,7 +25,7 @@ ROWS = 128  # both GEMMs need a number of output rows that is a multiple of this
 
 @dataclass(frozen=True)
 class PaddedSize:
-    """What the kernels see: H and I rounded up; padded weights are zero, padded outputs are cut off."""
+    """The sizes that the kernels see: H and I rounded up. Padded weights are zero, padded outputs are cut off."""
 
     hidden: int
     intermediate: int
@@ -38,7 +38,7 @@ class PaddedSize:
 
 @dataclass(frozen=True)
 class MaskedLayout:
-    """What `grouped_gemm_nt_masked` reads: rows [gate; up], L last (memory [L, rows, cols]).
+    """The weights that `grouped_gemm_nt_masked` reads: rows [gate; up], L last (memory [L, rows, cols]).
 
     Attributes:
         gate_up: u8 [parts * I, H/2, L]; down: u8 [H, I/2, L].
@@ -65,7 +65,7 @@ class MaskedLayout:
 
 @dataclass(frozen=True)
 class ContiguousLayout:
-    """What `CuteDslMoEWrapper` reads: up and gate in turns of 64 rows; not gated: rows as they are.
+    """The weights that `CuteDslMoEWrapper` reads: up and gate in turns of 64 rows; not gated: rows as they are.
 
     Attributes:
         gate_up: u8 [L, parts * I, H/2]; down: u8 [L, H, I/2].
@@ -113,7 +113,7 @@ def _stack(
     order: Callable[[torch.Tensor], torch.Tensor],
     share_scale: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Codes [L, parts * rows, cols/2] and swizzled scales of a matrix, padded and with its rows in `order`."""
+    """Returns codes [L, parts * rows, cols/2] and swizzled scales of a matrix, padded and with its rows in `order`."""
 
     def one(index: int) -> dict[str, torch.Tensor]:
         expert = matrix.expert(index).map(lambda tensor: tensor.to(device))

@@ -44,7 +44,7 @@ class Nvfp4Factors:
 
     @property
     def ratio(self) -> torch.Tensor:
-        """[L]: what a kernel that only knows `gate` leaves out of up."""
+        """The factor [L] that a kernel which only knows `gate` leaves out of up."""
         return self.up / self.gate
 
     @classmethod
@@ -63,19 +63,19 @@ class Nvfp4Factors:
         )
 
     def sharing(self, shared: torch.Tensor) -> Nvfp4Factors:
-        """After `share_global_scale`: both halves have the factor `shared`."""
+        """Returns the factors after `share_global_scale`: both halves have the factor `shared`."""
         return replace(self, gate=shared, up=shared)
 
 
 def nvfp4_matrix(matrix: Matrix) -> Nvfp4:
-    """Narrows the type. Raises ConfigError."""
+    """Narrows the type; raises ConfigError for another matrix."""
     if not isinstance(matrix, Nvfp4):
         raise ConfigError(f"{type(matrix).__name__} weights: expected Nvfp4")
     return matrix
 
 
 def share_global_scale(scales: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One global scale for both halves: (scales e4m3 [L, 2 I, C/16], float32 [L]).
+    """Returns one global scale for both halves: (scales e4m3 [L, 2 I, C/16], float32 [L]).
 
     The larger global scale stays, exactly. The other half's block scales are multiplied by a number <= 1 and rounded
     to E4M3, so they can't overflow: a relative error of at most 2^-4 in a block whose scale stays normal (>= 2^-6),

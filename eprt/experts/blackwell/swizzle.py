@@ -19,25 +19,25 @@ SHUFFLE_ROWS = 32  # TRTLLM-Gen permutes rows inside blocks of 32 (its epilogue 
 
 
 def swap_halves(matrix: torch.Tensor) -> torch.Tensor:
-    """[gate; up] <-> [up; gate]. Its own inverse."""
+    """Turns [gate; up] into [up; gate], and back."""
     first, second = as_bytes(matrix).chunk(2, dim=1)
     return torch.cat((second, first), dim=1).view(matrix.dtype)
 
 
 def interleave_halves(matrix: torch.Tensor, group: int = GATED_ROWS) -> torch.Tensor:
-    """[a; b] -> a[0:64], b[0:64], a[64:128], b[64:128], ... The halves must be multiples of `group`."""
+    """Reorders [a; b] to a[0:64], b[0:64], a[64:128], b[64:128], ... The halves must be multiples of `group`."""
     L, total, width = matrix.shape
     return matrix.view(L, 2, total // (2 * group), group, width).transpose(1, 2).reshape(L, total, width)
 
 
 def deinterleave_halves(matrix: torch.Tensor, group: int = GATED_ROWS) -> torch.Tensor:
-    """Inverse of `interleave_halves`."""
+    """Undoes `interleave_halves`."""
     L, total, width = matrix.shape
     return matrix.view(L, total // (2 * group), 2, group, width).transpose(1, 2).reshape(L, total, width)
 
 
 def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Block scales [L, rows, cols] in the order of the tensor cores: tiles of 128 x 4, row 32 i + r of a tile at byte
+    """Puts block scales [L, rows, cols] in the tensor cores' order: tiles of 128 x 4, row 32 i + r of a tile at byte
     16 r + 4 i. Zero-padded to whole tiles: [L, rows up to 128, cols up to 4]."""
     L, rows, cols = scales.shape
     if rows % SCALE_ROWS or cols % SCALE_COLS:
@@ -48,26 +48,26 @@ def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzle_scales(swizzled: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """Inverse of `swizzle_scales`."""
+    """Undoes `swizzle_scales`."""
     L, padded_rows, padded_cols = swizzled.shape
     tiles = swizzled.view(L, padded_rows // 128, padded_cols // 4, 32, 4, 4).permute(0, 1, 4, 3, 2, 5)
     return tiles.reshape(L, padded_rows, padded_cols)[:, :rows, :cols].contiguous()
 
 
 def mma_scale_view(swizzled: torch.Tensor) -> torch.Tensor:
-    """The 6-D view that CuteDSL takes of swizzled scales: (32, 4, row tiles, 4, column tiles, L), same memory."""
+    """Returns CuteDSL's 6-D view of swizzled scales: (32, 4, row tiles, 4, column tiles, L), same memory."""
     L, rows, cols = swizzled.shape
     return swizzled.view(L, rows // 128, cols // 4, 32, 4, 4).permute(3, 4, 1, 5, 2, 0)
 
 
 def swizzled_from_mma(view: torch.Tensor) -> torch.Tensor:
-    """Inverse of `mma_scale_view`."""
+    """Undoes `mma_scale_view`."""
     _, _, row_tiles, _, col_tiles, L = view.shape
     return view.permute(5, 2, 4, 0, 1, 3).reshape(L, row_tiles * 128, col_tiles * 4)
 
 
 def trtllm_row_order(rows: int, gated: bool, device: torch.device | None = None) -> torch.Tensor:
-    """int64 [rows]: which canonical row TRTLLM-Gen wants at each place of a matrix with `rows` rows.
+    """Returns int64 [rows]: which canonical row TRTLLM-Gen wants at each place of a matrix with `rows` rows.
 
     Gated first matrices alternate: row 2 i is up's i, row 2 i + 1 gate's i. Then, in every matrix, row r of each block
     of 32 moves to place 8 (r mod 4) + r // 4. `rows` must be a multiple of 32.
@@ -78,10 +78,10 @@ def trtllm_row_order(rows: int, gated: bool, device: torch.device | None = None)
 
 
 def take_rows(matrix: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """[L, rows, cols] with row `order[i]` at place i, whatever the dtype."""
+    """Returns [L, rows, cols] with row `order[i]` at place i, whatever the dtype."""
     return as_bytes(matrix).index_select(1, order).view(matrix.dtype)
 
 
 def put_rows(matrix: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Inverse of `take_rows`."""
+    """Undoes `take_rows`."""
     return take_rows(matrix, torch.argsort(order))

@@ -125,7 +125,7 @@ def _whole(shard: ExpertShard) -> bool:
 
 
 def logits_routing(routing: Routing, enums: ModuleType) -> dict[str, Any]:
-    """How the logits kernels are told a routing method, with its scaling. Raises ConfigError for one they lack."""
+    """Returns the keywords that tell the logits kernels a routing method; raises ConfigError for one they lack."""
     name = TRTLLM_LOGITS.get((routing.method, routing.renormalize))
     grouped = name == "DeepSeekV3"
     if name is None or (routing.scaling_factor != 1.0 and not grouped):

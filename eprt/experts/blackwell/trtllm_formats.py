@@ -79,7 +79,7 @@ class TrtllmKernels:
 
 
 class TrtllmFormat(ABC):
-    """One number format, prepared.
+    """Prepared weights of one number format, and how its tokens are quantised.
 
     Args:
         kernels: the library.
@@ -117,10 +117,10 @@ class TrtllmFormat(ABC):
 
     @abstractmethod
     def arguments(self, hidden: Payload) -> dict[str, Any]:
-        """Keywords of a call on tokens [N, H]: packed tokens, their scales, weights and scalars."""
+        """Returns the keywords of a call on tokens [N, H]: packed tokens, their scales, weights and scalars."""
 
     def plain_tokens(self, hidden: Payload) -> torch.Tensor:
-        """bf16 tokens [N, H] padded to the kernels' width."""
+        """Returns bf16 tokens [N, H] padded to the kernels' width."""
         if hidden.format != "bf16":
             raise InputError(f"trtllm_gen got {hidden.format} tokens for {self.entry} weights: it takes bf16 here")
         return self.widen(hidden.data, self.hidden).contiguous()
@@ -131,7 +131,7 @@ class TrtllmFormat(ABC):
         return pad(as_bytes(tensor), (0, cols - tensor.shape[-1])).view(tensor.dtype)
 
     def shuffled(self, matrix: torch.Tensor, parts: int, rows: int, cols: int) -> torch.Tensor:
-        """[1, parts * r, c] padded, rows in the kernels' order."""
+        """Pads [1, parts * r, c] and puts its rows in the kernels' order."""
         padded = pad_parts(matrix, parts, rows, cols)
         return take_rows(padded, trtllm_row_order(parts * rows, parts == 2, padded.device))
 
@@ -202,7 +202,7 @@ class Nvfp4Format(TrtllmFormat):
         }
 
     def _quantised(self, hidden: Payload) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor | None]]:
-        """Codes u8 [N, H/2], scales e4m3 [N, H/16] (linear), and the scalars for their second-level scale."""
+        """Returns codes u8 [N, H/2], scales e4m3 [N, H/16] (linear), and the scalars for their second-level scale."""
         blocks = self.hidden // NVFP4_BLOCK
         if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
             codes = self.widen(hidden.data, self.hidden // 2).contiguous()
@@ -216,7 +216,7 @@ class Nvfp4Format(TrtllmFormat):
         return codes, scales.view(torch.float8_e4m3fn).view(x.shape[0], blocks), self._calibrated
 
     def _scalars(self, scale: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """float32 [L] each, for tokens with the second-level scale `scale` [1]."""
+        """Returns float32 [L] each, for tokens with the second-level scale `scale` [1]."""
         factors, activation = self._factors, self.activation
         gate, up = factors.gate * scale, factors.up * scale
         swiglu: dict[str, torch.Tensor | None] = {"gemm1_alpha": None, "gemm1_beta": None, "gemm1_clamp_limit": None}
@@ -231,7 +231,7 @@ class Nvfp4Format(TrtllmFormat):
 
 
 class Fp8TensorFormat(TrtllmFormat):
-    """FP8 with one scale a tensor, calibrated for tokens and for what leaves the first GEMM."""
+    """FP8 with one scale per tensor, calibrated for tokens and for what leaves the first GEMM."""
 
     entry = "fp8_tensor"
 

@@ -82,7 +82,7 @@ class HummingExecutor(PreparedExecutor):
     def _sorted_inputs(
         self, hidden: torch.Tensor, tokens: FlatTokens
     ) -> tuple[torch.Tensor | None, ExpertOrder, torch.Tensor]:
-        """(scale or None, order, rows [N * K, H]) in the first GEMM's number format."""
+        """Returns (scale or None, order, rows [N * K, H]) in the first GEMM's number format."""
         first, L = self.shard.first_expert, self.shard.num_local_experts
         if not self._fp8:
             rows, order = group_rows(hidden, tokens.ids, first, L, torch.bfloat16)
@@ -116,7 +116,7 @@ class HummingExecutor(PreparedExecutor):
         expected: int,
         out: torch.Tensor,
     ) -> None:
-        """Both GEMMs and the activation between them, on grouped rows."""
+        """Runs both GEMMs and the activation between them on grouped rows."""
         if not (self._gate_up.is_compiled(gemm_type, expected) and self._down.is_compiled(gemm_type, expected)):
             self._compile(gemm_type, expected)
         wide = torch.empty(rows.shape[0], self._gate_up.out_features, dtype=torch.bfloat16, device=rows.device)
@@ -139,7 +139,7 @@ class HummingExecutor(PreparedExecutor):
         _at_once([partial(gemm.compile, gemm_type, expected) for gemm in cold])
 
     def _rows(self, layout: RowLayout, *, activation: bool = False, slots: int = 1) -> RowKernel:
-        """The elementwise kernel in front of a GEMM, compiled on first use (in `warmup`, if it was called)."""
+        """Returns the elementwise kernel in front of a GEMM, compiled on first use (in `warmup`, if it was called)."""
         found = self._row_kernels.get((layout, activation, slots))
         if found is None:
             self.require_cold("compiling humming's kernels around the GEMMs")
@@ -155,7 +155,7 @@ class HummingExecutor(PreparedExecutor):
         return found
 
     def library_call(self, tokens: FlatTokens) -> Callable[[], None]:
-        """Both GEMMs and the activation alone, on rows already sorted: what a benchmark compares the whole with."""
+        """Returns a call of both GEMMs and the activation alone, on rows already sorted, for benchmarks."""
         scale, order, rows = self._sorted_inputs(plain_hidden(tokens.hidden), tokens)
         out = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
         expected = self._expected_rows(tokens.num_rows)

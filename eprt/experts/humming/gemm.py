@@ -80,7 +80,7 @@ class GemmShape:
 
     @property
     def padded(self) -> tuple[int, int]:
-        """(rows of a part, columns), multiples of 128."""
+        """The size (rows of a part, columns) after padding to multiples of 128."""
         return round_up(self.rows, TILE), round_up(self.cols, TILE)
 
 
@@ -226,7 +226,7 @@ class GroupedGemm:
         )
 
     def _stream_locks(self) -> torch.Tensor:
-        """Stream-K's counters, which two launches must not share at the same time; kernels leave them at zero."""
+        """Returns this stream's stream-K counters, which concurrent launches mustn't share; kernels leave zeros."""
         stream = stream_number(self.device)
         found = self._lock_sets.get(stream)
         if found is None:
@@ -249,7 +249,7 @@ class GroupedGemm:
         self._tables[gemm_type, ANY_ROWS] = self._compile(gemm_type, buckets)
 
     def _table(self, gemm_type: GemmType, expected_rows: int) -> torch.Tensor:
-        """humming's table (rows from, to, kernel, CTAs) that holds the schedule for this number of rows."""
+        """Returns humming's table (rows from, to, kernel, CTAs) that holds the schedule for this number of rows."""
         table = self._tables.get((gemm_type, ANY_ROWS))
         if table is not None:
             return table

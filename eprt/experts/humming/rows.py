@@ -15,7 +15,8 @@ RowLayout = Literal["normal", "scatter", "grouped_mask"]
 
 
 def activation_source(activation: Activation) -> tuple[str, str]:
-    """humming's name of the activation's shape, and the C++ expression of `a` (gate, or the only half) and `b` (up)."""
+    """Returns humming's name of the activation's shape, and its C++ expression of `a` (gate, or the only half) and `b`
+    (up)."""
     if not activation.gated:
         return "unary", "a > 0.0f ? a * a : 0.0f"
     gate, up = "a", "b"
@@ -28,7 +29,7 @@ def activation_source(activation: Activation) -> tuple[str, str]:
 
 
 class RowKernel:
-    """bf16 rows in, rows as the next GEMM reads them out (bf16, or e4m3 with scales).
+    """Turns bf16 rows into rows as the next GEMM reads them (bf16, or e4m3 with scales).
 
     Args:
         layer_config: humming's LayerConfig of that GEMM.
@@ -46,26 +47,11 @@ class RowKernel:
         activation: Activation | None = None,
         scatter_width: int = 1,
     ) -> None:
-        from humming import dtypes
-        from humming.config import ActivationType, ProcessInputLayoutType, ProcessInputProblemConfig
         from humming.kernel.process_input import ProcessInputKernel
         from humming.tune.process_input import get_process_input_tuning_intervals
 
-        kind, source = ("none", None) if activation is None else activation_source(activation)
-        quantises = bool(layer_config.has_input_scale)
         with torch.cuda.device(device):
-            self._problem: Any = ProcessInputProblemConfig(
-                input_dtype=dtypes.DataType.from_any("bfloat16"),
-                hidden_size=width,
-                quant_mode=layer_config.input_quant_mode,
-                quant_dtype=layer_config.a_dtype if quantises else None,
-                quant_group_size=(layer_config.input_scale_group_size or None) if quantises else None,
-                group_scale_dtype=layer_config.as_dtype if quantises else None,
-                activation_type=ActivationType(kind),
-                activation_impl=source,
-                layout=ProcessInputLayoutType(layout),
-                scatter_width=scatter_width,
-            )
+            self._problem: Any = _problem(layer_config, width, layout, activation, scatter_width)
             intervals = get_process_input_tuning_intervals(self._problem, False)
             self._table: torch.Tensor = ProcessInputKernel.prepare_kernels(self._problem, intervals, device)
         self._width: int = self._problem.output_row_size
@@ -82,7 +68,7 @@ class RowKernel:
         scatter_idx: torch.Tensor | None = None,
         num_valid_tokens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(rows [num_rows_out, width], float32 scales or None). Rows that aren't valid are garbage."""
+        """Returns (rows [num_rows_out, width], float32 scales or None). Rows that aren't valid are garbage."""
         problem, device = self._problem, rows.device
         out = torch.empty(num_rows_out, self._width, dtype=self._dtype, device=device)
         group = token = None
@@ -95,3 +81,24 @@ class RowKernel:
             self._table, rows, out, group, token, expert_tokens, scatter_idx, num_valid_tokens
         )
         return out, token if group is None else group
+
+
+def _problem(layer_config: Any, width: int, layout: RowLayout, activation: Activation | None, scatter: int) -> Any:
+    """Returns humming's description of the kernel; arguments as in `RowKernel`."""
+    from humming import dtypes
+    from humming.config import ActivationType, ProcessInputLayoutType, ProcessInputProblemConfig
+
+    kind, source = ("none", None) if activation is None else activation_source(activation)
+    quantises = bool(layer_config.has_input_scale)
+    return ProcessInputProblemConfig(
+        input_dtype=dtypes.DataType.from_any("bfloat16"),
+        hidden_size=width,
+        quant_mode=layer_config.input_quant_mode,
+        quant_dtype=layer_config.a_dtype if quantises else None,
+        quant_group_size=(layer_config.input_scale_group_size or None) if quantises else None,
+        group_scale_dtype=layer_config.as_dtype if quantises else None,
+        activation_type=ActivationType(kind),
+        activation_impl=source,
+        layout=ProcessInputLayoutType(layout),
+        scatter_width=scatter,
+    )

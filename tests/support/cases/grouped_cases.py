@@ -16,7 +16,8 @@ from eprt.experts.reference import ReferenceExecutor
 from eprt.placement import ExpertPlacement
 from eprt.quant import encode
 from eprt.tokens import FlatTokens, Payload
-from eprt.weights import MX_BLOCK, ExpertWeights, Mxfp4
+from eprt.weights import ExpertWeights
+from support.cases.expert_cases import cut
 from support.stand_ins.kernel_device import DEVICE, sized
 
 NAN = float("nan")
@@ -69,26 +70,6 @@ def make_tokens(config, num_rows, seed=1, every_row_read=True, dtype=torch.bfloa
 
 def whole(config):
     return ExpertPlacement(config.num_experts, ParallelConfig()).shard(0)
-
-
-def cut(weights, config, shard):
-    """The shard's part, cut along the experts and, of plain numbers and MXFP4, along the intermediate size."""
-    local = weights.map(lambda tensor: tensor[shard.first_expert : shard.end_expert])
-    if shard.moe_tp_size == 1:
-        return local
-    width, parts = shard.slice_intermediate(config.intermediate_size), config.activation.parts
-
-    def rows(tensor):
-        return tensor.unflatten(1, (parts, -1))[:, :, width].flatten(1, 2).contiguous()
-
-    def cols(tensor, block):
-        return tensor[..., width.start // block : width.stop // block].contiguous()
-
-    blocks = {"codes": 2, "scales": MX_BLOCK} if isinstance(local.down, Mxfp4) else {"data": 1}
-    gate_up = replace(local.gate_up, **{name: rows(getattr(local.gate_up, name)) for name in blocks})
-    down = replace(local.down, **{name: cols(getattr(local.down, name), block) for name, block in blocks.items()})
-    bias = None if local.gate_up_bias is None else rows(local.gate_up_bias)
-    return ExpertWeights(gate_up, down, bias, local.down_bias)
 
 
 def build(kind, config, weights, shard=None, runtime=RUNTIME):
