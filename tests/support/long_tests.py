@@ -24,6 +24,8 @@ LONG = (
     r"test_compile::test_(inductor|a_parallelized.*dtype1)",
     r"test_generation::test_a_compiled_model",
     r"test_gpu_layers_on_gloo::test_humming_on_stand_ins",
+    # Every family's numbers are those of one process by another test; here the way into transformers differs.
+    r"test_generation::test_the_registered_implementation_gives_the_same_tokens\[(?!gpt_oss|qwen3_moe|deepseek_v3)",
     # Launchers that start interpreters.
     r"test_launch::test_(a_node|two_nodes|slurm|its_command)",
     r"test_cli_generate::test_a_restarted_world",
@@ -33,6 +35,8 @@ LONG = (
     # Four ranks meet what one and two do.
     r"test_matrix::test_transport\[.*-[12]-",
     r"test_matrix::test_layer\[[12]-",
+    r"test_matrix::test_layer_under_tensor_parallelism\[2-",
+    r"test_matrix::test_layer_cuts_what_is_over_its_capacity\[1-",
     r"test_transformers::test_layer_equals_transformers_block\[(ep[12]-moetp[12]-attntp2|ep2|ep4-moetp2-attntp1)",
     # Emulated libraries carry each format; one of them shows what a plan's pair does.
     r"test_sm100_pairs::test_layer_behind.*(mxfp8|relu2|h160|fp8_tensor).*deepep",
