@@ -34,7 +34,7 @@ from eprt.ranks.process import Raised
 from eprt.ranks.stacks import RankReport
 from eprt.support import Device
 from eprt.weights import Dense
-from eprt.world import guard, values
+from eprt.world import guard, wire
 
 SLACK_S = 25.0  # a loaded machine starts four processes that import torch
 
@@ -266,7 +266,7 @@ def test_nested_tokens_are_refused_on_all_ranks() -> None:
     ],
 )
 def test_values_travel(value: object) -> None:
-    found = values.unpack(values.pack(value))
+    found = wire.unpack(wire.pack(value))
     assert found == value
     assert type(found) is type(value)
 
@@ -275,7 +275,7 @@ def test_values_travel(value: object) -> None:
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
 def test_tensors_travel(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     value = torch.ones(shape).to(dtype)
-    found = values.unpack(values.pack(value))
+    found = wire.unpack(wire.pack(value))
     assert (found.dtype, found.shape) == (dtype, value.shape)
     assert torch.equal(found, value)
 
@@ -297,12 +297,12 @@ def test_tensors_travel(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 )
 def test_bytes_that_are_no_value_are_refused(raw: bytes) -> None:
     with pytest.raises(UsageError, match="can't be read"):
-        values.unpack(raw)
+        wire.unpack(raw)
 
 
 def test_what_does_not_travel_is_said_before() -> None:
     with pytest.raises(UsageError, match=r"subprocess\.Popen doesn't travel|builtins\.object doesn't travel"):
-        values.pack([object()])
+        wire.pack([object()])
 
 
 def test_nothing_that_can_run_code_travels_or_is_loaded() -> None:
