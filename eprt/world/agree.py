@@ -53,7 +53,7 @@ class Header:
     settings: Mapping[str, str] | None = None
 
     def encode(self, failed: bool) -> list[int]:
-        """What must be equal comes first; a row has one length, whatever the operation."""
+        """Returns the header as a row of one length. What must be equal comes first."""
         return [
             MAGIC ^ self.nonce,
             int(failed),
@@ -97,14 +97,14 @@ _EQUAL, _TOKENS, _WORDS = 11, 11, 13  # of a row: how many first words are equal
 
 @dataclass(frozen=True)
 class PeerHeaders:
-    """What may differ between ranks that make the same call, in rank order."""
+    """The values that may differ between ranks that make the same call, in rank order."""
 
     tokens: tuple[int, ...]
     words: tuple[tuple[int, ...], ...]
 
 
 def fingerprint_of(settings: Mapping[str, str]) -> int:
-    """63-bit hash of names and values, whatever their order."""
+    """Returns a 63-bit hash of names and values, whatever their order."""
     digest = hashlib.sha256(repr(sorted(settings.items())).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -113,7 +113,7 @@ _COMPARED = ("nonce", "generation", "step", "operation", "layer", "call", "token
 
 
 def exchange(world: Collectives, header: Header, error: EprtError | None = None) -> PeerHeaders:
-    """Every rank's tokens and words. Collective.
+    """Compares the ranks' headers, and returns every rank's tokens and words. Collective.
 
     Raises:
         the error of the lowest rank that has one, with its rank in the text unless all ranks have the same.
@@ -140,7 +140,7 @@ def exchange(world: Collectives, header: Header, error: EprtError | None = None)
 
 
 def _uneven(rows: Sequence[Sequence[int]], size: int) -> bool:
-    """Whether the ranks of an attention-TP group hold different numbers of tokens."""
+    """Returns whether ranks of one attention-TP group hold different numbers of tokens."""
     groups = [{row[_TOKENS + 1] for row in rows[first : first + size]} for first in range(0, len(rows), size)]
     return any(len(group) > 1 for group in groups)
 
@@ -148,7 +148,7 @@ def _uneven(rows: Sequence[Sequence[int]], size: int) -> bool:
 def _raise_difference(
     world: Collectives, header: Header, rows: Sequence[Sequence[int]], error: EprtError | None
 ) -> None:
-    """What the rows say beyond the fast path; returns where they differ in nothing that counts."""
+    """Raises the error that the rows call for; returns if they differ in nothing that counts."""
     failed = [rank for rank, row in enumerate(rows) if row[1]]
     if failed:
         found = _shared_error(world, failed[0], error)
@@ -182,7 +182,7 @@ def _differs(name: str, headers: list[Header]) -> bool:
 def agree_step(
     world: Collectives, num_tokens: object, number: object = None, words: object = (), error: EprtError | None = None
 ) -> Step:
-    """The exchange that begins a step. Collective; raises as `World.step` says, and `error`, this rank's own."""
+    """Begins a step with an exchange of headers. Collective; raises as `World.step` says, and this rank's `error`."""
     tokens, said = 0, world.step_number + 1
     own: tuple[int, ...] = ()
     try:
@@ -192,17 +192,8 @@ def agree_step(
     except EprtError as found:
         error = error or found
     log = world.take_call_log()
-    header = Header(
-        "step",
-        -1,
-        0,
-        tokens,
-        fingerprint=log.fingerprint,
-        group_tokens=tokens,
-        step=said,
-        words=own,
-        settings=log.settings,
-    )
+    header = Header("step", -1, 0, tokens, group_tokens=tokens, step=said, words=own)
+    header.fingerprint, header.settings = log.fingerprint, log.settings
     peers = exchange(world, header, error)
     return Step(said, peers.tokens, peers.words, world.buckets)
 
@@ -226,7 +217,7 @@ def _checked_words(words: object) -> tuple[int, ...]:
 
 
 def _shared_error(world: Collectives, rank: int, error: EprtError | None) -> EprtError:
-    """The lowest failing rank's error, as every rank sees it; the whole of it where all ranks say the same."""
+    """Returns the lowest failing rank's error as every rank sees it; unchanged if all ranks raise the same."""
     texts = _share_text(world, "" if error is None else f"{type(error).__name__}\n{error}")
     if error is not None and len(set(texts)) == 1:
         return error
@@ -235,7 +226,7 @@ def _shared_error(world: Collectives, rank: int, error: EprtError | None) -> Epr
 
 
 def _differing_settings(world: Collectives, local: Header) -> dict[str, list[str]]:
-    """Every rank's value of the settings that aren't equal, cut to what fits a text."""
+    """Returns every rank's value of the settings that differ, cut to what fits a text."""
     # One a line and sorted: a text that is cut loses the same last names everywhere.
     texts = _share_text(world, "\n".join(json.dumps(item) for item in sorted((local.settings or {}).items())))
     known: list[dict[str, str]] = [
@@ -247,7 +238,7 @@ def _differing_settings(world: Collectives, local: Header) -> dict[str, list[str
 
 
 def _share_text(world: Collectives, text: str) -> list[str]:
-    """Every rank's text, cut to `_TEXT_BYTES`. Collective."""
+    """Returns every rank's text, cut to `_TEXT_BYTES`. Collective."""
     encoded = text.encode(errors="replace")[:_TEXT_BYTES]
     buffer = torch.frombuffer(bytearray(encoded.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
     rows = world.gather_control(buffer)
@@ -256,7 +247,7 @@ def _share_text(world: Collectives, text: str) -> list[str]:
 
 
 def _table(columns: dict[str, list[str]]) -> str:
-    """One line a rank, one column for each thing that differs."""
+    """Returns a table with one line per rank and one column per thing that differs."""
     lines = [f"the ranks disagree about this call ({', '.join(columns)}); make the same calls on every rank:"]
     widths = [max(16, *(len(cell) for cell in (name, *cells))) for name, cells in columns.items()]
     rows = [

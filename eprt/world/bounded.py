@@ -1,4 +1,4 @@
-"""Calls that may never return: stores whose host stopped, groups whose members died.
+"""Bounds calls that may never return: stores whose host stopped, groups whose members died.
 
 torch's own timeouts don't cover them (a TCPStore call waits for its host's answer without end, torch 2.13), and nothing
 wakes a thread inside one. So such a call gets a thread of its own, and the caller waits for it no longer than it likes.
@@ -21,7 +21,7 @@ _LOOK_S = 0.02
 
 
 def bounded(call: Callable[[], T], limit_s: float, check: Callable[[], None] = lambda: None) -> T:
-    """What `call()` returns or raises, from another thread.
+    """Returns or raises what `call()` does, from another thread.
 
     Args:
         check: called while waiting; what it raises ends the wait.
@@ -58,7 +58,7 @@ def bounded(call: Callable[[], T], limit_s: float, check: Callable[[], None] = l
 
 
 def at_exit_leave(code: int | None = None) -> None:
-    """End the process at interpreter exit without waiting for threads that never come back.
+    """Ends the process at interpreter exit without waiting for threads that never come back.
 
     Args:
         code: what to end with; None: 75 if an uncaught RankLost is what ends the interpreter, else as it would end.

@@ -53,7 +53,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class Step:
-    """What `World.step` agreed on; the same on every rank.
+    """The step that `World.step` opened; the same on every rank.
 
     Attributes:
         number: the caller's own count, or the World's.
@@ -296,7 +296,7 @@ class Collectives:
 
     @property
     def shares_words(self) -> bool:
-        """Whether `gather_words` goes through shared memory."""
+        """Returns whether `gather_words` goes through shared memory."""
         return self._shared is not None
 
     def log_call(self, layer: int, fingerprint: int) -> None:

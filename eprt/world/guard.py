@@ -57,18 +57,18 @@ class Guard:
     """Heartbeats and verdicts of one rank. `start` begins both; nothing waits for the peers to do the same.
 
     Args:
-        meeting: who takes part, and where they listen.
+        met: the ranks that take part, and where they listen.
         silent_after_s: a peer without a heartbeat for this long is lost.
-        exit_after_s: on GPU worlds the host may sit in a kernel that waits for the dead; this long after a verdict that
-            no call has raised, the process writes a report to stderr and exits with code 75. None: never.
+        exit_after_s: on GPU worlds the host may sit in a kernel that waits for a lost rank. This long after a verdict
+            that no call has raised, the process writes a report to stderr and exits with code 75. None: never.
         store: watched, if it isn't None; one that no other thread uses (a clone).
     """
 
     def __init__(
-        self, meeting: Rendezvous, silent_after_s: float, exit_after_s: float | None, store: dist.Store | None
+        self, met: Rendezvous, silent_after_s: float, exit_after_s: float | None, store: dist.Store | None
     ) -> None:
-        self.met = meeting
-        self.rank, self._members = meeting.rank, meeting.members
+        self.met = met
+        self.rank, self._members = met.rank, met.members
         self._pid = os.getpid()
         self._silent_after_s = silent_after_s
         self._exit_after_s = exit_after_s
@@ -82,7 +82,7 @@ class Guard:
         self._suspicions: list[Suspicion] = []
         self._passed_over: set[int] = set()  # ranks that were asked for a verdict and gave none
         self._stop = threading.Event()
-        self._links = Links(self.rank, meeting.key, self._heard, self._closed)
+        self._links = Links(self.rank, met.key, self._heard, self._closed)
         self._thread = LoopThread("eprt-guard", self._begin)
         self._watch = StoreWatch(store, self._beat_s, silent_after_s, self._on_intruder)
 

@@ -1,4 +1,4 @@
-"""Who a process is: what it says of itself to the ranks it means to meet, and what can be seen of another."""
+"""The identity of a process: what it tells the ranks it means to meet, and what it can see of another process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ JOB_VARIABLES = (
 
 @dataclass(frozen=True)
 class Member:
-    """What a process says of itself.
+    """The record that a process writes about itself.
 
     Attributes:
         process: differs between any two processes.
@@ -69,7 +69,7 @@ class Member:
 
     @classmethod
     def parse(cls, raw: bytes) -> Member | None:
-        """None if these bytes are no such record."""
+        """Returns the record that these bytes are, or None."""
         found = record(raw) or {}
         numbers = {name: found.pop(name, None) for name in ("pid", "size", "restarts")}
         names = {field.name for field in fields(cls)} - numbers.keys()
@@ -82,7 +82,10 @@ class Member:
 
     @property
     def home(self) -> tuple[str, str, str]:
-        """Equal for processes that see each other's numbers. Hosts may share a name, and namespaces their numbers."""
+        """Returns a key that is equal for processes that see each other's numbers.
+
+        Hosts may share a name, and namespaces their numbers.
+        """
         return self.host, self.boot, self.pids
 
     def __str__(self) -> str:
@@ -90,17 +93,17 @@ class Member:
 
 
 def restarts() -> int:
-    """How often this rank's torchrun agent says that it started its ranks again; 0 without one."""
+    """Returns how often this rank's torchrun agent says that it restarted its ranks; 0 without one."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def job_name() -> str:
-    """What the launcher calls this job; "" where none says."""
+    """Returns the launcher's name of this job; "" if no launcher sets one."""
     return next((f"{name}={os.environ[name]}" for name in JOB_VARIABLES if os.environ.get(name)), "")
 
 
 def boot_id() -> str:
-    """Of the running kernel: the same in all of its containers, different on any other host. "" where none says."""
+    """Returns the running kernel's boot id: equal in all of its containers, different on other hosts; "" if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -108,18 +111,18 @@ def boot_id() -> str:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process of this host has ended (a zombie has)."""
+    """Returns whether a process of this host has ended (a zombie has)."""
     state = _state(pid)
     return state == "" or state in "ZX"
 
 
 def stopped(pid: int) -> bool:
-    """Whether a process of this host is stopped (SIGSTOP, a debugger)."""
+    """Returns whether a process of this host is stopped (SIGSTOP, a debugger)."""
     return _state(pid) in ("T", "t")
 
 
 def _state(pid: int) -> str:
-    """Its letter in /proc; "" if it is gone, "?" where that can't be known."""
+    """Returns its letter in /proc; "" if it is gone, "?" where that can't be known."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):  # the second: it went between open and read
@@ -134,7 +137,7 @@ def _space(kind: str) -> str:
 
 
 def listen(members: list[Member]) -> socket.socket:
-    """Loopback if nobody is elsewhere, else the address that gloo would use."""
+    """Returns a listening socket: on loopback if all are on this host, else on the address that gloo would use."""
     alone = len({(member.boot, member.net) for member in members}) == 1
     address = "127.0.0.1" if alone else own_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -145,8 +148,8 @@ def listen(members: list[Member]) -> socket.socket:
 
 
 def own_address() -> str:
-    """Of the interface that GLOO_SOCKET_IFNAME names, else of the one that leads to MASTER_ADDR, else of this host's
-    name."""
+    """Returns the address of the interface that GLOO_SOCKET_IFNAME names, else of the one that leads to MASTER_ADDR,
+    else of this host's name."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

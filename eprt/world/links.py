@@ -32,7 +32,10 @@ _RETRY_S = 0.1
 
 
 class LoopThread:
-    """The loop is `loop`; `begin` is called in it first."""
+    """An event loop in a thread of its own: other threads hand work to it, and wait for it a bounded time.
+
+    The loop is `loop`; `begin` is called in it first.
+    """
 
     def __init__(self, name: str, begin: Callable[[], None]) -> None:
         self.loop = asyncio.new_event_loop()
@@ -48,11 +51,11 @@ class LoopThread:
 
     @property
     def here(self) -> bool:
-        """Whether the caller is this thread."""
+        """Returns whether the caller is this thread."""
         return threading.current_thread() is self._thread
 
     def do(self, call: Callable[[], None], wait_s: float = 1.0) -> None:
-        """Have the thread do it, and wait for that a little: it must have happened before this process ends."""
+        """Runs `call` in the thread and waits for it at most `wait_s`: it must happen before this process ends."""
         if not self.alive or self.here:
             return
         done = threading.Event()
@@ -105,7 +108,7 @@ class Links:
         self._ending = False
 
     async def start(self, listener: socket.socket, addresses: dict[int, tuple[str, int]]) -> None:
-        """Listen on `listener` and go on connecting to the lower ranks' `addresses` until they answer."""
+        """Listens on `listener` and goes on connecting to the lower ranks' `addresses` until they answer."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Link(self, None), sock=listener)
         self._tasks = [loop.create_task(self._connect(peer, addresses[peer])) for peer in addresses if peer < self.rank]
@@ -114,7 +117,7 @@ class Links:
         return rank in self._open
 
     def send(self, rank: int, message: object, must: bool = True) -> None:
-        """To one peer; nothing happens if it isn't connected, or, unless it `must`, if it doesn't read."""
+        """Sends to one peer. Does nothing if it isn't connected or, unless it `must`, if the peer doesn't read."""
         if rank in self._open:
             self._open[rank].send(message, must)
 
@@ -123,7 +126,7 @@ class Links:
             self.send(rank, message, must)
 
     def close(self) -> None:
-        """What was sent still goes out."""
+        """Closes all connections; what was sent still goes out."""
         self._ending = True
         for task in self._tasks:
             task.cancel()
@@ -146,7 +149,7 @@ class Links:
     # ---- called by a link -----------------------------------------------------------------------------------
 
     def opened(self, peer: int, link: _Link) -> bool:
-        """Whether it may stay: a peer has one connection."""
+        """Returns whether the link may stay: a peer has one connection."""
         return not self._ending and self._open.setdefault(peer, link) is link
 
     def heard(self, peer: int, message: Any) -> None:
@@ -229,7 +232,7 @@ class _Link(asyncio.Protocol):
         return taken
 
     def _proof(self, by_caller: bool) -> bytes:
-        """That one end knows the key: over both challenges and both ranks, different for each end."""
+        """Returns the proof that one end knows the key: over both challenges and both ranks, different for each end."""
         ends = [(self._mine, self._links.rank), (self._theirs, self._peer or 0)]
         caller, called = ends if self._called is not None else ends[::-1]
         text = b"".join((b"caller" if by_caller else b"called", _HELLO.pack(*caller), _HELLO.pack(*called)))

@@ -91,17 +91,17 @@ class Rendezvous:
 
     @property
     def generation(self) -> int:
-        """How often the job was restarted: the most that any rank's launcher counts."""
+        """Returns how often the job was restarted: the most that any rank's launcher counts."""
         return max(member.restarts for member in self.members.values())
 
     @property
     def ranks(self) -> list[int]:
-        """Who met, ascending. A rank's place among them is its number in process groups."""
+        """Returns the ranks that met, ascending. A rank's place among them is its number in process groups."""
         return list(self.members)
 
     @cached_property
     def number(self) -> int:
-        """The nonce as a header carries it."""
+        """Returns the nonce as a header carries it."""
         return int(self.nonce[:15], 16)
 
 

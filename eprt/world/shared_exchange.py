@@ -1,4 +1,4 @@
-"""A few words from every rank to every rank of one host, through memory that they share instead of sockets.
+"""Exchanges a few words between all ranks of one host through memory that they share, without sockets.
 
 Each rank has a row in each of two buffers. It writes its words there behind their exchange's number and a checksum over
 both, then reads the other rows until each carries that number and fits its checksum.
@@ -48,7 +48,7 @@ class SharedExchange:
         self._pending = False
 
     def gather(self, words: Sequence[int], pauses: Iterator[None]) -> list[tuple[int, ...]]:
-        """Every rank's words, in rank order. Collective.
+        """Returns every rank's words, in rank order. Collective.
 
         Args:
             words: at most `MAX_WORDS` int64; equally many on every rank.
@@ -96,7 +96,7 @@ class SharedExchange:
             next(pauses)
 
     def _read(self, rank: int) -> tuple[int, ...] | None:
-        """A rank's row of the current exchange; None while it isn't there as a whole."""
+        """Returns a rank's row of the current exchange; None while it isn't there as a whole."""
         start = self._start(rank)
         if _HEAD.unpack_from(self._memory, start)[1] != self._number:
             return None
@@ -112,8 +112,8 @@ class SharedExchange:
 def open_exchange(
     rank: int, size: int, gather: Callable[[torch.Tensor], torch.Tensor], folder: Path = _FOLDER
 ) -> SharedExchange | None:
-    """Memory that all ranks see, or None on all of them where that can't be had: no such folder, no room, ranks of
-    several containers or users. Collective.
+    """Opens memory that all ranks see, or returns None on all of them: no such folder, no room, ranks of several
+    containers or users. Collective.
 
     Args:
         gather: uint8 x[n] -> [W, n], over the control group.
@@ -154,7 +154,7 @@ def _sees_all(memory: mmap.mmap, size: int, token: bytes) -> bool:
 
 
 def _create(folder: Path, size: int, token: bytes) -> tuple[str, mmap.mmap | None]:
-    """A file of mode 0600 with room for the rows, the token at its end; ("", None) where that can't be had."""
+    """Makes a file of mode 0600 with room for the rows, the token at its end; ("", None) where that can't be had."""
     try:
         file, path = tempfile.mkstemp(prefix="eprt-", dir=folder)
     except OSError:
@@ -172,7 +172,7 @@ def _create(folder: Path, size: int, token: bytes) -> tuple[str, mmap.mmap | Non
 
 
 def _open(path: Path, size: int, token: bytes) -> mmap.mmap | None:
-    """The file that rank 0 made; None where this rank sees no such file, or another one."""
+    """Opens the file that rank 0 made; None where this rank sees no such file, or another one."""
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -32,7 +32,7 @@ _LOOK_S = 1e-3
 
 @dataclass(frozen=True)
 class Survivors:
-    """What `World.shrink` agreed on; the same on every rank that is left.
+    """The outcome of `World.shrink`; the same on every rank that is left.
 
     Attributes:
         lost: all ranks that the World goes on without, of earlier losses, too.
@@ -47,13 +47,13 @@ class Survivors:
 
 
 def whole_groups(lost: Iterable[int], parallel: ParallelConfig) -> set[int]:
-    """`lost` and those that can't go on without them: ranks of one attention-TP group hold their tokens together."""
+    """Returns `lost` and the ranks that can't go on without them: an attention-TP group holds its tokens together."""
     size = parallel.attention_tp_size
     return {peer for rank in lost for peer in range(rank // size * size, rank // size * size + size)}
 
 
 class Ballots:
-    """One decision after another on who is lost: the first proposal of a number stands. Processes that can't hear each
+    """Decides, time after time, who is lost: the first proposal of a number stands. Processes that can't hear each
     other can't both go on that way.
 
     Args:
@@ -67,8 +67,10 @@ class Ballots:
         self.number = 0
 
     def client(self) -> dist.Store:
-        """The store, for one attempt to make groups. A rank that dies meanwhile leaves another's thread inside a call
-        to the store, and no second call gets through a client that one is inside of.
+        """Returns a client of the store for one attempt to make groups.
+
+        A rank that dies meanwhile leaves another's thread inside a call to the store, and no second call gets through a
+        client that one is inside of.
 
         Raises:
             RankLost: the store is gone.
@@ -77,7 +79,7 @@ class Ballots:
         return self._ask(clone)
 
     def decide(self, lost: set[int]) -> set[int]:
-        """What stands under the next number, or under the last one that was decided meanwhile.
+        """Returns the decision under the next number, or under the last one that was decided meanwhile.
 
         Raises:
             RankLost: the store is gone.
@@ -106,14 +108,13 @@ class Ballots:
 def free_device(
     device: torch.device, groups: list[dist.ProcessGroup], release: Callable[[], None], limit_s: float
 ) -> None:
-    """This rank's GPU has nothing more to do for the step that was in flight.
+    """Ends the work that this rank's GPU has left of the step in flight.
 
     Args:
         groups: whose collectives are given up.
         release: lets kernels go on that wait in memory of ours; called again and again.
 
-    Raises:
-        RankLost: a kernel goes on waiting.
+    Raises RankLost if a kernel goes on waiting.
     """
     if device.type != "cuda":
         return
@@ -132,7 +133,7 @@ def free_device(
 
 
 def abort(group: dist.ProcessGroup, device: torch.device) -> None:
-    """End the group's collectives, also those that a kernel waits in."""
+    """Ends the group's collectives, also those that a kernel waits in."""
     backend = group._get_backend(device)
     if callable(end := getattr(backend, "abort", None)):
         end()
@@ -175,7 +176,7 @@ class Shrinking:
         return Survivors(tuple(sorted(lost)), completed, world.step_number + 1)
 
     def _require_lost(self) -> RankLost:
-        """The verdict to go on from. Raises UsageError, RankLost: see `World.shrink`."""
+        """Returns the verdict to go on from. Raises UsageError, RankLost: see `World.shrink`."""
         world, guard = self._world, self._world._guard
         world.require_open()
         if world.current_step is not None:

@@ -1,4 +1,4 @@
-"""Python values between ranks, as JSON: a peer's bytes are data, whatever they say. Nothing of them is executed, no
+"""Sends Python values between ranks as JSON. A peer's bytes are data, whatever they say: nothing is executed, no
 module is imported for them, and no class but eprt's own dataclasses is made."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_BYTES = 1 << 30
 
 
 def gather_values(world: Collectives, value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order; None for lost ranks. Collective.
+    """Returns every rank's `value`, in rank order; None for lost ranks. Collective.
 
     Args:
         value: None, numbers, text, bytes, dtypes, CPU tensors, eprt's dataclasses, and lists, tuples and dicts of them.
@@ -53,7 +53,7 @@ def unpack(raw: bytes) -> Any:
 
 
 def _tagged(value: Any) -> Any:
-    """JSON's own scalars as they are; all else as {kind: content}."""
+    """Returns JSON's own scalars as they are, all else as {kind: content}."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
