@@ -108,8 +108,7 @@ def weigh(
     """
     time = time or roofline(config, before.parallel.moe_tp_size)
     size = expert_bytes(config, before.parallel.moe_tp_size)
-    groups = before.parallel.world_size  # each rank sends tokens of its own
-    rows = tokens * groups * config.top_k
+    rows = tokens * before.parallel.world_size * config.top_k  # each rank sends tokens of its own
     loads = [_slot_rows(counts, placement, rows, one_replica) for placement in (before, after)]
     times = [max(time(sum(per_slot), sum(_touched(n) for n in per_slot)) for per_slot in ranks) for ranks in loads]
     spread = [imbalance([sum(per_slot) for per_slot in ranks]) for ranks in loads]

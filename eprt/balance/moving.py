@@ -128,6 +128,9 @@ def rebalance(
 class _Move:
     """One rank's part of a rebalance. Nothing of a layer changes before `commit`."""
 
+    slots = 0
+    _buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+
     def __init__(
         self, world: World, layers: Sequence[ExpertParallelMoE], placements: Sequence[ExpertPlacement]
     ) -> None:
@@ -136,7 +139,6 @@ class _Move:
         for layer, tensors in zip(layers, self.tensors, strict=True):
             _require_slots(layer, tensors)
         self.signature = _signature(self.tensors)
-        self.slots = 0
         own, tp = world.ep_rank, world.parallel.moe_tp_size
         # Of each peer, (layer, local slot) in one order on both sides.
         self._out: list[list[tuple[int, int]]] = [[] for _ in range(world.size)]
@@ -154,7 +156,6 @@ class _Move:
             [sum(self._slot_bytes(layer) for layer, _ in pieces) for pieces in side] for side in (self._out, self._into)
         )
         self.received = sum(self._received)
-        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _slot_bytes(self, layer: int) -> int:
         return sum(round_up(tensor[0].nbytes, ALIGNMENT) for _, tensor in self.tensors[layer])

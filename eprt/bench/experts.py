@@ -275,14 +275,10 @@ def _bench_one(
     executor.warmup(max(tokens))
     torch.cuda.synchronize(device)
     warmup_s = time.perf_counter() - start
-    rows: list[ExpertRow] = []
-    for count in tokens:
-        flat = sampled_tokens(config, count, device)
-        times = _times(executor, flat)
-        what = (case.executor, case.shape, config.weight_format, "fp8" if runtime.low_precision_activations else "bf16")
-        costs = (prepare_s, warmup_s, peak)
-        rows.append(_row(what, config, shard.num_local_experts, flat, layer_bytes, ceilings, times, costs))
-    return rows
+    what = (case.executor, case.shape, config.weight_format, "fp8" if runtime.low_precision_activations else "bf16")
+    L, costs = shard.num_local_experts, (prepare_s, warmup_s, peak)
+    sampled = (sampled_tokens(config, count, device) for count in tokens)
+    return [_row(what, config, L, flat, layer_bytes, ceilings, _times(executor, flat), costs) for flat in sampled]
 
 
 def _row(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -121,10 +121,8 @@ def _device(
         torch.cuda.synchronize()
         return start.elapsed_time(end) * 1e3
 
-    if graph:
-        with _replays(world, aligned) as replay:
-            return [sample(replay) for _ in range(rounds)]
-    return [sample(aligned) for _ in range(rounds)]
+    with _replays(world, aligned) if graph else nullcontext(aligned) as call:
+        return [sample(call) for _ in range(rounds)]
 
 
 @contextmanager
