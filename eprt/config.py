@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Literal, get_args
 
 from eprt.errors import ConfigError
@@ -67,7 +68,7 @@ class Activation:
         finite = self.limit is None or (self.limit > 0 and math.isfinite(self.limit))
         _require(finite, f"activation limit {self.limit}: must be positive and finite, or None")
 
-    @property
+    @cached_property
     def gated(self) -> bool:
         return self.kind == "swiglu"
 
@@ -76,7 +77,7 @@ class Activation:
         """Whether alpha, beta and limit change nothing: `silu(gate) * up`, or any `relu2`, which has none of them."""
         return not self.gated or (self.alpha, self.beta, self.limit) == (1.0, 0.0, None)
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """How many halves the first matrix has: 2 (gate, up) or 1."""
         return 2 if self.gated else 1
@@ -188,7 +189,7 @@ class MoEConfig:
     def gate_up_rows(self) -> int:
         return self.activation.parts * self.intermediate_size
 
-    @property
+    @cached_property
     def input_size(self) -> int:
         """Width of the layer's input and output: the model's hidden size."""
         return self.model_hidden_size or self.hidden_size

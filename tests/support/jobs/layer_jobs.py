@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+import eprt
 from eprt.config import MoEConfig, Routing, RuntimeConfig, SharedExpert
 from eprt.dispatch import make_dispatcher
 from eprt.errors import EprtError, InputError
@@ -15,6 +17,7 @@ from eprt.routing import Router
 from eprt.tokens import RouterLogits, TopK
 from eprt.weights import Dense, ExpertWeights, LatentWeights, SharedExpertWeights
 from support.builders import NOTHING, said
+from support.stand_ins.pretended_gpu import counted_calls
 
 E, K, H, WIDE, I = 8, 2, 16, 24, 8
 
@@ -349,3 +352,16 @@ def cut_hash_routing(context):
     ids = torch.randint(40, (T,), generator=torch.Generator().manual_seed(context.rank))
     found, expected = (layer(tokens_of(context.rank, T), token_ids=ids) for layer in layers)
     return float((found - expected).abs().max())
+
+
+def files_entered(context):
+    """Files of eprt that a warm call inside a step enters."""
+    layer = make_layer(context, dispatcher="none", executor="torch_grouped")
+    x = tokens_of(context.rank, 4)
+    layer.world.warmup(layer)
+    with torch.no_grad(), layer.world.step(4):
+        layer(x)
+        with counted_calls(str(Path(eprt.__file__).parent)) as calls:
+            layer(x)
+    layer.close()
+    return sorted({name.partition(":")[0] for name in calls})
