@@ -1,4 +1,4 @@
-"""The picture of `eprt explain --plot`: a layer's time over tokens a rank, each possible pair a line, by matplotlib."""
+"""Draws `eprt explain --plot`: the time of a layer over tokens per rank, one line for each possible pair."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ def curves(
 
 
 def plot(config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device, path: Path) -> None:
-    """Write it; the file's ending names the format. Raises ConfigError without matplotlib, for a format that it can't
-    write, and where nothing is known of any pair's time."""
+    """Writes the plot; the file's ending names the format.
+
+    Raises:
+        ConfigError: matplotlib is missing or can't write the format, or nothing is known of any pair's time.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -54,10 +57,10 @@ def plot(config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, de
         axes.plot(x, y, "k--" if name == "roofline" else "o-", linewidth=1, markersize=3, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xlabel("tokens a rank")
+    axes.set_xlabel("tokens per rank")
     axes.set_ylabel("microseconds: dispatch, experts, combine")
     axes.set_title(
-        f"{parallel.world_size} x {device}, {parallel.ranks_per_host} a host: measured and modelled", fontsize=10
+        f"{parallel.world_size} x {device}, {parallel.ranks_per_host} per host: measured and modelled", fontsize=10
     )
     axes.legend(fontsize=7)
     try:

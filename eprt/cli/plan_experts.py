@@ -173,7 +173,7 @@ def _judge(
         f"memory: {total.more_bytes / 1e9:.2f} GB more per rank ({size / 1e6:.1f} MB per expert); moving: "
         f"{total.move_s * 1e3:.1f} ms of NVLink where nothing has to be loaded"
     )
-    where = f"at {arguments.tokens} tokens a rank, {arguments.phase}"
+    where = f"at {arguments.tokens} tokens per rank, {arguments.phase}"
     if total.pays:
         terminal.say(
             f"It pays {where}: the slowest rank's experts take {total.gain:.1%} less (by the plan's model of "

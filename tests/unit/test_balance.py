@@ -344,12 +344,12 @@ def test_plan_experts_says_when_it_does_not_pay(tmp_path, capsys) -> None:
     model = write_tiny_checkpoint(tmp_path / "tiny", num_layers=1)
     words = ["plan-experts", "--model", str(model), "--slots", "16", "--world", "4"]
     assert main([*words, "--tokens", "100000"]) == 0
-    assert "It pays at 100000 tokens a rank, prefill" in capsys.readouterr().out
+    assert "It pays at 100000 tokens per rank, prefill" in capsys.readouterr().out
     assert main([*words, "--tokens", "2"]) == 0
-    assert "It does not pay at 2 tokens a rank" in capsys.readouterr().out
+    assert "It does not pay at 2 tokens per rank" in capsys.readouterr().out
     assert main([*words, "--tokens", "100000", "--zipf", "0"]) == 0
     said = capsys.readouterr().out
-    assert "It does not pay at 100000 tokens a rank, prefill: without replicas the ranks are as even" in said
+    assert "It does not pay at 100000 tokens per rank, prefill: without replicas the ranks are as even" in said
     assert "8 slots or more stay empty in each layer" in said
     assert main(["plan-experts", "--slots", "16"]) == 2
     assert "nothing to plan for" in capsys.readouterr().err

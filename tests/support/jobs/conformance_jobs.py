@@ -24,10 +24,8 @@ F32 = CONFIGS["silu_f32"]
 def dispatcher_of(context, pair, config=F32, layer=0, **runtime):
     """One per configuration, kept from job to job."""
     key = ("dispatcher", pair, config, layer, tuple(sorted(runtime.items())))
-    if key not in context.cache:
-        settings = RuntimeConfig(**{"max_tokens_per_rank": 64, **runtime})
-        context.cache[key] = make_dispatcher(pair[0], context.world(), config, settings, pair[1], layer)
-    return context.cache[key]
+    settings = RuntimeConfig(**{"max_tokens_per_rank": 64, **runtime})
+    return context.once(key, lambda: make_dispatcher(pair[0], context.world(), config, settings, pair[1], layer))
 
 
 # ---- property: any routing ------------------------------------------------------------------------------------
@@ -156,20 +154,19 @@ def _batch(context, num_tokens):
 
 
 def _full(context):
-    return context.cache.setdefault("full", full_weights(F32))
+    return context.once("full", lambda: full_weights(F32))
 
 
 def _layer_of(context, pair):
-    key = ("layer", pair)
-    if key not in context.cache:
+    def make():
         world = context.world()
-        shard = ExpertPlacement(F32.num_experts, world.parallel).shard(world.rank)
-        weights = shard_weights(_full(context), F32, shard)
+        weights = shard_weights(_full(context), F32, ExpertPlacement(F32.num_experts, world.parallel).shard(world.rank))
         runtime = RuntimeConfig(
             dispatcher=pair[0], token_format=pair[1], executor="reference", max_tokens_per_rank=64, strict_capacity=True
         )
-        context.cache[key] = ExpertParallelMoE(F32, world, weights, runtime=runtime)
-    return context.cache[key]
+        return ExpertParallelMoE(F32, world, weights, runtime=runtime)
+
+    return context.once(("layer", pair), make)
 
 
 def _call(target, through_layer, batch, agreed=None):

@@ -1,5 +1,5 @@
-"""What a rank does with a whole layer: replay it at a static size (a CUDA graph on GPUs), or time its start. No pytest
-here: the ranks import this module."""
+"""Jobs that replay a whole layer at a static size (a CUDA graph on GPUs), or time its start. No pytest here: the ranks
+import this module."""
 
 from __future__ import annotations
 
@@ -80,16 +80,7 @@ def _layer(
     world: World, config: MoEConfig, runtime: RuntimeConfig, full: ExpertWeights, slots: tuple[int, ...] = ()
 ) -> ExpertParallelMoE:
     placement = ExpertPlacement(config.num_experts, world.parallel, slots)
-    shard = placement.shard(world.rank)
-    if not slots:
-        return ExpertParallelMoE(config, world, shard_weights(full, config, shard), runtime=runtime)
-    held = torch.tensor(shard.experts)
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        whole = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-        return whole.index_select(0, held).view(tensor.dtype)
-
-    weights = full.map(own)
+    weights = shard_weights(full, config, placement.shard(world.rank))
     return ExpertParallelMoE(config, world, weights, runtime=runtime, placement=placement)
 
 
