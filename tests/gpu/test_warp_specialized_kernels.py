@@ -59,14 +59,18 @@ def launched(monkeypatch):
 
     if INTERPRETED:
         monkeypatch.setattr(Chip, "of", lambda _: Chip(multiprocessors=3, hopper=False, warp_specialized=True))
-    seen, original = [], Gemm._launch_warp_specialized
+    seen, call, arguments = [], Gemm.__call__, Gemm._warp_specialized_arguments
 
-    def launch(self, rows, work, *more):
-        seen.append(self.matrix.rows)
-        original(self, rows, work, *more)
+    def noted_call(self, rows, work, *more):
+        call(self, rows, work, *more)
         assert work.tile_counter.tolist() == [0]  # as the second GEMM wants it
 
-    monkeypatch.setattr(Gemm, "_launch_warp_specialized", launch)
+    def noted_arguments(self, *given):
+        seen.append(self.matrix.rows)
+        return arguments(self, *given)
+
+    monkeypatch.setattr(Gemm, "__call__", noted_call)
+    monkeypatch.setattr(Gemm, "_warp_specialized_arguments", noted_arguments)
     return seen
 
 

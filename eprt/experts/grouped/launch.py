@@ -27,6 +27,7 @@ from eprt.weights import FP8_BLOCK
 _CPU_PROGRAMS = 3  # the interpreter runs them one after another: a few, so that each takes several tiles
 # Triton versions the warp-specialized kernel was compiled with: Gluon is experimental, and changes.
 _GLUON_TRITON = (3, 6), (3, 9)
+Weights = tuple[Any, Any]  # and their scales
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Gemm:
         self.pair: Pair = pair
         self._chip = chip
         self._weights = matrix.data.flatten(0, 1)
-        self._tiles: dict[tuple[int, int, bool], Any] = {}
+        self._tiles: dict[tuple[int, int, bool], Weights] = {}
         self._prepared: dict[Any, CachedKernel] = {}
         self._constants: dict[str, Any] = {
             "N": matrix.rows,
@@ -101,29 +102,17 @@ class Gemm:
     def __call__(self, rows: Rows, work: TileSchedule, schedule: Schedule, tile: Tile, out: torch.Tensor) -> None:
         """Writes [rows, width], or the expert-major form of it, for the scheduled rows only."""
         data = rows.data
-        if tile.warp_specialized:
-            if self._fits_warp_specialized(data, out):
-                self._launch_warp_specialized(rows, work, schedule, tile, out)
-                return
+        if tile.warp_specialized and not self._fits_warp_specialized(data, out):
             tile = tile.plain
-        columns = ceil_div(self.matrix.rows, tile.n)
-        grid = min(self._chip.multiprocessors * tile.ctas, work.bound * columns), 1, 1
-        x_tma = tile.tma and self._chip.hopper and rows.source is None and data.dim() == 2
+        x_tma = rows.source is None and data.dim() == 2 and (tile.warp_specialized or (tile.tma and self._chip.hopper))
         strides = *_strides(data), *_strides(out)
-        arguments = (
-            data,
-            TensorDescriptor.from_tensor(data, [schedule.m, tile.k]) if x_tma else None,
-            rows.source,
-            rows.scale,
-            self._descriptor(tile) if self._constants["W_TMA"] else self._weights,
-            self.matrix.scale,
-            self.matrix.factor,
-            self.matrix.bias,
-            out,
-            work.entries,
-            work.num_entries,
-            *strides,
-        )
+        block = tile.n, tile.k, tile.warp_specialized
+        weights = self._tiles.get(block)
+        if weights is None:
+            weights = self._tiles[block] = self._weight_blocks(tile)
+        make = self._warp_specialized_arguments if tile.warp_specialized else self._arguments
+        arguments = (*make(rows, weights, work, schedule, tile, x_tma, out), *strides)
+        grid = min(self._chip.multiprocessors * tile.ctas, work.bound * ceil_div(self.matrix.rows, tile.n)), 1, 1
         if not starts_aligned(data, out, data if rows.scale is None else rows.scale):
             constants = {**self._constants, **_tile_constants(schedule, tile, x_tma)}
             grouped_gemm[grid](*arguments, **constants, PDL=False, **self._options(tile))
@@ -132,14 +121,60 @@ class Gemm:
         key = (*cut, data.dtype, out.dtype, rows.source is None, *map(like, strides))
         kernel = self._prepared.get(key)
         if kernel is None:
-            kernel = self._prepared[key] = self._prepare(arguments, _tile_constants(schedule, tile, x_tma), tile)
+            kernel = self._prepared[key] = self._compile(arguments, _tile_constants(schedule, tile, x_tma), tile)
         kernel(grid, *arguments)
 
-    def _prepare(self, arguments: tuple[Any, ...], cut: dict[str, Any], tile: Tile) -> CachedKernel:
-        """Compiles the kernel for arguments like these."""
-        constants = {**self._constants, **cut}
-        options = self._options(tile)
-        return CachedKernel(grouped_gemm, self._weights.device, _kinds(arguments), constants, pdl=True, **options)
+    def _arguments(
+        self, rows: Rows, weights: Weights, work: TileSchedule, schedule: Schedule, tile: Tile, x_tma: bool,
+        out: torch.Tensor,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Returns `grouped_gemm`'s arguments, but for strides."""
+        matrix, data = self.matrix, rows.data
+        return (
+            data,
+            TensorDescriptor.from_tensor(data, [schedule.m, tile.k]) if x_tma else None,
+            rows.source,
+            rows.scale,
+            *weights,
+            matrix.factor,
+            matrix.bias,
+            out,
+            work.entries,
+            work.num_entries,
+        )
+
+    def _warp_specialized_arguments(
+        self, rows: Rows, weights: Weights, work: TileSchedule, schedule: Schedule, tile: Tile, x_tma: bool,
+        out: torch.Tensor,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Returns `grouped_gemm_warp_specialized`'s arguments, but for strides."""
+        from eprt.experts.grouped.pipeline_gluon import row_blocks
+
+        matrix, data = self.matrix, rows.data
+        return (
+            data,
+            row_blocks(data, schedule.m >> tile.halvings) if x_tma else None,
+            row_blocks(data, schedule.tail) if x_tma and schedule.tail else None,
+            rows.source,
+            *weights,
+            matrix.factor,
+            matrix.bias,
+            out,
+            work.entries,
+            work.num_entries,
+            work.tile_counter,
+        )
+
+    def _compile(self, arguments: tuple[Any, ...], cut: dict[str, Any], tile: Tile) -> CachedKernel:
+        """Compiles the tile's kernel for arguments like these."""
+        constants, kinds, device = {**self._constants, **cut}, _kinds(arguments), self._weights.device
+        if not tile.warp_specialized:
+            return CachedKernel(grouped_gemm, device, kinds, constants, pdl=True, **self._options(tile))
+        from eprt.experts.grouped.gemm_gluon import grouped_gemm_warp_specialized
+        from eprt.experts.grouped.pipeline_gluon import KernelConstants
+
+        known = KernelConstants(**{f.name: constants[f.name] for f in fields(KernelConstants) if f.init})
+        return CachedKernel(grouped_gemm_warp_specialized, device, kinds, {"C": known}, pdl=True, num_warps=4)
 
     def _options(self, tile: Tile) -> dict[str, Any]:
         """Returns Triton's launch options. With 4 bits also a register limit: the most per thread with which
@@ -162,73 +197,19 @@ class Gemm:
         copied = _strides(data)[0] % 16 == 0 and starts_aligned(data, out)
         return self._takes_warp_specialized and copied and data.numel() < INT32
 
-    def _launch_warp_specialized(
-        self, rows: Rows, work: TileSchedule, schedule: Schedule, tile: Tile, out: torch.Tensor
-    ) -> None:
-        from eprt.experts.grouped.gemm_gluon import grouped_gemm_warp_specialized
-        from eprt.experts.grouped.pipeline_gluon import row_blocks
-
-        matrix, data = self.matrix, rows.data
-        x_tma = rows.source is None and data.dim() == 2
-        strides = *_strides(data), *_strides(out)
-        arguments = (
-            data,
-            row_blocks(data, schedule.m >> tile.halvings) if x_tma else None,
-            row_blocks(data, schedule.tail) if x_tma and schedule.tail else None,
-            rows.source,
-            *self._blocks(tile),
-            matrix.factor,
-            matrix.bias,
-            out,
-            work.entries,
-            work.num_entries,
-            work.tile_counter,
-            *strides,
-        )
-        key = (
-            schedule.m,
-            schedule.tail,
-            schedule.group,
-            schedule.launch_dependents,
-            tile,
-            out.dtype,
-            x_tma,
-            rows.source is None,
-            *map(like, strides),
-        )
-        kernel = self._prepared.get(key)
-        if kernel is None:
-            constants = {"C": self._kernel_constants(schedule, tile, x_tma)}
-            kinds, device = _kinds(arguments), self._weights.device
-            kernel = CachedKernel(grouped_gemm_warp_specialized, device, kinds, constants, pdl=True, num_warps=4)
-            self._prepared[key] = kernel
-        kernel((min(self._chip.multiprocessors, work.bound * ceil_div(matrix.rows, tile.n)), 1, 1), *arguments)
-
-    def _kernel_constants(self, schedule: Schedule, tile: Tile, x_tma: bool) -> Any:
-        from eprt.experts.grouped.pipeline_gluon import KernelConstants
-
-        known = {**self._constants, **_tile_constants(schedule, tile, x_tma)}
-        return KernelConstants(**{field.name: known[field.name] for field in fields(KernelConstants) if field.init})
-
-    def _descriptor(self, tile: Tile) -> Any:
-        block = tile.n, tile.k, tile.warp_specialized
-        if block not in self._tiles:
-            self._tiles[block] = TensorDescriptor.from_tensor(self._weights[:, : self.matrix.cols], [tile.n, tile.k])
-        return self._tiles[block]
-
-    def _blocks(self, tile: Tile) -> tuple[Any, Any]:
-        """Returns TMA descriptors of the weights and their scales, for the warp-specialized kernel."""
+    def _weight_blocks(self, tile: Tile) -> Weights:
+        """Returns the weights and their scales as the tile's kernel reads them: pointers, or TMA descriptors."""
+        matrix = self.matrix
+        if not tile.warp_specialized:
+            if not self._constants["W_TMA"]:
+                return self._weights, matrix.scale
+            return TensorDescriptor.from_tensor(self._weights[:, : matrix.cols], [tile.n, tile.k]), matrix.scale
         from eprt.experts.grouped.pipeline_gluon import BLOCK_K, row_blocks, scale_blocks, weight_blocks
 
-        key, matrix = (tile.n, tile.k, tile.warp_specialized), self.matrix
-        if key not in self._tiles:
-            if matrix.scale is None:
-                self._tiles[key] = row_blocks(self._weights[:, : matrix.cols], tile.n), None
-            else:
-                rows, parts = next_power_of_2(tile.n // UNIT), tile.k // BLOCK_K
-                cut = matrix.cols // BLOCK_K, rows, parts
-                self._tiles[key] = weight_blocks(matrix.data, *cut), scale_blocks(matrix.scale, *cut)
-        return self._tiles[key]
+        if matrix.scale is None:
+            return row_blocks(self._weights[:, : matrix.cols], tile.n), None
+        cut = matrix.cols // BLOCK_K, next_power_of_2(tile.n // UNIT), tile.k // BLOCK_K
+        return weight_blocks(matrix.data, *cut), scale_blocks(matrix.scale, *cut)
 
 
 def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
