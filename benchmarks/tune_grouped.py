@@ -54,7 +54,7 @@ MXFP4: dict[int, tuple[tuple[int, ...], ...]] = {
         (64, 64, 3, 4, 2), (64, 64, 4, 4, 1), (64, 64, 3, 4, 2, 1), (128, 64, 4, 8, 1), (128, 64, 4, 8, 1, 2),
     ),
 }  # fmt: skip
-# Where warps have roles: (n, k, stages, warps without them, 1, halvings).
+# Warp-specialized tiles: (n, k, stages, warps of the plain kernel, 1, halvings).
 ROLES: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
     "w4a16": {
         16: ((256, 128, 8, 8, 1), (192, 128, 8, 8, 1)),

@@ -1,4 +1,4 @@
-"""What Triton and ptxas make of the MXFP4 and NVFP4 kernels, and of those with roles, for sm_90a and without a GPU.
+"""What Triton and ptxas make of the FP4 kernels, plain and warp-specialized, for sm_90a and without a GPU.
 
 Triton before 3.7 waits too late for products whose left operand is in registers (triton-lang/triton#9433), ptxas before
 CUDA 13.3 gives those registers away too early (#11781): results are then wrong now and then. `settled` is our remedy.
@@ -25,7 +25,7 @@ from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.sort_by_expert_triton import RowTiles, TileSchedule
 
 CPU = torch.device("cpu")
-ROLES = launch.Chip(132, True, True)
+WARP_SPECIALIZED = launch.Chip(132, True, True)
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 TAILED = {
     "64 + 16": Schedule(64, Tile(128, 64, 4, 4, 3, True, 1), Tile(128, 64, 4, 4, 3, True, 1, tma=True), tail=16),
@@ -33,7 +33,7 @@ TAILED = {
 }
 PAIRS = {"bf16": "bf16", "mxfp4": "w4a16", "nvfp4": "nv4a16"}
 SCHEDULES = {f"up to {limit} rows": schedule for limit, schedule in HOPPER["w4a16"]} | TAILED
-WITH_ROLES = {
+SPECIALIZED = {
     f"up to {limit} rows, {form}": (form, schedule)
     for form in ("bf16", "mxfp4", "nvfp4")
     for limit, schedule in HOPPER[PAIRS[form]]
@@ -47,12 +47,13 @@ SPILLED = {
     ("up to 12 rows", "rows", "nvfp4"): 8,
     ("up to 1073741824 rows", "gathering", "mxfp4"): 8,  # 0 in most processes: ptxas is at its last register
 }
-# The same with roles, by Triton 3.9; 3.6 keeps less. Beside four multipliers the warp that fetches has 24 registers.
+# The same of warp-specialized kernels, by Triton 3.9; 3.6 keeps less. Beside four consumers the producer warp has 24
+# registers a thread.
 BETWEEN_TILES = {"rows": 40, "gathering": 64, "slabs": 96}
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form: str = "mxfp4") -> Machine:
-    """The kernel that the launcher launches, for a matrix of no whole units (with roles: of no whole tiles)."""
+    """The kernel that the launcher launches, for a matrix of no whole units (warp-specialized: of no whole tiles)."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     found: dict[str, Machine] = {}
     monkeypatch.setattr(launch, "CachedKernel", in_place_of_prepared(found))
@@ -68,7 +69,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
     shape = (1, 64) if what == "slabs" else (64,)
     activation, parts = (GPT_OSS, 2) if first else (None, 1)
     prepared = GroupedMatrix.prepare(matrix, torch.zeros(1, 832), parts, CPU)
-    gemm = launch.Gemm(prepared, activation, PAIRS[form], ROLES)
+    gemm = launch.Gemm(prepared, activation, PAIRS[form], WARP_SPECIALIZED)
     source = torch.zeros(64, dtype=torch.int32) if first else None
     rows = launch.Rows(torch.zeros(*shape, cols, dtype=torch.bfloat16), None, source)
     out = torch.zeros(*shape, 832, dtype=torch.bfloat16)
@@ -114,23 +115,23 @@ def test_every_schedule_keeps_to_registers(name, what, form, monkeypatch):
     ("name", "what"),
     [
         (name, what)
-        for name, (_, schedule) in WITH_ROLES.items()
+        for name, (_, schedule) in SPECIALIZED.items()
         for what, tile in (("gathering", schedule.first), ("rows", schedule.second), ("slabs", schedule.second))
         if tile.warp_specialized
     ],
 )
-def test_warps_with_roles_keep_to_registers(name, what, monkeypatch):
-    """Loops that multiply: of whole and halved tiles and of one with its tail, once for each multiplier."""
-    form, schedule = WITH_ROLES[name]
+def test_warp_specialized_kernels_keep_to_registers(name, what, monkeypatch):
+    """Loops that multiply: of whole and halved tiles and of one with its tail, once per consumer."""
+    form, schedule = SPECIALIZED[name]
     tile = schedule.first if what == "gathering" else schedule.second
     made = machine(monkeypatch, schedule, what, form)
     assert made.local == 0
     assert made.stack <= BETWEEN_TILES[what]
     assert made.shared + 1024 <= 227 * 1024
-    multipliers, parts = (2, 1) if form == "bf16" else (tile.n // 64, tile.k // 64)
-    products = tile.k // 16 * tile.n // multipliers // 64
+    consumers, parts = (2, 1) if form == "bf16" else (tile.n // 64, tile.k // 64)
+    products = tile.k // 16 * tile.n // consumers // 64
     whole, tailed = [products] * (1 + tile.halvings), [2 * products] * (schedule.tail > 0)
-    assert sorted(count(loop)["HGMMA"] for loop in made.loops) == sorted((whole + tailed) * multipliers)
+    assert sorted(count(loop)["HGMMA"] for loop in made.loops) == sorted((whole + tailed) * consumers)
     for loop in made.loops:
         steps = count(loop)
         assert steps["HMUL2"] == (0 if form == "bf16" else 16 * parts), "two values an instruction, each decoded once"
@@ -146,10 +147,10 @@ def test_warps_with_roles_keep_to_registers(name, what, monkeypatch):
         assert overwritten_operands(loop) == []
 
 
-def test_what_warps_with_roles_cannot_take():
+def test_what_the_warp_specialized_kernel_cannot_take():
     """K in blocks of 64, rows in whole 32 bytes, 32 bits of offsets to tokens, a chip and a Triton that have them."""
 
-    def fits(cols=768, stride=768, rows=64, chip=ROLES):
+    def fits(cols=768, stride=768, rows=64, chip=WARP_SPECIALIZED):
         scales = torch.zeros(1, 64, cols // 32, dtype=torch.uint8)
         weights = Mxfp4(torch.zeros(1, 64, cols // 2, dtype=torch.uint8), scales)
         gemm = launch.Gemm(GroupedMatrix.prepare(weights, None, 1, CPU), None, "w4a16", chip)
@@ -165,9 +166,9 @@ def test_what_warps_with_roles_cannot_take():
     assert not fits(chip=launch.Chip(132, True))
 
 
-def test_what_comes_by_the_copy_engine(monkeypatch):
+def test_what_comes_by_tma(monkeypatch):
     """Weights of bf16, and tokens that lie in rows."""
-    form, schedule = WITH_ROLES["up to 272 rows, bf16"]
+    form, schedule = SPECIALIZED["up to 272 rows, bf16"]
     # Tiles of 64, 128, 256 and 256 + 32 tokens: of weights a block each, of tokens one for each 64 rows and the tail.
     for what, blocks in {"gathering": 4, "slabs": 4, "rows": 4 + 1 + 2 + 4 + 5}.items():
         assert count(machine(monkeypatch, schedule, what, form).code)["UTMALDG"] == blocks

@@ -1,4 +1,4 @@
-"""Warps with roles, the copy engine and mbarriers of some programs, on a CPU: who runs when, and what orders whom.
+"""Specialized warps, TMA and mbarriers of some programs, on a CPU: who runs when, and what orders whom.
 
 Each role is a thread, of which one runs at a time: up to its next barrier, copy or product, then another is drawn, of
 this program or another. What the copy engine or a copying thread was asked for happens at any time before the barrier
