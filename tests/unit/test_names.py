@@ -17,7 +17,6 @@ TREES = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in ROOT.rg
 MAX_LINES = 400
 
 
-@pytest.mark.xfail(strict=False, reason="the last of them are being renamed")
 def test_no_public_class_name_stands_twice() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path, tree in TREES.items():

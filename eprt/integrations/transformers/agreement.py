@@ -39,7 +39,7 @@ class Place:
 
     def __init__(self, world: World, dtype: torch.dtype, layer: ExpertParallelMoE | None = None) -> None:
         self.world, self.dtype = world, dtype
-        self.agreement: Agreement | None = None
+        self.agreement: ForwardAgreement | None = None
         self._layer = layer
         self._number = compiled.register(self)
 
@@ -96,7 +96,7 @@ class Place:
         raise UsageError("this place has no layer yet")
 
 
-class Agreement:
+class ForwardAgreement:
     """Opens one `World.step` per forward, from its first MoE layer to its last.
 
     In it the ranks agree on R for all layers, and on who still computes. A step that the caller opened around the
@@ -198,9 +198,9 @@ def places_of(model: nn.Module) -> list[Place]:
     return places
 
 
-def agreement_of(places: list[Place]) -> Agreement:
+def agreement_of(places: list[Place]) -> ForwardAgreement:
     """Returns the agreement that the places of one model share. It is made at the first request."""
-    agreement = places[0].agreement or Agreement(places)
+    agreement = places[0].agreement or ForwardAgreement(places)
     for place in places:
         place.agreement = agreement
     return agreement
@@ -264,7 +264,7 @@ def lockstep(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _meet_before_fsdp(model: nn.Module, world: World, agreement: Agreement) -> Iterator[None]:
+def _meet_before_fsdp(model: nn.Module, world: World, agreement: ForwardAgreement) -> Iterator[None]:
     """Lets the ranks agree at the model's own call: FSDP's first collective comes before any layer."""
 
     def meet(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -279,7 +279,7 @@ def _meet_before_fsdp(model: nn.Module, world: World, agreement: Agreement) -> I
         hook.remove()
 
 
-def _tell(world: World, agreement: Agreement, error: Exception) -> None:
+def _tell(world: World, agreement: ForwardAgreement, error: Exception) -> None:
     """Lets the others raise `error` at their next forward, unless all know of it.
 
     Raises:

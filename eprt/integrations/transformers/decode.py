@@ -20,7 +20,7 @@ from torch import nn
 from eprt.errors import UsageError
 from eprt.graphs import StepGraphs
 from eprt.graphs.recording import refusal as pair_refusal
-from eprt.integrations.transformers.agreement import Agreement, Place, shares_dense_weights
+from eprt.integrations.transformers.agreement import ForwardAgreement, Place, shares_dense_weights
 from eprt.integrations.transformers.static_cache import StaticRows
 from eprt.integrations.transformers.static_cache import refusal as cache_refusal
 
@@ -67,7 +67,13 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: Any, places: list[Place], agreement: Agreement, buckets: tuple[int, ...], rows: int, length: int
+        self,
+        model: Any,
+        places: list[Place],
+        agreement: ForwardAgreement,
+        buckets: tuple[int, ...],
+        rows: int,
+        length: int,
     ) -> None:
         self._places, self._agreement, self.world = places, agreement, places[0].world
         self._forward = model.forward
