@@ -14,29 +14,19 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
-from eprt.support import Device, Requirement, Support
+from eprt.support import Device, Requirement
 
 DISTRIBUTIONS = (
-    "eprt",
-    "triton",
-    "safetensors",
-    "transformers",
-    "flashinfer-python",
-    "flashinfer-jit-cache",
-    "flashinfer-cubin",
-    "humming-kernels",
-    "nvidia-cutlass-dsl",
-    "tokenspeed-deepep",
-    "deep-ep",
-    "nvidia-nvshmem-cu12",
-    "nvidia-nvshmem-cu13",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
+    *("eprt", "triton", "safetensors", "transformers"),
+    *("flashinfer-python", "flashinfer-jit-cache", "flashinfer-cubin", "humming-kernels", "nvidia-cutlass-dsl"),
+    *("tokenspeed-deepep", "deep-ep", "nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13"),
+    *("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 )
 
 NVSHMEM_LIBRARY = "libnvshmem_host.so.3"
@@ -53,16 +43,6 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Backend:
-    """A row of the dispatchers' or executors' table, judged for this machine."""
-
-    kind: str
-    name: str
-    summary: str
-    support: Support
-
-
-@dataclass(frozen=True)
 class FirstUse:
     """A kernel library that compiles on first use: what, how long, and whether a result is already on disk here.
 
@@ -76,7 +56,7 @@ class FirstUse:
 
 
 def versions() -> dict[str, str]:
-    """Software versions; "-" for what isn't installed."""
+    """Returns software versions; "-" for what isn't installed."""
     found = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -88,21 +68,19 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> list[str]:
-    """One line a GPU, or one for the CPU."""
+    """Returns one line per GPU, or one for the CPU."""
     if not torch.cuda.is_available():
         return [f"cpu: {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"]
-    lines: list[str] = []
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        lines.append(
-            f"cuda:{index}: {facts.name}, sm{10 * facts.major + facts.minor}, {facts.total_memory / 2**30:.0f} GiB, "
-            f"{facts.multi_processor_count} SMs"
-        )
-    return lines
+    return [
+        f"cuda:{index}: {facts.name}, sm{10 * facts.major + facts.minor}, {facts.total_memory / 2**30:.0f} GiB, "
+        f"{facts.multi_processor_count} SMs"
+        for index in range(torch.cuda.device_count())
+        for facts in [torch.cuda.get_device_properties(index)]
+    ]
 
 
 def host() -> dict[str, str]:
-    """Limits of this host that multi-process runs meet."""
+    """Returns limits of this host that multi-process runs meet."""
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return {
         "/dev/shm": "-" if shm is None else f"{shm.total / 2**30:.1f} GiB, {shm.free / 2**30:.1f} free",
@@ -115,29 +93,25 @@ def host() -> dict[str, str]:
 
 
 def links() -> str:
-    """nvidia-smi's matrix of links between GPUs, or "" where there is none to show."""
+    """Returns nvidia-smi's matrix of links between GPUs, or "" where there is none to show."""
     return _command("nvidia-smi", "topo", "-m") if torch.cuda.device_count() > 1 else ""
 
 
-def this_device() -> Device:
-    """What a World of this machine would run on."""
-    return Device.of(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
-
-
-def backends(device: Device) -> list[Backend]:
-    """Every dispatcher and executor: can it run on `device` with the packages installed here?"""
-    found = [
-        Backend("dispatcher", spec.name, spec.summary, _usable(spec.devices, None, spec.requirement, device))
-        for spec in DISPATCHERS.values()
-    ]
-    return found + [
-        Backend("executor", spec.name, spec.summary, _usable(spec.devices, spec.sm, spec.requirement, device))
-        for spec in EXECUTORS.values()
-    ]
+def backends() -> list[dict[str, object]]:
+    """Returns kind, name, ok and reason of every dispatcher and executor: whether it can run on this machine with the
+    packages installed here, and what is missing, or what it is."""
+    device = Device.of(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    rows: list[dict[str, object]] = []
+    tables: dict[str, dict[str, Any]] = {"dispatcher": DISPATCHERS, "executor": EXECUTORS}
+    for kind, table in tables.items():
+        for spec in table.values():
+            missing = _missing(spec.devices, getattr(spec, "sm", None), spec.requirement, device)
+            rows.append({"kind": kind, "name": spec.name, "ok": not missing, "reason": missing or spec.summary})
+    return rows
 
 
 def first_use() -> list[FirstUse]:
-    """What would be compiled when it is first used."""
+    """Returns the kernels that are compiled when they are first used."""
     flashinfer = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home())) / ".cache" / "flashinfer"
     ahead = [_folder("flashinfer_jit_cache"), _folder("flashinfer")]
 
@@ -155,7 +129,7 @@ def first_use() -> list[FirstUse]:
 
 
 def problems() -> list[Problem]:
-    """Everything found here that would stop or slow a backend."""
+    """Returns everything found here that would stop or slow a backend."""
     return [*_torch_problems(), *_deepep_problems(), *_flashinfer_problems(), *_link_problems(), *_host_problems()]
 
 
@@ -247,10 +221,10 @@ def _host_problems() -> Iterator[Problem]:
 # ---- helpers --------------------------------------------------------------------------------------------------
 
 
-def _usable(
+def _missing(
     kinds: tuple[str, ...], sm: tuple[int, int] | None, requirement: Requirement | None, device: Device
-) -> Support:
-    """Everything that is missing, not only the first thing."""
+) -> str:
+    """Returns everything that is missing, not only the first thing."""
     missing: list[str] = []
     if device.kind not in kinds:
         missing.append(f"runs on {', '.join(kinds)}, this machine is {device}")
@@ -258,11 +232,11 @@ def _usable(
         missing.append(f"needs sm{sm[0]}" + (f" to sm{sm[1]}" if sm[1] < 999 else " or later") + f", this is {device}")
     if requirement is not None and not (found := requirement.check()):
         missing.append(found.reason)
-    return Support(not missing, "; ".join(missing))
+    return "; ".join(missing)
 
 
 def _nccl_of_torch() -> str:
-    """The NCCL that torch has loaded; "" without CUDA."""
+    """Returns the NCCL that torch has loaded; "" without CUDA."""
     if not torch.cuda.is_available():
         return ""
     from torch.cuda import nccl
@@ -291,7 +265,7 @@ def _has_nvshmem() -> bool:
 
 
 def _import_error(module: str) -> str:
-    """The last line of what `import module` prints when it fails, in a process of its own; "" if it works."""
+    """Returns the last line of what `import module` prints when it fails, in a process of its own; "" if it works."""
     done = subprocess.run(
         [sys.executable, "-c", f"import torch, {module}"], capture_output=True, text=True, timeout=120
     )
@@ -305,7 +279,7 @@ def _limit(kind: int) -> str:
 
 
 def _command(*words: str) -> str:
-    """Standard output of a command; "" if it isn't there or fails."""
+    """Returns standard output of a command; "" if it isn't there or fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

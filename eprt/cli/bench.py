@@ -7,14 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from eprt.bench.report import Report
-from eprt.cli.arguments import (
-    BenchDispatch,
-    BenchExchange,
-    BenchExperts,
-    BenchLayer,
-    BenchRouter,
-    BenchStep,
-)
+from eprt.cli.arguments import BenchDispatch, BenchExchange, BenchExperts, BenchLayer, BenchRouter, BenchStep
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Column, Terminal
 from eprt.config import RuntimeConfig
@@ -165,11 +158,11 @@ def measured(
     name: Callable[[Any], str],
 ) -> Iterator[Callable[[Any], list[Any]]]:
     """Yields a function that runs `job(context, case=...)` on all ranks and returns their results; shows progress."""
-    with terminal.progress(title, len(cases)) as progress:
+    with terminal.progress(title, len(cases)) as advance:
 
         def run(case: Any) -> list[Any]:
             found = workers.run(job, case=case)
-            progress.advance(name(case))
+            advance(name(case))
             return found
 
         yield run

@@ -4,13 +4,14 @@ and no weights."""
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from eprt.cli.arguments import Explain
 from eprt.cli.terminal import Column, Terminal
-from eprt.config import MoEConfig, Routing
+from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
 from eprt.engines import ENGINES
-from eprt.errors import ConfigError
+from eprt.errors import ConfigError, UnsupportedError
 from eprt.models import family_for
 from eprt.models.hf_config import where
 from eprt.models.published import model_config
@@ -18,8 +19,13 @@ from eprt.plan import Candidate, Plan, make_plan
 from eprt.plan.layouts import ParallelLayout, layouts
 from eprt.plan.machines import linked_ranks, machine_of
 from eprt.plan.measured import own_path, own_tables
+from eprt.plan.model import roofline_us
 from eprt.support import Device
 
+if TYPE_CHECKING:
+    from eprt.cli.arguments import Explain
+
+TOKENS = tuple(2**power for power in range(13))  # per rank, of the plot
 LAYOUTS: dict[str, Column] = {
     "layout": lambda way: way.name,
     "pair": lambda way: "+".join((way.plans[0].dispatcher, way.plans[0].executor)) if way.plans else way.refused,
@@ -46,9 +52,7 @@ def explain(arguments: Explain, terminal: Terminal) -> int:
     if parallel.world_size > 1:
         _say_layouts(terminal, ways, arguments)
     if arguments.plot is not None:
-        from eprt.cli.explain_plot import plot
-
-        plot(kinds[0][0], parallel, runtime, device, arguments.plot)
+        _plot(kinds[0][0], parallel, runtime, device, arguments.plot)
         terminal.say(f"plot written to {arguments.plot}")
     terminal.result(
         {
@@ -178,12 +182,61 @@ def _layout_as_json(way: ParallelLayout) -> dict[str, Any]:
 
 def _ranges(numbers: list[int]) -> str:
     """Writes consecutive numbers as ranges: "0-2, 5"."""
-    parts: list[str] = []
-    start = previous = numbers[0]
-    for number in [*numbers[1:], None]:
-        if number is not None and number == previous + 1:
-            previous = number
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def curves(
+    config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device
+) -> dict[str, list[tuple[int, float]]]:
+    """Returns (tokens per rank, microseconds) of a call by every pair that can run there, and of the roofline."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for tokens in TOKENS:
+        sized = replace(runtime, max_tokens_per_rank=tokens, phase="prefill")
+        try:
+            candidates = make_plan(config, parallel, sized, device).candidates
+        except UnsupportedError:
             continue
-        parts.append(str(start) if start == previous else f"{start}-{previous}")
-        start = previous = number if number is not None else 0
-    return ", ".join(parts)
+        best: dict[str, float] = {}
+        for c in candidates:
+            if c.support and c.us is not None:
+                name = f"{c.dispatcher} + {c.executor}"
+                best[name] = min(c.us, best.get(name, c.us))
+        for name, us in best.items():
+            found.setdefault(name, []).append((tokens, us))
+        if best and (bound := roofline_us(config, parallel, tokens, device)) is not None:
+            found.setdefault("roofline", []).append((tokens, bound))
+    return found
+
+
+def _plot(config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device, path: Path) -> None:
+    """Draws the time of a layer over tokens per rank, one line for each possible pair; the file's ending names the
+    format.
+
+    Raises:
+        ConfigError: matplotlib is missing or can't write the format, or nothing is known of any pair's time.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib: pip install 'eprt[plot]'") from error
+    lines = curves(config, parallel, runtime, device)
+    if not lines:
+        raise ConfigError(f"--plot {path}: no time is known on {device}; eprt tune measures this machine's")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(1, 1, 1)
+    for name, points in lines.items():
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, "k--" if name == "roofline" else "o-", linewidth=1, markersize=3, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens per rank")
+    axes.set_ylabel("microseconds: dispatch, experts, combine")
+    axes.set_title(
+        f"{parallel.world_size} x {device}, {parallel.ranks_per_host} per host: measured and modelled", fontsize=10
+    )
+    axes.legend(fontsize=7)
+    try:
+        figure.savefig(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--plot {path}: {error}") from error

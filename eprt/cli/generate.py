@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from eprt.cli import generate_rank
-from eprt.cli.arguments import Generate
-from eprt.cli.generate_rank import Answers, LoadedModel
-from eprt.cli.journal import Journal
+import torch
+
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.run import checkpoint_directory
 from eprt.cli.terminal import Terminal
 from eprt.config import RuntimeConfig
 from eprt.errors import ConfigError, InputError
+from eprt.ranks.launcher import RankContext
+
+if TYPE_CHECKING:
+    from eprt.cli.arguments import Generate
 
 # Without --prompts, and of the tiny checkpoint's vocabulary: one is longer, and the last rank has none.
 EXAMPLES: tuple[dict[str, Any], ...] = (
@@ -46,7 +50,7 @@ def generate(arguments: Generate, terminal: Terminal) -> int:
         done = journal.done if journal is not None else 0
         if done:
             terminal.note(f"{done} of {len(prompts)} prompts are answered in the file already")
-        prompts = workers.run(generate_rank.share, prompts=prompts[done:])[0]
+        prompts = workers.run(share_prompts, prompts=prompts[done:])[0]
         if prompts:
             _load(arguments, directory, prompts, workers, terminal)
             _continue(arguments, prompts, workers, terminal, journal.write if journal is not None else terminal.lines)
@@ -60,7 +64,7 @@ def _load(
     # Graphs hold whole steps, not layers.
     runtime = RuntimeConfig(max_tokens_per_rank=arguments.max_tokens, layer_graphs=False if arguments.graphs else None)
     loaded: LoadedModel = workers.run(
-        generate_rank.load,
+        load_model,
         directory=str(directory.resolve()),
         runtime=runtime,
         graphs=arguments.graphs,
@@ -89,12 +93,12 @@ def _continue(
     tokens, busy = [0] * workers.size, [0.0] * workers.size
     size = workers.size * arguments.batch
     rounds = [range(first, min(first + size, len(prompts))) for first in range(0, len(prompts), size)]
-    with terminal.progress("prompts", len(rounds)) as progress:
+    with terminal.progress("prompts", len(rounds)) as advance:
         for numbers in rounds:
             shares = [list(numbers[rank :: workers.size]) for rank in range(workers.size)]
             given = [[prompts[number]["prompt"] for number in share] for share in shares]
             by_rank: list[Answers] = workers.run(
-                generate_rank.generate, prompts=given, batch_size=arguments.batch, options=options
+                continue_share, prompts=given, batch_size=arguments.batch, options=options
             )
             found: dict[int, dict[str, Any]] = {}
             for rank, (share, answers) in enumerate(zip(shares, by_rank, strict=True)):
@@ -104,7 +108,7 @@ def _continue(
                     said = {} if text is None else {"text": text}
                     found[number] = {**prompts[number], "tokens": new, "rank": rank, **said}
             write([found[number] for number in numbers])
-            progress.advance(f"{numbers.stop} of {len(prompts)} done, {sum(tokens)} tokens")
+            advance(f"{numbers.stop} of {len(prompts)} done, {sum(tokens)} tokens")
     rates = [count / seconds if seconds else 0.0 for count, seconds in zip(tokens, busy, strict=True)]
     each = ", ".join(f"{rate:,.1f}" for rate in rates)
     total = f"{sum(tokens)} tokens for {len(prompts)} prompts"
@@ -134,3 +138,151 @@ def _prompt(line: str, where: str) -> dict[str, Any]:
     if not prompt or not (isinstance(prompt, str) or ids):
         raise InputError(f"{where}: {line.strip()[:80]}: {expected}")
     return found
+
+
+class Journal:
+    """The answers that an earlier run left in a file, and those that follow.
+
+    A last line that was cut off as the run ended isn't counted, and is overwritten.
+
+    Args:
+        path: made if it isn't there.
+        prompts: all of them; each answer repeats its prompt's fields.
+
+    Attributes:
+        done: how many prompts are answered.
+
+    Raises:
+        ConfigError: the file can't be read or written, or holds answers to other prompts.
+    """
+
+    def __init__(self, path: Path, prompts: Sequence[dict[str, Any]]) -> None:
+        try:
+            self._file = path.open("r+b" if path.exists() else "x+b")
+            lines = self._file.read().splitlines(keepends=True)
+        except OSError as error:
+            raise ConfigError(f"--output {path}: {error.strerror or error}") from error
+        whole = lines[:-1] if lines and not _is_answer(lines[-1]) else lines
+        for number, line in enumerate(whole):
+            if number >= len(prompts) or not _answers(line, prompts[number]):
+                raise ConfigError(
+                    f"{path}:{number + 1} answers another prompt than --prompts has there: name another file, or "
+                    "remove it to begin again"
+                )
+        self.done = len(whole)
+        self._file.seek(sum(map(len, whole)))
+        self._file.truncate()
+
+    def write(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Append answers, and wait until they are on the disk. Raises OSError."""
+        self._file.write("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _is_answer(line: bytes) -> bool:
+    return line.endswith(b"\n") and _parsed(line) is not None
+
+
+def _answers(line: bytes, prompt: dict[str, Any]) -> bool:
+    row = _parsed(line)
+    return row is not None and {name: row.get(name) for name in prompt} == prompt
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The answer in a line, or None."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("tokens"), list) else None
+
+
+# ---- the jobs of each rank: it loads the model without other ranks' experts, and continues its prompts ------------
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The number of MoE layers, whether text can be given, and the plan's choice."""
+
+    layers: int
+    tokenizer: bool
+    dispatcher: str
+    executor: str
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One rank's answers of a round: the new tokens of each prompt, as text where there is a tokenizer, and the
+    seconds they took."""
+
+    tokens: list[list[int]]
+    texts: list[str | None]
+    seconds: float
+
+
+def share_prompts(context: RankContext, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the prompts that this rank has read; the caller takes rank 0's."""
+    return prompts
+
+
+def load_model(
+    context: RankContext, directory: str, runtime: RuntimeConfig, graphs: bool, seed: int, behind_s: float
+) -> LoadedModel:
+    """Loads the model without other ranks' experts, and its tokenizer if it has one. Collective."""
+    from eprt.integrations.transformers import load_without_experts, parallelize
+
+    world = context.world(timeout_s=behind_s)
+    context.release("generate")
+    model = load_without_experts(directory, dtype="auto", device_map=None).eval().to(world.device)
+    layers = parallelize(model, world, runtime)
+    world.warmup(*layers)
+    tokenizer = _tokenizer(directory)
+    context.cache["generate"] = _Model(model, tokenizer, layers, graphs)
+    torch.manual_seed(seed + world.dp_rank)
+    return LoadedModel(len(layers), tokenizer is not None, layers[0].plan.dispatcher, layers[0].plan.executor)
+
+
+def continue_share(
+    context: RankContext, prompts: list[list[str | list[int]]], batch_size: int, options: dict[str, Any]
+) -> Answers:
+    """Continues `prompts[rank]`; `options` are transformers' own. Collective."""
+    from eprt.integrations.transformers import generate
+
+    held: _Model = context.cache["generate"]
+    started = time.perf_counter()
+    own = [held.ids(prompt) for prompt in prompts[context.rank]]
+    tokens = generate(held.model, own, batch_size=batch_size, graphs=held.graphs, **options)
+    seconds = time.perf_counter() - started
+    return Answers(tokens, [held.text(new) for new in tokens], seconds)
+
+
+class _Model:
+    """A loaded model and its tokenizer; the rank closes it."""
+
+    def __init__(self, model: Any, tokenizer: Any, layers: list[Any], graphs: bool) -> None:
+        self.model, self.tokenizer, self.graphs, self._layers = model, tokenizer, graphs, layers
+
+    def ids(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return list(self.tokenizer(prompt)["input_ids"])
+
+    def text(self, tokens: list[int]) -> str | None:
+        return None if self.tokenizer is None else str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def close(self) -> None:
+        for layer in self._layers:
+            layer.close()
+
+
+def _tokenizer(directory: str) -> Any:
+    """Loads the checkpoint's tokenizer from its files alone; None if it has none."""
+    if not any((Path(directory) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory)

@@ -116,12 +116,12 @@ def _planned(
     arguments: PlanExperts, counts: Counts, before: Placements, parallel: ParallelConfig, terminal: Terminal
 ) -> Placements:
     after: Placements = {}
-    with terminal.progress("plan", len(counts)) as progress:
+    with terminal.progress("plan", len(counts)) as advance:
         for layer, row in counts.items():
             current = before[layer] if before[layer].num_slots == arguments.slots else None
             domain = arguments.domain_size
             after[layer] = plan_placement(row, parallel, arguments.slots, current=current, domain_size=domain)
-            progress.advance(f"layer {layer}")
+            advance(f"layer {layer}")
     return after
 
 

@@ -4,14 +4,13 @@ of."""
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from eprt.errors import ConfigError, rebuild_error
+from eprt.errors import ConfigError, EprtError, rebuild_error
 from eprt.ranks.launcher import RankContext, WorldFailed, WorldPool
 from eprt.world.groups import joins_torchrun, place
 from eprt.world.wire import gather_values
@@ -22,7 +21,7 @@ JOB_TIMEOUT_S = 3600.0
 BEHIND_TIMEOUT_S = {"cpu": 60.0, "cuda": 2400.0}
 
 
-class Ranks(ABC):
+class Ranks:
     """Runs jobs, `function(context, **kwargs)`, on every rank.
 
     Attributes:
@@ -30,54 +29,38 @@ class Ranks(ABC):
         timeout_s: for the jobs' Worlds: how long a rank may be behind the others.
     """
 
-    def __init__(self, size: int, device: str, timeout_s: float) -> None:
-        self.size, self.device, self.timeout_s = size, device, timeout_s
+    def __init__(self, owner: WorldPool | RankContext, timeout_s: float) -> None:
+        self.size, self.device, self.timeout_s = owner.size, owner.device, timeout_s
+        self._owner = owner
 
     def __str__(self) -> str:
         return f"{self.size} x {self.device}"
 
-    @abstractmethod
     def run(self, function: Callable[..., Any], *, within_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """Returns the results in rank order.
+        """Returns the results in rank order; every rank of torchrun gets all of them.
 
         Raises the EprtError that all ranks raised, RankLost or WorldFailed if one broke. Ranks that this process
         started are ended after `within_s`, which is a WorldFailed that is `late`; torchrun's can't be.
         """
-
-
-class _Started(Ranks):
-    """Processes that this command started."""
-
-    def __init__(self, pool: WorldPool) -> None:
-        super().__init__(pool.size, pool.device, BEHIND_TIMEOUT_S[pool.device])
-        self._pool = pool
-
-    def run(self, function: Callable[..., Any], *, within_s: float | None = None, **kwargs: Any) -> list[Any]:
+        if isinstance(self._owner, RankContext):
+            found = function(self._owner, **kwargs)
+            return gather_values(self._owner.world(timeout_s=self.timeout_s), found)
         try:
-            return self._pool.run(function, timeout_s=within_s, **kwargs)
+            return self._owner.run(function, timeout_s=within_s, **kwargs)
         except WorldFailed as failed:
-            raised = {(r.raised.error, r.raised.message) if r.raised else None for r in failed.reports}
-            # All ranks refuse in the same words: that is an answer, not a failure of the world.
-            same = raised.pop() if len(raised) == 1 else None
-            if same is None or same[0] in ("RankLost", "EprtError"):
+            if (answer := _answer(failed)) is None:
                 raise
-            error = rebuild_error(*same)
-            if error.__class__.__name__ != same[0]:
-                raise
-            raise error from None
+            raise answer from None
 
 
-class _Joined(Ranks):
-    """The world that torchrun started. Every rank gets every result; rank 0 prints."""
-
-    def __init__(self, context: RankContext) -> None:
-        # Rank 0 also judges results between jobs, while the others wait.
-        super().__init__(context.size, context.device, BEHIND_TIMEOUT_S["cuda"])
-        self._context = context
-
-    def run(self, function: Callable[..., Any], *, within_s: float | None = None, **kwargs: Any) -> list[Any]:
-        found = function(self._context, **kwargs)
-        return gather_values(self._context.world(timeout_s=self.timeout_s), found)
+def _answer(failed: WorldFailed) -> EprtError | None:
+    """Returns the error that all ranks raised in the same words: that is an answer, not a failure of the world."""
+    raised = {(r.raised.error, r.raised.message) if r.raised else None for r in failed.reports}
+    same = raised.pop() if len(raised) == 1 else None
+    if same is None or same[0] in ("RankLost", "EprtError"):
+        return None
+    error = rebuild_error(*same)
+    return error if type(error).__name__ == same[0] else None
 
 
 @contextmanager
@@ -100,11 +83,11 @@ def ranks(world: int, device: str) -> Iterator[Ranks]:
     kind = choose_device(device, local)
     if joined:
         context = RankContext(rank, size, kind)
-        yield _Joined(context)
+        yield Ranks(context, BEHIND_TIMEOUT_S["cuda"])  # rank 0 judges results between jobs, while the others wait
         context.close()  # not after an error: leaving without a close is what tells the peers
         return
     with WorldPool(size, kind, timeout_s=JOB_TIMEOUT_S) as pool:
-        yield _Started(pool)
+        yield Ranks(pool, BEHIND_TIMEOUT_S[kind])
 
 
 def choose_device(device: str, local_ranks: int) -> str:

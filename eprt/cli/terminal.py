@@ -8,6 +8,7 @@ import json as json_format
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from eprt.errors import ConfigError
 
 NO_OUTPUT = 74  # EX_IOERR
 PIPE_CLOSED = 141  # what a shell says of a process that SIGPIPE ended
+_WIDEST = 100_000  # columns of text: a table is the same wherever it is printed
 
 # One column of a table: the row's key, with a format if one is needed ("us:.0f"), or a function of the row.
 Column = str | Callable[[Any], object]
@@ -112,23 +114,21 @@ class Terminal:
         self.say(f"\n{title}\n{plain_table(list(columns), cells)}")
 
     @contextmanager
-    def progress(self, what: str, total: int) -> Iterator[Progress]:
-        """Yields the progress of `total` parts, which prints one line on stderr for each."""
-        yield Progress(what, total, self.speaks and not self.json)
+    def progress(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
+        """Yields a function that counts one of `total` parts as done, with a note: each prints one line on stderr,
+        where a terminal also has a bar."""
+        from rich.console import Console
+        from rich.progress import Progress
 
+        console = Console(stderr=True, soft_wrap=True, quiet=self.json or not self.speaks)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task(what, total=total)
 
-class Progress:
-    """Prints how many parts of a whole are done."""
+            def advance(note: str) -> None:
+                bar.advance(task)
+                console.out(f"{what} {bar.tasks[task].completed:.0f}/{total}: {note}", highlight=False)
 
-    def __init__(self, what: str, total: int, speaks: bool) -> None:
-        self._what, self._total, self._speaks, self._done = what, total, speaks, 0
-
-    def advance(self, note: str) -> None:
-        """Counts one more part as done."""
-        self._done += 1
-        if self._speaks:
-            sys.stderr.write(f"{self._what} {self._done}/{self._total}: {note}\n")
-            sys.stderr.flush()
+            yield advance
 
 
 def _cell(row: Any, column: Column) -> str:
@@ -150,19 +150,20 @@ def _as_json(value: Any) -> Any:
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns the lines of a table whose columns are padded with spaces; columns of numbers are right-aligned."""
-    lines: list[list[str]] = [list(header), *map(list, rows)]
-    columns = range(len(header))
-    widths = [max(len(line[c]) for line in lines) for c in columns]
-    right = [bool(rows) and all(_is_number(row[c]) for row in rows) for c in columns]
-    return "\n".join(
-        "  ".join(line[c].rjust(widths[c]) if right[c] else line[c].ljust(widths[c]) for c in columns).rstrip()
-        for line in lines
-    )
+    """Returns the lines of a table, of any width; columns of numbers are right-aligned."""
+    from rich.console import Console
+    from rich.table import Table
 
-
-def _is_number(text: str) -> bool:
-    return text in ("", "-") or text.replace(",", "").replace(".", "", 1).lstrip("-")[:1].isdigit()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, *cells in zip(header, *rows, strict=True):
+        numbers = bool(cells) and all(re.match(r"-?[\d,]*\.?\d|-?$", cell) for cell in cells)
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=_WIDEST, markup=False, emoji=False, highlight=False, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 @contextmanager

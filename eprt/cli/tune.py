@@ -86,7 +86,7 @@ def _measure(
     carried: list[tuple[Any, list[Any]]] = []
     cut: dict[str, str] = {}
     sm: int = workers.run(bench.generation)[0]
-    with terminal.progress("tune", len(todo)) as progress:
+    with terminal.progress("tune", len(todo)) as advance:
         for part in todo:
             # Ranks of torchrun must decide alike, so the slowest one's clock counts for all.
             left = arguments.budget_s - max(workers.run(bench.elapsed, since=start))
@@ -105,11 +105,8 @@ def _measure(
                     if not failed.late:
                         raise
                     cut[part.name] = f"{part}: ended after {limit:.0f} s"
-            progress.advance(str(part))
-    tables = [
-        bench.experts_table(sm, config, workers.size, times),
-        bench.dispatch_table(sm, workers.size, carried),
-    ]
+            advance(str(part))
+    tables = [bench.experts_table(sm, config, workers.size, times), bench.dispatch_table(sm, workers.size, carried)]
     return sm, [table for table in tables if table["rows"]], list(cut.values())
 
 

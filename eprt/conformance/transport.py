@@ -35,10 +35,7 @@ def travelling(hidden: torch.Tensor, payload: PayloadFormat | None) -> Payload:
 
 
 def wrong_arrivals(
-    tokens: FlatTokens | ExpertMajorTokens,
-    batches: Sequence[Batch],
-    shard: ExpertShard,
-    payload: PayloadFormat | None,
+    tokens: FlatTokens | ExpertMajorTokens, batches: Sequence[Batch], shard: ExpertShard, payload: PayloadFormat | None
 ) -> list[str]:
     """Describes what is wrong with the tokens that this rank received, given every rank's input; [] if each token that
     needs one of its experts arrived exactly once, bit for bit, with exactly this rank's entries and their weights."""

@@ -72,10 +72,7 @@ class RankContext:
         found = self._worlds.get(key)
         if found is None or found.closed:
             found = World.from_env(
-                device=self.device,
-                attention_tp_size=attention_tp_size,
-                moe_tp_size=moe_tp_size,
-                timeout_s=timeout_s,
+                device=self.device, attention_tp_size=attention_tp_size, moe_tp_size=moe_tp_size, timeout_s=timeout_s
             )
             self._worlds[key] = found
         self._use_last(key)

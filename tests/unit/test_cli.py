@@ -244,7 +244,7 @@ def test_a_broken_rank_ends_the_run_with_its_name_and_all_stacks(
     for number_of_rank, report in enumerate(reports):
         assert report.startswith(f"{number_of_rank} ")
         gone = number_of_rank == 1 and number == signal.SIGKILL
-        # A rank that is stopped between two jobs is in the launcher's loop, not in run_rank.py.
+        # A rank that is stopped between two jobs is in the launcher's loop, not in run.py.
         assert ("no stack: the process is gone" if gone else "ranks/process.py") in report
     wait_until_gone(ranks)
 

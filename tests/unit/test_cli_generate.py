@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from eprt.cli import main
-from eprt.cli.journal import Journal
+from eprt.cli.generate import Journal
 from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import ConfigError
 

@@ -12,8 +12,7 @@ from support.cases import expert_cases as cases
 
 from eprt.cli import main
 from eprt.cli.arguments import Explain, parse
-from eprt.cli.explain import as_json, kinds_of_layers
-from eprt.cli.explain_plot import curves
+from eprt.cli.explain import as_json, curves, kinds_of_layers
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.layer import ExpertParallelMoE

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support.processes import descendants, wait_until_gone
 
-from eprt.cli import doctor_faults
+from eprt.cli import doctor
 from eprt.cli.arguments import Doctor
 from eprt.cli.terminal import Terminal
 from eprt.conformance import faults
@@ -48,7 +48,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 def run(output: Path, trials: int, **more: object) -> list[dict]:
-    return doctor_faults.break_ranks(Doctor(output=output, trials=trials, world=2, **more), Terminal(speaks=True))
+    return doctor.break_ranks(Doctor(output=output, trials=trials, world=2, **more), Terminal(speaks=True))
 
 
 def test_runs_fill_one_file(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +124,7 @@ def test_another_machines_file_is_refused(
 
 def test_resume_without_a_file_to_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="--output"):
-        doctor_faults.break_ranks(Doctor(resume=True, world=2), Terminal(speaks=False))
+        doctor.break_ranks(Doctor(resume=True, world=2), Terminal(speaks=False))
 
 
 # ---- the order, and the end ------------------------------------------------------------------------------------------

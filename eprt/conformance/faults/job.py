@@ -15,16 +15,7 @@ from unittest import mock
 import torch
 
 from eprt.conformance.cases import Batch
-from eprt.conformance.faults.matrix import (
-    REPLAY,
-    START_UP,
-    STEP,
-    Skipped,
-    Then,
-    Trial,
-    config,
-    runtime,
-)
+from eprt.conformance.faults.matrix import REPLAY, START_UP, STEP, Skipped, Then, Trial, config, runtime
 from eprt.conformance.oracle import expected_outputs, shard_weights
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import EprtError, RankLost

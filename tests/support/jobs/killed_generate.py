@@ -12,13 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eprt.cli import generate_rank, main
+from eprt.cli import generate as command
+from eprt.cli import main
 
 ROUND = 1
 
 
 def kill_in_the_second_round(output: Path) -> None:
-    generate, rounds = generate_rank.generate, [0]
+    generate, rounds = command.continue_share, [0]
 
     def killed(context: Any, **given: Any) -> Any:
         if rounds[0] == ROUND and context.rank == 1:
@@ -29,7 +30,7 @@ def kill_in_the_second_round(output: Path) -> None:
         rounds[0] += 1
         return generate(context, **given)
 
-    generate_rank.generate = killed
+    command.continue_share = killed
 
 
 if __name__ == "__main__":
