@@ -109,10 +109,7 @@ class Mxfp4(Matrix):
     whole_columns = MX_BLOCK
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {
-            "codes": ((rows, cols // 2), torch.uint8),
-            "scales": ((rows, cols // MX_BLOCK), torch.uint8),
-        }
+        return {"codes": ((rows, cols // 2), torch.uint8), "scales": ((rows, cols // MX_BLOCK), torch.uint8)}
 
 
 @dataclass(frozen=True)
@@ -150,10 +147,7 @@ class Fp8Tensor(Matrix):
     format = ("fp8_tensor",)
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        fields = {
-            "data": ((rows, cols), torch.float8_e4m3fn),
-            "scale": ((parts,), torch.float32),
-        }
+        fields = {"data": ((rows, cols), torch.float8_e4m3fn), "scale": ((parts,), torch.float32)}
         return fields | ({} if self.input_scale is None else {"input_scale": ((parts,), torch.float32)})
 
 
@@ -183,10 +177,7 @@ class Mxfp8(Matrix):
     whole_columns = MX_BLOCK
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {
-            "data": ((rows, cols), torch.float8_e4m3fn),
-            "scales": ((rows, cols // MX_BLOCK), torch.uint8),
-        }
+        return {"data": ((rows, cols), torch.float8_e4m3fn), "scales": ((rows, cols // MX_BLOCK), torch.uint8)}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from eprt.errors import ConfigError
 from eprt.models.checkpoint import CONFIG, INDEX
-from eprt.quant.mxfp4 import encode_mxfp4
+from eprt.quant.blocks import encode_mxfp4
 from eprt.weights import MX_BLOCK
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _VOCABULARY = 4, 2, 32, 512

@@ -1,7 +1,7 @@
 """Number formats: encode and decode, in pure torch, on any device. Kernel layouts are the executors' business.
 
 `decode` and `encode` work on the canonical matrices of `eprt.weights`; `encode_payload` and `decode_payload` on tokens
-in flight; the modules below work on raw tensors. A new weight format is one entry in each of the two tables here.
+in flight; `blocks` on raw tensors. A new weight format is one entry in each of the two tables here.
 """
 
 from __future__ import annotations
@@ -11,13 +11,24 @@ from typing import Any
 
 import torch
 
-from eprt.config import WeightFormat
-from eprt.errors import ConfigError
-from eprt.quant.fp8 import decode_mxfp8, encode_fp8_block, encode_fp8_tensor, encode_mxfp8, spread_blocks
-from eprt.quant.mxfp4 import decode_mxfp4, encode_mxfp4
-from eprt.quant.nvfp4 import decode_nvfp4, encode_nvfp4, nvfp4_global_scale
-from eprt.quant.payload import decode_payload, encode_payload
-from eprt.weights import Dense, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Mxfp8, Nvfp4
+from eprt.config import PayloadFormat, WeightFormat
+from eprt.errors import ConfigError, InputError
+from eprt.quant.blocks import (
+    decode_mxfp4,
+    decode_mxfp8,
+    decode_nvfp4,
+    encode_fp8_block,
+    encode_fp8_groups,
+    encode_fp8_tensor,
+    encode_mxfp4,
+    encode_mxfp8,
+    encode_nvfp4,
+    nvfp4_global_scale,
+    spread_blocks,
+    spread_groups,
+)
+from eprt.tokens import Payload
+from eprt.weights import NVFP4_BLOCK, Dense, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Mxfp8, Nvfp4
 
 __all__ = ["decode", "decode_payload", "encode", "encode_payload"]
 
@@ -109,3 +120,55 @@ def _split(tensor: torch.Tensor, parts: int) -> torch.Tensor:
 def _join(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Undoes `_split` for each tensor."""
     return [tensor.flatten(1, 2) for tensor in tensors]
+
+
+def encode_payload(hidden: torch.Tensor, format: PayloadFormat, global_scale: torch.Tensor | None = None) -> Payload:
+    """Packs hidden states in a payload's number format, on their own device, without a host sync.
+
+    Args:
+        hidden: [T, H] bf16 or float32, T >= 0.
+        format: `f32` and `bf16` cast; `fp8_block` has a scale per 128 values of a token (the last group may be short);
+            `nvfp4` needs H to be a multiple of 16.
+        global_scale: `nvfp4`'s second-level scale, float32 [1], the same on every rank. None means 1: the largest
+            magnitude is then 6 * 448 = 2688, and values saturate there.
+
+    Raises:
+        InputError: H doesn't fit the format, or the format is unknown.
+    """
+    if format in ("f32", "bf16"):
+        return Payload.plain(hidden.to(torch.float32 if format == "f32" else torch.bfloat16))
+    if format not in ("fp8_block", "nvfp4"):
+        raise InputError(f"payload format {format!r}: expected f32, bf16, fp8_block or nvfp4")
+    encode_groups, encode_blocks = encode_fp8_groups, encode_nvfp4
+    if hidden.is_cuda and hidden.dim() == 2:  # in one pass over the tokens
+        from eprt.quant.payload_kernels import encode_fp8_rows as encode_groups
+        from eprt.quant.payload_kernels import encode_nvfp4_rows as encode_blocks
+    if format == "fp8_block":
+        data, scale = encode_groups(hidden)
+        return Payload(data, format, scale)
+    if hidden.shape[-1] % NVFP4_BLOCK:
+        raise InputError(
+            f"hidden size {hidden.shape[-1]} isn't a multiple of {NVFP4_BLOCK}: an nvfp4 payload can't hold it"
+        )
+    if global_scale is None:
+        global_scale = torch.ones(1, dtype=torch.float32, device=hidden.device)
+    codes, scale = encode_blocks(hidden, global_scale)
+    return Payload(codes, format, scale, global_scale)
+
+
+def decode_payload(payload: Payload) -> torch.Tensor:
+    """Returns plain numbers [..., H]: packed formats in bf16, plain ones as they are. No host sync.
+
+    Raises:
+        InputError: `nvfp4` without its global scale, or a scale that doesn't fit (see `Payload.check`).
+    """
+    payload.check()
+    if payload.scale is None:
+        return payload.data
+    if payload.format == "fp8_block":
+        values = payload.data.float() * spread_groups(payload.scale, payload.hidden_size)
+    else:
+        if payload.global_scale is None:
+            raise InputError("nvfp4 payload carries no global_scale: pass the float32 [1] it was encoded with")
+        values = decode_nvfp4(payload.data, payload.scale, payload.global_scale)
+    return values.to(torch.bfloat16)

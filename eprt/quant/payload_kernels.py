@@ -1,6 +1,6 @@
-"""Packed payloads in one pass over the tokens on a GPU, bit for bit what fp8.py and nvfp4.py make of them.
+"""Packed payloads in one pass over the tokens on a GPU, bit for bit what `eprt.quant.blocks` makes of them.
 
-Those are plain torch: ten and more passes, which at 1024 tokens cost as much as sending them. Finite values only.
+That is plain torch: ten and more passes, which at 1024 tokens cost as much as sending them. Finite values only.
 `fp8_groups` and `nvfp4_groups` are for kernels that pack on the way.
 """
 # Triton's language isn't typed: its values are tensors of the kernel, whatever a checker makes of them.

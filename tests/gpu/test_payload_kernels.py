@@ -6,9 +6,8 @@ import pytest
 import torch
 from support.stand_ins.kernel_device import DEVICE, generator, runs_kernels, sized
 
+from eprt.quant.blocks import encode_fp8_groups, encode_nvfp4
 from eprt.quant.elements import E2M1_MAX
-from eprt.quant.fp8 import encode_fp8_groups
-from eprt.quant.nvfp4 import encode_nvfp4
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 ROWS = sized(300, 9)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from eprt.errors import ConfigError, InputError
 from eprt.quant import decode, decode_payload, encode, encode_payload
+from eprt.quant.blocks import decode_mxfp4, decode_nvfp4, encode_mxfp4, encode_mxfp8, encode_nvfp4
 from eprt.quant.elements import (
     decode_e2m1,
     decode_e8m0,
@@ -20,9 +21,6 @@ from eprt.quant.elements import (
     shared_scale,
     unpack_nibbles,
 )
-from eprt.quant.fp8 import encode_mxfp8
-from eprt.quant.mxfp4 import decode_mxfp4, encode_mxfp4
-from eprt.quant.nvfp4 import decode_nvfp4, encode_nvfp4
 from eprt.tokens import Payload
 from eprt.weights import Dense, Fp8Block, Fp8Tensor, Mxfp4, Mxfp8, Nvfp4
 

@@ -34,7 +34,7 @@ from eprt.experts.blackwell import cutedsl_layouts, swizzle, trtllm_formats
 from eprt.experts.blackwell.cutedsl import ContiguousExperts, CuteDslExecutor, MaskedExperts
 from eprt.experts.blackwell.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
-from eprt.quant.payload import encode_payload
+from eprt.quant import encode_payload
 from eprt.routing import route
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights

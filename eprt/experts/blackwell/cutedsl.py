@@ -28,7 +28,7 @@ from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix
 from eprt.experts.blackwell.swizzle import mma_scale_view, swizzle_scales
 from eprt.experts.sample_tokens import even_tokens
 from eprt.placement import ExpertShard
-from eprt.quant.payload import decode_payload
+from eprt.quant import decode_payload
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, as_bytes
 from eprt.weights import NVFP4_BLOCK, ExpertWeights
 

@@ -9,13 +9,7 @@ import torch
 
 from eprt.config import Activation
 from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix, share_global_scale
-from eprt.experts.blackwell.swizzle import (
-    GATED_ROWS,
-    interleave_halves,
-    mma_scale_view,
-    swap_halves,
-    swizzle_scales,
-)
+from eprt.experts.blackwell.swizzle import GATED_ROWS, interleave_halves, mma_scale_view, swap_halves, swizzle_scales
 from eprt.experts.padding import pad_parts, stack_experts
 from eprt.rounding import round_up
 from eprt.weights import NVFP4_BLOCK, ExpertWeights, Nvfp4

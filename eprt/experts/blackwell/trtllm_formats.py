@@ -27,15 +27,10 @@ from torch.nn.functional import pad
 from eprt.config import Activation, WeightFormat
 from eprt.errors import ConfigError, InputError
 from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix, share_global_scale
-from eprt.experts.blackwell.swizzle import (
-    swap_halves,
-    swizzle_scales,
-    take_rows,
-    trtllm_row_order,
-)
+from eprt.experts.blackwell.swizzle import swap_halves, swizzle_scales, take_rows, trtllm_row_order
 from eprt.experts.padding import pad_parts, stack_experts
+from eprt.quant.blocks import encode_fp8_groups
 from eprt.quant.elements import encode_e4m3
-from eprt.quant.fp8 import encode_fp8_groups
 from eprt.rounding import round_up
 from eprt.tokens import Payload, as_bytes
 from eprt.weights import MX_BLOCK, NVFP4_BLOCK, ExpertWeights, Fp8Block, Fp8Tensor, Mxfp8, Nvfp4

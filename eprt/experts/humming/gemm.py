@@ -16,13 +16,7 @@ import torch
 
 from eprt.config import WeightFormat
 from eprt.errors import ConfigError
-from eprt.experts.padding import (
-    TILE,
-    pad_parts,
-    spread_part_scale,
-    spread_tensor_scale,
-    stack_experts,
-)
+from eprt.experts.padding import TILE, pad_parts, spread_part_scale, spread_tensor_scale, stack_experts
 from eprt.rounding import round_up
 from eprt.support import stream_number
 from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4

@@ -11,8 +11,7 @@ from eprt.expert_major import expert_major_from_flat
 from eprt.experts.base import Executor
 from eprt.experts.reference import ReferenceExecutor, decode_hidden
 from eprt.placement import ExpertShard
-from eprt.quant import decode
-from eprt.quant.payload import encode_payload
+from eprt.quant import decode, encode_payload
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights, Fp8Tensor, Nvfp4
 from support.cases import expert_cases

@@ -1,13 +1,31 @@
-"""FP8 (E4M3) with a float32 scale for a matrix, a 128 x 128 block or 128 values of a token; and OCP MXFP8."""
+"""The block formats on raw tensors: FP8 (E4M3) with float32 scales, OCP MXFP8 and MXFP4, NVFP4.
+
+- FP8 has one float32 scale per matrix, per 128 x 128 block, or per 128 values of a token.
+- MXFP8 and MXFP4 (OCP MX v1.0) have one E8M0 scale for 32 elements along the last dimension, which is whole blocks.
+- NVFP4 has one E4M3 scale for 16 E2M1 elements, and a float32 scale above: value = e2m1(code) * scale * global_scale.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch.nn.functional import pad
 
-from eprt.quant.elements import E4M3_EMAX, E4M3_MAX, TINY, decode_e8m0, encode_e4m3, shared_scale
+from eprt.quant.elements import (
+    E2M1_EMAX,
+    E2M1_MAX,
+    E4M3_EMAX,
+    E4M3_MAX,
+    TINY,
+    decode_e2m1,
+    decode_e8m0,
+    encode_e2m1,
+    encode_e4m3,
+    pack_nibbles,
+    shared_scale,
+    unpack_nibbles,
+)
 from eprt.rounding import ceil_div
-from eprt.weights import FP8_BLOCK, MX_BLOCK
+from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK
 
 
 def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
@@ -57,7 +75,7 @@ def spread_groups(scale: torch.Tensor, H: int) -> torch.Tensor:
 
 
 def encode_mxfp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encodes [..., C] float as (e4m3 [..., C], scales u8 E8M0 [..., C/32]). C must be a multiple of 32."""
+    """Encodes [..., C] float as (e4m3 [..., C], scales u8 E8M0 [..., C/32])."""
     blocks = values.float().unflatten(-1, (values.shape[-1] // MX_BLOCK, MX_BLOCK))
     scales = shared_scale(blocks.abs().amax(-1), E4M3_EMAX)
     return encode_e4m3(blocks / decode_e8m0(scales)[..., None]).flatten(-2), scales
@@ -67,3 +85,41 @@ def decode_mxfp8(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Decodes (e4m3 [..., C], scales u8 [..., C/32]) to float32 [..., C]."""
     blocks = data.float().unflatten(-1, (scales.shape[-1], MX_BLOCK))
     return (blocks * decode_e8m0(scales)[..., None]).flatten(-2)
+
+
+def encode_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encodes [..., C] as (codes u8 [..., C/2], scales u8 E8M0 [..., C/32])."""
+    blocks = values.float().unflatten(-1, (values.shape[-1] // MX_BLOCK, MX_BLOCK))
+    scales = shared_scale(blocks.abs().amax(-1), E2M1_EMAX)
+    codes = encode_e2m1(blocks / decode_e8m0(scales)[..., None])
+    return pack_nibbles(codes.flatten(-2)), scales
+
+
+def decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Decodes (codes u8 [..., C/2], scales u8 [..., C/32]) exactly to float32 [..., C]; a block of scale 255 is NaN."""
+    values = decode_e2m1(unpack_nibbles(codes)).unflatten(-1, (scales.shape[-1], MX_BLOCK))
+    return (values * decode_e8m0(scales)[..., None]).flatten(-2)
+
+
+def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
+    """Returns the second-level scale that makes `amax` the largest value: amax / (6 * 448), never 0."""
+    return (amax.float() / (E2M1_MAX * E4M3_MAX)).clamp(min=TINY)
+
+
+def encode_nvfp4(values: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encodes [..., C] as (codes u8 [..., C/2], scales e4m3 [..., C/16]). C must be a multiple of 16.
+
+    `global_scale` is float32 and broadcasts against [..., C/16]. Saturates beyond 6 * 448 * global_scale.
+    """
+    blocks = values.float().unflatten(-1, (values.shape[-1] // NVFP4_BLOCK, NVFP4_BLOCK))
+    scales = encode_e4m3(blocks.abs().amax(-1) / global_scale / E2M1_MAX)
+    step = (scales.float() * global_scale)[..., None]
+    # A block whose scale underflowed to 0 decodes to 0 whatever its codes: store zeros, not 0 / 0.
+    codes = encode_e2m1(torch.where(step == 0, 0.0, blocks / step))
+    return pack_nibbles(codes.flatten(-2)), scales
+
+
+def decode_nvfp4(codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """Undoes `encode_nvfp4`: float32 [..., C]. `global_scale` broadcasts against [..., C/16]."""
+    values = decode_e2m1(unpack_nibbles(codes)).unflatten(-1, (scales.shape[-1], NVFP4_BLOCK))
+    return (values * (scales.float() * global_scale)[..., None]).flatten(-2)
