@@ -23,12 +23,12 @@ import torch
 
 from eprt.config import Activation
 from eprt.errors import ConfigError
-from eprt.experts.base import PreparedExecutor, unsupported_format
+from eprt.experts.base import PreparedExecutor
 from eprt.experts.padding import TILE, pad_parts, stack_experts
 from eprt.experts.permute import copy_columns, plain_hidden
 from eprt.experts.sample_tokens import even_tokens
 from eprt.rounding import round_up
-from eprt.tokens import ExpertMajorTokens, FlatTokens
+from eprt.tokens import FlatTokens
 from eprt.weights import MX_BLOCK, ExpertWeights, Mxfp4
 
 # FlashInfer multiplies a Humming residual scale by 2 ** 6 (docstring of `cutlass_fused_moe`, quant_scales).
@@ -146,9 +146,6 @@ class CutlassMxfp4Executor(PreparedExecutor):
         hidden = self._padded(tokens)
         out = torch.empty_like(hidden)
         return lambda: self._run(hidden, tokens.ids, tokens.weights, out)
-
-    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
-        raise unsupported_format("cutlass_mxfp4", "expert_major")
 
     def _run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
         """Calls the library. hidden and out: bf16 [N, padded H], N > 0."""

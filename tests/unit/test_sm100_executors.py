@@ -30,9 +30,8 @@ from eprt.config import Routing
 from eprt.errors import ConfigError, InputError, UsageError
 from eprt.experts import EXECUTORS, rules
 from eprt.experts.adapters import AdaptedExecutor
-from eprt.experts.blackwell import cutedsl_layouts, swizzle, trtllm_formats
-from eprt.experts.blackwell.cutedsl import ContiguousExperts, CuteDslExecutor, MaskedExperts
-from eprt.experts.blackwell.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
+from eprt.experts.blackwell import scales, swizzle, trtllm_formats
+from eprt.experts.blackwell.cutedsl import CuteDslExecutor
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
 from eprt.quant import encode_payload
 from eprt.routing import route
@@ -472,17 +471,6 @@ def test_a_routing_that_kernels_lack_is_refused():
 # ---- mistakes must show -------------------------------------------------------------------------------------------
 
 
-def test_a_layout_of_the_other_family_is_refused():
-    _, shard, weights = case("nvfp4", (128, 64))
-    kernels, size = FakeCuteDsl().kernels(), PaddedSize.of(weights, 2)
-    masked = MaskedLayout.prepare(weights, size, 2, CPU)
-    contiguous = ContiguousLayout.prepare(weights, size, SILU, CPU)
-    with pytest.raises(ConfigError, match="MaskedLayout"):
-        ContiguousExperts(kernels, masked, SILU, shard, RUNTIME)
-    with pytest.raises(ConfigError, match="ContiguousLayout"):
-        MaskedExperts(kernels, contiguous, contiguous.factors, SILU)
-
-
 def gate_scale_for_up(weights: ExpertWeights) -> ExpertWeights:
     scale = weights.gate_up.global_scale[:, :1].expand(-1, 2).contiguous()
     return replace(weights, gate_up=replace(weights.gate_up, global_scale=scale))
@@ -505,8 +493,8 @@ def late_padding(matrix, parts, rows, cols):
 @pytest.mark.parametrize(
     ("kind", "fake", "where", "slabs"),
     [
-        (CuteDslExecutor, FakeCuteDsl, cutedsl_layouts, False),
-        (CuteDslExecutor, FakeCuteDsl, cutedsl_layouts, True),
+        (CuteDslExecutor, FakeCuteDsl, scales, False),
+        (CuteDslExecutor, FakeCuteDsl, scales, True),
         (TrtllmGenExecutor, FakeTrtllm, trtllm_formats, False),
     ],
     ids=["cutedsl", "cutedsl-masked", "trtllm"],

@@ -1,11 +1,11 @@
 """NVFP4 experts on Blackwell through FlashInfer's CuteDSL kernels.
 
-Two kernel families, each with a layout of its own:
+Two kernel families, each with a weight layout of its own:
 
-- masked (`MaskedLayout`): two `grouped_gemm_nt_masked` around the activation, one slab a local expert; takes
+- `MaskedExperts`: two `grouped_gemm_nt_masked` around the activation, one slab a local expert; takes
   `ExpertMajorTokens` as DeepEP's low-latency kernels leave them.
-- contiguous (`ContiguousLayout`): `CuteDslMoEWrapper`, which sorts rows by expert, gathers, and fuses activation,
-  quantisation, routing weights and the sum over K; takes `FlatTokens`.
+- `ContiguousExperts`: `CuteDslMoEWrapper`, which sorts rows by expert, gathers, and fuses activation, quantisation,
+  routing weights and the sum over K; takes `FlatTokens`.
 """
 
 from __future__ import annotations
@@ -13,26 +13,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import pad
 
 from eprt.activation import activated
-from eprt.config import Activation, RuntimeConfig, TokenFormat
+from eprt.config import Activation, TokenFormat
 from eprt.errors import ConfigError, InputError
 from eprt.experts.adapters import merge_repeats
 from eprt.experts.base import PreparedExecutor, anytime
-from eprt.experts.blackwell.cutedsl_layouts import ContiguousLayout, MaskedLayout, PaddedSize
-from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix
-from eprt.experts.blackwell.swizzle import mma_scale_view, swizzle_scales
+from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix, nvfp4_stack
+from eprt.experts.blackwell.swizzle import (
+    GATED_ROWS,
+    interleave_halves,
+    mma_scale_view,
+    swap_halves,
+    swizzle_scales,
+)
 from eprt.experts.sample_tokens import even_tokens
 from eprt.placement import ExpertShard
 from eprt.quant import decode_payload
+from eprt.rounding import round_up
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, as_bytes
 from eprt.weights import NVFP4_BLOCK, ExpertWeights
 
-T = TypeVar("T")
+ROWS = 128  # both GEMMs need a number of output rows that is a multiple of this (FlashInfer 0.7.2)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,12 @@ class CuteDslKernels:
         )
 
 
+def padded_size(weights: ExpertWeights, parts: int) -> tuple[int, int]:
+    """Returns (H, I) as the kernels see them, rounded up. Padded weights are zero, padded outputs are cut off."""
+    _, hidden, intermediate = weights.down.shape
+    return round_up(hidden, ROWS), round_up(intermediate, GATED_ROWS if parts == 2 else ROWS)
+
+
 class MaskedExperts:
     """Runs the masked kernels: quantise, GEMM, activation, quantise, GEMM. Rows at and past the counts are never read.
 
@@ -78,18 +90,22 @@ class MaskedExperts:
     costs memory but, as rows past the counts are skipped, no arithmetic; higher ones are compiled, or refused behind a
     warm World.
 
+    The kernels read weights with L last (memory [L, rows, cols]), rows [gate; up].
+
     Raises:
-        ConfigError: another layout than the masked one, or a checkpoint without input scales.
+        ConfigError: a checkpoint without input scales.
     """
 
     def __init__(
         self,
         kernels: CuteDslKernels,
-        layout: MaskedLayout,
-        factors: Nvfp4Factors,
+        weights: ExpertWeights,
         activation: Activation,
+        device: torch.device,
         require_cold: Callable[[str], None] = anytime,
     ) -> None:
+        gate_up, down = nvfp4_matrix(weights.gate_up), nvfp4_matrix(weights.down)
+        factors = Nvfp4Factors.from_matrices(gate_up, down, device)
         if factors.input is None or factors.intermediate is None:
             raise ConfigError(
                 "cutedsl_nvfp4 quantises expert-major tokens and needs the checkpoint's input_scale, which is missing: "
@@ -98,8 +114,14 @@ class MaskedExperts:
         self._require_cold = require_cold
         self._heights: set[int] = set()  # of slabs, that GEMMs are compiled for
         self._kernels = kernels
-        self._layout = _require(layout, MaskedLayout)
         self._activation = activation
+        H, I = padded_size(weights, activation.parts)
+        first = nvfp4_stack(gate_up, activation.parts, I, H, device)
+        second = nvfp4_stack(down, 1, H, I, device)
+        # Codes u8 [rows, cols/2, L], scales 6-D (32, 4, row tiles, 4, column tiles, L).
+        self._first, self._second = (
+            (stack["codes"].permute(1, 2, 0), mma_scale_view(stack["scales"])) for stack in (first, second)
+        )
         self._fused = activation.gated and activation.plain
         self._ratio = factors.ratio
         self._gate, self._calibrated_gate = factors.gate, factors.gate * factors.input
@@ -109,16 +131,16 @@ class MaskedExperts:
         self._quantiser = (self._ratio if self._fused else 1.0) / factors.intermediate
 
     def __call__(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
-        layout, counts = self._layout, tokens.counts
+        counts = tokens.counts
         L, M, H = out.shape
         height = self._height(M)
         x, x_scales, factor = self._quantised(tokens, height)
-        middle = out.new_empty((L, height, layout.gate_up.shape[0]))
-        self._gemm((x, x_scales), (layout.gate_up, layout.gate_up_scales), middle, counts, factor)
+        middle = out.new_empty((L, height, self._first[0].shape[0]))
+        self._gemm((x, x_scales), self._first, middle, counts, factor)
         h, h_scales = self._activate(middle, counts)
-        padded = layout.down.shape[0]
+        padded = self._second[0].shape[0]
         whole = out if (height, padded) == (M, H) else out.new_empty((L, height, padded))
-        self._gemm((h, h_scales), (layout.down, layout.down_scales), whole, counts, self._down)
+        self._gemm((h, h_scales), self._second, whole, counts, self._down)
         if whole is not out:
             out.copy_(whole[:, :M, :H])
 
@@ -139,7 +161,7 @@ class MaskedExperts:
 
     def _quantised(self, tokens: ExpertMajorTokens, height: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns codes u8 [height, H/2, L], 6-D scales, and the first GEMM's factor [L]."""
-        hidden, width = tokens.hidden, 2 * self._layout.gate_up.shape[1]
+        hidden, width = tokens.hidden, 2 * self._first[0].shape[1]
         if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
             codes = _padded(hidden.data, width // 2, height).contiguous()
             scales = _padded(hidden.scale, width // NVFP4_BLOCK, height)
@@ -184,27 +206,35 @@ class MaskedExperts:
 class ContiguousExperts:
     """`CuteDslMoEWrapper`: one call for everything. Applies the routing weights and sums over K; writes every row.
 
-    Raises:
-        ConfigError: another layout than the contiguous one.
+    The kernels read the rows of a gated first matrix as up and gate in turns of 64 rows.
     """
 
     def __init__(
         self,
         kernels: CuteDslKernels,
-        layout: ContiguousLayout,
+        weights: ExpertWeights,
         activation: Activation,
         shard: ExpertShard,
-        runtime: RuntimeConfig,
+        device: torch.device,
+        deterministic: bool,
         require_cold: Callable[[str], None] = anytime,
     ) -> None:
         self._require_cold = require_cold
         self._kernels = kernels
-        self._layout = _require(layout, ContiguousLayout)
         self._activation = activation
         self._shard = shard
-        self._runtime = runtime
+        self._deterministic = deterministic
         self._wrappers: dict[int, Any] = {}
-        factors = layout.factors
+        gate_up, down = nvfp4_matrix(weights.gate_up), nvfp4_matrix(weights.down)
+        factors = Nvfp4Factors.from_matrices(gate_up, down, device)
+        if not activation.plain:
+            factors = factors.sharing(gate_up.global_scale.to(device).amax(dim=1))
+        H, I = padded_size(weights, activation.parts)
+        order = _alternating if activation.gated else None
+        first = nvfp4_stack(gate_up, activation.parts, I, H, device, order, share_scale=not activation.plain)
+        second = nvfp4_stack(down, 1, H, I, device)
+        self._codes = first["codes"], second["codes"]  # u8 [L, rows, cols/2]
+        self._scales = [mma_scale_view(stack["scales"].view(torch.uint8)) for stack in (first, second)]
         self._gate, self._down = factors.gate, factors.down * factors.ratio
         self._multiplier: torch.Tensor | None = None  # None: a weight-only checkpoint
         self._quantiser: torch.Tensor | None = None
@@ -216,19 +246,18 @@ class ContiguousExperts:
             self._down = self._down * intermediate
 
     def __call__(self, tokens: FlatTokens, out: torch.Tensor) -> None:
-        layout = self._layout
         x, x_scales, factor = self._quantised(tokens.hidden)
         result = self._wrapper(tokens.ids.shape[1]).run(
             x=x,
             x_sf=x_scales,
             token_selected_experts=tokens.ids,
             token_final_scales=tokens.weights,
-            w1_weight=layout.gate_up,
-            w1_weight_sf=layout.gate_up_scales,
+            w1_weight=self._codes[0],
+            w1_weight_sf=self._scales[0],
             w1_alpha=factor,
             fc2_input_scale=self._quantiser,
-            w2_weight=layout.down,
-            w2_weight_sf=layout.down_scales,
+            w2_weight=self._codes[1],
+            w2_weight_sf=self._scales[1],
             w2_alpha=self._down,
         )
         out.copy_(result[:, : out.shape[1]])
@@ -240,7 +269,7 @@ class ContiguousExperts:
 
     def _quantised(self, hidden: Payload) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Returns codes u8 [N, H/2] and scales u8 [N, H/16] (bf16 and None for W4A16), and the first GEMM's factor."""
-        width = 2 * self._layout.gate_up.shape[2]
+        width = 2 * self._codes[0].shape[2]
         if self._multiplier is None:
             return _padded(_bf16(hidden), width).contiguous(), None, self._gate
         if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
@@ -256,7 +285,7 @@ class ContiguousExperts:
         """Makes one wrapper per top-k: a dispatcher may pad the model's, an adapter emits 1."""
         if top_k not in self._wrappers:
             self._require_cold(f"compiling cutedsl_nvfp4's kernels for {top_k} slots a token")
-            activation, layout = self._activation, self._layout
+            activation, down = self._activation, self._codes[1]
             swiglu: dict[str, float] = {}
             if not activation.plain:
                 swiglu = {"swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta}
@@ -264,16 +293,16 @@ class ContiguousExperts:
             self._wrappers[top_k] = self._kernels.moe_wrapper(
                 num_experts=self._shard.num_experts,
                 top_k=top_k,
-                hidden_size=layout.down.shape[1],
-                intermediate_size=2 * layout.down.shape[2],
-                use_cuda_graph=layout.down.is_cuda,
+                hidden_size=down.shape[1],
+                intermediate_size=2 * down.shape[2],
+                use_cuda_graph=down.is_cuda,
                 num_local_experts=self._shard.num_local_experts,
                 local_expert_offset=self._shard.first_expert,
                 output_dtype=torch.bfloat16,
-                device=str(layout.down.device),
+                device=str(down.device),
                 activation_type=self._kernels.swiglu if activation.gated else self._kernels.relu2,
                 # The fused finalize adds with atomics, in no fixed order.
-                use_fused_finalize=not self._runtime.deterministic,
+                use_fused_finalize=not self._deterministic,
                 quant_mode="w4a16" if self._multiplier is None else "w4a4",
                 **swiglu,
             )
@@ -296,19 +325,16 @@ class CuteDslExecutor(PreparedExecutor):
     def _prepare(self, weights: ExpertWeights) -> None:
         kernels = type(self).kernels or CuteDslKernels.load()
         activation, wanted = self.config.activation, self.runtime.token_format
-        size = PaddedSize.of(weights, activation.parts)
         calibrated = nvfp4_matrix(weights.gate_up).input_scale is not None
         self._contiguous: ContiguousExperts | None = None
         self._masked: MaskedExperts | None = None
         if wanted in (None, "flat"):
-            layout = ContiguousLayout.prepare(weights, size, activation, self.device)
+            ordered = self.runtime.deterministic
             self._contiguous = ContiguousExperts(
-                kernels, layout, activation, self.shard, self.runtime, self.require_cold
+                kernels, weights, activation, self.shard, self.device, ordered, self.require_cold
             )
         if wanted == "expert_major" or (wanted is None and calibrated):
-            masked = MaskedLayout.prepare(weights, size, activation.parts, self.device)
-            factors = Nvfp4Factors.from_weights(weights, self.device)
-            self._masked = MaskedExperts(kernels, masked, factors, activation, self.require_cold)
+            self._masked = MaskedExperts(kernels, weights, activation, self.device, self.require_cold)
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         if self._contiguous is None:
@@ -335,11 +361,8 @@ def _not_built(token_format: TokenFormat) -> str:
     )
 
 
-def _require(layout: T, kind: type[T]) -> T:
-    """Refuses a layout of the other kernel family, which holds the right shapes and the wrong rows."""
-    if not isinstance(layout, kind):
-        raise ConfigError(f"{type(layout).__name__} given where the kernels read a {kind.__name__}")
-    return layout
+def _alternating(rows: torch.Tensor) -> torch.Tensor:
+    return interleave_halves(swap_halves(rows))
 
 
 def _bf16(hidden: Payload) -> torch.Tensor:

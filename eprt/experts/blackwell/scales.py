@@ -16,12 +16,15 @@ into the block scales of the half with the smaller global scale.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from eprt.errors import ConfigError
-from eprt.weights import ExpertWeights, Matrix, Nvfp4
+from eprt.experts.blackwell.swizzle import swizzle_scales
+from eprt.experts.padding import pad_parts, stack_experts
+from eprt.weights import NVFP4_BLOCK, Matrix, Nvfp4
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,7 @@ class Nvfp4Factors:
         return self.up / self.gate
 
     @classmethod
-    def from_weights(cls, weights: ExpertWeights, device: torch.device) -> Nvfp4Factors:
-        gate_up, down = nvfp4_matrix(weights.gate_up), nvfp4_matrix(weights.down)
+    def from_matrices(cls, gate_up: Nvfp4, down: Nvfp4, device: torch.device) -> Nvfp4Factors:
         scale = gate_up.global_scale.to(device)
         factors = cls(
             scale[:, 0].clone(), scale[:, -1].clone(), down.global_scale[:, 0].to(device, copy=True), None, None
@@ -86,3 +88,30 @@ def share_global_scale(scales: torch.Tensor, global_scale: torch.Tensor) -> tupl
     share = (global_scale / shared[:, None])[:, :, None, None]
     folded = (scales.view(L, 2, rows // 2, cols).float() * share).to(scales.dtype)
     return folded.view(L, rows, cols), shared
+
+
+def nvfp4_stack(
+    matrix: Nvfp4,
+    parts: int,
+    rows: int,
+    cols: int,
+    device: torch.device,
+    order: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    share_scale: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Lays out a matrix expert by expert: parts padded to [rows, cols], rows in `order`, scales swizzled after that.
+
+    Returns:
+        codes u8 [L, parts * rows, cols/2], and scales e4m3 [L, parts * rows, cols/16].
+    """
+
+    def one(index: int) -> dict[str, torch.Tensor]:
+        expert = matrix.expert(index).map(lambda tensor: tensor.to(device))
+        scales = share_global_scale(expert.scales, expert.global_scale)[0] if share_scale else expert.scales
+        codes = pad_parts(expert.codes, parts, rows, cols // 2)
+        scales = pad_parts(scales, parts, rows, cols // NVFP4_BLOCK)
+        if order is not None:
+            codes, scales = order(codes), order(scales)
+        return {"codes": codes, "scales": swizzle_scales(scales)}
+
+    return stack_experts(matrix.shape[0], one)

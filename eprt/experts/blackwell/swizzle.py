@@ -1,8 +1,8 @@
-"""Where the Blackwell kernels of FlashInfer expect every weight row and block scale: pure functions with inverses.
+"""Where the Blackwell kernels of FlashInfer expect every weight row and block scale: pure functions.
 
 Sources, all of FlashInfer 0.7.2: `cute_dsl/utils.py` (6-D scale layout), the CuteDSL gather GEMM's docstring (64-row
-groups), `fused_moe/core.py` and `utils.py` (row order of TRTLLM-Gen). Each function moves bytes only: `inverse(f(w))`
-equals `w`, padding apart. Matrices are [L, rows, cols]; rows of a gated first matrix arrive as [gate; up].
+groups), `fused_moe/core.py` and `utils.py` (row order of TRTLLM-Gen). Each function moves bytes only.
+Matrices are [L, rows, cols]; rows of a gated first matrix arrive as [gate; up].
 """
 
 from __future__ import annotations
@@ -30,12 +30,6 @@ def interleave_halves(matrix: torch.Tensor, group: int = GATED_ROWS) -> torch.Te
     return matrix.view(L, 2, total // (2 * group), group, width).transpose(1, 2).reshape(L, total, width)
 
 
-def deinterleave_halves(matrix: torch.Tensor, group: int = GATED_ROWS) -> torch.Tensor:
-    """Undoes `interleave_halves`."""
-    L, total, width = matrix.shape
-    return matrix.view(L, total // (2 * group), 2, group, width).transpose(1, 2).reshape(L, total, width)
-
-
 def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
     """Puts block scales [L, rows, cols] in the tensor cores' order: tiles of 128 x 4, row 32 i + r of a tile at byte
     16 r + 4 i. Zero-padded to whole tiles: [L, rows up to 128, cols up to 4]."""
@@ -47,23 +41,10 @@ def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
     return tiles.reshape(L, rows, cols)
 
 
-def unswizzle_scales(swizzled: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """Undoes `swizzle_scales`."""
-    L, padded_rows, padded_cols = swizzled.shape
-    tiles = swizzled.view(L, padded_rows // 128, padded_cols // 4, 32, 4, 4).permute(0, 1, 4, 3, 2, 5)
-    return tiles.reshape(L, padded_rows, padded_cols)[:, :rows, :cols].contiguous()
-
-
 def mma_scale_view(swizzled: torch.Tensor) -> torch.Tensor:
     """Returns CuteDSL's 6-D view of swizzled scales: (32, 4, row tiles, 4, column tiles, L), same memory."""
     L, rows, cols = swizzled.shape
     return swizzled.view(L, rows // 128, cols // 4, 32, 4, 4).permute(3, 4, 1, 5, 2, 0)
-
-
-def swizzled_from_mma(view: torch.Tensor) -> torch.Tensor:
-    """Undoes `mma_scale_view`."""
-    _, _, row_tiles, _, col_tiles, L = view.shape
-    return view.permute(5, 2, 4, 0, 1, 3).reshape(L, row_tiles * 128, col_tiles * 4)
 
 
 def trtllm_row_order(rows: int, gated: bool, device: torch.device | None = None) -> torch.Tensor:
@@ -80,8 +61,3 @@ def trtllm_row_order(rows: int, gated: bool, device: torch.device | None = None)
 def take_rows(matrix: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Returns [L, rows, cols] with row `order[i]` at place i, whatever the dtype."""
     return as_bytes(matrix).index_select(1, order).view(matrix.dtype)
-
-
-def put_rows(matrix: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Undoes `take_rows`."""
-    return take_rows(matrix, torch.argsort(order))

@@ -17,12 +17,12 @@ import torch
 from eprt.config import Routing
 from eprt.errors import ConfigError, InputError
 from eprt.experts.adapters import merge_repeats
-from eprt.experts.base import PreparedExecutor, unsupported_format
+from eprt.experts.base import PreparedExecutor
 from eprt.experts.blackwell.trtllm_formats import FORMATS, TrtllmKernels
 from eprt.experts.rules import TRTLLM_LOGITS
 from eprt.experts.sample_tokens import even_tokens
 from eprt.placement import ExpertShard
-from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
+from eprt.tokens import FlatTokens, Payload
 from eprt.weights import ExpertWeights
 
 
@@ -62,9 +62,6 @@ class TrtllmGenExecutor(PreparedExecutor):
             "routing_method_type": int(self._kernels.enums.RoutingMethodType.TopK),
         }
         self._call(self._kernels.routed[self._format.entry], tokens.hidden, routing, out)
-
-    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
-        raise unsupported_format("trtllm_gen", "expert_major")
 
     def run_logits(self, hidden: Payload, logits: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows, num_experts = hidden.data.shape[0], self.config.num_experts

@@ -26,14 +26,14 @@ from torch.nn.functional import pad
 
 from eprt.config import Activation, WeightFormat
 from eprt.errors import ConfigError, InputError
-from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix, share_global_scale
+from eprt.experts.blackwell.scales import Nvfp4Factors, share_global_scale
 from eprt.experts.blackwell.swizzle import swap_halves, swizzle_scales, take_rows, trtllm_row_order
 from eprt.experts.padding import pad_parts, stack_experts
 from eprt.quant.blocks import encode_fp8_groups
 from eprt.quant.elements import encode_e4m3
 from eprt.rounding import round_up
 from eprt.tokens import Payload, as_bytes
-from eprt.weights import MX_BLOCK, NVFP4_BLOCK, ExpertWeights, Fp8Block, Fp8Tensor, Mxfp8, Nvfp4
+from eprt.weights import MX_BLOCK, NVFP4_BLOCK, ExpertWeights, Fp8Block, Fp8Tensor, Matrix, Mxfp8, Nvfp4
 
 ROWS = 128  # rows of a GEMM (H, and 2 I or I) come in tiles of 128; FP8 contracts 128 columns at a time
 
@@ -84,31 +84,57 @@ class TrtllmFormat(ABC):
 
     Attributes:
         entry: which pair of entry points of `TrtllmKernels` takes it.
+        kind: the canonical matrix that it lays out.
         hidden, intermediate: H and I as the kernels see them, rounded up with zero weights.
         weights: keyword -> prepared tensor.
         swiglu: alpha, beta and limit as keywords, for kernels whose sums are the values themselves.
     """
 
     entry: str
+    kind: type[Matrix]
 
     def __init__(
         self, kernels: TrtllmKernels, weights: ExpertWeights, activation: Activation, device: torch.device
     ) -> None:
-        _, H, I = weights.down.shape
+        self.num_local, H, I = weights.down.shape
         self.kernels = kernels
         self.activation = activation
         self.device = device
         self.hidden = round_up(H, ROWS)
         self.intermediate = round_up(I, self.intermediate_multiple(activation))
-        self.num_local = weights.down.shape[0]
-        self.weights = self.prepare(weights)
+        for matrix in (weights.gate_up, weights.down):
+            if not isinstance(matrix, self.kind):
+                raise ConfigError(f"{type(matrix).__name__} weights: expected {self.kind.__name__}")
+        self.fold_scales(weights.gate_up, weights.down)
+        self.weights = self._prepare(weights)
         self.swiglu = self._raw_swiglu()
 
     def intermediate_multiple(self, activation: Activation) -> int:
         return ROWS
 
+    def fold_scales(self, gate_up: Any, down: Any) -> None:
+        """Keeps what a call needs of the second-level scales; raises ConfigError for what the kernels don't compute."""
+
     @abstractmethod
-    def prepare(self, weights: ExpertWeights) -> dict[str, torch.Tensor]: ...
+    def lay_out(self, own: Any, parts: int, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns one expert's matrix and its scales in the kernels' order; each part padded to [rows, cols]."""
+
+    def _prepare(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+        gemms = (
+            ("gemm1_weights", weights.gate_up, self.activation.parts, self.intermediate, self.hidden),
+            ("gemm2_weights", weights.down, 1, self.hidden, self.intermediate),
+        )
+
+        def one(index: int) -> dict[str, torch.Tensor]:
+            found: dict[str, torch.Tensor] = {}
+            for name, matrix, *size in gemms:
+                own = matrix.expert(index).map(lambda tensor: tensor.to(self.device))
+                found[name], scales = self.lay_out(own, *size)
+                if scales is not None:
+                    found[f"{name}_scale"] = scales
+            return found
+
+        return stack_experts(self.num_local, one)
 
     @abstractmethod
     def arguments(self, hidden: Payload) -> dict[str, Any]:
@@ -145,13 +171,13 @@ class Nvfp4Format(TrtllmFormat):
     """NVFP4 tokens x NVFP4 weights; what leaves the first GEMM is NVFP4 again."""
 
     entry = "fp4"
+    kind = Nvfp4
 
     def intermediate_multiple(self, activation: Activation) -> int:
         return ROWS // activation.parts
 
-    def prepare(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
-        gate_up, down = nvfp4_matrix(weights.gate_up), nvfp4_matrix(weights.down)
-        self._factors = Nvfp4Factors.from_weights(weights, self.device)
+    def fold_scales(self, gate_up: Nvfp4, down: Nvfp4) -> None:
+        self._factors = Nvfp4Factors.from_matrices(gate_up, down, self.device)
         scale, intermediate = self._factors.input, self._factors.intermediate
         if scale is None or intermediate is None:
             raise ConfigError(
@@ -160,29 +186,16 @@ class Nvfp4Format(TrtllmFormat):
             )
         self._multiplier, self._intermediate = 1.0 / scale, intermediate
         # One limit for both raw sums: only possible if one factor turns both into values.
-        shared = self.activation.gated and self.activation.limit is not None
-        if shared:
+        self._shared = self.activation.gated and self.activation.limit is not None
+        if self._shared:
             self._factors = self._factors.sharing(gate_up.global_scale.to(self.device).amax(dim=1))
         self._calibrated = self._scalars(scale)
-        first = self._stack(gate_up, self.activation.parts, self.intermediate, self.hidden, shared)
-        second = self._stack(down, 1, self.hidden, self.intermediate, False)
-        return {
-            "gemm1_weights": first["codes"],
-            "gemm1_weights_scale": first["scales"],
-            "gemm2_weights": second["codes"],
-            "gemm2_weights_scale": second["scales"],
-        }
 
-    def _stack(self, matrix: Nvfp4, parts: int, rows: int, cols: int, shared: bool) -> dict[str, torch.Tensor]:
-        def one(index: int) -> dict[str, torch.Tensor]:
-            expert = matrix.expert(index).map(lambda tensor: tensor.to(self.device))
-            scales = share_global_scale(expert.scales, expert.global_scale)[0] if shared else expert.scales
-            return {
-                "codes": self.shuffled(expert.codes, parts, rows, cols // 2),
-                "scales": swizzle_scales(self.shuffled(scales, parts, rows, cols // NVFP4_BLOCK)),
-            }
-
-        return stack_experts(matrix.shape[0], one)
+    def lay_out(self, own: Nvfp4, parts: int, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shared = self._shared and parts == 2
+        scales = share_global_scale(own.scales, own.global_scale)[0] if shared else own.scales
+        scales = swizzle_scales(self.shuffled(scales, parts, rows, cols // NVFP4_BLOCK))
+        return self.shuffled(own.codes, parts, rows, cols // 2), scales
 
     def arguments(self, hidden: Payload) -> dict[str, Any]:
         codes, scales, scalars = self._quantised(hidden)
@@ -229,60 +242,43 @@ class Fp8TensorFormat(TrtllmFormat):
     """FP8 with one scale per tensor, calibrated for tokens and for what leaves the first GEMM."""
 
     entry = "fp8_tensor"
+    kind = Fp8Tensor
 
-    def prepare(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
-        gate_up, down = weights.gate_up, weights.down
-        if not isinstance(gate_up, Fp8Tensor) or not isinstance(down, Fp8Tensor):
-            raise ConfigError(f"{type(gate_up).__name__} weights: expected Fp8Tensor")
+    def fold_scales(self, gate_up: Fp8Tensor, down: Fp8Tensor) -> None:
         if not self.activation.plain:
             raise ConfigError("trtllm_gen's per-tensor FP8 kernels have no alpha, beta or limit: use another executor")
         if gate_up.input_scale is None or down.input_scale is None:
             raise ConfigError("trtllm_gen's per-tensor FP8 kernels need the checkpoint's input_scale, which is missing")
-        parts = self.activation.parts
         self.input = gate_up.input_scale.to(self.device).amax().view(1)
         scale, intermediate = gate_up.scale.to(self.device), down.input_scale[:, 0].to(self.device)
         gate, up = scale[:, 0] * self.input, scale[:, -1] * self.input
-
-        def one(index: int) -> dict[str, torch.Tensor]:
-            first, second = (matrix.data[index : index + 1].to(self.device) for matrix in (gate_up, down))
-            return {
-                "gemm1_weights": self.shuffled(first, parts, self.intermediate, self.hidden),
-                "gemm2_weights": self.shuffled(second, 1, self.hidden, self.intermediate),
-            }
-
-        return stack_experts(self.num_local, one) | {
-            "output1_scales_scalar": (up if parts == 2 else 1.0) / intermediate,
+        self._scalars = {
+            "output1_scales_scalar": (up if self.activation.gated else 1.0) / intermediate,
             "output1_scales_gate_scalar": gate,
             "output2_scales_scalar": down.scale[:, 0].to(self.device) * intermediate,
         }
 
+    def lay_out(self, own: Fp8Tensor, parts: int, rows: int, cols: int) -> tuple[torch.Tensor, None]:
+        return self.shuffled(own.data, parts, rows, cols), None
+
     def arguments(self, hidden: Payload) -> dict[str, Any]:
         codes = encode_e4m3(self.plain_tokens(hidden).float() / self.input)
-        return {"hidden_states": codes, "use_routing_scales_on_input": False, **self.weights}
+        return {"hidden_states": codes, "use_routing_scales_on_input": False, **self._scalars, **self.weights}
 
 
 class Fp8BlockFormat(TrtllmFormat):
     """DeepSeek's FP8: 128 x 128 blocks of weights, 128 values of a token. Rows [up; gate], not shuffled."""
 
     entry = "fp8_block"
+    kind = Fp8Block
 
-    def prepare(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
-        gate_up, down = weights.gate_up, weights.down
-        if not isinstance(gate_up, Fp8Block) or not isinstance(down, Fp8Block):
-            raise ConfigError(f"{type(gate_up).__name__} weights: expected Fp8Block")
+    def fold_scales(self, gate_up: Fp8Block, down: Fp8Block) -> None:
         if not self.activation.gated:
             raise ConfigError("trtllm_gen's DeepSeek FP8 kernels compute gated experts only: use another executor")
 
-        def one(index: int) -> dict[str, torch.Tensor]:
-            first, second = (m.expert(index).map(lambda tensor: tensor.to(self.device)) for m in (gate_up, down))
-            return {
-                "gemm1_weights": swap_halves(pad_parts(first.data, 2, self.intermediate, self.hidden)),
-                "gemm1_weights_scale": swap_halves(first.scale),
-                "gemm2_weights": pad_parts(second.data, 1, self.hidden, self.intermediate),
-                "gemm2_weights_scale": second.scale,
-            }
-
-        return stack_experts(self.num_local, one)
+    def lay_out(self, own: Fp8Block, parts: int, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+        data = pad_parts(own.data, parts, rows, cols)
+        return (swap_halves(data), swap_halves(own.scale)) if parts == 2 else (data, own.scale)
 
     def arguments(self, hidden: Payload) -> dict[str, Any]:
         if hidden.format == "fp8_block" and hidden.scale is not None:
@@ -304,30 +300,11 @@ class Mxfp8Format(TrtllmFormat):
     """MXFP8 tokens x MXFP8 weights."""
 
     entry = "fp8_block"
+    kind = Mxfp8
 
-    def prepare(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
-        first = self._stack(weights, "gate_up", self.activation.parts, self.intermediate, self.hidden)
-        second = self._stack(weights, "down", 1, self.hidden, self.intermediate)
-        return {
-            "gemm1_weights": first["data"],
-            "gemm1_weights_scale": first["scales"],
-            "gemm2_weights": second["data"],
-            "gemm2_weights_scale": second["scales"],
-        }
-
-    def _stack(self, weights: ExpertWeights, name: str, parts: int, rows: int, cols: int) -> dict[str, torch.Tensor]:
-        matrix = getattr(weights, name)
-        if not isinstance(matrix, Mxfp8):
-            raise ConfigError(f"{type(matrix).__name__} weights: expected Mxfp8")
-
-        def one(index: int) -> dict[str, torch.Tensor]:
-            expert = matrix.expert(index).map(lambda tensor: tensor.to(self.device))
-            return {
-                "data": self.shuffled(expert.data, parts, rows, cols),
-                "scales": swizzle_scales(self.shuffled(expert.scales, parts, rows, cols // MX_BLOCK)),
-            }
-
-        return stack_experts(self.num_local, one)
+    def lay_out(self, own: Mxfp8, parts: int, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = swizzle_scales(self.shuffled(own.scales, parts, rows, cols // MX_BLOCK))
+        return self.shuffled(own.data, parts, rows, cols), scales
 
     def arguments(self, hidden: Payload) -> dict[str, Any]:
         x = self.plain_tokens(hidden)
