@@ -369,9 +369,7 @@ def step_rows(case: StepCase, by_rank: list[StepFound]) -> list[dict[str, Any]]:
 
 
 def step_report(
-    cases: list[StepCase],
-    run: Callable[[StepCase], list[StepFound]],
-    keep: Callable[[Report], None] = lambda _: None,
+    cases: list[StepCase], run: Callable[[StepCase], list[StepFound]], keep: Callable[[Report], None] = lambda _: None
 ) -> Report:
     """Measures the cases; `run` makes every rank call `measure_step`. `keep` sees what was found so far."""
     report = Report("step", [])

@@ -113,12 +113,7 @@ class Checkpoint:
         raise CheckpointError(f"{self.directory}: tensor {' or '.join(map(repr, names))} is missing")
 
     def read(
-        self,
-        name: str,
-        index: Index = (),
-        *,
-        shape: tuple[int, ...] | None = None,
-        dtypes: Iterable[torch.dtype] = (),
+        self, name: str, index: Index = (), *, shape: tuple[int, ...] | None = None, dtypes: Iterable[torch.dtype] = ()
     ) -> torch.Tensor:
         """Reads a slice of a tensor into an owned CPU copy: ints and unit-step slices, () is the whole tensor.
 

@@ -19,11 +19,7 @@ class DeepseekV3(FieldFamily):
     correction_biases = ("gate.e_score_correction_bias",)
     num_experts = ("n_routed_experts", "num_local_experts")
     num_shared = "n_shared_experts"
-    settings: ClassVar[dict[str, object]] = {
-        "hidden_act": "silu",
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    }
+    settings: ClassVar[dict[str, object]] = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         expect(hf, "moe_layer_freq", 1)

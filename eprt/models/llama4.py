@@ -16,10 +16,7 @@ class Llama4Text(FieldFamily):
     """The text model of Llama 4 alone."""
 
     module = "model.layers.{}.feed_forward"
-    blocks: ClassVar[tuple[str, ...]] = (
-        "model.layers.{}.feed_forward",
-        "language_model.model.layers.{}.feed_forward",
-    )
+    blocks: ClassVar[tuple[str, ...]] = ("model.layers.{}.feed_forward", "language_model.model.layers.{}.feed_forward")
     routers = ("router",)
     shared = "shared_expert"
     returns_scores = True
