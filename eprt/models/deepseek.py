@@ -55,8 +55,7 @@ class Dots1(DeepseekV3):
 class SolarOpen(DeepseekV3):
     """upstage/Solar-Open: every layer is a mixture of experts."""
 
-    def moe_layers(self, hf: dict[str, Any]) -> list[int]:
-        return list(range(num_layers(hf)))
+    moe_layers = FieldFamily.moe_layers
 
 
 class DeepseekV2(DeepseekV3):
@@ -73,10 +72,8 @@ class DeepseekV2(DeepseekV3):
     def routing(self, hf: dict[str, Any], layer: int) -> Routing:
         method = hf.get("topk_method") or "greedy"
         if method not in ("greedy", "group_limited_greedy"):
-            raise ConfigError(
-                f"{where(hf)}: topk_method {shown(method)} is not supported: expected 'greedy' or "
-                "'group_limited_greedy'"
-            )
+            words = f"topk_method {shown(method)} is not supported: expected 'greedy' or 'group_limited_greedy'"
+            raise ConfigError(f"{where(hf)}: {words}")
         grouped = method == "group_limited_greedy"
         return Routing(
             "grouped_softmax",

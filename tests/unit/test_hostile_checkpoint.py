@@ -224,7 +224,7 @@ def test_nesting_is_limited() -> None:
 
 
 def test_a_long_list_of_dense_layers_takes_linear_time(tmp_path: Path) -> None:
-    from eprt.models.qwen_moe import Qwen3Moe
+    from eprt.models.families import Qwen3Moe
 
     hf = {"num_hidden_layers": 10_000, "mlp_only_layers": list(range(3_000_000))}
     started = time.process_time()

@@ -8,7 +8,7 @@ from support.cases.model_cases import edit, equal, saved
 import eprt
 from eprt import ConfigError, ModelFamily, load_layer, register_family
 from eprt.models import _REGISTERED, FAMILIES, family_for
-from eprt.models.qwen_moe import Qwen3Moe
+from eprt.models.families import Qwen3Moe
 
 
 class Own(Qwen3Moe):
@@ -62,7 +62,7 @@ def test_twice_is_once_and_errors_list_it():
     ("model_type", "family", "text"),
     [
         ("taken", Other, r"'taken' is .*:Own already, not .*:Other: register one of them"),
-        ("qwen3_moe", Own, "'qwen3_moe' is eprt.models.qwen_moe:Qwen3Moe already"),
+        ("qwen3_moe", Own, "'qwen3_moe' is eprt.models.families:Qwen3Moe already"),
         ("new", Incomplete, "Incomplete of 'new' doesn't define moe_config, moe_layers"),
         ("new", Own(), "expected a subclass of eprt.models.ModelFamily"),
         ("new", dict, "expected a subclass of eprt.models.ModelFamily"),
