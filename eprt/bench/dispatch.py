@@ -1,4 +1,5 @@
-"""Measures dispatch + combine of every transport beside its baselines and the lower bound of the link.
+"""Measures dispatch + combine of every transport beside its baselines and the lower bound of the link; and what an
+agreement of the ranks costs.
 
 A row is one transport at one size: microseconds of a round trip without experts, by the slowest rank of each round, and
 of its dispatch alone. The lower bound: bytes that must cross between ranks (a token once to each rank that needs it,
@@ -7,29 +8,36 @@ and its sum back) over the rate at which this machine's ranks push bytes to each
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from eprt.bench.baselines import MISSING, baselines
 from eprt.bench.report import Report, percentile, slowest
-from eprt.bench.timing import first_samples, samples, world_of
+from eprt.bench.timing import first_samples, reason_of, samples, world_of
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import Batch, make_topk
 from eprt.conformance.oracle import relative_error
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, dispatcher_spec, make_dispatcher
-from eprt.errors import EprtError, RankLost
+from eprt.errors import ConfigError, EprtError, UnsupportedError
 from eprt.ranks.process import RankContext
 from eprt.support import Device
+from eprt.timing import host_stopwatch
 from eprt.tokens import PAYLOADS, TopK
 from eprt.world import World
 
 NUM_EXPERTS = 128
 CHECK_TOLERANCE = 1e-2  # bf16 sums; packed tokens are packed on both sides
 GRAPH_ROUNDS, GRAPH_REPEATS, EAGER_ROUNDS = 50, 20, 20
+PUSHED_BYTES = {"cuda": 1 << 27, "cpu": 1 << 22}  # to each peer
+CTAS_PER_PEER = (8, 16, 32, 132)  # the fastest of them is the link's rate
+HEADER_WORDS, WARM_EXCHANGES = 21, 50
 
 
 @dataclass(frozen=True)
@@ -102,22 +110,17 @@ def measure_dispatch(context: RankContext, case: DispatchCase) -> DispatchTimes:
     topk = make_topk(case.routing, case.tokens, world.size, case.config, generator)
     owner = topk.ids // (NUM_EXPERTS // world.size)
     rows_to = [int((owner == rank).any(1).sum()) for rank in range(world.size)]
-    batch = Batch(hidden, topk)
+    measure = _measure_baseline if case.transport in _baselines() else _measure_dispatcher
     try:
-        if case.transport in _baselines():
-            return _measure_baseline(world, case, batch, rows_to)
-        return _measure_dispatcher(world, case, batch, rows_to)
-    except RankLost:
-        raise
+        return measure(world, case, Batch(hidden, topk), rows_to)
     except EprtError as error:
-        return DispatchTimes([], rows_to, refused=str(error).splitlines()[0])
+        return DispatchTimes([], rows_to, refused=reason_of(error))
 
 
 def _measure_dispatcher(world: World, case: DispatchCase, batch: Batch, rows_to: list[int]) -> DispatchTimes:
     spec = dispatcher_spec(case.transport)
-    verdict = spec.supports(case.config, world.parallel, case.runtime, Device.of(world.device))
-    if not verdict:
-        return DispatchTimes([], rows_to, refused=verdict.reason)
+    if not (verdict := spec.supports(case.config, world.parallel, case.runtime, Device.of(world.device))):
+        raise UnsupportedError(verdict.reason)
     dispatcher = make_dispatcher(case.transport, world, case.config, case.runtime)
     try:
         world.warmup(dispatcher)
@@ -125,12 +128,28 @@ def _measure_dispatcher(world: World, case: DispatchCase, batch: Batch, rows_to:
         error = _check(dispatcher, case, batch, own)
         graph = spec.graph_safe and world.device.type == "cuda"
         trip = _RoundTrip(dispatcher, own.hidden, own.topk)
-        rounds = GRAPH_ROUNDS if graph else EAGER_ROUNDS
-        times = samples(world, trip, graph=graph, rounds=rounds, repeats=GRAPH_REPEATS)
-        there = first_samples(world, trip.dispatch, trip.combine, graph=graph, rounds=rounds, repeats=GRAPH_REPEATS)
-        return DispatchTimes(times, rows_to, error, graph, dispatch=there)
+        there = partial(first_samples, world, trip.dispatch, trip.combine)
+        times, alone = (_sampled(graph, measure) for measure in (partial(samples, world, trip), there))
+        return DispatchTimes(times, rows_to, error, graph, dispatch=alone)
     finally:
         dispatcher.close()
+
+
+def _measure_baseline(world: World, case: DispatchCase, batch: Batch, rows_to: list[int]) -> DispatchTimes:
+    baseline = _baselines()[case.transport]
+    if case.payload != "bf16":
+        raise UnsupportedError("measured with bf16 tokens only")
+    own = batch.to(world.device)
+    with baseline.make(world, case.config, own.hidden, own.topk) as call:
+        returned, error = call(), None
+        if baseline.sums and isinstance(returned, torch.Tensor):
+            error = relative_error(returned, transport.weighted_sums(batch, torch.ones(NUM_EXPERTS), None))
+        graph = world.device.type == "cuda"
+        return DispatchTimes(_sampled(graph, partial(samples, world, call)), rows_to, error, graph)
+
+
+def _sampled(graph: bool, measure: Callable[..., list[float]]) -> list[float]:
+    return measure(graph=graph, rounds=GRAPH_ROUNDS if graph else EAGER_ROUNDS, repeats=GRAPH_REPEATS)
 
 
 @dataclass(frozen=True)
@@ -168,25 +187,6 @@ def _check(dispatcher: Dispatcher, case: DispatchCase, batch: Batch, own: Batch)
     return relative_error(returned, transport.weighted_sums(batch, ones, case.runtime.payload))
 
 
-def _measure_baseline(world: World, case: DispatchCase, batch: Batch, rows_to: list[int]) -> DispatchTimes:
-    baseline = _baselines()[case.transport]
-    if case.payload != "bf16":
-        return DispatchTimes([], rows_to, refused="measured with bf16 tokens only")
-    own = batch.to(world.device)
-    with baseline.make(world, case.config, own.hidden, own.topk) as call:
-        returned = call()
-        error = None
-        if baseline.sums and isinstance(returned, torch.Tensor):
-            error = relative_error(returned, transport.weighted_sums(batch, torch.ones(NUM_EXPERTS), None))
-        graph = world.device.type == "cuda"
-        rounds = GRAPH_ROUNDS if graph else EAGER_ROUNDS
-        times = samples(world, call, graph=graph, rounds=rounds, repeats=GRAPH_REPEATS)
-        return DispatchTimes(times, rows_to, error, graph)
-
-
-# ---- rows -----------------------------------------------------------------------------------------------------
-
-
 def dispatch_row(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us: float) -> dict[str, Any]:
     """Returns one row of the report."""
     sent = [sum(rank.rows_to) - rank.rows_to[r] for r, rank in enumerate(by_rank)]
@@ -197,13 +197,8 @@ def dispatch_row(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us:
     p50 = percentile(times, 50)
     there = slowest([rank.dispatch for rank in by_rank])
     return {
-        "transport": case.transport,
-        "hidden": case.hidden,
-        "top_k": case.top_k,
-        "routing": case.routing,
-        "payload": case.payload,
+        **asdict(case),
         "ranks": len(by_rank),
-        "tokens": case.tokens,
         "p50_us": round(p50, 2),
         "p99_us": round(percentile(times, 99), 2),
         "graph": by_rank[0].graph,
@@ -232,3 +227,91 @@ def dispatch_report(
         lambda case, _: f"{case.transport}, hidden {case.hidden}, top-{case.top_k}",
         keep,
     )
+
+
+# ---- the link's rate ----------------------------------------------------------------------------------------------
+
+
+def push_rate(context: RankContext) -> float:
+    """Returns bytes per microsecond that this rank pushes while all do. Collective; a job for `WorldPool.run`.
+
+    On CUDA stores of the SMs into symmetric memory, on CPU an all-to-all.
+
+    Raises:
+        ConfigError: a world of one.
+    """
+    world = world_of(context)
+    if world.group is None:
+        raise ConfigError("a world of one has nobody to push to: use 2 ranks or more")
+    size, cuda = PUSHED_BYTES[world.device.type], world.device.type == "cuda"
+    with _stores(world, world.group, size) if cuda else _all_to_all(world, size) as calls:
+        # In a graph: else the host's launches would count as the link's time.
+        best = min(min(samples(world, call, graph=cuda, rounds=10, repeats=4)) for call in calls)
+    return size * (world.size - 1) / best
+
+
+@contextmanager
+def _stores(world: World, group: dist.ProcessGroup, size: int) -> Iterator[list[Callable[[], object]]]:
+    """Yields pushes by SM stores. Its frame keeps the memory alive until all ranks have stopped pushing."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    from eprt.bench.push_triton import push
+
+    words = size // 8
+    memory = symmetric.empty(words * world.size, dtype=torch.int64, device=world.device)
+    handle: Any = symmetric.rendezvous(memory, group)
+    source = torch.ones(words, dtype=torch.int64, device=world.device)
+    others = [(world.rank + step) % world.size for step in range(1, world.size)]
+    places = torch.tensor([handle.buffer_ptrs[peer] + world.rank * size for peer in others], device=world.device)
+
+    yield [partial(push, source, places, ctas) for ctas in CTAS_PER_PEER]
+    torch.cuda.synchronize()
+    world.barrier()
+
+
+@contextmanager
+def _all_to_all(world: World, size: int) -> Iterator[list[Callable[[], object]]]:
+    source = torch.ones(size * world.size, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    splits = [size] * world.size
+    yield [lambda: world.all_to_all(target, source, splits, splits)]
+
+
+# ---- agreement ----------------------------------------------------------------------------------------------------
+
+
+def measure_exchange(context: RankContext, rounds: int) -> dict[str, list[float]]:
+    """Times this rank's exchanges, round after round without a pause: each waits for all ranks by itself.
+
+    Collective; a job for `WorldPool.run`.
+
+    Returns:
+        Microseconds by name: `step` is a whole `World.step` without anything inside; `shared` the words alone, missing
+        where ranks share no memory; `gloo` the same words through sockets.
+    """
+    world = world_of(context)
+    words, row = list(range(HEADER_WORDS)), torch.arange(HEADER_WORDS)
+
+    def step() -> None:
+        with world.step(world.rank):
+            pass
+
+    calls: dict[str, Callable[[], object]] = {"step": step, "gloo": lambda: world.gather_control(row)}
+    if world.shares_words:
+        calls["shared"] = lambda: world.gather_words(words)
+    found: dict[str, list[float]] = {name: [] for name in sorted(calls)}
+    for name, times in found.items():
+        for _ in range(WARM_EXCHANGES + rounds):
+            with host_stopwatch(times):
+                calls[name]()
+    return {name: times[WARM_EXCHANGES:] for name, times in found.items()}
+
+
+def exchange_report(by_rank: list[dict[str, list[float]]], rounds: int) -> Report:
+    """Returns one row for each way: over all rounds, the slowest rank's times."""
+    rows: list[dict[str, Any]] = []
+    for name in by_rank[0]:
+        times = slowest([rank[name] for rank in by_rank])
+        row = {"exchange": name, "ranks": len(by_rank), "words": HEADER_WORDS, "rounds": rounds}
+        rows.append(row | {f"p{p}_us": round(percentile(times, p), 1) for p in (50, 99)})
+    return Report("exchange", rows)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from eprt.bench.experts import SHAPES, random_experts
 from eprt.bench.report import Report, p50_p99
-from eprt.bench.timing import WARM_ROUNDS, alternating, clocked_phases, samples, world_of
+from eprt.bench.timing import WARM_ROUNDS, alternating, clocked_phases, reason_of, samples, world_of
 from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig, TokenFormat
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import ConfigError, EprtError, RankLost, UnsupportedError
+from eprt.errors import ConfigError, EprtError, UnsupportedError
 from eprt.experts import EXECUTORS
 from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.placement import ExpertPlacement
@@ -105,11 +106,8 @@ def pairs_here(context: RankContext, case: LayerCase) -> tuple[list[LayerCase], 
         plan = make_plan(case.config, world.parallel, case.runtime, Device.of(world.device))
     except UnsupportedError as error:
         return [], [str(error).splitlines()[0]]
-    cases = [
-        replace(case, dispatcher=c.dispatcher, executor=c.executor, token_format=c.token_format)
-        for c in plan.candidates
-        if c.support
-    ]
+    works = [c for c in plan.candidates if c.support]
+    cases = [replace(case, dispatcher=c.dispatcher, executor=c.executor, token_format=c.token_format) for c in works]
     return cases, [f"{c.dispatcher} + {c.executor}: {c.support.reason}" for c in plan.candidates if not c.support]
 
 
@@ -126,32 +124,25 @@ def measure_layer(context: RankContext, case: LayerCase) -> LayerFound:
             return LayerFound(pair, [_measured(layer, count, case.rounds) for count in case.tokens])
         finally:
             layer.close()
-    except RankLost:
-        raise
     except EprtError as error:
-        return LayerFound(pair, [], str(error).splitlines()[0])
+        return LayerFound(pair, [], reason_of(error))
 
 
 def _measured(layer: ExpertParallelMoE, tokens: int, rounds: int) -> LayerTimes:
     world = layer.world
     x = torch.randn(tokens, layer.config.input_size).to(world.device, torch.bfloat16)
 
-    def whole() -> object:
-        return layer(x, tokens_per_rank=max(tokens, 1))
-
-    def bare() -> object:
-        return _called_directly(layer, x)
-
+    whole, bare = partial(layer, x, tokens_per_rank=max(tokens, 1)), partial(_called_directly, layer, x)
     with clocked_phases([layer], with_device=True) as phases:
         for _ in range(WARM_ROUNDS + rounds):
             world.barrier()
             whole()
     phases = {phase: times[WARM_ROUNDS:] for phase, times in phases.items()}
-    ours, theirs = alternating(world, (whole, bare), rounds)
     graphs: list[list[float]] = [[], []]
+    ours, theirs = alternating(world, (whole, bare), rounds)
     if graph_safe(layer):
         graphs = [samples(world, call, graph=True, rounds=20, repeats=5) for call in (whole, bare)]
-    return LayerTimes(phases, ours, theirs, graphs[0], graphs[1])
+    return LayerTimes(phases, ours, theirs, *graphs)
 
 
 def _make_layer(world: World, case: LayerCase) -> ExpertParallelMoE:
@@ -193,24 +184,22 @@ def graph_safe(layer: ExpertParallelMoE) -> bool:
 
 def layer_rows(case: LayerCase, by_rank: list[LayerFound]) -> list[dict[str, Any]]:
     """Returns a row for each number of tokens: over all rounds, the slowest rank's times."""
-    return [
-        _row(case, tokens, by_rank[0].pair, [rank.times[number] for rank in by_rank])
-        for number, tokens in enumerate(case.tokens)
-    ]
+    times = zip(*(rank.times for rank in by_rank), strict=True)
+    return [_row(case, T, by_rank[0].pair, found) for T, found in zip(case.tokens, times, strict=True)]
 
 
-def _row(case: LayerCase, tokens: int, pair: str, by_rank: list[LayerTimes]) -> dict[str, Any]:
+def _row(case: LayerCase, tokens: int, pair: str, by_rank: Sequence[LayerTimes]) -> dict[str, Any]:
     rows_per_expert = tokens * len(by_rank) * case.config.top_k / case.config.num_experts
     activations = "fp8" if case.low_precision_activations else "bf16"
     row: dict[str, Any] = {"shape": case.shape, "ranks": len(by_rank), "activations": activations, "tokens": tokens}
     row |= {"rows_per_expert": round(rows_per_expert, 2), "pair": pair, "token_format": case.token_format or "auto"}
     for phase in PHASES:
         row |= p50_p99(phase, [rank.phases[phase] for rank in by_rank])
-    row |= p50_p99("layer", [rank.layer for rank in by_rank]) | p50_p99("by_hand", [rank.by_hand for rank in by_rank])
+    for name in ("layer", "by_hand", "layer_graph", "by_hand_graph"):
+        if times := [getattr(rank, name) for rank in by_rank if getattr(rank, name)]:
+            row |= p50_p99(name, times)
     row["overhead_us"] = round(row["layer_p50_us"] - row["by_hand_p50_us"], 1)
     if by_rank[0].layer_graph:
-        row |= p50_p99("layer_graph", [rank.layer_graph for rank in by_rank])
-        row |= p50_p99("by_hand_graph", [rank.by_hand_graph for rank in by_rank])
         row["graph_ratio"] = round(row["layer_graph_p50_us"] / row["by_hand_graph_p50_us"], 3)
     return row
 

@@ -12,24 +12,22 @@ from typing import Any
 
 import torch
 
-from eprt.balance.planner import plan_placement
 from eprt.bench.experts import random_experts
 from eprt.bench.layer import graph_safe, shape_config
 from eprt.bench.report import Report, p50_p99, percentile, slowest
-from eprt.bench.routings import RoutedLayer
-from eprt.bench.timing import samples, world_of
+from eprt.bench.routings import RoutedLayer, demand_of
+from eprt.bench.timing import reason_of, samples, world_of
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.oracle import relative_error
-from eprt.errors import EprtError, RankLost
+from eprt.errors import EprtError
 from eprt.layer import ExpertParallelMoE
-from eprt.placement import ExpertPlacement, SlotTable
+from eprt.placement import ExpertPlacement
 from eprt.placement.file import PlacementFile
-from eprt.plan import DECODE_TOKENS, Plan
-from eprt.plan.skew import Demand, layer_time
+from eprt.plan import DECODE_TOKENS
+from eprt.plan.skew import layer_time
 from eprt.ranks.process import RankContext
 from eprt.support import Device
 from eprt.tokens import TopK
-from eprt.weights import ExpertWeights
 from eprt.world import World
 
 IN_ORDER, PLANNED = "in order", "planned"
@@ -103,8 +101,7 @@ def planned_slots(
     parallel = ParallelConfig(ranks)
     if file is not None:
         return file.placement(routed.layer, config.num_experts, parallel).slots
-    slots = -(-(config.num_experts + (replicas or 0)) // ranks) * ranks
-    return plan_placement(routed.counts, parallel, slots).slots
+    return routed.planned(parallel, replicas or 0).slots
 
 
 def measure_placed(context: RankContext, case: PlacedCase) -> PlacedTimes:
@@ -119,10 +116,8 @@ def measure_placed(context: RankContext, case: PlacedCase) -> PlacedTimes:
             runtime = replace(runtime, dispatcher=plan.dispatcher, executor=plan.executor)
         world.warmup(*layers.values())
         return _measured(world, case, layers)
-    except RankLost:
-        raise
     except EprtError as error:
-        return PlacedTimes(refused=str(error).splitlines()[0])
+        return PlacedTimes(refused=reason_of(error))
     finally:
         for layer in layers.values():
             layer.close()
@@ -138,9 +133,7 @@ def _layer(world: World, case: PlacedCase, runtime: RuntimeConfig, placement: Ex
         whole = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
         return whole.index_select(0, held).view(tensor.dtype)
 
-    experts: ExpertWeights = everyone.map(own)
-    del everyone
-    return ExpertParallelMoE(case.config, world, experts, runtime=runtime, placement=placement)
+    return ExpertParallelMoE(case.config, world, everyone.map(own), runtime=runtime, placement=placement)
 
 
 def _measured(world: World, case: PlacedCase, layers: dict[str, ExpertParallelMoE]) -> PlacedTimes:
@@ -161,11 +154,12 @@ def _measured(world: World, case: PlacedCase, layers: dict[str, ExpertParallelMo
     for _ in range(TURNS):  # in turn, so that whatever else the machine does meets both
         for name, layer in layers.items():
             found[name] += samples(world, lambda: call(layer), graph=graph, rounds=ROUNDS, repeats=REPEATS)  # noqa: B023
-    plan = layers[IN_ORDER].plan
-    demands = {name: _demand(layer, by_rank) for name, layer in layers.items()}
+    plan, device, one = layers[IN_ORDER].plan, Device.of(world.device), case.runtime.phase == "decode"
+    demands = {name: demand_of(by_rank, layer.placement, one) for name, layer in layers.items()}
+    times = {n: layer_time(plan, config, world.parallel, device, d, plan.chosen) for n, d in demands.items()}
     return PlacedTimes(
         found,
-        _predicted(world, case, plan, demands),
+        {name: time.us for name, time in times.items() if time is not None},
         {name: demand.imbalance for name, demand in demands.items()},
         f"{plan.dispatcher} + {plan.executor}",
         graph,
@@ -173,52 +167,29 @@ def _measured(world: World, case: PlacedCase, layers: dict[str, ExpertParallelMo
     )
 
 
-def _demand(layer: ExpertParallelMoE, by_rank: list[torch.Tensor]) -> Demand:
-    placement, one_replica = layer.placement, layer.dispatcher.runtime.phase == "decode"
-    cpu = torch.device("cpu")
-    ids = [
-        ids if placement.is_identity else SlotTable(placement, cpu, one_replica=one_replica, rank=rank).slots_of(ids)
-        for rank, ids in enumerate(by_rank)
-    ]
-    return Demand.of_slots(torch.cat(ids), placement)
-
-
-def _predicted(world: World, case: PlacedCase, plan: Plan, demands: dict[str, Demand]) -> dict[str, float]:
-    device = Device.of(world.device)
-    times = {n: layer_time(plan, case.config, world.parallel, device, d, plan.chosen) for n, d in demands.items()}
-    return {name: time.us for name, time in times.items() if time is not None}
-
-
 # ---- rows -----------------------------------------------------------------------------------------------------
 
 
 def placed_rows(case: PlacedCase, by_rank: list[PlacedTimes]) -> list[dict[str, Any]]:
     """Returns a row for experts in order, then one for the planned placement with its gains, by the slowest rank."""
-    rows: list[dict[str, Any]] = []
     first, config = by_rank[0], case.config
+    rows: list[dict[str, Any]] = []
     p50 = {name: percentile(slowest([rank.samples[name] for rank in by_rank]), 50) for name in first.samples}
-    for name in first.samples:
+    common: dict[str, Any] = {"shape": case.shape, "ranks": len(by_rank), "tokens": case.tokens}
+    common["rows_per_expert"] = round(case.tokens * len(by_rank) * config.top_k / config.num_experts, 2)
+    common |= {"phase": case.runtime.phase, "routing": case.routing, "pair": first.pair, "graph": first.graph}
+    common["error"] = max(rank.error for rank in by_rank)
+    for name, imbalance in first.imbalance.items():
         predicted = first.predicted.get(name)
-        rows.append(
-            {
-                "shape": case.shape,
-                "ranks": len(by_rank),
-                "tokens": case.tokens,
-                "rows_per_expert": round(case.tokens * len(by_rank) * config.top_k / config.num_experts, 2),
-                "phase": case.runtime.phase,
-                "routing": case.routing,
-                "placement": name,
-                "slots": config.num_experts if name == IN_ORDER else len(case.slots),
-                "pair": first.pair,
-                "graph": first.graph,
-                "imbalance": round(first.imbalance[name], 3),
-                **p50_p99("layer", [rank.samples[name] for rank in by_rank]),
-                "gain": round(p50[IN_ORDER] / p50[name], 3),
-                "predicted_us": None if predicted is None else round(predicted, 1),
-                "predicted_gain": None if predicted is None else round(first.predicted[IN_ORDER] / predicted, 3),
-                "error": max(rank.error for rank in by_rank),
-            }
-        )
+        row = {
+            "placement": name,
+            "slots": config.num_experts if name == IN_ORDER else len(case.slots),
+            "imbalance": round(imbalance, 3),
+            "gain": round(p50[IN_ORDER] / p50[name], 3),
+            "predicted_us": None if predicted is None else round(predicted, 1),
+            "predicted_gain": None if predicted is None else round(first.predicted[IN_ORDER] / predicted, 3),
+        }
+        rows.append(common | row | p50_p99("layer", [rank.samples[name] for rank in by_rank]))
     return rows
 
 
@@ -228,8 +199,5 @@ def placed_report(
     keep: Callable[[Report], None] = lambda _: None,
 ) -> Report:
     """Measures the cases; `run` makes every rank call `measure_placed`. See `Report.fill`."""
-
-    def label(case: PlacedCase, _: PlacedTimes) -> str:
-        return f"{case.shape}, {case.tokens} tokens per rank"
-
+    label = "{0.shape}, {0.tokens} tokens per rank".format
     return Report("placement", []).fill(cases, run, placed_rows, label, keep)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from eprt.balance.counts import read_counts, zipf
+from eprt.balance.planner import plan_placement
+from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
+from eprt.placement import ExpertPlacement, SlotTable
+from eprt.plan.skew import Demand
+from eprt.rounding import round_up
 
 BLOCK = 64  # tokens that meet the experts in one random order
 FORMS = "uniform, zipf:EXPONENT, zipf:EXPONENT:SEED, counts.json or ids.safetensors"
@@ -29,6 +35,11 @@ class RoutedLayer:
     counts: tuple[int, ...]
     ids: torch.Tensor | None = None
 
+    def planned(self, parallel: ParallelConfig, replicas: int) -> ExpertPlacement:
+        """Returns the placement planned from the counts, with at least `replicas` slots beyond what experts need."""
+        slots = round_up(len(self.counts) + replicas, parallel.world_size)
+        return plan_placement(self.counts, parallel, slots)
+
     def draw(self, tokens: int, top_k: int, seed: int) -> torch.Tensor:
         """Returns [tokens, K] int32 ids on the CPU, distinct in a row.
 
@@ -37,8 +48,7 @@ class RoutedLayer:
         """
         if self.ids is not None:
             return self.ids[torch.arange(seed * tokens, (seed + 1) * tokens) % len(self.ids)]
-        generator = torch.Generator().manual_seed(seed)
-        return drawn(inclusion(self.counts, top_k), tokens, top_k, generator)
+        return drawn(inclusion(self.counts, top_k), tokens, top_k, torch.Generator().manual_seed(seed))
 
 
 def read_routing(text: str, num_experts: int, top_k: int) -> list[RoutedLayer]:
@@ -65,15 +75,29 @@ def read_routing(text: str, num_experts: int, top_k: int) -> list[RoutedLayer]:
     else:
         raise ConfigError(f"--routing {text!r}: expected {FORMS}")
     for each in found:
-        if len(each.counts) != num_experts or (each.ids is not None and each.ids.shape[1] != top_k):
-            chosen = "" if each.ids is None else f", top-{each.ids.shape[1]}"
-            raise ConfigError(
-                f"{path}: layer {each.layer} is of {len(each.counts)} experts{chosen}; asked for are {num_experts}, "
-                f"top-{top_k}"
-            )
-        if sum(count > 0 for count in each.counts) < top_k:
-            raise ConfigError(f"{path}: layer {each.layer} names fewer experts than a token chooses ({top_k})")
+        _require_sizes(path, each, num_experts, top_k)
     return found
+
+
+def _require_sizes(path: Path, found: RoutedLayer, num_experts: int, top_k: int) -> None:
+    if len(found.counts) != num_experts or (found.ids is not None and found.ids.shape[1] != top_k):
+        chosen = "" if found.ids is None else f", top-{found.ids.shape[1]}"
+        raise ConfigError(
+            f"{path}: layer {found.layer} is of {len(found.counts)} experts{chosen}; asked for are {num_experts}, "
+            f"top-{top_k}"
+        )
+    if sum(count > 0 for count in found.counts) < top_k:
+        raise ConfigError(f"{path}: layer {found.layer} names fewer experts than a token chooses ({top_k})")
+
+
+def demand_of(by_rank: Sequence[torch.Tensor], placement: ExpertPlacement, one_replica: bool) -> Demand:
+    """Returns the demand of each rank's chosen experts [T, K] on a placement, every replica taken as the rank would."""
+    cpu = torch.device("cpu")
+    ids = [
+        ids if placement.is_identity else SlotTable(placement, cpu, one_replica=one_replica, rank=rank).slots_of(ids)
+        for rank, ids in enumerate(by_rank)
+    ]
+    return Demand.of_slots(torch.cat(ids), placement)
 
 
 def inclusion(counts: tuple[int, ...], top_k: int) -> torch.Tensor:

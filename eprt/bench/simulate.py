@@ -7,23 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
-import torch
-
-from eprt.balance.planner import plan_placement
 from eprt.bench.report import Report
-from eprt.bench.routings import RoutedLayer, read_routing
+from eprt.bench.routings import RoutedLayer, demand_of, read_routing
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError, UnsupportedError
-from eprt.placement import ExpertPlacement, SlotTable
+from eprt.placement import ExpertPlacement
 from eprt.plan import Plan, make_plan
 from eprt.plan.skew import Demand, LayerTime, layer_time
 from eprt.support import Device
 
 DRAWN = 1 << 18  # tokens drawn at most; the world's batch where that is smaller, so that its chance is in the times
-
 IN_ORDER = "in order"
 
 
@@ -50,6 +47,11 @@ class SimulatedWorld:
     def parallel(self) -> ParallelConfig:
         return ParallelConfig(self.ranks, ranks_per_host=min(self.ranks, self.ranks_per_host))
 
+    @property
+    def placed(self) -> str:
+        planned = "planned, one replica an expert" if self.one_replica else "planned, replicas share"
+        return planned if self.replicas else IN_ORDER
+
 
 def simulated(world: SimulatedWorld, tokens: int, names: Sequence[str] = ()) -> Iterator[dict[str, Any] | str]:
     """Yields rows of one world at `tokens` per rank, one per dispatcher, or a text with the reason why not.
@@ -69,24 +71,17 @@ def simulated(world: SimulatedWorld, tokens: int, names: Sequence[str] = ()) -> 
             verdict = spec.supports(config, parallel, replace(runtime, max_tokens_per_rank=1), world.device)
             yield f"{name}, {world.ranks} ranks of {world.device}: {verdict.reason or 'no executor can follow it'}"
             continue
-        times = [layer_time(plan, config, parallel, world.device, demand, plan.chosen) for demand in demands]
-        known = [time for time in times if time is not None]
-        if len(known) < len(times):
-            yield f"{name}, {world.ranks} ranks of {world.device}: nothing is known of its times there"
-            continue
-        yield _row(world, tokens, plan, demands, known)
+        found = [layer_time(plan, config, parallel, world.device, demand, plan.chosen) for demand in demands]
+        times = [time for time in found if time is not None]
+        unknown = f"{name}, {world.ranks} ranks of {world.device}: nothing is known of its times there"
+        yield _row(world, tokens, plan, demands, times) if len(times) == len(demands) else unknown
 
 
 def _demand(world: SimulatedWorld, layer: RoutedLayer, tokens: int) -> Demand:
-    config, parallel = world.config, world.parallel
-    placement = ExpertPlacement(config.num_experts, parallel)
-    if world.replicas:
-        slots = -(-(config.num_experts + world.replicas) // world.ranks) * world.ranks
-        placement = plan_placement(layer.counts, parallel, slots)
-    ids = layer.draw(min(tokens * world.ranks, DRAWN), config.top_k, seed=0)
-    if not placement.is_identity:
-        ids = SlotTable(placement, torch.device("cpu"), one_replica=world.one_replica, rank=0).slots_of(ids)
-    return Demand.of_slots(ids, placement)
+    in_order = ExpertPlacement(world.config.num_experts, world.parallel)
+    placement = layer.planned(world.parallel, world.replicas) if world.replicas else in_order
+    ids = layer.draw(min(tokens * world.ranks, DRAWN), world.config.top_k, seed=0)
+    return demand_of([ids], placement, world.one_replica)
 
 
 def _row(
@@ -105,7 +100,7 @@ def _row(
         "routing": world.routing,
         "layers": len(times),
         "slots": demands[0].placement.num_slots,
-        "placement": _placement(world),
+        "placement": world.placed,
         "imbalance": mean([demand.imbalance for demand in demands], 3),
         "ranks_of_a_token": mean([sum(demand.ranks) for demand in demands], 2),
         "transport": plan.dispatcher,
@@ -118,12 +113,6 @@ def _row(
         "us": mean([time.us for time in times]),
         "basis": max((time.basis for time in times), key=("measured", "modelled", "assumed").index),
     }
-
-
-def _placement(world: SimulatedWorld) -> str:
-    if not world.replicas:
-        return IN_ORDER
-    return "planned, one replica an expert" if world.one_replica else "planned, replicas share"
 
 
 def simulation_report(
@@ -150,12 +139,9 @@ def simulation_report(
                 else:
                     report.rows.append(found)
         keep(report)
-    in_order = {_case(row): row["us"] for row in report.rows if row["placement"] == IN_ORDER}
+    sizes = itemgetter("device", "ranks", "ranks_per_host", "tokens", "routing", "transport")
+    in_order = {sizes(row): row["us"] for row in report.rows if row["placement"] == IN_ORDER}
     for row in report.rows:
-        before = in_order.get(_case(row))
+        before = in_order.get(sizes(row))
         row["gain"] = None if before is None else round(before / row["us"], 3)
     return report
-
-
-def _case(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("device", "ranks", "ranks_per_host", "tokens", "routing", "transport"))

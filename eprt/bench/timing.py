@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from eprt.errors import EprtError, RankLost
 from eprt.ranks.process import RankContext
 from eprt.timing import host_stopwatch
 from eprt.world import World
@@ -32,6 +33,13 @@ BEHIND_TIMEOUT_S = 2400.0  # warm-up may compile kernels; a rank that dies is no
 def world_of(context: RankContext) -> World:
     """Returns the World that all measurements of this process share."""
     return context.world(timeout_s=BEHIND_TIMEOUT_S)
+
+
+def reason_of(error: EprtError) -> str:
+    """Returns the first line of an error, as the reason for a note. Raises a lost rank again: that ends the run."""
+    if isinstance(error, RankLost):
+        raise error
+    return str(error).splitlines()[0]
 
 
 def settle(world: World) -> None:

@@ -86,7 +86,7 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
 
 def bench_exchange(arguments: BenchExchange, terminal: Terminal) -> int:
     """Measures how long the ranks take to agree. Returns 0."""
-    from eprt.bench.exchange import exchange_report, measure_exchange
+    from eprt.bench.dispatch import exchange_report, measure_exchange
 
     if arguments.rounds < 1:
         raise ConfigError(f"--rounds {arguments.rounds}: expected at least one")

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from eprt.bench.dispatch import CHECK_TOLERANCE, DispatchCase, dispatch_report, measure_dispatch, transports
-from eprt.bench.push import push_rate
+from eprt.bench.dispatch import (
+    CHECK_TOLERANCE,
+    DispatchCase,
+    dispatch_report,
+    measure_dispatch,
+    push_rate,
+    transports,
+)
 from eprt.bench.report import Report
 from eprt.cli.arguments import BenchDispatch
 from eprt.cli.bench import finish, groups, keep, measured, require_peers, require_tokens
