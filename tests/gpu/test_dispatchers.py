@@ -55,8 +55,6 @@ def run(pool, pair: Pair, kind: str, cases=CASES, **settings) -> None:
 every_pair = pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 every_graph_safe_pair = pytest.mark.parametrize("pair", GRAPH_SAFE, ids="-".join)
 
-# ---- every conformance case ---------------------------------------------------------------------------------------
-
 
 @every_pair
 @pytest.mark.parametrize("hidden_size", [128, 2880, 4096, 7168])
@@ -116,9 +114,6 @@ def test_beyond_a_limit_the_plan_and_the_dispatcher_name_it(pool, beyond: Beyond
     assert all(beyond.says in text for _, text in found)
 
 
-# ---- calls in a row -------------------------------------------------------------------------------------------------
-
-
 ROUNDS = [[64] * SIZE, [1, 0, 33, 64][:SIZE], [0] * SIZE, [0, 64, 0, 0][:SIZE], [5] * SIZE]
 
 
@@ -173,9 +168,6 @@ def test_sums_of_any_numbers_are_rounded_once(pool, hidden_size: int, top_k: int
 def test_layers_geometries_and_worlds_do_not_disturb_each_other(pool, pair: Pair) -> None:
     require(pair)
     assert pool.run(jobs.several_at_once, pair=pair) == [0] * SIZE
-
-
-# ---- bad calls, lost ranks --------------------------------------------------------------------------------------
 
 
 @every_pair

@@ -55,10 +55,7 @@ CASES = {
 }
 RUNS = [
     pytest.param(executor, case, id=f"{executor}-{case}")
-    for executor, cases in {
-        "humming": list(CASES),
-        "cutlass_mxfp4": ["gpt_oss", "deepseek_v4", "mxfp4_odd"],
-    }.items()
+    for executor, cases in {"humming": list(CASES), "cutlass_mxfp4": ["gpt_oss", "deepseek_v4", "mxfp4_odd"]}.items()
     for case in cases
 ]
 

@@ -12,14 +12,7 @@ import sys
 
 import pytest
 import torch
-from support.stand_ins.kernel_device import (
-    DEVICE,
-    cuda_only,
-    generator,
-    runs_kernels,
-    sized,
-    synchronize,
-)
+from support.stand_ins.kernel_device import DEVICE, cuda_only, generator, runs_kernels, sized, synchronize
 
 from eprt import routing as plain
 from eprt.config import Routing
@@ -145,8 +138,6 @@ def test_numbers_that_are_none_choose_experts_that_exist(name, value):
     clean = plain.route_torch(logits[3:], routing, K, bias, None if token_ids is None else token_ids[3:], table)
     assert_same(type(clean)(found.ids[3:], found.weights[3:]), clean, E, torch.float32)
 
-
-# ---- behind the GEMM ------------------------------------------------------------------------------------------
 
 # E, H, K, routing, dtype of weight, bias
 SHAPES = {
@@ -314,9 +305,6 @@ def test_models_that_round_elsewhere(name):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
 
 
-# ---- transformers ---------------------------------------------------------------------------------------------
-
-
 def transformers_router(name, case):
     """transformers' router of these weights, on this device."""
     from types import SimpleNamespace
@@ -376,17 +364,9 @@ def test_transformers_choice_on_weights_of_real_size(name, record_property):
     torch.testing.assert_close(ours[same], theirs[same], rtol=1e-5 if exact else 2**-5, atol=1e-12)
 
 
-# ---- the module -----------------------------------------------------------------------------------------------
-
-
 def router(case):
     return Router(
-        case.weight,
-        case.routing,
-        case.K,
-        bias=case.bias,
-        correction_bias=case.correction,
-        token_table=case.table,
+        case.weight, case.routing, case.K, bias=case.bias, correction_bias=case.correction, token_table=case.table
     )
 
 

@@ -17,10 +17,7 @@ from eprt.experts.blackwell.trtllm import TrtllmGenExecutor, TrtllmKernels
 from eprt.placement import ExpertShard
 from eprt.weights import ExpertWeights, Nvfp4
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CUDA = torch.device("cuda", 0)
 KINDS = {
@@ -86,9 +83,6 @@ def test_preparation_holds_one_expert_beside_the_layer(kind, activation):
     assert executor.config is config
     assert kept <= 1.01 * weights.nbytes
     assert extra <= weights.nbytes / 8
-
-
-# ---- what surrounds the kernels ---------------------------------------------------------------------------------
 
 
 def silent(*shapes: Callable[[torch.Tensor], tuple[int, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:

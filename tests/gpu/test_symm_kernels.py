@@ -208,9 +208,7 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(
-    ("size", "payload"),
-    sized([*itertools.product(SIZES, PAYLOADS)], [*zip(SIZES, PAYLOADS * 2, strict=True)]),
-    ids=str,
+    ("size", "payload"), sized([*itertools.product(SIZES, PAYLOADS)], [*zip(SIZES, PAYLOADS * 2, strict=True)]), ids=str
 )
 def test_every_row_arrives_and_returns(size, payload):
     torch.manual_seed(0)

@@ -68,9 +68,6 @@ def u8(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.uint8)
 
 
-# ---- elements ---------------------------------------------------------------------------------------------------
-
-
 def test_e2m1_decodes_all_16_codes():
     assert same_bits(decode_e2m1(torch.arange(16, dtype=torch.uint8)), f32(*E2M1_TABLE))
 
@@ -141,9 +138,6 @@ def test_low_nibble_is_the_even_column():
     codes = u8(1, 2, 3, 4, 15, 0)
     assert pack_nibbles(codes).tolist() == [0x21, 0x43, 0x0F]
     assert torch.equal(unpack_nibbles(pack_nibbles(codes)), codes)
-
-
-# ---- block formats, by hand ------------------------------------------------------------------------------------
 
 
 def test_mxfp4_block_by_hand():
@@ -219,9 +213,6 @@ def test_per_part_scales_belong_to_their_part():
     assert decode(Fp8Tensor(data, f32(3.0, 5.0).view(1, 2)), 2)[0, :, 0].tolist() == [3.0, 3.0, 5.0, 5.0]
 
 
-# ---- an independent decoder ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_mxfp4_equals_transformers_decoder_bit_for_bit(dtype: torch.dtype):
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
@@ -233,8 +224,6 @@ def test_mxfp4_equals_transformers_decoder_bit_for_bit(dtype: torch.dtype):
     assert ours.dtype == dtype
     assert same_bits(ours, theirs)
 
-
-# ---- properties ------------------------------------------------------------------------------------------------
 
 packed_block = st.binary(min_size=16, max_size=16).map(lambda data: u8(*data))
 e4m3_finite = st.integers(0, 255).filter(lambda byte: byte & 0x7F != 0x7F)
@@ -351,9 +340,6 @@ def test_rows_that_do_not_split_are_refused():
         encode("bf16", torch.zeros(1, 5, 32), 2)
 
 
-# ---- payloads --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("T", [0, 1, 5])
 @pytest.mark.parametrize("H", [128, 96, 160, 2880])
 @pytest.mark.parametrize("name", ["f32", "bf16", "fp8_block", "nvfp4"])
@@ -397,9 +383,6 @@ def test_payload_refusals():
     packed = encode_payload(torch.zeros(1, 32), "nvfp4")
     with pytest.raises(InputError, match="global_scale"):
         decode_payload(Payload(packed.data, "nvfp4", packed.scale))
-
-
-# ---- on a GPU ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -32,14 +32,7 @@ from support.cases.expert_cases import (
 from eprt import quant
 from eprt.config import MoEConfig
 from eprt.errors import ConfigError, InputError
-from eprt.experts.reference import (
-    E4M3,
-    E8M0,
-    ReferenceExecutor,
-    decode_hidden,
-    decode_matrix,
-    expert_forward,
-)
+from eprt.experts.reference import E4M3, E8M0, ReferenceExecutor, decode_hidden, decode_matrix, expert_forward
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import Dense, ExpertWeights, Fp8Block, Fp8Tensor, Mxfp4, Mxfp8, Nvfp4
 
@@ -50,9 +43,6 @@ F32_TOLERANCE = 1e-5
 
 def build(config: MoEConfig, weights: ExpertWeights, **where) -> ReferenceExecutor:
     return ReferenceExecutor(config, shard_of(config, **where), weights, CPU, RUNTIME)
-
-
-# ---- formats ----------------------------------------------------------------------------------------------------
 
 
 def test_e4m3_and_e8m0_tables():
@@ -126,9 +116,6 @@ def test_hidden_decoders_agree(name: str, H: int):
     assert torch.equal(decode_hidden(payload).to(quant.decode_payload(payload).dtype), quant.decode_payload(payload))
 
 
-# ---- the formula, by hand --------------------------------------------------------------------------------------
-
-
 def one_expert(activation, x: list[float], bias: bool = False) -> list[float]:
     """Gate row [1, 0], up row [0, 1] (relu2: up row [1, 0]), down rows 2 and 3; biases 0.5 and 0.25 | 10 and 20."""
     config = MoEConfig(1, 1, 2, 1, activation=activation, bias=bias, weight_format="f32")
@@ -159,9 +146,6 @@ def sigmoid(x: float) -> float:
 def test_expert_by_hand(activation, x: list[float], bias: bool, inner: float):
     expected = [2 * inner + 10 * bias, 3 * inner + 20 * bias]
     assert one_expert(activation, x, bias) == pytest.approx(expected, rel=1e-6)
-
-
-# ---- transformers' experts ---------------------------------------------------------------------------------------
 
 
 def gpt_oss_case(E: int, H: int, I: int):
@@ -251,9 +235,6 @@ def test_equals_transformers_experts(case):
     if ours.down_bias is not None:
         unbiased = replace(ours, down_bias=torch.zeros_like(ours.down_bias))
         assert relative_error(build(config, unbiased)(flat), theirs) > 0.01
-
-
-# ---- token formats and shards ------------------------------------------------------------------------------------
 
 
 def flat_by_definition(config: MoEConfig, weights: ExpertWeights, flat: FlatTokens) -> torch.Tensor:

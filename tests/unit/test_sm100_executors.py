@@ -61,9 +61,6 @@ def check_flat(kind, fake, config, shard, weights, tokens, expected_tokens, boun
     assert not out[~local].any(), "rows without a local expert are zeros"
 
 
-# ---- flat tokens --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @both
@@ -159,9 +156,6 @@ def test_widths_of_real_models(kind, fake, activation):
     check_flat(kind, fake(rounding=False), config, shard, weights, tokens, tokens, EXACT)
 
 
-# ---- expert-major tokens ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("travelled", [False, True])
@@ -196,9 +190,6 @@ def test_all_experts_idle():
     assert not executor(flat).any()
     assert executor(make_expert_major(flat, shard)).shape == (4, 15, 128)
     assert not build(TrtllmGenExecutor, FakeTrtllm(), config, shard, weights)(flat).any()
-
-
-# ---- calls --------------------------------------------------------------------------------------------------------
 
 
 @both
@@ -405,9 +396,6 @@ def test_activations_that_fp8_kernels_lack_are_refused(weight_format, activation
         build(TrtllmGenExecutor, FakeTrtllm(), *case(weight_format, (128, 128), ACTIVATIONS[activation]))
 
 
-# ---- the router in the kernel -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "routing",
     [
@@ -466,9 +454,6 @@ def test_a_routing_that_kernels_lack_is_refused():
     with pytest.raises(InputError, match=r"expected \[2, 8\]"):
         executor.run_logits(hidden, torch.zeros(2, 3))
     assert executor.run_logits(Payload.plain(hidden.data[:0]), torch.zeros(0, 8)).shape == (0, 128)
-
-
-# ---- mistakes must show -------------------------------------------------------------------------------------------
 
 
 def gate_scale_for_up(weights: ExpertWeights) -> ExpertWeights:

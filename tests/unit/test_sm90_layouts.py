@@ -14,14 +14,7 @@ from eprt.experts.cutlass_mxfp4 import swiglu_parameters, tile_expert
 from eprt.experts.grouped import fp4
 from eprt.experts.humming.gemm import GemmShape, expert_tensors, needs_channel_scale, row_bucket
 from eprt.experts.humming.rows import activation_source
-from eprt.experts.padding import (
-    TILE,
-    pad_parts,
-    spread_part_scale,
-    spread_tensor_scale,
-    stack_experts,
-    unpad_parts,
-)
+from eprt.experts.padding import TILE, pad_parts, spread_part_scale, spread_tensor_scale, stack_experts, unpad_parts
 from eprt.experts.permute import copy_columns, group_by_expert, group_rows, weighted_unpermute
 from eprt.experts.reference import decode_matrix
 from eprt.rounding import round_up

@@ -36,8 +36,6 @@ from eprt.placement import ExpertShard
 from eprt.quant import decode_payload, encode_payload
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
 
-# ---- check() -----------------------------------------------------------------------------------------------------
-
 
 def topk(**changes) -> TopK:
     return replace(TopK(torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)), **changes)
@@ -136,9 +134,6 @@ def test_expert_major_check():
     ]:
         with pytest.raises(InputError, match=message):
             bad.check()
-
-
-# ---- flat -> expert major -> flat -----------------------------------------------------------------------------------
 
 
 @st.composite
@@ -241,9 +236,6 @@ def test_slabs_as_flat_rows(case: tuple[FlatTokens, ExpertShard]):
         assert (ids[count:] == shard.num_experts).all()
     assert (rows.weights == 1).all()
     assert rows.hidden.data.data_ptr() == slabs.hidden.data.data_ptr(), "a view"
-
-
-# ---- adapters around executors ---------------------------------------------------------------------------------
 
 
 class FlatOnly(ReferenceExecutor):

@@ -198,9 +198,6 @@ def test_weights_are_not_kept():
     assert relative_error(executor(flat), expected) < BF16_TOLERANCE
 
 
-# ---- mutants: what the tolerances above would catch --------------------------------------------------------------
-
-
 def test_mutants_fail(kernel: str):
     config = make_config("bf16", activation=GPT_OSS, bias=True)
     weights, flat = make_weights(config), make_flat(config, dtype=torch.bfloat16)
@@ -227,8 +224,6 @@ def test_mutants_fail(kernel: str):
     expected = reference(replace(flat, every_row_read=True))
     assert relative_error(executor(shifted), expected) > 10 * BF16_TOLERANCE
 
-
-# ---- no host sync, static shapes ---------------------------------------------------------------------------------
 
 # Operators that read values on the host, or whose output shape depends on values.
 SYNCHRONISING = (
@@ -288,8 +283,6 @@ def test_operators_do_not_depend_on_the_routing_and_read_nothing_back(kernel: st
     assert calls[0] == calls[1]
     assert not is_synchronising(calls[0])
 
-
-# ---- on a GPU ----------------------------------------------------------------------------------------------------
 
 needs_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

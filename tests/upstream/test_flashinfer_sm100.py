@@ -32,9 +32,6 @@ EXACT = 1e-2  # bf16 outputs
 FORMATS = ["nvfp4", "fp8_tensor", "fp8_block", "mxfp8"]
 
 
-# ---- signatures ---------------------------------------------------------------------------------------------------
-
-
 class Bound:
     """Calls a stand-in only if the real entry point accepts exactly these arguments."""
 
@@ -166,9 +163,6 @@ def test_an_older_flashinfer_is_a_reason(name, version, fits, monkeypatch):
     assert fits or f"flashinfer {version} is older than 0.7.2" in verdict.reason
 
 
-# ---- layouts ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [128, 256, 3712])
 def test_row_orders_are_the_librarys(rows):
     from flashinfer.fused_moe.core import _maybe_get_cached_w3_w1_permute_indices, get_w2_permute_indices_with_cache
@@ -205,8 +199,6 @@ def test_gated_rows_take_turns_as_in_the_library(half):
     up_gate = swizzle.swap_halves(matrix)
     assert torch.equal(swizzle.interleave_halves(up_gate), _interleave_linear_and_gate(up_gate, 64, dim=1))
 
-
-# ---- the library's own torch references read our tensors ----------------------------------------------------------
 
 # Their SwiGLU-step activation clamps what a large enough limit leaves alone, and is the one whose references undo the
 # shuffle and the swizzle.

@@ -71,9 +71,6 @@ def _at_work() -> Machine:
     return _machines[-1]
 
 
-# ---- shared memory ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Memory:
     """A contiguous part of an allocation, from element `start` on; `order` as `permute` got it."""
@@ -142,9 +139,6 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: object) -> Memory:
     size = math.prod(shape) * itemsize
     buffer = Buffer(f"{dtype}{list(shape)}", min(GRANULE, math.prod(shape[1:]) * itemsize))
     return Memory(np.full(size, 0xFF, dtype=np.uint8), buffer, dtype, tuple(shape))  # 0xFF: NaN in bf16 and float32
-
-
-# ---- barriers, copies, products --------------------------------------------------------------------------------------
 
 
 def _init(memory: Memory, count: int) -> None:
@@ -248,9 +242,6 @@ def _specialize(parts: list[tuple[Jit, tuple[Any, ...]]], warps: list[int], regi
     for number, ((job, args), count) in enumerate(zip(parts, [4, *warps], strict=True)):
         name = f"{job.fn.__name__} {number} of program {program[0]}"
         _at_work().jobs.append(Job(name, count, partial(job, *args), enter))
-
-
-# ---- the modules -----------------------------------------------------------------------------------------------------
 
 
 class _Layout:

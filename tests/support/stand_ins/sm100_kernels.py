@@ -24,9 +24,6 @@ UNSET = object()
 SWIGLU, RELU2 = 3, 6
 
 
-# ---- numbers ------------------------------------------------------------------------------------------------------
-
-
 def quantise(x: torch.Tensor, multiplier: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., C] -> (u8 [..., C/2], e4m3 [..., C/16]): block scale = e4m3(amax * multiplier / 6)."""
     blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // 16, 16) * multiplier
@@ -61,9 +58,6 @@ def scale_offset(row: torch.Tensor, col: torch.Tensor, cols: int) -> torch.Tenso
 def expect(ok: bool, what: str) -> None:
     if not ok:
         raise AssertionError(f"kernel contract: {what}")
-
-
-# ---- CuteDSL ------------------------------------------------------------------------------------------------------
 
 
 def read_mma_scales(view: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
@@ -289,9 +283,6 @@ def check_routing(ids, weights, N, top_k, num_experts):
     in_order = ids.sort(1).values
     repeated = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] < num_experts)
     expect(not bool(repeated.any()), "a row names an expert twice: the kernel keeps one of the two slots")
-
-
-# ---- TRTLLM-Gen ---------------------------------------------------------------------------------------------------
 
 
 def shuffled_place(row: torch.Tensor) -> torch.Tensor:
