@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from support.cases.gpu_limits import JOB_S
+from support.cases.gpu_ranks import SIZE
 from support.results import Results
 
 from eprt.experts.grouped.schedules import Schedule
@@ -13,9 +14,9 @@ from eprt.ranks.launcher import WorldPool
 
 
 @pytest.fixture(scope="module")
-def pool(request: pytest.FixtureRequest) -> Iterator[WorldPool]:
-    """As many ranks as the module's SIZE says, a GPU each."""
-    with WorldPool(request.module.SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
+def pool() -> Iterator[WorldPool]:
+    """SIZE ranks, a GPU each."""
+    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
         yield held
 
 

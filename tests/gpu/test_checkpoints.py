@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 from support.cases.gpu_cases import PACKED, PACKED_SIZES, packed_case
-from support.cases.gpu_limits import JOB_S
+from support.cases.gpu_ranks import several_gpus, skip_if_refused
 from support.cases.packed_checkpoints import Written, write
 from support.jobs.packed_checkpoint_jobs import BOUND, COST, errors, run_layer
 
-from eprt.support import Device
-
-SIZE = min(4, torch.cuda.device_count())
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(JOB_S + 60),
-    pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices: this machine has {SIZE}"),
-]
+pytestmark = several_gpus
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +30,7 @@ def written(tmp_path_factory) -> Callable[[str], tuple[str, Written]]:
 @pytest.mark.parametrize(("family", "dispatcher", "payload"), PACKED)
 def test_layer_of_an_nvfp4_checkpoint(pool, written, record_property, family, dispatcher, payload) -> None:
     case = packed_case(family, dispatcher, payload)
-    if reason := case.refusal(Device.of(torch.device("cuda", 0)), SIZE):
-        pytest.skip(reason)
+    skip_if_refused(case.config, case.runtime)
     folder, layer = written(family)
     ranks = pool.run(run_layer, folder=folder, number=layer.layer, runtime=case.runtime)
     error, cost = errors(layer, ranks, payload)

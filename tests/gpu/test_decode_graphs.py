@@ -6,20 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cases.gpu_limits import JOB_S
+from support.cases.gpu_ranks import SIZE, several_gpus, skip_if_refused
 from support.cases.model_recipes import RECIPES, make_model
 from support.jobs import generation_jobs as jobs
 
-from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.config import RuntimeConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import UnsupportedError
 from eprt.models import family_for
-from eprt.plan import make_plan
-from eprt.support import Device
 
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 
-SIZE = min(4, torch.cuda.device_count())
 GRAPH_SAFE = [name for name, spec in DISPATCHERS.items() if spec.graph_safe]
 # The last rank has no prompt, the first one two batches; the last prompt is longer than any bucket.
 PROMPTS = [[[5, 17, 33, 8], [41, 9, 60], [12, 13, 14, 15, 16, 17, 18]], *[[[7, 3], [55, 54, 53]]] * (SIZE - 2), []]
@@ -27,11 +23,7 @@ OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_
 # Of the logits' deviation: bf16 over two layers whose GEMMs see batches of other sizes. On CPUs it is 0.025.
 TOLERANCE = 0.12
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(JOB_S + 60),
-    pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host: this machine has {SIZE}"),
-]
+pytestmark = several_gpus
 
 
 @pytest.fixture(scope="module", params=["gpt_oss", "qwen3_moe", "deepseek_v3"])
@@ -45,11 +37,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def runtime_or_skip(model: tuple[Path, dict, int], dispatcher: str) -> RuntimeConfig:
     _, config, layer = model
     runtime = RuntimeConfig(dispatcher=dispatcher, executor="torch_grouped", max_tokens_per_rank=64)
-    moe = family_for(config).moe_config(config, layer)
-    try:
-        make_plan(moe, ParallelConfig(SIZE), runtime, Device.of(torch.device("cuda", 0)))
-    except UnsupportedError as error:
-        pytest.skip(f"the plan refuses {dispatcher}: {error}")
+    skip_if_refused(family_for(config).moe_config(config, layer), runtime)
     return runtime
 
 

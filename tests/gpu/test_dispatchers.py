@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cases.gpu_limits import JOB_S
+from support.cases.gpu_ranks import SIZE, several_gpus
 from support.jobs import dispatcher_jobs as jobs
 from support.jobs import lost_rank_jobs
 from support.jobs.dispatcher_jobs import PAIRS, Beyond, Pair
@@ -20,16 +21,11 @@ from eprt.dispatch import DISPATCHERS
 from eprt.ranks.launcher import WorldFailed, launch
 from eprt.support import Device
 
-SIZE = min(4, torch.cuda.device_count())
 GRAPH_SAFE = [pair for pair in PAIRS if DISPATCHERS[pair[0]].graph_safe]
 IN_CI = [pair for pair in PAIRS if "cpu" in DISPATCHERS[pair[0]].devices]
 SHAPES = [(128, 1), (2880, 4), (4096, 3), (7168, 8)]
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(JOB_S + 60),
-    pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host: this machine has {SIZE}"),
-]
+pytestmark = several_gpus
 
 
 def refusal(pair: Pair, config: MoEConfig, runtime: RuntimeConfig, moe_tp_size: int = 1) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.cases.gpu_cases import GRAPHS, HIDDEN, INTERMEDIATE, ROUNDS, ROWS, GpuCase, graph_layer
 from support.cases.gpu_limits import JOB_S
+from support.cases.gpu_ranks import SIZE, several_gpus, skip_if_refused
 from support.cases.model_checkpoints import WRITERS
 from support.jobs import integration_jobs
 from support.jobs import whole_layer_jobs as jobs
@@ -15,25 +16,13 @@ from support.jobs import whole_layer_jobs as jobs
 from eprt.config import RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.ranks.launcher import launch
-from eprt.support import Device
 
-SIZE = min(4, torch.cuda.device_count())
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(JOB_S + 60),
-    pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices: this machine has {SIZE}"),
-]
-
-
-def skip_if_refused(case: GpuCase) -> None:
-    if reason := case.refusal(Device.of(torch.device("cuda", 0)), SIZE):
-        pytest.skip(reason)
+pytestmark = several_gpus
 
 
 @pytest.mark.parametrize("case", GRAPHS, ids=lambda case: case.name)
 def test_whole_layer_in_a_graph_with_idle_ranks(pool, case: GpuCase) -> None:
-    skip_if_refused(case)
+    skip_if_refused(case.config, case.runtime)
     rounds = [counts[:SIZE] for counts in ROUNDS]
     for errors in pool.run(jobs.replayed_layer, config=case.config, runtime=case.runtime, rounds=rounds):
         assert max(errors) <= 1e-2, errors  # bf16 tokens and outputs
@@ -46,7 +35,7 @@ def test_a_published_checkpoint_gives_the_plain_models_logits(
 ) -> None:
     """MXFP4 checkpoint through the executor that the plan chooses, against transformers' own bf16 forward."""
     runtime = RuntimeConfig(dispatcher=dispatcher, max_tokens_per_rank=ROWS)
-    skip_if_refused(GpuCase(dispatcher, graph_layer("mxfp4"), runtime))
+    skip_if_refused(graph_layer("mxfp4"), runtime)
     WRITERS[model](tmp_path, hidden=HIDDEN, intermediate=INTERMEDIATE)
     found = pool.run(
         integration_jobs.compare_checkpoint_logits, folder=str(tmp_path), runtime=runtime, dtype=torch.bfloat16
@@ -62,7 +51,7 @@ def test_a_published_checkpoint_gives_the_plain_models_logits(
 def test_a_second_start_is_quick(record_property) -> None:
     """Fresh processes; the first fills humming's cache of kernels on disk unless an earlier run has."""
     case = next(c for c in GRAPHS if (c.runtime.dispatcher, c.runtime.executor) == ("symm", "humming"))
-    skip_if_refused(case)
+    skip_if_refused(case.config, case.runtime)
     for start in ("first", "second"):
         found = launch(jobs.seconds_to_start, SIZE, "cuda", timeout_s=JOB_S, config=case.config, runtime=case.runtime)
         build, warm_up = (max(seconds) for seconds in zip(*found, strict=True))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from support.cases.gpu_limits import JOB_S
+from support.cases.gpu_ranks import SIZE, several_gpus
 from support.jobs import library_jobs as jobs
 
 from eprt.dispatch import DISPATCHERS
 
-SIZE = min(4, torch.cuda.device_count())
 INSTALLED = {name: DISPATCHERS[name].requirement.check() for name in ("flashinfer", "deepep")}
 PAIRS = [
     pytest.param(
@@ -20,11 +18,7 @@ PAIRS = [
 needs_deepep = pytest.mark.skipif(not INSTALLED["deepep"], reason=INSTALLED["deepep"].reason)
 
 # FlashInfer may compile its kernels first: 3.5 minutes on 64 cores.
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(JOB_S + 60),
-    pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host: this machine has {SIZE}"),
-]
+pytestmark = several_gpus
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -6,25 +6,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from support.cases.gpu_cases import GRAPHS, ROUNDS, GpuCase, turned_placements
-from support.cases.gpu_limits import JOB_S
+from support.cases.gpu_ranks import SIZE, several_gpus, skip_if_refused
 from support.jobs import whole_layer_jobs as jobs
 
-from eprt.support import Device
-
-SIZE = min(4, torch.cuda.device_count())
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(JOB_S + 60),
-    pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices: this machine has {SIZE}"),
-]
+pytestmark = several_gpus
 
 
 def errors_of(pool, case: GpuCase, **options) -> list[list[float]]:
-    if reason := case.refusal(Device.of(torch.device("cuda", 0)), SIZE):
-        pytest.skip(reason)
+    skip_if_refused(case.config, case.runtime)
     rounds = [counts[:SIZE] for counts in (*ROUNDS, *ROUNDS)]
     slots = turned_placements(case.config.num_experts, SIZE)
     settings = {"runtime": case.runtime, "rounds": rounds, "placements": slots, **options}

@@ -6,15 +6,12 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
+from support.cases.gpu_ranks import SIZE, several_gpus
 from support.jobs import rank_mask_jobs as jobs
 
 from eprt.conformance.cases import CASES
 from eprt.conformance.checks import Check, run_checks, summarize
 from eprt.dispatch import DISPATCHERS
-from eprt.ranks.launcher import WorldPool
-
-SIZE = min(4, torch.cuda.device_count())
 
 
 def _library(name: str, *values: object):
@@ -22,17 +19,7 @@ def _library(name: str, *values: object):
     return pytest.param(name, *values, marks=pytest.mark.skipif(not found, reason=found.reason))
 
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host: this machine has {SIZE}"),
-]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorldPool(SIZE, device="cuda", timeout_s=240, grace_s=2) as held:
-        yield held
+pytestmark = several_gpus
 
 
 @pytest.mark.parametrize("name", [_library("flashinfer"), _library("deepep")])

@@ -7,34 +7,24 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cases.gpu_limits import JOB_S
+from support.cases.gpu_ranks import SIZE, several_gpus, skip_if_refused
 from support.jobs import lost_rank_jobs
 from support.jobs import step_graph_jobs as jobs
 from support.jobs.step_graph_jobs import BUCKETS, LAYERS, SCHEDULE, TOLERANCE
 
-from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.config import RuntimeConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import UnsupportedError
-from eprt.plan import make_plan
 from eprt.ranks.launcher import WorldFailed, launch
-from eprt.support import Device
 
-SIZE = min(4, torch.cuda.device_count())
 GRAPH_SAFE = [name for name, spec in DISPATCHERS.items() if spec.graph_safe]
 BF16 = torch.bfloat16
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(JOB_S + 60),
-    pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host: this machine has {SIZE}"),
-]
+pytestmark = several_gpus
 
 
 def runtime_or_skip(dispatcher: str, **options) -> RuntimeConfig:
     runtime = RuntimeConfig(dispatcher=dispatcher, executor="torch_grouped", max_tokens_per_rank=32, **options)
-    try:
-        make_plan(jobs.config_of(BF16), ParallelConfig(SIZE), runtime, Device.of(torch.device("cuda", 0)))
-    except UnsupportedError as error:
-        pytest.skip(f"the plan refuses {dispatcher}: {error}")
+    skip_if_refused(jobs.config_of(BF16), runtime)
     return runtime
 
 

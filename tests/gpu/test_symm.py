@@ -3,21 +3,14 @@ peer."""
 
 from __future__ import annotations
 
-import pytest
-import torch
+from support.cases.gpu_ranks import SIZE, several_gpus
 from support.jobs import library_jobs
 from support.jobs import lost_rank_jobs as jobs
 from support.jobs.dispatcher_jobs import SYMM
 
 from eprt.ranks.launcher import launch
 
-SIZE = min(4, torch.cuda.device_count())
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices with peer access: this machine has {SIZE}"),
-]
+pytestmark = several_gpus
 
 
 def test_a_call_that_one_rank_drops_is_nan_where_it_was_asked():
