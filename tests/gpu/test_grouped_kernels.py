@@ -11,21 +11,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.cases.expert_cases import NAN, RUNTIME, relative_error, shard_of
 from support.cases.grouped_cases import (
     ACTIVATIONS,
     BOUND,
-    NAN,
-    RUNTIME,
     all_experts,
     build,
-    error,
+    check_replays,
     error_of_shares,
     error_on_flat,
     errors_against_the_right_one,
     layer,
+    make_slabs,
     make_tokens,
     random,
-    whole,
+    witness,
 )
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
@@ -34,7 +34,6 @@ from eprt.expert_major import expert_major_from_flat, sort_by_expert
 from eprt.experts import activation_triton, sort_by_expert_triton
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.schedules import Schedule, Tile
-from eprt.experts.reference import ReferenceExecutor
 from eprt.placement import ExpertPlacement
 from eprt.quant import encode_payload
 from eprt.tokens import ExpertMajorTokens, Payload
@@ -100,22 +99,21 @@ def test_slabs_lie_apart_and_hold_garbage_past_their_counts(name, schedule):
     """Rows of slabs further apart than they are wide, a slab without rows, outputs as far apart."""
     schedule(SCHEDULES[name])
     config = layer()
-    weights, shard = all_experts(config), whole(config)
+    weights, shard = all_experts(config), shard_of(config)
     flat = make_tokens(config, 40)
     flat = replace(flat, ids=torch.where(flat.ids == 2, config.num_experts, flat.ids))
-    slabs, _ = expert_major_from_flat(flat, shard, 45)
-    past = torch.arange(45, device=DEVICE)[None] >= slabs.counts[:, None]
+    slabs, past = make_slabs(flat, shard, 45)
     wide = torch.full((6, 47, 112), NAN, dtype=torch.bfloat16, device=DEVICE)
     data = wide[:, :45, :96]
     data[~past] = slabs.hidden.data[~past]
     slabs = replace(slabs, hidden=Payload.plain(data))
-    expected = build(ReferenceExecutor, config, weights)(ExpertMajorTokens(Payload.plain(data.float()), slabs.counts))
+    expected = witness(config, weights, slabs)
     for dtype in (torch.bfloat16, torch.float32):
         out = torch.full((6, 46, 104), NAN, dtype=dtype, device=DEVICE)
         executor = build(TritonGroupedExecutor, config, weights)
         tokens = slabs if dtype == torch.bfloat16 else replace(slabs, hidden=Payload.plain(data.float()))
         executor(tokens, out[:, :45, :96])
-        assert error(out[:, :45, :96][~past], expected[~past]) < BOUND
+        assert relative_error(out[:, :45, :96][~past], expected[~past]) < BOUND
         out[:, :45, :96][~past] = NAN
         assert out.isnan().all()
 
@@ -124,17 +122,16 @@ def test_slabs_lie_apart_and_hold_garbage_past_their_counts(name, schedule):
 def test_slabs_of_fp8_weights_and_tokens(low_precision, schedule):
     schedule(FP8_SCHEDULES["swap"])
     config = layer("fp8_block", H=144, I=40)
-    weights, shard = all_experts(config), whole(config)
-    slabs, _ = expert_major_from_flat(make_tokens(config, 20), shard, 24)
-    valid = torch.arange(24, device=DEVICE)[None] < slabs.counts[:, None]
-    data = torch.where(valid[..., None], slabs.hidden.data, NAN)
+    weights, shard = all_experts(config), shard_of(config)
+    slabs, past = make_slabs(make_tokens(config, 20), shard, 24)
+    data = slabs.hidden.data
     executor = build(TritonGroupedExecutor, config, weights, runtime=FP8_RUNTIME if low_precision else RUNTIME)
-    expected = build(ReferenceExecutor, config, weights)(ExpertMajorTokens(Payload.plain(data.float()), slabs.counts))
+    expected = witness(config, weights, slabs)
     bound = FP8_BOUND if low_precision else BOUND
-    assert error(executor(replace(slabs, hidden=Payload.plain(data)))[valid], expected[valid]) < bound
+    assert relative_error(executor(slabs)[~past], expected[~past]) < bound
     packed = replace(slabs, hidden=encode_payload(data.nan_to_num(), "fp8_block"))
-    expected = build(ReferenceExecutor, config, weights)(packed)
-    assert error(executor(packed)[valid], expected[valid]) < bound
+    expected = witness(config, weights, packed)
+    assert relative_error(executor(packed)[~past], expected[~past]) < bound
 
 
 @pytest.mark.parametrize("ep_size", [1, 2, 3])
@@ -257,9 +254,9 @@ def test_rows_around_a_tile_and_its_tail(form, schedule):
     weights = all_experts(config)
     tokens = ExpertMajorTokens(Payload.plain(random(10, 50, 96, seed=3).to(torch.bfloat16)), counts)
     found = build(TritonGroupedExecutor, config, weights)(tokens)
-    wanted = build(ReferenceExecutor, config, weights)(tokens)
+    wanted = witness(config, weights, tokens)
     rows = torch.arange(50, device=DEVICE)[None] < counts[:, None]
-    assert all(error(found[e][rows[e]], wanted[e][rows[e]]) < BOUND for e in range(9))
+    assert all(relative_error(found[e][rows[e]], wanted[e][rows[e]]) < BOUND for e in range(9))
 
 
 def test_the_product_of_two_schedules_is_the_same(schedule):
@@ -270,7 +267,7 @@ def test_the_product_of_two_schedules_is_the_same(schedule):
     for name in SCHEDULES:
         schedule(SCHEDULES[name])
         found.append(build(TritonGroupedExecutor, config, weights)(tokens))
-    assert all(error(each, found[0]) < 1e-3 for each in found[1:])
+    assert all(relative_error(each, found[0]) < 1e-3 for each in found[1:])
 
 
 @cuda_only
@@ -286,22 +283,7 @@ def test_graph_replays_with_other_counts(form):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         runner(static, out)
-    for seed in range(5):
-        fresh = make_tokens(config, 64, seed=seed)
-        if seed == 3:
-            fresh = replace(fresh, ids=torch.where(fresh.ids == 5, 5, 8).to(torch.int32))
-        if seed == 4:
-            fresh = replace(fresh, ids=torch.full_like(fresh.ids, 8))
-        for name in ("ids", "weights"):
-            getattr(static, name).copy_(getattr(fresh, name))
-        static.hidden.data.copy_(fresh.hidden.data)
-        out.fill_(NAN)
-        graph.replay()
-        if seed == 4:
-            assert not out.any()
-        else:
-            plain = replace(fresh, hidden=Payload.plain(fresh.hidden.data.float()))
-            assert error(out, build(ReferenceExecutor, config, weights, shard)(plain)) < BOUND, seed
+    check_replays(graph.replay, config, weights, shard, static, out)
 
 
 @cuda_only
@@ -348,6 +330,6 @@ def test_nothing_compiles_after_warmup(form):
     for rows in (1, 7, 33, 500, 2999, 3000):
         for every_row in (True, False):
             runner(make_tokens(config, rows, every_row_read=every_row))
-    slabs, _ = expert_major_from_flat(make_tokens(config, 50), whole(config), 61)
+    slabs, _ = expert_major_from_flat(make_tokens(config, 50), shard_of(config), 61)
     runner(slabs)
     assert compiled() == before

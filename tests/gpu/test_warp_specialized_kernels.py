@@ -9,18 +9,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.cases.expert_cases import NAN, relative_error
 from support.cases.grouped_cases import (
     ACTIVATIONS,
     BOUND,
-    NAN,
     all_experts,
     build,
-    error,
     error_on_flat,
     errors_against_the_right_one,
     layer,
     make_tokens,
     random,
+    witness,
 )
 from support.stand_ins.kernel_device import DEVICE, INTERPRETED, cuda_only, interpreted_only, runs_kernels, sized
 
@@ -35,7 +35,6 @@ from eprt.experts.grouped.schedules import (
     MXFP4_LOW,
     Schedule,
 )
-from eprt.experts.reference import ReferenceExecutor
 from eprt.tokens import ExpertMajorTokens, Payload
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -115,8 +114,8 @@ def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, dtype, schedule,
     written = torch.zeros_like(found[0], dtype=torch.bool)
     written[:, : 2 * m + 3, :320] = there[:, :, None]
     assert torch.equal(found[0].isnan(), ~written)
-    wanted = build(ReferenceExecutor, config, weights)(tokens)
-    assert error(found[0][:, : 2 * m + 3, :320][there], wanted[there]) < BOUND
+    wanted = witness(config, weights, tokens)
+    assert relative_error(found[0][:, : 2 * m + 3, :320][there], wanted[there]) < BOUND
 
 
 @pytest.mark.parametrize(

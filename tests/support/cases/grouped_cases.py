@@ -10,23 +10,22 @@ from dataclasses import replace
 
 import torch
 
-from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.config import MoEConfig, ParallelConfig
+from eprt.expert_major import expert_major_from_flat
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.reference import ReferenceExecutor
 from eprt.placement import ExpertPlacement
 from eprt.quant import encode
 from eprt.tokens import FlatTokens, Payload
 from eprt.weights import ExpertWeights
-from support.cases.expert_cases import cut
+from support.cases import expert_cases
+from support.cases.expert_cases import GPT_OSS, NAN, RUNTIME, cut, relative_error, shard_of
 from support.stand_ins.kernel_device import DEVICE, sized
 
-NAN = float("nan")
-RUNTIME = RuntimeConfig()
 # Tokens, the values between the matrices and the results of slots are rounded to bf16, 2^-9 each.
 BOUND = 1e-2
 
-GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
-ACTIVATIONS = {"silu": Activation(), "gpt_oss": GPT_OSS, "relu2": Activation("relu2")}
+ACTIVATIONS = {name: expert_cases.ACTIVATIONS[name] for name in ("silu", "gpt_oss", "relu2")}
 
 
 def layer(form="bf16", H=96, I=48, E=6, K=3, activation=GPT_OSS, bias=True):
@@ -37,8 +36,8 @@ def random(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def all_experts(config, seed=0):
-    """Up is three times gate, expert e scaled by 1 + e / 4; every 128 x 128 block has a scale of its own."""
+def all_experts(config, seed=0, growth=1.5):
+    """Up is three times gate, expert e scaled by 1 + e / 4; every 128 x 128 block is `growth` times the one before."""
     E, H, I, parts = config.num_experts, config.hidden_size, config.intermediate_size, config.activation.parts
     expert = 1 + torch.arange(E, device=DEVICE)[:, None, None] / 4
     gate_up = random(E, parts * I, H, seed=seed) * 2 * H**-0.5
@@ -46,8 +45,8 @@ def all_experts(config, seed=0):
     down = random(E, H, I, seed=seed + 1) * I**-0.5 * expert
     for matrix in (gate_up, down):
         for block in range(1, -(-matrix.shape[2] // 128)):
-            matrix[:, :, block * 128 :] *= 1.5
-        matrix[:, 128:] *= 1.5
+            matrix[:, :, block * 128 :] *= growth
+        matrix[:, 128:] *= growth
     bias = (random(E, parts * I, seed=seed + 2), random(E, H, seed=seed + 3) * 3) if config.bias else (None, None)
     form = config.weight_format
     return ExpertWeights(encode(form, gate_up, parts), encode(form, down, 1), *bias)
@@ -68,33 +67,58 @@ def make_tokens(config, num_rows, seed=1, every_row_read=True, dtype=torch.bfloa
     return FlatTokens(payload, ids.to(DEVICE), weights.to(DEVICE), E, every_row_read)
 
 
-def whole(config):
-    return ExpertPlacement(config.num_experts, ParallelConfig()).shard(0)
+def make_slabs(flat, shard, num_rows):
+    """The same rows as slabs, and which of their rows lie past the counts and hold NaN: [L, num_rows]."""
+    slabs, _ = expert_major_from_flat(flat, shard, num_rows)
+    past = torch.arange(num_rows, device=DEVICE)[None] >= slabs.counts[:, None]
+    data = slabs.hidden.data.clone()
+    data[past] = NAN
+    return replace(slabs, hidden=Payload.plain(data)), past
 
 
 def build(kind, config, weights, shard=None, runtime=RUNTIME):
-    shard = shard or whole(config)
+    shard = shard or shard_of(config)
     return kind(config, shard, cut(weights, config, shard), DEVICE, runtime)
 
 
-def error(actual, expected):
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+def witness(config, weights, tokens, shard=None):
+    """The reference executor's result, of unpacked tokens in float32."""
+    if tokens.hidden.scale is None:
+        tokens = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
+    return build(ReferenceExecutor, config, weights, shard)(tokens)
+
+
+def check_replays(replay, config, weights, shard, static, out):
+    """Replays of a captured graph with other routing, one expert alone, and no token at all."""
+    for seed in range(5):
+        fresh = make_tokens(config, static.num_rows, seed=seed)
+        if seed == 3:
+            fresh = replace(fresh, ids=torch.where(fresh.ids == 5, 5, 8).to(torch.int32))
+        if seed == 4:
+            fresh = replace(fresh, ids=torch.full_like(fresh.ids, 8))
+        static.hidden.data.copy_(fresh.hidden.data)
+        static.ids.copy_(fresh.ids)
+        static.weights.copy_(fresh.weights)
+        out.fill_(NAN)
+        replay()
+        if seed == 4:
+            assert not out.any()
+        else:
+            assert relative_error(out, witness(config, weights, fresh, shard)) < BOUND, seed
 
 
 def errors_against_the_right_one(config, weights, tokens, others):
     """Of the right weights, then of each of the others, against what the right ones give the witness."""
-    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
-    expected = build(ReferenceExecutor, config, weights)(plain)
-    return [error(build(TritonGroupedExecutor, config, each)(tokens), expected) for each in (weights, *others)]
+    expected = witness(config, weights, tokens)
+    return [relative_error(build(TritonGroupedExecutor, config, each)(tokens), expected) for each in (weights, *others)]
 
 
 def error_on_flat(config, weights, tokens, shard=None, runtime=RUNTIME):
-    plain = tokens.hidden if tokens.hidden.scale is not None else Payload.plain(tokens.hidden.data.float())
-    expected = build(ReferenceExecutor, config, weights, shard)(replace(tokens, hidden=plain))
+    expected = witness(config, weights, tokens, shard)
     out = torch.full((tokens.num_rows, config.hidden_size), NAN, dtype=torch.bfloat16, device=DEVICE)
     found = build(TritonGroupedExecutor, config, weights, shard, runtime)(tokens, out)
     assert found is out
-    return error(out, expected)
+    return relative_error(out, expected)
 
 
 def error_of_shares(config, ep_size, moe_tp_size):
@@ -105,5 +129,4 @@ def error_of_shares(config, ep_size, moe_tp_size):
     total = torch.zeros(tokens.num_rows, config.hidden_size, device=DEVICE)
     for rank in range(parallel.world_size):
         total += build(TritonGroupedExecutor, config, weights, placement.shard(rank))(tokens).float()
-    plain = replace(tokens, hidden=Payload.plain(tokens.hidden.data.float()))
-    return error(total, build(ReferenceExecutor, config, weights)(plain))
+    return relative_error(total, witness(config, weights, tokens))

@@ -34,11 +34,7 @@ PACK = {
         "weight_scale_2": scalar(),
         "input_scale": scalar(),
     },
-    "fp8_tensor": lambda rows, cols: {
-        "weight": e4m3(rows, cols),
-        "weight_scale": scalar(),
-        "input_scale": scalar(),
-    },
+    "fp8_tensor": lambda rows, cols: {"weight": e4m3(rows, cols), "weight_scale": scalar(), "input_scale": scalar()},
     "fp8_block": lambda rows, cols: {
         "weight": e4m3(rows, cols),
         "weight_scale_inv": torch.rand(-(-rows // 128), -(-cols // 128)) + 0.5,

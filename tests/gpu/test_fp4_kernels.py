@@ -1,5 +1,5 @@
-"""MXFP4 through the grouped GEMM of our own, against the float32 witness and a table written by hand: on one GPU or
-interpreted on the CPU."""
+"""MXFP4 and NVFP4 through the grouped GEMM of our own, against the float32 witness and a table written by hand: on one
+GPU or interpreted on the CPU."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.cases.expert_cases import NAN, relative_error, shard_of
 from support.cases.fp4_cases import E2M1, SCHEDULES, decoded, every_code
 from support.cases.grouped_cases import (
     ACTIVATIONS,
     BOUND,
-    NAN,
     all_experts,
     build,
-    error,
     error_of_shares,
     error_on_flat,
     errors_against_the_right_one,
     layer,
+    make_slabs,
     make_tokens,
-    whole,
+    witness,
 )
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
-from eprt.expert_major import expert_major_from_flat
 from eprt.experts.grouped import TritonGroupedExecutor, fp4
 from eprt.experts.grouped.schedules import HOPPER
-from eprt.experts.reference import ReferenceExecutor
-from eprt.tokens import ExpertMajorTokens, Payload
+from eprt.tokens import Payload
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
 
-def test_every_code_with_every_scale():
+# OCP 8-bit Floating Point Specification, table 1: E4M3 of bias 7, subnormals below 8, 0x7F is NaN.
+E4M3 = [m * 2.0**-9 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
+
+
+def test_every_mxfp4_code_with_every_scale():
     """All 16 x 255, bit by bit: a row has one scale, its columns all codes, in an order of the row's own."""
     order, codes = every_code(256)
     scales = torch.arange(256).clamp(max=254)[:, None].expand(256, 2).to(DEVICE, torch.uint8)
@@ -45,21 +47,39 @@ def test_every_code_with_every_scale():
     assert torch.equal((found == 0).cpu() & found.signbit().cpu(), order == 8)
 
 
+def test_every_nvfp4_code_with_every_scale():
+    """All 16 x 254, bit by bit: a row has every code under four scales of its own, neither rows nor blocks alike."""
+    assert len(E4M3) == 127
+    number = (torch.arange(64)[:, None] * 4 + torch.arange(4)[None]) % 254
+    scale_codes = torch.where(number < 127, number, number + 1)  # the upper half negative; neither NaN
+    order, codes = every_code(64)
+    scales = scale_codes.to(torch.uint8).view(torch.float8_e4m3fn).to(DEVICE)
+    found = decoded(fp4.pack_nvfp4(codes, scales), 64, 64, nv=True)
+    factor = fp4.nvfp4_factor(scales, torch.ones(1, device=DEVICE)).view(64, 1).double()
+    scale = torch.tensor([*E4M3, *(-value for value in E4M3)], dtype=torch.float64)[number]
+    wanted = torch.tensor(E2M1, dtype=torch.float64)[order] * scale.repeat_interleave(16, 1)
+    assert torch.equal((found.double() * factor).cpu(), wanted)
+
+
 @pytest.mark.parametrize(
-    ("name", "activation", "H", "I"),
+    ("form", "name", "activation", "H", "I"),
     [
-        ("small", "gpt_oss", 160, 96),
-        ("small", "relu2", 96, 32),
-        ("large", "silu", 160, 96),
-        ("large", "gpt_oss", 96, 32),
-        ("tail", "gpt_oss", 160, 96),
-        ("tail", "silu", 96, 32),
+        ("mxfp4", "small", "gpt_oss", 160, 96),
+        ("mxfp4", "small", "relu2", 96, 32),
+        ("mxfp4", "large", "silu", 160, 96),
+        ("mxfp4", "large", "gpt_oss", 96, 32),
+        ("mxfp4", "tail", "gpt_oss", 160, 96),
+        ("mxfp4", "tail", "silu", 96, 32),
+        ("nvfp4", "small", "gpt_oss", 160, 96),
+        ("nvfp4", "large", "silu", 112, 48),
+        ("nvfp4", "tail", "silu", 96, 48),
+        ("nvfp4", "small", "relu2", 48, 80),
     ],
 )
-def test_equals_the_witness(H, I, activation, name, schedule):
-    """Sizes that are no whole units."""
+def test_equals_the_witness(form, H, I, activation, name, schedule):
+    """Sizes that are no whole units; 16 is the largest power of two in some of NVFP4's."""
     schedule(SCHEDULES[name])
-    config = layer("mxfp4", H=H, I=I, E=3, K=2, activation=ACTIVATIONS[activation])
+    config = layer(form, H=H, I=I, E=3, K=2, activation=ACTIVATIONS[activation])
     assert 0 < error_on_flat(config, all_experts(config), make_tokens(config, sized(300, 24))) < BOUND
 
 
@@ -76,11 +96,12 @@ def test_scales_far_apart(schedule):
     assert error_on_flat(config, weights, make_tokens(config, 20)) < BOUND
 
 
-def test_a_scale_that_is_nan_spoils_its_row(schedule):
-    schedule(SCHEDULES["whole"])
-    config = layer("mxfp4", H=96, I=64, bias=False)
+@pytest.mark.parametrize(("form", "name", "nan"), [("mxfp4", "whole", 0xFF), ("nvfp4", "small", 0x7F)])
+def test_a_scale_that_is_nan_spoils_its_row(form, name, nan, schedule):
+    schedule(SCHEDULES[name])
+    config = layer(form, H=96, I=64, bias=False)
     weights, tokens = all_experts(config), make_tokens(config, 20)
-    weights.down.scales[:, 5, 1] = 255
+    weights.down.scales.view(torch.uint8)[:, 5, 1] = nan
     found = build(TritonGroupedExecutor, config, weights)(tokens)
     read = (tokens.ids < config.num_experts).any(1)
     assert found[read, 5].isnan().all()
@@ -91,17 +112,14 @@ def test_slabs(schedule):
     """Garbage past the counts, one slab empty, outputs further apart than they are wide."""
     schedule(SCHEDULES["large"])
     config = layer("mxfp4", H=160, I=96, E=4, K=2)
-    weights, shard = all_experts(config), whole(config)
+    weights, shard = all_experts(config), shard_of(config)
     flat = make_tokens(config, 30)
     flat = replace(flat, ids=torch.where(flat.ids == 1, config.num_experts, flat.ids))
-    slabs, _ = expert_major_from_flat(flat, shard, 33)
-    past = torch.arange(33, device=DEVICE)[None] >= slabs.counts[:, None]
-    data = slabs.hidden.data.clone()
-    data[past] = NAN
+    slabs, past = make_slabs(flat, shard, 33)
     out = torch.full((4, 34, 168), NAN, dtype=torch.bfloat16, device=DEVICE)
-    build(TritonGroupedExecutor, config, weights)(replace(slabs, hidden=Payload.plain(data)), out[:, :33, :160])
-    expected = build(ReferenceExecutor, config, weights)(ExpertMajorTokens(Payload.plain(data.float()), slabs.counts))
-    assert error(out[:, :33, :160][~past], expected[~past]) < BOUND
+    build(TritonGroupedExecutor, config, weights)(slabs, out[:, :33, :160])
+    expected = witness(config, weights, slabs)
+    assert relative_error(out[:, :33, :160][~past], expected[~past]) < BOUND
     out[:, :33, :160][~past] = NAN
     assert out.isnan().all()
 
@@ -112,21 +130,31 @@ def test_shares_add_up_to_the_layer(ep_size, moe_tp_size, schedule):
     assert error_of_shares(layer("mxfp4", H=96, I=64, E=4, K=2), ep_size, moe_tp_size) < BOUND
 
 
-def test_mistakes_would_be_seen(schedule):
-    """Gate and up, scales one block or one row off, nibbles the other way round."""
-    schedule(SCHEDULES["whole"])
-    config = layer("mxfp4", H=96, I=64, E=2, K=1)
+@pytest.mark.parametrize(("form", "name"), [("mxfp4", "whole"), ("nvfp4", "small")])
+def test_mistakes_would_be_seen(form, name, schedule):
+    """Gate and up, NVFP4's second scales of both, scales one block or one row off, nibbles the other way round."""
+    schedule(SCHEDULES[name])
+    config = layer(form, H=96, I=64, E=2, K=1)
     weights, tokens = all_experts(config), make_tokens(config, 12)
     first, half = weights.gate_up, weights.gate_up.shape[1] // 2
-    swapped = first.map(lambda tensor: tensor.roll(half, 1))
+
+    def rolled(by, dim):
+        return first.scales.view(torch.uint8).roll(by, dim).view(first.scales.dtype)
+
+    swapped = replace(weights, gate_up=replace(first, codes=first.codes.roll(half, 1), scales=rolled(half, 1)))
     wrong = [
-        replace(weights, gate_up=swapped, gate_up_bias=weights.gate_up_bias.roll(half, 1)),
-        replace(weights, gate_up=replace(first, scales=first.scales.roll(1, 2))),
-        replace(weights, gate_up=replace(first, scales=first.scales.roll(1, 1))),
-        replace(weights, gate_up=replace(first, codes=first.codes << 4 | first.codes >> 4)),
+        replace(first, scales=rolled(1, 2)),
+        replace(first, scales=rolled(1, 1)),
+        replace(first, codes=first.codes << 4 | first.codes >> 4),
     ]
-    right, *errors = errors_against_the_right_one(config, weights, tokens, wrong)
+    if form == "nvfp4":
+        wrong.append(replace(first, global_scale=first.global_scale.flip(1)))
+    else:
+        swapped = replace(swapped, gate_up_bias=weights.gate_up_bias.roll(half, 1))
+    others = [swapped, *(replace(weights, gate_up=mistake) for mistake in wrong)]
+    right, *errors = errors_against_the_right_one(config, weights, tokens, others)
     assert right < BOUND
+    assert len(errors) == len(others) == (5 if form == "nvfp4" else 4)
     assert all(each > 3 * BOUND for each in errors)
 
 
