@@ -363,5 +363,6 @@ def files_entered(context):
         layer(x)
         with counted_calls(str(Path(eprt.__file__).parent)) as calls:
             layer(x)
+    layer.world.warm = False  # other jobs share this World
     layer.close()
     return sorted({name.partition(":")[0] for name in calls})
