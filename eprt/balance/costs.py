@@ -7,10 +7,10 @@ isn't in either; `eprt bench dispatch --simulate` has it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eprt.balance.moving import transfers
 from eprt.balance.planner import imbalance
 from eprt.config import MoEConfig, ParallelConfig
 from eprt.errors import ConfigError
@@ -110,7 +110,8 @@ def weigh(
     size = expert_bytes(config, before.parallel.moe_tp_size)
     rows = tokens * before.parallel.world_size * config.top_k  # each rank sends tokens of its own
     loads = [_slot_rows(counts, placement, rows, one_replica) for placement in (before, after)]
-    times = [max(time(sum(per_slot), sum(_touched(n) for n in per_slot)) for per_slot in ranks) for ranks in loads]
+    # A slot that gets n rows on average gets none with probability exp(-n) (Poisson).
+    times = [max(time(sum(slots), sum(1 - math.exp(-n) for n in slots)) for slots in ranks) for ranks in loads]
     spread = [imbalance([sum(per_slot) for per_slot in ranks]) for ranks in loads]
     extra = (after.num_local_experts - before.num_local_experts) * size
     return Verdict(spread[0], spread[1], times[0], times[1], extra, _received(before, after) * size / LINK_BYTES_PER_S)
@@ -127,22 +128,9 @@ def _slot_rows(counts: Sequence[int], placement: ExpertPlacement, rows: int, one
     return [found[start : start + L] for start in range(0, len(found), L)]
 
 
-def _touched(rows: float) -> float:
-    """Returns the probability that a slot gets any row, where it gets `rows` on average (Poisson)."""
-    return 1 - math.exp(-rows)
-
-
 def _received(before: ExpertPlacement, after: ExpertPlacement) -> int:
     """Returns most experts that one rank has to receive from another."""
-    L = after.num_local_experts
-    held = [
-        set(before.slots[start : start + before.num_local_experts])
-        for start in range(0, before.num_slots, before.num_local_experts)
-    ]
-    if before.num_slots == after.num_slots:
-        arriving = [t.target // L for t in transfers(before, after) if t.source // L != t.target // L]
-    else:
-        arriving = [
-            slot // L for slot, expert in enumerate(after.slots) if expert != EMPTY and expert not in held[slot // L]
-        ]
-    return max((arriving.count(rank) for rank in set(arriving)), default=0)
+    L, L_before = after.num_local_experts, before.num_local_experts
+    held = [set(before.slots[start : start + L_before]) for start in range(0, before.num_slots, L_before)]
+    wanted = ((slot // L, expert) for slot, expert in enumerate(after.slots) if expert != EMPTY)
+    return max(Counter(rank for rank, expert in wanted if expert not in held[rank]).values(), default=0)

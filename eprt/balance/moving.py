@@ -104,8 +104,7 @@ def rebalance(
             f"layer {place}": f"{layer.dispatcher.layer}: {layer.placement.fingerprint()} -> {new.fingerprint()}"
             for place, (layer, new) in enumerate(zip(layers, placements, strict=True))
         }
-        move = _Move(world, layers, placements)
-        move.allocate(most_bytes)
+        move = _Move(world, layers, placements, most_bytes)
     except EprtError as found:
         error = found
     signature = 0 if move is None else move.signature
@@ -126,14 +125,20 @@ def rebalance(
 
 
 class _Move:
-    """One rank's part of a rebalance. Nothing of a layer changes before `commit`."""
+    """One rank's part of a rebalance. Nothing of a layer changes before `commit`.
 
-    slots = 0
-    _buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+    Raises:
+        UnsupportedError, CapacityError: see `rebalance`.
+    """
 
     def __init__(
-        self, world: World, layers: Sequence[ExpertParallelMoE], placements: Sequence[ExpertPlacement]
+        self,
+        world: World,
+        layers: Sequence[ExpertParallelMoE],
+        placements: Sequence[ExpertPlacement],
+        most_bytes: int | None,
     ) -> None:
+        self.slots = 0
         self.world, self.layers, self.placements = world, layers, placements
         self.tensors = [list(layer.executor.slot_tensors().items()) for layer in layers]
         for layer, tensors in zip(layers, self.tensors, strict=True):
@@ -155,30 +160,23 @@ class _Move:
         self._sent, self._received = (
             [sum(self._slot_bytes(layer) for layer, _ in pieces) for pieces in side] for side in (self._out, self._into)
         )
-        self.received = sum(self._received)
+        self.received, sent = sum(self._received), sum(self._sent)
+        if most_bytes is not None and self.received > most_bytes:
+            raise CapacityError(
+                f"rank {world.rank} would stage {self.received} bytes, most_bytes is {most_bytes}: move fewer layers "
+                "at a time"
+            )
+        try:
+            with torch.inference_mode(False):
+                self._buffers = [torch.empty(n, dtype=torch.uint8, device=world.device) for n in (sent, self.received)]
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise CapacityError(
+                f"rank {world.rank} has no memory to stage {self.received} and send {sent} bytes: move fewer layers "
+                "at a time"
+            ) from error
 
     def _slot_bytes(self, layer: int) -> int:
         return sum(round_up(tensor[0].nbytes, ALIGNMENT) for _, tensor in self.tensors[layer])
-
-    def allocate(self, most_bytes: int | None) -> None:
-        """Raises CapacityError."""
-        if most_bytes is not None and self.received > most_bytes:
-            raise CapacityError(
-                f"rank {self.world.rank} would stage {self.received} bytes, most_bytes is {most_bytes}: move fewer "
-                "layers at a time"
-            )
-        out, into = sum(self._sent), self.received
-        try:
-            with torch.inference_mode(False):
-                self._buffers = self._bytes(out), self._bytes(into)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise CapacityError(
-                f"rank {self.world.rank} has no memory to stage {into} and send {out} bytes: move fewer layers at "
-                "a time"
-            ) from error
-
-    def _bytes(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=self.world.device)
 
     def _pieces(
         self, side: list[list[tuple[int, int]]], buffer: torch.Tensor
@@ -196,8 +194,6 @@ class _Move:
     @torch.inference_mode()
     def stage(self) -> None:
         """Brings all experts here that this rank will hold. Collective."""
-        if self._buffers is None:
-            raise UsageError("a rebalance was staged before its memory was there: report this")
         out, into = self._buffers
         for held, place in self._pieces(self._out, out):
             place.copy_(held)
@@ -207,8 +203,6 @@ class _Move:
     @torch.inference_mode()
     def commit(self) -> None:
         """Swaps the experts. Not collective, and nothing in it waits for another rank."""
-        if self._buffers is None:
-            raise UsageError("a rebalance was swapped before it was staged: report this")
         for held, place in self._pieces(self._into, self._buffers[1]):
             held.copy_(place)
         for layer, new in zip(self.layers, self.placements, strict=True):

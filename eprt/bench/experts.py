@@ -11,7 +11,7 @@ bf16 rate of a large matrix product.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,11 +27,13 @@ from eprt.experts.sample_tokens import sample_ids
 from eprt.models.published import published_layer
 from eprt.placement import ExpertPlacement
 from eprt.rounding import ceil_div
+from eprt.routing import Router
 from eprt.support import Device
-from eprt.timing import device_microseconds, host_microseconds
+from eprt.timing import device_microseconds, host_microseconds, host_stopwatch
 from eprt.tokens import FlatTokens, Payload
 from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Dense, ExpertWeights, Fp8Block, Matrix, Mxfp4, Nvfp4
 
+VOCABULARY = 1024  # token ids of a random hash router
 WITNESS = "reference"  # float32, expert by expert: nothing that anybody would time
 
 
@@ -165,6 +167,26 @@ def random_experts(config: MoEConfig, L: int, device: torch.device) -> ExpertWei
     return ExpertWeights(gate_up, down, torch.randn(L, parts * I, device=device), torch.randn(L, H, device=device))
 
 
+def random_router(config: MoEConfig, device: torch.device) -> Router:
+    """Returns a bf16 router with every tensor that the layer's routing needs; a hash table is of `VOCABULARY` ids."""
+    E, H, method = config.num_experts, config.input_size, config.routing.method
+    corrected = method in ("grouped_sigmoid", "sqrt_softplus")
+    hashed = method == "hash"
+    return Router(
+        random_linear(device, E, H),
+        config.routing,
+        config.top_k,
+        bias=random_linear(device, E) if config.bias else None,
+        correction_bias=torch.zeros(E, device=device) if corrected else None,
+        token_table=torch.rand(VOCABULARY, E, device=device).argsort(1)[:, : config.top_k].clone() if hashed else None,
+    )
+
+
+def random_linear(device: torch.device, *shape: int) -> torch.Tensor:
+    """Returns bf16 weights near 1 / sqrt(the last size)."""
+    return torch.randn(shape, device=device, dtype=torch.bfloat16) * shape[-1] ** -0.5
+
+
 @dataclass(frozen=True)
 class ExpertCase:
     """One executor on one rank's share of a shape, in the weight format that it computes with."""
@@ -234,16 +256,15 @@ def experts_report(
     cases, left_out = choose_cases(shapes, executors, runtime, Device.of(device))
     ceilings = Ceilings.measure(device)
     report = Report("experts", [], ceilings.as_dict(), left_out if found else [*left_out, MISSING])
+    common = tokens, device, ceilings
     for shape in shapes:
-        for case in cases:
-            if case.shape == shape:
-                report.rows.extend(row.as_dict() for row in _bench_one(case, tokens, runtime, device, ceilings))
-                keep(report)
-                torch.cuda.empty_cache()
-        for name in [name for name in libraries or others if name != "none"]:
-            measured = _bench_baseline(name, shape, tokens, bool(libraries), device, ceilings)
-            report.notes.extend([f"{name} on {shape}: {measured}"] if isinstance(measured, str) else [])
-            report.rows.extend([] if isinstance(measured, str) else [row.as_dict() for row in measured])
+        measures = [partial(_bench_one, case, runtime, *common) for case in cases if case.shape == shape]
+        named = [name for name in libraries or others if name != "none"]
+        measures += [partial(_bench_baseline, name, shape, bool(libraries), *common) for name in named]
+        for measure in measures:
+            rows = measure()
+            report.notes.extend([rows] if isinstance(rows, str) else [])
+            report.rows.extend([] if isinstance(rows, str) else [row.as_dict() for row in rows])
             keep(report)
             torch.cuda.empty_cache()
     return report
@@ -256,38 +277,39 @@ def _cuda(device: torch.device | None) -> torch.device:
 
 
 def _bench_one(
-    case: ExpertCase, tokens: Sequence[int], runtime: RuntimeConfig, device: torch.device, ceilings: Ceilings
-) -> list[ExpertRow]:
+    case: ExpertCase, runtime: RuntimeConfig, tokens: Sequence[int], device: torch.device, ceilings: Ceilings
+) -> list[ExpertRow] | str:
     config, shard = case.config, ExpertPlacement(case.config.num_experts, case.parallel).shard(0)
     weights = random_experts(config, shard.num_local_experts, device)
     layer_bytes = weights.nbytes
     torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    start = time.perf_counter()
-    executor = make_executor(case.executor, config, shard, weights, device, runtime, token_format="flat")
-    torch.cuda.synchronize(device)
-    prepare_s = time.perf_counter() - start
-    kept = torch.cuda.memory_allocated(device) - before
-    peak = (torch.cuda.max_memory_allocated(device) - before - kept) / layer_bytes
+    took: list[float] = []
+    with host_stopwatch(took):
+        executor = make_executor(case.executor, config, shard, weights, device, runtime, token_format="flat")
+        torch.cuda.synchronize(device)
+    peak = (torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)) / layer_bytes
     del weights
-    start = time.perf_counter()
-    executor.warmup(max(tokens))
-    torch.cuda.synchronize(device)
-    warmup_s = time.perf_counter() - start
-    what = (case.executor, case.shape, config.weight_format, "fp8" if runtime.low_precision_activations else "bf16")
-    L, costs = shard.num_local_experts, (prepare_s, warmup_s, peak)
-    sampled = (sampled_tokens(config, count, device) for count in tokens)
-    return [_row(what, config, L, flat, layer_bytes, ceilings, _times(executor, flat), costs) for flat in sampled]
+    with host_stopwatch(took):
+        executor.warmup(max(tokens))
+        torch.cuda.synchronize(device)
+    activations = "fp8" if runtime.low_precision_activations else "bf16"
+    row = partial(_row, (case.executor, case.shape, config.weight_format, activations), config, layer_bytes, ceilings)
+    L, costs = shard.num_local_experts, (took[0] / 1e6, took[1] / 1e6, peak)
+    return [row(L, flat, _times(executor, flat), costs) for flat in _samples(config, tokens, device)]
+
+
+def _samples(config: MoEConfig, tokens: Sequence[int], device: torch.device) -> Iterator[FlatTokens]:
+    return (sampled_tokens(config, count, device) for count in tokens)
 
 
 def _row(
     what: tuple[str, str, str, str],
     config: MoEConfig,
-    L: int,
-    flat: FlatTokens,
     layer_bytes: int,
     ceilings: Ceilings,
+    L: int,
+    flat: FlatTokens,
     times: tuple[float, float | None, float | None, float],
     costs: tuple[float, float, float],
 ) -> ExpertRow:
@@ -302,35 +324,32 @@ def _row(
 
 
 def _bench_baseline(
-    name: str, shape: str, tokens: Sequence[int], named: bool, device: torch.device, ceilings: Ceilings
+    name: str, shape: str, named: bool, tokens: Sequence[int], device: torch.device, ceilings: Ceilings
 ) -> list[ExpertRow] | str:
-    """Returns another library's rows, or why there are none. Whatever it raises is a reason: its versions vary."""
+    """Returns another library's rows, or a note why there are none. Whatever it raises is a reason: versions vary."""
     library: Any = baselines()
     other, config, parallel = library.EXPERTS[name], SHAPES[shape].config, ParallelConfig(SHAPES[shape].ep_size)
     if not (verdict := other.supports(config, Device.of(device), named)):
-        return verdict.reason
+        return f"{name} on {shape}: {verdict.reason}"
     shard = ExpertPlacement(config.num_experts, parallel).shard(0)
     weights = random_experts(config, shard.num_local_experts, device)
     activations = "fp8" if config.weight_format == "fp8_block" else "bf16"
+    row = partial(_row, (name, shape, config.weight_format, activations), config, weights.nbytes, ceilings)
     rows: list[ExpertRow] = []
     try:
         start = time.perf_counter()
         with other.make(config, shard, weights, device) as call_for:
-            prepare_s = time.perf_counter() - start
+            made = time.perf_counter()
             sample = sampled_tokens(config, library.CHECKED_TOKENS, device)
-            start = time.perf_counter()
-            found = call_for(sample)()
-            library.check_experts(config, shard, weights, sample, found)
-            warmup_s = time.perf_counter() - start
-            for count in tokens:
-                flat = sampled_tokens(config, count, device)
+            library.check_experts(config, shard, weights, sample, call_for(sample)())
+            costs = (made - start, time.perf_counter() - made, 0.0)
+            for flat in _samples(config, tokens, device):
                 call = call_for(flat)
                 call()
                 times = (device_microseconds(call), None, None, host_microseconds(call))
-                what, costs = (name, shape, config.weight_format, activations), (prepare_s, warmup_s, 0.0)
-                rows.append(_row(what, config, shard.num_local_experts, flat, weights.nbytes, ceilings, times, costs))
+                rows.append(row(shard.num_local_experts, flat, times, costs))
     except Exception as error:  # noqa: BLE001
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"{name} on {shape}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return rows
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from eprt.bench.experts import SHAPES, random_experts
+from eprt.bench.experts import SHAPES, random_experts, random_linear, random_router
 from eprt.bench.report import Report, p50_p99
 from eprt.bench.timing import WARM_ROUNDS, alternating, clocked_phases, reason_of, samples, world_of
 from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig, TokenFormat
@@ -24,8 +24,8 @@ from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import make_plan
 from eprt.ranks.process import RankContext
-from eprt.routing import Router
 from eprt.support import Device
+from eprt.weights import SharedExpertWeights
 from eprt.world import World
 
 TINY = MoEConfig(8, 4, 128, 256, Activation(alpha=1.702, beta=1.0, limit=7.0), Routing("topk_softmax"), True, "mxfp4")
@@ -117,7 +117,7 @@ def measure_layer(context: RankContext, case: LayerCase) -> LayerFound:
     torch.manual_seed(world.rank)
     pair = f"{case.dispatcher} + {case.executor}"
     try:
-        layer = _make_layer(world, case)
+        layer = random_layer(case.config, world, case.runtime)
         pair = f"{layer.plan.dispatcher} + {layer.plan.executor}"
         try:
             world.warmup(layer)
@@ -145,14 +145,20 @@ def _measured(layer: ExpertParallelMoE, tokens: int, rounds: int) -> LayerTimes:
     return LayerTimes(phases, ours, theirs, *graphs)
 
 
-def _make_layer(world: World, case: LayerCase) -> ExpertParallelMoE:
-    config = case.config
-    local = ExpertPlacement(config.num_experts, world.parallel).num_local_experts
-    weight = torch.randn(config.num_experts, config.input_size).to(torch.bfloat16)
-    experts = random_experts(config, local, world.device)
-    return ExpertParallelMoE(
-        config, world, experts, runtime=case.runtime, router=Router(weight, config.routing, config.top_k)
-    )
+def random_layer(config: MoEConfig, world: World, runtime: RuntimeConfig, number: int = 0) -> ExpertParallelMoE:
+    """Builds a layer of random weights, made where they are used; router and shared expert are bf16."""
+    local, device = ExpertPlacement(config.num_experts, world.parallel).num_local_experts, world.device
+    experts, router = random_experts(config, local, device), random_router(config, device)
+    shared = None
+    if config.shared is not None:
+        H, I = config.input_size, config.shared.intermediate_size
+        shared = SharedExpertWeights(
+            random_linear(device, I, H),
+            random_linear(device, H, I),
+            random_linear(device, I, H) if config.shared.activation.gated else None,
+            random_linear(device, 1, H) if config.shared.gate else None,
+        )
+    return ExpertParallelMoE(config, world, experts, runtime=runtime, router=router, shared=shared, layer=number)
 
 
 def _called_directly(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:

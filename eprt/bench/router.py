@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from eprt.bench.experts import Ceilings
+from eprt.bench.experts import VOCABULARY, Ceilings, random_router
 from eprt.bench.report import Report
 from eprt.config import MoEConfig
 from eprt.errors import ConfigError
@@ -27,15 +27,11 @@ CACHE_BYTES = 96 << 20  # more than any GPU's L2 so far
 MOST_ROUTERS = 64
 HOST_CALLS = 200
 
-
 SHAPES: dict[str, MoEConfig] = {
-    "gpt-oss-120b": published_layer("gpt-oss-120b"),
-    "qwen3-30b-a3b": published_layer("Qwen3-30B-A3B"),
-    "deepseek-v3": published_layer("DeepSeek-V3"),
-    "deepseek-v4-flash": published_layer("DeepSeek-V4-Flash"),
-    "deepseek-v4-flash-hash": published_layer("DeepSeek-V4-Flash", 0),
+    name.lower(): published_layer(name)
+    for name in ("gpt-oss-120b", "Qwen3-30B-A3B", "DeepSeek-V3", "DeepSeek-V4-Flash")
 }
-VOCABULARY = 1024
+SHAPES["deepseek-v4-flash-hash"] = published_layer("DeepSeek-V4-Flash", 0)
 
 
 def router_report(
@@ -64,24 +60,9 @@ def router_report(
 
 def _routers(config: MoEConfig, device: torch.device) -> list[Router]:
     """Makes more routers than the L2 cache holds weights of, or as many as a graph of moderate size calls."""
-    E, H, K = config.num_experts, config.hidden_size, config.top_k
-    generator = torch.Generator(device).manual_seed(E + H)
-
-    def draw(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=device)
-
-    table = draw(VOCABULARY, E).argsort(dim=1)[:, :K].contiguous() if config.routing.method == "hash" else None
-    return [
-        Router(
-            (draw(E, H) * H**-0.5).to(torch.bfloat16),
-            config.routing,
-            K,
-            bias=draw(E).to(torch.bfloat16) if config.bias else None,
-            correction_bias=draw(E) * 0.05 if config.routing.method in ("grouped_sigmoid", "sqrt_softplus") else None,
-            token_table=table,
-        )
-        for _ in range(min(MOST_ROUTERS, CACHE_BYTES // (E * H * 2) + 1))
-    ]
+    torch.manual_seed(config.num_experts + config.hidden_size)
+    weight_bytes = config.num_experts * config.hidden_size * 2
+    return [random_router(config, device) for _ in range(min(MOST_ROUTERS, CACHE_BYTES // weight_bytes + 1))]
 
 
 def _rows(name: str, routers: list[Router], T: int, ceilings: Ceilings) -> list[dict[str, Any]]:
@@ -98,17 +79,13 @@ def _rows(name: str, routers: list[Router], T: int, ceilings: Ceilings) -> list[
         "flops_us": round(2 * T * E * H / ceilings.bf16_flops * 1e6, 2),
     }
     rows: list[dict[str, Any]] = []
-    for who, call in (("eprt", _by_kernels), ("torch", _by_torch)):
-        calls = [partial(call, router, hidden, token_ids) for router in routers]
+    for who, choose in (("eprt", Router.__call__), ("torch", _by_torch)):
+        calls = [partial(choose, router, hidden, token_ids) for router in routers]
         us = device_microseconds(*calls, repeats=1, rounds=7)
         host_us = host_microseconds(calls[0], HOST_CALLS)
-        rows.append({"shape": name, "router": who, "tokens": T, "us": round(us, 2), "host_us": round(host_us, 1)})
-        rows[-1] |= bounds
+        times = {"us": round(us, 2), "host_us": round(host_us, 1)}
+        rows.append({"shape": name, "router": who, "tokens": T, **times, **bounds})
     return rows
-
-
-def _by_kernels(router: Router, hidden: torch.Tensor, token_ids: torch.Tensor | None) -> TopK:
-    return router(hidden, token_ids)
 
 
 def _by_torch(router: Router, hidden: torch.Tensor, token_ids: torch.Tensor | None) -> TopK:

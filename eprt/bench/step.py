@@ -9,31 +9,28 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from eprt.bench.experts import random_experts
+from eprt.bench.layer import random_layer
 from eprt.bench.report import Report, percentile, slowest
-from eprt.bench.step_models import MODELS, make_model
+from eprt.bench.step_models import make_model
 from eprt.bench.timing import clocked_calls, clocked_phases, settle, world_of
-from eprt.config import MoEConfig, RuntimeConfig
+from eprt.config import RuntimeConfig
 from eprt.graphs import StepGraphs
 from eprt.graphs.recording import Pool, Recording, refusal
 from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.models import family_for
-from eprt.placement import ExpertPlacement
 from eprt.ranks.process import RankContext
-from eprt.routing import Router
 from eprt.timing import host_stopwatch
-from eprt.weights import SharedExpertWeights
 from eprt.world import World
 
 CONTEXT = 64  # positions of the cache; a round fits, so that no step runs past its end
 _STEPS, _WARM_STEPS = 10, 3  # of a round; they follow each other as in a decode loop
-PATHS = ("transformers", "transformers graph", "eager", "in a step", "layer graphs", "step graph")
 
 
 @dataclass(frozen=True)
@@ -128,36 +125,17 @@ def measure_step(context: RankContext, case: StepCase) -> StepFound:
 
 
 def _parallelized(model: nn.Module, hf: dict[str, Any], world: World, case: StepCase) -> list[ExpertParallelMoE]:
-    """Replaces the model's MoE blocks by layers over the world, with random weights made where they are used.
-
-    Experts have the number format of the published checkpoint, router and shared expert are bf16.
-    """
-    family = family_for(hf)
-    graphs = world.device.type == "cuda"
+    """Replaces the model's MoE blocks by layers over the world, experts in the number format of the checkpoint."""
+    family, tokens = family_for(hf), max(case.tokens)
+    runtime = RuntimeConfig(dispatcher=case.dispatcher, executor=case.executor, max_tokens_per_rank=tokens)
+    runtime = replace(runtime, layer_graphs=world.device.type == "cuda")
     layers: list[ExpertParallelMoE] = []
     for number in family.moe_layers(hf):
-        config = family.moe_config(hf, number)
         parent, _, name = family.module_path(number).rpartition(".")
         setattr(model.get_submodule(parent), name, nn.Identity())  # its experts make room
         gc.collect()
-        local = ExpertPlacement(config.num_experts, world.parallel).num_local_experts
-        runtime = RuntimeConfig(
-            dispatcher=case.dispatcher,
-            executor=case.executor,
-            max_tokens_per_rank=max(case.tokens),
-            layer_graphs=graphs,
-        )
-        layer = ExpertParallelMoE(
-            config,
-            world,
-            random_experts(config, local, world.device),
-            runtime=runtime,
-            router=_random_router(config, world.device),
-            shared=_random_shared(config, world.device),
-            layer=number,
-        )
-        layers.append(layer)
-        setattr(model.get_submodule(parent), name, _Block(layer, family.returns_scores))
+        layers.append(random_layer(family.moe_config(hf, number), world, runtime, number))
+        setattr(model.get_submodule(parent), name, _Block(layers[-1], family.returns_scores))
     world.warmup(*layers)
     return layers
 
@@ -174,31 +152,6 @@ class _Block(nn.Module):
         return (output, None) if self._returns_scores else output
 
 
-def _random(device: torch.device, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, device=device, dtype=torch.bfloat16) * shape[-1] ** -0.5
-
-
-def _random_router(config: MoEConfig, device: torch.device) -> Router:
-    E = config.num_experts
-    corrected = config.routing.method in ("grouped_sigmoid", "sqrt_softplus")
-    return Router(
-        _random(device, E, config.input_size),
-        config.routing,
-        config.top_k,
-        bias=_random(device, E) if config.bias else None,
-        correction_bias=torch.zeros(E, device=device) if corrected else None,
-    )
-
-
-def _random_shared(config: MoEConfig, device: torch.device) -> SharedExpertWeights | None:
-    if config.shared is None:
-        return None
-    H, I = config.input_size, config.shared.intermediate_size
-    up, down, gate = _random(device, I, H), _random(device, H, I), _random(device, I, H)
-    output_gate = _random(device, 1, H) if config.shared.gate else None
-    return SharedExpertWeights(up, down, gate if config.shared.activation.gated else None, output_gate)
-
-
 def _measure_ours(found: _Measured, layers: list[ExpertParallelMoE], batches: dict[int, _Batch]) -> None:
     world = found.world
     reason = refusal(layers[0]) if world.device.type == "cuda" else "a CPU world has none"
@@ -208,36 +161,27 @@ def _measure_ours(found: _Measured, layers: list[ExpertParallelMoE], batches: di
         for layer, graphs in zip(layers, by_layer, strict=True):
             layer.graphs = graphs if on else None
 
-    def in_a_step(batch: _Batch) -> Callable[[torch.Tensor], torch.Tensor]:
-        def call(token: torch.Tensor) -> torch.Tensor:
-            with world.step(token.shape[0]):
-                return batch(token)
+    def forward(token: torch.Tensor) -> torch.Tensor:
+        return batches[token.shape[0]](token)
 
-        return call
+    def in_a_step(token: torch.Tensor) -> torch.Tensor:
+        with world.step(token.shape[0]):
+            return forward(token)
 
     set_graphs(False)
     for batch in batches.values():
         found.measure("eager", batch)
-        found.measure("in a step", batch, in_a_step(batch))
+        found.measure("in a step", batch, in_a_step)
     if reason:
         found.notes.append(f"{found.case.model}: graphs: {reason}")
         return
     set_graphs(True)
     for batch in batches.values():
-        found.measure("layer graphs", batch, in_a_step(batch))
+        found.measure("layer graphs", batch, in_a_step)
     set_graphs(False)
 
-    def forward(token: torch.Tensor) -> torch.Tensor:
-        return batches[token.shape[0]](token)
-
-    graphs = StepGraphs(
-        world,
-        layers,
-        forward,
-        {"token": torch.zeros(1, 1, dtype=torch.int64, device=world.device)},
-        buckets=tuple(batches),
-        idle=lambda: _idle(layers),
-    )
+    example = {"token": torch.zeros(1, 1, dtype=torch.int64, device=world.device)}
+    graphs = StepGraphs(world, layers, forward, example, buckets=tuple(batches), idle=lambda: _idle(layers))
     graphs.capture()
     for batch in batches.values():
         found.measure("step graph", batch, lambda token: graphs(token.shape[0], token=token))
@@ -271,30 +215,23 @@ class _Measured:
         """Times `call`, by default the batch's own step; captured in a graph if `capture`, left out if it is False."""
         if capture is False:
             return
-        step = call or batch
         token = batch.token
-        self._warm(batch, lambda: step(token))
-        play: Callable[[], object] = lambda: step(token)  # noqa: E731
+        play: Callable[[], object] = partial(call or batch, token)
+        self._begin(batch)
+        for _ in range(_WARM_STEPS):
+            play()
+        settle(self.world)
         if capture:
             batch.cache.reset()
             try:
-                play = Recording.of(lambda: step(token), Pool(), self.world).play
+                play = Recording.of(play, Pool(), self.world).play
             except RuntimeError as error:  # of a baseline, which may synchronise anywhere
                 self.notes.append(f"{self.case.model}, {token.shape[0]} tokens, {path}: {str(error).splitlines()[0]}")
                 return
-        rounds = [self._round(batch, play) for _ in range(self.case.rounds)]
-        inside: list[float] = []
-        if not capture and path != "step graph":
-            inside = self._inside_blocks(batch, play)
-        steps, hosts = ([pair[i] for pair in rounds] for i in (0, 1))
+        steps, hosts = map(list, zip(*(self._round(batch, play) for _ in range(self.case.rounds)), strict=True))
+        inside = [] if capture or path == "step graph" else self._inside_blocks(batch, play)
         phases = self._inside_phases(batch, play) if path in ("eager", "in a step") else {}
         self.times.append(StepTimes(token.shape[0], path, steps, hosts, inside, phases))
-
-    def _warm(self, batch: _Batch, call: Callable[[], object]) -> None:
-        self._begin(batch)
-        for _ in range(_WARM_STEPS):
-            call()
-        settle(self.world)
 
     def _begin(self, batch: _Batch) -> None:
         batch.cache.reset()
@@ -379,6 +316,3 @@ def step_report(
         report.notes.extend(by_rank[0].notes)
         keep(report)
     return report
-
-
-__all__ = ["MODELS", "PATHS", "StepCase", "StepFound", "StepTimes", "measure_step", "step_report", "step_rows"]

@@ -153,18 +153,19 @@ def complaint(tables: object) -> str:
     if not isinstance(tables, list):
         return "expected a list of tables"
     for number, table in enumerate(tables):
-        where = f"table {number}"
-        if not isinstance(table, dict) or table.get("kind") not in _SIZES:
-            return f"{where}: kind must be one of {', '.join(_SIZES)}"
-        if not isinstance(table.get("sm"), int) or not isinstance(table.get("source"), str):
-            return f"{where}: sm must be a number, source a text"
-        rows = table.get("rows")
-        if not isinstance(rows, list):
-            return f"{where}: rows must be a list"
-        for row in rows:
-            if wrong := _wrong_row(table["kind"], row):
-                return f"{where}: {wrong}"
+        if wrong := _wrong_table(table):
+            return f"table {number}: {wrong}"
     return ""
+
+
+def _wrong_table(table: Any) -> str:
+    if not isinstance(table, dict) or table.get("kind") not in _SIZES:
+        return f"kind must be one of {', '.join(_SIZES)}"
+    if not isinstance(table.get("sm"), int) or not isinstance(table.get("source"), str):
+        return "sm must be a number, source a text"
+    if not isinstance(rows := table.get("rows"), list):
+        return "rows must be a list"
+    return next(filter(None, (_wrong_row(table["kind"], row) for row in rows)), "")
 
 
 def _wrong_row(kind: str, row: Any) -> str:

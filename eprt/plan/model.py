@@ -74,13 +74,13 @@ class Estimate:
             return self
         us = ADAPTER_US + 4 * rows * 2 * hidden / machine.memory_gb_per_s / 1e3
         why = f"{self.why}, adapter assumed {us:.3g} us"
-        return Estimate(self.us + us, self.basis, self.here, why, {**self.parts, "adapter": us})
+        return replace(self, us=self.us + us, why=why, parts={**self.parts, "adapter": us})
 
     def times(self, rounds: int) -> Estimate:
         """Returns the estimate of `rounds` calls."""
         parts = {name: rounds * us for name, us in self.parts.items()}
         why = self.why if rounds == 1 else f"{rounds} rounds, each {self.why}"
-        return Estimate(rounds * self.us, self.basis, self.here, why, parts)
+        return replace(self, us=rounds * self.us, why=why, parts=parts)
 
 
 # ---- the roofline ---------------------------------------------------------------------------------------------------

@@ -41,13 +41,11 @@ class Demand:
     def of_slots(cls, ids: torch.Tensor, placement: ExpertPlacement) -> Demand:
         """Counts [N, K] ids of slots, N > 0 (`SlotTable.slots_of`); those beyond the last are of no expert."""
         S, L, R = placement.num_slots, placement.num_local_experts, placement.parallel.ep_size
-        tokens = ids.shape[0]
         slots = ids.long().clamp(0, S)
         ranks = (slots // L).sort(1).values  # no expert: R
         first = ranks.diff(dim=1, prepend=ranks[:, :1] - 1) != 0
-        by_slot = slots.flatten().bincount(minlength=S)[:S]
-        by_rank = ranks[first].bincount(minlength=R)[:R]
-        return cls(placement, tuple((by_slot / tokens).tolist()), tuple((by_rank / tokens).tolist()))
+        counts = slots.flatten().bincount(minlength=S)[:S], ranks[first].bincount(minlength=R)[:R]
+        return cls(placement, *(tuple((count / len(ids)).tolist()) for count in counts))
 
     def of_rank(self, rank: int) -> tuple[float, ...]:
         """Returns [L] shares of an EP rank's slots."""

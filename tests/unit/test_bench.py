@@ -261,10 +261,10 @@ def test_every_pair_of_a_layer_is_measured_or_left_out(tmp_path, capsys) -> None
 def test_a_pair_that_breaks_at_run_time_is_a_note(monkeypatch) -> None:
     from eprt.bench import layer
 
-    def broken(world, case):
+    def broken(config, world, runtime):
         raise ConfigError("its kernels can't be loaded\nstack")
 
-    monkeypatch.setattr(layer, "_make_layer", broken)
+    monkeypatch.setattr(layer, "random_layer", broken)
     context = RankContext(0, 1, "cpu")
     case = layer.LayerCase("tiny", (1,), "none", "torch_grouped")
     report = layer.layer_report([case], lambda case: [layer.measure_layer(context, case)], notes=["x"])
@@ -348,11 +348,12 @@ def test_bench_exchange_on_cpu(tmp_path, capsys) -> None:
 
 def test_layer_and_hand_written_steps_compute_the_same() -> None:
     """The peer of the measurement does the layer's work: equal outputs, calls numbered in common."""
-    from eprt.bench.layer import LayerCase, _called_directly, _make_layer
+    from eprt.bench.layer import LayerCase, _called_directly, random_layer
 
     with World.from_env(device="cpu") as world:
         torch.manual_seed(0)
-        layer = _make_layer(world, LayerCase("tiny", (5,)))
+        case = LayerCase("tiny", (5,))
+        layer = random_layer(case.config, world, case.runtime)
         x = torch.randn(5, layer.config.input_size).to(torch.bfloat16)
         assert torch.equal(layer(x), _called_directly(layer, x))
         assert torch.equal(_called_directly(layer, x), layer(x))
