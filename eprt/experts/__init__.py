@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from eprt.errors import ConfigError
@@ -34,102 +35,85 @@ __all__ = [
 _FLASHINFER = Requirement("flashinfer", ("flashinfer-python",), "0.6.18")
 # The version whose signatures and layouts the two Blackwell executors were written and tested against.
 _FLASHINFER_SM100 = Requirement("flashinfer", ("flashinfer-python",), "0.7.2")
-_ALL_FORMATS = ("f32", "bf16", "mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "mxfp8")
+_QUANTISED = ("mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "mxfp8")
+_BOTH = ("flat", "expert_major")
+_any_payload = partial(ExecutorSpec, payloads=("bf16", "f32", "fp8_block", "nvfp4"))
+_cuda = partial(_any_payload, devices=("cuda",), graph_safe=True)
+_sm100 = partial(_cuda, sm=(100, 103), bias=False, requirement=_FLASHINFER_SM100)
 
 EXECUTORS: dict[str, ExecutorSpec] = {
     spec.name: spec
     for spec in (
-        ExecutorSpec(
+        _any_payload(
             name="reference",
             path="eprt.experts.reference:ReferenceExecutor",
             summary="plain torch in float32, written from the formats' definitions; the witness, not the fast path",
-            formats=("flat", "expert_major"),
-            weights=_ALL_FORMATS,
-            payloads=("bf16", "f32", "fp8_block", "nvfp4"),
+            formats=_BOTH,
+            weights=("f32", "bf16", *_QUANTISED),
             devices=("cpu", "cuda"),
             witness=True,
         ),
-        ExecutorSpec(
+        _any_payload(
             name="torch_grouped",
             path="eprt.experts.torch_grouped:GroupedExecutor",
             summary="torch grouped_mm; unquantised weights anywhere",
-            formats=("flat", "expert_major"),
+            formats=_BOTH,
             weights=("bf16", "f32"),
-            decodes=("mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "mxfp8"),
-            payloads=("bf16", "f32", "fp8_block", "nvfp4"),
+            decodes=_QUANTISED,
             devices=("cpu", "cuda"),
             sm=(80, 999),
             graph_safe=True,
             preference=2,
         ),
-        ExecutorSpec(
+        _cuda(
             name="triton_grouped",
             path="eprt.experts.grouped:TritonGroupedExecutor",
             summary="Triton grouped GEMMs of our own; bf16, on Hopper FP8, MXFP4 and NVFP4 too, nothing to install",
-            formats=("flat", "expert_major"),
+            formats=_BOTH,
             weights=("bf16", "mxfp4", "nvfp4", "fp8_tensor", "fp8_block"),
-            payloads=("bf16", "f32", "fp8_block", "nvfp4"),
-            devices=("cuda",),
             sm=(80, 90),
-            graph_safe=True,
             requirement=Requirement("triton", ("triton", "pytorch-triton"), "3.6"),
             rule=rules.triton_grouped,
             preference=5,
         ),
-        ExecutorSpec(
+        _cuda(
             name="humming",
             path="eprt.experts.humming:HummingExecutor",
             summary="humming's JIT grouped GEMMs for low-bit weights",
-            formats=("flat", "expert_major"),
+            formats=_BOTH,
             weights=("mxfp4", "nvfp4", "fp8_tensor", "fp8_block"),
-            payloads=("bf16", "f32", "fp8_block", "nvfp4"),
-            devices=("cuda",),
             sm=(80, 99),
-            graph_safe=True,
             requirement=Requirement("humming", ("humming-kernels",), "0.1.19"),
             preference=4,
         ),
-        ExecutorSpec(
+        _cuda(
             name="cutlass_mxfp4",
             path="eprt.experts.cutlass_mxfp4:CutlassMxfp4Executor",
             summary="FlashInfer's fused cutlass MoE, MXFP4 weights on Hopper",
             formats=("flat",),
             weights=("mxfp4",),
-            payloads=("bf16", "f32", "fp8_block", "nvfp4"),
-            devices=("cuda",),
             sm=(90, 90),
             activations=("swiglu",),
-            graph_safe=True,
             requirement=_FLASHINFER,
             preference=3,
         ),
-        ExecutorSpec(
+        _sm100(
             name="cutedsl_nvfp4",
             path="eprt.experts.blackwell.cutedsl:CuteDslExecutor",
             summary="FlashInfer's CuteDSL NVFP4 grouped GEMMs on Blackwell; not run on one yet",
-            formats=("flat", "expert_major"),
+            formats=_BOTH,
             weights=("nvfp4",),
             payloads=("bf16", "nvfp4"),
-            devices=("cuda",),
-            sm=(100, 103),
-            bias=False,
-            graph_safe=True,
-            requirement=_FLASHINFER_SM100,
             rule=rules.cutedsl_nvfp4,
             preference=6,
         ),
-        ExecutorSpec(
+        _sm100(
             name="trtllm_gen",
             path="eprt.experts.blackwell.trtllm:TrtllmGenExecutor",
             summary="FlashInfer's TRTLLM-Gen fused MoE on Blackwell; not run on one yet",
             formats=("flat",),
             weights=("nvfp4", "fp8_tensor", "fp8_block", "mxfp8"),
             payloads=("bf16", "nvfp4", "fp8_block"),
-            devices=("cuda",),
-            sm=(100, 103),
-            bias=False,
-            graph_safe=True,
-            requirement=_FLASHINFER_SM100,
             rule=rules.trtllm_gen,
             takes_logits=rules.trtllm_logits,
             preference=7,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -22,8 +23,8 @@ from eprt.support import Device, Requirement, Support, refuse
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights
 
-# (config, parallel, runtime, device, payload) -> why not, or ""
-Rule = Callable[[MoEConfig, ParallelConfig, RuntimeConfig, Device, PayloadFormat], str]
+# (config, device, payload) -> why not, or ""
+Rule = Callable[[MoEConfig, Device, PayloadFormat], str]
 LogitsRule = Callable[[MoEConfig], bool]
 
 
@@ -94,7 +95,7 @@ class ExecutorSpec:
         for failed, reason in refusals:
             if failed:
                 return refuse(reason)
-        if self.rule is not None and (reason := self.rule(config, parallel, runtime, device, payload)):
+        if self.rule is not None and (reason := self.rule(config, device, payload)):
             return refuse(reason)
         if device.installed and self.requirement is not None and not (found := self.requirement.check()):
             return found
@@ -230,6 +231,22 @@ class PreparedExecutor(Executor):
     @abstractmethod
     def _prepare(self, weights: ExpertWeights) -> None:
         """Make the kernel's layout on `self.device`, expert by expert. `weights` are already checked."""
+
+    def _try_flat(self, rows: int, choices: int, expert: int) -> None:
+        """Makes every kind of call with `rows` FlatTokens whose choices all name `expert`, so that it is compiled."""
+        ids = torch.full((rows, choices), expert, dtype=torch.int32, device=self.device)
+        weights = torch.ones(rows, choices, device=self.device)
+        for dtype, every_row in product((torch.bfloat16, torch.float32), (True, False)):
+            hidden = torch.zeros(rows, self.config.hidden_size, dtype=dtype, device=self.device)
+            self(FlatTokens(Payload.plain(hidden), ids, weights, self.shard.num_experts, every_row))
+
+    def _try_expert_major(self, rows: int, valid: int) -> None:
+        """Makes every kind of call with [L, rows, H], of which `valid` rows per expert are there."""
+        L, device = self.shard.num_local_experts, self.device
+        counts = torch.full((L,), valid, dtype=torch.int32, device=device)
+        for dtype in (torch.bfloat16, torch.float32):
+            hidden = torch.zeros(L, rows, self.config.hidden_size, dtype=dtype, device=device)
+            self(ExpertMajorTokens(Payload.plain(hidden), counts))
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         """Writes [N, H] into `out`: weights applied, summed over K. Every executor with "flat" in `spec.formats` has

@@ -20,12 +20,13 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from eprt.config import Activation
 from eprt.errors import ConfigError
 from eprt.experts.base import PreparedExecutor
 from eprt.experts.padding import TILE, pad_parts, stack_experts
-from eprt.experts.permute import copy_columns, plain_hidden
+from eprt.experts.permute import plain_hidden
 from eprt.experts.sample_tokens import even_tokens
 from eprt.rounding import round_up
 from eprt.tokens import FlatTokens
@@ -36,10 +37,7 @@ HUMMING_COMPENSATION = 64.0
 
 
 def tile_expert(weights: ExpertWeights, moe_tp_rank: int) -> dict[str, torch.Tensor]:
-    """Returns one expert (leading dimension 1) as the kernel reads it before interleaving: [up; gate], tiles of 128.
-
-    Pure torch on any device; `eprt.experts.padding.unpad_parts` undoes it.
-    """
+    """Returns one expert (leading dimension 1) as the kernel reads it before interleaving: [up; gate], tiles of 128."""
     gate_up, down = weights.gate_up, weights.down
     if not isinstance(gate_up, Mxfp4) or not isinstance(down, Mxfp4):
         raise ConfigError(f"cutlass_mxfp4 takes Mxfp4 weights, not {type(gate_up).__name__}")
@@ -130,16 +128,13 @@ class CutlassMxfp4Executor(PreparedExecutor):
         result = hidden.new_empty(hidden.shape) if direct is None else direct
         self._run(hidden, tokens.ids, tokens.weights, result)
         if direct is None:
-            copy_columns(result, out)
+            out.copy_(result[:, : out.shape[1]])
 
     def _padded(self, tokens: FlatTokens) -> torch.Tensor:
         """Returns tokens as bf16 [N, padded H]."""
-        hidden = plain_hidden(tokens.hidden)
-        if self._hidden == hidden.shape[1]:
-            return hidden.to(torch.bfloat16).contiguous()
-        padded = torch.empty(hidden.shape[0], self._hidden, dtype=torch.bfloat16, device=hidden.device)
-        copy_columns(hidden.contiguous(), padded)
-        return padded
+        hidden = plain_hidden(tokens.hidden).to(torch.bfloat16)
+        missing = self._hidden - hidden.shape[1]
+        return (pad(hidden, (0, missing)) if missing else hidden).contiguous()
 
     def library_call(self, tokens: FlatTokens) -> Callable[[], None]:
         """Returns FlashInfer's call alone, on padded tokens: what a benchmark compares the whole with."""
@@ -233,8 +228,5 @@ class CutlassMxfp4Executor(PreparedExecutor):
         from flashinfer.autotuner import autotune
 
         self._most_rows = 1 << max(max_rows - 1, 0).bit_length()
-        top_k = slots or self.config.top_k
         with autotune(True):
-            self(even_tokens(self.config, max_rows, top_k, self.device))
-        for dtype in (torch.bfloat16, torch.float32):  # the copies around the kernel compile on their first use
-            self(even_tokens(self.config, 1, top_k, self.device, dtype))
+            self(even_tokens(self.config, max_rows, slots or self.config.top_k, self.device))

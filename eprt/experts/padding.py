@@ -1,4 +1,4 @@
-"""Padding and stacking of expert matrices, as pure functions with inverses. No kernel library is needed.
+"""Padding and stacking of expert matrices, as pure functions. No kernel library is needed.
 
 A stack of expert matrices is `[n, parts * rows, cols]`: gate over up (or up alone), as in `eprt.weights`. The kernels
 split its rows in the middle, so every half is padded on its own: padding the stack as a whole would move the boundary
@@ -43,26 +43,10 @@ def pad_parts(
     return padded.flatten(1, 2).view(stack.dtype)
 
 
-def unpad_parts(
-    padded: torch.Tensor, parts: int, rows: int, cols: int | None = None, *, reverse: bool = False
-) -> torch.Tensor:
-    """Undoes `pad_parts`: returns the first `rows` rows and `cols` columns of each part, as [gate; up]."""
-    if padded.dim() == 2:
-        return unpad_parts(padded[..., None], parts, rows, reverse=reverse)[..., 0]
-    n, height, width = padded.shape
-    halves = padded.view(n, parts, height // parts, width)[:, :, :rows, : width if cols is None else cols]
-    return (halves.flip(1) if reverse else halves).flatten(1, 2)
-
-
 def spread_tensor_scale(scale: torch.Tensor, blocks_per_part: int, col_blocks: int) -> torch.Tensor:
     """Repeats one FP8 scale per part to one per block: [n, parts] -> [n, parts * blocks_per_part, col_blocks]."""
     rows = scale.repeat_interleave(blocks_per_part, dim=1)
     return rows[:, :, None].expand(*rows.shape, col_blocks).contiguous()
-
-
-def spread_part_scale(scale: torch.Tensor, rows_per_part: int) -> torch.Tensor:
-    """Repeats one scale per part to one per row: [n, parts] -> [n, parts * rows_per_part]."""
-    return scale.repeat_interleave(rows_per_part, dim=1)
 
 
 def stack_experts(

@@ -75,18 +75,6 @@ def weighted_unpermute(
     out.copy_(written if every_row else torch.where(local.any(dim=1, keepdim=True), written, out))
 
 
-def copy_columns(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies [N, a] into [N, b], converting the dtype: cuts extra columns, fills missing ones with zeros."""
-    if source.is_cuda:
-        from eprt.experts import permute_triton
-
-        permute_triton.copy_columns(source, target)
-        return
-    width = min(source.shape[1], target.shape[1])
-    target[:, :width] = source[:, :width]
-    target[:, width:] = 0
-
-
 def plain_hidden(payload: Payload) -> torch.Tensor:
     """Returns hidden states in bf16 or float32; plain ones are not checked again, as dispatchers did that."""
     return payload.data if payload.scale is None else decode_payload(payload)

@@ -105,27 +105,6 @@ def _weighted_sum(
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(cols < H) & (EVERY_ROW or last >= 0))
 
 
-@triton.jit
-def _copy_columns(source_ptr, target_ptr, source_stride, target_stride, width, target_width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(source_ptr + row * source_stride + cols, mask=cols < width, other=0.0)
-    tl.store(target_ptr + row * target_stride + cols, x.to(target_ptr.dtype.element_ty), mask=cols < target_width)
-
-
-def copy_columns(source: torch.Tensor, target: torch.Tensor) -> None:
-    """See `eprt.experts.permute.copy_columns`; the last dimension of both is contiguous."""
-    width, target_width = min(source.shape[1], target.shape[1]), target.shape[1]
-    block = min(COPY_BLOCK, next_power_of_2(target_width))
-    grid = source.shape[0], ceil_div(target_width, block), 1
-    numbers = source.stride(0), target.stride(0), width, target_width
-    if starts_aligned(source, target):
-        kernel = _prepared_columns(source.device, source.dtype, target.dtype, *map(like, numbers), block)
-        kernel(grid, source, target, *numbers)
-    else:
-        _copy_columns[grid](source, target, *numbers, block)
-
-
 def group_rows(
     hidden: torch.Tensor, ids: torch.Tensor, first: int, L: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -148,9 +127,17 @@ def group_rows(
 def weighted_unpermute(
     rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, every_row: bool
 ) -> None:
-    """See `eprt.experts.permute.weighted_unpermute`; `out` is contiguous."""
+    """See `eprt.experts.permute.weighted_unpermute`."""
+    if not out.is_contiguous():
+        whole = torch.empty_like(out, memory_format=torch.contiguous_format)
+        if not every_row:
+            whole.copy_(out)
+        weighted_unpermute(rows, place, weights, whole, every_row)
+        out.copy_(whole)
+        return
     N, K = place.shape
     H = rows.shape[1]
+    weights = weights.contiguous()
     if starts_aligned(out):
         kernel, blocks = _prepared_sum(out.device, rows.dtype, out.dtype, H, K, every_row)
         kernel((N, blocks, 1), rows, place, weights, out, H)
@@ -195,9 +182,3 @@ def _prepared_sum(
     constants = {"K": K, "BLOCK_H": block, "EVERY_ROW": every_row}
     warps = max(1, block // _WARP_COLUMNS)
     return CachedKernel(_weighted_sum, device, arguments, constants, pdl=True, num_warps=warps), ceil_div(H, block)
-
-
-@cache
-def _prepared_columns(device: torch.device, source: torch.dtype, target: torch.dtype, *numbers: int) -> CachedKernel:
-    """Numbers: as the kernel takes them, `like` those that come; the last is its block."""
-    return CachedKernel(_copy_columns, device, (source, target, *numbers[:-1]), {"BLOCK": numbers[-1]})

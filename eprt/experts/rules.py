@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig
+from eprt.config import MoEConfig, PayloadFormat
 from eprt.support import Device
 
 # FlashInfer 0.7.2, trtllm/fused_moe/RoutingCustomPolicy.cuh: MaxSupportedTopExperts, MaxSupportedExperts
@@ -18,25 +18,19 @@ TRTLLM_LOGITS = {
 }
 
 
-def triton_grouped(
-    config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device, payload: PayloadFormat
-) -> str:
+def triton_grouped(config: MoEConfig, device: Device, payload: PayloadFormat) -> str:
     """FP8 is multiplied as it is, by tensor cores that have it; 4 bits are decoded by instructions of Hopper."""
     if config.weight_format != "bf16" and device.sm < 90:
         return f"{config.weight_format} weights need sm90, not {device}"
     return ""
 
 
-def cutedsl_nvfp4(
-    config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device, payload: PayloadFormat
-) -> str:
+def cutedsl_nvfp4(config: MoEConfig, device: Device, payload: PayloadFormat) -> str:
     """The contiguous kernels sort tokens with TRTLLM-Gen's routing kernels."""
     return _routing_limits(config)
 
 
-def trtllm_gen(
-    config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device, payload: PayloadFormat
-) -> str:
+def trtllm_gen(config: MoEConfig, device: Device, payload: PayloadFormat) -> str:
     """From the checks of `csrc/trtllm_fused_moe_kernel_launcher.cu`, which would fail at the first call."""
     weights, activation = config.weight_format, config.activation
     if payload in ("nvfp4", "fp8_block") and payload != weights:

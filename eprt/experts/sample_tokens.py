@@ -8,14 +8,12 @@ from eprt.config import MoEConfig
 from eprt.tokens import FlatTokens, Payload
 
 
-def even_tokens(
-    config: MoEConfig, rows: int, choices: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
-) -> FlatTokens:
-    """Returns zeros [rows, H] whose `choices` top-k entries go round the experts; those beyond the model's top-k
+def even_tokens(config: MoEConfig, rows: int, choices: int, device: torch.device) -> FlatTokens:
+    """Returns bf16 zeros [rows, H] whose `choices` top-k entries go round the experts; those beyond the model's top-k
     hold no expert."""
     ids = torch.arange(rows * choices, device=device, dtype=torch.int32).view(rows, choices) % config.num_experts
     ids[:, config.top_k :] = config.num_experts
-    hidden = torch.zeros((rows, config.hidden_size), dtype=dtype, device=device)
+    hidden = torch.zeros((rows, config.hidden_size), dtype=torch.bfloat16, device=device)
     return FlatTokens(Payload.plain(hidden), ids, torch.ones(ids.shape, device=device), config.num_experts)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import grouped_mm, pad
 
-from eprt.experts.activation import CHUNK, activate
+from eprt.activation import CHUNK, activate
 from eprt.experts.base import PreparedExecutor
 from eprt.experts.permute import group_rows, weighted_unpermute
 from eprt.quant import decode, decode_payload
@@ -112,10 +112,10 @@ class GroupedExecutor(PreparedExecutor):
         rows = self._activated(grouped_mm(rows, self._gate_up.mT, offs=ends), expert)
         rows = grouped_mm(rows, self._down.mT, offs=ends)
         if self._down_bias is None and out.is_contiguous() and not self._hidden_pad:
-            weighted_unpermute(rows, order, tokens.weights.contiguous(), out, every_row=True)
+            weighted_unpermute(rows, order, tokens.weights, out, every_row=True)
             return
         total = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
-        weighted_unpermute(rows, order, tokens.weights.contiguous(), total, every_row=True)
+        weighted_unpermute(rows, order, tokens.weights, total, every_row=True)
         if self._down_bias is not None:
             local = self._local_ids(tokens).long()
             weights = torch.where(local < L, tokens.weights, 0.0)

@@ -104,15 +104,3 @@ def test_a_slot_without_an_expert_adds_nothing_whatever_its_weight(weight):
     assert out[:, 5].tolist() == [10.0, 7.0, -4.0]
     permute_triton.weighted_unpermute(rows, place, weights, out, every_row=True)
     assert out[:, 23].tolist() == [10.0, 0.0, -4.0]
-
-
-@pytest.mark.parametrize(("width", "target"), [(2880, 2944), (2944, 2880), (24, 128), (77, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_columns_are_copied_cut_and_filled(width, target, dtype):
-    from eprt.experts import permute_triton
-
-    source = torch.randn(sized(33, 4), width + 3, device=DEVICE)[:, :width]  # rows longer than what is copied
-    out = torch.full((source.shape[0], target), float("nan"), dtype=dtype, device=DEVICE)
-    permute_triton.copy_columns(source, out)
-    expected = torch.nn.functional.pad(source, (0, max(0, target - width)))[:, :target].to(dtype)
-    assert torch.equal(out, expected)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.nn.functional import pad
 
 from eprt.activation import activated
 from eprt.config import Activation, TokenFormat
@@ -30,12 +29,13 @@ from eprt.experts.blackwell.swizzle import (
     mma_scale_view,
     swap_halves,
     swizzle_scales,
+    widen,
 )
 from eprt.experts.sample_tokens import even_tokens
 from eprt.placement import ExpertShard
 from eprt.quant import decode_payload
 from eprt.rounding import round_up
-from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, as_bytes
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import NVFP4_BLOCK, ExpertWeights
 
 ROWS = 128  # both GEMMs need a number of output rows that is a multiple of this (FlashInfer 0.7.2)
@@ -163,10 +163,10 @@ class MaskedExperts:
         """Returns codes u8 [height, H/2, L], 6-D scales, and the first GEMM's factor [L]."""
         hidden, width = tokens.hidden, 2 * self._first[0].shape[1]
         if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
-            codes = _padded(hidden.data, width // 2, height).contiguous()
-            scales = _padded(hidden.scale, width // NVFP4_BLOCK, height)
+            codes = widen(hidden.data, width // 2, height).contiguous()
+            scales = widen(hidden.scale, width // NVFP4_BLOCK, height)
             return codes.permute(1, 2, 0), mma_scale_view(swizzle_scales(scales)), self._gate * hidden.global_scale
-        x = _padded(_bf16(hidden), width, height).contiguous()
+        x = widen(_bf16(hidden), width, height).contiguous()
         quantise = self._kernels.scaled_fp4_grouped_quantize
         # nvfp4_4over6=None: don't let environment variables choose another recipe.
         codes, scales = quantise(x, tokens.counts, self._multiplier, nvfp4_4over6=None)
@@ -271,11 +271,11 @@ class ContiguousExperts:
         """Returns codes u8 [N, H/2] and scales u8 [N, H/16] (bf16 and None for W4A16), and the first GEMM's factor."""
         width = 2 * self._codes[0].shape[2]
         if self._multiplier is None:
-            return _padded(_bf16(hidden), width).contiguous(), None, self._gate
+            return widen(_bf16(hidden), width).contiguous(), None, self._gate
         if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
-            scales = _padded(hidden.scale, width // NVFP4_BLOCK).contiguous().view(torch.uint8)
-            return _padded(hidden.data, width // 2).contiguous(), scales, self._gate * hidden.global_scale
-        x = _padded(_bf16(hidden), width).contiguous()
+            scales = widen(hidden.scale, width // NVFP4_BLOCK).contiguous().view(torch.uint8)
+            return widen(hidden.data, width // 2).contiguous(), scales, self._gate * hidden.global_scale
+        x = widen(_bf16(hidden), width).contiguous()
         codes, scales = self._kernels.fp4_quantize(
             x, self._multiplier, sf_vec_size=NVFP4_BLOCK, is_sf_swizzled_layout=False, nvfp4_4over6=None
         )
@@ -372,14 +372,6 @@ def _bf16(hidden: Payload) -> torch.Tensor:
     if hidden.format != "bf16":
         raise InputError(f"cutedsl_nvfp4 got {hidden.format} tokens: it takes bf16 or nvfp4")
     return hidden.data
-
-
-def _padded(tensor: torch.Tensor, cols: int, rows: int | None = None) -> torch.Tensor:
-    """Pads with zeros to [..., rows, cols]; rows None keeps the rows."""
-    more = (rows or tensor.shape[-2]) - tensor.shape[-2]
-    if tensor.shape[-1] == cols and not more:
-        return tensor
-    return pad(as_bytes(tensor), (0, cols - tensor.shape[-1], 0, more)).view(tensor.dtype)
 
 
 def _activation(activation: Activation, middle: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ Matrices are [L, rows, cols]; rows of a gated first matrix arrive as [gate; up].
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from eprt.experts.padding import pad_parts
 from eprt.rounding import round_up
@@ -16,6 +17,14 @@ from eprt.tokens import as_bytes
 SCALE_ROWS, SCALE_COLS = 128, 4  # one tile of block scales: 128 rows of 4 scales, 512 bytes
 GATED_ROWS = 64  # rows of up, then of gate, that CuteDSL's fused SwiGLU reads together
 SHUFFLE_ROWS = 32  # TRTLLM-Gen permutes rows inside blocks of 32 (its epilogue tile of 128 rows)
+
+
+def widen(tensor: torch.Tensor, cols: int, rows: int | None = None) -> torch.Tensor:
+    """Pads with zeros to [..., rows, cols]; rows None keeps the rows."""
+    more = (rows or tensor.shape[-2]) - tensor.shape[-2]
+    if tensor.shape[-1] == cols and not more:
+        return tensor
+    return pad(as_bytes(tensor), (0, cols - tensor.shape[-1], 0, more)).view(tensor.dtype)
 
 
 def swap_halves(matrix: torch.Tensor) -> torch.Tensor:

@@ -22,17 +22,16 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from eprt.config import Activation, WeightFormat
 from eprt.errors import ConfigError, InputError
 from eprt.experts.blackwell.scales import Nvfp4Factors, share_global_scale
-from eprt.experts.blackwell.swizzle import swap_halves, swizzle_scales, take_rows, trtllm_row_order
+from eprt.experts.blackwell.swizzle import swap_halves, swizzle_scales, take_rows, trtllm_row_order, widen
 from eprt.experts.padding import pad_parts, stack_experts
 from eprt.quant.blocks import encode_fp8_groups
 from eprt.quant.elements import encode_e4m3
 from eprt.rounding import round_up
-from eprt.tokens import Payload, as_bytes
+from eprt.tokens import Payload
 from eprt.weights import MX_BLOCK, NVFP4_BLOCK, ExpertWeights, Fp8Block, Fp8Tensor, Matrix, Mxfp8, Nvfp4
 
 ROWS = 128  # rows of a GEMM (H, and 2 I or I) come in tiles of 128; FP8 contracts 128 columns at a time
@@ -144,12 +143,7 @@ class TrtllmFormat(ABC):
         """Returns bf16 tokens [N, H] padded to the kernels' width."""
         if hidden.format != "bf16":
             raise InputError(f"trtllm_gen got {hidden.format} tokens for {self.entry} weights: it takes bf16 here")
-        return self.widen(hidden.data, self.hidden).contiguous()
-
-    def widen(self, tensor: torch.Tensor, cols: int) -> torch.Tensor:
-        if tensor.shape[-1] == cols:
-            return tensor
-        return pad(as_bytes(tensor), (0, cols - tensor.shape[-1])).view(tensor.dtype)
+        return widen(hidden.data, self.hidden).contiguous()
 
     def shuffled(self, matrix: torch.Tensor, parts: int, rows: int, cols: int) -> torch.Tensor:
         """Pads [1, parts * r, c] and puts its rows in the kernels' order."""
@@ -213,8 +207,8 @@ class Nvfp4Format(TrtllmFormat):
         """Returns codes u8 [N, H/2], scales e4m3 [N, H/16] (linear), and the scalars for their second-level scale."""
         blocks = self.hidden // NVFP4_BLOCK
         if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
-            codes = self.widen(hidden.data, self.hidden // 2).contiguous()
-            return codes, self.widen(hidden.scale, blocks).contiguous(), self._scalars(hidden.global_scale)
+            codes = widen(hidden.data, self.hidden // 2).contiguous()
+            return codes, widen(hidden.scale, blocks).contiguous(), self._scalars(hidden.global_scale)
         x = self.plain_tokens(hidden)
         # nvfp4_4over6=None: don't let environment variables choose another recipe.
         codes, scales = self.kernels.fp4_quantize(
@@ -282,7 +276,7 @@ class Fp8BlockFormat(TrtllmFormat):
 
     def arguments(self, hidden: Payload) -> dict[str, Any]:
         if hidden.format == "fp8_block" and hidden.scale is not None:
-            codes, scale = self.widen(hidden.data, self.hidden).contiguous(), hidden.scale
+            codes, scale = widen(hidden.data, self.hidden).contiguous(), hidden.scale
         else:
             codes, scale = encode_fp8_groups(self.plain_tokens(hidden))
         quantisation = self.kernels.enums.Fp8QuantizationType.DeepSeekFp8

@@ -93,12 +93,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         place, source, work = sort_and_schedule(tokens.ids, first, L, _row_tiles(schedule))
         result = torch.empty((N * K, out.shape[1]), dtype=torch.bfloat16, device=out.device)
         both(self._gemms, self._rows(tokens.hidden, work, source), work, schedule, (N * K,), result)
-        direct = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        if direct is not out and not tokens.every_row_read:
-            direct.copy_(out)
-        weighted_unpermute(result, place, tokens.weights.contiguous(), direct, tokens.every_row_read)
-        if direct is not out:
-            out.copy_(direct)
+        weighted_unpermute(result, place, tokens.weights, out, tokens.every_row_read)
 
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
         from eprt.experts.grouped.launch import both
@@ -121,26 +116,9 @@ class TritonGroupedExecutor(PreparedExecutor):
         begin = len(turns) * self.shard.first_expert // self.shard.num_experts
         for rows in turns[begin:] + turns[:begin]:
             if form in (None, "flat"):
-                self._try_flat(rows, slots or K)
+                self._try_flat(rows, slots or K, self.shard.num_experts)  # nothing is computed
             if form in (None, "expert_major"):
-                self._try_slabs(rows)
-
-    def _try_flat(self, rows: int, slots: int) -> None:
-        """All that calls with so many rows compile; no slot has an expert, so nothing is computed."""
-        E, device = self.shard.num_experts, self.device
-        ids = torch.full((rows, slots), E, dtype=torch.int32, device=device)
-        weights = torch.ones(rows, slots, device=device)
-        for dtype in (torch.bfloat16, torch.float32):
-            hidden = Payload.plain(torch.empty(rows, self.config.hidden_size, dtype=dtype, device=device))
-            for every_row in (True, False):
-                self(FlatTokens(hidden, ids, weights, E, every_row))
-
-    def _try_slabs(self, rows: int) -> None:
-        L, device = self.shard.num_local_experts, self.device
-        counts = torch.zeros(L, dtype=torch.int32, device=device)
-        for dtype in (torch.bfloat16, torch.float32):
-            hidden = torch.empty(L, rows, self.config.hidden_size, dtype=dtype, device=device)
-            self(ExpertMajorTokens(Payload.plain(hidden), counts))
+                self._try_expert_major(rows, valid=0)
 
 
 @cache

@@ -13,14 +13,14 @@ from functools import partial
 
 import torch
 
+from eprt.activation import activate_slabs
 from eprt.config import TokenFormat
 from eprt.expert_major import ExpertOrder
-from eprt.experts.activation import activate_slabs
 from eprt.experts.base import PreparedExecutor
 from eprt.experts.humming.gemm import FP8_INPUT_SCHEMAS, GemmShape, GemmType, GroupedGemm
 from eprt.experts.humming.rows import RowKernel, RowLayout
 from eprt.experts.permute import group_by_expert, group_rows, plain_hidden, weighted_unpermute
-from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
+from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import ExpertWeights
 
 # What a dispatcher's format asks of the GEMMs; None: either may come.
@@ -72,12 +72,7 @@ class HummingExecutor(PreparedExecutor):
         expected = self._expected_rows(tokens.num_rows)
         result = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
         self._experts(rows, scale, order.offsets, "grouped_contiguous", expected, result)
-        direct = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        if direct is not out and not tokens.every_row_read:
-            direct.copy_(out)
-        weighted_unpermute(result, order, tokens.weights.contiguous(), direct, every_row=tokens.every_row_read)
-        if direct is not out:
-            out.copy_(direct)
+        weighted_unpermute(result, order, tokens.weights, out, every_row=tokens.every_row_read)
 
     def _sorted_inputs(
         self, hidden: torch.Tensor, tokens: FlatTokens
@@ -171,23 +166,9 @@ class HummingExecutor(PreparedExecutor):
         _at_once([partial(gemm.warmup, gemm_type, expected) for gemm in gemms for gemm_type in gemm_types])
         if "grouped_contiguous" in gemm_types:
             for rows in {1, max_rows}:
-                self._try_flat(rows, slots or self.config.top_k)
+                self._try_flat(rows, slots or self.config.top_k, self.shard.first_expert)
         if "grouped_masked" in gemm_types:
-            self._try_expert_major()
-
-    def _try_expert_major(self) -> None:
-        L, device = self.shard.num_local_experts, self.device
-        hidden = torch.zeros(L, 1, self.config.hidden_size, dtype=torch.bfloat16, device=device)
-        self(ExpertMajorTokens(Payload.plain(hidden), torch.ones(L, dtype=torch.int32, device=device)))
-
-    def _try_flat(self, rows: int, slots: int) -> None:
-        config, device = self.config, self.device
-        ids = torch.full((rows, slots), self.shard.first_expert, dtype=torch.int32, device=device)
-        weights = torch.ones(rows, slots, device=device)
-        for dtype in (torch.bfloat16, torch.float32):
-            hidden = torch.zeros(rows, config.hidden_size, dtype=dtype, device=device)
-            for every_row in (True, False):
-                self(FlatTokens(Payload.plain(hidden), ids, weights, config.num_experts, every_row))
+            self._try_expert_major(1, valid=1)
 
 
 def _at_once(jobs: list[Callable[[], None]]) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from eprt.config import WeightFormat
 from eprt.errors import ConfigError
-from eprt.experts.padding import TILE, pad_parts, spread_part_scale, spread_tensor_scale, stack_experts
+from eprt.experts.padding import TILE, pad_parts, spread_tensor_scale, stack_experts
 from eprt.rounding import round_up
 from eprt.support import stream_number
 from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
@@ -94,7 +94,7 @@ def expert_tensors(matrix: Matrix, bias: torch.Tensor | None, shape: GemmShape, 
             tensors["weight_scale"] = tensors["weight_scale"].view(torch.float8_e8m0fnu)
         case Nvfp4():
             tensors = _fp4_tensors(matrix, NVFP4_BLOCK, shape)
-            spread = spread_part_scale(matrix.global_scale, shape.padded[0]).to(torch.bfloat16)
+            spread = matrix.global_scale.repeat_interleave(shape.padded[0], dim=1).to(torch.bfloat16)
             tensors["weight_scale_2"] = spread if channel_scale else matrix.global_scale[:, 0].contiguous()
         case Fp8Block() | Fp8Tensor():
             tensors = _fp8_tensors(matrix, shape)
