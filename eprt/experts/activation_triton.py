@@ -77,7 +77,7 @@ def _activate_slabs(
 
 
 def activate_slabs(activation: Activation, wide: torch.Tensor, counts: torch.Tensor, narrow: torch.Tensor) -> None:
-    """See `eprt.activation.activate_slabs`; all are contiguous."""
+    """Activates rows below counts [L] of wide [L, M, parts * I] into narrow [L, M, I], in float32; all contiguous."""
     L, M, I = narrow.shape
     block = min(BLOCK, next_power_of_2(I))
     columns = ceil_div(I, block)

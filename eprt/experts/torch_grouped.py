@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import grouped_mm, pad
 
-from eprt.activation import CHUNK, activate
+from eprt.activation import activate
 from eprt.experts.base import PreparedExecutor
 from eprt.experts.permute import group_rows, weighted_unpermute
 from eprt.quant import decode, decode_payload
@@ -24,6 +24,7 @@ from eprt.weights import ExpertWeights, Matrix
 # grouped_mm wants rows whose stride is a multiple of 16 bytes. On CPUs with AMX, bf16 products of torch 2.11 whose
 # inner size isn't a multiple of 32 read into the next row: its NaN, which may be garbage, then spoils this one.
 ALIGNMENT = 32
+CHUNK = 1 << 21  # float32 values at a time: 8 MB, which stay in a GPU's L2 from one operation to the next
 
 
 def _aligned(size: int) -> int:

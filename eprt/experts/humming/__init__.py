@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
-from eprt.activation import activate_slabs
-from eprt.config import TokenFormat
+from eprt.activation import activate
+from eprt.config import Activation, TokenFormat
 from eprt.expert_major import ExpertOrder
 from eprt.experts.base import PreparedExecutor
 from eprt.experts.humming.gemm import FP8_INPUT_SCHEMAS, GemmShape, GemmType, GroupedGemm
@@ -118,7 +118,7 @@ class HummingExecutor(PreparedExecutor):
         self._gate_up(rows, layout, gemm_type, expected, wide, scale)
         if gemm_type == "grouped_masked" and not self._fp8:
             # humming's own kernel visits every row of every slab: 119 of 256 us where one token a rank came.
-            slabs = activate_slabs(self.config.activation, wide.view(len(layout), -1, wide.shape[1]), layout)
+            slabs = _activate_slabs(self.config.activation, wide.view(len(layout), -1, wide.shape[1]), layout)
             narrow, narrow_scale = slabs.flatten(0, 1), None
         elif gemm_type == "grouped_masked":
             activate = self._rows("grouped_mask", activation=True)
@@ -176,3 +176,17 @@ def _at_once(jobs: list[Callable[[], None]]) -> None:
     with ThreadPoolExecutor(len(jobs)) as pool:
         for job in [pool.submit(job) for job in jobs]:
             job.result()
+
+
+def _activate_slabs(activation: Activation, wide: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Activates [L, M, parts * I] to [L, M, I] of the same dtype, in float32; rows at and past the counts are garbage."""
+    L, M, width = wide.shape
+    narrow = torch.empty((L, M, width // activation.parts), dtype=wide.dtype, device=wide.device)
+    if wide.is_cuda:
+        from eprt.experts import activation_triton
+
+        activation_triton.activate_slabs(activation, wide, counts, narrow)
+        return narrow
+    valid = torch.arange(M) < counts[:, None]
+    narrow[valid] = activate(activation, wide[valid].float()).to(wide.dtype)
+    return narrow
