@@ -179,7 +179,7 @@ def _at_once(jobs: list[Callable[[], None]]) -> None:
 
 
 def _activate_slabs(activation: Activation, wide: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Activates [L, M, parts * I] to [L, M, I] of the same dtype, in float32; rows at and past the counts are garbage."""
+    """Activates [L, M, parts * I] to [L, M, I] of the same dtype, in float32; rows past the counts are garbage."""
     L, M, width = wide.shape
     narrow = torch.empty((L, M, width // activation.parts), dtype=wide.dtype, device=wide.device)
     if wide.is_cuda:
