@@ -62,7 +62,7 @@ def _nowhere_to_write() -> int:
 
 def _load(plugins: Sequence[str]) -> None:
     """Imports the modules of --plugin; those in the current folder are found, too, by the console script as well."""
-    from eprt.ranks.plugins import load_plugins
+    from eprt.ranks.process import load_plugins
 
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -3,15 +3,15 @@ pay."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, astuple
+from typing import TYPE_CHECKING, Any
 
 from eprt.balance.costs import Verdict, expert_bytes, modelled, weigh
 from eprt.balance.counts import Counts, read_counts, zipf
 from eprt.balance.moving import transfers
 from eprt.balance.planner import plan_placement
 from eprt.balance.report import report
-from eprt.cli.arguments import PlanExperts
 from eprt.cli.terminal import Column, Terminal
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
@@ -22,7 +22,11 @@ from eprt.placement.file import PlacementFile
 from eprt.plan import make_plan
 from eprt.support import Device
 
+if TYPE_CHECKING:
+    from eprt.cli.arguments import PlanExperts
+
 Placements = dict[int, ExpertPlacement]  # by layer
+Placed = tuple[Sequence[int], ExpertPlacement, ExpertPlacement]  # a layer's counts, and its placement before and after
 LAYERS: dict[str, Column] = {
     "layer": "layer",
     "before": "before:.3f",
@@ -42,33 +46,29 @@ def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
     parallel = ParallelConfig(arguments.world, 1, arguments.moe_tp, arguments.ranks_per_host)
     before = _before(arguments, counts, parallel)
     after = _planned(arguments, counts, before, parallel, terminal)
-    executors = {layer: _executor(arguments, config, parallel) for layer, config in configs.items() if layer in counts}
-    verdicts = _verdicts(arguments, configs, counts, before, after, executors, parallel)
-    placed = [report(list(counts.values()), [way[layer] for layer in counts], list(counts)) for way in (before, after)]
+    known = {layer: config for layer, config in configs.items() if layer in counts}
+    placed = {layer: (counts[layer], before[layer], after[layer]) for layer in counts}
+    verdicts = {layer: _weigh(arguments, config, parallel, placed[layer]) for layer, config in known.items()}
+    old, new = (report(list(counts.values()), list(way.values()), list(counts)) for way in (before, after))
     rows = [
-        {
-            "layer": old.layer,
-            "before": old.imbalance,
-            "after": new.imbalance,
-            "moved": _moved(before[old.layer], after[old.layer]),
-            "empty_slots": after[old.layer].slots.count(EMPTY),
-            "slots": list(after[old.layer].slots),
-            "experts": after[old.layer].num_experts,
-            "verdict": verdicts.get(old.layer),
-        }
-        for old, new in zip(placed[0].layers, placed[1].layers, strict=True)
+        _row(layer, was.imbalance, now.imbalance, placed[layer], verdicts.get(layer, (None, None))[1])
+        for layer, was, now in zip(counts, old.layers, new.layers, strict=True)
     ]
-    means, total = (placed[0].mean, placed[1].mean), _total(list(verdicts.values())) if verdicts else None
-    _say(terminal, arguments, rows, means)
+    total = _total([verdict for _, verdict in verdicts.values()]) if verdicts else None
+    _say(terminal, arguments, rows, (old.mean, new.mean))
     if total is None:
         terminal.say("Whether it pays depends on the experts' sizes: name the model with --model")
     else:
-        size = max(expert_bytes(configs[layer], arguments.moe_tp) for layer in verdicts)
-        _judge(terminal, arguments, total, size, sorted(set(executors.values())), rows)
+        size = max(expert_bytes(config, arguments.moe_tp) for config in known.values())
+        terminal.say(
+            f"memory: {total.more_bytes / 1e9:.2f} GB more per rank ({size / 1e6:.1f} MB per expert); moving: "
+            f"{total.move_s * 1e3:.1f} ms of NVLink where nothing has to be loaded"
+        )
+        terminal.say(_judged(arguments, total, sorted({executor for executor, _ in verdicts.values()}), rows))
     if arguments.out is not None and terminal.speaks:
         PlacementFile.of_placements({**after}).write(arguments.out)
         terminal.say(f"wrote {arguments.out}")
-    terminal.result(_as_json(arguments, means, total, rows))
+    terminal.result(_as_json(arguments, (old.mean, new.mean), total, rows))
     return 0
 
 
@@ -79,12 +79,6 @@ def _configs(arguments: PlanExperts) -> dict[int, MoEConfig]:
     hf = read_config(arguments.model)
     family = family_for(hf)
     return {layer: family.moe_config(hf, layer) for layer in family.moe_layers(hf)}
-
-
-def _executor(arguments: PlanExperts, config: MoEConfig, parallel: ParallelConfig) -> str:
-    """Returns the executor that the plan chooses for this layer."""
-    runtime = RuntimeConfig(phase=arguments.phase, max_tokens_per_rank=arguments.tokens)
-    return make_plan(config, parallel, runtime, Device.parse(arguments.device)).executor
 
 
 def _counts(arguments: PlanExperts, configs: dict[int, MoEConfig]) -> Counts:
@@ -125,29 +119,28 @@ def _planned(
     return after
 
 
-def _verdicts(
-    arguments: PlanExperts,
-    configs: dict[int, MoEConfig],
-    counts: Counts,
-    before: Placements,
-    after: Placements,
-    executors: dict[int, str],
-    parallel: ParallelConfig,
-) -> dict[int, Verdict]:
-    """Weighs each layer whose config is known."""
-    device, one = Device.parse(arguments.device), arguments.phase == "decode"
-    found: dict[int, Verdict] = {}
-    for layer, executor in executors.items():
-        config = configs[layer]
-        time = modelled(config, parallel, executor, device)
-        placed = (counts[layer], before[layer], after[layer])
-        found[layer] = weigh(config, *placed, arguments.tokens, one_replica=one, time=time)
-    return found
+def _weigh(arguments: PlanExperts, config: MoEConfig, parallel: ParallelConfig, placed: Placed) -> tuple[str, Verdict]:
+    """Returns the executor that the plan chooses for a layer, and what (counts, before, after) mean for its time."""
+    device = Device.parse(arguments.device)
+    runtime = RuntimeConfig(phase=arguments.phase, max_tokens_per_rank=arguments.tokens)
+    executor = make_plan(config, parallel, runtime, device).executor
+    time = modelled(config, parallel, executor, device)
+    return executor, weigh(config, *placed, arguments.tokens, one_replica=arguments.phase == "decode", time=time)
 
 
-def _moved(before: ExpertPlacement, after: ExpertPlacement) -> int | None:
-    """Counts the experts that travel; None where the number of slots changes, so that the model is loaded again."""
-    return len(transfers(before, after)) if before.num_slots == after.num_slots else None
+def _row(layer: int, old: float, new: float, placed: Placed, verdict: Verdict | None) -> dict[str, Any]:
+    _, before, after = placed
+    return {
+        "layer": layer,
+        "before": old,
+        "after": new,
+        # Experts that travel; None where the number of slots changes, so that the model is loaded again.
+        "moved": len(transfers(before, after)) if before.num_slots == after.num_slots else None,
+        "empty_slots": after.slots.count(EMPTY),
+        "slots": list(after.slots),
+        "experts": after.num_experts,
+        "verdict": verdict,
+    }
 
 
 def _say(terminal: Terminal, arguments: PlanExperts, rows: list[dict[str, Any]], means: tuple[float, float]) -> None:
@@ -160,53 +153,34 @@ def _say(terminal: Terminal, arguments: PlanExperts, rows: list[dict[str, Any]],
         )
 
 
-def _judge(
-    terminal: Terminal,
-    arguments: PlanExperts,
-    total: Verdict,
-    size: int,
-    executors: list[str],
-    rows: list[dict[str, Any]],
-) -> None:
-    """Prints what the placements cost and whether they pay. `size`: bytes of the largest expert."""
-    terminal.say(
-        f"memory: {total.more_bytes / 1e9:.2f} GB more per rank ({size / 1e6:.1f} MB per expert); moving: "
-        f"{total.move_s * 1e3:.1f} ms of NVLink where nothing has to be loaded"
-    )
+def _judged(arguments: PlanExperts, total: Verdict, executors: list[str], rows: list[dict[str, Any]]) -> str:
+    """Says whether the placements pay, and why."""
     where = f"at {arguments.tokens} tokens per rank, {arguments.phase}"
     if total.pays:
-        terminal.say(
+        return (
             f"It pays {where}: the slowest rank's experts take {total.gain:.1%} less (by the plan's model of "
             f"{', '.join(executors)} on {arguments.device}, without transport); the moving is paid for after "
             f"{total.break_even_calls:.0f} forwards"
         )
-    elif all(len(row["slots"]) - row["empty_slots"] == row["experts"] for row in rows):
-        terminal.say(f"It does not pay {where}: without replicas the ranks are as even as with them")
+    if all(len(row["slots"]) - row["empty_slots"] == row["experts"] for row in rows):
+        why = "without replicas the ranks are as even as with them"
     elif total.gain < 0:
-        terminal.say(f"It does not pay {where}: more experts per rank are read than before ({-total.gain:.1%} slower)")
+        why = f"more experts per rank are read than before ({-total.gain:.1%} slower)"
     else:
-        terminal.say(
-            f"It does not pay {where}: {total.gain:.1%} of the experts' time, which the weights' bytes set more than "
-            "the rows do"
-        )
+        why = f"{total.gain:.1%} of the experts' time, which the weights' bytes set more than the rows do"
+    return f"It does not pay {where}: {why}"
 
 
 def _total(verdicts: list[Verdict]) -> Verdict:
-    """Adds all layers up to one."""
-    return Verdict(
-        imbalance_before=sum(v.imbalance_before for v in verdicts) / len(verdicts),
-        imbalance_after=sum(v.imbalance_after for v in verdicts) / len(verdicts),
-        before_s=sum(v.before_s for v in verdicts),
-        after_s=sum(v.after_s for v in verdicts),
-        more_bytes=sum(v.more_bytes for v in verdicts),
-        move_s=sum(v.move_s for v in verdicts),
-    )
+    """Adds all layers up to one, with the mean of their imbalances."""
+    before, after, *sums = (sum(column) for column in zip(*map(astuple, verdicts), strict=True))
+    return Verdict(before / len(verdicts), after / len(verdicts), *sums)
 
 
 def _as_json(
     arguments: PlanExperts, means: tuple[float, float], total: Verdict | None, rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    layers = [{**row, "estimate": None if row["verdict"] is None else asdict(row["verdict"])} for row in rows]
+    layers = [{**row, "estimate": row["verdict"] and asdict(row["verdict"])} for row in rows]
     return {
         "slots": arguments.slots,
         "ranks": arguments.world,
@@ -214,7 +188,7 @@ def _as_json(
         "phase": arguments.phase,
         "mean_before": means[0],
         "mean_after": means[1],
-        "pays": None if total is None else total.pays,
-        "gain": None if total is None else total.gain,
+        "pays": total and total.pays,
+        "gain": total and total.gain,
         "layers": [{name: row[name] for name in row if name not in ("verdict", "experts")} for row in layers],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def write_tiny_checkpoint(
     intermediate_size: int = 256,
     seed: int = 0,
 ) -> Path:
-    """Write config.json, one shard a layer and the index of a gpt-oss model with MXFP4 experts.
+    """Writes config.json, one shard per layer and the index of a gpt-oss model with MXFP4 experts.
 
     The model is whole (attention, embeddings, norms), so transformers loads it too.
 
@@ -112,55 +113,61 @@ def _layer(random: _Random, config: dict[str, Any], layer: int) -> dict[str, tor
     return {f"model.layers.{layer}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
 
 
+# The fields of openai/gpt-oss-20b's config.json that no size changes.
+_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+    "head_dim": _HEAD_DIM,
+    "hidden_act": "silu",
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _KV_HEADS,
+    "output_router_logits": False,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": _VOCABULARY,
+}
+
+
 def gpt_oss_config(
     num_layers: int, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int
 ) -> dict[str, Any]:
-    """config.json with the fields of openai/gpt-oss-20b's."""
+    """Returns config.json with the fields of openai/gpt-oss-20b's."""
     return {
-        "architectures": ["GptOssForCausalLM"],
-        "attention_bias": True,
-        "attention_dropout": 0.0,
-        "eos_token_id": 2,
+        **deepcopy(_GPT_OSS),
         "experts_per_token": top_k,
-        "head_dim": _HEAD_DIM,
-        "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "initial_context_length": 4096,
-        "initializer_range": 0.02,
         "intermediate_size": intermediate_size,
         "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)],
-        "max_position_embeddings": 131072,
-        "model_type": "gpt_oss",
-        "num_attention_heads": _HEADS,
         "num_experts_per_tok": top_k,
         "num_hidden_layers": num_layers,
-        "num_key_value_heads": _KV_HEADS,
         "num_local_experts": num_experts,
-        "output_router_logits": False,
-        "pad_token_id": 1,
-        "quantization_config": {
-            "modules_to_not_convert": [
-                "model.layers.*.self_attn",
-                "model.layers.*.mlp.router",
-                "model.embed_tokens",
-                "lm_head",
-            ],
-            "quant_method": "mxfp4",
-        },
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
-        "rope_theta": 150000,
-        "router_aux_loss_coef": 0.9,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "vocab_size": _VOCABULARY,
     }

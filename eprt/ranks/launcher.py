@@ -25,7 +25,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,8 +33,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from eprt.errors import ConfigError, UsageError
-from eprt.ranks.plugins import loaded_plugins
-from eprt.ranks.process import Raised, RankContext, RankSetup, close_worlds, serve
+from eprt.ranks.process import Raised, RankContext, RankSetup, close_worlds, loaded_plugins, serve
 from eprt.ranks.scratch import Scratch
 from eprt.ranks.stacks import RankReport, WorldFailed, read_stack, state_of, tail
 
@@ -118,11 +117,13 @@ class WorldPool:
         grace_s: float = 1.0,
         environment: dict[str, str] | None = None,
     ) -> None:
+        import torch
+
         if size < 1:
             raise ConfigError(f"a world of {size} ranks: size must be at least 1")
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"device {device!r}: expected 'cpu' or 'cuda'")
-        if device == "cuda" and (found := _gpus()) < size:
+        if device == "cuda" and (found := torch.cuda.device_count()) < size:
             raise ConfigError(f"{size} ranks on CUDA need {size} GPUs, {found} are here; use device='cpu'")
         self.size = size
         self.device = device
@@ -169,14 +170,11 @@ class WorldPool:
         """
         if self.closed:
             raise UsageError("the pool is closed; make a new WorldPool")
-        finished = False
-        try:
-            outcomes = self._watch(pickle.dumps((function, kwargs)), timeout_s or self.timeout_s, not_awaited)
-            finished = True
-        finally:
-            if not finished:  # WorldFailed, Ctrl-C, an unpicklable job: leave no process behind
-                self._destroy()
-        return outcomes
+        with ExitStack() as on_failure:  # WorldFailed, Ctrl-C, an unpicklable job: leave no process behind
+            on_failure.callback(self._destroy)
+            results = self._watch(pickle.dumps((function, kwargs)), timeout_s or self.timeout_s, not_awaited)
+            on_failure.pop_all()
+        return results
 
     def kill(self) -> None:
         """Sends SIGKILL to all ranks at once, from any thread: the job in progress ends as WorldFailed."""
@@ -222,22 +220,24 @@ class WorldPool:
         self._folder = Scratch("world")
         folder = self._folder.path
         for rank in range(self.size):
-            environment = {
-                "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-                "OMP_NUM_THREADS": "1",
-                **os.environ,
-                **self._environment,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(self.size),
-                "LOCAL_WORLD_SIZE": str(self.size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self._store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-            }
+            environment = self._environment_of(rank, self._store.port)
             setup = RankSetup(rank, self.size, self.device, folder, environment, loaded_plugins())
             self._ranks.append(_Rank(setup))
         return folder
+
+    def _environment_of(self, rank: int, port: int) -> dict[str, str]:
+        """Returns the parent's variables and the pool's, under torchrun's."""
+        return {
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            **self._environment,
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.size)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
 
     def _watch(self, arguments: bytes, timeout_s: float, not_awaited: int | None) -> list[Any]:
         started = time.monotonic()
@@ -279,29 +279,29 @@ class WorldPool:
         silent = [rank for rank in self._ranks if rank.setup.rank not in outcomes]
         states = {rank.setup.rank: state_of(rank.process.pid or 0) for rank in silent}
         _ask_for_stacks([rank for rank in self._ranks if outcomes.get(rank.setup.rank, "ok") == "ok"])
-        reports: list[RankReport] = []
-        for rank in self._ranks:
-            number = rank.setup.rank
-            outcome = outcomes.get(number, "unfinished")
-            raised: Raised | None = rank.result() if outcome == "raised" else None
-            if outcome == "died":
-                rank.process.join(_STACK_WAIT_S)
-            dump, waits = read_stack(rank.setup.path("stack"))
-            reports.append(
-                RankReport(
-                    rank=number,
-                    outcome=outcome,
-                    state=states.get(number, ""),
-                    exit_code=rank.process.exitcode if outcome == "died" else None,
-                    raised=raised,
-                    stack=raised.stack if raised else dump,
-                    waits_for_others=waits and outcome == "unfinished",
-                    log_tail=tail(rank.setup.path("log")),
-                    ended_at=rank.heard_at if outcome == "died" else None,
-                    result=rank.result() if outcome == "ok" else None,
-                )
-            )
-        return reports
+        return [
+            self._report(rank, outcomes.get(rank.setup.rank, "unfinished"), states.get(rank.setup.rank, ""))
+            for rank in self._ranks
+        ]
+
+    def _report(self, rank: _Rank, outcome: str, state: str) -> RankReport:
+        died = outcome == "died"
+        raised: Raised | None = rank.result() if outcome == "raised" else None
+        if died:
+            rank.process.join(_STACK_WAIT_S)
+        dump, waits = read_stack(rank.setup.path("stack"))
+        return RankReport(
+            rank=rank.setup.rank,
+            outcome=outcome,
+            state=state,
+            exit_code=rank.process.exitcode if died else None,
+            raised=raised,
+            stack=raised.stack if raised else dump,
+            waits_for_others=waits and outcome == "unfinished",
+            log_tail=tail(rank.setup.path("log")),
+            ended_at=rank.heard_at if died else None,
+            result=rank.result() if outcome == "ok" else None,
+        )
 
     def _destroy(self) -> None:
         self.kill()  # all before the first is waited for: a GPU's process takes a second to go
@@ -334,13 +334,6 @@ def _end(pid: int) -> None:
         own_group = os.getpgid(pid) == pid
         for number in (signal.SIGCONT, signal.SIGKILL):
             (os.killpg if own_group else os.kill)(pid, number)
-
-
-def _gpus() -> int:
-    """Counts the GPUs of this machine. Makes no CUDA context: the ranks are not forked from here anyway."""
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _long_stopped(ranks: Iterable[_Rank], running_at: dict[int, float]) -> bool:

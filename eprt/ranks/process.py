@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import importlib
 import os
 import pickle
 import signal
@@ -16,14 +17,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from eprt.ranks.plugins import load_plugins
+from eprt.errors import ConfigError, RankLost
 
 if TYPE_CHECKING:
     from eprt.world import World
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _Kept = TypeVar("_Kept")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _WORLDS_KEPT = 3  # each has threads that wake up while it idles
+_loaded: list[str] = []  # plugins, which ranks import, too
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,27 @@ class RankContext:
             self._worlds.popitem()[1].close()
 
 
+def load_plugins(modules: Iterable[str]) -> None:
+    """Imports each module; ranks that this process starts from now on import it before their first job.
+
+    Raises:
+        ConfigError: a module can't be imported. The message names it and the reason.
+    """
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"--plugin {name}: the module can't be imported: {why}") from error
+        if name not in _loaded:
+            _loaded.append(name)
+
+
+def loaded_plugins() -> tuple[str, ...]:
+    """Returns the names of the modules that `load_plugins` has imported here, in their order."""
+    return tuple(_loaded)
+
+
 @dataclass(frozen=True)
 class Raised:
     """The exception that ended a job. `lost_rank` is the rank that a RankLost names, else None."""
@@ -164,8 +187,6 @@ def _save(path: Path, value: object) -> None:
 
 
 def _describe(error: Exception) -> Raised:
-    from eprt.errors import RankLost
-
     lost = error if isinstance(error, RankLost) else None
     return Raised(
         error=type(error).__name__,

@@ -20,7 +20,8 @@ from eprt.cli import doctor
 from eprt.cli.arguments import Doctor
 from eprt.cli.terminal import Terminal
 from eprt.conformance import faults
-from eprt.conformance.faults import Result, Trial, schedule
+from eprt.conformance.faults import Result, Trial
+from eprt.conformance.faults import trial as trial_module
 from eprt.errors import ConfigError
 from eprt.ranks.scratch import Scratch
 
@@ -140,9 +141,9 @@ def test_a_dispatchers_cells_wait_for_its_trial_in_which_nothing_breaks(monkeypa
             assert compiled.wait(10)
         return promised(trial)
 
-    monkeypatch.setattr(schedule, "run_trial", run_trial)
+    monkeypatch.setattr(trial_module, "run_trial", run_trial)
     calm = [Trial("none", "between steps", 1, name, 2) for name in ("torch", "none")]
-    with closing(schedule.run_trials([*calm, *CELLS], jobs=3)) as results:
+    with closing(trial_module.run_trials([*calm, *CELLS], jobs=3)) as results:
         first = [next(results).trial for _ in range(3)]
         assert {trial.dispatcher for trial in first} == {"none"}, "what compiles holds up nobody else"
         assert {trial.dispatcher for trial in begun if trial.fault != "none"} == {"none"}
@@ -153,9 +154,9 @@ def test_a_dispatchers_cells_wait_for_its_trial_in_which_nothing_breaks(monkeypa
 def test_a_dispatcher_that_cannot_run_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calm = Trial("none", "between steps", 1, "torch", 2)
     monkeypatch.setattr(
-        schedule, "run_trial", lambda trial, **_: Result(trial, failed="no") if trial == calm else promised(trial)
+        trial_module, "run_trial", lambda trial, **_: Result(trial, failed="no") if trial == calm else promised(trial)
     )
-    found = {result.trial for result in schedule.run_trials([calm, *CELLS], jobs=2)}
+    found = {result.trial for result in trial_module.run_trials([calm, *CELLS], jobs=2)}
     assert found == {calm, *(cell for cell in CELLS if cell.dispatcher == "none")}
 
 

@@ -8,8 +8,7 @@ the right one, no output was wrong, nothing is left over, and the survivors go o
 
 from eprt.conformance.faults.job import CheckedLayer, WrongOutput
 from eprt.conformance.faults.matrix import FAULTS, SLACK_S, START_UP, TIMEOUT_S, Trial, controls, trials
-from eprt.conformance.faults.schedule import run_trials
-from eprt.conformance.faults.trial import Result, judge, run_trial
+from eprt.conformance.faults.trial import Result, judge, run_trial, run_trials
 
 __all__ = [
     "FAULTS",

@@ -1,11 +1,12 @@
-"""Runs one trial of the fault matrix in a world of its own, and judges it."""
+"""Runs trials of the fault matrix, each in a world of its own and several at a time, and judges them."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ START_S = {"cpu": 60.0, "cuda": 90.0}
 PATIENT_START_S = {"cpu": 60.0, "cuda": 300.0}
 WRONG = (WrongOutput.__name__, NoNumbers.__name__)
 _LOOK_S = 0.05
+_KILL_AGAIN_S = 0.1
 _MOMENT_S = 3.0
 Holding = Callable[[WorldPool], AbstractContextManager[object]]
 
@@ -133,32 +135,32 @@ def judge(
     """Judges a trial by the ranks' reports (none if all finished) and diaries. `at`: time of the fault."""
     wrong = sum(report.raised is not None and report.raised.error in WRONG for report in reports)
     result = Result(trial, wrong=wrong, leftovers=tuple(leftovers), failed=failed)
+    said = tuple(sorted({report.describe() for report in reports}))
     if trial.fault == "none":
-        said = tuple(sorted({report.describe() for report in reports}))
         ends = "\n".join(f"rank {r.rank} {r.describe()}\n{r.stack}\n{r.log_tail}" for r in reports if r.outcome != "ok")
         return replace(result, verdicts=said, named=not reports, failed=failed or ends)
     if at is None:
-        why = "the victim never came to its fault: " + "; ".join(sorted({r.describe() for r in reports}))
-        return replace(result, failed=failed or why)
+        return replace(result, failed=failed or f"the victim never came to its fault: {'; '.join(said)}")
+    return replace(result, **_heard(trial, reports, diaries, at))
+
+
+def _heard(trial: Trial, reports: Sequence[RankReport], diaries: Sequence[dict[str, Any]], at: float) -> dict[str, Any]:
+    """Returns what the survivors' errors and notes say: the times, the words, and whether they name the victim."""
     everybody = trial.why == "mismatch" or bool(trial.unknowable)
-    heard = [
-        _verdict_of(report, diary)
-        for report, diary in zip(reports, diaries, strict=False)
-        if everybody or report.rank != trial.rank
-    ]
+    pairs = zip(reports, diaries, strict=False)
+    heard = [_verdict_of(report, diary) for report, diary in pairs if everybody or report.rank != trial.rank]
     found = [verdict for verdict in heard if verdict is not None]
     whole = len(found) == len(heard) > 0
     words = tuple(sorted({verdict.words for verdict in found}))
     resumed = [d["resumed_at"] for rank, d in enumerate(diaries) if rank != trial.rank and "resumed_at" in d]
     same = whole and len(words) == 1 and all(verdict.names(trial) for verdict in found)
-    return replace(
-        result,
-        seconds=max(verdict.at for verdict in found) - at if whole else None,
-        resumed=max(resumed) - at if len(resumed) == len(diaries) - 1 else None,
-        verdicts=words,
-        named=None if trial.unknowable else same,
-        nan=sum("nan" in diary for diary in diaries),
-    )
+    return {
+        "seconds": max(verdict.at for verdict in found) - at if whole else None,
+        "resumed": max(resumed) - at if len(resumed) == len(diaries) - 1 else None,
+        "verdicts": words,
+        "named": None if trial.unknowable else same,
+        "nan": sum("nan" in diary for diary in diaries),
+    }
 
 
 @dataclass(frozen=True)
@@ -213,3 +215,80 @@ def footprint() -> set[str]:
     """Returns the files of shared memory whose names our libraries give."""
     patterns = ("eprt*", "torch_*", "nccl*", "nvshmem*")
     return {str(path) for pattern in patterns for path in Path("/dev/shm").glob(pattern)}
+
+
+# ---- many trials -------------------------------------------------------------------------------------------------
+
+
+def run_trials(trials: Sequence[Trial], jobs: int = 1) -> Generator[Result]:
+    """Yields results as they come. Trials that are cut short (the iterator is closed, or a signal raises here) yield
+    none, and their ranks are killed.
+
+    Trials are begun in their order. Those of a dispatcher wait for its trial in which nothing breaks, if there is one
+    among them: it compiles what they need. If that fails they are left out: a dispatcher that can't run here fails
+    once.
+
+    Args:
+        jobs: trials at a time. Worlds that start while another's ranks wait out a limit cost no time of their own; all
+            share the GPUs. Shared memory that outlives trials is looked for behind the last one then.
+    """
+    before = footprint()
+    with ThreadPoolExecutor(jobs) as threads:
+        running = _Running(threads, alone=jobs == 1)
+        try:
+            yield from _in_turn(list(trials), jobs, running)
+        finally:
+            running.end()
+    if jobs > 1 and (left := outlived(before)) and trials:
+        yield Result(trials[-1], failed="shared memory outlived the trials", leftovers=tuple(left))
+
+
+def _in_turn(waiting: list[Trial], jobs: int, running: _Running) -> Iterator[Result]:
+    unproven = {trial.dispatcher for trial in waiting if trial.fault == "none"}
+    while waiting or running.futures:
+        free = [trial for trial in waiting if trial.fault == "none" or trial.dispatcher not in unproven]
+        for trial in free[: jobs - len(running.futures)]:
+            waiting.remove(trial)
+            running.start(trial)
+        for future in wait(running.futures, return_when=FIRST_COMPLETED).done:
+            running.futures.remove(future)
+            result = future.result()
+            if result.trial.fault == "none":
+                unproven.discard(result.trial.dispatcher)
+                if not result.ok:
+                    waiting[:] = [trial for trial in waiting if trial.dispatcher != result.trial.dispatcher]
+            yield result
+
+
+class _Running:
+    """The trials in progress and their worlds."""
+
+    def __init__(self, threads: ThreadPoolExecutor, alone: bool) -> None:
+        self.futures: set[Future[Result]] = set()
+        self._threads, self._alone = threads, alone
+        self._pools: list[WorldPool] = []
+        self._over = False
+
+    def start(self, trial: Trial) -> None:
+        self.futures.add(self._threads.submit(run_trial, trial, alone=self._alone, holding=self._holding))
+
+    def end(self) -> None:
+        """Kills all ranks, those that are only starting, too, until no trial runs."""
+        self._over = True
+        while wait(self.futures, _KILL_AGAIN_S if self._pools else 0.01).not_done:
+            for pool in list(self._pools):
+                pool.kill()
+
+    @contextmanager
+    def _holding(self, pool: WorldPool) -> Iterator[None]:
+        if self._over:
+            raise TrialsEnded
+        self._pools.append(pool)
+        try:
+            yield
+        finally:
+            self._pools.remove(pool)
+
+
+class TrialsEnded(Exception):
+    """Ends a trial that would begin now."""
