@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -21,6 +20,7 @@ import torch
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
 from eprt.support import Device, Requirement
+from eprt.support import installed_version as _version
 
 DISTRIBUTIONS = (
     *("eprt", "triton", "safetensors", "transformers"),
@@ -100,7 +100,7 @@ def links() -> str:
 def backends() -> list[dict[str, object]]:
     """Returns kind, name, ok and reason of every dispatcher and executor: whether it can run on this machine with the
     packages installed here, and what is missing, or what it is."""
-    device = Device.of(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    device = Device.here("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[dict[str, object]] = []
     tables: dict[str, dict[str, Any]] = {"dispatcher": DISPATCHERS, "executor": EXECUTORS}
     for kind, table in tables.items():
@@ -242,13 +242,6 @@ def _nccl_of_torch() -> str:
     from torch.cuda import nccl
 
     return ".".join(map(str, nccl.version()))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _folder(module: str) -> Path | None:

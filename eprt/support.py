@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import platform
+import re
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast, get_args
 
@@ -46,7 +47,7 @@ class Device:
 
     @classmethod
     def parse(cls, text: str, *, installed: bool = False) -> Device:
-        """`cpu`, `sm90`, `sm100`, ... Raises ConfigError."""
+        """Reads `cpu`, `sm90`, `sm100`, ... Raises ConfigError."""
         if text == "cpu":
             return cls("cpu", 0, installed)
         if text.startswith("sm") and text[2:].isdigit():
@@ -55,11 +56,16 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
-        """The device a World runs on; packages must then be installed."""
+        """Describes the device of a World; packages must then be installed."""
         if device.type == "cpu":
             return cls("cpu", 0, installed=True)
         major, minor = torch.cuda.get_device_capability(device)
         return cls("cuda", 10 * major + minor, installed=True)
+
+    @classmethod
+    def here(cls, kind: str) -> Device:
+        """Returns this machine's CPU, or its first GPU for "cuda"."""
+        return cls.of(torch.device(kind, 0) if kind == "cuda" else torch.device("cpu"))
 
     def __str__(self) -> str:
         return "cpu" if self.kind == "cpu" else f"sm{self.sm}"
@@ -74,7 +80,7 @@ class Requirement:
     minimum: str
 
     def check(self) -> Support:
-        """Whether the installed package satisfies this. Imports nothing."""
+        """Tells whether the installed package satisfies this. Imports nothing."""
         if platform.system() != "Linux":
             return refuse(f"{self.module} runs on Linux only")
         wanted = f"{self.distributions[0]}>={self.minimum}"
@@ -86,12 +92,14 @@ class Requirement:
         return Support(True)
 
     def version(self) -> str | None:
-        """Installed version, or None if no distribution metadata names it (a bare folder on the path)."""
-        for name in self.distributions:
-            try:
-                return importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
+        """Returns the installed version; None if no distribution metadata names it (a bare folder on the path)."""
+        return next(filter(None, map(installed_version, self.distributions)), None)
+
+
+def installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
         return None
 
 
@@ -163,22 +171,11 @@ def load_class(spec: BackendSpec, base: type) -> Any:
 
 
 def version_key(text: str) -> tuple[int, ...]:
-    """Release numbers of a PEP 440 version; suffixes (post, rc, +cu130) don't count."""
-    numbers: list[int] = []
-    for part in text.split("+")[0].split("."):
-        digits = ""
-        for char in part:
-            if not char.isdigit():
-                break
-            digits += char
-        if not digits:
-            break
-        numbers.append(int(digits))
-        if digits != part:
-            break
-    return tuple(numbers)
+    """Returns the release numbers of a PEP 440 version; suffixes (post, rc, +cu130) don't count."""
+    release = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, release[0].split("."))) if release else ()
 
 
 def stream_number(device: torch.device) -> int:
-    """`torch.cuda.current_stream(device).cuda_stream`, without making a Stream. Device: a GPU with its index."""
+    """Returns the current stream's number without making a Stream. `device`: a GPU with its index."""
     return torch._C._cuda_getCurrentRawStream(device.index)

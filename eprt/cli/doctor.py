@@ -94,9 +94,8 @@ def _say(report: dict[str, Any], terminal: Terminal) -> None:
 
 def _prove(device: str, size: int, terminal: Terminal) -> dict[str, Any]:
     """Runs every conformance case on every pair that can run here, in one world."""
-    where = Device.of(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
     groups: dict[tuple[str, ...], list[Check]] = defaultdict(list)
-    for check in standard_checks(size, where):
+    for check in standard_checks(size, Device.here(device)):
         groups[_group(check)].append(check)
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
@@ -106,13 +105,9 @@ def _prove(device: str, size: int, terminal: Terminal) -> dict[str, Any]:
             results = summarize(workers.run(run_checks, checks=checks))
             bad = [row for row in results if not row.ok]
             failures += bad
-            passed = f"{len(results) - len(bad)}/{len(results)}"
-            found = {
-                "": "FAIL" if bad else "ok",
-                "passed": passed,
-                "worst error": f"{max(r.error for r in results):.1e}",
-            }
-            rows.append({**dict(zip(KEYS, key, strict=True)), **found})
+            found = {"": "FAIL" if bad else "ok", "passed": f"{len(results) - len(bad)}/{len(results)}"}
+            worst = {"worst error": f"{max(r.error for r in results):.1e}"}
+            rows.append({**dict(zip(KEYS, key, strict=True)), **found, **worst})
             advance(" ".join(part for part in key if part))
     kind = "gloo ranks on the CPU" if device == "cpu" else "GPUs"
     terminal.table(f"Conformance: {size} {kind}, every case of counts x routing", PROOF, rows)

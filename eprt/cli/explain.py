@@ -157,20 +157,21 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "max_tokens_per_rank": plan.max_tokens_per_rank,
         "tokens_per_rank": plan.tokens,
         "engines": [{"name": use.name, "ok": use.support.ok, "reason": use.support.reason} for use in plan.engines],
-        "candidates": [
-            {
-                "dispatcher": c.dispatcher,
-                "executor": c.executor,
-                "tokens": c.token_format,
-                "adapted": c.adapted,
-                "ok": c.support.ok,
-                "reason": c.support.reason,
-                "max_tokens_per_rank": c.max_tokens_per_rank,
-                "dispatch": c.dispatch and asdict(c.dispatch),
-                "experts": c.experts and asdict(c.experts),
-            }
-            for c in plan.candidates
-        ],
+        "candidates": [_candidate_as_json(candidate) for candidate in plan.candidates],
+    }
+
+
+def _candidate_as_json(c: Candidate) -> dict[str, Any]:
+    return {
+        "dispatcher": c.dispatcher,
+        "executor": c.executor,
+        "tokens": c.token_format,
+        "adapted": c.adapted,
+        "ok": c.support.ok,
+        "reason": c.support.reason,
+        "max_tokens_per_rank": c.max_tokens_per_rank,
+        "dispatch": c.dispatch and asdict(c.dispatch),
+        "experts": c.experts and asdict(c.experts),
     }
 
 
@@ -229,12 +230,9 @@ def _plot(config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, d
         x, y = zip(*points, strict=True)
         axes.plot(x, y, "k--" if name == "roofline" else "o-", linewidth=1, markersize=3, label=name)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens per rank")
-    axes.set_ylabel("microseconds: dispatch, experts, combine")
-    axes.set_title(
-        f"{parallel.world_size} x {device}, {parallel.ranks_per_host} per host: measured and modelled", fontsize=10
-    )
+    axes.set(yscale="log", xlabel="tokens per rank", ylabel="microseconds: dispatch, experts, combine")
+    where = f"{parallel.world_size} x {device}, {parallel.ranks_per_host} per host"
+    axes.set_title(f"{where}: measured and modelled", fontsize=10)
     axes.legend(fontsize=7)
     try:
         figure.savefig(path)

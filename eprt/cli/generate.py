@@ -100,19 +100,25 @@ def _continue(
             by_rank: list[Answers] = workers.run(
                 continue_share, prompts=given, batch_size=arguments.batch, options=options
             )
-            found: dict[int, dict[str, Any]] = {}
-            for rank, (share, answers) in enumerate(zip(shares, by_rank, strict=True)):
+            for rank, answers in enumerate(by_rank):
                 tokens[rank] += sum(map(len, answers.tokens))
                 busy[rank] += answers.seconds
-                for number, new, text in zip(share, answers.tokens, answers.texts, strict=True):
-                    said = {} if text is None else {"text": text}
-                    found[number] = {**prompts[number], "tokens": new, "rank": rank, **said}
-            write([found[number] for number in numbers])
+            write(_rows(prompts, shares, by_rank))
             advance(f"{numbers.stop} of {len(prompts)} done, {sum(tokens)} tokens")
     rates = [count / seconds if seconds else 0.0 for count, seconds in zip(tokens, busy, strict=True)]
     each = ", ".join(f"{rate:,.1f}" for rate in rates)
     total = f"{sum(tokens)} tokens for {len(prompts)} prompts"
     terminal.note(f"{total}; tokens/s by rank: {each}; together {sum(rates):,.1f}")
+
+
+def _rows(prompts: list[dict[str, Any]], shares: list[list[int]], by_rank: list[Answers]) -> list[dict[str, Any]]:
+    """Returns a round's answers in the prompts' order; `shares` are each rank's numbers of prompts."""
+    found: dict[int, dict[str, Any]] = {}
+    for rank, (share, answers) in enumerate(zip(shares, by_rank, strict=True)):
+        for number, new, text in zip(share, answers.tokens, answers.texts, strict=True):
+            said = {} if text is None else {"text": text}
+            found[number] = {**prompts[number], "tokens": new, "rank": rank, **said}
+    return [row for _, row in sorted(found.items())]
 
 
 def _read(path: Path | None) -> list[dict[str, Any]]:
@@ -260,11 +266,14 @@ def continue_share(
     return Answers(tokens, [held.text(new) for new in tokens], seconds)
 
 
+@dataclass
 class _Model:
     """A loaded model and its tokenizer; the rank closes it."""
 
-    def __init__(self, model: Any, tokenizer: Any, layers: list[Any], graphs: bool) -> None:
-        self.model, self.tokenizer, self.graphs, self._layers = model, tokenizer, graphs, layers
+    model: Any
+    tokenizer: Any
+    layers: list[Any]
+    graphs: bool
 
     def ids(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -275,7 +284,7 @@ class _Model:
         return None if self.tokenizer is None else str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def close(self) -> None:
-        for layer in self._layers:
+        for layer in self.layers:
             layer.close()
 
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from eprt.cli.arguments import Run
 
 _SEED = 8128
+# What moves between ranks, under our name and the handle's, and which way.
+_MOVED = [(*names, way) for names in (("copies", "rows"), ("bytes", "bytes")) for way in ("sent", "received")]
 # Tokens per rank of each step: all rows of the conformance table, idle ranks included.
 TRAFFIC: tuple[tuple[int, ...], ...] = tuple(row for counts in COUNTS for row in counts.calls)
 
@@ -325,12 +327,7 @@ def drive(context: RankContext, layer: int, step: int, tokens: list[int], dtype:
         sent=(first, min(first + part, T)),
         ids=seen.choices[0].ids.cpu(),
         weights=seen.choices[0].weights.cpu(),
-        traffic={
-            "copies_sent": sent.rows_sent if sent else None,
-            "copies_received": sent.rows_received if sent else None,
-            "bytes_sent": sent.bytes_sent if sent else None,
-            "bytes_received": sent.bytes_received if sent else None,
-        },
+        traffic={f"{what}_{way}": getattr(sent, f"{name}_{way}") if sent else None for what, name, way in _MOVED},
         seconds=dict(seen.seconds),
     )
 

@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from eprt.bench.report import Report, write_whole
-from eprt.cli.arguments import Tune
 from eprt.cli.bench import require_tokens
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import Ranks, ranks
@@ -23,6 +22,7 @@ from eprt.support import Device
 
 if TYPE_CHECKING:
     from eprt.bench.tune import Measurement
+    from eprt.cli.arguments import Tune
 
 PHASES = ("decode", "prefill")
 SHARE = 0.5  # of the seconds left, what a part may take while others wait
@@ -39,37 +39,30 @@ def tune(arguments: Tune, terminal: Terminal) -> int:
     with ranks(arguments.world, arguments.device) as workers:
         sm, tables, cut = _measure(workers, config, arguments, terminal, start)
         parallel = ParallelConfig(workers.size)
-    device, most = Device("cuda" if sm else "cpu", sm), max(arguments.tokens)
-    before = {phase: _plan(config, parallel, phase, most, device) for phase in PHASES}
-    path = own_path()
+    device, most, path = Device("cuda" if sm else "cpu", sm), max(arguments.tokens), own_path()
+    before = [_plan(config, parallel, phase, most, device) for phase in PHASES]
     if os.environ.get("LOCAL_RANK", "0") == "0":
         write_whole(path, json.dumps(_merged(own_tables(), tables), indent=1) + "\n")
-    after = {phase: _plan(config, parallel, phase, most, device) for phase in PHASES}
+    after = [_plan(config, parallel, phase, most, device) for phase in PHASES]
     where = f"{parallel.world_size} x {device}, at most {most} tokens per rank"
-    terminal.table(
-        f"Pairs that are chosen for {arguments.model} on {where}",
-        CHOICES,
-        [{"phase": phase, "before": before[phase], "now": after[phase]} for phase in PHASES],
-    )
+    plans = list(zip(PHASES, before, after, strict=True))
+    terminal.table(f"Pairs that are chosen for {arguments.model} on {where}", CHOICES, plans)
     rows = sum(len(table["rows"]) for table in tables)
     terminal.say(
         f"\n{rows} rows written to {path}; explain and every layer built here go by them first. To undo: remove it"
     )
-    _say_cut(cut, arguments.budget_s, terminal)
-    changed = {phase: {"before": _pair(before[phase]), "now": _pair(after[phase])} for phase in PHASES}
-    terminal.result({"model": str(arguments.model), "path": str(path), "tables": tables, "plans": changed, "cut": cut})
-    if arguments.output is not None and terminal.speaks:
-        plans = [{"phase": phase, **pairs} for phase, pairs in changed.items()]
-        facts = {"seconds": round(time.monotonic() - start, 1), "budget_s": arguments.budget_s}
-        Report("tune", plans, facts, cut).write(arguments.output)
-    return 0
-
-
-def _say_cut(cut: list[str], budget_s: float, terminal: Terminal) -> None:
     for line in cut:
         terminal.say(f"cut: {line}")
     if cut:
-        terminal.say(f"measuring may take {budget_s:g} s (--budget-s); compiled kernels are kept for the next time")
+        budget = f"{arguments.budget_s:g} s (--budget-s)"
+        terminal.say(f"measuring may take {budget}; compiled kernels are kept for the next time")
+    changed = {phase: {"before": _pair(old), "now": _pair(new)} for phase, old, new in plans}
+    terminal.result({"model": str(arguments.model), "path": str(path), "tables": tables, "plans": changed, "cut": cut})
+    if arguments.output is not None and terminal.speaks:
+        facts = {"seconds": round(time.monotonic() - start, 1), "budget_s": arguments.budget_s}
+        found = [{"phase": phase, **pairs} for phase, pairs in changed.items()]
+        Report("tune", found, facts, cut).write(arguments.output)
+    return 0
 
 
 def _measure(
@@ -93,18 +86,19 @@ def _measure(
             limit = left if part is todo[-1] else SHARE * left
             if part.name not in cut and left <= LEAST_S:
                 cut[part.name] = f"{part}: not begun, the time was over"
-            if part.name not in cut:
-                try:
-                    if part.case is not None:
-                        carried.append((part.case, workers.run(measure_dispatch, within_s=limit, case=part.case)))
-                    else:
-                        wanted = {"name": part.name, "config": config, "tokens": counts, "seconds": 0.8 * limit}
-                        times[part.name] = workers.run(bench.measure_experts, within_s=limit, **wanted)
-                        cut |= _missing(part, times[part.name], len(counts))
-                except WorldFailed as failed:
-                    if not failed.late:
-                        raise
-                    cut[part.name] = f"{part}: ended after {limit:.0f} s"
+            try:
+                if part.name in cut:
+                    pass
+                elif part.case is not None:
+                    carried.append((part.case, workers.run(measure_dispatch, within_s=limit, case=part.case)))
+                else:
+                    wanted = {"name": part.name, "config": config, "tokens": counts, "seconds": 0.8 * limit}
+                    times[part.name] = workers.run(bench.measure_experts, within_s=limit, **wanted)
+                    cut |= _missing(part, times[part.name], len(counts))
+            except WorldFailed as failed:
+                if not failed.late:
+                    raise
+                cut[part.name] = f"{part}: ended after {limit:.0f} s"
             advance(str(part))
     tables = [bench.experts_table(sm, config, workers.size, times), bench.dispatch_table(sm, workers.size, carried)]
     return sm, [table for table in tables if table["rows"]], list(cut.values())
@@ -148,9 +142,9 @@ def _us(plan: Plan | None) -> str | None:
 
 
 CHOICES: dict[str, Column] = {
-    "phase": "phase",
-    "before": lambda row: _pair(row["before"]),
-    "now": lambda row: _pair(row["now"]),
-    "us before": lambda row: _us(row["before"]),
-    "us now": lambda row: _us(row["now"]),
+    "phase": lambda row: row[0],
+    "before": lambda row: _pair(row[1]),
+    "now": lambda row: _pair(row[2]),
+    "us before": lambda row: _us(row[1]),
+    "us now": lambda row: _us(row[2]),
 }

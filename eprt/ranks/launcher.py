@@ -29,7 +29,6 @@ from contextlib import ExitStack, suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from eprt.errors import ConfigError, UsageError
@@ -125,10 +124,7 @@ class WorldPool:
             raise ConfigError(f"device {device!r}: expected 'cpu' or 'cuda'")
         if device == "cuda" and (found := torch.cuda.device_count()) < size:
             raise ConfigError(f"{size} ranks on CUDA need {size} GPUs, {found} are here; use device='cpu'")
-        self.size = size
-        self.device = device
-        self.timeout_s = timeout_s
-        self.grace_s = grace_s
+        self.size, self.device, self.timeout_s, self.grace_s = size, device, timeout_s, grace_s
         self.closed = False
         self._environment = environment or {}
         self._ranks: list[_Rank] = []
@@ -195,9 +191,7 @@ class WorldPool:
     def __enter__(self) -> WorldPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Literal
 
-import torch
-
 import eprt.world
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
@@ -176,8 +174,7 @@ def runtime(dispatcher: str, device: str, then: Then = "restart") -> RuntimeConf
 
 def dispatchers(world: int, device: str) -> list[str]:
     """Returns the dispatchers that can run here."""
-    where = Device.of(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
-    moe, parallel = config(world, device), ParallelConfig(world)
+    where, moe, parallel = Device.here(device), config(world, device), ParallelConfig(world)
     return [n for n, spec in DISPATCHERS.items() if spec.supports(moe, parallel, runtime(n, device), where)]
 
 
