@@ -73,10 +73,7 @@ ENGINES: dict[str, EngineSpec] = {
             rule=_kernel_routed,
         ),
         EngineSpec(
-            name="split",
-            path="",
-            summary="a dispatcher carries tokens to an executor, and its sums back",
-            rule=_split,
+            name="split", path="", summary="a dispatcher carries tokens to an executor, and its sums back", rule=_split
         ),
     )
 }

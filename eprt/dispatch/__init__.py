@@ -178,12 +178,7 @@ def make_dispatcher(
 
 
 def _construct(
-    name: str,
-    world: World,
-    config: MoEConfig,
-    runtime: RuntimeConfig,
-    token_format: TokenFormat | None,
-    layer: int,
+    name: str, world: World, config: MoEConfig, runtime: RuntimeConfig, token_format: TokenFormat | None, layer: int
 ) -> Dispatcher:
     """Not collective."""
     spec = dispatcher_spec(name)

@@ -103,9 +103,6 @@ class Dispatched:
     handle: Handle
 
 
-# ---- how many tokens --------------------------------------------------------------------------------------------
-
-
 def require_agreed(tokens_per_rank: object) -> int:
     """A caller's R. Raises InputError unless it is an int from 1 to `MOST_TOKENS`."""
     if not isinstance(tokens_per_rank, int) or isinstance(tokens_per_rank, bool) or tokens_per_rank < 1:
@@ -190,9 +187,6 @@ def check_said(step: Step, rank: int, attention_tp_size: int, num_tokens: int, g
             f"a layer gets {group_tokens or num_tokens} tokens in a step that this rank began with num_tokens="
             f"{said}: say the largest number that a layer gets in the step"
         )
-
-
-# ---- tensors ----------------------------------------------------------------------------------------------------
 
 
 def check_hidden(
@@ -306,9 +300,6 @@ def check_output(expert_output: object, shape: tuple[int, ...] | None, device: t
         f"expert_output is {tuple(expert_output.shape)} {expert_output.dtype} on {expert_output.device}: expected "
         f"{shape or 'the shape of the tokens'}, a row for each of the tokens' rows, float on {device.type}"
     )
-
-
-# ---- what all ranks have in common ------------------------------------------------------------------------------
 
 
 def unwanted_token(config: MoEConfig, device: torch.device) -> tuple[torch.Tensor, TopK]:

@@ -37,11 +37,7 @@ class AllGatherDispatcher(Dispatcher):
         row_bytes = _row_bytes(hidden.data) + _row_bytes(hidden.scale) + _row_bytes(routing)
         handle.traffic = self._traffic(R, row_bytes, self.config.hidden_size * handle.dtype.itemsize)
         return FlatTokens(
-            all_hidden,
-            torch.where(mine, ids, E),
-            weights.contiguous().view(torch.float32),
-            E,
-            every_row_read=True,
+            all_hidden, torch.where(mine, ids, E), weights.contiguous().view(torch.float32), E, every_row_read=True
         )
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:

@@ -141,8 +141,6 @@ class StepGraphs:
         """
         self._watch.wait()
 
-    # ---- recording ------------------------------------------------------------------------------------------
-
     def _compare(self) -> None:
         """The ranks record the same. Ranks that were left out can't be asked."""
         self._world.require_open()
@@ -180,8 +178,6 @@ class StepGraphs:
             self._watch.wait()
         recorded = Recording.of(forward, pool, self._world)
         return _Bucket(recorded, None if self._idle is None else Recording.of(idle, pool, self._world), nothing)
-
-    # ---- one step -------------------------------------------------------------------------------------------
 
     @contextmanager
     def _step(self, num_tokens: int) -> Iterator[Step]:
@@ -221,8 +217,6 @@ class StepGraphs:
                 with _inside(self._world, tokens_per_rank), self._padding.applied(smallest):
                     self._forward(**{name: tensor[:smallest] for name, tensor in self._inputs.items()})
         return self._captured[smallest].nothing
-
-    # ---- checks ---------------------------------------------------------------------------------------------
 
     def _check(self, num_tokens: int, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises UsageError, InputError: the peers are told where this call begins the step."""

@@ -242,8 +242,6 @@ class ExpertParallelMoE(nn.Module):
         """Gives back the dispatcher's shared memory. Idempotent."""
         self.dispatcher.close()
 
-    # ---- graphs of its own ------------------------------------------------------------------------------------
-
     @property
     def _most_tokens(self) -> int:
         """Returns the largest R of a caller that one dispatch carries."""
@@ -279,8 +277,6 @@ class ExpertParallelMoE(nn.Module):
         if type(tokens_per_rank) is not int:
             return tokens_per_rank
         return rounded(tokens_per_rank, self.world.buckets)
-
-    # ---- the steps ------------------------------------------------------------------------------------------
 
     def _route(
         self,

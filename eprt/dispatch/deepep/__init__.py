@@ -206,8 +206,6 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
             none = torch.zeros(self.shard.num_local_experts, dtype=torch.int32, device=self.world.device)
             expert_major.dense(wide[..., : self.config.hidden_size], none)
 
-    # ---- the two verbs --------------------------------------------------------------------------------------
-
     def _encode(self, hidden_states: torch.Tensor) -> Payload:
         """The library quantises by itself."""
         return Payload.plain(hidden_states)
@@ -282,8 +280,6 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
     def check_peers(self) -> None:
         self.world.raise_if_lost()
         self._ensure_memory().raise_given_up()
-
-    # ---- memory ---------------------------------------------------------------------------------------------
 
     def _mask(self) -> RankMask | None:
         return None if self._memory is None else self._memory.mask

@@ -64,8 +64,6 @@ class FlashInferDispatcher(SharedMemoryDispatcher[FlashInferGeometry, Workspace]
             return None
         return self._memory.views(call.index, handle.tokens_per_rank).output
 
-    # ---- the two verbs --------------------------------------------------------------------------------------
-
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
         self.world.raise_if_lost()
         memory = self._ensure_memory()
@@ -108,8 +106,6 @@ class FlashInferDispatcher(SharedMemoryDispatcher[FlashInferGeometry, Workspace]
         memory, index = self._ensure_memory(), handle.kept(BufferCall).index
         memory.combine(index, rows, handle.tokens_per_rank, self._top_k, out, self._fp8_combine)
         memory.in_flight.release(index)
-
-    # ---- memory ---------------------------------------------------------------------------------------------
 
     def _allocate(self) -> Workspace:
         return Workspace.allocate(self.world, self._geometry)

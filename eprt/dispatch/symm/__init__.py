@@ -66,8 +66,6 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
         torch.cuda.synchronize(self.world.device)
         self.check_peers()
 
-    # ---- the two verbs --------------------------------------------------------------------------------------
-
     def _encode(self, hidden_states: torch.Tensor) -> Payload:
         """The kernel packs bf16 on the way."""
         return Payload(hidden_states)
@@ -114,8 +112,6 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
         launcher.combine(index, out, ids, R)
         launcher.memory.in_flight.release(index)
 
-    # ---- memory ---------------------------------------------------------------------------------------------
-
     def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> SymmGeometry:
         return SymmGeometry.of(world.size, config, runtime)
 
@@ -142,8 +138,6 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
     def _close(self) -> None:
         self._launcher = None
         super()._close()
-
-    # ---- checks ---------------------------------------------------------------------------------------------
 
     def check_peers(self) -> None:
         """Every call does it, too."""

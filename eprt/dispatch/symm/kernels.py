@@ -169,19 +169,7 @@ def _forward_routing(
 
 
 @triton.jit
-def _push_row(
-    rows,
-    t,
-    chunk,
-    wanted,
-    peers,
-    at,
-    R,
-    rank,
-    W: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _push_row(rows, t, chunk, wanted, peers, at, R, rank, W: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     """Words [chunk * BLOCK, ...) of row t to every rank whose bit is set in `wanted`."""
     word = chunk * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(rows + t.to(tl.int64) * WORDS + word, mask=word < WORDS)

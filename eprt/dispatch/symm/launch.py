@@ -29,10 +29,7 @@ class Tuning(NamedTuple):
 # From benchmarks/tune_symm.py on 4 H200; benchmarks/results/symm_tuning_h200_x4.json. On 2 of them combine is 1% faster
 # in finer cuts by more CTAs (symm_tuning_h200_x2.json), on 4 up to 5% slower (dispatch_finer_h200_x4.json). Its CTAs
 # wait for peers, so they take a quarter of each SM's threads: another call's kernels of moderate size fit beside them.
-TUNING = (
-    Tuning(64, 4096, 4, 1056, 2048, 4, 528),
-    Tuning(1 << R_BITS, 16384, 4, 1056, 8192, 16, 132),
-)
+TUNING = (Tuning(64, 4096, 4, 1056, 2048, 4, 528), Tuning(1 << R_BITS, 16384, 4, 1056, 8192, 16, 132))
 
 
 PACKED_COLUMNS = 1024  # of a row that a CTA packs at once

@@ -30,14 +30,7 @@ R_BITS = SYMM_R_BITS  # of a flag: the R that its source used
 
 REGIONS = ("data", "scale", "ids", "weights", "output")
 # Lines of the address book, as the kernels index them.
-ENTRIES = (
-    "raise_dispatch",
-    "raise_combine",
-    "see_dispatch",
-    "see_combine",
-    "fault",
-    "host_fault",
-)
+ENTRIES = ("raise_dispatch", "raise_combine", "see_dispatch", "see_combine", "fault", "host_fault")
 
 
 @dataclass(frozen=True)
@@ -165,8 +158,6 @@ class SymmetricMemory:
         self._tokens.clear()
         del self._memory, self._owner, self.books
 
-    # ---- lost ranks -----------------------------------------------------------------------------------------
-
     def release(self) -> None:
         """The kernels wait for flags in this rank's own memory, so its host can raise them all: from a stream that
         doesn't wait for the kernels, by a copy that needs no SM."""
@@ -203,8 +194,6 @@ class SymmetricMemory:
     @property
     def _flags(self) -> torch.Tensor:
         return self._memory[: NUM_BUFFERS * ALIGNMENT]
-
-    # ---- views ----------------------------------------------------------------------------------------------
 
     def tokens(self, index: int, R: int, num_experts: int, global_scale: torch.Tensor | None) -> FlatTokens:
         """What a dispatch received there."""
@@ -251,8 +240,6 @@ class SymmetricMemory:
         lines["fault"] = [self._fault.data_ptr() + 4 * p for p in peers]
         lines["host_fault"] = [self._host_fault.data_ptr() + 4 * p for p in peers]
         return [lines[entry] + [0] * (MAX_RANKS - len(bases)) for entry in ENTRIES]
-
-    # ---- faults ---------------------------------------------------------------------------------------------
 
     @property
     def faulty(self) -> bool:
