@@ -7,7 +7,8 @@ must not be: the compiler sees one opaque call, keeps it, and never puts it into
 from __future__ import annotations
 
 import itertools
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -15,11 +16,6 @@ from torch.fx.node import has_side_effect
 
 from eprt.errors import UsageError
 from eprt.tokens import RouterLogits, TopK
-
-
-class _Layer(Protocol):
-    def __call__(self, hidden_states: torch.Tensor, routing: Any = None, **options: Any) -> torch.Tensor: ...
-
 
 _LAYERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
@@ -43,7 +39,7 @@ def moe_layer(
     tokens_per_rank: int | None,
 ) -> torch.Tensor:
     """The layer with that number, called as `ExpertParallelMoE.forward` is."""
-    layer: _Layer | None = _LAYERS.get(number)
+    layer: Callable[..., torch.Tensor] | None = _LAYERS.get(number)
     if layer is None:
         raise UsageError(f"compiled code calls layer {number}, which is gone: keep the layer, or compile again")
     routing: TopK | RouterLogits | None = None

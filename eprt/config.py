@@ -300,12 +300,10 @@ class RuntimeConfig:
             found: object = getattr(self, name)
             _require(isinstance(found, str), f"{name} {found!r}: expected a name from its table, or 'auto'")
         _require_size("max_tokens_per_rank", self.max_tokens_per_rank)
-        if self.payload is not None:
-            _require_name("payload", self.payload, PayloadFormat)
-        if self.combine_payload is not None:
-            _require_name("combine_payload", self.combine_payload, CombineFormat)
-        if self.token_format is not None:
-            _require_name("token_format", self.token_format, TokenFormat)
+        formats = {"payload": PayloadFormat, "combine_payload": CombineFormat, "token_format": TokenFormat}
+        for name, known in formats.items():
+            if (found := getattr(self, name)) is not None:
+                _require_name(name, found, known)
         _require(
             self.on_rank_lost in ("restart", "continue", "renormalize"),
             f"on_rank_lost {self.on_rank_lost!r}: expected 'restart', 'continue' or 'renormalize'",

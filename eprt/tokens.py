@@ -49,8 +49,8 @@ class TopK:
     """A routing decision for T local tokens.
 
     Attributes:
-        ids: [T, K] int32, global expert ids in [0, E), or E (`invalid_expert_id`) for "no expert": such a slot
-            computes nothing whatever its weight. Owned by the caller; read until combine returns.
+        ids: [T, K] int32, global expert ids in [0, E), or E (`invalid_expert_id`) for "no expert": such an
+            entry computes nothing whatever its weight. Owned by the caller; read until combine returns.
         weights: [T, K] float32, finite; routed scaling already applied.
     """
 
@@ -184,7 +184,7 @@ class FlatTokens:
 
     Attributes:
         hidden: payload with leading dimension [N]. Rows without a valid id are garbage.
-        ids: [N, K] int32 **global** expert ids. A slot that isn't for this rank, or that holds no token, is E.
+        ids: [N, K] int32 **global** expert ids. An entry that isn't for this rank, or that holds no token, is E.
         weights: [N, K] float32; garbage where the id is E.
         num_experts: E, which is also the invalid id.
         every_row_read: combine reads all N output rows, so the executor must write zeros into rows that have no

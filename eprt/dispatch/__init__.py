@@ -5,20 +5,21 @@ Nothing is imported until it is chosen.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+import torch
 
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.call import Dispatched, Handle, Traffic
-from eprt.dispatch.payload_scale import agree_payload_scale, check_payload_scale
 from eprt.dispatch.spec import DEEPEP_MAX_TOKENS, SYMM_MAX_RANKS, SYMM_R_BITS, DispatcherSpec
 from eprt.errors import ConfigError, EprtError
 from eprt.support import Requirement, load_class, register
+from eprt.weights import ExpertWeights, Nvfp4
 from eprt.world.agree import Header, exchange, fingerprint_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
     from eprt.world import World
@@ -30,6 +31,7 @@ __all__ = [
     "DispatcherSpec",
     "Handle",
     "Traffic",
+    "calibrated_scale",
     "make_dispatcher",
     "register_dispatcher",
 ]
@@ -151,7 +153,7 @@ def make_dispatcher(
     allocated, so a refusal leaves nothing behind.
 
     Args:
-        input_scale: `payload_scale.calibrated_scale` of this rank's experts. An `nvfp4` payload takes the largest of
+        input_scale: `calibrated_scale` of this rank's experts. An `nvfp4` payload takes the largest of
             all ranks as its second-level scale; None on all of them means 1, which saturates at 6 * 448 = 2688.
         settings: what else all ranks must have in common, by name.
 
@@ -165,7 +167,7 @@ def make_dispatcher(
     try:
         dispatcher = _construct(name, world, config, runtime, token_format, layer)
         if packed:
-            check_payload_scale(input_scale)
+            _check_payload_scale(input_scale)
     except EprtError as error:
         exchange(world, Header("build", layer, 0), error)  # raises on every rank, here included
         raise
@@ -173,7 +175,7 @@ def make_dispatcher(
     exchange(world, Header("build", layer, 0, fingerprint=fingerprint_of(common), settings=common))
     world.num_dispatchers += 1
     if packed:
-        dispatcher.payload_scale = agree_payload_scale(world, input_scale)
+        dispatcher.payload_scale = _agree_payload_scale(world, input_scale)
     return dispatcher
 
 
@@ -188,3 +190,39 @@ def _construct(
     kind: type[Dispatcher] = load_class(spec, Dispatcher)
     kind.spec = spec
     return kind(world, config, runtime, chosen, layer)
+
+
+def calibrated_scale(weights: ExpertWeights) -> torch.Tensor | None:
+    """Returns the largest `input_scale` of these experts' first matrices, float32 [1], or None if they have none.
+
+    A token is quantised once, before anybody knows which experts it meets, so one scale holds for all of them.
+    ModelOpt stores amax / (6 * 448) of what a calibration run saw, which is the factor itself: the largest of them
+    keeps every value that any of the experts was calibrated for.
+    """
+    matrix = weights.gate_up
+    if not isinstance(matrix, Nvfp4) or matrix.input_scale is None:
+        return None
+    return matrix.input_scale.amax().view(1)
+
+
+def _check_payload_scale(own: torch.Tensor | None) -> None:
+    """Raises ConfigError if this rank's `calibrated_scale` isn't positive and finite."""
+    if own is not None and not (math.isfinite(value := float(own)) and value > 0):
+        raise ConfigError(f"gate_up.input_scale reaches {value}: expected positive numbers; check the checkpoint")
+
+
+def _agree_payload_scale(world: World, own: torch.Tensor | None) -> torch.Tensor:
+    """Returns the largest of all ranks' checked scales, float32 [1] on the world's device; 1.0 if none has one.
+
+    Collective. Raises ConfigError, on every rank, if some ranks have a scale and others don't.
+    """
+    value = 0.0 if own is None else float(own)
+    values = world.gather_control(torch.tensor([value], dtype=torch.float32)).flatten()
+    without = (values == 0).nonzero().flatten().tolist()
+    if 0 < len(without) < world.size:
+        raise ConfigError(
+            f"gate_up.input_scale is missing on ranks {without} and set on the others: nvfp4 tokens need one scale for "
+            "all ranks; load every rank from the same checkpoint"
+        )
+    agreed = 1.0 if without else float(values.max())
+    return torch.full((1,), agreed, dtype=torch.float32, device=world.device)

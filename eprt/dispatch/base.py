@@ -68,11 +68,9 @@ class Dispatcher(ABC):
     ) -> None:
         if lacks := self.spec.lacks(runtime):
             raise ConfigError(f"{self.spec.name}: {lacks}")
-        self.world = world
-        self.config = config
-        self.runtime = runtime
+        self.world, self.config, self.runtime, self.layer = world, config, runtime, layer
         self.token_format: TokenFormat = token_format or self.spec.formats[0]
-        self.layer = layer
+        self._set_up()
         self.placement = ExpertPlacement(config.num_experts, world.parallel)
         if not self.placement.is_identity:
             raise ConfigError(
@@ -94,6 +92,9 @@ class Dispatcher(ABC):
         self._generation: int | None = None  # of the World when it made its last call
         self._lost: LostExperts | None = None
         self._open: WeakValueDictionary[int, Handle] = WeakValueDictionary()
+
+    def _set_up(self) -> None:
+        """Completes the construction; allocates nothing shared. Raises ConfigError for what the library refuses."""
 
     @abstractmethod
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens | ExpertMajorTokens:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
-from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.buffers import InFlightBuffers
 from eprt.dispatch.call import KNOB, CallState, Handle
@@ -55,8 +54,8 @@ class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
     """Calls go through buffers of a memory that dispatchers of equal geometry share. The first of them that needs it
     makes it, before the end of warm-up; the last that closes frees it.
 
-    Fill in, beside `_dispatch` and `_combine`: `memory_name`, `_geometry_of`, `_allocate`, `_free`, `_send_nan`. Their
-    `state` is a `BufferCall`.
+    Fill in, beside `_dispatch` and `_combine`: `memory_name`, `_make_geometry`, `_allocate`, `_free`, `_send_nan`.
+    Their `state` is a `BufferCall`.
 
     Raises:
         ConfigError: what the plan would refuse.
@@ -64,29 +63,18 @@ class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
 
     memory_name: ClassVar[str]  # as errors name it
 
-    def __init__(
-        self,
-        world: World,
-        config: MoEConfig,
-        runtime: RuntimeConfig,
-        token_format: TokenFormat | None = None,
-        layer: int = 0,
-    ) -> None:
-        verdict = self.spec.supports(config, world.parallel, runtime, Device.of(world.device))
+    def _set_up(self) -> None:
+        device = Device.of(self.world.device)
+        verdict = self.spec.supports(self.config, self.world.parallel, self.runtime, device)
         if not verdict:
             raise ConfigError(f"{self.spec.name}: {verdict.reason}")
-        self._geometry = self._geometry_of(world, config, runtime)
-        self._key = (self.spec.name, self._geometry, runtime.may_leave_out)
+        self._geometry = self._make_geometry()
+        self._key = (self.spec.name, self._geometry, self.runtime.may_leave_out)
         self._memory: M | None = None
-        super().__init__(world, config, runtime, token_format, layer)
-        self._set_up()
-
-    def _set_up(self) -> None:
-        """Completes the construction; allocates nothing shared. Raises ConfigError for what the library refuses."""
 
     @abstractmethod
-    def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> G:
-        """Called before anything else is set; `spec` supports the layer."""
+    def _make_geometry(self) -> G:
+        """World, config, runtime and layer are set; `spec` supports the layer."""
 
     @abstractmethod
     def _allocate(self) -> M:

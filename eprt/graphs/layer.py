@@ -50,7 +50,11 @@ class LayerGraphs:
         self.buckets = (*(1 << n for n in range(next_power_of_2(largest).bit_length()) if 1 << n < largest), largest)
         world.add_buckets(self.buckets)
         self._padding = Padding(world, largest)
-        self._hidden = _static_rows(world, largest, width)
+        # Where graphs read their tokens: one for all layers of a width, which run one after the other.
+        self._hidden = world.resource(
+            ("layer graphs' tokens", largest, width),
+            lambda: torch.zeros(largest, width, dtype=torch.bfloat16, device=world.device),
+        )
         self._width = width
         self._captured: dict[int, Recording] = {}
 
@@ -115,9 +119,3 @@ class LayerGraphs:
             call()
             self._watch.wait()
         return Recording.of(call, pool, self._world)
-
-
-def _static_rows(world: World, rows: int, width: int) -> torch.Tensor:
-    """Where graphs read their tokens; one for all layers of a width, which run one after the other."""
-    make: Callable[[], torch.Tensor] = lambda: torch.zeros(rows, width, dtype=torch.bfloat16, device=world.device)  # noqa: E731
-    return world.resource(("layer graphs' tokens", rows, width), make)

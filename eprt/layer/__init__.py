@@ -13,16 +13,14 @@ from torch import nn
 from eprt import compiled
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dense import LatentProjection, SharedExpertMLP
-from eprt.dispatch import Dispatched, make_dispatcher
+from eprt.dispatch import Dispatched, calibrated_scale, make_dispatcher
 from eprt.dispatch.call import check_hidden, check_routing
-from eprt.dispatch.payload_scale import calibrated_scale
 from eprt.engines import Engine, make_engines
 from eprt.errors import ConfigError, EprtError, InputError, UsageError
 from eprt.experts import Executor, make_executor
 from eprt.graphs import LayerGraphs
 from eprt.layer.rounds import LayerCall, Round, run_engine, run_rounds
-from eprt.layer.slices import Slices
-from eprt.layer.slots import ChosenSlots
+from eprt.layer.slots import ChosenSlots, Slices
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan, make_plan
 from eprt.routing import Router, route

@@ -6,17 +6,13 @@ Also the calls of an engine, which has its own form of the three steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from eprt.dense import SharedExpertMLP
-from eprt.dispatch import Dispatcher
-from eprt.experts import Executor
+from eprt.engines import Engine, Parts
 from eprt.tokens import RouterLogits, TopK
-
-if TYPE_CHECKING:
-    from eprt.engines import Engine
 
 
 @dataclass(slots=True)
@@ -56,11 +52,9 @@ class Round(NamedTuple):
         return Round(self.hidden[start:end], self.choice.narrow(start, capacity), rows)
 
 
-class RoundedLayer(Protocol):
+class RoundedLayer(Parts, Protocol):
     """An `ExpertParallelMoE`, as its rounds know it."""
 
-    dispatcher: Dispatcher
-    executor: Executor
     shared: SharedExpertMLP | None
     observe: Any
     see: Any

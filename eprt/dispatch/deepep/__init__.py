@@ -10,12 +10,11 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from eprt import expert_major
-from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch.buffers import InFlightBuffers
 from eprt.dispatch.call import Handle
 from eprt.dispatch.rank_mask import RankMask
@@ -24,9 +23,6 @@ from eprt.dispatch.spec import DEEPEP_MAX_TOKENS
 from eprt.errors import ConfigError, RankLost, UsageError
 from eprt.rounding import ceil_div, round_up
 from eprt.tokens import ExpertMajorTokens, Payload, TopK
-
-if TYPE_CHECKING:
-    from eprt.world import World
 
 MAX_OPEN = 2  # deep_ep 1.2.1: the warnings and asserts of deep_ep/buffer.py
 QP_DEPTH_VARIABLE = "NVSHMEM_QP_DEPTH"
@@ -172,17 +168,14 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
     memory_name = "the DeepEP low-latency buffer"
 
     def _set_up(self) -> None:
+        super()._set_up()
         if self.world.group is None:
             raise ConfigError("deepep: a world of one has no process group and nothing to send; use 'none'")
         require_qp_depth(self._geometry.tokens_per_rank)
 
-    def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> DeepEPGeometry:
-        return DeepEPGeometry(
-            num_ranks=world.size,
-            num_experts=config.num_experts,
-            tokens_per_rank=least_capacity(world.size, runtime.max_tokens_per_rank),
-            hidden_size=self.spec.padded_hidden(config.hidden_size),
-        )
+    def _make_geometry(self) -> DeepEPGeometry:
+        W, H = self.world.size, self.spec.padded_hidden(self.config.hidden_size)
+        return DeepEPGeometry(W, self.config.num_experts, least_capacity(W, self.runtime.max_tokens_per_rank), H)
 
     def max_rows(self) -> int:
         return self._slab_shape()[1]

@@ -7,21 +7,16 @@ its source sent before; the combine kernel pulls the rows that the executors wro
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
 
-from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch.call import Handle
 from eprt.dispatch.flashinfer.workspace import FlashInferGeometry, Workspace, require_fp8_combine
 from eprt.dispatch.rank_mask import RankMask
 from eprt.dispatch.shared_memory import BufferCall, SharedMemoryDispatcher
 from eprt.support import Device
 from eprt.tokens import PAYLOADS, FlatTokens, Payload, TopK, as_bytes
-
-if TYPE_CHECKING:
-    from eprt.world import World
 
 
 class FlashInferDispatcher(SharedMemoryDispatcher[FlashInferGeometry, Workspace]):
@@ -41,18 +36,19 @@ class FlashInferDispatcher(SharedMemoryDispatcher[FlashInferGeometry, Workspace]
     memory_name = "the FlashInfer workspace"
 
     def _set_up(self) -> None:
+        super()._set_up()
         self._device = Device.of(self.world.device)
         self._top_k = self.spec.padded_top_k(self.config.top_k)
         self._fp8_combine = self.runtime.combine_payload == "fp8"
         if self._fp8_combine:
             require_fp8_combine()
 
-    def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> FlashInferGeometry:
-        facts, H = PAYLOADS[runtime.payload or "bf16"], config.hidden_size
-        routing = 8 * self.spec.padded_top_k(config.top_k)
+    def _make_geometry(self) -> FlashInferGeometry:
+        facts, H = PAYLOADS[self.runtime.payload or "bf16"], self.config.hidden_size
+        routing = 8 * self.spec.padded_top_k(self.config.top_k)
         return FlashInferGeometry(
-            num_ranks=world.size,
-            tokens_per_rank=runtime.max_tokens_per_rank,
+            num_ranks=self.world.size,
+            tokens_per_rank=self.runtime.max_tokens_per_rank,
             dispatch_bytes=routing + facts.data_bytes(H) + facts.scale_bytes(H),
             combine_bytes=2 * H,  # for FP8, too: the library asks for room for what it casts
         )

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch.call import Handle, unwanted_token
 from eprt.dispatch.shared_memory import BufferCall, SharedMemoryDispatcher
 from eprt.dispatch.symm.memory import SymmetricMemory, SymmGeometry
@@ -20,7 +19,6 @@ from eprt.tokens import FlatTokens, Payload, TopK
 
 if TYPE_CHECKING:
     from eprt.dispatch.symm.launch import Launcher
-    from eprt.world import World
 
 
 @dataclass
@@ -112,8 +110,8 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
         launcher.combine(index, out, ids, R)
         launcher.memory.in_flight.release(index)
 
-    def _geometry_of(self, world: World, config: MoEConfig, runtime: RuntimeConfig) -> SymmGeometry:
-        return SymmGeometry.of(world.size, config, runtime)
+    def _make_geometry(self) -> SymmGeometry:
+        return SymmGeometry.of(self.world.size, self.config, self.runtime)
 
     def _allocate(self) -> SymmetricMemory:
         return SymmetricMemory.allocate(self.world, self._geometry)
