@@ -1,8 +1,7 @@
 """How tokens travel: the contract every dispatcher keeps.
 
 `dispatch` checks the call, agrees on R with the peers and moves the payload; `combine` brings the weighted sums back.
-Both are written once, here. A dispatcher fills in at least `_dispatch` and `_combine`, and describes itself in a
-`DispatcherSpec`, a row of the table in `eprt/dispatch/__init__.py`.
+A dispatcher fills in at least `_dispatch` and `_combine`; its `DispatcherSpec` is a row of `eprt.dispatch.DISPATCHERS`.
 """
 
 from __future__ import annotations
