@@ -42,8 +42,6 @@ def write_tiny_checkpoint(
     Raises:
         ConfigError: sizes that MXFP4 can't hold, or a directory that holds a checkpoint.
     """
-    from safetensors.torch import save_file
-
     directory = Path(directory)
     if (directory / CONFIG).exists():
         raise ConfigError(f"{directory} already holds a checkpoint: choose an empty directory")
@@ -53,6 +51,15 @@ def write_tiny_checkpoint(
     config = gpt_oss_config(num_layers, num_experts, top_k, hidden_size, intermediate_size)
     random = _Random(seed)
     shards = [_ends(random, config)] + [_layer(random, config, layer) for layer in range(num_layers)]
+    _write_shards(directory, shards)
+    (directory / CONFIG).write_text(json.dumps(config, indent=2))
+    return directory
+
+
+def _write_shards(directory: Path, shards: list[dict[str, torch.Tensor]]) -> None:
+    """Writes one file for each shard, and the index of them."""
+    from safetensors.torch import save_file
+
     weight_map: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, start=1):
@@ -62,8 +69,6 @@ def write_tiny_checkpoint(
         total += sum(tensor.numel() * tensor.element_size() for tensor in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX).write_text(json.dumps(index, indent=2))
-    (directory / CONFIG).write_text(json.dumps(config, indent=2))
-    return directory
 
 
 class _Random:

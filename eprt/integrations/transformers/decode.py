@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache, DummyLayer, StaticLayer, get_layer_types_and_kwargs
 
 from eprt.errors import UsageError
 from eprt.graphs import StepGraphs
 from eprt.graphs.recording import refusal as pair_refusal
 from eprt.integrations.transformers.agreement import ForwardAgreement, Place, shares_dense_weights
-from eprt.integrations.transformers.static_cache import StaticRows
-from eprt.integrations.transformers.static_cache import refusal as cache_refusal
 
 logger = logging.getLogger("eprt")
 _ATTENTION = ("eager", "sdpa")  # whose masks transformers makes outside of the model, so that they can be inputs
+_CACHED = ("full_attention", "sliding_attention", "chunked_attention")  # kinds of layers that the cache serves
 _CONSTANT = ("past_key_values", "use_cache", "return_dict", "logits_to_keep")
 # What changes the loop or the cache. Values that change nothing are fine.
 _OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -52,7 +52,7 @@ def refusal(model: Any, places: list[Place], options: Mapping[str, Any]) -> str:
         return "the model is compiled"
     if (attention := model.config.get_text_config(decoder=True)._attn_implementation) not in _ATTENTION:
         return f"attn_implementation={attention!r}: load the model with {' or '.join(map(repr, _ATTENTION))}"
-    if reason := cache_refusal(model.config):
+    if reason := _cache_refusal(model.config):
         return reason
     if places[0].world.device.type != "cuda":
         return ""
@@ -212,3 +212,82 @@ def _nested(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         else:
             found[name] = tensor
     return found
+
+
+# ---- the cache ---------------------------------------------------------------------------------------------------
+
+
+def _cache_refusal(config: Any) -> str:
+    """Returns why a model can't be run over such a cache, or ""."""
+    types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    others = sorted({kind for kind in types if kind not in (*_CACHED, "dummy")})
+    return f"its cache has layers of {', '.join(others)}" if others else ""
+
+
+class StaticRows:
+    """A key/value cache at fixed addresses, of at most `rows` sequences of at most `length` tokens: every batch size
+    sees the first rows of the same memory.
+
+    transformers' own StaticCache belongs to one batch size, and its sliding layers decide on the host what they do,
+    which a CUDA graph can't replay. Here each layer is as long as the whole sequence; masks leave out what is outside
+    a window.
+
+    Attributes:
+        position: int64 [] on the device: where the next token is written, in every sequence. The caller moves it.
+        begun: whether something was written since `begin`.
+        memory: keys and values of each layer, [rows, heads, length, width]; empty before its first forward.
+    """
+
+    def __init__(self, config: Any, rows: int, length: int, device: torch.device) -> None:
+        self.rows, self.length, self.begun = rows, length, True
+        self._kinds, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        self.memory: list[tuple[torch.Tensor, ...]] = [() for _ in self._kinds]
+        self._views: dict[int, Cache] = {}
+        with torch.inference_mode(False):
+            self.position = torch.zeros((), dtype=torch.int64, device=device)
+
+    def begin(self) -> None:
+        """Begins sequences of no tokens. What is left in memory is behind the mask."""
+        self.position.zero_()
+        self.begun = False
+
+    def view(self, rows: int) -> Any:
+        """Returns transformers' Cache of the first `rows` sequences."""
+        if rows not in self._views:
+            layers: list[Any] = [
+                DummyLayer() if kind == "dummy" else _Layer(number, rows, self)
+                for number, kind in enumerate(self._kinds)
+            ]
+            self._views[rows] = Cache(layers=layers)
+        return self._views[rows]
+
+    def owns(self, cache: Any) -> bool:
+        return any(cache is view for view in self._views.values())
+
+
+class _Layer(StaticLayer):
+    """The first rows of one layer's memory, which the first forward allocates: it tells heads, widths and dtype."""
+
+    def __init__(self, number: int, rows: int, owner: StaticRows) -> None:
+        super().__init__(max_cache_len=owner.length)
+        self._number, self._rows, self._owner = number, rows, owner
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        owner = self._owner
+        if not owner.memory[self._number]:
+            with torch.inference_mode(False):
+                owner.memory[self._number] = tuple(
+                    torch.zeros(owner.rows, x.shape[1], owner.length, x.shape[3], dtype=x.dtype, device=x.device)
+                    for x in (key_states, value_states)
+                )
+        keys, values = (tensor[: self._rows] for tensor in owner.memory[self._number])
+        positions = torch.arange(key_states.shape[-2], device=keys.device) + owner.position
+        keys.index_copy_(2, positions, key_states)
+        values.index_copy_(2, positions, value_states)
+        return keys, values
+
+    def get_seq_length(self) -> Any:
+        """Returns a tensor from the second forward on, as transformers' own static layers do: nothing may be read on
+        the host inside a graph."""
+        return self._owner.position if self._owner.begun else 0

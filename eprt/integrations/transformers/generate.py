@@ -76,11 +76,7 @@ def generate(
 
 
 def _decode_graphs(
-    model: nn.Module,
-    rows: list[torch.Tensor],
-    batch_size: int,
-    graphs: bool | Sequence[int],
-    options: dict[str, Any],
+    model: nn.Module, rows: list[torch.Tensor], batch_size: int, graphs: bool | Sequence[int], options: dict[str, Any]
 ) -> DecodeGraphs | None:
     """Returns the model's graphs, those of an earlier call where they suffice. Collective.
 

@@ -58,19 +58,7 @@ def require_supported(config: Any, device_type: str) -> None:
 def moe_config(layer: Any, method: Any) -> MoEConfig:
     """Translates a RoutedExperts whose method was just made into eprt's config. Raises FallsBackToVllm."""
     moe = layer.moe_config
-    manager = layer.expert_map_manager
-    placement = getattr(layer, "expert_placement_strategy", "linear")
-    reasons = [
-        (moe.num_experts % moe.ep_size != 0, f"{moe.num_experts} experts don't divide by {moe.ep_size} ranks"),
-        (moe.num_experts != moe.num_logical_experts, "experts are replicated"),
-        (placement != "linear", f"experts are placed {placement}, eprt holds them in order"),
-        (getattr(manager, "num_fused_shared_experts", 0) != 0, "shared experts are fused with the routed ones"),
-        (layer.apply_router_weight_on_input, "router weights are applied to the experts' input"),
-        (moe.skip_final_all_reduce, "the model sums this layer's partial outputs itself"),
-    ]
-    for left, reason in reasons:
-        if left:
-            raise FallsBackToVllm(reason)
+    _require_plain(layer, moe)
     weight_format = layout_of(method).weight_format(method, layer.params_dtype)
     if weight_format == "fp8_block" and layer.activation.value == INTERLEAVED:
         raise FallsBackToVllm("FP8 blocks over rows that alternate gate, up")
@@ -85,6 +73,23 @@ def moe_config(layer: Any, method: Any) -> MoEConfig:
         bias=moe.has_bias,
         weight_format=weight_format,
     )
+
+
+def _require_plain(layer: Any, moe: Any) -> None:
+    """Raises FallsBackToVllm unless each routed expert is held once, in order, and applied as eprt does."""
+    manager = layer.expert_map_manager
+    placement = getattr(layer, "expert_placement_strategy", "linear")
+    reasons = [
+        (moe.num_experts % moe.ep_size != 0, f"{moe.num_experts} experts don't divide by {moe.ep_size} ranks"),
+        (moe.num_experts != moe.num_logical_experts, "experts are replicated"),
+        (placement != "linear", f"experts are placed {placement}, eprt holds them in order"),
+        (getattr(manager, "num_fused_shared_experts", 0) != 0, "shared experts are fused with the routed ones"),
+        (layer.apply_router_weight_on_input, "router weights are applied to the experts' input"),
+        (moe.skip_final_all_reduce, "the model sums this layer's partial outputs itself"),
+    ]
+    for left, reason in reasons:
+        if left:
+            raise FallsBackToVllm(reason)
 
 
 def runtime_config(config: Any, tp_size: int) -> RuntimeConfig:
