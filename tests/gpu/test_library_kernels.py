@@ -6,6 +6,9 @@ import pytest
 import torch
 from support.stand_ins.kernel_device import DEVICE, INTERPRETED, generator, runs_kernels, sized
 
+from eprt.dispatch.deepep.pack_triton import pack_tokens
+from eprt.dispatch.flashinfer.ids_triton import mask_foreign_ids
+
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
 
@@ -17,8 +20,6 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("W", "R", "K"), [(1, 1, 1), (4, 1, 4), (4, 33, 8), (3, 64, 6), (8, 512, 22)])
 @pytest.mark.parametrize("pdl", [True, False])
 def test_ids_of_absent_rows_and_of_other_ranks_become_invalid(W, R, K, pdl):
-    from eprt.dispatch.flashinfer.ids_triton import mask_foreign_ids
-
     if pdl and (INTERPRETED or torch.cuda.get_device_capability()[0] < 9):
         pytest.skip("programmatic dependent launch needs compute capability 9: its instructions are inline PTX")
     E, first, end = 64, 16, 32
@@ -35,8 +36,6 @@ def test_ids_of_absent_rows_and_of_other_ranks_become_invalid(W, R, K, pdl):
 @pytest.mark.parametrize(("H", "width"), [(128, 2048), (2880, 3072), (4100, 5120), (7168, 7168)])
 @pytest.mark.parametrize(("T", "K"), [(0, 4), (1, 1), (5, 3), (sized(1024, 30), 11)])
 def test_rows_are_padded_with_zeros_and_ids_widened(T, K, H, width):
-    from eprt.dispatch.deepep.pack_triton import pack_tokens
-
     E = 128
     x = torch.randn(T, H, device=DEVICE, generator=generator(T)).bfloat16()
     ids = torch.randint(0, E + 1, (T, K), device=DEVICE, dtype=torch.int32, generator=generator(K))

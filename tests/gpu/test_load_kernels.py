@@ -6,14 +6,14 @@ import pytest
 import torch
 from support.stand_ins.kernel_device import DEVICE, runs_kernels, synchronize
 
+from eprt.load.count_triton import count_ids
+
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
 
 @pytest.mark.parametrize("E", [1, 8, 127, 128, 384])
 @pytest.mark.parametrize("shape", [(0, 4), (1, 1), (7, 4), (600, 8)])
 def test_every_id_of_an_expert_counts_once(E, shape):
-    from eprt.load.count_triton import count_ids
-
     draw = torch.Generator().manual_seed(E)
     ids = torch.randint(-2, E + 3, shape, generator=draw).to(torch.int32)
     before = torch.randint(1 << 40, (E,), generator=draw)
@@ -26,8 +26,6 @@ def test_every_id_of_an_expert_counts_once(E, shape):
 
 
 def test_a_view_is_read_as_it_looks():
-    from eprt.load.count_triton import count_ids
-
     ids = torch.arange(12, dtype=torch.int32, device=DEVICE).view(3, 4)[:, :2]
     counts = torch.zeros(12, dtype=torch.int64, device=DEVICE)
     count_ids(ids, counts)

@@ -8,6 +8,7 @@ from support.stand_ins.kernel_device import DEVICE, generator, runs_kernels, siz
 
 from eprt.quant.blocks import encode_fp8_groups, encode_nvfp4
 from eprt.quant.elements import E2M1_MAX
+from eprt.quant.payload_kernels import encode_fp8_rows, encode_nvfp4_rows
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 ROWS = sized(300, 9)
@@ -29,8 +30,6 @@ def assert_same_bits(found, wanted):
 @pytest.mark.parametrize("H", [128, 2880, 4096, 7168, 77])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fp8_equals_torch(H, dtype):
-    from eprt.quant.payload_kernels import encode_fp8_rows
-
     x = wide_range(H, dtype, -30, 3)
     found = encode_fp8_rows(x)
     assert_same_bits(found, encode_fp8_groups(x))
@@ -41,8 +40,6 @@ def test_fp8_equals_torch(H, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("global_scale", [1.0, 0.37])
 def test_nvfp4_equals_torch(H, dtype, global_scale):
-    from eprt.quant.payload_kernels import encode_nvfp4_rows
-
     x = wide_range(H, dtype, -6, 4)
     x[7, :16] = torch.tensor(
         [E2M1_MAX, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 6]
@@ -52,8 +49,6 @@ def test_nvfp4_equals_torch(H, dtype, global_scale):
 
 
 def test_no_rows():
-    from eprt.quant.payload_kernels import encode_fp8_rows, encode_nvfp4_rows
-
     none = torch.empty(0, 256, dtype=torch.bfloat16, device=DEVICE)
     assert [tuple(part.shape) for part in encode_fp8_rows(none)] == [(0, 256), (0, 2)]
     assert [tuple(part.shape) for part in encode_nvfp4_rows(none, torch.ones(1, device=DEVICE))] == [(0, 128), (0, 16)]
@@ -62,8 +57,6 @@ def test_no_rows():
 @pytest.mark.parametrize("global_scale", [1.0, 0.37])
 def test_nvfp4_scales_within_two_units_of_a_tie(global_scale):
     """Where a rounding less, or a reciprocal, would give the neighbour."""
-    from eprt.quant.payload_kernels import encode_nvfp4_rows
-
     scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     tie = ((scales[1:] + scales[:-1]) / 2 * E2M1_MAX * global_scale).float()
     x = torch.zeros(5, len(tie), 16)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.stand_ins.kernel_device import DEVICE, runs_kernels, sized
 
-from eprt.experts import permute
+from eprt.experts import permute, permute_triton, sort_by_expert_triton
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
@@ -32,8 +32,6 @@ def routing(N, E, K):
 
 
 def check(N, K, first, L, H, ids, out_dtype=torch.float32, x_dtype=torch.float32):
-    from eprt.experts import permute_triton, sort_by_expert_triton
-
     generator = torch.Generator().manual_seed(H)
     local = (ids >= first) & (ids < first + L)
     hidden = torch.randn(N, H, generator=generator).to(x_dtype)
@@ -67,8 +65,6 @@ def test_one_launch_sorts_few_slots(N, K, E, first, L, H):
 
 @pytest.mark.parametrize(("N", "K", "E", "first", "L", "H"), LARGE)
 def test_histograms_sort_many_slots(N, K, E, first, L, H, monkeypatch):
-    from eprt.experts import permute_triton
-
     monkeypatch.setattr(permute_triton, "SMALL_IDS", sized(permute_triton.SMALL_IDS, 16))
     check(N, K, first, L, H, routing(N, E, K))
 
@@ -76,8 +72,6 @@ def test_histograms_sort_many_slots(N, K, E, first, L, H, monkeypatch):
 @pytest.mark.parametrize("small_slots", [0, 4096])
 @pytest.mark.parametrize("expert", [7, 8, -1, 3], ids=["foreign", "no expert", "below 0", "one expert gets all"])
 def test_all_slots_alike(expert, small_slots, monkeypatch):
-    from eprt.experts import permute_triton
-
     monkeypatch.setattr(permute_triton, "SMALL_IDS", small_slots)
     check(6, 3, 2, 3, 40, torch.full((6, 3), expert, dtype=torch.int32))
 
@@ -91,8 +85,6 @@ def test_dtypes(x_dtype, out_dtype):
 @pytest.mark.parametrize("weight", [1e6, float("inf"), float("nan")])
 def test_a_slot_without_an_expert_adds_nothing_whatever_its_weight(weight):
     """By hand: row 0 is 0.5 * 8 + 2 * 3, row 1 has no local slot, row 2 is -1 * 4."""
-    from eprt.experts import permute_triton, sort_by_expert_triton
-
     ids = torch.tensor([[1, 9, 0], [9, 9, 9], [5, 1, 9]], dtype=torch.int32, device=DEVICE)
     offsets, place = sort_by_expert_triton.sort_by_expert(ids, 0, 2)
     assert offsets.tolist() == [0, 1, 3]

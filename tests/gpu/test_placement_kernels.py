@@ -10,6 +10,7 @@ from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, syn
 
 from eprt.config import ParallelConfig
 from eprt.placement import EMPTY, ExpertPlacement, SlotTable
+from eprt.placement.slots_triton import slots_of
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
@@ -97,8 +98,6 @@ def test_a_wrong_slot_is_seen(one_replica):
 @cuda_only
 @pytest.mark.parametrize("one_replica", [True, False])
 def test_a_captured_graph_follows_the_table(one_replica):
-    from eprt.placement.slots_triton import slots_of
-
     both, ids = Both(placed(8, 4, 9, seed=0), one_replica=one_replica), drawn(8, (65, 4))
     ours, torchs = both.tables
     given = ids.to(DEVICE)

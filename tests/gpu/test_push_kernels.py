@@ -6,13 +6,13 @@ import pytest
 import torch
 from support.stand_ins.kernel_device import DEVICE, runs_kernels, synchronize
 
+from eprt.bench.push_triton import push
+
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
 
 @pytest.mark.parametrize(("words", "peers", "ctas"), [(1, 1, 1), (5000, 3, 1), (5000, 3, 2), (4096, 2, 8)])
 def test_every_word_arrives(words, peers, ctas):
-    from eprt.bench.push_triton import push
-
     source = torch.randint(1 << 62, (words,), device=DEVICE)
     targets = [torch.full((words + 2,), -1, device=DEVICE) for _ in range(peers)]
     push(source, torch.tensor([target.data_ptr() for target in targets], device=DEVICE), ctas)

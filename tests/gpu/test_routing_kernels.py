@@ -15,8 +15,10 @@ import torch
 from support.stand_ins.kernel_device import DEVICE, cuda_only, generator, runs_kernels, sized, synchronize
 
 from eprt import routing as plain
-from eprt.config import Routing
-from eprt.routing import Router
+from eprt.config import MoEConfig, Routing
+from eprt.routing import Router, warmup
+from eprt.routing import launch as routing_launch
+from eprt.routing.launch import FusedRouter, Rounding, bf16_parts
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
@@ -80,8 +82,6 @@ def assert_same(found, wanted, E, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", METHODS)
 def test_the_choice_is_torchs(name, dtype):
-    from eprt.routing import launch as routing_launch
-
     routing, E, K, with_bias = METHODS[name]
     T = sized(300, 5)
     logits = distinct_logits(T, E, dtype)
@@ -95,8 +95,6 @@ def test_the_choice_is_torchs(name, dtype):
 
 def test_the_bias_counts_for_the_choice_and_not_for_the_weight():
     """By hand: sigmoid(0) = 0.5 everywhere, expert 5 and then 2 by their bias."""
-    from eprt.routing import launch as routing_launch
-
     bias = torch.tensor([0.0, -1.0, 0.25, 0.0, 0.0, 0.5], device=DEVICE)
     found = routing_launch.choose(
         torch.zeros(2, 6, device=DEVICE), Routing("grouped_sigmoid", scaling_factor=3.0), 2, bias
@@ -107,8 +105,6 @@ def test_the_bias_counts_for_the_choice_and_not_for_the_weight():
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "hash"])
 def test_of_equal_scores_the_lowest_experts_win(name):
-    from eprt.routing import launch as routing_launch
-
     routing, E, K, _ = METHODS[name]
     logits = torch.zeros(3, E, device=DEVICE)
     logits[1] = -0.0
@@ -120,8 +116,6 @@ def test_of_equal_scores_the_lowest_experts_win(name):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 @pytest.mark.parametrize("name", METHODS)
 def test_numbers_that_are_none_choose_experts_that_exist(name, value):
-    from eprt.routing import launch as routing_launch
-
     routing, E, K, with_bias = METHODS[name]
     logits = distinct_logits(4, E, torch.float32)
     logits[0] = value
@@ -175,8 +169,6 @@ class Case:
         self.exact = exact if self.bias is None else exact + self.bias.double()
 
     def fused(self, **changes):
-        from eprt.routing.launch import FusedRouter, Rounding
-
         given = {"weight": self.weight, "bias": self.bias, "correction_bias": self.correction, **changes}
         given.setdefault("rounding", Rounding(self.logits_dtype, self.logits_dtype))
         return FusedRouter(routing=self.routing, top_k=self.K, token_table=self.table, **given)
@@ -257,8 +249,6 @@ def test_no_tokens_and_runs_alike(name):
 
 
 def test_parts_of_a_float32_weight_hold_all_its_bits():
-    from eprt.routing.launch import bf16_parts
-
     weight = torch.randn(256, 300, generator=generator(1), device=DEVICE) * torch.logspace(-30, 30, 300, device=DEVICE)
     assert torch.equal(bf16_parts(weight).double().sum(0), weight.double())
 
@@ -283,26 +273,18 @@ def test_a_bias_that_is_ignored_shows():
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "ernie"])
 def test_models_that_round_elsewhere(name):
     """Mixtral's way: bf16 logits, then float32; ERNIE's: float32 throughout, weights at last in the tokens' dtype."""
-    from eprt.routing.launch import Rounding
-
     case = Case(name, sized(64, 4))
-    if name == "ernie":
-        rounding, dtype = Rounding(torch.float32, torch.float32, torch.bfloat16), torch.float32
-    else:
-        rounding, dtype = Rounding(torch.bfloat16, torch.float32), torch.float32
-    fused = case.fused(rounding=rounding)
+    ernie = name == "ernie"
+    given = (torch.float32, torch.float32, torch.bfloat16) if ernie else (torch.bfloat16, torch.float32)
+    fused = case.fused(rounding=Rounding(*given))
     logits, found = fused.logits(case.hidden), fused.topk(case.hidden, None)
-    assert logits.dtype == dtype
-    if name != "ernie":
+    assert logits.dtype == torch.float32
+    if not ernie:
         assert torch.equal(logits, case.fused().logits(case.hidden).float())
     wanted = plain.route_torch(logits, case.routing, case.K, case.correction).weights
     ours, theirs = found.weights.sort(1).values, wanted.sort(1).values
-    if name == "ernie":
-        assert torch.equal(found.weights, found.weights.bfloat16().float())
-        torch.testing.assert_close(ours, theirs, rtol=2**-8 + 1e-5, atol=0)
-    else:
-        assert not torch.equal(found.weights, found.weights.bfloat16().float())
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    assert torch.equal(found.weights, found.weights.bfloat16().float()) is ernie
+    torch.testing.assert_close(ours, theirs, rtol=1e-5 + (2**-8 if ernie else 0), atol=0)
 
 
 def transformers_router(name, case):
@@ -372,9 +354,6 @@ def router(case):
 
 def test_warm_up_and_logits_given_by_the_caller():
     """What a layer's warm-up calls, on a device with or without kernels."""
-    from eprt.config import MoEConfig
-    from eprt.routing import warmup
-
     case = Case("odd", 3)
     config = MoEConfig(case.E, case.K, 77, 8, routing=case.routing)
     for given in (router(case), None):
@@ -384,8 +363,6 @@ def test_warm_up_and_logits_given_by_the_caller():
 @cuda_only
 @pytest.mark.parametrize("name", SHAPES)
 def test_module_launches_the_kernels_and_follows_its_weights(name, monkeypatch):
-    from eprt.routing import launch as routing_launch
-
     case = Case(name, 40)
     module = router(case)
     module.warmup(64, logits=True)

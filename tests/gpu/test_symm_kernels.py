@@ -23,6 +23,8 @@ from support.stand_ins.kernel_device import DEVICE, INTERPRETED, cuda_only, runs
 
 from eprt.config import ParallelConfig
 from eprt.dispatch.rank_mask import LostExperts
+from eprt.dispatch.symm.launch import TUNING, Launcher
+from eprt.dispatch.symm.memory import SymmetricMemory, SymmGeometry
 from eprt.errors import RankLost, UsageError, WorldMismatch
 from eprt.quant import encode_payload
 from eprt.tokens import Payload, TopK
@@ -58,9 +60,6 @@ class Ranks:
     """W ranks of one process. `expert_output[p]` plays the executors: random numbers, NaN where none may be read."""
 
     def __init__(self, W, E, K, H, capacity, payload="bf16", moe_tp=1, timeout_s=20.0):
-        from eprt.dispatch.symm.launch import TUNING, Launcher
-        from eprt.dispatch.symm.memory import SymmetricMemory, SymmGeometry
-
         self.W, self.E, self.K, self.H, self.moe_tp = W, E, K, H, moe_tp
         self.L = E // (W // moe_tp)
         self.left = list(range(W))  # ranks that make calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -64,26 +65,26 @@ def exchange(dispatcher: FlashInferDispatcher, case: Case, *, zero_copy: bool = 
     return problems
 
 
+def wrong(cases, size: int = SIZE, in_workspace: Sequence[int] = (), **layer) -> list[tuple[str, str]]:
+    """What is wrong with any rank's calls of the cases; ranks `in_workspace` write outputs where they are sent from."""
+
+    def job(world):
+        dispatcher, zero_copy = make(world, **layer), world.rank in in_workspace
+        return [(case.name, found) for case in cases for found in exchange(dispatcher, case, zero_copy=zero_copy)]
+
+    return [problem for problems in run_ranks(job, size) for problem in problems]
+
+
 @pytest.mark.parametrize("top_k", [1, 3, 4, 5, 8])
 def test_every_case_arrives_and_returns_bit_for_bit(library, top_k):
-    def job(world):
-        dispatcher = make(world, top_k=top_k)
-        return [(case.name, problem) for case in CASES for problem in exchange(dispatcher, case)]
-
-    assert run_ranks(job) == [[]] * SIZE
+    assert wrong(CASES, top_k=top_k) == []
     assert not any(library.in_workspace)
 
 
 @pytest.mark.parametrize("payload", ["fp8_block", "nvfp4"])
 @pytest.mark.parametrize("hidden_size", [16, 144, 2880])
 def test_packed_payloads_arrive_with_their_scales(library, payload, hidden_size):
-    cases = CASES[5:15]
-
-    def job(world):
-        dispatcher = make(world, hidden_size=hidden_size, payload=payload)
-        return [problem for case in cases for problem in exchange(dispatcher, case)]
-
-    assert run_ranks(job) == [[]] * SIZE
+    assert wrong(CASES[5:15], hidden_size=hidden_size, payload=payload) == []
 
 
 @pytest.mark.parametrize("library", [3], indirect=True)
@@ -91,19 +92,12 @@ def test_packed_payloads_arrive_with_their_scales(library, payload, hidden_size)
 def test_regions_are_aligned_like_their_rows(library, hidden_size, payload):
     """Three ranks. 130 bytes of FP8 a row: a float32 scale behind them would start at an odd place. 32 bytes of bf16:
     behind ids of 4 bytes they could move in words of 4 alone."""
-
-    def job(world):
-        dispatcher = make(world, hidden_size=hidden_size, num_experts=15, top_k=1, payload=payload)
-        return [problem for case in CASES[::4] for problem in exchange(dispatcher, case)]
-
-    assert run_ranks(job, 3) == [[]] * 3
+    layer = {"hidden_size": hidden_size, "num_experts": 15, "top_k": 1, "payload": payload}
+    assert wrong(CASES[::4], 3, **layer) == []
 
 
 def test_an_output_in_the_workspace_is_not_copied(library):
-    def job(world):
-        return exchange(make(world), CASES[5], zero_copy=True)
-
-    assert run_ranks(job) == [[]] * SIZE
+    assert wrong(CASES[5:6], in_workspace=range(SIZE)) == []
     assert library.in_workspace == [True] * SIZE
 
 
@@ -111,13 +105,8 @@ def test_an_output_in_the_workspace_is_not_copied(library):
 @pytest.mark.parametrize("in_workspace", [(), (0, 1, 2, 3), (1, 2)])
 def test_fp8_outputs_are_each_rank_s_row_rounded_and_summed(library, hidden_size, in_workspace):
     """Whichever ranks' executors wrote into the workspace: rows lie equally far apart on all of them."""
-
-    def job(world):
-        dispatcher = make(world, hidden_size=hidden_size, combine_payload="fp8")
-        zero_copy = world.rank in in_workspace
-        return [(case.name, p) for case in CASES for p in exchange(dispatcher, case, zero_copy=zero_copy)]
-
-    assert run_ranks(job) == [[]] * SIZE
+    found = wrong(CASES, in_workspace=in_workspace, hidden_size=hidden_size, combine_payload="fp8")
+    assert found == []
 
 
 def test_what_fp8_does_to_large_small_and_broken_outputs(library):

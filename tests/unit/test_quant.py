@@ -31,28 +31,10 @@ E2M1_TABLE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 
 # OCP FP8 (E4M3): zero, subnormals m * 2 ** -9, first normals, around one, the largest, NaN, and their negatives.
 E4M3_TABLE = {
-    0x00: 0.0,
-    0x01: 0.001953125,
-    0x02: 0.00390625,
-    0x03: 0.005859375,
-    0x07: 0.013671875,
-    0x08: 0.015625,
-    0x09: 0.017578125,
-    0x37: 0.9375,
-    0x38: 1.0,
-    0x39: 1.125,
-    0x3F: 1.875,
-    0x40: 2.0,
-    0x70: 128.0,
-    0x77: 240.0,
-    0x78: 256.0,
-    0x7D: 416.0,
-    0x7E: 448.0,
-    0x81: -0.001953125,
-    0x87: -0.013671875,
-    0xB8: -1.0,
-    0xFE: -448.0,
-}
+    0x00: 0.0, 0x01: 0.001953125, 0x02: 0.00390625, 0x03: 0.005859375, 0x07: 0.013671875, 0x08: 0.015625,
+    0x09: 0.017578125, 0x37: 0.9375, 0x38: 1.0, 0x39: 1.125, 0x3F: 1.875, 0x40: 2.0, 0x70: 128.0, 0x77: 240.0,
+    0x78: 256.0, 0x7D: 416.0, 0x7E: 448.0, 0x81: -0.001953125, 0x87: -0.013671875, 0xB8: -1.0, 0xFE: -448.0,
+}  # fmt: skip
 
 
 def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -187,12 +169,8 @@ def test_mxfp8_by_hand():
     data, scales = encode_mxfp8(values)
     assert scales.tolist() == [129]  # 2000 lies in [1024, 2048): 2 ** (10 - 8); 500 saturates at 448
     assert data.view(torch.uint8)[:4].tolist() == [0x7E, 0xB8, 0x01, 0x7E]
-    assert decode(Mxfp8(data.view(1, 1, 32), scales.view(1, 1, 1)), 1)[0, 0, :4].tolist() == [
-        1792.0,
-        -4.0,
-        2**-7,
-        1792.0,
-    ]
+    decoded = decode(Mxfp8(data.view(1, 1, 32), scales.view(1, 1, 1)), 1)
+    assert decoded[0, 0, :4].tolist() == [1792.0, -4.0, 2**-7, 1792.0]
 
 
 def test_fp8_block_scale_belongs_to_its_block_and_part():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import replace
 
@@ -148,71 +149,40 @@ def test_expert_by_hand(activation, x: list[float], bias: bool, inner: float):
     assert one_expert(activation, x, bias) == pytest.approx(expected, rel=1e-6)
 
 
-def gpt_oss_case(E: int, H: int, I: int):
-    from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-    def canonical(module) -> ExpertWeights:
-        def halves(tensor: torch.Tensor) -> torch.Tensor:  # g0, u0, g1, u1, ... along the last dimension
-            return torch.cat((tensor[..., 0::2], tensor[..., 1::2]), dim=-1)
-
-        return ExpertWeights(
-            Dense(halves(module.gate_up_proj).mT.contiguous()),
-            Dense(module.down_proj.mT.contiguous()),
-            halves(module.gate_up_proj_bias),
-            module.down_proj_bias.data,
-        )
-
-    config = GptOssConfig(num_local_experts=E, hidden_size=H, intermediate_size=I)
-    return GptOssExperts, config, GPT_OSS, canonical
+def halves(tensor: torch.Tensor) -> torch.Tensor:
+    """g0, u0, g1, u1, ... along the last dimension -> all g, all u."""
+    return torch.cat((tensor[..., 0::2], tensor[..., 1::2]), dim=-1)
 
 
-def stacked(module) -> ExpertWeights:
-    return ExpertWeights(Dense(module.gate_up_proj.data), Dense(module.down_proj.data))
+def canonical(module) -> ExpertWeights:
+    """The weights of transformers' experts: transposed and taking turns in gpt-oss, without a gate in Nemotron-H."""
+    if hasattr(module, "gate_up_proj_bias"):
+        gate_up, down = halves(module.gate_up_proj).mT.contiguous(), module.down_proj.mT.contiguous()
+        return ExpertWeights(Dense(gate_up), Dense(down), halves(module.gate_up_proj_bias), module.down_proj_bias.data)
+    gate_up = module.gate_up_proj if hasattr(module, "gate_up_proj") else module.up_proj
+    return ExpertWeights(Dense(gate_up.data), Dense(module.down_proj.data))
 
 
-def qwen3_moe_case(E: int, H: int, I: int):
-    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-    return Qwen3MoeExperts, Qwen3MoeConfig(num_experts=E, hidden_size=H, moe_intermediate_size=I), SILU, stacked
-
-
-def deepseek_v3_case(E: int, H: int, I: int):
-    from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
-
-    config = DeepseekV3Config(n_routed_experts=E, hidden_size=H, moe_intermediate_size=I)
-    return DeepseekV3Experts, config, SILU, stacked
+# transformers' module, prefix of its classes, activation, the config's names of E, H and I
+EXPERTS = {
+    "gpt_oss": ("GptOss", GPT_OSS, ("num_local_experts", "hidden_size", "intermediate_size")),
+    "qwen3_moe": ("Qwen3Moe", SILU, ("num_experts", "hidden_size", "moe_intermediate_size")),
+    "deepseek_v3": ("DeepseekV3", SILU, ("n_routed_experts", "hidden_size", "moe_intermediate_size")),
+    "deepseek_v4": ("DeepseekV4", DEEPSEEK_V4, ("n_routed_experts", "hidden_size", "moe_intermediate_size")),
+    "nemotron_h": ("NemotronH", RELU2, ("n_routed_experts", "moe_latent_size", "moe_intermediate_size")),
+}
 
 
-def deepseek_v4_case(E: int, H: int, I: int):
-    from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
-
-    config = DeepseekV4Config(n_routed_experts=E, hidden_size=H, moe_intermediate_size=I)
-    return DeepseekV4Experts, config, DEEPSEEK_V4, stacked
-
-
-def nemotron_h_case(E: int, H: int, I: int):
-    from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
-    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
-
-    def canonical(module) -> ExpertWeights:
-        return ExpertWeights(Dense(module.up_proj.data), Dense(module.down_proj.data))
-
-    config = NemotronHConfig(n_routed_experts=E, hidden_size=2 * H, moe_latent_size=H, moe_intermediate_size=I)
-    return NemotronHExperts, config, RELU2, canonical
-
-
-CASES = [gpt_oss_case, qwen3_moe_case, deepseek_v3_case, deepseek_v4_case, nemotron_h_case]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_equals_transformers_experts(case):
+@pytest.mark.parametrize("name", EXPERTS)
+def test_equals_transformers_experts(name: str):
     pytest.importorskip("transformers")
     E, H, I, T, K = 4, 48, 40, 17, 2
-    kind, hf_config, activation, canonical = case(E, H, I)
+    prefix, activation, sizes = EXPERTS[name]
+    models = f"transformers.models.{name}"
+    hf_config = getattr(importlib.import_module(f"{models}.configuration_{name}"), f"{prefix}Config")(
+        **dict(zip(sizes, (E, H, I), strict=True))
+    )
+    kind = getattr(importlib.import_module(f"{models}.modeling_{name}"), f"{prefix}Experts")
     hf_config._experts_implementation = "eager"
     module = kind(hf_config)
     generator = torch.Generator().manual_seed(3)

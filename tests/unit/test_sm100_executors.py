@@ -51,6 +51,13 @@ both = pytest.mark.parametrize(
 FP8_SIZES = [(96, 24), (96, 40), (128, 128), (288, 160)]
 
 
+def with_a_slot_more(tokens: FlatTokens) -> FlatTokens:
+    """The same tokens with one more top-k entry, of no expert."""
+    pad = torch.nn.functional.pad
+    ids, weights = pad(tokens.ids, (0, 1), value=tokens.num_experts), pad(tokens.weights, (0, 1), value=NAN)
+    return replace(tokens, ids=ids, weights=weights)
+
+
 def check_flat(kind, fake, config, shard, weights, tokens, expected_tokens, bound: float) -> None:
     executor = build(kind, fake, config, shard, weights)
     out = executor(tokens)
@@ -218,12 +225,7 @@ def test_another_number_of_slots(kind, fake):
     config, shard, weights = case("nvfp4", (128, 64))
     tokens = packed(make_flat(config), weights)
     executor = build(kind, fake(rounding=False), config, shard, weights)
-    wide = replace(
-        tokens,
-        ids=torch.nn.functional.pad(tokens.ids, (0, 1), value=config.num_experts),
-        weights=torch.nn.functional.pad(tokens.weights, (0, 1), value=NAN),
-    )
-    assert torch.equal(executor(wide), executor(tokens))
+    assert torch.equal(executor(with_a_slot_more(tokens)), executor(tokens))
 
 
 @both
@@ -297,10 +299,8 @@ def test_cutedsl_builds_nothing_behind_a_warm_world():
     executor = warm_cutedsl((config, shard, weights), "flat", 16, FakeCuteDsl())
     tokens = make_flat(config, dtype=torch.bfloat16)
     executor(tokens)
-    ids = torch.nn.functional.pad(tokens.ids, (0, 1), value=config.num_experts)
-    wider = replace(tokens, ids=ids, weights=torch.nn.functional.pad(tokens.weights, (0, 1)))
     with pytest.raises(UsageError, match=f"for {config.top_k + 1} slots a token"):
-        executor(wider)
+        executor(with_a_slot_more(tokens))
 
 
 def test_the_ladder_holds_what_the_dispatcher_says_it_hands_over():
@@ -343,9 +343,7 @@ def test_warmup_has_the_slots_that_calls_will_have(kind, fake, adapted):
         return
     executor.warmup(16, config.top_k + 1)
     assert seen == ([config.top_k + 1] if kind is CuteDslExecutor else [(16, config.top_k + 1)])
-    tokens = make_flat(config, dtype=torch.bfloat16)
-    ids = torch.nn.functional.pad(tokens.ids, (0, 1), value=config.num_experts)
-    executor(replace(tokens, ids=ids, weights=torch.nn.functional.pad(tokens.weights, (0, 1))))
+    executor(with_a_slot_more(make_flat(config, dtype=torch.bfloat16)))
     assert {slots if isinstance(slots, int) else slots[1] for slots in seen} == {config.top_k + 1}
     assert kind is TrtllmGenExecutor or len(seen) == 1
 

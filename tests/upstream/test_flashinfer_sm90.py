@@ -107,6 +107,12 @@ def mxfp4_layer(**changes):
     return cases.make_config("mxfp4", activation=cases.GPT_OSS, bias=True, num_experts=8, top_k=3, **changes)
 
 
+def finite(flat):
+    """The same rows, all of them read, without NaN."""
+    hidden = replace(flat.hidden, data=flat.hidden.data.nan_to_num())
+    return replace(flat, hidden=hidden, weights=flat.weights.nan_to_num(), every_row_read=True)
+
+
 def run(config, weights, tokens, parallel=None, rank=0, runtime=cases.RUNTIME):
     shard = ExpertPlacement(config.num_experts, parallel or ParallelConfig()).shard(rank)
     local = cases.cut(weights, config, shard)
@@ -126,10 +132,7 @@ def run(config, weights, tokens, parallel=None, rank=0, runtime=cases.RUNTIME):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_executor_in_front_of_the_stand_in(kernel, config, dtype):
     weights = cases.make_weights(config)
-    flat = replace(cases.make_flat(config, dtype=dtype), every_row_read=True)
-    flat = replace(
-        flat, weights=flat.weights.nan_to_num(), hidden=replace(flat.hidden, data=flat.hidden.data.nan_to_num())
-    )
+    flat = finite(cases.make_flat(config, dtype=dtype))
     out, shard = run(config, weights, flat)
     expected = ReferenceExecutor(config, shard, weights, cases.CPU, cases.RUNTIME)(flat)
     assert out.dtype == dtype
@@ -164,10 +167,7 @@ def test_by_hand_is_the_same_job_around_the_same_call(kernel, rank, H):
 def test_shares_add_up(kernel, ep_size, moe_tp_size):
     config = mxfp4_layer()
     weights = cases.make_weights(config)
-    flat = replace(cases.make_flat(config, dtype=torch.bfloat16), every_row_read=True)
-    flat = replace(
-        flat, weights=flat.weights.nan_to_num(), hidden=replace(flat.hidden, data=flat.hidden.data.nan_to_num())
-    )
+    flat = finite(cases.make_flat(config, dtype=torch.bfloat16))
     parallel = ParallelConfig(ep_size * moe_tp_size, moe_tp_size=moe_tp_size)
     total = sum(run(config, weights, flat, parallel, rank)[0].float() for rank in range(parallel.world_size))
     whole = ExpertPlacement(8, ParallelConfig()).shard(0)
