@@ -33,8 +33,6 @@ class Both:
         self.tables = [SlotTable(placement, d, one_replica=one_replica, rank=rank) for d in (DEVICE, CPU)]
 
     def agree(self, ids: torch.Tensor) -> bool:
-        from eprt.placement.slots_triton import slots_of
-
         ours, torchs = self.tables
         found = slots_of(ids.to(DEVICE), ours._slots, ours._replicas, ours._first)
         synchronize()
