@@ -258,13 +258,11 @@ class RuntimeConfig:
             explicit accuracy trade, casts them to E4M3 without a scale: between 2^-6 and 448 rounding changes a number
             by at most 2^-4 of itself, 2% to 3% in norm; what is larger, infinity too, becomes 448; below 2^-6 the steps
             are 2^-9, so what is under 2^-10 is lost. Only for outputs known to lie in that range.
-        rank_mask: the host engine may take ranks out of service (`Dispatcher.set_alive`); the plan then leaves out the
-            dispatchers that can't.
         on_rank_lost: "restart": who is left raises RankLost and ends, for the launcher to start the job again.
-            "continue": `World.shrink` may go on without the lost ranks; what their experts would have added is missing
-            then, which is another function than the model's, and the other weights stay as they are. "renormalize": a
-            token's other weights are scaled to the sum that all of them had. The plan leaves out dispatchers that
-            can't, and says which can only between two steps.
+            "continue": `World.shrink` may go on without ranks that are lost, or leave on purpose; what their experts
+            would have added is missing then, which is another function than the model's, and the other weights stay as
+            they are. "renormalize": a token's other weights are scaled to the sum that all of them had. The plan leaves
+            out dispatchers that can't, and says which can only between two steps.
         token_format: force the format between dispatcher and executor; None lets the plan choose.
         validate: "cheap" checks what the host knows without a device sync; "full" also checks values (ids in range,
             finite weights) and compares all ranks' headers before payload moves. gloo worlds always compare headers.
@@ -285,7 +283,6 @@ class RuntimeConfig:
     strict_capacity: bool = False
     payload: PayloadFormat | None = None
     combine_payload: CombineFormat | None = None
-    rank_mask: bool = False
     on_rank_lost: Literal["restart", "continue", "renormalize"] = "restart"
     token_format: TokenFormat | None = None
     validate: Literal["cheap", "full"] = "cheap"
@@ -313,5 +310,5 @@ class RuntimeConfig:
 
     @property
     def may_leave_out(self) -> bool:
-        """Whether ranks may be left out, on purpose or once they are lost."""
-        return self.rank_mask or self.on_rank_lost != "restart"
+        """Whether ranks may leave on purpose, or be left out once they are lost."""
+        return self.on_rank_lost != "restart"

@@ -7,7 +7,6 @@ A dispatcher fills in at least `_dispatch` and `_combine`; its `DispatcherSpec` 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
@@ -17,7 +16,7 @@ import eprt.dispatch.call as checks
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.buffers import InFlightBuffers
 from eprt.dispatch.call import Agreement, Capacity, Dispatched, Handle
-from eprt.dispatch.rank_mask import LostExperts, RankMask, checked_mask, require_changeable
+from eprt.dispatch.lost_experts import LostExperts
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError, UsageError
 from eprt.placement import ExpertPlacement
@@ -119,12 +118,6 @@ class Dispatcher(ABC):
         """The buffers of its shared memory that its calls take, also where another dispatcher of equal geometry made
         that memory; None if there is none, or none yet."""
 
-    def _mask(self) -> RankMask | None:
-        """Returns the rank mask of the memory that this dispatcher shares; None while there is none."""
-
-    def _leave_out(self, alive: tuple[bool, ...]) -> None:
-        """Makes `alive` the mask. The memory is there, no call is open, this rank's GPU is idle."""
-
     def _wait(self, handle: Handle) -> None:
         """Receives what a deferred dispatch only asked for. Dispatchers that can't defer have received it already."""
 
@@ -189,7 +182,7 @@ class Dispatcher(ABC):
             checked: the caller has checked `hidden_states`; a layer does, before it routes them.
         """
         self._require_world()
-        error, incomplete = None, self.incomplete
+        error = None
         step = self.world.current_step if tokens_per_rank is None else None
         if step is not None:
             tokens_per_rank = self._rows_of_step()
@@ -197,7 +190,7 @@ class Dispatcher(ABC):
             self._require_open()
             only, capturing = None if checked else self.dtypes, self._capturing()
             checks.check_call(hidden_states, topk, self.config, self.world.device, only)
-            checks.check_rows(tokens_per_rank, self.capacity, incomplete, capturing and self.world.size > 1, cut)
+            checks.check_rows(tokens_per_rank, self.capacity, capturing and self.world.size > 1, cut)
             if not capturing:
                 checks.check_values(topk, self.config, self.world.device, self.full_validation)
             if (buffers := self._in_flight()) is not None:
@@ -209,7 +202,7 @@ class Dispatcher(ABC):
             error = found
         num_tokens, dtype = (0, torch.bfloat16) if error else (hidden_states.shape[0], hidden_states.dtype)
         facts = self._calls, num_tokens, tokens_per_rank, dtype
-        return self._agreement.rows("dispatch", *facts, incomplete, error, group_tokens, cut)
+        return self._agreement.rows("dispatch", *facts, error, group_tokens, cut)
 
     def send(self, hidden_states: torch.Tensor, topk: TopK, rows: int, *, wait: bool = True) -> Dispatched:
         """The second half of `dispatch`: sends the tokens that `agree` has checked.
@@ -223,8 +216,7 @@ class Dispatcher(ABC):
             self, self._calls, T, rows, dtype, deferred=not wait, generation=self.world.generation
         )
         self._calls += 1
-        capturing = self._capturing()
-        if not capturing:  # what is captured runs later, and in other steps
+        if not self._capturing():  # what is captured runs later, and in other steps
             self.world.log_call(self.layer, self.fingerprint)
         try:
             if topk.weights.requires_grad:
@@ -236,8 +228,6 @@ class Dispatcher(ABC):
         except BaseException:
             handle.close()
             raise
-        if self.runtime.rank_mask and (mask := self._mask()) is not None:
-            mask.captured = mask.captured or capturing
         handle.shape = (*tokens.hidden.data.shape[:-1], self.config.hidden_size)
         return Dispatched(tokens, handle)
 
@@ -264,7 +254,7 @@ class Dispatcher(ABC):
         facts = (-1, 0, 1, torch.bfloat16)  # of a call that nobody makes
         if error is None:
             facts = (handle.call, handle.num_tokens, handle.tokens_per_rank, expert_output.dtype)
-        self._agreement.rows("combine", *facts, self.incomplete, error)
+        self._agreement.rows("combine", *facts, error)
         return self.bring_back(expert_output, handle)
 
     def bring_back(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
@@ -287,47 +277,13 @@ class Dispatcher(ABC):
         if tokens_per_rank is None:
             tokens_per_rank = self._rows_of_step()
         facts = self._calls, 0, tokens_per_rank, torch.bfloat16
-        self._agreement.rows("dispatch", *facts, self.incomplete, error)
+        self._agreement.rows("dispatch", *facts, error)
         raise error
-
-    def set_alive(self, alive: Sequence[bool]) -> None:
-        """From the next dispatch on, neither send to the ranks that are False nor wait for them.
-
-        Entries of a TopK that name their experts count as invalid: they contribute nothing, and the other weights stay
-        as they are. For ranks that the host engine takes out of service before a launch: it tells every other rank the
-        same, for every layer's dispatcher, between two steps, and the ranks left out make no more calls. They can't
-        come back. Not collective; waits for this rank's GPU. Dispatchers of equal geometry share one mask.
-
-        The rank stays a member of the World, which still ends if its process does, and of what all ranks do together:
-        `warmup`, new layers, `close`. So R must be passed to each dispatch from now on.
-
-        Args:
-            alive: [W], True for ranks that take part.
-
-        Raises:
-            UsageError: not asked for (`RuntimeConfig.rank_mask`), before warm-up, with a call open, during CUDA graph
-                capture or after one that keeps the old mask (flashinfer), with validate="full", or a rank comes back.
-            InputError: a mask that can't be this rank's.
-        """
-        self._require_open()
-        wanted = checked_mask(alive, self.world)
-        if wanted == self.alive:
-            return
-        require_changeable(self._mask(), wanted, self.spec.name, self.runtime, self._capturing())
-        self._settle()
-        self._leave_out(wanted)
-        self._settle()
 
     def check_peers(self) -> None:
         """Raises RankLost or WorldMismatch: the World's verdict, or an earlier kernel's report. Makes no device sync;
         for a loop that only replays graphs."""
         self.world.raise_if_lost()
-
-    @property
-    def alive(self) -> tuple[bool, ...]:
-        """[W]: which ranks take part; all until `set_alive`."""
-        mask = self._mask()
-        return self.world.alive if mask is None else mask.alive
 
     def close(self) -> None:
         """Closes the open handles, then gives back what is shared. Idempotent."""
@@ -347,11 +303,6 @@ class Dispatcher(ABC):
                 self.world.log_call(self.layer, BROKEN_OFF)
         if handle.generation == self.world.generation:
             self._release(handle)
-
-    @property
-    def incomplete(self) -> bool:
-        """Whether a rank of the World is left out, so that nothing may be asked of all of them."""
-        return self.runtime.rank_mask and self.alive != self.world.alive
 
     def _require_open(self) -> None:
         if self.closed or self.world.closed:

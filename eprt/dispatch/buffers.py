@@ -33,14 +33,6 @@ class InFlightBuffers:
                 "close one before the next dispatch"
             )
 
-    def require_idle(self) -> None:
-        """Raises UsageError if a buffer is in use."""
-        if len(self._free) < self.count:
-            raise UsageError(
-                f"{self._what}: {self.count - len(self._free)} dispatches of this geometry are open: combine or close "
-                "them before ranks are left out"
-            )
-
     def acquire(self) -> int:
         """Raises UsageError if every buffer is in use."""
         self.require_free()

@@ -158,11 +158,10 @@ class Capacity:
         )
 
 
-def check_rows(tokens_per_rank: object, capacity: Capacity, incomplete: bool, capturing: bool, cut: bool) -> None:
+def check_rows(tokens_per_rank: object, capacity: Capacity, capturing: bool, cut: bool) -> None:
     """Checks the R of a dispatch, which is None where the ranks are to agree on it.
 
     Args:
-        incomplete: a rank is left out, so that it can't be asked.
         capturing: peers would have to be asked during CUDA graph capture.
         cut: an R over the capacity is right.
 
@@ -173,8 +172,6 @@ def check_rows(tokens_per_rank: object, capacity: Capacity, incomplete: bool, ca
         agreed = require_agreed(tokens_per_rank)
         if not cut:
             capacity.check_rows(agreed)
-    elif incomplete:
-        raise InputError("tokens_per_rank is None and a rank is left out, which can't agree on R: pass it")
     elif capturing:
         raise InputError("tokens_per_rank is None during CUDA graph capture: pass R, the same on every rank")
 
@@ -316,7 +313,6 @@ def settings_of(dispatcher: str, world: World, config: MoEConfig, runtime: Runti
         "dispatcher": dispatcher,
         "payload": str(runtime.payload),
         "combine_payload": str(runtime.combine_payload),
-        "rank_mask": str(runtime.rank_mask),
         "on_rank_lost": runtime.on_rank_lost,
         "validate": runtime.validate,
         "layer_graphs": str(runtime.layer_graphs),
@@ -352,7 +348,6 @@ class Agreement:
         num_tokens: int,
         tokens_per_rank: int | None,
         dtype: torch.dtype,
-        incomplete: bool,
         error: EprtError | None,
         group_tokens: int = 0,
         cut: bool = False,
@@ -361,13 +356,12 @@ class Agreement:
 
         Args:
             operation: "dispatch" or "combine".
-            incomplete: a rank is left out, so nothing is asked of the others.
             error: the fault that this rank found in its call; raised on every rank that compares, here anyway.
             cut: an R over the capacity is returned, not refused.
         """
         derive = tokens_per_rank is None and operation == "dispatch"
         compare = self.world.size > 1 and (derive or self.world.compares_headers(self.full))
-        if not compare or incomplete:
+        if not compare:
             if error is not None:
                 raise error
             if tokens_per_rank and num_tokens <= tokens_per_rank:

@@ -25,9 +25,8 @@ class DispatcherSpec:
         name, path, summary: table key, "module:class", one line for `eprt explain`.
         formats, payloads: what it can emit; the first format is its native one.
         combine_payloads: what else than the tokens' own format outputs can travel back in.
-        rank_mask: can leave ranks out (`Dispatcher.set_alive`).
         shrink: when it can lose a rank and go on (`World.shrink`): at any moment; only between two steps, as its
-            kernels wait for a lost rank until they trap; never ("").
+            kernels wait for a lost rank until they trap; never (""). Where it can, ranks can leave on purpose, too.
         devices: device kinds it runs on.
         graph_safe: capture once, replay with new data, counts <= R and idle ranks.
         max_ranks: None means no limit of its own.
@@ -50,7 +49,6 @@ class DispatcherSpec:
     devices: tuple[str, ...]
     graph_safe: bool
     combine_payloads: tuple[CombineFormat, ...] = ()
-    rank_mask: bool = False
     shrink: Literal["anytime", "between steps", ""] = ""
     max_ranks: int | None = None
     top_k_sizes: tuple[int, ...] | None = None
@@ -124,7 +122,7 @@ class DispatcherSpec:
             return f"combine_payload {runtime.combine_payload}: brings outputs back in the tokens' own format only"
         if runtime.on_rank_lost != "restart" and not self.shrink:
             return f"on_rank_lost {runtime.on_rank_lost}: can't go on without a rank"
-        return "rank_mask: can't leave a rank out" if runtime.rank_mask and not self.rank_mask else ""
+        return ""
 
     def padded_top_k(self, top_k: int) -> int:
         return top_k if self.top_k_sizes is None else min(k for k in self.top_k_sizes if k >= top_k)

@@ -155,7 +155,6 @@ class PeerWatch:
     def __init__(self, world: World, layers: Iterable[GraphedLayer]) -> None:
         self._world = world
         self._all = [layer.dispatcher for layer in layers]
-        self._captured_with: list[tuple[bool, ...]] = []
         self._generation = world.generation
 
     def check(self) -> None:
@@ -173,15 +172,12 @@ class PeerWatch:
 
     @property
     def changed(self) -> bool:
-        """Whether ranks were left out or lost since `capturing`, and the kernels captured there don't know."""
-        alive = [mask.alive for mask in self._frozen_masks()]
-        return self._generation != self._world.generation or self._captured_with != alive
+        """Whether ranks left or were lost since `capturing`, and the kernels captured there don't know."""
+        return self._generation != self._world.generation
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Around a capture whose owner asks for `changed` before each replay, so that `set_alive` stays allowed."""
-        masks = self._frozen_masks()
-        before = [mask.captured for mask in masks]
+        """Around a capture whose owner asks for `changed` before each replay."""
         collects = gc.isenabled()
         gc.collect()  # what is freed by chance during a capture could end it
         gc.disable()
@@ -190,9 +186,6 @@ class PeerWatch:
         finally:
             if collects:
                 gc.enable()
-            for mask, captured in zip(masks, before, strict=True):
-                mask.captured = captured
-        self._captured_with = [mask.alive for mask in masks]
         self._generation = self._world.generation
 
     def wait(self) -> None:
@@ -213,8 +206,3 @@ class PeerWatch:
                 self.check()
                 self._world.raise_if_lost(waited)
                 time.sleep(50e-6)
-
-    def _frozen_masks(self) -> list[Any]:
-        """Masks that kernels get as an argument: a graph keeps the one of its capture."""
-        masks = {id(mask): mask for d in self._all if (mask := d._mask()) is not None and mask.in_arguments}
-        return list(masks.values())

@@ -84,7 +84,7 @@ class StepGraphs:
         self._captured: dict[int, _Bucket] = {}
 
     def capture(self) -> None:
-        """Record every bucket, the largest first, in one memory pool. Collective; again after `set_alive` or
+        """Record every bucket, the largest first, in one memory pool. Collective; again after
         `World.shrink`, by the ranks that are left.
 
         Raises:
@@ -142,10 +142,8 @@ class StepGraphs:
         self._watch.wait()
 
     def _compare(self) -> None:
-        """The ranks record the same. Ranks that were left out can't be asked."""
+        """The ranks record the same."""
         self._world.require_open()
-        if any(layer.dispatcher.incomplete for layer in self._layers):
-            return
         settings = {
             "buckets": " ".join(map(str, self.buckets)),
             "layers": str(len(self._layers)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -292,8 +292,8 @@ class World(Collectives):
         """Waits until every rank is here. Raises WorldMismatch, on every rank, where one makes another call."""
         exchange(self, Header("barrier", -1, 0))
 
-    def shrink(self) -> Survivors:
-        """Goes on without the lost ranks after a RankLost. Collective over the ranks that are left.
+    def shrink(self, leaving: Iterable[int] = ()) -> Survivors:
+        """Goes on without lost ranks after a RankLost, or without ranks that leave. Collective over those that stay.
 
             try:
                 with world.step(hidden.shape[0]) as step:
@@ -312,17 +312,27 @@ class World(Collectives):
         that on GPUs), and a rank whose attention-TP group lost another. Such a rank, should it live, and one that was
         cut off hear that they are out: there is one decision, in the control store.
 
+        Ranks also leave on purpose, between two steps: every other rank calls `shrink(leaving=...)`. A rank that leaves
+        is asked for nothing, and may close its World or end once the others have returned; in between it hears that
+        they left. All but the discarding of a step is as after a loss; rank 0 may leave, but where it serves the
+        control store it stays up for as long as the others may lose another.
+
+        Args:
+            leaving: the ranks that leave, equal on all that stay; whole attention-TP groups.
+
         At interpreter exit a process that went on leaves at once: with code 0, or 1 after an uncaught exception.
 
         Raises:
             RankLost: it can't be: no rank is named, the control store's host is among the lost, this rank is, or a
                 kernel that waits for a lost rank can't be freed.
-            UsageError: no rank is lost, a step is open, the World is closed, or memory that ranks share can't go on.
+            InputError: `leaving` names this rank, no rank, or a part of an attention-TP group.
+            UsageError: no rank is lost or leaves, a step is open, the World is closed, or memory that ranks share can't
+                go on.
         """
         if self._shrinking is None:
             self.require_open()
-            raise UsageError("shrink, but no rank is lost: it is for who caught a RankLost")
-        return self._shrinking.shrink()
+            raise UsageError("shrink, but no rank is lost: it is for who caught a RankLost, or names who leaves")
+        return self._shrinking.shrink(leaving)
 
     def resource(self, key: Hashable, make: Callable[[], T], close: Callable[[T], None] | None = None) -> T:
         """Returns memory shared by ranks, made once per key and counted; `key` must name all that is baked into it.

@@ -238,13 +238,14 @@ class Collectives:
         self._run(_all_gather(*self._moved, group=self._attention_tp_group, async_op=True), range(first, first + size))
         return out
 
-    def finish_device_work(self) -> None:
-        """Waits on the host, bounded, for what it has issued to this rank's stream. Raises RankLost."""
+    def finish_device_work(self, ranks: Iterable[int] | None = None) -> None:
+        """Waits on the host, bounded, for what it has issued to this rank's stream, and for `ranks` (None: all) alone.
+        Raises RankLost."""
         if self.device.type != "cuda":
             return
         done = torch.cuda.Event()
         done.record()
-        pauses = self._pauses(self._ranks)
+        pauses = self._pauses(self._ranks if ranks is None else ranks)
         while not done.query():
             next(pauses)
 
@@ -342,6 +343,11 @@ class Collectives:
     def broken(self) -> bool:
         """Returns whether peers may never reach a common call: a rank is lost, or this one leaves by an error."""
         return self._guard is not None and self._guard.failing
+
+    @property
+    def whole(self) -> bool:
+        """Returns whether all ranks may still reach a common call: none is lost, or has left."""
+        return all(self.alive) and not self.broken and (self._guard is None or not self._guard.somebody_ended)
 
     # ---- waiting --------------------------------------------------------------------------------------------
 

@@ -124,6 +124,11 @@ class Guard:
         return self._verdict is not None or self._ending.startswith("raised")
 
     @property
+    def somebody_ended(self) -> bool:
+        """Returns whether a peer has left its World, in order or not."""
+        return any(peer.ending or peer.closed for peer in self._peers.values())
+
+    @property
     def stuck(self) -> bool:
         """Returns, after `close`, whether a thread is still inside a call that doesn't return."""
         return self._watch.stuck

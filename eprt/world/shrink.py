@@ -1,4 +1,4 @@
-"""Going on without lost ranks: the control store holds the decision on who is left, and waiting kernels are freed."""
+"""Goes on without ranks that are lost or leave: the control store holds who is left, and waiting kernels are freed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from eprt.config import ParallelConfig
-from eprt.errors import RankLost, UsageError
+from eprt.errors import InputError, RankLost, UsageError
 from eprt.world.agree import Header, exchange
 from eprt.world.bounded import bounded
 from eprt.world.collectives import Collectives
@@ -35,7 +35,7 @@ class Survivors:
     """The outcome of `World.shrink`; the same on every rank that is left.
 
     Attributes:
-        lost: all ranks that the World goes on without, of earlier losses, too.
+        lost: all ranks that the World goes on without, also those that left, now or earlier.
         completed: [W] number of the last step that each rank left without an exception; -1: none, or a lost rank.
             Ranks may differ by one: a rank that had everything it needed of the step in flight has completed it.
         next_step: a number that no step has had yet, and which the next one has unless it is given another.
@@ -152,14 +152,21 @@ class Shrinking:
     def __init__(self, world: Collectives, life: Lifecycle, resources: SharedResources, store: dist.Store) -> None:
         self._world, self._life, self._resources = world, life, resources
         self._ballots = Ballots(store, silent_after(world.timeout_s))
+        self._leaving: set[int] = set()
 
-    def shrink(self) -> Survivors:
+    def shrink(self, leaving: Iterable[int]) -> Survivors:
         world = self._world
-        verdict = self._require_lost()
-        lost = {rank for rank, alive in enumerate(world.alive) if not alive}
-        lost = self._excluding(lost | set(verdict.ranks))
-        groups = [group for group in (world.group, world._attention_tp_group) if group is not None]
-        free_device(world.device, groups, self._release_memory, silent_after(world.timeout_s))
+        self._leaving = self._checked_leaving(leaving)
+        verdict = self._require_reason()
+        gone = {rank for rank, alive in enumerate(world.alive) if not alive} | self._leaving
+        lost = self._excluding(gone | set(verdict.ranks if verdict else ()))
+        if verdict is None:  # peers may still read what this rank sent: its groups aren't aborted
+            world.finish_device_work([rank for rank in range(world.size) if rank not in lost])
+            if world.device.type == "cuda":
+                torch.cuda.synchronize(world.device)
+        else:
+            groups = [group for group in (world.group, world._attention_tp_group) if group is not None]
+            free_device(world.device, groups, self._release_memory, silent_after(world.timeout_s))
         self._life.leave_groups()
         while True:
             lost = self._excluding(self._ballots.decide(lost))
@@ -175,14 +182,31 @@ class Shrinking:
         logger.warning("rank %d goes on without ranks %s", world.rank, sorted(lost))
         return Survivors(tuple(sorted(lost)), completed, world.step_number + 1)
 
-    def _require_lost(self) -> RankLost:
-        """Returns the verdict to go on from. Raises UsageError, RankLost: see `World.shrink`."""
+    def _checked_leaving(self, leaving: Iterable[int]) -> set[int]:
+        """Raises InputError unless these ranks of the World can leave, and this one can stay."""
+        world, ranks = self._world, list(leaving)
+        if not all(type(rank) is int and 0 <= rank < world.size for rank in ranks):
+            raise InputError(f"leaving is {ranks}: expected ranks of this World, 0 to {world.size - 1}")
+        if world.rank in ranks:
+            raise InputError(f"leaving is {ranks} on rank {world.rank} itself: a rank that leaves closes its World")
+        if set(ranks) != whole_groups(ranks, world.parallel):
+            raise InputError(
+                f"leaving is {ranks}: an attention-TP group gathers its tokens from all of its "
+                f"{world.parallel.attention_tp_size} ranks, so it leaves as a whole or not at all"
+            )
+        return set(ranks)
+
+    def _require_reason(self) -> RankLost | None:
+        """Returns the verdict to go on from; None if ranks only leave. Raises UsageError, RankLost: see
+        `World.shrink`."""
         world, guard = self._world, self._world._guard
         world.require_open()
         if world.current_step is not None:
             raise UsageError(f"shrink inside step {world.current_step.number}: let RankLost leave the step first")
         if guard is None or guard.verdict is None:
-            raise UsageError("shrink, but no rank is lost: it is for who caught a RankLost")
+            if guard is None or all(not world.alive[rank] for rank in self._leaving):
+                raise UsageError("shrink, but no rank is lost: it is for who caught a RankLost, or names who leaves")
+            return None
         guard.acknowledge()
         verdict = guard.verdict
         if not verdict.ranks or verdict.why == "foreign":
@@ -195,7 +219,8 @@ class Shrinking:
         lost = whole_groups(lost, world.parallel)
         if world.rank in lost:
             self._refuse("the others go on without it", lost)
-        if 0 in lost and world._guard is not None and world._guard.met.host == "rank 0":
+        left = 0 in self._leaving or not world.alive[0]  # a rank that leaves stays up until the others have met
+        if 0 in lost and not left and world._guard is not None and world._guard.met.host == "rank 0":
             self._refuse("rank 0 served the control store, without which no new groups can be made", lost)
         return lost
 

@@ -67,9 +67,9 @@ def test_layers_with_graphs_of_their_own(pool, dispatcher: str, own_rank: int, i
         assert replays == LAYERS * len(SCHEDULE) - len(own_errors)
 
 
-@pytest.mark.parametrize("dispatcher", [name for name in GRAPH_SAFE if DISPATCHERS[name].rank_mask])
+@pytest.mark.parametrize("dispatcher", [name for name in GRAPH_SAFE if DISPATCHERS[name].shrink])
 def test_graphs_are_captured_again_by_the_ranks_that_are_left(pool, dispatcher: str) -> None:
-    runtime = runtime_or_skip(dispatcher, rank_mask=True)
+    runtime = runtime_or_skip(dispatcher, on_rank_lost="continue")
     assert pool.run(jobs.alive_changes, runtime=runtime) == [[]] * SIZE
 
 

@@ -119,7 +119,7 @@ def test_backend_tables_say_what_the_rows_say() -> None:
     rows = DISPATCHERS.items()
     assert cells(dispatchers, "formats") == {n: ", ".join(words[f] for f in spec.formats) for n, spec in rows}
     assert cells(dispatchers, "CUDA graphs") == {name: yes_no[spec.graph_safe] for name, spec in rows}
-    assert cells(dispatchers, "can leave ranks out") == {name: yes_no[spec.rank_mask] for name, spec in rows}
+    assert cells(dispatchers, "can go on without a rank") == {name: spec.shrink for name, spec in rows}
     limits = {name: re.search(r"up to (\d+) ranks", cell) for name, cell in cells(dispatchers, "runs on").items()}
     assert {n: found and int(found[1]) for n, found in limits.items()} == {n: s.max_ranks for n, s in rows}
     formats = {name: "both" if len(spec.formats) == 2 else words[spec.formats[0]] for name, spec in EXECUTORS.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +15,11 @@ from support.stand_ins.flashinfer import SIZE, FakeWorld, run_ranks
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import CASES, Batch, make_batches
-from eprt.dispatch import DISPATCHERS, Dispatcher, dispatcher_spec, make_dispatcher
+from eprt.dispatch import DISPATCHERS, Dispatcher, dispatcher_spec
 from eprt.dispatch.deepep import DeepEPDispatcher
 from eprt.dispatch.flashinfer import FlashInferDispatcher
-from eprt.dispatch.rank_mask import LostExperts
-from eprt.errors import ConfigError, EprtError, InputError, RankLost, UnsupportedError, UsageError
+from eprt.dispatch.lost_experts import LostExperts
+from eprt.errors import RankLost, UsageError
 from eprt.plan import make_plan
 from eprt.support import Device
 from eprt.tokens import TopK
@@ -42,7 +41,7 @@ def fabric(monkeypatch) -> deepep_stand_in.Fabric:
 
 def make(name: str, world: FakeWorld, fabric: deepep_stand_in.Fabric, **runtime) -> Dispatcher:
     world.group = deepep_stand_in.Group(fabric, world.rank)
-    settings = {"max_tokens_per_rank": CAPACITY[name], "rank_mask": True, **runtime}
+    settings = {"max_tokens_per_rank": CAPACITY[name], "on_rank_lost": "continue", **runtime}
     return KINDS[name](world, CONFIG, RuntimeConfig(**settings), dispatcher_spec(name).formats[0])
 
 
@@ -56,7 +55,7 @@ def without(batch: Batch, rank: int, left_out: list[int]) -> Batch:
 
 def exchange(dispatcher: Dispatcher, call: int, R: int | None) -> list[str]:
     """One call, with the routing as the router made it; what is wrong with what arrives and returns, bit for bit."""
-    left_out = [rank for rank, alive in enumerate(dispatcher.alive) if not alive]
+    left_out = [rank for rank, alive in enumerate(dispatcher.world.alive) if not alive]
     case = next(case for case in CASES if case.name == "uneven-uniform")
     batches = make_batches(case, call, SIZE, CONFIG, torch.bfloat16)
     own = batches[dispatcher.world.rank]
@@ -71,32 +70,14 @@ def exchange(dispatcher: Dispatcher, call: int, R: int | None) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_others_go_on_without_the_ranks_left_out(fabric, name):
-    def job(world):
-        dispatcher = make(name, world, fabric)
-        dispatcher.warmup()
-        problems = exchange(dispatcher, 0, None) + exchange(dispatcher, 1, 24)
-        for alive in (WITHOUT_2, [False, True, False, True]):
-            if not alive[world.rank]:
-                return problems  # makes no more calls: nobody may wait for this thread
-            dispatcher.set_alive(alive)
-            dispatcher.set_alive(alive)
-            problems += exchange(dispatcher, 2, 17) + exchange(dispatcher, 3, 24) + exchange(dispatcher, 4, 12)
-        return problems, dispatcher.alive
-
-    shrunk = ([], (False, True, False, True))
-    assert run_ranks(job) == [[], shrunk, [], shrunk]
-
-
 def test_the_library_s_mask_says_1_for_left_out_where_ours_says_false(fabric):
     def job(world):
         dispatcher = make("deepep", world, fabric)
         dispatcher.warmup()
-        plain = make("deepep", world, fabric, rank_mask=False)
+        plain = make("deepep", world, fabric, on_rank_lost="restart")
         plain.warmup()
         if world.rank != 2:
-            dispatcher.set_alive(WITHOUT_2)
+            dispatcher._memory.resume(tuple(WITHOUT_2))
         return dispatcher._memory.buffer.mask, plain._memory.buffer.mask
 
     masked, whole = ([0, 0, 1, 0], None), ([0, 0, 0, 0], None)
@@ -105,37 +86,29 @@ def test_the_library_s_mask_says_1_for_left_out_where_ours_says_false(fabric):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_after_a_shrink_the_ranks_that_are_left_go_on_and_agree_on_r(fabric, name):
-    """As `World.shrink` does it: rank 2 is lost between two steps, then rank 0."""
-
-    def lose(world, dispatcher, alive):
-        world.alive, world.generation = tuple(alive), world.generation + 1
-        for memory in world._shared.of_ranks():
-            memory.resume(world.alive)
-        world.quiet = True  # the stand-in's header exchange meets all threads
-        return exchange(dispatcher, world.generation, 12)
+    """Rank 2 is lost between two steps, then rank 0."""
 
     def job(world):
-        dispatcher = make(name, world, fabric, rank_mask=False, on_rank_lost="continue")
+        dispatcher = make(name, world, fabric)
         dispatcher.warmup()
         problems = exchange(dispatcher, 0, None)
         open_call = dispatcher.dispatch(*_tokens(world), 5)
-        for alive in (WITHOUT_2, [False, True, False, True]):
-            if not alive[world.rank]:
-                return problems
-            problems += lose(world, dispatcher, alive)
+        for lost in (2, 0):
+            if world.rank == lost:
+                return problems  # makes no more calls: nobody may wait for this thread
+            world.shrink([lost])
+            problems += exchange(dispatcher, 2, 17) + exchange(dispatcher, 3, 24) + exchange(dispatcher, 4, 12)
         with pytest.raises(UsageError, match="a step that was discarded"):
             dispatcher.combine(open_call.tokens.hidden.data, open_call.handle)
         open_call.handle.close()
-        assert not dispatcher.incomplete
-        return problems + exchange(dispatcher, 5, 17), dispatcher.alive
+        return problems + exchange(dispatcher, 5, 17)
 
-    shrunk = ([], (False, True, False, True))
-    assert run_ranks(job) == [[], shrunk, [], shrunk]
+    assert run_ranks(job) == [[]] * SIZE
 
 
 def test_a_deepep_buffer_without_a_mask_cannot_go_on(fabric):
     def job(world):
-        dispatcher = make("deepep", world, fabric, rank_mask=False)
+        dispatcher = make("deepep", world, fabric, on_rank_lost="restart")
         dispatcher.warmup()
         with pytest.raises(UsageError, match="deepep: the buffer has no rank mask"):
             dispatcher._memory.resume(tuple(WITHOUT_2))
@@ -192,97 +165,15 @@ def test_layers_of_one_memory_share_the_mask(fabric, name):
             layer.warmup()
         if world.rank == 2:
             return []
-        layers[0].set_alive(WITHOUT_2)
+        world.shrink([2])
         return exchange(layers[1], 0, 12) + exchange(layers[0], 1, 12)
 
     assert run_ranks(job) == [[]] * SIZE
 
 
-def _refused(dispatcher: Dispatcher, alive: object) -> tuple[type[EprtError], str]:
-    with pytest.raises(EprtError) as caught:
-        dispatcher.set_alive(alive)  # type: ignore[arg-type]
-    return caught.type, str(caught.value)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_masks_that_are_refused(fabric, name):
-    def job(world):
-        other_out = [rank != (world.rank + 1) % SIZE for rank in range(SIZE)]
-        cold = make(name, world, fabric)
-        found = [_refused(cold, other_out)]
-        cold.warmup()
-        for runtime in ({"rank_mask": False}, {"validate": "full"}):
-            other = make(name, world, fabric, **runtime)
-            other.warmup()
-            found.append(_refused(other, other_out))
-        sent = cold.dispatch(*_tokens(world), 5)
-        found.append(_refused(cold, other_out))
-        cold.combine(transport.scale_experts(sent.tokens, cold.shard, torch.ones(E), torch.bfloat16), sent.handle)
-        if world.rank == 2:
-            return [*found, _refused(cold, WITHOUT_2)]
-        found += [_refused(cold, alive) for alive in ([True] * 3, [1, 1, 0, 1], [[True] * SIZE])]
-        world.parallel = ParallelConfig(SIZE, attention_tp_size=2)
-        found.append(_refused(cold, WITHOUT_2))
-        world.parallel = ParallelConfig(SIZE)
-        cold.set_alive(WITHOUT_2)
-        return [*found, _refused(cold, [True] * SIZE)]
-
-    expected = [
-        (UsageError, "call World.warmup"),
-        (UsageError, "RuntimeConfig.rank_mask is False: set it on every rank, and the plan takes one that can"),
-        (UsageError, 'use validate="cheap"'),
-        (UsageError, "1 dispatches of this geometry are open"),
-    ]
-    shape, itself = (InputError, "expected 4 bools"), (InputError, "alive[2] is False on rank 2 itself")
-    rest = [shape, shape, shape, (InputError, "an attention-TP group gathers"), (UsageError, "[2] were left out and")]
-    for rank, found in enumerate(run_ranks(job)):
-        wanted = expected + ([itself] if rank == 2 else rest)
-        assert [kind for kind, _ in found] == [kind for kind, _ in wanted]
-        for (_, text), (_, part) in zip(found, wanted, strict=True):
-            assert part in text
-
-
 def _tokens(world: FakeWorld) -> tuple[torch.Tensor, TopK]:
     own = make_batches(CASES[0], 0, SIZE, CONFIG, torch.bfloat16)[world.rank]
     return own.hidden, own.topk
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_r_must_be_passed_once_a_rank_is_left_out(fabric, name):
-    def job(world):
-        dispatcher = make(name, world, fabric)
-        dispatcher.warmup()
-        if world.rank == 2:
-            return []
-        dispatcher.set_alive(WITHOUT_2)
-        with pytest.raises(InputError, match="a rank is left out, which can't agree on R"):
-            dispatcher.dispatch(*_tokens(world))
-        with pytest.raises(ConfigError, match="mine"):
-            dispatcher.refuse(ConfigError("mine"))
-        return exchange(dispatcher, 0, 12)
-
-    assert run_ranks(job) == [[]] * SIZE
-
-
-@pytest.mark.parametrize(("name", "follows"), [("flashinfer", False), ("deepep", True)])
-def test_a_mask_after_a_capture_only_where_graphs_follow_it(fabric, monkeypatch, name, follows):
-    def job(world):
-        dispatcher = make(name, world, fabric)
-        dispatcher.warmup()
-        capturing = [True]
-        dispatcher._capturing = lambda: capturing[0]
-        problems = exchange(dispatcher, 0, 12)
-        if world.rank == 2:
-            return problems
-        assert "a CUDA graph is being captured" in _refused(dispatcher, WITHOUT_2)[1]
-        capturing[0] = False
-        if follows:
-            dispatcher.set_alive(WITHOUT_2)
-            return problems + exchange(dispatcher, 1, 12)
-        assert "a CUDA graph has captured a dispatch" in _refused(dispatcher, WITHOUT_2)[1]
-        return problems
-
-    assert run_ranks(job) == [[]] * SIZE
 
 
 def test_a_peer_that_deepep_gave_up_by_itself_is_lost(fabric):
@@ -319,18 +210,3 @@ def test_the_plan_says_who_can_go_on_without_a_lost_rank(fabric, monkeypatch):
         if c.dispatcher == "torch"
     }
     assert refused == "torch: on_rank_lost continue: can't go on without a rank"
-
-
-def test_the_plan_leaves_out_dispatchers_that_cannot(fabric):
-    able = {name for name, spec in DISPATCHERS.items() if spec.rank_mask}
-    assert able == set(NAMES)
-    runtime = RuntimeConfig(rank_mask=True, max_tokens_per_rank=256)
-    plan = make_plan(CONFIG, ParallelConfig(SIZE), runtime, Device.parse("sm90"))
-    assert plan.dispatcher in able
-    for candidate in plan.candidates:
-        if candidate.dispatcher not in able:
-            assert candidate.support.reason == f"{candidate.dispatcher}: rank_mask: can't leave a rank out"
-    with pytest.raises(UnsupportedError, match="rank_mask: can't leave a rank out"):
-        make_plan(CONFIG, ParallelConfig(SIZE), runtime, Device.parse("cpu"))
-    with pytest.raises(ConfigError, match="torch: rank_mask: can't leave a rank out"):
-        make_dispatcher("torch", FakeWorld(0, Barrier(1), [None]), CONFIG, runtime)

@@ -144,3 +144,29 @@ def test_a_process_that_went_on_ends_by_itself_with_its_own_code(how: str, codes
 def test_who_completed_the_step_is_known_to_all() -> None:
     found = survivors(3, {2}, jobs.apart_by_a_step, victim=2)
     assert found == dict.fromkeys((0, 1), ((7, 6, -1), 8, (1, 1, 0)))
+
+
+@pytest.mark.parametrize("dispatcher", ["none", "torch"])
+@pytest.mark.parametrize(("leaving", "serves"), [([2, 1], False), ([0, 3], True)])
+def test_ranks_leave_on_purpose(dispatcher: str, leaving: list[int], serves: bool) -> None:
+    """Rank 0, too, while it serves the control store: it stays up until the others have met."""
+    port = free_port() if serves else 0
+    found = launch(jobs.leave_on_purpose, 4, timeout_s=60.0, dispatcher=dispatcher, leaving=leaving, port=port)
+    for rank, told in enumerate(found):
+        if rank in leaving:
+            assert told[-1].startswith("RankLost:")
+            assert " left: " in told[-1]
+        else:
+            assert told == [((leaving[0],), 4), (tuple(sorted(leaving)), 4)]
+
+
+def test_leavers_that_are_refused() -> None:
+    for rank, found in enumerate(launch(jobs.refused_leavers, 4, timeout_s=60.0)):
+        unknown, flag, itself, half, nobody, inside = found
+        assert all(text.startswith("InputError: leaving is [") for text in (unknown, flag, itself, half))
+        assert "expected ranks of this World, 0 to 3" in unknown
+        assert "expected ranks of this World" in flag
+        assert f"on rank {rank} itself" in itself
+        assert "an attention-TP group gathers" in half
+        assert nobody.startswith("UsageError: shrink, but no rank is lost")
+        assert rank > 1 or inside.startswith("UsageError: shrink inside step 1")

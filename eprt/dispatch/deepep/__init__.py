@@ -17,7 +17,6 @@ import torch
 from eprt import expert_major
 from eprt.dispatch.buffers import InFlightBuffers
 from eprt.dispatch.call import Handle
-from eprt.dispatch.rank_mask import RankMask
 from eprt.dispatch.shared_memory import BufferCall, SharedMemoryDispatcher
 from eprt.dispatch.spec import DEEPEP_MAX_TOKENS
 from eprt.errors import ConfigError, RankLost, UsageError
@@ -67,13 +66,13 @@ def least_capacity(num_ranks: int, tokens: int) -> int:
     return round_up(tokens, 4 // math.gcd(4, num_ranks))
 
 
-@dataclass(frozen=True)
+@dataclass
 class LowLatencyBuffer:
     """The library's buffer of one geometry.
 
     Attributes:
         in_flight: how many results in it are alive.
-        mask: who takes part.
+        alive: [W], who takes part.
         given_up: int32 [W] of host memory that the GPU writes, not 0 for ranks that the kernels leave out; None in a
             buffer without a mask, whose kernels trap where they give up a peer.
     """
@@ -81,15 +80,8 @@ class LowLatencyBuffer:
     library: Any
     buffer: Any
     in_flight: InFlightBuffers
-    mask: RankMask
+    alive: tuple[bool, ...]
     given_up: torch.Tensor | None
-
-    def leave_out(self, alive: tuple[bool, ...]) -> None:
-        """No call is open, no kernel runs in this memory."""
-        for rank in range(len(alive)):
-            if self.mask.alive[rank] and not alive[rank]:
-                self.buffer.low_latency_update_mask_buffer(rank, True)  # the library's mask: True is left out
-        self.mask.alive = alive
 
     def release(self) -> None:
         """Its kernels can't be freed from the host."""
@@ -97,7 +89,10 @@ class LowLatencyBuffer:
     def resume(self, alive: tuple[bool, ...]) -> None:
         if self.given_up is None:
             raise UsageError("deepep: the buffer has no rank mask: build its layers with on_rank_lost='continue'")
-        self.leave_out(self.mask.without_lost(alive))
+        for rank, (before, now) in enumerate(zip(self.alive, alive, strict=True)):
+            if before and not now:
+                self.buffer.low_latency_update_mask_buffer(rank, True)  # the library's mask: True is left out
+        self.alive = alive
         self.given_up.zero_()
         self.in_flight.reset()
 
@@ -110,7 +105,7 @@ class LowLatencyBuffer:
         """Raises RankLost if an earlier kernel gave up a peer and went on without it. No device sync."""
         if self.given_up is None or not self.given_up.any():
             return
-        lost = [rank for rank, masked in enumerate(self.given_up.tolist()) if masked and self.mask.alive[rank]]
+        lost = [rank for rank, masked in enumerate(self.given_up.tolist()) if masked and self.alive[rank]]
         if lost:
             raise RankLost(
                 f"rank {lost[0]} silent: deepep's kernels waited about 100 s for it and left it out (missing: {lost}); "
@@ -154,9 +149,9 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
     equal geometry; all of them must run in one stream order, on every rank the same. The kernels wait about 100 s for a
     peer, then trap; the World's guard reports the peer before that.
 
-    With `RuntimeConfig.rank_mask` the buffer has a mask in device memory, which CUDA graphs follow. Its kernels don't
-    trap after those 100 s but mask the peer themselves, each rank for itself: the next call then raises RankLost, at
-    the price of one small kernel a combine.
+    Where ranks may be left out (`RuntimeConfig.on_rank_lost`) the buffer has a mask in device memory, which CUDA graphs
+    follow. Its kernels don't trap after those 100 s but mask the peer themselves, each rank for itself: the next call
+    then raises RankLost, at the price of one small kernel a combine.
 
     `NVSHMEM_QP_DEPTH` is set for the largest capacity unless the environment has it; NVSHMEM reads it once.
 
@@ -274,12 +269,6 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
         self.world.raise_if_lost()
         self._ensure_memory().raise_given_up()
 
-    def _mask(self) -> RankMask | None:
-        return None if self._memory is None else self._memory.mask
-
-    def _leave_out(self, alive: tuple[bool, ...]) -> None:
-        self._ensure_memory().leave_out(alive)
-
     def _allocate(self) -> LowLatencyBuffer:
         geometry = self._geometry
         library = load_library()
@@ -295,12 +284,13 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
         )
         W, in_flight = geometry.num_ranks, InFlightBuffers(MAX_OPEN, "deepep", self.world.device)
         given_up = torch.zeros(W, dtype=torch.int32, pin_memory=self.world.device.type == "cuda")
-        mask = RankMask((True,) * W, in_flight, in_arguments=False)
-        return LowLatencyBuffer(library, buffer, in_flight, mask, given_up if self.runtime.may_leave_out else None)
+        return LowLatencyBuffer(
+            library, buffer, in_flight, (True,) * W, given_up if self.runtime.may_leave_out else None
+        )
 
     def _free(self, memory: LowLatencyBuffer) -> None:
         """The library frees behind a barrier without a time limit: not with peers that may never come to it."""
-        if not self.world.broken:
+        if self.world.whole:
             memory.buffer.destroy()
 
 

@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from eprt.dispatch.call import Handle
 from eprt.dispatch.flashinfer.workspace import FlashInferGeometry, Workspace, require_fp8_combine
-from eprt.dispatch.rank_mask import RankMask
 from eprt.dispatch.shared_memory import BufferCall, SharedMemoryDispatcher
 from eprt.support import Device
 from eprt.tokens import PAYLOADS, FlatTokens, Payload, TopK, as_bytes
@@ -105,12 +104,6 @@ class FlashInferDispatcher(SharedMemoryDispatcher[FlashInferGeometry, Workspace]
 
     def _allocate(self) -> Workspace:
         return Workspace.allocate(self.world, self._geometry)
-
-    def _mask(self) -> RankMask | None:
-        return None if self._memory is None else self._memory.mask
-
-    def _leave_out(self, alive: tuple[bool, ...]) -> None:
-        self._ensure_memory().leave_out(alive)
 
     def _free(self, memory: Workspace) -> None:
         if self.world.broken:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from eprt.dispatch.buffers import InFlightBuffers
-from eprt.dispatch.rank_mask import RankMask
 from eprt.errors import ConfigError
 from eprt.rounding import round_up
 from eprt.world.wire import gather_values
@@ -102,7 +101,7 @@ class Workspace:
 
     Attributes:
         in_flight: which buffer is free.
-        mask: who takes part.
+        alive: [W], who takes part.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class Workspace:
         self._views: dict[int, Views] = {}
         self._library = load_library()
         self._keeps_views = "recv_view_cache" in inspect.signature(self._library.moe_a2a_dispatch).parameters  # 0.7
-        self.mask = RankMask((True,) * geometry.num_ranks, self.in_flight, in_arguments=True)
+        self.alive = (True,) * geometry.num_ranks
         self._active = self._active_ranks()
 
     @classmethod
@@ -216,22 +215,18 @@ class Workspace:
         """Its kernels can't be freed from the host."""
 
     def resume(self, alive: tuple[bool, ...]) -> None:
-        self.leave_out(self.mask.without_lost(alive))
-        self.in_flight.reset()
-
-    def leave_out(self, alive: tuple[bool, ...]) -> None:
-        """No call is open, no kernel runs in this memory."""
-        self.mask.alive = alive
+        self.alive = alive
         self._active = self._active_ranks()
         for index in range(NUM_BUFFERS):
-            for rank in self.mask.left_out:
+            for rank in (rank for rank, here in enumerate(alive) if not here):
                 self._counts(index)[rank] = 0  # nobody else clears what the rank sent last
+        self.in_flight.reset()
 
     def _active_ranks(self) -> torch.Tensor:
         """The library's mask. Its kernels send an id e to rank e // L, and the invalid id E to rank W: with the bits
         of ranks alone, invalid ids go nowhere and count for nothing, like those of ranks left out."""
         W = self.geometry.num_ranks
-        return self._library.moe_a2a_active_rank_mask([rank for rank in range(W) if self.mask.alive[rank]], W)
+        return self._library.moe_a2a_active_rank_mask([rank for rank in range(W) if self.alive[rank]], W)
 
     def _counts(self, index: int) -> torch.Tensor:
         start = int(self._metainfo[index][RECV_COUNTERS_OFFSET_INDEX])

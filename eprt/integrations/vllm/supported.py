@@ -107,7 +107,7 @@ def runtime_config(config: Any, tp_size: int) -> RuntimeConfig:
 def options_of(config: Any) -> dict[str, Any]:
     """Returns eprt's section of `--additional-config`. Raises ConfigError for names that it hasn't got."""
     given: Any = (config.additional_config or {}).get(OPTIONS, {})
-    allowed = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "rank_mask", "on_rank_lost"}
+    allowed = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "on_rank_lost"}
     found = sorted(set(given) - {*allowed, PLACEMENT}) if isinstance(given, dict) else given
     if found or not isinstance(given, dict):
         raise ConfigError(

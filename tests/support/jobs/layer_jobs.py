@@ -209,7 +209,7 @@ def tuned(context, files):
 def refused_on_rank_1(context):
     """Rank 1 asks for something that its dispatcher hasn't got."""
     world, config = context.world(), MoEConfig(E, K, H, I)
-    runtime = RuntimeConfig(rank_mask=context.rank == 1)
+    runtime = RuntimeConfig(combine_payload="fp8" if context.rank == 1 else None)
     told = said(lambda: make_dispatcher("torch", world, config, runtime))
     return told, said(lambda: make_dispatcher("torch", world, config, RuntimeConfig())) == NOTHING
 

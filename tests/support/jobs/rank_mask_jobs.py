@@ -11,7 +11,6 @@ from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import Batch, Case, Counts, make_batches
 from eprt.dispatch import Dispatched, Dispatcher, make_dispatcher
-from eprt.errors import EprtError
 from eprt.quant import decode_payload
 from eprt.ranks.launcher import RankContext
 from eprt.tokens import FlatTokens, TopK
@@ -56,7 +55,7 @@ def exchange(dispatcher: Dispatcher, call: int, R: int | None) -> list[str]:
     world, config = dispatcher.world, dispatcher.config
     batches = make_batches(UNEVEN, call, world.size, config, torch.bfloat16)
     own = batches[world.rank].to(world.device)
-    counted = [without(batch, rank, dispatcher.alive) for rank, batch in enumerate(batches)]
+    counted = [without(batch, rank, world.alive) for rank, batch in enumerate(batches)]
     sent = dispatcher.dispatch(own.hidden, own.topk, R)
     problems = transport.wrong_arrivals(sent.tokens, counted, dispatcher.shard, None)
     y = transport.scale_experts(sent.tokens, dispatcher.shard, torch.ones(E), torch.bfloat16)
@@ -67,7 +66,7 @@ def exchange(dispatcher: Dispatcher, call: int, R: int | None) -> list[str]:
 
 
 def close(context: RankContext, dispatcher: Dispatcher) -> None:
-    """Of all ranks, those left out, too."""
+    """Of the ranks that are left."""
     torch.cuda.synchronize()
     context.world().barrier()
     dispatcher.close()
@@ -75,17 +74,15 @@ def close(context: RankContext, dispatcher: Dispatcher) -> None:
 
 def left_out(context: RankContext, name: str, hidden_size: int, top_k: int) -> list[str]:
     """All ranks, then all but the last, then (from four on) all but the last and the first; what was wrong."""
-    dispatcher = make(context, name, hidden_size, top_k, rank_mask=True)
+    dispatcher = make(context, name, hidden_size, top_k, on_rank_lost="continue")
     last = context.size - 1
     problems = exchange(dispatcher, 0, None) + exchange(dispatcher, 1, CAPACITY)
-    steps = [tuple(rank != last for rank in range(context.size))]
-    if context.size >= 4:
-        steps.append(tuple(rank not in (0, last) for rank in range(context.size)))
-    for alive in steps:
-        context.world().barrier()
-        if not alive[context.rank]:
-            continue
-        dispatcher.set_alive(alive)
+    for leaving in [last] if context.size < 4 else [last, 0]:
+        if context.rank == leaving:
+            torch.cuda.synchronize()
+            return problems
+        context.world().shrink([leaving])
+        alive = context.world().alive
         for call, R in enumerate((17, CAPACITY, 13)):
             problems += exchange(dispatcher, call, R)
         torch.cuda.synchronize()
@@ -128,36 +125,23 @@ class Captured:
 
 
 def replayed(context: RankContext, name: str, follows: bool) -> list[str]:
-    """Replays before and after the last rank is left out. `follows`: graphs captured before follow the mask; else
-    changing it is refused, and a layer made after the first one's close has a mask from before its capture."""
-    dispatcher = make(context, name, 2880, 4, rank_mask=True)
-    alive = tuple(rank != context.size - 1 for rank in range(context.size))
+    """Replays before and after the last rank leaves. `follows`: graphs captured before follow the mask; else they are
+    captured again."""
+    dispatcher = make(context, name, 2880, 4, on_rank_lost="continue")
     captured = Captured(dispatcher)
     problems = _wrong(captured, 1)
-    context.world().barrier()
-    if not follows:
-        if alive[context.rank]:
-            try:
-                dispatcher.set_alive(alive)
-                problems.append("a mask that the graph doesn't follow was accepted")
-            except EprtError as error:
-                problems += [str(error)] * ("a CUDA graph has captured" not in str(error))
-        del captured
-        close(context, dispatcher)
-        dispatcher = make(context, name, 2880, 4, rank_mask=True)
-        context.world().barrier()
-    if alive[context.rank]:
-        dispatcher.set_alive(alive)
+    if context.rank < context.size - 1:
+        context.world().shrink([context.size - 1])
         captured = captured if follows else Captured(dispatcher)
         for call in (2, 3):
             problems += _wrong(captured, call)
-    close(context, dispatcher)
+        close(context, dispatcher)
     return problems
 
 
 def _wrong(captured: Captured, call: int) -> list[str]:
     out, batch = captured.replay(call)
-    world, alive = captured.dispatcher.world, captured.dispatcher.alive
+    world, alive = captured.dispatcher.world, captured.dispatcher.world.alive
     expected = transport.weighted_sums(without(batch, world.rank, alive), torch.ones(E), None).bfloat16()
     wrong = int((out != expected).any(1).sum())
     return [f"replay {call} with {alive}: {wrong} rows came back wrong"] * bool(wrong)

@@ -197,3 +197,30 @@ def apart_by_a_step(context, victim: int) -> tuple[Any, ...]:
         with world.step(1, number=found.next_step) as step:
             return found.completed, found.next_step, step.tokens
     return ()
+
+
+def leave_on_purpose(context, dispatcher: str, leaving: list[int], port: int = 0) -> list[Any]:
+    """The ranks of `leaving` leave in turn, between two steps, and then end."""
+    if port:
+        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+    world = World.from_env("cpu", timeout_s=LIMIT_S) if port else context.world(timeout_s=LIMIT_S)
+    job, step = CheckedLayer(world, dispatcher, "continue"), 0
+    found: list[Any] = []
+    for rank in leaving:
+        steps(job, step, step + 4)
+        if world.rank == rank:
+            return [said(lambda first=step: [job.step(n) for n in range(first + 4, first + 100)])]
+        survivors = world.shrink([rank])
+        found.append((survivors.lost, survivors.next_step - step))
+        step = survivors.next_step
+    steps(job, step, step + 4)
+    return found
+
+
+def refused_leavers(context) -> list[str]:
+    world = context.world(attention_tp_size=2, timeout_s=LIMIT_S)
+    wrong: list[list[Any]] = [[context.size], [True], [world.rank], [3 - world.rank], []]
+    found = [said(lambda ranks=ranks: world.shrink(ranks)) for ranks in wrong]
+    with world.step(1):
+        found.append(said(lambda: world.shrink([2, 3])))
+    return found

@@ -183,7 +183,8 @@ class FakeWorld:
         self.buckets = ()
         self.nonce = 0
         self.closed = self.warm = self.broken = False
-        self.quiet = False  # ranks don't compare headers
+        self.whole = True
+        self.quiet = False  # ranks neither compare headers nor wait for each other
         self._shared = SharedResources()
         self._meet, self._board = meet, board
 
@@ -201,7 +202,8 @@ class FakeWorld:
         pass
 
     def barrier(self) -> None:
-        self.gather_control(torch.zeros(1))
+        if not self.quiet:
+            self.gather_control(torch.zeros(1))
 
     def compares_headers(self, full: bool) -> bool:
         return not self.quiet
@@ -221,6 +223,14 @@ class FakeWorld:
 
     def resource(self, key, make, close=None):
         return self._shared.acquire(key, make, close)
+
+    def shrink(self, leaving) -> None:
+        """What `World.shrink` does to dispatchers."""
+        self.alive = tuple(alive and rank not in leaving for rank, alive in enumerate(self.alive))
+        self.generation += 1
+        for memory in self._shared.of_ranks():
+            memory.resume(self.alive)
+        self.quiet = True  # headers and barriers would wait for all threads
 
     def held(self, key):
         return self._shared.held(key)
