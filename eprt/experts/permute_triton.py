@@ -156,9 +156,6 @@ def _column_block(H: int, K: int) -> int:
     return min(next_power_of_2(H), max(128, COPY_BLOCK * 4 // next_power_of_2(K)), COPY_BLOCK)
 
 
-# ---- prepared once for each shape ---------------------------------------------------------------------------------
-
-
 @cache
 def _prepared_small(device: torch.device, source: torch.dtype, target: torch.dtype, H: int, K: int) -> CachedKernel:
     arguments = torch.int32, source, target, torch.int32, torch.int64, 2, 2, 2, 2, like(H)

@@ -250,9 +250,7 @@ def sort_by_expert(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor,
     Returns:
         offsets [L + 1] int64, and place [N, K] int32: an entry's sorted row, -1 where its expert isn't local.
     """
-    offsets, place = _outputs(ids, L)
-    _place(ids, first, L, offsets, place, None, None)
-    return offsets, place
+    return _place(ids, first, L, None, None)
 
 
 def sort_and_schedule(
@@ -264,27 +262,17 @@ def sort_and_schedule(
         place, source [N * K] int32 (the token n of each sorted row), and the schedule.
     """
     num_ids = ids.numel()
-    offsets, place = _outputs(ids, L)
     source = torch.empty(num_ids, dtype=torch.int32, device=ids.device)
     work = TileSchedule.empty(min(L, num_ids) + num_ids // tiles.m, tiles, ids.device)
-    _place(ids, first, L, offsets, place, source, work)
+    _, place = _place(ids, first, L, source, work)
     return place, source, work
 
 
-def _outputs(ids: torch.Tensor, L: int) -> tuple[torch.Tensor, torch.Tensor]:
-    offsets = torch.empty(L + 1, dtype=torch.int64, device=ids.device)
-    return offsets, torch.empty_like(ids, memory_format=torch.contiguous_format)
-
-
 def _place(
-    ids: torch.Tensor,
-    first: int,
-    L: int,
-    offsets: torch.Tensor,
-    place: torch.Tensor,
-    source: torch.Tensor | None,
-    work: TileSchedule | None,
-) -> None:
+    ids: torch.Tensor, first: int, L: int, source: torch.Tensor | None, work: TileSchedule | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    offsets = torch.empty(L + 1, dtype=torch.int64, device=ids.device)
+    place = torch.empty_like(ids, memory_format=torch.contiguous_format)
     (N, K), ids = ids.shape, ids.contiguous()
     num_ids, l_pad = N * K, max(16, next_power_of_2(L + 1))
     block_s = BLOCK if num_ids > FEW_IDS else FEW_BLOCK
@@ -297,6 +285,7 @@ def _place(
     entries, count, tiles = (None, None, RowTiles(1)) if work is None else (work.entries, work.num_entries, work.tiles)
     kernel = _prepared_place(ids.device, K, l_pad, block_s, tiles, counts is not None, source is not None)
     kernel((programs, 1, 1), ids, counts, place, source, offsets, entries, count, num_ids, first, L, blocks)
+    return offsets, place
 
 
 def schedule_expert_major(counts: torch.Tensor, M: int, tiles: RowTiles) -> TileSchedule:
@@ -307,9 +296,6 @@ def schedule_expert_major(counts: torch.Tensor, M: int, tiles: RowTiles) -> Tile
     kernel = _prepared_slabs(counts.device, max(16, next_power_of_2(L)), tiles)
     kernel((1, 1, 1), counts.contiguous(), work.entries, work.num_entries, M, L)
     return work
-
-
-# ---- compiled once per shape -----------------------------------------------------------------------------------------
 
 
 @cache
