@@ -76,6 +76,8 @@ class Matrix(ABC):
         tensors = self.tensors()
         for field, (shape, dtype) in self.expected(rows, cols, parts).items():
             tensor = tensors.get(field)
+            if tensor is None and field == "input_scale":  # a weight-only checkpoint
+                continue
             if tensor is None:
                 raise ConfigError(f"{name}.{field} is missing: {type(self).__name__} weights need it")
             if tuple(tensor.shape) != (num_local, *shape) or tensor.dtype != dtype:
@@ -129,12 +131,12 @@ class Nvfp4(Matrix):
     whole_columns = NVFP4_BLOCK
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        fields = {
+        return {
             "codes": ((rows, cols // 2), torch.uint8),
             "scales": ((rows, cols // NVFP4_BLOCK), torch.float8_e4m3fn),
             "global_scale": ((parts,), torch.float32),
+            "input_scale": ((parts,), torch.float32),
         }
-        return fields | ({} if self.input_scale is None else {"input_scale": ((parts,), torch.float32)})
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,8 @@ class Fp8Tensor(Matrix):
     format = ("fp8_tensor",)
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        fields = {"data": ((rows, cols), torch.float8_e4m3fn), "scale": ((parts,), torch.float32)}
-        return fields | ({} if self.input_scale is None else {"input_scale": ((parts,), torch.float32)})
+        scale = (parts,), torch.float32
+        return {"data": ((rows, cols), torch.float8_e4m3fn), "scale": scale, "input_scale": scale}
 
 
 @dataclass(frozen=True)

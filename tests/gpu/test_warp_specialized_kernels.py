@@ -58,18 +58,19 @@ def launched(monkeypatch):
 
     if INTERPRETED:
         monkeypatch.setattr(Chip, "of", lambda _: Chip(multiprocessors=3, hopper=False, warp_specialized=True))
-    seen, call, arguments = [], Gemm.__call__, Gemm._warp_specialized_arguments
+    seen, call, arguments = [], Gemm.__call__, Gemm._arguments
 
     def noted_call(self, rows, work, *more):
         call(self, rows, work, *more)
         assert work.tile_counter.tolist() == [0]  # as the second GEMM wants it
 
-    def noted_arguments(self, *given):
-        seen.append(self.matrix.rows)
-        return arguments(self, *given)
+    def noted_arguments(self, rows, weights, work, schedule, tile, *more):
+        if tile.warp_specialized:
+            seen.append(self.matrix.rows)
+        return arguments(self, rows, weights, work, schedule, tile, *more)
 
     monkeypatch.setattr(Gemm, "__call__", noted_call)
-    monkeypatch.setattr(Gemm, "_warp_specialized_arguments", noted_arguments)
+    monkeypatch.setattr(Gemm, "_arguments", noted_arguments)
     return seen
 
 

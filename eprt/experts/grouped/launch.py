@@ -110,8 +110,7 @@ class Gemm:
         weights = self._tiles.get(block)
         if weights is None:
             weights = self._tiles[block] = self._weight_blocks(tile)
-        make = self._warp_specialized_arguments if tile.warp_specialized else self._arguments
-        arguments = (*make(rows, weights, work, schedule, tile, x_tma, out), *strides)
+        arguments = (*self._arguments(rows, weights, work, schedule, tile, x_tma, out), *strides)
         grid = min(self._chip.multiprocessors * tile.ctas, work.bound * ceil_div(self.matrix.rows, tile.n)), 1, 1
         if not starts_aligned(data, out, data if rows.scale is None else rows.scale):
             constants = {**self._constants, **_tile_constants(schedule, tile, x_tma)}
@@ -128,42 +127,17 @@ class Gemm:
         self, rows: Rows, weights: Weights, work: TileSchedule, schedule: Schedule, tile: Tile, x_tma: bool,
         out: torch.Tensor,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Returns `grouped_gemm`'s arguments, but for strides."""
-        matrix, data = self.matrix, rows.data
-        return (
-            data,
-            TensorDescriptor.from_tensor(data, [schedule.m, tile.k]) if x_tma else None,
-            rows.source,
-            rows.scale,
-            *weights,
-            matrix.factor,
-            matrix.bias,
-            out,
-            work.entries,
-            work.num_entries,
-        )
-
-    def _warp_specialized_arguments(
-        self, rows: Rows, weights: Weights, work: TileSchedule, schedule: Schedule, tile: Tile, x_tma: bool,
-        out: torch.Tensor,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """Returns `grouped_gemm_warp_specialized`'s arguments, but for strides."""
+        """Returns the arguments of the tile's kernel, but for strides."""
+        data = rows.data
+        common = *weights, self.matrix.factor, self.matrix.bias, out, work.entries, work.num_entries
+        if not tile.warp_specialized:
+            tokens = TensorDescriptor.from_tensor(data, [schedule.m, tile.k]) if x_tma else None
+            return data, tokens, rows.source, rows.scale, *common
         from eprt.experts.grouped.pipeline_gluon import row_blocks
 
-        matrix, data = self.matrix, rows.data
-        return (
-            data,
-            row_blocks(data, schedule.m >> tile.halvings) if x_tma else None,
-            row_blocks(data, schedule.tail) if x_tma and schedule.tail else None,
-            rows.source,
-            *weights,
-            matrix.factor,
-            matrix.bias,
-            out,
-            work.entries,
-            work.num_entries,
-            work.tile_counter,
-        )
+        tokens = row_blocks(data, schedule.m >> tile.halvings) if x_tma else None
+        tail = row_blocks(data, schedule.tail) if x_tma and schedule.tail else None
+        return data, tokens, tail, rows.source, *common, work.tile_counter
 
     def _compile(self, arguments: tuple[Any, ...], cut: dict[str, Any], tile: Tile) -> CachedKernel:
         """Compiles the tile's kernel for arguments like these."""
@@ -268,13 +242,9 @@ def _prepared_quantize(
 
 
 def both(
-    gemms: tuple[Gemm, Gemm],
-    rows: Rows,
-    work: TileSchedule,
-    schedule: Schedule,
-    count: tuple[int, ...],
+    gemms: tuple[Gemm, Gemm], rows: Rows, work: TileSchedule, schedule: Schedule, count: tuple[int, ...],
     out: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Runs both GEMMs into `out`, with an intermediate of `count` rows ([L, M] of them if expert-major)."""
     first, second = gemms
     # Rows of whole 16 bytes, whatever the intermediate size.

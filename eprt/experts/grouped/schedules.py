@@ -132,13 +132,9 @@ AMPERE: tuple[tuple[float, Schedule], ...] = (
 
 def choose(pair: Pair, rows: float, *, hopper: bool) -> Schedule:
     """Returns the schedule for `rows` rows per expert."""
-    return next(schedule for limit, schedule in _table(pair, hopper) if rows <= limit)
+    return next(schedule for limit, schedule in (HOPPER[pair] if hopper else AMPERE) if rows <= limit)
 
 
 def limits(pair: Pair, *, hopper: bool) -> list[float]:
     """Returns the rows per expert up to which each schedule but the last serves."""
-    return [limit for limit, _ in _table(pair, hopper)[:-1]]
-
-
-def _table(pair: Pair, hopper: bool) -> tuple[tuple[float, Schedule], ...]:
-    return HOPPER[pair] if hopper else AMPERE
+    return [limit for limit, _ in (HOPPER[pair] if hopper else AMPERE)[:-1]]
