@@ -8,25 +8,38 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from eprt.experts.grouped import fp4
+from eprt.experts.grouped.fp4 import (
+    C_FROM_A,
+    MX_SCALE_BITS,
+    MX_UNIT_SCALES,
+    NV_SCALE_BITS,
+    NV_SCALE_ONES,
+    NV_UNIT_SCALES,
+    PAIR_BITS,
+    SCALE_TURN,
+    TURNS_A,
+    TURNS_B,
+    UNIT,
+    UNIT_WORDS,
+)
 
 _TIMES = "{{.reg .b16 l, h; .reg .b32 d; mov.b32 {{l, h}}, $2; mov.b32 d, {{{0}, {0}}}; mul.bf16x2 $0, $1, d;}}"
-_SELECT = tl.constexpr(f"lop3.b32 $0, $1, $2, {fp4.C_FROM_A}, 0xE4;")  # bits of the third choose between the others
+_SELECT = tl.constexpr(f"lop3.b32 $0, $1, $2, {C_FROM_A}, 0xE4;")  # bits of the third choose between the others
 _TIMES_LOW = tl.constexpr(_TIMES.format("l"))
 _TIMES_HIGH = tl.constexpr(_TIMES.format("h"))
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # PTX is for GPUs only
-_UNIT = tl.constexpr(fp4.UNIT)
-_UNIT_WORDS = tl.constexpr(fp4.UNIT_WORDS)
-_MX_UNIT_SCALES = tl.constexpr(fp4.MX_UNIT_SCALES)
-_NV_UNIT_SCALES = tl.constexpr(fp4.NV_UNIT_SCALES)
-_PAIR_BITS = tl.constexpr(fp4.PAIR_BITS)
-_MX_SCALE_BITS = tl.constexpr(fp4.MX_SCALE_BITS)
-_NV_SCALE_BITS = tl.constexpr(fp4.NV_SCALE_BITS)
-_NV_SCALE_ONES = tl.constexpr(fp4.NV_SCALE_ONES)
-_SCALE_TURN = tl.constexpr(fp4.SCALE_TURN)
-_C_FROM_A = tl.constexpr(fp4.C_FROM_A)
-_TURNS_A = tl.constexpr(fp4.TURNS_A)
-_TURNS_B = tl.constexpr(fp4.TURNS_B)
+_UNIT = tl.constexpr(UNIT)
+_UNIT_WORDS = tl.constexpr(UNIT_WORDS)
+_MX_UNIT_SCALES = tl.constexpr(MX_UNIT_SCALES)
+_NV_UNIT_SCALES = tl.constexpr(NV_UNIT_SCALES)
+_PAIR_BITS = tl.constexpr(PAIR_BITS)
+_MX_SCALE_BITS = tl.constexpr(MX_SCALE_BITS)
+_NV_SCALE_BITS = tl.constexpr(NV_SCALE_BITS)
+_NV_SCALE_ONES = tl.constexpr(NV_SCALE_ONES)
+_SCALE_TURN = tl.constexpr(SCALE_TURN)
+_C_FROM_A = tl.constexpr(C_FROM_A)
+_TURNS_A = tl.constexpr(TURNS_A)
+_TURNS_B = tl.constexpr(TURNS_B)
 
 
 @triton.jit
