@@ -63,58 +63,47 @@ class DispatcherSpec:
     def supports(self, config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device) -> Support:
         """Whether this dispatcher can carry that layer there; needs no tensors, no GPU, no package (unless
         `device.installed`)."""
-        refusals = [
-            (bool(lacks := self.lacks(runtime)), lacks),
-            (device.kind not in self.devices, f"runs on {', '.join(self.devices)}, not on {device}"),
-            (
-                runtime.payload is not None and runtime.payload not in self.payloads,
-                f"payload {runtime.payload}: carries {', '.join(self.payloads)} only",
-            ),
-            (
-                runtime.payload in ("fp8_block", "nvfp4") and 0 < device.sm < PACKING_SM,
-                f"payload {runtime.payload}: packing it needs sm{PACKING_SM}, not {device}",
-            ),
-            (
-                runtime.payload == "nvfp4" and config.hidden_size % NVFP4_BLOCK != 0,
-                f"payload nvfp4: hidden size must be a multiple of {NVFP4_BLOCK}, the model has {config.hidden_size}",
-            ),
-            (
-                runtime.token_format is not None and runtime.token_format not in self.formats,
-                f"emits {', '.join(self.formats)} only, {runtime.token_format} was asked for",
-            ),
-            (
-                self.max_ranks is not None and parallel.world_size > self.max_ranks,
-                f"at most {self.max_ranks} ranks, the world has {parallel.world_size}",
-            ),
-            (
-                parallel.spans_hosts
-                and (self.reach == "host" or (self.reach == "fabric" and device.sm < FABRIC_BEYOND_HOST)),
-                f"needs all ranks on one NVLink {self.reach}, one host has {parallel.ranks_per_host} of "
-                f"{parallel.world_size}",
-            ),
-            (
-                self.max_tokens is not None and runtime.max_tokens_per_rank > self.max_tokens,
-                f"at most {self.max_tokens} tokens a rank, max_tokens_per_rank is {runtime.max_tokens_per_rank}",
-            ),
-            (
-                parallel.moe_tp_size > 1 and not self.moe_tp,
-                f"can't send one token to the {parallel.moe_tp_size} MoE-TP ranks that share an expert",
-            ),
-            (
-                self.top_k_sizes is not None and config.top_k > max(self.top_k_sizes),
-                f"top-k at most {max(self.top_k_sizes or (0,))}, the model has {config.top_k}",
-            ),
-            (
-                self.hidden_sizes is not None and config.hidden_size > max(self.hidden_sizes),
-                f"hidden size at most {max(self.hidden_sizes or (0,))}, the model has {config.hidden_size}",
-            ),
-        ]
-        for failed, reason in refusals:
-            if failed:
-                return refuse(reason)
+        refusals = (
+            *self._format_refusals(config, runtime, device),
+            *self._size_refusals(config, parallel, runtime, device),
+        )
+        if reason := self.lacks(runtime) or next((reason for failed, reason in refusals if failed), ""):
+            return refuse(reason)
         if device.installed and self.requirement is not None and not (found := self.requirement.check()):
             return found
         return Support(True, "; ".join(self._remarks(config, runtime)))
+
+    def _format_refusals(self, config: MoEConfig, runtime: RuntimeConfig, device: Device) -> list[tuple[bool, str]]:
+        payload, H = runtime.payload, config.hidden_size
+        packs, ragged = payload in ("fp8_block", "nvfp4"), payload == "nvfp4" and H % NVFP4_BLOCK != 0
+        asked = runtime.token_format
+        return [
+            (device.kind not in self.devices, f"runs on {', '.join(self.devices)}, not on {device}"),
+            (payload not in (None, *self.payloads), f"payload {payload}: carries {', '.join(self.payloads)} only"),
+            (packs and 0 < device.sm < PACKING_SM, f"payload {payload}: packing it needs sm{PACKING_SM}, not {device}"),
+            (ragged, f"payload nvfp4: hidden size must be a multiple of {NVFP4_BLOCK}, the model has {H}"),
+            (asked not in (None, *self.formats), f"emits {', '.join(self.formats)} only, {asked} was asked for"),
+        ]
+
+    def _size_refusals(
+        self, config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device
+    ) -> list[tuple[bool, str]]:
+        ranks, tokens = parallel.world_size, runtime.max_tokens_per_rank
+        max_ranks, max_tokens = self.max_ranks or ranks, self.max_tokens or tokens
+        near = self.reach == "host" or (self.reach == "fabric" and device.sm < FABRIC_BEYOND_HOST)
+        far, tp, here = parallel.spans_hosts and near, parallel.moe_tp_size, parallel.ranks_per_host
+        top_k, hidden = max(self.top_k_sizes or (config.top_k,)), max(self.hidden_sizes or (config.hidden_size,))
+        return [
+            (ranks > max_ranks, f"at most {max_ranks} ranks, the world has {ranks}"),
+            (far, f"needs all ranks on one NVLink {self.reach}, one host has {here} of {ranks}"),
+            (tokens > max_tokens, f"at most {max_tokens} tokens a rank, max_tokens_per_rank is {tokens}"),
+            (
+                sharers > 1 and not self.moe_tp,
+                f"can't send one token to the {sharers} MoE-TP ranks that share an expert",
+            ),
+            (config.top_k > top_k, f"top-k at most {top_k}, the model has {config.top_k}"),
+            (config.hidden_size > hidden, f"hidden size at most {hidden}, the model has {config.hidden_size}"),
+        ]
 
     def lacks(self, runtime: RuntimeConfig) -> str:
         """Which option of `runtime` this dispatcher doesn't have, as a reason; "" if it has them all."""

@@ -31,10 +31,10 @@ class AdaptedExecutor(Executor):
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         return self.inner.slot_tensors()
 
-    def warmup(self, max_rows: int, slots: int | None = None) -> None:
+    def warmup(self, max_rows: int, top_k: int | None = None) -> None:
         """For the format that the inner executor doesn't take, in the shape in which it is handed on."""
         if "flat" in self.native_formats:
-            self.inner.warmup(max_rows * self.shard.num_local_experts, slots=1)
+            self.inner.warmup(max_rows * self.shard.num_local_experts, top_k=1)
         else:
             self.inner.warmup(max_rows)
 

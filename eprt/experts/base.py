@@ -149,12 +149,12 @@ class Executor(ABC):
             self.run(tokens, out)
         return out
 
-    def warmup(self, max_rows: int, slots: int | None = None) -> None:
+    def warmup(self, max_rows: int, top_k: int | None = None) -> None:
         """Compile and tune all that a call can need. Called by every rank inside `World.warmup()`.
 
         Args:
             max_rows: most rows to come: N of FlatTokens, M of ExpertMajorTokens.
-            slots: K of the FlatTokens to come, where a dispatcher pads the model's; None: the model's top-k.
+            top_k: K of the FlatTokens to come, where a dispatcher pads the model's; None: the model's top-k.
         """
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:

@@ -223,10 +223,10 @@ class CutlassMxfp4Executor(PreparedExecutor):
             **self._variant(),
         )
 
-    def warmup(self, max_rows: int, slots: int | None = None) -> None:
+    def warmup(self, max_rows: int, top_k: int | None = None) -> None:
         """Lets FlashInfer time its tactics for its ladder of batch sizes up to `max_rows`; it takes about a minute."""
         from flashinfer.autotuner import autotune
 
         self._most_rows = 1 << max(max_rows - 1, 0).bit_length()
         with autotune(True):
-            self(even_tokens(self.config, max_rows, slots or self.config.top_k, self.device))
+            self(even_tokens(self.config, max_rows, top_k or self.config.top_k, self.device))

@@ -1,7 +1,7 @@
 """torch's own grouped GEMM: the executor of unquantised checkpoints, on CPU and CUDA.
 
-FlatTokens are sorted by expert, slots without a local expert left out; the GEMM's offsets end with the last row. Shapes
-depend on N, K and L only and nothing is read back to the host, so a call can be captured in a CUDA graph.
+FlatTokens are sorted by expert, entries without a local expert left out; the GEMM's offsets end with the last row.
+Shapes depend on N, K and L only and nothing is read back to the host, so a call can be captured in a CUDA graph.
 
 `grouped_mm` keeps that promise on CPU and, on CUDA, for bf16 on compute capability 9.x and 10.x. Elsewhere (float32,
 other GPUs) it copies the offsets to the host and loops over the experts (ATen/native/cuda/GroupedBlas.cpp, torch 2.10

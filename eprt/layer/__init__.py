@@ -200,8 +200,7 @@ class ExpertParallelMoE(nn.Module):
     def warmup(self) -> None:
         """Compiles and allocates all that a call needs. Collective; called by `World.warmup(layer)`."""
         self.dispatcher.warmup()
-        slots = self.dispatcher.spec.padded_top_k(self.config.top_k)
-        self.executor.warmup(self.dispatcher.max_rows(), slots)
+        self.executor.warmup(self.dispatcher.max_rows(), self.dispatcher.spec.padded_top_k(self.config.top_k))
         tokens = self.dispatcher.capacity.max_tokens_per_rank
         warmup_routing(self.config, self.router, tokens, self.world.device, logits=self.executor.takes_logits)
         row = torch.zeros(1, self.config.input_size, dtype=torch.bfloat16, device=self.world.device)

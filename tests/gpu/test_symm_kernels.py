@@ -377,7 +377,7 @@ def test_unequal_tokens_per_rank_is_noticed():
 
 
 @cuda_only
-def test_slots_run_out_with_a_remedy():
+def test_buffers_run_out_with_a_remedy():
     memory = Ranks(W=1, E=4, K=2, H=128, capacity=8).memories[0]
     assert [memory.in_flight.acquire(), memory.in_flight.acquire()] == [0, 1]
     with pytest.raises(UsageError, match="combine or close"):

@@ -147,7 +147,7 @@ def test_calls_inside_and_outside_of_inference_mode(library):
     assert run_ranks(job) == [[]] * SIZE
 
 
-def test_an_added_slot_names_no_expert(library):
+def test_an_added_entry_names_no_expert(library):
     def job(world):
         dispatcher = make(world, top_k=3)
         batch = make_batches(CASES[0], 0, SIZE, dispatcher.config, torch.bfloat16)[world.rank]

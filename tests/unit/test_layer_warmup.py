@@ -1,4 +1,4 @@
-"""What a layer tells its executor to prepare for: the rows and slots that its dispatcher hands over."""
+"""What a layer tells its executor to prepare for: the rows and the top-k that its dispatcher hands over."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from eprt.world import World
 
 
 @pytest.mark.parametrize(
-    ("top_k", "sizes", "slots"), [(3, None, 3), (3, DISPATCHERS["flashinfer"].top_k_sizes, 4), (4, (1, 4), 4)]
+    ("top_k", "sizes", "padded"), [(3, None, 3), (3, DISPATCHERS["flashinfer"].top_k_sizes, 4), (4, (1, 4), 4)]
 )
-def test_slots_are_the_dispatchers(monkeypatch, top_k, sizes, slots):
+def test_the_top_k_is_the_dispatchers(monkeypatch, top_k, sizes, padded):
     config = cases.make_config("f32", top_k=top_k)
     with World.from_env("cpu") as world:
         runtime = RuntimeConfig(executor="reference", max_tokens_per_rank=24)
@@ -28,7 +28,7 @@ def test_slots_are_the_dispatchers(monkeypatch, top_k, sizes, slots):
         monkeypatch.setattr(layer.executor, "warmup", lambda *given: told.append(given))
         monkeypatch.setattr(layer.dispatcher, "spec", replace(layer.dispatcher.spec, top_k_sizes=sizes))
         world.warmup(layer)
-    assert told == [(24, slots)]
+    assert told == [(24, padded)]
 
 
 def test_a_layer_that_missed_the_warm_up_is_refused_and_works_after_one():

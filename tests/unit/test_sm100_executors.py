@@ -299,7 +299,7 @@ def test_cutedsl_builds_nothing_behind_a_warm_world():
     executor = warm_cutedsl((config, shard, weights), "flat", 16, FakeCuteDsl())
     tokens = make_flat(config, dtype=torch.bfloat16)
     executor(tokens)
-    with pytest.raises(UsageError, match=f"for {config.top_k + 1} slots a token"):
+    with pytest.raises(UsageError, match=f"for top-k {config.top_k + 1}"):
         executor(with_a_slot_more(tokens))
 
 

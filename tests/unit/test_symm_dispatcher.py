@@ -119,7 +119,7 @@ def test_memory_of_different_sizes_is_never_allocated(allocations):
     assert not allocations
 
 
-def test_a_rank_without_a_free_slot_tells_its_peers(allocations):
+def test_a_rank_without_a_free_buffer_tells_its_peers(allocations):
     """Rank 0 closed one of its two open calls: it could go on, into a kernel that waits for rank 1."""
 
     def job(world):
@@ -139,7 +139,7 @@ def test_a_rank_without_a_free_slot_tells_its_peers(allocations):
     assert run_ranks(job, SIZE) == [(f"{says} before the next dispatch", (3, H))] * SIZE
 
 
-def test_a_dispatcher_without_memory_of_its_own_sees_the_slots_of_its_geometry(allocations):
+def test_a_dispatcher_without_memory_of_its_own_sees_the_buffers_of_its_geometry(allocations):
     """Rank 1's two buffers are held through another layer, and this one never made a call."""
 
     def job(world):
@@ -154,7 +154,7 @@ def test_a_dispatcher_without_memory_of_its_own_sees_the_slots_of_its_geometry(a
     assert all(told.startswith(says) for told in run_ranks(job, SIZE))
 
 
-def test_slots_come_back_whether_handle_or_dispatcher_is_closed_first(allocations):
+def test_buffers_come_back_whether_handle_or_dispatcher_is_closed_first(allocations):
     def job(world):
         keeps, closes = make(world), make(world)
         keeps.warmup()
@@ -180,7 +180,7 @@ def test_a_closed_dispatcher_takes_no_memory(allocations):
     assert not allocations
 
 
-def test_a_launch_that_fails_leaves_its_slot_free(allocations, monkeypatch):
+def test_a_launch_that_fails_leaves_its_buffer_free(allocations, monkeypatch):
     def job(world):
         dispatcher = make(world)
         dispatcher.warmup()

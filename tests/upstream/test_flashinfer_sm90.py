@@ -228,7 +228,7 @@ def test_warmup_and_workspace_have_the_top_k_of_the_tokens(kernel, monkeypatch):
     weights, flat = cases.make_weights(config), cases.make_flat(config, dtype=torch.bfloat16)
     shard = ExpertPlacement(8, ParallelConfig()).shard(0)
     runner = make_executor("cutlass_mxfp4", config, shard, weights, cases.CPU, cases.RUNTIME)
-    runner.warmup(13, slots=4)
+    runner.warmup(13, top_k=4)
     assert tuned == [(13, 16)]
     assert {call["token_selected_experts"].shape[1] for call in kernel.calls} == {4}
     assert {top_k for _, top_k in sized} == {4}

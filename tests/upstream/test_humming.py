@@ -296,8 +296,8 @@ def test_a_call_behind_a_warm_world_compiles_nothing_or_is_refused(launches):
 
 
 @pytest.mark.parametrize("low_precision", [False, True])
-def test_warmup_has_the_slots_that_calls_will_have(launches, monkeypatch, low_precision):
-    """A dispatcher may pad top-k: the kernel that scatters rows is made for a number of slots."""
+def test_warmup_has_the_top_k_that_calls_will_have(launches, monkeypatch, low_precision):
+    """A dispatcher may pad top-k: the kernel that scatters rows is made for one K."""
     made, widths, rows_kernel = [], [], humming_module.RowKernel
 
     class Noted(rows_kernel):
@@ -319,7 +319,7 @@ def test_warmup_has_the_slots_that_calls_will_have(launches, monkeypatch, low_pr
     weights, shard = cases.make_weights(config), cases.shard_of(config)
     runner = make_executor("humming", config, shard, weights, cases.CPU, runtime)
     monkeypatch.setattr(runner, "_experts", lambda rows, *_: None)
-    runner.warmup(6, slots=3)
+    runner.warmup(6, top_k=3)
     after = len(made)
     flat = cases.make_flat(config, 6)
     wide = replace(

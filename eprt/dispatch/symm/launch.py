@@ -85,16 +85,11 @@ class Launcher:
         """What a call of a buffer takes beside its tensors; other ones once a rank is lost. A push goes to this rank
         first, then in rank order, round."""
         memory, offsets, rank = self.memory, self.memory.geometry.offsets, self.memory.rank
-        self._peers, states, books = memory.peers, memory.states.unbind(), memory.books.unbind()
         regions = tuple(offsets[region] for region in ("data", "scale", "ids", "weights"))
-        self._push_to = [
-            ((*peers[rank:], *peers[:rank]), *regions, book, state)
-            for peers, book, state in zip(memory.peers, books, states, strict=True)
-        ]
-        self._pull_from = [
-            (peers, offsets["output"], book, state)
-            for peers, book, state in zip(memory.peers, books, states, strict=True)
-        ]
+        self._peers = memory.peers
+        buffers = list(zip(memory.peers, memory.books.unbind(), memory.states.unbind(), strict=True))
+        self._push_to = [((*peers[rank:], *peers[:rank]), *regions, *state) for peers, *state in buffers]
+        self._pull_from = [(peers, offsets["output"], *state) for peers, *state in buffers]
 
     def row_counts(self, capacity: int) -> list[int]:
         """The smallest R for each set of kernels that calls up to `capacity` can need."""

@@ -284,7 +284,7 @@ class ContiguousExperts:
     def _wrapper(self, top_k: int) -> Any:
         """Makes one wrapper per top-k: a dispatcher may pad the model's, an adapter emits 1."""
         if top_k not in self._wrappers:
-            self._require_cold(f"compiling cutedsl_nvfp4's kernels for {top_k} slots a token")
+            self._require_cold(f"compiling cutedsl_nvfp4's kernels for top-k {top_k}")
             activation, down = self._activation, self._codes[1]
             swiglu: dict[str, float] = {}
             if not activation.plain:
@@ -339,7 +339,7 @@ class CuteDslExecutor(PreparedExecutor):
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         if self._contiguous is None:
             raise ConfigError(_not_built("flat"))
-        # Of two slots with one expert the routing kernel keeps one; only a table of ids can hold such rows.
+        # Of two entries with one expert the routing kernel keeps one; only a table of ids can hold such rows.
         self._contiguous(merge_repeats(tokens) if self.config.routing.method == "hash" else tokens, out)
 
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
@@ -347,9 +347,9 @@ class CuteDslExecutor(PreparedExecutor):
             raise ConfigError(_not_built("expert_major"))
         self._masked(tokens, out)
 
-    def warmup(self, max_rows: int, slots: int | None = None) -> None:
+    def warmup(self, max_rows: int, top_k: int | None = None) -> None:
         if self._contiguous is not None:
-            self._contiguous.warmup(even_tokens(self.config, max_rows, slots or self.config.top_k, self.device))
+            self._contiguous.warmup(even_tokens(self.config, max_rows, top_k or self.config.top_k, self.device))
         if self._masked is not None:
             self._masked.warmup(max_rows, self.config.hidden_size, self.shard.num_local_experts, self.device)
 

@@ -50,7 +50,7 @@ class TrtllmGenExecutor(PreparedExecutor):
         self._most_rows = 1 << (slabs * world * self.runtime.max_tokens_per_rank - 1).bit_length()
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
-        # Of two slots with one expert the routing kernel keeps one; only a table of ids can hold such rows.
+        # Of two entries with one expert the routing kernel keeps one; only a table of ids can hold such rows.
         tokens = merge_repeats(tokens) if self.config.routing.method == "hash" else tokens
         routing = {
             "topk_ids": (tokens.ids.contiguous(), tokens.weights.contiguous()),
@@ -105,10 +105,10 @@ class TrtllmGenExecutor(PreparedExecutor):
         if whole is not out:
             out.copy_(whole[:, : out.shape[1]])
 
-    def warmup(self, max_rows: int, slots: int | None = None) -> None:
+    def warmup(self, max_rows: int, top_k: int | None = None) -> None:
         """Lets FlashInfer build its kernels and time their tactics for its ladder of batch sizes up to `max_rows`."""
         self._most_rows = max(self._most_rows, 1 << (max_rows - 1).bit_length())
-        tokens = even_tokens(self.config, max_rows, slots or self.config.top_k, self.device)
+        tokens = even_tokens(self.config, max_rows, top_k or self.config.top_k, self.device)
         with self._kernels.autotune(True):
             self(tokens)
             if _whole(self.shard) and self.takes_logits:

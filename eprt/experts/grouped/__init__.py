@@ -104,7 +104,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         work = schedule_expert_major(tokens.counts, M, _row_tiles(schedule))
         both(self._gemms, self._rows(tokens.hidden, work), work, schedule, (L, M), out)
 
-    def warmup(self, max_rows: int, slots: int | None = None) -> None:
+    def warmup(self, max_rows: int, top_k: int | None = None) -> None:
         """Compile every schedule that up to `max_rows` rows can need. Nothing is tuned.
 
         Ranks begin at different ones: those of a host find in Triton's cache what others have compiled meanwhile."""
@@ -116,7 +116,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         begin = len(turns) * self.shard.first_expert // self.shard.num_experts
         for rows in turns[begin:] + turns[:begin]:
             if form in (None, "flat"):
-                self._try_flat(rows, slots or K, self.shard.num_experts)  # nothing is computed
+                self._try_flat(rows, top_k or K, self.shard.num_experts)  # nothing is computed
             if form in (None, "expert_major"):
                 self._try_expert_major(rows, valid=0)
 

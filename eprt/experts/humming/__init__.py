@@ -156,7 +156,7 @@ class HummingExecutor(PreparedExecutor):
         expected = self._expected_rows(tokens.num_rows)
         return lambda: self._experts(rows, scale, order.offsets, "grouped_contiguous", expected, out)
 
-    def warmup(self, max_rows: int, slots: int | None = None) -> None:
+    def warmup(self, max_rows: int, top_k: int | None = None) -> None:
         """Compiles all kernels for up to `max_rows` rows of FlatTokens, or for slabs of `max_rows` rows.
 
         The first time takes tens of seconds per shape; humming keeps compiled kernels on disk.
@@ -166,7 +166,7 @@ class HummingExecutor(PreparedExecutor):
         _at_once([partial(gemm.warmup, gemm_type, expected) for gemm in gemms for gemm_type in gemm_types])
         if "grouped_contiguous" in gemm_types:
             for rows in {1, max_rows}:
-                self._try_flat(rows, slots or self.config.top_k, self.shard.first_expert)
+                self._try_flat(rows, top_k or self.config.top_k, self.shard.first_expert)
         if "grouped_masked" in gemm_types:
             self._try_expert_major(1, valid=1)
 
