@@ -97,10 +97,7 @@ class DispatcherSpec:
             (ranks > max_ranks, f"at most {max_ranks} ranks, the world has {ranks}"),
             (far, f"needs all ranks on one NVLink {self.reach}, one host has {here} of {ranks}"),
             (tokens > max_tokens, f"at most {max_tokens} tokens a rank, max_tokens_per_rank is {tokens}"),
-            (
-                sharers > 1 and not self.moe_tp,
-                f"can't send one token to the {sharers} MoE-TP ranks that share an expert",
-            ),
+            (tp > 1 and not self.moe_tp, f"can't send one token to the {tp} MoE-TP ranks that share an expert"),
             (config.top_k > top_k, f"top-k at most {top_k}, the model has {config.top_k}"),
             (config.hidden_size > hidden, f"hidden size at most {hidden}, the model has {config.hidden_size}"),
         ]
