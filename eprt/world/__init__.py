@@ -205,11 +205,7 @@ class World(Collectives):
                 "mesh, or a 2-D mesh whose last dimension is attention_tp_dim"
             )
         return cls.from_group(
-            group,
-            mesh.device_type,
-            attention_tp_group=attention,
-            moe_tp_size=moe_tp_size,
-            timeout_s=timeout_s,
+            group, mesh.device_type, attention_tp_group=attention, moe_tp_size=moe_tp_size, timeout_s=timeout_s
         )
 
     @contextmanager

@@ -155,8 +155,6 @@ class Collectives:
         self._call_log = CallLog()
         self._abandoned = False  # a collective was left unfinished: torch would wait for it at the end
 
-    # ---- coordinates ----------------------------------------------------------------------------------------
-
     @property
     def ep_rank(self) -> int:
         return self.rank // self.parallel.moe_tp_size
@@ -172,8 +170,6 @@ class Collectives:
     @property
     def attention_tp_rank(self) -> int:
         return self.rank % self.parallel.attention_tp_size
-
-    # ---- payload --------------------------------------------------------------------------------------------
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, missing: int = 0) -> None:
         """Gathers every rank's x[n] to out[W * n], in rank order. Rows of lost ranks hold `missing`."""
@@ -248,8 +244,6 @@ class Collectives:
         pauses = self._pauses(self._ranks if ranks is None else ranks)
         while not done.query():
             next(pauses)
-
-    # ---- agreement ------------------------------------------------------------------------------------------
 
     def compares_headers(self, full: bool) -> bool:
         """Returns whether calls compare headers: always on gloo, on GPUs with full validation, never in capture."""
@@ -348,8 +342,6 @@ class Collectives:
     def whole(self) -> bool:
         """Returns whether all ranks may still reach a common call: none is lost, or has left."""
         return all(self.alive) and not self.broken and (self._guard is None or not self._guard.somebody_ended)
-
-    # ---- waiting --------------------------------------------------------------------------------------------
 
     def _run(self, work: dist.Work | None, ranks: Iterable[int] | None = None) -> None:
         """Waits for payload: on CUDA the stream waits, on CPU the host does."""

@@ -97,11 +97,6 @@ class Guard:
         self._progress = (self._progress[0] + 1, where or self._progress[1])
 
     @property
-    def nonce(self) -> int:
-        """Returns a number that only the ranks that met know."""
-        return self.met.number
-
-    @property
     def verdict(self) -> RankLost | None:
         """Returns the verdict that the ranks agreed on, if any."""
         return self._verdict
@@ -219,8 +214,6 @@ class Guard:
                 return
             time.sleep(BEAT_S / 5)
 
-    # ---- the thread -----------------------------------------------------------------------------------------
-
     def _begin(self) -> None:
         self._thread.loop.create_task(self._links.start(self.met.listener, self.met.addresses))
         self._tick(time.monotonic())
@@ -273,8 +266,6 @@ class Guard:
     def _on_intruder(self, rank: int, words: str) -> None:
         self._thread.do(lambda: self._propose(Suspicion(rank, "foreign", words)))
 
-    # ---- what peers say -------------------------------------------------------------------------------------
-
     def _heard(self, rank: int, message: Any) -> None:
         """Handles a peer's message in the guard's thread. Peers proved who they are; what they say is still checked."""
         if rank not in self._peers:
@@ -303,8 +294,6 @@ class Guard:
             self._peers[rank].closed = True
             # A dying process closes its sockets before it counts as gone.
             self._thread.loop.call_later(BEAT_S / 5, self._judge)
-
-    # ---- one verdict ----------------------------------------------------------------------------------------
 
     def _suspicion(self, rank: int, why: str, detail: str) -> Suspicion:
         seen = f"last heard of in {self._peers[rank].where}, missed by rank {self.rank} in {self._progress[1]}"
@@ -349,9 +338,7 @@ class Guard:
             return
         judge = self._judges()[0]
         if judge != self.rank:
-            self._links.send(
-                judge, {"case": [self._suspicions[0].rank, self._suspicions[0].why, self._suspicions[0].detail]}
-            )
+            self._tell(self._suspicions[0])
             self._passed_over.add(judge)
             self._thread.loop.call_later(ASK_NEXT_S, self._decide)
             return
@@ -381,11 +368,11 @@ class Guard:
         if self._verdict is not None and self._thread.here:
             self._links.send_all({"verdict": [list(self._verdict.ranks), self._verdict.why, str(self._verdict)]})
 
-    def _same_home(self, rank: int) -> bool:
-        return self._members[rank].home == self._members[self.rank].home
-
     def _gone(self, rank: int) -> bool:
         return self._same_home(rank) and ended(self._members[rank].pid)
+
+    def _same_home(self, rank: int) -> bool:
+        return self._members[rank].home == self._members[self.rank].home
 
     def _exit_if_stuck(self) -> None:
         """Ends a process whose main thread can't be woken (a kernel or a foreign library waits for a lost rank)."""

@@ -60,7 +60,7 @@ class Lifecycle:
         """Opens the control group of the ranks that met and, if all are on one host, shared memory. Collective."""
         world = self._world
         world._guard = guard
-        world.nonce = guard.nonce
+        world.nonce = guard.met.number
         world.generation = generation
         world._control = guard.bounded(lambda: control_group(guard.met, world.timeout_s, world.group), world.timeout_s)
         exchange(world, Header("barrier", -1, 0))
@@ -82,8 +82,6 @@ class Lifecycle:
         if world._shared is not None:
             world._shared.close()
         world.group = world._attention_tp_group = world._control = world._shared = None
-
-    # ---- the end --------------------------------------------------------------------------------------------
 
     def end(self) -> None:
         """Stops the guard and ends the groups, unless work is stuck in them: then the process ends hard at exit."""

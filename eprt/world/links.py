@@ -146,8 +146,6 @@ class Links:
             else:
                 return
 
-    # ---- called by a link -----------------------------------------------------------------------------------
-
     def opened(self, peer: int, link: _Link) -> bool:
         """Returns whether the link may stay: a peer has one connection."""
         return not self._ending and self._open.setdefault(peer, link) is link

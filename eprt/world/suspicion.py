@@ -55,11 +55,7 @@ class StoreWatch:
     """
 
     def __init__(
-        self,
-        store: dist.Store | None,
-        beat_s: float,
-        silent_after_s: float,
-        intruded: Callable[[int, str], None],
+        self, store: dist.Store | None, beat_s: float, silent_after_s: float, intruded: Callable[[int, str], None]
     ) -> None:
         self._store, self._intruded = store, intruded
         self._beat_s, self._silent_after_s = beat_s, silent_after_s
