@@ -15,7 +15,7 @@ import torch
 import eprt.dispatch.call as checks
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.buffers import InFlightBuffers
-from eprt.dispatch.call import Agreement, Capacity, Dispatched, Handle
+from eprt.dispatch.call import Capacity, Dispatched, Handle
 from eprt.dispatch.lost_experts import LostExperts
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError, UsageError
@@ -23,7 +23,7 @@ from eprt.placement import ExpertPlacement
 from eprt.quant import encode_payload
 from eprt.rounding import ceil_div
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
-from eprt.world.agree import fingerprint_of
+from eprt.world.agree import Header, exchange, fingerprint_of
 from eprt.world.collectives import BROKEN_OFF
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ class Dispatcher(ABC):
         self.payload_scale = torch.ones(1, dtype=torch.float32, device=world.device) if packed else None
         self.settings = checks.settings_of(self.spec.name, world, config, runtime)
         self.fingerprint = fingerprint_of(self.settings)
-        self.full_validation = full = runtime.validate == "full"
-        self._agreement = Agreement(world, layer, self.capacity, full, self.fingerprint, self.settings)
+        self.full_validation = runtime.validate == "full"
         self.closed = False
         # The only dtype of tokens that it takes, and its name; empty: bf16 and float32.
         self.dtypes = () if "f32" in self.spec.payloads else ((torch.bfloat16, self.spec.name),)
@@ -202,7 +201,32 @@ class Dispatcher(ABC):
             error = found
         num_tokens, dtype = (0, torch.bfloat16) if error else (hidden_states.shape[0], hidden_states.dtype)
         facts = self._calls, num_tokens, tokens_per_rank, dtype
-        return self._agreement.rows("dispatch", *facts, error, group_tokens, cut)
+        return self._compare("dispatch", facts, error, group_tokens, cut)
+
+    def _compare(
+        self,
+        operation: str,
+        facts: tuple[int, int, int | None, torch.dtype],
+        error: EprtError | None,
+        group_tokens: int = 0,
+        cut: bool = False,
+    ) -> int:
+        """Returns R of a call. Compares headers with the peers where the World asks for it, else checks locally.
+
+        Args:
+            operation: "dispatch" or "combine".
+            facts: the number of the call, T, R if it is known, and the dtype of the rows.
+            error: the fault that this rank found in its call; raised on every rank that compares, here anyway.
+        """
+        call, num_tokens, given, dtype = facts
+        derive = given is None and operation == "dispatch"
+        if self.world.size == 1 or not (derive or self.world.compares_headers(self.full_validation)):
+            if error is not None:
+                raise error
+            return given if given and num_tokens <= given else self.capacity.agree((num_tokens,), given or 0, cut)
+        rows, own = 0 if error else given or 0, self.fingerprint
+        header = Header(operation, self.layer, call, num_tokens, rows, dtype, own, group_tokens, settings=self.settings)
+        return self.capacity.agree(exchange(self.world, header, error).tokens, given or 0, cut)
 
     def send(self, hidden_states: torch.Tensor, topk: TopK, rows: int, *, wait: bool = True) -> Dispatched:
         """The second half of `dispatch`: sends the tokens that `agree` has checked.
@@ -254,7 +278,7 @@ class Dispatcher(ABC):
         facts = (-1, 0, 1, torch.bfloat16)  # of a call that nobody makes
         if error is None:
             facts = (handle.call, handle.num_tokens, handle.tokens_per_rank, expert_output.dtype)
-        self._agreement.rows("combine", *facts, error)
+        self._compare("combine", facts, error)
         return self.bring_back(expert_output, handle)
 
     def bring_back(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
@@ -277,7 +301,7 @@ class Dispatcher(ABC):
         if tokens_per_rank is None:
             tokens_per_rank = self._rows_of_step()
         facts = self._calls, 0, tokens_per_rank, torch.bfloat16
-        self._agreement.rows("dispatch", *facts, error)
+        self._compare("dispatch", facts, error)
         raise error
 
     def check_peers(self) -> None:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
-from eprt.errors import CapacityError, EprtError, InputError, UsageError
+from eprt.errors import CapacityError, InputError, UsageError
 from eprt.tokens import ExpertMajorTokens, FlatTokens, RouterLogits, TopK
-from eprt.world.agree import Header, exchange
 
 if TYPE_CHECKING:
     from eprt.world import World
@@ -323,60 +322,3 @@ def settings_of(dispatcher: str, world: World, config: MoEConfig, runtime: Runti
         # Tells layers of equal numbers and settings apart: ranks that call them in different orders are told so.
         "dispatchers_before": str(world.num_dispatchers),
     }
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What the ranks compare in each call of one dispatcher.
-
-    Attributes:
-        full: compare in every call (validate="full"), not only where the World asks for it.
-        fingerprint, settings: settings that must be equal on all ranks, and their hash.
-    """
-
-    world: World
-    layer: int
-    capacity: Capacity
-    full: bool
-    fingerprint: int
-    settings: dict[str, str]
-
-    def rows(
-        self,
-        operation: str,
-        call: int,
-        num_tokens: int,
-        tokens_per_rank: int | None,
-        dtype: torch.dtype,
-        error: EprtError | None,
-        group_tokens: int = 0,
-        cut: bool = False,
-    ) -> int:
-        """Returns R for this call. Compares headers with the peers where the World asks for it, else checks locally.
-
-        Args:
-            operation: "dispatch" or "combine".
-            error: the fault that this rank found in its call; raised on every rank that compares, here anyway.
-            cut: an R over the capacity is returned, not refused.
-        """
-        derive = tokens_per_rank is None and operation == "dispatch"
-        compare = self.world.size > 1 and (derive or self.world.compares_headers(self.full))
-        if not compare:
-            if error is not None:
-                raise error
-            if tokens_per_rank and num_tokens <= tokens_per_rank:
-                return tokens_per_rank
-            return self.capacity.agree((num_tokens,), tokens_per_rank or 0, cut)
-        header = Header(
-            operation=operation,
-            layer=self.layer,
-            call=call,
-            num_tokens=num_tokens,
-            tokens_per_rank=0 if error else tokens_per_rank or 0,
-            dtype=dtype,
-            fingerprint=self.fingerprint,
-            settings=self.settings,
-            group_tokens=group_tokens,
-        )
-        peers = exchange(self.world, header, error)
-        return self.capacity.agree(peers.tokens, tokens_per_rank or 0, cut)
