@@ -255,8 +255,8 @@ class NanOutput(Executor):
         else:  # the inner executor would write into memory of its own, and copy that
             out.copy_(self.inner(tokens, out.clone(memory_format=torch.contiguous_format)))
 
-    def warmup(self, max_rows: int, slots: int | None = None) -> None:
-        self.inner.warmup(max_rows, slots)
+    def warmup(self, max_rows: int, top_k: int | None = None) -> None:
+        self.inner.warmup(max_rows, top_k)
 
 
 def _world(context: RankContext, check: Check) -> World:
