@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -91,7 +90,7 @@ class Checkpoint:
     def forget(self, prefix: str) -> None:
         """Frees tensors of a module that won't be read again. Files need nothing: they are read, not mapped."""
 
-    @cached_property
+    @property
     def fingerprint(self) -> int:
         """A 63-bit hash of the config and of all names, shapes and dtypes, to be compared between ranks."""
         rows = sorted((name, info.shape, info.dtype) for name, info in self.manifest.items())

