@@ -46,11 +46,10 @@ def draw(report: Report) -> Figure:
     except ImportError as error:
         raise ConfigError(_REMEDY) from error
     panels = _layer_panels(report) if report.bench == "layer" else _line_panels(report)
-    figure = Figure(
-        figsize=(6.4 * max(1, min(2, len(panels))), 4.2 * max(1, ceil_div(len(panels), 2))), layout="constrained"
-    )
+    rows, columns = max(1, ceil_div(len(panels), 2)), max(1, min(2, len(panels)))
+    figure = Figure(figsize=(6.4 * columns, 4.2 * rows), layout="constrained")
     for index, (title, panel) in enumerate(panels):
-        axes = figure.add_subplot(ceil_div(len(panels), 2), min(2, len(panels)), index + 1)
+        axes = figure.add_subplot(rows, columns, index + 1)
         axes.set_title(title, fontsize=10)
         panel(axes)
     return figure
@@ -133,15 +132,11 @@ def measured_lines(bench: str, rows: list[dict[str, Any]]) -> dict[str, dict[int
 
 
 def _whose(bench: str, name: str) -> str:
-    ours = {
-        "dispatch": name in DISPATCHERS,
-        "experts": name in EXECUTORS,
-        "step": not name.startswith("transformers"),
-        "placement": True,
-    }
     if bench == "router":
         return {"eprt": "eprt", "torch": "plain torch"}[name]
-    return f"eprt: {name}" if ours[bench] else name.replace(" by hand", " called directly")
+    ours = bench == "placement" or name in {"dispatch": DISPATCHERS, "experts": EXECUTORS}.get(bench, ())
+    ours = ours or (bench == "step" and not name.startswith("transformers"))
+    return f"eprt: {name}" if ours else name.replace(" by hand", " called directly")
 
 
 def lower_bounds(bench: str, rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:

@@ -8,6 +8,7 @@ make the same step on a StaticCache: one token a request, an explicit mask, logi
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,17 +19,21 @@ from torch import nn
 
 from eprt.bench.layer import random_layer
 from eprt.bench.report import Report, percentile, slowest
-from eprt.bench.step_models import make_model
 from eprt.bench.timing import clocked_calls, clocked_phases, settle, world_of
 from eprt.config import RuntimeConfig
+from eprt.conformance.tiny_model import gpt_oss_config
+from eprt.errors import ConfigError
 from eprt.graphs import StepGraphs
 from eprt.graphs.recording import Pool, Recording, refusal
 from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.models import family_for
+from eprt.models.published import MODELS as MODEL_CONFIGS
 from eprt.ranks.process import RankContext
 from eprt.timing import host_stopwatch
 from eprt.world import World
 
+_PUBLISHED = {"gpt-oss-120b": "gpt-oss-120b", "qwen3-30b-a3b": "Qwen3-30B-A3B", "deepseek-v3": "DeepSeek-V3"}
+MODELS = (*_PUBLISHED, "tiny")
 CONTEXT = 64  # positions of the cache; a round fits, so that no step runs past its end
 _STEPS, _WARM_STEPS = 10, 3  # of a round; they follow each other as in a decode loop
 
@@ -97,6 +102,47 @@ class _Batch:
             use_cache=True,
         )
         return output.logits[:, -1:].argmax(-1)
+
+
+def _config_of(name: str, layers: int) -> dict[str, Any]:
+    """Returns the published config.json cut to `layers` layers, each of which has experts."""
+    if name not in MODELS:
+        raise ConfigError(f"--models {name!r}: expected some of {', '.join(MODELS)}")
+    tiny = gpt_oss_config(layers, 8, 4, 128, 256)
+    if name == "tiny":
+        return tiny
+    cut = MODEL_CONFIGS[_PUBLISHED[name]] | {"num_hidden_layers": layers}
+    if "first_k_dense_replace" in cut:
+        cut["first_k_dense_replace"] = 0
+    return tiny | cut if cut["model_type"] == "gpt_oss" else cut
+
+
+def make_model(name: str, layers: int, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    """Returns (the model in bf16 with random weights on the device, the published config of its layers).
+
+    The config includes the number format of the experts.
+
+    Raises:
+        ConfigError: an unknown name, or transformers isn't installed.
+    """
+    published = _config_of(name, layers)
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError("bench step runs transformers' own models: pip install 'eprt[transformers]'") from error
+    if "layer_types" in published:
+        published["layer_types"] = ["full_attention"] * layers  # a short context: no window would be full
+    fields = {key: value for key, value in published.items() if key not in ("quantization_config", "architectures")}
+    config: Any = AutoConfig.for_model(**fields)
+    config.dtype = torch.bfloat16
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.eval().requires_grad_(False)
+    said = json.loads(config.to_json_string(use_diff=False))
+    said.pop("quantization_config", None)
+    if "quantization_config" in published:
+        said["quantization_config"] = published["quantization_config"]
+    return model, said
 
 
 def measure_step(context: RankContext, case: StepCase) -> StepFound:

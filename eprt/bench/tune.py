@@ -14,11 +14,11 @@ import torch
 from eprt.bench.dispatch import DispatchCase, DispatchTimes
 from eprt.bench.experts import random_experts, sampled_tokens
 from eprt.bench.report import percentile, provenance, slowest
-from eprt.bench.timing import world_of
+from eprt.bench.timing import reason_of, world_of
 from eprt.config import MoEConfig, RuntimeConfig
-from eprt.dispatch import DISPATCHERS
-from eprt.errors import EprtError, RankLost
-from eprt.experts import EXECUTORS, executor_spec, make_executor
+from eprt.dispatch import DISPATCHERS, DispatcherSpec
+from eprt.errors import EprtError
+from eprt.experts import EXECUTORS, ExecutorSpec, executor_spec, make_executor
 from eprt.placement import ExpertPlacement
 from eprt.plan.measured import sizes_of_experts
 from eprt.ranks.process import RankContext
@@ -51,8 +51,7 @@ def measure_experts(
     world, start = world_of(context), time.monotonic()
     device, spec, runtime = Device.of(world.device), executor_spec(name), RuntimeConfig()
     kept = replace(config, weight_format="bf16") if config.weight_format in spec.decodes else config
-    verdict = spec.supports(kept, world.parallel, runtime, device, "bf16")
-    if not verdict:
+    if not (verdict := spec.supports(kept, world.parallel, runtime, device, "bf16")):
         return ExpertTimes({}, verdict.reason)
     try:
         shard = ExpertPlacement(kept.num_experts, world.parallel).shard(world.rank)
@@ -65,10 +64,8 @@ def measure_experts(
             if time.monotonic() - start < seconds:
                 us[count] = _time(executor, kept, count, world.device)
         return ExpertTimes(us)
-    except RankLost:
-        raise
     except EprtError as error:
-        return ExpertTimes({}, str(error).splitlines()[0])
+        return ExpertTimes({}, reason_of(error))
 
 
 def _time(executor: Callable[..., torch.Tensor], config: MoEConfig, count: int, device: torch.device) -> float:
@@ -76,12 +73,11 @@ def _time(executor: Callable[..., torch.Tensor], config: MoEConfig, count: int, 
     out = torch.empty_like(flat.hidden.data)
     if device.type == "cuda":
         return device_microseconds(lambda: executor(flat, out))
-    executor(flat, out)
     taken: list[float] = []
-    for _ in range(WALL_CALLS):
+    for _ in range(1 + WALL_CALLS):
         with host_stopwatch(taken):
             executor(flat, out)
-    return median(taken)
+    return median(taken[1:])
 
 
 @dataclass(frozen=True)
@@ -101,15 +97,16 @@ def parts(config: MoEConfig, tokens: Sequence[int], ranks: int, device: str) -> 
     Backends of torch come first, then those that compile a library's kernels and may take minutes; among them the
     preferred ones.
     """
-    found: list[tuple[bool, int, list[Measurement]]] = []
-    for name, spec in EXECUTORS.items():
-        if device in spec.devices and not spec.witness:
-            found.append((_compiles(spec.requirement), -spec.preference, [Measurement(name)]))
-    for name, spec in DISPATCHERS.items() if ranks > 1 else ():
-        if device in spec.devices:
-            cases = [DispatchCase(name, config.hidden_size, config.top_k, count) for count in tokens]
-            found.append((_compiles(spec.requirement), -spec.preference, [Measurement(name, case) for case in cases]))
-    return [part for *_, some in sorted(found, key=lambda each: each[:2]) for part in some]
+    specs: list[ExecutorSpec | DispatcherSpec] = [spec for spec in EXECUTORS.values() if not spec.witness]
+    specs += DISPATCHERS.values() if ranks > 1 else ()
+    found: list[Measurement] = []
+    for spec in sorted(specs, key=lambda each: (_compiles(each.requirement), -each.preference)):
+        if device in spec.devices and isinstance(spec, ExecutorSpec):
+            found.append(Measurement(spec.name))
+        elif device in spec.devices:
+            cases = [DispatchCase(spec.name, config.hidden_size, config.top_k, count) for count in tokens]
+            found += [Measurement(spec.name, case) for case in cases]
+    return found
 
 
 def _compiles(requirement: Requirement | None) -> bool:

@@ -115,21 +115,11 @@ def prepared_choice(what: Choice) -> CachedKernel:
     computed = what.rounding.method if best is None or what.routing is None else torch.float32
     for_choice = computed if what.correction is None else torch.promote_types(computed, what.correction)
     none = what.routing is None
+    outputs = (computed, None, None) if none else (None, torch.int32, torch.float32)
     return CachedKernel(
         choice_kernel,
         what.device,
-        (
-            what.pieces,
-            what.bias,
-            what.correction,
-            what.token_ids,
-            what.table,
-            computed if none else None,
-            None if none else torch.int32,
-            None if none else torch.float32,
-            2,
-            2,
-        ),
+        (what.pieces, what.bias, what.correction, what.token_ids, what.table, *outputs, 2, 2),
         {
             "METHOD": "logits" if none else routing.method,
             "SPLITS": what.splits,
@@ -311,20 +301,13 @@ class FusedRouter:
 def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tiling) -> CachedKernel:
     """Returns the GEMM of this shape, compiled at the first call for it and shared by all layers' routers."""
     size = split_k(tiling, E, H, parts)
+    constants = {"E": E, "H": H, "PARTS": parts, "SPLITS": size.splits, "STEPS": size.steps}
+    constants |= {"BLOCK_T": tiling.block_t, "BLOCK_E": size.block_e, "BLOCK_H": size.block_h}
     return CachedKernel(
         logits_kernel,
         device,
         (torch.bfloat16, torch.bfloat16, torch.float32, 2),
-        {
-            "E": E,
-            "H": H,
-            "PARTS": parts,
-            "SPLITS": size.splits,
-            "STEPS": size.steps,
-            "BLOCK_T": tiling.block_t,
-            "BLOCK_E": size.block_e,
-            "BLOCK_H": size.block_h,
-        },
+        constants,
         pdl=True,
         num_warps=tiling.warps,
         num_stages=size.stages,
