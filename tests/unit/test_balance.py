@@ -26,9 +26,6 @@ from eprt.support import Device
 E = jobs.E
 
 
-# ---- counting ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("slots", [(), (*range(E), 3, 3, 0, 1)], ids=["plain", "replicas"])
 def test_a_layer_counts_what_its_tokens_chose(pools, slots) -> None:
     found = pools(2).run(jobs.counted, slots=slots, steps=12)
@@ -54,9 +51,6 @@ def test_ids_outside_are_not_counted_and_nothing_is_read() -> None:
     load.add(torch.tensor([[1, 1]], dtype=torch.int32))
     assert before.tolist() == [1, 0, 0, 2], "a copy"
     assert load.read().tolist() == [1, 2, 0, 2]
-
-
-# ---- files ------------------------------------------------------------------------------------------------------
 
 
 def test_counts_come_back_from_their_file(tmp_path) -> None:
@@ -90,9 +84,6 @@ def test_zipf_is_what_it_says() -> None:
     assert set(zipf(4, 0.0)) == {250_000}
     with pytest.raises(ConfigError, match="exponent -1"):
         zipf(4, -1.0)
-
-
-# ---- the planner ------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -215,9 +206,6 @@ def test_what_cannot_be_planned(wrong, says: str) -> None:
         plan_placement(**given)
 
 
-# ---- placement files --------------------------------------------------------------------------------------------
-
-
 def test_placements_come_back_from_their_file(tmp_path) -> None:
     parallel = ParallelConfig(2)
     placements = {
@@ -258,9 +246,6 @@ def test_what_is_no_placement_file(tmp_path, changes, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as told:
         PlacementFile.read(path)
     assert str(path) in str(told.value)
-
-
-# ---- the report and whether it pays -----------------------------------------------------------------------------
 
 
 def test_the_report_says_which_rank_is_hot(tmp_path) -> None:
@@ -320,9 +305,6 @@ def test_the_models_time_grows_with_rows_and_with_experts() -> None:
         assert 1 < found(rows, experts) / roofline(GPT_OSS)(rows, experts) < 5
     with pytest.raises(ConfigError, match="nothing is known of times on cpu"):
         modelled(GPT_OSS, ParallelConfig(4), "humming", Device("cpu"))
-
-
-# ---- the command ------------------------------------------------------------------------------------------------
 
 
 def test_plan_experts_writes_a_file_that_it_reads_again(tmp_path, capsys) -> None:

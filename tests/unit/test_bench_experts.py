@@ -3,6 +3,7 @@ library called directly computes is what the executors do."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,17 +11,9 @@ import torch
 from support.cases import expert_cases as cases
 
 from eprt.bench import experts as bench
+from eprt.bench import router
 from eprt.bench.baselines import baselines
-from eprt.bench.experts import (
-    SHAPES,
-    Ceilings,
-    ExpertRow,
-    choose_cases,
-    experts_report,
-    random_experts,
-    random_matrix,
-)
-from eprt.bench.report import Report
+from eprt.bench.experts import SHAPES, Ceilings, ExpertRow, choose_cases, experts_report, random_experts, random_matrix
 from eprt.cli import main
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, EprtError
@@ -51,12 +44,17 @@ def test_random_weights_are_the_configs(weight_format):
         assert weights.down.input_scale is not None
 
 
-def test_unknown_names_and_machines_are_refused():
+def test_unknown_names_and_machines_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="fp8_tensor"):
         random_matrix("fp8_tensor", 1, 128, 128, 1, CPU)
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="no CUDA device"):
-            experts_report(tokens=[1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no CUDA device here"):
+        experts_report(tokens=[1])
+    with pytest.raises(ConfigError, match="expected one of gpt-oss-120b"):
+        router.router_report(["gpt"], tokens=[1])
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        router.router_report(tokens=[1])
+    assert main(["bench", "experts"]) == main(["bench", "router", "--tokens", "0"]) == 2
 
 
 @pytest.mark.parametrize("device", ["sm90", "sm100"])
@@ -88,31 +86,26 @@ def test_the_cases_of_each_generation():
             choose_cases(shapes, executors, RuntimeConfig(), Device.parse("sm90"))
 
 
-def test_the_report_says_what_was_left_out(monkeypatch):
-    row = ExpertRow(
-        "humming", "gpt-oss-120b", "mxfp4", "bf16", 1, 1, 1.0, 7.5, None, None, 128.0, 1.0, 0.0, 7.5, 2.9, 57.1, 0.0221
-    )
+def test_the_report_its_table_and_what_was_left_out(monkeypatch, capsys):
+    """A dash where there is no baseline."""
+    rest = (128.0, 1.0, 0.0, 7.5, 2.9, 57.1, 0.0221)
+    row = ExpertRow("torch_grouped", "gpt-oss-120b", "bf16", "bf16", 1, 1, 1.0, 9.5, None, None, *rest)
+    with_baselines = replace(row, executor="humming", us=7.5, by_hand_us=8.25, library_us=7.125)
     monkeypatch.setattr(bench, "_cuda", lambda device: CPU)
     monkeypatch.setattr(bench.Ceilings, "measure", lambda device: Ceilings(4.25678e12, 8e14))
-    monkeypatch.setattr(bench, "_bench_one", lambda case, *rest: [row] if case.executor == "torch_grouped" else [])
+    rows = [with_baselines, row]
+    monkeypatch.setattr(bench, "_bench_one", lambda case, *rest: rows if case.executor == "torch_grouped" else [])
     kept: list[int] = []
-    report = experts_report(
-        ["gpt-oss-120b"], tokens=[1], libraries=["none"], keep=lambda report: kept.append(len(report.rows))
-    )
-    assert kept == [1]
-    assert report.rows == [row.as_dict()]
+    given = {"tokens": [1], "libraries": ["none"]}
+    report = experts_report(["gpt-oss-120b"], **given, keep=lambda report: kept.append(len(report.rows)))
+    assert kept == [2]
+    assert report.rows == [each.as_dict() for each in rows]
+    assert (report.rows[1]["prepare_peak"], report.rows[1]["by_hand_us"]) == (0.022, None)
     assert report.limits == {"copy_gb_per_s": 4256.8, "bf16_tflop_per_s": 800.0}
     assert "humming on gpt-oss-120b: runs on cuda, not on cpu" in report.notes
     assert len(report.notes) == len(EXECUTORS) - 2
-
-
-def test_the_table_has_a_dash_where_there_is_no_baseline(monkeypatch, capsys):
-    rest = (128.0, 1.0, 0.0, 7.5, 2.9, 57.1, 0.0221)
-    rows = [
-        ExpertRow("humming", "gpt-oss-120b", "mxfp4", "bf16", 1, 1, 1.0, 7.5, 8.25, 7.125, *rest).as_dict(),
-        ExpertRow("torch_grouped", "gpt-oss-120b", "bf16", "bf16", 1, 1, 1.0, 9.5, None, None, *rest).as_dict(),
-    ]
-    monkeypatch.setattr(bench, "experts_report", lambda *_, **__: Report("experts", rows))
+    report.notes.clear()  # they name executors, too
+    monkeypatch.setattr(bench, "experts_report", lambda *_, **__: report)
     assert main(["bench", "experts"]) == 0
     words = [line.replace("|", " ").split() for line in capsys.readouterr().out.splitlines()]
     [humming], [grouped] = ([line for line in words if name in line] for name in ("humming", "torch_grouped"))
@@ -134,18 +127,6 @@ def test_sampled_routing_is_distinct_even_and_repeatable():
     counts = torch.bincount(ids.flatten(), minlength=32)
     assert counts.min() > 400
     assert counts.max() < 600
-
-
-def test_a_row_is_plain_data():
-    row = ExpertRow(
-        "humming", "gpt-oss-120b", "mxfp4", "bf16", 1, 0, 0.0, 7.5, None, None, 128.0, 0.0, 0.0, None, 2.9, 57.1, 0.0221
-    )
-    assert row.as_dict()["prepare_peak"] == 0.022
-    assert row.as_dict()["ratio"] is None
-    assert Ceilings(4.3e12, 8e14).copy_bytes == 4.3e12
-
-
-# ---- the library called directly --------------------------------------------------------------------------------
 
 
 def direct_case(rank, num_rows=40):
@@ -241,9 +222,8 @@ def test_all_three_are_timed_in_turn(monkeypatch):
     monkeypatch.setattr(bench, "device_microseconds", lambda call: (call(), next(times))[1])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     called = []
-    monkeypatch.setattr(
-        LIBRARIES, "direct_call", lambda executor, tokens: lambda: (called.append("hand"), reference(flat))[1]
-    )
+    by_hand = lambda: (called.append("hand"), reference(flat))[1]  # noqa: E731
+    monkeypatch.setattr(LIBRARIES, "direct_call", lambda executor, tokens: by_hand)
     reference.library_call = lambda tokens: lambda: called.append("bare")
     assert bench._times(reference, flat)[:3] == (4.0, 7.0, 2.0)
     assert called == ["hand", "hand", "bare", "hand", "bare"]
@@ -254,8 +234,6 @@ def test_all_three_are_timed_in_turn(monkeypatch):
     with pytest.raises(EprtError, match="differs from the executor"):
         bench._times(reference, flat)
 
-
-# ---- other libraries' experts -------------------------------------------------------------------------------------
 
 TINY_BF16 = MoEConfig(8, 3, 64, 32)
 
@@ -302,9 +280,7 @@ def test_other_libraries_are_measured_where_they_are_or_left_out_with_the_reason
         assert row["host_us"] > 0
     assert kept[-1] == 2
     assert "transformers grouped_mm on packed: takes bf16 weights, not mxfp4" in report.notes
-    assert any(
-        note.startswith("vllm triton on small: runs on cuda from sm80 to sm999, not on cpu") for note in report.notes
-    )
+    assert "\nvllm triton on small: runs on cuda from sm80 to sm999, not on cpu" in "\n".join(["", *report.notes])
 
     def breaks(*_):
         raise RuntimeError("no such symbol\nstack")
@@ -325,3 +301,34 @@ def test_what_would_compile_for_minutes_is_measured_by_name_only() -> None:
     assert "without biases" in experts["vllm triton"].supports(replace(plain, bias=True), h100, named=True).reason
     blocks = replace(plain, weight_format="fp8_block")
     assert "from sm90" in experts["vllm deep_gemm"].supports(blocks, Device("cuda", 80), named=True).reason
+
+
+def test_routers_are_of_the_models_sizes_and_more_than_a_cache_holds():
+    shape = router.SHAPES["deepseek-v4-flash-hash"]
+    routers = router._routers(shape, torch.device("cpu"))
+    assert sum(each.weight.nbytes for each in routers) > router.CACHE_BYTES
+    assert routers[0].weight.shape == (shape.num_experts, shape.hidden_size)
+    assert routers[0].token_table.shape == (router.VOCABULARY, shape.top_k)
+    assert not torch.equal(routers[0].weight, routers[1].weight)
+
+
+def test_the_router_benchs_table_and_json(monkeypatch, tmp_path, capsys):
+    """Both routers are called with the same hidden states; times are made up."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch, "device", lambda *_: "cpu")
+    monkeypatch.setattr(Ceilings, "measure", classmethod(lambda cls, _: cls(1e12, 1e15)))
+    monkeypatch.setattr("eprt.bench.report.provenance", dict)
+    monkeypatch.setattr(router, "HOST_CALLS", 1)
+    monkeypatch.setattr(router, "CACHE_BYTES", 1)
+    calls = []
+    monkeypatch.setattr(router, "device_microseconds", lambda *given, **_: calls.append(given) or 7.0 * len(calls))
+    path = tmp_path / "router.json"
+    assert main(["bench", "router", "--tokens", "3", "--shapes", "gpt-oss-120b", "--output", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["router"], row["tokens"], row["us"]) for row in rows] == [("eprt", 3, 7.0), ("torch", 3, 14.0)]
+    assert rows[0]["weights_us"] == pytest.approx(2 * 131 * 2880 / 1e6, abs=0.01)
+    assert "gpt-oss-120b" in capsys.readouterr().out
+    ours, theirs = (given[0]() for given in calls)
+    assert torch.equal(ours.ids, theirs.ids)

@@ -199,11 +199,6 @@ def test_what_is_wrong_is_refused_when_the_folder_is_opened(folder, case):
 
 
 class TestFolderRefused:
-    def test_pickle_named_by_the_index(self, folder):
-        (folder / INDEX).write_text('{"weight_map": {"x": "pytorch_model.bin"}}')
-        (folder / "pytorch_model.bin").write_bytes(PICKLE)
-        refuses(folder, "pytorch_model.bin", "expected a .safetensors file")
-
     def test_tensor_in_two_shards(self, tmp_path):
         both = {A: {"x": torch.ones(1)}, B: {"x": torch.ones(1), "y": torch.ones(1)}}
         refuses(write(tmp_path / "m", both, {"x": A, "y": B}), "'x'", A, B, "expected it once")
@@ -287,14 +282,65 @@ class TestOnlyLocalBytes:
         """NaN scales in expert 7 stop the rank that owns it and no other."""
         spoilt = tmp_path / "spoilt"
         shutil.copytree(tiny, spoilt)
-        file = spoilt / B
-        tensors = load_file(file)
-        tensors["model.layers.0.mlp.experts.down_proj_scales"][7, 3, 1] = 255
-        save_file(tensors, file)
+        BREAK["nan_scale_of_rank_1"][0](spoilt)
         for rank in range(3):
             load_layer(spoilt, 0, ParallelConfig(4), rank)
         with pytest.raises(CheckpointError, match=r"down_proj_scales.*255 \(NaN\)"):
             load_layer(spoilt, 0, ParallelConfig(4), 3)
+
+
+def _change_json(name, change):
+    def break_it(folder):
+        held = json.loads((folder / name).read_text())
+        change(held)
+        (folder / name).write_text(json.dumps(held))
+
+    return break_it
+
+
+def _change_tensors(change):
+    """Break a tiny checkpoint's second file by a function of its tensors; what it removes leaves the index, too."""
+
+    def break_it(folder):
+        tensors = load_file(folder / B)
+        gone = set(tensors)
+        change(tensors)
+        gone -= set(tensors)
+        save_file(tensors, folder / B)
+        _change_json(INDEX, lambda held: [held["weight_map"].pop(name) for name in gone])(folder)
+
+    return break_it
+
+
+def _in_index(file):
+    return _change_json(INDEX, lambda held: held["weight_map"].update({DOWN_BIAS: file}))
+
+
+def _pickle(folder):
+    (folder / "pytorch_model.bin").write_bytes(PICKLE)
+    _in_index("pytorch_model.bin")(folder)
+
+
+SCALES = "model.layers.0.mlp.experts.down_proj_scales"
+BREAK = {  # what breaks it, what every rank says
+    "truncated_file": (_resize(B, -1), B, INCOMPLETE),
+    "pickle_file": (_pickle, "pytorch_model.bin", "expected a .safetensors file"),
+    "missing_tensor": (_change_tensors(lambda held: held.pop(DOWN_BIAS)), DOWN_BIAS, "is missing"),
+    "wrong_shape": (
+        _change_tensors(lambda held: held.update({DOWN_BIAS: held[DOWN_BIAS][:, :-1].contiguous()})),
+        *(B, DOWN_BIAS, "(8, 127)", "expected (8, 128)"),
+    ),
+    "mismatching_config": (
+        _change_json(CONFIG, lambda held: held.update(num_local_experts=16)),
+        *("router.weight", "(8, 128)", "expected (16, 128)"),
+    ),
+    "entry_that_leaves_the_folder": (
+        _in_index("../a.safetensors"),
+        "../a.safetensors",
+        "leaves the checkpoint's folder",
+    ),
+    "nan_scale_of_rank_1": (_change_tensors(lambda held: held[SCALES][7, 3, 1].fill_(255)), B, SCALES, "255 (NaN)"),
+}
 
 
 class TestAllRanks:
@@ -304,21 +350,19 @@ class TestAllRanks:
         broken = tmp_path / "broken"
         shutil.copytree(good, broken)
         (broken / "model-00002-of-00003.safetensors").unlink()
-        pool = pools(2)
-        assert pool.run(jobs.load, directories=[str(good), str(good)]) == [("loaded", "0"), ("loaded", "4")]
-        # One rank's missing file is every rank's error, the same text.
-        failed = pool.run(jobs.load, directories=[str(good), str(broken)])
-        assert failed[0] == failed[1]
-        assert failed[0][0] == "CheckpointError"
-        assert failed[0][1].startswith("rank 1: ")
-        assert "model-00002-of-00003.safetensors" in failed[0][1]
-        # Same names and shapes, other numbers: another revision.
-        mixed = pool.run(jobs.load, directories=[str(good), str(other)])
-        assert mixed[0] == mixed[1]
-        assert mixed[0][0] == "WorldMismatch"
-        assert "same revision" in mixed[0][1]
-        # And the next correct call works.
-        assert pool.run(jobs.load, directories=[str(good), str(good)]) == [("loaded", "0"), ("loaded", "4")]
+        for second, error, words in (
+            (good, "loaded", ""),
+            (broken, "CheckpointError", "model-00002-of-00003.safetensors"),  # one rank's missing file
+            (other, "WorldMismatch", "same revision"),  # the same names and shapes, other numbers
+            (good, "loaded", ""),
+        ):
+            found = pools(2).run(jobs.load, directories=[str(good), str(second)])
+            if error == "loaded":
+                assert found == [("loaded", "0"), ("loaded", "4")]
+                continue
+            assert found[0] == found[1]
+            assert (found[0][0], words in found[0][1]) == (error, True), found
+            assert found[0][1].startswith("rank 1: ") or error == "WorldMismatch"
 
     @pytest.mark.parametrize(
         ("ranks", "world_size", "says"),
@@ -336,25 +380,14 @@ class TestAllRanks:
         assert found == [f"ConfigError: {says}: {remedy}"] * 2
         assert pools(2).run(jobs.build, directory=folder, ranks=(0, 1), world_size=2) == ["built"] * 2
 
-    @pytest.mark.parametrize(
-        ("kind", "words"),
-        {
-            "truncated_file": (B, "not a complete safetensors file"),
-            "pickle_file": ("pytorch_model.bin", "expected a .safetensors file"),
-            "missing_tensor": (DOWN_BIAS, "is missing"),
-            "wrong_shape": (B, DOWN_BIAS, "(8, 127)", "expected (8, 128)"),
-            "mismatching_config": ("router.weight", "(8, 128)", "expected (16, 128)"),
-            "entry_that_leaves_the_folder": ("../other.safetensors", "leaves the checkpoint's folder"),
-            "nan_scale_of_rank_1": (B, "down_proj_scales", "255 (NaN)"),
-        }.items(),
-        ids=lambda value: value if isinstance(value, str) else "",
-    )
-    def test_every_rank_refuses_in_the_same_words(self, pools, tmp_path, kind, words):
+    @pytest.mark.parametrize("kind", BREAK)
+    def test_every_rank_refuses_in_the_same_words(self, pools, tmp_path, kind):
         """All ranks read the same broken checkpoint; where only one can see the fault, both raise it."""
         good = write_tiny_checkpoint(tmp_path / "good", num_layers=1)
         broken = tmp_path / "broken"
         shutil.copytree(good, broken)
-        BREAK[kind](broken)
+        break_it, *words = BREAK[kind]
+        break_it(broken)
         found = pools(2).run(jobs.load, directories=[str(broken)] * 2)
         assert found[0] == found[1]
         assert found[0][0] == "CheckpointError"
@@ -362,48 +395,3 @@ class TestAllRanks:
         for word in words:
             assert word in found[0][1]
         assert pools(2).run(jobs.load, directories=[str(good)] * 2) == [("loaded", "0"), ("loaded", "4")]
-
-
-def _change_tensors(change):
-    """Break a tiny checkpoint's second file by a function of its tensors."""
-
-    def break_it(folder):
-        tensors = load_file(folder / B)
-        change(tensors)
-        save_file(tensors, folder / B)
-        index = json.loads((folder / INDEX).read_text())
-        index["weight_map"] = {k: f for k, f in index["weight_map"].items() if f != B or k in tensors}
-        (folder / INDEX).write_text(json.dumps(index))
-
-    return break_it
-
-
-def _change_json(name, change):
-    def break_it(folder):
-        held = json.loads((folder / name).read_text())
-        change(held)
-        (folder / name).write_text(json.dumps(held))
-
-    return break_it
-
-
-def _pickle(folder):
-    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
-    _change_json(INDEX, lambda held: held["weight_map"].update({DOWN_BIAS: "pytorch_model.bin"}))(folder)
-
-
-BREAK = {
-    "truncated_file": lambda folder: os.truncate(folder / B, (folder / B).stat().st_size - 1),
-    "pickle_file": _pickle,
-    "missing_tensor": _change_tensors(lambda tensors: tensors.pop(DOWN_BIAS)),
-    "wrong_shape": _change_tensors(
-        lambda tensors: tensors.update({DOWN_BIAS: tensors[DOWN_BIAS][:, :-1].contiguous()})
-    ),
-    "mismatching_config": _change_json(CONFIG, lambda held: held.update(num_local_experts=16)),
-    "entry_that_leaves_the_folder": _change_json(
-        INDEX, lambda held: held["weight_map"].update({DOWN_BIAS: "../other.safetensors"})
-    ),
-    "nan_scale_of_rank_1": _change_tensors(
-        lambda tensors: tensors["model.layers.0.mlp.experts.down_proj_scales"][7, 3, 1].fill_(255)
-    ),
-}

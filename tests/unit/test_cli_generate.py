@@ -69,8 +69,6 @@ def test_no_such_file(capsys) -> None:
     assert "--prompts /no/such: No such file" in capsys.readouterr().err
 
 
-# ---- --output: a journal ----------------------------------------------------------------------------------------
-
 PROMPTS = [{"prompt": [5 + number % 2, 7], "id": number} for number in range(5)]  # two, in turn
 ANSWERS = [{**prompt, "tokens": [1, 2], "rank": 0} for prompt in PROMPTS]
 

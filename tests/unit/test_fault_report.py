@@ -71,29 +71,30 @@ def test_runs_fill_one_file(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFi
     assert "6 of 6 trials as promised" in capsys.readouterr().out
 
 
-def test_a_file_of_an_earlier_release_is_gone_on_with(runs: Runs, tmp_path: Path) -> None:
+def of_an_earlier_release(found: dict) -> None:
+    del found["runs"]
+    for row in found["rows"]:
+        del row["run"], row["again"]
+    found["commit"] = "another"
+
+
+@pytest.mark.parametrize(
+    ("change", "trials", "again"),
+    [
+        (of_an_earlier_release, 4, CELLS[2:]),
+        (lambda found: found["rows"][-1].update(failed="no such port"), 2, CELLS[1:2]),  # it did not take place
+    ],
+)
+def test_what_a_file_lacks_is_run(runs: Runs, tmp_path: Path, change, trials: int, again: list[Trial]) -> None:
     output = tmp_path / "faults.json"
     run(output, 2)
     earlier = json.loads(output.read_text())
-    del earlier["runs"]
-    for row in earlier["rows"]:
-        del row["run"], row["again"]
-    earlier["commit"] = "another"
+    change(earlier)
     output.write_text(json.dumps(earlier))
-    run(output, 4, resume=True)
-    found = json.loads(output.read_text())
-    assert [one["commit"] == "another" for one in found["runs"]] == [True, False]
-    assert [trial for trial in runs[1] if trial.fault != "none"] == CELLS[2:]
-
-
-def test_trials_that_did_not_take_place_are_run_again(runs: Runs, tmp_path: Path) -> None:
-    output = tmp_path / "faults.json"
-    run(output, 2)
-    found = json.loads(output.read_text())
-    found["rows"][-1]["failed"] = "no such port"
-    output.write_text(json.dumps(found))
-    run(output, 2, resume=True)
-    assert [trial for trial in runs[1] if trial.fault != "none"] == CELLS[1:2]
+    run(output, trials, resume=True)
+    assert [trial for trial in runs[1] if trial.fault != "none"] == again
+    commits = [one["commit"] == "another" for one in json.loads(output.read_text())["runs"]]
+    assert commits == [change is of_an_earlier_release, False]
 
 
 @pytest.mark.parametrize(
@@ -110,9 +111,7 @@ def test_trials_that_did_not_take_place_are_run_again(runs: Runs, tmp_path: Path
         (lambda found: found.pop("rows"), "is no result of `eprt doctor --faults`"),
     ],
 )
-def test_another_machines_file_is_refused(
-    runs: Runs, tmp_path: Path, change: Callable[[dict], object], says: str
-) -> None:
+def test_another_machines_file_is_refused(runs: Runs, tmp_path, change: Callable[[dict], object], says: str) -> None:
     output = tmp_path / "faults.json"
     run(output, 1)
     found = json.loads(output.read_text())
@@ -126,9 +125,6 @@ def test_another_machines_file_is_refused(
 def test_resume_without_a_file_to_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="--output"):
         doctor.break_ranks(Doctor(resume=True, world=2), Terminal(speaks=False))
-
-
-# ---- the order, and the end ------------------------------------------------------------------------------------------
 
 
 def test_a_dispatchers_cells_wait_for_its_trial_in_which_nothing_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,9 +161,8 @@ def test_a_signal_ends_all_ranks_at_once_and_keeps_the_table(tmp_path: Path) -> 
     output = tmp_path / "faults.json"
     words = ["doctor", "--faults", "--world", "2", "--jobs", "2", "--trials", "200", "--output", str(output)]
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "eprt", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=alone
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-m", "eprt", *words], **pipes, env=alone)
     try:
         deadline = time.monotonic() + 90
         while not output.exists() or len(json.loads(output.read_text())["rows"]) < 1:

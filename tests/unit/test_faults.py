@@ -39,11 +39,18 @@ from eprt.world import guard, wire
 SLACK_S = 25.0  # a loaded machine starts four processes that import torch
 
 
-def survivors(failure: WorldFailed, lost: set[int]) -> set[tuple[str, int, str, str]]:
-    """What those that weren't lost raised; one element means that all say the same."""
+def failed(job, size: int, **settings: object) -> WorldFailed:
+    with pytest.raises(WorldFailed) as failure:
+        launch(job, size, **{"timeout_s": 40.0, "grace_s": 6.0} | settings)
+    return failure.value
+
+
+def verdict(failure: WorldFailed, *lost: int) -> tuple[str, int, str, str]:
+    """(error, lost rank, why, message) of those that weren't lost: all say the same."""
     raised = [report.raised for report in failure.reports if report.rank not in lost]
     assert all(raised), str(failure)
-    return {(r.error, r.lost_rank, r.why, r.message) for r in raised}
+    (found,) = {(r.error, r.lost_rank, r.why, r.message) for r in raised}
+    return found
 
 
 @pytest.mark.parametrize(
@@ -60,11 +67,9 @@ def survivors(failure: WorldFailed, lost: set[int]) -> set[tuple[str, int, str, 
 )
 def test_one_verdict_while_ranks_meet_and_without_the_store(what: str, victim: int, why: str) -> None:
     start = time.monotonic()
-    with pytest.raises(WorldFailed) as failure:
-        launch(jobs.meets_without_torchrun, 3, timeout_s=40.0, grace_s=6.0, port=free_port(), victim=victim, what=what)
+    failure = failed(jobs.meets_without_torchrun, 3, port=free_port(), victim=victim, what=what)
     assert time.monotonic() - start < jobs.LIMIT_S + 6.0 + SLACK_S
-    ((error, rank, found, message),) = survivors(failure.value, {victim})
-    assert (error, rank, found) == ("RankLost", victim, why), message
+    assert verdict(failure, victim)[:3] == ("RankLost", victim, why), failure
 
 
 @pytest.mark.parametrize("what", ["SIGSTOP", "SIGKILL"])
@@ -78,56 +83,37 @@ def test_the_store_of_torchruns_agent_is_blamed_and_nobody_innocent(what: str) -
         try:
             assert server.stdout is not None
             port = int(server.stdout.readline())
-            with pytest.raises(WorldFailed) as failure:
-                launch(jobs.outlives_the_store, 3, timeout_s=40, grace_s=6, port=port, server=server.pid, what=what)
+            failure = failed(jobs.outlives_the_store, 3, port=port, server=server.pid, what=what)
         finally:
             server.send_signal(signal.SIGKILL)
-    ((error, rank, why, message),) = survivors(failure.value, set())
-    assert (error, rank, why) == ("RankLost", -1, "store"), message
+    assert verdict(failure)[:3] == ("RankLost", -1, "store"), failure
 
 
 def test_a_rank_that_goes_on_after_the_verdict_agrees_with_it() -> None:
-    with pytest.raises(WorldFailed) as failure:
-        launch(jobs.is_stopped_and_goes_on, 4, timeout_s=40, grace_s=6, victim=0)
-    ((error, rank, why, message),) = survivors(failure.value, set())
-    assert (error, rank, why) == ("RankLost", 0, "silent"), message
+    failure = failed(jobs.is_stopped_and_goes_on, 4, victim=0)
+    assert verdict(failure)[:3] == ("RankLost", 0, "silent"), failure
 
 
 def test_a_rank_that_hears_nobody_ends_itself() -> None:
-    with pytest.raises(WorldFailed) as failure:
-        launch(jobs.is_cut_off, 4, timeout_s=40, grace_s=6, victim=2)
-    ((error, rank, why, message),) = survivors(failure.value, {2})
+    failure = failed(jobs.is_cut_off, 4, victim=2)
+    error, rank, why, message = verdict(failure, 2)
     assert (error, rank) == ("RankLost", 2), message
     assert why in ("silent", "exited"), message  # it may be gone before the others' limit
-    ((error, rank, why, message),) = survivors(failure.value, {0, 1, 3})
+    error, rank, why, message = verdict(failure, 0, 1, 3)
     assert (error, rank, why) == ("RankLost", 2, "silent"), message
     assert "it hears none of its 3 peers: it is cut off" in message
 
 
 def test_all_that_are_lost_at_once_are_named() -> None:
-    with pytest.raises(WorldFailed) as failure:
-        launch(jobs.two_die_at_once, 4, timeout_s=40, grace_s=4)
-    ((_, rank, why, message),) = survivors(failure.value, {1, 3})
+    _, rank, why, message = verdict(failed(jobs.two_die_at_once, 4, grace_s=4), 1, 3)
     assert (rank, why) == (1, "exited")
-    assert "rank 1 exited" in message
-    assert "rank 3 exited" in message
-
-
-def test_hosts_of_one_name_are_told_apart() -> None:
-    assert launch(jobs.two_of_one_name, 2) == ["healthy"] * 2
-
-
-def test_strangers_and_garbage_end_nothing() -> None:
-    assert launch(jobs.garbage_for_the_guard, 3) == ["None"] * 3
+    assert all(said in message for said in ("rank 1 exited", "rank 3 exited")), message
 
 
 def test_a_peers_words_reach_nobody_uncleaned_or_uncut() -> None:
-    with pytest.raises(WorldFailed) as failure:
-        launch(jobs.a_verdict_with_control_characters, 2, timeout_s=40, grace_s=4)
-    ((_, rank, why, message),) = survivors(failure.value, {1})
+    _, rank, why, message = verdict(failed(jobs.a_verdict_with_control_characters, 2, grace_s=4), 1)
     assert (rank, why) == (1, "raised")
-    assert "\x1b" not in message
-    assert "\x07" not in message
+    assert not {"\x1b", "\x07"} & set(message)
     assert len(message) < 5000
 
 
@@ -143,17 +129,10 @@ with World.from_env("cpu", timeout_s={timeout}) as world:
 
 def process(rank: int, size: int, port: int, then: str = "pass", timeout: float = 3.0, **more: str) -> subprocess.Popen:
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "EPRT_JOB")}
-    environment |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        **more,
-    }
-    script = WORLD.format(timeout=timeout, then=then)
-    return subprocess.Popen(
-        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    environment |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WORLD.format(timeout=timeout, then=then)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment | more, stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(*processes: subprocess.Popen) -> list[tuple[int, str]]:
@@ -235,9 +214,20 @@ def test_a_store_for_one_host_listens_on_loopback_only() -> None:
     assert [code for code, _ in finish(process(1, 2, port, timeout=100.0), rank_0)] == [0, 0]
 
 
-def test_combine_twice_on_one_rank_leaves_nobody_out_of_step() -> None:
-    said = "UsageError: combine on a handle that is already combined: dispatch again for a new one"
-    assert launch(jobs.combines_twice_on_one_rank, 3) == [["right"], [said, "right"], ["right"]]
+COMBINED = "UsageError: combine on a handle that is already combined: dispatch again for a new one"
+
+
+@pytest.mark.parametrize(
+    ("job", "found"),
+    [
+        (jobs.two_of_one_name, ["healthy"] * 2),  # hosts of one name are told apart
+        (jobs.garbage_for_the_guard, ["None"] * 3),  # strangers and garbage end nothing
+        (jobs.combines_twice_on_one_rank, [["right"], [COMBINED, "right"], ["right"]]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_leaves_the_world_as_it_is(job, found: list) -> None:
+    assert launch(job, len(found)) == found
 
 
 def test_nested_tokens_are_refused_on_all_ranks() -> None:
@@ -246,25 +236,10 @@ def test_nested_tokens_are_refused_on_all_ranks() -> None:
         assert all(words.startswith("InputError: rank 1: hidden_states is a nested tensor") for words in found)
 
 
-# ---- values between ranks -------------------------------------------------------------------------------------------
+PLAIN = [None, True, -3, 2.5, "é\n", b"\0\xff", [1, [2, ()]], (1, "a", None), {"a": {1: (2,)}}]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        -3,
-        2.5,
-        "é\n",
-        b"\0\xff",
-        [1, [2, ()]],
-        (1, "a", None),
-        {"a": {1: (2,)}},
-        torch.bfloat16,
-        MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=8),
-    ],
-)
+@pytest.mark.parametrize("value", [*PLAIN, torch.bfloat16, MoEConfig(8, 2, 16, 8)])
 def test_values_travel(value: object) -> None:
     found = wire.unpack(wire.pack(value))
     assert found == value
@@ -308,27 +283,20 @@ def test_what_does_not_travel_is_said_before() -> None:
 def test_nothing_that_can_run_code_travels_or_is_loaded() -> None:
     """pickle stays inside one machine's own files (the harness hands jobs to processes it started itself)."""
     objects = r"(?:gather|scatter|broadcast|send|recv)_object"
-    forbidden = re.compile(
-        rf"^\s*(?:import|from) pickle|pickle\.|torch\.load\(|\beval\(|{objects}|\bexec\(", re.MULTILINE
-    )
+    forbidden = re.compile(rf"^\s*(?:import|from) pickle|pickle\.|torch\.load\(|\beval\(|{objects}|\bexec\(")
+    harmless = re.compile(r"\.eval\(\)|py_object\(")  # sets a mode; `ctypes.py_object(...)` is no collective
+    found = set()
     root = Path(eprt.__file__).parent
-    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if forbidden.search(path.read_text())}
-    allowed = {"ranks/launcher.py", "ranks/process.py"}
-    assert {name for name in found if not _only_modes(root / name, forbidden)} == allowed
-
-
-def _only_modes(path: Path, forbidden: re.Pattern[str]) -> bool:
-    """`module.eval()` sets a mode, `ctypes.py_object(...)` and the like are no collectives."""
-    harmless = re.compile(r"\.eval\(\)|py_object\(")
-    return all(harmless.search(line) for line in path.read_text().splitlines() if forbidden.search(line))
+    for path in root.rglob("*.py"):
+        if any(forbidden.search(line) and not harmless.search(line) for line in path.read_text().splitlines()):
+            found.add(str(path.relative_to(root)))
+    assert found == {"ranks/launcher.py", "ranks/process.py"}
 
 
 def test_one_block_cleans_and_cuts() -> None:
     assert one_block("a\x1b[2Jb\r\nc") == "a?[2Jb?\nc"
     assert len(one_block("x" * 10**6, 100)) == 100
 
-
-# ---- the promises of docs/limits_and_errors.md -----------------------------------------------------------------------
 
 PROMISE = re.compile(r"^\| .* \| `(\w+)` \| (?:about )?(at once|[\d.]+ s|the World's timeout)", re.MULTILINE)
 
@@ -431,13 +399,11 @@ def test_every_dispatcher_takes_the_layer_of_the_trials_on_gpus() -> None:
 
 def test_a_process_whose_host_sits_in_a_kernel_says_so_and_is_heard() -> None:
     """A call that no verdict wakes stands for the kernel; the guard's own report is what the judge reads."""
-    with pytest.raises(WorldFailed) as failure:
-        launch(jobs.sits_in_a_kernel, 3, timeout_s=40, grace_s=8, victim=1)
-    stuck = [report for report in failure.value.reports if report.rank != 1]
-    assert [report.exit_code for report in stuck] == [75, 75], str(failure.value)
+    failure = failed(jobs.sits_in_a_kernel, 3, grace_s=8, victim=1)
+    assert [report.exit_code for report in failure.reports if report.rank != 1] == [75, 75], str(failure)
     trial = faults.Trial("kill", "dispatch", 1, "symm", 3, "cuda")
-    at = float(failure.value.reports[1].log_tail.rpartition("killed at ")[2].split()[0])
-    result = faults.judge(trial, failure.value.reports, [{}, {}, {}], at)
+    at = float(failure.reports[1].log_tail.rpartition("killed at ")[2].split()[0])
+    result = faults.judge(trial, failure.reports, [{}, {}, {}], at)
     assert result.ok, result
     assert result.seconds is not None
     assert 2.0 < result.seconds < trial.limit_s

@@ -30,6 +30,12 @@ def tiny(tmp_path_factory) -> Path:
     return write_tiny_checkpoint(folder, num_layers=1, num_experts=4, top_k=2, hidden_size=32, intermediate_size=32)
 
 
+@pytest.fixture
+def folder(tiny: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return shutil.copytree(tiny, tmp_path / "model")
+
+
 def shard_of(folder: Path) -> Path:
     return next(path for path in sorted(folder.glob("*.safetensors")) if f"{LAYER}.router.weight" in load_file(path))
 
@@ -44,8 +50,6 @@ def with_header(path: Path, header: str, data: bytes) -> None:
     encoded = header.encode("utf-8", errors="surrogatepass")
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
 
-
-# ---- 500 mutations --------------------------------------------------------------------------------------------------
 
 HOSTILE = [
     None, True, -1, 0, 1, 10**18, 10**400, 1e308, float("nan"), float("inf"), "", "\x1b[31m", "x" * 5000, [], {}, [[]],
@@ -139,17 +143,14 @@ def test_500_broken_checkpoints(tiny: Path, tmp_path: Path, seeds: range) -> Non
     refused = 0
     started = time.process_time()
     for seed in seeds:
-        folder = tmp_path / str(seed)
-        shutil.copytree(tiny, folder)
+        folder = shutil.copytree(tiny, tmp_path / str(seed))
         mutate(folder, random.Random(seed))
-        refusal, parts = "", None
+        refusal = ""
         try:
-            parts = load_layer(folder, 0)
+            assert_right(folder, load_layer(folder, 0), seed)
         except EprtError as error:
             refusal = str(error)
-        if parts is not None:
-            assert_right(folder, parts, seed)
-        else:
+        if refusal:
             refused += 1
             assert str(folder) in refusal, f"seed {seed}: {refusal}"
             assert len(refusal) < 5000, f"seed {seed}"
@@ -160,9 +161,7 @@ def test_500_broken_checkpoints(tiny: Path, tmp_path: Path, seeds: range) -> Non
 
 def assert_right(folder: Path, parts, seed: int) -> None:
     """What was loaded is what safetensors' own reader finds, rows of gate and up taken apart by hand."""
-    found = {}
-    for file in {json.loads((folder / INDEX).read_text())["weight_map"][f"{LAYER}.router.weight"]}:
-        found = load_file(folder / file)
+    found = load_file(folder / json.loads((folder / INDEX).read_text())["weight_map"][f"{LAYER}.router.weight"])
     blocks = found[f"{LAYER}.experts.gate_up_proj_blocks"].flatten(2)
     scales = found[f"{LAYER}.experts.gate_up_proj_scales"]
     codes, factors = parts.experts.gate_up.codes, parts.experts.gate_up.scales
@@ -176,32 +175,23 @@ def assert_right(folder: Path, parts, seed: int) -> None:
     assert torch.equal(parts.router.weight, found[f"{LAYER}.router.weight"]), f"seed {seed}"
 
 
-# ---- one by one -----------------------------------------------------------------------------------------------------
+HUGE = [10**400, float("nan"), float("inf"), "x" * 10**6, ["y" * 100] * 10**5]
 
 
-def config_of(tiny: Path, tmp_path: Path, **fields: object) -> Path:
-    config = json.loads((tiny / CONFIG).read_text()) | fields
-    folder = tmp_path / "model"
-    shutil.copytree(tiny, folder)
-    (folder / CONFIG).write_text(json.dumps(config))
-    return folder
-
-
-@pytest.mark.parametrize("field", ["swiglu_limit", "hidden_size", "num_local_experts"])
-@pytest.mark.parametrize("value", [10**400, float("nan"), float("inf"), "x" * 10**6, ["y" * 100] * 10**5])
-def test_values_that_no_number_holds(tiny: Path, tmp_path: Path, field: str, value: object) -> None:
-    folder = config_of(tiny, tmp_path, **{field: value})
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({field: value} for field in ("swiglu_limit", "hidden_size", "num_local_experts") for value in HUGE),
+        {"num_experts_per_tok": 400, "experts_per_token": 400},
+    ],
+    ids=lambda fields: str(fields)[:40],
+)
+def test_values_that_no_number_holds_or_that_contradict_each_other(folder: Path, fields: dict[str, object]) -> None:
+    (folder / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text()) | fields))
     with pytest.raises((CheckpointError, ConfigError)) as caught:
         load_layer(folder, 0)
     assert str(folder / CONFIG) in str(caught.value)
     assert len(str(caught.value)) < 2000
-
-
-def test_sizes_that_contradict_each_other_name_the_file(tiny: Path, tmp_path: Path) -> None:
-    folder = config_of(tiny, tmp_path, num_experts_per_tok=400, experts_per_token=400)
-    with pytest.raises(ConfigError) as caught:
-        load_layer(folder, 0)
-    assert str(folder / CONFIG) in str(caught.value)
 
 
 def test_a_late_duplicate_key_takes_linear_time(tmp_path: Path) -> None:
@@ -244,9 +234,8 @@ def test_a_million_exclude_patterns() -> None:
     assert time.process_time() - started < 10
 
 
-def test_a_name_twice_in_a_header_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_a_name_twice_in_a_header_is_refused(folder: Path) -> None:
     """safetensors takes the last."""
-    folder = config_of(tiny, tmp_path)
     path = shard_of(folder)
     header, data = header_of(path)
     name = f"{LAYER}.router.weight"
@@ -255,11 +244,9 @@ def test_a_name_twice_in_a_header_is_refused(tiny: Path, tmp_path: Path) -> None
         load_layer(folder, 0)
 
 
-def test_a_tensor_of_the_layer_that_nobody_reads_is_named(tiny: Path, tmp_path: Path) -> None:
-    folder = config_of(tiny, tmp_path)
+def test_a_tensor_of_the_layer_that_nobody_reads_is_named(folder: Path) -> None:
     path = shard_of(folder)
-    name = f"{LAYER}.shared_experts.up_proj.weight"
-    save_file(load_file(path) | {name: torch.ones(32, 32)}, path)
+    save_file(load_file(path) | {f"{LAYER}.shared_experts.up_proj.weight": torch.ones(32, 32)}, path)
     with pytest.raises(CheckpointError, match=r"shared_experts\.up_proj\.weight' belongs to this layer"):
         load_layer(folder, 0)
 
@@ -268,8 +255,7 @@ def test_a_tensor_of_the_layer_that_nobody_reads_is_named(tiny: Path, tmp_path: 
 @pytest.mark.parametrize(
     "name", ["router.weight", "router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"]
 )
-def test_numbers_that_are_none_are_found_with_their_place(tiny: Path, tmp_path: Path, name: str, value: float) -> None:
-    folder = config_of(tiny, tmp_path)
+def test_numbers_that_are_none_are_found_with_their_place(folder: Path, name: str, value: float) -> None:
     path = shard_of(folder)
     tensors = load_file(path)
     tensor = tensors[f"{LAYER}.{name}"]
@@ -296,16 +282,6 @@ def test_nan_among_fp8_codes_is_found(tmp_path: Path, code: int) -> None:
         assert checkpoint.read("w", (0,)).shape == (40, 50)
         with pytest.raises(CheckpointError, match=r"holds nan at \[1, 7, 9\]"):
             checkpoint.read("w", (1, slice(5, 9), slice(4, 20)))
-
-
-def test_a_file_that_is_cut_off_while_open_is_an_error(tmp_path: Path) -> None:
-    """A mapping would end the process with SIGBUS."""
-    (tmp_path / CONFIG).write_text("{}")
-    save_file({"w": torch.ones(1 << 20)}, tmp_path / SINGLE)
-    with Checkpoint(tmp_path) as checkpoint:
-        os.truncate(tmp_path / SINGLE, 10_000)
-        with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor 'w' can't be read: the file ends at"):
-            checkpoint.read("w")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -114,11 +114,7 @@ def test_the_direction_test_can_fail() -> None:
 def test_no_heavy_library_is_reached_by_imports_at_the_top_of_files() -> None:
     """From whatever answers before a backend is chosen; files of Triton kernels are imported inside functions."""
     files = {name_of(path): path for path in MODULES}
-    light = {
-        *eprt._MODULE.values(),
-        "eprt.diagnosis",
-        *(name for name in files if name.startswith("eprt.cli")),
-    }
+    light = {*eprt._MODULE.values(), "eprt.diagnosis", *(name for name in files if name.startswith("eprt.cli"))}
     light |= {name for name in files if name.startswith("eprt.models")}
     light -= {"eprt.cli.arguments"}  # tyro is what it is for; `main` imports it
     reached: set[str] = set()

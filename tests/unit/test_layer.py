@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from support.cases import expert_cases as cases
 from support.jobs import layer_jobs as jobs
 
-from eprt.config import MoEConfig, Routing
-from eprt.errors import ConfigError
+from eprt.config import MoEConfig, Routing, RuntimeConfig
+from eprt.dispatch import DISPATCHERS
+from eprt.errors import ConfigError, UsageError
+from eprt.layer import ExpertParallelMoE
 from eprt.routing import Router
+from eprt.tokens import TopK
+from eprt.world import World
 
 # kind -> what every rank must be told, and how the layer is built.
 REFUSED = {
@@ -221,3 +228,44 @@ def test_a_router_for_another_layer_is_refused() -> None:
             Router(weight, Routing(), top_k).check(config)
     with pytest.raises(ConfigError, match=r"scaling_factor=2\.5.*the config says .*scaling_factor=1\.0"):
         Router(torch.zeros(8, 16), Routing(scaling_factor=2.5), 2).check(config)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "sizes", "padded"), [(3, None, 3), (3, DISPATCHERS["flashinfer"].top_k_sizes, 4), (4, (1, 4), 4)]
+)
+def test_the_top_k_is_the_dispatchers(monkeypatch, top_k, sizes, padded):
+    config = cases.make_config("f32", top_k=top_k)
+    with World.from_env("cpu") as world:
+        runtime = RuntimeConfig(executor="reference", max_tokens_per_rank=24)
+        layer = ExpertParallelMoE(config, world, cases.make_weights(config), runtime=runtime)
+        told = []
+        monkeypatch.setattr(layer.executor, "warmup", lambda *given: told.append(given))
+        monkeypatch.setattr(layer.dispatcher, "spec", replace(layer.dispatcher.spec, top_k_sizes=sizes))
+        world.warmup(layer)
+    assert told == [(24, padded)]
+
+
+def test_a_layer_that_missed_the_warm_up_is_refused_and_works_after_one():
+    config = cases.make_config("f32")
+    flat = cases.make_flat(config, 3)
+    hidden, topk = flat.hidden.data, TopK(flat.ids, flat.weights)
+    with World.from_env("cpu") as world:
+        runtime = RuntimeConfig(executor="reference", max_tokens_per_rank=24)
+        early, used, late = (
+            ExpertParallelMoE(config, world, cases.make_weights(config), runtime=runtime, layer=layer)
+            for layer in range(3)
+        )
+        used(hidden, topk)
+        world.warmup(early)
+        for layer in (early, used):
+            assert layer(hidden, topk).shape == hidden.shape
+        with pytest.raises(UsageError, match=r"first call of a layer after World\.warmup"):
+            late(hidden, topk)
+        world.warmup(late)
+        assert torch.equal(late(hidden, topk), early(hidden, topk))
+
+
+def test_none_and_torch_grouped(pools) -> None:
+    """On the pretended GPU `test_host_cost.py` counts them for symm and triton_grouped."""
+    for files in pools(2).run(jobs.files_entered):
+        assert len(files) <= 20, files

@@ -1,10 +1,9 @@
-"""The plan's rows and the tables of docs/hardware.md are those of the result files; what a row answers for."""
+"""The plan's rows are those of the result files (test_tables.py: the pages' are, too); what a row answers for."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -35,11 +34,10 @@ def dispatch_results(
 def expert_times(file: str) -> dict[tuple[str, str, int], float]:
     """(executor, shape, tokens of all ranks) -> microseconds, as measured with bf16 activations; calls without a local
     row and other libraries aside."""
-    rows = json.loads((RESULTS / file).read_text())["rows"]
     rows = [
-        r for r in rows if r["local_rows"] and r["executor"] in EXECUTORS and r.get("activations", "bf16") == "bf16"
+        r for r in json.loads((RESULTS / file).read_text())["rows"] if r["local_rows"] and r["executor"] in EXECUTORS
     ]
-    return {(r["executor"], r["shape"], r["tokens"]): r["us"] for r in rows}
+    return {(r["executor"], r["shape"], r["tokens"]): r["us"] for r in rows if r.get("activations", "bf16") == "bf16"}
 
 
 def sizes_of(shape: str) -> tuple[int, int, int, int, str]:
@@ -62,11 +60,8 @@ def test_the_dispatch_rows_are_those_of_the_result_file(payload: str, ranks: int
     assert table["kind"] == "dispatch"
     assert {(row["payload"], row["ranks"]) for row in table["rows"]} == {(payload, ranks)}
     assert {row["ranks"] for row in json.loads((RESULTS / file).read_text())["rows"]} == {ranks}
-    planned = {
-        (name, row["hidden"], row["top_k"], row["tokens"]): us
-        for row in table["rows"]
-        for name, us in row["us"].items()
-    }
+    rows = table["rows"]
+    planned = {(name, r["hidden"], r["top_k"], r["tokens"]): us for r in rows for name, us in r["us"].items()}
     assert planned == dispatch_results(DISPATCHERS, "p50_us", file, payload)
 
 
@@ -89,49 +84,6 @@ def test_the_experts_rows_are_those_of_the_result_file(file: str) -> None:
     assert planned == pytest.approx(measured, abs=0.0501, rel=0)
 
 
-def page_table(first_cell: str) -> list[list[str]]:
-    """Cells of the page's table whose heading starts with that cell, the line under the heading left out."""
-    lines = (ROOT / "docs/hardware.md").read_text().split(f"\n| {first_cell} |")[1].split("\n\n")[0].splitlines()
-    rows = [
-        [cell.strip() for cell in line.strip("| ").split("|")] for line in (f"{first_cell} | {lines[0]}", *lines[2:])
-    ]
-    return [[*row, *[""] * (len(rows[0]) - len(row))] for row in rows]
-
-
-def as_shown(shown: str, us: float) -> bool:
-    """Whether rounding gives those digits; 0.01 us more, for ties."""
-    return abs(float(shown) - us) <= 0.5 * 10.0 ** -len(shown.partition(".")[2]) + 0.01
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_page_shows_the_dispatch_times_that_were_measured(ranks: int) -> None:
-    heading, *rows = page_table(f"tokens per rank, {ranks} GPUs")
-    file = f"dispatch_h200_x{ranks}.json"
-    names = {
-        "`symm`": "symm",
-        "FlashInfer one-sided": "flashinfer",
-        "DeepEP low latency": "deepep",
-        "`none`, on NCCL": "none",
-        "`torch`, not in a graph": "torch",
-    }
-    sizes, shown, floors = (0, 0), {}, {}
-    for label, *cells in rows:
-        if found := re.match(r"hidden (\d+), top-k (\d+): (.*)", label):
-            sizes, label = (int(found[1]), int(found[2])), found[3]
-        if " / " in label:
-            continue
-        for tokens, cell in zip(heading[1:], cells, strict=True):
-            if cell:
-                kind = floors if label == "floor" else shown
-                kind[(names.get(label, "symm"), *sizes, int(tokens))] = cell
-    for cells, measured in (
-        (shown, dispatch_results(names.values(), "p50_us", file)),
-        (floors, dispatch_results(["symm"], "floor_us", file)),
-    ):
-        assert cells.keys() == measured.keys()
-        assert not {key: (cell, measured[key]) for key, cell in cells.items() if not as_shown(cell, measured[key])}
-
-
 @pytest.mark.parametrize("name", sorted(path.name for path in RESULTS.glob("dispatch_*.json")))
 def test_the_floors_are_those_of_the_link(name: str) -> None:
     """A token to each remote rank that needs it, a bf16 sum back. Even routing misses a rank with probability
@@ -150,23 +102,6 @@ def test_the_floors_are_those_of_the_link(name: str) -> None:
             assert row["floor_share"] == pytest.approx(row["floor_us"] / row["p50_us"], abs=1e-3)
 
 
-def test_the_page_shows_the_expert_times_that_were_measured() -> None:
-    """Other libraries' and those with quantised activations aside."""
-    heading, *rows = page_table("experts, tokens of all ranks")
-    shape, shown = "", {}
-    for label, *cells in rows:
-        if found := re.match(r"([\w.-]+), (\w+): (.*)", label):
-            shape, label = found[1], found[3]
-            assert found[2] == SHAPES[shape].config.weight_format
-        if re.fullmatch(r"`\w+`", label) and label.strip("`") in EXECUTORS:
-            shown |= {
-                (label.strip("`"), shape, int(n)): cell for n, cell in zip(heading[1:], cells, strict=True) if cell
-            }
-    measured = expert_times("experts_h200.json") | expert_times("experts_grouped_h200.json")
-    assert shown.keys() == measured.keys()
-    assert not {key: (cell, measured[key]) for key, cell in shown.items() if not as_shown(cell, measured[key])}
-
-
 def dispatch(name: str = "symm", tokens: int = 128, ranks: int = 4, payload: str = "bf16", **sizes: int):
     config = MoEConfig(128, **{"top_k": 8, "hidden_size": 7168, "intermediate_size": 2048} | sizes)
     return dispatch_time(name, config, tokens, ranks, 90, payload)
@@ -177,14 +112,8 @@ def test_a_row_answers_for_its_own_shape_ranks_and_format_only() -> None:
     assert row is not None
     assert row.us == dispatch_results(["symm"], "p50_us", "dispatch_h200_x4.json")["symm", 7168, 8, 128]
     assert "hidden 7168, top-8, 4 ranks, 128 tokens a rank; benchmarks/results/" in str(row)
-    others = (
-        {"ranks": 8},
-        {"hidden_size": 6000},
-        {"top_k": 6},
-        {"payload": "nvfp4"},
-        {"name": "deepep", "tokens": 4096},
-    )
-    assert [dispatch(**other) for other in others] == [None] * 5  # type: ignore[arg-type]
+    others = ({"ranks": 8}, {"hidden_size": 6000}, {"top_k": 6}, {"payload": "nvfp4"})
+    assert [dispatch(**other) for other in (*others, {"name": "deepep", "tokens": 4096})] == [None] * 5  # type: ignore[arg-type]
     assert dispatch_time("symm", MoEConfig(128, 8, 7168, 2048), 128, 4, sm=100) is None
     assert experts_time("humming", MoEConfig(128, 4, 2880, 2880, weight_format="f32"), 32, 128, sm=90) is None
 
@@ -229,25 +158,12 @@ def test_ones_own_rows_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (json.dumps(own_rows(us={"symm": -1})), "table 0: us must hold positive microseconds by backend"),
     ],
 )
-def test_a_file_of_ones_own_that_is_none_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, complaint: str
-) -> None:
+def test_a_file_of_ones_own_that_is_none_is_an_error(tmp_path: Path, monkeypatch, content: str, complaint: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(content)
     monkeypatch.setenv("EPRT_PLAN_ROWS", str(path))
     with pytest.raises(ConfigError, match=f"{path}: {complaint}.*; remove it, or measure again with eprt tune"):
         dispatch()
-
-
-def test_the_page_shows_the_steps_that_were_measured() -> None:
-    heading, *rows = page_table("step, tokens per rank")
-    found = json.loads((RESULTS / "step_h200_x2.json").read_text())["rows"]
-    whose = {path: path if path.startswith("transformers") else f"eprt, {path}" for path in (r["path"] for r in found)}
-    measured = {(f"{row['model']}: {whose[row['path']]}", row["tokens"]): row["step_p50_us"] / 1e3 for row in found}
-    times = [row for row in rows if " / " not in row[0]]
-    shown = {(path, int(n)): cell for path, *cells in times for n, cell in zip(heading[1:], cells, strict=True) if cell}
-    assert shown.keys() == measured.keys()
-    assert not {key: cell for key, cell in shown.items() if not as_shown(cell, measured[key])}
 
 
 def test_the_rows_that_come_with_eprt_keep_the_schema() -> None:

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases.model_cases import MODELS, edit, saved
+from support.cases.model_cases import MODELS, refuses, saved
 from support.cases.model_formats import QUANT, e4m3, pack
 from support.cases.model_recipes import make_config
 
@@ -31,18 +31,14 @@ class TestTensorsRefused:
         ({"hidden_size": 32}, r"gate.weight' has shape \(8, 64\): expected \(8, 32\)", None),
     ])  # fmt: skip
     def test_sizes(self, tmp_path, stored, change, original, stacked):
-        *_, layer, folders = saved("qwen3_moe")
-        folder = edit(folders[stored], tmp_path, config=change)
-        with pytest.raises(CheckpointError, match=original if stored == "original" else stacked or original):
-            load_layer(folder, layer)
+        words = original if stored == "original" else stacked or original
+        assert refuses(words, tmp_path, "qwen3_moe", config=change, stored=stored) is CheckpointError
 
     def test_more_experts_than_the_config_says(self, tmp_path):
-        *_, layer, folders = saved("qwen3_moe")
-        gate = load_file(folders["original"] / SINGLE)["model.layers.1.mlp.gate.weight"][:3]
-        config = {"num_experts": 3, "num_local_experts": 3}
-        folder = edit(folders["original"], tmp_path, {"model.layers.1.mlp.gate.weight": gate}, config)
-        with pytest.raises(CheckpointError, match=r"experts\.3\.down_proj\.weight': config\.json says there are 3"):
-            load_layer(folder, layer)
+        name, config = "model.layers.1.mlp.gate.weight", {"num_experts": 3, "num_local_experts": 3}
+        gate = load_file(saved("qwen3_moe")[-1]["original"] / SINGLE)[name][:3]
+        words = r"experts\.3\.down_proj\.weight': config\.json says there are 3"
+        assert refuses(words, tmp_path, "qwen3_moe", {name: gate}, config) is CheckpointError
 
     @pytest.mark.parametrize(
         ("case", "name"),
@@ -69,10 +65,7 @@ class TestTensorsRefused:
         ],
     )
     def test_missing(self, tmp_path, case, name):
-        *_, layer, folders = saved(case)
-        folder = edit(folders["original"], tmp_path, drop=(name,))
-        with pytest.raises(CheckpointError, match=rf"'{re.escape(name)}'.* is missing"):
-            load_layer(folder, layer)
+        assert refuses(rf"'{re.escape(name)}'.* is missing", tmp_path, case, drop=(name,)) is CheckpointError
 
     @pytest.mark.parametrize(
         ("table", "text"),
@@ -84,20 +77,15 @@ class TestTensorsRefused:
         ],
     )
     def test_token_table(self, tmp_path, table, text):
-        *_, layer, folders = saved("deepseek_v4_hash")
-        folder = edit(folders["original"], tmp_path, {"model.layers.0.ffn.gate.tid2eid": table})
-        with pytest.raises(CheckpointError, match=text):
-            load_layer(folder, layer)
+        changed = {"model.layers.0.ffn.gate.tid2eid": table}
+        assert refuses(text, tmp_path, "deepseek_v4_hash", changed) is CheckpointError
 
     def test_nothing_is_half_loaded(self, tmp_path, monkeypatch):
         """The last expert's last tensor is bad: no ExpertWeights ever exists."""
-        *_, layer, folders = saved("qwen3_moe")
-        name = "model.layers.1.mlp.experts.3.down_proj.weight"
-        folder = edit(folders["original"], tmp_path, {name: torch.zeros(64, 95, dtype=torch.bfloat16)})
         made = []
         monkeypatch.setattr(ExpertWeights, "check", lambda self, *_: made.append(self))
-        with pytest.raises(CheckpointError, match=r"\(64, 95\): expected \(64, 96\)"):
-            load_layer(folder, layer)
+        bad = {"model.layers.1.mlp.experts.3.down_proj.weight": torch.zeros(64, 95, dtype=torch.bfloat16)}
+        assert refuses(r"\(64, 95\): expected \(64, 96\)", tmp_path, "qwen3_moe", bad) is CheckpointError
         assert made == []
 
     @pytest.mark.parametrize(("format", "block"), [("fp8_block", 128), ("mxfp8", 32)])
@@ -108,12 +96,10 @@ class TestTensorsRefused:
             load_layer(folder, layer, ParallelConfig(2, moe_tp_size=2))
 
     def test_stacked_blocks_shared_by_gate_and_up(self, tmp_path):
-        *_, layer, folders = saved("qwen3_moe")
-        prefix = "model.layers.1.mlp.experts"
+        prefix, config = "model.layers.1.mlp.experts", {"quantization_config": QUANT["fp8_block"]}
         stacked = {f"{prefix}.gate_up_proj": e4m3(8, 192, 64), f"{prefix}.gate_up_proj_scale_inv": torch.ones(8, 2, 1)}
-        folder = edit(folders["stacked"], tmp_path, stacked, {"quantization_config": QUANT["fp8_block"]})
-        with pytest.raises(ConfigError, match="96 rows of gate end inside a block of 128"):
-            load_layer(folder, layer)
+        words = "96 rows of gate end inside a block of 128"
+        assert refuses(words, tmp_path, "qwen3_moe", stacked, config, stored="stacked") is ConfigError
 
 
 def hf(case, **changes):
@@ -204,8 +190,7 @@ class TestConfigs:
     def test_moe_layers(self, case, changes, layers):
         config, _ = hf(case, **changes)
         assert family_for(config).moe_layers(config) == layers
-        others = set(range(-1, 7)) - set(layers)
-        for other in others:
+        for other in set(range(-1, 7)) - set(layers):
             with pytest.raises(ConfigError, match=f"layer {other} is not a mixture of experts"):
                 family_for(config).moe_config(config, other)
 
@@ -221,11 +206,8 @@ class TestConfigs:
 
     @pytest.mark.parametrize("model_type", FAMILIES)
     def test_every_row_of_the_table_imports(self, model_type):
-        assert (
-            family_for({"model_type": model_type})
-            .module_path(3)
-            .startswith(("model.layers.3.", "model.language_model.", "language_model.model."))
-        )
+        path = family_for({"model_type": model_type}).module_path(3)
+        assert path.startswith(("model.layers.3.", "model.language_model.", "language_model.model."))
 
     def test_kimi_k2_is_deepseek_v3(self):
         config, layer = hf("deepseek_v3")

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases.model_cases import edit, equal, saved
+from support.cases.model_cases import edit, equal, refuses, saved
 from support.cases.model_formats import PACK, QUANT, e4m3, pack
 
 from eprt.config import ParallelConfig
@@ -17,13 +17,9 @@ from eprt.models.checkpoint import QUANT_CONFIG, SINGLE
 from eprt.models.formats import e8m0_scale, positive_scale
 
 # checkpoint suffix -> canonical field, by format
+NVFP4 = {"weight": "codes", "weight_scale": "scales", "weight_scale_2": "global_scale", "input_scale": "input_scale"}
 CANONICAL = {
-    "nvfp4": {
-        "weight": "codes",
-        "weight_scale": "scales",
-        "weight_scale_2": "global_scale",
-        "input_scale": "input_scale",
-    },
+    "nvfp4": NVFP4,
     "fp8_tensor": {"weight": "data", "weight_scale": "scale", "input_scale": "input_scale"},
     "fp8_block": {"weight": "data", "weight_scale_inv": "scale"},
     "mxfp4": {"weight": "codes", "scale": "scales"},
@@ -31,15 +27,10 @@ CANONICAL = {
 }
 
 
-def whole_field(tensors, prefix, names, suffix, num_experts):
-    """[E, parts, ...] of one canonical field, from the per-expert tensors."""
-    rows = [torch.stack([tensors[f"{prefix}.{e}.{name}.{suffix}"] for name in names]) for e in range(num_experts)]
-    return torch.stack(rows)
-
-
-def expected_field(tensors, prefix, names, suffix, config, shard, down):
-    whole = whole_field(tensors, prefix, names, suffix, config.num_experts)
-    whole = whole[shard.first_expert : shard.end_expert]
+def expected_field(tensors, prefix, names, suffix, shard, down):
+    """[L, rows, ...] of one canonical field of this shard, from the per-expert tensors."""
+    mine = range(shard.first_expert, shard.end_expert)
+    whole = torch.stack([torch.stack([tensors[f"{prefix}.{e}.{name}.{suffix}"] for name in names]) for e in mine])
     if whole.dim() == 2:
         return whole
     cut = whole.chunk(shard.moe_tp_size, dim=3 if down else 2)[shard.moe_tp_rank]
@@ -81,8 +72,7 @@ class TestPacked:
                 assert parts.config.weight_format == format
                 for suffix, field in CANONICAL[format].items():
                     for matrix, names in ((parts.experts.gate_up, first), (parts.experts.down, second)):
-                        down = names is second
-                        expected = expected_field(tensors, prefix, names, suffix, parts.config, parts.shard, down)
+                        expected = expected_field(tensors, prefix, names, suffix, parts.shard, names is second)
                         equal(getattr(matrix, field), expected)
 
     @pytest.mark.parametrize("stored", ["e8m0", "f32"])
@@ -90,14 +80,11 @@ class TestPacked:
         *_, layer, folders = saved("deepseek_v4")
         plain = load_layer(pack(folders["original"], tmp_path / "u8", "mxfp4"), layer).experts
 
-        def change(held):
-            def convert(codes):
-                return (
-                    codes.view(torch.float8_e8m0fnu)
-                    if stored == "e8m0"
-                    else torch.ldexp(torch.ones(codes.shape), codes.int() - 127)
-                )
+        def convert(codes):
+            powers = torch.ldexp(torch.ones(codes.shape), codes.int() - 127)
+            return codes.view(torch.float8_e8m0fnu) if stored == "e8m0" else powers
 
+        def change(held):
             return {name: convert(t) if name.endswith(".scale") else t for name, t in held.items()}
 
         other = load_layer(edit(tmp_path / "u8", tmp_path / stored, change), layer).experts
@@ -163,18 +150,18 @@ class TestPacked:
 
 
 class TestQuantizationConfig:
-    def load(self, tmp_path, format, quantization):
-        return load_layer(*packed("qwen3_moe", tmp_path / "packed", format, {"quantization_config": quantization}))
-
-    def test_mixed_precision_by_module(self, tmp_path):
-        layers = {"model.layers.1.mlp.experts": {"quant_algo": "W4A16_NVFP4"}, "lm_head": {"quant_algo": "FP8"}}
+    @pytest.mark.parametrize(
+        ("format", "layers"),
+        [
+            ("nvfp4", {"model.layers.1.mlp.experts": {"quant_algo": "W4A16_NVFP4"}, "lm_head": {"quant_algo": "FP8"}}),
+            ("fp8_tensor", {"model.layers.1.mlp.experts.0.down_proj": {"quant_algo": "FP8"}}),
+        ],
+        ids=["by module", "by linear"],
+    )
+    def test_mixed_precision(self, tmp_path, format, layers):
         quant = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-        assert self.load(tmp_path, "nvfp4", quant).config.weight_format == "nvfp4"
-
-    def test_mixed_precision_by_linear(self, tmp_path):
-        layers = {"model.layers.1.mlp.experts.0.down_proj": {"quant_algo": "FP8"}}
-        quant = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-        assert self.load(tmp_path, "fp8_tensor", quant).config.weight_format == "fp8_tensor"
+        packed_layer = packed("qwen3_moe", tmp_path / "packed", format, {"quantization_config": quant})
+        assert load_layer(*packed_layer).config.weight_format == format
 
     @pytest.mark.parametrize(
         "quant",
@@ -208,17 +195,12 @@ class TestQuantizationConfig:
         ],
     )
     def test_refused(self, quant, text, tmp_path):
-        *_, layer, folders = saved("qwen3_moe")
-        folder = edit(folders["original"], tmp_path, config={"quantization_config": quant})
-        with pytest.raises(ConfigError, match=text):
-            load_layer(folder, layer)
+        assert refuses(text, tmp_path, "qwen3_moe", config={"quantization_config": quant}) is ConfigError
 
     @pytest.mark.parametrize("said", ["nvfp4", "fp8_tensor", "fp8_block", "mxfp8"])
     def test_plain_tensors_that_the_config_calls_packed(self, tmp_path, said):
-        *_, layer, folders = saved("qwen3_moe")
-        folder = edit(folders["original"], tmp_path, config={"quantization_config": QUANT[said]})
-        with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight' has dtype BF16: expected"):
-            load_layer(folder, layer)
+        config, words = {"quantization_config": QUANT[said]}, r"experts\.0\.gate_proj\.weight' has dtype BF16: expected"
+        assert refuses(words, tmp_path, "qwen3_moe", config=config) is CheckpointError
 
     def test_packed_tensors_that_the_config_calls_plain(self, tmp_path):
         folder, layer = packed("qwen3_moe", tmp_path / "a", "fp8_block")
@@ -227,59 +209,44 @@ class TestQuantizationConfig:
             load_layer(folder, layer)
 
     def test_float16_is_refused(self, tmp_path):
-        *_, layer, folders = saved("qwen3_moe")
-        folder = edit(folders["original"], tmp_path, config={"dtype": "float16"})
-        with pytest.raises(ConfigError, match="dtype 'float16' is not supported"):
-            load_layer(folder, layer)
+        words = "dtype 'float16' is not supported"
+        assert refuses(words, tmp_path, "qwen3_moe", config={"dtype": "float16"}) is ConfigError
+
+
+NAN, INF = float("nan"), float("inf")
+FLOAT32 = [
+    ("qwen3_moe", "nvfp4", "weight_scale_2"),
+    ("qwen3_moe", "nvfp4", "input_scale"),
+    ("nemotron_h", "fp8_tensor", "weight_scale"),
+    ("nemotron_h", "fp8_tensor", "input_scale"),
+    ("deepseek_v3", "fp8_block", "weight_scale_inv"),
+]
+BAD_SCALES = [
+    *((*tensor, value) for tensor in FLOAT32 for value in (0.0, -1.0, NAN, INF, None)),
+    *(("qwen3_moe", "nvfp4", "weight_scale", value) for value in (0.0, -0.5, NAN, None)),
+    *(("deepseek_v4", "mxfp4", "scale", value) for value in (255, None)),
+    *(("qwen3_moe", "mxfp8", "weight_scale", value) for value in (255, None)),
+]
 
 
 class TestScales:
-    """Each bad scale in one expert's tensor; the error names file, tensor and value."""
-
-    def spoil(self, tmp_path, case, format, suffix, value):
+    @pytest.mark.parametrize(("case", "format", "suffix", "value"), BAD_SCALES)
+    def test_a_bad_scale_of_one_expert_is_named(self, tmp_path, case, format, suffix, value):
+        """The error names file, tensor and value. None: the tensor is missing."""
         folder, layer = packed(case, tmp_path / "good", format)
         prefix, _, (down,) = CASES[case]
         name = f"{prefix}.2.{down}.{suffix}"
         tensor = load_file(folder / SINGLE)[name]
         load_layer(folder, layer)
-        if value is None:
-            folder = edit(folder, tmp_path / "bad", drop=(name,))
-        else:
+        if value is not None:
             tensor.view(-1)[-1:] = torch.tensor(value).to(tensor.dtype)
-            folder = edit(folder, tmp_path / "bad", {name: tensor})
+        folder = edit(folder, tmp_path / "bad", {name: tensor}, drop=(name,) if value is None else ())
         with pytest.raises(CheckpointError) as caught:
             load_layer(folder, layer)
-        assert f"'{name}'" in str(caught.value)
-        if value is not None:
-            assert str(folder / SINGLE) in str(caught.value)
-            assert str(value) in str(caught.value)
+        words = [f"'{name}'"] if value is None else [f"'{name}'", str(folder / SINGLE), str(value)]
+        assert all(word in str(caught.value) for word in words), caught.value
         # A rank that holds other experts loads, unless every rank can see it in the headers.
         load_layer(folder, layer, ParallelConfig(4), 0)
-
-    @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), None], ids=str)
-    @pytest.mark.parametrize(
-        ("case", "format", "suffix"),
-        [
-            ("qwen3_moe", "nvfp4", "weight_scale_2"),
-            ("qwen3_moe", "nvfp4", "input_scale"),
-            ("nemotron_h", "fp8_tensor", "weight_scale"),
-            ("nemotron_h", "fp8_tensor", "input_scale"),
-            ("deepseek_v3", "fp8_block", "weight_scale_inv"),
-        ],
-    )
-    def test_float32(self, tmp_path, case, format, suffix, value):
-        self.spoil(tmp_path, case, format, suffix, value)
-
-    @pytest.mark.parametrize("value", [0.0, -0.5, float("nan"), None], ids=str)
-    def test_e4m3(self, tmp_path, value):
-        self.spoil(tmp_path, "qwen3_moe", "nvfp4", "weight_scale", value)
-
-    @pytest.mark.parametrize("value", [255, None], ids=str)
-    @pytest.mark.parametrize(
-        ("case", "format", "suffix"), [("deepseek_v4", "mxfp4", "scale"), ("qwen3_moe", "mxfp8", "weight_scale")]
-    )
-    def test_e8m0(self, tmp_path, case, format, suffix, value):
-        self.spoil(tmp_path, case, format, suffix, value)
 
     def test_every_power_of_two_becomes_its_byte(self):
         bytes_ = torch.arange(255, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A backend is one file and one row: this file is the file, and the rows are registered here."""
+"""A backend or a model family is one class and one row: the classes are in this file, the rows are registered here."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 from support.cases import expert_cases as cases
+from support.cases.model_cases import edit, equal, saved
 
-from eprt import engines, register_dispatcher, register_executor
+import eprt
+from eprt import ConfigError, ModelFamily, engines, load_layer, register_dispatcher, register_executor, register_family
 from eprt.config import RuntimeConfig
 from eprt.conformance.oracle import relative_error
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, DispatcherSpec, Handle
 from eprt.engines import Engine, EngineSpec
-from eprt.errors import ConfigError, InputError, UnsupportedError, UsageError
+from eprt.errors import InputError, UnsupportedError, UsageError
 from eprt.experts import EXECUTORS
 from eprt.experts.base import ExecutorSpec
 from eprt.experts.reference import ReferenceExecutor
 from eprt.layer import ExpertParallelMoE
+from eprt.models import _REGISTERED, FAMILIES, family_for
+from eprt.models.families import Qwen3Moe
 from eprt.support import Support
 from eprt.tokens import FlatTokens, Payload, RouterLogits, TopK
 from eprt.world import World
@@ -55,9 +59,10 @@ COUNTING = ExecutorSpec(
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    before = dict(DISPATCHERS), dict(EXECUTORS)
+    tables = (DISPATCHERS, EXECUTORS, _REGISTERED)
+    before = [dict(table) for table in tables]
     yield
-    for table, rows in zip((DISPATCHERS, EXECUTORS), before, strict=True):
+    for table, rows in zip(tables, before, strict=True):
         table.clear()
         table.update(rows)
 
@@ -96,10 +101,7 @@ def test_what_a_new_row_refuses_is_in_the_table() -> None:
     register_executor(COUNTING)
     config = cases.make_config("bf16")
     weights, runtime = cases.make_weights(config), RuntimeConfig(executor="counting")
-    with (
-        World.from_env("cpu") as world,
-        pytest.raises(UnsupportedError, match="takes f32 weights, not bf16"),
-    ):
+    with World.from_env("cpu") as world, pytest.raises(UnsupportedError, match="takes f32 weights, not bf16"):
         ExpertParallelMoE(config, world, weights, runtime=runtime)
 
 
@@ -193,3 +195,62 @@ def test_a_fused_engine_is_one_row(monkeypatch) -> None:
         with pytest.raises(UsageError, match="closed"):
             fused(x, topk)
     assert len(Fused.calls) == 3
+
+
+class Own(Qwen3Moe):
+    """Qwen3-MoE's layer; the router has another name."""
+
+    routers = ("chooser",)
+
+
+class Other(Own):
+    pass
+
+
+class Incomplete(ModelFamily):
+    pass
+
+
+def test_a_checkpoint_of_a_registered_family_is_read(tmp_path):
+    _, block, layer, folders = saved("qwen3_moe")
+    source = edit(
+        folders["original"],
+        tmp_path,
+        lambda held: {name.replace(".mlp.gate.weight", ".mlp.chooser.weight"): t for name, t in held.items()},
+        {"model_type": "own_moe"},
+    )
+    with pytest.raises(ConfigError, match=r"'own_moe' is not supported.*eprt.register_family adds one"):
+        load_layer(source, layer)
+    register_family("own_moe", Own)
+    parts = load_layer(source, layer)
+    equal(parts.router.weight, block.gate.weight.data)
+    equal(parts.experts.down.data, block.experts.down_proj.data)
+
+
+def test_a_family_registered_twice_is_one_and_errors_list_it():
+    register_family("own_moe", Own)
+    register_family("own_moe", Own)
+    assert type(family_for({"model_type": "own_moe"})) is Own
+    assert eprt.register_family is register_family
+    with pytest.raises(ConfigError, match=r"own_moe; eprt\.register_family"):
+        family_for({"model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "family", "text"),
+    [
+        ("taken", Other, r"'taken' is .*:Own already, not .*:Other: register one of them"),
+        ("qwen3_moe", Own, "'qwen3_moe' is eprt.models.families:Qwen3Moe already"),
+        ("new", Incomplete, "Incomplete of 'new' doesn't define moe_config, moe_layers"),
+        ("new", Own(), "expected a subclass of eprt.models.ModelFamily"),
+        ("new", dict, "expected a subclass of eprt.models.ModelFamily"),
+        ("", Own, "model_type ''"),
+        (None, Own, "model_type None"),
+    ],
+)
+def test_a_family_that_cannot_be_registered(model_type, family, text):
+    register_family("taken", Own)
+    with pytest.raises(ConfigError, match=text):
+        register_family(model_type, family)
+    assert set(_REGISTERED) == {"taken"}
+    assert "taken" not in FAMILIES

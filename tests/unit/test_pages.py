@@ -74,11 +74,6 @@ def test_commands_parse(words: list[str]) -> None:
         parse(words)
 
 
-def test_explain_as_the_prose_names_it() -> None:
-    arguments = parse(["explain", "--model", "config.json", "--world", "4"])
-    assert arguments.world == 4
-
-
 def test_the_two_commands_are_the_scripts_that_ci_runs() -> None:
     block = code_blocks(README, "bash")[0]
     first_two = [shlex.split(line, comments=True) for line in block.strip().splitlines()]
@@ -138,16 +133,8 @@ def test_shown_output_is_what_the_command_prints() -> None:
 
 def test_failure_table_names_the_reasons_of_rank_lost() -> None:
     section = ERRORS.split("`RankLost.why`")[1].split("\n\n")[0]
-    assert set(re.findall(r"\| `(\w+)` \|", section)) == {
-        "exited",
-        "silent",
-        "raised",
-        "left",
-        "behind",
-        "store",
-        "unknown",
-        "foreign",
-    }
+    whys = {"exited", "silent", "raised", "left", "behind", "store", "unknown", "foreign"}
+    assert set(re.findall(r"\| `(\w+)` \|", section)) == whys
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
@@ -162,14 +149,10 @@ def test_scripts_are_bash_that_stops_at_errors(script: Path) -> None:
 @pytest.mark.parametrize("gpus", ["1", "2"])
 @pytest.mark.parametrize("options", [[], ["--rehearse"]])
 def test_the_session_on_gpus_speaks_commands_that_exist(gpus: str, options: list[str]) -> None:
-    listed = subprocess.run(
-        ["bash", "scripts/gpu_session.sh", gpus, "--list", "--out", "/dev/null/x", *options],
-        cwd=ROOT,
-        env={**os.environ, "PYTHON": "python3"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
+    command = ["bash", "scripts/gpu_session.sh", gpus, "--list", "--out", "/dev/null/x", *options]
+    settings = os.environ | {"PYTHON": "python3"}
+    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, check=True)
+    listed = done.stdout.splitlines()
     ours = [line.partition(" -m eprt ")[2] for line in listed if " -m eprt " in line]
     assert len(ours) >= 7
     for line in ours:
@@ -181,14 +164,9 @@ def test_the_session_on_gpus_speaks_commands_that_exist(gpus: str, options: list
 
 
 def test_the_api_page_has_every_public_name_and_no_other() -> None:
-    written = subprocess.run(
-        [sys.executable, "-c", "import api; print(api.page(), end='')"],
-        cwd=ROOT / "docs",
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command, settings = [sys.executable, "-c", "import api; print(api.page(), end='')"], {"PYTHONPATH": str(ROOT)}
+    pipes = {"capture_output": True, "text": True, "check": True}
+    written = subprocess.run(command, cwd=ROOT / "docs", env=os.environ | settings, **pipes)
     assert (ROOT / "docs/api.md").read_text() == written.stdout, "run: python docs/api.py"
 
 

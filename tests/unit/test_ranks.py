@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.jobs import rank_jobs as jobs
+from support.processes import wait_until_gone
 
 from eprt.errors import ConfigError, EprtError, UsageError
 from eprt.ranks import launcher
@@ -24,20 +25,6 @@ VICTIM = 2
 LIMIT_S = 2.0
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # it may go between open and read
-        return False
-
-
-def wait_gone(pids: list[int], seconds: float = 5.0) -> list[int]:
-    deadline = time.monotonic() + seconds
-    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
-
-
 @pytest.fixture(scope="module")
 def pool():
     with WorldPool(4, timeout_s=60, grace_s=0.3) as pool:
@@ -45,24 +32,17 @@ def pool():
 
 
 class TestHealthy:
-    def test_results_come_in_rank_order_with_torchruns_environment(self, pool):
+    def test_results_come_in_rank_order_and_are_larger_than_a_pipe(self, pool):
         found = pool.run(jobs.echo, word="ho")
-        assert found == [("ho", rank, 4, str(rank), str(rank), "4") for rank in range(4)]
+        assert found == [("ho", rank, 4, str(rank), str(rank), "4") for rank in range(4)], "torchrun's environment"
+        assert pool.run(jobs.fault, kind="nothing", victim=VICTIM) == [0, 1, 2, 3]
+        assert pool.run(jobs.threads) == [1] * 4, "one thread per rank"
+        assert [len(r) for r in pool.run(jobs.big, size=5_000_000)] == [5_000_000] * 4
 
     def test_collectives_work_and_processes_are_reused(self, pool):
         pids = pool.run(jobs.pid)
-        assert pool.run(jobs.total) == [10] * 4
-        assert pool.run(jobs.total) == [10] * 4
+        assert [pool.run(jobs.total) for _ in range(2)] == [[10] * 4] * 2
         assert pool.run(jobs.pid) == pids == pool.pids
-
-    def test_a_fault_that_does_nothing_is_no_failure(self, pool):
-        assert pool.run(jobs.fault, kind="nothing", victim=VICTIM) == [0, 1, 2, 3]
-
-    def test_one_thread_a_rank(self, pool):
-        assert pool.run(jobs.threads) == [1] * 4
-
-    def test_results_larger_than_a_pipe(self, pool):
-        assert [len(r) for r in pool.run(jobs.big, size=5_000_000)] == [5_000_000] * 4
 
     def test_two_pools_at_once(self, pool):
         with WorldPool(2) as other:
@@ -85,7 +65,7 @@ class TestHealthy:
         with WorldPool(3) as pool:
             pids = pool.run(jobs.pid)
         assert len(set(pids)) == 3
-        assert wait_gone(pids) == []
+        wait_until_gone(pids)
         with pytest.raises(UsageError, match="closed"):
             pool.run(jobs.pid)
 
@@ -114,7 +94,7 @@ def test_a_faulty_rank_is_named_in_bounded_time(pool, kind, says, fast):
     first_line = str(error).splitlines()[0]
     assert f"rank {VICTIM}" in first_line
     assert says in first_line
-    assert wait_gone(pids) == []
+    wait_until_gone(pids)
     # Every rank is in the report; whoever can still speak shows where it is.
     assert [report.rank for report in error.reports] == [0, 1, 2, 3]
     for report in error.reports:
@@ -139,7 +119,7 @@ def test_a_rank_stopped_between_jobs_is_found_though_no_peer_waits_for_it(pool, 
         pool.run(jobs.pid, timeout_s=60)
     assert time.monotonic() - start < 20
     assert failure.value.failed_ranks == (VICTIM,)
-    assert wait_gone(pids) == []
+    wait_until_gone(pids)
 
 
 @pytest.mark.parametrize(("last", "wait_s"), [("in <module>", 0.0), ("in main", 1.0)])
@@ -149,14 +129,9 @@ def test_a_stack_that_is_written_slowly_is_read_to_its_end(tmp_path, monkeypatch
     monkeypatch.setattr(launcher, "_STACK_WAIT_S", 30.0)
     dump = tmp_path / "stack"
     dump.write_text("00007f78067d9b80\n")
-    lines = [
-        "Current thread 0x00007f78067d9b80 (most recent call first):",
-        '  File "a.py", line 3 in work',
-        f"  {last}",
-    ]
 
     def write() -> None:
-        for line in lines:
+        for line in ("Current thread 0x0 (most recent call first):", '  File "a.py", line 3 in work', f"  {last}"):
             time.sleep(0.2)
             with dump.open("a") as file:
                 file.write(line + "\n")
@@ -174,7 +149,7 @@ def test_a_stopped_ranks_children_go_too(pool):
     with pytest.raises(WorldFailed) as failure:
         pool.run(jobs.fault, kind="stopped_with_child", victim=VICTIM, timeout_s=LIMIT_S)
     [child] = re.findall(r"grandchild (\d+)", failure.value.reports[VICTIM].log_tail)
-    assert wait_gone([int(child)]) == []
+    wait_until_gone([int(child)])
 
 
 def test_survivors_that_name_a_rank_are_believed(pool):
@@ -187,7 +162,7 @@ def test_survivors_that_name_a_rank_are_believed(pool):
 def test_a_rank_that_dies_between_jobs_is_found_by_the_next(pool):
     pids = pool.run(jobs.pid)
     os.kill(pids[3], signal.SIGKILL)
-    assert wait_gone([pids[3]]) == []
+    wait_until_gone([pids[3]])
     with pytest.raises(WorldFailed, match="rank 3 was killed by SIGKILL"):
         pool.run(jobs.echo)
 
@@ -228,21 +203,16 @@ def test_ranks_end_with_their_parent(tmp_path, short_folder, number):
     """Also when it has no chance to clean up (SIGKILL), and on Ctrl-C while a job hangs."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT.format(tests=str(Path(jobs.__file__).parents[2])))
-    parent = subprocess.Popen(
-        [sys.executable, script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "TMPDIR": str(short_folder)},  # a parent that is killed leaves its world's folder there
-    )
+    settings = os.environ | {"TMPDIR": str(short_folder)}  # a parent that is killed leaves its world's folder there
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    parent = subprocess.Popen([sys.executable, script], **pipes, start_new_session=True, env=settings)
     try:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
         time.sleep(0.3)  # now the second job hangs
         parent.send_signal(number)
         assert parent.wait(timeout=20) != 0
-        assert wait_gone(pids) == []
+        wait_until_gone(pids)
     finally:
         parent.kill()
         parent.wait()

@@ -54,16 +54,14 @@ def test_a_table_shows_every_ranks_step(pools) -> None:
     assert [line.split() for line in told.splitlines()[2:]] == [["0", "10"], ["1", "11"], ["2", "10"], ["3", "10"]]
 
 
-def test_an_attention_tp_group_says_one_number(pools) -> None:
-    found = set(pools(4).run(jobs.groups_that_differ))
-    assert len(found) == 1
-    assert found.pop().startswith("WorldMismatch: the ranks disagree about this call (group_tokens)")
-
-
-def test_a_step_never_meets_another_call(pools) -> None:
-    found = set(pools(2).run(jobs.a_barrier_instead))
-    assert len(found) == 1
-    assert found.pop().startswith("WorldMismatch: the ranks disagree about this call (operation)")
+@pytest.mark.parametrize(
+    ("ranks", "job", "differing"),
+    [(4, jobs.groups_that_differ, "group_tokens"), (2, jobs.a_barrier_instead, "operation")],
+    ids=["an attention-TP group says one number", "a step never meets another call"],
+)
+def test_ranks_that_disagree_are_told_in_the_same_words(pools, ranks: int, job, differing: str) -> None:
+    (told,) = set(pools(ranks).run(job))
+    assert told.startswith(f"WorldMismatch: the ranks disagree about this call ({differing})")
 
 
 @pytest.mark.parametrize(("how", "rank_1"), [(0, "0 0"), (1, "0"), (2, None)])

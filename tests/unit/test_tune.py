@@ -29,9 +29,7 @@ TINY = {
 }
 
 
-def test_what_was_measured_is_what_the_plan_goes_by(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_measured_is_what_the_plan_goes_by(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("EPRT_PLAN_ROWS", str(tmp_path / "cache" / "plan.json"))
     model = tmp_path / "config.json"
     model.write_text(json.dumps(TINY))
@@ -69,9 +67,7 @@ def test_rows_that_were_not_measured_again_are_kept() -> None:
     assert merged == [table(t8=1.0), table(t1=5.0)]
 
 
-def test_what_takes_too_long_is_ended_and_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_takes_too_long_is_ended_and_said(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An executor that would compile for a minute costs its share of the budget; dispatchers are measured all the
     same, by ranks that were started again."""
     monkeypatch.setenv("EPRT_PLAN_ROWS", str(tmp_path / "plan.json"))

@@ -7,9 +7,12 @@ import json
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eprt.errors import EprtError
+from eprt.models import load_layer
 from eprt.models.checkpoint import CONFIG, SINGLE
 from eprt.placement import ExpertShard
 from support.cases import model_recipes
@@ -111,3 +114,12 @@ def equal(found, expected) -> None:
     if found is not None and expected is not None:
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def refuses(words: str, target: Path, case: str, tensors=None, config=None, drop=(), stored="original"):
+    """Asserts that the case's checkpoint, edited so, is refused in these words. Returns the error's type."""
+    *_, layer, folders = saved(case)
+    folder = edit(folders[stored], target, tensors, config, drop)
+    with pytest.raises(EprtError, match=words) as caught:
+        load_layer(folder, layer)
+    return caught.type

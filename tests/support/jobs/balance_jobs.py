@@ -1,4 +1,4 @@
-"""Jobs for test_rebalance.py: layers whose experts change places between steps, inside the ranks."""
+"""Jobs for test_placement.py: layers whose experts change places between steps, inside the ranks."""
 
 from __future__ import annotations
 
