@@ -301,8 +301,8 @@ def test_measured_schedules(form, rows):
 def test_ranks_warm_up_the_same_but_begin_elsewhere(monkeypatch):
     """So that those of one host find compiled what they come to later."""
     asked = []
-    monkeypatch.setattr(TritonGroupedExecutor, "_try_flat", lambda self, rows, slots: asked.append(rows))
-    monkeypatch.setattr(TritonGroupedExecutor, "_try_slabs", lambda self, rows: None)
+    monkeypatch.setattr(TritonGroupedExecutor, "_try_flat", lambda self, rows, choices, expert: asked.append(rows))
+    monkeypatch.setattr(TritonGroupedExecutor, "_try_expert_major", lambda self, rows, valid: None)
     config = layer(E=8)
     weights, placement = all_experts(config), ExpertPlacement(8, ParallelConfig(2))
     for rank in range(2):
