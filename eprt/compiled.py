@@ -22,7 +22,7 @@ _numbers = itertools.count()
 
 
 def register(layer: object) -> int:
-    """A number by which the operator finds the layer as long as it lives; never used again."""
+    """Returns a number by which the operator finds the layer as long as it lives; it is never used again."""
     number = next(_numbers)
     _LAYERS[number] = layer
     return number
@@ -38,7 +38,7 @@ def moe_layer(
     token_ids: torch.Tensor | None,
     tokens_per_rank: int | None,
 ) -> torch.Tensor:
-    """The layer with that number, called as `ExpertParallelMoE.forward` is."""
+    """Calls the layer with that number as `ExpertParallelMoE.forward` is called."""
     layer: Callable[..., torch.Tensor] | None = _LAYERS.get(number)
     if layer is None:
         raise UsageError(f"compiled code calls layer {number}, which is gone: keep the layer, or compile again")
@@ -67,7 +67,7 @@ def call(
     token_ids: torch.Tensor | None,
     tokens_per_rank: int | None,
 ) -> torch.Tensor:
-    """What `forward` is while it is traced."""
+    """Calls the operator in place of `forward` while that is traced."""
     ids, weights = (routing.ids, routing.weights) if isinstance(routing, TopK) else (None, None)
     logits = routing.logits if isinstance(routing, RouterLogits) else None
     return moe_layer(hidden_states, number, ids, weights, logits, token_ids, tokens_per_rank)

@@ -1,6 +1,5 @@
-"""What the layer computes (`MoEConfig`), how ranks share it (`ParallelConfig`), how to run it (`RuntimeConfig`).
-
-All three are frozen and validate themselves: an instance that exists is consistent.
+"""Three configs say what a layer computes (`MoEConfig`), how ranks share it (`ParallelConfig`) and how to run it
+(`RuntimeConfig`). They are frozen and validate themselves: an instance that exists is consistent.
 """
 
 from __future__ import annotations
@@ -74,18 +73,18 @@ class Activation:
 
     @property
     def plain(self) -> bool:
-        """Whether alpha, beta and limit change nothing: `silu(gate) * up`, or any `relu2`, which has none of them."""
+        """Tells whether alpha, beta and limit change nothing: `silu(gate) * up`, or any `relu2`, which lacks them."""
         return not self.gated or (self.alpha, self.beta, self.limit) == (1.0, 0.0, None)
 
     @cached_property
     def parts(self) -> int:
-        """How many halves the first matrix has: 2 (gate, up) or 1."""
+        """Counts the halves of the first matrix: 2 (gate, up) or 1."""
         return 2 if self.gated else 1
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How router logits become a TopK.
+    """Describes how router logits become a TopK.
 
     Attributes:
         method: `softmax_topk` (Qwen, Mixtral), `topk_softmax` (gpt-oss, Granite), `topk_sigmoid` (Llama 4),
@@ -195,7 +194,7 @@ class MoEConfig:
         return self.model_hidden_size or self.hidden_size
 
     def settings(self) -> dict[str, str]:
-        """Every value as text by dotted name, for the ranks to compare: `routing.scaling_factor` -> "2.5"."""
+        """Returns every value as text by dotted name, for the ranks to compare: `routing.scaling_factor` -> "2.5"."""
         found: dict[str, str] = {}
         for name, value in asdict(self).items():
             inner: dict[str, object] = value if isinstance(value, dict) else {"": value}
@@ -205,7 +204,7 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How `world_size` ranks are shared: DP x attention-TP before the layer, EP x MoE-TP inside it.
+    """Describes how `world_size` ranks are shared: DP x attention-TP before the layer, EP x MoE-TP inside it.
 
     Rank r is `dp_rank * attention_tp_size + attention_tp_rank` and also `ep_rank * moe_tp_size + moe_tp_rank`.
 
@@ -245,7 +244,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How to run the layer; nothing here changes its maths beyond the stated precisions.
+    """Says how to run the layer; nothing here changes its maths beyond the stated precisions.
 
     Attributes:
         dispatcher, executor: a name from their tables, or "auto" (`eprt explain` shows the choice).
@@ -310,5 +309,5 @@ class RuntimeConfig:
 
     @property
     def may_leave_out(self) -> bool:
-        """Whether ranks may leave on purpose, or be left out once they are lost."""
+        """Tells whether ranks may leave on purpose, or be left out once they are lost."""
         return self.on_rank_lost != "restart"

@@ -1,4 +1,4 @@
-"""What every token meets on its own rank: the shared expert, and the projections around experts in a latent width."""
+"""The dense parts, which every token meets on its own rank: the shared expert and the latent projections."""
 
 from __future__ import annotations
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up; b > 0."""
+    """Returns a / b rounded up; b > 0."""
     return -(-a // b)
 
 
 def round_up(a: int, multiple: int) -> int:
-    """The smallest multiple that is at least a; multiple > 0."""
+    """Returns the smallest multiple that is at least a; multiple > 0."""
     return ceil_div(a, multiple) * multiple
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n; n >= 1."""
+    """Returns the smallest power of two that is at least n; n >= 1."""
     return 1 << (n - 1).bit_length()

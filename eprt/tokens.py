@@ -2,7 +2,7 @@
 
 Letters used everywhere: T local tokens, R agreed tokens a rank, W ranks, K top-k, E experts, L local experts,
 H hidden size the experts see (a latent width in latent MoE), I intermediate size, N rows a rank received,
-M rows an expert's slab holds.
+M rows reserved for each expert.
 
 | format              | executor does                             | combine does                  |
 |---------------------|-------------------------------------------|-------------------------------|
@@ -107,7 +107,7 @@ class RouterLogits:
 
 @dataclass(frozen=True)
 class PayloadFacts:
-    """How numbers of a format travel.
+    """Describes how numbers of a format travel.
 
     Attributes:
         dtype, packing: of `Payload.data`, and how many numbers one element holds.
@@ -121,11 +121,11 @@ class PayloadFacts:
     scale_dtype: torch.dtype | None = None
 
     def data_bytes(self, hidden_size: int) -> int:
-        """Of one token."""
+        """Returns the bytes of one token's numbers."""
         return hidden_size // self.packing * self.dtype.itemsize
 
     def scale_bytes(self, hidden_size: int) -> int:
-        """Of one token."""
+        """Returns the bytes of one token's scales."""
         return 0 if self.scale_dtype is None else ceil_div(hidden_size, self.block) * self.scale_dtype.itemsize
 
 
@@ -223,15 +223,15 @@ class FlatTokens:
 
 @dataclass(frozen=True)
 class ExpertMajorTokens:
-    """One slab of rows per local expert.
+    """M rows reserved for each local expert, as many of them valid as `counts` says.
 
     Attributes:
         hidden: payload with leading dimensions [L, M]. Rows of `data` may lie further apart than they are wide, where
             a transport carries a wider one; each is contiguous.
-        counts: [L] int32, valid rows of each slab, on the tokens' device. Rows at and past `counts[e]` are garbage:
+        counts: [L] int32, valid rows of each expert, on the tokens' device. Rows at and past `counts[e]` are garbage:
             never read by an executor, never required to be written.
         num_tokens: tokens of all ranks that this call allows (R x ranks), by which an executor chooses how to compute,
-            never what; None: M of them, a slab's room.
+            never what; None: M of them.
 
     Owned by the dispatcher; valid until combine of the same handle returns.
     """

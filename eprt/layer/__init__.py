@@ -226,11 +226,11 @@ class ExpertParallelMoE(nn.Module):
 
     @property
     def translates_ids(self) -> bool:
-        """Whether ids of experts become ids of slots: always, unless the layer was built with its experts in order."""
+        """Tells whether ids of experts become ids of slots: always, unless the experts were built in order."""
         return self._slots.translates
 
     def adopt_placement(self, placement: ExpertPlacement) -> None:
-        """Send tokens where `placement` says from now on. For `eprt.balance.rebalance`, which puts the weights there:
+        """Sends tokens where `placement` says from now on. For `eprt.balance.rebalance`, which puts the weights there:
         alone it makes wrong sums."""
         self.placement = placement
         self._slots.adopt(placement)
@@ -245,7 +245,7 @@ class ExpertParallelMoE(nn.Module):
         return self.dispatcher.capacity.max_tokens_per_rank * self.world.parallel.attention_tp_size
 
     def _by_router(self, hidden_states: torch.Tensor, tokens_per_rank: int) -> torch.Tensor:
-        """The call that the layer's graphs record. They pad its rows, so it isn't replayed itself."""
+        """Makes the call that the layer's graphs record. They pad its rows, so it isn't replayed itself."""
         return self.forward(hidden_states, tokens_per_rank=tokens_per_rank)
 
     def _by_other_means(

@@ -1,4 +1,4 @@
-"""From a caller's tokens and the experts chosen for them to what this rank sends: its slice, and ids of slots.
+"""A caller's tokens and chosen experts become what this rank sends: its slice, and ids of slots.
 
 Under attention TP a group's ranks hold the same tokens. Each sends a slice of them, and all get the whole result.
 """
@@ -105,8 +105,8 @@ class ChosenSlots:
         self._nobody = torch.tensor(config.num_experts, dtype=torch.int32, device=world.device)
 
     def of(self, chosen: TopK | RouterLogits, num_tokens: int, check_values: bool) -> TopK | RouterLogits:
-        """`chosen` as a dispatcher takes it. Logits stay as they are: a kernel that chooses, which there is in a world
-        of one, computes padding for nothing.
+        """Returns `chosen` as a dispatcher takes it. Logits stay as they are: a kernel that chooses, in a world of one,
+        computes padding for nothing.
 
         Args:
             num_tokens: of the attention-TP group together.
@@ -148,12 +148,12 @@ class ChosenSlots:
         return TopK(self._table.slots_of(chosen.ids), chosen.weights)
 
     def adopt(self, placement: ExpertPlacement) -> None:
-        """Translate to another placement from now on."""
+        """Translates to another placement from now on."""
         if self._table is not None:
             self._table.update(placement)
 
     def warmup(self) -> None:
-        """Compile what counts and what translates."""
+        """Compiles the kernels that count and translate."""
         if self.need_ids:
             nobody, shape = self._config.num_experts, (1, self._config.top_k)
             ids = torch.full(shape, nobody, dtype=torch.int32, device=self._world.device)
