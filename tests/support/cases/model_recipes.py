@@ -103,7 +103,9 @@ RECIPES: dict[str, Recipe] = {
     "deepseek_v3": _after_dense("DeepseekV3", LATENT_ATTENTION | DEEPSEEK | FIRST_DENSE),
     "deepseek_v4": Recipe(
         "DeepseekV4",
-        V4_ATTENTION | {"moe_intermediate_size": 96, "n_routed_experts": NUM_EXPERTS, "num_hash_layers": 1},
+        V4_ATTENTION
+        # A limit of 1 clamps many of these small activations, so that a wrong clamp shows.
+        | {"moe_intermediate_size": 96, "n_routed_experts": NUM_EXPERTS, "num_hash_layers": 1, "swiglu_limit": 1.0},
     ),
     "nemotron_h": _after_dense(
         "NemotronH",

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from eprt.config import RuntimeConfig
-from eprt.conformance.oracle import relative_error, shard_weights
-from eprt.layer import ExpertParallelMoE
-from eprt.placement import ExpertPlacement
+from eprt.conformance.oracle import relative_error
+from eprt.models import build_layer, load_layer
 from eprt.ranks.process import RankContext
-from support.cases.transformers_blocks import Block
 
 # float32: both sides sum in float32, in another order; 1e-5 is about 100 ulp, far under any wrong weight or id.
 # bfloat16: activations round to 8 bits between the same steps in both, and each rank's share rounds once more.
@@ -27,7 +25,7 @@ Found = tuple[str, float, float]  # what, error, tolerance
 
 @dataclass(frozen=True)
 class Sample:
-    """A block without transformers' module, each data-parallel rank's tokens, and what the module made of them.
+    """A saved model's MoE layer, each data-parallel rank's tokens, and what transformers' module made of them.
 
     `distinct` blocks go every path in every world; of the others' layers only routing, names and sizes differ, so they
     take turns: one path in one world, every path over the worlds.
@@ -36,7 +34,8 @@ class Sample:
     name: str
     distinct: bool
     dtype: torch.dtype
-    block: Block
+    folder: str
+    layer: int
     inputs: list[tuple[torch.Tensor, torch.Tensor]]
     expected: list[torch.Tensor]
 
@@ -48,19 +47,11 @@ def compare_blocks(
     world = context.world(attention_tp_size=attention_tp, moe_tp_size=moe_tp)
     found = []
     for number, sample in enumerate(samples):
-        block, (x, ids) = sample.block, sample.inputs[world.dp_rank]
-        shard = ExpertPlacement(block.config.num_experts, world.parallel).shard(world.rank)
-        weights = shard_weights(block.experts, block.config, shard)
+        x, ids = sample.inputs[world.dp_rank]
+        parts = load_layer(sample.folder, sample.layer, world.parallel, world.rank)
         for dispatcher, executor, token_format in PATHS if sample.distinct else [PATHS[(number + turn) % len(PATHS)]]:
-            layer = ExpertParallelMoE(
-                block.config,
-                world,
-                weights,
-                runtime=RuntimeConfig(dispatcher=dispatcher, executor=executor, token_format=token_format),
-                router=block.router,
-                shared=block.shared,
-                latent=block.latent,
-            )
+            runtime = RuntimeConfig(dispatcher=dispatcher, executor=executor, token_format=token_format)
+            layer = build_layer(parts, world, runtime)
             output = layer(x, token_ids=ids)
             layer.close()
             what = f"{sample.name} {sample.dtype} {dispatcher}/{executor}/{token_format} rank {world.rank}"
