@@ -26,7 +26,7 @@ from eprt.support import Device
 WORLDS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (2, 1, 2), (4, 1, 2), (1, 2, 2), (2, 2, 2))
 WORLDS += ((4, 2, 2),)
 # Each has arithmetic that no other has.
-DISTINCT = "gpt_oss qwen3_moe qwen3_5_moe_text deepseek_v3 deepseek_v4 deepseek_v4_hash nemotron_h".split()
+DISTINCT = ["gpt_oss", "qwen3_moe", "qwen3_5_moe_text", "deepseek_v3", "deepseek_v4", "deepseek_v4_hash", "nemotron_h"]
 TOKENS = (7, 0, 13, 1, 5, 2, 3, 4)  # of each data-parallel rank
 
 
