@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cases.model_cases import MODELS, refuses, saved
-from support.cases.model_formats import QUANT, e4m3, pack
 from support.cases.model_recipes import make_config
+from support.cases.packed_checkpoints import QUANT, e4m3, pack
 
 from eprt.config import MoEConfig, ParallelConfig
 from eprt.errors import CheckpointError, ConfigError

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases.model_cases import edit, equal, refuses, saved
-from support.cases.model_formats import PACK, QUANT, e4m3, pack
+from support.cases.model_cases import equal, refuses, saved
+from support.cases.packed_checkpoints import PACK, QUANT, e4m3, edit, pack
 
 from eprt.config import ParallelConfig
 from eprt.errors import CheckpointError, ConfigError
@@ -125,7 +125,7 @@ class TestPacked:
         tensors = load_file(folder / SINGLE)
         shared = load_layer(folder, layer).shared
         for found, name in ((shared.gate, "gate_proj"), (shared.up, "up_proj"), (shared.down, "down_proj")):
-            held = {s: tensors[f"model.layers.1.mlp.shared_experts.{name}.{s}"] for s in PACK["nvfp4"](1, 32)}
+            held = {s: tensors[f"model.layers.1.mlp.shared_experts.{name}.{s}"] for s in PACK["nvfp4"](1, 32)[0]}
             codes = torch.stack((held["weight"] & 15, held["weight"] >> 4), dim=-1).flatten(1).long()
             scale = held["weight_scale"].float().repeat_interleave(16, dim=1) * held["weight_scale_2"]
             equal(found, (values[codes] * scale).bfloat16())

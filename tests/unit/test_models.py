@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from support.cases.model_cases import (
     MODELS,
     canonical_experts,
-    edit,
     equal,
     make_model,
     moe_layers,
@@ -19,6 +18,7 @@ from support.cases.model_cases import (
     saved,
     shard_of,
 )
+from support.cases.packed_checkpoints import edit
 
 from eprt.config import ParallelConfig
 from eprt.conformance.tiny_model import write_tiny_checkpoint

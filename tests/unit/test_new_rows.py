@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support.cases import expert_cases as cases
-from support.cases.model_cases import edit, equal, saved
+from support.cases.model_cases import equal, saved
+from support.cases.packed_checkpoints import edit
 
 import eprt
 from eprt import ConfigError, ModelFamily, engines, load_layer, register_dispatcher, register_executor, register_family

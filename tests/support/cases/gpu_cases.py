@@ -13,7 +13,8 @@ from eprt.models import family_for
 from eprt.placement import EMPTY
 from eprt.plan import make_plan
 from eprt.support import Device
-from support.cases.packed_checkpoints import FAMILIES, Sizes, family_of
+from support.cases.model_recipes import RECIPES, make_config
+from support.cases.packed_checkpoints import FAMILIES, QUANT, resized
 from support.jobs.packed_checkpoint_jobs import COST
 
 ROWS = 32  # capacity, and what a graph is captured at
@@ -21,7 +22,9 @@ ROUNDS = [[ROWS] * 4, [3, 0, ROWS, 1], [0] * 4, [0, 7, 0, 0]]  # each rank's tok
 # Not multiples of humming's and cutlass's tiles of 128, nor of FP8's blocks. The layers of the graphs and of the tiny
 # gpt-oss have one size, so their kernels are compiled once.
 HIDDEN, INTERMEDIATE = 256, 192
-PACKED_SIZES = Sizes(num_experts=16, top_k=4, hidden=256, latent=128, intermediate=192, shared=160)
+PACKED_SIZES = {"hidden_size": 256, "moe_latent_size": 128, "moe_intermediate_size": 192, "num_experts_per_tok": 4}
+PACKED_SIZES |= dict.fromkeys(("num_experts", "n_routed_experts"), 16)
+PACKED_SIZES |= dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 160)
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,9 @@ def turned_placements(num_experts: int, ranks: int) -> list[tuple[int, ...]]:
 
 def packed_case(family: str, dispatcher: str, payload: str | None) -> GpuCase:
     """A ModelOpt NVFP4 checkpoint's layer through humming."""
-    hf = family_of(family, PACKED_SIZES)
-    quantization = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
-    config = family_for(hf.config).moe_config(hf.config | quantization, hf.layer)
+    recipe = resized(RECIPES[FAMILIES[family]], PACKED_SIZES)
+    hf = make_config(recipe).to_dict() | {"dtype": "bfloat16", "quantization_config": QUANT["nvfp4"]}
+    config = family_for(hf).moe_config(hf, recipe.layer)
     runtime = RuntimeConfig(dispatcher=dispatcher, executor="humming", max_tokens_per_rank=ROWS, payload=payload)
     return GpuCase(f"{family}-{dispatcher}-{payload}", config, runtime)
 

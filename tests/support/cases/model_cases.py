@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from eprt.errors import EprtError
 from eprt.models import load_layer
-from eprt.models.checkpoint import CONFIG, SINGLE
 from eprt.placement import ExpertShard
 from support.cases import model_recipes
 from support.cases.model_recipes import BLOCKS, RECIPES, VARIANTS, known
+from support.cases.packed_checkpoints import edit
 
 # case -> its recipe; the MoE layer that is compared is the recipe's
 MODELS = {name: recipe for name, recipe in (RECIPES | VARIANTS).items() if known(recipe)}
@@ -79,17 +77,6 @@ def shard_of(gate_up: torch.Tensor, down: torch.Tensor, parts: int, shard: Exper
     mine = slice(shard.first_expert, shard.end_expert)
     gates = gate_up[mine].unflatten(1, (parts, -1)).chunk(shard.moe_tp_size, dim=2)[shard.moe_tp_rank]
     return gates.flatten(1, 2), down[mine].chunk(shard.moe_tp_size, dim=2)[shard.moe_tp_rank]
-
-
-def edit(source: Path, target: Path, tensors=None, config=None, drop=()) -> Path:
-    """A copy of a one-file checkpoint with tensors (a function of all of them, or more of them) and config changed."""
-    target.mkdir(parents=True, exist_ok=True)
-    held = load_file(source / SINGLE)
-    held = tensors(held) if callable(tensors) else held | (tensors or {})
-    save_file({name: value.contiguous() for name, value in held.items() if name not in drop}, target / SINGLE)
-    settings = json.loads((source / CONFIG).read_text()) | (config or {})
-    (target / CONFIG).write_text(json.dumps({k: v for k, v in settings.items() if k not in drop}))
-    return target
 
 
 @functools.cache

@@ -11,13 +11,12 @@ from eprt.config import PayloadFormat, RuntimeConfig
 from eprt.conformance.cases import Batch
 from eprt.conformance.oracle import expected_layer_output, relative_error
 from eprt.experts.reference import decode_hidden
-from eprt.models import build_layer, load_layer
+from eprt.models import LayerParts, build_layer, load_layer
 from eprt.models.checkpoint import load_on_all_ranks
 from eprt.quant import encode_payload
 from eprt.ranks.launcher import RankContext
 from eprt.tokens import TopK
 from support.cases.gpu_limits import BEHIND_S
-from support.cases.packed_checkpoints import Written
 
 TOKENS = (9, 13, 0, 21)  # of each rank
 BOUND = 2e-2  # bf16 tokens and outputs; the packed numbers themselves are exact
@@ -25,6 +24,15 @@ BOUND = 2e-2  # bf16 tokens and outputs; the packed numbers themselves are exact
 # test_payload_scale.py says why 0.16; e4m3 keeps 3 bits of mantissa, which lose 0.026 in norm, twice in SwiGLU. A
 # shared expert gets its tokens unpacked, so layers that have one change less.
 COST: dict[PayloadFormat, tuple[float, float]] = {"nvfp4": (0.05, 0.16), "fp8_block": (0.012, 0.05)}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint on disk: the layer to run, its numbers in float32 (all experts), the largest input scale."""
+
+    layer: int
+    known: LayerParts
+    input_scale: float
 
 
 @dataclass(frozen=True)
