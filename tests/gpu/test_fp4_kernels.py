@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases.expert_cases import NAN, relative_error, shard_of
+from support.cases.expert_cases import NAN, shard_of
 from support.cases.fp4_cases import E2M1, SCHEDULES, decoded, every_code
 from support.cases.grouped_cases import (
     ACTIVATIONS,
@@ -24,6 +24,7 @@ from support.cases.grouped_cases import (
 )
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
+from eprt.conformance.oracle import relative_error
 from eprt.experts.grouped import TritonGroupedExecutor, fp4
 from eprt.experts.grouped.schedules import HOPPER
 from eprt.tokens import Payload

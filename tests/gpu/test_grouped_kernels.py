@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases.expert_cases import NAN, RUNTIME, relative_error, shard_of
+from support.cases.expert_cases import NAN, RUNTIME, shard_of
 from support.cases.grouped_cases import (
     ACTIVATIONS,
     BOUND,
@@ -30,6 +30,7 @@ from support.cases.grouped_cases import (
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
 from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.conformance.oracle import relative_error
 from eprt.expert_major import expert_major_from_flat, sort_by_expert
 from eprt.experts import activation_triton, sort_by_expert_triton
 from eprt.experts.grouped import TritonGroupedExecutor

@@ -12,11 +12,12 @@ from itertools import product
 import pytest
 import torch
 from support.cases import grouped_cases
-from support.cases.expert_cases import DEEPSEEK_V4, RELU2, RUNTIME, SILU, cut, relative_error, shard_of
+from support.cases.expert_cases import DEEPSEEK_V4, RELU2, RUNTIME, SILU, shard_of
 from support.cases.grouped_cases import BOUND, all_experts, check_replays, make_slabs, make_tokens, witness
 
 from eprt.bench.baselines import baselines
 from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.expert_major import expert_major_from_flat
 from eprt.experts import make_executor
 from eprt.experts.adapters import AdaptedExecutor
@@ -60,7 +61,7 @@ both = pytest.mark.parametrize("executor", ["humming", "cutlass_mxfp4"])
 
 def build(executor, config, weights, shard=None, runtime=RUNTIME):
     shard = shard or shard_of(config)
-    return make_executor(executor, config, shard, cut(weights, config, shard), CUDA, runtime)
+    return make_executor(executor, config, shard, shard_weights(weights, config, shard), CUDA, runtime)
 
 
 @pytest.mark.parametrize(("executor", "case"), RUNS)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases.expert_cases import NAN, relative_error
+from support.cases.expert_cases import NAN
 from support.cases.grouped_cases import (
     ACTIVATIONS,
     BOUND,
@@ -24,6 +24,7 @@ from support.cases.grouped_cases import (
 )
 from support.stand_ins.kernel_device import DEVICE, INTERPRETED, cuda_only, interpreted_only, runs_kernels, sized
 
+from eprt.conformance.oracle import relative_error
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.schedules import (
     BF16_NARROW,

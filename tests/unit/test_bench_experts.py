@@ -16,6 +16,7 @@ from eprt.bench.baselines import baselines
 from eprt.bench.experts import SHAPES, Ceilings, ExpertRow, choose_cases, experts_report, random_experts, random_matrix
 from eprt.cli import main
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError, EprtError
 from eprt.experts import EXECUTORS
 from eprt.experts.permute import group_by_expert
@@ -134,7 +135,7 @@ def direct_case(rank, num_rows=40):
     config = cases.make_config(num_experts=8, top_k=3, bias=True)
     shard = cases.shard_of(config, rank, 4)
     flat = replace(cases.make_flat(config, num_rows), every_row_read=True)
-    weights = cases.cut(cases.make_weights(config), config, shard)
+    weights = shard_weights(cases.make_weights(config), config, shard)
     return ReferenceExecutor(config, shard, weights, CPU, cases.RUNTIME), flat
 
 
@@ -182,7 +183,7 @@ def test_sorting_and_summing_by_torch_give_the_layer(monkeypatch, rank, dtype, b
     weights = flat.weights.clone()
     found, expected = by_torch(reference, flat, dtype), reference(flat)
     assert found.dtype == dtype
-    assert cases.relative_error(found, expected) < bound
+    assert relative_error(found, expected) < bound
     assert not found[::5].any()
     LIBRARIES.check_direct(found, expected)
     assert torch.equal(flat.weights.nan_to_num(), weights.nan_to_num()), "the caller's weights were written to"

@@ -16,12 +16,12 @@ from support.cases.expert_cases import (
     make_dense,
     make_expert_major,
     make_flat,
-    relative_error,
     shard_of,
     valid_rows,
 )
 
 from eprt import expert_major
+from eprt.conformance.oracle import relative_error
 from eprt.experts.reference import ReferenceExecutor
 from eprt.experts.torch_grouped import GroupedExecutor
 from eprt.quant import encode_payload

@@ -17,13 +17,11 @@ from support.cases.expert_cases import (
     RELU2,
     RUNTIME,
     SILU,
-    cut,
     make_config,
     make_dense,
     make_expert_major,
     make_flat,
     make_weights,
-    relative_error,
     rows_with_expert,
     shard_of,
     swap_gate_and_up,
@@ -32,6 +30,7 @@ from support.cases.expert_cases import (
 
 from eprt import quant
 from eprt.config import MoEConfig
+from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError, InputError
 from eprt.experts.reference import E4M3, E8M0, ReferenceExecutor, decode_hidden, decode_matrix, expert_forward
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
@@ -251,7 +250,7 @@ def test_shards_sum_to_the_whole(world_size: int, moe_tp_size: int, activation):
     for rank in range(world_size):
         where = {"rank": rank, "world_size": world_size, "moe_tp_size": moe_tp_size}
         shard = shard_of(config, **where)
-        share = cut(weights, config, shard)
+        share = shard_weights(weights, config, shard)
         total += build(config, share, **where)(flat)
         # The mutant: every MoE-TP rank adds the bias.
         most_bias += ReferenceExecutor(config, replace(shard, moe_tp_rank=0), share, CPU, RUNTIME)(flat)
@@ -268,7 +267,7 @@ def test_expert_major_is_each_experts_own_function(world_size: int):
         shard = shard_of(config, rank, world_size)
         slabs = make_expert_major(flat, shard)
         out = torch.full_like(slabs.hidden.data, NAN)
-        build(config, cut(weights, config, shard), rank=rank, world_size=world_size)(slabs, out)
+        build(config, shard_weights(weights, config, shard), rank=rank, world_size=world_size)(slabs, out)
         assert int(slabs.counts.sum()) > 0
         for index, count in enumerate(slabs.counts.tolist()):
             e = shard.first_expert + index

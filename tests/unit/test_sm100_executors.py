@@ -13,12 +13,10 @@ from support.cases.expert_cases import (
     RELU2,
     RUNTIME,
     SILU,
-    cut,
     make_config,
     make_expert_major,
     make_flat,
     make_weights,
-    relative_error,
     rows_with_expert,
     shard_of,
     valid_rows,
@@ -27,6 +25,7 @@ from support.cases.sm100_cases import ACTIVATIONS, as_quantised, as_slabs, build
 from support.stand_ins.sm100_kernels import FakeCuteDsl, FakeTrtllm
 
 from eprt.config import Routing
+from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError, InputError, UsageError
 from eprt.experts import EXECUTORS, rules
 from eprt.experts.adapters import AdaptedExecutor
@@ -158,7 +157,7 @@ def test_widths_of_real_models(kind, fake, activation):
     config = make_config("nvfp4", hidden_size=2880, intermediate_size=1856, activation=activation)
     config = replace(config, num_experts=2, top_k=1)
     shard = shard_of(config, 1, 2)
-    weights = calibrated(cut(make_weights(config), config, shard), config)
+    weights = calibrated(shard_weights(make_weights(config), config, shard), config)
     tokens = packed(make_flat(config, num_rows=12), weights)
     check_flat(kind, fake(rounding=False), config, shard, weights, tokens, tokens, EXACT)
 

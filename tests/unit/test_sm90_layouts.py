@@ -9,6 +9,7 @@ import torch
 from support.cases import expert_cases as cases
 
 from eprt.config import Activation
+from eprt.conformance.oracle import relative_error
 from eprt.errors import ConfigError
 from eprt.experts.cutlass_mxfp4 import swiglu_parameters, tile_expert
 from eprt.experts.grouped import fp4
@@ -111,8 +112,8 @@ def test_cutlass_tiles_compute_the_layer(I, expert):
         return padded_forward(x, gate_up, down, *biases, config.activation, order, 96)
 
     expected = expected_of(config, weights, expert, x)
-    assert cases.relative_error(result(tiles), expected) < 4e-3  # biases are bf16
-    assert cases.relative_error(result(tiles, "gate_up"), expected) > 0.1
+    assert relative_error(result(tiles), expected) < 4e-3  # biases are bf16
+    assert relative_error(result(tiles, "gate_up"), expected) > 0.1
     canonical = {
         name: unpadded(tiles[name], 2, I, width, reverse=True)
         for name, width in (("gate_up", 48), ("gate_up_scales", 3))
@@ -171,8 +172,8 @@ def test_humming_tensors_compute_the_layer(form, I):
             return padded_forward(x, gate_up, down, *biases, config.activation, order, 96)
 
         bound = 1e-2 if channel else 4e-3  # a channel scale is bf16
-        assert cases.relative_error(result(matrices[0]), expected) < bound
-        assert cases.relative_error(result(matrices[0], "up_gate"), expected) > 0.1
+        assert relative_error(result(matrices[0]), expected) < bound
+        assert relative_error(result(matrices[0], "up_gate"), expected) > 0.1
 
 
 def test_humming_gate_scale_used_for_up_is_another_layer():
@@ -180,7 +181,7 @@ def test_humming_gate_scale_used_for_up_is_another_layer():
     shape = GemmShape(2, 48, 96, "cols")
     right = decode_humming(expert_tensors(weights.gate_up, None, shape, True), "nvfp4", 2, True)
     wrong = decode_humming(expert_tensors(weights.gate_up, None, shape, False), "nvfp4", 2, False)
-    assert cases.relative_error(wrong, right) > 0.1
+    assert relative_error(wrong, right) > 0.1
 
 
 def test_humming_refuses_dense_weights():

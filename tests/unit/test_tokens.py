@@ -14,18 +14,17 @@ from support.cases.expert_cases import (
     GPT_OSS,
     NAN,
     RUNTIME,
-    cut,
     make_config,
     make_dense,
     make_expert_major,
     make_flat,
     make_weights,
-    relative_error,
     rows_with_expert,
     shard_of,
     valid_rows,
 )
 
+from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError, InputError
 from eprt.expert_major import expert_major_from_flat, flat_from_expert_major, weighted_sum_to_flat
 from eprt.experts import EXECUTORS, executor_spec, make_executor
@@ -271,7 +270,7 @@ def test_adapted_executor_equals_a_native_one(kind, payload: str, world_size: in
     tolerance = 1e-6 if payload == "f32" else 2**-8
     for rank in range(world_size):
         shard = shard_of(config, rank, world_size)
-        weights = cut(make_dense(config), config, shard)
+        weights = shard_weights(make_dense(config), config, shard)
         native = ReferenceExecutor(config, shard, weights, CPU, RUNTIME)
         adapted = AdaptedExecutor(kind(config, shard, weights, CPU, RUNTIME))
         flat = make_flat(config)

@@ -15,13 +15,11 @@ from support.cases.expert_cases import (
     NAN,
     RELU2,
     RUNTIME,
-    cut,
     make_config,
     make_dense,
     make_expert_major,
     make_flat,
     make_weights,
-    relative_error,
     rows_with_expert,
     shard_of,
     swap_gate_and_up,
@@ -31,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eprt import quant
 from eprt.config import MoEConfig
+from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.experts import executor_spec, torch_grouped
 from eprt.experts.adapters import AdaptedExecutor
 from eprt.experts.reference import ReferenceExecutor
@@ -132,7 +131,7 @@ def test_shards_sum_to_the_whole(kernel: str, world_size: int, moe_tp_size: int)
     total = torch.zeros_like(whole)
     for rank in range(world_size):
         where = {"rank": rank, "world_size": world_size, "moe_tp_size": moe_tp_size}
-        share = cut(weights, config, shard_of(config, **where))
+        share = shard_weights(weights, config, shard_of(config, **where))
         total += pair(config, share, **where)[0](flat, torch.full_like(whole, NAN))
     assert relative_error(total, whole) < F32_TOLERANCE
 
@@ -141,7 +140,7 @@ def test_rows_without_a_local_expert_are_zero_whatever_they_hold(kernel: str):
     config = make_config("bf16", bias=True)
     flat = replace(make_flat(config, dtype=torch.bfloat16), every_row_read=True)
     where = {"rank": 1, "world_size": 2}
-    executor, _ = pair(config, cut(make_weights(config), config, shard_of(config, **where)), **where)
+    executor, _ = pair(config, shard_weights(make_weights(config), config, shard_of(config, **where)), **where)
     mine = rows_with_expert(flat, shard_of(config, **where))
     assert 0 < int(mine.sum()) < flat.num_rows
     flat.hidden.data[~mine] = float("inf")

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cases.expert_cases import RELU2, RUNTIME, SILU, make_flat, relative_error, rows_with_expert
+from support.cases.expert_cases import RELU2, RUNTIME, SILU, make_flat, rows_with_expert
 from support.cases.sm100_cases import as_slabs, build, case, packed, witness
 from support.stand_ins.sm100_kernels import ENUMS, FakeCuteDsl, FakeMoEWrapper, FakeTrtllm
 
 from eprt.config import ParallelConfig, Routing
+from eprt.conformance.oracle import relative_error
 from eprt.experts import executor_spec, rules
 from eprt.experts.blackwell import swizzle
 from eprt.experts.blackwell.cutedsl import CuteDslExecutor, CuteDslKernels

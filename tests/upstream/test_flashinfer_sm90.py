@@ -18,6 +18,7 @@ from support.cases import expert_cases as cases
 
 from eprt.bench.baselines import baselines
 from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError
 from eprt.experts import executor_spec, make_executor
 from eprt.experts.adapters import AdaptedExecutor
@@ -115,7 +116,7 @@ def finite(flat):
 
 def run(config, weights, tokens, parallel=None, rank=0, runtime=cases.RUNTIME):
     shard = ExpertPlacement(config.num_experts, parallel or ParallelConfig()).shard(rank)
-    local = cases.cut(weights, config, shard)
+    local = shard_weights(weights, config, shard)
     return make_executor("cutlass_mxfp4", config, shard, local, cases.CPU, runtime)(tokens), shard
 
 
@@ -136,7 +137,7 @@ def test_executor_in_front_of_the_stand_in(kernel, config, dtype):
     out, shard = run(config, weights, flat)
     expected = ReferenceExecutor(config, shard, weights, cases.CPU, cases.RUNTIME)(flat)
     assert out.dtype == dtype
-    assert cases.relative_error(out, expected) < 1e-2
+    assert relative_error(out, expected) < 1e-2
     assert len(kernel.calls) == 1
     aligned = config.hidden_size % 128 == 0 and dtype == torch.bfloat16
     assert (kernel.calls[0]["output"].data_ptr() == out.data_ptr()) == aligned
@@ -148,7 +149,7 @@ def test_by_hand_is_the_same_job_around_the_same_call(kernel, rank, H):
     """Padded and cut where the kernel's tiles ask for it; ids of other ranks and of nobody."""
     config = mxfp4_layer(hidden_size=H)
     shard = cases.shard_of(config, rank, 4)
-    local = cases.cut(cases.make_weights(config), config, shard)
+    local = shard_weights(cases.make_weights(config), config, shard)
     flat = replace(cases.make_flat(config, 40, dtype=torch.bfloat16), every_row_read=True)
     runner = make_executor("cutlass_mxfp4", config, shard, local, cases.CPU, cases.RUNTIME)
     expected, found = runner(flat), baselines().direct_call(runner, flat)()
@@ -171,7 +172,7 @@ def test_shares_add_up(kernel, ep_size, moe_tp_size):
     parallel = ParallelConfig(ep_size * moe_tp_size, moe_tp_size=moe_tp_size)
     total = sum(run(config, weights, flat, parallel, rank)[0].float() for rank in range(parallel.world_size))
     whole = ExpertPlacement(8, ParallelConfig()).shard(0)
-    assert cases.relative_error(total, ReferenceExecutor(config, whole, weights, cases.CPU, cases.RUNTIME)(flat)) < 1e-2
+    assert relative_error(total, ReferenceExecutor(config, whole, weights, cases.CPU, cases.RUNTIME)(flat)) < 1e-2
     assert {call["ep_size"] for call in kernel.calls} == {ep_size}
     assert {call["ep_rank"] for call in kernel.calls} == set(range(ep_size))
 
@@ -186,7 +187,7 @@ def test_slabs_go_through_the_adapter_and_zero_rows_nowhere(kernel):
     valid = cases.valid_rows(slabs)
     slabs = replace(slabs, hidden=replace(slabs.hidden, data=slabs.hidden.data.nan_to_num(0, 0, 0)))
     expected = ReferenceExecutor(config, shard, weights, cases.CPU, cases.RUNTIME)(slabs)
-    assert cases.relative_error(runner(slabs)[valid], expected[valid]) < 1e-2
+    assert relative_error(runner(slabs)[valid], expected[valid]) < 1e-2
     called = len(kernel.calls)
     assert runner(cases.make_flat(config, 0, dtype=torch.bfloat16)).shape == (0, 96)
     assert len(kernel.calls) == called
@@ -236,7 +237,7 @@ def test_warmup_and_workspace_have_the_top_k_of_the_tokens(kernel, monkeypatch):
     wide = replace(flat, ids=ids, weights=torch.nn.functional.pad(flat.weights.nan_to_num(), (0, 1)))
     wide = replace(wide, hidden=replace(flat.hidden, data=flat.hidden.data.nan_to_num()), every_row_read=True)
     expected = ReferenceExecutor(config, shard, weights, cases.CPU, cases.RUNTIME)(wide)
-    assert cases.relative_error(runner(wide), expected) < 1e-2
+    assert relative_error(runner(wide), expected) < 1e-2
     assert sized[-1][1] == 4
     kernel.calls.clear()
     AdaptedExecutor(make_executor("cutlass_mxfp4", config, shard, weights, cases.CPU, cases.RUNTIME)).warmup(2)

@@ -17,6 +17,7 @@ from support.stand_ins.humming import Launches, described_h200
 
 from eprt.bench.baselines import baselines
 from eprt.config import RuntimeConfig
+from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import UsageError
 from eprt.experts import executor_spec, make_executor
 from eprt.experts import humming as humming_module
@@ -190,13 +191,13 @@ def test_executor_in_front_of_the_stand_ins(launches, weight_format, activation)
     config = cases.make_config(weight_format, intermediate_size=I, activation=activation, bias=True)
     flat = cases.make_flat(config)
     out, expected = run_layer(config, replace(flat, every_row_read=True))
-    assert cases.relative_error(out, expected) < 1e-2
+    assert relative_error(out, expected) < 1e-2
     assert not out[::5].any()
     assert {kind for kind, *_ in launches.gemms} == {"grouped_contiguous"}
     slabs = cases.make_expert_major(flat, cases.shard_of(config))
     valid = cases.valid_rows(slabs)
     out, expected = run_layer(config, slabs)
-    assert cases.relative_error(out[valid], expected[valid]) < 1e-2
+    assert relative_error(out[valid], expected[valid]) < 1e-2
     assert launches.gemms[-1][0] == "grouped_masked"
 
 
@@ -207,10 +208,12 @@ def test_shares_add_up(launches, ep_size):
     total = torch.zeros(flat.num_rows, 96)
     for rank in range(ep_size):
         shard = cases.shard_of(config, rank, ep_size)
-        runner = make_executor("humming", config, shard, cases.cut(weights, config, shard), cases.CPU, cases.RUNTIME)
+        runner = make_executor(
+            "humming", config, shard, shard_weights(weights, config, shard), cases.CPU, cases.RUNTIME
+        )
         total += runner(flat)
     expected = ReferenceExecutor(config, cases.shard_of(config), weights, cases.CPU, cases.RUNTIME)(flat)
-    assert cases.relative_error(total, expected) < 1e-2
+    assert relative_error(total, expected) < 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -219,7 +222,7 @@ def test_by_hand_is_the_same_job_around_the_same_launches(launches, rank, dtype)
     """Ids of other ranks and of nobody, weights and rows of NaN; what is left unwritten holds NaN too."""
     config = cases.make_config("mxfp4", num_experts=8, top_k=3, activation=cases.GPT_OSS, bias=True)
     shard = cases.shard_of(config, rank, 4)
-    weights = cases.cut(cases.make_weights(config), config, shard)
+    weights = shard_weights(cases.make_weights(config), config, shard)
     flat = replace(cases.make_flat(config, 40, dtype=dtype), every_row_read=True)
     runner = make_executor("humming", config, shard, weights, cases.CPU, cases.RUNTIME)
     expected = runner(flat)
@@ -245,11 +248,11 @@ def test_down_bias_is_added_once(launches):
     flat = replace(cases.make_flat(config), every_row_read=True)
     for rank in (0, 1):
         shard = cases.shard_of(config, rank, 2, moe_tp_size=2)
-        cut = cases.cut(cases.make_dense(config), config, shard)
+        cut = shard_weights(cases.make_dense(config), config, shard)
         mxfp4 = replace(cut, gate_up=encode("mxfp4", cut.gate_up.data, 2), down=encode("mxfp4", cut.down.data, 1))
         out = make_executor("humming", config, shard, mxfp4, cases.CPU, cases.RUNTIME)(flat)
         expected = ReferenceExecutor(config, shard, mxfp4, cases.CPU, cases.RUNTIME)(flat)
-        assert cases.relative_error(out, expected) < 1e-2
+        assert relative_error(out, expected) < 1e-2
 
 
 @pytest.mark.parametrize("token_format", ["flat", "expert_major", None])
@@ -270,7 +273,7 @@ def test_warmup_compiles_what_the_dispatcher_emits(launches, monkeypatch, token_
     tokens = cases.make_expert_major(flat, cases.shard_of(config)) if token_format == "expert_major" else flat
     out, expected = run_layer(config, tokens, runtime, warm=6)
     valid = cases.valid_rows(tokens) if token_format == "expert_major" else slice(None)
-    assert cases.relative_error(out[valid], expected[valid]) < 1e-2
+    assert relative_error(out[valid], expected[valid]) < 1e-2
     kinds = {"flat": ["grouped_contiguous"], "expert_major": ["grouped_masked"]}
     wanted = kinds.get(token_format, ["grouped_contiguous", "grouped_masked"])
     assert {kind for kind, *_ in launches.gemms} == set(wanted)

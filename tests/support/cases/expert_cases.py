@@ -56,28 +56,6 @@ def make_weights(config: MoEConfig, seed: int = 0) -> ExpertWeights:
     return replace(dense, gate_up=gate_up, down=encode(config.weight_format, dense.down.data, 1))
 
 
-def cut(weights: ExpertWeights, config: MoEConfig, shard: ExpertShard) -> ExpertWeights:
-    """The shard's part of the weights; under MoE-TP in any format but FP8 blocks, whose grid doesn't split evenly."""
-    local = weights.map(lambda tensor: tensor[shard.first_expert : shard.end_expert])
-    if shard.moe_tp_size == 1:
-        return local
-    I, width = config.intermediate_size, shard.slice_intermediate(config.intermediate_size)
-    parts = config.activation.parts
-
-    def rows(tensor: torch.Tensor) -> torch.Tensor:
-        whole = tensor.shape[1] == parts * I
-        return tensor.unflatten(1, (parts, -1))[:, :, width].flatten(1, 2).contiguous() if whole else tensor
-
-    def cols(tensor: torch.Tensor) -> torch.Tensor:
-        """Of values, packed codes or scales of blocks of columns; scales of a whole matrix stay."""
-        per = tensor.shape[-1]
-        cut = slice(width.start * per // I, width.stop * per // I)
-        return tensor[..., cut].contiguous() if tensor.dim() == 3 else tensor
-
-    bias = None if local.gate_up_bias is None else rows(local.gate_up_bias)
-    return ExpertWeights(local.gate_up.map(rows), local.down.map(cols), bias, local.down_bias)
-
-
 def make_flat(config: MoEConfig, num_rows: int = 13, seed: int = 0, dtype: torch.dtype = torch.float32) -> FlatTokens:
     """Rows with distinct experts. Every fifth row holds no token, every third only one valid slot; garbage is NaN."""
     generator = torch.Generator().manual_seed(seed)
@@ -109,11 +87,6 @@ def rows_with_expert(flat: FlatTokens, shard: ExpertShard) -> torch.Tensor:
 
 def valid_rows(tokens: ExpertMajorTokens) -> torch.Tensor:
     return torch.arange(tokens.hidden.data.shape[1])[None, :] < tokens.counts[:, None]
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """|actual - expected| / |expected| in norm; NaN anywhere makes it NaN, which no bound accepts."""
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 def swap_gate_and_up(weights: ExpertWeights) -> ExpertWeights:

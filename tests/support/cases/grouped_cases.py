@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from eprt.config import MoEConfig, ParallelConfig
+from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.expert_major import expert_major_from_flat
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.reference import ReferenceExecutor
@@ -19,7 +20,7 @@ from eprt.quant import encode
 from eprt.tokens import FlatTokens, Payload
 from eprt.weights import ExpertWeights
 from support.cases import expert_cases
-from support.cases.expert_cases import GPT_OSS, NAN, RUNTIME, cut, relative_error, shard_of
+from support.cases.expert_cases import GPT_OSS, NAN, RUNTIME, shard_of
 from support.stand_ins.kernel_device import DEVICE, sized
 
 # Tokens, the values between the matrices and the results of slots are rounded to bf16, 2^-9 each.
@@ -78,7 +79,7 @@ def make_slabs(flat, shard, num_rows):
 
 def build(kind, config, weights, shard=None, runtime=RUNTIME):
     shard = shard or shard_of(config)
-    return kind(config, shard, cut(weights, config, shard), DEVICE, runtime)
+    return kind(config, shard, shard_weights(weights, config, shard), DEVICE, runtime)
 
 
 def witness(config, weights, tokens, shard=None):

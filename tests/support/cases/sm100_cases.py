@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from eprt.config import Activation
+from eprt.conformance.oracle import shard_weights
 from eprt.expert_major import expert_major_from_flat
 from eprt.experts.base import Executor
 from eprt.experts.reference import ReferenceExecutor, decode_hidden
@@ -15,7 +16,7 @@ from eprt.quant import decode, encode_payload
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights, Fp8Tensor, Nvfp4
 from support.cases import expert_cases
-from support.cases.expert_cases import CPU, RUNTIME, SILU, cut, make_config, make_weights, shard_of
+from support.cases.expert_cases import CPU, RUNTIME, SILU, make_config, make_weights, shard_of
 from support.stand_ins.sm100_kernels import RELU2, SWIGLU, activate
 
 # Beta without a limit: nothing brings gate and up to one global scale before, and beta is added on up's side.
@@ -45,7 +46,7 @@ def case(weight_format: str, size: tuple[int, int], activation=SILU, rank: int =
     config = make_config(weight_format, hidden_size=size[0], intermediate_size=size[1], activation=activation)
     config = replace(config, num_experts=8, top_k=3)
     shard = shard_of(config, rank, world)
-    weights = cut(make_weights(config), config, shard)
+    weights = shard_weights(make_weights(config), config, shard)
     return config, shard, calibrated(weights, config) if weight_format in ("nvfp4", "fp8_tensor") else weights
 
 
