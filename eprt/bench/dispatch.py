@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from eprt.bench.baselines import MISSING, baselines
-from eprt.bench.report import Report, percentile, slowest
+from eprt.bench.report import Report, Row, percentile, slowest
 from eprt.bench.timing import first_samples, reason_of, samples, world_of
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
@@ -79,7 +79,7 @@ class DispatchTimes:
         rows_to: tokens that this rank must send to each rank.
         error: against x * sum(weights), of one call before the measurement; None where the call doesn't return that.
         graph: measured in a CUDA graph.
-        refused: why there are no samples.
+        refused: what there are no samples of, and why.
         dispatch: microseconds of dispatch alone, a round: tokens encoded, sent and arrived. Empty for baselines.
     """
 
@@ -114,7 +114,8 @@ def measure_dispatch(context: RankContext, case: DispatchCase) -> DispatchTimes:
     try:
         return measure(world, case, Batch(hidden, topk), rows_to)
     except EprtError as error:
-        return DispatchTimes([], rows_to, refused=reason_of(error))
+        where = f"{case.transport}, hidden {case.hidden}, top-{case.top_k}"
+        return DispatchTimes([], rows_to, refused=f"{where}: {reason_of(error)}")
 
 
 def _measure_dispatcher(world: World, case: DispatchCase, batch: Batch, rows_to: list[int]) -> DispatchTimes:
@@ -187,7 +188,12 @@ def _check(dispatcher: Dispatcher, case: DispatchCase, batch: Batch, own: Batch)
     return relative_error(returned, transport.weighted_sums(batch, ones, case.runtime.payload))
 
 
-def dispatch_row(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us: float) -> dict[str, Any]:
+def dispatch_report(bytes_per_us: float) -> Report:
+    """Returns a report without rows yet, with the rate at which ranks push bytes to each other."""
+    return Report("dispatch", [], {"push_gb_per_s": round(bytes_per_us / 1e3, 2)}, [] if baselines() else [MISSING])
+
+
+def dispatch_row(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us: float) -> Row:
     """Returns one row of the report."""
     sent = [sum(rank.rows_to) - rank.rows_to[r] for r, rank in enumerate(by_rank)]
     received = [sum(rank.rows_to[r] for rank in by_rank) - by_rank[r].rows_to[r] for r in range(len(by_rank))]
@@ -210,23 +216,6 @@ def dispatch_row(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us:
         "dispatch_floor_us": round(busiest * case.bytes_there() / bytes_per_us, 2),
         "error": max((rank.error for rank in by_rank if rank.error is not None), default=None),
     }
-
-
-def dispatch_report(
-    cases: list[DispatchCase],
-    run: Callable[[DispatchCase], list[DispatchTimes]],
-    bytes_per_us: float,
-    keep: Callable[[Report], None] = lambda _: None,
-) -> Report:
-    """Measures the cases; `run` makes every rank call `measure_dispatch`. See `Report.fill`."""
-    report = Report("dispatch", [], {"push_gb_per_s": round(bytes_per_us / 1e3, 2)}, [] if baselines() else [MISSING])
-    return report.fill(
-        cases,
-        run,
-        lambda case, by_rank: [dispatch_row(case, by_rank, bytes_per_us)],
-        lambda case, _: f"{case.transport}, hidden {case.hidden}, top-{case.top_k}",
-        keep,
-    )
 
 
 # ---- the link's rate ----------------------------------------------------------------------------------------------

@@ -11,21 +11,21 @@ bf16 rate of a large matrix product.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from eprt.bench.baselines import MISSING, baselines
-from eprt.bench.report import Report
+from eprt.bench.report import Report, Row
 from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig, WeightFormat
 from eprt.errors import ConfigError
 from eprt.experts import EXECUTORS, Executor, executor_spec, make_executor
 from eprt.experts.sample_tokens import sample_ids
 from eprt.models.published import published_layer
-from eprt.placement import ExpertPlacement
+from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.rounding import ceil_div
 from eprt.routing import Router
 from eprt.support import Device
@@ -65,44 +65,6 @@ SHAPES: dict[str, ExpertShape] = {
 
 
 @dataclass(frozen=True)
-class ExpertRow:
-    """One measurement; microseconds unless said otherwise.
-
-    Attributes:
-        executor: eprt's, or another library's experts (`benchmarks/baselines/experts.py`).
-        activations: "fp8" where the executor was let quantise them (`low_precision_activations`), else "bf16".
-        tokens: N, rows fed in.  local_rows: (token, k) pairs of local experts.  rows_per_expert: of those that got any.
-        us: the executor's call in a graph.  by_hand_us: the same by its library called directly, or None.
-        library_us: the kernels of the library alone in a graph, or None.
-        host_us: time that the host needs to issue one eager call.
-        weights_us, flops_us: the two lower bounds.  ratio: us over the larger, None without local rows.
-        prepare_s, warmup_s: seconds to build the layout and to warm up (compile, tune or read the cache).
-        prepare_peak: peak memory of preparation beyond what is kept, over the layer's bytes.
-    """
-
-    executor: str
-    shape: str
-    weight_format: str
-    activations: str
-    tokens: int
-    local_rows: int
-    rows_per_expert: float
-    us: float
-    by_hand_us: float | None
-    library_us: float | None
-    host_us: float
-    weights_us: float
-    flops_us: float
-    ratio: float | None
-    prepare_s: float
-    warmup_s: float
-    prepare_peak: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
-
-
-@dataclass(frozen=True)
 class Ceilings:
     """Measured limits of the device: bytes a second of a copy (read and written), bf16 operations a second."""
 
@@ -130,21 +92,16 @@ def random_matrix(
     weight_format: WeightFormat, L: int, rows: int, cols: int, parts: int, device: torch.device
 ) -> Matrix:
     """Returns random codes with scales near 1 / sqrt(cols). Raises ConfigError for a format no case uses."""
-    size = cols**-0.5
-
-    def codes(*shape: int) -> torch.Tensor:
-        return torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
-
+    size, codes = cols**-0.5, partial(torch.randint, 0, 256, (L, rows, cols // 2), dtype=torch.uint8, device=device)
     match weight_format:
         case "mxfp4":
             scales = torch.randint(118, 121, (L, rows, cols // MX_BLOCK), dtype=torch.uint8, device=device)
-            return Mxfp4(codes(L, rows, cols // 2), scales)
+            return Mxfp4(codes(), scales)
         case "nvfp4":
             scales = torch.rand(L, rows, cols // NVFP4_BLOCK, device=device).add_(1).to(torch.float8_e4m3fn)
             second = torch.full((L, parts), size / 4, device=device) * torch.arange(1, parts + 1, device=device)
             # Blackwell's kernels quantise activations: 1 / 448 lets their blocks reach 6, six sigmas of normal tokens.
-            calibrated = torch.full((L, parts), 1 / 448, device=device)
-            return Nvfp4(codes(L, rows, cols // 2), scales, second, calibrated)
+            return Nvfp4(codes(), scales, second, torch.full((L, parts), 1 / 448, device=device))
         case "fp8_block":
             grid = (L, parts * ceil_div(rows // parts, FP8_BLOCK), ceil_div(cols, FP8_BLOCK))
             data = torch.empty(L, rows, cols, dtype=torch.float8_e4m3fn, device=device)
@@ -152,8 +109,7 @@ def random_matrix(
                 expert.copy_(torch.randn(rows, cols, device=device))
             return Fp8Block(data, torch.full(grid, size, device=device))
         case "bf16":
-            data = torch.empty(L, rows, cols, dtype=torch.bfloat16, device=device).normal_(std=size)
-            return Dense(data)
+            return Dense(torch.empty(L, rows, cols, dtype=torch.bfloat16, device=device).normal_(std=size))
         case _:
             raise ConfigError(f"no random {weight_format} weights: expected mxfp4, nvfp4, fp8_block or bf16")
 
@@ -189,12 +145,19 @@ def random_linear(device: torch.device, *shape: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ExpertCase:
-    """One executor on one rank's share of a shape, in the weight format that it computes with."""
+    """One executor, or another library, on one rank's share of a shape, in the weight format that it computes with."""
 
     executor: str
     shape: str
     config: MoEConfig
-    parallel: ParallelConfig
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(SHAPES[self.shape].ep_size)
+
+    @property
+    def shard(self) -> ExpertShard:
+        return ExpertPlacement(self.config.num_experts, self.parallel).shard(0)
 
 
 def choose_cases(
@@ -215,13 +178,13 @@ def choose_cases(
         if shape not in SHAPES:
             raise ConfigError(f"shape {shape!r}: expected one of {', '.join(SHAPES)}")
         for name in names:
-            spec, config, parallel = executor_spec(name), SHAPES[shape].config, ParallelConfig(SHAPES[shape].ep_size)
+            spec, config = executor_spec(name), SHAPES[shape].config
             if config.weight_format in spec.decodes:
                 config = replace(config, weight_format="bf16")
+            case = ExpertCase(name, shape, config)
             # By name: what the plan wouldn't choose before it is measured is measured here.
-            verdict = spec.supports(config, parallel, replace(runtime, executor=name), device, "bf16")
-            if verdict:
-                cases.append(ExpertCase(name, shape, config, parallel))
+            if verdict := spec.supports(config, case.parallel, replace(runtime, executor=name), device, "bf16"):
+                cases.append(case)
             else:
                 left_out.append(f"{name} on {shape}: {verdict.reason}")
     return cases, left_out
@@ -234,7 +197,6 @@ def experts_report(
     tokens: Sequence[int],
     runtime: RuntimeConfig | None = None,
     libraries: Sequence[str] = (),
-    device: torch.device | None = None,
     keep: Callable[[Report], None] = lambda _: None,
 ) -> Report:
     """Measures every case of `choose_cases` on this GPU, and other libraries' experts; the notes say what was left out.
@@ -246,42 +208,42 @@ def experts_report(
     Raises:
         ConfigError: an unknown shape, executor or library, or no CUDA device.
     """
-    found = baselines()
+    found, shapes, runtime = baselines(), list(shapes), runtime or RuntimeConfig()
     others = {} if found is None else found.EXPERTS
     if unknown := sorted(set(libraries) - {*others, "none"}):
         raise ConfigError(f"--libraries {unknown[0]!r}: expected {', '.join([*others, 'none'])}")
-    shapes, runtime = list(shapes), runtime or RuntimeConfig()
     choose_cases(shapes, executors, runtime, Device("cpu"))  # names that nobody knows are refused on any machine
-    device = _cuda(device)
+    device = cuda_device("experts")
     cases, left_out = choose_cases(shapes, executors, runtime, Device.of(device))
     ceilings = Ceilings.measure(device)
     report = Report("experts", [], ceilings.as_dict(), left_out if found else [*left_out, MISSING])
-    common = tokens, device, ceilings
+    named = [name for name in libraries or others if name != "none"]
     for shape in shapes:
-        measures = [partial(_bench_one, case, runtime, *common) for case in cases if case.shape == shape]
-        named = [name for name in libraries or others if name != "none"]
-        measures += [partial(_bench_baseline, name, shape, bool(libraries), *common) for name in named]
-        for measure in measures:
-            rows = measure()
-            report.notes.extend([rows] if isinstance(rows, str) else [])
-            report.rows.extend([] if isinstance(rows, str) else [row.as_dict() for row in rows])
+        jobs = [partial(_bench_executor, case, runtime) for case in cases if case.shape == shape]
+        others = [ExpertCase(name, shape, SHAPES[shape].config) for name in named]
+        jobs += [partial(_bench_baseline, case, bool(libraries)) for case in others]
+        for job in jobs:
+            report.add(job(tokens, device, ceilings))
             keep(report)
             torch.cuda.empty_cache()
     return report
 
 
-def _cuda(device: torch.device | None) -> torch.device:
+def cuda_device(bench: str) -> torch.device:
+    """Returns this process's GPU. Raises ConfigError where there is none."""
     if not torch.cuda.is_available():
-        raise ConfigError("bench experts times CUDA kernels: no CUDA device here")
-    return device or torch.device("cuda", torch.cuda.current_device())
+        raise ConfigError(f"bench {bench} times CUDA kernels: no CUDA device here")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
-def _bench_one(
+def _bench_executor(
     case: ExpertCase, runtime: RuntimeConfig, tokens: Sequence[int], device: torch.device, ceilings: Ceilings
-) -> list[ExpertRow] | str:
-    config, shard = case.config, ExpertPlacement(case.config.num_experts, case.parallel).shard(0)
+) -> list[Row]:
+    """Returns the rows of one of eprt's executors."""
+    config, shard = case.config, case.shard
     weights = random_experts(config, shard.num_local_experts, device)
-    layer_bytes = weights.nbytes
+    activations = "fp8" if runtime.low_precision_activations else "bf16"
+    row, layer_bytes = partial(_row, case, weights.nbytes, ceilings, activations), weights.nbytes
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     took: list[float] = []
@@ -293,64 +255,70 @@ def _bench_one(
     with host_stopwatch(took):
         executor.warmup(max(tokens))
         torch.cuda.synchronize(device)
-    activations = "fp8" if runtime.low_precision_activations else "bf16"
-    row = partial(_row, (case.executor, case.shape, config.weight_format, activations), config, layer_bytes, ceilings)
-    L, costs = shard.num_local_experts, (took[0] / 1e6, took[1] / 1e6, peak)
-    return [row(L, flat, _times(executor, flat), costs) for flat in _samples(config, tokens, device)]
-
-
-def _samples(config: MoEConfig, tokens: Sequence[int], device: torch.device) -> Iterator[FlatTokens]:
-    return (sampled_tokens(config, count, device) for count in tokens)
-
-
-def _row(
-    what: tuple[str, str, str, str],
-    config: MoEConfig,
-    layer_bytes: int,
-    ceilings: Ceilings,
-    L: int,
-    flat: FlatTokens,
-    times: tuple[float, float | None, float | None, float],
-    costs: tuple[float, float, float],
-) -> ExpertRow:
-    local = flat.ids[flat.ids < L]
-    hit = local.unique().numel()
-    weights_us = layer_bytes * hit / L / ceilings.copy_bytes * 1e6
-    flops = 2 * local.numel() * (config.gate_up_rows + config.intermediate_size) * config.hidden_size
-    flops_us = flops / ceilings.bf16_flops * 1e6
-    ratio = times[0] / max(weights_us, flops_us) if local.numel() else None
-    counted = (flat.num_rows, local.numel(), local.numel() / max(hit, 1))
-    return ExpertRow(*what, *counted, *times, weights_us, flops_us, ratio, *costs)
+    costs = {"prepare_s": took[0] / 1e6, "warmup_s": took[1] / 1e6, "prepare_peak": peak}
+    samples = (sampled_tokens(config, count, device) for count in tokens)
+    return [row(flat, _times(executor, flat), costs) for flat in samples]
 
 
 def _bench_baseline(
-    name: str, shape: str, named: bool, tokens: Sequence[int], device: torch.device, ceilings: Ceilings
-) -> list[ExpertRow] | str:
+    case: ExpertCase, named: bool, tokens: Sequence[int], device: torch.device, ceilings: Ceilings
+) -> list[Row] | list[str]:
     """Returns another library's rows, or a note why there are none. Whatever it raises is a reason: versions vary."""
     library: Any = baselines()
-    other, config, parallel = library.EXPERTS[name], SHAPES[shape].config, ParallelConfig(SHAPES[shape].ep_size)
+    other, config, shard = library.EXPERTS[case.executor], case.config, case.shard
     if not (verdict := other.supports(config, Device.of(device), named)):
-        return f"{name} on {shape}: {verdict.reason}"
-    shard = ExpertPlacement(config.num_experts, parallel).shard(0)
+        return [f"{case.executor} on {case.shape}: {verdict.reason}"]
     weights = random_experts(config, shard.num_local_experts, device)
     activations = "fp8" if config.weight_format == "fp8_block" else "bf16"
-    row = partial(_row, (name, shape, config.weight_format, activations), config, weights.nbytes, ceilings)
-    rows: list[ExpertRow] = []
+    rows: list[Row] = []
     try:
         start = time.perf_counter()
         with other.make(config, shard, weights, device) as call_for:
-            made = time.perf_counter()
+            costs = {"prepare_s": time.perf_counter() - start}
             sample = sampled_tokens(config, library.CHECKED_TOKENS, device)
             library.check_experts(config, shard, weights, sample, call_for(sample)())
-            costs = (made - start, time.perf_counter() - made, 0.0)
-            for flat in _samples(config, tokens, device):
+            costs |= {"warmup_s": time.perf_counter() - start - costs["prepare_s"], "prepare_peak": 0.0}
+            for flat in (sampled_tokens(config, count, device) for count in tokens):
                 call = call_for(flat)
-                call()
-                times = (device_microseconds(call), None, None, host_microseconds(call))
-                rows.append(row(shard.num_local_experts, flat, times, costs))
+                times = _columns({"us": device_microseconds(call)}, host_microseconds(call))
+                rows.append(_row(case, weights.nbytes, ceilings, activations, flat, times, costs))
     except Exception as error:  # noqa: BLE001
-        return f"{name} on {shape}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return [f"{case.executor} on {case.shape}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"]
     return rows
+
+
+def _row(
+    case: ExpertCase,
+    layer_bytes: int,
+    ceilings: Ceilings,
+    activations: str,
+    flat: FlatTokens,
+    times: dict[str, Any],
+    costs: dict[str, float],
+) -> Row:
+    """Returns one row of the report; microseconds unless said otherwise.
+
+    Its columns, beside those of `_times`:
+        executor: eprt's, or another library's experts (`benchmarks/baselines/experts.py`).
+        activations: "fp8" where the executor was let quantise them (`low_precision_activations`), else "bf16".
+        tokens: rows fed in.  local_rows: (token, k) pairs of local experts.  rows_per_expert: of those that got any.
+        weights_us, flops_us: the two lower bounds.  ratio: us over the larger, None without local rows.
+        prepare_s, warmup_s: seconds to build the layout and to warm up (compile, tune or read the cache).
+        prepare_peak: peak memory of preparation beyond what is kept, over the layer's bytes.
+    """
+    config, L = case.config, case.shard.num_local_experts
+    local = flat.ids[flat.ids < L]
+    hit = local.unique().numel()
+    flops = 2 * local.numel() * (config.gate_up_rows + config.intermediate_size) * config.hidden_size
+    bounds = {
+        "weights_us": layer_bytes * hit / L / ceilings.copy_bytes * 1e6,
+        "flops_us": flops / ceilings.bf16_flops * 1e6,
+    }
+    row = {"executor": case.executor, "shape": case.shape, "weight_format": config.weight_format}
+    row |= {"activations": activations, "tokens": flat.num_rows, "local_rows": local.numel()}
+    row |= {"rows_per_expert": local.numel() / max(hit, 1), **times, **bounds}
+    row |= {"ratio": times["us"] / max(bounds.values()) if local.numel() else None, **costs}
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
 
 
 def sampled_tokens(config: MoEConfig, count: int, device: torch.device) -> FlatTokens:
@@ -361,20 +329,27 @@ def sampled_tokens(config: MoEConfig, count: int, device: torch.device) -> FlatT
     return FlatTokens(Payload.plain(hidden), ids, weights, config.num_experts, every_row_read=True)
 
 
-def _times(executor: Executor, flat: FlatTokens) -> tuple[float, float | None, float | None, float]:
-    """Returns microseconds per call: in a graph the executor, its library called directly, and the library's kernels
-    alone, measured alternately and twice; then the host's time. Raises EprtError if the direct call computes something
-    else."""
+def _times(executor: Executor, flat: FlatTokens) -> dict[str, float | None]:
+    """Returns microseconds per call: in a graph of the executor (us), of its library called directly (by_hand_us) and
+    of the library's kernels alone (library_us), measured alternately and twice; then the host's time to issue one.
+
+    Raises:
+        EprtError: the direct call computes something else.
+    """
     out = torch.empty_like(flat.hidden.data)
-    run: dict[str, Callable[[], object]] = {"eprt": partial(executor, flat, out)}
+    run: dict[str, Callable[[], object]] = {"us": partial(executor, flat, out)}
     found, kernels = baselines(), getattr(executor, "library_call", None)
     if found is not None and (direct := found.direct_call(executor, flat)) is not None:
         found.check_direct(direct(), executor(flat, out))
-        run["direct"] = direct
+        run["by_hand_us"] = direct
     if kernels is not None:
-        run["kernels"] = kernels(flat)
+        run["library_us"] = kernels(flat)
     us = dict.fromkeys(run, float("inf"))
     for _ in range(2):
         for name, call in run.items():
             us[name] = min(us[name], device_microseconds(call))
-    return us["eprt"], us.get("direct"), us.get("kernels"), host_microseconds(run["eprt"])
+    return _columns(us, host_microseconds(run["us"]))
+
+
+def _columns(us: dict[str, float], host_us: float) -> dict[str, float | None]:
+    return {name: us.get(name) for name in ("us", "by_hand_us", "library_us")} | {"host_us": host_us}

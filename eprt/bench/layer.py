@@ -6,21 +6,20 @@ other ranks about the call. All ranks have the same number of tokens, routed uni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from eprt.bench.experts import SHAPES, random_experts, random_linear, random_router
-from eprt.bench.report import Report, p50_p99
+from eprt.bench.report import Row, p50_p99
 from eprt.bench.timing import WARM_ROUNDS, alternating, clocked_phases, reason_of, samples, world_of
 from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig, TokenFormat
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError, EprtError, UnsupportedError
 from eprt.experts import EXECUTORS
-from eprt.layer import PHASES, ExpertParallelMoE
+from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import make_plan
 from eprt.ranks.process import RankContext
@@ -29,6 +28,7 @@ from eprt.weights import SharedExpertWeights
 from eprt.world import World
 
 TINY = MoEConfig(8, 4, 128, 256, Activation(alpha=1.702, beta=1.0, limit=7.0), Routing("topk_softmax"), True, "mxfp4")
+ROUNDS = 50
 
 
 def shape_config(shape: str) -> MoEConfig:
@@ -50,7 +50,6 @@ class LayerCase:
     executor: str = "auto"
     token_format: TokenFormat | None = None
     low_precision_activations: bool = False
-    rounds: int = 50
 
     @property
     def config(self) -> MoEConfig:
@@ -68,34 +67,20 @@ class LayerCase:
 
 
 @dataclass(frozen=True)
-class LayerTimes:
-    """One rank's microseconds at one number of tokens, one entry per round.
-
-    Attributes:
-        phases: by name, device included.
-        layer, by_hand: host time of the layer's call, and of the same steps called directly: on
-            CPU with its work, on CUDA what the host needs to issue it.
-        layer_graph, by_hand_graph: in a CUDA graph; empty where there is none.
-    """
-
-    phases: dict[str, list[float]]
-    layer: list[float]
-    by_hand: list[float]
-    layer_graph: list[float]
-    by_hand_graph: list[float]
-
-
-@dataclass(frozen=True)
 class LayerFound:
     """One rank's result for a case.
 
     Attributes:
         pair: "dispatcher + executor".
-        times: one for each number of tokens; none if `refused` says why.
+        times: for each number of tokens, microseconds by name, one entry per round: of each phase, device included;
+            `layer` and `by_hand`, the host's time of the layer's call and of the same steps called directly (on CPU
+            with its work, on CUDA what the host needs to issue it); `layer_graph` and `by_hand_graph` where they can be
+            captured.
+        refused: why there are none.
     """
 
     pair: str
-    times: list[LayerTimes]
+    times: list[dict[str, list[float]]]
     refused: str = ""
 
 
@@ -121,28 +106,28 @@ def measure_layer(context: RankContext, case: LayerCase) -> LayerFound:
         pair = f"{layer.plan.dispatcher} + {layer.plan.executor}"
         try:
             world.warmup(layer)
-            return LayerFound(pair, [_measured(layer, count, case.rounds) for count in case.tokens])
+            return LayerFound(pair, [_measured(layer, count) for count in case.tokens])
         finally:
             layer.close()
     except EprtError as error:
-        return LayerFound(pair, [], reason_of(error))
+        return LayerFound(pair, [], f"{case.shape}, {pair}: {reason_of(error)}")
 
 
-def _measured(layer: ExpertParallelMoE, tokens: int, rounds: int) -> LayerTimes:
+def _measured(layer: ExpertParallelMoE, tokens: int) -> dict[str, list[float]]:
     world = layer.world
     x = torch.randn(tokens, layer.config.input_size).to(world.device, torch.bfloat16)
 
-    whole, bare = partial(layer, x, tokens_per_rank=max(tokens, 1)), partial(_called_directly, layer, x)
+    calls = partial(layer, x, tokens_per_rank=max(tokens, 1)), partial(_called_directly, layer, x)
     with clocked_phases([layer], with_device=True) as phases:
-        for _ in range(WARM_ROUNDS + rounds):
+        for _ in range(WARM_ROUNDS + ROUNDS):
             world.barrier()
-            whole()
-    phases = {phase: times[WARM_ROUNDS:] for phase, times in phases.items()}
-    graphs: list[list[float]] = [[], []]
-    ours, theirs = alternating(world, (whole, bare), rounds)
+            calls[0]()
+    found = {phase: times[WARM_ROUNDS:] for phase, times in phases.items()}
+    found["layer"], found["by_hand"] = alternating(world, calls, ROUNDS)
     if graph_safe(layer):
-        graphs = [samples(world, call, graph=True, rounds=20, repeats=5) for call in (whole, bare)]
-    return LayerTimes(phases, ours, theirs, *graphs)
+        for name, call in zip(("layer_graph", "by_hand_graph"), calls, strict=True):
+            found[name] = samples(world, call, graph=True, rounds=20, repeats=5)
+    return found
 
 
 def random_layer(config: MoEConfig, world: World, runtime: RuntimeConfig, number: int = 0) -> ExpertParallelMoE:
@@ -188,34 +173,25 @@ def graph_safe(layer: ExpertParallelMoE) -> bool:
 # ---- rows -----------------------------------------------------------------------------------------------------
 
 
-def layer_rows(case: LayerCase, by_rank: list[LayerFound]) -> list[dict[str, Any]]:
+def layer_rows(case: LayerCase, by_rank: list[LayerFound]) -> list[Row]:
     """Returns a row for each number of tokens: over all rounds, the slowest rank's times."""
     times = zip(*(rank.times for rank in by_rank), strict=True)
     return [_row(case, T, by_rank[0].pair, found) for T, found in zip(case.tokens, times, strict=True)]
 
 
-def _row(case: LayerCase, tokens: int, pair: str, by_rank: Sequence[LayerTimes]) -> dict[str, Any]:
-    rows_per_expert = tokens * len(by_rank) * case.config.top_k / case.config.num_experts
+def _row(case: LayerCase, tokens: int, pair: str, by_rank: Sequence[dict[str, list[float]]]) -> Row:
     activations = "fp8" if case.low_precision_activations else "bf16"
-    row: dict[str, Any] = {"shape": case.shape, "ranks": len(by_rank), "activations": activations, "tokens": tokens}
-    row |= {"rows_per_expert": round(rows_per_expert, 2), "pair": pair, "token_format": case.token_format or "auto"}
-    for phase in PHASES:
-        row |= p50_p99(phase, [rank.phases[phase] for rank in by_rank])
-    for name in ("layer", "by_hand", "layer_graph", "by_hand_graph"):
-        if times := [getattr(rank, name) for rank in by_rank if getattr(rank, name)]:
-            row |= p50_p99(name, times)
+    row: Row = {"shape": case.shape, "ranks": len(by_rank), "activations": activations, "tokens": tokens}
+    row |= {"rows_per_expert": rows_per_expert(case.config, tokens * len(by_rank)), "pair": pair}
+    row["token_format"] = case.token_format or "auto"
+    for name in by_rank[0]:
+        row |= p50_p99(name, [rank[name] for rank in by_rank])
     row["overhead_us"] = round(row["layer_p50_us"] - row["by_hand_p50_us"], 1)
-    if by_rank[0].layer_graph:
+    if "layer_graph" in by_rank[0]:
         row["graph_ratio"] = round(row["layer_graph_p50_us"] / row["by_hand_graph_p50_us"], 3)
     return row
 
 
-def layer_report(
-    cases: list[LayerCase],
-    run: Callable[[LayerCase], list[LayerFound]],
-    keep: Callable[[Report], None] = lambda _: None,
-    notes: Sequence[str] = (),
-) -> Report:
-    """Measures the cases; `run` makes every rank call `measure_layer`. See `Report.fill`."""
-    report = Report("layer", [], notes=list(notes))
-    return report.fill(cases, run, layer_rows, lambda case, found: f"{case.shape}, {found.pair}", keep)
+def rows_per_expert(config: MoEConfig, tokens: int) -> float:
+    """Returns the mean number of rows that an expert gets of all ranks' tokens."""
+    return round(tokens * config.top_k / config.num_experts, 2)

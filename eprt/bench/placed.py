@@ -6,23 +6,22 @@ experts. Both layers hold the same experts, so their outputs must agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Literal
 
 import torch
 
 from eprt.bench.experts import random_experts
-from eprt.bench.layer import graph_safe, shape_config
-from eprt.bench.report import Report, p50_p99, percentile, slowest
+from eprt.bench.layer import LayerCase, graph_safe, rows_per_expert
+from eprt.bench.report import Row, p50_p99, percentile, slowest
 from eprt.bench.routings import RoutedLayer, demand_of
 from eprt.bench.timing import reason_of, samples, world_of
-from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
-from eprt.conformance.oracle import relative_error
+from eprt.config import RuntimeConfig
+from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import EprtError
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
-from eprt.placement.file import PlacementFile
 from eprt.plan import DECODE_TOKENS
 from eprt.plan.skew import layer_time
 from eprt.ranks.process import RankContext
@@ -35,38 +34,24 @@ TURNS, ROUNDS, REPEATS = 3, 20, 5
 TOLERANCE = 1e-2  # of the two layers' outputs against each other: bf16 sums in another order
 
 
-@dataclass(frozen=True)
-class PlacedCase:
-    """One layer under uneven routing.
+@dataclass(frozen=True, kw_only=True)
+class PlacedCase(LayerCase):
+    """One layer under uneven routing; both layers take the pair that is chosen for experts in order.
 
     Attributes:
-        shape, dispatcher, executor: as in `LayerCase`; both layers take the pair that is chosen for experts in order.
-        tokens: on every rank. Up to 128 are decode: each expert's go to one of its replicas.
+        tokens: one number, on every rank. Up to 128 are decode: each expert's go to one of its replicas.
         routed: the experts that they choose; a batch of its own on each rank.
         routing: its name, for the report.
         slots: [S] the planned placement.
     """
 
-    shape: str
-    tokens: int
     routed: RoutedLayer
     routing: str
     slots: tuple[int, ...]
-    dispatcher: str = "auto"
-    executor: str = "auto"
 
     @property
-    def config(self) -> MoEConfig:
-        return shape_config(self.shape)
-
-    @property
-    def runtime(self) -> RuntimeConfig:
-        return RuntimeConfig(
-            dispatcher=self.dispatcher,
-            executor=self.executor,
-            max_tokens_per_rank=self.tokens,
-            phase="decode" if self.tokens <= DECODE_TOKENS else "prefill",
-        )
+    def phase(self) -> Literal["decode", "prefill"]:
+        return "decode" if max(self.tokens) <= DECODE_TOKENS else "prefill"
 
 
 @dataclass(frozen=True)
@@ -90,26 +75,12 @@ class PlacedTimes:
     refused: str = ""
 
 
-def planned_slots(
-    config: MoEConfig, ranks: int, routed: RoutedLayer, replicas: int | None, file: PlacementFile | None
-) -> tuple[int, ...]:
-    """Returns the physical expert slots to be measured: a file's, or planned from the routing's own counts.
-
-    Raises:
-        ConfigError: a file made for other sizes.
-    """
-    parallel = ParallelConfig(ranks)
-    if file is not None:
-        return file.placement(routed.layer, config.num_experts, parallel).slots
-    return routed.planned(parallel, replicas or 0).slots
-
-
 def measure_placed(context: RankContext, case: PlacedCase) -> PlacedTimes:
     """Measures this rank's share of one case. Collective; a job for `WorldPool.run`."""
     world = world_of(context)
     layers: dict[str, ExpertParallelMoE] = {}
     try:
-        runtime = case.runtime
+        runtime = replace(case.runtime, phase=case.phase)
         for name, slots in ((IN_ORDER, ()), (PLANNED, case.slots)):
             layers[name] = _layer(world, case, runtime, ExpertPlacement(case.config.num_experts, world.parallel, slots))
             plan = layers[name].plan
@@ -117,7 +88,7 @@ def measure_placed(context: RankContext, case: PlacedCase) -> PlacedTimes:
         world.warmup(*layers.values())
         return _measured(world, case, layers)
     except EprtError as error:
-        return PlacedTimes(refused=reason_of(error))
+        return PlacedTimes(refused=f"{case.shape}, {case.tokens[0]} tokens per rank: {reason_of(error)}")
     finally:
         for layer in layers.values():
             layer.close()
@@ -127,35 +98,26 @@ def _layer(world: World, case: PlacedCase, runtime: RuntimeConfig, placement: Ex
     """Makes a layer whose experts have the same weights, wherever they lie."""
     torch.manual_seed(11)
     everyone = random_experts(case.config, case.config.num_experts, world.device)
-    held = torch.tensor(placement.shard(world.rank).experts, device=world.device)
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        whole = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-        return whole.index_select(0, held).view(tensor.dtype)
-
-    return ExpertParallelMoE(case.config, world, everyone.map(own), runtime=runtime, placement=placement)
+    own = shard_weights(everyone, case.config, placement.shard(world.rank))
+    return ExpertParallelMoE(case.config, world, own, runtime=runtime, placement=placement)
 
 
 def _measured(world: World, case: PlacedCase, layers: dict[str, ExpertParallelMoE]) -> PlacedTimes:
-    config, T = case.config, case.tokens
+    config, [T] = case.config, case.tokens
     by_rank = [case.routed.draw(T, config.top_k, seed=rank) for rank in range(world.size)]
     generator = torch.Generator().manual_seed(world.rank)
     x = torch.randn(T, config.input_size, generator=generator).to(world.device, torch.bfloat16)
     weights = torch.rand(T, config.top_k, generator=generator).softmax(1).to(world.device)
     topk = TopK(by_rank[world.rank].to(world.device), weights)
-
-    def call(layer: ExpertParallelMoE) -> torch.Tensor:
-        return layer(x, topk, tokens_per_rank=T)
-
-    plain, moved = (call(layer).clone() for layer in layers.values())
-    error = relative_error(moved, plain)
+    calls = {name: partial(layer, x, topk, tokens_per_rank=T) for name, layer in layers.items()}
+    plain, moved = (call().clone() for call in calls.values())
     graph = all(graph_safe(layer) for layer in layers.values())
     found: dict[str, list[float]] = {name: [] for name in layers}
     for _ in range(TURNS):  # in turn, so that whatever else the machine does meets both
-        for name, layer in layers.items():
-            found[name] += samples(world, lambda: call(layer), graph=graph, rounds=ROUNDS, repeats=REPEATS)  # noqa: B023
-    plan, device, one = layers[IN_ORDER].plan, Device.of(world.device), case.runtime.phase == "decode"
-    demands = {name: demand_of(by_rank, layer.placement, one) for name, layer in layers.items()}
+        for name, call in calls.items():
+            found[name] += samples(world, call, graph=graph, rounds=ROUNDS, repeats=REPEATS)
+    plan, device = layers[IN_ORDER].plan, Device.of(world.device)
+    demands = {name: demand_of(by_rank, layer.placement, case.phase == "decode") for name, layer in layers.items()}
     times = {n: layer_time(plan, config, world.parallel, device, d, plan.chosen) for n, d in demands.items()}
     return PlacedTimes(
         found,
@@ -163,21 +125,20 @@ def _measured(world: World, case: PlacedCase, layers: dict[str, ExpertParallelMo
         {name: demand.imbalance for name, demand in demands.items()},
         f"{plan.dispatcher} + {plan.executor}",
         graph,
-        error,
+        relative_error(moved, plain),
     )
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------
 
 
-def placed_rows(case: PlacedCase, by_rank: list[PlacedTimes]) -> list[dict[str, Any]]:
+def placed_rows(case: PlacedCase, by_rank: list[PlacedTimes]) -> list[Row]:
     """Returns a row for experts in order, then one for the planned placement with its gains, by the slowest rank."""
-    first, config = by_rank[0], case.config
-    rows: list[dict[str, Any]] = []
+    first, config, [T], rows = by_rank[0], case.config, case.tokens, list[Row]()
     p50 = {name: percentile(slowest([rank.samples[name] for rank in by_rank]), 50) for name in first.samples}
-    common: dict[str, Any] = {"shape": case.shape, "ranks": len(by_rank), "tokens": case.tokens}
-    common["rows_per_expert"] = round(case.tokens * len(by_rank) * config.top_k / config.num_experts, 2)
-    common |= {"phase": case.runtime.phase, "routing": case.routing, "pair": first.pair, "graph": first.graph}
+    common: Row = {"shape": case.shape, "ranks": len(by_rank), "tokens": T}
+    common["rows_per_expert"] = rows_per_expert(config, T * len(by_rank))
+    common |= {"phase": case.phase, "routing": case.routing, "pair": first.pair, "graph": first.graph}
     common["error"] = max(rank.error for rank in by_rank)
     for name, imbalance in first.imbalance.items():
         predicted = first.predicted.get(name)
@@ -191,13 +152,3 @@ def placed_rows(case: PlacedCase, by_rank: list[PlacedTimes]) -> list[dict[str, 
         }
         rows.append(common | row | p50_p99("layer", [rank.samples[name] for rank in by_rank]))
     return rows
-
-
-def placed_report(
-    cases: list[PlacedCase],
-    run: Callable[[PlacedCase], list[PlacedTimes]],
-    keep: Callable[[Report], None] = lambda _: None,
-) -> Report:
-    """Measures the cases; `run` makes every rank call `measure_placed`. See `Report.fill`."""
-    label = "{0.shape}, {0.tokens} tokens per rank".format
-    return Report("placement", []).fill(cases, run, placed_rows, label, keep)

@@ -8,13 +8,15 @@ import math
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from eprt import diagnosis
+
+Row = dict[str, Any]  # one measurement
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Report:
     """
 
     bench: str
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     limits: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     command: str | None = None
@@ -51,29 +53,31 @@ class Report:
         head = json.dumps(content, indent=1).removesuffix("\n}")
         write_whole(path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
 
+    def add(self, found: Iterable[Row | str]) -> None:
+        """Appends rows, and as notes the texts that aren't there yet."""
+        for each in found:
+            if not isinstance(each, str):
+                self.rows.append(each)
+            elif each not in self.notes:
+                self.notes.append(each)
+
     def fill(
         self,
-        cases: Sequence[Any],
+        cases: Iterable[Any],
         run: Callable[[Any], list[Any]],
-        rows_of: Callable[[Any, list[Any]], list[dict[str, Any]]],
-        label: Callable[[Any, Any], str],
-        keep: Callable[[Report], None],
+        rows_of: Callable[[Any, list[Any]], Iterable[Row | str]],
+        keep: Callable[[Report], None] = lambda _: None,
     ) -> Report:
-        """Appends the rows of each case, or one note with the reason where a rank refused it. Returns itself.
+        """Adds the rows and notes of each case, or the reason where a rank `refused` it. Returns itself.
 
         Args:
-            run: makes every rank measure a case; their results by rank, each with `refused`.
-            label: names a case in its note, from the case and rank 0's result.
+            run: makes every rank measure a case; their results by rank.
             keep: called with the report after each case.
         """
         for case in cases:
             by_rank = run(case)
             refused = next((rank.refused for rank in by_rank if rank.refused), "")
-            note = f"{label(case, by_rank[0])}: {refused}"
-            if not refused:
-                self.rows.extend(rows_of(case, by_rank))
-            elif note not in self.notes:
-                self.notes.append(note)
+            self.add([refused] if refused else rows_of(case, by_rank))
             keep(self)
         return self
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
-from eprt.bench.experts import VOCABULARY, Ceilings, random_router
-from eprt.bench.report import Report
+from eprt.bench.experts import VOCABULARY, Ceilings, cuda_device, random_router
+from eprt.bench.report import Report, Row
 from eprt.config import MoEConfig
 from eprt.errors import ConfigError
 from eprt.models.published import published_layer
@@ -44,9 +43,7 @@ def router_report(
     """
     if unknown := [shape for shape in shapes if shape not in SHAPES]:
         raise ConfigError(f"shape {unknown[0]!r}: expected one of {', '.join(SHAPES)}")
-    if not torch.cuda.is_available():
-        raise ConfigError("bench router times CUDA kernels: no CUDA device here")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = cuda_device("router")
     ceilings = Ceilings.measure(device)
     report = Report("router", [], ceilings.as_dict())
     for name in shapes:
@@ -65,7 +62,7 @@ def _routers(config: MoEConfig, device: torch.device) -> list[Router]:
     return [random_router(config, device) for _ in range(min(MOST_ROUTERS, CACHE_BYTES // weight_bytes + 1))]
 
 
-def _rows(name: str, routers: list[Router], T: int, ceilings: Ceilings) -> list[dict[str, Any]]:
+def _rows(name: str, routers: list[Router], T: int, ceilings: Ceilings) -> list[Row]:
     """Returns one row for the kernels and one for torch."""
     E, H = routers[0].weight.shape
     device = routers[0].weight.device
@@ -78,7 +75,7 @@ def _rows(name: str, routers: list[Router], T: int, ceilings: Ceilings) -> list[
         "weights_us": round(2 * (E + T) * H / ceilings.copy_bytes * 1e6, 2),
         "flops_us": round(2 * T * E * H / ceilings.bf16_flops * 1e6, 2),
     }
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for who, choose in (("eprt", Router.__call__), ("torch", _by_torch)):
         calls = [partial(choose, router, hidden, token_ids) for router in routers]
         us = device_microseconds(*calls, repeats=1, rounds=7)

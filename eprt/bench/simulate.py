@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any
 
-from eprt.bench.report import Report
+from eprt.bench.report import Report, Row
 from eprt.bench.routings import RoutedLayer, demand_of, read_routing
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
@@ -53,7 +52,7 @@ class SimulatedWorld:
         return planned if self.replicas else IN_ORDER
 
 
-def simulated(world: SimulatedWorld, tokens: int, names: Sequence[str] = ()) -> Iterator[dict[str, Any] | str]:
+def simulated(world: SimulatedWorld, tokens: int, names: Sequence[str] = ()) -> Iterator[Row | str]:
     """Yields rows of one world at `tokens` per rank, one per dispatcher, or a text with the reason why not.
 
     Raises:
@@ -84,35 +83,24 @@ def _demand(world: SimulatedWorld, layer: RoutedLayer, tokens: int) -> Demand:
     return demand_of([ids], placement, world.one_replica)
 
 
-def _row(
-    world: SimulatedWorld, tokens: int, plan: Plan, demands: Sequence[Demand], times: Sequence[LayerTime]
-) -> dict[str, Any]:
+def _row(world: SimulatedWorld, tokens: int, plan: Plan, demands: Sequence[Demand], times: Sequence[LayerTime]) -> Row:
     """Returns one row, of means over the routing's layers."""
+    row: Row = {"device": str(world.device), "ranks": world.ranks, "ranks_per_host": world.parallel.ranks_per_host}
+    row |= {"tokens": tokens, "routing": world.routing, "layers": len(times)}
+    row |= {"slots": demands[0].placement.num_slots, "placement": world.placed}
+    row["imbalance"] = _mean([demand.imbalance for demand in demands], 3)
+    row["ranks_of_a_token"] = _mean([sum(demand.ranks) for demand in demands], 2)
+    row |= {"transport": plan.dispatcher, "executor": plan.executor}
+    row |= {name: _mean([getattr(time, name) for time in times], 3) for name in ("received_mb", "hottest_mb")}
+    for name in ("dispatch", "experts", "mean_experts"):
+        row[f"{name}_us"] = _mean([getattr(time, name) for time in times])
+    row["us"] = _mean([time.us for time in times])
+    row["basis"] = max((time.basis for time in times), key=("measured", "modelled", "assumed").index)
+    return row
 
-    def mean(values: Sequence[float], digits: int = 1) -> float:
-        return round(sum(values) / len(values), digits)
 
-    return {
-        "device": str(world.device),
-        "ranks": world.ranks,
-        "ranks_per_host": world.parallel.ranks_per_host,
-        "tokens": tokens,
-        "routing": world.routing,
-        "layers": len(times),
-        "slots": demands[0].placement.num_slots,
-        "placement": world.placed,
-        "imbalance": mean([demand.imbalance for demand in demands], 3),
-        "ranks_of_a_token": mean([sum(demand.ranks) for demand in demands], 2),
-        "transport": plan.dispatcher,
-        "executor": plan.executor,
-        "received_mb": mean([time.received_mb for time in times], 3),
-        "hottest_mb": mean([time.hottest_mb for time in times], 3),
-        "dispatch_us": mean([time.dispatch for time in times]),
-        "experts_us": mean([time.experts for time in times]),
-        "mean_experts_us": mean([time.mean_experts for time in times]),
-        "us": mean([time.us for time in times]),
-        "basis": max((time.basis for time in times), key=("measured", "modelled", "assumed").index),
-    }
+def _mean(values: Sequence[float], digits: int = 1) -> float:
+    return round(sum(values) / len(values), digits)
 
 
 def simulation_report(
@@ -133,11 +121,7 @@ def simulation_report(
     report = Report("simulation", [])
     for world in worlds:
         for count in tokens:
-            for found in simulated(world, count, names):
-                if isinstance(found, str):
-                    report.notes.extend([found] * (found not in report.notes))
-                else:
-                    report.rows.append(found)
+            report.add(simulated(world, count, names))
         keep(report)
     sizes = itemgetter("device", "ranks", "ranks_per_host", "tokens", "routing", "transport")
     in_order = {sizes(row): row["us"] for row in report.rows if row["placement"] == IN_ORDER}

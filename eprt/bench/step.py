@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from eprt.bench.layer import random_layer
-from eprt.bench.report import Report, percentile, slowest
+from eprt.bench.report import Report, Row, p50_p99, percentile, slowest
 from eprt.bench.timing import clocked_calls, clocked_phases, settle, world_of
 from eprt.config import RuntimeConfig
 from eprt.conformance.tiny_model import gpt_oss_config
 from eprt.errors import ConfigError
 from eprt.graphs import StepGraphs
 from eprt.graphs.recording import Pool, Recording, refusal
-from eprt.layer import PHASES, ExpertParallelMoE
+from eprt.layer import ExpertParallelMoE
 from eprt.models import family_for
 from eprt.models.published import MODELS as MODEL_CONFIGS
 from eprt.ranks.process import RankContext
@@ -153,15 +153,15 @@ def measure_step(context: RankContext, case: StepCase) -> StepFound:
         model, hf = make_model(case.model, case.layers, world.device)
         family = family_for(hf)
         paths = [family.module_path(number) for number in family.moe_layers(hf)]
-        found = _Measured(world, case, [model.get_submodule(path) for path in paths])
-        batches = {tokens: _Batch(model, tokens, world.device) for tokens in case.tokens}
-        for batch in batches.values():
-            found.measure("transformers", batch)
-            found.measure("transformers graph", batch, capture=world.device.type == "cuda")
+        batches = [_Batch(model, tokens, world.device) for tokens in case.tokens]
+        found = _Measured(world, case, batches, [model.get_submodule(path) for path in paths])
+        found.measure("transformers")
+        if world.device.type == "cuda":
+            found.measure("transformers graph", capture=True)
         layers = _parallelized(model, hf, world, case)
         found.blocks = [model.get_submodule(path) for path in paths]
         try:
-            _measure_ours(found, layers, batches)
+            _measure_ours(found, layers)
         finally:
             world.warm, world.buckets = False, ()  # this World serves the next model, too
             for layer in layers:
@@ -198,39 +198,34 @@ class _Block(nn.Module):
         return (output, None) if self._returns_scores else output
 
 
-def _measure_ours(found: _Measured, layers: list[ExpertParallelMoE], batches: dict[int, _Batch]) -> None:
-    world = found.world
-    reason = refusal(layers[0]) if world.device.type == "cuda" else "a CPU world has none"
-    by_layer = [layer.graphs for layer in layers]
+def _measure_ours(found: _Measured, layers: list[ExpertParallelMoE]) -> None:
+    world, by_layer = found.world, [(layer, layer.graphs) for layer in layers]
+    batches = {len(batch.token): batch for batch in found.batches}
 
     def set_graphs(on: bool) -> None:
-        for layer, graphs in zip(layers, by_layer, strict=True):
+        for layer, graphs in by_layer:
             layer.graphs = graphs if on else None
 
     def forward(token: torch.Tensor) -> torch.Tensor:
-        return batches[token.shape[0]](token)
+        return batches[len(token)](token)
 
     def in_a_step(token: torch.Tensor) -> torch.Tensor:
-        with world.step(token.shape[0]):
+        with world.step(len(token)):
             return forward(token)
 
     set_graphs(False)
-    for batch in batches.values():
-        found.measure("eager", batch)
-        found.measure("in a step", batch, in_a_step)
-    if reason:
+    found.measure("eager")
+    found.measure("in a step", in_a_step)
+    if reason := refusal(layers[0]) if world.device.type == "cuda" else "a CPU world has none":
         found.notes.append(f"{found.case.model}: graphs: {reason}")
         return
     set_graphs(True)
-    for batch in batches.values():
-        found.measure("layer graphs", batch, in_a_step)
+    found.measure("layer graphs", in_a_step)
     set_graphs(False)
-
     example = {"token": torch.zeros(1, 1, dtype=torch.int64, device=world.device)}
-    graphs = StepGraphs(world, layers, forward, example, buckets=tuple(batches), idle=lambda: _idle(layers))
+    graphs = StepGraphs(world, layers, forward, example, buckets=tuple(batches), idle=partial(_idle, layers))
     graphs.capture()
-    for batch in batches.values():
-        found.measure("step graph", batch, lambda token: graphs(token.shape[0], token=token))
+    found.measure("step graph", lambda token: graphs(len(token), token=token))
 
 
 def _idle(layers: list[ExpertParallelMoE]) -> None:
@@ -246,38 +241,36 @@ class _Measured:
         blocks: the model's MoE blocks: transformers' own, then ours.
     """
 
-    def __init__(self, world: World, case: StepCase, blocks: list[nn.Module]) -> None:
-        self.world, self.case, self.blocks = world, case, blocks
+    def __init__(self, world: World, case: StepCase, batches: list[_Batch], blocks: list[nn.Module]) -> None:
+        self.world, self.case, self.batches, self.blocks = world, case, batches, blocks
         self.times: list[StepTimes] = []
         self.notes: list[str] = []
 
-    def measure(
-        self,
-        path: str,
-        batch: _Batch,
-        call: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        capture: bool | None = None,
-    ) -> None:
-        """Times `call`, by default the batch's own step; captured in a graph if `capture`, left out if it is False."""
-        if capture is False:
-            return
-        token = batch.token
-        play: Callable[[], object] = partial(call or batch, token)
-        self._begin(batch)
-        for _ in range(_WARM_STEPS):
-            play()
-        settle(self.world)
-        if capture:
-            batch.cache.reset()
+    def measure(self, path: str, call: Callable[[torch.Tensor], object] | None = None, capture: bool = False) -> None:
+        """Times `call` on each batch, by default the batch's own step; captured in a graph if `capture`."""
+        for batch in self.batches:
+            play = partial(call or batch, batch.token)
+            self._begin(batch)
+            for _ in range(_WARM_STEPS):
+                play()
+            settle(self.world)
             try:
-                play = Recording.of(play, Pool(), self.world).play
+                timed = self._recorded(batch, play) if capture else play
             except RuntimeError as error:  # of a baseline, which may synchronise anywhere
-                self.notes.append(f"{self.case.model}, {token.shape[0]} tokens, {path}: {str(error).splitlines()[0]}")
-                return
+                reason = str(error).splitlines()[0]
+                self.notes.append(f"{self.case.model}, {len(batch.token)} tokens, {path}: {reason}")
+            else:
+                self._time(path, batch, timed)
+
+    def _recorded(self, batch: _Batch, play: Callable[[], object]) -> Callable[[], object]:
+        batch.cache.reset()
+        return Recording.of(play, Pool(), self.world).play
+
+    def _time(self, path: str, batch: _Batch, play: Callable[[], object]) -> None:
         steps, hosts = map(list, zip(*(self._round(batch, play) for _ in range(self.case.rounds)), strict=True))
-        inside = [] if capture or path == "step graph" else self._inside_blocks(batch, play)
+        inside = [] if path.endswith(" graph") else self._inside_blocks(batch, play)
         phases = self._inside_phases(batch, play) if path in ("eager", "in a step") else {}
-        self.times.append(StepTimes(token.shape[0], path, steps, hosts, inside, phases))
+        self.times.append(StepTimes(len(batch.token), path, steps, hosts, inside, phases))
 
     def _begin(self, batch: _Batch) -> None:
         batch.cache.reset()
@@ -320,35 +313,32 @@ class _Measured:
 # ---- rows -----------------------------------------------------------------------------------------------------
 
 
-def step_rows(case: StepCase, by_rank: list[StepFound]) -> list[dict[str, Any]]:
+def step_rows(case: StepCase, by_rank: list[StepFound]) -> list[Row]:
     """Returns rows of the report: over all rounds, the slowest rank's times. Ratios are to transformers' eager step,
     and to its step in a graph, where one was measured."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     medians: dict[tuple[int, str], float] = {}
     for times in zip(*(found.times for found in by_rank), strict=True):
-        tokens, path = times[0].tokens, times[0].path
-        step, host = slowest([t.step for t in times]), slowest([t.host for t in times])
-        inside = slowest([t.moe_host for t in times])
-        medians[tokens, path] = median = percentile(step, 50)
-        row: dict[str, Any] = {
-            "model": case.model,
-            "ranks": len(by_rank),
-            "layers": case.layers,
-            "tokens": tokens,
-            "path": path,
-            "pair": "" if path.startswith("transformers") else by_rank[0].pair,
-            "step_p50_us": round(median, 1),
-            "step_p99_us": round(percentile(step, 99), 1),
-            "host_us": round(percentile(host, 50), 1),
-            "host_us_per_layer": round(percentile(host, 50) / case.layers, 1),
-            "moe_host_us": round(percentile(inside, 50), 1) if inside else None,
-        }
-        for phase in PHASES if times[0].phases else ():
-            row[f"{phase}_host_us"] = round(max(t.phases[phase] for t in times), 1)
+        row, at = _row(case, by_rank[0].pair, times), (times[0].tokens, times[0].path)
+        medians[at] = percentile(slowest([t.step for t in times]), 50)
         for name, baseline in (("of_eager", "transformers"), ("of_graph", "transformers graph")):
-            row[name] = round(median / medians[tokens, baseline], 3) if (tokens, baseline) in medians else None
+            base = medians.get((at[0], baseline))
+            row[name] = None if base is None else round(medians[at] / base, 3)
         rows.append(row)
     return rows
+
+
+def _row(case: StepCase, pair: str, times: Sequence[StepTimes]) -> Row:
+    path, inside = times[0].path, slowest([t.moe_host for t in times])
+    host = percentile(slowest([t.host for t in times]), 50)
+    row: Row = {"model": case.model, "ranks": len(times), "layers": case.layers, "tokens": times[0].tokens}
+    row |= {"path": path, "pair": "" if path.startswith("transformers") else pair}
+    row |= p50_p99("step", [t.step for t in times])
+    row |= {"host_us": round(host, 1), "host_us_per_layer": round(host / case.layers, 1)}
+    row["moe_host_us"] = round(percentile(inside, 50), 1) if inside else None
+    for phase in times[0].phases:
+        row[f"{phase}_host_us"] = round(max(t.phases[phase] for t in times), 1)
+    return row
 
 
 def step_report(
@@ -358,7 +348,6 @@ def step_report(
     report = Report("step", [])
     for case in cases:
         by_rank = run(case)
-        report.rows.extend(step_rows(case, by_rank))
-        report.notes.extend(by_rank[0].notes)
+        report.add([*step_rows(case, by_rank), *by_rank[0].notes])
         keep(report)
     return report

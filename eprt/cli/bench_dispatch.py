@@ -9,6 +9,7 @@ from eprt.bench.dispatch import (
     CHECK_TOLERANCE,
     DispatchCase,
     dispatch_report,
+    dispatch_row,
     measure_dispatch,
     push_rate,
     transports,
@@ -49,7 +50,8 @@ def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
         cases = _cases(arguments, workers.device)
         rate = min(workers.run(push_rate))
         with measured(workers, terminal, "bench dispatch", cases, measure_dispatch, _name) as run:
-            report = dispatch_report(cases, run, rate, keep(arguments, terminal))
+            report = dispatch_report(rate)
+            report.fill(cases, run, lambda case, found: [dispatch_row(case, found, rate)], keep(arguments, terminal))
     _say(report, f"{workers}, {arguments.payload}", terminal)
     wrong = [
         f"{row['transport']} at {row['tokens']} tokens returned wrong sums, error {row['error']:.1e}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from eprt.bench.layer import LayerCase, layer_report, measure_layer, pairs_here, shape_config
-from eprt.bench.placed import TOLERANCE, PlacedCase, measure_placed, placed_report, planned_slots
+from functools import partial
+
+from eprt.bench.layer import LayerCase, layer_rows, measure_layer, pairs_here, shape_config
+from eprt.bench.placed import TOLERANCE, PlacedCase, measure_placed, placed_rows
 from eprt.bench.report import Report
 from eprt.bench.routings import read_routing
 from eprt.cli.arguments import BenchLayer
 from eprt.cli.bench import both, finish, groups, keep, measured, require_peers, require_tokens
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Column, Terminal
+from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
 from eprt.layer import PHASES
 from eprt.placement.file import PlacementFile
@@ -55,7 +58,7 @@ def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
     with ranks(arguments.world, arguments.device) as workers:
         cases, notes = _layer_cases(arguments, workers)
         with measured(workers, terminal, "bench layer", cases, measure_layer, _name) as run:
-            report = layer_report(cases, run, keep(arguments, terminal), notes)
+            report = Report("layer", [], notes=notes).fill(cases, run, layer_rows, keep(arguments, terminal))
     for shape, rows in groups(report, "shape"):
         rows = sorted(rows, key=lambda row: row["tokens"])
         title = f"Phases of one layer call, microseconds, p50/p99 of the slowest rank ({shape}, {workers})"
@@ -92,7 +95,7 @@ def _bench_placed(arguments: BenchLayer, terminal: Terminal) -> int:
         require_peers(workers, "--routing", "there is no other rank to be hotter than")
         cases = [case for shape in arguments.shapes for case in _placed_cases(shape, arguments, workers.size, file)]
         with measured(workers, terminal, "bench layer", cases, measure_placed, _name) as run:
-            report = placed_report(cases, run, keep(arguments, terminal))
+            report = Report("placement", []).fill(cases, run, placed_rows, keep(arguments, terminal))
     what = f"{workers}, {arguments.routing}"
     terminal.table(
         f"One layer with its experts in order, and with replicas where they were planned ({what}); microseconds",
@@ -119,12 +122,16 @@ def _require_placed(arguments: BenchLayer) -> None:
 
 
 def _placed_cases(shape: str, arguments: BenchLayer, size: int, file: PlacementFile | None) -> list[PlacedCase]:
-    """Returns one case for each number of tokens, with the choices of the routing's first layer."""
-    config, routing = shape_config(shape), arguments.routing or ""
-    routed = read_routing(routing, config.num_experts, config.top_k)[0]
-    slots = planned_slots(config, size, routed, arguments.replicas, file)
+    """Returns one case for each number of tokens, with the choices of the routing's first layer.
+
+    The placement is that of a file, or planned from the routing's own counts.
+    """
+    config, parallel, routing = shape_config(shape), ParallelConfig(size), arguments.routing or ""
+    routed, E = read_routing(routing, config.num_experts, config.top_k)[0], config.num_experts
+    placed = file.placement(routed.layer, E, parallel) if file else routed.planned(parallel, arguments.replicas or 0)
     pair = (arguments.dispatcher, arguments.executor)
-    return [PlacedCase(shape, tokens, routed, routing, slots, *pair) for tokens in arguments.tokens]
+    case = partial(PlacedCase, routed=routed, routing=routing, slots=placed.slots)
+    return [case(shape, (tokens,), *pair) for tokens in arguments.tokens]
 
 
 def _changed_sums(report: Report) -> list[str]:
