@@ -98,48 +98,14 @@ def write_gpt_oss(folder: Path, layers: int, *, tiny: bool) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from eprt.conformance.tiny_model import write_tiny_checkpoint
+    from eprt.conformance.tiny_model import RandomWeights, dense_tensors, end_tensors, gpt_oss_config
 
-    example = folder.with_name(folder.name + "-example")
-    shutil.rmtree(example, ignore_errors=True)
-    config: dict[str, Any] = json.loads((write_tiny_checkpoint(example) / "config.json").read_text())
-    shutil.rmtree(example)
-    config |= {"num_hidden_layers": layers, "max_position_embeddings": 4096, "dtype": "bfloat16"}
-    config["layer_types"] = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    E, H, I = (8, 128, 256) if tiny else (128, 2880, 2880)
+    config = gpt_oss_config(layers, E, 4, H, I) | {"max_position_embeddings": 4096, "dtype": "bfloat16"}
     if not tiny:
-        config |= {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "vocab_size": 32768}
-        config |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
-    H, I, E, V = (config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts", "vocab_size"))
-    heads, kv, width = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-
-    def normal(*shape: int, std: float | None = None) -> torch.Tensor:
-        return (torch.randn(shape) * (shape[-1] ** -0.5 if std is None else std)).bfloat16()
-
-    ones = torch.ones(H, dtype=torch.bfloat16)
-    ends = {
-        "model.embed_tokens.weight": normal(V, H, std=1.0),
-        "model.norm.weight": ones,
-        "lm_head.weight": normal(V, H),
-    }
-    layer = {
-        "input_layernorm.weight": ones,
-        "post_attention_layernorm.weight": ones.clone(),
-        "self_attn.sinks": normal(heads, std=1.0),
-        "mlp.router.weight": normal(E, H),
-        "mlp.router.bias": normal(E, std=0.1),
-        "mlp.experts.gate_up_proj_bias": normal(E, 2 * I, std=0.1),
-        "mlp.experts.down_proj_bias": normal(E, H, std=0.1),
-    }
-    for name, rows, cols in (
-        ("q", heads * width, H),
-        ("k", kv * width, H),
-        ("v", kv * width, H),
-        ("o", H, heads * width),
-    ):
-        layer |= {
-            f"self_attn.{name}_proj.weight": normal(rows, cols),
-            f"self_attn.{name}_proj.bias": normal(rows, std=0.1),
-        }
+        config |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 32768}
+    random = RandomWeights(0)
+    ends, layer = end_tensors(random, config), dense_tensors(random, config)
     for name, rows, cols in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
         layer[f"mlp.experts.{name}_blocks"] = torch.randint(0, 256, (E, rows, cols // 32, 16), dtype=torch.uint8)
         # A code is 3.4 in root mean square: with this power of two a row of products keeps its input's size.

@@ -108,13 +108,12 @@ def _config_of(name: str, layers: int) -> dict[str, Any]:
     """Returns the published config.json cut to `layers` layers, each of which has experts."""
     if name not in MODELS:
         raise ConfigError(f"--models {name!r}: expected some of {', '.join(MODELS)}")
-    tiny = gpt_oss_config(layers, 8, 4, 128, 256)
-    if name == "tiny":
-        return tiny
-    cut = MODEL_CONFIGS[_PUBLISHED[name]] | {"num_hidden_layers": layers}
-    if "first_k_dense_replace" in cut:
-        cut["first_k_dense_replace"] = 0
-    return tiny | cut if cut["model_type"] == "gpt_oss" else cut
+    published = gpt_oss_config(1, 8, 4, 128, 256) if name == "tiny" else dict(MODEL_CONFIGS[_PUBLISHED[name]])
+    if published["model_type"] == "gpt_oss":  # a short context: no window would be full
+        published["layer_types"] = ["full_attention"] * layers
+    if "first_k_dense_replace" in published:
+        published["first_k_dense_replace"] = 0
+    return published | {"num_hidden_layers": layers}
 
 
 def make_model(name: str, layers: int, device: torch.device) -> tuple[Any, dict[str, Any]]:
@@ -130,8 +129,6 @@ def make_model(name: str, layers: int, device: torch.device) -> tuple[Any, dict[
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError("bench step runs transformers' own models: pip install 'eprt[transformers]'") from error
-    if "layer_types" in published:
-        published["layer_types"] = ["full_attention"] * layers  # a short context: no window would be full
     fields = {key: value for key, value in published.items() if key not in ("quantization_config", "architectures")}
     config: Any = AutoConfig.for_model(**fields)
     config.dtype = torch.bfloat16
