@@ -1,4 +1,4 @@
-"""Router logits in a world of one: an executor that takes them chooses the experts itself, and no TopK is made."""
+"""Router logits: an executor that takes them chooses the experts itself, as the router would, and no TopK is made."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases.sm100_cases import case
+from support.cases.expert_cases import make_config, relative_error
+from support.cases.sm100_cases import build, case
 from support.stand_ins.sm100_kernels import FakeTrtllm
 
 import eprt.layer
 from eprt.config import MoEConfig, Routing, RuntimeConfig, SharedExpert
-from eprt.conformance.oracle import relative_error
-from eprt.errors import CapacityError, InputError, UsageError
-from eprt.experts import EXECUTORS
+from eprt.errors import CapacityError, ConfigError, InputError, UsageError
+from eprt.experts import EXECUTORS, rules
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
 from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.routing import Router, route
-from eprt.tokens import RouterLogits, TopK
+from eprt.tokens import FlatTokens, Payload, RouterLogits, TopK
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
 
@@ -128,3 +128,63 @@ def test_warm_up_runs_the_logits_kernel(monkeypatch, world):
     rank = OneRank(monkeypatch, world, GROUPED)
     world.warmup(rank.layer)
     assert "logits" in rank.fake.calls
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing("softmax_topk"),
+        Routing("softmax_topk", renormalize=False),
+        Routing("topk_softmax"),
+        GROUPED,
+        Routing("grouped_sigmoid"),
+    ],
+    ids=lambda r: f"{r.method}-{r.renormalize}-{r.num_groups}",
+)
+@pytest.mark.parametrize("weight_format", ["nvfp4", "fp8_tensor", "fp8_block", "mxfp8"])
+def test_logits_kernels_equal_routing_then_the_routed_kernel(routing, weight_format):
+    config, shard, weights = case(weight_format, (128, 128))
+    config = replace(config, routing=routing)
+    grouped = routing.method == "grouped_sigmoid"
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(9, config.num_experts, generator=generator)
+    bias = torch.randn(config.num_experts, generator=generator) / 4 if grouped else None
+    hidden = Payload.plain(torch.randn(9, config.hidden_size, generator=generator).to(torch.bfloat16))
+    executor = build(TrtllmGenExecutor, FakeTrtllm(), config, shard, weights)
+    topk = route(logits, routing, config.top_k, correction_bias=bias)
+    expected = executor(FlatTokens(hidden, topk.ids, topk.weights, config.num_experts))
+    assert relative_error(executor.run_logits(hidden, logits, bias), expected) <= 1e-2
+
+
+@pytest.mark.parametrize(
+    ("routing", "num_experts", "top_k", "taken"),
+    [
+        (Routing("softmax_topk"), 8, 3, True),
+        (Routing("softmax_topk", scaling_factor=2.0), 8, 3, False),
+        (Routing("sqrt_softplus"), 8, 3, False),
+        (Routing("hash"), 8, 3, False),
+        (Routing("grouped_sigmoid", num_groups=8, topk_groups=4, scaling_factor=2.5), 256, 8, True),
+        (Routing("grouped_sigmoid", renormalize=False, num_groups=8, topk_groups=4), 256, 8, False),
+        (Routing("grouped_sigmoid", num_groups=16, topk_groups=4), 256, 8, False),
+        (Routing("grouped_sigmoid", num_groups=4, topk_groups=2), 256, 8, False),
+        (Routing("grouped_sigmoid"), 384, 9, False),
+        (Routing("grouped_sigmoid"), 512, 22, True),
+        (Routing("grouped_sigmoid"), 1024, 8, False),
+    ],
+)
+def test_only_routings_that_the_logits_kernels_have_bypass_the_router(routing, num_experts, top_k, taken):
+    config = make_config("nvfp4", num_experts=num_experts, top_k=top_k, routing=routing)
+    assert rules.trtllm_logits(config) is taken
+
+
+def test_a_routing_that_kernels_lack_is_refused():
+    config, shard, weights = case("nvfp4", (128, 64))
+    hidden = Payload.plain(torch.zeros(2, 128, dtype=torch.bfloat16))
+    for routing in (Routing("sqrt_softplus"), Routing("softmax_topk", scaling_factor=2.0)):
+        executor = build(TrtllmGenExecutor, FakeTrtllm(), replace(config, routing=routing), shard, weights)
+        with pytest.raises(ConfigError, match=routing.method):
+            executor.run_logits(hidden, torch.zeros(2, config.num_experts))
+    executor = build(TrtllmGenExecutor, FakeTrtllm(), config, shard, weights)
+    with pytest.raises(InputError, match=r"expected \[2, 8\]"):
+        executor.run_logits(hidden, torch.zeros(2, 3))
+    assert executor.run_logits(Payload.plain(hidden.data[:0]), torch.zeros(0, 8)).shape == (0, 128)

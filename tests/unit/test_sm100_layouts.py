@@ -1,16 +1,22 @@
-"""Blackwell layouts: every byte lies where the kernels' documents say."""
+"""Blackwell layouts: every byte lies where the kernels' documents say, and one that lies elsewhere is noticed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from support.stand_ins.sm100_kernels import read_mma_scales, scale_offset, shuffled_place
+from support.cases.expert_cases import make_flat, relative_error, rows_with_expert, valid_rows
+from support.cases.sm100_cases import as_slabs, build, case, packed, witness
+from support.stand_ins.sm100_kernels import FakeCuteDsl, FakeTrtllm, read_mma_scales, scale_offset, shuffled_place
 
-from eprt.experts.blackwell import swizzle
-from eprt.experts.blackwell.cutedsl import padded_size
+from eprt.experts.blackwell import scales, swizzle, trtllm_formats
+from eprt.experts.blackwell.cutedsl import CuteDslExecutor, padded_size
 from eprt.experts.blackwell.scales import Nvfp4Factors, share_global_scale
+from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
 from eprt.experts.padding import pad_parts
 from eprt.rounding import round_up
+from eprt.tokens import FlatTokens
 from eprt.weights import ExpertWeights, Nvfp4
 
 ODD = [(1, 1), (24, 6), (40, 7), (127, 3), (128, 4), (1856, 10), (2880, 180)]
@@ -116,3 +122,69 @@ def test_sharing_a_global_scale():
     assert torch.equal(after[[0, 2]], before[[0, 2]]), "powers of two and equal scales fold exactly"
     assert torch.equal(after[1, 1], before[1, 1]), "the larger scale stays"
     assert ((after - before).abs() <= before * 2**-4).all()
+
+
+def gate_scale_for_up(weights: ExpertWeights) -> ExpertWeights:
+    scale = weights.gate_up.global_scale[:, :1].expand(-1, 2).contiguous()
+    return replace(weights, gate_up=replace(weights.gate_up, global_scale=scale))
+
+
+def swapped_halves(weights: ExpertWeights) -> ExpertWeights:
+    gate_up = weights.gate_up.map(lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t)
+    codes, scales = swizzle.swap_halves(gate_up.codes), swizzle.swap_halves(gate_up.scales)
+    return replace(weights, gate_up=replace(weights.gate_up, codes=codes, scales=scales.view(torch.float8_e4m3fn)))
+
+
+def late_padding(matrix, parts, rows, cols):
+    """Everything after the last row, as if the halves were one matrix."""
+    L, total, width = matrix.shape
+    padded = matrix.new_zeros((L, parts * rows, cols))
+    padded[:, :total, :width] = matrix
+    return padded
+
+
+def error_of(executor, config, shard, weights, tokens) -> float:
+    rows = rows_with_expert(tokens, shard) if isinstance(tokens, FlatTokens) else valid_rows(tokens)
+    return relative_error(executor(tokens)[rows], witness(config, shard, weights, tokens)[rows])
+
+
+@pytest.mark.parametrize(
+    ("kind", "fake", "where", "slabs"),
+    [
+        (CuteDslExecutor, FakeCuteDsl, scales, False),
+        (CuteDslExecutor, FakeCuteDsl, scales, True),
+        (TrtllmGenExecutor, FakeTrtllm, trtllm_formats, False),
+    ],
+    ids=["cutedsl", "cutedsl-masked", "trtllm"],
+)
+@pytest.mark.parametrize("mistake", ["unswizzled", "late padding", "gate's scale for up", "swapped halves", "none"])
+def test_wrong_layouts_fail(kind, fake, where, slabs, mistake, monkeypatch):
+    """An executor built with a function or its weights replaced; a broken kernel contract is an infinite error."""
+    config, shard, weights = case("nvfp4", (128, 48) if mistake == "late padding" else (128, 64))
+    flat = packed(make_flat(config), weights)
+    tokens = as_slabs(flat, shard) if slabs else flat
+    if mistake == "unswizzled":
+        monkeypatch.setattr(where, "swizzle_scales", lambda scales: scales)
+    if mistake == "late padding":
+        monkeypatch.setattr(where, "pad_parts", late_padding)
+    changes = {"gate's scale for up": gate_scale_for_up, "swapped halves": swapped_halves}
+    changed = changes.get(mistake, lambda weights: weights)(weights)
+    try:
+        error = error_of(build(kind, fake(rounding=False), config, shard, changed), config, shard, weights, tokens)
+    except AssertionError:
+        error = float("inf")
+    assert (error <= 1e-2) is (mistake == "none"), error
+
+
+@pytest.mark.parametrize("weight_format", ["fp8_tensor", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("mistake", ["canonical rows", "none"])
+def test_wrong_fp8_rows_fail(weight_format, mistake, monkeypatch):
+    """Rows left as [gate; up]."""
+    if mistake == "canonical rows":
+        monkeypatch.setattr(trtllm_formats, "take_rows", lambda matrix, order: matrix)
+        monkeypatch.setattr(trtllm_formats, "swap_halves", lambda matrix: matrix)
+    config, shard, weights = case(weight_format, (128, 128))
+    tokens = make_flat(config, dtype=torch.bfloat16)
+    executor = build(TrtllmGenExecutor, FakeTrtllm(rounding=False), config, shard, weights)
+    error = error_of(executor, config, shard, weights, tokens)
+    assert (error <= 0.05) is (mistake == "none"), error
