@@ -20,7 +20,7 @@ LONG = (
     r"test_triton_registers::",
     r"test_pdl::",
     r"test_cutedsl_compile::",
-    r"test_kernels_interpreted::.*(grouped|mxfp4|nvfp4|payload|routing|warp_)",
+    r"test_kernels_interpreted::.*(grouped|fp4|payload|routing|warp_)",
     r"test_compile::test_(inductor|a_parallelized.*dtype1)",
     r"test_generation::test_a_compiled_model",
     r"test_gpu_layers_on_gloo::test_humming_on_stand_ins",

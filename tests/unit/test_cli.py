@@ -73,26 +73,20 @@ def test_run_json_is_one_object_that_adds_up(tiny: Path, words: tuple[str, ...],
     assert all(rank["seconds"]["dispatch"] > 0 for rank in ranks)
 
 
-def test_run_fails_when_outputs_are_wrong(tiny: Path, monkeypatch, capsys) -> None:
-    """The verdict is the oracle's: with a tolerance below bf16's rounding the same run is a failure."""
-    monkeypatch.setitem(run.TOLERANCE, torch.bfloat16, 1e-6)
-    words = ["run", "--model", str(tiny), "--world", "1", "--steps", "1", "--device", "cpu"]
-    assert main(words) == 1
-    assert "FAIL: " in capsys.readouterr().out
-    monkeypatch.setitem(run.TOLERANCE, torch.bfloat16, 1e-2)
-    assert main(words) == 0
-
-
-def test_run_detects_a_dropped_expert(tiny: Path, monkeypatch) -> None:
-    """The oracle reads the checkpoint on its own: what it sees differs, the verdict is FAIL."""
+def test_run_detects_a_dropped_expert(tiny: Path, monkeypatch, capsys) -> None:
+    """The verdict is the oracle's, which reads the checkpoint on its own: what it sees differs, the verdict is FAIL."""
 
     def without_the_first_expert(directory: str, layer: int):
         parts = load_layer(directory, layer)
         parts.experts.down.codes[0] = 0
         return parts
 
-    monkeypatch.setattr(run, "load_layer", without_the_first_expert)
-    assert main(["run", "--model", str(tiny), "--world", "1", "--steps", "3", "--device", "cpu"]) == 1
+    words = ["run", "--model", str(tiny), "--world", "1", "--steps", "3", "--device", "cpu"]
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "load_layer", without_the_first_expert)
+        assert main(words) == 1
+    assert "FAIL: " in capsys.readouterr().out
+    assert main(words) == 0
 
 
 def test_what_libraries_print_is_not_part_of_the_result() -> None:
@@ -180,7 +174,7 @@ def start_long_run(tiny: Path) -> tuple[subprocess.Popen[str], list[int]]:
     while time.monotonic() < deadline and process.poll() is None:
         ranks = [pid for pid in descendants(process.pid) if os.getsid(pid) == pid]
         if len(ranks) == 2:
-            time.sleep(2.0)  # into the steps
+            time.sleep(1.0)  # into the steps
             return process, ranks
         time.sleep(0.1)
     process.kill()

@@ -14,7 +14,7 @@ from support.stand_ins.flashinfer import SIZE, FakeWorld, run_ranks
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance import transport
-from eprt.conformance.cases import CASES, Batch, make_batches
+from eprt.conformance.cases import CASES, make_batches
 from eprt.dispatch import DISPATCHERS, Dispatcher, dispatcher_spec
 from eprt.dispatch.deepep import DeepEPDispatcher
 from eprt.dispatch.flashinfer import FlashInferDispatcher
@@ -45,31 +45,6 @@ def make(name: str, world: FakeWorld, fabric: deepep_stand_in.Fabric, **runtime)
     return KINDS[name](world, CONFIG, RuntimeConfig(**settings), dispatcher_spec(name).formats[0])
 
 
-def without(batch: Batch, rank: int, left_out: list[int]) -> Batch:
-    """What counts of rank `rank`'s batch: nothing if it is left out, else no slot of a rank that is."""
-    if rank in left_out:
-        return Batch(batch.hidden[:0], batch.topk.narrow(0, 0))
-    gone = torch.isin(batch.topk.ids // L, torch.tensor(left_out, dtype=torch.int32))
-    return Batch(batch.hidden, TopK(torch.where(gone, E, batch.topk.ids).to(torch.int32), batch.topk.weights))
-
-
-def exchange(dispatcher: Dispatcher, call: int, R: int | None) -> list[str]:
-    """One call, with the routing as the router made it; what is wrong with what arrives and returns, bit for bit."""
-    left_out = [rank for rank, alive in enumerate(dispatcher.world.alive) if not alive]
-    case = next(case for case in CASES if case.name == "uneven-uniform")
-    batches = make_batches(case, call, SIZE, CONFIG, torch.bfloat16)
-    own = batches[dispatcher.world.rank]
-    counted = [without(batch, rank, left_out) for rank, batch in enumerate(batches)]
-    sent = dispatcher.dispatch(own.hidden, own.topk, R)
-    problems = transport.wrong_arrivals(sent.tokens, counted, dispatcher.shard, None)
-    y = transport.scale_experts(sent.tokens, dispatcher.shard, torch.ones(E), torch.bfloat16)
-    out = dispatcher.combine(y, sent.handle)
-    expected = transport.weighted_sums(counted[dispatcher.world.rank], torch.ones(E), None)
-    if not torch.equal(out, expected.bfloat16()):
-        problems.append("combine isn't the sum over the ranks that take part, weights as they were")
-    return problems
-
-
 def test_the_library_s_mask_says_1_for_left_out_where_ours_says_false(fabric):
     def job(world):
         dispatcher = make("deepep", world, fabric)
@@ -91,17 +66,19 @@ def test_after_a_shrink_the_ranks_that_are_left_go_on_and_agree_on_r(fabric, nam
     def job(world):
         dispatcher = make(name, world, fabric)
         dispatcher.warmup()
-        problems = exchange(dispatcher, 0, None)
+        problems = jobs.exchange(dispatcher, 0, None)
         open_call = dispatcher.dispatch(*_tokens(world), 5)
         for lost in (2, 0):
             if world.rank == lost:
                 return problems  # makes no more calls: nobody may wait for this thread
             world.shrink([lost])
-            problems += exchange(dispatcher, 2, 17) + exchange(dispatcher, 3, 24) + exchange(dispatcher, 4, 12)
+            problems += (
+                jobs.exchange(dispatcher, 2, 17) + jobs.exchange(dispatcher, 3, 24) + jobs.exchange(dispatcher, 4, 13)
+            )
         with pytest.raises(UsageError, match="a step that was discarded"):
             dispatcher.combine(open_call.tokens.hidden.data, open_call.handle)
         open_call.handle.close()
-        return problems + exchange(dispatcher, 5, 17)
+        return problems + jobs.exchange(dispatcher, 5, 17)
 
     assert run_ranks(job) == [[]] * SIZE
 
@@ -166,7 +143,7 @@ def test_layers_of_one_memory_share_the_mask(fabric, name):
         if world.rank == 2:
             return []
         world.shrink([2])
-        return exchange(layers[1], 0, 12) + exchange(layers[0], 1, 12)
+        return jobs.exchange(layers[1], 0, 13) + jobs.exchange(layers[0], 1, 13)
 
     assert run_ranks(job) == [[]] * SIZE
 
