@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,3 +28,10 @@ def whole_numbers(*shape: int, seed: int) -> torch.Tensor:
 def distinct_experts(T: int, E: int, K: int, generator: torch.Generator) -> torch.Tensor:
     """Returns [T, K] int32 ids; no token chooses an expert twice."""
     return torch.rand(T, E, generator=generator, device=generator.device).argsort(1)[:, :K].to(torch.int32)
+
+
+def told_alike(found: Sequence[tuple[str, bool]]) -> str:
+    """Returns the error that every rank was told, in the same words. What each one did next must have worked."""
+    (told,) = {told for told, _ in found}
+    assert all(works for _, works in found), found
+    return told

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.builders import told_alike
 from support.cases import expert_cases as cases
 from support.jobs import layer_jobs as jobs
 
@@ -87,10 +88,7 @@ UNBUILDABLE = [
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_bad_call_on_one_rank_is_the_same_error_on_all(pools, kind: str) -> None:
     says, layer = REFUSED[kind]
-    found = pools(4).run(jobs.one_bad_rank, kind=kind, **layer)
-    assert len({told for told, _ in found}) == 1, found
-    assert found[0][0].startswith(says)
-    assert all(works for _, works in found)
+    assert told_alike(pools(4).run(jobs.one_bad_rank, kind=kind, **layer)).startswith(says)
 
 
 def test_every_bad_call_is_tested() -> None:
@@ -98,25 +96,19 @@ def test_every_bad_call_is_tested() -> None:
 
 
 def test_of_two_errors_everybody_hears_that_of_the_lower_rank(pools) -> None:
-    found = pools(4).run(jobs.two_bad_ranks)
-    assert {told.split(":")[1] for told, _ in found} == {" rank 1"}
-    assert len({told for told, _ in found}) == 1
-    assert all(works for _, works in found)
+    assert told_alike(pools(4).run(jobs.two_bad_ranks)).split(":")[1] == " rank 1"
 
 
 def test_a_long_text_is_cut_at_a_whole_character(pools) -> None:
-    found = set(pools(2).run(jobs.long_error))
-    assert len(found) == 1
-    assert found.pop() == "InputError: rank 1: " + "x" * 2034 + "\N{SNOWMAN}"
+    (told,) = set(pools(2).run(jobs.long_error))
+    assert told == "InputError: rank 1: " + "x" * 2034 + "\N{SNOWMAN}"
 
 
 @pytest.mark.parametrize("dispatcher", ["none", "torch"])
 @pytest.mark.parametrize("change", jobs.OUTPUTS)
 def test_an_executor_that_returns_something_else_is_named_on_all_ranks(pools, dispatcher: str, change: str) -> None:
-    found = pools(2).run(jobs.bad_expert_output, dispatcher=dispatcher, change=change)
-    assert len({told for told, _ in found}) == 1
-    assert found[0][0].startswith("InputError: rank 1: expert_output is ")
-    assert all(works for _, works in found)
+    told = told_alike(pools(2).run(jobs.bad_expert_output, dispatcher=dispatcher, change=change))
+    assert told.startswith("InputError: rank 1: expert_output is ")
 
 
 @pytest.mark.parametrize(
@@ -135,33 +127,19 @@ def test_an_executor_that_returns_something_else_is_named_on_all_ranks(pools, di
 )
 def test_ranks_that_build_differently_are_told_which_settings_differ(pools, other, differing, values) -> None:
     """Before any memory is sized from them, and the next layer can be built."""
-    found = pools(2).run(jobs.built_differently, other=other)
-    assert len({told for told, _ in found}) == 1
-    title, header, *ranks = found[0][0].splitlines()
+    title, header, *ranks = told_alike(pools(2).run(jobs.built_differently, other=other)).splitlines()
     assert title.startswith(f"WorldMismatch: the ranks disagree about this call (fingerprint, {differing})")
     assert header.split() == ["rank", "fingerprint", *differing.split(", ")]
     assert [row.split()[2:] for row in ranks] == values
-    assert all(works for _, works in found)
-
-
-def test_what_one_rank_cannot_build_is_refused_on_all(pools) -> None:
-    told = "ConfigError: rank 1: torch: combine_payload fp8: brings outputs back in the tokens' own format only"
-    found = pools(2).run(jobs.refused_on_rank_1)
-    assert found == [(told, True)] * 2
 
 
 @pytest.mark.parametrize(("change", "says"), UNBUILDABLE)
 def test_a_layer_that_one_rank_cannot_build_is_refused_on_all(pools, change, says) -> None:
-    found = pools(2).run(jobs.unbuildable_on_rank_1, change=change)
-    assert len(set(found)) == 1
-    told, works = found[0]
-    assert told.startswith(says)
-    assert works
+    assert told_alike(pools(2).run(jobs.unbuildable_on_rank_1, change=change)).startswith(says)
 
 
 def test_every_spoiled_weight_is_tested() -> None:
-    tested = {change for change, _ in UNBUILDABLE}
-    assert set(jobs.SPOILED) < tested
+    assert set(jobs.SPOILED) < {change for change, _ in UNBUILDABLE}
 
 
 def test_a_closed_layer_is_the_first_thing_wrong_on_every_rank(pools) -> None:
@@ -179,12 +157,14 @@ def test_a_closed_layer_is_the_first_thing_wrong_on_every_rank(pools) -> None:
             "WorldMismatch: the ranks disagree about this call (fingerprint, dispatchers_before)",
         ),
         (jobs.warmed_up_on_one_rank, "WorldMismatch: the ranks disagree about this call (operation)"),
+        (
+            jobs.refused_on_rank_1,
+            "ConfigError: rank 1: torch: combine_payload fp8: brings outputs back in the tokens' own format only",
+        ),
     ],
 )
 def test_what_one_rank_does_otherwise_is_the_same_error_on_all(pools, job, says: str) -> None:
-    (told, works), other = pools(2).run(job, timeout_s=20)
-    assert told.startswith(says)
-    assert (told, works) == other == (told, True)
+    assert told_alike(pools(2).run(job, timeout_s=20)).startswith(says)
 
 
 @pytest.mark.parametrize("dispatcher", ["none", "torch"])

@@ -337,7 +337,8 @@ def cut_hash_routing(context):
     weight = torch.randn(E, H, generator=seeded)
     table = torch.stack([torch.randperm(E, generator=seeded)[:K] for _ in range(40)])
     local = E // world.size
-    experts = ExpertWeights(Dense(torch.randn(local, 2 * I, H)), Dense(torch.randn(local, H, I)))
+    shapes, own = ((local, 2 * I, H), (local, H, I)), torch.Generator().manual_seed(world.rank)
+    experts = ExpertWeights(*(Dense(torch.randn(shape, generator=own) / 4) for shape in shapes))
     layers = [
         ExpertParallelMoE(
             config,
