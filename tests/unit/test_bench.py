@@ -16,7 +16,7 @@ from support.stand_ins import deepep as deepep_stand_in
 
 from eprt.bench import layer, placed
 from eprt.bench.baselines import baselines
-from eprt.bench.dispatch import DispatchCase, DispatchTimes, dispatch_report, dispatch_row, measure_dispatch, transports
+from eprt.bench.dispatch import DispatchCase, DispatchTimes, dispatch_row, measure_dispatch, transports
 from eprt.bench.plot import plot
 from eprt.bench.report import Report, percentile, slowest
 from eprt.bench.routings import read_routing

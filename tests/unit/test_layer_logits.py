@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases.expert_cases import make_config, relative_error
+from support.cases.expert_cases import make_config
 from support.cases.sm100_cases import build, case
 from support.stand_ins.sm100_kernels import FakeTrtllm
 
 import eprt.layer
 from eprt.config import MoEConfig, Routing, RuntimeConfig, SharedExpert
+from eprt.conformance.oracle import relative_error
 from eprt.errors import CapacityError, ConfigError, InputError, UsageError
 from eprt.experts import EXECUTORS, rules
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor

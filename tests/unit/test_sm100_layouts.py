@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases.expert_cases import make_flat, relative_error, rows_with_expert, valid_rows
+from support.cases.expert_cases import make_flat, rows_with_expert, valid_rows
 from support.cases.sm100_cases import as_slabs, build, case, packed, witness
 from support.stand_ins.sm100_kernels import FakeCuteDsl, FakeTrtllm, read_mma_scales, scale_offset, shuffled_place
 
+from eprt.conformance.oracle import relative_error
 from eprt.experts.blackwell import scales, swizzle, trtllm_formats
 from eprt.experts.blackwell.cutedsl import CuteDslExecutor, padded_size
 from eprt.experts.blackwell.scales import Nvfp4Factors, share_global_scale

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eprt import quant
 from eprt.config import MoEConfig
+from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.experts import torch_grouped
 from eprt.experts.reference import ReferenceExecutor
 from eprt.experts.torch_grouped import GroupedExecutor
