@@ -14,9 +14,10 @@ from unittest import mock
 
 import torch
 
+from eprt.bench.report import write_whole
 from eprt.conformance.cases import Batch
 from eprt.conformance.faults.matrix import REPLAY, START_UP, STEP, Skipped, Then, Trial, config, runtime
-from eprt.conformance.oracle import expected_outputs, shard_weights
+from eprt.conformance.oracle import expected_outputs, full_weights, shard_weights
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import EprtError, RankLost
 from eprt.graphs import StepGraphs
@@ -24,7 +25,6 @@ from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.ranks.launcher import RankContext
 from eprt.tokens import TopK
-from eprt.weights import Dense, ExpertWeights
 from eprt.world import World
 
 STEPS, FAULT_STEP = 12, 5
@@ -68,29 +68,16 @@ class CheckedLayer:
         device = world.device.type
         self.world, self.config, self.then = world, config(world.size, device), then
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.experts = self._random_experts()
+        self.experts = full_weights(self.config)
         self.placement = placement or ExpertPlacement(self.config.num_experts, world.parallel)
         own = shard_weights(self.experts, self.config, self.placement.shard(world.rank))
-        self.layer = ExpertParallelMoE(
-            self.config,
-            world,
-            own.map(lambda tensor: tensor.to(world.device)),
-            runtime=runtime(dispatcher, device, then),
-            placement=self.placement,
-        )
+        own, settings = own.map(lambda tensor: tensor.to(world.device)), runtime(dispatcher, device, then)
+        self.layer = ExpertParallelMoE(self.config, world, own, runtime=settings, placement=self.placement)
         self.graphs = self._make_graphs() if graphs else None
         if device == "cuda":
             world.warmup(self.layer)
         if self.graphs is not None:
             self.graphs.capture()
-
-    def _random_experts(self) -> ExpertWeights:
-        generator = torch.Generator().manual_seed(7)
-        E, H, I = self.config.num_experts, self.config.hidden_size, self.config.intermediate_size
-        # Scaled so that outputs are about as large as tokens.
-        gate_up = torch.randn(E, 2 * I, H, generator=generator) / H**0.5
-        down = torch.randn(E, H, I, generator=generator) / I**0.5
-        return ExpertWeights(Dense(gate_up.to(self.dtype)), Dense(down.to(self.dtype)))
 
     def _make_graphs(self) -> StepGraphs:
         K, E, device = self.config.top_k, self.config.num_experts, self.world.device
@@ -163,9 +150,7 @@ class Diary:
 
     def note(self, **seen: object) -> None:
         self.seen.update(seen)
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(self.seen))
-        new.replace(self._path)
+        write_whole(self._path, json.dumps(self.seen))
 
 
 def ready(context: RankContext, dispatcher: str) -> None:

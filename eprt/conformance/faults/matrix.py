@@ -4,13 +4,13 @@ ranks."""
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -56,28 +56,8 @@ class Skipped(BaseException):
     """Raised by a victim to skip a step."""
 
 
-def _raise() -> None:
-    raise Deliberate("raised by the fault matrix")
-
-
-def _skip() -> None:
-    raise Skipped
-
-
-def _leave() -> None:
-    sys.exit(0)
-
-
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _sleep() -> None:
-    time.sleep(10 * TIMEOUT_S)
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 _EITHER = (
@@ -87,12 +67,12 @@ _EITHER = (
 FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
-        Fault("kill", "exited", 1.0, _kill),
-        Fault("stop", "silent", SILENT_S + 1.0, _stop),
-        Fault("raise", "raised", 1.3 + 0.5, _raise),
-        Fault("leave", "left", 1.3 + 0.5, _leave),
-        Fault("skip", "mismatch", 1.0, _skip, _EITHER),
-        Fault("sleep", "behind", TIMEOUT_S + 1.0, _sleep),
+        Fault("kill", "exited", 1.0, partial(signal.raise_signal, signal.SIGKILL)),
+        Fault("stop", "silent", SILENT_S + 1.0, partial(signal.raise_signal, signal.SIGSTOP)),
+        Fault("raise", "raised", 1.3 + 0.5, partial(_raise, Deliberate("raised by the fault matrix"))),
+        Fault("leave", "left", 1.3 + 0.5, partial(sys.exit, 0)),
+        Fault("skip", "mismatch", 1.0, partial(_raise, Skipped()), _EITHER),
+        Fault("sleep", "behind", TIMEOUT_S + 1.0, partial(time.sleep, 10 * TIMEOUT_S)),
     )
 }
 NOTHING = Fault("none", "", 0.0, lambda: None)  # the control: no rank breaks, and none reports an error
