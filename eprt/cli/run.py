@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eprt.bench.timing import clocked_phases
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Column, Terminal
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import COUNTS, TOLERANCE, Batch
 from eprt.conformance.checks import NanOutput
 from eprt.conformance.oracle import expected_layer_output, relative_error
-from eprt.dispatch import Dispatched, Handle
+from eprt.dispatch import Dispatched
+from eprt.dispatch.call import Traffic
 from eprt.errors import ConfigError
 from eprt.layer import PHASES, ExpertParallelMoE
 from eprt.models import LayerParts, build_layer, family_for, load_layer
@@ -31,8 +33,13 @@ if TYPE_CHECKING:
     from eprt.cli.arguments import Run
 
 _SEED = 8128
-# What moves between ranks, under our name and the handle's, and which way.
-_MOVED = [(*names, way) for names in (("copies", "rows"), ("bytes", "bytes")) for way in ("sent", "received")]
+# What moves between ranks, under our name and `Traffic`'s.
+MOVED = {
+    "copies_sent": "rows_sent",
+    "copies_received": "rows_received",
+    "bytes_sent": "bytes_sent",
+    "bytes_received": "bytes_received",
+}
 # Tokens per rank of each step: all rows of the conformance table, idle ranks included.
 TRAFFIC: tuple[tuple[int, ...], ...] = tuple(row for counts in COUNTS for row in counts.calls)
 
@@ -74,8 +81,7 @@ def run(arguments: Run, terminal: Terminal) -> int:
     ):
         ParallelConfig(workers.size, arguments.attention_tp, arguments.moe_tp)
         layers, config, dtype = _layers_of(directory, arguments.layers)
-        outcome = _Outcome(arguments, workers.size)
-        _drive(outcome, directory, layers, dtype, workers, terminal)
+        outcome = _drive(arguments, directory, layers, dtype, workers, terminal)
         report = _report(outcome, arguments.model, layers, config, dtype, workers)
     _say(report, dtype, len(layers), terminal)
     terminal.result(report)
@@ -102,36 +108,24 @@ class _Outcome:
     """
 
     def __init__(self, arguments: Run, size: int) -> None:
-        self.settings: dict[str, Any] = {
-            "attention_tp": arguments.attention_tp,
-            "moe_tp": arguments.moe_tp,
-            "runtime": RuntimeConfig(
-                dispatcher=arguments.dispatcher, executor=arguments.executor, max_tokens_per_rank=max(map(max, TRAFFIC))
-            ),
-        }
         self._group = arguments.attention_tp
         rows = [TRAFFIC[step % len(TRAFFIC)] for step in range(arguments.steps)]
         tokens = [[row[min(rank // self._group, len(row) - 1)] for rank in range(size)] for row in rows]
         self.steps: list[dict[str, Any]] = [{"tokens_per_rank": row, "error": 0.0} for row in tokens]
-        names = ("tokens", "copies_sent", "copies_received", "bytes_sent", "bytes_received", "error")
-        seconds = dict.fromkeys(PHASES, 0.0)
+        zeros = dict.fromkeys(("tokens", *MOVED, "error"), 0)
         self.ranks: list[dict[str, Any]] = [
-            {"rank": rank, "experts": None, **dict.fromkeys(names, 0), "seconds": dict(seconds)} for rank in range(size)
+            {"rank": rank, "experts": None, **zeros, "seconds": dict.fromkeys(PHASES, 0.0)} for rank in range(size)
         ]
         self.plan: dict[str, str] = {}
-
-    def hold(self, loaded: list[LoadedLayer]) -> None:
-        """Notes which experts each rank has loaded, and the plan."""
-        self.plan = loaded[0].plan
-        for row, one in zip(self.ranks, loaded, strict=True):
-            row["experts"] = list(one.experts)
 
     def judge(self, parts: LayerParts, steps: list[list[DrivenStep]]) -> None:
         """Compares one layer's outputs with the oracle's."""
         for number, results in enumerate(steps):
             for first in range(0, len(results), self._group):
                 group = results[first : first + self._group]
-                expected = expected_layer_output(parts, _whole_batch(group, parts.config))
+                # An attention-TP group's tokens; each of its ranks has routed a slice of them.
+                ids, weights = (torch.cat(slices) for slices in zip(*(step.topk for step in group), strict=True))
+                expected = expected_layer_output(parts, Batch(group[0].hidden, TopK(ids, weights)))
                 for rank, result in enumerate(group, first):
                     error = relative_error(result.output, expected)
                     self._add(self.ranks[rank], result, error)
@@ -140,43 +134,36 @@ class _Outcome:
     def _add(self, row: dict[str, Any], result: DrivenStep, error: float) -> None:
         row["tokens"] += result.hidden.shape[0]
         row["error"] = max(row["error"], error)
-        for name, more in result.traffic.items():
+        for name, field in MOVED.items():
+            more = None if result.traffic is None else getattr(result.traffic, field)
             row[name] = None if row[name] is None or more is None else row[name] + more
-        for phase, seconds in result.seconds.items():
-            row["seconds"][phase] += seconds
-
-
-def _whole_batch(group: list[DrivenStep], config: MoEConfig) -> Batch:
-    """Returns an attention-TP group's tokens, with the routing that its ranks chose for their slices of them."""
-    hidden = group[0].hidden
-    ids = torch.full((hidden.shape[0], config.top_k), config.num_experts, dtype=torch.int32)
-    weights = torch.zeros(ids.shape)
-    for step in group:
-        rows = slice(*step.sent)
-        ids[rows], weights[rows] = step.ids, step.weights
-    return Batch(hidden, TopK(ids, weights))
+        for phase, times in result.us.items():
+            row["seconds"][phase] += sum(times) / 1e6
 
 
 def _drive(
-    outcome: _Outcome, directory: Path, layers: list[int], dtype: torch.dtype, workers: Ranks, terminal: Terminal
-) -> None:
-    where, name = str(directory.resolve()), str(dtype).removeprefix("torch.")
+    arguments: Run, directory: Path, layers: list[int], dtype: torch.dtype, workers: Ranks, terminal: Terminal
+) -> _Outcome:
+    outcome, where = _Outcome(arguments, workers.size), str(directory.resolve())
+    runtime = RuntimeConfig(arguments.dispatcher, arguments.executor, max_tokens_per_rank=max(map(max, TRAFFIC)))
+    sizes = (arguments.attention_tp, arguments.moe_tp, workers.timeout_s)
     with terminal.progress("layer", len(layers)) as advance:
         for layer in layers:
             started = time.perf_counter()
-            loaded: list[LoadedLayer] = workers.run(
-                load, directory=where, layer=layer, behind_s=workers.timeout_s, **outcome.settings
-            )
+            loaded = workers.run(load, directory=where, layer=layer, sizes=sizes, runtime=runtime)
             seconds = time.perf_counter() - started
-            outcome.hold(loaded)
+            outcome.plan = loaded[0][2]
+            for row, (experts, _, _) in zip(outcome.ranks, loaded, strict=True):
+                row["experts"] = experts
             steps = [
-                workers.run(drive, layer=layer, step=number, tokens=step["tokens_per_rank"], dtype=name)
+                workers.run(drive, layer=layer, step=number, tokens=step["tokens_per_rank"], dtype=dtype)
                 for number, step in enumerate(outcome.steps)
             ]
             if terminal.speaks:
                 outcome.judge(load_layer(where, layer), steps)
-            size = sum(rank.weight_bytes for rank in loaded)
+            size = sum(weight_bytes for _, weight_bytes, _ in loaded)
             advance(f"loaded {size / 1e6:,.1f} MB of experts in {seconds:.1f} s, {len(steps)} steps driven")
+    return outcome
 
 
 @contextmanager
@@ -222,8 +209,10 @@ def _count(number: int, what: str) -> str:
 
 def _say(report: dict[str, Any], dtype: torch.dtype, layers: int, terminal: Terminal) -> None:
     plan, rows, calls = report["plan"], report["ranks"], layers * len(report["steps"])
-    terminal.say(f"\nPlan: dispatcher {plan['dispatcher']}, executor {plan['executor']}, {plan['tokens']} tokens")
-    terminal.say(f"  why: {plan['reason']}; `eprt explain` lists every candidate")
+    terminal.say(
+        f"\nPlan: dispatcher {plan['dispatcher']}, executor {plan['executor']}, {plan['tokens']} tokens\n"
+        f"  why: {plan['reason']}; `eprt explain` lists every candidate"
+    )
     terminal.table("Each rank, all layers and steps together", RANKS, rows)
     terminal.table(
         "Milliseconds of each phase, mean of one layer call, waiting for others included",
@@ -232,30 +221,35 @@ def _say(report: dict[str, Any], dtype: torch.dtype, layers: int, terminal: Term
     )
     steps = [{"step": number, **step} for number, step in enumerate(report["steps"])]
     terminal.table("Each step (error: worst rank and layer)", STEPS, steps)
-    terminal.say(
-        "\ncopies: token rows that crossed between ranks in dispatch, and came back in combine;\n  kB counts both ways."
-    )
-    terminal.say(
-        "error = ||output - oracle|| / ||oracle||. The oracle: one process, float32, all experts as loaded,\n"
-        "  each token to those its rank chose; its formulas are the executor reference's, written apart from others."
-    )
-    terminal.say(f"tolerance {report['tolerance']:.0e}: {WHY[dtype]}.")
     verdict, relation = ("PASS", "<=") if report["ok"] else ("FAIL", ">")
     terminal.say(
-        f"\n{verdict}: {report['what']}; worst error {report['error']:.1e} {relation} {report['tolerance']:.0e}"
+        "\ncopies: token rows that crossed between ranks in dispatch, and came back in combine;\n  kB counts both ways."
+        "\nerror = ||output - oracle|| / ||oracle||. The oracle: one process, float32, all experts as loaded,\n"
+        "  each token to those its rank chose; its formulas are the executor reference's, written apart from others."
+        f"\ntolerance {report['tolerance']:.0e}: {WHY[dtype]}."
+        f"\n\n{verdict}: {report['what']}; worst error {report['error']:.1e} {relation} {report['tolerance']:.0e}"
     )
 
 
 # ---- the jobs of each rank: it loads its experts and calls the layer ---------------------------------------------
 
 
-@dataclass(frozen=True)
-class LoadedLayer:
-    """One rank's share of a layer: its experts (first, and one past the last), their bytes, and the layer's plan."""
+def load(
+    context: RankContext, directory: str, layer: int, sizes: tuple[int, int, float], runtime: RuntimeConfig
+) -> tuple[list[int], int, dict[str, str]]:
+    """Loads this rank's experts of a layer and warms it up. Collective; closes the layer before.
 
-    experts: tuple[int, int]
-    weight_bytes: int
-    plan: dict[str, str]
+    Returns the experts (first, and one past the last), their bytes, and the layer's plan.
+    """
+    world = context.world(*sizes)
+    context.release("layer")
+    parts = load_on_all_ranks(world, lambda: load_layer(directory, layer, world.parallel, world.rank), layer)
+    moe = context.cache["layer"] = build_layer(parts, world, runtime)
+    world.warmup(moe)
+    moe.executor = NanOutput(moe.executor)  # so that a row it forgets shows
+    plan = {name: getattr(moe.plan, name) for name in ("dispatcher", "executor", "reason")}
+    experts = [parts.shard.first_expert, parts.shard.end_expert]
+    return experts, parts.experts.nbytes, plan | {"tokens": moe.plan.token_format}
 
 
 @dataclass(frozen=True)
@@ -264,113 +258,32 @@ class DrivenStep:
 
     Attributes:
         hidden: [T, H] that the rank passed in; output: [T, H] that it got back.
-        sent: the rows of `hidden` that this rank dispatched itself (a slice of them under attention TP).
-        ids, weights: their routing, as the layer's own router chose it.
-        traffic: copies_sent, copies_received, bytes_sent and bytes_received between ranks, both ways; None if only the
-            device knows.
-        seconds: by phase; waiting for other ranks counts.
+        topk: ids and weights of the rows that this rank dispatched itself (a slice of them under attention TP), as the
+            layer's own router chose them.
+        traffic: what moved between ranks; None if only the device knows.
+        us: microseconds by phase; waiting for other ranks counts.
     """
 
     hidden: torch.Tensor
     output: torch.Tensor
-    sent: tuple[int, int]
-    ids: torch.Tensor
-    weights: torch.Tensor
-    traffic: dict[str, int | None]
-    seconds: dict[str, float]
+    topk: tuple[torch.Tensor, torch.Tensor]
+    traffic: Traffic | None
+    us: dict[str, list[float]]
 
 
-def load(
-    context: RankContext,
-    directory: str,
-    layer: int,
-    attention_tp: int,
-    moe_tp: int,
-    runtime: RuntimeConfig,
-    behind_s: float,
-) -> LoadedLayer:
-    """Loads this rank's experts of a layer and warms it up. Collective; closes the layer before."""
-    world = context.world(attention_tp, moe_tp, behind_s)
-    context.release("layer")
-    parts = load_on_all_ranks(world, lambda: load_layer(directory, layer, world.parallel, world.rank), layer)
-    moe = context.cache["layer"] = build_layer(parts, world, runtime)
-    world.warmup(moe)
-    plan = {
-        "dispatcher": moe.plan.dispatcher,
-        "executor": moe.plan.executor,
-        "tokens": moe.plan.token_format,
-        "reason": moe.plan.reason,
-    }
-    return LoadedLayer((parts.shard.first_expert, parts.shard.end_expert), parts.experts.nbytes, plan)
-
-
-def drive(context: RankContext, layer: int, step: int, tokens: list[int], dtype: str) -> DrivenStep:
-    """Calls the loaded layer once, with `tokens[rank]` tokens of `dtype` ("bfloat16" or "float32")."""
+def drive(context: RankContext, layer: int, step: int, tokens: list[int], dtype: torch.dtype) -> DrivenStep:
+    """Calls the loaded layer once, with `tokens[rank]` tokens."""
     moe: ExpertParallelMoE = context.cache["layer"]
     world, T = moe.world, tokens[context.rank]
     generator = torch.Generator().manual_seed(_SEED + 7919 * layer + 97 * step + world.dp_rank)
-    hidden = torch.randn(T, moe.config.input_size, generator=generator).to(getattr(torch, dtype))
-    with _Observation(moe) as seen:
-        x, token_ids, routing = hidden.to(world.device), None, None
-        if (table := seen.router.token_table) is not None:
-            token_ids = torch.randint(table.shape[0], (T,), generator=generator).to(world.device)
-        if world.size == 1 and moe.executor.takes_logits:  # a kernel's own choice couldn't be seen
-            routing = seen.router(x, token_ids)
-        with world.step(T, number=step):
-            output = moe(x, routing, token_ids=token_ids)
-    sent = seen.handles[0].traffic
-    part = -(-T // world.parallel.attention_tp_size)
-    first = min(world.attention_tp_rank * part, T)
-    return DrivenStep(
-        hidden=hidden,
-        output=output.cpu(),
-        sent=(first, min(first + part, T)),
-        ids=seen.choices[0].ids.cpu(),
-        weights=seen.choices[0].weights.cpu(),
-        traffic={f"{what}_{way}": getattr(sent, f"{name}_{way}") if sent else None for what, name, way in _MOVED},
-        seconds=dict(seen.seconds),
-    )
-
-
-class _Observation:
-    """Observes one call of a layer: times its phases, notes what its router chose and which handles were made.
-
-    The executor is handed outputs full of NaN, so that a row it forgets shows.
-    """
-
-    def __init__(self, layer: ExpertParallelMoE) -> None:
-        if layer.router is None:
-            raise ConfigError("eprt run observes the router of a checkpoint's layer: this layer has none")
-        self.router = layer.router
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.choices: list[TopK] = []
-        self.handles: list[Handle] = []
-        self._layer = layer
-
-    def __enter__(self) -> _Observation:
-        layer = self._layer
-        if not isinstance(layer.executor, NanOutput):
-            layer.executor = NanOutput(layer.executor)
-        self._before = layer.observe, layer.see
-        layer.observe, layer.see = self._time, self._see
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._layer.observe, self._layer.see = self._before
-
-    def _see(self, phase: str, found: TopK | RouterLogits | Dispatched) -> None:
-        if isinstance(found, TopK):
-            self.choices.append(found)
-        elif isinstance(found, Dispatched):
-            self.handles.append(found.handle)
-
-    @contextmanager
-    def _time(self, phase: str) -> Iterator[None]:
-        start = self._now()
-        yield
-        self.seconds[phase] += self._now() - start
-
-    def _now(self) -> float:
-        if self._layer.world.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    hidden = torch.randn(T, moe.config.input_size, generator=generator).to(dtype)
+    token_ids = None
+    if moe.router is not None and (table := moe.router.token_table) is not None:
+        token_ids = torch.randint(table.shape[0], (T,), generator=generator).to(world.device)
+    seen: list[TopK | RouterLogits | Dispatched] = []
+    moe.see = lambda _, found: seen.append(found)
+    with clocked_phases([moe], with_device=True) as us, world.step(T, number=step):
+        output = moe(hidden.to(world.device), token_ids=token_ids)
+    [topk] = (found for found in seen if isinstance(found, TopK))
+    sent = next(found.handle for found in seen if isinstance(found, Dispatched))
+    return DrivenStep(hidden, output.cpu(), (topk.ids.cpu(), topk.weights.cpu()), sent.traffic, dict(us))
