@@ -23,6 +23,7 @@ _LINES = {
     "router": ("router", "us"),
     "step": ("path", "step_p50_us"),
     "placement": ("placement", "layer_p50_us"),
+    "plan": ("pair", "us"),
 }
 _REMEDY = "plots need matplotlib: pip install 'eprt[plot]'"
 
@@ -103,7 +104,8 @@ def _line_panels(report: Report) -> list[tuple[str, Any]]:
 
 def _draw_lines(bench: str, rows: list[dict[str, Any]], axes: Any) -> None:
     for name, points in measured_lines(bench, rows).items():
-        axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", markersize=3, label=name)
+        style = "k--" if name == "roofline" else "o-"
+        axes.plot(*zip(*sorted(points.items()), strict=True), style, markersize=3, label=name)
     bounds = lower_bounds(bench, rows)
     for (number_format, points), style in zip(bounds.items(), ("--", ":", "-.") * len(bounds), strict=False):
         label = "lower bound" if len(bounds) == 1 else f"lower bound of {number_format} weights"

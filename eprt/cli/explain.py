@@ -52,20 +52,13 @@ def explain(arguments: Explain, terminal: Terminal) -> int:
     if parallel.world_size > 1:
         _say_layouts(terminal, ways, arguments)
     if arguments.plot is not None:
-        _plot(kinds[0][0], parallel, runtime, device, arguments.plot)
+        _plot(kinds[0][0], arguments, device, arguments.plot)
         terminal.say(f"plot written to {arguments.plot}")
-    terminal.result(
-        {
-            "model": str(arguments.model),
-            "device": str(device),
-            "phase": runtime.phase,
-            "parallel": asdict(parallel),
-            "runtime": asdict(runtime),
-            "own_rows": str(own_path()) if own_tables() else None,
-            "plans": shown,
-            "layouts": [_layout_as_json(way) for way in ways],
-        }
-    )
+    asked = {"model": str(arguments.model), "device": str(device), "phase": runtime.phase}
+    sizes = {"parallel": asdict(parallel), "runtime": asdict(runtime)}
+    own_rows = str(own_path()) if own_tables() else None
+    layouts_shown = [_layout_as_json(way) for way in ways]
+    terminal.result({**asked, **sizes, "own_rows": own_rows, "plans": shown, "layouts": layouts_shown})
     return 0
 
 
@@ -156,29 +149,19 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "reason": plan.reason,
         "max_tokens_per_rank": plan.max_tokens_per_rank,
         "tokens_per_rank": plan.tokens,
-        "engines": [{"name": use.name, "ok": use.support.ok, "reason": use.support.reason} for use in plan.engines],
+        "engines": [{"name": use.name, **asdict(use.support)} for use in plan.engines],
         "candidates": [_candidate_as_json(candidate) for candidate in plan.candidates],
     }
 
 
-def _candidate_as_json(c: Candidate) -> dict[str, Any]:
-    return {
-        "dispatcher": c.dispatcher,
-        "executor": c.executor,
-        "tokens": c.token_format,
-        "adapted": c.adapted,
-        "ok": c.support.ok,
-        "reason": c.support.reason,
-        "max_tokens_per_rank": c.max_tokens_per_rank,
-        "dispatch": c.dispatch and asdict(c.dispatch),
-        "experts": c.experts and asdict(c.experts),
-    }
+def _candidate_as_json(candidate: Candidate) -> dict[str, Any]:
+    found = asdict(candidate)
+    return {"tokens": found.pop("token_format"), **found.pop("support"), **found}
 
 
 def _layout_as_json(way: ParallelLayout) -> dict[str, Any]:
-    found = asdict(replace(way, plans=()))
     pairs = [{"dispatcher": plan.dispatcher, "executor": plan.executor} for plan in way.plans]
-    return {**found, "plans": pairs}
+    return {**asdict(replace(way, plans=())), "plans": pairs}
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -210,31 +193,19 @@ def curves(
     return found
 
 
-def _plot(config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device, path: Path) -> None:
-    """Draws the time of a layer over tokens per rank, one line for each possible pair; the file's ending names the
-    format.
+def _plot(config: MoEConfig, arguments: Explain, device: Device, path: Path) -> None:
+    """Draws the time of a layer over tokens per rank, one line for each possible pair.
 
-    Raises:
-        ConfigError: matplotlib is missing or can't write the format, or nothing is known of any pair's time.
+    Raises ConfigError where nothing is known of any pair's time, or as `eprt.bench.plot.plot`.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'eprt[plot]'") from error
-    lines = curves(config, parallel, runtime, device)
+    from eprt.bench.plot import plot
+    from eprt.bench.report import Report
+
+    parallel = arguments.parallel
+    lines = curves(config, parallel, arguments.runtime, device)
     if not lines:
         raise ConfigError(f"--plot {path}: no time is known on {device}; eprt tune measures this machine's")
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot(1, 1, 1)
-    for name, points in lines.items():
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, "k--" if name == "roofline" else "o-", linewidth=1, markersize=3, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set(yscale="log", xlabel="tokens per rank", ylabel="microseconds: dispatch, experts, combine")
-    where = f"{parallel.world_size} x {device}, {parallel.ranks_per_host} per host"
-    axes.set_title(f"{where}: measured and modelled", fontsize=10)
-    axes.legend(fontsize=7)
-    try:
-        figure.savefig(path)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"--plot {path}: {error}") from error
+    title = f"{parallel.world_size} x {device}, {parallel.ranks_per_host} per host: measured and modelled"
+    points = [(name, tokens, us) for name, line in lines.items() for tokens, us in line]
+    rows = [{"shape": title, "pair": name, "tokens": tokens, "us": us} for name, tokens, us in points]
+    plot(Report("plan", rows), path)
