@@ -199,10 +199,7 @@ def keep(arguments: AnyBench, terminal: Terminal) -> Callable[[Report], None]:
 
 def finish(report: Report, arguments: AnyBench, terminal: Terminal, wrong: Sequence[str] = ()) -> int:
     """Prints what was left out and what is wrong, stores and plots the report. Returns 1 if anything is wrong."""
-    for note in report.notes:
-        terminal.say(f"left out: {note}")
-    for text in wrong:
-        terminal.say(f"FAIL: {text}")
+    terminal.say(*(f"left out: {note}" for note in report.notes), *(f"FAIL: {text}" for text in wrong))
     if terminal.speaks:
         terminal.result(report.as_dict())
         if arguments.output is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections import Counter, defaultdict
@@ -111,8 +110,7 @@ def _prove(device: str, size: int, terminal: Terminal) -> dict[str, Any]:
             advance(" ".join(part for part in key if part))
     kind = "gloo ranks on the CPU" if device == "cpu" else "GPUs"
     terminal.table(f"Conformance: {size} {kind}, every case of counts x routing", PROOF, rows)
-    for row in failures[:10]:
-        terminal.say(f"FAIL {row.check.name}: rank {row.rank}, error {row.error:.1e} {row.detail}")
+    terminal.say(*(f"FAIL {r.check.name}: rank {r.rank}, error {r.error:.1e} {r.detail}" for r in failures[:10]))
     total = sum(map(len, groups.values()))
     verdict, seconds = "FAIL" if failures else "PASS", time.monotonic() - started
     terminal.say(f"\n{verdict}: {total - len(failures)} of {total} checks on {size} {device} ranks in {seconds:.0f} s")
@@ -312,11 +310,10 @@ def _say_faults(found: FaultReport, world: int, device: str, terminal: Terminal)
         LINES,
         sorted(groups.items(), key=lambda line: line[0]),
     )
-    for reason in sorted({result.trial.unknowable for result in results} - {""}):
-        terminal.say(f"named -: {reason}")
-    for result in itertools.islice((r for r in results if not r.ok), 10):
-        terminal.say(f"FAIL {result.trial}: {result.as_row()}")
     good = sum(result.ok for result in results)
-    for note in found.notes():
-        terminal.say(note)
-    terminal.say(f"\n{'PASS' if 0 < good == len(results) else 'FAIL'}: {good} of {len(results)} trials as promised")
+    terminal.say(
+        *(f"named -: {reason}" for reason in sorted({result.trial.unknowable for result in results} - {""})),
+        *[f"FAIL {result.trial}: {result.as_row()}" for result in results if not result.ok][:10],
+        *found.notes(),
+        f"\n{'PASS' if 0 < good == len(results) else 'FAIL'}: {good} of {len(results)} trials as promised",
+    )

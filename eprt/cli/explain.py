@@ -110,13 +110,16 @@ def _say(terminal: Terminal, config: MoEConfig, layers: list[int], plan: Plan) -
         columns,
         plan.candidates,
     )
-    terminal.say(f"\nChoice: dispatcher {plan.dispatcher}, executor {plan.executor}, {plan.token_format} tokens")
-    terminal.say(f"  why: {plan.reason}")
-    terminal.say("Engines (what does a call: the first that takes it)")
-    for use in plan.engines:
-        verdict = use.support.reason if use.support else f"none: {use.support.reason}"
-        terminal.say(f"  {use.name} ({ENGINES[use.name].summary}): {verdict}")
-    terminal.say("")
+    terminal.say(
+        f"\nChoice: dispatcher {plan.dispatcher}, executor {plan.executor}, {plan.token_format} tokens",
+        f"  why: {plan.reason}",
+        "Engines (what does a call: the first that takes it)",
+        *(
+            f"  {use.name} ({ENGINES[use.name].summary}): {'none: ' * (not use.support)}{use.support.reason}"
+            for use in plan.engines
+        ),
+        "",
+    )
 
 
 def _microseconds(candidate: Candidate) -> str | None:

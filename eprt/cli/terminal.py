@@ -73,10 +73,10 @@ class Terminal:
         self.json = json
         self.speaks = os.environ.get("RANK", "0") == "0" if speaks is None else speaks
 
-    def say(self, text: str = "") -> None:
-        """Prints a line or block for people."""
-        if self.speaks and not self.json:
-            write(text)
+    def say(self, *texts: str) -> None:
+        """Prints lines or blocks for people."""
+        if self.speaks and not self.json and texts:
+            write("\n".join(texts))
 
     def note(self, text: str) -> None:
         """Prints a line on stderr, for a command whose stdout is data."""

@@ -5,28 +5,31 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from eprt.bench import tune as bench
+from eprt.bench.dispatch import measure_dispatch
 from eprt.bench.report import Report, write_whole
 from eprt.cli.bench import require_tokens
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import Ranks, ranks
-from eprt.cli.terminal import Column, Terminal
+from eprt.cli.terminal import Terminal
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.models.published import model_config
-from eprt.plan import Plan, make_plan
+from eprt.plan import make_plan
 from eprt.plan.measured import own_path, own_tables
 from eprt.ranks.stacks import WorldFailed
 from eprt.support import Device
 
 if TYPE_CHECKING:
-    from eprt.bench.tune import Measurement
     from eprt.cli.arguments import Tune
 
-PHASES = ("decode", "prefill")
+Found = list[tuple[bench.Measurement, list[Any]]]  # what each part's ranks have measured
 SHARE = 0.5  # of the seconds left, what a part may take while others wait
 LEAST_S = 2.0  # left of the budget for a part to be begun
+CHOICES = {"phase": "phase", "before": "before", "now": "now", "us before": "us_before:.0f", "us now": "us_now:.0f"}
 
 
 def tune(arguments: Tune, terminal: Terminal) -> int:
@@ -34,35 +37,33 @@ def tune(arguments: Tune, terminal: Terminal) -> int:
     require_tokens(arguments.tokens, 1)
     if arguments.budget_s <= 0:
         raise ConfigError(f"--budget-s {arguments.budget_s:g}: expected seconds, more than 0")
-    start = time.monotonic()
+    start, path = time.monotonic(), own_path()
     config = kinds_of_layers(model_config(arguments.model))[0][0]
     with ranks(arguments.world, arguments.device) as workers:
         sm, tables, cut = _measure(workers, config, arguments, terminal, start)
-        parallel = ParallelConfig(workers.size)
-    device, most, path = Device("cuda" if sm else "cpu", sm), max(arguments.tokens), own_path()
-    before = [_plan(config, parallel, phase, most, device) for phase in PHASES]
+    device, size, most = Device("cuda" if sm else "cpu", sm), workers.size, max(arguments.tokens)
+    before = _choices(config, size, most, device)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         write_whole(path, json.dumps(_merged(own_tables(), tables), indent=1) + "\n")
-    after = [_plan(config, parallel, phase, most, device) for phase in PHASES]
-    where = f"{parallel.world_size} x {device}, at most {most} tokens per rank"
-    plans = list(zip(PHASES, before, after, strict=True))
-    terminal.table(f"Pairs that are chosen for {arguments.model} on {where}", CHOICES, plans)
-    rows = sum(len(table["rows"]) for table in tables)
-    terminal.say(
-        f"\n{rows} rows written to {path}; explain and every layer built here go by them first. To undo: remove it"
-    )
-    for line in cut:
-        terminal.say(f"cut: {line}")
-    if cut:
-        budget = f"{arguments.budget_s:g} s (--budget-s)"
-        terminal.say(f"measuring may take {budget}; compiled kernels are kept for the next time")
-    changed = {phase: {"before": _pair(old), "now": _pair(new)} for phase, old, new in plans}
-    terminal.result({"model": str(arguments.model), "path": str(path), "tables": tables, "plans": changed, "cut": cut})
+    after = _choices(config, size, most, device)
+    plans = {phase: {"before": before[phase][0], "now": now} for phase, (now, _) in after.items()}
+    rows = [{"phase": phase, **pairs} for phase, pairs in plans.items()]
+    title = f"Pairs that are chosen for {arguments.model} on {size} x {device}, at most {most} tokens per rank"
+    us = [{"us_before": before[phase][1], "us_now": after[phase][1]} for phase in plans]
+    terminal.table(title, CHOICES, [row | times for row, times in zip(rows, us, strict=True)])
+    _say_rows(terminal, sum(len(table["rows"]) for table in tables), cut, arguments.budget_s)
+    terminal.result({"model": str(arguments.model), "path": str(path), "tables": tables, "plans": plans, "cut": cut})
     if arguments.output is not None and terminal.speaks:
         facts = {"seconds": round(time.monotonic() - start, 1), "budget_s": arguments.budget_s}
-        found = [{"phase": phase, **pairs} for phase, pairs in changed.items()]
-        Report("tune", found, facts, cut).write(arguments.output)
+        Report("tune", rows, facts, cut).write(arguments.output)
     return 0
+
+
+def _say_rows(terminal: Terminal, rows: int, cut: list[str], budget_s: float) -> None:
+    first = "explain and every layer built here go by them first"
+    terminal.say(f"\n{rows} rows written to {own_path()}; {first}. To undo: remove it", *(f"cut: {line}" for line in cut))
+    if cut:
+        terminal.say(f"measuring may take {budget_s:g} s (--budget-s); compiled kernels are kept for the next time")
 
 
 def _measure(
@@ -70,13 +71,9 @@ def _measure(
 ) -> tuple[int, list[dict[str, Any]], list[str]]:
     """Returns (SM, tables of rows, notes on what was cut). Each part gets at most half of the seconds that are left,
     the last part all of them."""
-    from eprt.bench import tune as bench
-    from eprt.bench.dispatch import measure_dispatch
-
-    todo = bench.parts(config, arguments.tokens, workers.size, workers.device)
-    counts = tuple(count * workers.size for count in arguments.tokens)
-    times: dict[str, list[Any]] = {}
-    carried: list[tuple[Any, list[Any]]] = []
+    size, todo = workers.size, bench.parts(config, arguments.tokens, workers.size, workers.device)
+    counts = tuple(count * size for count in arguments.tokens)
+    found: Found = []
     cut: dict[str, str] = {}
     sm: int = workers.run(bench.generation)[0]
     with terminal.progress("tune", len(todo)) as advance:
@@ -84,27 +81,42 @@ def _measure(
             # Ranks of torchrun must decide alike, so the slowest one's clock counts for all.
             left = arguments.budget_s - max(workers.run(bench.elapsed, since=start))
             limit = left if part is todo[-1] else SHARE * left
-            if part.name not in cut and left <= LEAST_S:
-                cut[part.name] = f"{part}: not begun, the time was over"
-            try:
-                if part.name in cut:
-                    pass
-                elif part.case is not None:
-                    carried.append((part.case, workers.run(measure_dispatch, within_s=limit, case=part.case)))
-                else:
-                    wanted = {"name": part.name, "config": config, "tokens": counts, "seconds": 0.8 * limit}
-                    times[part.name] = workers.run(bench.measure_experts, within_s=limit, **wanted)
-                    cut |= _missing(part, times[part.name], len(counts))
-            except WorldFailed as failed:
-                if not failed.late:
-                    raise
-                cut[part.name] = f"{part}: ended after {limit:.0f} s"
+            if part.name not in cut:
+                cut |= _attempt(workers, part, config, counts, left, limit, found)
             advance(str(part))
-    tables = [bench.experts_table(sm, config, workers.size, times), bench.dispatch_table(sm, workers.size, carried)]
+    times = {part.name: by_rank for part, by_rank in found if part.case is None}
+    carried = [(part.case, by_rank) for part, by_rank in found if part.case is not None]
+    tables = [bench.experts_table(sm, config, size, times), bench.dispatch_table(sm, size, carried)]
     return sm, [table for table in tables if table["rows"]], list(cut.values())
 
 
-def _missing(part: Measurement, by_rank: list[Any], wanted: int) -> dict[str, str]:
+def _attempt(
+    workers: Ranks,
+    part: bench.Measurement,
+    config: MoEConfig,
+    tokens: tuple[int, ...],
+    left_s: float,
+    limit_s: float,
+    found: Found,
+) -> dict[str, str]:
+    """Adds what the ranks measure to `found`. Returns a note, by name, if the part was cut."""
+    if left_s <= LEAST_S:
+        return {part.name: f"{part}: not begun, the time was over"}
+    try:
+        if part.case is not None:
+            found.append((part, workers.run(measure_dispatch, within_s=limit_s, case=part.case)))
+            return {}
+        wanted = {"name": part.name, "config": config, "tokens": tokens, "seconds": 0.8 * limit_s}
+        by_rank = workers.run(bench.measure_experts, within_s=limit_s, **wanted)
+    except WorldFailed as failed:
+        if not failed.late:
+            raise
+        return {part.name: f"{part}: ended after {limit_s:.0f} s"}
+    found.append((part, by_rank))
+    return _missing(part, by_rank, len(tokens))
+
+
+def _missing(part: bench.Measurement, by_rank: list[Any], wanted: int) -> dict[str, str]:
     """Returns a note, by name, if an executor had no time for all numbers of tokens."""
     had = min(len(rank.us) for rank in by_rank)
     if had == wanted or any(rank.refused for rank in by_rank):
@@ -126,25 +138,12 @@ def _sizes(row: dict[str, Any]) -> str:
     return json.dumps({name: value for name, value in row.items() if name != "us"}, sort_keys=True)
 
 
-def _plan(config: MoEConfig, parallel: ParallelConfig, phase: Any, most: int, device: Device) -> Plan | None:
-    try:
-        return make_plan(config, parallel, RuntimeConfig(phase=phase, max_tokens_per_rank=most), device)
-    except UnsupportedError:
-        return None
-
-
-def _pair(plan: Plan | None) -> str:
-    return "nothing" if plan is None else f"{plan.dispatcher} + {plan.executor}"
-
-
-def _us(plan: Plan | None) -> str | None:
-    return None if plan is None or plan.chosen.us is None else f"{plan.chosen.us:.0f}"
-
-
-CHOICES: dict[str, Column] = {
-    "phase": lambda row: row[0],
-    "before": lambda row: _pair(row[1]),
-    "now": lambda row: _pair(row[2]),
-    "us before": lambda row: _us(row[1]),
-    "us now": lambda row: _us(row[2]),
-}
+def _choices(config: MoEConfig, size: int, most: int, device: Device) -> dict[str, tuple[str, float | None]]:
+    """Returns the pair that the plan chooses for each phase, and its microseconds."""
+    found: dict[str, tuple[str, float | None]] = {"decode": ("nothing", None), "prefill": ("nothing", None)}
+    for phase in ("decode", "prefill"):
+        with suppress(UnsupportedError):
+            runtime = RuntimeConfig(phase=phase, max_tokens_per_rank=most)
+            plan = make_plan(config, ParallelConfig(size), runtime, device)
+            found[phase] = f"{plan.dispatcher} + {plan.executor}", plan.chosen.us
+    return found
