@@ -9,7 +9,7 @@ from typing import Any
 from eprt.bench.report import Report
 from eprt.cli.arguments import BenchDispatch, BenchExchange, BenchExperts, BenchLayer, BenchRouter, BenchStep
 from eprt.cli.ranks import Ranks, ranks
-from eprt.cli.terminal import Column, Terminal
+from eprt.cli.terminal import Terminal, columns
 from eprt.config import RuntimeConfig
 from eprt.errors import ConfigError
 
@@ -22,46 +22,19 @@ def lower_bound(row: Row) -> float:
     return max(row["weights_us"], row["flops_us"])
 
 
-def both(name: str) -> Callable[[Row], str | None]:
-    """Returns a column that shows the p50 and p99 of the time `name`, in microseconds."""
-
-    def show(row: Row) -> str | None:
-        p50 = row.get(f"{name}_p50_us")
-        return None if p50 is None else f"{p50:.1f}/{row[f'{name}_p99_us']:.1f}"
-
-    return show
-
-
-EXPERTS: dict[str, Column] = {
-    "executor": "executor",
-    "weights": "weight_format",
-    "tokens in": "tokens",
-    "rows per expert": "rows_per_expert",
-    "eprt": "us",
-    "by hand": "by_hand_us",
-    "bare library": "library_us",
-    "floor": lower_bound,
-    "eprt/floor": "ratio",
-    "host time": "host_us",
-}
-STEP: dict[str, Column] = {
-    "tokens": "tokens",
-    "path": "path",
-    "step p50/p99": both("step"),
-    "of eager": "of_eager",
-    "of graph": "of_graph",
-    "host": "host_us",
-    "host per layer": "host_us_per_layer",
-    "host in an MoE block": "moe_host_us",
-}
-ROUTER: dict[str, Column] = {
-    "tokens": "tokens",
-    "eprt": "us",
-    "plain torch": "torch_us",
-    "floor": lower_bound,
-    "host time": "host_us",
-    "of torch": "torch_host_us",
-}
+EXPERTS = columns(
+    "executor | weights = weight_format | tokens in = tokens | rows per expert = rows_per_expert | eprt = us | "
+    "by hand = by_hand_us | bare library = library_us | floor | eprt/floor = ratio | host time = host_us",
+    floor=lower_bound,
+)
+STEP = columns(
+    "tokens | path | step p50/p99 = step_p50_us/step_p99_us:.1f | of eager = of_eager | of graph = of_graph | "
+    "host = host_us | host per layer = host_us_per_layer | host in an MoE block = moe_host_us"
+)
+ROUTER = columns(
+    "tokens | eprt = us | plain torch = torch_us | floor | host time = host_us | of torch = torch_host_us",
+    floor=lower_bound,
+)
 
 
 def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
@@ -96,7 +69,7 @@ def bench_exchange(arguments: BenchExchange, terminal: Terminal) -> int:
     what = f"{workers}, {report.rows[0]['words']} words per rank"
     terminal.table(
         f"Agreement of the ranks, microseconds of the slowest rank ({what})",
-        {"exchange": "exchange", "p50": "p50_us", "p99": "p99_us"},
+        columns("exchange | p50 = p50_us | p99 = p99_us"),
         report.rows,
     )
     return finish(report, arguments, terminal)

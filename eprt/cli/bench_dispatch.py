@@ -18,26 +18,17 @@ from eprt.bench.report import Report
 from eprt.cli.arguments import BenchDispatch
 from eprt.cli.bench import finish, groups, keep, measured, require_peers, require_tokens
 from eprt.cli.ranks import ranks
-from eprt.cli.terminal import Column, Terminal
+from eprt.cli.terminal import Column, Terminal, columns
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
 
 SIZES = {"h2880k4": (2880, 4), "h7168k8": (7168, 8)}
-SIMULATED: dict[str, Column] = {
-    "tokens": "tokens",
-    "routing": "routing",
-    "experts lie": "placement",
-    "max/mean": "imbalance",
-    "transport": "transport",
-    "ranks per token": "ranks_of_a_token",
-    "MB in, mean": "received_mb:.1f",
-    "hottest": "hottest_mb:.1f",
-    "dispatch us": "dispatch_us:.0f",
-    "experts us": "experts_us:.0f",
-    "of mean rank": "mean_experts_us:.0f",
-    "layer us": "us:.0f",
-    "gain": "gain:.2f",
-}
+SIMULATED = columns(
+    "tokens | routing | experts lie = placement | max/mean = imbalance | transport | "
+    "ranks per token = ranks_of_a_token | MB in, mean = received_mb:.1f | hottest = hottest_mb:.1f | "
+    "dispatch us = dispatch_us:.0f | experts us = experts_us:.0f | of mean rank = mean_experts_us:.0f | "
+    "layer us = us:.0f | gain = gain:.2f"
+)
 
 
 def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:

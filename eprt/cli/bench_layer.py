@@ -9,43 +9,26 @@ from eprt.bench.placed import TOLERANCE, PlacedCase, measure_placed, placed_rows
 from eprt.bench.report import Report
 from eprt.bench.routings import read_routing
 from eprt.cli.arguments import BenchLayer
-from eprt.cli.bench import both, finish, groups, keep, measured, require_peers, require_tokens
+from eprt.cli.bench import finish, groups, keep, measured, require_peers, require_tokens
 from eprt.cli.ranks import Ranks, ranks
-from eprt.cli.terminal import Column, Terminal
+from eprt.cli.terminal import Terminal, columns
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
 from eprt.layer import PHASES
 from eprt.placement.file import PlacementFile
 
-PHASE_TIMES: dict[str, Column] = {
-    "tokens": "tokens",
-    "rows per expert": "rows_per_expert",
-    "pair": "pair",
-    **{phase: both(phase) for phase in PHASES},
-}
-HOST_TIMES: dict[str, Column] = {
-    "tokens": "tokens",
-    "pair": "pair",
-    "layer": both("layer"),
-    "by hand": both("by_hand"),
-    "overhead": "overhead_us",
-    "layer in a graph": both("layer_graph"),
-    "by hand in a graph": both("by_hand_graph"),
-    "ratio": "graph_ratio",
-}
-PLACED: dict[str, Column] = {
-    "shape": "shape",
-    "tokens": "tokens",
-    "rows per expert": "rows_per_expert",
-    "experts lie": "placement",
-    "slots": "slots",
-    "max/mean": "imbalance",
-    "pair": "pair",
-    "layer p50/p99": lambda row: f"{row['layer_p50_us']}/{row['layer_p99_us']}",
-    "gain": "gain",
-    "model's us": "predicted_us",
-    "model's gain": "predicted_gain",
-}
+_PHASES = " | ".join(f"{phase} = {phase}_p50_us/{phase}_p99_us:.1f" for phase in PHASES)
+PHASE_TIMES = columns(f"tokens | rows per expert = rows_per_expert | pair | {_PHASES}")
+HOST_TIMES = columns(
+    "tokens | pair | layer = layer_p50_us/layer_p99_us:.1f | by hand = by_hand_p50_us/by_hand_p99_us:.1f | "
+    "overhead = overhead_us | layer in a graph = layer_graph_p50_us/layer_graph_p99_us:.1f | "
+    "by hand in a graph = by_hand_graph_p50_us/by_hand_graph_p99_us:.1f | ratio = graph_ratio"
+)
+PLACED = columns(
+    "shape | tokens | rows per expert = rows_per_expert | experts lie = placement | slots | max/mean = imbalance | "
+    "pair | layer p50/p99 = layer_p50_us/layer_p99_us | gain | model's us = predicted_us | "
+    "model's gain = predicted_gain"
+)
 
 
 def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:

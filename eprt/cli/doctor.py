@@ -16,7 +16,7 @@ import torch
 from eprt import diagnosis
 from eprt.bench.report import Report, provenance, this_command
 from eprt.cli.ranks import ranks
-from eprt.cli.terminal import Column, Terminal
+from eprt.cli.terminal import Column, Terminal, columns
 from eprt.conformance import faults
 from eprt.conformance.checks import Check, CheckRow, run_checks, standard_checks, summarize
 from eprt.conformance.faults import Result, Trial
@@ -34,15 +34,11 @@ FACTS: dict[str, Column] = {"": lambda fact: fact[0], " ": lambda fact: fact[1]}
 BACKENDS: dict[str, Column] = {
     "": lambda row: "ok" if row["ok"] else "no",
     " ": "kind",
-    "name": "name",
-    "what it is, or what is missing": "reason",
+    **columns("name | what it is, or what is missing = reason"),
 }
-FIRST_USE: dict[str, Column] = {
-    "kernels": "kernels",
-    "needed by": "needed_by",
-    "takes": "takes",
-    "found here": lambda row: "yes" if row["cached"] else "no",
-}
+FIRST_USE = columns(
+    "kernels | needed by = needed_by | takes | found here = cached", cached=lambda row: "yes" if row["cached"] else "no"
+)
 KEYS = ("check", "dispatcher", "tokens", "executor", "layer", "attention-TP x MoE-TP")
 PROOF: dict[str, Column] = {name: name for name in ("", *KEYS, "passed", "worst error")}
 
@@ -269,46 +265,39 @@ def _in_words(result: Result) -> str:
     return f"{trial.fault} of rank {trial.rank}, {trial.moment}, {trial.dispatcher}, {trial.then}: {outcome}{seconds}"
 
 
-def _time(results: list[Result], name: str, part: float = 1.0) -> str | None:
-    """Returns that part of the sorted times: 0.5 is the median, 1 the longest."""
-    times = sorted(time for result in results if (time := getattr(result, name)) is not None)
-    return f"{times[min(int(part * len(times)), len(times) - 1)]:.2f}" if times else None
+LINES = columns(
+    "fault | moment | dispatcher | then | trials | median s = median:.2f | most s = most:.2f | limit s = limit:.1f | "
+    "went on s = went_on:.2f | named | late | wrong | nan | left"
+)
 
 
-def _named(results: list[Result]) -> str | None:
+def _line(key: tuple[str, ...], results: list[Result]) -> dict[str, Any]:
+    times = sorted(result.seconds for result in results if result.seconds is not None)
     known = [result.named for result in results if result.named is not None]
-    return f"{sum(known)}/{len(known)}" if known else None
-
-
-LINES: dict[str, Column] = {
-    "fault": lambda line: line[0][0],
-    "moment": lambda line: line[0][1],
-    "dispatcher": lambda line: line[0][2],
-    "then": lambda line: line[0][3],
-    "trials": lambda line: len(line[1]),
-    "median s": lambda line: _time(line[1], "seconds", 0.5),
-    "most s": lambda line: _time(line[1], "seconds"),
-    "limit s": lambda line: f"{max(result.trial.limit_s for result in line[1]):.1f}",
-    "went on s": lambda line: _time(line[1], "resumed"),
-    "named": lambda line: _named(line[1]),
-    "late": lambda line: sum(result.late for result in line[1]),
-    "wrong": lambda line: sum(result.wrong for result in line[1]),
-    "nan": lambda line: sum(result.nan for result in line[1]),
-    "left": lambda line: sum(len(result.leftovers) for result in line[1]),
-}
+    return {
+        **dict(zip(("fault", "moment", "dispatcher", "then"), key, strict=True)),
+        "trials": len(results),
+        "median": times[len(times) // 2] if times else None,
+        "most": times[-1] if times else None,
+        "limit": max(result.trial.limit_s for result in results),
+        "went_on": max((result.resumed for result in results if result.resumed is not None), default=None),
+        "named": f"{sum(known)}/{len(known)}" if known else None,
+        **{name: sum(getattr(result, name) for result in results) for name in ("late", "wrong", "nan")},
+        "left": sum(len(result.leftovers) for result in results),
+    }
 
 
 def _say_faults(found: FaultReport, world: int, device: str, terminal: Terminal) -> None:
-    results, groups = found.results, dict[tuple[str, ...], list[Result]]()
+    results, groups = found.results, defaultdict[tuple[str, ...], list[Result]](list)
     for result in results:
         trial = result.trial
         where = ("start-up", "-") if trial.moment in faults.START_UP else (trial.moment, trial.dispatcher)
-        groups.setdefault((trial.fault, *where, trial.then), []).append(result)
+        groups[(trial.fault, *where, trial.then)].append(result)
     ranks = f"{world} {'gloo ranks' if device == 'cpu' else 'GPUs'}"
     terminal.table(
         f"Faults: {ranks}, one broken in each trial; seconds until the last of the others knew, and had gone on",
         LINES,
-        sorted(groups.items(), key=lambda line: line[0]),
+        [_line(key, groups[key]) for key in sorted(groups)],
     )
     good = sum(result.ok for result in results)
     terminal.say(

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eprt.cli.terminal import Column, Terminal
+from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
 from eprt.engines import ENGINES
 from eprt.errors import ConfigError, UnsupportedError
@@ -26,16 +26,15 @@ if TYPE_CHECKING:
     from eprt.cli.arguments import Explain
 
 TOKENS = tuple(2**power for power in range(13))  # per rank, of the plot
-LAYOUTS: dict[str, Column] = {
-    "layout": lambda way: way.name,
-    "pair": lambda way: "+".join((way.plans[0].dispatcher, way.plans[0].executor)) if way.plans else way.refused,
-    "weights GB": lambda way: f"{way.weight_gb:.1f}" if way.plans else None,
-    "buffers GB": lambda way: f"{way.buffer_gb:.1f}" if way.plans else None,
-    "us per layer": lambda way: None if way.layer_us is None else f"{way.layer_us:.0f}",
-    "tokens/s": lambda way: None if way.tokens_per_s is None else f"{way.tokens_per_s:,.0f}",
-    "bound by": lambda way: way.bound or None,
-    "fits": lambda way: {True: "yes", False: "no", None: None}[way.fits],
-}
+LAYOUTS = columns(
+    "layout = name | pair | weights GB = weights | buffers GB = buffers | us per layer = layer_us:.0f | "
+    "tokens/s = tokens_per_s:,.0f | bound by = bound | fits",
+    pair=lambda way: "+".join((way.plans[0].dispatcher, way.plans[0].executor)) if way.plans else way.refused,
+    weights=lambda way: f"{way.weight_gb:.1f}" if way.plans else None,
+    buffers=lambda way: f"{way.buffer_gb:.1f}" if way.plans else None,
+    bound=lambda way: way.bound or None,
+    fits=lambda way: {True: "yes", False: "no", None: None}[way.fits],
+)
 
 
 def explain(arguments: Explain, terminal: Terminal) -> int:
@@ -97,17 +96,14 @@ def _say(terminal: Terminal, config: MoEConfig, layers: list[int], plan: Plan) -
         f"\nlayers {_ranges(layers)}: {config.num_experts} experts in {config.weight_format}, top-{config.top_k}, "
         f"hidden {config.hidden_size}, intermediate {config.intermediate_size}, {config.activation.kind}"
     )
-    columns: dict[str, Column] = {
-        "": lambda c: "->" if c is plan.chosen else "ok" if c.support else "no",
-        "dispatcher": lambda c: c.dispatcher,
-        "executor": lambda c: c.executor,
-        "tokens": lambda c: c.token_format,
-        "us": _microseconds,
-        "reason": lambda c: c.support.reason,
-    }
     terminal.table(
         f"Candidates (-> chosen, ok possible, no refused; us: all but routing, {plan.tokens} tokens per rank)",
-        columns,
+        columns(
+            " = mark | dispatcher | executor | tokens = token_format | us | reason",
+            mark=lambda c: "->" if c is plan.chosen else "ok" if c.support else "no",
+            us=_microseconds,
+            reason=lambda c: c.support.reason,
+        ),
         plan.candidates,
     )
     terminal.say(

@@ -11,7 +11,7 @@ from eprt.balance.costs import Verdict, expert_bytes, modelled, weigh
 from eprt.balance.counts import Counts, read_counts, zipf
 from eprt.balance.moving import transfers
 from eprt.balance.planner import imbalance, plan_placement, rank_loads
-from eprt.cli.terminal import Column, Terminal
+from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.models import family_for
@@ -24,16 +24,13 @@ from eprt.support import Device
 if TYPE_CHECKING:
     from eprt.cli.arguments import PlanExperts
 
-LAYERS: dict[str, Column] = {
-    "layer": "layer",
-    "before": "before:.3f",
-    "after": "after:.3f",
-    "replicas": "replicas",
-    "experts that move": "moved",
-    "experts' us before": lambda row: row["verdict"] and f"{row['verdict'].before_s * 1e6:.1f}",
-    "experts' us after": lambda row: row["verdict"] and f"{row['verdict'].after_s * 1e6:.1f}",
-    "gain": lambda row: row["verdict"] and f"{row['verdict'].gain:.1%}",
-}
+LAYERS = columns(
+    "layer | before = before:.3f | after = after:.3f | replicas | experts that move = moved | "
+    "experts' us before = us_before | experts' us after = us_after | gain",
+    us_before=lambda row: row["verdict"] and f"{row['verdict'].before_s * 1e6:.1f}",
+    us_after=lambda row: row["verdict"] and f"{row['verdict'].after_s * 1e6:.1f}",
+    gain=lambda row: row["verdict"] and f"{row['verdict'].gain:.1%}",
+)
 
 
 def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:

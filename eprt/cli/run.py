@@ -13,7 +13,7 @@ import torch
 
 from eprt.bench.timing import clocked_phases
 from eprt.cli.ranks import Ranks, ranks
-from eprt.cli.terminal import Column, Terminal
+from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import COUNTS, TOLERANCE, Batch
 from eprt.conformance.checks import NanOutput
@@ -54,21 +54,17 @@ def _kilobytes(name: str) -> Callable[[dict[str, Any]], str | None]:
     return lambda row: None if row[name] is None else f"{row[name] / 1e3:.1f}"
 
 
-RANKS: dict[str, Column] = {
-    "rank": "rank",
-    "experts": lambda row: f"{row['experts'][0]}-{row['experts'][1] - 1}",
-    "tokens": "tokens",
-    "copies out": "copies_sent",
-    "copies in": "copies_received",
-    "kB out": _kilobytes("bytes_sent"),
-    "kB in": _kilobytes("bytes_received"),
-    "error": "error:.1e",
-}
-STEPS: dict[str, Column] = {
-    "step": "step",
-    "tokens per rank": lambda row: " ".join(map(str, row["tokens_per_rank"])),
-    "error": "error:.1e",
-}
+RANKS = columns(
+    "rank | experts | tokens | copies out = copies_sent | copies in = copies_received | kB out = out | kB in = in_ | "
+    "error = error:.1e",
+    experts=lambda row: f"{row['experts'][0]}-{row['experts'][1] - 1}",
+    out=_kilobytes("bytes_sent"),
+    in_=_kilobytes("bytes_received"),
+)
+STEPS = columns(
+    "step | tokens per rank = tokens | error = error:.1e",
+    tokens=lambda row: " ".join(map(str, row["tokens_per_rank"])),
+)
 
 
 def run(arguments: Run, terminal: Terminal) -> int:

@@ -20,8 +20,19 @@ NO_OUTPUT = 74  # EX_IOERR
 PIPE_CLOSED = 141  # what a shell says of a process that SIGPIPE ended
 _WIDEST = 100_000  # columns of text: a table is the same wherever it is printed
 
-# One column of a table: the row's key, with a format if one is needed ("us:.0f"), or a function of the row.
+# One column of a table: the row's key or attribute, with a format if one is needed ("us:.0f"), or two of them to show
+# both ("p50/p99:.1f"); or a function of the row.
 Column = str | Callable[[Any], object]
+
+
+def columns(text: str, **functions: Callable[[Any], object]) -> dict[str, Column]:
+    """Returns columns by heading, from "heading = key | heading = key:format | ...".
+
+    A heading alone is its own key; a key that names one of `functions` stands for it.
+    """
+    parts = (part.partition("=") for part in text.split("|"))
+    keys = {heading.strip(): (key or heading).strip() for heading, _, key in parts}
+    return {heading: functions.get(key, key) for heading, key in keys.items()}
 
 
 class OutputLost(Exception):
@@ -108,7 +119,6 @@ class Terminal:
         Args:
             columns: what each column shows of a row, by its heading. None, and a key that the row hasn't got, are
                 shown as "-".
-            rows: dictionaries, or anything else that the columns' functions take.
         """
         cells = [[_cell(row, column) for column in columns.values()] for row in rows]
         self.say(f"\n{title}\n{plain_table(list(columns), cells)}")
@@ -133,11 +143,11 @@ class Terminal:
 
 def _cell(row: Any, column: Column) -> str:
     if not isinstance(column, str):
-        value, spec = column(row), ""
+        values, spec = [column(row)], ""
     else:
-        key, _, spec = column.partition(":")
-        value = row.get(key)
-    return "-" if value is None else format(value, spec)
+        keys, _, spec = column.partition(":")
+        values = [row.get(key) if isinstance(row, dict) else getattr(row, key) for key in keys.split("/")]
+    return "-" if any(value is None for value in values) else "/".join(format(value, spec) for value in values)
 
 
 def _as_json(value: Any) -> Any:

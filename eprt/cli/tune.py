@@ -14,7 +14,7 @@ from eprt.bench.report import Report, write_whole
 from eprt.cli.bench import require_tokens
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import Ranks, ranks
-from eprt.cli.terminal import Terminal
+from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.models.published import model_config
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Found = list[tuple[bench.Measurement, list[Any]]]  # what each part's ranks have measured
 SHARE = 0.5  # of the seconds left, what a part may take while others wait
 LEAST_S = 2.0  # left of the budget for a part to be begun
-CHOICES = {"phase": "phase", "before": "before", "now": "now", "us before": "us_before:.0f", "us now": "us_now:.0f"}
+CHOICES = columns("phase | before | now | us before = us_before:.0f | us now = us_now:.0f")
 
 
 def tune(arguments: Tune, terminal: Terminal) -> int:
@@ -60,8 +60,11 @@ def tune(arguments: Tune, terminal: Terminal) -> int:
 
 
 def _say_rows(terminal: Terminal, rows: int, cut: list[str], budget_s: float) -> None:
-    first = "explain and every layer built here go by them first"
-    terminal.say(f"\n{rows} rows written to {own_path()}; {first}. To undo: remove it", *(f"cut: {line}" for line in cut))
+    terminal.say(
+        f"\n{rows} rows written to {own_path()}; explain and every layer built here go by them first. "
+        "To undo: remove it",
+        *(f"cut: {line}" for line in cut),
+    )
     if cut:
         terminal.say(f"measuring may take {budget_s:g} s (--budget-s); compiled kernels are kept for the next time")
 
