@@ -1,6 +1,6 @@
 """One rank of vLLM as a program: `python vllm_rank.py SPEC.json` writes the tokens that it generated.
 
-SPEC: model, dtype, dp, tp, rank, port, prompts (ids, how many tokens to add), out, all_out, and further LLM arguments.
+SPEC: model, dtype, dp, tp, ep, rank, port, prompts (ids, tokens to add), out, all_out, and further LLM arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
         model=spec["model"],
         dtype=spec["dtype"],
         tensor_parallel_size=spec["tp"],
-        enable_expert_parallel=spec["dp"] * spec["tp"] > 1,
+        enable_expert_parallel=spec["ep"],
         skip_tokenizer_init=True,
         max_model_len=128,
         max_num_seqs=8,

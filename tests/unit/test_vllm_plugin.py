@@ -14,6 +14,7 @@ import torch
 from support.jobs import vllm_jobs as jobs
 from support.ports import free_port
 
+from eprt.integrations.vllm import register
 from eprt.integrations.vllm.state import EXIT_S
 from eprt.models import family_for
 from eprt.placement import EMPTY
@@ -51,15 +52,33 @@ def test_a_layer_from_its_making_to_its_call(pools) -> None:
         assert found["warm"] == (0, True)  # one warm-up, at the first call, for both
         assert found["again"].startswith("UsageError: layers.0 is loaded a second time")
         assert found["monolithic_call"].startswith("UsageError")
-        assert found["left"] == found["no_ep"] == "NotImplementedError: no kernel on this machine"
+        assert found["left"] == "NotImplementedError: no kernel on this machine"
         assert [name for names in found["reasons"].values() for name in names] == ["layers.3"]
         assert "AutoGPTQMoEMethod" in next(iter(found["reasons"]))
 
 
-def test_a_refusal_is_the_same_on_every_rank(pools) -> None:
-    first, second = pools(2).run(jobs.refused)
+def test_ranks_of_tensor_parallelism_compute_parts_of_the_sum(pools) -> None:
+    found = pools(2).run(jobs.tensor_parallel)
+    close(found[0]["output"] + found[1]["output"], wanted(0, 0))
+    assert not torch.equal(found[0]["output"], found[1]["output"])
+    for rank in found:
+        assert (rank["reduced"], rank["ranks"]) == (False, [1])
+        assert "on one of 2 tensor-parallel parts: none + " in rank["line"]
+
+
+@pytest.mark.parametrize("unfit", ["", "--enable-eplb moves experts in vLLM 0.99: install another"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_eprt_cannot_follow_leaves_layers_to_vllm(pools, strict: bool, unfit: str) -> None:
+    first, second = pools(2).run(jobs.left, strict=strict, unfit=unfit)
     assert first == second
-    assert first.startswith("ConfigError: eprt can't run this: --enable-eplb")
+    error, reasons = first
+    if strict:
+        assert error.startswith("ConfigError: eprt: layers.0 would fall back to vLLM, and eprt.strict is set: --enable")
+        assert not reasons
+    else:
+        assert error == "NotImplementedError: no kernel on this machine"  # vLLM makes its own method
+        assert list(reasons.values()) == [["layers.0"]]
+        assert next(iter(reasons)).startswith("--enable-eplb moves experts")
 
 
 def test_experts_lie_where_a_placement_file_says(pools, tmp_path: Path) -> None:
@@ -81,6 +100,15 @@ def test_experts_of_every_format_travel_whole(pools, weight_format: str) -> None
     assert pools(2).run(jobs.spread_experts, weight_format=weight_format) == [[], []]
 
 
+def test_no_version_of_vllm_is_kept_from_starting(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Here there is none at all: nothing to hook into."""
+    for found in ("0.99.0", "0.32.0"):
+        monkeypatch.setattr("eprt.integrations.vllm._installed", lambda found=found: found)
+        caplog.clear()
+        register()
+        assert "every layer is left to vLLM: the plugin doesn't fit this vLLM: No module named" in caplog.text
+
+
 WORKERS = """
 import multiprocessing, os, signal, sys, time
 from multiprocessing.util import Finalize
@@ -92,7 +120,7 @@ from eprt.integrations.vllm import state
 def worker(rank, port, end):
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     ep = SimpleNamespace(device=torch.device("cpu"), cpu_group=dist.group.WORLD)
-    state.make_world(ep, SimpleNamespace(world_size=1, cpu_group=None), False)
+    state.make_world(ep, SimpleNamespace(world_size=1, cpu_group=None), "same tokens")
     if rank == 1:
         if end == "killed":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What the vLLM plugin refuses at start, leaves to vLLM, and asks of it; no vLLM needed."""
+"""What the vLLM plugin leaves to vLLM, and asks of it; no vLLM needed."""
 
 from __future__ import annotations
 
@@ -55,29 +55,37 @@ def test_other_versions_are_refused(version: str) -> None:
         check_version(version)
 
 
+SPLIT = SimpleNamespace(use_ep=True, dp_size=2)
+
+
 def test_a_plain_host_is_welcome() -> None:
-    require_supported(host(), "cuda")
-    require_supported(host(model_config__enforce_eager=True), "cpu")
+    require_supported(host(), "cuda", SPLIT)
+    require_supported(host(model_config__enforce_eager=True), "cpu", SPLIT)
+    require_supported(host(), "cuda", SimpleNamespace(use_ep=False, dp_size=1))
 
 
 @pytest.mark.parametrize(
-    ("change", "device", "remedy"),
+    ("change", "device", "flag"),
     [
         ({"parallel_config__enable_eplb": True}, "cuda", "--enable-eplb"),
         ({"parallel_config__use_ubatching": True}, "cuda", "--enable-dbo"),
-        ({"parallel_config__enable_elastic_ep": True}, "cuda", "elastic EP"),
-        ({"parallel_config__prefill_context_parallel_size": 2}, "cuda", "use data parallelism"),
-        ({"lora_config": object()}, "cuda", "serve without LoRA"),
-        ({"model_config__enable_sleep_mode": True}, "cuda", "sleep mode"),
-        ({"weight_transfer_config": object()}, "cuda", "restart"),
+        ({"parallel_config__enable_elastic_ep": True}, "cuda", "--enable-elastic-ep"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "cuda", "--prefill-context-parallel-size"),
+        ({"lora_config": object()}, "cuda", "--enable-lora"),
+        ({"model_config__enable_sleep_mode": True}, "cuda", "--enable-sleep-mode"),
+        ({"weight_transfer_config": object()}, "cuda", "--weight-transfer-config"),
         ({}, "cpu", "--enforce-eager"),
         ({}, "xpu", "xpu"),
     ],
 )
-def test_what_cannot_work_is_refused_at_start(change: dict[str, Any], device: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=remedy) as refusal:
-        require_supported(host(**change), device)
-    assert "take eprt out of VLLM_PLUGINS" in str(refusal.value)
+def test_flags_under_which_vllm_keeps_every_layer(change: dict[str, Any], device: str, flag: str) -> None:
+    with pytest.raises(FallsBackToVllm, match=flag):
+        require_supported(host(**change), device, SPLIT)
+
+
+def test_data_parallelism_that_cuts_every_expert_is_left_to_vllm() -> None:
+    with pytest.raises(FallsBackToVllm, match="--enable-expert-parallel gives them to eprt whole"):
+        require_supported(host(), "cuda", SimpleNamespace(use_ep=False, dp_size=2))
 
 
 def test_capacity_is_vllms_own_limit() -> None:
@@ -95,8 +103,10 @@ def test_options_are_runtime_configs_fields() -> None:
     assert (found.dispatcher, found.validate, found.executor) == ("none", "full", "auto")
     assert runtime_config(host(additional_config={"eprt": {"placement": "FILE"}}), 1) == runtime_config(host(), 1)
     for wrong in ({"dispatch": "none"}, {"max_tokens_per_rank": 5}, "none"):
-        with pytest.raises(ConfigError, match="expected placement, or fields of RuntimeConfig"):
+        with pytest.raises(ConfigError, match="expected placement, strict, or fields of RuntimeConfig"):
             runtime_config(host(additional_config={"eprt": wrong}), 1)
+    with pytest.raises(ConfigError, match="'yes': expected true or false"):
+        runtime_config(host(additional_config={"eprt": {"strict": "yes"}}), 1)
 
 
 def test_graphs_are_captured_unless_vllm_says_eager() -> None:
@@ -146,6 +156,18 @@ def test_a_layers_maths() -> None:
 def test_layers_that_are_left(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(FallsBackToVllm, match=reason):
         moe_config(routed(**change), named("GptOssMxfp4MoEMethod"))
+
+
+@pytest.mark.parametrize(("ranks", "part"), [(2, 1440), (8, 360)])
+def test_parts_of_tensor_parallelism_keep_scales_whole(ranks: int, part: int) -> None:
+    """2880 rows: halves hold 45 scales of 32, eighths 11 and a quarter."""
+    cut = {"moe__tp_size": ranks, "moe__ep_size": 1, "moe__intermediate_size_per_partition": part}
+    layer = routed(**cut, moe__moe_parallel_config=SimpleNamespace(use_ep=False), moe__skip_final_all_reduce=True)
+    if ranks == 2:
+        assert moe_config(layer, named("GptOssMxfp4MoEMethod")).intermediate_size == part
+        return
+    with pytest.raises(FallsBackToVllm, match=r"tensor parallelism 8 leaves 360 .* cuts a scale of 32 \(mxfp4\)"):
+        moe_config(layer, named("GptOssMxfp4MoEMethod"))
 
 
 def test_fp8_blocks_over_alternating_rows_are_left() -> None:
@@ -219,7 +241,8 @@ def test_tokens_per_rank_comes_from_vllm() -> None:
 
 
 def test_what_vllms_runner_asks_of_a_kernel() -> None:
-    kernel = Kernel()
+    assert not Kernel(reduces=False).output_is_reduced()
+    kernel = Kernel(reduces=True)
     assert kernel.output_is_reduced()
     assert not kernel.is_monolithic
     assert not kernel.fused_experts.consumes_expert_mask

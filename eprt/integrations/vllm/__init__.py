@@ -1,12 +1,15 @@
-"""eprt inside vLLM: with `--enable-expert-parallel`, the routed experts of every MoE layer run over the EP group.
+"""eprt inside vLLM: the routed experts of every MoE layer, on one GPU, under tensor parallelism, or over the EP group.
 
     pip install 'eprt[vllm]'
+    VLLM_PLUGINS=eprt vllm serve MODEL
     VLLM_PLUGINS=eprt vllm serve MODEL --data-parallel-size 2 --enable-expert-parallel
 
-vLLM keeps the router, the shared experts, loading by name, scheduling, sampling and the dummy steps of idle ranks. One
-hook: `RoutedExperts._get_quant_method`, whose result loads and applies the experts. Layers that eprt can't run fall
-back to vLLM, and the log says which and why (`supported`). Options are fields of `RuntimeConfig`:
-`--additional-config '{"eprt": {"dispatcher": "flashinfer"}}'`.
+With `--enable-expert-parallel` tokens travel to the ranks that hold their experts. Without it each rank holds its part
+of every expert's rows, and vLLM sums what they compute. vLLM keeps the router, the shared experts, loading by name,
+scheduling, sampling and the dummy steps of idle ranks. One hook: `RoutedExperts._get_quant_method`, whose result loads
+and applies the experts. Layers that eprt can't run fall back to vLLM, and the log says which and why (`supported`).
+Options are fields of `RuntimeConfig`: `--additional-config '{"eprt": {"dispatcher": "flashinfer"}}'`; `"strict": true`
+beside them makes a layer that would fall back an error.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def check_version(found: str) -> str:
     if not OLDEST <= key[:2] < BELOW:
         raise ConfigError(
             f"vLLM {found}: the plugin hooks into vLLM {_text(OLDEST)} to below {_text(BELOW)} (tested: {tested}); "
-            "install one of these, or leave eprt out of VLLM_PLUGINS"
+            "install one of these"
         )
     return "" if key in {version_key(version) for version in TESTED} else f"vLLM {found}: tested with {tested}"
 
@@ -44,14 +47,20 @@ def register() -> None:
 
     vLLM calls it in every process, perhaps more than once.
 
-    Raises:
-        ConfigError: a vLLM that the plugin doesn't fit.
     """
-    if warning := check_version(_installed()):
-        logging.getLogger("vllm.eprt").warning("eprt: %s", warning)
     from eprt.integrations.vllm.method import install
+    from eprt.integrations.vllm.state import PluginState
 
-    install()
+    state, logger = PluginState(), logging.getLogger("vllm.eprt")
+    try:
+        if warning := check_version(_installed()):
+            logger.warning("eprt: %s", warning)
+    except ConfigError as error:
+        state.unfit = str(error)
+    try:
+        install(state)
+    except ConfigError as error:
+        logger.warning("eprt: every layer is left to vLLM: %s", error)
 
 
 def _installed() -> str:

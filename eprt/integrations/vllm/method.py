@@ -41,11 +41,12 @@ def install(state: PluginState | None = None) -> None:
     Raises:
         ConfigError: a vLLM without the names that the plugin hooks into.
     """
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    try:
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-    inner = getattr(RoutedExperts, "_get_quant_method", None)
-    if inner is None:
-        raise ConfigError("this vLLM has no RoutedExperts._get_quant_method: the plugin doesn't fit it")
+        inner = RoutedExperts._get_quant_method
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the plugin doesn't fit this vLLM: {error}") from error
     if getattr(inner, "eprt", False):
         return
 
@@ -53,11 +54,10 @@ def install(state: PluginState | None = None) -> None:
 
     @functools.wraps(inner)
     def get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
-        if not moe_config.moe_parallel_config.use_ep:
-            return inner(self, prefix, quant_config, moe_config)
-        with _no_kernel_chosen():
-            method = inner(self, prefix, quant_config, moe_config)
         try:
+            shared.require_supported(moe_config.moe_parallel_config)
+            with _no_kernel_chosen():
+                method = inner(self, prefix, quant_config, moe_config)
             return _adopt(shared, self, method)
         except FallsBackToVllm as reason:
             shared.fall_back(self.layer_name, str(reason))
@@ -84,11 +84,11 @@ def _no_kernel(*_: Any, **__: Any) -> tuple[None, None]:
 
 def _adopt(state: PluginState, layer: Any, method: Any) -> Any:
     """Returns `method`, run by eprt from now on. Raises FallsBackToVllm, and what `PluginState.bind` does."""
-    binding = state.bind(layer.layer_name, moe_config(layer, method), layer.moe_config.is_sequence_parallel)
+    binding = state.bind(layer.layer_name, moe_config(layer, method), layer.moe_config)
     adopted: Any = object.__new__(_eprt_kind(type(method)))
     adopted.__dict__.update(method.__dict__)  # what its constructor made: the configuration of parameters and loading
     adopted.eprt = _BoundLayer(state, binding)
-    adopted.moe_kernel = Kernel()
+    adopted.moe_kernel = Kernel(binding.expert_parallel)
     return adopted
 
 
@@ -99,14 +99,21 @@ def _eprt_kind(kind: type) -> type:
 
 
 class Kernel:
-    """Answers what vLLM's runner asks a modular kernel, for one that sums over the ranks itself."""
+    """Answers what vLLM's runner asks a modular kernel.
+
+    Args:
+        reduces: it sums over the ranks itself; else vLLM sums the ranks' partial outputs, as it does for its own.
+    """
 
     is_monolithic = False
     can_overlap_shared_experts = False
     consumes_expert_mask = False
 
+    def __init__(self, reduces: bool) -> None:
+        self._reduces = reduces
+
     def output_is_reduced(self) -> bool:
-        return True
+        return self._reduces
 
     def topk_indices_dtype(self) -> torch.dtype:
         return torch.int32
@@ -192,7 +199,8 @@ class EprtMoEMethod:
         padding = getattr(context, "is_padding", None)
         if padding is not None and not self.moe.is_sequence_parallel:
             ids = ids.masked_fill(padding[: ids.shape[0], None], built.config.num_experts)  # rows that nobody reads
-        rows = tokens_per_rank(context.dp_metadata, x.shape[0], self.moe.sp_size)
+        counts = context.dp_metadata if self.eprt.binding.expert_parallel else None
+        rows = tokens_per_rank(counts, x.shape[0], self.moe.sp_size)
         return built(x, TopK(ids, topk_weights.float()), tokens_per_rank=rows)
 
     def apply_monolithic(self, *_: Any, **__: Any) -> torch.Tensor:

@@ -12,14 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from eprt.config import MoEConfig, RuntimeConfig
-from eprt.errors import UsageError
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.errors import ConfigError, UsageError
+from eprt.integrations.vllm.parameters import FallsBackToVllm
 from eprt.integrations.vllm.placement import placement_of, redistribute
 from eprt.integrations.vllm.supported import (
+    OPTIONS,
+    STRICT,
     captures_graphs,
     choose,
     options_of,
@@ -32,11 +35,15 @@ from eprt.placement import ExpertPlacement
 from eprt.plan import Plan
 from eprt.weights import ExpertWeights
 from eprt.world import World
+from eprt.world.collectives import Membership
 
 logger = logging.getLogger("vllm.eprt")  # below vLLM's own, so that its handlers print these lines
 POLL_S = 0.05  # vLLM ends this process a moment after another rank has died
 EXIT_S = 0.8  # longer than the guards need, from a closed connection to the verdict
 TIMEOUT_S = 600.0  # the first start of a model compiles; vLLM's own start-up waits as long
+
+# How the ranks of a layer's world come by their tokens; "local": each rank is a world of its own.
+Sharing = Literal["own tokens", "same tokens", "local"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ class LayerBinding:
 
     Attributes:
         name: vLLM's name of the layer.
+        expert_parallel: False: each rank holds its part of every expert's rows, and no world goes beyond it.
+        tp_size: ranks that share every expert's rows.
         number: counts the layers of this process from 0.
         placement: None where experts lie as vLLM loads them, in order.
     """
@@ -56,6 +65,8 @@ class LayerBinding:
     runtime: RuntimeConfig
     plan: Plan
     placement: ExpertPlacement | None = None
+    expert_parallel: bool = True
+    tp_size: int = 1
 
 
 @dataclass
@@ -63,45 +74,69 @@ class PluginState:
     """The state that all layers of one process share.
 
     Attributes:
-        worlds: one World with sequence parallelism, one without, as far as layers need them.
+        worlds: one World for each `sharing` of tokens that layers need.
         plans: one plan per kind of layer.
         bindings: one per layer that eprt runs.
         fallbacks: reason -> names of the layers that vLLM runs itself.
         cold: layers that were built and not yet warmed up.
         spent: seconds of the start-up per purpose.
+        unfit: why no layer can run in this vLLM at all, or "".
     """
 
-    worlds: dict[bool, World] = field(default_factory=dict)
+    worlds: dict[Sharing, World] = field(default_factory=dict)
     plans: dict[tuple[Any, ...], tuple[Plan, RuntimeConfig]] = field(default_factory=dict)
     bindings: list[LayerBinding] = field(default_factory=list)
     fallbacks: dict[str, list[str]] = field(default_factory=dict)
     cold: list[ExpertParallelMoE] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    unfit: str = ""
 
-    def bind(self, name: str, config: MoEConfig, sequence_parallel: bool) -> LayerBinding:
-        """Binds a layer. Collective for the first of its kind. Raises FallsBackToVllm, ConfigError, RankLost."""
+    def require_supported(self, parallel: Any) -> None:
+        """Raises FallsBackToVllm where no layer that is split as `parallel` says can run under vLLM's configuration."""
+        from vllm.config import get_current_vllm_config
+        from vllm.distributed import get_ep_group
+
+        if self.unfit:
+            raise FallsBackToVllm(self.unfit)
+        require_supported(get_current_vllm_config(), get_ep_group().device.type, parallel)
+
+    def bind(self, name: str, config: MoEConfig, moe: Any) -> LayerBinding:
+        """Binds a layer. Collective for the first of its kind. Raises FallsBackToVllm, ConfigError, RankLost.
+
+        Args:
+            moe: vLLM's FusedMoEConfig.
+        """
         from vllm.config import get_current_vllm_config
         from vllm.distributed import get_ep_group, get_tp_group
 
-        vllm_config = get_current_vllm_config()
-        if sequence_parallel not in self.worlds:
-            require_supported(vllm_config, get_ep_group().device.type)
+        vllm_config, sharing = get_current_vllm_config(), sharing_of(moe)
+        if sharing not in self.worlds:
             with self._timed("to meet"):
-                self.worlds[sequence_parallel] = make_world(get_ep_group(), get_tp_group(), sequence_parallel)
-        world = self.worlds[sequence_parallel]
+                self.worlds[sharing] = make_world(get_ep_group(), get_tp_group(), sharing)
+        world = self.worlds[sharing]
         options = options_of(vllm_config)
         placement = placement_of(options, name, config.num_experts, world)
-        key = config, sequence_parallel, placement
+        key = config, sharing, placement
         if key not in self.plans:
-            runtime = with_low_precision(config, runtime_config(vllm_config, get_tp_group().world_size), options)
+            senders = 1 if sharing == "local" else get_tp_group().world_size
+            runtime = with_low_precision(config, runtime_config(vllm_config, senders), options)
             captured = captures_graphs(vllm_config)
             self.plans[key] = choose(config, world, runtime, placement, captured=captured)
         plan, runtime = self.plans[key]
-        self.bindings.append(LayerBinding(name, len(self.bindings), config, world, runtime, plan, placement))
+        how = placement, sharing != "local", moe.tp_size
+        self.bindings.append(LayerBinding(name, len(self.bindings), config, world, runtime, plan, *how))
         return self.bindings[-1]
 
     def fall_back(self, name: str, reason: str) -> None:
-        """Notes a layer that stays with vLLM; each reason is logged once, when it first occurs."""
+        """Notes a layer that stays with vLLM; each reason is logged once, when it first occurs.
+
+        Raises:
+            ConfigError: the options say `strict`.
+        """
+        from vllm.config import get_current_vllm_config
+
+        if options_of(get_current_vllm_config()).get(STRICT):
+            raise ConfigError(f"eprt: {name} would fall back to vLLM, and {OPTIONS}.{STRICT} is set: {reason}")
         if reason not in self.fallbacks:
             logger.warning("eprt: %s and layers like it fall back to vLLM: %s", name, reason)
         self.fallbacks.setdefault(reason, []).append(name)
@@ -124,6 +159,8 @@ class PluginState:
         The first call of any layer comes here. It is in vLLM's profile run, when the whole model is loaded (drafts,
         too) and every rank takes part.
         """
+        from vllm.distributed import get_ep_group
+
         layers, self.cold = self.cold, []
         with self._timed("of warm-up for all layers"):
             for world in self.worlds.values():
@@ -135,7 +172,7 @@ class PluginState:
                         raise UsageError("the first call of these layers is inside a CUDA graph capture: report this")
                     torch.cuda.empty_cache()  # what vLLM's copies of the experts took
                 world.warmup(*own)
-        if all(world.rank == 0 for world in self.worlds.values()):
+        if get_ep_group().rank_in_group == 0:
             self._report()
 
     @contextmanager
@@ -162,25 +199,38 @@ def describe(bindings: list[LayerBinding], total: int) -> str:
     """Returns one line for layers of one kind: where they run, how, and why so."""
     first = bindings[0]
     config, parallel, plan = first.config, first.world.parallel, first.plan
-    tp = f" (attention TP {parallel.attention_tp_size})" if parallel.attention_tp_size > 1 else ""
+    ranks = f"over {parallel.world_size} ranks"
+    if not first.expert_parallel:
+        ranks = "on this rank alone" if first.tp_size == 1 else f"on one of {first.tp_size} tensor-parallel parts"
+    elif parallel.attention_tp_size > 1:
+        ranks += f" (attention TP {parallel.attention_tp_size})"
     named = f"{len(bindings)} of {total} MoE layers ({first.name} to {bindings[-1].name})"
     placed = "" if first.placement is None else f" on {first.placement.num_slots} slots by the placement file"
     return (
-        f"{named} over {parallel.world_size} ranks{tp}: {plan.dispatcher} + {plan.executor}, {config.weight_format}, "
+        f"{named} {ranks}: {plan.dispatcher} + {plan.executor}, {config.weight_format}, "
         f"{config.num_experts} experts{placed}, top-{config.top_k}, {config.hidden_size} x {config.intermediate_size}, "
         f"up to {first.runtime.max_tokens_per_rank} tokens per rank. Why: {plan.reason}"
     )
 
 
-def make_world(ep: Any, tp: Any, sequence_parallel: bool) -> World:
+def sharing_of(moe: Any) -> Sharing:
+    """Returns who takes part in a layer with this FusedMoEConfig."""
+    if not moe.moe_parallel_config.use_ep:
+        return "local"
+    return "own tokens" if moe.is_sequence_parallel else "same tokens"
+
+
+def make_world(ep: Any, tp: Any, sharing: Sharing) -> World:
     """Makes a World of vLLM's EP group, ranks in its order (dp, tp), and lets it report lost ranks. Collective.
 
-    Without sequence parallelism the ranks of a TP group hold the same tokens.
+    A local World has this rank alone: vLLM sums what the ranks of its TP group compute.
     """
     on_cpu = ep.device.type == "cpu"
     if on_cpu:
         torch.cpu._init_amx()  # vLLM's attention takes AMX tiles that only its own experts asked the kernel for
-    shared_tokens = tp.world_size > 1 and not sequence_parallel
+    if sharing == "local":
+        return World(Membership(0, 1, ep.device, ParallelConfig()), TIMEOUT_S)
+    shared_tokens = tp.world_size > 1 and sharing == "same tokens"
     tp_group = tp.cpu_group if on_cpu else tp.device_group
     world = World.from_group(
         ep.cpu_group if on_cpu else ep.device_group,

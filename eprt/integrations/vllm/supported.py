@@ -1,6 +1,6 @@
-"""Decides what the plugin can run: whole configurations are refused at start, single layers fall back to vLLM.
+"""Decides what the plugin can run. Everything else falls back to vLLM: all layers under some flags, or single ones.
 
-Both decisions read only vLLM's configuration. It is the same on every rank, so every rank decides alike.
+The decisions read only vLLM's configuration. It is the same on every rank, so every rank decides alike.
 """
 
 from __future__ import annotations
@@ -22,37 +22,48 @@ from eprt.support import Device
 from eprt.world import World
 
 OPTIONS = "eprt"  # key of `--additional-config`
+STRICT = "strict"  # beside RuntimeConfig's fields there: layers that would fall back are errors
+SCALE_BLOCK = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16, "fp8_block": 128}  # inputs that share a scale
 
 
-def require_supported(config: Any, device_type: str) -> None:
-    """Checks a VllmConfig. Raises ConfigError, with what to change, unless eprt can run under it."""
-    parallel, model = config.parallel_config, config.model_config
-    refusals = [
+def require_supported(config: Any, device_type: str, parallel: Any) -> None:
+    """Checks what concerns all layers of a model. Raises FallsBackToVllm with the flag that is in the way.
+
+    Args:
+        config: a VllmConfig.
+        parallel: vLLM's FusedMoEParallelConfig: how a layer is split.
+    """
+    flags, model = config.parallel_config, config.model_config
+    reasons = [
         (device_type not in ("cuda", "cpu"), f"the platform is {device_type}: eprt runs on CUDA, and on CPU for tests"),
         (
             device_type == "cpu" and not model.enforce_eager,
-            "on CPU vLLM compiles the experts' call into its graph, which has collectives in it: add --enforce-eager",
+            "on CPU vLLM compiles the experts' call into its graph: --enforce-eager gives them to eprt",
         ),
-        (parallel.enable_eplb, "--enable-eplb moves experts between ranks while eprt holds them: leave it out"),
-        (parallel.use_ubatching, "--enable-dbo runs two batches at once through one layer: leave it out"),
-        (parallel.enable_elastic_ep, "elastic EP changes the ranks of a running engine: leave it out"),
+        (flags.enable_eplb, "--enable-eplb moves experts between ranks while eprt holds them"),
+        (flags.use_ubatching, "--enable-dbo runs two batches at once through one layer"),
+        (flags.enable_elastic_ep, "--enable-elastic-ep changes the ranks of a running engine"),
         (
-            parallel.prefill_context_parallel_size > 1,
-            "prefill context parallelism splits tokens in a way that eprt isn't told: use data parallelism",
+            flags.prefill_context_parallel_size > 1,
+            "--prefill-context-parallel-size splits tokens in a way that eprt isn't told",
         ),
-        (config.lora_config is not None, "LoRA adapters of the experts live in vLLM's own kernels: serve without LoRA"),
+        (config.lora_config is not None, "--enable-lora: adapters of the experts live in vLLM's own kernels"),
         (
             bool(getattr(model, "enable_sleep_mode", False)),
-            "sleep mode takes the experts' memory away and loads it again: leave it out",
+            "--enable-sleep-mode takes the experts' memory away and loads it again",
         ),
         (
             getattr(config, "weight_transfer_config", None) is not None,
-            "weights that are updated in place: eprt keeps the experts in its own layout; restart with new weights",
+            "--weight-transfer-config updates weights in place, and eprt keeps the experts in its own layout",
+        ),
+        (
+            not parallel.use_ep and parallel.dp_size > 1,
+            "--data-parallel-size cuts each expert over all ranks: --enable-expert-parallel gives them to eprt whole",
         ),
     ]
-    for refused, reason in refusals:
-        if refused:
-            raise ConfigError(f"eprt can't run this: {reason}; or take eprt out of VLLM_PLUGINS")
+    for left, reason in reasons:
+        if left:
+            raise FallsBackToVllm(reason)
 
 
 def moe_config(layer: Any, method: Any) -> MoEConfig:
@@ -66,12 +77,21 @@ def moe_config(layer: Any, method: Any) -> MoEConfig:
         (placement != "linear", f"experts are placed {placement}, eprt holds them in order"),
         (getattr(manager, "num_fused_shared_experts", 0) != 0, "shared experts are fused with the routed ones"),
         (layer.apply_router_weight_on_input, "router weights are applied to the experts' input"),
-        (moe.skip_final_all_reduce, "the model sums this layer's partial outputs itself"),
+        (
+            moe.skip_final_all_reduce and moe.moe_parallel_config.use_ep,
+            "the model sums this layer's partial outputs itself",
+        ),
     ]
     for left, reason in reasons:
         if left:
             raise FallsBackToVllm(reason)
     weight_format = layout_of(method).weight_format(method, layer.params_dtype)
+    part, block = moe.intermediate_size_per_partition, SCALE_BLOCK.get(weight_format, 1)
+    if moe.tp_size > 1 and part % block:
+        raise FallsBackToVllm(
+            f"tensor parallelism {moe.tp_size} leaves {part} of the experts' rows to a rank, which cuts a scale of "
+            f"{block} ({weight_format})"
+        )
     if weight_format == "fp8_block" and layer.activation.value == INTERLEAVED:
         raise FallsBackToVllm("FP8 blocks over rows that alternate gate, up")
     if (tokens := str(moe.in_dtype)) not in ("torch.bfloat16", "torch.float32"):
@@ -92,7 +112,7 @@ def runtime_config(config: Any, tp_size: int) -> RuntimeConfig:
 
     Each of the `tp_size` ranks of a TP group sends its part of the batch, with sequence parallelism or without.
     """
-    given = {name: value for name, value in options_of(config).items() if name != PLACEMENT}
+    given = {name: value for name, value in options_of(config).items() if name not in (PLACEMENT, STRICT)}
     most = max(
         config.scheduler_config.max_num_batched_tokens, *(config.compilation_config.cudagraph_capture_sizes or [0])
     )
@@ -102,13 +122,15 @@ def runtime_config(config: Any, tp_size: int) -> RuntimeConfig:
 def options_of(config: Any) -> dict[str, Any]:
     """Returns eprt's section of `--additional-config`. Raises ConfigError for names that it hasn't got."""
     given: Any = (config.additional_config or {}).get(OPTIONS, {})
-    allowed = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "rank_mask", "on_rank_lost"}
-    found = sorted(set(given) - {*allowed, PLACEMENT}) if isinstance(given, dict) else given
+    allowed = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "on_rank_lost"}
+    found = sorted(set(given) - {*allowed, PLACEMENT, STRICT}) if isinstance(given, dict) else given
     if found or not isinstance(given, dict):
         raise ConfigError(
-            f"--additional-config {OPTIONS}: {found}; expected {PLACEMENT}, or fields of RuntimeConfig: "
+            f"--additional-config {OPTIONS}: {found}; expected {PLACEMENT}, {STRICT}, or fields of RuntimeConfig: "
             f"{sorted(allowed)}"
         )
+    if not isinstance(strict := given.get(STRICT, False), bool):
+        raise ConfigError(f"--additional-config {OPTIONS}.{STRICT}: {strict!r}: expected true or false")
     return given
 
 

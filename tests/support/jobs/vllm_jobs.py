@@ -70,7 +70,7 @@ def two_layers(context: Any) -> dict[str, Any]:
         found["left_in_vllm"] = sum(p.numel() for layer in layers for p in layer.parameters())
         found["cold"] = len(vllm.state.cold)
         found["outputs"] = [applied(layer, context.rank) for layer in layers]
-        found["warm"] = (len(vllm.state.cold), vllm.state.worlds[False].warm)
+        found["warm"] = (len(vllm.state.cold), vllm.state.worlds["same tokens"].warm)
         vllm.context.is_padding = torch.arange(16) >= 1  # all but the first row
         found["padded"] = applied(layers[0], context.rank)
         vllm.context.is_padding = None
@@ -82,8 +82,27 @@ def two_layers(context: Any) -> dict[str, Any]:
         # vLLM's own: it chooses a kernel, which this machine doesn't have.
         found["left"] = message(lambda: made(vllm, context, "layers.3", stand_in.AutoGPTQMoEMethod))
         found["reasons"] = {reason: list(names) for reason, names in vllm.state.fallbacks.items()}
-        found["no_ep"] = message(lambda: made(vllm, context, "layers.4", use_ep=False))
     return found
+
+
+def tensor_parallel(context: Any) -> dict[str, Any]:
+    """Without expert parallelism: this rank's rows of every expert, the same tokens on each rank, partial outputs."""
+    context.world()
+    with stand_in.installed(config(), TOKENS) as vllm, torch.inference_mode():
+        up, down = experts(0)
+        part = slice(context.rank * I // context.size, (context.rank + 1) * I // context.size)
+        mine = torch.cat([half[:, part] for half in up.chunk(2, dim=1)], dim=1), down[:, :, part]
+        described = stand_in.moe_config(E, K, H, I, context.size, use_ep=False)
+        named = dict(zip(("w13_weight", "w2_weight"), mine, strict=True))
+        layer = vllm.routed("layers.0", described, "silu", named, stand_in.UnquantizedFusedMoEMethod)
+        layer.quant_method.process_weights_after_loading(layer)
+        vllm.context.dp_metadata = None
+        return {
+            "output": applied(layer, 0),
+            "reduced": layer.quant_method.moe_kernel.output_is_reduced(),
+            "line": describe(vllm.state.bindings, 1),
+            "ranks": [world.size for world in vllm.state.worlds.values()],
+        }
 
 
 def placed(context: Any, path: str) -> dict[str, Any]:
@@ -125,10 +144,14 @@ def spread_experts(context: Any, weight_format: WeightFormat) -> list[str]:
     return [name for name, mine, theirs in pairs if not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))]
 
 
-def refused(context: Any) -> str:
+def left(context: Any, strict: bool, unfit: str = "") -> tuple[str, dict[str, list[str]]]:
+    """What making a layer comes to under a flag that eprt can't follow, or in a vLLM that it doesn't fit, and the
+    reasons that were noted."""
     context.world()
-    with stand_in.installed(config(parallel_config__enable_eplb=True), TOKENS) as vllm:
-        return message(lambda: made(vllm, context, "layers.0"))
+    options = {"eprt": {"strict": True}} if strict else {}
+    host = config(parallel_config__enable_eplb=not unfit, additional_config=options)
+    with stand_in.installed(host, TOKENS, unfit) as vllm:
+        return message(lambda: made(vllm, context, "layers.0")), vllm.state.fallbacks
 
 
 def message(call: Any) -> str:

@@ -106,31 +106,36 @@ def host(**changes: Any) -> Any:
 
 
 def moe_config(num_experts: int, top_k: int, hidden: int, intermediate: int, ranks: int, *, use_ep: bool = True) -> Any:
+    """A FusedMoEConfig; without expert parallelism each of the ranks has its part of `intermediate`."""
+    tp_size = 1 if use_ep else ranks
     return SimpleNamespace(
         num_experts=num_experts,
         num_logical_experts=num_experts,
-        ep_size=ranks,
+        ep_size=ranks if use_ep else 1,
+        tp_size=tp_size,
         sp_size=1,
         is_sequence_parallel=False,
         experts_per_token=top_k,
         hidden_dim=hidden,
-        intermediate_size_per_partition=intermediate,
+        intermediate_size_per_partition=intermediate // tp_size,
         has_bias=False,
         in_dtype=torch.bfloat16,
         skip_final_all_reduce=False,
-        moe_parallel_config=SimpleNamespace(use_ep=use_ep),
+        moe_parallel_config=SimpleNamespace(use_ep=use_ep, dp_size=ranks if use_ep else 1),
     )
 
 
 @contextmanager
-def installed(config: Any, tokens: list[int]) -> Iterator[SimpleNamespace]:
+def installed(config: Any, tokens: list[int], unfit: str = "") -> Iterator[SimpleNamespace]:
     """vLLM's modules, and the plugin in them; `tokens` are those of each DP rank. Yields the forward context."""
     from eprt.integrations.vllm import method
     from eprt.integrations.vllm.state import PluginState
 
     context = SimpleNamespace(dp_metadata=None, is_padding=None)
     context.dp_metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens, dtype=torch.int32))
-    group = SimpleNamespace(device=torch.device("cpu"), cpu_group=dist.group.WORLD, device_group=None)
+    group = SimpleNamespace(
+        device=torch.device("cpu"), cpu_group=dist.group.WORLD, device_group=None, rank_in_group=dist.get_rank()
+    )
     routed = type("RoutedExperts", (RoutedExperts,), {})  # patched here, so fresh each time
     modules: dict[str, dict[str, Any]] = {
         _LAYERS + "fused_moe.routed_experts": {"RoutedExperts": routed},
@@ -151,7 +156,7 @@ def installed(config: Any, tokens: list[int]) -> Iterator[SimpleNamespace]:
         parts = path.split(".")
         for n in range(1, len(parts)):
             made.setdefault(".".join(parts[:n]), ModuleType(".".join(parts[:n])))
-    state = PluginState()
+    state = PluginState(unfit=unfit)
     with mock.patch.dict(sys.modules, made):
         method.install(state)
         method.install()  # vLLM may load plugins twice
