@@ -65,9 +65,14 @@ def check(found, name: str) -> None:
     assert len({token for rank in expected(name) for row in rank for token in row}) > 4, "tokens that tell nothing"
 
 
-def run(pools, name: str, way: str, **sizes):
-    arguments = {"folder": saved(name), "prompts": PROMPTS, "dtype": torch.float32, "options": OPTIONS}
-    return pools(4).run(jobs.continue_prompts, way=way, **arguments, **sizes)
+def run(pools, name: str, way: str, prompts=PROMPTS, size: int = 4, options: dict | None = None, **more):
+    arguments = {
+        "folder": saved(name),
+        "prompts": prompts,
+        "dtype": torch.float32,
+        "options": OPTIONS | (options or {}),
+    }
+    return pools(size).run(jobs.continue_prompts, way=way, **arguments, **more)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name in FAMILIES])
@@ -92,9 +97,7 @@ def test_a_tensor_parallel_group_shares_its_batch(pools) -> None:
     """Two groups of two ranks; each rank sends its slice of what its group holds. The second group has no prompt."""
     name = "qwen3_moe"
     _require_registry(name)
-    shared = [PROMPTS[0], PROMPTS[0], [], []]
-    arguments = {"folder": saved(name), "prompts": shared, "dtype": torch.float32, "options": OPTIONS}
-    found = pools(4).run(jobs.continue_prompts, way="expert_parallel", tp_size=2, fsdp_size=2, **arguments)
+    found = run(pools, name, "expert_parallel", [PROMPTS[0], PROMPTS[0], [], []], tp_size=2, fsdp_size=2)
     assert [tokens for tokens, _ in found] == [expected(name)[0], expected(name)[0], [], []]
 
 
@@ -103,9 +106,7 @@ def test_ranks_that_end_at_any_time(pools) -> None:
     name = "qwen3_moe"
     rows = [row for rank in expected(name) for row in rank]
     end = rows[0][2]
-    options = OPTIONS | {"eos_token_id": end}
-    arguments = {"folder": saved(name), "prompts": PROMPTS, "dtype": torch.float32, "options": options}
-    found = pools(4).run(jobs.continue_prompts, way="parallelized", **arguments)
+    found = run(pools, name, "parallelized", options={"eos_token_id": end})
     for (tokens, streamed), wanted in zip(found, expected(name), strict=True):
         cut = [row[: row.index(end) + 1] if end in row else row for row in wanted]
         assert tokens == cut
@@ -114,9 +115,8 @@ def test_ranks_that_end_at_any_time(pools) -> None:
 
 
 def test_sampled_tokens_differ_by_seed_alone(pools) -> None:
-    options = OPTIONS | {"do_sample": True, "temperature": 2.0}
-    arguments = {"folder": saved("qwen3_moe"), "prompts": [[[5, 6]]] * 4, "dtype": torch.float32, "options": options}
-    first, again = (pools(4).run(jobs.continue_prompts, way="parallelized", **arguments) for _ in range(2))
+    options = {"do_sample": True, "temperature": 2.0}
+    first, again = (run(pools, "qwen3_moe", "parallelized", [[[5, 6]]] * 4, options=options) for _ in range(2))
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again]
     assert len({tuple(tokens[0]) for tokens, _ in first}) > 1, "ranks are seeded apart"
 
@@ -134,9 +134,14 @@ def _require_registry(name: str) -> None:
 # ---- decode steps from graphs: all but the capture, which tests/gpu/test_decode_graphs.py has ------
 
 
-def replay(pools, name: str, **more):
-    arguments = {"folder": saved(name), "prompts": PROMPTS, "dtype": torch.float32, "options": OPTIONS} | more
-    return pools(4).run(jobs.replayed_and_eager, **arguments)
+def replay(pools, name: str, options: dict | None = None, **more):
+    arguments = {
+        "folder": saved(name),
+        "prompts": PROMPTS,
+        "dtype": torch.float32,
+        "options": OPTIONS | (options or {}),
+    }
+    return pools(4).run(jobs.replayed_and_eager, **arguments, **more)
 
 
 # Of each rank, [sequences, tokens] of each forward of its host, at most two prompts at once. The prompts of the first
@@ -171,10 +176,8 @@ def test_the_registered_implementation_takes_graphs_where_it_can(pools, size: in
     name = "qwen3_moe"
     _require_registry(name)
     numbers = range(size) if "fsdp_size" in sizes else [0] * size
-    arguments = {"folder": saved(name), "dtype": torch.float32, "options": OPTIONS | {"graphs": True}}
-    arguments["replays"] = "tp_size" in sizes
-    prompts = [PROMPTS[number] for number in numbers]
-    found = pools(size).run(jobs.continue_prompts, way="expert_parallel", prompts=prompts, **arguments, **sizes)
+    prompts, graphs = [PROMPTS[number] for number in numbers], {"graphs": True}
+    found = run(pools, name, "expert_parallel", prompts, size, graphs, replays="tp_size" in sizes, **sizes)
     assert [tokens for tokens, _ in found] == [expected(name)[number] for number in numbers]
 
 
@@ -184,9 +187,8 @@ def test_graphs_of_other_sizes_and_ends_at_any_time(pools) -> None:
     name = "qwen3_moe"
     end = expected(name)[0][0][2]
     cut = [[row[: row.index(end) + 1] if end in row else row for row in rows] for rows in expected(name)]
-    options = OPTIONS | {"eos_token_id": end}
     for graphs, rows in (((4,), {2, 4}), ((1,), {1, 2})):
-        found = replay(pools, name, graphs=graphs, options=options)
+        found = replay(pools, name, {"eos_token_id": end}, graphs=graphs)
         assert [each["replayed"][0]["tokens"] for each in found] == cut
         steps = {rows for rows, tokens in found[2]["replayed"][0]["forwards"] if tokens == 1}
         assert steps == rows
@@ -200,7 +202,7 @@ def test_graphs_of_other_sizes_and_ends_at_any_time(pools) -> None:
     ],
 )
 def test_what_has_no_graphs_runs_without_and_says_why(pools, name: str, options: dict, reason: str) -> None:
-    for rank, found in enumerate(replay(pools, name, options=OPTIONS | options)):
+    for rank, found in enumerate(replay(pools, name, options)):
         assert found["replayed"][0]["tokens"] == expected(name)[rank]
         assert found["warned"] == [f"generate(graphs=...) runs without graphs: {reason}"]
         assert found["buckets"] == []

@@ -133,7 +133,7 @@ def worker(rank, port, end):
         Finalize(None, lambda: sys.stdout.write(f"{time.monotonic() - ended}"), exitpriority=0)
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     workers = [context.Process(target=worker, args=(rank, *sys.argv[1:])) for rank in range(2)]
     for each in workers:
         each.start()
