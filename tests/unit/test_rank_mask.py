@@ -59,30 +59,6 @@ def test_the_library_s_mask_says_1_for_left_out_where_ours_says_false(fabric):
     assert run_ranks(job) == [masked, masked, whole, masked]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_after_a_shrink_the_ranks_that_are_left_go_on_and_agree_on_r(fabric, name):
-    """Rank 2 is lost between two steps, then rank 0."""
-
-    def job(world):
-        dispatcher = make(name, world, fabric)
-        dispatcher.warmup()
-        problems = jobs.exchange(dispatcher, 0, None)
-        open_call = dispatcher.dispatch(*_tokens(world), 5)
-        for lost in (2, 0):
-            if world.rank == lost:
-                return problems  # makes no more calls: nobody may wait for this thread
-            world.shrink([lost])
-            problems += (
-                jobs.exchange(dispatcher, 2, 17) + jobs.exchange(dispatcher, 3, 24) + jobs.exchange(dispatcher, 4, 13)
-            )
-        with pytest.raises(UsageError, match="a step that was discarded"):
-            dispatcher.combine(open_call.tokens.hidden.data, open_call.handle)
-        open_call.handle.close()
-        return problems + jobs.exchange(dispatcher, 5, 17)
-
-    assert run_ranks(job) == [[]] * SIZE
-
-
 def test_a_deepep_buffer_without_a_mask_cannot_go_on(fabric):
     def job(world):
         dispatcher = make("deepep", world, fabric, on_rank_lost="restart")

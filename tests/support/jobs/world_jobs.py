@@ -65,10 +65,8 @@ def _leave_quietly(world: World) -> None:
 
 FAULTS = {
     "killed": lambda world: os.kill(os.getpid(), signal.SIGKILL),
-    "stopped": lambda world: os.kill(os.getpid(), signal.SIGSTOP),
     "raises": _raise,
     "leaves": _leave_quietly,
-    "sleeps": lambda world: time.sleep(30),
 }
 
 
