@@ -14,9 +14,7 @@ import torch
 
 import eprt.dispatch.call as checks
 from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
-from eprt.dispatch.buffers import InFlightBuffers
-from eprt.dispatch.call import Capacity, Dispatched, Handle
-from eprt.dispatch.lost_experts import LostExperts
+from eprt.dispatch.call import Capacity, Dispatched, Handle, LostExperts
 from eprt.dispatch.spec import DispatcherSpec
 from eprt.errors import ConfigError, EprtError, UsageError
 from eprt.placement import ExpertPlacement
@@ -113,9 +111,12 @@ class Dispatcher(ABC):
         """Returns the memory into which the executor may write so that combine needs no copy, or None."""
         return None
 
-    def _in_flight(self) -> InFlightBuffers | None:
-        """The buffers of its shared memory that its calls take, also where another dispatcher of equal geometry made
-        that memory; None if there is none, or none yet."""
+    def _shared(self) -> object | None:
+        """Returns the memory whose buffers its calls take, whichever dispatcher of equal geometry made it; None before
+        that, and without one."""
+
+    def _require_buffer(self) -> None:
+        """Raises UsageError if that memory has no free buffer."""
 
     def _wait(self, handle: Handle) -> None:
         """Receives what a deferred dispatch only asked for. Dispatchers that can't defer have received it already."""
@@ -192,8 +193,7 @@ class Dispatcher(ABC):
             checks.check_rows(tokens_per_rank, self.capacity, capturing and self.world.size > 1, cut)
             if not capturing:
                 checks.check_values(topk, self.config, self.world.device, self.full_validation)
-            if (buffers := self._in_flight()) is not None:
-                buffers.require_free()
+            self._require_buffer()
             if step is not None:
                 size = self.world.parallel.attention_tp_size
                 checks.check_said(step, self.world.rank, size, hidden_states.shape[0], group_tokens)

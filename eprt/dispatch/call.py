@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from eprt.config import MoEConfig, RuntimeConfig
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CapacityError, InputError, UsageError
+from eprt.placement import whole_ep_ranks
 from eprt.tokens import ExpertMajorTokens, FlatTokens, RouterLogits, TopK
 
 if TYPE_CHECKING:
@@ -100,6 +101,37 @@ class Dispatched:
 
     tokens: FlatTokens | ExpertMajorTokens
     handle: Handle
+
+
+class LostExperts:
+    """The physical expert slots on ranks that the World goes on without: tokens do without them.
+
+    Args:
+        alive: [W]
+        num_experts: E slots, EP rank by EP rank. One whose MoE-TP ranks aren't all there is lost as a whole.
+        renormalize: scale a token's other weights to the sum that all of them had.
+    """
+
+    def __init__(
+        self,
+        alive: tuple[bool, ...],
+        parallel: ParallelConfig,
+        num_experts: int,
+        device: torch.device,
+        renormalize: bool,
+    ) -> None:
+        each = num_experts // parallel.ep_size
+        gone = [not whole for whole in whole_ep_ranks(alive, parallel) for _ in range(each)]
+        self._gone = torch.tensor([*gone, False], device=device)
+        self._none, self._renormalize = num_experts, renormalize
+
+    def left_out(self, topk: TopK) -> TopK:
+        """Returns [T, K] whose entries of lost slots name no expert. No host sync."""
+        ids = torch.where(self._gone[topk.ids.long().clamp(0, self._none)], self._none, topk.ids)
+        if not self._renormalize:
+            return TopK(ids, topk.weights)
+        had, has = (topk.weights.masked_fill(i == self._none, 0).sum(1, keepdim=True) for i in (topk.ids, ids))
+        return TopK(ids, topk.weights * torch.where(has == 0, 1.0, had / has))
 
 
 def require_agreed(tokens_per_rank: object) -> int:

@@ -9,13 +9,73 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 import torch
 
 from eprt.dispatch.base import Dispatcher
-from eprt.dispatch.buffers import InFlightBuffers
 from eprt.dispatch.call import KNOB, CallState, Handle
 from eprt.errors import CapacityError, ConfigError, RankLost, UsageError, WorldMismatch
-from eprt.support import Device
+from eprt.support import Device, stream_number
 
 if TYPE_CHECKING:
     from eprt.world import World
+
+
+class InFlightBuffers:
+    """Parts of a buffer that serve one dispatch/combine pair each. The lowest free one is next, hence the same one on
+    ranks that make the same calls.
+
+    Args:
+        count, what: how many, and whose they are.
+        device: where the buffer is, whose streams use it.
+    """
+
+    def __init__(self, count: int, what: str, device: torch.device) -> None:
+        self.count = count
+        self._what = what
+        self._device = device
+        self._free = set(range(count))
+        self._on_gpu = device.type == "cuda"
+        self._last_stream: dict[int, tuple[int, torch.cuda.Stream]] = {}  # with its number, which is asked for faster
+
+    def require_free(self) -> None:
+        """Raises UsageError if every buffer is in use."""
+        if not self._free:
+            raise UsageError(
+                f"{self._what}: {self.count} dispatches of this geometry are open, which is the limit: combine or "
+                "close one before the next dispatch"
+            )
+
+    def acquire(self) -> int:
+        """Raises UsageError if every buffer is in use."""
+        self.require_free()
+        index = min(self._free)
+        last = self._last_stream.get(index)
+        if last is not None and last[0] != stream_number(self._device):
+            self._follow(last[1])
+        self._free.remove(index)
+        return index
+
+    def reset(self) -> None:
+        """Frees all: the calls that hold them were given up."""
+        self._free = set(range(self.count))
+        self._last_stream.clear()
+
+    def release(self, index: int) -> None:
+        if self._on_gpu:
+            last = self._last_stream.get(index)
+            if last is None or last[0] != stream_number(self._device):
+                stream = torch.cuda.current_stream(self._device)
+                self._last_stream[index] = stream.cuda_stream, stream
+        self._free.add(index)
+
+    def _follow(self, last: torch.cuda.Stream) -> None:
+        """Makes reuse follow stream order: waits for work of another stream, unless exactly one of the two is being
+        captured: then the order of replay and eager calls is the caller's."""
+        current = torch.cuda.current_stream(self._device)
+        if _captures(last) == _captures(current):
+            current.wait_stream(last)
+
+
+def _captures(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Geometry(Protocol):
@@ -107,9 +167,12 @@ class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
         require_allocatable(self.world, self._geometry.num_bytes, self.memory_name)
         return self._allocate()
 
-    def _in_flight(self) -> InFlightBuffers | None:
-        memory: M | None = self._memory or self.world.held(self._key)
-        return None if memory is None else memory.in_flight
+    def _shared(self) -> M | None:
+        return self._memory or self.world.held(self._key)
+
+    def _require_buffer(self) -> None:
+        if (memory := self._memory or self._shared()) is not None:
+            memory.in_flight.require_free()
 
     def _release(self, handle: Handle) -> None:
         """The peers' combine waits for this rank, so a handle that is dropped still sends, unless some of them are

@@ -162,7 +162,7 @@ class PeerWatch:
         self._world.raise_if_lost()
         seen: set[int] = set()
         for dispatcher in self._all:  # those that share memory know the same
-            if (memory := id(dispatcher._in_flight())) not in seen:
+            if (memory := id(dispatcher._shared())) not in seen:
                 seen.add(memory)
                 dispatcher.check_peers()
 

@@ -12,8 +12,7 @@ from eprt.config import MoEConfig
 from eprt.dispatch import Dispatcher
 from eprt.dispatch.call import KNOB, require_agreed
 from eprt.errors import CapacityError, InputError, UsageError
-from eprt.load import ExpertLoad
-from eprt.placement import ExpertPlacement, SlotTable
+from eprt.placement import ExpertLoad, ExpertPlacement, SlotTable
 from eprt.rounding import ceil_div
 from eprt.tokens import RouterLogits, TopK
 from eprt.world import World

@@ -209,15 +209,52 @@ class SlotTable:
 
         Ids outside [0, E] count as "no expert": who wants an error checks them before. On CUDA one small kernel."""
         if ids.is_cuda:
-            from eprt.placement import slots_triton
+            from eprt.placement import ids_triton
 
-            return slots_triton.slots_of(ids, self._slots, self._replicas, self._first)
+            return ids_triton.slots_of(ids, self._slots, self._replicas, self._first)
         outside = (ids < 0) | (ids > self._num_experts)
         ids = torch.where(outside, self._num_experts, ids).long()
         if self._slots.shape[1] == 1:
             return self._slots[:, 0][ids]
         turn = torch.arange(ids.shape[0], device=ids.device) + self._first
         return self._slots[ids, turn[:, None] % self._replicas[ids]]
+
+
+class ExpertLoad:
+    """Counts how often each expert of one layer is chosen on one rank. No host sync and static shapes: a captured graph
+    counts at each replay.
+
+    On CUDA one small kernel a call: 4 bytes read for each (token, slot), a histogram in each block of 1024 of them,
+    then one atomic addition for each expert that the block met.
+
+    Args:
+        num_experts: E, logical experts.
+        device: where the ids are.
+    """
+
+    def __init__(self, num_experts: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self._counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def add(self, ids: torch.Tensor) -> None:
+        """Count [T, K] int32 ids; what lies outside [0, E) isn't one of an expert."""
+        if ids.is_cuda:
+            from eprt.placement import ids_triton
+
+            ids_triton.count_ids(ids, self._counts)
+            return
+        E = self._counts.numel()
+        known = torch.where((ids < 0) | (ids > E), E, ids).flatten()
+        self._counts += torch.bincount(known, minlength=E + 1)[:E]
+
+    def read(self) -> torch.Tensor:
+        """[E] int64 on the device, a copy."""
+        return self._counts.clone()
+
+    def reset(self) -> None:
+        """Begin at zero again; captured graphs go on counting into the same memory."""
+        self._counts.zero_()
 
 
 def _contiguous(num_experts: int, ranks: int) -> tuple[int, ...]:
@@ -249,8 +286,13 @@ def chosen_slots(placement: ExpertPlacement, replicas: tuple[tuple[int, ...], ..
     return tuple((chosen[expert],) for expert in range(placement.num_experts))
 
 
+def whole_ep_ranks(alive: tuple[bool, ...], parallel: ParallelConfig) -> list[bool]:
+    """Returns [ep_size] whether all ranks that share an EP rank's experts are left; `alive` is [W]."""
+    size = parallel.moe_tp_size
+    return [all(alive[first : first + size]) for first in range(0, len(alive), size)]
+
+
 def _left(placement: ExpertPlacement, alive: tuple[bool, ...]) -> tuple[tuple[int, ...], ...]:
     """[E] each expert's slots on ranks that are left; all of them where none is."""
-    tp, L = placement.parallel.moe_tp_size, placement.num_local_experts
-    whole = [all(alive[first : first + tp]) for first in range(0, len(alive), tp)]
+    whole, L = whole_ep_ranks(alive, placement.parallel), placement.num_local_experts
     return tuple(tuple(s for s in slots if whole[s // L]) or slots for slots in placement.replicas)

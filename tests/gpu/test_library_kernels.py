@@ -6,8 +6,7 @@ import pytest
 import torch
 from support.stand_ins.kernel_device import DEVICE, INTERPRETED, generator, runs_kernels, sized
 
-from eprt.dispatch.deepep.pack_triton import pack_tokens
-from eprt.dispatch.flashinfer.ids_triton import mask_foreign_ids
+from eprt.dispatch.library_triton import mask_foreign_ids, pack_tokens
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 

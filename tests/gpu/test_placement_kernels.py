@@ -1,4 +1,4 @@
-"""The kernel that makes ids of experts ids of slots, on one device, against torch's own way on the CPU."""
+"""The kernels that make ids of experts ids of slots, and count them, on one device, against torch on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, syn
 
 from eprt.config import ParallelConfig
 from eprt.placement import EMPTY, ExpertPlacement, SlotTable
-from eprt.placement.slots_triton import slots_of
+from eprt.placement.ids_triton import count_ids, slots_of
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
@@ -109,3 +109,25 @@ def test_a_captured_graph_follows_the_table(one_replica):
             table.follow((True, True, True, seed != 1))
         graph.replay()
         assert torch.equal(found.cpu(), torchs.slots_of(ids))
+
+
+@pytest.mark.parametrize("E", [1, 8, 127, 128, 384])
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (7, 4), (600, 8)])
+def test_every_id_of_an_expert_counts_once(E, shape):
+    draw = torch.Generator().manual_seed(E)
+    ids = torch.randint(-2, E + 3, shape, generator=draw).to(torch.int32)
+    before = torch.randint(1 << 40, (E,), generator=draw)
+    counts = before.to(DEVICE, copy=True)
+    for times in (1, 2):
+        count_ids(ids.to(DEVICE), counts)
+        synchronize()
+        expected = before + times * (ids.flatten()[:, None] == torch.arange(E)).sum(0)
+        assert torch.equal(counts.cpu(), expected)
+
+
+def test_a_view_is_read_as_it_looks():
+    ids = torch.arange(12, dtype=torch.int32, device=DEVICE).view(3, 4)[:, :2]
+    counts = torch.zeros(12, dtype=torch.int64, device=DEVICE)
+    count_ids(ids, counts)
+    synchronize()
+    assert counts.tolist() == [1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0]

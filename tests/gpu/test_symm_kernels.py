@@ -22,7 +22,7 @@ import torch
 from support.stand_ins.kernel_device import DEVICE, INTERPRETED, cuda_only, runs_kernels, sized
 
 from eprt.config import ParallelConfig
-from eprt.dispatch.lost_experts import LostExperts
+from eprt.dispatch.call import LostExperts
 from eprt.dispatch.symm.launch import TUNING, Launcher
 from eprt.dispatch.symm.memory import SymmetricMemory, SymmGeometry
 from eprt.errors import RankLost, UsageError, WorldMismatch

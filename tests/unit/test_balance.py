@@ -18,8 +18,7 @@ from eprt.cli import main
 from eprt.config import Activation, MoEConfig, ParallelConfig
 from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import ConfigError
-from eprt.load import ExpertLoad
-from eprt.placement import EMPTY, ExpertPlacement
+from eprt.placement import EMPTY, ExpertLoad, ExpertPlacement
 from eprt.placement.file import PlacementFile
 from eprt.support import Device
 

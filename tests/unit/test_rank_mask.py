@@ -16,9 +16,9 @@ from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import CASES, make_batches
 from eprt.dispatch import DISPATCHERS, Dispatcher, dispatcher_spec
+from eprt.dispatch.call import LostExperts
 from eprt.dispatch.deepep import DeepEPDispatcher
 from eprt.dispatch.flashinfer import FlashInferDispatcher
-from eprt.dispatch.lost_experts import LostExperts
 from eprt.errors import RankLost, UsageError
 from eprt.plan import make_plan
 from eprt.support import Device

@@ -76,11 +76,11 @@ class FlashInferDispatcher(SharedMemoryDispatcher[FlashInferGeometry, Workspace]
         handle.state = BufferCall(index)
         received = memory.dispatch(index, ids, [sent[name] for name in order], handle.tokens_per_rank, E)
         found = dict(zip(order, received, strict=True))
-        from eprt.dispatch.flashinfer import ids_triton
+        from eprt.dispatch import library_triton
 
         counts = memory.views(index, handle.tokens_per_rank).counts
         first, end = self.shard.first_expert, self.shard.end_expert
-        ids_triton.mask_foreign_ids(found["ids"], counts, first, end, E, pdl=self._device.sm >= 90)
+        library_triton.mask_foreign_ids(found["ids"], counts, first, end, E, pdl=self._device.sm >= 90)
         rows = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
         scale = None if hidden.scale is None else rows["scale"].view(hidden.scale.dtype)
         payload = Payload(rows["data"].view(hidden.data.dtype), hidden.format, scale, hidden.global_scale)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eprt.dispatch.buffers import InFlightBuffers
+from eprt.dispatch.shared_memory import InFlightBuffers
 from eprt.errors import ConfigError
 from eprt.rounding import round_up
 from eprt.world.wire import gather_values

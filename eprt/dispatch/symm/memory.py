@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from eprt.config import MoEConfig, PayloadFormat, RuntimeConfig
-from eprt.dispatch.buffers import InFlightBuffers
+from eprt.dispatch.shared_memory import InFlightBuffers
 from eprt.dispatch.spec import SYMM_MAX_RANKS, SYMM_R_BITS
 from eprt.errors import ConfigError, RankLost, WorldMismatch
 from eprt.rounding import round_up

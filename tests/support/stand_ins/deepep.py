@@ -12,6 +12,7 @@ import eprt.dispatch
 from eprt.dispatch import DISPATCHERS, deepep
 from eprt.dispatch.deepep import DeepEPDispatcher
 from eprt.quant import encode_payload
+from support.stand_ins import library_kernels
 
 CAPACITY = 24
 
@@ -152,18 +153,11 @@ class FakeBuffer:
         self.destroyed = True
 
 
-def pack_tokens(x, ids, width, num_experts):
-    rows = torch.zeros(x.shape[0], width, dtype=x.dtype)
-    rows[:, : x.shape[1]] = x
-    return rows, torch.where(ids < num_experts, ids, -1).long()
-
-
 def install(monkeypatch) -> None:
     """In place of the library and of our kernels around it, for the rest of a test."""
     library = SimpleNamespace(Buffer=FakeBuffer, topk_idx_t=torch.int64)
-    kernels = SimpleNamespace(pack_tokens=pack_tokens)
     monkeypatch.setattr(deepep, "load_library", lambda: library)
-    monkeypatch.setattr(eprt.dispatch.deepep, "pack_triton", kernels, raising=False)
+    monkeypatch.setattr(eprt.dispatch, "library_triton", library_kernels, raising=False)
     monkeypatch.delenv(deepep.QP_DEPTH_VARIABLE, raising=False)
     spec = replace(DISPATCHERS["deepep"], devices=("cpu",), requirement=None)
     monkeypatch.setattr(DeepEPDispatcher, "spec", spec, raising=False)

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 
@@ -23,6 +22,7 @@ from eprt.dispatch.flashinfer import FlashInferDispatcher
 from eprt.dispatch.flashinfer import workspace as flashinfer_workspace
 from eprt.errors import UsageError
 from eprt.world.resources import SharedResources
+from support.stand_ins import library_kernels
 
 SIZE = 4
 TOP_K_SWITCH = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
@@ -243,12 +243,6 @@ class FakeWorld:
         return self._shared._held
 
 
-def mask_foreign_ids(ids, counts, first, end, num_experts, pdl):
-    for source, count in enumerate(counts.tolist()):
-        ids[source, count:] = num_experts
-    ids[(ids < first) | (ids >= end)] = num_experts
-
-
 def run_ranks(function: Callable[[FakeWorld], object], size: int = SIZE) -> list:
     meet, board = threading.Barrier(size, timeout=20), [None] * size
     with ThreadPoolExecutor(size) as pool:
@@ -260,8 +254,7 @@ def install(monkeypatch, size: int = SIZE) -> FakeLibrary:
     fake = FakeLibrary(size)
     monkeypatch.setattr(flashinfer_workspace, "load_library", lambda: fake)
     monkeypatch.setattr(flashinfer_workspace, "_map_memory", fake.map_memory)
-    ids = SimpleNamespace(mask_foreign_ids=mask_foreign_ids)
-    monkeypatch.setattr(eprt.dispatch.flashinfer, "ids_triton", ids, raising=False)
+    monkeypatch.setattr(eprt.dispatch, "library_triton", library_kernels, raising=False)
     spec = replace(DISPATCHERS["flashinfer"], devices=("cpu",), requirement=None)
     monkeypatch.setattr(FlashInferDispatcher, "spec", spec, raising=False)
     return fake

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from eprt import expert_major
-from eprt.dispatch.buffers import InFlightBuffers
 from eprt.dispatch.call import Handle
-from eprt.dispatch.shared_memory import BufferCall, SharedMemoryDispatcher
+from eprt.dispatch.shared_memory import BufferCall, InFlightBuffers, SharedMemoryDispatcher
 from eprt.dispatch.spec import DEEPEP_MAX_TOKENS
 from eprt.errors import ConfigError, RankLost, UsageError
 from eprt.rounding import ceil_div, round_up
@@ -202,9 +201,9 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
         self.check_peers()
         memory = self._ensure_memory()
         H, width = self.config.hidden_size, self._geometry.hidden_size
-        from eprt.dispatch.deepep import pack_triton
+        from eprt.dispatch import library_triton
 
-        x, ids = pack_triton.pack_tokens(hidden.data, topk.ids, width, self.config.num_experts)
+        x, ids = library_triton.pack_tokens(hidden.data, topk.ids, width, self.config.num_experts)
         ids = ids.to(memory.library.topk_idx_t)
         packed = self.runtime.payload == "fp8_block"
         index = memory.in_flight.acquire()
