@@ -6,7 +6,7 @@ Expert-major tokens are the masked layout of DeepGEMM and DeepEP: [L, M, ...], o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -95,11 +95,7 @@ def expert_major_from_flat(
         as_bytes(slab).index_copy_(0, target, as_bytes(tensor).index_select(0, source))
         return slab[:-1].view(num_local, rows_per_expert, *tensor.shape[1:])
 
-    hidden = replace(
-        flat.hidden,
-        data=spread(flat.hidden.data),
-        scale=None if flat.hidden.scale is None else spread(flat.hidden.scale),
-    )
+    hidden = flat.hidden.mapped(spread)
     index = ExpertMajorIndex(slab_row.view(flat.ids.shape), flat.weights)
     return ExpertMajorTokens(hidden, order.offsets.diff().to(torch.int32)), index
 
@@ -128,10 +124,5 @@ def flat_from_expert_major(tokens: ExpertMajorTokens, shard: ExpertShard) -> Fla
     row = torch.arange(rows, device=tokens.counts.device)
     expert = torch.arange(num_local, device=tokens.counts.device, dtype=torch.int32) + shard.first_expert
     ids = torch.where(row[None, :] < tokens.counts[:, None], expert[:, None], shard.num_experts).to(torch.int32)
-    hidden = replace(
-        tokens.hidden,
-        data=tokens.hidden.data.flatten(0, 1),
-        scale=None if tokens.hidden.scale is None else tokens.hidden.scale.flatten(0, 1),
-    )
     weights = torch.ones(num_local * rows, 1, dtype=torch.float32, device=ids.device)
-    return FlatTokens(hidden, ids.view(-1, 1), weights, shard.num_experts)
+    return FlatTokens(tokens.hidden.mapped(lambda x: x.flatten(0, 1)), ids.view(-1, 1), weights, shard.num_experts)

@@ -14,7 +14,8 @@ So each reduction has exactly one owner. `check()` tests what the fields' text s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -160,6 +161,10 @@ class Payload:
     @property
     def hidden_size(self) -> int:
         return self.data.shape[-1] * PAYLOADS[self.format].packing
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Payload:
+        """Returns the payload with data and scale changed alike."""
+        return replace(self, data=change(self.data), scale=None if self.scale is None else change(self.scale))
 
     def check(self) -> None:
         """Raises InputError unless dtype and scale fit the format."""

@@ -53,6 +53,10 @@ class Dispatcher(ABC):
     """
 
     spec: ClassVar[DispatcherSpec]
+    closed = False
+    _calls = 0
+    _generation: int | None = None  # of the World when it made its last call
+    _lost: LostExperts | None = None
 
     def __init__(
         self,
@@ -67,12 +71,7 @@ class Dispatcher(ABC):
         self.world, self.config, self.runtime, self.layer = world, config, runtime, layer
         self.token_format: TokenFormat = token_format or self.spec.formats[0]
         self._set_up()
-        self.placement = ExpertPlacement(config.num_experts, world.parallel)
-        if not self.placement.is_identity:
-            raise ConfigError(
-                f"{config.num_experts} experts don't divide over {world.parallel.ep_size} expert-parallel ranks: a "
-                "dispatcher counts slots, so give it ExpertPlacement.in_slots(config) and ids of slots (a layer does)"
-            )
+        self.placement = _placement_of_slots(config, world)
         self.shard = self.placement.shard(world.rank)
         self.capacity = Capacity(runtime.max_tokens_per_rank, self.bytes_per_token())
         packed = runtime.payload == "nvfp4"
@@ -80,12 +79,8 @@ class Dispatcher(ABC):
         self.settings = checks.settings_of(self.spec.name, world, config, runtime)
         self.fingerprint = fingerprint_of(self.settings)
         self.full_validation = runtime.validate == "full"
-        self.closed = False
         # The only dtype of tokens that it takes, and its name; empty: bf16 and float32.
         self.dtypes = () if "f32" in self.spec.payloads else ((torch.bfloat16, self.spec.name),)
-        self._calls = 0
-        self._generation: int | None = None  # of the World when it made its last call
-        self._lost: LostExperts | None = None
         self._open: WeakValueDictionary[int, Handle] = WeakValueDictionary()
 
     def _set_up(self) -> None:
@@ -93,7 +88,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens | ExpertMajorTokens:
-        """Moves payload; keeps what combine needs in `handle.state`. All checks are done, R is agreed."""
+        """Moves payload, and keeps what combine needs in `handle.state`. All checks are done, R is agreed."""
 
     @abstractmethod
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
@@ -175,32 +170,30 @@ class Dispatcher(ABC):
         cut: bool = False,
         checked: bool = False,
     ) -> int:
-        """The first half of `dispatch`: checks the call, and agrees on R with the peers. Moves nothing; `send` follows.
+        """Does the first half of `dispatch`: checks the call, and agrees on R with the peers. `send` is the second.
 
         Args:
             cut: an R over the capacity is returned, not refused: the caller sends in rounds, each agreed on by itself.
             checked: the caller has checked `hidden_states`; a layer does, before it routes them.
         """
+        world, capturing, error = self.world, self._capturing(), None
         self._require_world()
-        error = None
-        step = self.world.current_step if tokens_per_rank is None else None
+        step = world.current_step if tokens_per_rank is None else None
         if step is not None:
             tokens_per_rank = self._rows_of_step()
+        facts = self._calls, 0, tokens_per_rank, torch.bfloat16
         try:
             self._require_open()
-            only, capturing = None if checked else self.dtypes, self._capturing()
-            checks.check_call(hidden_states, topk, self.config, self.world.device, only)
-            checks.check_rows(tokens_per_rank, self.capacity, capturing and self.world.size > 1, cut)
+            checks.check_call(hidden_states, topk, self.config, world.device, None if checked else self.dtypes)
+            checks.check_rows(tokens_per_rank, self.capacity, capturing and world.size > 1, cut)
             if not capturing:
-                checks.check_values(topk, self.config, self.world.device, self.full_validation)
+                checks.check_values(topk, self.config, world.device, self.full_validation)
             self._require_buffer()
             if step is not None:
-                size = self.world.parallel.attention_tp_size
-                checks.check_said(step, self.world.rank, size, hidden_states.shape[0], group_tokens)
+                checks.check_said(step, world, hidden_states.shape[0], group_tokens)
+            facts = self._calls, hidden_states.shape[0], tokens_per_rank, hidden_states.dtype
         except EprtError as found:
             error = found
-        num_tokens, dtype = (0, torch.bfloat16) if error else (hidden_states.shape[0], hidden_states.dtype)
-        facts = self._calls, num_tokens, tokens_per_rank, dtype
         return self._compare("dispatch", facts, error, group_tokens, cut)
 
     def _compare(
@@ -229,7 +222,7 @@ class Dispatcher(ABC):
         return self.capacity.agree(exchange(self.world, header, error).tokens, given or 0, cut)
 
     def send(self, hidden_states: torch.Tensor, topk: TopK, rows: int, *, wait: bool = True) -> Dispatched:
-        """The second half of `dispatch`: sends the tokens that `agree` has checked.
+        """Does the second half of `dispatch`: sends the tokens that `agree` has checked.
 
         Args:
             hidden_states, topk: what `agree` checked, or the first rows of it where R was over the capacity.
@@ -266,23 +259,21 @@ class Dispatcher(ABC):
             InputError, WorldMismatch, RankLost: as in dispatch.
         """
         self._require_world()
-        error: EprtError | None = None
+        error, facts = None, (-1, 0, 1, torch.bfloat16)  # of a call that nobody makes
         try:
             self._require_open()
             checks.check_handle(handle, self, self.world.generation)
             checks.check_output(expert_output, handle.shape, self.world.device)
+            facts = handle.call, handle.num_tokens, handle.tokens_per_rank, expert_output.dtype
         except EprtError as found:
             if not self._open and not self.closed:  # no call of ours waits for this: no peer can be in a combine
                 raise
             error = found
-        facts = (-1, 0, 1, torch.bfloat16)  # of a call that nobody makes
-        if error is None:
-            facts = (handle.call, handle.num_tokens, handle.tokens_per_rank, expert_output.dtype)
         self._compare("combine", facts, error)
         return self.bring_back(expert_output, handle)
 
     def bring_back(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
-        """The second half of `combine`, without its checks and its agreement with the peers."""
+        """Does the second half of `combine`, without its checks and its agreement with the peers."""
         y = expert_output.detach() if expert_output.requires_grad else expert_output
         output = self._combine(y, handle)
         handle.status = "combined"
@@ -373,3 +364,14 @@ class Dispatcher(ABC):
         if self.runtime.payload is None:
             return Payload.plain(hidden_states)
         return encode_payload(hidden_states, self.runtime.payload, self.payload_scale)
+
+
+def _placement_of_slots(config: MoEConfig, world: World) -> ExpertPlacement:
+    """Returns the placement of `config.num_experts` slots. Raises ConfigError unless every rank holds equally many."""
+    placement = ExpertPlacement(config.num_experts, world.parallel)
+    if not placement.is_identity:
+        raise ConfigError(
+            f"{config.num_experts} experts don't divide over {world.parallel.ep_size} expert-parallel ranks: a "
+            "dispatcher counts slots, so give it ExpertPlacement.in_slots(config) and ids of slots (a layer does)"
+        )
+    return placement

@@ -17,7 +17,7 @@ import torch
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CapacityError, InputError, UsageError
 from eprt.placement import whole_ep_ranks
-from eprt.tokens import ExpertMajorTokens, FlatTokens, RouterLogits, TopK
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, RouterLogits, TopK
 
 if TYPE_CHECKING:
     from eprt.world import World
@@ -28,7 +28,7 @@ MOST_TOKENS = (1 << 31) - 1
 
 
 class CallState:
-    """What a dispatcher's combine needs of its dispatch: each dispatcher has its own subclass."""
+    """Holds what a dispatcher's combine needs of its dispatch: each dispatcher has its own subclass."""
 
 
 S = TypeVar("S", bound=CallState)
@@ -42,6 +42,12 @@ class Traffic:
     rows_received: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+
+    @classmethod
+    def of(cls, sent: int, received: int, hidden: Payload, routing: torch.Tensor, output_bytes: int) -> Traffic:
+        """Counts the bytes of rows that travel with their routing, and of an output of `output_bytes` back for each."""
+        there = sum(x.shape[1] * x.element_size() for x in (hidden.data, hidden.scale, routing) if x is not None)
+        return cls(sent, received, sent * there + received * output_bytes, received * there + sent * output_bytes)
 
 
 @dataclass
@@ -72,11 +78,7 @@ class Handle:
     generation: int = 0
 
     def kept(self, kind: type[S]) -> S:
-        """`state`, for the dispatcher that put it there.
-
-        Raises:
-            UsageError: it is gone, as the call has ended, or another's.
-        """
+        """Returns `state` to the dispatcher that put it there. Raises UsageError: it is gone, as the call has ended."""
         if not isinstance(self.state, kind):
             raise UsageError(f"the handle is {self.status} and holds no {kind.__name__}: dispatch again for a new one")
         return self.state
@@ -135,7 +137,7 @@ class LostExperts:
 
 
 def require_agreed(tokens_per_rank: object) -> int:
-    """A caller's R. Raises InputError unless it is an int from 1 to `MOST_TOKENS`."""
+    """Returns a caller's R. Raises InputError unless it is an int from 1 to `MOST_TOKENS`."""
     if not isinstance(tokens_per_rank, int) or isinstance(tokens_per_rank, bool) or tokens_per_rank < 1:
         raise InputError(
             f"tokens_per_rank {tokens_per_rank!r}: expected an int of at least 1, also when every rank is idle"
@@ -207,10 +209,10 @@ def check_rows(tokens_per_rank: object, capacity: Capacity, capturing: bool, cut
         raise InputError("tokens_per_rank is None during CUDA graph capture: pass R, the same on every rank")
 
 
-def check_said(step: Step, rank: int, attention_tp_size: int, num_tokens: int, group_tokens: int) -> None:
+def check_said(step: Step, world: World, num_tokens: int, group_tokens: int) -> None:
     """Raises InputError if this rank said fewer tokens when the step began."""
-    said = step.tokens[rank]
-    if max(group_tokens, (num_tokens - 1) * attention_tp_size + 1) > said:
+    said = step.tokens[world.rank]
+    if max(group_tokens, (num_tokens - 1) * world.parallel.attention_tp_size + 1) > said:
         raise InputError(
             f"a layer gets {group_tokens or num_tokens} tokens in a step that this rank began with num_tokens="
             f"{said}: say the largest number that a layer gets in the step"

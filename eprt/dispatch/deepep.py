@@ -16,9 +16,9 @@ import torch
 
 from eprt import expert_major
 from eprt.dispatch.call import Handle
-from eprt.dispatch.shared_memory import BufferCall, InFlightBuffers, SharedMemoryDispatcher
+from eprt.dispatch.shared_memory import BufferCall, InFlightBuffers, SharedMemoryDispatcher, silent
 from eprt.dispatch.spec import DEEPEP_MAX_TOKENS
-from eprt.errors import ConfigError, RankLost, UsageError
+from eprt.errors import ConfigError, UsageError
 from eprt.rounding import ceil_div, round_up
 from eprt.tokens import ExpertMajorTokens, Payload, TopK
 
@@ -44,8 +44,8 @@ class DeepEPGeometry:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes a rank pays for each unit of capacity: an even and an odd buffer, each with room to send and to
-        receive one message per expert (csrc/config.hpp, LowLatencyLayout)."""
+        """Returns the bytes that a rank pays for each unit of capacity: an even and an odd buffer, each with room to
+        send and to receive one message per expert (csrc/config.hpp, LowLatencyLayout)."""
         scales = self.hidden_size // SCALE_BLOCK
         dispatch = 16 + max(2 * self.hidden_size, self.hidden_size + 4 * scales)
         combine = 2 * self.hidden_size + 4 * scales
@@ -55,13 +55,13 @@ class DeepEPGeometry:
 
     @property
     def num_bytes(self) -> int:
-        """What `Buffer.get_low_latency_rdma_size_hint` asks for: one more flag an expert, and a multiple of 128."""
+        """Returns what `Buffer.get_low_latency_rdma_size_hint` asks for: one more flag an expert, a multiple of 128."""
         flags = round_up(4 * self.num_experts, 128)
         return (2 * flags + self.tokens_per_rank * self.bytes_per_token + 128) // 128 * 128
 
 
 def least_capacity(num_ranks: int, tokens: int) -> int:
-    """The smallest capacity for so many tokens a rank: W of it must be a multiple of 4 (csrc/deep_ep.cpp, for TMA)."""
+    """Returns the least capacity for these tokens per rank: W of it must be a multiple of 4 (csrc/deep_ep.cpp, TMA)."""
     return round_up(tokens, 4 // math.gcd(4, num_ranks))
 
 
@@ -83,7 +83,7 @@ class LowLatencyBuffer:
     given_up: torch.Tensor | None
 
     def release(self) -> None:
-        """Its kernels can't be freed from the host."""
+        """Does nothing: its kernels can't be freed from the host."""
 
     def resume(self, alive: tuple[bool, ...]) -> None:
         if self.given_up is None:
@@ -96,7 +96,7 @@ class LowLatencyBuffer:
         self.in_flight.reset()
 
     def report(self) -> None:
-        """After a combine: have the GPU tell which ranks its kernels leave out."""
+        """Makes the GPU tell, after a combine, which ranks its kernels leave out."""
         if self.given_up is not None:
             self.buffer.low_latency_query_mask_buffer(self.given_up)
 
@@ -106,22 +106,18 @@ class LowLatencyBuffer:
             return
         lost = [rank for rank, masked in enumerate(self.given_up.tolist()) if masked and self.alive[rank]]
         if lost:
-            raise RankLost(
-                f"rank {lost[0]} silent: deepep's kernels waited about 100 s for it and left it out (missing: {lost}); "
-                "the step's outputs are discarded, restart the job",
-                lost[0],
-                "silent",
-            )
+            raise silent(lost, "deepep's kernels waited about 100 s for it and left it out")
 
 
 @dataclass
 class _Call(BufferCall):
-    """
+    """Holds what combine needs of a dispatch.
+
     Attributes:
         ids: int64 [T, K], -1 where there is no expert.
         received: the library's handle.
         receive: of a deferred dispatch, what makes the rows arrive.
-        counts: int32 [L], valid rows of each slab.
+        counts: int32 [L], valid rows of each expert.
         scale: of packed tokens, (as it arrives, as the executor reads it); else None.
         output: rows as wide as combine takes them, made on first use; `output_buffer` shows their first H columns.
     """
@@ -140,7 +136,7 @@ class _Call(BufferCall):
 
 
 class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer]):
-    """Emits slabs of W * capacity rows for each local expert, the capacity rounded up to what the library takes.
+    """Emits W * capacity rows for each local expert (masked layout), the capacity rounded up to what the library takes.
 
     Other hidden sizes travel padded to the next instantiated one: rows lie as far apart as that, and so do those of
     `output_buffer`; outputs that lie elsewhere are copied. Tokens must be bf16; the library itself quantises them for
@@ -172,11 +168,11 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
         return DeepEPGeometry(W, self.config.num_experts, least_capacity(W, self.runtime.max_tokens_per_rank), H)
 
     def max_rows(self) -> int:
-        return self._slab_shape()[1]
+        return self._rows_shape()[1]
 
     def output_buffer(self, handle: Handle) -> torch.Tensor | None:
-        """[L, M, H] bf16, rows as far apart as the library takes them; None where that is H."""
-        call, shape = handle.state, self._slab_shape()
+        """Returns [L, M, H] bf16, rows as far apart as the library takes them; None where that is H."""
+        call, shape = handle.state, self._rows_shape()
         if not isinstance(call, _Call) or shape[2] == self.config.hidden_size:
             return None
         if call.output is None:
@@ -184,53 +180,49 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
         return call.output[..., : self.config.hidden_size]
 
     def warmup(self) -> None:
-        """Also what an executor that wants dense rows does: the copy is compiled for a dtype and for how far rows lie
-        apart. Base's combine makes that of outputs."""
+        """Warms up what an executor that wants dense rows does, too: the copy is compiled for a dtype and for how far
+        rows lie apart. Base's combine makes that of outputs."""
         super().warmup()
-        if self._slab_shape()[2] != self.config.hidden_size:
+        if self._rows_shape()[2] != self.config.hidden_size:
             dtype = torch.float8_e4m3fn if self.runtime.payload == "fp8_block" else torch.bfloat16
-            wide = torch.empty(self._slab_shape(), dtype=dtype, device=self.world.device)
+            wide = torch.empty(self._rows_shape(), dtype=dtype, device=self.world.device)
             none = torch.zeros(self.shard.num_local_experts, dtype=torch.int32, device=self.world.device)
             expert_major.dense(wide[..., : self.config.hidden_size], none)
 
     def _encode(self, hidden_states: torch.Tensor) -> Payload:
-        """The library quantises by itself."""
+        """Leaves the tokens as they are: the library quantises by itself."""
         return Payload.plain(hidden_states)
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> ExpertMajorTokens:
         self.check_peers()
         memory = self._ensure_memory()
-        H, width = self.config.hidden_size, self._geometry.hidden_size
+        geometry, packed = self._geometry, self.runtime.payload == "fp8_block"
         from eprt.dispatch import library_triton
 
-        x, ids = library_triton.pack_tokens(hidden.data, topk.ids, width, self.config.num_experts)
+        x, ids = library_triton.pack_tokens(hidden.data, topk.ids, geometry.hidden_size, geometry.num_experts)
         ids = ids.to(memory.library.topk_idx_t)
-        packed = self.runtime.payload == "fp8_block"
+        sizes = geometry.tokens_per_rank, geometry.num_experts
         index = memory.in_flight.acquire()
         try:
-            received, counts, library_handle, _, receive = memory.buffer.low_latency_dispatch(
-                x,
-                ids,
-                self._geometry.tokens_per_rank,
-                self._geometry.num_experts,
-                use_fp8=packed,
-                return_recv_hook=handle.deferred,
+            rows, counts, received, _, receive = memory.buffer.low_latency_dispatch(
+                x, ids, *sizes, use_fp8=packed, return_recv_hook=handle.deferred
             )
         except BaseException:  # nothing was launched: the buffer is free again
             memory.in_flight.release(index)
             raise
-        handle.state = call = _Call(index, ids, topk.weights.contiguous(), library_handle, receive, counts)
-        if packed:
-            # The library's scales have their last two dimensions swapped in memory, for the sake of its own GEMM.
-            data, scale = received
-            scale = scale[..., : ceil_div(H, SCALE_BLOCK)]
-            call.scale = scale, torch.empty_like(scale, memory_format=torch.contiguous_format)
-            payload = Payload(data[..., :H], "fp8_block", call.scale[1])
-        else:
-            payload = Payload(received[..., :H])
+        handle.state = call = _Call(index, ids, topk.weights.contiguous(), received, receive, counts)
+        payload = self._packed(rows, call) if packed else Payload(rows[..., : self.config.hidden_size])
         if not handle.deferred:
             call.copy_scale()
         return ExpertMajorTokens(payload, counts, handle.tokens_per_rank * self.world.size)
+
+    def _packed(self, rows: tuple[torch.Tensor, torch.Tensor], call: _Call) -> Payload:
+        """Returns E4M3 rows whose scales are still to be copied (`copy_scale`): the library's have their last two
+        dimensions swapped in memory, for the sake of its own GEMM."""
+        data, scale = rows
+        scale = scale[..., : ceil_div(self.config.hidden_size, SCALE_BLOCK)]
+        call.scale = scale, torch.empty_like(scale, memory_format=torch.contiguous_format)
+        return Payload(data[..., : self.config.hidden_size], "fp8_block", call.scale[1])
 
     def _wait(self, handle: Handle) -> None:
         call = handle.kept(_Call)
@@ -249,7 +241,7 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
 
     def _send_nan(self, memory: LowLatencyBuffer, handle: Handle) -> None:
         handle.wait()
-        self._finish(torch.full(self._slab_shape(), torch.nan, dtype=torch.bfloat16, device=self.world.device), handle)
+        self._finish(torch.full(self._rows_shape(), torch.nan, dtype=torch.bfloat16, device=self.world.device), handle)
 
     def _finish(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
         memory, call = self._ensure_memory(), handle.kept(_Call)
@@ -258,8 +250,8 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
         memory.in_flight.release(call.index)
         return out
 
-    def _slab_shape(self) -> tuple[int, int, int]:
-        """[L, M, padded H]."""
+    def _rows_shape(self) -> tuple[int, int, int]:
+        """Returns [L, M, padded H]."""
         geometry = self._geometry
         rows = geometry.num_ranks * geometry.tokens_per_rank
         return self.shard.num_local_experts, rows, geometry.hidden_size
@@ -288,13 +280,13 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
         )
 
     def _free(self, memory: LowLatencyBuffer) -> None:
-        """The library frees behind a barrier without a time limit: not with peers that may never come to it."""
+        """Frees the memory, unless a peer may never come to the library's barrier, which has no time limit."""
         if self.world.whole:
             memory.buffer.destroy()
 
 
 def require_qp_depth(capacity: int) -> None:
-    """Make NVSHMEM's queues deep enough, before the first buffer of the process starts it.
+    """Makes NVSHMEM's queues deep enough, before the first buffer of the process starts it.
 
     Raises:
         ConfigError: the environment sets no number, or less than 2 * (capacity + 1).
@@ -309,7 +301,7 @@ def require_qp_depth(capacity: int) -> None:
 
 
 def load_library() -> Any:
-    """The module `deep_ep`. Raises ConfigError if it can't be imported or is another one."""
+    """Returns the module `deep_ep`. Raises ConfigError if it can't be imported or is another one."""
     remedy = "pip install 'tokenspeed-deepep==1.2.1.post20251110' (PyPI's deep-ep 1.0.0 is a placeholder)"
     try:
         import deep_ep

@@ -6,8 +6,6 @@ fixed R), works for any placement, and needs nothing beyond the process group. A
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from eprt.dispatch.base import Dispatcher
@@ -26,19 +24,12 @@ class AllGatherDispatcher(Dispatcher):
         R = handle.tokens_per_rank
         # One int32 row a token carries ids and the weights' bits, so routing costs one collective.
         routing = torch.cat([topk.ids, topk.weights.view(torch.int32)], dim=1)
-        all_hidden = replace(
-            hidden,
-            data=self._gather(hidden.data, R),
-            scale=None if hidden.scale is None else self._gather(hidden.scale, R),
-        )
-        all_routing = self._gather(routing, R, padding=E)
-        ids, weights = all_routing.split(self.config.top_k, dim=1)
-        mine = (ids >= self.shard.first_expert) & (ids < self.shard.end_expert)
-        row_bytes = _row_bytes(hidden.data) + _row_bytes(hidden.scale) + _row_bytes(routing)
-        handle.traffic = self._traffic(R, row_bytes, self.config.hidden_size * handle.dtype.itemsize)
-        return FlatTokens(
-            all_hidden, torch.where(mine, ids, E), weights.contiguous().view(torch.float32), E, every_row_read=True
-        )
+        all_hidden = hidden.mapped(lambda x: self._gather(x, R))
+        ids, weights = self._gather(routing, R, padding=E).split(self.config.top_k, dim=1)
+        ids = torch.where((ids >= self.shard.first_expert) & (ids < self.shard.end_expert), ids, E)
+        rows = R * (sum(self.world.alive) - 1)
+        handle.traffic = Traffic.of(rows, rows, hidden, routing, self.config.hidden_size * handle.dtype.itemsize)
+        return FlatTokens(all_hidden, ids, weights.contiguous().view(torch.float32), E, every_row_read=True)
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
         output = expert_output.to(handle.dtype)
@@ -49,7 +40,7 @@ class AllGatherDispatcher(Dispatcher):
         return output[: handle.num_tokens]
 
     def _gather(self, x: torch.Tensor, R: int, padding: int | None = None) -> torch.Tensor:
-        """[T, n] -> [W * R, n]. Padding rows are garbage unless a fill is given."""
+        """Gathers [T, n] of each rank to [W * R, n]. Padding rows are garbage unless a fill is given."""
         if x.shape[0] != R:
             padded = x.new_empty((R, x.shape[1]))
             padded[: x.shape[0]] = x
@@ -59,12 +50,3 @@ class AllGatherDispatcher(Dispatcher):
         out = x.new_empty((self.world.size * R, x.shape[1]))
         self.world.all_gather(out, x.contiguous(), missing=padding or 0)
         return out
-
-    def _traffic(self, R: int, dispatch_bytes: int, combine_bytes: int) -> Traffic:
-        rows = R * (sum(self.world.alive) - 1)
-        moved = rows * (dispatch_bytes + combine_bytes)
-        return Traffic(rows, rows, moved, moved)
-
-
-def _row_bytes(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.shape[1] * x.element_size()

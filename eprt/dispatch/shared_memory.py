@@ -105,7 +105,7 @@ M = TypeVar("M", bound=Memory)
 
 @dataclass
 class BufferCall(CallState):
-    """What combine needs of a dispatch: at least the index of the buffer that it used."""
+    """Holds what combine needs of a dispatch: at least the index of the buffer that it used."""
 
     index: int
 
@@ -134,30 +134,26 @@ class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
 
     @abstractmethod
     def _make_geometry(self) -> G:
-        """World, config, runtime and layer are set; `spec` supports the layer."""
+        """Returns the memory's key. World, config, runtime and layer are set; `spec` supports the layer."""
 
     @abstractmethod
     def _allocate(self) -> M:
-        """Collective. Every rank has the room. Raises ConfigError if a rank can't share memory with its peers."""
+        """Makes the memory; every rank has the room. Collective. Raises ConfigError if a rank can't map its peers'."""
 
     @abstractmethod
     def _free(self, memory: M) -> None:
-        """Its last user closes, or its World does, perhaps with a peer lost (`World.broken`)."""
+        """Frees the memory as its last user closes, or its World does, perhaps with a peer lost (`World.broken`)."""
 
     @abstractmethod
     def _send_nan(self, memory: M, handle: Handle) -> None:
-        """Does what combine does for the peers, with NaN for the experts' output, and free the buffer."""
+        """Does what combine does for the peers, with NaN for the experts' output, and frees the buffer."""
 
     def bytes_per_token(self) -> int:
         return self._geometry.bytes_per_token
 
     def _ensure_memory(self) -> M:
-        """Collective the first time: allocates.
-
-        Raises:
-            UsageError: the dispatcher is closed; see also `require_allocatable`.
-            CapacityError: see `require_allocatable`.
-        """
+        """Returns the memory; allocates it the first time, collectively. Raises UsageError if the dispatcher is closed,
+        and as `require_allocatable`."""
         if self._memory is None:
             self._require_open()
             self._memory = self.world.resource(self._key, self._checked_allocate, self._free)
@@ -175,8 +171,8 @@ class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
             memory.in_flight.require_free()
 
     def _release(self, handle: Handle) -> None:
-        """The peers' combine waits for this rank, so a handle that is dropped still sends, unless some of them are
-        lost: then nobody goes on. What they get is NaN, not the numbers of an earlier call."""
+        """Sends NaN for a handle that is dropped, as the peers' combine waits for this rank; not if some of them are
+        lost, since then nobody goes on."""
         call = handle.state
         if self._memory is None or not isinstance(call, BufferCall) or self.world.closed:
             return
@@ -193,8 +189,22 @@ class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
             self.world.release(self._key)
 
 
+def unmapped(name: str, world: World, error: RuntimeError, reach: str) -> ConfigError:
+    """Returns the error of a rank whose GPU can't map its peers' memory."""
+    return ConfigError(
+        f"{name}: rank {world.rank} can't map its peers' GPU memory ({error}): all ranks must be on one host {reach}; "
+        "choose dispatcher 'none' or 'torch' otherwise"
+    )
+
+
+def silent(ranks: list[int], waited: str) -> RankLost:
+    """Returns the error of ranks that kernels waited for in vain."""
+    words = f"rank {ranks[0]} silent: {waited} (missing: {ranks}); the step's outputs are discarded, restart the job"
+    return RankLost(words, ranks[0], "silent")
+
+
 def require_allocatable(world: World, num_bytes: int, what: str) -> None:
-    """Collective; the same verdict on every rank, before any of them allocates.
+    """Compares the ranks' room. Collective; the same verdict on every rank, before any of them allocates.
 
     Raises:
         UsageError: after `World.warmup()`, after `World.shrink()`, or inside a CUDA graph capture.

@@ -6,24 +6,24 @@ graphs; it is the transport that runs anywhere, and the one that emits either to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.call import CallState, Handle, Traffic
 from eprt.expert_major import ExpertMajorIndex, expert_major_from_flat, weighted_sum_to_flat
-from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK, as_bytes
 
 
 @dataclass(frozen=True)
 class _Route(CallState):
-    """One call's geometry.
+    """The rows that one call moved.
 
     Attributes:
         token: [S] int64, the local token of each sent row, rows ordered by destination rank.
         send, receive: rows to and from each rank.
-        index: where rows went in the slabs, for ExpertMajorTokens.
+        index: where rows went in the expert-major buffer, for ExpertMajorTokens.
     """
 
     token: torch.Tensor
@@ -33,7 +33,7 @@ class _Route(CallState):
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Emits one flat row per received (token, source rank) pair, ordered by source rank, or slabs of those."""
+    """Emits one flat row per received (token, source rank) pair, ordered by source rank, or those rows expert-major."""
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens | ExpertMajorTokens:
         E, W = self.config.num_experts, self.world.size
@@ -46,23 +46,18 @@ class AllToAllDispatcher(Dispatcher):
         ids, weights = topk.ids[token], topk.weights[token]
         ids = torch.where(home[token] == ep_rank[destination, None], ids, E)
         routing = self._exchange(torch.cat([ids, weights.view(torch.int32)], dim=1), send, receive)
-        moved = replace(
-            hidden,
-            data=self._exchange(_take(hidden.data, token), send, receive),
-            scale=None if hidden.scale is None else self._exchange(_take(hidden.scale, token), send, receive),
-        )
+        moved = hidden.mapped(lambda x: self._exchange(as_bytes(x)[token].view(x.dtype), send, receive))
         ids, weights = routing.split(self.config.top_k, dim=1)
-        flat = FlatTokens(moved, ids.contiguous(), weights.contiguous().view(torch.float32), E)
-        handle.traffic = self._traffic(send, receive, hidden, routing, handle)
-        if self.token_format == "flat":
-            handle.state = _Route(token, send, receive)
-            return flat
-        busiest = torch.zeros(self.shard.num_local_experts + 1, dtype=torch.int64, device=ids.device)
-        local = torch.where(ids < E, ids - self.shard.first_expert, self.shard.num_local_experts).flatten().long()
-        busiest.index_add_(0, local, torch.ones_like(local))
-        slabs, index = expert_major_from_flat(flat, self.shard, max(int(busiest[:-1].max()), 1))
+        tokens = flat = FlatTokens(moved, ids.contiguous(), weights.contiguous().view(torch.float32), E)
+        sent, received = (sum(splits) - splits[self.world.rank] for splits in (send, receive))
+        handle.traffic = Traffic.of(sent, received, hidden, routing, self.config.hidden_size * handle.dtype.itemsize)
+        index, L = None, self.shard.num_local_experts
+        if self.token_format == "expert_major":
+            local = torch.where(ids < E, ids - self.shard.first_expert, L).flatten()
+            busiest = int(torch.bincount(local, minlength=L + 1)[:L].max())
+            tokens, index = expert_major_from_flat(flat, self.shard, max(busiest, 1))
         handle.state = _Route(token, send, receive, index)
-        return slabs
+        return tokens
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
         route = handle.kept(_Route)
@@ -77,17 +72,3 @@ class AllToAllDispatcher(Dispatcher):
         out = x.new_empty((sum(receive), *x.shape[1:]))
         self.world.all_to_all(out, x.contiguous(), receive, send)
         return out
-
-    def _traffic(
-        self, send: list[int], receive: list[int], hidden: Payload, routing: torch.Tensor, handle: Handle
-    ) -> Traffic:
-        rows_out = sum(send) - send[self.world.rank]
-        rows_in = sum(receive) - receive[self.world.rank]
-        there = sum(x.shape[1] * x.element_size() for x in (hidden.data, hidden.scale, routing) if x is not None)
-        back = self.config.hidden_size * handle.dtype.itemsize
-        return Traffic(rows_out, rows_in, rows_out * there + rows_in * back, rows_in * there + rows_out * back)
-
-
-def _take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Row selection that also works for FP8, which has no gather kernel everywhere."""
-    return x.view(torch.uint8)[rows].view(x.dtype) if x.element_size() == 1 else x[rows]

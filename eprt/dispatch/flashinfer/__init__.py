@@ -53,7 +53,7 @@ class FlashInferDispatcher(SharedMemoryDispatcher[FlashInferGeometry, Workspace]
         )
 
     def output_buffer(self, handle: Handle) -> torch.Tensor | None:
-        """[W * R, H] bf16 of the workspace: what is written here, combine doesn't copy."""
+        """Returns [W * R, H] bf16 of the workspace: what is written here, combine doesn't copy."""
         call = handle.state
         if self._memory is None or not isinstance(call, BufferCall):
             return None
@@ -61,8 +61,7 @@ class FlashInferDispatcher(SharedMemoryDispatcher[FlashInferGeometry, Workspace]
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
         self.world.raise_if_lost()
-        memory = self._ensure_memory()
-        E, extra = self.config.num_experts, self._top_k - self.config.top_k
+        memory, E, extra = self._ensure_memory(), self.config.num_experts, self._top_k - self.config.top_k
         ids, weights = topk.ids.contiguous(), topk.weights.contiguous()
         if extra:
             ids, weights = pad(ids, (0, extra), value=E), pad(weights, (0, extra))
@@ -78,9 +77,9 @@ class FlashInferDispatcher(SharedMemoryDispatcher[FlashInferGeometry, Workspace]
         found = dict(zip(order, received, strict=True))
         from eprt.dispatch import library_triton
 
-        counts = memory.views(index, handle.tokens_per_rank).counts
-        first, end = self.shard.first_expert, self.shard.end_expert
-        library_triton.mask_foreign_ids(found["ids"], counts, first, end, E, pdl=self._device.sm >= 90)
+        counts, shard = memory.views(index, handle.tokens_per_rank).counts, self.shard
+        experts = shard.first_expert, shard.end_expert, E
+        library_triton.mask_foreign_ids(found["ids"], counts, *experts, pdl=self._device.sm >= 90)
         rows = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
         scale = None if hidden.scale is None else rows["scale"].view(hidden.scale.dtype)
         payload = Payload(rows["data"].view(hidden.data.dtype), hidden.format, scale, hidden.global_scale)

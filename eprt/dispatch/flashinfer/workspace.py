@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eprt.dispatch.shared_memory import InFlightBuffers
+from eprt.dispatch.shared_memory import InFlightBuffers, unmapped
 from eprt.errors import ConfigError
 from eprt.rounding import round_up
 from eprt.world.wire import gather_values
@@ -50,18 +50,18 @@ class FlashInferGeometry:
 
     @cached_property
     def control_bytes(self) -> int:
-        """Counters, flags of both phases, and two routing tables; `calculateOffsets`."""
+        """Returns the bytes of counters, flags of both phases, and two routing tables; `calculateOffsets`."""
         W, table = self.num_ranks, self.tokens_per_rank * ROUTING_TABLE_WIDTH
         return sum(round_up(4 * words, ALIGNMENT) for words in (2 + 2 * W, W, W, table, table))
 
     @cached_property
     def combine_offset(self) -> int:
-        """Where the rows to combine lie in a buffer, whatever R: behind the largest dispatch."""
+        """Returns where the rows to combine lie in a buffer, whatever R: behind the largest dispatch."""
         return self.control_bytes + round_up(self.num_ranks * self.tokens_per_rank * self.dispatch_bytes, ALIGNMENT)
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """What `moe_a2a_get_workspace_size_per_rank` asks for."""
+        """Returns what `moe_a2a_get_workspace_size_per_rank` asks for."""
         return self.combine_offset + round_up(self.num_ranks * self.tokens_per_rank * self.combine_bytes, ALIGNMENT)
 
     @property
@@ -70,7 +70,7 @@ class FlashInferGeometry:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes a rank pays for each unit of capacity, alignment aside."""
+        """Returns the bytes that a rank pays for each unit of capacity, alignment aside."""
         tables = 2 * 4 * ROUTING_TABLE_WIDTH
         return NUM_BUFFERS * (tables + self.num_ranks * (self.dispatch_bytes + self.combine_bytes))
 
@@ -121,15 +121,11 @@ class Workspace:
         self._library = load_library()
         self._keeps_views = "recv_view_cache" in inspect.signature(self._library.moe_a2a_dispatch).parameters  # 0.7
         self.alive = (True,) * geometry.num_ranks
-        self._active = self._active_ranks()
+        self._mask = self._active_ranks()
 
     @classmethod
     def allocate(cls, world: World, geometry: FlashInferGeometry) -> Workspace:
-        """Collective.
-
-        Raises:
-            ConfigError: a rank's GPU can't map its peers' memory.
-        """
+        """Makes the memory and maps the peers'. Collective. Raises ConfigError if a rank's GPU can't."""
         library = load_library()
         library.get_moe_alltoall_module()  # may compile for minutes: before any rank waits inside a kernel
         world.barrier()
@@ -141,7 +137,7 @@ class Workspace:
         return cls(geometry, world.rank, owner, parts, metainfo)
 
     def close(self) -> None:
-        """Wait for this rank's kernels and drop the memory. Peers that still read keep their own mapping of it."""
+        """Waits for this rank's kernels and drops the memory. Peers that still read keep their own mapping of it."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._views.clear()
@@ -149,28 +145,21 @@ class Workspace:
         self._owner = None
 
     def abandon(self) -> None:
-        """Keep the memory mapped until the process ends: a kernel may wait in it for a peer that won't come."""
+        """Keeps the memory mapped until the process ends: a kernel may wait in it for a peer that won't come."""
         _keep_forever(self._owner)
 
     def dispatch(
         self, index: int, ids: torch.Tensor, payloads: list[torch.Tensor], R: int, num_experts: int
     ) -> list[torch.Tensor]:
-        """[T, n] of each payload -> [W, R, n], views of this buffer."""
-        received, _, _ = self._library.moe_a2a_dispatch(
-            ids,
-            payloads,
-            self._parts[index],
-            self._metainfo[index],
-            R,
-            self._rank,
-            self.geometry.num_ranks,
-            ids.shape[1],
-            num_experts,
-            enable_rank_mask=True,
-            active_rank_mask=self._active,
-            **({"recv_view_cache": self.views(index, R).received} if self._keeps_views else {}),
-        )
+        """Sends [T, n] of each payload; returns [W, R, n] of each, views of this buffer."""
+        options = {"recv_view_cache": self.views(index, R).received} if self._keeps_views else {}
+        call = self._call(index, R, ids.shape[1])
+        received, _, _ = self._library.moe_a2a_dispatch(ids, payloads, *call, num_experts, **self._mask, **options)
         return received
+
+    def _call(self, index: int, R: int, top_k: int) -> tuple[Any, ...]:
+        """Returns the arguments that the library's dispatch and combine have in common."""
+        return self._parts[index], self._metainfo[index], R, self._rank, self.geometry.num_ranks, top_k
 
     def views(self, index: int, R: int) -> Views:
         found = self._views.get(index)
@@ -183,50 +172,45 @@ class Workspace:
         return found
 
     def combine(self, index: int, rows: torch.Tensor, R: int, top_k: int, out: torch.Tensor, fp8: bool = False) -> None:
-        """Sum of each token's rows over the ranks, into out [T, H].
+        """Sums each token's rows over the ranks, into out [T, H].
 
         Args:
             rows: bf16 [W * R, H], in the workspace or not.
             fp8: rows travel as E4M3, cast without a scale; the same on every rank.
         """
-        W, own = self.geometry.num_ranks, self.views(index, R).output
+        own = self.views(index, R).output
         if fp8 and rows.data_ptr() != own.data_ptr():
             # Rows cast in the workspace stay as far apart as bf16 rows, others are packed, and a rank takes its peers'
             # to be like its own: so every rank casts them in the workspace, wherever its executor wrote them.
             rows = own.copy_(rows)
         self._library.moe_a2a_combine(
-            rows.view(W, R, rows.shape[1]),
+            rows.view(self.geometry.num_ranks, R, rows.shape[1]),
             out.shape[0],
-            self._parts[index],
-            self._metainfo[index],
-            R,
-            self._rank,
-            W,
-            top_k,
+            *self._call(index, R, top_k),
             self.geometry.combine_offset,
             payload_in_workspace=rows.data_ptr() == own.data_ptr(),
             output=out,
-            enable_rank_mask=True,
-            active_rank_mask=self._active,
+            **self._mask,
             **({"use_low_precision": True} if fp8 else {}),
         )
 
     def release(self) -> None:
-        """Its kernels can't be freed from the host."""
+        """Does nothing: its kernels can't be freed from the host."""
 
     def resume(self, alive: tuple[bool, ...]) -> None:
         self.alive = alive
-        self._active = self._active_ranks()
+        self._mask = self._active_ranks()
         for index in range(NUM_BUFFERS):
             for rank in (rank for rank, here in enumerate(alive) if not here):
                 self._counts(index)[rank] = 0  # nobody else clears what the rank sent last
         self.in_flight.reset()
 
-    def _active_ranks(self) -> torch.Tensor:
-        """The library's mask. Its kernels send an id e to rank e // L, and the invalid id E to rank W: with the bits
-        of ranks alone, invalid ids go nowhere and count for nothing, like those of ranks left out."""
+    def _active_ranks(self) -> dict[str, Any]:
+        """Returns the library's mask. Its kernels send an id e to rank e // L, and the invalid id E to rank W: with the
+        bits of ranks alone, invalid ids go nowhere and count for nothing, like those of ranks left out."""
         W = self.geometry.num_ranks
-        return self._library.moe_a2a_active_rank_mask([rank for rank in range(W) if self.alive[rank]], W)
+        mask = self._library.moe_a2a_active_rank_mask([rank for rank in range(W) if self.alive[rank]], W)
+        return {"enable_rank_mask": True, "active_rank_mask": mask}
 
     def _counts(self, index: int) -> torch.Tensor:
         start = int(self._metainfo[index][RECV_COUNTERS_OFFSET_INDEX])
@@ -258,12 +242,12 @@ class ControlPlane:
         self._world.barrier()
 
     def Split(self, color: int, key: int) -> ControlPlane:  # noqa: N802
-        """The World is already the group that shares the memory."""
+        """Returns itself: the World is already the group that shares the memory."""
         return self
 
 
 def load_library() -> Any:
-    """The module of FlashInfer's functions. Raises ConfigError if it can't be imported."""
+    """Returns the module of FlashInfer's functions. Raises ConfigError if it can't be imported."""
     try:
         from flashinfer.comm import trtllm_moe_alltoall
     except (ImportError, OSError) as error:
@@ -281,7 +265,7 @@ def require_fp8_combine() -> None:
 
 
 def _map_memory(world: World, num_bytes: int) -> tuple[object, torch.Tensor]:
-    """The library's allocation and uint8 [W, num_bytes], every rank's memory as mapped here."""
+    """Returns the library's allocation, and uint8 [W, num_bytes]: every rank's memory as mapped here."""
     from flashinfer.comm.mapping import Mapping
     from flashinfer.comm.mnnvl import MnnvlConfig, MnnvlMemory
 
@@ -292,10 +276,7 @@ def _map_memory(world: World, num_bytes: int) -> tuple[object, torch.Tensor]:
         MnnvlMemory.set_comm_from_config(mapping, MnnvlConfig(comm_backend=ControlPlane(world)))
         memory = MnnvlMemory(mapping, num_bytes)
     except RuntimeError as error:
-        raise ConfigError(
-            f"flashinfer: rank {world.rank} can't map its peers' GPU memory ({error}): all ranks must be on one host "
-            "or one NVLink fabric; choose dispatcher 'none' or 'torch' otherwise"
-        ) from error
+        raise unmapped("flashinfer", world, error, "or one NVLink fabric") from error
     mapped = memory.as_torch_strided_tensor(torch.uint8)
     # torch calls into the capsule when the last view goes, which can be after the one tensor that keeps the capsule
     # alive (a crash): keep its few hundred bytes for good.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Call(BufferCall):
-    """`ids`: what was dispatched. `output`: from where the peers pull."""
+    """Holds what combine needs of a dispatch: the `ids` that were sent, and `output`, from where the peers pull."""
 
     ids: torch.Tensor
     output: torch.Tensor
@@ -46,12 +46,12 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
     _launcher: Launcher | None = None
 
     def output_buffer(self, handle: Handle) -> torch.Tensor | None:
-        """[W * R, H] bf16 of symmetric memory: what is written here, combine doesn't copy."""
+        """Returns [W * R, H] bf16 of symmetric memory: what is written here, combine doesn't copy."""
         call = handle.state
         return call.output if isinstance(call, _Call) and self._launcher is not None else None
 
     def warmup(self) -> None:
-        """Allocate, compile on every rank before any rank waits for another, then exchange an empty batch with each
+        """Allocates, compiles on every rank before any rank waits for another, then exchanges an empty batch with each
         kernel."""
         self.check_peers()
         launcher = self._ready()
@@ -65,7 +65,7 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
         self.check_peers()
 
     def _encode(self, hidden_states: torch.Tensor) -> Payload:
-        """The kernel packs bf16 on the way."""
+        """Leaves the tokens as they are: the kernel packs bf16 on the way."""
         return Payload(hidden_states)
 
     def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
@@ -100,10 +100,8 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
 
     def _send_nan(self, memory: SymmetricMemory, handle: Handle) -> None:
         call = handle.kept(_Call)
-        call.output.fill_(torch.nan)
-        none = call.ids[:0]
-        out = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.world.device)
-        self._finish(call.index, out, none, handle.tokens_per_rank)
+        nothing = call.output.fill_(torch.nan)[:0].clone()
+        self._finish(call.index, nothing, call.ids[:0], handle.tokens_per_rank)
 
     def _finish(self, index: int, out: torch.Tensor, ids: torch.Tensor, R: int) -> None:
         launcher = self._ready()
@@ -120,7 +118,7 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
         memory.close()
 
     def _ready(self) -> Launcher:
-        """Allocates and compiles the first time: `_ensure_memory`."""
+        """Returns the launcher; allocates and compiles the first time, as `_ensure_memory`."""
         if self._launcher is None:
             memory = self._ensure_memory()
             from eprt.dispatch.symm.launch import Launcher
@@ -138,7 +136,7 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
         super()._close()
 
     def check_peers(self) -> None:
-        """Every call does it, too."""
+        """Raises what every call would raise, too."""
         self.world.raise_if_lost()
         if self._memory is not None:
             self._memory.raise_faults(self.world.timeout_s)

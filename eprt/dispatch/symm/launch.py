@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from eprt.tokens import TopK, aligned
 
 
 class Tuning(NamedTuple):
-    """How the work is cut for R up to `max_rows`: bytes of a row that a CTA moves at once, its warps, most CTAs."""
+    """The cut of the work for R up to `max_rows`: bytes of a row that a CTA moves at once, its warps, most CTAs."""
 
     max_rows: int
     dispatch_bytes: int
@@ -82,8 +82,8 @@ class Launcher:
         }
 
     def _take_addresses(self) -> None:
-        """What a call of a buffer takes beside its tensors; other ones once a rank is lost. A push goes to this rank
-        first, then in rank order, round."""
+        """Takes down what a call of a buffer gets beside its tensors; again once a rank is lost. A push goes to this
+        rank first, then in rank order, round."""
         memory, offsets, rank = self.memory, self.memory.geometry.offsets, self.memory.rank
         regions = tuple(offsets[region] for region in ("data", "scale", "ids", "weights"))
         self._peers = memory.peers
@@ -92,12 +92,12 @@ class Launcher:
         self._pull_from = [(peers, offsets["output"], *state) for peers, *state in buffers]
 
     def row_counts(self, capacity: int) -> list[int]:
-        """The smallest R for each set of kernels that calls up to `capacity` can need."""
+        """Returns the smallest R for each set of kernels that calls up to `capacity` can need."""
         firsts = [1, *(tuning.max_rows + 1 for tuning in self._tuning[:-1])]
         return [R for R in firsts if capacity >= R]
 
     def compile(self, R: int) -> None:
-        """What calls with this R launch."""
+        """Compiles what calls with this R launch."""
         self._pair(R)
 
     def dispatch(
@@ -123,7 +123,7 @@ class Launcher:
         )
 
     def combine(self, index: int, out: torch.Tensor, ids: torch.Tensor, R: int) -> None:
-        """Sum into out [T, H] the rows that the experts of `ids` [T, K] wrote, once every peer has written."""
+        """Sums into out [T, H] the rows that the experts of `ids` [T, K] wrote, once every peer has written."""
         if self._peers is not self.memory.peers:
             self._take_addresses()
         pair, T = self._pair(R), out.shape[0]
@@ -138,35 +138,26 @@ class Launcher:
 
     def _prepare(self, tuning: Tuning) -> _Pair:
         geometry = self.memory.geometry
-        H, words, word = geometry.hidden_size, *_words(geometry.hidden_size)
-        scalars = 2, 2, 2, self._limit_ns
-        width, kind = (H, torch.bfloat16) if self._packed else (words, word)
-        block = PACKED_COLUMNS
+        words, word = _words(geometry.hidden_size)
+        width, kind, block = geometry.hidden_size, torch.bfloat16, PACKED_COLUMNS
         if not self._packed:
-            block = min(next_power_of_2(words), tuning.dispatch_bytes // word.itemsize)
+            width, kind, block = words, word, min(next_power_of_2(words), tuning.dispatch_bytes // word.itemsize)
         pull_block = min(next_power_of_2(words), tuning.combine_bytes // word.itemsize)
         scale = torch.float32 if geometry.payload == "nvfp4" else None
-        push = CachedKernel(
-            dispatch_kernel,
-            self._device,
-            (kind, scale, torch.int32, torch.float32, *self._push_to[0], *scalars),
-            {**self._routing, "WORDS": width, "BLOCK": block, "PAYLOAD": geometry.payload},
-            pdl=True,
-            num_warps=tuning.dispatch_warps,
-        )
-        pull = CachedKernel(
-            combine_kernel,
-            self._device,
-            (word, torch.int32, *self._pull_from[0], *scalars),
-            {**self._routing, "WORDS": words, "BLOCK": pull_block},
-            pdl=True,
-            num_warps=tuning.combine_warps,
-        )
+        sent = kind, scale, torch.int32, torch.float32, *self._push_to[0]
+        sizes = {"WORDS": width, "BLOCK": block, "PAYLOAD": geometry.payload}
+        push = self._kernel(dispatch_kernel, sent, sizes, tuning.dispatch_warps)
+        sizes = {"WORDS": words, "BLOCK": pull_block}
+        pull = self._kernel(combine_kernel, (word, torch.int32, *self._pull_from[0]), sizes, tuning.combine_warps)
         pair = _Pair(tuning, push, ceil_div(width, block), pull, ceil_div(words, pull_block))
         self._pairs[tuning] = pair
         return pair
 
+    def _kernel(self, kernel: Any, arguments: tuple[Any, ...], sizes: dict[str, Any], num_warps: int) -> CachedKernel:
+        arguments = *arguments, 2, 2, 2, self._limit_ns
+        return CachedKernel(kernel, self._device, arguments, {**self._routing, **sizes}, pdl=True, num_warps=num_warps)
+
 
 def _words(hidden_size: int) -> tuple[int, torch.dtype]:
-    """bf16 rows as the widest integers that fit them: how many, and which."""
+    """Returns how many of the widest integers that fit make a bf16 row, and which integers."""
     return (hidden_size // 2, torch.int32) if hidden_size % 2 == 0 else (hidden_size, torch.int16)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from eprt.config import MoEConfig, PayloadFormat, RuntimeConfig
-from eprt.dispatch.shared_memory import InFlightBuffers
+from eprt.dispatch.shared_memory import InFlightBuffers, silent, unmapped
 from eprt.dispatch.spec import SYMM_MAX_RANKS, SYMM_R_BITS
-from eprt.errors import ConfigError, RankLost, WorldMismatch
+from eprt.errors import WorldMismatch
 from eprt.rounding import round_up
 from eprt.tokens import PAYLOADS, FlatTokens, Payload
 
@@ -55,31 +55,24 @@ class SymmGeometry:
 
     @cached_property
     def row_bytes(self) -> dict[str, int]:
-        """Bytes that one received token takes in each region."""
-        H, K = self.hidden_size, self.top_k
-        facts = PAYLOADS[self.payload]
-        return {
-            "data": facts.data_bytes(H),
-            "scale": facts.scale_bytes(H),
-            "ids": 4 * K,
-            "weights": 4 * K,
-            "output": 2 * H,
-        }
+        """Returns the bytes that one received token takes in each region."""
+        H, routing, facts = self.hidden_size, 4 * self.top_k, PAYLOADS[self.payload]
+        return dict(zip(REGIONS, (facts.data_bytes(H), facts.scale_bytes(H), routing, routing, 2 * H), strict=True))
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes a rank pays for each unit of capacity."""
+        """Returns the bytes that a rank pays for each unit of capacity."""
         return NUM_BUFFERS * self.num_ranks * sum(self.row_bytes.values())
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Byte offset of each region in a buffer; `end` is the buffer's size."""
+        """Returns the byte offset of each region in a buffer; `end` is the buffer's size."""
         rows = self.num_ranks * self.tokens_per_rank
         sizes = [round_up(rows * size, ALIGNMENT) for size in self.row_bytes.values()]
         return dict(zip((*REGIONS, "end"), itertools.accumulate(sizes, initial=0), strict=True))
 
     def buffer_start(self, index: int) -> int:
-        """Byte offset of a buffer; the flags of all buffers come before the first."""
+        """Returns the byte offset of a buffer; the flags of all buffers come before the first."""
         return NUM_BUFFERS * ALIGNMENT + index * self.offsets["end"]
 
     @property
@@ -127,11 +120,7 @@ class SymmetricMemory:
 
     @classmethod
     def allocate(cls, world: World, geometry: SymmGeometry) -> SymmetricMemory:
-        """Collective.
-
-        Raises:
-            ConfigError: a rank's GPU can't map its peers' memory.
-        """
+        """Makes the memory and maps the peers'. Collective. Raises ConfigError if a rank's GPU can't."""
         if world.group is None:
             memory = torch.zeros(geometry.num_bytes, dtype=torch.uint8, device=world.device)
             return cls(geometry, 0, memory, [memory.data_ptr()])
@@ -141,10 +130,7 @@ class SymmetricMemory:
         try:
             mapping = symm_mem.rendezvous(memory, world.group.group_name)
         except RuntimeError as error:
-            raise ConfigError(
-                f"symm: rank {world.rank} can't map its peers' GPU memory ({error}): all ranks must be on one host "
-                "with peer access between all GPUs; choose dispatcher 'none' or 'torch' otherwise"
-            ) from error
+            raise unmapped("symm", world, error, "with peer access between all GPUs") from error
         memory[: NUM_BUFFERS * ALIGNMENT].zero_()
         found = cls(geometry, world.rank, memory, list(mapping.buffer_ptrs), mapping)
         torch.cuda.synchronize(world.device)
@@ -152,15 +138,15 @@ class SymmetricMemory:
         return found
 
     def close(self) -> None:
-        """Wait for this rank's kernels and drop the memory. Peers that still write keep their own mapping of it."""
+        """Waits for this rank's kernels and drops the memory. Peers that still write keep their own mapping of it."""
         torch.cuda.synchronize(self._memory.device)
         self._views.clear()
         self._tokens.clear()
         del self._memory, self._owner, self.books
 
     def release(self) -> None:
-        """The kernels wait for flags in this rank's own memory, so its host can raise them all: from a stream that
-        doesn't wait for the kernels, by a copy that needs no SM."""
+        """Raises all flags that kernels wait for in this rank's own memory: from a stream that doesn't wait for the
+        kernels, by a copy that needs no SM."""
         if not self._memory.is_cuda:
             return
         if self._raised is None:
@@ -172,8 +158,8 @@ class SymmetricMemory:
         stream.synchronize()
 
     def resume(self, alive: tuple[bool, ...]) -> None:
-        """Flags and states of all calls start again. Routing for a lost rank goes to a place of this rank's own (no row
-        travels there), and this rank's own flag is seen in place of its: so the kernels need not know."""
+        """Starts flags and states of all calls again. Routing for a lost rank goes to a place of this rank's own (no
+        row travels there), and this rank's own flag is seen in place of its: so the kernels need not know."""
         self.lost = lost = [rank for rank, here in enumerate(alive) if not here]
         start, end = (self.geometry.offsets[region] for region in ("ids", "output"))
         self._nowhere = torch.empty(end - start + ALIGNMENT, dtype=torch.uint8, device=self._memory.device)
@@ -196,7 +182,7 @@ class SymmetricMemory:
         return self._memory[: NUM_BUFFERS * ALIGNMENT]
 
     def tokens(self, index: int, R: int, num_experts: int, global_scale: torch.Tensor | None) -> FlatTokens:
-        """What a dispatch received there."""
+        """Returns what a dispatch received there."""
         kept = self._tokens.get(index)
         if kept is not None:
             (rows, experts, scale), tokens = kept
@@ -207,17 +193,17 @@ class SymmetricMemory:
         return tokens
 
     def payload(self, index: int, R: int, global_scale: torch.Tensor | None) -> Payload:
-        """[W * R, ...] received rows, rank by rank."""
+        """Returns the received rows [W * R, ...], rank by rank."""
         facts = PAYLOADS[self.geometry.payload]
         scale = None if facts.scale_dtype is None else self._rows("scale", index, R, facts.scale_dtype)
         return Payload(self._rows("data", index, R, facts.dtype), self.geometry.payload, scale, global_scale)
 
     def routing(self, index: int, R: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Received ids and weights, [W * R, K]."""
+        """Returns the received ids and weights, [W * R, K]."""
         return self._rows("ids", index, R, torch.int32), self._rows("weights", index, R, torch.float32)
 
     def output(self, index: int, R: int) -> torch.Tensor:
-        """[W * R, H] bf16, from where the peers pull."""
+        """Returns [W * R, H] bf16, from where the peers pull."""
         return self._rows("output", index, R, torch.bfloat16)
 
     def _rows(self, region: str, index: int, R: int, dtype: torch.dtype) -> torch.Tensor:
@@ -243,26 +229,16 @@ class SymmetricMemory:
 
     @property
     def faulty(self) -> bool:
-        """Whether a kernel reported a peer."""
+        """Returns whether a kernel reported a peer."""
         return any(self._seen_fault)
 
     def raise_faults(self, timeout_s: float) -> None:
-        """Raise what the kernels reported, without a device sync.
-
-        Raises:
-            RankLost: a peer raised no flag within the limit.
-            WorldMismatch: a peer made the call with another R.
-        """
+        """Raises what the kernels reported, without a device sync: RankLost for a peer that raised no flag within the
+        limit, WorldMismatch for one that made the call with another R."""
         if not any(self._seen_fault):
             return
-        silent = [rank for rank, word in enumerate(self._seen_fault) if word < 0]
-        if silent:
-            raise RankLost(
-                f"rank {silent[0]} silent: symm waited {timeout_s:g} s for its flag (missing: {silent}); "
-                "the step's outputs are discarded, restart the job",
-                silent[0],
-                "silent",
-            )
+        if missing := [rank for rank, word in enumerate(self._seen_fault) if word < 0]:
+            raise silent(missing, f"symm waited {timeout_s:g} s for its flag")
         others = {rank: int(word) for rank, word in enumerate(self._seen_fault) if word}
         raise WorldMismatch(
             f"tokens_per_rank differs between ranks: others than rank {self.rank}'s are {others}; pass the same value "
