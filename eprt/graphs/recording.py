@@ -6,7 +6,6 @@ On CPUs there is nothing to capture: a recording is the call itself, so all but 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from eprt.dispatch import DISPATCHERS, Dispatcher
 from eprt.experts import EXECUTORS
 from eprt.plan import Plan
 from eprt.world import World
-
-_PATIENCE_S = 1e-3  # a wait only polls for this long; then it also asks for the peers, and sleeps in between
 
 
 class GraphedLayer(Protocol):
@@ -189,20 +186,6 @@ class PeerWatch:
         self._generation = self._world.generation
 
     def wait(self) -> None:
-        """Until this rank's GPU has done what was launched on the current stream. The host asks for the peers
-        meanwhile, as a kernel that waits for a lost one doesn't return.
-
-        Raises:
-            RankLost, WorldMismatch: the World's verdict, what a kernel reported, or, after the World's timeout, the
-                rank that is furthest behind.
-        """
-        if self._world.device.type != "cuda":
-            return
-        done = torch.cuda.Event()
-        done.record()
-        begun = time.monotonic()
-        while not done.query():
-            if (waited := time.monotonic() - begun) > _PATIENCE_S:
-                self.check()
-                self._world.raise_if_lost(waited)
-                time.sleep(50e-6)
+        """Waits until this rank's GPU has done what was launched on the current stream. Raises RankLost, WorldMismatch:
+        as `Collectives.finish_device_work`, and what a kernel reported."""
+        self._world.finish_device_work(check=self.check)

@@ -35,8 +35,7 @@ from eprt.world.groups import (
     start_up,
 )
 from eprt.world.guard import Guard
-from eprt.world.lifecycle import Lifecycle
-from eprt.world.resources import SharedResources
+from eprt.world.lifecycle import Lifecycle, SharedResources
 from eprt.world.shrink import Shrinking, Survivors
 
 logger = logging.getLogger("eprt")
@@ -286,7 +285,7 @@ class World(Collectives):
 
     def barrier(self) -> None:
         """Waits until every rank is here. Raises WorldMismatch, on every rank, where one makes another call."""
-        exchange(self, Header("barrier", -1, 0))
+        exchange(self, Header("barrier"))
 
     def shrink(self, leaving: Iterable[int] = ()) -> Survivors:
         """Goes on without lost ranks after a RankLost, or without ranks that leave. Collective over those that stay.

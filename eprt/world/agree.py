@@ -39,8 +39,8 @@ class Header:
     """
 
     operation: str
-    layer: int
-    call: int
+    layer: int = -1
+    call: int = 0
     num_tokens: int = 0
     tokens_per_rank: int = 0
     dtype: torch.dtype | None = torch.bfloat16  # None: one without a code
@@ -53,7 +53,7 @@ class Header:
     settings: Mapping[str, str] | None = None
 
     def encode(self, failed: bool) -> list[int]:
-        """Returns the header as a row of one length. What must be equal comes first."""
+        """Returns the header as a row of one length: `_ROW`, then the words."""
         return [
             MAGIC ^ self.nonce,
             int(failed),
@@ -72,26 +72,12 @@ class Header:
             *(0,) * (MAX_WORDS - len(self.words)),
         ]
 
-    @classmethod
-    def decode(cls, row: Sequence[int]) -> Header:
-        magic, _, generation, step, operation, layer, call, agreed, dtype, fingerprint, num_words, *rest = row
-        tokens, group = rest[:2]
-        return cls(
-            operation=_OPERATIONS[operation],
-            layer=layer,
-            call=call,
-            num_tokens=tokens,
-            tokens_per_rank=agreed,
-            dtype=_DTYPES[dtype] if dtype >= 0 else None,
-            fingerprint=fingerprint,
-            group_tokens=group,
-            generation=generation,
-            step=step,
-            words=tuple(row[13 : 13 + num_words]),
-            nonce=magic ^ MAGIC,
-        )
 
-
+# The columns of a header on its way. What must be equal on all ranks comes first; "words" is their number.
+_ROW = (
+    "nonce", "failed", "generation", "step", "operation", "layer", "call", "tokens_per_rank", "dtype", "fingerprint",
+    "words", "num_tokens", "group_tokens",
+)  # fmt: skip
 _EQUAL, _TOKENS, _WORDS = 11, 11, 13  # of a row: how many first words are equal, where T and the words are
 
 
@@ -107,9 +93,6 @@ def fingerprint_of(settings: Mapping[str, str]) -> int:
     """Returns a 63-bit hash of names and values, whatever their order."""
     digest = hashlib.sha256(repr(sorted(settings.items())).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-_COMPARED = ("nonce", "generation", "step", "operation", "layer", "call", "tokens_per_rank", "dtype", "fingerprint")
 
 
 def exchange(world: Collectives, header: Header, error: EprtError | None = None) -> PeerHeaders:
@@ -154,17 +137,14 @@ def _raise_difference(
         found = _shared_error(world, failed[0], error)
         found.shared = True
         raise found
-    headers = [Header.decode(row) for row in rows]
-    differing = [name for name in _COMPARED if _differs(name, headers)]
+    differing = [name for name in _ROW[:_EQUAL] if _differs(name, rows)]
     if _uneven(rows, world.parallel.attention_tp_size):
         differing.append("group_tokens")
-    if len({len(h.words) for h in headers}) > 1:
-        differing.append("words")
     if "operation" in differing:  # all else follows from it
         differing = ["operation"]
     if not differing:
         return
-    columns = {name: [str(getattr(h, name)).removeprefix("torch.") for h in headers] for name in differing}
+    columns = {name: [_shown(name, row) for row in rows] for name in differing}
     if "fingerprint" in differing:
         columns |= _differing_settings(world, header)
     mismatch = WorldMismatch(_table(columns))
@@ -172,11 +152,23 @@ def _raise_difference(
     raise mismatch
 
 
-def _differs(name: str, headers: list[Header]) -> bool:
-    values = {getattr(header, name) for header in headers}
-    if name == "fingerprint" and all(header.operation == "step" for header in headers):
+def _differs(name: str, rows: Sequence[Sequence[int]]) -> bool:
+    values = {row[_ROW.index(name)] for row in rows}
+    if name == "fingerprint" and {_shown("operation", row) for row in rows} == {"step"}:
         values.discard(0)  # a rank whose host made no layer call replayed a graph: there is nothing to compare
     return len(values) > 1
+
+
+def _shown(name: str, row: Sequence[int]) -> str:
+    """Returns a column of a row as the table shows it."""
+    value = row[_ROW.index(name)]
+    if name == "operation":
+        return _OPERATIONS[value]
+    if name == "dtype":
+        return str(_DTYPES[value] if value >= 0 else None).removeprefix("torch.")
+    if name == "words":
+        return str(tuple(row[_WORDS : _WORDS + value]))
+    return str(value ^ MAGIC if name == "nonce" else value)
 
 
 def agree_step(

@@ -17,13 +17,15 @@ import torch.distributed as dist
 
 from eprt.config import ParallelConfig
 from eprt.errors import RankLost, UsageError
+from eprt.tokens import as_bytes
 from eprt.world.guard import Guard
-from eprt.world.identity import restarts
+from eprt.world.process import restarts
 from eprt.world.shared_exchange import MAX_WORDS, SharedExchange
 
 CORES = os.cpu_count() or 1  # of the host: ranks that are pinned apart see few each, but share none
 SPIN_S = 300e-6
 LONGEST_SLEEP_S = 1e-3
+POLL_S = 1e-3  # a wait for a GPU only polls for this long; then it also asks for the peers, and sleeps in between
 BROKEN_OFF = -1  # in a call log, for a layer: its last call was dispatched and never combined
 
 # torch 2.13 renamed these; 2.10 has the old names only.
@@ -176,11 +178,11 @@ class Collectives:
         alone, whole = len(self._ranks) == 1, len(self._ranks) == self.size
         found = x if alone else out if whole else x.new_empty((len(self._ranks) * x.shape[0], *x.shape[1:]))
         if not alone:
-            self._moved = _as_bytes(found), _as_bytes(x)
+            self._moved = as_bytes(found), as_bytes(x)
             self._run(_all_gather(*self._moved, group=self.group, async_op=True))
         if found is not out:
             self._spread(
-                _as_bytes(out).view(self.size, *x.shape), _as_bytes(found).view(len(self._ranks), *x.shape), missing
+                as_bytes(out).view(self.size, *x.shape), as_bytes(found).view(len(self._ranks), *x.shape), missing
             )
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -206,7 +208,7 @@ class Collectives:
             self._exchange(out, x, *([splits[rank] for rank in self._ranks] for splits in (out_splits, in_splits)))
 
     def _exchange(self, out: torch.Tensor, x: torch.Tensor, out_splits: list[int], in_splits: list[int]) -> None:
-        self._moved = out, x = _as_bytes(out), _as_bytes(x)
+        self._moved = out, x = as_bytes(out), as_bytes(x)
         self._run(dist.all_to_all_single(out, x, out_splits, in_splits, group=self.group, async_op=True))
 
     def _spread(self, out: torch.Tensor, found: torch.Tensor, missing: int = 0) -> None:
@@ -234,16 +236,22 @@ class Collectives:
         self._run(_all_gather(*self._moved, group=self._attention_tp_group, async_op=True), range(first, first + size))
         return out
 
-    def finish_device_work(self, ranks: Iterable[int] | None = None) -> None:
+    def finish_device_work(self, ranks: Iterable[int] | None = None, check: Callable[[], None] = lambda: None) -> None:
         """Waits on the host, bounded, for what it has issued to this rank's stream, and for `ranks` (None: all) alone.
-        Raises RankLost."""
+        A kernel that waits for a lost rank doesn't return, so `check` asks for what is known of them meanwhile.
+
+        Raises RankLost: the World's verdict or, after its timeout, the rank that is furthest behind. And what `check`
+        raises.
+        """
         if self.device.type != "cuda":
             return
-        done = torch.cuda.Event()
+        done, begun = torch.cuda.Event(), time.monotonic()
         done.record()
-        pauses = self._pauses(self._ranks if ranks is None else ranks)
         while not done.query():
-            next(pauses)
+            if (waited := time.monotonic() - begun) > POLL_S:
+                check()
+                self.raise_if_lost(waited, ranks)
+                time.sleep(50e-6)
 
     def compares_headers(self, full: bool) -> bool:
         """Returns whether calls compare headers: always on gloo, on GPUs with full validation, never in capture."""
@@ -309,13 +317,14 @@ class Collectives:
         if self._guard is not None:
             self._guard.note(where if layer is None else f"{where} of layer {layer}, step {self.step_number}")
 
-    def raise_if_lost(self, waited_s: float = 0.0) -> None:
-        """Raises RankLost if the world already has a verdict; for who has waited for all ranks, also if one of them
-        has ended or, after the World's timeout, is behind."""
+    def raise_if_lost(self, waited_s: float = 0.0, ranks: Iterable[int] | None = None) -> None:
+        """Raises RankLost if the world already has a verdict; for who has waited for `ranks` (None: all), also if one
+        of them has ended or, after the World's timeout, is behind."""
         if self._guard is not None:
-            self._guard.raise_if_lost(self._ranks if waited_s else ())
+            ranks = self._ranks if ranks is None else ranks
+            self._guard.raise_if_lost(ranks if waited_s else ())
             if waited_s > self.timeout_s:
-                self._guard.raise_behind(waited_s, self._ranks)
+                self._guard.raise_behind(waited_s, ranks)
 
     def add_buckets(self, buckets: Iterable[int]) -> None:
         """Adds sizes that graphs are captured for, equal on every rank. A rank that runs eagerly takes the same R, so
@@ -384,14 +393,6 @@ class Collectives:
             if waited < spin_s:
                 os.sched_yield()
             else:
-                if self._guard is not None:
-                    self._guard.raise_if_lost(ranks)
-                    if waited > self.timeout_s:
-                        self._guard.raise_behind(waited, ranks)
+                self.raise_if_lost(waited, ranks)
                 time.sleep(min(waited / 10, LONGEST_SLEEP_S))
             yield
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Views FP8 as bytes, as gloo and NCCL move it."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

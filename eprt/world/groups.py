@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, EprtError, RankLost, one_block
-from eprt.world.bounded import at_exit_leave, bounded
 from eprt.world.guard import Guard
-from eprt.world.identity import boot_id, job_name
+from eprt.world.process import at_exit_leave, boot_id, bounded
 from eprt.world.rendezvous import Rendezvous, claim_store, meet
 
 SILENT_AFTER_S = 10.0
@@ -123,16 +122,15 @@ def local_device(device: str | None) -> torch.device:
 
 def rendezvous_in_environment(rank: int, size: int, timeout_s: float) -> Rendezvous:
     """Finds all ranks that torchrun's environment names. Raises RankLost, WorldMismatch."""
-    host, job = ("rank 0" if hosts_store(0) else "torchrun's agent"), job_name()
-    silent_s = silent_after(timeout_s)
+    host, silent_s = ("rank 0" if hosts_store(0) else "torchrun's agent"), silent_after(timeout_s)
     where = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ['MASTER_PORT']}"
     try:
         store = bounded(lambda: _job_store(rank, size, timeout_s), timeout_s + 1.0)
     except (TimeoutError, dist.DistError) as error:
         message = f"the control store at {where} didn't answer within {timeout_s:g} s ({host} serves it): is it up?"
         raise RankLost(message, 0 if rank and host == "rank 0" else -1, "store") from error
-    claim_store(store, job, silent_s)
-    met = meet(store, "world", rank, range(size), timeout_s, silent_s, host, job)
+    claim_store(store, silent_s)
+    met = meet(store, "world", rank, range(size), timeout_s, silent_s, host)
     store.set_timeout(timedelta(seconds=2 * timeout_s))
     return met
 
@@ -142,8 +140,7 @@ def rendezvous_in_group(group: dist.ProcessGroup, rank: int, timeout_s: float) -
     ranks = dist.get_process_group_ranks(group)
     store = dist.distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
     label = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    silent_s = silent_after(timeout_s)
-    return meet(store, label, rank, range(len(ranks)), timeout_s, silent_s, "torch.distributed's store", job_name())
+    return meet(store, label, rank, range(len(ranks)), timeout_s, silent_after(timeout_s), "torch.distributed's store")
 
 
 def silent_after(timeout_s: float) -> float:

@@ -27,23 +27,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from eprt.errors import RankLost, one_block
-from eprt.world.bounded import bounded
-from eprt.world.identity import ended, stopped
-from eprt.world.links import Links, LoopThread
+from eprt.world.links import GRACE_S, Links, LoopThread, PeerRecord, StoreWatch
+from eprt.world.process import bounded, ended, stopped
 from eprt.world.rendezvous import Rendezvous
-from eprt.world.suspicion import GRACE_S, PeerRecord, StoreWatch, Suspicion, verdict_message
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")
 
 BEAT_S = 0.25
 MAX_BEAT_S = 0.5
-ENDED_GRACE_S = GRACE_S
 COLLECT_S = 0.15  # between the first accusation and the verdict: what broke at the same moment is named with it
 ASK_NEXT_S = 1.0  # for an answer from the rank that should decide
 LINGER_S = 3.0
@@ -51,6 +49,24 @@ EXIT_CODE = RankLost.exit_code
 LAST_WORDS = "eprt: no call returned to raise this: "  # of a process that is ended, before the verdict
 _WHY = ("silent", "exited", "raised", "left", "behind", "store", "foreign", "unknown")
 _MAX_WORDS = 2000
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """A suspicion that a rank is lost. `rank` -1 names nobody: the store is gone."""
+
+    rank: int
+    why: str
+    detail: str
+
+    def words(self) -> str:
+        return f"rank {self.rank} {self.why}: {self.detail}" if self.rank >= 0 else self.detail
+
+
+def verdict_message(suspicions: list[Suspicion]) -> str:
+    """Returns the message of the RankLost that these suspicions lead to."""
+    lost = "; ".join(suspicion.words() for suspicion in suspicions)
+    return f"{lost}. The step's outputs are discarded; restart the job, or go on without it where `World.shrink` can."
 
 
 class Guard:
@@ -62,6 +78,9 @@ class Guard:
         exit_after_s: on GPU worlds the host may sit in a kernel that waits for a lost rank. This long after a verdict
             that no call has raised, the process writes a report to stderr and exits with code 75. None: never.
         store: watched, if it isn't None; one that no other thread uses (a clone).
+
+    Attributes:
+        verdict: what the ranks agreed on, if anything.
     """
 
     def __init__(
@@ -76,7 +95,7 @@ class Guard:
         self._peers = {peer: PeerRecord() for peer in self._members if peer != self.rank}
         self._progress = (0, "start-up")
         self._ending = ""
-        self._verdict: RankLost | None = None
+        self.verdict: RankLost | None = None
         self._agreed = threading.Event()
         self._raised = False
         self._suspicions: list[Suspicion] = []
@@ -97,26 +116,21 @@ class Guard:
         self._progress = (self._progress[0] + 1, where or self._progress[1])
 
     @property
-    def verdict(self) -> RankLost | None:
-        """Returns the verdict that the ranks agreed on, if any."""
-        return self._verdict
-
-    @property
     def verdict_due(self) -> bool:
         """Returns whether a verdict is on its way: none stands yet, and a rank is suspected or ended without notice."""
-        if self._verdict is not None or not self._thread.alive:
+        if self.verdict is not None or not self._thread.alive:
             return False
         went = (peer.closed or self._gone(rank) for rank, peer in self._peers.items() if not peer.ending)
         return bool(self._suspicions) or any(went)
 
     def acknowledge(self) -> None:
         """Notes that the main thread knows of the verdict, so that it isn't stuck in a call."""
-        self._raised = self._verdict is not None
+        self._raised = self.verdict is not None
 
     @property
     def failing(self) -> bool:
         """Returns whether a verdict stands, or this rank is leaving through an exception."""
-        return self._verdict is not None or self._ending.startswith("raised")
+        return self.verdict is not None or self._ending.startswith("raised")
 
     @property
     def somebody_ended(self) -> bool:
@@ -136,25 +150,24 @@ class Guard:
         except TimeoutError:
             self.raise_behind(limit_s, self._peers)
             raise
-        except RankLost:
-            raise
-        except RuntimeError as error:  # torch's words for a peer that went
-            self.raise_broken(error)
+        except RuntimeError as error:
+            if not isinstance(error, RankLost):  # torch's words for a peer that went
+                self.raise_broken(error)
             raise
 
     def raise_if_lost(self, waiting_for: Iterable[int] = ()) -> None:
         """Raises RankLost if there is a verdict, or if one of the ranks this one is `waiting_for` has ended."""
-        if self._verdict is None:
+        if self.verdict is None:
             # What a peer sent before it ended may still be on its way: leave it a moment to complete our work.
             now = time.monotonic()
             for rank in waiting_for:
                 peer = self._peers.get(rank)
-                if peer is not None and peer.ending and now - peer.ended_at > ENDED_GRACE_S:
+                if peer is not None and peer.ending and now - peer.ended_at > GRACE_S:
                     why, _, detail = peer.ending.partition(":")
                     self._accuse(rank, why, f"{detail.strip() or 'closed its World'}; others still wait for it")
-        if self._verdict is not None:
+        if self.verdict is not None:
             self._raised = True
-            raise RankLost(str(self._verdict), self._verdict.rank, self._verdict.why, self._verdict.ranks)
+            raise RankLost(str(self.verdict), self.verdict.rank, self.verdict.why, self.verdict.ranks)
 
     def raise_behind(self, waited_s: float, waiting_for: Iterable[int]) -> None:
         """Names the rank that is furthest behind, after a wait of the whole timeout. Always raises RankLost."""
@@ -165,7 +178,7 @@ class Guard:
     def raise_broken(self, error: RuntimeError) -> None:
         """Waits for the verdict that explains a failed collective (a peer's socket closed). Always raises RankLost."""
         deadline = time.monotonic() + self._silent_after_s + 2 * self._beat_s
-        while time.monotonic() < deadline and self._verdict is None:
+        while time.monotonic() < deadline and self.verdict is None:
             self.raise_if_lost(self._peers)
             time.sleep(BEAT_S / 5)
         self.raise_if_lost()
@@ -181,8 +194,8 @@ class Guard:
 
     def _tell_the_unconnected(self) -> None:
         """Waits, as this rank ends, for peers that are still connecting: they must hear why, too."""
-        deadline = time.monotonic() + ENDED_GRACE_S
-        while self._thread.alive and time.monotonic() < deadline and self._verdict is None:
+        deadline = time.monotonic() + GRACE_S
+        while self._thread.alive and time.monotonic() < deadline and self.verdict is None:
             missing = [r for r, p in self._peers.items() if r not in self._links and not p.closed and not self._gone(r)]
             if not missing:
                 self._thread.do(self._beat)
@@ -234,7 +247,7 @@ class Guard:
 
     def _judge(self) -> None:
         """Raises the suspicions that this rank's own view supports."""
-        if self._verdict is not None or self._stop.is_set():
+        if self.verdict is not None or self._stop.is_set():
             return
         now = time.monotonic()
         expected = {rank: peer for rank, peer in self._peers.items() if not peer.ending}
@@ -248,7 +261,7 @@ class Guard:
             # Those that stopped with it are a beat behind at most.
             limit = self._silent_after_s - 2 * self._beat_s
             self._accuse_silent([rank for rank, peer in expected.items() if now - peer.heard_at > limit])
-        if complaint := self._watch.complaint(now, any(peer.ending or peer.closed for peer in self._peers.values())):
+        if complaint := self._watch.complaint(now, self.somebody_ended):
             self._propose(Suspicion(-1, "store", complaint))
 
     def _accuse_silent(self, silent: list[int]) -> None:
@@ -308,7 +321,7 @@ class Guard:
 
     def _propose(self, suspicion: Suspicion, own: bool = True) -> None:
         """Adds a suspicion in the guard's thread. A rank is suspected once."""
-        if self._verdict is not None:
+        if self.verdict is not None:
             if not own:
                 self._pass_on()
             return
@@ -334,7 +347,7 @@ class Guard:
 
     def _decide(self) -> None:
         """Makes the verdict if this rank is the one to decide; else asks that rank, and waits."""
-        if self._verdict is not None or self._stop.is_set():
+        if self.verdict is not None or self._stop.is_set():
             return
         judge = self._judges()[0]
         if judge != self.rank:
@@ -356,17 +369,17 @@ class Guard:
 
     def _adopt(self, ranks: tuple[int, ...], why: str, words: str) -> None:
         """Adopts a verdict; the first one stands. Called from the guard's thread, or another once that has ended."""
-        if self._verdict is not None:
+        if self.verdict is not None:
             return
-        self._verdict = RankLost(words, ranks[0] if ranks else -1, why, ranks)
+        self.verdict = RankLost(words, ranks[0] if ranks else -1, why, ranks)
         self._agreed.set()
         self._pass_on()
         if self._exit_after_s is not None and self._thread.here:
             self._thread.loop.call_later(self._exit_after_s, self._exit_if_stuck)
 
     def _pass_on(self) -> None:
-        if self._verdict is not None and self._thread.here:
-            self._links.send_all({"verdict": [list(self._verdict.ranks), self._verdict.why, str(self._verdict)]})
+        if self.verdict is not None and self._thread.here:
+            self._links.send_all({"verdict": [list(self.verdict.ranks), self.verdict.why, str(self.verdict)]})
 
     def _gone(self, rank: int) -> bool:
         return self._same_home(rank) and ended(self._members[rank].pid)
@@ -380,6 +393,6 @@ class Guard:
             return
         sys.stderr.write(f"eprt: rank {self.rank} is stuck in a call and its world is lost; its stacks:\n")
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        sys.stderr.write(f"{LAST_WORDS}{self._verdict}\n")  # last: where logs are read
+        sys.stderr.write(f"{LAST_WORDS}{self.verdict}\n")  # last: where logs are read
         sys.stderr.flush()
         os._exit(EXIT_CODE)

@@ -1,4 +1,5 @@
-"""The lifecycle of one rank in a World: it joins the other ranks, hears of their end, and leaves in order or not."""
+"""The lifecycle of one rank in a World: it joins the other ranks, hears of their end, and leaves in order or not. The
+memory that layers share on it is made once per key, counted, and freed by its last user or with the World."""
 
 from __future__ import annotations
 
@@ -6,22 +7,25 @@ import atexit
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from types import TracebackType
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
 from eprt.errors import RankLost
 from eprt.world.agree import Header, exchange
-from eprt.world.bounded import at_exit_leave
 from eprt.world.collectives import Collectives
 from eprt.world.groups import control_group, host_number, hosts_store
 from eprt.world.guard import EXIT_CODE, Guard
+from eprt.world.process import at_exit_leave
 from eprt.world.shared_exchange import open_exchange
+
+T = TypeVar("T")
 
 
 class Lifecycle:
@@ -63,7 +67,7 @@ class Lifecycle:
         world.nonce = guard.met.number
         world.generation = generation
         world._control = guard.bounded(lambda: control_group(guard.met, world.timeout_s, world.group), world.timeout_s)
-        exchange(world, Header("barrier", -1, 0))
+        exchange(world, Header("barrier"))
         # Also a barrier: every rank has read who its peers are before any of them can end.
         hosts: list[int] = self._gather_joined(torch.tensor([host_number()]))[:, 0].tolist()
         fewest = min(hosts.count(host) for host in hosts)
@@ -153,3 +157,64 @@ class Lifecycle:
         if verdict is not None or isinstance(uncaught, RankLost):
             return EXIT_CODE
         return int(uncaught is not None or not self.left_behind)
+
+
+@runtime_checkable
+class RankMemory(Protocol):
+    """Memory in which kernels of several ranks work together. All of it is told when ranks are lost."""
+
+    def release(self) -> None:
+        """Lets kernels of this rank that wait for others go on, as far as the host can; what they make is garbage. Not
+        collective; called again until the GPU is idle, and never again for ranks that are lost for good."""
+        ...
+
+    def resume(self, alive: tuple[bool, ...]) -> None:
+        """Goes on with these ranks alone: forgets the calls in flight, and neither sends to the others nor waits for
+        them. Every rank that is left does it, between two barriers, with an idle GPU.
+
+        Raises:
+            UsageError: it can't, on every rank.
+        """
+        ...
+
+
+class SharedResources:
+    """Opaque values under frozen keys; a key must name all that is baked into its value."""
+
+    def __init__(self) -> None:
+        self._held: dict[Hashable, tuple[Any, Callable[[Any], None] | None, int]] = {}
+
+    def acquire(self, key: Hashable, make: Callable[[], T], close: Callable[[T], None] | None) -> T:
+        """Returns the value of `key`, made on first use. If `make` raises, nothing is held."""
+        value, closer, users = self._held[key] if key in self._held else (make(), close, 0)
+        self._held[key] = (value, closer, users + 1)
+        return value
+
+    def held(self, key: Hashable) -> Any:
+        """Returns the value of `key` without counting a user; None if nobody holds it."""
+        return self._held[key][0] if key in self._held else None
+
+    def of_ranks(self) -> Iterator[RankMemory]:
+        """Yields the memory that ranks share, in the order in which it was made."""
+        return (value for value, _, _ in self._held.values() if isinstance(value, RankMemory))
+
+    def release(self, key: Hashable) -> None:
+        """Gives one `acquire` back; the last one frees. A key that isn't held is ignored: `close` came first."""
+        if key not in self._held:
+            return
+        value, closer, users = self._held.pop(key)
+        if users > 1:
+            self._held[key] = (value, closer, users - 1)
+        elif closer is not None:
+            closer(value)
+
+    def close(self) -> None:
+        """Frees everything, the newest first, also when a closer raises; then raises the first such error."""
+        try:
+            while self._held:
+                value, closer, _ = self._held.popitem()[1]
+                if closer is not None:
+                    closer(value)
+        finally:
+            if self._held:
+                self.close()

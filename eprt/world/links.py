@@ -1,4 +1,4 @@
-"""Authenticated connections between the guards of a World: how ranks hear of each other without the control store.
+"""What a guard hears: authenticated connections to the other ranks' guards, and a watch on the control store.
 
 Each rank listens, and connects to the ranks below it. Both ends prove that they know the World's key before anything
 they say is read, so a stranger that finds the port is closed out. Then short JSON messages travel, each behind its
@@ -16,8 +16,14 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, cast
+
+import torch.distributed as dist
+
+from eprt.world.rendezvous import TERMINATION, Termination
 
 logger = logging.getLogger("eprt")
 
@@ -29,6 +35,9 @@ _LENGTH = struct.Struct(">I")
 _MAC_BYTES = 32
 _HANDSHAKE_S = 5.0
 _RETRY_S = 0.1
+GRACE_S = (
+    1.0  # after an end, until somebody is accused: what was sent before arrives, and who ended with it is heard of
+)
 
 
 class LoopThread:
@@ -243,3 +252,78 @@ class _Link(asyncio.Protocol):
     def _refuse(self, why: str) -> None:
         logger.warning("a connection from %s was refused: %s", self.transport.get_extra_info("peername"), why)
         self.transport.abort()
+
+
+@dataclass
+class PeerRecord:
+    """The record of what this rank last heard of another rank."""
+
+    heard_at: float = field(default_factory=time.monotonic)
+    ops: int = 0
+    where: str = "start-up"
+    ending: str = ""
+    ended_at: float = 0.0
+    closed: bool = False
+    warned: bool = False
+
+
+class StoreWatch:
+    """Watches from a thread of its own whether the store still answers, and whether a stranger wrote that he is one of
+    the ranks. A call to the store may never return.
+
+    Args:
+        store: one that no other thread uses (a clone); None: nothing is watched.
+        intruded: called, in the watching thread, with (rank, words) of who is claimed twice; then the watch ends.
+    """
+
+    def __init__(
+        self, store: dist.Store | None, beat_s: float, silent_after_s: float, intruded: Callable[[int, str], None]
+    ) -> None:
+        self._store, self._intruded = store, intruded
+        self._beat_s, self._silent_after_s = beat_s, silent_after_s
+        self._asked_at: float | None = None
+        self._error: str | None = None
+        self._gone_at: float | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="eprt-store-watch", daemon=True)
+
+    def start(self) -> None:
+        if self._store is not None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the watch. A thread inside a call that doesn't return stays behind: `stuck`."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
+        self._store = None
+
+    @property
+    def stuck(self) -> bool:
+        """Returns, after `stop`, whether the thread is still inside a call."""
+        return self._thread.is_alive()
+
+    def complaint(self, now: float, somebody_ended: bool) -> str:
+        """Returns what is wrong with the store, "" for nothing. An ended rank that served it explains its end."""
+        if self._error is not None:
+            self._gone_at = self._gone_at or now
+            if not somebody_ended and now - self._gone_at > GRACE_S:  # else only who waits for that rank is lost
+                return "the control store is gone, its host ended (torchrun's agent?)"
+        elif self._asked_at is not None and now - self._asked_at > self._silent_after_s + 2 * self._beat_s:
+            return f"the control store gave no answer for {self._silent_after_s:g} s: its host is stopped or cut off"
+        return ""
+
+    def _watch(self) -> None:
+        store = self._store
+        while store is not None and not self._stop.wait(self._beat_s):
+            try:
+                self._asked_at = time.monotonic()
+                over = bytes(store.get(TERMINATION)) if store.check([TERMINATION]) else b""
+                self._asked_at = None
+            except (RuntimeError, OSError) as error:
+                self._error = str(error)
+                return
+            found = Termination.parse(over)
+            if found is not None and found.why == "foreign":
+                self._intruded(found.rank, found.message)
+                return

@@ -23,8 +23,7 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 
 from eprt.errors import EprtError, RankLost, WorldMismatch, one_block
-from eprt.world.bounded import bounded
-from eprt.world.identity import Member, ended, listen, record
+from eprt.world.process import Member, bounded, ended, job_name, listen, record
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")
@@ -113,30 +112,32 @@ class _Attempt:
     """A rendezvous under way: bounded calls to the store, below one prefix."""
 
     def __init__(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float, silent_s: float, host: str
+        self, base: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float, silent_s: float, host: str
     ) -> None:
-        self.store, self.rank, self.ranks, self._host = store, rank, tuple(ranks), host
+        self.store = self._base = base
+        self.rank, self.ranks, self.host = rank, tuple(ranks), host
         self._first = self.ranks[0]  # who asks for the rendezvous
         self.once = False
         self.timeout_s, self._silent_s = timeout_s, silent_s
         self.deadline = time.monotonic() + timeout_s
         self.members: dict[int, Member] = {}
-        self._joined: tuple[dist.Store, str] | None = None  # where rank 0's request stands, and what it said
+        self._joined = ""  # what rank 0's request said, on the others
 
     def ask(self, call: Callable[[], T]) -> T:
+        """Returns what a call to the store does. Raises RankLost where the store doesn't answer, or is gone."""
         try:
             return bounded(call, self._silent_s)
-        except TimeoutError as error:
-            message = f"the control store gave no answer for {self._silent_s:g} s: {self._host} is stopped or cut off"
-            raise self._store_lost(message, "silent") from error
-        except dist.DistNetworkError as error:
-            raise self._store_lost(
-                f"the control store is gone while ranks met: {self._host} ended", "exited"
-            ) from error
+        except (TimeoutError, dist.DistNetworkError) as error:
+            why, what = "exited", f"is gone while ranks met: {self.host} ended"
+            if isinstance(error, TimeoutError):
+                why, what = "silent", f"gave no answer for {self._silent_s:g} s: {self.host} is stopped or cut off"
+            rank = 0 if self.host == "rank 0" else -1
+            message = f"the control store {what}. Restart the job."
+            raise RankLost(message, rank, "store" if rank < 0 else why) from error
 
-    def _store_lost(self, message: str, why: str) -> RankLost:
-        rank = 0 if self._host == "rank 0" else -1
-        return RankLost(f"{message}. Restart the job.", rank, "store" if rank < 0 else why)
+    def _read(self, store: dist.Store, key: str) -> bytes:
+        """Returns what stands under a key; nothing where nobody wrote it."""
+        return bytes(self.ask(lambda: store.get(key))) if self.ask(lambda: store.check([key])) else b""
 
     def join(self, me: Member) -> None:
         """Joins the rendezvous that rank 0 asks for.
@@ -145,47 +146,45 @@ class _Attempt:
         agents share one store, and each counts restarts by itself. So rank 0 asks under a new name; to that only the
         living answer. (Where rank 0 is lost, the lowest of the others does what is said of it here.)
         """
-        base, mine = self.store, json.dumps(asdict(me))
+        mine = json.dumps(asdict(me))
         if self.rank == self._first:
-            name = secrets.token_hex(8)
-            self.store = dist.PrefixStore(name, base)
-            self.ask(lambda: self.store.set(f"member/{self.rank}", mine))
-            _JOINED.add((name, self.rank))
-            self._claim_first(base, name, me)
+            self._ask_anew(me, mine)
             return
         stale: Termination | None = None
         while time.monotonic() <= self.deadline:
-            name = self._asked(base)
+            name = self._asked()
             if name and (name, self.rank) not in _JOINED:
-                self.store = dist.PrefixStore(name, base)
+                self.store = dist.PrefixStore(name, self._base)
                 stale = self._termination()
                 if stale is None and self._claim_rank(me, mine):
                     _JOINED.add((name, self.rank))
-                    self._joined = base, name
+                    self._joined = name
                     return
             if stale is not None and self.once:
                 break
             time.sleep(_LOOK_S)
         if stale is not None:
             raise stale.error
-        self.store = dist.PrefixStore("nobody asked", base)
-        self.end(Termination("silent", (self._first,), self._absent([self._first])))
+        self.store = dist.PrefixStore("nobody asked", self._base)
+        self._end_absent([self._first])
 
-    def _claim_first(self, base: dist.Store, name: str, me: Member) -> None:
+    def _ask_anew(self, me: Member, mine: str) -> None:
         """Asks for a rendezvous under a new name. If rank 0 of the last one still lives, it is this process (a World
         before this one) or a stranger."""
-        before = self._asked(base)
-        holder = Member.parse(bytes(self.ask(lambda: base.get(f"{before}/member/{self.rank}")))) if before else None
+        name = secrets.token_hex(8)
+        self.store = dist.PrefixStore(name, self._base)
+        self.ask(lambda: self.store.set(f"member/{self.rank}", mine))
+        _JOINED.add((name, self.rank))
+        before = self._asked()
+        holder = Member.parse(self._read(self._base, f"{before}/member/{self.rank}")) if before else None
         if holder is not None and holder.process != me.process and holder.home == me.home and not ended(holder.pid):
-            self.store = dist.PrefixStore(before, base)
+            self.store = dist.PrefixStore(before, self._base)
             self._refuse(holder, me)
-        self.ask(lambda: base.set("asked", name))
+        self.ask(lambda: self._base.set("asked", name))
 
-    def _asked(self, base: dist.Store) -> str:
-        """Returns the name that stands in the store; "" for none, or garbage."""
-        if not self.ask(lambda: base.check(["asked"])):
-            return ""
-        name = bytes(self.ask(lambda: base.get("asked"))).decode(errors="replace")
+    def _asked(self) -> str:
+        """Returns the name that rank 0 asks under; "" for none, or garbage."""
+        name = self._read(self._base, "asked").decode(errors="replace")
         return name if name.isalnum() and len(name) == 16 else ""
 
     def _claim_rank(self, me: Member, mine: str) -> bool:
@@ -218,7 +217,7 @@ class _Attempt:
             self.ask(lambda: self.store.set(f"{what}/{self.rank}", mine))
         look_closer = time.monotonic() + _LOOK_CLOSER_S
         while not self.ask(lambda: self.store.check(names)):
-            if self._joined is not None and self._asked(self._joined[0]) != self._joined[1]:
+            if self._joined and self._asked() != self._joined:
                 raise _Stale
             self.raise_if_terminated()
             now = time.monotonic()
@@ -231,9 +230,19 @@ class _Attempt:
         self.raise_if_terminated()
         return [bytes(self.ask(lambda name=name: self.store.get(name))) for name in names]
 
+    def each(self, what: str, mine: str | None, parse: Callable[[bytes], T | None]) -> dict[int, T]:
+        """Returns every rank's `what`, parsed, by rank. Raises as `all`, and where a stranger wrote over one."""
+        found: dict[int, T] = {}
+        for peer, raw in zip(self.ranks, self.all(what, mine), strict=True):
+            if (value := parse(raw)) is None:
+                message = f"the store's {what} record of rank {peer} was overwritten by a stranger"
+                self.end(Termination("foreign", (peer,), message))
+            found[peer] = value
+        return found
+
     def leave(self) -> None:
         """Waits, on the rank that serves the store, until all have read what they need of it."""
-        if self._host == f"rank {self.rank}":
+        if self.host == f"rank {self.rank}":
             self.all("read", "")
         else:
             self.ask(lambda: self.store.set(f"read/{self.rank}", ""))
@@ -248,7 +257,7 @@ class _Attempt:
         """Writes the termination record, and raises what stands there: another rank may have been first."""
         ending = replace(found, message=one_block(found.message))
         self._write(ending)
-        if self._host == f"rank {self.rank}":
+        if self.host == f"rank {self.rank}":
             time.sleep(10 * _LOOK_S)  # the store goes with this process: let the others read
         self.raise_if_terminated()
         raise ending.error
@@ -262,31 +271,22 @@ class _Attempt:
             raise ending.error
 
     def _termination(self) -> Termination | None:
-        if not self.ask(lambda: self.store.check([TERMINATION])):
-            return None
-        return Termination.parse(bytes(self.ask(lambda: self.store.get(TERMINATION))))
+        return Termination.parse(self._read(self.store, TERMINATION))
 
-    def _absent(self, missing: list[int]) -> str:
-        return (
-            f"ranks {missing} of {len(self.ranks)} didn't come within {self.timeout_s:g} s of start-up; look at their "
-            "logs. Restart the job."
-        )
+    def _end_absent(self, missing: list[int]) -> NoReturn:
+        words = f"ranks {missing} of {len(self.ranks)} didn't come within {self.timeout_s:g} s of start-up"
+        self.end(Termination("silent", tuple(missing), f"{words}; look at their logs. Restart the job."))
 
     def _end_late(self, names: list[str]) -> None:
         there = [self.ask(lambda name=name: self.store.check([name])) for name in names]
-        missing = [rank for rank, came in zip(self.ranks, there, strict=True) if not came]
-        if not missing:
-            return
-        self.end(Termination("silent", tuple(missing), self._absent(missing)))
+        if missing := [rank for rank, came in zip(self.ranks, there, strict=True) if not came]:
+            self._end_absent(missing)
 
     def _look_for_dead(self) -> None:
         me = Member.here(len(self.ranks))
         for rank in self.ranks:
-            name = f"member/{rank}"
-            if rank not in self.members and self.ask(lambda name=name: self.store.check([name])):
-                member = Member.parse(bytes(self.ask(lambda name=name: self.store.get(name))))
-                if member is not None:
-                    self.members[rank] = member
+            if rank not in self.members and (member := Member.parse(self._read(self.store, f"member/{rank}"))):
+                self.members[rank] = member
         dead = tuple(r for r, member in self.members.items() if member.home == me.home and ended(member.pid))
         if dead:
             words = "; ".join(f"rank {r} exited while ranks met: {self.members[r]} is gone" for r in dead)
@@ -301,7 +301,6 @@ def meet(
     timeout_s: float,
     silent_s: float,
     host: str,
-    job: str,
     known: Mapping[int, Member] | None = None,
 ) -> Rendezvous:
     """Finds the other ranks in `store`. Collective.
@@ -311,22 +310,22 @@ def meet(
         rank, ranks: this one, and all that are to meet, ascending.
         timeout_s: how long to wait for a rank that isn't there; silent_s: for an answer of the store.
         host: who serves the store, for messages.
-        job: what the launcher calls this job.
         known: of ranks that have met before, in another place, and meet here once: who they are.
 
     Raises:
         RankLost: a rank didn't come, or ended meanwhile; the same on all ranks that came.
         WorldMismatch: another process has this rank's place, or the ranks run different versions.
     """
-    base = dist.PrefixStore(f"eprt/{_digest(job)}/{label}", store)
-    until = time.monotonic() + timeout_s
+    job = hashlib.sha256(job_name().encode()).hexdigest()[:16]
+    base = dist.PrefixStore(f"eprt/{job}/{label}", store)
+    deadline = time.monotonic() + timeout_s
     while True:
         attempt = _Attempt(base, rank, ranks, timeout_s, silent_s, host)
-        attempt.deadline, attempt.once = until, known is not None
+        attempt.deadline, attempt.once = deadline, known is not None
         attempt.members.update({peer: known[peer] for peer in ranks} if known else {})
         attempt.join(Member.here(len(ranks)))
         try:
-            return _exchange_addresses(attempt, host, job)
+            return _exchange_addresses(attempt)
         except _Stale:
             logger.debug("rank 0 asked anew: what this rank had joined was of an earlier attempt")
         except EprtError:
@@ -336,38 +335,24 @@ def meet(
             raise
 
 
-def _exchange_addresses(attempt: _Attempt, host: str, job: str) -> Rendezvous:
-    members: dict[int, Member] = {}
-    for peer, raw in zip(attempt.ranks, attempt.all("member", None), strict=True):
-        member = Member.parse(raw)
-        if member is None:
-            attempt.end(
-                Termination("foreign", (peer,), f"the store's record of rank {peer} was overwritten by a stranger")
-            )
-        members[peer] = member
+def _exchange_addresses(attempt: _Attempt) -> Rendezvous:
+    """Tells the ranks that joined where this one listens, and returns what all of them told."""
+    members = attempt.each("member", None, Member.parse)
     _compare(attempt, members)
     listener = listen(list(members.values()))
-    port = listener.getsockname()[1]
-    offer = {"address": [listener.getsockname()[0], port], "nonce": secrets.token_hex(16)}
-    addresses: dict[int, tuple[str, int]] = {}
-    nonce = ""
-    for peer, raw in zip(attempt.ranks, attempt.all("offer", json.dumps(offer)), strict=True):
-        found = _offer(raw)
-        if found is None:
-            attempt.end(
-                Termination("foreign", (peer,), f"the store's offer of rank {peer} was overwritten by a stranger")
-            )
-        addresses[peer] = found[0]
-        nonce = nonce or found[1]  # the first rank's
+    offer = {"address": listener.getsockname()[:2], "nonce": secrets.token_hex(16)}
+    offers = attempt.each("offer", json.dumps(offer), _offer)
+    addresses = {peer: address for peer, (address, _) in offers.items()}
+    _, nonce = offers[attempt.ranks[0]]
     attempt.leave()
-    key = hashlib.sha256(f"{job}\0{nonce}".encode()).digest()
+    key = hashlib.sha256(f"{job_name()}\0{nonce}".encode()).digest()
     inner = dist.PrefixStore(nonce, attempt.store)
-    return Rendezvous(attempt.rank, members, addresses, listener, nonce, key, inner, attempt.store, host)
+    return Rendezvous(attempt.rank, members, addresses, listener, nonce, key, inner, attempt.store, attempt.host)
 
 
-def claim_store(store: dist.Store, job: str, silent_s: float) -> None:
+def claim_store(store: dist.Store, silent_s: float) -> None:
     """Claims the store for the job that comes first. Raises WorldMismatch for another."""
-    me = replace(Member.here(0), process=job[:200])
+    me = replace(Member.here(0), process=job_name()[:200])
     first = Member.parse(bytes(bounded(lambda: store.compare_set("eprt/owner", "", json.dumps(asdict(me))), silent_s)))
     if first is not None and first.process != me.process:
         raise WorldMismatch(
@@ -378,6 +363,7 @@ def claim_store(store: dist.Store, job: str, silent_s: float) -> None:
 
 
 def _compare(attempt: _Attempt, members: dict[int, Member]) -> None:
+    """Ends the rendezvous of ranks that were started with another size or other versions."""
     for name in ("size", "eprt", "torch"):
         values = {rank: str(getattr(member, name)) for rank, member in members.items()}
         if len(set(values.values())) > 1:
@@ -388,12 +374,9 @@ def _compare(attempt: _Attempt, members: dict[int, Member]) -> None:
 
 
 def _offer(raw: bytes) -> tuple[tuple[str, int], str] | None:
+    """Returns the address and the nonce that these bytes offer, or None."""
     match record(raw):
         case {"address": [str(host), int(port)], "nonce": str(nonce)} if nonce.isalnum() and 0 < port < 65536:
             return (host, port), nonce
         case _:
             return None
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -16,14 +16,12 @@ import torch.distributed as dist
 from eprt.config import ParallelConfig
 from eprt.errors import InputError, RankLost, UsageError
 from eprt.world.agree import Header, exchange
-from eprt.world.bounded import bounded
 from eprt.world.collectives import Collectives
 from eprt.world.groups import payload_group, silent_after, start_guard
 from eprt.world.guard import Guard
-from eprt.world.identity import job_name, record
-from eprt.world.lifecycle import Lifecycle
+from eprt.world.lifecycle import Lifecycle, SharedResources
+from eprt.world.process import bounded, record
 from eprt.world.rendezvous import meet
-from eprt.world.resources import SharedResources
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")
@@ -155,18 +153,13 @@ class Shrinking:
         self._leaving: set[int] = set()
 
     def shrink(self, leaving: Iterable[int]) -> Survivors:
+        """Does what `World.shrink` says."""
         world = self._world
         self._leaving = self._checked_leaving(leaving)
         verdict = self._require_reason()
         gone = {rank for rank, alive in enumerate(world.alive) if not alive} | self._leaving
         lost = self._excluding(gone | set(verdict.ranks if verdict else ()))
-        if verdict is None:  # peers may still read what this rank sent: its groups aren't aborted
-            world.finish_device_work([rank for rank in range(world.size) if rank not in lost])
-            if world.device.type == "cuda":
-                torch.cuda.synchronize(world.device)
-        else:
-            groups = [group for group in (world.group, world._attention_tp_group) if group is not None]
-            free_device(world.device, groups, self._release_memory, silent_after(world.timeout_s))
+        self._end_device_work(lost, verdict)
         self._life.leave_groups()
         while True:
             lost = self._excluding(self._ballots.decide(lost))
@@ -229,6 +222,16 @@ class Shrinking:
         message = f"rank {self._world.rank} can't go on after ranks {list(ranks)} were lost: {why}. Restart the job."
         raise RankLost(message, ranks[0], "unknown", ranks)
 
+    def _end_device_work(self, lost: set[int], verdict: RankLost | None) -> None:
+        world = self._world
+        if verdict is None:  # peers may still read what this rank sent: its groups aren't aborted
+            world.finish_device_work([rank for rank in range(world.size) if rank not in lost])
+            if world.device.type == "cuda":
+                torch.cuda.synchronize(world.device)
+        else:
+            groups = [group for group in (world.group, world._attention_tp_group) if group is not None]
+            free_device(world.device, groups, self._release_memory, silent_after(world.timeout_s))
+
     def _release_memory(self) -> None:
         for memory in self._resources.of_ranks():
             memory.release()
@@ -250,7 +253,7 @@ class Shrinking:
                 self._meet_survivors(before, ranks)
             for memory in self._resources.of_ranks():
                 memory.resume(world.alive)
-            exchange(world, Header("barrier", -1, 0))
+            exchange(world, Header("barrier"))
         finally:
             world.step_number = step_number
         before.close()
@@ -260,11 +263,12 @@ class Shrinking:
         self._world._ranks = ranks
 
     def _meet_survivors(self, before: Guard, ranks: list[int]) -> None:
+        """Meets `ranks` under the last ballot's number, and makes their groups. Goes back to no groups on an error."""
         world, timeout_s = self._world, self._world.timeout_s
         store = dist.PrefixStore(f"without/{self._ballots.number}", self._ballots.client())
         patience_s = timeout_s * (2 if world.device.type == "cuda" else 1)
-        silent_s, host = silent_after(timeout_s), before.met.host
-        met = meet(store, "world", world.rank, ranks, patience_s, silent_s, host, job_name(), before.met.members)
+        limits = patience_s, silent_after(timeout_s)
+        met = meet(store, "world", world.rank, ranks, *limits, before.met.host, before.met.members)
         guard = start_guard(met, timeout_s, world.device, our_store=self._life.owns_default)
         self._go_on_with(ranks)
 
@@ -279,7 +283,7 @@ class Shrinking:
             size, first = world.parallel.attention_tp_size, world.rank - world.attention_tp_rank
             if size > 1:
                 world._attention_tp_group = group_of(f"attention {first}", list(range(first, first + size)))
-            exchange(world, Header("barrier", -1, 0))
+            exchange(world, Header("barrier"))
         except BaseException:
             world._guard = before
             self._life.leave_groups()

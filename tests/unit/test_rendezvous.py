@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from eprt.errors import RankLost
-from eprt.world import identity
+from eprt.world import process
 from eprt.world.rendezvous import Rendezvous, meet
 
 SIZE = 3
@@ -23,7 +23,7 @@ def come(
     def one(rank: int) -> Rendezvous | str:
         time.sleep(0.2 if rank == late else 0.0)
         try:
-            return meet(store, "label", rank, range(SIZE), timeout_s, 10.0, "the store", "job")
+            return meet(store, "label", rank, range(SIZE), timeout_s, 10.0, "the store")
         except RankLost as lost:
             return f"{lost.rank} {lost.why}: {lost}"
 
@@ -52,7 +52,7 @@ def test_an_attempt_that_died_on_the_way_leaves_nothing_that_misleads() -> None:
 
 def test_the_generation_is_the_most_that_any_launcher_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [0, 2, 0]
-    monkeypatch.setattr(identity, "restarts", lambda: counts.pop() if counts else 0)
+    monkeypatch.setattr(process, "restarts", lambda: counts.pop() if counts else 0)
     assert [found.generation for found in come(dist.HashStore(), range(SIZE))] == [2] * SIZE
 
 

@@ -22,7 +22,7 @@ from eprt.errors import ConfigError, InputError, UsageError
 from eprt.ranks.launcher import WorldFailed, WorldPool, launch
 from eprt.world import World, collectives
 from eprt.world.collectives import Collectives, Membership
-from eprt.world.resources import SharedResources
+from eprt.world.lifecycle import SharedResources
 
 VICTIM = 2
 

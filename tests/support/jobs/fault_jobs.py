@@ -67,8 +67,8 @@ def is_stopped_and_goes_on(context, victim: int) -> str:
 def two_of_one_name(context) -> str:
     """Two hosts whose names and namespace numbers are equal: rank 1's process number is nobody's on rank 0's."""
     with (
-        mock.patch("eprt.world.identity.boot_id", return_value=f"boot {context.rank}"),
-        mock.patch("eprt.world.identity.os.getpid", return_value=2**22 + context.rank),
+        mock.patch("eprt.world.process.boot_id", return_value=f"boot {context.rank}"),
+        mock.patch("eprt.world.process.os.getpid", return_value=2**22 + context.rank),
         World.from_env("cpu", timeout_s=20) as world,
     ):
         time.sleep(1.5)

@@ -21,7 +21,7 @@ from eprt.dispatch import DISPATCHERS
 from eprt.dispatch.flashinfer import FlashInferDispatcher
 from eprt.dispatch.flashinfer import workspace as flashinfer_workspace
 from eprt.errors import UsageError
-from eprt.world.resources import SharedResources
+from eprt.world.lifecycle import SharedResources
 from support.stand_ins import library_kernels
 
 SIZE = 4

@@ -1,7 +1,13 @@
-"""The identity of a process: what it tells the ranks it means to meet, and what it can see of another process."""
+"""A process among others: what it tells the ranks that it means to meet, what it sees of another process, and how it
+waits for calls that may never return (stores whose host stopped, groups whose members died).
+
+torch's own timeouts don't cover such calls (a TCPStore call waits for its host's answer without end, torch 2.13), and
+nothing wakes a thread inside one. So each gets a thread of its own, and the caller waits no longer than it likes.
+"""
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import ipaddress
 import json
@@ -10,18 +16,25 @@ import os
 import secrets
 import socket
 import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from eprt.errors import one_block
+from eprt.errors import RankLost, one_block
 
 logger = logging.getLogger("eprt")
+T = TypeVar("T")
 
 _MAX_RECORD_BYTES = 16_384
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+_LOOK_S = 0.02
 _PROCESS = secrets.token_hex(8)
 # Where launchers say which job this is; the first that is set counts.
 JOB_VARIABLES = (
@@ -173,3 +186,52 @@ def record(raw: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def bounded(call: Callable[[], T], limit_s: float, check: Callable[[], None] = lambda: None) -> T:
+    """Returns or raises what `call()` does, from another thread.
+
+    Args:
+        check: called while waiting; what it raises ends the wait.
+
+    Raises:
+        TimeoutError: nothing came back within `limit_s`. The thread is left behind, so that this process can't end
+            the ordinary way any more: at exit it leaves at once, with code 75.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
+            outcome.set_exception(error)
+
+    deadline = time.monotonic() + limit_s
+    threading.Thread(target=run, name="eprt-bounded", daemon=True).start()
+    try:
+        while not wait([outcome], _LOOK_S).done and time.monotonic() < deadline:
+            check()
+    finally:
+        if not outcome.done():
+            at_exit_leave(RankLost.exit_code)
+    if not outcome.done():
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    return outcome.result()
+
+
+def at_exit_leave(code: int | None = None) -> None:
+    """Ends the process at interpreter exit without waiting for threads that never come back.
+
+    Args:
+        code: what to end with; None: 75 if an uncaught RankLost is what ends the interpreter, else as it would end.
+    """
+    pid = os.getpid()
+
+    def leave() -> None:
+        uncaught = isinstance(getattr(sys, "last_value", None), RankLost)
+        if os.getpid() == pid and (code is not None or uncaught):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(RankLost.exit_code if uncaught or code is None else code)
+
+    atexit.register(leave)
