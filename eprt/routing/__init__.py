@@ -157,28 +157,27 @@ class Router(nn.Module):
         token_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if weight.dim() != 2:
-            raise ConfigError(f"router weight is {tuple(weight.shape)}: expected [E, H]")
-        for name, tensor in (("bias", bias), ("correction_bias", correction_bias)):
-            if tensor is not None and tensor.shape != weight.shape[:1]:
-                raise ConfigError(f"router {name} is {tuple(tensor.shape)}: expected ({weight.shape[0]},)")
-        if (routing.method == "hash") != (token_table is not None):
-            raise ConfigError(
-                f"routing method {routing.method!r} "
-                + ("needs a token_table [V, K]" if token_table is None else "takes no token_table")
-            )
-        self.routing = routing
-        self.top_k = top_k
-        if float32_logits is None:
-            float32_logits = routing.method in ("grouped_sigmoid", "grouped_softmax")
-        self.float32_logits = float32_logits
+        self.routing, self.top_k = routing, top_k
+        in_float32 = routing.method in ("grouped_sigmoid", "grouped_softmax")
+        self.float32_logits = in_float32 if float32_logits is None else float32_logits
         self.weights: WeightRounding = weights
         self._token_dtype = token_dtype
-        self.register_buffer("weight", weight)
-        self.register_buffer("bias", bias)
-        self.register_buffer("correction_bias", correction_bias)
-        self.register_buffer("token_table", token_table)
+        tensors = {"weight": weight, "bias": bias, "correction_bias": correction_bias, "token_table": token_table}
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+        self._check_tensors()
         self._fused: tuple[list[tuple[str, torch.Tensor | None, int]], FusedRouter | None] = ([], None)
+
+    def _check_tensors(self) -> None:
+        weight, method = self.weight, self.routing.method
+        if weight.dim() != 2:
+            raise ConfigError(f"router weight is {tuple(weight.shape)}: expected [E, H]")
+        for name, tensor in (("bias", self.bias), ("correction_bias", self.correction_bias)):
+            if tensor is not None and tensor.shape != weight.shape[:1]:
+                raise ConfigError(f"router {name} is {tuple(tensor.shape)}: expected ({weight.shape[0]},)")
+        if (method == "hash") != (self.token_table is not None):
+            wrong = "needs a token_table [V, K]" if self.token_table is None else "takes no token_table"
+            raise ConfigError(f"routing method {method!r} {wrong}")
 
     @property
     def token_dtype(self) -> torch.dtype:

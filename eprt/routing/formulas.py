@@ -24,26 +24,17 @@ def route_torch(
     token_ids: torch.Tensor | None = None,
     token_table: torch.Tensor | None = None,
 ) -> TopK:
-    """`route` of checked arguments, in plain torch."""
+    """Computes `route` of checked arguments, in plain torch."""
     if routing.method == "softmax_topk":
         ids, weights = _softmax_topk(values, routing, top_k)
-    elif routing.method == "topk_softmax":
+    elif routing.method in ("topk_softmax", "topk_sigmoid"):
         chosen, ids = torch.topk(values, top_k, dim=-1)
-        weights = torch.softmax(chosen, dim=-1)
-    elif routing.method == "topk_sigmoid":
-        chosen, ids = torch.topk(values, top_k, dim=-1)
-        weights = torch.sigmoid(chosen.float()).to(values.dtype)
-    elif routing.method == "grouped_sigmoid":
-        ids, weights = _grouped_sigmoid(values, routing, top_k, correction_bias)
-    elif routing.method == "grouped_softmax":
-        ids, weights = _grouped_softmax(values, routing, top_k, correction_bias)
+        softmax = routing.method == "topk_softmax"
+        weights = torch.softmax(chosen, dim=-1) if softmax else torch.sigmoid(chosen.float()).to(values.dtype)
+    elif routing.method in ("grouped_sigmoid", "grouped_softmax", "sqrt_softplus"):
+        ids, weights = _biased_topk(values, routing, top_k, correction_bias)
     elif routing.method == "sparsemixer":
         ids, weights = _sparsemixer(values, routing)
-    elif routing.method == "sqrt_softplus":
-        scores = F.softplus(values).sqrt()
-        for_choice = scores if correction_bias is None else scores + correction_bias
-        ids = torch.topk(for_choice, top_k, dim=-1, sorted=False).indices
-        weights = _normalized(scores.gather(1, ids), routing)
     elif routing.method == "hash" and token_ids is not None and token_table is not None:
         ids = token_table[token_ids].long()
         weights = _normalized(F.softplus(values).sqrt().gather(1, ids), routing)
@@ -59,32 +50,29 @@ def _softmax_topk(logits: torch.Tensor, routing: Routing, top_k: int) -> tuple[t
     return ids, chosen.to(logits.dtype)
 
 
-def _grouped_sigmoid(
+def _biased_topk(
     logits: torch.Tensor, routing: Routing, top_k: int, correction_bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = logits.float().sigmoid()
+    """Chooses by scores and bias, within the best groups if there are groups. The scores alone become weights."""
+    if routing.method == "sqrt_softplus":
+        scores = F.softplus(logits).sqrt()
+    elif routing.method == "grouped_sigmoid":
+        scores = logits.float().sigmoid()
+    else:
+        scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
     for_choice = scores if correction_bias is None else scores + correction_bias
-    if routing.num_groups > 1:
-        for_choice = _keep_best_groups(for_choice, routing)
-    ids = torch.topk(for_choice, top_k, dim=-1, sorted=False).indices
-    return ids, _normalized(scores.gather(1, ids), routing)
-
-
-def _grouped_softmax(
-    logits: torch.Tensor, routing: Routing, top_k: int, correction_bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    for_choice = scores if correction_bias is None else scores + correction_bias
-    if routing.num_groups > 1:
+    if routing.num_groups > 1 and routing.method in GROUP_BEST:
         for_choice = _keep_best_groups(for_choice, routing)
     ids = torch.topk(for_choice, top_k, dim=-1, sorted=False).indices
     weights = scores.gather(1, ids)
+    if routing.method != "grouped_softmax":
+        return ids, _normalized(weights, routing)
     return ids, weights / weights.sum(dim=-1, keepdim=True).clamp(min=NORM_MIN) if routing.renormalize else weights
 
 
 def _sparsemixer(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inference form of https://arxiv.org/abs/2409.12136: the best expert, then the best of the others, each weighed by
-    a softmax of its own over the logits that come near it. In the logits' dtype, as the model computes."""
+    """Chooses as https://arxiv.org/abs/2409.12136 does in inference: the best expert, then the best of the others, each
+    weighed by a softmax of its own over the logits that come near it. In the logits' dtype, as the model computes."""
     best, first = logits.max(dim=-1, keepdim=True)
     first_weight = torch.softmax(_near(logits, logits, best, routing.jitter), dim=-1).gather(1, first)
     others = logits.scatter(1, first, float("-inf"))
@@ -94,13 +82,13 @@ def _sparsemixer(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, 
 
 
 def _near(values: torch.Tensor, logits: torch.Tensor, best: torch.Tensor, jitter: float) -> torch.Tensor:
-    """`values`, -inf where the logit lies further from the best than the threshold."""
+    """Returns `values`, -inf where the logit lies further from the best than the threshold."""
     far = (best - logits) / logits.abs().clamp(min=best) > 2 * jitter
     return values.masked_fill(far, float("-inf"))
 
 
 def _keep_best_groups(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Scores with -inf outside the `topk_groups` best groups."""
+    """Returns the scores, -inf outside the `topk_groups` best groups."""
     num_tokens, num_experts = scores.shape
     size, count = num_experts // routing.num_groups, GROUP_BEST[routing.method]
     grouped = scores.view(num_tokens, routing.num_groups, size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -109,46 +109,38 @@ class Choice(NamedTuple):
 def prepared_choice(what: Choice) -> CachedKernel:
     """Returns the kernel of this choice, compiled at the first call for it."""
     routing = what.routing or Routing("topk_softmax")
-    E, K = what.num_experts, what.top_k
-    best = GROUP_BEST.get(routing.method)
+    E, K, best = what.num_experts, what.top_k, GROUP_BEST.get(routing.method)
     groups = 1 if best is None else routing.num_groups
     computed = what.rounding.method if best is None or what.routing is None else torch.float32
-    for_choice = computed if what.correction is None else torch.promote_types(computed, what.correction)
-    none = what.routing is None
-    outputs = (computed, None, None) if none else (None, torch.int32, torch.float32)
+    outputs = (computed, None, None) if what.routing is None else (None, torch.int32, torch.float32)
+    constants: dict[str, Any] = {"E": E, "K": K, "K_PAD": next_power_of_2(K), "SPLITS": what.splits}
+    constants |= {"METHOD": "logits" if what.routing is None else routing.method}
+    constants |= {"GROUPS": groups, "GROUPS_PAD": next_power_of_2(groups), "SIZE_PAD": next_power_of_2(E // groups)}
+    constants |= {"TOP_GROUPS": routing.topk_groups, "GROUP_BEST": best or 0}
+    constants |= {"RENORMALIZE": routing.renormalize, "SCALING": float(routing.scaling_factor)}
     return CachedKernel(
         choice_kernel,
         what.device,
         (what.pieces, what.bias, what.correction, what.token_ids, what.table, *outputs, 2, 2),
-        {
-            "METHOD": "logits" if none else routing.method,
-            "SPLITS": what.splits,
-            "LOGITS_DTYPE": _DTYPES[what.rounding.logits],
-            "METHOD_DTYPE": _DTYPES[computed],
-            "CHOICE_DTYPE": _DTYPES[for_choice],
-            "WEIGHTS_DTYPE": _DTYPES[what.rounding.weights],
-            "E": E,
-            "K": K,
-            "K_PAD": next_power_of_2(K),
-            "GROUPS": groups,
-            "GROUPS_PAD": next_power_of_2(groups),
-            "SIZE_PAD": next_power_of_2(E // groups),
-            "TOP_GROUPS": routing.topk_groups,
-            "GROUP_BEST": best or 0,
-            "RENORMALIZE": routing.renormalize,
-            "SCALING": float(routing.scaling_factor),
-        },
+        constants | _dtypes(what, computed),
         pdl=True,
         num_warps=1,
         maxnreg=CHOICE_REGISTERS,
-        # A wrong token id must not read another row: it traps, as indexing a tensor does.
-        debug=routing.method == "hash",
+        debug=routing.method == "hash",  # a wrong token id must not read another row: it traps, as indexing does
         sanitize_overflow=False,
     )
 
 
+def _dtypes(what: Choice, computed: torch.dtype) -> dict[str, tl.dtype]:
+    """Returns the dtypes that a choice kernel rounds to; `computed` is that of the method's scores."""
+    for_choice = computed if what.correction is None else torch.promote_types(computed, what.correction)
+    names = ("LOGITS_DTYPE", "METHOD_DTYPE", "CHOICE_DTYPE", "WEIGHTS_DTYPE")
+    dtypes = (what.rounding.logits, computed, for_choice, what.rounding.weights)
+    return {name: _DTYPES[dtype] for name, dtype in zip(names, dtypes, strict=True)}
+
+
 def knows(routing: Routing, top_k: int, num_experts: int, *dtypes: torch.dtype | None) -> bool:
-    """Whether the choice kernel has this method, these sizes and logits or biases of these dtypes."""
+    """Returns whether the choice kernel has this method, these sizes and logits or biases of these dtypes."""
     known = routing.method in METHODS and num_experts <= MAX_EXPERTS and top_k <= MAX_TOP_K
     return known and all(dtype is None or dtype in _DTYPES for dtype in dtypes)
 
