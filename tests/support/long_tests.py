@@ -7,6 +7,7 @@ SLOW = (
     "test_kernels_interpreted",
     "test_launch",
     "test_faults",
+    "test_fault_trials",
     "test_cli",
     "test_ranks",
     "test_world",

@@ -1,16 +1,20 @@
-"""`eprt doctor --faults`: what it keeps, in which order trials begin, how it ends, and how it goes on."""
+"""Trials of faults: the matrix, what the judge believes, and how `eprt doctor --faults` runs, keeps and resumes them."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +23,18 @@ from support.processes import descendants, wait_until_gone
 from eprt.cli import doctor
 from eprt.cli.arguments import Doctor
 from eprt.cli.terminal import Terminal
+from eprt.config import ParallelConfig
 from eprt.conformance import faults
-from eprt.conformance.faults import Result, Trial
+from eprt.conformance.faults import Result, Trial, matrix
 from eprt.conformance.faults import trial as trial_module
+from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError
+from eprt.ranks.process import Raised
 from eprt.ranks.scratch import Scratch
+from eprt.ranks.stacks import RankReport
+from eprt.support import Device
+from eprt.weights import Dense
+from eprt.world import World, guard
 
 CELLS = [Trial("kill", moment, 1, name, 2) for moment in ("dispatch", "combine") for name in ("none", "torch")]
 Runs = list[list[Trial]]
@@ -205,3 +216,144 @@ def test_folders_made_at_once_take_none_from_each_other(short_folder: Path, monk
         thread.join()
     assert lost == []
     assert list(short_folder.iterdir()) == []
+
+
+TRIALS = faults.trials(4, count=20)
+FIRST = {trial.fault: trial for trial in reversed(TRIALS)}
+
+
+def test_a_short_run_is_spread_over_the_matrix() -> None:
+    assert {trial.fault for trial in TRIALS} == set(faults.FAULTS)
+    assert {trial.dispatcher for trial in TRIALS} == {"none", "torch"}
+    assert {trial.then for trial in TRIALS} == {"restart", "continue", "renormalize"}
+    assert {trial.rank for trial in TRIALS} == {0, 1, 2, 3}
+    assert len({trial.moment for trial in faults.trials(4)}) == 7
+    assert len(faults.trials(4, count=500)) == 500
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [pytest.param(trial, marks=[] if trial in FIRST.values() else pytest.mark.long) for trial in TRIALS],
+    ids=lambda t: f"{t.fault}-{t.moment}-{t.rank}-{t.dispatcher}-{t.then}",
+)
+def test_what_the_survivors_say_and_do_is_as_promised(trial: Trial) -> None:
+    result = faults.run_trial(trial)
+    assert not result.failed, result
+    assert result.named, result
+    assert not result.wrong, result
+    assert not result.leftovers, result
+    assert result.seconds is not None, result
+    assert result.seconds < trial.limit_s + SLACK_S, result
+    if trial.then != "restart":
+        assert result.resumed is not None, result
+        assert result.resumed < trial.resume_s + SLACK_S, result
+
+
+def test_trials_at_a_time_and_one_in_which_nothing_breaks() -> None:
+    calm, replay = faults.controls(2, "cpu")[0], Trial("kill", matrix.REPLAY, 0, "none", 2, then="renormalize")
+    found = list(faults.run_trials([calm, replay], jobs=2))
+    assert [result.ok for result in found] == [True, True], found
+    assert found[0].verdicts == ()
+
+
+GPU_DISPATCHERS = list(DISPATCHERS)
+
+
+def test_the_table_of_two_gpus_is_whole_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "dispatchers", lambda *_: GPU_DISPATCHERS)
+    cells = faults.trials(2, "cuda")
+    broken = {(t.dispatcher, t.fault, t.moment) for t in cells if t.then == "restart"}
+    expected = set(itertools.product(GPU_DISPATCHERS, *matrix.ON_GPUS))
+    assert expected - broken == {("torch", fault, matrix.REPLAY) for fault in matrix.ON_GPUS[0]}  # no graphs
+    assert len(broken) == sum(t.then == "restart" for t in cells)
+    inside = {t.dispatcher for t in cells if t.then == "continue" and t.moment != "between steps"}
+    assert inside == {"none", "torch", "symm"}
+    assert {t.dispatcher for t in cells if t.then == "continue"} == set(GPU_DISPATCHERS)
+    assert max(max(t.limit_s, t.resume_s) for t in cells) < 20
+    assert {t.unknowable != "" for t in cells if t.fault == "skip"} == {True}
+    assert {t.moment for t in faults.controls(2, "cuda")} == {matrix.REPLAY, "between steps"}
+
+
+def test_a_short_run_on_gpus_holds_the_core_of_every_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "dispatchers", lambda *_: GPU_DISPATCHERS)
+    cells = faults.trials(2, "cuda")
+    core = [cell for cell in cells if cell.then == "restart"]
+    assert cells[: len(core)] == core
+    for length in range(1, len(core)):
+        ran = Counter(cell.dispatcher for cell in core[:length])
+        graph_safe = [ran[name] for name in GPU_DISPATCHERS if name != "torch"]  # which has fewer cells
+        assert max(graph_safe) - min(graph_safe) <= 1
+    first = [cell for cell in core if cell.dispatcher == "symm"][:4]
+    assert ({c.fault for c in first}, {c.moment for c in first}) == tuple(map(set, matrix.ON_GPUS))
+
+
+def test_every_dispatcher_takes_the_layer_of_the_trials_on_gpus() -> None:
+    moe, parallel = matrix.config(2, "cuda"), ParallelConfig(2)
+    for name, spec in DISPATCHERS.items():
+        refused = spec.supports(moe, parallel, matrix.runtime(name, "cuda"), Device("cuda", 90))
+        assert refused.ok, refused.reason
+
+
+@pytest.mark.parametrize(
+    ("report", "right"),
+    [
+        (RankReport(0, "died", exit_code=75, log_tail=f"{guard.LAST_WORDS}rank 1 exited: gone", ended_at=103.0), True),
+        (RankReport(0, "died", exit_code=75, log_tail=f"{guard.LAST_WORDS}rank 1 exited: gone", ended_at=120.0), False),
+        (RankReport(0, "died", exit_code=75, log_tail=f"{guard.LAST_WORDS}rank 2 exited: gone", ended_at=103.0), False),
+        (RankReport(0, "died", exit_code=75, log_tail="rank 1 exited: gone", ended_at=103.0), False),
+        (RankReport(0, "died", exit_code=-6, log_tail=f"{guard.LAST_WORDS}rank 1 exited: gone", ended_at=103.0), False),
+        (RankReport(0, "unfinished", state="running"), False),
+        (RankReport(0, "ok"), False),
+    ],
+)
+def test_a_verdict_that_is_late_wrong_or_missing_is_none(report: RankReport, right: bool) -> None:
+    trial = Trial("kill", "dispatch", 1, "symm", 2, "cuda")
+    victim = RankReport(1, "died", exit_code=-9, ended_at=100.0)
+    assert faults.judge(trial, [report, victim], [{}, {}], 100.0).ok is right
+
+
+def test_going_on_counts_only_with_a_right_output_in_time() -> None:
+    trial = Trial("kill", "dispatch", 1, "none", 2, then="continue")
+    victim = RankReport(1, "died", exit_code=-9, ended_at=100.0)
+    said = {"words": "rank 1 exited", "why": "exited", "ranks": [1], "verdict_at": 100.3}
+    for diary, right in (({**said, "resumed_at": 101.0}, True), (said, False), ({**said, "resumed_at": 150.0}, False)):
+        assert faults.judge(trial, [RankReport(0, "ok"), victim], [diary, {}], 100.0).ok is right
+    wrong = RankReport(0, "raised", raised=Raised("WrongOutput", "step 6", "", at=101.5))
+    found = faults.judge(trial, [wrong, victim], [{**said, "resumed_at": 101.0}, {}], 100.0)
+    assert (found.ok, found.wrong) == (False, 1)
+
+
+def test_nan_in_the_step_of_the_fault_counts_only_with_a_verdict() -> None:
+    trial = Trial("raise", "experts", 1, "symm", 2, "cuda")
+    victim = RankReport(1, "raised", raised=Raised("Deliberate", "", "", at=100.0))
+    told = RankReport(0, "raised", raised=Raised("RankLost", "rank 1 raised: Deliberate", "", 101.0, 1, "raised"))
+    for report, right in ((told, True), (RankReport(0, "ok"), False)):
+        found = faults.judge(trial, [report, victim], [{"nan": True}, {}], 100.0)
+        assert (found.ok, found.nan, found.wrong) == (right, 1, 0)
+    nan = RankReport(0, "raised", raised=Raised("NoNumbers", "step 6", "", at=101.5))
+    assert faults.judge(trial, [nan, victim], [{}, {}], 100.0).wrong == 1
+
+
+def test_the_matrix_sees_wrong_numbers() -> None:
+    """Experts that are off by a little are found by the formula, in one process."""
+    with World.from_env("cpu") as world:
+        job = faults.CheckedLayer(world, "none")
+        job.step(1)
+        job.experts = replace(job.experts, down=Dense(1.001 * job.experts.down.data))
+        with pytest.raises(faults.WrongOutput, match="step 2, rank 0"):
+            job.step(2)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_shared_memory_that_stays_is_left_over_and_what_passes_is_not(monkeypatch, stays: bool) -> None:
+    monkeypatch.setattr(trial_module, "_MOMENT_S", 0.5)
+    before = trial_module.footprint()
+    file, path = tempfile.mkstemp(prefix="eprt-", dir="/dev/shm")
+    os.close(file)
+    others = threading.Timer(0.1, lambda: None if stays else Path(path).unlink())
+    others.start()
+    try:
+        assert (path in trial_module.outlived(before)) == stays
+    finally:
+        others.join()
+        Path(path).unlink(missing_ok=True)
