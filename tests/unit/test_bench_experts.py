@@ -19,7 +19,6 @@ from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError, EprtError
 from eprt.experts import EXECUTORS
-from eprt.experts.permute import group_by_expert
 from eprt.experts.reference import ReferenceExecutor, decode_matrix
 from eprt.experts.sample_tokens import sample_ids
 from eprt.placement import ExpertPlacement
@@ -114,12 +113,6 @@ def test_the_report_its_table_and_what_was_left_out(monkeypatch, capsys):
     assert grouped[4:7] == ["9.5", "-", "-"]
 
 
-@pytest.mark.parametrize("name", list(SHAPES))
-def test_shapes_split_over_their_ranks(name):
-    case = SHAPES[name]
-    assert ExpertPlacement(case.config.num_experts, ParallelConfig(case.ep_size)).num_local_experts in (4, 32, 48, 64)
-
-
 def test_sampled_routing_is_distinct_even_and_repeatable():
     ids = sample_ids(4000, 4, 32, CPU, seed=3)
     assert ids.dtype == torch.int32
@@ -151,19 +144,6 @@ def by_torch(reference, flat, dtype):
         mine = slice(int(offsets[e]), int(offsets[e + 1]))
         results[mine] = reference._expert(e, rows[mine])
     return order.sum_back(results.to(dtype), place, foreign, flat.weights)
-
-
-@pytest.mark.parametrize("rank", range(4))
-def test_slots_sorted_by_torch_are_the_executors(rank):
-    reference, flat = direct_case(rank)
-    shard, slots = reference.shard, flat.ids.numel()
-    offsets, place, foreign = TorchOrder(tuple(flat.ids.shape), shard, CPU).sort(flat.ids)
-    expected = group_by_expert(flat.ids, shard.first_expert, shard.num_local_experts)
-    assert offsets.dtype == torch.int64  # as humming's grouped GEMMs take them
-    assert torch.equal(offsets, expected.offsets)
-    assert torch.equal(torch.where(foreign, -1, place).int(), expected.place.flatten())
-    assert 0 < int(foreign.sum()) < slots
-    assert (place[foreign] == slots).all()
 
 
 def bag_of_cuda(place, results, bags, *, mode, per_sample_weights, padding_idx):

@@ -1,4 +1,4 @@
-"""Trials of faults: the matrix, what the judge believes, and how `eprt doctor --faults` runs, keeps and resumes them."""
+"""Trials of faults: the matrix, what the judge believes, and how `eprt doctor --faults` runs and resumes them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from support.cases.model_cases import MODELS, refuses, saved
 from support.cases.model_recipes import make_config
 from support.cases.packed_checkpoints import QUANT, e4m3, pack
 
-from eprt.config import MoEConfig, ParallelConfig
+from eprt.config import ParallelConfig
 from eprt.errors import CheckpointError, ConfigError
 from eprt.models import FAMILIES, family_for, load_layer
 from eprt.models.checkpoint import SINGLE
@@ -230,19 +230,3 @@ class TestConfigs:
         assert family.moe_layers(outer) == [0, 1]
         assert family.moe_config(outer, layer).weight_on_input
         assert family.module_path(1) == "language_model.model.layers.1.feed_forward"
-
-    def test_published_sizes(self):
-        """DeepSeek-V3 as its hub config.json describes it (the fields that matter)."""
-        config = {
-            "model_type": "deepseek_v3", "hidden_act": "silu", "hidden_size": 7168, "moe_intermediate_size": 2048,
-            "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
-            "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-            "moe_layer_freq": 1, "first_k_dense_replace": 3, "num_hidden_layers": 61, "torch_dtype": "bfloat16",
-            "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
-                                    "weight_block_size": [128, 128]},
-        }  # fmt: skip
-        found = family_for(config).moe_config(config, 3)
-        assert isinstance(found, MoEConfig)
-        assert (found.weight_format, found.routing.num_groups, found.routing.scaling_factor) == ("fp8_block", 8, 2.5)
-        assert found.shared is not None
-        assert found.shared.intermediate_size == 2048

@@ -188,14 +188,6 @@ class TestGptOssMxfp4:
         with pytest.raises(ConfigError, match="cuts a scale block of 32"):
             load_layer(self.path, 0, ParallelConfig(8, moe_tp_size=8))
 
-    def test_an_unsupported_format(self, tmp_path):
-        write_tiny_checkpoint(tmp_path)
-        config = json.loads((tmp_path / CONFIG).read_text())
-        config["quantization_config"] = {"quant_method": "fp8"}
-        (tmp_path / CONFIG).write_text(json.dumps(config))
-        with pytest.raises(ConfigError, match="fp8_block"):
-            load_layer(tmp_path, 0)
-
     def test_same_seed_same_bytes_and_nothing_is_overwritten(self, tmp_path):
         again = write_tiny_checkpoint(tmp_path / "again", intermediate_size=128)
         for file in sorted(self.path.iterdir()):

@@ -195,20 +195,19 @@ def flat(config: MoEConfig) -> FlatTokens:
     return FlatTokens(Payload.plain(hidden), ids, torch.zeros(ROWS, config.top_k, device="cuda"), config.num_experts)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_contiguous_kernels(model, compiler):
+@pytest.mark.parametrize(
+    ("model", "options", "kernels"),
+    [
+        *((model, {}, 2) for model in MODELS),
+        *((model, {"calibrated": False}, 2) for model in ("DeepSeek-V3", "Nemotron-H")),  # weight-only checkpoints
+        ("DeepSeek-V3", {"deterministic": True}, 3),  # the ordered finalize
+    ],
+)
+def test_contiguous_kernels(model, options, kernels, compiler):
     config = MODELS[model]
     with MakeOnGpu():
-        assert executor(config, "flat")(flat(config)).shape == (ROWS, config.hidden_size)
-    compiler.check(kernels=2)
-
-
-@pytest.mark.parametrize("model", ["DeepSeek-V3", "Nemotron-H"])
-def test_contiguous_kernels_of_weight_only_checkpoints(model, compiler):
-    config = MODELS[model]
-    with MakeOnGpu():
-        assert executor(config, "flat", calibrated=False)(flat(config)).shape == (ROWS, config.hidden_size)
-    compiler.check(kernels=2)
+        assert executor(config, "flat", **options)(flat(config)).shape == (ROWS, config.hidden_size)
+    compiler.check(kernels)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -219,13 +218,6 @@ def test_masked_kernels(model, compiler):
         tokens = ExpertMajorTokens(Payload.plain(hidden), torch.zeros(L, dtype=torch.int32, device="cuda"))
         assert executor(config, "expert_major")(tokens).shape == hidden.shape
     compiler.check(kernels=2)
-
-
-def test_the_deterministic_finalize(compiler):
-    config = MODELS["DeepSeek-V3"]
-    with MakeOnGpu():
-        executor(config, "flat", deterministic=True)(flat(config))
-    compiler.check(kernels=3)
 
 
 @pytest.mark.parametrize("tile", [128, 256])
