@@ -24,40 +24,27 @@ from eprt.tokens import FlatTokens
 from eprt.weights import FP8_BLOCK, MX_BLOCK, ExpertWeights, Fp8Block, Mxfp4
 
 from .direct import Call
-from .experts import dense
+from .experts import Make, dense
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 Laid = tuple[torch.Tensor, torch.Tensor, Any]  # w1, w2, quantisation
 
 
-@contextmanager
-def triton(
-    config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
-) -> Iterator[Callable[[FlatTokens], Call]]:
-    """Runs vLLM's Triton experts; FP8 blocks with FP8 activations."""
-    with _vllm(device):
-        laid = _bf16(weights) if config.weight_format == "bf16" else _fp8(weights, for_deep_gemm=False)
-        yield _kernel(config, shard, device, laid, "triton_moe", "TritonExperts")
+def _experts(module: str, name: str, lay: Callable[[MoEConfig, ExpertWeights], Laid]) -> Make:
+    """Returns what runs one of vLLM's classes of experts, on weights that `lay` lays out."""
+
+    @contextmanager
+    def make(
+        config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
+    ) -> Iterator[Callable[[FlatTokens], Call]]:
+        with _vllm(device):
+            yield _kernel(config, shard, device, lay(config, weights), module, name)
+
+    return make
 
 
-@contextmanager
-def deep_gemm(
-    config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
-) -> Iterator[Callable[[FlatTokens], Call]]:
-    """Runs DeepGEMM as vLLM vendors it; vLLM falls back to Triton for shapes that it doesn't take."""
-    with _vllm(device):
-        laid = _fp8(weights, for_deep_gemm=True)
-        yield _kernel(config, shard, device, laid, "triton_deep_gemm_moe", "TritonOrDeepGemmExperts")
-
-
-@contextmanager
-def triton_kernels(
-    config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
-) -> Iterator[Callable[[FlatTokens], Call]]:
-    """Runs OpenAI's triton_kernels as vendored: gpt-oss's experts as vLLM runs them on Hopper."""
-    with _vllm(device):
-        laid = _mxfp4(config, weights)
-        yield _kernel(config, shard, device, laid, "gpt_oss_triton_kernels_moe", "OAITritonExperts")
+def _bf16_or_fp8(config: MoEConfig, weights: ExpertWeights) -> Laid:
+    return _bf16(weights) if config.weight_format == "bf16" else _fp8(weights, for_deep_gemm=False)
 
 
 @contextmanager
@@ -172,6 +159,15 @@ def _w4a16(config: MoEConfig, first: Any, second: Any, bias: Any, down_bias: Any
         gemm1_beta=config.activation.beta,
         gemm1_clamp_limit=config.activation.limit,
     )
+
+
+# Triton's experts take FP8 blocks with FP8 activations. vLLM falls back to Triton for shapes that its DeepGEMM doesn't
+# take. OpenAI's triton_kernels, as vendored, are gpt-oss's experts as vLLM runs them on Hopper.
+triton = _experts("triton_moe", "TritonExperts", _bf16_or_fp8)
+deep_gemm = _experts(
+    "triton_deep_gemm_moe", "TritonOrDeepGemmExperts", lambda _, weights: _fp8(weights, for_deep_gemm=True)
+)
+triton_kernels = _experts("gpt_oss_triton_kernels_moe", "OAITritonExperts", _mxfp4)
 
 
 def _kernel(

@@ -10,8 +10,9 @@ bf16 rate of a large matrix product.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -161,7 +162,7 @@ class ExpertCase:
 
 
 def choose_cases(
-    shapes: Iterable[str], executors: Iterable[str] | None, runtime: RuntimeConfig, device: Device
+    shapes: Collection[str], executors: Iterable[str] | None, runtime: RuntimeConfig, device: Device
 ) -> tuple[list[ExpertCase], list[str]]:
     """Returns the cases that can be measured there, and a line with the reason for every other. Needs no GPU.
 
@@ -171,27 +172,31 @@ def choose_cases(
     Raises:
         ConfigError: an unknown shape or executor.
     """
+    require_shapes(shapes, SHAPES)
     names = [name for name in EXECUTORS if name != WITNESS] if executors is None else list(executors)
     cases: list[ExpertCase] = []
     left_out: list[str] = []
-    for shape in shapes:
-        if shape not in SHAPES:
-            raise ConfigError(f"shape {shape!r}: expected one of {', '.join(SHAPES)}")
-        for name in names:
-            spec, config = executor_spec(name), SHAPES[shape].config
-            if config.weight_format in spec.decodes:
-                config = replace(config, weight_format="bf16")
-            case = ExpertCase(name, shape, config)
-            # By name: what the plan wouldn't choose before it is measured is measured here.
-            if verdict := spec.supports(config, case.parallel, replace(runtime, executor=name), device, "bf16"):
-                cases.append(case)
-            else:
-                left_out.append(f"{name} on {shape}: {verdict.reason}")
+    for shape, name in itertools.product(shapes, names):
+        spec, config = executor_spec(name), SHAPES[shape].config
+        if config.weight_format in spec.decodes:
+            config = replace(config, weight_format="bf16")
+        case = ExpertCase(name, shape, config)
+        # By name: what the plan wouldn't choose before it is measured is measured here.
+        if verdict := spec.supports(config, case.parallel, replace(runtime, executor=name), device, "bf16"):
+            cases.append(case)
+        else:
+            left_out.append(f"{name} on {shape}: {verdict.reason}")
     return cases, left_out
 
 
+def require_shapes(shapes: Collection[str], known: Iterable[str]) -> None:
+    """Raises ConfigError for a shape that isn't known."""
+    if unknown := [shape for shape in shapes if shape not in known]:
+        raise ConfigError(f"shape {unknown[0]!r}: expected one of {', '.join(known)}")
+
+
 def experts_report(
-    shapes: Iterable[str] = SHAPES,
+    shapes: Collection[str] = SHAPES,
     executors: Iterable[str] | None = None,
     *,
     tokens: Sequence[int],
@@ -208,7 +213,7 @@ def experts_report(
     Raises:
         ConfigError: an unknown shape, executor or library, or no CUDA device.
     """
-    found, shapes, runtime = baselines(), list(shapes), runtime or RuntimeConfig()
+    found, runtime = baselines(), runtime or RuntimeConfig()
     others = {} if found is None else found.EXPERTS
     if unknown := sorted(set(libraries) - {*others, "none"}):
         raise ConfigError(f"--libraries {unknown[0]!r}: expected {', '.join([*others, 'none'])}")
@@ -310,14 +315,11 @@ def _row(
     local = flat.ids[flat.ids < L]
     hit = local.unique().numel()
     flops = 2 * local.numel() * (config.gate_up_rows + config.intermediate_size) * config.hidden_size
-    bounds = {
-        "weights_us": layer_bytes * hit / L / ceilings.copy_bytes * 1e6,
-        "flops_us": flops / ceilings.bf16_flops * 1e6,
-    }
+    weights_us, flops_us = layer_bytes * hit / L / ceilings.copy_bytes * 1e6, flops / ceilings.bf16_flops * 1e6
     row = {"executor": case.executor, "shape": case.shape, "weight_format": config.weight_format}
     row |= {"activations": activations, "tokens": flat.num_rows, "local_rows": local.numel()}
-    row |= {"rows_per_expert": local.numel() / max(hit, 1), **times, **bounds}
-    row |= {"ratio": times["us"] / max(bounds.values()) if local.numel() else None, **costs}
+    row |= {"rows_per_expert": local.numel() / max(hit, 1), **times, "weights_us": weights_us, "flops_us": flops_us}
+    row |= {"ratio": times["us"] / max(weights_us, flops_us) if local.numel() else None, **costs}
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
 
 

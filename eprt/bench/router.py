@@ -8,15 +8,14 @@ and operations over the bf16 rate of a large matrix product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
 
-from eprt.bench.experts import VOCABULARY, Ceilings, cuda_device, random_router
+from eprt.bench.experts import VOCABULARY, Ceilings, cuda_device, random_router, require_shapes
 from eprt.bench.report import Report, Row
 from eprt.config import MoEConfig
-from eprt.errors import ConfigError
 from eprt.models.published import published_layer
 from eprt.routing import Router, route_torch
 from eprt.timing import device_microseconds, host_microseconds
@@ -34,15 +33,14 @@ SHAPES["deepseek-v4-flash-hash"] = published_layer("DeepSeek-V4-Flash", 0)
 
 
 def router_report(
-    shapes: Iterable[str] = SHAPES, *, tokens: Sequence[int], keep: Callable[[Report], None] = lambda _: None
+    shapes: Collection[str] = SHAPES, *, tokens: Sequence[int], keep: Callable[[Report], None] = lambda _: None
 ) -> Report:
     """Measures routers of random weights on this GPU; `keep` sees what was found so far.
 
     Raises:
         ConfigError: an unknown shape, or no CUDA device.
     """
-    if unknown := [shape for shape in shapes if shape not in SHAPES]:
-        raise ConfigError(f"shape {unknown[0]!r}: expected one of {', '.join(SHAPES)}")
+    require_shapes(shapes, SHAPES)
     device = cuda_device("router")
     ceilings = Ceilings.measure(device)
     report = Report("router", [], ceilings.as_dict())

@@ -74,12 +74,10 @@ def read_routing(text: str, num_experts: int, top_k: int) -> list[RoutedLayer]:
         found = [RoutedLayer(layer, tuple(counts)) for layer, counts in read_counts(path).items()]
     else:
         raise ConfigError(f"--routing {text!r}: expected {FORMS}")
-    for each in found:
-        _require_sizes(path, each, num_experts, top_k)
-    return found
+    return [_of_sizes(path, each, num_experts, top_k) for each in found]
 
 
-def _require_sizes(path: Path, found: RoutedLayer, num_experts: int, top_k: int) -> None:
+def _of_sizes(path: Path, found: RoutedLayer, num_experts: int, top_k: int) -> RoutedLayer:
     if len(found.counts) != num_experts or (found.ids is not None and found.ids.shape[1] != top_k):
         chosen = "" if found.ids is None else f", top-{found.ids.shape[1]}"
         raise ConfigError(
@@ -88,6 +86,7 @@ def _require_sizes(path: Path, found: RoutedLayer, num_experts: int, top_k: int)
         )
     if sum(count > 0 for count in found.counts) < top_k:
         raise ConfigError(f"{path}: layer {found.layer} names fewer experts than a token chooses ({top_k})")
+    return found
 
 
 def demand_of(by_rank: Sequence[torch.Tensor], placement: ExpertPlacement, one_replica: bool) -> Demand:

@@ -126,6 +126,5 @@ def simulation_report(
     sizes = itemgetter("device", "ranks", "ranks_per_host", "tokens", "routing", "transport")
     in_order = {sizes(row): row["us"] for row in report.rows if row["placement"] == IN_ORDER}
     for row in report.rows:
-        before = in_order.get(sizes(row))
-        row["gain"] = None if before is None else round(before / row["us"], 3)
+        row["gain"] = round(in_order[sizes(row)] / row["us"], 3) if sizes(row) in in_order else None
     return report

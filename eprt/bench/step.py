@@ -150,8 +150,7 @@ def measure_step(context: RankContext, case: StepCase) -> StepFound:
         model, hf = make_model(case.model, case.layers, world.device)
         family = family_for(hf)
         paths = [family.module_path(number) for number in family.moe_layers(hf)]
-        batches = [_Batch(model, tokens, world.device) for tokens in case.tokens]
-        found = _Measured(world, case, batches, [model.get_submodule(path) for path in paths])
+        found = _Measured(model, world, case, [model.get_submodule(path) for path in paths])
         found.measure("transformers")
         if world.device.type == "cuda":
             found.measure("transformers graph", capture=True)
@@ -197,30 +196,22 @@ class _Block(nn.Module):
 
 def _measure_ours(found: _Measured, layers: list[ExpertParallelMoE]) -> None:
     world, by_layer = found.world, [(layer, layer.graphs) for layer in layers]
-    batches = {len(batch.token): batch for batch in found.batches}
 
     def set_graphs(on: bool) -> None:
         for layer, graphs in by_layer:
             layer.graphs = graphs if on else None
 
-    def forward(token: torch.Tensor) -> torch.Tensor:
-        return batches[len(token)](token)
-
-    def in_a_step(token: torch.Tensor) -> torch.Tensor:
-        with world.step(len(token)):
-            return forward(token)
-
     set_graphs(False)
     found.measure("eager")
-    found.measure("in a step", in_a_step)
+    found.measure("in a step", found.in_a_step)
     if reason := refusal(layers[0]) if world.device.type == "cuda" else "a CPU world has none":
         found.notes.append(f"{found.case.model}: graphs: {reason}")
         return
     set_graphs(True)
-    found.measure("layer graphs", in_a_step)
+    found.measure("layer graphs", found.in_a_step)
     set_graphs(False)
-    example = {"token": torch.zeros(1, 1, dtype=torch.int64, device=world.device)}
-    graphs = StepGraphs(world, layers, forward, example, buckets=tuple(batches), idle=partial(_idle, layers))
+    example, idle = {"token": torch.zeros(1, 1, dtype=torch.int64, device=world.device)}, partial(_idle, layers)
+    graphs = StepGraphs(world, layers, found.forward, example, buckets=tuple(found.batches), idle=idle)
     graphs.capture()
     found.measure("step graph", lambda token: graphs(len(token), token=token))
 
@@ -238,14 +229,23 @@ class _Measured:
         blocks: the model's MoE blocks: transformers' own, then ours.
     """
 
-    def __init__(self, world: World, case: StepCase, batches: list[_Batch], blocks: list[nn.Module]) -> None:
-        self.world, self.case, self.batches, self.blocks = world, case, batches, blocks
+    def __init__(self, model: nn.Module, world: World, case: StepCase, blocks: list[nn.Module]) -> None:
+        self.world, self.case, self.blocks = world, case, blocks
+        self.batches = {tokens: _Batch(model, tokens, world.device) for tokens in case.tokens}
         self.times: list[StepTimes] = []
         self.notes: list[str] = []
 
+    def forward(self, token: torch.Tensor) -> torch.Tensor:
+        """Makes a step of the batch of as many tokens."""
+        return self.batches[len(token)](token)
+
+    def in_a_step(self, token: torch.Tensor) -> torch.Tensor:
+        with self.world.step(len(token)):
+            return self.forward(token)
+
     def measure(self, path: str, call: Callable[[torch.Tensor], object] | None = None, capture: bool = False) -> None:
         """Times `call` on each batch, by default the batch's own step; captured in a graph if `capture`."""
-        for batch in self.batches:
+        for batch in self.batches.values():
             play = partial(call or batch, batch.token)
             self._begin(batch)
             for _ in range(_WARM_STEPS):

@@ -59,11 +59,8 @@ def measure_experts(
         executor = make_executor(name, kept, shard, weights, world.device, runtime, token_format="flat")
         del weights
         executor.warmup(max(tokens))
-        us: dict[int, float] = {}
-        for count in tokens:
-            if time.monotonic() - start < seconds:
-                us[count] = _time(executor, kept, count, world.device)
-        return ExpertTimes(us)
+        begun = (count for count in tokens if time.monotonic() - start < seconds)
+        return ExpertTimes({count: _time(executor, kept, count, world.device) for count in begun})
     except EprtError as error:
         return ExpertTimes({}, reason_of(error))
 

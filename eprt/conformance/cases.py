@@ -173,21 +173,19 @@ def make_topk(routing: str, num_tokens: int, size: int, config: MoEConfig, gener
     E, K = config.num_experts, config.top_k
     if K > _EIGHTHS:
         raise ConfigError(f"top_k {K}: the conformance data is exact up to {_EIGHTHS}; check the layer with fewer")
+    if routing not in ROUTINGS:
+        raise ConfigError(f"routing case {routing!r} doesn't exist")
     order = torch.rand(num_tokens, E, generator=generator)
     if routing == "hot_expert":
         order[:, E // 2] = 2.0
     elif routing == "one_rank":
         order[:, E - E // size :] += 1.0
     ids = order.argsort(dim=1, descending=True)[:, :K].to(torch.int32)
-    none = torch.zeros(num_tokens, K, dtype=torch.bool)
-    if routing == "all_invalid":
-        none[:] = True
-    elif routing == "partly_invalid":
+    none = torch.full((num_tokens, K), routing == "all_invalid")
+    if routing == "partly_invalid":
         none = torch.rand(num_tokens, K, generator=generator) < 0.5
     elif routing == "one_rank":
         none = ids < E - E // size
-    elif routing not in ("uniform", "hot_expert"):
-        raise ConfigError(f"routing case {routing!r} doesn't exist")
     doublings = min(2, (_EIGHTHS // K).bit_length() - 1)
     weights = 2.0 ** torch.randint(doublings + 1, (num_tokens, K), generator=generator) / 8
     return TopK(torch.where(none, E, ids).to(torch.int32), torch.where(none, _INVALID_WEIGHT, weights))

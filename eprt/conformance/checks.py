@@ -101,8 +101,7 @@ class CheckRow:
 
 def run_checks(context: RankContext, checks: Sequence[Check]) -> list[CheckRow]:
     """Runs every check in order on this rank. Collective. A job for `WorldPool.run`."""
-    kinds = {"transport": check_transport, "layer": check_layer, "interleaved": check_interleaved}
-    return [kinds[check.kind](context, check) for check in checks]
+    return [(check_layer if check.kind == "layer" else check_transport)(context, check) for check in checks]
 
 
 def summarize(rows_by_rank: Iterable[Sequence[CheckRow]]) -> list[CheckRow]:
@@ -137,6 +136,7 @@ def standard_checks(size: int, device: Device) -> list[Check]:
 
 
 _TRANSPORTS: tuple[Kind, ...] = ("transport", "interleaved")
+_INTERLEAVED = (((0, 1), (0, 1)), ((0, 1), (1, 0)))  # calls dispatched, and in which order they are combined
 
 
 def _possible(check: Check, size: int, device: Device) -> bool:
@@ -148,26 +148,21 @@ def _possible(check: Check, size: int, device: Device) -> bool:
     return executor is None or bool(executor.supports(check.moe, parallel, check.runtime, device, payload))
 
 
-# ---- the three kinds ----------------------------------------------------------------------------------------
+# ---- the kinds ------------------------------------------------------------------------------------------------
 
 
 def check_transport(context: RankContext, check: Check) -> CheckRow:
-    """Dispatch, a stand-in for the experts, combine; all calls of the case in a row."""
-    run = _TransportRun(context, check)
-    for call in range(check.case.num_calls):
-        run.dispatch(call)
-        run.combine(call)
-    return run.row()
+    """Dispatches, stands in for the experts, and combines; all calls of the case in a row.
 
-
-def check_interleaved(context: RankContext, check: Check) -> CheckRow:
-    """Two calls open at once on one dispatcher; combined in the order of their dispatch, then in the other."""
+    "interleaved" has two calls open at once, combined in the order of their dispatch, then in the other.
+    """
     run = _TransportRun(context, check)
-    for first, second in ((0, 1), (1, 0)):
-        run.dispatch(0)
-        run.dispatch(1)
-        run.combine(first)
-        run.combine(second)
+    in_a_row = [((call,), (call,)) for call in range(check.case.num_calls)]
+    for dispatched, combined in _INTERLEAVED if check.kind == "interleaved" else in_a_row:
+        for call in dispatched:
+            run.dispatch(call)
+        for call in combined:
+            run.combine(call)
     return run.row()
 
 
@@ -177,7 +172,7 @@ def check_layer(context: RankContext, check: Check) -> CheckRow:
     Under attention TP the ranks of a group hold the tokens of their group's first rank.
     """
     world = _world(context, check)
-    config, full = check.moe, _weights(context, check)
+    config, full = check.moe, context.once(("weights", check.config), lambda: full_weights(check.moe))
     layer = _layer(context, check, world, full)
     errors = [0.0]
     for call in range(check.case.num_calls):
@@ -190,7 +185,7 @@ def check_layer(context: RankContext, check: Check) -> CheckRow:
 
 
 class _TransportRun:
-    """The open calls of one transport check, and what was wrong with them so far."""
+    """Holds the open calls of one transport check, and what was wrong with them so far."""
 
     def __init__(self, context: RankContext, check: Check) -> None:
         self.check = check
@@ -272,10 +267,6 @@ def _key(check: Check) -> Check:
 def _dispatcher(context: RankContext, check: Check, world: World) -> Dispatcher:
     settings = (check.dispatcher, world, check.moe, check.runtime, check.token_format)
     return context.once(_key(check), lambda: make_dispatcher(*settings))
-
-
-def _weights(context: RankContext, check: Check) -> ExpertWeights:
-    return context.once(("weights", check.config), lambda: full_weights(check.moe))
 
 
 def _layer(context: RankContext, check: Check, world: World, full: ExpertWeights) -> ExpertParallelMoE:

@@ -22,8 +22,8 @@ FP8_ROUNDING = 2.0**-4  # E4M3 keeps 4 bits
 
 @dataclass(frozen=True)
 class Arrival:
-    """A token at a rank: the exact bytes of its payload, and the (expert, weight) entries meant for this rank. In a
-    slab of ExpertMajorTokens the one entry is the slab's expert, and no weight travels."""
+    """A token at a rank: the exact bytes of its payload, and the (expert, weight) entries meant for this rank. In
+    ExpertMajorTokens the one entry is the expert whose rows it is among, and no weight travels."""
 
     row: bytes
     entries: tuple[tuple[int, float], ...]
@@ -49,7 +49,7 @@ def wrong_arrivals(
             return [f"ids {foreign} are neither of experts {shard.first_expert} to {shard.end_expert - 1} nor invalid"]
         got = Counter(_flat_arrivals(tokens))
     else:
-        got = Counter(_slab_arrivals(tokens, shard))
+        got = Counter(_expert_major_arrivals(tokens, shard))
     expected = Counter(_due(batches, shard, payload, by_expert=isinstance(tokens, ExpertMajorTokens)))
     names = _names(batches, payload)
     return _list("missing", expected - got, names) + _list("not asked for", got - expected, names)
@@ -128,11 +128,11 @@ def _flat_arrivals(tokens: FlatTokens) -> Iterator[Arrival]:
             yield Arrival(raw, entries)
 
 
-def _slab_arrivals(tokens: ExpertMajorTokens, shard: ExpertShard) -> Iterator[Arrival]:
-    raw, slab = _row_bytes(tokens.hidden), tokens.hidden.data.shape[1]
+def _expert_major_arrivals(tokens: ExpertMajorTokens, shard: ExpertShard) -> Iterator[Arrival]:
+    raw, most = _row_bytes(tokens.hidden), tokens.hidden.data.shape[1]
     for index, count in enumerate(tokens.counts.tolist()):
         for row in range(count):
-            yield Arrival(raw[index * slab + row], ((shard.first_expert + index, 1.0),))
+            yield Arrival(raw[index * most + row], ((shard.first_expert + index, 1.0),))
 
 
 def _due(
