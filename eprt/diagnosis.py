@@ -42,19 +42,6 @@ class Problem:
     remedy: str
 
 
-@dataclass(frozen=True)
-class FirstUse:
-    """A kernel library that compiles on first use: what, how long, and whether a result is already on disk here.
-
-    Times were taken on an H200 host with 64 cores (fused_moe_90, mnnvl_moe_alltoall) and on one H200 (humming).
-    """
-
-    kernels: str
-    needed_by: str
-    takes: str
-    cached: bool
-
-
 def versions() -> dict[str, str]:
     """Returns software versions; "-" for what isn't installed."""
     found = {
@@ -88,13 +75,14 @@ def host() -> dict[str, str]:
         "locked memory": _limit(resource.RLIMIT_MEMLOCK),
         "processes": _limit(resource.RLIMIT_NPROC),
         "compiler": shutil.which("nvcc") or "no nvcc on PATH",
-        "driver": _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0] or "-",
+        "driver": command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+        or "-",
     }
 
 
 def links() -> str:
     """Returns nvidia-smi's matrix of links between GPUs, or "" where there is none to show."""
-    return _command("nvidia-smi", "topo", "-m") if torch.cuda.device_count() > 1 else ""
+    return command_output("nvidia-smi", "topo", "-m") if torch.cuda.device_count() > 1 else ""
 
 
 def backends() -> list[dict[str, object]]:
@@ -110,8 +98,11 @@ def backends() -> list[dict[str, object]]:
     return rows
 
 
-def first_use() -> list[FirstUse]:
-    """Returns the kernels that are compiled when they are first used."""
+def first_use() -> list[dict[str, Any]]:
+    """Returns the kernels that are compiled when they are first used, and whether a result is already on disk here.
+
+    Times were taken on an H200 host with 64 cores (fused_moe_90, mnnvl_moe_alltoall) and on one H200 (humming).
+    """
     flashinfer = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home())) / ".cache" / "flashinfer"
     ahead = [_folder("flashinfer_jit_cache"), _folder("flashinfer")]
 
@@ -121,11 +112,12 @@ def first_use() -> list[FirstUse]:
         return any(next(place.glob(pattern), None) is not None for place, pattern in places)
 
     humming = Path(os.environ.get("HUMMING_CACHE_DIR", Path.home() / ".humming"))
-    return [
-        FirstUse("FlashInfer fused_moe_90", "executor cutlass_mxfp4", "more than 20 min", built("fused_moe_90")),
-        FirstUse("FlashInfer mnnvl_moe_alltoall", "dispatcher flashinfer", "3.5 min", built("mnnvl_moe_alltoall")),
-        FirstUse("humming", "executor humming", "about 20 s a pair of shapes", any(humming.glob("**/kernel.cubin"))),
+    rows = [
+        ("FlashInfer fused_moe_90", "executor cutlass_mxfp4", "more than 20 min", built("fused_moe_90")),
+        ("FlashInfer mnnvl_moe_alltoall", "dispatcher flashinfer", "3.5 min", built("mnnvl_moe_alltoall")),
+        ("humming", "executor humming", "about 20 s a pair of shapes", any(humming.glob("**/kernel.cubin"))),
     ]
+    return [dict(zip(("kernels", "needed_by", "takes", "cached"), row, strict=True)) for row in rows]
 
 
 def problems() -> list[Problem]:
@@ -193,8 +185,10 @@ def _flashinfer_problems() -> Iterator[Problem]:
         )
     if torch.cuda.is_available() and shutil.which("nvcc") is None:
         for item in first_use():
-            if not item.cached and "FlashInfer" in item.kernels:
-                yield Problem(f"{item.kernels} is not built, and there is no nvcc to build it", "install CUDA's nvcc")
+            if not item["cached"] and "FlashInfer" in item["kernels"]:
+                yield Problem(
+                    f"{item['kernels']} is not built, and there is no nvcc to build it", "install CUDA's nvcc"
+                )
 
 
 def _link_problems() -> Iterator[Problem]:
@@ -271,8 +265,8 @@ def _limit(kind: int) -> str:
     return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
 
 
-def _command(*words: str) -> str:
-    """Returns standard output of a command; "" if it isn't there or fails."""
+def command_output(*words: str) -> str:
+    """Returns the standard output of a command; "" if it isn't there or fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -6,11 +6,10 @@ import datetime
 import json
 import math
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -111,17 +110,10 @@ def provenance() -> dict[str, Any]:
 
 def commit() -> str:
     """Returns the commit of the checkout that eprt runs from, "+" appended if it has changes; "" outside a checkout."""
-    folder = Path(__file__).parent
-
-    def git(*words: str) -> str:
-        try:
-            done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=30)
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        return done.stdout.strip() if done.returncode == 0 else ""
-
+    folder = str(Path(__file__).parent)
+    git = partial(diagnosis.command_output, "git", "-C", folder)
     head = git("rev-parse", "HEAD")
-    return head + ("+" if head and git("status", "--porcelain", "--untracked-files=no", "--", str(folder)) else "")
+    return head + ("+" if head and git("status", "--porcelain", "--untracked-files=no", "--", folder) else "")
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -67,7 +67,7 @@ def _facts() -> dict[str, Any]:
         "host": diagnosis.host(),
         "links": diagnosis.links(),
         "backends": diagnosis.backends(),
-        "first_use": [asdict(item) for item in diagnosis.first_use()],
+        "first_use": diagnosis.first_use(),
         "problems": [asdict(problem) for problem in diagnosis.problems()],
     }
 
@@ -130,17 +130,17 @@ class FaultReport:
     Args:
         asked: cells of the matrix, all runs together.
         output: the file, written after each trial; None: nothing is written.
-
-    Attributes:
-        results: in the order in which they came.
     """
 
     def __init__(self, asked: Sequence[Trial], jobs: int, output: Path | None) -> None:
         self._asked, self._output = asked, output
         self._facts = {"timeout_s": asked[0].timeout_s, "slack_s": faults.SLACK_S, "jobs": jobs, "cells": len(asked)}
         self._earlier: list[dict[str, Any]] = []
-        self._run_of: list[int] = []
-        self.results: list[Result] = []
+        self._found: list[tuple[int, Result]] = []  # beside the number of its run
+
+    @property
+    def results(self) -> list[Result]:
+        return [result for _, result in self._found]
 
     def resume(self) -> None:
         """Takes over what the file has. Trials that didn't take place are to be run again.
@@ -162,7 +162,7 @@ class FaultReport:
             if there != here:
                 raise ConfigError(f"--resume: {path} is of {there}, these are {here}: give another --output")
         self._earlier = runs
-        self._keep((run, result) for run, result in found if not result.failed or result.leftovers)
+        self._found = [(run, result) for run, result in found if not result.failed or result.leftovers]
 
     def left(self) -> list[Trial]:
         """Returns the cells that no run has done yet."""
@@ -176,12 +176,11 @@ class FaultReport:
 
     def forget(self, again: Sequence[Trial]) -> None:
         """Leaves out what earlier runs found in these trials, which are run again."""
-        self._keep([pair for pair in zip(self._run_of, self.results, strict=True) if pair[1].trial not in again])
+        self._found = [(run, result) for run, result in self._found if result.trial not in again]
 
     def add(self, result: Result) -> None:
         """Adds a result of this run, and writes the file."""
-        self._run_of.append(len(self._earlier))
-        self.results.append(result)
+        self._found.append((len(self._earlier), result))
         self.write()
 
     def notes(self) -> list[str]:
@@ -191,21 +190,17 @@ class FaultReport:
         return [f"partial: {ran} of {len(self._asked)} cells ran; --resume runs the others"] if left else []
 
     def rows(self) -> list[dict[str, Any]]:
-        return [{**result.as_row(), "run": run} for run, result in zip(self._run_of, self.results, strict=True)]
+        return [{**result.as_row(), "run": run} for run, result in self._found]
 
     def write(self) -> None:
         """Writes the file, unless there is no result yet: an earlier file stays."""
-        if self._output is None or not self.results:
+        if self._output is None or not self._found:
             return
         runs = self._earlier
-        if len(runs) in self._run_of:
+        if any(run == len(runs) for run, _ in self._found):
             runs = [*runs, {**provenance(), "command": this_command(), "jobs": self._facts["jobs"]}]
         facts = {**self._facts, "ran": len(self._asked) - len(self.left())}
         Report("faults", self.rows(), facts, self.notes(), runs=runs).write(self._output)
-
-    def _keep(self, pairs: Iterable[tuple[int, Result]]) -> None:
-        kept = list(pairs)
-        self._run_of, self.results = [run for run, _ in kept], [result for _, result in kept]
 
 
 def _where(trial: Trial, machine: list[str]) -> str:
@@ -230,8 +225,7 @@ def break_ranks(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
     if arguments.resume:
         found.resume()
     left = found.left()
-    names = {cell.dispatcher for cell in left}
-    calm = [control for control in faults.controls(world, device) if control.dispatcher in names]
+    calm = [one for one in faults.controls(world, device) if any(one.dispatcher == cell.dispatcher for cell in left)]
     found.forget(calm)
     if device == "cpu":  # on GPUs every trial ended by SIGSEGV with these there; whether by them isn't known
         preload(*PRELOADED)
