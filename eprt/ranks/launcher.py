@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eprt.errors import ConfigError, UsageError
-from eprt.ranks.process import Raised, RankContext, RankSetup, close_worlds, loaded_plugins, serve
+from eprt.ranks.process import Raised, RankContext, RankSetup, loaded_plugins, serve
 from eprt.ranks.scratch import Scratch
 from eprt.ranks.stacks import RankReport, WorldFailed, read_stack, state_of, tail
 
@@ -87,11 +87,10 @@ class _Rank:
 
     def kill(self) -> None:
         """Sends SIGKILL to the rank and whatever it started."""
-        if (pid := self.process.pid) is None:
-            return
-        _end(pid)
-        self.process.join(_STACK_WAIT_S)
-        self.jobs.close()
+        if (pid := self.process.pid) is not None:
+            _end(pid)
+            self.process.join(_STACK_WAIT_S)
+            self.jobs.close()
 
 
 class WorldPool:
@@ -183,7 +182,7 @@ class WorldPool:
             return
         try:
             if self._ranks:
-                self.run(close_worlds, timeout_s=_CLOSE_S)
+                self.run(RankContext.close, timeout_s=_CLOSE_S)
         finally:
             self.closed = True
             self._destroy()
@@ -194,9 +193,8 @@ class WorldPool:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:
-            self.closed = True
-            self._destroy()
+        self.closed = True
+        self._destroy()
 
     # ---- start, watch, end ----------------------------------------------------------------------------------
 
@@ -270,18 +268,15 @@ class WorldPool:
 
     def _reports(self, outcomes: dict[int, str]) -> list[RankReport]:
         """Returns how each rank ended; asks those that live for their stacks."""
-        silent = [rank for rank in self._ranks if rank.setup.rank not in outcomes]
-        states = {rank.setup.rank: state_of(rank.process.pid or 0) for rank in silent}
-        _ask_for_stacks([rank for rank in self._ranks if outcomes.get(rank.setup.rank, "ok") == "ok"])
-        return [
-            self._report(rank, outcomes.get(rank.setup.rank, "unfinished"), states.get(rank.setup.rank, ""))
-            for rank in self._ranks
-        ]
+        ends = [outcomes.get(rank.setup.rank, "unfinished") for rank in self._ranks]
+        both = list(zip(self._ranks, ends, strict=True))
+        states = [state_of(rank.process.pid or 0) if end == "unfinished" else "" for rank, end in both]
+        _ask_for_stacks([rank for rank, end in both if end in ("ok", "unfinished")])
+        return [self._report(rank, end, state) for (rank, end), state in zip(both, states, strict=True)]
 
     def _report(self, rank: _Rank, outcome: str, state: str) -> RankReport:
-        died = outcome == "died"
         raised: Raised | None = rank.result() if outcome == "raised" else None
-        if died:
+        if died := outcome == "died":
             rank.process.join(_STACK_WAIT_S)
         dump, waits = read_stack(rank.setup.path("stack"))
         return RankReport(
@@ -364,13 +359,10 @@ def _await_dumps(files: dict[int, Path], before: dict[int, int]) -> None:
         now = {pid: _size(path) for pid, path in files.items()}
         if now != sizes:
             sizes, grew_at = now, time.monotonic()
-        over = time.monotonic() - grew_at > _QUIET_S or all(map(_is_whole, files.values()))
+        whole = all(path.exists() and path.read_bytes().endswith(b" in <module>\n") for path in files.values())
+        over = whole or time.monotonic() - grew_at > _QUIET_S
         if over and all(now[pid] > before[pid] for pid in now):
             return
-
-
-def _is_whole(dump: Path) -> bool:
-    return dump.exists() and dump.read_bytes().endswith(b" in <module>\n")
 
 
 def _size(path: Path) -> int:

@@ -104,7 +104,7 @@ class RankContext:
             close()
 
     def close(self) -> None:
-        """Closes what the cache holds, then every World, newest first. Collective."""
+        """Closes what the cache holds, then every World, newest first: a healthy pool's last job. Collective."""
         for name in reversed(list(self.cache)):
             self.release(name)
         while self._worlds:
@@ -143,10 +143,11 @@ class Raised:
     lost_rank: int | None = None
     why: str = ""
 
-
-def close_worlds(context: RankContext) -> None:
-    """Closes this rank's Worlds: the last job of a healthy pool."""
-    context.close()
+    @classmethod
+    def of(cls, error: Exception) -> Raised:
+        stack, kind = "".join(traceback.format_exception(error)), type(error).__name__
+        lost = (error.rank, error.why) if isinstance(error, RankLost) else (None, "")
+        return cls(kind, str(error), stack, time.monotonic(), *lost)
 
 
 def serve(setup: RankSetup, jobs: Connection) -> None:
@@ -166,7 +167,7 @@ def serve(setup: RankSetup, jobs: Connection) -> None:
             raise
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
-            _save(setup.path("result"), _describe(error))
+            setup.path("result").write_bytes(pickle.dumps(Raised.of(error)))
             jobs.send("raised")
             atexit._run_exitfuncs()
             raise
@@ -179,23 +180,7 @@ def _work(context: RankContext, setup: RankSetup, name: str) -> None:
     load_plugins(setup.plugins)
     function: Callable[..., Any]
     function, kwargs = pickle.loads(arguments)
-    _save(setup.path("result"), function(context, **kwargs))
-
-
-def _save(path: Path, value: object) -> None:
-    path.write_bytes(pickle.dumps(value))
-
-
-def _describe(error: Exception) -> Raised:
-    lost = error if isinstance(error, RankLost) else None
-    return Raised(
-        error=type(error).__name__,
-        message=str(error),
-        stack="".join(traceback.format_exception(error)),
-        at=time.monotonic(),
-        lost_rank=lost.rank if lost else None,
-        why=lost.why if lost else "",
-    )
+    setup.path("result").write_bytes(pickle.dumps(function(context, **kwargs)))
 
 
 def _settle(setup: RankSetup) -> None:
