@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from eprt.cli.arguments import RUNS
 
     if sys.stdout is None or sys.stderr is None:  # closed by the caller
-        return _nowhere_to_write()
+        if sys.stderr is not None:
+            sys.stderr.write("eprt: standard output is closed: there is nowhere to write the result\n")
+        return NO_OUTPUT
     show_everything()
     try:
         command = _parsed(arguments)
@@ -52,21 +54,6 @@ def _parsed(arguments: Sequence[str] | None) -> Any:
             sys.stdout.flush()  # help and version end the process
     except OSError as error:
         raise lost(sys.stdout, error) from error
-
-
-def _nowhere_to_write() -> int:
-    if sys.stderr is not None:
-        sys.stderr.write("eprt: standard output is closed: there is nowhere to write the result\n")
-    return NO_OUTPUT
-
-
-def _load(plugins: Sequence[str]) -> None:
-    """Imports the modules of --plugin; those in the current folder are found, too, by the console script as well."""
-    from eprt.ranks.process import load_plugins
-
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    load_plugins(plugins)
 
 
 @contextmanager
@@ -93,7 +80,11 @@ def _run(where: str, command: Any, terminal: Terminal) -> int:
     try:
         configure_logging()
         if plugins := getattr(command, "plugin", ()):
-            _load(plugins)
+            from eprt.ranks.process import load_plugins
+
+            if os.getcwd() not in sys.path:  # the console script leaves the current folder out
+                sys.path.append(os.getcwd())
+            load_plugins(plugins)
         function: Callable[[Any, Terminal], int] = getattr(importlib.import_module(module), name)
         return function(command, terminal)
     except KeyboardInterrupt:

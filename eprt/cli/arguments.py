@@ -338,7 +338,7 @@ class BenchStep(_Ranks, _Pair, _PlottedBench):
 
 # ---- from words to arguments ------------------------------------------------------------------------------------
 
-# By the words of the command line: a command's arguments, and the function that runs it.
+# A command's arguments, and the function that runs it, by the words of the command line.
 COMMANDS: dict[str, tuple[type[Any], str]] = {
     "run": (Run, "eprt.cli.run:run"),
     "generate": (Generate, "eprt.cli.generate:generate"),
@@ -346,21 +346,19 @@ COMMANDS: dict[str, tuple[type[Any], str]] = {
     "tune": (Tune, "eprt.cli.tune:tune"),
     "plan-experts": (PlanExperts, "eprt.cli.plan_experts:plan_experts"),
     "doctor": (Doctor, "eprt.cli.doctor:doctor"),
+    "bench layer": (BenchLayer, "eprt.cli.bench_layer:bench_layer"),
+    "bench dispatch": (BenchDispatch, "eprt.cli.bench_dispatch:bench_dispatch"),
+    "bench experts": (BenchExperts, "eprt.cli.bench:bench_experts"),
+    "bench router": (BenchRouter, "eprt.cli.bench:bench_router"),
+    "bench exchange": (BenchExchange, "eprt.cli.bench:bench_exchange"),
+    "bench step": (BenchStep, "eprt.cli.bench:bench_step"),
 }
-BENCHES: dict[str, tuple[type[Any], str]] = {
-    "layer": (BenchLayer, "eprt.cli.bench_layer:bench_layer"),
-    "dispatch": (BenchDispatch, "eprt.cli.bench_dispatch:bench_dispatch"),
-    "experts": (BenchExperts, "eprt.cli.bench:bench_experts"),
-    "router": (BenchRouter, "eprt.cli.bench:bench_router"),
-    "exchange": (BenchExchange, "eprt.cli.bench:bench_exchange"),
-    "step": (BenchStep, "eprt.cli.bench:bench_step"),
-}
-RUNS: dict[type[Any], str] = dict([*COMMANDS.values(), *BENCHES.values()])
+RUNS: dict[type[Any], str] = dict(COMMANDS.values())
 
 
 def parse(arguments: Sequence[str] | None = None) -> Any:
     """Returns the arguments of the command that `arguments` (default: the process's own) ask for: an instance of one of
-    the classes in `COMMANDS` and `BENCHES`. Prints help, version or an error and exits."""
+    the classes in `COMMANDS`. Prints help, version or an error and exits."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
         from eprt import __version__
@@ -368,18 +366,19 @@ def parse(arguments: Sequence[str] | None = None) -> Any:
         sys.stdout.write(f"eprt {__version__}\n")
         raise SystemExit(0)
     # A command that is named is parsed by itself, so that an unknown flag is answered with that command's own.
-    if words and words[0] in COMMANDS:
-        return _parse(COMMANDS[words[0]][0], f"eprt {words[0]}", words[1:])
-    if words[:1] == ["bench"] and words[1:] and words[1] in BENCHES:
-        return _parse(BENCHES[words[1]][0], f"eprt bench {words[1]}", words[2:])
-    bench = make_dataclass("Bench", [("what", _any_of(BENCHES))])
+    for count in (1, 2):
+        if (name := " ".join(words[:count])) in COMMANDS:
+            return _parse(COMMANDS[name][0], f"eprt {name}", words[count:])
+    kinds = {name: kind for name, (kind, _) in COMMANDS.items()}
+    benches = {name.removeprefix("bench "): kinds.pop(name) for name in COMMANDS if name.startswith("bench ")}
+    bench = make_dataclass("Bench", [("what", _any_of(benches))])
     bench.__doc__ = "Measure a layer, the transports, the executors, the router, the ranks' agreement or a whole step."
-    parsed = _parse(_any_of({**COMMANDS, "bench": (bench, "")}), "eprt", words)
+    parsed = _parse(_any_of({**kinds, "bench": bench}), "eprt", words)
     return parsed.what if isinstance(parsed, bench) else parsed
 
 
-def _any_of(commands: dict[str, tuple[type[Any], str]]) -> Any:
-    return reduce(or_, (Annotated[kind, subcommand(name)] for name, (kind, _) in commands.items()))
+def _any_of(kinds: dict[str, type[Any]]) -> Any:
+    return reduce(or_, (Annotated[kind, subcommand(name)] for name, kind in kinds.items()))
 
 
 def _parse(kind: Any, prog: str, words: list[str]) -> Any:

@@ -87,9 +87,8 @@ def _continue(
     write: Callable[[list[dict[str, Any]]], None],
 ) -> None:
     """Continues the prompts in rounds of `batch` per rank, and writes each round's answers in the prompts' order."""
-    sampled = arguments.temperature > 0
-    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": sampled}
-    options |= {"temperature": arguments.temperature} if sampled else {}
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
+    options |= {"temperature": arguments.temperature} if options["do_sample"] else {}
     tokens, busy = [0] * workers.size, [0.0] * workers.size
     size = workers.size * arguments.batch
     rounds = [range(first, min(first + size, len(prompts))) for first in range(0, len(prompts), size)]
@@ -97,18 +96,15 @@ def _continue(
         for numbers in rounds:
             shares = [list(numbers[rank :: workers.size]) for rank in range(workers.size)]
             given = [[prompts[number]["prompt"] for number in share] for share in shares]
-            by_rank: list[Answers] = workers.run(
-                continue_share, prompts=given, batch_size=arguments.batch, options=options
-            )
+            by_rank = workers.run(continue_share, prompts=given, batch_size=arguments.batch, options=options)
             for rank, answers in enumerate(by_rank):
                 tokens[rank] += sum(map(len, answers.tokens))
                 busy[rank] += answers.seconds
             write(_rows(prompts, shares, by_rank))
             advance(f"{numbers.stop} of {len(prompts)} done, {sum(tokens)} tokens")
     rates = [count / seconds if seconds else 0.0 for count, seconds in zip(tokens, busy, strict=True)]
-    each = ", ".join(f"{rate:,.1f}" for rate in rates)
-    total = f"{sum(tokens)} tokens for {len(prompts)} prompts"
-    terminal.note(f"{total}; tokens/s by rank: {each}; together {sum(rates):,.1f}")
+    each = f"tokens/s by rank: {', '.join(f'{rate:,.1f}' for rate in rates)}; together {sum(rates):,.1f}"
+    terminal.note(f"{sum(tokens)} tokens for {len(prompts)} prompts; {each}")
 
 
 def _rows(prompts: list[dict[str, Any]], shares: list[list[int]], by_rank: list[Answers]) -> list[dict[str, Any]]:
