@@ -7,6 +7,7 @@ came at the wrong time, or the world broke), so callers may catch either family.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -85,3 +86,9 @@ def one_block(text: str, limit: int = 2000) -> str:
     """Text from elsewhere (a peer, a file) as it may be shown: no control characters but line ends, cut to `limit`."""
     clean = "".join(c if c.isprintable() or c == "\n" else "?" for c in text[: limit + 1])
     return clean if len(clean) <= limit else f"{clean[: limit - 4]} ..."
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table of one line per row, for a message; the columns are as wide as their longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -111,8 +111,8 @@ def _say(terminal: Terminal, config: MoEConfig, layers: list[int], plan: Plan) -
         f"  why: {plan.reason}",
         "Engines (what does a call: the first that takes it)",
         *(
-            f"  {use.name} ({ENGINES[use.name].summary}): {'none: ' * (not use.support)}{use.support.reason}"
-            for use in plan.engines
+            f"  {name} ({ENGINES[name].summary}): {'none: ' * (not support)}{support.reason}"
+            for name, support in plan.engines.items()
         ),
         "",
     )
@@ -148,7 +148,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "reason": plan.reason,
         "max_tokens_per_rank": plan.max_tokens_per_rank,
         "tokens_per_rank": plan.tokens,
-        "engines": [{"name": use.name, **asdict(use.support)} for use in plan.engines],
+        "engines": [{"name": name, **asdict(support)} for name, support in plan.engines.items()],
         "candidates": [_candidate_as_json(candidate) for candidate in plan.candidates],
     }
 

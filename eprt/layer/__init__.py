@@ -109,7 +109,7 @@ class ExpertParallelMoE(nn.Module):
             self.shared = SharedExpertMLP(config.shared, shared).to(world.device)
         self.latent = None if latent is None else LatentProjection(latent).to(world.device)
         self._dtypes = self._accepted_dtypes()
-        self.engines = make_engines(self, [use.name for use in self.plan.engines if use.support])
+        self.engines = make_engines(self, [name for name, verdict in self.plan.engines.items() if verdict])
         self.graphs: LayerGraphs | None = None
         if runtime.layer_graphs:
             self.graphs = LayerGraphs(world, self, self._by_router, config.input_size, self._most_tokens)

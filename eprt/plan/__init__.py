@@ -7,13 +7,13 @@ model fitted to the rows (`eprt.plan.model`), else the order of preference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from eprt import engines
 from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
 from eprt.dispatch import DISPATCHERS, DispatcherSpec, dispatcher_spec
-from eprt.errors import UnsupportedError
+from eprt.errors import UnsupportedError, aligned
 from eprt.experts import EXECUTORS, ExecutorSpec, executor_spec
 from eprt.placement import ExpertPlacement
 from eprt.plan.measured import own_fingerprint
@@ -51,14 +51,6 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class EngineUse:
-    """A row of `eprt.engines.ENGINES` and the verdict on it; the reason of a yes says which calls it does."""
-
-    name: str
-    support: Support
-
-
-@dataclass(frozen=True)
 class Plan:
     """The choice, the reason for it, and the candidates that were turned down.
 
@@ -66,9 +58,11 @@ class Plan:
         max_tokens_per_rank: capacity that the layer's buffers are sized for: `RuntimeConfig.max_tokens_per_rank`, or
             the dispatcher's own limit below it.
         tokens: tokens per rank that the times are of.
+        chosen: the candidate that was chosen.
         settings: what the choice went by and all ranks must have in common: the rows of `eprt tune`, where something
             was left to the plan.
-        engines: what does a call's work with this pair, the first that takes it; every row of the table.
+        engines: the verdict on every row of `eprt.engines.ENGINES` with this pair; the first that takes a call does
+            its work, and the reason of a yes says which calls those are.
     """
 
     dispatcher: str
@@ -79,18 +73,9 @@ class Plan:
     candidates: tuple[Candidate, ...]
     max_tokens_per_rank: int
     tokens: int
-    settings: Mapping[str, str] = field(default_factory=dict)
-    engines: tuple[EngineUse, ...] = ()
-
-    @property
-    def chosen(self) -> Candidate:
-        """The candidate that was chosen."""
-        key = (self.dispatcher, self.executor, self.token_format)
-        return next(c for c in self.candidates if (c.dispatcher, c.executor, c.token_format) == key)
-
-    def table(self) -> str:
-        """Returns plain text, one line per candidate."""
-        return _table(self.candidates, self.chosen)
+    chosen: Candidate
+    settings: Mapping[str, str]
+    engines: Mapping[str, Support]
 
 
 def make_plan(
@@ -111,15 +96,13 @@ def make_plan(
     config = placement.in_slots(config)
     placement.shard(0).slice_intermediate(config.intermediate_size)
     ask = _Ask(config, parallel, runtime, device, placement.num_local_experts)
-    dispatchers = list(DISPATCHERS.values()) if runtime.dispatcher == "auto" else [dispatcher_spec(runtime.dispatcher)]
-    executors = list(EXECUTORS.values()) if runtime.executor == "auto" else [executor_spec(runtime.executor)]
+    dispatchers = DISPATCHERS.values() if runtime.dispatcher == "auto" else [dispatcher_spec(runtime.dispatcher)]
+    executors = EXECUTORS.values() if runtime.executor == "auto" else [executor_spec(runtime.executor)]
     candidates = tuple(candidate for d in dispatchers for e in executors for candidate in ask.pair(d, e))
     possible = [c for c in candidates if c.support]
     if not possible:
-        raise UnsupportedError(
-            f"no dispatcher/executor pair can run this layer on {parallel.world_size} x {device}:\n"
-            + _table(candidates)
-        )
+        world = f"{parallel.world_size} x {device}"
+        raise UnsupportedError(f"no dispatcher/executor pair can run this layer on {world}:\n{_table(candidates)}")
     best = min(possible, key=ask.key)
     return Plan(
         dispatcher=best.dispatcher,
@@ -130,8 +113,9 @@ def make_plan(
         candidates=candidates,
         max_tokens_per_rank=best.max_tokens_per_rank,
         tokens=ask.tokens,
+        chosen=best,
         settings={"rows of eprt tune": own_fingerprint()} if "auto" in (runtime.dispatcher, runtime.executor) else {},
-        engines=tuple(ask.engines(best.executor, sees_ids=runtime.count_load or not placement.is_identity)),
+        engines=ask.engines(best.executor, sees_ids=runtime.count_load or not placement.is_identity),
     )
 
 
@@ -202,10 +186,9 @@ class _Ask:
             work = work.adapted(tokens * self.config.top_k, self.config.hidden_size, self.device)
         return carried and carried.times(rounds), work and work.times(rounds)
 
-    def engines(self, executor: str, sees_ids: bool) -> Iterator[EngineUse]:
-        for spec in engines.ENGINES.values():
-            verdict = spec.rule(self.config, self.parallel, self.runtime, EXECUTORS[executor], sees_ids)
-            yield EngineUse(spec.name, verdict)
+    def engines(self, executor: str, sees_ids: bool) -> dict[str, Support]:
+        asked = self.config, self.parallel, self.runtime, EXECUTORS[executor], sees_ids
+        return {spec.name: spec.rule(*asked) for spec in engines.ENGINES.values()}
 
     def key(self, c: Candidate) -> tuple[int, bool, float, bool, int, int]:
         """Returns a sort key; smallest is best.
@@ -238,13 +221,6 @@ class _Ask:
         return "; ".join(said)
 
 
-def _table(candidates: tuple[Candidate, ...], chosen: Candidate | None = None) -> str:
-    rows = [("", "dispatcher", "executor", "tokens", "us", "reason")]
-    for c in candidates:
-        mark = "->" if c is chosen else ("ok" if c.support else "no")
-        us = "" if c.us is None else f"{c.us:.0f}"
-        rows.append((mark, c.dispatcher, c.executor, c.token_format, us, c.support.reason))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[5] for row in rows
-    )
+def _table(candidates: Iterable[Candidate]) -> str:
+    shown = ((c.dispatcher, c.executor, c.token_format, c.support.reason) for c in candidates)
+    return aligned([("dispatcher", "executor", "tokens", "reason"), *shown])

@@ -78,7 +78,7 @@ def test_the_kernel_chooses_the_same_experts(monkeypatch, world, routing, given)
     layer, x, logits = rank.layer, rank.x, rank.layer.router.logits(rank.x)
     expected = rank.by_topk(x, logits.logits)
     assert "logits" not in rank.fake.calls
-    assert [bool(use.support) for use in layer.plan.engines] == [True, True], "the plan says so, too"
+    assert [bool(support) for support in layer.plan.engines.values()] == [True, True], "the plan says so, too"
     rank.fake.calls.clear()
     layer.observe = lambda phase: rank.phases.append(phase) or torch.no_grad()
     found = layer(x, logits if given else None, tokens_per_rank=T)
@@ -106,7 +106,7 @@ def test_everything_else_is_a_topk(monkeypatch, world, routing, runtime):
     assert torch.equal(rank.layer(rank.x, logits), rank.by_topk(rank.x, logits.logits))
     assert len(rank.made) == 1
     assert "logits" not in rank.fake.calls
-    assert [bool(use.support) for use in rank.layer.plan.engines] == [False, True], "the plan says so, too"
+    assert [bool(support) for support in rank.layer.plan.engines.values()] == [False, True], "the plan says so, too"
 
 
 def test_calls_that_dispatch_refuses_are_refused(monkeypatch, world):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from textwrap import indent
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from eprt.config import ParallelConfig, RuntimeConfig
-from eprt.errors import ConfigError, EprtError, UnsupportedError, UsageError
+from eprt.errors import ConfigError, EprtError, UnsupportedError, UsageError, aligned
 from eprt.graphs.recording import refusal_of
 from eprt.integrations.transformers.agreement import Place, places_of
 from eprt.integrations.transformers.load import Placeholder, find_checkpoint
@@ -222,8 +223,7 @@ def _require_same_model(source: Checkpoint, config: dict[str, Any], family: Mode
     if differing:
         rows = [("", "checkpoint", "model")]
         rows += [(name, str(read.get(name, "-")), str(run.get(name, "-"))) for name in differing]
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        table = "\n".join(f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows)
+        table = indent(aligned(rows), "  ")
         raise ConfigError(f"{source.directory} is a checkpoint of another {expected} model: give its own\n{table}")
     stored = model_dtype(theirs.text_config(source.config))
     if stored != dtype:
