@@ -118,7 +118,7 @@ def _measured(world: World, case: PlacedCase, layers: dict[str, ExpertParallelMo
             found[name] += samples(world, call, graph=graph, rounds=ROUNDS, repeats=REPEATS)
     plan, device = layers[IN_ORDER].plan, Device.of(world.device)
     demands = {name: demand_of(by_rank, layer.placement, case.phase == "decode") for name, layer in layers.items()}
-    times = {n: layer_time(plan, config, world.parallel, device, d, plan.chosen) for n, d in demands.items()}
+    times = {n: layer_time(plan, config, world.parallel, device, d) for n, d in demands.items()}
     return PlacedTimes(
         found,
         {name: time.us for name, time in times.items() if time is not None},

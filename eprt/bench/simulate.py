@@ -70,7 +70,7 @@ def simulated(world: SimulatedWorld, tokens: int, names: Sequence[str] = ()) -> 
             verdict = spec.supports(config, parallel, replace(runtime, max_tokens_per_rank=1), world.device)
             yield f"{name}, {world.ranks} ranks of {world.device}: {verdict.reason or 'no executor can follow it'}"
             continue
-        found = [layer_time(plan, config, parallel, world.device, demand, plan.chosen) for demand in demands]
+        found = [layer_time(plan, config, parallel, world.device, demand) for demand in demands]
         times = [time for time in found if time is not None]
         unknown = f"{name}, {world.ranks} ranks of {world.device}: nothing is known of its times there"
         yield _row(world, tokens, plan, demands, times) if len(times) == len(demands) else unknown

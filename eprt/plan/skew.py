@@ -14,9 +14,10 @@ from eprt.dispatch import DISPATCHERS
 from eprt.errors import UsageError
 from eprt.experts import EXECUTORS
 from eprt.placement import ExpertPlacement
-from eprt.plan import Candidate, Plan
+from eprt.plan import Plan
 from eprt.plan.machines import linked_ranks
-from eprt.plan.model import evenly, modelled_dispatch, modelled_experts, sent_by
+from eprt.plan.model import Estimate, evenly, modelled_dispatch, modelled_experts, sent_by
+from eprt.rounding import ceil_div
 from eprt.support import Device
 
 if TYPE_CHECKING:
@@ -88,65 +89,67 @@ class LayerTime:
 
 
 def layer_time(
-    plan: Plan, config: MoEConfig, parallel: ParallelConfig, device: Device, demand: Demand, candidate: Candidate
+    plan: Plan, config: MoEConfig, parallel: ParallelConfig, device: Device, demand: Demand
 ) -> LayerTime | None:
-    """Estimates a pair's time under a demand; None where nothing is known of it (a CPU without rows).
+    """Estimates the chosen pair's time under a demand; None where nothing is known of it (a CPU without rows).
 
     Args:
-        plan: of this layer with experts in order, for as many tokens; `candidate` is one of its.
+        plan: of this layer with experts in order, for as many tokens.
         config: the layer, in experts.
 
     Raises:
         UsageError: a demand for another layer or world.
     """
-    placement = demand.placement
+    placement, dispatch, experts = demand.placement, plan.chosen.dispatch, plan.chosen.experts
     if placement.num_experts != config.num_experts or placement.parallel.ep_size != parallel.ep_size:
         raise UsageError(
             f"a demand for {placement.num_experts} experts on {placement.parallel.ep_size} ranks: the layer has "
             f"{config.num_experts} on {parallel.ep_size}"
         )
-    if candidate.dispatch is None or candidate.experts is None:
+    if dispatch is None or experts is None:
         return None
-    d, e = DISPATCHERS[candidate.dispatcher], EXECUTORS[candidate.executor]
-    payload, rounds = plan.payload or "bf16", -(-plan.tokens // candidate.max_tokens_per_rank)
-    tokens = -(-plan.tokens // rounds)
-    in_order = ExpertPlacement(config.num_experts, parallel)
-    even = in_order.in_slots(config)
-    linked = linked_ranks(parallel, device)
-    shares = demand.rows if d.sends == "expert" else demand.ranks
-
-    def carried(share: float | None) -> float:
-        found = modelled_dispatch(d, even, parallel, tokens, device, payload, share)
-        return 0.0 if found is None else found.us
-
-    def computed(hit: float, rows: float) -> float:
-        found = modelled_experts(e, even, parallel, hit, rows, device)
-        return 0.0 if found is None else found.us
-
-    def received_mb(share: float) -> float:
-        sent = sent_by(d, even, parallel, tokens, linked, payload, share)
-        return rounds * (sent.link_bytes + sent.network_bytes) / 1e6
-
-    every = tokens * parallel.world_size
-    by_rank = [computed(*_work(demand.of_rank(rank), every)) for rank in range(len(demand.ranks))]
-    expert_scale = _over(candidate.experts.us, computed(*evenly(even, in_order.num_local_experts, every)))
-    dispatch_scale = _over(candidate.dispatch.us, carried(None)) if parallel.world_size > 1 else 0.0
-    received = [received_mb(share) for share in shares]
-    order = ("measured", "modelled", "assumed")
+    even = ExpertPlacement(config.num_experts, parallel).in_slots(config)
+    rounds = ceil_div(plan.tokens, plan.max_tokens_per_rank)
+    batch = even, parallel, ceil_div(plan.tokens, rounds), device
+    received, dispatch_ratio = _received(plan, demand, *batch)
+    by_rank = [experts.us * ratio for ratio in _expert_ratios(plan, demand, *batch)]
     return LayerTime(
-        dispatch=dispatch_scale * carried(max(shares)),
-        experts=expert_scale * max(by_rank),
-        mean_experts=expert_scale * sum(by_rank) / len(by_rank),
-        received_mb=sum(received) / len(received),
-        hottest_mb=max(received),
-        basis=max((candidate.dispatch.basis, candidate.experts.basis), key=order.index),
+        dispatch=dispatch.us * dispatch_ratio,
+        experts=max(by_rank),
+        mean_experts=sum(by_rank) / len(by_rank),
+        received_mb=rounds * sum(received) / len(received),
+        hottest_mb=rounds * max(received),
+        basis=max((dispatch.basis, experts.basis), key=("measured", "modelled", "assumed").index),
     )
 
 
-def _work(shares: tuple[float, ...], tokens: int) -> tuple[float, float]:
-    """Returns (experts that get any row, rows) of slots with these shares of the world's tokens."""
-    return sum(1 - (1 - min(share, 1.0)) ** tokens for share in shares), tokens * sum(shares)
+def _received(
+    plan: Plan, demand: Demand, even: MoEConfig, parallel: ParallelConfig, tokens: int, device: Device
+) -> tuple[list[float], float]:
+    """Returns the MB that each rank receives, and the hottest rank's dispatch over that of uniform routing."""
+    spec, payload, linked = DISPATCHERS[plan.dispatcher], plan.payload or "bf16", linked_ranks(parallel, device)
+    shares = demand.rows if spec.sends == "expert" else demand.ranks
+    sent = [sent_by(spec, even, parallel, tokens, linked, payload, share) for share in shares]
+    hottest, uniform = (
+        modelled_dispatch(spec, even, parallel, tokens, device, payload, share) for share in (max(shares), None)
+    )
+    return [(each.link_bytes + each.network_bytes) / 1e6 for each in sent], _ratio(hottest, uniform)
 
 
-def _over(us: float, modelled: float) -> float:
-    return us / modelled if modelled else 0.0
+def _expert_ratios(
+    plan: Plan, demand: Demand, even: MoEConfig, parallel: ParallelConfig, tokens: int, device: Device
+) -> list[float]:
+    """Returns each rank's experts' time over that of uniform routing."""
+    every, L = tokens * parallel.world_size, even.num_experts // parallel.ep_size
+    ranks = [demand.of_rank(rank) for rank in range(len(demand.ranks))]
+    # (experts that get any row, rows) of slots with these shares of the world's tokens.
+    work = [(sum(1 - (1 - min(share, 1.0)) ** every for share in shares), every * sum(shares)) for shares in ranks]
+    *times, uniform = (
+        modelled_experts(EXECUTORS[plan.executor], even, parallel, hit, rows, device)
+        for hit, rows in (*work, evenly(even, L, every))
+    )
+    return [_ratio(time, uniform) for time in times]
+
+
+def _ratio(time: Estimate | None, uniform: Estimate | None) -> float:
+    return time.us / uniform.us if time and uniform and uniform.us else 0.0

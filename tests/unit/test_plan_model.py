@@ -243,7 +243,7 @@ def test_even_routing_takes_what_the_plan_says(dispatcher: str, world: int, toke
     placement = ExpertPlacement(256, parallel)
     share = ranks_of_a_token(DEEPSEEK, parallel) / world
     demand = Demand(placement, (8 / 256,) * 256, (share,) * world)
-    found = layer_time(plan, DEEPSEEK, parallel, H200, demand, plan.chosen)
+    found = layer_time(plan, DEEPSEEK, parallel, H200, demand)
     assert found is not None
     assert found.dispatch == pytest.approx(plan.chosen.dispatch.us)
     assert found.experts == pytest.approx(found.mean_experts) == pytest.approx(plan.chosen.experts.us)
@@ -257,7 +257,7 @@ def test_bytes_of_the_hottest_rank_by_hand() -> None:
     for name in ("torch", "deepep"):
         parallel, plan = planned(name, 4, 8, config, per_host=2)
         demand = Demand(ExpertPlacement(4, parallel), (1.0, 0.5, 0.25, 0.25), (1.0, 0.5, 0.25, 0.25))
-        found = layer_time(plan, config, parallel, H200, demand, plan.chosen)
+        found = layer_time(plan, config, parallel, H200, demand)
         assert found is not None
         assert found.hottest_mb == pytest.approx(8 * 3 * row)  # all tokens of the three others
         assert found.received_mb == pytest.approx(8 * 3 * row * 2 / 4)  # a token needs two ranks of four
@@ -270,7 +270,7 @@ def test_the_hottest_rank_sets_the_pace() -> None:
     def us(hot: float) -> float:
         cold = (16 - hot) / 15
         slots = tuple(share * 8 / 256 for share in (*(hot,) * 16, *(cold,) * 240))
-        found = layer_time(plan, DEEPSEEK, parallel, H200, Demand(placement, slots, (hot / 16,) * 16), plan.chosen)
+        found = layer_time(plan, DEEPSEEK, parallel, H200, Demand(placement, slots, (hot / 16,) * 16))
         assert found is not None
         return found.us
 
@@ -279,7 +279,7 @@ def test_the_hottest_rank_sets_the_pace() -> None:
     assert times[2] > 1.6 * times[0]
     demand = Demand(ExpertPlacement(8, ParallelConfig(2)), (0.0,) * 8, (0.0,) * 2)
     with pytest.raises(UsageError, match="a demand for 8 experts on 2 ranks: the layer has 256 on 16"):
-        layer_time(plan, DEEPSEEK, parallel, H200, demand, plan.chosen)
+        layer_time(plan, DEEPSEEK, parallel, H200, demand)
 
 
 def test_replicas_cool_the_hottest_rank_down() -> None:
