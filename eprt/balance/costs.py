@@ -7,17 +7,16 @@ isn't in either; `eprt bench dispatch --simulate` has it.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eprt.balance.planner import imbalance
+from eprt.balance.planner import by_rank, imbalance
 from eprt.config import MoEConfig, ParallelConfig
 from eprt.errors import ConfigError
 from eprt.experts import executor_spec
 from eprt.placement import EMPTY, ExpertPlacement, chosen_slots
 from eprt.plan.machines import MACHINES
-from eprt.plan.model import WEIGHT_BYTES, expert_values, modelled_experts
+from eprt.plan.model import WEIGHT_BYTES, expert_values, modelled_experts, peaks_us
 from eprt.support import Device
 
 LINK_BYTES_PER_S = 375e9  # what NVLink (NV18) brought one rank in our own runs
@@ -33,24 +32,22 @@ def expert_bytes(config: MoEConfig, moe_tp_size: int = 1) -> int:
 
 def roofline(config: MoEConfig, moe_tp_size: int = 1) -> RankTime:
     """Returns the time by an H200's peaks: reading weights from memory, or multiplying, whichever is longer."""
-    machine = MACHINES[90]
-    size = expert_bytes(config, moe_tp_size)
-    flops = 2 * expert_values(config) / moe_tp_size
-    return lambda rows, experts: max(
-        experts * size / machine.memory_gb_per_s / 1e9, rows * flops / machine.bf16_tflop_per_s / 1e12
+    return lambda rows, experts: (
+        max(peaks_us(config, config.weight_format, moe_tp_size, experts, rows, MACHINES[90])) / 1e6
     )
 
 
 def modelled(config: MoEConfig, parallel: ParallelConfig, executor: str, device: Device) -> RankTime:
     """Returns the time by the plan's cost model. Raises ConfigError for an unknown device or executor."""
     spec = executor_spec(executor)
-    if modelled_experts(spec, config, parallel, 1.0, 1.0, device) is None:
-        raise ConfigError(f"nothing is known of times on {device}: expected a GPU, sm90 or another")
 
     def seconds(rows: float, experts: float) -> float:
         found = modelled_experts(spec, config, parallel, experts, rows, device)
-        return 0.0 if found is None else found.us / 1e6
+        if found is None:
+            raise ConfigError(f"nothing is known of times on {device}: expected a GPU, sm90 or another")
+        return found.us / 1e6
 
+    seconds(1.0, 1.0)  # refused now, not at the first layer
     return seconds
 
 
@@ -130,7 +127,5 @@ def _slot_rows(counts: Sequence[int], placement: ExpertPlacement, rows: int, one
 
 def _received(before: ExpertPlacement, after: ExpertPlacement) -> int:
     """Returns most experts that one rank has to receive from another."""
-    L, L_before = after.num_local_experts, before.num_local_experts
-    held = [set(before.slots[start : start + L_before]) for start in range(0, before.num_slots, L_before)]
-    wanted = ((slot // L, expert) for slot, expert in enumerate(after.slots) if expert != EMPTY)
-    return max(Counter(rank for rank, expert in wanted if expert not in held[rank]).values(), default=0)
+    ways = zip(by_rank(before), by_rank(after), strict=True)
+    return max(sum(expert not in (*held, EMPTY) for expert in wanted) for held, wanted in ways)

@@ -52,24 +52,30 @@ def plan_placement(
         ConfigError: too few slots, sizes that don't divide, counts that are none, or a `current` of another size.
     """
     E, ranks = len(counts), parallel.ep_size
+    _require_sizes(counts, ranks, num_slots)
+    if domain_size is None:
+        domain_size = max(1, (parallel.ranks_per_host or parallel.world_size) // parallel.moe_tp_size)
+    if domain_size < 1 or (domain_size < ranks and ranks % domain_size):
+        raise ConfigError(f"domain_size {domain_size}: expected a divisor of the {ranks} expert-parallel ranks")
+    plan, goal = _fewest_replicas(counts, parallel, num_slots, min(domain_size, ranks))
+    if current is not None:
+        found = current.num_experts, current.num_slots, current.parallel.ep_size
+        if found != (E, num_slots, ranks):
+            has = "current has {} experts in {} slots on {} ranks".format(*found)
+            raise ConfigError(f"{has}: expected {E} in {num_slots} on {ranks}")
+        plan = _nearest(plan, goal, current)
+    return ExpertPlacement(E, parallel, tuple(chain.from_iterable(plan.held)))
+
+
+def _require_sizes(counts: Sequence[int], ranks: int, num_slots: int) -> None:
+    """Raises ConfigError."""
+    E = len(counts)
     if E < 1 or any(count < 0 for count in counts):
         raise ConfigError(f"counts of {E} experts, smallest {min(counts, default=0)}: expected [E], none negative")
     if num_slots < E or num_slots % ranks:
         raise ConfigError(
             f"{num_slots} slots for {E} experts on {ranks} ranks: expected a multiple of {ranks}, at least {E}"
         )
-    if domain_size is None:
-        domain_size = max(1, (parallel.ranks_per_host or parallel.world_size) // parallel.moe_tp_size)
-    if domain_size < 1 or (domain_size < ranks and ranks % domain_size):
-        raise ConfigError(f"domain_size {domain_size}: expected a divisor of the {ranks} expert-parallel ranks")
-    held = None if current is None else (current.num_experts, current.num_slots, current.parallel.ep_size)
-    if current is not None and held != (E, num_slots, ranks):
-        raise ConfigError(
-            f"current has {current.num_experts} experts in {current.num_slots} slots on {current.parallel.ep_size} "
-            f"ranks: expected {E} in {num_slots} on {ranks}"
-        )
-    plan, goal = _fewest_replicas(counts, parallel, num_slots, min(domain_size, ranks))
-    return ExpertPlacement(E, parallel, (plan if current is None else _nearest(plan, goal, current)).flat())
 
 
 def _fewest_replicas(
@@ -112,12 +118,12 @@ def _nearest(plan: _Slots, goal: float, current: ExpertPlacement) -> _Slots:
         if kept.mend(goal):
             kept.thin(goal)
             candidates.append(kept)
-    return min(candidates, key=lambda each: _changes(each.flat(), current.slots))
 
+    def travelling(way: _Slots) -> int:
+        slots = chain.from_iterable(way.held)
+        return sum(new not in (old, EMPTY) for new, old in zip(slots, current.slots, strict=True))
 
-def _changes(slots: Sequence[int], now: Sequence[int]) -> int:
-    """Counts the experts that travel."""
-    return sum(new not in (old, EMPTY) for new, old in zip(slots, now, strict=True))
+    return min(candidates, key=travelling)
 
 
 def rank_loads(counts: Sequence[int], placement: ExpertPlacement) -> tuple[float, ...]:
@@ -142,15 +148,13 @@ class _Slots:
     counts: Sequence[int]
     held: list[list[int]]
     domain_size: int
-    share: list[float]
-    loads: list[float]
+
+    def __post_init__(self) -> None:
+        self._share_evenly()
 
     @classmethod
     def of(cls, counts: Sequence[int], placement: ExpertPlacement, domain_size: int) -> _Slots:
-        L = placement.num_local_experts
-        held = [list(placement.slots[start : start + L]) for start in range(0, placement.num_slots, L)]
-        share = [count / len(slots) for count, slots in zip(counts, placement.replicas, strict=True)]
-        return cls(counts, held, domain_size, share, [_load(share, experts) for experts in held])
+        return cls(counts, by_rank(placement), domain_size)
 
     @classmethod
     def packed(cls, counts: Sequence[int], ranks: int, replicas: int, domain_size: int) -> _Slots:
@@ -169,10 +173,10 @@ class _Slots:
             _, expert = heap[0]
             copies[expert] += 1
             heapq.heapreplace(heap, (-counts[expert] / copies[expert], expert))
-        share = [count / n for count, n in zip(counts, copies, strict=True)]
-        plan = cls(counts, [[] for _ in range(ranks)], domain_size, share, [0.0] * ranks)
+        plan = cls(counts, [[] for _ in range(ranks)], domain_size)
+        plan.share = [count / n for count, n in zip(counts, copies, strict=True)]
         L = ceil_div(len(counts) + replicas, ranks)
-        for expert in sorted(range(len(counts)), key=lambda e: (-share[e], -copies[e], e)):
+        for expert in sorted(range(len(counts)), key=lambda e: (-plan.share[e], -copies[e], e)):
             for _ in range(copies[expert]):
                 plan._put(expert, L)
         return plan.filled_up(L * ranks)
@@ -190,7 +194,7 @@ class _Slots:
         fresh = [rank for rank in free if expert not in self.held[rank]]
         if not fresh:  # a second replica on one rank would carry nothing: the slot stays empty, and the others share
             self.share[expert] = self.counts[expert] / max(1, sum(expert in held for held in self.held))
-            self.loads = [_load(self.share, held) for held in self.held]
+            self._sum()
             return
         rank = min(fresh, key=lambda r: (in_domain[r // size], self.loads[r], r))
         self.held[rank].append(expert)
@@ -199,9 +203,6 @@ class _Slots:
     @property
     def hottest(self) -> float:
         return max(self.loads)
-
-    def flat(self) -> tuple[int, ...]:
-        return tuple(expert for held in self.held for expert in held)
 
     def trade(self, goal: float = 0.0) -> None:
         """Trades experts between the hottest rank and another while that cools the hotter one, down to the goal.
@@ -237,8 +238,7 @@ class _Slots:
 
     def _swap(self, hot: int, i: int, rank: int, j: int) -> None:
         self.held[hot][i], self.held[rank][j] = self.held[rank][j], self.held[hot][i]
-        for each in (hot, rank):
-            self.loads[each] = _load(self.share, self.held[each])
+        self._sum()
 
     def _carries(self, expert: int) -> float:
         return 0.0 if expert == EMPTY else self.share[expert]
@@ -315,23 +315,25 @@ class _Slots:
     def _after_copy(self, homes: list[list[int]], expert: int, rank: int, victim: int) -> list[float]:
         """Returns [ranks] loads where `expert`, or EMPTY, takes `victim`'s place."""
         loads = list(self.loads)
-        if expert != EMPTY:
-            old, new = self.share[expert], self.counts[expert] / (len(homes[expert]) + 1)
-            for home in homes[expert]:
-                loads[home] += new - old
-            loads[rank] += new
-        if victim != EMPTY:
-            before, after = self.share[victim], self.counts[victim] / (len(homes[victim]) - 1)
-            for home in homes[victim]:
-                loads[home] += after - before
-            loads[rank] -= after
+        for changed, more in ((expert, 1), (victim, -1)):
+            if changed != EMPTY:
+                share = self.counts[changed] / (len(homes[changed]) + more)
+                for home in homes[changed]:
+                    loads[home] += share - self.share[changed]
+                loads[rank] += more * share
         return loads
 
     def _copy(self, expert: int, rank: int, place: int) -> None:
         self.held[rank][place] = expert
-        homes = self._homes()
-        self.share = [count / len(found) for count, found in zip(self.counts, homes, strict=True)]
-        self.loads = [_load(self.share, held) for held in self.held]
+        self._share_evenly()
+
+    def _share_evenly(self) -> None:
+        """Lets the replicas of each expert carry equal shares of its load."""
+        self.share = [count / max(1, len(homes)) for count, homes in zip(self.counts, self._homes(), strict=True)]
+        self._sum()
+
+    def _sum(self) -> None:
+        self.loads: list[float] = [sum(self.share[e] for e in held if e != EMPTY) for held in self.held]
 
     def _homes(self) -> list[list[int]]:
         """Returns [E] the ranks of each expert's replicas, one entry per replica."""
@@ -344,8 +346,7 @@ class _Slots:
 
     def near(self, current: ExpertPlacement) -> _Slots:
         """Puts the same shares on the ranks and in the slots where most lie already. Domains stay together."""
-        L, size = current.num_local_experts, self.domain_size
-        now = [list(current.slots[start : start + L]) for start in range(0, current.num_slots, L)]
+        now, size = by_rank(current), self.domain_size
 
         def overlap(mine: list[int], theirs: list[int]) -> int:
             return len((set(mine) & set(theirs)) - {EMPTY})
@@ -356,12 +357,13 @@ class _Slots:
         for mine, theirs in _matched([[overlap(a, b) for b in whole[1]] for a in whole[0]]):
             inner = [[overlap(self.held[a], now[b]) for b in domains[theirs]] for a in domains[mine]]
             target |= {domains[theirs][b]: domains[mine][a] for a, b in _matched(inner)}
-        held = [_in_place(self.held[target[rank]], now[rank]) for rank in range(len(now))]
-        return replace(self, held=held, loads=[_load(self.share, experts) for experts in held])
+        return replace(self, held=[_in_place(self.held[target[rank]], now[rank]) for rank in range(len(now))])
 
 
-def _load(share: Sequence[float], experts: Sequence[int]) -> float:
-    return sum(share[expert] for expert in experts if expert != EMPTY)
+def by_rank(placement: ExpertPlacement) -> list[list[int]]:
+    """Returns [ranks][L] the experts in each rank's slots."""
+    L = placement.num_local_experts
+    return [list(placement.slots[start : start + L]) for start in range(0, placement.num_slots, L)]
 
 
 def _matched(score: list[list[int]]) -> list[tuple[int, int]]:

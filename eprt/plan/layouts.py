@@ -16,7 +16,7 @@ from eprt.experts import EXECUTORS
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan, make_plan
 from eprt.plan.machines import machine_of
-from eprt.plan.model import WEIGHT_BYTES, expert_values
+from eprt.plan.model import WEIGHT_BYTES, expert_values, kept_format
 from eprt.support import Device
 
 USABLE = 0.9  # share of a GPU's memory that experts and buffers may fill
@@ -120,7 +120,7 @@ def _judged(
 
 def _weight_bytes(config: MoEConfig, way: ParallelConfig, plan: Plan) -> float:
     """Returns the bytes of a rank's experts of one layer, as the executor keeps them."""
-    kept = config.weight_format if config.weight_format in EXECUTORS[plan.executor].weights else "bf16"
+    kept = kept_format(EXECUTORS[plan.executor], config.weight_format)
     one = expert_values(config) / way.moe_tp_size * WEIGHT_BYTES[kept]
     return ExpertPlacement(config.num_experts, way).num_local_experts * one
 

@@ -99,11 +99,16 @@ def roofline_us(config: MoEConfig, parallel: ParallelConfig, tokens: int, device
     moved = tokens * ranks_of_a_token(config, parallel) * 4 * config.hidden_size / W
     carried = max(moved * (linked - 1) / machine.link_gb_per_s, moved * (W - linked) / RDMA_GB_PER_S) / 1e3
     hit, rows = evenly(config, config.num_experts / parallel.ep_size, tokens * W)
-    values = expert_values(config) / parallel.moe_tp_size
-    return carried + max(
-        hit * values * WEIGHT_BYTES[config.weight_format] / machine.memory_gb_per_s / 1e3,
-        2 * rows * values / machine.bf16_tflop_per_s / 1e6,
-    )
+    return carried + max(peaks_us(config, config.weight_format, parallel.moe_tp_size, hit, rows, machine))
+
+
+def peaks_us(
+    config: MoEConfig, kept: WeightFormat, moe_tp: int, hit: float, rows: float, machine: Machine
+) -> tuple[float, float]:
+    """Returns microseconds at a machine's peaks: of reading the weights of `hit` experts, and of multiplying `rows`."""
+    values = expert_values(config) / moe_tp
+    reading = hit * values * WEIGHT_BYTES[kept] / machine.memory_gb_per_s / 1e3
+    return reading, 2 * rows * values / machine.bf16_tflop_per_s / 1e6
 
 
 def expert_values(config: MoEConfig) -> int:
@@ -269,16 +274,12 @@ def expert_terms(
     spec: ExecutorSpec, config: MoEConfig, moe_tp: int, hit: float, rows: float, machine: Machine
 ) -> tuple[float, ...]:
     """Returns values of `EXPERTS_TERMS`; times in microseconds at the machine's peaks."""
-    intermediate, values = config.intermediate_size / moe_tp, expert_values(config) / moe_tp
-    return (
-        1.0,
-        hit * values * WEIGHT_BYTES[_kept(spec, config.weight_format)] / machine.memory_gb_per_s / 1e3,
-        2 * rows * values / machine.bf16_tflop_per_s / 1e6,
-        2 * rows * (config.hidden_size + 2 * intermediate) / machine.memory_gb_per_s / 1e3,  # in; written and read
-    )
+    values = config.hidden_size + 2 * config.intermediate_size / moe_tp  # of a row: in; written and read
+    peaks = peaks_us(config, kept_format(spec, config.weight_format), moe_tp, hit, rows, machine)
+    return 1.0, *peaks, 2 * rows * values / machine.memory_gb_per_s / 1e3
 
 
-def _kept(spec: ExecutorSpec, weight_format: WeightFormat) -> WeightFormat:
+def kept_format(spec: ExecutorSpec, weight_format: WeightFormat) -> WeightFormat:
     """Returns the format that an executor keeps weights of this one in."""
     return weight_format if weight_format in spec.weights else "bf16"
 
@@ -286,7 +287,7 @@ def _kept(spec: ExecutorSpec, weight_format: WeightFormat) -> WeightFormat:
 def _experts_fit(spec: ExecutorSpec, weight_format: WeightFormat) -> Fit:
     fits = _experts_fits()
     of_all = tuple(fit for (_, kept), fit in fits.items() if not kept)
-    return fits.get((spec.name, _kept(spec, weight_format))) or fits.get((spec.name, "")) or _best(of_all)
+    return fits.get((spec.name, kept_format(spec, weight_format))) or fits.get((spec.name, "")) or _best(of_all)
 
 
 @cache
@@ -315,7 +316,7 @@ def experts_samples(name: str) -> Iterator[Sample]:
             hit, rows = evenly(config, row["local_experts"], row["tokens"])
             hit, rows = row.get("hit", hit), row.get("rows", rows)  # what was drawn, if it is known
             terms = expert_terms(EXECUTORS[name], config, 1, hit, rows, machine)
-            kept = _kept(EXECUTORS[name], config.weight_format)
+            kept = kept_format(EXECUTORS[name], config.weight_format)
             yield Sample(sm, terms, row["us"][name], row["weight_format"], kept)
 
 
