@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
@@ -35,16 +35,8 @@ class Moved:
     most_bytes: int
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """A copy of the expert in slot `source` to slot `target`; both count over the whole world."""
-
-    source: int
-    target: int
-
-
-def transfers(old: ExpertPlacement, new: ExpertPlacement) -> tuple[Transfer, ...]:
-    """Lists what has to travel, in the order of the targets.
+def transfers(old: ExpertPlacement, new: ExpertPlacement) -> list[tuple[int, int]]:
+    """Lists what has to travel, as (slot that has the expert, slot that gets it), in the order of the latter.
 
     Each expert comes from the nearest of its old slots: of its own rank, then of its host, then of the rank that sends
     least so far.
@@ -56,7 +48,7 @@ def transfers(old: ExpertPlacement, new: ExpertPlacement) -> tuple[Transfer, ...
         return slot // L * parallel.moe_tp_size // per_host
 
     sent: Counter[int] = Counter()
-    found: list[Transfer] = []
+    found: list[tuple[int, int]] = []
     for target, (before, after) in enumerate(zip(old.slots, new.slots, strict=True)):
         if after in (EMPTY, before):
             continue
@@ -64,8 +56,8 @@ def transfers(old: ExpertPlacement, new: ExpertPlacement) -> tuple[Transfer, ...
             old.replicas[after], key=lambda s: (s // L != target // L, host(s) != host(target), sent[s // L], s)
         )
         sent[source // L] += source // L != target // L
-        found.append(Transfer(source, target))
-    return tuple(found)
+        found.append((source, target))
+    return found
 
 
 def rebalance(
@@ -113,19 +105,38 @@ def rebalance(
     if move is None:
         raise UsageError("the ranks agreed on a rebalance that this one can't make: report this")
     _require_one_layout(world, [words[0] for words in peers.words])
-    started = time.perf_counter()
-    move.stage()
-    exchange(world, Header("rebalance", -1, 1))
-    move.commit()
-    pause = time.perf_counter() - started
-    words = int(pause * 1e9), move.received
-    peers = exchange(world, Header("rebalance", -1, 2, words=words))
-    longest, largest = (max(column) for column in zip(*peers.words, strict=True))
-    return Moved(longest / 1e9, move.slots, largest)
+    return move.run()
+
+
+class _Pieces:
+    """The slots that one rank sends or receives, peer by peer, as bytes of the executors' tensors.
+
+    Args:
+        ranks: of the world.
+        slots: (peer, the tensors of one slot), in one order on both sides.
+
+    Attributes:
+        sizes: [ranks] bytes for each peer; each tensor's are rounded up to `ALIGNMENT`.
+    """
+
+    def __init__(self, ranks: int, slots: list[tuple[int, list[torch.Tensor]]]) -> None:
+        self.sizes = [0] * ranks
+        self._held: list[torch.Tensor] = []
+        for peer, tensors in sorted(slots, key=itemgetter(0)):
+            for tensor in tensors:
+                self._held.append(tensor.view(-1).view(torch.uint8))
+                self.sizes[peer] += round_up(tensor.nbytes, ALIGNMENT)
+
+    def places(self, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields (bytes in the executor, their place in the buffer)."""
+        start = 0
+        for held in self._held:
+            yield held, buffer[start : start + held.numel()]
+            start += round_up(held.numel(), ALIGNMENT)
 
 
 class _Move:
-    """One rank's part of a rebalance. Nothing of a layer changes before `commit`.
+    """One rank's part of a rebalance. Nothing of a layer changes before all ranks have staged.
 
     Raises:
         UnsupportedError, CapacityError: see `rebalance`.
@@ -138,76 +149,57 @@ class _Move:
         placements: Sequence[ExpertPlacement],
         most_bytes: int | None,
     ) -> None:
-        self.slots = 0
-        self.world, self.layers, self.placements = world, layers, placements
-        self.tensors = [list(layer.executor.slot_tensors().items()) for layer in layers]
-        for layer, tensors in zip(layers, self.tensors, strict=True):
-            _require_slots(layer, tensors)
-        self.signature = _signature(self.tensors)
-        own, tp = world.ep_rank, world.parallel.moe_tp_size
-        # Of each peer, (layer, local slot) in one order on both sides.
-        self._out: list[list[tuple[int, int]]] = [[] for _ in range(world.size)]
-        self._into: list[list[tuple[int, int]]] = [[] for _ in range(world.size)]
-        for index, (layer, new) in enumerate(zip(layers, placements, strict=True)):
-            L = layer.placement.num_local_experts
-            for transfer in transfers(layer.placement, new):
+        self.world, self.layers, self.placements, self.slots = world, layers, placements, 0
+        held = [_slot_tensors(layer) for layer in layers]
+        shapes = {
+            f"{place} {name}": f"{tensor.dtype} {tuple(tensor.shape)}"
+            for place, tensors in enumerate(held)
+            for name, tensor in tensors.items()
+        }
+        self.signature = fingerprint_of(shapes)
+        out: list[tuple[int, list[torch.Tensor]]] = []
+        into: list[tuple[int, list[torch.Tensor]]] = []
+        for layer, new, tensors in zip(layers, placements, held, strict=True):
+            for ends in transfers(layer.placement, new):
                 self.slots += 1
-                source, target = transfer.source // L, transfer.target // L
-                if source == own:
-                    self._out[target * tp + world.moe_tp_rank].append((index, transfer.source % L))
-                if target == own:
-                    self._into[source * tp + world.moe_tp_rank].append((index, transfer.target % L))
-        self._sent, self._received = (
-            [sum(self._slot_bytes(layer) for layer, _ in pieces) for pieces in side] for side in (self._out, self._into)
-        )
-        self.received, sent = sum(self._received), sum(self._sent)
-        if most_bytes is not None and self.received > most_bytes:
-            raise CapacityError(
-                f"rank {world.rank} would stage {self.received} bytes, most_bytes is {most_bytes}: move fewer layers "
-                "at a time"
-            )
+                (source, taken), (target, filled) = (divmod(slot, layer.placement.num_local_experts) for slot in ends)
+                for side, rank, slot, peer in ((out, source, taken, target), (into, target, filled, source)):
+                    if rank == world.ep_rank:
+                        peer_rank = peer * world.parallel.moe_tp_size + world.moe_tp_rank
+                        side.append((peer_rank, [tensor[slot] for tensor in tensors.values()]))
+        self._out, self._into = _Pieces(world.size, out), _Pieces(world.size, into)
+        self._buffers = self._allocated(sum(self._out.sizes), sum(self._into.sizes), most_bytes)
+
+    def _allocated(self, sent: int, received: int, most_bytes: int | None) -> list[torch.Tensor]:
+        rank, remedy = f"rank {self.world.rank}", "move fewer layers at a time"
+        if most_bytes is not None and received > most_bytes:
+            raise CapacityError(f"{rank} would stage {received} bytes, most_bytes is {most_bytes}: {remedy}")
         try:
             with torch.inference_mode(False):
-                self._buffers = [torch.empty(n, dtype=torch.uint8, device=world.device) for n in (sent, self.received)]
+                return [torch.empty(n, dtype=torch.uint8, device=self.world.device) for n in (sent, received)]
         except (torch.OutOfMemoryError, MemoryError) as error:
-            raise CapacityError(
-                f"rank {world.rank} has no memory to stage {self.received} and send {sent} bytes: move fewer layers "
-                "at a time"
-            ) from error
-
-    def _slot_bytes(self, layer: int) -> int:
-        return sum(round_up(tensor[0].nbytes, ALIGNMENT) for _, tensor in self.tensors[layer])
-
-    def _pieces(
-        self, side: list[list[tuple[int, int]]], buffer: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns (bytes in the executor, their place in the buffer), for every tensor of every piece of that side."""
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        start = 0
-        for layer, slot in (piece for peer in side for piece in peer):
-            for _, tensor in self.tensors[layer]:
-                held = tensor[slot : slot + 1].view(-1).view(torch.uint8)
-                found.append((held, buffer[start : start + held.numel()]))
-                start += round_up(held.numel(), ALIGNMENT)
-        return found
+            raise CapacityError(f"{rank} has no memory to stage {received} and send {sent} bytes: {remedy}") from error
 
     @torch.inference_mode()
-    def stage(self) -> None:
-        """Brings all experts here that this rank will hold. Collective."""
+    def run(self) -> Moved:
+        """Brings all experts here that this rank will hold; then all ranks swap. Collective."""
+        started = time.perf_counter()
         out, into = self._buffers
-        for held, place in self._pieces(self._out, out):
+        for held, place in self._out.places(out):
             place.copy_(held)
-        self.world.all_to_all(into, out, self._received, self._sent)
+        self.world.all_to_all(into, out, self._into.sizes, self._out.sizes)
         self.world.finish_device_work()
-
-    @torch.inference_mode()
-    def commit(self) -> None:
-        """Swaps the experts. Not collective, and nothing in it waits for another rank."""
-        for held, place in self._pieces(self._into, self._buffers[1]):
+        exchange(self.world, Header("rebalance", -1, 1))
+        # From here on nothing waits for another rank until all is swapped.
+        for held, place in self._into.places(into):
             held.copy_(place)
         for layer, new in zip(self.layers, self.placements, strict=True):
             layer.adopt_placement(new)
         self.world.finish_device_work()
+        words = int((time.perf_counter() - started) * 1e9), into.numel()
+        peers = exchange(self.world, Header("rebalance", -1, 2, words=words))
+        longest, largest = (max(column) for column in zip(*peers.words, strict=True))
+        return Moved(longest / 1e9, self.slots, largest)
 
 
 def _require_movable(world: World, layers: Sequence[ExpertParallelMoE], placements: Sequence[ExpertPlacement]) -> None:
@@ -220,16 +212,10 @@ def _require_movable(world: World, layers: Sequence[ExpertParallelMoE], placemen
     if len({id(layer) for layer in layers}) != len(layers):
         raise ConfigError("a layer is given twice: name each once")
     for layer, new in zip(layers, placements, strict=True):
-        old, name = layer.placement, f"layer {layer.dispatcher.layer}"
+        name = f"layer {layer.dispatcher.layer}"
         if layer.world is not world or layer.dispatcher.closed:
             raise UsageError(f"{name} is closed or of another World: rebalance the layers of one World together")
-        sizes = [
-            ("experts", old.num_experts, new.num_experts),
-            ("slots", old.num_slots, new.num_slots),
-            ("expert-parallel ranks", old.parallel.ep_size, new.parallel.ep_size),
-            ("MoE-TP ranks", old.parallel.moe_tp_size, new.parallel.moe_tp_size),
-        ]
-        for what, has, given in sizes:
+        for (what, has), given in zip(_sizes(layer.placement).items(), _sizes(new).values(), strict=True):
             if has != given:
                 raise ConfigError(
                     f"{name} has {has} {what}, its new placement {given}: memory and captured graphs are of that size; "
@@ -242,21 +228,25 @@ def _require_movable(world: World, layers: Sequence[ExpertParallelMoE], placemen
             )
 
 
-def _require_slots(layer: ExpertParallelMoE, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raises UnsupportedError where the executor's tensors can't be moved slot by slot."""
-    L = layer.placement.num_local_experts
-    for name, tensor in tensors:
+def _sizes(placement: ExpertPlacement) -> dict[str, int]:
+    return {
+        "experts": placement.num_experts,
+        "slots": placement.num_slots,
+        "expert-parallel ranks": placement.parallel.ep_size,
+        "MoE-TP ranks": placement.parallel.moe_tp_size,
+    }
+
+
+def _slot_tensors(layer: ExpertParallelMoE) -> dict[str, torch.Tensor]:
+    """Returns the executor's tensors [L, ...]. Raises UnsupportedError where they can't be moved slot by slot."""
+    L, found = layer.placement.num_local_experts, layer.executor.slot_tensors()
+    for name, tensor in found.items():
         if tensor.shape[0] != L or not tensor.is_contiguous():
             raise UnsupportedError(
                 f"{layer.executor.spec.name} holds {name} as {tuple(tensor.shape)}, strides {tensor.stride()}: "
                 f"expected {L} slots, contiguous"
             )
-
-
-def _signature(layers: Sequence[Sequence[tuple[str, torch.Tensor]]]) -> int:
-    """Returns 63 bits that stand for names, dtypes and shapes."""
-    text = repr([[(name, str(t.dtype), tuple(t.shape)) for name, t in tensors] for tensors in layers])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+    return found
 
 
 def _require_one_layout(world: World, signatures: Sequence[int]) -> None:

@@ -214,7 +214,7 @@ def test_weights_come_from_the_nearest_replica() -> None:
     old = ExpertPlacement(4, parallel, (0, 1, 2, EMPTY, 0, 3, EMPTY, EMPTY))
     new = ExpertPlacement(4, parallel, (0, 1, 2, 0, 0, 3, 3, 0))
     # Slot 3 is on host 0 as slot 0 is; slots 6 and 7 are on rank 3, on the host of slots 4 and 5.
-    assert [(t.source, t.target) for t in transfers(old, new)] == [(0, 3), (5, 6), (4, 7)]
+    assert transfers(old, new) == [(0, 3), (5, 6), (4, 7)]
     shared = ExpertPlacement(2, ParallelConfig(4), (0, 0, 1, 1))
     turned = ExpertPlacement(2, ParallelConfig(4), (1, 1, 0, 0))
-    assert [t.source for t in transfers(shared, turned)] == [2, 3, 0, 1], "both holders send once"
+    assert [source for source, _ in transfers(shared, turned)] == [2, 3, 0, 1], "both holders send once"
