@@ -5,7 +5,6 @@ A new family is a new file and a row of `FAMILIES`, or a class of your own given
 
 from __future__ import annotations
 
-import importlib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError
 from eprt.layer import ExpertParallelMoE
+from eprt.models import deepseek, families, gpt_oss
 from eprt.models.base import ModelFamily
 from eprt.models.checkpoint import Checkpoint, hash63
 from eprt.models.hf_config import where
@@ -28,36 +28,35 @@ from eprt.world.agree import Header, exchange
 
 __all__ = ["FAMILIES", "LayerParts", "ModelFamily", "build_layer", "family_for", "load_layer", "register_family"]
 
-FAMILIES: dict[str, str] = {
-    "gpt_oss": "eprt.models.gpt_oss:GptOss",
-    "qwen2_moe": "eprt.models.families:Qwen2Moe",
-    "qwen3_moe": "eprt.models.families:Qwen3Moe",
-    "qwen3_next": "eprt.models.families:Qwen3Next",
-    "qwen3_5_moe": "eprt.models.families:Qwen35Moe",
-    "qwen3_5_moe_text": "eprt.models.families:Qwen35MoeText",
-    "olmoe": "eprt.models.families:Olmoe",
-    "deepseek_v2": "eprt.models.deepseek:DeepseekV2",
-    "deepseek_v3": "eprt.models.deepseek:DeepseekV3",
-    "kimi_k2": "eprt.models.deepseek:DeepseekV3",
-    "glm4_moe": "eprt.models.deepseek:DeepseekV3",
-    "dots1": "eprt.models.deepseek:Dots1",
-    "solar_open": "eprt.models.deepseek:SolarOpen",
-    "deepseek_v32": "eprt.models.deepseek:DeepseekV32",
-    "glm_moe_dsa": "eprt.models.deepseek:DeepseekV32",
-    "glm4_moe_lite": "eprt.models.deepseek:DeepseekV32",
-    "deepseek_v4": "eprt.models.deepseek:DeepseekV4",
-    "nemotron_h": "eprt.models.nemotron_h:NemotronH",
-    "mixtral": "eprt.models.families:Mixtral",
-    "minimax": "eprt.models.families:Mixtral",
-    "minimax_m2": "eprt.models.families:MiniMaxM2",
-    "phimoe": "eprt.models.families:Phimoe",
-    "granitemoe": "eprt.models.families:GraniteMoe",
-    "hunyuan_v1_moe": "eprt.models.families:HunyuanV1Moe",
-    "ernie4_5_moe": "eprt.models.families:Ernie45Moe",
-    "llama4": "eprt.models.families:Llama4",
-    "llama4_text": "eprt.models.families:Llama4Text",
+FAMILIES: dict[str, type[ModelFamily]] = {
+    "gpt_oss": gpt_oss.GptOss,
+    "qwen2_moe": families.Qwen2Moe,
+    "qwen3_moe": families.Qwen3Moe,
+    "qwen3_next": families.Qwen3Next,
+    "qwen3_5_moe": families.Qwen35Moe,
+    "qwen3_5_moe_text": families.Qwen35MoeText,
+    "olmoe": families.Olmoe,
+    "deepseek_v2": deepseek.DeepseekV2,
+    "deepseek_v3": deepseek.DeepseekV3,
+    "kimi_k2": deepseek.DeepseekV3,
+    "glm4_moe": deepseek.DeepseekV3,
+    "dots1": deepseek.Dots1,
+    "solar_open": deepseek.SolarOpen,
+    "deepseek_v32": deepseek.DeepseekV32,
+    "glm_moe_dsa": deepseek.DeepseekV32,
+    "glm4_moe_lite": deepseek.DeepseekV32,
+    "deepseek_v4": deepseek.DeepseekV4,
+    "nemotron_h": families.NemotronH,
+    "mixtral": families.Mixtral,
+    "minimax": families.Mixtral,
+    "minimax_m2": families.MiniMaxM2,
+    "phimoe": families.Phimoe,
+    "granitemoe": families.GraniteMoe,
+    "hunyuan_v1_moe": families.HunyuanV1Moe,
+    "ernie4_5_moe": families.Ernie45Moe,
+    "llama4": families.Llama4,
+    "llama4_text": families.Llama4Text,
 }
-
 
 _REGISTERED: dict[str, type[ModelFamily]] = {}  # what users added in this process
 
@@ -75,13 +74,11 @@ def register_family(model_type: str, family: type[ModelFamily]) -> None:
         ConfigError: another family has this model_type, or `family` isn't a complete subclass.
     """
     _require_family(model_type, family)
-    if model_type in FAMILIES:
-        raise ConfigError(f"model_type {model_type!r} is {FAMILIES[model_type]} already: give yours another name")
-    known = _REGISTERED.setdefault(model_type, family)
+    known = FAMILIES.get(model_type) or _REGISTERED.setdefault(model_type, family)
     if known is not family:
         raise ConfigError(
             f"model_type {model_type!r} is {known.__module__}:{known.__name__} already, not "
-            f"{family.__module__}:{family.__name__}: register one of them"
+            f"{family.__module__}:{family.__name__}: register one of them, or give yours another name"
         )
 
 
@@ -97,15 +94,11 @@ def _require_family(model_type: object, family: object) -> None:
 def family_for(hf: dict[str, Any]) -> ModelFamily:
     """Returns the family of a Hugging Face config. Raises ConfigError if it has none here."""
     model_type = hf.get("model_type")
-    if isinstance(model_type, str) and model_type in _REGISTERED:
-        return _REGISTERED[model_type]()
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = ", ".join([*FAMILIES, *_REGISTERED])
-        words = f"model_type {shown(model_type)} is not supported: expected {known}; eprt.register_family adds one"
-        raise ConfigError(f"{where(hf)}: {words}")
-    module, _, name = FAMILIES[model_type].partition(":")
-    family: type[ModelFamily] = getattr(importlib.import_module(module), name)
-    return family()
+    known = FAMILIES | _REGISTERED
+    if not isinstance(model_type, str) or model_type not in known:
+        words = f"expected {', '.join(known)}; eprt.register_family adds one"
+        raise ConfigError(f"{where(hf)}: model_type {shown(model_type)} is not supported: {words}")
+    return known[model_type]()
 
 
 @dataclass(frozen=True)
@@ -160,28 +153,7 @@ def load_layer(
     config = _moe_config(source, family, layer)
     placement = placement or ExpertPlacement(config.num_experts, parallel or ParallelConfig())
     placement.in_slots(config)  # made for this many experts
-    return _read_layer(source, family, layer, config, placement, placement.shard(rank))
-
-
-def _moe_config(source: Checkpoint, family: ModelFamily, layer: int) -> MoEConfig:
-    """Returns the layer's config. Raises ConfigError that begins with the file's name."""
-    try:
-        return family.moe_config(source.config, layer)
-    except ConfigError as error:
-        if str(error).startswith(where(source.config)):
-            raise
-        raise ConfigError(f"{where(source.config)}: {error}") from error
-
-
-def _read_layer(
-    source: Checkpoint,
-    family: ModelFamily,
-    layer: int,
-    config: MoEConfig,
-    placement: ExpertPlacement,
-    shard: ExpertShard,
-) -> LayerParts:
-    router = family.load_router(source, layer, config)
+    shard, router = placement.shard(rank), family.load_router(source, layer, config)
     router_bytes = router.weight.contiguous().view(torch.uint8).numpy().tobytes()
     parts = LayerParts(
         layer=layer,
@@ -197,6 +169,16 @@ def _read_layer(
     )
     _refuse_unread(source, family.block(source, layer), config.num_experts)
     return parts
+
+
+def _moe_config(source: Checkpoint, family: ModelFamily, layer: int) -> MoEConfig:
+    """Returns the layer's config. Raises ConfigError that begins with the file's name."""
+    try:
+        return family.moe_config(source.config, layer)
+    except ConfigError as error:
+        if str(error).startswith(where(source.config)):
+            raise
+        raise ConfigError(f"{where(source.config)}: {error}") from error
 
 
 def _samples(source: Checkpoint, family: ModelFamily, layer: int) -> bytes:

@@ -71,14 +71,6 @@ def e8m0_scale(scale: torch.Tensor, where: str) -> torch.Tensor:
     return codes
 
 
-def _as_bytes(codes: torch.Tensor, where: str) -> torch.Tensor:
-    return codes.view(torch.uint8)
-
-
-def _unchanged(values: torch.Tensor, where: str) -> torch.Tensor:
-    return values
-
-
 @dataclass(frozen=True)
 class Field:
     """One tensor of a matrix type.
@@ -97,13 +89,13 @@ class Field:
     dtypes: tuple[torch.dtype, ...]
     rows: int = 1
     cols: int = 1
-    accept: Callable[[torch.Tensor, str], torch.Tensor] = _unchanged
+    accept: Callable[[torch.Tensor, str], torch.Tensor] = lambda values, where: values
     optional: bool = False
 
 
 _BYTES = (torch.uint8, torch.int8)
 _F32 = (torch.float32,)
-_CODES = Field("codes", ("weight",), _BYTES, cols=2, accept=_as_bytes)
+_CODES = Field("codes", ("weight",), _BYTES, cols=2, accept=lambda codes, where: codes.view(torch.uint8))
 _FP8_DATA = Field("data", ("weight",), (_E4M3,))
 _INPUT_SCALE = Field("input_scale", ("input_scale",), _F32, rows=0, accept=positive_scale, optional=True)
 
@@ -209,23 +201,18 @@ Locate = Callable[[int, Part, Field], list[Location]]
 
 def load_experts(checkpoint: Checkpoint, names: ExpertNames, config: MoEConfig, shard: ExpertShard) -> ExpertWeights:
     """Reads this rank's experts. Raises CheckpointError or ConfigError unless all of it is right."""
-    _refuse_extra_expert(checkpoint, names)
+    for alias in names.aliases["down"]:
+        extra = f"{names.prefix}.{names.num_experts}.{alias}.weight"
+        if extra in checkpoint:
+            raise CheckpointError(f"{checkpoint.where(extra)}: config.json says there are {names.num_experts} experts")
     width = shard.slice_intermediate(config.intermediate_size)
     H, I = config.hidden_size, config.intermediate_size
     first: tuple[Part, ...] = ("gate", "up") if config.activation.gated else ("up",)
     reader = MatrixReader(checkpoint, config.weight_format, names.locate, shard.experts, config.num_experts)
     gate_up = reader.read(first, Extent((I, H), width, slice(0, H)))
-    down = reader.read(("down",), Extent((H, I), slice(0, H), width))
-    weights = ExpertWeights(gate_up, down)
+    weights = ExpertWeights(gate_up, reader.read(("down",), Extent((H, I), slice(0, H), width)))
     weights.check(config, shard)
     return weights
-
-
-def _refuse_extra_expert(checkpoint: Checkpoint, names: ExpertNames) -> None:
-    for alias in names.aliases["down"]:
-        extra = f"{names.prefix}.{names.num_experts}.{alias}.weight"
-        if extra in checkpoint:
-            raise CheckpointError(f"{checkpoint.where(extra)}: config.json says there are {names.num_experts} experts")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import EllipsisType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,7 +41,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _E4M3_NANS = (0x7F, 0xFF)
 
-Index = tuple[int | slice | EllipsisType, ...]
+Index = tuple[int | slice, ...]
 
 
 @dataclass(frozen=True)
@@ -192,22 +191,19 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def _ranges(shape: tuple[int, ...], index: Index, where: str) -> tuple[list[range], list[bool]]:
     """Returns the part of each dimension that an index takes, and whether the result keeps the dimension."""
-    given = list(index)
-    if Ellipsis in given:
-        at = given.index(Ellipsis)
-        given[at : at + 1] = [slice(None)] * (len(shape) - len(given) + 1)
-    given += [slice(None)] * (len(shape) - len(given))
+    given = [*index, *[slice(None)] * (len(shape) - len(index))]
+    refused = f"{where} {list(shape)} can't be read at {index}"
     if len(given) != len(shape):
-        raise CheckpointError(f"{where} {list(shape)} can't be read at {index}: too many indices")
+        raise CheckpointError(f"{refused}: too many indices")
     ranges: list[range] = []
     for item, size in zip(given, shape, strict=True):
         if isinstance(item, int):
             if not 0 <= item < size:
-                raise CheckpointError(f"{where} {list(shape)} can't be read at {index}: {item} is out of range")
+                raise CheckpointError(f"{refused}: {item} is out of range")
             ranges.append(range(item, item + 1))
-        elif isinstance(item, slice):
+        else:
             start, stop, step = item.indices(size)
             if step != 1:
-                raise CheckpointError(f"{where} {list(shape)} can't be read at {index}: expected steps of 1")
+                raise CheckpointError(f"{refused}: expected steps of 1")
             ranges.append(range(start, max(start, stop)))
     return ranges, [not isinstance(item, int) for item in given]

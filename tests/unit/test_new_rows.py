@@ -241,7 +241,7 @@ def test_a_family_registered_twice_is_one_and_errors_list_it():
     ("model_type", "family", "text"),
     [
         ("taken", Other, r"'taken' is .*:Own already, not .*:Other: register one of them"),
-        ("qwen3_moe", Own, "'qwen3_moe' is eprt.models.families:Qwen3Moe already"),
+        ("qwen3_moe", Own, "'qwen3_moe' is eprt.models.families:Qwen3Moe already, .* give yours another name"),
         ("new", Incomplete, "Incomplete of 'new' doesn't define moe_config, moe_layers"),
         ("new", Own(), "expected a subclass of eprt.models.ModelFamily"),
         ("new", dict, "expected a subclass of eprt.models.ModelFamily"),
