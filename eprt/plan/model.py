@@ -29,7 +29,8 @@ from eprt.plan.machines import RDMA_GB_PER_S, Machine, linked_ranks, machine_of
 from eprt.plan.measured import BENCH_EXPERTS, MeasuredRow, dispatch_time, experts_time, shipped
 from eprt.support import Device
 
-# Bytes of one weight with its share of block scales.
+# Bytes of one value, and of one weight, with its share of block scales.
+PAYLOAD_BYTES = {"f32": 4, "bf16": 2, "fp8_block": 1 + 4 / 128, "nvfp4": 1 / 2 + 1 / 16}
 WEIGHT_BYTES: dict[WeightFormat, float] = {
     "f32": 4,
     "bf16": 2,
@@ -147,7 +148,7 @@ def modelled_dispatch(
     fit = _dispatch_fits().get(spec.name) if machine else None
     if machine is None or fit is None:
         return None
-    sent = sent_by(spec, config, parallel, tokens, linked_ranks(parallel, device), payload, share)
+    sent = sent_by(spec, config, parallel, tokens, device, payload, share)
     parts = _parts(DISPATCH_TERMS, fit, sent.terms(machine))
     parts[machine.link] = parts.pop("link")
     if sent.network_bytes:
@@ -181,7 +182,7 @@ def sent_by(
     config: MoEConfig,
     parallel: ParallelConfig,
     tokens: int,
-    linked: int,
+    device: Device,
     payload: str,
     share: float | None = None,
 ) -> Sent:
@@ -189,11 +190,10 @@ def sent_by(
 
     Args:
         tokens: on every rank.
-        linked: ranks that reach each other without a network.
         share: rows that the rank gets of each token of the world, in the mean; None: as uniform routing gives it.
     """
     W, hidden, top_k = parallel.world_size, spec.padded_hidden(config.hidden_size), config.top_k
-    row = token_bytes(hidden, payload) + 8 * top_k + 2 * hidden
+    row, linked = hidden * PAYLOAD_BYTES[payload] + 8 * top_k + 2 * hidden, linked_ranks(parallel, device)
     if spec.sends == "everyone":
         # Every rank gets all rows over the link; each host gets those of the others once, over all its NICs.
         near, far, touched = tokens * (W - 1), tokens * (W - linked) / linked, tokens * W
@@ -202,11 +202,6 @@ def sent_by(
             share = (top_k if spec.sends == "expert" else ranks_of_a_token(config, parallel)) / W
         near, far, touched = tokens * share * (linked - 1), tokens * share * (W - linked), tokens * share * W
     return Sent(W, hidden, near * row, far * row, touched * 4 * hidden)
-
-
-def token_bytes(hidden: int, payload: str) -> float:
-    """Returns bytes of one token in a payload format, scales included."""
-    return hidden * {"f32": 4, "bf16": 2, "fp8_block": 1 + 4 / 128, "nvfp4": 1 / 2 + 1 / 16}[payload]
 
 
 def ranks_of_a_token(config: MoEConfig, parallel: ParallelConfig) -> float:
@@ -227,11 +222,11 @@ def _dispatch_fits() -> dict[str, Fit]:
 def dispatch_samples(name: str) -> Iterator[Sample]:
     """Returns terms and microseconds of each measured row of a dispatcher."""
     for sm, row in shipped("dispatch"):
-        machine = machine_of(Device("cuda", sm))
-        if name in row["us"] and machine is not None:
+        device = Device("cuda", sm)
+        if name in row["us"] and (machine := machine_of(device)) is not None:
             config = MoEConfig(BENCH_EXPERTS, row["top_k"], row["hidden"], 128)
             parallel = ParallelConfig(row["ranks"])
-            sent = sent_by(DISPATCHERS[name], config, parallel, row["tokens"], row["ranks"], row["payload"])
+            sent = sent_by(DISPATCHERS[name], config, parallel, row["tokens"], device, row["payload"])
             yield Sample(sm, sent.terms(machine), row["us"][name])
 
 

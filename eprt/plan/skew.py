@@ -15,7 +15,6 @@ from eprt.errors import UsageError
 from eprt.experts import EXECUTORS
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan
-from eprt.plan.machines import linked_ranks
 from eprt.plan.model import Estimate, evenly, modelled_dispatch, modelled_experts, sent_by
 from eprt.rounding import ceil_div
 from eprt.support import Device
@@ -127,9 +126,9 @@ def _received(
     plan: Plan, demand: Demand, even: MoEConfig, parallel: ParallelConfig, tokens: int, device: Device
 ) -> tuple[list[float], float]:
     """Returns the MB that each rank receives, and the hottest rank's dispatch over that of uniform routing."""
-    spec, payload, linked = DISPATCHERS[plan.dispatcher], plan.payload or "bf16", linked_ranks(parallel, device)
+    spec, payload = DISPATCHERS[plan.dispatcher], plan.payload or "bf16"
     shares = demand.rows if spec.sends == "expert" else demand.ranks
-    sent = [sent_by(spec, even, parallel, tokens, linked, payload, share) for share in shares]
+    sent = [sent_by(spec, even, parallel, tokens, device, payload, share) for share in shares]
     hottest, uniform = (
         modelled_dispatch(spec, even, parallel, tokens, device, payload, share) for share in (max(shares), None)
     )

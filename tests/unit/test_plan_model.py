@@ -102,7 +102,7 @@ def test_bytes_are_split_between_the_links_as_each_dispatcher_sends() -> None:
     config, parallel = MoEConfig(4, 4, 2048, 512), ParallelConfig(4, ranks_per_host=2)
     row = 2 * 2048 + 8 * 4 + 2 * 2048
     for name, near, far in (("none", 8 * 3, 8 * 2 / 2), ("torch", 8 * 1, 8 * 2), ("deepep", 8 * 1, 8 * 2)):
-        sent = model.sent_by(DISPATCHERS[name], config, parallel, 8, linked_ranks(parallel, H200), "bf16")
+        sent = model.sent_by(DISPATCHERS[name], config, parallel, 8, H200, "bf16")
         assert (sent.link_bytes, sent.network_bytes) == (near * row, far * row), name
 
 

@@ -102,21 +102,20 @@ class ForwardAgreement:
     In it the ranks agree on R for all layers, and on who still computes. A step that the caller opened around the
     forward is taken instead.
 
-    Args:
-        places: those of a model, in the order in which it calls them.
-
     Attributes:
+        places: those of a model, in the order in which it calls them.
+        world: theirs.
         muted: the model runs on a dummy token, which its places leave out.
         idle: replaces the places' own step of a rank without tokens.
         decode: graphs of the model that an earlier `generate` captured, or why it couldn't.
     """
 
     def __init__(self, places: list[Place]) -> None:
+        self.places, self.world = places, places[0].world
         self.muted = False
         self.idle: Callable[[], None] | None = None
         self.decode: object = None
         self._silent = False
-        self._first, self._last = places[0], places[-1]
         self._step: AbstractContextManager[Step] | None = None
         self._met = False
 
@@ -127,30 +126,29 @@ class ForwardAgreement:
         if self._silent:
             yield
             return
+        first, last = self.places[0], self.places[-1]
+        with self._inside(num_tokens, begins=place is first, ends=place is last):
+            yield
+
+    @contextmanager
+    def whole(self, num_tokens: int) -> Iterator[None]:
+        """Surrounds a forward whose places may not be called at all, as in a CUDA graph, by one step. Collective."""
+        with self._inside(num_tokens, begins=True, ends=True), self.silent():
+            yield
+
+    @contextmanager
+    def _inside(self, num_tokens: int, *, begins: bool, ends: bool) -> Iterator[None]:
+        """Surrounds a part of a forward: its first begins the step, unless the ranks met before; an error ends it."""
         try:
-            if place is self._first and not self._met:
-                self.meet(place.world, num_tokens)
+            if begins and not self._met:
+                self.meet(num_tokens)
             self._met = False
             yield
         except BaseException as error:
             self.end(error)
             raise
-        if place is self._last:
+        if ends:
             self.end()
-
-    @contextmanager
-    def whole(self, world: World, num_tokens: int) -> Iterator[None]:
-        """Surrounds a forward whose places may not be called at all, as in a CUDA graph, by one step. Collective."""
-        try:
-            if not self._met:
-                self.meet(world, num_tokens)
-            self._met = False
-            with self.silent():
-                yield
-        except BaseException as error:
-            self.end(error)
-            raise
-        self.end()
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -161,7 +159,7 @@ class ForwardAgreement:
         finally:
             self._silent = before
 
-    def meet(self, world: World, num_tokens: int | None) -> bool:
+    def meet(self, num_tokens: int | None) -> bool:
         """Meets the others at the next forward. Collective.
 
         `num_tokens` is this rank's T, or None if it has left its loop and only waits for the others. Returns whether
@@ -169,8 +167,8 @@ class ForwardAgreement:
         """
         self.end()  # one that an exception kept from its last layer
         going = True
-        if world.current_step is None:
-            step = world.step(num_tokens or 0, words=(int(num_tokens is None),))
+        if self.world.current_step is None:
+            step = self.world.step(num_tokens or 0, words=(int(num_tokens is None),))
             going = not all(left for (left,) in step.__enter__().words)
             self._step = step
         if not going:
@@ -184,9 +182,26 @@ class ForwardAgreement:
         if step is not None:
             step.__exit__(None if error is None else type(error), error, None)
 
+    def tell(self, error: Exception) -> None:
+        """Lets the others raise `error` at their next forward, unless all know of it.
 
-def places_of(model: nn.Module) -> list[Place]:
-    """Returns the places in the order of the model's layers. Raises UsageError if it has none."""
+        Raises:
+            EprtError: `error` is one: the same again, in the words that all ranks have.
+        """
+        self.end(error)
+        known = isinstance(error, RankLost) or (isinstance(error, EprtError) and error.shared)
+        if known or self.world.closed:
+            return
+        said = error if isinstance(error, EprtError) else UsageError(f"{type(error).__name__}: {error}")
+        try:
+            exchange(self.world, Header("barrier", -1, 0), said)
+        except EprtError:
+            if isinstance(error, EprtError):
+                raise
+
+
+def agreement_of(model: nn.Module) -> ForwardAgreement:
+    """Returns what the places of the model share, made at the first request. Raises UsageError if it has no place."""
     found = [module.__dict__.get("eprt_place") for module in model.modules()]
     places = [place for place in found if isinstance(place, Place)]
     if not places:
@@ -194,12 +209,6 @@ def places_of(model: nn.Module) -> list[Place]:
             f"{type(model).__name__} has no expert-parallel layers: call parallelize(model, world), or load it with "
             'DistributedConfig(..., ep_implementation="eprt")'
         )
-    agreement_of(places)
-    return places
-
-
-def agreement_of(places: list[Place]) -> ForwardAgreement:
-    """Returns the agreement that the places of one model share. It is made at the first request."""
     agreement = places[0].agreement or ForwardAgreement(places)
     for place in places:
         place.agreement = agreement
@@ -212,7 +221,7 @@ def expert_layers(model: nn.Module) -> list[ExpertParallelMoE]:
     Raises:
         UsageError: it has none.
     """
-    return [place.layer for place in places_of(model)]
+    return [place.layer for place in agreement_of(model).places]
 
 
 def idle_step(model: nn.Module) -> None:
@@ -221,19 +230,18 @@ def idle_step(model: nn.Module) -> None:
     Raises:
         UsageError: the model has no expert-parallel layers. Else as a layer's forward.
     """
-    places = places_of(model)
-    agreement = agreement_of(places)
+    agreement = agreement_of(model)
     if agreement.idle is not None:
         agreement.idle()
         return
     if not shares_dense_weights(model):
-        for place in places:
+        for place in agreement.places:
             place.idle()
         return
     # Weights that FSDP gathers in every forward need the whole model to run: on a token that no expert sees.
     agreement.muted = True
     try:
-        token: Any = torch.zeros(1, 1, dtype=torch.int64, device=places[0].world.device)
+        token: Any = torch.zeros(1, 1, dtype=torch.int64, device=agreement.world.device)
         model(token, use_cache=False)
     finally:
         agreement.muted = False
@@ -248,53 +256,33 @@ def lockstep(model: nn.Module) -> Iterator[None]:
     Raises:
         UsageError: the model has no expert-parallel layers. RankLost: a rank died or fell behind.
     """
-    places = places_of(model)
-    world, agreement = places[0].world, agreement_of(places)
-    for place in places:
-        _ = place.layer  # built now, if need be
-    early = _meet_before_fsdp(model, world, agreement) if shares_dense_weights(model) else nullcontext()
+    agreement = agreement_of(model)
+    expert_layers(model)  # built now, if need be
+    early = _meet_before_fsdp(model, agreement) if shares_dense_weights(model) else nullcontext()
     try:
         with early:
             yield
     except Exception as error:
-        _tell(world, agreement, error)
+        agreement.tell(error)
         raise
-    while agreement.meet(world, None):
+    while agreement.meet(None):
         idle_step(model)
 
 
 @contextmanager
-def _meet_before_fsdp(model: nn.Module, world: World, agreement: ForwardAgreement) -> Iterator[None]:
+def _meet_before_fsdp(model: nn.Module, agreement: ForwardAgreement) -> Iterator[None]:
     """Lets the ranks agree at the model's own call: FSDP's first collective comes before any layer."""
 
     def meet(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs["inputs_embeds"].shape[:-1].numel() if given is None else given.numel()
-        agreement.meet(world, tokens)
+        agreement.meet(tokens)
 
     hook = model.register_forward_pre_hook(meet, prepend=True, with_kwargs=True)
     try:
         yield
     finally:
         hook.remove()
-
-
-def _tell(world: World, agreement: ForwardAgreement, error: Exception) -> None:
-    """Lets the others raise `error` at their next forward, unless all know of it.
-
-    Raises:
-        EprtError: `error` is one: the same again, in the words that all ranks have.
-    """
-    agreement.end(error)
-    known = isinstance(error, RankLost) or (isinstance(error, EprtError) and error.shared)
-    if known or world.closed:
-        return
-    said = error if isinstance(error, EprtError) else UsageError(f"{type(error).__name__}: {error}")
-    try:
-        exchange(world, Header("barrier", -1, 0), said)
-    except EprtError:
-        if isinstance(error, EprtError):
-            raise
 
 
 def shares_dense_weights(model: nn.Module) -> bool:

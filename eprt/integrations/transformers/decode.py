@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, DummyLayer, StaticLayer, get_layer_types_and_kwargs
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from eprt.errors import UsageError
 from eprt.graphs import StepGraphs
 from eprt.graphs.recording import refusal as pair_refusal
-from eprt.integrations.transformers.agreement import ForwardAgreement, Place, shares_dense_weights
+from eprt.integrations.transformers.agreement import ForwardAgreement, shares_dense_weights
 
 logger = logging.getLogger("eprt")
 _ATTENTION = ("eager", "sdpa")  # whose masks transformers makes outside of the model, so that they can be inputs
@@ -39,7 +40,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def refusal(model: Any, places: list[Place], options: Mapping[str, Any]) -> str:
+def refusal(model: Any, agreement: ForwardAgreement, options: Mapping[str, Any]) -> str:
     """Returns why this model's decode steps can't be replayed from graphs with these options, or ""."""
     config: Any = options.get("generation_config") or model.generation_config
     for name, ordinary in _OPTIONS.items():
@@ -52,11 +53,12 @@ def refusal(model: Any, places: list[Place], options: Mapping[str, Any]) -> str:
         return "the model is compiled"
     if (attention := model.config.get_text_config(decoder=True)._attn_implementation) not in _ATTENTION:
         return f"attn_implementation={attention!r}: load the model with {' or '.join(map(repr, _ATTENTION))}"
-    if reason := _cache_refusal(model.config):
-        return reason
-    if places[0].world.device.type != "cuda":
+    types, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    if others := sorted({kind for kind in types if kind not in (*_CACHED, "dummy")}):
+        return f"its cache has layers of {', '.join(others)}"
+    if agreement.world.device.type != "cuda":
         return ""
-    return "; ".join(dict.fromkeys(reason for place in places if (reason := pair_refusal(place.layer))))
+    return "; ".join(dict.fromkeys(reason for place in agreement.places if (reason := pair_refusal(place.layer))))
 
 
 class DecodeGraphs:
@@ -67,15 +69,9 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        model: Any,
-        places: list[Place],
-        agreement: ForwardAgreement,
-        buckets: tuple[int, ...],
-        rows: int,
-        length: int,
+        self, model: Any, agreement: ForwardAgreement, buckets: tuple[int, ...], rows: int, length: int
     ) -> None:
-        self._places, self._agreement, self.world = places, agreement, places[0].world
+        self._agreement, self.world = agreement, agreement.world
         self._forward = model.forward
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._more = {"use_cache": True, "return_dict": True, **({"logits_to_keep": 1} if keeps else {})}
@@ -83,14 +79,14 @@ class DecodeGraphs:
         self.buckets, self._written, self._told = buckets, 0, False
         row = self._row(model)
         self._like = {name: (tensor.shape[1:], tensor.dtype) for name, tensor in row.items()}
-        layers = [place.layer for place in places]
+        layers = [place.layer for place in agreement.places]
         self._graphs = StepGraphs(self.world, layers, self._step, row, buckets=buckets, idle=self._idle)
         with agreement.silent():
             self._graphs.capture()
 
     def serves(self, buckets: tuple[int, ...], rows: int, length: int) -> bool:
         """Returns whether these graphs suffice for such a call."""
-        open_ = not any(place.layer.dispatcher.closed for place in self._places)
+        open_ = not any(place.layer.dispatcher.closed for place in self._agreement.places)
         return open_ and self.buckets == buckets and self.cache.rows >= rows and self.cache.length >= length
 
     def begin(self, rows: int) -> Any:
@@ -109,7 +105,7 @@ class DecodeGraphs:
             return self._call(*args, **given)
 
         own = model.__dict__.get("forward")
-        model.forward, self._agreement.idle = replaying, self._replay_idle
+        model.forward, self._agreement.idle = replaying, functools.partial(self._replay, 0)
         try:
             yield
         finally:
@@ -129,7 +125,7 @@ class DecodeGraphs:
             raise UsageError(f"generation goes past {self.cache.length} tokens, which the graphs' cache is made for")
         tensors = _flat(given)
         if new == 1 and not args and self._fits(tensors, given, rows):
-            output = self._replay(rows, tensors, cache)
+            output = CausalLMOutputWithPast(logits=self._replay(rows, **tensors), past_key_values=cache)
         else:
             output = self._forward(*args, **given)
         self._written += new
@@ -151,18 +147,11 @@ class DecodeGraphs:
             logger.warning("decode without step graphs: a step has other inputs (%s) than the graphs", [*found, *more])
         return fits
 
-    def _replay(self, rows: int, tensors: Mapping[str, torch.Tensor], cache: Any) -> Any:
-        from transformers.modeling_outputs import CausalLMOutputWithPast
-
-        with self._agreement.whole(self.world, rows):
+    def _replay(self, rows: int, **tensors: torch.Tensor) -> Any:
+        with self._agreement.whole(rows):
             logits = self._graphs(rows, **tensors)
         self._graphs.wait()
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-
-    def _replay_idle(self) -> None:
-        with self._agreement.whole(self.world, 0):
-            self._graphs(0)
-        self._graphs.wait()
+        return logits
 
     # ---- what the graphs hold ---------------------------------------------------------------------------------
 
@@ -172,7 +161,7 @@ class DecodeGraphs:
         return self._forward(**_nested(inputs), past_key_values=cache, **self._more).logits[:, -1:]
 
     def _idle(self) -> None:
-        for place in self._places:
+        for place in self._agreement.places:
             place.idle()
 
     def _row(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -215,13 +204,6 @@ def _nested(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 # ---- the cache ---------------------------------------------------------------------------------------------------
-
-
-def _cache_refusal(config: Any) -> str:
-    """Returns why a model can't be run over such a cache, or ""."""
-    types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    others = sorted({kind for kind in types if kind not in (*_CACHED, "dummy")})
-    return f"its cache has layers of {', '.join(others)}" if others else ""
 
 
 class StaticRows:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from eprt.errors import ConfigError, EprtError, InputError
-from eprt.integrations.transformers.agreement import agreement_of, lockstep, places_of
+from eprt.integrations.transformers.agreement import ForwardAgreement, agreement_of, lockstep
 from eprt.rounding import round_up
 from eprt.world import World
 from eprt.world.agree import Header, exchange, fingerprint_of
@@ -63,20 +63,36 @@ def generate(
             here. An error of one rank, `on_token`'s included, is raised on all.
         CapacityError, RankLost, WorldMismatch: as the layers' forward.
     """
+    agreement = agreement_of(model)
     with ExitStack() as replaying, lockstep(model):
         _check(model, world, batch_size, options)
         rows = [_checked(model, number, prompt) for number, prompt in enumerate(prompts)]
-        decode = None if graphs is False else _decode_graphs(model, rows, batch_size, graphs, options)
+        layer = agreement.places[0].layer
+        most = layer.dispatcher.capacity.max_tokens_per_rank * layer.world.parallel.attention_tp_size
+        decode = None
+        if graphs is not False:
+            buckets = _powers_of_2(min(batch_size, most)) if graphs is True else tuple(sorted(set(graphs)))
+            decode = _decode_graphs(model, agreement, _most_length(model, rows, options), batch_size, buckets, options)
         if decode is not None:
             replaying.enter_context(decode.inside(model))  # until the last rank is done
         found: list[list[int]] = []
-        for batch in _batches(rows, batch_size, _most_tokens(model)):
+        for batch in _batches(rows, batch_size, most):
             found += _run(model, batch, len(found), on_token, options, decode)
     return found
 
 
+def _powers_of_2(most: int) -> tuple[int, ...]:
+    """Returns those below `most`, and `most`."""
+    return (*(1 << n for n in range(most.bit_length()) if 1 << n < most), most)
+
+
 def _decode_graphs(
-    model: nn.Module, rows: list[torch.Tensor], batch_size: int, graphs: bool | Sequence[int], options: dict[str, Any]
+    model: nn.Module,
+    agreement: ForwardAgreement,
+    length: int,
+    batch_size: int,
+    buckets: tuple[int, ...],
+    options: dict[str, Any],
 ) -> DecodeGraphs | None:
     """Returns the model's graphs, those of an earlier call where they suffice. Collective.
 
@@ -84,21 +100,18 @@ def _decode_graphs(
     """
     from eprt.integrations.transformers.decode import DecodeGraphs, refusal
 
-    places = places_of(model)
-    world, agreement = places[0].world, agreement_of(places)
     kept = agreement.decode
-    reason = kept if isinstance(kept, str) else refusal(model, places, options)
-    buckets = _buckets(graphs, min(batch_size, _most_tokens(model)))
+    reason = kept if isinstance(kept, str) else refusal(model, agreement, options)
     settings = {"graphs": " ".join(map(str, buckets))}
-    words = (round_up(_most_length(model, rows, options), _LENGTH_STEP), batch_size, int(bool(reason)))
+    words = (round_up(length, _LENGTH_STEP), batch_size, int(bool(reason)))
     header = Header("warmup", -1, 0, words=words, fingerprint=fingerprint_of(settings), settings=settings)
-    lengths, sizes, refused = zip(*exchange(world, header).words, strict=True)
+    lengths, sizes, refused = zip(*exchange(agreement.world, header).words, strict=True)
     if not any(refused):
         if isinstance(kept, DecodeGraphs) and kept.serves(buckets, max(sizes), max(lengths)):
             return kept
         kept = agreement.decode = None  # its memory is freed before the next capture
         try:
-            agreement.decode = DecodeGraphs(model, places, agreement, buckets, max(sizes), max(lengths))
+            agreement.decode = DecodeGraphs(model, agreement, buckets, max(sizes), max(lengths))
         except RuntimeError as error:  # of torch, on every rank: the model reads something on the host
             if isinstance(error, EprtError):
                 raise
@@ -107,13 +120,6 @@ def _decode_graphs(
             return agreement.decode
     logger.warning("generate(graphs=...) runs without graphs: %s", reason or f"rank {refused.index(1)} says why")
     return None
-
-
-def _buckets(graphs: bool | Sequence[int], most: int) -> tuple[int, ...]:
-    """Returns the sorted sizes to capture; for True powers of two, and `most`."""
-    if isinstance(graphs, bool):
-        return (*(1 << n for n in range(most.bit_length()) if 1 << n < most), most)
-    return tuple(sorted(set(graphs)))
 
 
 def _most_length(model: nn.Module, rows: list[torch.Tensor], options: dict[str, Any]) -> int:
@@ -142,7 +148,7 @@ def _run(
         given["streamer"] = _Streamer(first, ends, on_token)
     if decode is not None:
         given |= {"past_key_values": decode.begin(len(rows)), "disable_compile": True}
-    device = places_of(model)[0].world.device
+    device = agreement_of(model).world.device
     out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
     return [_until_end(tokens, ends) for tokens in out[:, ids.shape[1] :].tolist()]
 
@@ -180,11 +186,6 @@ def _batches(rows: list[torch.Tensor], size: int, most_tokens: int) -> Iterator[
         yield batch
 
 
-def _most_tokens(model: nn.Module) -> int:
-    layer = places_of(model)[0].layer
-    return layer.dispatcher.capacity.max_tokens_per_rank * layer.world.parallel.attention_tp_size
-
-
 def _checked(model: Any, number: int, prompt: Sequence[int] | torch.Tensor) -> torch.Tensor:
     """Returns the prompt as [S] int64 on the CPU. Raises InputError."""
     ids = torch.as_tensor(prompt, device="cpu")
@@ -199,7 +200,7 @@ def _checked(model: Any, number: int, prompt: Sequence[int] | torch.Tensor) -> t
 
 def _check(model: nn.Module, world: World | None, batch_size: int, options: dict[str, Any]) -> None:
     """Raises ConfigError."""
-    if world is not None and world is not places_of(model)[0].world:
+    if world is not None and world is not agreement_of(model).world:
         raise ConfigError("the model was parallelized over another World: pass that one, or none")
     if batch_size < 1:
         raise ConfigError(f"batch_size {batch_size}: must be at least 1")

@@ -31,9 +31,7 @@ class Placeholder(nn.Module):
 
 
 def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] | None = None, **options: Any) -> Any:
-    """Loads all but the MoE blocks by `from_pretrained`; `parallelize` then reads this rank's share of these.
-
-    It is not collective.
+    """Loads all but the MoE blocks by `from_pretrained`; `parallelize` then reads this rank's share. Not collective.
 
     Args:
         path_or_hub_id: a checkpoint directory (safetensors), or a model id of the Hugging Face hub.

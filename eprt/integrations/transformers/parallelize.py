@@ -14,7 +14,7 @@ from torch import nn
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, EprtError, UnsupportedError, UsageError, aligned
 from eprt.graphs.recording import refusal_of
-from eprt.integrations.transformers.agreement import Place, places_of
+from eprt.integrations.transformers.agreement import Place, agreement_of
 from eprt.integrations.transformers.load import Placeholder, find_checkpoint
 from eprt.layer import ExpertParallelMoE
 from eprt.models import LayerParts, ModelFamily, build_layer, family_for, load_layer
@@ -85,7 +85,7 @@ def parallelize(
     with load_on_all_ranks(world, lambda: _source(model, checkpoint)) as source:
         family = family_for(config)
         layers = [_replace_block(model, world, runtime, source, number, placed) for number in family.moe_layers(config)]
-    places_of(model)
+    agreement_of(model)
     model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
     model.__dict__["save_pretrained"] = _refuse_to_save
     return layers
@@ -163,7 +163,7 @@ def _refuse_router_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -
         refused = (
             "output_router_logits=True: a parallelized model doesn't hand its routers' logits out; call it without"
         )
-        places_of(model)[0].layer.dispatcher.refuse(UnsupportedError(refused))
+        agreement_of(model).places[0].layer.dispatcher.refuse(UnsupportedError(refused))
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
@@ -299,7 +299,7 @@ class _ModelTensors(Checkpoint):
             del self._tensors[name], self.manifest[name]
 
     def _slice(self, name: str, index: Index) -> torch.Tensor:
-        view = self._tensors[name].detach()[index or (...,)]
+        view = self._tensors[name].detach()[index]
         found = view.to("cpu", copy=True, memory_format=torch.contiguous_format)
         require_finite(found, self.where(name))
         return found

@@ -70,13 +70,13 @@ def continue_prompts(
 ) -> tuple[list[list[int]], list[tuple[int, int]]]:
     """What follows this rank's prompts, and what was streamed. `replays`: the model must have got graphs, or none."""
     from eprt.integrations.transformers import expert_layers, generate
-    from eprt.integrations.transformers.agreement import places_of
+    from eprt.integrations.transformers.agreement import agreement_of
 
     model = WAYS[way](context, folder, dtype, **sizes)
     streamed: list[tuple[int, int]] = []
     torch.manual_seed(context.rank)
     found = generate(model, prompts[context.rank], batch_size=2, on_token=lambda *one: streamed.append(one), **options)
-    agreement = places_of(model)[0].agreement
+    agreement = agreement_of(model)
     assert (agreement.decode is not None) == replays, agreement.decode
     layers = expert_layers(model)
     for layer in layers:
