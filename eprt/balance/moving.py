@@ -151,12 +151,8 @@ class _Move:
     ) -> None:
         self.world, self.layers, self.placements, self.slots = world, layers, placements, 0
         held = [_slot_tensors(layer) for layer in layers]
-        shapes = {
-            f"{place} {name}": f"{tensor.dtype} {tuple(tensor.shape)}"
-            for place, tensors in enumerate(held)
-            for name, tensor in tensors.items()
-        }
-        self.signature = fingerprint_of(shapes)
+        every = ((f"{n} {name}", tensor) for n, tensors in enumerate(held) for name, tensor in tensors.items())
+        self.signature = fingerprint_of({name: f"{t.dtype} {tuple(t.shape)}" for name, t in every})
         out: list[tuple[int, list[torch.Tensor]]] = []
         into: list[tuple[int, list[torch.Tensor]]] = []
         for layer, new, tensors in zip(layers, placements, held, strict=True):

@@ -24,8 +24,7 @@ from eprt.rounding import ceil_div
 
 # How much hotter the hottest rank may stay than replicas in all slots make it, where fewer replicas do or fewer experts
 # travel for it.
-GOOD_ENOUGH = 1.02
-_ROUNDING = 1 + 1e-9  # the same loads are summed in another order
+GOOD_ENOUGH = 1.02 * (1 + 1e-9)  # the same loads are summed in another order
 
 
 def plan_placement(
@@ -89,7 +88,7 @@ def _fewest_replicas(
     ranks, most = parallel.ep_size, num_slots - len(counts)
     plan = _Slots.packed(counts, ranks, most, domain_size)
     plan.trade()
-    goal = GOOD_ENOUGH * _ROUNDING * plan.hottest
+    goal = GOOD_ENOUGH * plan.hottest
     in_order = _Slots.of(counts, ExpertPlacement(len(counts), parallel), domain_size)
     if in_order.hottest <= goal:
         return in_order.filled_up(num_slots), goal
@@ -104,8 +103,7 @@ def _fewest_replicas(
         tried = (low + high) // 2
     plan.trade()
     plan.thin(goal)
-    goal = min(goal, GOOD_ENOUGH * _ROUNDING * plan.hottest)  # fewer may be cooler
-    return plan.filled_up(num_slots), goal
+    return plan.filled_up(num_slots), min(goal, GOOD_ENOUGH * plan.hottest)  # fewer may be cooler
 
 
 def _nearest(plan: _Slots, goal: float, current: ExpertPlacement) -> _Slots:

@@ -35,6 +35,16 @@ class LayerBalance:
     hot_expert: int
     hot_share: float
 
+    @classmethod
+    def of(cls, layer: int, counts: list[int], placement: ExpertPlacement) -> LayerBalance:
+        """Raises ConfigError for counts of another number of experts."""
+        E = placement.num_experts
+        if len(counts) != E:
+            raise ConfigError(f"layer {layer}: counts of {len(counts)} experts, the placement has {E}")
+        loads, most = rank_loads(counts, placement), max(counts)
+        share = most / max(1, sum(counts))
+        return cls(layer, loads, imbalance(loads), loads.index(max(loads)), counts.index(most), share)
+
 
 @dataclass(frozen=True)
 class Balance:
@@ -100,17 +110,7 @@ def report(
     numbers = list(range(len(rows))) if layers is None else list(layers)
     if not rows or not len(rows) == len(placements) == len(numbers):
         raise ConfigError(f"counts of {len(rows)} layers, {len(placements)} placements, {len(numbers)} numbers")
-    found: list[LayerBalance] = []
-    for number, row, placement in zip(numbers, rows, placements, strict=True):
-        if len(row) != placement.num_experts:
-            raise ConfigError(
-                f"layer {number}: counts of {len(row)} experts, the placement has {placement.num_experts}"
-            )
-        loads, hot = rank_loads(row, placement), row.index(max(row))
-        found.append(
-            LayerBalance(number, loads, imbalance(loads), loads.index(max(loads)), hot, row[hot] / max(1, sum(row)))
-        )
-    return Balance(tuple(found))
+    return Balance(tuple(LayerBalance.of(*row) for row in zip(numbers, rows, placements, strict=True)))
 
 
 def report_layers(world: World, layers: Sequence[ExpertParallelMoE]) -> Balance:

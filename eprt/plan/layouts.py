@@ -7,7 +7,7 @@ weights, the dispatcher's buffers. Attention, KV cache and dense layers are left
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
@@ -58,7 +58,10 @@ def layouts(
         kinds: the model's kinds of MoE layers, and how many layers there are of each.
         parallel: the world; its own MoE-TP is one of the ways.
     """
-    found = [_judged(name, way, kinds, parallel.world_size, runtime, device) for name, way in _ways(parallel).items()]
+    found = [
+        _judged(ParallelLayout(name, way, parallel.world_size // way.world_size), kinds, runtime, device)
+        for name, way in _ways(parallel).items()
+    ]
     return sorted(found, key=lambda way: (bool(way.refused), way.fits is False, -(way.tokens_per_s or 0.0)))
 
 
@@ -86,33 +89,26 @@ def _ways(parallel: ParallelConfig) -> dict[str, ParallelConfig]:
 
 
 def _judged(
-    name: str,
-    way: ParallelConfig,
-    kinds: Sequence[tuple[MoEConfig, int]],
-    world: int,
-    runtime: RuntimeConfig,
-    device: Device,
+    layout: ParallelLayout, kinds: Sequence[tuple[MoEConfig, int]], runtime: RuntimeConfig, device: Device
 ) -> ParallelLayout:
-    replicas, layers = world // way.world_size, sum(count for _, count in kinds)
+    """Returns the layout with its plans, times and sizes."""
+    way, machine = layout.parallel, machine_of(device)
     try:
         plans = tuple(make_plan(config, way, runtime, device) for config, _ in kinds)
     except EprtError as error:
-        return ParallelLayout(name, way, replicas, refused=str(error).splitlines()[0])
+        return replace(layout, refused=str(error).splitlines()[0])
     counted = [(config, count, plan) for (config, count), plan in zip(kinds, plans, strict=True)]
     weights = sum(count * _weight_bytes(config, way, plan) for config, count, plan in counted) / 1e9
     buffers = max(_buffer_bytes(config, way, plan) for config, _, plan in counted) / 1e9
-    times = [(count, plan.chosen.us) for _, count, plan in counted]
-    total = None if any(us is None for _, us in times) else sum(count * (us or 0.0) for count, us in times)
-    machine = machine_of(device)
-    return ParallelLayout(
-        name,
-        way,
-        replicas,
-        plans,
+    times = [count * plan.chosen.us for _, count, plan in counted if plan.chosen.us is not None]
+    total = sum(times) if len(times) == len(plans) else None
+    return replace(
+        layout,
+        plans=plans,
         weight_gb=weights,
         buffer_gb=buffers,
-        layer_us=None if total is None else total / layers,
-        tokens_per_s=world * plans[0].tokens / total * 1e6 if total else None,
+        layer_us=None if total is None else total / sum(count for _, count in kinds),
+        tokens_per_s=layout.replicas * way.world_size * plans[0].tokens / total * 1e6 if total else None,
         bound=_bound(counted),
         fits=None if machine is None else weights + buffers <= USABLE * machine.memory_gb,
     )

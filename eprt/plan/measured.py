@@ -152,10 +152,7 @@ def complaint(tables: object) -> str:
     """Says what keeps `tables` from being tables of rows; "" if nothing does."""
     if not isinstance(tables, list):
         return "expected a list of tables"
-    for number, table in enumerate(tables):
-        if wrong := _wrong_table(table):
-            return f"table {number}: {wrong}"
-    return ""
+    return next((f"table {n}: {wrong}" for n, table in enumerate(tables) if (wrong := _wrong_table(table))), "")
 
 
 def _wrong_table(table: Any) -> str:

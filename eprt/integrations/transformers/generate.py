@@ -150,7 +150,8 @@ def _run(
         given |= {"past_key_values": decode.begin(len(rows)), "disable_compile": True}
     device = agreement_of(model).world.device
     out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
-    return [_until_end(tokens, ends) for tokens in out[:, ids.shape[1] :].tolist()]
+    after: list[list[int]] = out[:, ids.shape[1] :].tolist()
+    return [tokens[: next((n for n, token in enumerate(tokens, 1) if token in ends), None)] for tokens in after]
 
 
 def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[set[int], int]:
@@ -166,11 +167,6 @@ def _option(model: Any, options: dict[str, Any], name: str) -> Any:
         return options[name]
     values = (getattr(config, name, None) for config in (options.get("generation_config"), model.generation_config))
     return next((value for value in values if value is not None), None)
-
-
-def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
-    stop = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[: stop + 1]
 
 
 def _batches(rows: list[torch.Tensor], size: int, most_tokens: int) -> Iterator[list[torch.Tensor]]:

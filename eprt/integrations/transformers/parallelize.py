@@ -81,10 +81,10 @@ def parallelize(
     config = _config_of(model)
     placed: PlacementFile | None = None
     if placement is not None:
-        placed = load_on_all_ranks(world, lambda: _checked_file(model, world.parallel, placement))
-    with load_on_all_ranks(world, lambda: _source(model, checkpoint)) as source:
-        family = family_for(config)
-        layers = [_replace_block(model, world, runtime, source, number, placed) for number in family.moe_layers(config)]
+        placed = load_on_all_ranks(world, lambda: _checked_file(config, world.parallel, placement))
+    with load_on_all_ranks(world, lambda: _source(model, config, checkpoint)) as source:
+        numbers = family_for(config).moe_layers(config)
+        layers = [_replace_block(model, world, runtime, source, number, placed) for number in numbers]
     agreement_of(model)
     model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
     model.__dict__["save_pretrained"] = _refuse_to_save
@@ -127,10 +127,9 @@ def with_layer_graphs(runtime: RuntimeConfig | None, parts: LayerParts, device: 
     return replace(runtime, layer_graphs=not refusal_of(plan, runtime.validate == "full"))
 
 
-def _checked_file(model: nn.Module, parallel: ParallelConfig, given: str | Path | PlacementFile) -> PlacementFile:
+def _checked_file(config: dict[str, Any], parallel: ParallelConfig, given: str | Path | PlacementFile) -> PlacementFile:
     """Reads a file that has a placement for every MoE layer. Raises ConfigError."""
     found = given if isinstance(given, PlacementFile) else PlacementFile.read(given)
-    config = _config_of(model)
     family = family_for(config)
     for number in family.moe_layers(config):
         found.placement(number, family.moe_config(config, number).num_experts, parallel)
@@ -173,9 +172,8 @@ def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _source(model: nn.Module, checkpoint: str | Path | None) -> Checkpoint:
+def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | None) -> Checkpoint:
     """Opens what the experts come from. Raises CheckpointError, ConfigError, UsageError."""
-    config = _config_of(model)
     family = family_for(config)
     _check_model(model)
     paths = [family.module_path(number) for number in family.moe_layers(config)]

@@ -43,22 +43,14 @@ def placement_of(options: dict[str, Any], name: str, num_experts: int, world: Wo
 
 
 def redistribute(world: World, loaded: ExpertWeights, placement: ExpertPlacement) -> ExpertWeights:
-    """Sends the experts of every rank, which are in order, to the ranks whose slots name them. Collective.
+    """Sends each rank's E / W experts, `loaded` in order, to the ranks whose slots name them. Collective.
 
-    Args:
-        loaded: E / W experts of this rank, in order.
-
-    Returns:
-        one expert for each of this rank's slots; for an empty slot the one that `ExpertShard.experts` names.
+    Returns one expert for each of this rank's slots; for an empty slot the one that `ExpertShard.experts` names.
     """
-    held = loaded.num_local_experts
-    wanted = [sorted(set(placement.shard(rank).experts)) for rank in range(world.size)]
-
-    def sent(source: int, target: int) -> list[int]:
-        return [expert for expert in wanted[target] if expert // held == source]
-
-    out = [sent(world.rank, rank) for rank in range(world.size)]
-    into = [sent(rank, world.rank) for rank in range(world.size)]
+    held, ranks = loaded.num_local_experts, range(world.size)
+    wanted = [sorted(set(placement.shard(rank).experts)) for rank in ranks]
+    out = [[expert for expert in wanted[rank] if expert // held == world.rank] for rank in ranks]
+    into = [[expert for expert in wanted[world.rank] if expert // held == rank] for rank in ranks]
     rows_out = torch.tensor([e - world.rank * held for part in out for e in part], device=loaded.device)
     arrived = {expert: row for row, expert in enumerate(e for part in into for e in part)}
     slots = torch.tensor([arrived[expert] for expert in placement.shard(world.rank).experts], device=loaded.device)
