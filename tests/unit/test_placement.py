@@ -155,14 +155,14 @@ def test_a_world_of_one_moves_too(pools, dispatcher: str) -> None:
     assert all(all(rows) for rows, _ in found)
 
 
-def test_a_loop_of_1000_steps_with_idle_ranks(pools) -> None:
+def test_a_loop_of_200_steps_with_idle_ranks(pools) -> None:
     """One layer: that several move together is seen below."""
     placements = [random_slots(seed, 12) for seed in range(5)]
     found = pools(3).run(
         jobs.running_loop,
         placements=placements,
-        steps=1000,
-        every=50,
+        steps=200,
+        every=10,
         executor="torch_grouped",
         num_layers=1,
         timeout_s=110,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +102,16 @@ import os, signal, sys
 from eprt.conformance.faults import CheckedLayer
 from eprt.errors import RankLost
 from eprt.world import World
+ranks = []
+for rank in range(3):
+    ranks.append(os.fork())
+    if ranks[-1] == 0:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_PORT": sys.argv[2]}
+        os.dup2(os.open(f"{rank}", os.O_CREAT | os.O_WRONLY), 1)
+        break
+else:
+    sys.stdout.write(str([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]))
+    sys.exit()
 with World.from_env("cpu", timeout_s=20) as world:
     job, step = CheckedLayer(world, "torch", "continue"), 0
     while step < 12:
@@ -120,25 +131,14 @@ with World.from_env("cpu", timeout_s=20) as world:
 
 
 @pytest.mark.parametrize(("how", "codes"), [("ends", [0, -9, 0]), ("fails", [75, -9, 1])])
-def test_a_process_that_went_on_ends_by_itself_with_its_own_code(how: str, codes: list[int]) -> None:
-    port = free_port()
-    started = []
-    for rank in range(3):
-        found = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "EPRT_JOB")
-        } | found
-        command = [sys.executable, "-c", SCRIPT, how]
-        started.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    try:
-        ended = [(process.communicate(timeout=100), process.returncode) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [code for _, code in ended] == codes, ended
-    assert all("went on as (True, False, True)" in said for (said, _), code in ended if code >= 0), ended
+def test_a_process_that_went_on_ends_by_itself_with_its_own_code(tmp_path: Path, how: str, codes: list[int]) -> None:
+    alone = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "EPRT_JOB")}
+    command = [sys.executable, "-c", SCRIPT, how, str(free_port())]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=alone | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == str(codes), done.stderr
+    assert all("went on as (True, False, True)" in (tmp_path / rank).read_text() for rank in "02"), done.stderr
 
 
 def test_who_completed_the_step_is_known_to_all() -> None:
