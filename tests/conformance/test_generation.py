@@ -131,9 +131,6 @@ def _require_registry(name: str) -> None:
         pytest.skip(f"transformers has no ep_dispatch_experts plan for {name}")
 
 
-# ---- decode steps from graphs: all but the capture, which tests/gpu/test_decode_graphs.py has ------
-
-
 def replay(pools, name: str, options: dict | None = None, **more):
     arguments = {
         "folder": saved(name),

@@ -22,9 +22,6 @@ PAIRS = [pair for pair in jobs.PAIRS if "cpu" in DISPATCHERS[pair[0]].devices]
 every_pair = pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 
 
-# ---- what the jobs judge by ---------------------------------------------------------------------------------------
-
-
 def tokens(K: int = 8) -> tuple[torch.Tensor, TopK]:
     return jobs.batch(torch.Generator().manual_seed(0), 200, 64, K)
 
@@ -103,9 +100,6 @@ def test_a_survivor_that_does_not_name_the_victim_in_time_is_listed(
     victim = RankReport(1, "died", exit_code=-9, log_tail="warming up\nkilled at 101.0")
     failure = WorldFailed([survivor, victim], seconds=9.0, timeout_s=60.0)
     assert (lost_rank_jobs.unheard(failure, may_exit) == []) is heard
-
-
-# ---- the jobs -----------------------------------------------------------------------------------------------------
 
 
 @every_pair

@@ -284,15 +284,6 @@ def test_what_would_compile_for_minutes_is_measured_by_name_only() -> None:
     assert "from sm90" in experts["vllm deep_gemm"].supports(blocks, Device("cuda", 80), named=True).reason
 
 
-def test_routers_are_of_the_models_sizes_and_more_than_a_cache_holds():
-    shape = router.SHAPES["deepseek-v4-flash-hash"]
-    routers = router._routers(shape, torch.device("cpu"))
-    assert sum(each.weight.nbytes for each in routers) > router.CACHE_BYTES
-    assert routers[0].weight.shape == (shape.num_experts, shape.hidden_size)
-    assert routers[0].token_table.shape == (router.VOCABULARY, shape.top_k)
-    assert not torch.equal(routers[0].weight, routers[1].weight)
-
-
 def test_the_router_benchs_table_and_json(monkeypatch, tmp_path, capsys):
     """Both routers are called with the same hidden states; times are made up."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

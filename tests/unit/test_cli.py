@@ -18,7 +18,7 @@ from support.jobs import cli_jobs as jobs
 from support.processes import descendants, wait_until_gone
 
 from eprt.cli import arguments, main, run
-from eprt.cli.terminal import Terminal, configure_logging, plain_table
+from eprt.cli.terminal import Terminal, configure_logging
 from eprt.models import load_layer
 from eprt.ranks.launcher import WorldFailed, launch
 
@@ -292,11 +292,6 @@ def test_flags_stay_few() -> None:
         (arguments.Doctor, "device faults jobs json output plugin resume run trials world"),
     ):
         assert " ".join(sorted(field.name for field in dataclasses.fields(kind))) == names
-
-
-def test_plain_table_aligns_numbers_to_the_right() -> None:
-    text = plain_table(["rank", "what"], [["0", "a"], ["10", "b"]])
-    assert text.splitlines() == ["rank  what", "   0  a", "  10  b"]
 
 
 def test_ranks_other_than_0_are_silent(capsys, monkeypatch) -> None:

@@ -10,11 +10,10 @@ from support.builders import told_alike
 from support.cases import expert_cases as cases
 from support.jobs import layer_jobs as jobs
 
-from eprt.config import MoEConfig, Routing, RuntimeConfig
+from eprt.config import RuntimeConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import ConfigError, UsageError
+from eprt.errors import UsageError
 from eprt.layer import ExpertParallelMoE
-from eprt.routing import Router
 from eprt.tokens import TopK
 from eprt.world import World
 
@@ -199,15 +198,6 @@ def test_a_batch_over_the_capacity_is_cut(pools, attention_tp, latent, counts, r
 
 def test_token_ids_go_with_their_tokens_through_all_rounds(pools) -> None:
     assert max(pools(2).run(jobs.cut_hash_routing)) < 1e-5
-
-
-def test_a_router_for_another_layer_is_refused() -> None:
-    config = MoEConfig(8, 2, 16, 8)
-    for weight, top_k in ((torch.zeros(7, 16), 2), (torch.zeros(8, 15), 2), (torch.zeros(8, 16), 3)):
-        with pytest.raises(ConfigError, match="the config says \\(8, 16, 2\\)"):
-            Router(weight, Routing(), top_k).check(config)
-    with pytest.raises(ConfigError, match=r"scaling_factor=2\.5.*the config says .*scaling_factor=1\.0"):
-        Router(torch.zeros(8, 16), Routing(scaling_factor=2.5), 2).check(config)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from support.cases.model_cases import (
     MODELS,
     canonical_experts,
     equal,
-    make_model,
     moe_layers,
     routed,
     saved,
@@ -107,14 +106,6 @@ class TestAgainstTransformers:
             equal(parts.experts.gate_up_bias, expected[:, :, 0])
             mine = slice(parts.shard.first_expert, parts.shard.end_expert)
             equal(parts.experts.down_bias, block.experts.down_proj_bias[mine])
-
-    def test_float32(self, tmp_path):
-        model, block, layer = make_model("qwen3_moe", torch.float32)
-        model.save_pretrained(tmp_path)
-        parts = load_layer(tmp_path, layer)
-        assert parts.config.weight_format == "f32"
-        equal(parts.experts.gate_up.data, block.experts.gate_up_proj.data)
-        assert parts.router.weight.dtype == torch.float32
 
     @pytest.mark.parametrize(
         ("case", "pattern", "replacement"),

@@ -98,13 +98,3 @@ def panels(rows):
     for row in rows:
         found.setdefault(panel_of(row), []).append(row)
     return found
-
-
-def test_every_line_says_whose_it_is(pictures) -> None:
-    from eprt.bench.plot import measured_lines
-
-    report = pictures.report("experts_grouped_h200")
-    lines = measured_lines("experts", panels(report.rows)["gpt-oss-120b",])
-    assert {"eprt: triton_grouped, mxfp4 weights", "vllm triton_kernels, mxfp4 weights"} <= lines.keys()
-    steps = pictures.report("step_h200_x2")
-    assert all(name.startswith(("eprt: ", "transformers")) for name in measured_lines("step", steps.rows))

@@ -121,19 +121,6 @@ def test_packed_tokens(kernel: str, name: str):
     assert relative_error(executor(packed_slabs)[valid], reference(packed_slabs)[valid]) < BF16_TOLERANCE
 
 
-@pytest.mark.parametrize(("world_size", "moe_tp_size"), [(2, 1), (4, 1), (2, 2), (4, 2)])
-def test_shards_sum_to_the_whole(kernel: str, world_size: int, moe_tp_size: int):
-    config = make_config(activation=GPT_OSS, bias=True, intermediate_size=40)
-    weights, flat = make_dense(config), replace(make_flat(config), every_row_read=True)
-    whole = pair(config, weights)[1](flat)
-    total = torch.zeros_like(whole)
-    for rank in range(world_size):
-        where = {"rank": rank, "world_size": world_size, "moe_tp_size": moe_tp_size}
-        share = shard_weights(weights, config, shard_of(config, **where))
-        total += pair(config, share, **where)[0](flat, torch.full_like(whole, NAN))
-    assert relative_error(total, whole) < F32_TOLERANCE
-
-
 def test_rows_without_a_local_expert_are_zero_whatever_they_hold(kernel: str):
     config = make_config("bf16", bias=True)
     flat = replace(make_flat(config, dtype=torch.bfloat16), every_row_read=True)
