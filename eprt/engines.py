@@ -101,8 +101,8 @@ class Engine(ABC):
 
     @abstractmethod
     def takes(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> bool:
-        """Whether it does this call. Decided without the peers, so only by what is equal on all ranks, or in a world
-        of one.
+        """Returns whether it does this call. Decided without the peers, so only by what is equal on all ranks, or in a
+        world of one.
 
         Args:
             x: [T, H_model] this rank's tokens, checked.
@@ -118,8 +118,8 @@ class Engine(ABC):
         group_tokens: int = 0,
         cut: bool = False,
     ) -> int:
-        """R of the call, checked and agreed on with the peers: `Dispatcher.agree`, for every engine whose tokens
-        travel."""
+        """Returns R of the call, checked and agreed on with the peers by `Dispatcher.agree`: for every engine whose
+        tokens travel."""
         if not isinstance(choice, TopK):
             raise UsageError(f"{type(self).__name__} took router logits and agrees on a TopK: give it an `agree`")
         return self.parts.dispatcher.agree(
@@ -128,7 +128,7 @@ class Engine(ABC):
 
     @abstractmethod
     def begin(self, inside: torch.Tensor, choice: TopK | RouterLogits, rows: int) -> Any:
-        """Phase "dispatch": bring tokens to their experts.
+        """Does phase "dispatch": brings tokens to their experts.
 
         Args:
             inside: [T, H] the tokens of this round, as the experts see them.
@@ -141,21 +141,21 @@ class Engine(ABC):
 
     @abstractmethod
     def compute(self, work: Any) -> torch.Tensor:
-        """Phase "experts"."""
+        """Does phase "experts"."""
 
     @abstractmethod
     def finish(self, y: torch.Tensor, work: Any) -> torch.Tensor:
-        """Phase "combine": [T, H] weighted sums of this rank's tokens, from what `compute` returned."""
+        """Does phase "combine": returns [T, H] weighted sums of this rank's tokens, from what `compute` returned."""
 
     def close(self, work: Any) -> None:
-        """In a `finally`: free what a failed call left. Idempotent."""
+        """Frees, in a `finally`, what a failed call left. Idempotent."""
 
 
 class KernelRouted(Engine):
     """In a world of one nothing travels, and an executor that takes logits chooses the experts: no TopK is made."""
 
     def takes(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> bool:
-        """What dispatch would refuse is left to it, so that it is refused."""
+        """Returns False for what dispatch would refuse, so that it is refused."""
         parts = self.parts
         if parts.world.size > 1 or not isinstance(choice, RouterLogits) or not parts.executor.takes_logits:
             return False
@@ -180,7 +180,7 @@ class KernelRouted(Engine):
         group_tokens: int = 0,
         cut: bool = False,
     ) -> int:
-        """`takes` has checked, and there are no peers."""
+        """Returns R without a check: `takes` has checked, and there are no peers."""
         return max(inside.shape[0], 1)
 
     def begin(

@@ -147,7 +147,7 @@ def make_dispatcher(
     input_scale: torch.Tensor | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> Dispatcher:
-    """Import and build the dispatcher `name`. Collective: the ranks compare what they build before anything shared is
+    """Imports and builds the dispatcher `name`. Collective: the ranks compare what they build before anything shared is
     allocated, so a refusal leaves nothing behind.
 
     Args:
@@ -180,7 +180,7 @@ def make_dispatcher(
 def _construct(
     name: str, world: World, config: MoEConfig, runtime: RuntimeConfig, token_format: TokenFormat | None, layer: int
 ) -> Dispatcher:
-    """Not collective."""
+    """Imports and builds a dispatcher. Not collective."""
     spec = dispatcher_spec(name)
     chosen = token_format or runtime.token_format or spec.formats[0]
     if chosen not in spec.formats:

@@ -164,7 +164,7 @@ class Capacity:
         self._check("tokens_per_rank is", tokens_per_rank)
 
     def agree(self, tokens: Sequence[int], agreed: int, cut: bool = False) -> int:
-        """R from every rank's T; 0 in `agreed` means "derive it". Same verdict on every rank.
+        """Returns R from every rank's T; 0 in `agreed` means "derive it". Same verdict on every rank.
 
         Raises CapacityError, with `cut` not for an R over the capacity. `agreed` was already found equal on all ranks
         and within `check_rows`.

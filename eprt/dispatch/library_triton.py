@@ -30,7 +30,7 @@ def _pack_kernel(
     x, ids, rows, wide_ids, E, H: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One CTA a token. WIDTH 0: ids alone."""
+    """Packs one token in each CTA. WIDTH 0: ids alone."""
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, K_POW2)
     e = tl.load(ids + t * K + k, mask=k < K, other=0)
@@ -66,7 +66,7 @@ def _prepared_pack(
 
 @triton.jit(do_not_specialize=["num_entries", "R"], do_not_specialize_on_alignment=["ids", "counts"])
 def _mask_kernel(ids, counts, num_entries, R, first, end, E, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """ids [W * R, K]; counts [W]: tokens that each source sent here, in the first rows of its R."""
+    """Masks ids [W * R, K]; counts [W]: tokens that each source sent here, in the first rows of its R."""
     if PDL:
         gdc_launch_dependents()
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

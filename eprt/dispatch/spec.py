@@ -61,7 +61,7 @@ class DispatcherSpec:
     preference: int = 0
 
     def supports(self, config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device) -> Support:
-        """Whether this dispatcher can carry that layer there; needs no tensors, no GPU, no package (unless
+        """Tells whether this dispatcher can carry that layer there; needs no tensors, no GPU, no package (unless
         `device.installed`)."""
         refusals = (
             *self._format_refusals(config, runtime, device),
@@ -103,7 +103,7 @@ class DispatcherSpec:
         ]
 
     def lacks(self, runtime: RuntimeConfig) -> str:
-        """Which option of `runtime` this dispatcher doesn't have, as a reason; "" if it has them all."""
+        """Returns, as a reason, which option of `runtime` this dispatcher doesn't have; "" if it has them all."""
         if runtime.combine_payload is not None and runtime.combine_payload not in self.combine_payloads:
             return f"combine_payload {runtime.combine_payload}: brings outputs back in the tokens' own format only"
         if runtime.on_rank_lost != "restart" and not self.shrink:

@@ -59,14 +59,14 @@ class LayerGraphs:
         self._captured: dict[int, Recording] = {}
 
     def capture(self) -> None:
-        """Record every bucket, the largest first. Collective, as the call is made before."""
+        """Records every bucket, the largest first. Collective, as the call is made before."""
         pool = Pool.shared(self._world)
         with torch.no_grad(), self._watch.capturing():
             for rows in reversed(self.buckets):
                 self._captured[rows] = self._record(rows, pool)
 
     def output_of(self, hidden: object, tokens_per_rank: object) -> torch.Tensor | None:
-        """`replay` for a layer's own arguments; None also where the call will be refused."""
+        """Does `replay` for a layer's own arguments; None also where the call will be refused."""
         step, width = self._world.current_step, self._width
         if tokens_per_rank is None and step is not None:
             tokens_per_rank = step.tokens_per_rank
@@ -82,8 +82,8 @@ class LayerGraphs:
         return None if y is None else y.view(hidden.shape)
 
     def replay(self, hidden: torch.Tensor, tokens_per_rank: int) -> torch.Tensor | None:
-        """[T, H_model] of the caller's own for hidden [T, H_model] and an R that is rounded already. None: no graph
-        fits such a call, so make it.
+        """Returns [T, H_model] of the caller's own for hidden [T, H_model] and an R that is rounded already. None: no
+        graph fits such a call, so make it.
 
         Raises:
             RankLost, WorldMismatch: what is known of the peers.

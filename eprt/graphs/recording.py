@@ -31,12 +31,12 @@ class GraphedLayer(Protocol):
 
 
 def refusal(layer: GraphedLayer) -> str:
-    """Why a call of the layer can't be captured in a CUDA graph, or nothing."""
+    """Returns why a call of the layer can't be captured in a CUDA graph, or nothing."""
     return refusal_of(layer.plan, layer.dispatcher.full_validation)
 
 
 def refusal_of(plan: Plan, full_validation: bool) -> str:
-    """The same of a layer that isn't built yet."""
+    """Returns the same of a layer that isn't built yet."""
     dispatcher, executor = plan.dispatcher, plan.executor
     refusals = [
         (not DISPATCHERS[dispatcher].graph_safe, f"dispatcher {dispatcher} reads sizes on the host in every call"),
@@ -47,7 +47,7 @@ def refusal_of(plan: Plan, full_validation: bool) -> str:
 
 
 class ValidRows:
-    """How many rows of a padded batch hold tokens, where captured kernels read it; one number a World.
+    """The number of rows of a padded batch that hold tokens, where captured kernels read it; one for each World.
 
     Attributes:
         count: int32 [1] on the world's device.
@@ -62,14 +62,14 @@ class ValidRows:
         return world.resource(("valid rows",), lambda: cls(world.device))
 
     def write(self, rows: int) -> None:
-        """In stream order; nothing is launched where the number is there already."""
+        """Writes the number in stream order; nothing is launched where it is there already."""
         if rows != self._written:
             self.count.fill_(rows)
             self._written = rows
 
 
 class Padding:
-    """Which rows of a batch of at most `rows` hold no token: what layers inside `applied` leave out."""
+    """The rows of a batch of at most `rows` that hold no token: layers inside `applied` leave them out."""
 
     def __init__(self, world: World, rows: int) -> None:
         self.valid = ValidRows.of(world)
@@ -79,7 +79,7 @@ class Padding:
 
     @contextmanager
     def applied(self, rows: int) -> Iterator[None]:
-        """`World.padding` of a batch of `rows`, computed here: in a graph it follows the number of each replay."""
+        """Sets `World.padding` of a batch of `rows`, computed here: in a graph it follows the number of each replay."""
         world, before = self._world, self._world.padding
         world.padding = self._numbers[:rows] >= self.valid.count
         try:
@@ -97,12 +97,12 @@ class Pool:
 
     @classmethod
     def of(cls, device: torch.device) -> Pool | None:
-        """A new one; None on CPUs."""
+        """Returns a new one; None on CPUs."""
         return cls() if device.type == "cuda" else None
 
     @classmethod
     def shared(cls, world: World) -> Pool | None:
-        """That of all layers of a World."""
+        """Returns that of all layers of a World."""
         found = _shared_pools.get(world)
         pool = found() if found is not None else None
         if pool is None and (pool := cls.of(world.device)) is not None:
@@ -122,10 +122,12 @@ class Recording:
 
     @classmethod
     def of(cls, call: Callable[[], Any], pool: Pool | None, world: World) -> Recording:
-        """Args:
-        call: reads and writes only what stays where it is. On CUDA it was made before, so that nothing compiles now.
-        pool: None on CPUs.
-        world: whose collectives the call may hold; with its `close` the recording ends.
+        """Records a call.
+
+        Args:
+            call: reads and writes only what stays where it is. Was made before on CUDA, so that nothing compiles now.
+            pool: None on CPUs.
+            world: whose collectives the call may hold; with its `close` the recording ends.
         """
         if pool is None:
             return cls(call)
@@ -155,7 +157,7 @@ class PeerWatch:
         self._generation = world.generation
 
     def check(self) -> None:
-        """Without a device sync. Raises RankLost, WorldMismatch."""
+        """Raises RankLost, WorldMismatch: what is known without a device sync."""
         self._world.raise_if_lost()
         seen: set[int] = set()
         for dispatcher in self._all:  # those that share memory know the same
@@ -169,12 +171,12 @@ class PeerWatch:
 
     @property
     def changed(self) -> bool:
-        """Whether ranks left or were lost since `capturing`, and the kernels captured there don't know."""
+        """Returns whether ranks left or were lost since `capturing`, and the kernels captured there don't know."""
         return self._generation != self._world.generation
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Around a capture whose owner asks for `changed` before each replay."""
+        """Surrounds a capture whose owner asks for `changed` before each replay."""
         collects = gc.isenabled()
         gc.collect()  # what is freed by chance during a capture could end it
         gc.disable()

@@ -22,7 +22,7 @@ _WARM_CALLS = 2  # before a capture: libraries choose algorithms and allocate wo
 
 @dataclass(frozen=True)
 class _Bucket:
-    """What one size has: the recorded forward, the recorded step of a rank without tokens, an output of no rows."""
+    """The recordings of one size: of forward, and of the step of a rank without tokens; and an output of no rows."""
 
     forward: Recording
     idle: Recording | None
@@ -84,7 +84,7 @@ class StepGraphs:
         self._captured: dict[int, _Bucket] = {}
 
     def capture(self) -> None:
-        """Record every bucket, the largest first, in one memory pool. Collective; again after
+        """Records every bucket, the largest first, in one memory pool. Collective; again after
         `World.shrink`, by the ranks that are left.
 
         Raises:
@@ -105,7 +105,7 @@ class StepGraphs:
         self._world.take_call_log()  # the calls of a recording are no step's
 
     def __call__(self, num_tokens: int, **inputs: torch.Tensor) -> Any:
-        """One step of this rank. Collective, also for a rank without tokens.
+        """Makes one step of this rank. Collective, also for a rank without tokens.
 
         Args:
             num_tokens: T >= 0; inside a `World.step`, what it was opened with.
@@ -134,7 +134,7 @@ class StepGraphs:
             return _map(lambda tensor: tensor[:num_tokens], output)
 
     def wait(self) -> None:
-        """Until this rank's GPU has done the step. Unlike a synchronize of torch it hears of a lost rank meanwhile.
+        """Waits until this rank's GPU has done the step. Unlike torch's synchronize it hears of a lost rank meanwhile.
 
         Raises:
             RankLost, WorldMismatch: see `Dispatcher.check_peers`; RankLost after the World's timeout, too.
@@ -142,7 +142,7 @@ class StepGraphs:
         self._watch.wait()
 
     def _compare(self) -> None:
-        """The ranks record the same."""
+        """Raises WorldMismatch unless the ranks record the same."""
         self._world.require_open()
         settings = {
             "buckets": " ".join(map(str, self.buckets)),
@@ -179,7 +179,7 @@ class StepGraphs:
 
     @contextmanager
     def _step(self, num_tokens: int) -> Iterator[Step]:
-        """The step around this call, or one of its own."""
+        """Yields the step around this call, or one of its own."""
         current = self._world.current_step
         if current is None:
             with self._world.step(num_tokens) as step:
@@ -193,7 +193,7 @@ class StepGraphs:
         yield current
 
     def _fill(self, num_tokens: int, inputs: Mapping[str, torch.Tensor]) -> None:
-        """The inputs of this call into the first rows; rows that an earlier call filled are emptied."""
+        """Copies the inputs of this call into the first rows, and empties rows that an earlier call filled."""
         for name, static in self._inputs.items():
             if num_tokens:
                 static[:num_tokens].copy_(inputs[name], non_blocking=True)
@@ -203,7 +203,7 @@ class StepGraphs:
         self._padding.valid.write(num_tokens)
 
     def _eagerly(self, num_tokens: int, inputs: Mapping[str, torch.Tensor], tokens_per_rank: int) -> Any:
-        """A step over the largest bucket, as the caller would make it."""
+        """Makes a step over the largest bucket, as the caller would."""
         smallest = self.buckets[0]
         with torch.no_grad():
             if num_tokens:

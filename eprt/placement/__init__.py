@@ -59,7 +59,7 @@ class ExpertShard:
         return self.first_expert + self.num_local_experts
 
     def slice_intermediate(self, intermediate_size: int) -> slice:
-        """This rank's slice of the intermediate dimension. Raises ConfigError if it doesn't divide."""
+        """Returns this rank's slice of the intermediate dimension. Raises ConfigError if it doesn't divide."""
         if intermediate_size % self.moe_tp_size:
             raise ConfigError(
                 f"intermediate_size {intermediate_size} doesn't divide by moe_tp_size {self.moe_tp_size}; "
@@ -107,22 +107,22 @@ class ExpertPlacement:
 
     @property
     def num_slots(self) -> int:
-        """S: what dispatchers and executors know as E."""
+        """Returns S, which dispatchers and executors know as E."""
         return len(self.slots)
 
     @property
     def num_local_experts(self) -> int:
-        """L: slots a rank holds."""
+        """Returns L, the slots that a rank holds."""
         return self.num_slots // self.parallel.ep_size
 
     @cached_property
     def is_identity(self) -> bool:
-        """Whether slot numbers are expert numbers, so that nothing has to be translated."""
+        """Returns whether slot numbers are expert numbers, so that nothing has to be translated."""
         return self.slots == tuple(range(self.num_experts))
 
     @cached_property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """[E] the slots of each expert, ascending."""
+        """Returns [E] the slots of each expert, ascending."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(self.slots):
             if expert != EMPTY:
@@ -130,7 +130,7 @@ class ExpertPlacement:
         return tuple(tuple(slots) for slots in found)
 
     def shard(self, rank: int) -> ExpertShard:
-        """What `rank` (in the World's numbering) holds."""
+        """Returns what `rank` (in the World's numbering) holds."""
         ep_rank, moe_tp_rank = divmod(rank, self.parallel.moe_tp_size)
         L = self.num_local_experts
         held = self.slots[ep_rank * L : (ep_rank + 1) * L]
@@ -145,7 +145,7 @@ class ExpertPlacement:
         )
 
     def in_slots(self, config: MoEConfig) -> MoEConfig:
-        """The layer's maths as everything behind the router knows it: its experts are the slots.
+        """Returns the layer's maths as everything behind the router knows it: its experts are the slots.
 
         Raises:
             ConfigError: the placement is for another number of experts.
@@ -157,14 +157,14 @@ class ExpertPlacement:
         return config if self.is_identity else replace(config, num_experts=self.num_slots, routing=Routing())
 
     def fingerprint(self) -> str:
-        """Short text that differs where placements differ; equal on all ranks that agree."""
+        """Returns a short text that differs where placements differ; equal on all ranks that agree."""
         if self.slots == _contiguous(self.num_experts, self.parallel.ep_size):
             return "contiguous"
         return hashlib.sha256(repr(self.slots).encode()).hexdigest()[:16]
 
 
 class SlotTable:
-    """Ids of logical experts -> ids of slots, on the device: no host sync, static shapes, deterministic.
+    """A translation of ids of experts into ids of slots, on the device: no host sync, static shapes, deterministic.
 
     Args:
         placement: what to translate to.
@@ -186,7 +186,7 @@ class SlotTable:
         self.update(placement)
 
     def update(self, placement: ExpertPlacement) -> None:
-        """Translate to another placement of as many experts on as many slots from now on. Addresses stay, so CUDA
+        """Translates to another placement of as many experts on as many slots from now on. Addresses stay, so CUDA
         graphs that were captured with this table follow."""
         self._placement = placement
         replicas = _left(placement, self._alive)
@@ -199,13 +199,13 @@ class SlotTable:
             self._replicas.copy_(torch.tensor([*map(len, chosen), 1], dtype=torch.int32))
 
     def follow(self, alive: tuple[bool, ...]) -> None:
-        """[W]: choose among replicas on ranks that are left. Experts without one keep their slots, which are lost."""
+        """Chooses among replicas on `alive` ranks, [W]. Experts without any keep their slots, which are lost."""
         if alive != self._alive:
             self._alive = alive
             self.update(self._placement)
 
     def slots_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """[T, K] int32 expert ids, E for "no expert" -> [T, K] int32 slot ids, S for "no expert".
+        """Returns [T, K] int32 slot ids, S for "no expert", of [T, K] int32 expert ids, E for "no expert".
 
         Ids outside [0, E] count as "no expert": who wants an error checks them before. On CUDA one small kernel."""
         if ids.is_cuda:
@@ -238,7 +238,7 @@ class ExpertLoad:
 
     @torch.no_grad()
     def add(self, ids: torch.Tensor) -> None:
-        """Count [T, K] int32 ids; what lies outside [0, E) isn't one of an expert."""
+        """Counts [T, K] int32 ids; what lies outside [0, E) isn't one of an expert."""
         if ids.is_cuda:
             from eprt.placement import ids_triton
 
@@ -249,16 +249,16 @@ class ExpertLoad:
         self._counts += torch.bincount(known, minlength=E + 1)[:E]
 
     def read(self) -> torch.Tensor:
-        """[E] int64 on the device, a copy."""
+        """Returns [E] int64 on the device, a copy."""
         return self._counts.clone()
 
     def reset(self) -> None:
-        """Begin at zero again; captured graphs go on counting into the same memory."""
+        """Begins at zero again; captured graphs go on counting into the same memory."""
         self._counts.zero_()
 
 
 def _contiguous(num_experts: int, ranks: int) -> tuple[int, ...]:
-    """Experts in order; the first `num_experts % ranks` ranks hold one more, the others' last slot is empty."""
+    """Returns experts in order; the first `num_experts % ranks` ranks hold one more, the others' last slot is empty."""
     fewest, more = divmod(num_experts, ranks)
     held = [fewest + (rank < more) for rank in range(ranks)]
     starts = [sum(held[:rank]) for rank in range(ranks)]
@@ -271,7 +271,7 @@ def _contiguous(num_experts: int, ranks: int) -> tuple[int, ...]:
 
 
 def chosen_slots(placement: ExpertPlacement, replicas: tuple[tuple[int, ...], ...] = ()) -> tuple[tuple[int, ...], ...]:
-    """One slot an expert: those with fewest replicas choose first, each the rank with fewest chosen experts so far.
+    """Returns one slot per expert: those with fewest replicas choose first, each the rank with fewest chosen so far.
 
     Args:
         replicas: [E] slots to choose from; all of each expert's if empty.
@@ -293,6 +293,6 @@ def whole_ep_ranks(alive: tuple[bool, ...], parallel: ParallelConfig) -> list[bo
 
 
 def _left(placement: ExpertPlacement, alive: tuple[bool, ...]) -> tuple[tuple[int, ...], ...]:
-    """[E] each expert's slots on ranks that are left; all of them where none is."""
+    """Returns [E] each expert's slots on ranks that are left; all of them where none is."""
     whole, L = whole_ep_ranks(alive, placement.parallel), placement.num_local_experts
     return tuple(tuple(s for s in slots if whole[s // L]) or slots for slots in placement.replicas)

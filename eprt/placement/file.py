@@ -33,7 +33,7 @@ class PlacementFile:
 
     @classmethod
     def of_placements(cls, placements: Mapping[int | None, ExpertPlacement]) -> PlacementFile:
-        """From placements by layer number. Raises ConfigError where they are of different sizes, or there are none."""
+        """Makes a file of placements by layer number. Raises ConfigError for different sizes, or no placement."""
         sizes = {(each.num_experts, each.parallel.ep_size) for each in placements.values()}
         if len(sizes) != 1:
             raise ConfigError(f"placements of (experts, ranks) {sorted(sizes)}: a file holds those of one size")
@@ -53,7 +53,7 @@ class PlacementFile:
 
     @property
     def fingerprint(self) -> int:
-        """63 bits that differ where placements do, for ranks to compare."""
+        """Returns 63 bits that differ where placements do, for ranks to compare."""
         text = repr((self.num_experts, self.ep_size, sorted(self.layers.items(), key=lambda item: item[0] or -1)))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -73,7 +73,7 @@ class PlacementFile:
             raise ConfigError(f"{path}: {error}") from error
 
     def placement(self, layer: int, num_experts: int, parallel: ParallelConfig) -> ExpertPlacement:
-        """For one layer of a model. Raises ConfigError: made for other sizes, or the layer isn't in it."""
+        """Returns one layer's placement. Raises ConfigError: made for other sizes, or the layer isn't in it."""
         for what, made, here in (
             ("experts", self.num_experts, num_experts),
             ("expert-parallel ranks", self.ep_size, parallel.ep_size),

@@ -28,7 +28,7 @@ def _slots_kernel(
     ids_ptr, slots_ptr, replicas_ptr, out_ptr, num_ids, first, E, width,
     K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """slots [E + 1, width], replicas [E + 1]; row E is that of "no expert". SHARED: token t takes replica t + first."""
+    """Reads slots [E + 1, width], replicas [E + 1]; row E: "no expert". SHARED: token t takes replica t + first."""
     if PDL:  # launched while the kernel before still ends, whose ids must not be touched before it has
         gdc_wait()
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -42,7 +42,7 @@ def _slots_kernel(
 
 
 def slots_of(ids: torch.Tensor, slots: torch.Tensor, replicas: torch.Tensor, first: int) -> torch.Tensor:
-    """[T, K] int32 ids of slots; see `eprt.placement.SlotTable.slots_of`.
+    """Returns [T, K] int32 ids of slots; see `eprt.placement.SlotTable.slots_of`.
 
     Args:
         ids: [T, K], int32 or int64.
@@ -69,7 +69,7 @@ def _prepared_slots(device: torch.device, ids: torch.dtype, K: int, E: int, widt
 # The number of ids changes from call to call: specialised, a new one would compile again after warm-up.
 @triton.jit(do_not_specialize=["num_ids"], do_not_specialize_on_alignment=["ids_ptr", "counts_ptr"])
 def _count_kernel(ids_ptr, counts_ptr, num_ids, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    """Each program counts BLOCK ids; bin E collects what is no expert."""
+    """Counts BLOCK ids in each program; bin E collects what is no expert."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + place, mask=place < num_ids, other=E)
     ids = tl.where((ids >= 0) & (ids < E), ids, E)
@@ -79,7 +79,7 @@ def _count_kernel(ids_ptr, counts_ptr, num_ids, E: tl.constexpr, BINS: tl.conste
 
 
 def count_ids(ids: torch.Tensor, counts: torch.Tensor) -> None:
-    """Add to counts[E] int64 how often each expert is in `ids`, any shape, int32."""
+    """Adds to counts[E] int64 how often each expert is in `ids`, any shape, int32."""
     ids, E = ids.contiguous(), counts.numel()
     if ids.numel() == 0:
         return

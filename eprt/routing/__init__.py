@@ -181,7 +181,7 @@ class Router(nn.Module):
 
     @property
     def token_dtype(self) -> torch.dtype:
-        """dtype of the hidden states that the model sends here."""
+        """Returns the dtype of the hidden states that the model sends here."""
         return self._token_dtype or self.weight.dtype
 
     def logits(self, hidden: torch.Tensor) -> RouterLogits:

@@ -52,7 +52,7 @@ def _log1p(x):
 
 @triton.jit
 def _divide(x, y):
-    """Rounded to nearest, as torch does; `/` alone is approximate."""
+    """Rounds to nearest, as torch does; `/` alone is approximate."""
     return tl.div_rn(x, tl.zeros_like(x) + y)
 
 
@@ -80,7 +80,7 @@ def _first_of_best(key, position, END: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def _best_groups(key, g, i, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr):
-    """[GROUPS_PAD, 1]: whether fewer than TOP_GROUPS are better; a group counts as its best score or two, added."""
+    """Tells [GROUPS_PAD, 1] whether fewer than TOP_GROUPS are better; a group counts as its best one or two, added."""
     best, first = _first_of_best(key, i, key.shape[1], 1)
     if BEST == 2:
         second = tl.max(tl.where(i == first, _TAKEN, key), 1, keep_dims=True)
@@ -134,7 +134,7 @@ def _weights(score, used, METHOD: tl.constexpr, RENORMALIZE: tl.constexpr, SCALI
 
 @triton.jit
 def _choose(key, position, k, END: tl.constexpr, K: tl.constexpr):
-    """[K_PAD] positions of the K largest keys, largest first."""
+    """Returns [K_PAD] positions of the K largest keys, largest first."""
     chosen = tl.zeros_like(k)
     for rank in range(K):
         _, first = _first_of_best(key, position, END, 0)
@@ -199,7 +199,7 @@ def choice_kernel(
 
 @triton.jit
 def _rows(x, row, count, column, H: tl.constexpr, EVEN: tl.constexpr):
-    """[rows, columns] of x [count, H], zero outside."""
+    """Loads [rows, columns] of x [count, H], zero outside."""
     mask = row[:, None] < count
     if not EVEN:
         mask = mask & (column[None, :] < H)

@@ -163,22 +163,13 @@ def choose(logits: torch.Tensor, routing: Routing, top_k: int, *given: torch.Ten
     return _choose(prepared_choice(what), aligned(logits), logits.shape[0], top_k, None, *tensors)
 
 
-def _choose(
-    kernel: CachedKernel,
-    pieces: torch.Tensor,
-    T: int,
-    top_k: int,
-    bias: torch.Tensor | None,
-    correction: torch.Tensor | None,
-    token_ids: torch.Tensor | None,
-    table: torch.Tensor | None,
-) -> TopK:
-    device = pieces.device
-    ids = torch.empty((T, top_k), dtype=torch.int32, device=device)
-    weights = torch.empty((T, top_k), dtype=torch.float32, device=device)
+def _choose(kernel: CachedKernel, pieces: torch.Tensor, T: int, top_k: int, *given: torch.Tensor | None) -> TopK:
+    """Launches a choice; `given` are bias, correction bias, token ids and their table."""
+    ids = torch.empty((T, top_k), dtype=torch.int32, device=pieces.device)
+    weights = torch.empty((T, top_k), dtype=torch.float32, device=pieces.device)
     if T:
-        vocabulary = 0 if table is None else table.shape[0]
-        kernel((T, 1, 1), pieces, bias, correction, token_ids, table, None, ids, weights, T, vocabulary)
+        vocabulary = 0 if (table := given[3]) is None else table.shape[0]
+        kernel((T, 1, 1), pieces, *given, None, ids, weights, T, vocabulary)
     return TopK(ids, weights)
 
 

@@ -189,14 +189,11 @@ def record(raw: bytes) -> dict[str, Any] | None:
 
 
 def bounded(call: Callable[[], T], limit_s: float, check: Callable[[], None] = lambda: None) -> T:
-    """Returns or raises what `call()` does, from another thread.
-
-    Args:
-        check: called while waiting; what it raises ends the wait.
+    """Returns or raises what `call()` does in another thread. What `check()` raises meanwhile ends the wait.
 
     Raises:
-        TimeoutError: nothing came back within `limit_s`. The thread is left behind, so that this process can't end
-            the ordinary way any more: at exit it leaves at once, with code 75.
+        TimeoutError: nothing came back within `limit_s`. The thread stays behind, so this process can't end the
+            ordinary way: at exit it leaves at once, with code 75.
     """
     outcome: Future[T] = Future()
 
@@ -206,8 +203,8 @@ def bounded(call: Callable[[], T], limit_s: float, check: Callable[[], None] = l
         except BaseException as error:  # noqa: BLE001 - raised again by the caller
             outcome.set_exception(error)
 
-    deadline = time.monotonic() + limit_s
     threading.Thread(target=run, name="eprt-bounded", daemon=True).start()
+    deadline = time.monotonic() + limit_s
     try:
         while not wait([outcome], _LOOK_S).done and time.monotonic() < deadline:
             check()

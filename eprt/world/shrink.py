@@ -271,21 +271,21 @@ class Shrinking:
         met = meet(store, "world", world.rank, ranks, *limits, before.met.host, before.met.members)
         guard = start_guard(met, timeout_s, world.device, our_store=self._life.owns_default)
         self._go_on_with(ranks)
-
-        def group_of(name: str, members: list[int]) -> dist.ProcessGroup:
-            return guard.bounded(
-                lambda: payload_group(met, name, members, world.device, timeout_s, world._control), timeout_s
-            )
-
         try:
             self._life.join(guard, met.generation + self._ballots.number)
-            world.group = group_of("payload", ranks)
+            world.group = self._group_of(guard, "payload", ranks)
             size, first = world.parallel.attention_tp_size, world.rank - world.attention_tp_rank
             if size > 1:
-                world._attention_tp_group = group_of(f"attention {first}", list(range(first, first + size)))
+                members = list(range(first, first + size))
+                world._attention_tp_group = self._group_of(guard, f"attention {first}", members)
             exchange(world, Header("barrier"))
         except BaseException:
             world._guard = before
             self._life.leave_groups()
             guard.close()
             raise
+
+    def _group_of(self, guard: Guard, name: str, members: list[int]) -> dist.ProcessGroup:
+        """Makes a group of some of the ranks that met. Raises RankLost."""
+        device, timeout_s, beside = self._world.device, self._world.timeout_s, self._world._control
+        return guard.bounded(lambda: payload_group(guard.met, name, members, device, timeout_s, beside), timeout_s)

@@ -94,14 +94,14 @@ finished:
 
 @triton.jit
 def _region(base, at, dtype: tl.constexpr):
-    """A peer's region. Regions start at multiples of 256 bytes, which lets accesses be 16 bytes wide."""
+    """Returns a peer's region. Regions start at multiples of 256 bytes, which lets accesses be 16 bytes wide."""
     place = base.to(tl.int64) + at  # the interpreter takes a low address for 32 bits
     return tl.multiple_of(place.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def _raise_flags(book, entry: tl.constexpr, lane, flag):
-    """Release: whatever happened before is visible to a peer that acquires its flag."""
+    """Raises flags with release semantics: whatever happened before is visible to a peer that acquires its flag."""
     tl.inline_asm_elementwise(
         _RAISE, "=&r,l,l", [tl.load(book + entry * _RANKS + lane), flag], tl.int32, is_pure=False, pack=1
     )
@@ -109,7 +109,7 @@ def _raise_flags(book, entry: tl.constexpr, lane, flag):
 
 @triton.jit
 def _wait_flags(book, entry: tl.constexpr, lane, generation, R, limit_ns):
-    """Acquire the flags of all peers, or record which of them did not come, and go on: the host raises.
+    """Acquires the flags of all peers, or records which of them did not come, and goes on: the host raises.
 
     A peer that was missing once is not waited for again, so a graph of many layers ends after one limit.
     """
@@ -141,7 +141,7 @@ def _either(a, b):
 
 @triton.jit
 def _destinations(ids, E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr):
-    """Bit p: rank p holds (a slice of) one of these experts."""
+    """Returns bits; bit p: rank p holds (a slice of) one of these experts."""
     group: tl.constexpr = (1 << MOE_TP) - 1
     valid = (ids >= 0) & (ids < E)
     bits = tl.where(valid, group << (tl.where(valid, ids, 0) // L * MOE_TP), 0)
@@ -153,7 +153,7 @@ def _forward_routing(
     block, ids, weights, peers, ids_at, weights_at, T, R, rank,
     E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """One block of R * K top-k entries to every rank; ids that aren't for it, and those of rows past T, become E."""
+    """Sends one block of R * K top-k entries to every rank; ids that aren't for it, and of rows past T, become E."""
     entry = block * _ROUTING_BLOCK + tl.arange(0, _ROUTING_BLOCK)
     inside = entry < R * K
     e = tl.load(ids + entry, mask=entry < T * K, other=E)
@@ -170,7 +170,7 @@ def _forward_routing(
 
 @triton.jit
 def _push_row(rows, t, chunk, wanted, peers, at, R, rank, W: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Words [chunk * BLOCK, ...) of row t to every rank whose bit is set in `wanted`."""
+    """Pushes words [chunk * BLOCK, ...) of row t to every rank whose bit is set in `wanted`."""
     word = chunk * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(rows + t.to(tl.int64) * WORDS + word, mask=word < WORDS)
     for i in tl.static_range(W):
@@ -185,7 +185,7 @@ def _push_packed(
     rows, global_scale, t, chunk, wanted, peers, data_at, scale_at, R, rank,
     W: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PAYLOAD: tl.constexpr,
 ):  # fmt: skip
-    """Columns [chunk * BLOCK, ...) of row t, packed, and their scales, to every rank whose bit is set in `wanted`."""
+    """Pushes columns [chunk * BLOCK, ...) of row t, packed, and their scales, to every rank whose bit is set."""
     size: tl.constexpr = _FP8_BLOCK if PAYLOAD == "fp8_block" else _NVFP4_BLOCK
     groups: tl.constexpr = (H + size - 1) // size
     group = chunk * (BLOCK // size) + tl.arange(0, BLOCK // size)
@@ -213,7 +213,7 @@ def dispatch_kernel(
     E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, PAYLOAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Push T tokens and their routing, then wait until every peer's have arrived.
+    """Pushes T tokens and their routing, then waits until every peer's have arrived.
 
     rows [T, WORDS], 16-byte aligned: bf16 numbers for a packed PAYLOAD, else words of any width that travel as they
     are. global_scale: float32 [1] for `nvfp4`, else any pointer. ids, weights [T, K]. peers: every rank's buffer, this
@@ -257,7 +257,7 @@ def dispatch_kernel(
 
 @triton.jit
 def _bf16_bits(x):
-    """Nearest bf16, in the low half of an int32."""
+    """Returns the nearest bf16, in the low half of an int32."""
     return x.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
 
 
@@ -267,7 +267,7 @@ def combine_kernel(
     E: tl.constexpr, L: tl.constexpr, MOE_TP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sum each token's rows over the ranks it went to, in float32 and in rank order.
+    """Sums each token's rows over the ranks it went to, in float32 and in rank order.
 
     out [T, WORDS]: bf16 rows as words, pairs of numbers in int32 or single ones in int16; so are the rows that are
     pulled. PDL: as in dispatch. Grid: any number of CTAs, at least one. T = 0 is the handshake alone.
