@@ -57,9 +57,7 @@ def _kernel_routed(
     return Support(True, "calls by the layer's own router, or with RouterLogits, on bf16 tokens")
 
 
-def _split(
-    config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, executor: ExecutorSpec, sees_ids: bool
-) -> Support:
+def _split(*_: object) -> Support:
     return Support(True, "every call that no engine before it takes")
 
 
@@ -172,14 +170,7 @@ class KernelRouted(Engine):
             and (logits.device, logits.layout) == (x.device, torch.strided)
         )
 
-    def agree(
-        self,
-        inside: torch.Tensor,
-        choice: TopK | RouterLogits,
-        tokens_per_rank: int | None,
-        group_tokens: int = 0,
-        cut: bool = False,
-    ) -> int:
+    def agree(self, inside: torch.Tensor, *_: object, **__: object) -> int:
         """Returns R without a check: `takes` has checked, and there are no peers."""
         return max(inside.shape[0], 1)
 

@@ -110,7 +110,7 @@ class Lifecycle:
             self._finalizer.cancel()
 
     def _end_groups(self) -> None:
-        """Ends the groups. gloo's threads and sockets end with a group's last reference, and torch's registry holds one."""
+        """Ends the groups: a gloo group's threads and sockets end with its last reference, of which torch holds one."""
         if os.getpid() != self._pid:
             return  # a forked child has none of those threads, and would wait for them for ever
         world = self._world
