@@ -43,6 +43,12 @@ def pad_parts(
     return padded.flatten(1, 2).view(stack.dtype)
 
 
+def interleave_halves(matrix: torch.Tensor, group: int) -> torch.Tensor:
+    """Reorders [a; b] to a[0:group], b[0:group], a[group:], b[group:], ... The halves must be multiples of `group`."""
+    L, total, width = matrix.shape
+    return matrix.view(L, 2, total // (2 * group), group, width).transpose(1, 2).reshape(L, total, width)
+
+
 def spread_tensor_scale(scale: torch.Tensor, blocks_per_part: int, col_blocks: int) -> torch.Tensor:
     """Repeats one FP8 scale per part to one per block: [n, parts] -> [n, parts * blocks_per_part, col_blocks]."""
     rows = scale.repeat_interleave(blocks_per_part, dim=1)

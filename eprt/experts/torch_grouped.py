@@ -15,6 +15,7 @@ from torch.nn.functional import grouped_mm, pad
 
 from eprt.activation import activate
 from eprt.experts.base import PreparedExecutor
+from eprt.experts.padding import pad_parts, stack_experts
 from eprt.experts.permute import group_rows, weighted_unpermute
 from eprt.quant import decode, decode_payload
 from eprt.rounding import round_up
@@ -62,19 +63,17 @@ class GroupedExecutor(PreparedExecutor):
     def _load(self, matrix: Matrix, parts: int) -> torch.Tensor:
         """[L, rows, cols], each part's rows and the columns padded with zeros, decoded expert by expert."""
         L, rows, cols = matrix.shape
-        part_rows = rows // parts
-        shape = (L, parts, _aligned(part_rows), _aligned(cols))
-        padded = torch.zeros(shape, dtype=self._dtype, device=self.device)
-        for index in range(L):
-            values = decode(matrix.expert(index).map(lambda tensor: tensor.to(self.device)), parts, self._dtype)
-            padded[index, :, :part_rows, :cols] = values.view(parts, part_rows, cols)
-        return padded.flatten(1, 2)
+
+        def one(index: int) -> dict[str, torch.Tensor]:
+            own = matrix.expert(index).map(lambda tensor: tensor.to(self.device))
+            return {"": pad_parts(decode(own, parts, self._dtype), parts, _aligned(rows // parts), _aligned(cols))}
+
+        return stack_experts(L, one)[""]
 
     def _load_bias(self, bias: torch.Tensor | None, parts: int) -> torch.Tensor | None:
         if bias is None:
             return None
-        split = bias.to(self.device, torch.float32).unflatten(1, (parts, bias.shape[1] // parts))
-        return pad(split, (0, -split.shape[2] % ALIGNMENT)).flatten(1, 2)
+        return pad_parts(bias.to(self.device, torch.float32), parts, _aligned(bias.shape[1] // parts))
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         biases = {"gate_up_bias": self._gate_up_bias, "down_bias": self._down_bias}

@@ -76,16 +76,16 @@ def gate_scale_for_up(weights: ExpertWeights) -> ExpertWeights:
 
 def swapped_halves(weights: ExpertWeights) -> ExpertWeights:
     gate_up = weights.gate_up.map(lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t)
-    codes, scales = swizzle.swap_halves(gate_up.codes), swizzle.swap_halves(gate_up.scales)
+    codes, scales = (each.roll(each.shape[1] // 2, 1) for each in (gate_up.codes, gate_up.scales))
     return replace(weights, gate_up=replace(weights.gate_up, codes=codes, scales=scales.view(torch.float8_e4m3fn)))
 
 
-def late_padding(matrix, parts, rows, cols):
+def late_padding(matrix, parts, rows, cols, *, reverse=False):
     """Everything after the last row, as if the halves were one matrix."""
     L, total, width = matrix.shape
     padded = matrix.new_zeros((L, parts * rows, cols))
     padded[:, :total, :width] = matrix
-    return padded
+    return padded.view(torch.uint8).roll(reverse * rows, 1).view(matrix.dtype)
 
 
 def error_of(executor, config, shard, weights, tokens) -> float:
@@ -127,7 +127,7 @@ def test_wrong_fp8_rows_fail(weight_format, mistake, monkeypatch):
     """Rows left as [gate; up]."""
     if mistake == "canonical rows":
         monkeypatch.setattr(trtllm_formats, "take_rows", lambda matrix, order: matrix)
-        monkeypatch.setattr(trtllm_formats, "swap_halves", lambda matrix: matrix)
+        monkeypatch.setattr(trtllm_formats, "pad_parts", lambda *args, reverse=False: pad_parts(*args))
     config, shard, weights = case(weight_format, (128, 128))
     tokens = make_flat(config, dtype=torch.bfloat16)
     executor = build(TrtllmGenExecutor, FakeTrtllm(rounding=False), config, shard, weights)

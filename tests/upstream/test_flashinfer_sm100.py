@@ -22,6 +22,7 @@ from eprt.experts import executor_spec, rules
 from eprt.experts.blackwell import swizzle
 from eprt.experts.blackwell.cutedsl import CuteDslExecutor, CuteDslKernels
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor, TrtllmKernels
+from eprt.experts.padding import interleave_halves
 from eprt.support import Device
 from eprt.tokens import Payload
 
@@ -169,7 +170,7 @@ def test_row_orders_are_the_librarys(rows):
     from flashinfer.fused_moe.core import _maybe_get_cached_w3_w1_permute_indices, get_w2_permute_indices_with_cache
 
     matrix = torch.zeros(rows, 16, dtype=torch.uint8)
-    up_gate = swizzle.swap_halves(torch.arange(rows).view(1, rows, 1))[0, :, 0]  # the library starts from [up; gate]
+    up_gate = torch.arange(rows).roll(rows // 2)  # the library starts from [up; gate]
     for sizes in ({}, {"num_elts_per_sf": 16}, {"num_elts_per_sf": 32}):
         gated = _maybe_get_cached_w3_w1_permute_indices({}, matrix, 128, is_gated_act_gemm=True, **sizes)
         assert torch.equal(up_gate[gated], swizzle.trtllm_row_order(rows, True))
@@ -197,8 +198,8 @@ def test_gated_rows_take_turns_as_in_the_library(half):
     from flashinfer.fused_moe.prepare import _interleave_linear_and_gate
 
     matrix = torch.arange(2 * 2 * half).view(2, 2 * half, 1)
-    up_gate = swizzle.swap_halves(matrix)
-    assert torch.equal(swizzle.interleave_halves(up_gate), _interleave_linear_and_gate(up_gate, 64, dim=1))
+    up_gate = matrix.roll(half, 1)
+    assert torch.equal(interleave_halves(up_gate, 64), _interleave_linear_and_gate(up_gate, 64, dim=1))
 
 
 # Their SwiGLU-step activation clamps what a large enough limit leaves alone, and is the one whose references undo the

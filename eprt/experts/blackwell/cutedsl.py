@@ -22,15 +22,8 @@ from eprt.config import Activation, TokenFormat
 from eprt.errors import ConfigError, InputError
 from eprt.experts.adapters import merge_repeats
 from eprt.experts.base import PreparedExecutor, anytime
-from eprt.experts.blackwell.scales import Nvfp4Factors, nvfp4_matrix, nvfp4_stack
-from eprt.experts.blackwell.swizzle import (
-    GATED_ROWS,
-    interleave_halves,
-    mma_scale_view,
-    swap_halves,
-    swizzle_scales,
-    widen,
-)
+from eprt.experts.blackwell.scales import GATED_ROWS, Nvfp4Factors, nvfp4_matrix, nvfp4_stack
+from eprt.experts.blackwell.swizzle import mma_scale_view, swizzle_scales, widen
 from eprt.experts.sample_tokens import even_tokens
 from eprt.placement import ExpertShard
 from eprt.quant import decode_payload
@@ -230,8 +223,8 @@ class ContiguousExperts:
         if not activation.plain:
             factors = factors.sharing(gate_up.global_scale.to(device).amax(dim=1))
         H, I = padded_size(weights, activation.parts)
-        order = _alternating if activation.gated else None
-        first = nvfp4_stack(gate_up, activation.parts, I, H, device, order, share_scale=not activation.plain)
+        options = {"alternate": activation.gated, "share_scale": not activation.plain}
+        first = nvfp4_stack(gate_up, activation.parts, I, H, device, **options)
         second = nvfp4_stack(down, 1, H, I, device)
         self._codes = first["codes"], second["codes"]  # u8 [L, rows, cols/2]
         self._scales = [mma_scale_view(stack["scales"].view(torch.uint8)) for stack in (first, second)]
@@ -359,10 +352,6 @@ def _not_built(token_format: TokenFormat) -> str:
         f"cutedsl_nvfp4 has no layout for {token_format} tokens here: build it with "
         f"RuntimeConfig.token_format={token_format!r}, and for expert_major from a checkpoint with input scales"
     )
-
-
-def _alternating(rows: torch.Tensor) -> torch.Tensor:
-    return interleave_halves(swap_halves(rows))
 
 
 def _bf16(hidden: Payload) -> torch.Tensor:

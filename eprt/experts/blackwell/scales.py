@@ -16,15 +16,16 @@ into the block scales of the half with the smaller global scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from eprt.errors import ConfigError
 from eprt.experts.blackwell.swizzle import swizzle_scales
-from eprt.experts.padding import pad_parts, stack_experts
+from eprt.experts.padding import interleave_halves, pad_parts, stack_experts
 from eprt.weights import NVFP4_BLOCK, Matrix, Nvfp4
+
+GATED_ROWS = 64  # rows of up, then of gate, that CuteDSL's fused SwiGLU reads together
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,15 @@ def nvfp4_stack(
     rows: int,
     cols: int,
     device: torch.device,
-    order: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    *,
+    alternate: bool = False,
     share_scale: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Lays out a matrix expert by expert: parts padded to [rows, cols], rows in `order`, scales swizzled after that.
+    """Lays out a matrix expert by expert: parts padded to [rows, cols], scales swizzled after that.
+
+    Args:
+        alternate: GATED_ROWS rows of up take turns with as many of gate.
+        share_scale: both parts get one second-level scale (`share_global_scale`).
 
     Returns:
         codes u8 [L, parts * rows, cols/2], and scales e4m3 [L, parts * rows, cols/16].
@@ -108,10 +114,10 @@ def nvfp4_stack(
     def one(index: int) -> dict[str, torch.Tensor]:
         expert = matrix.expert(index).map(lambda tensor: tensor.to(device))
         scales = share_global_scale(expert.scales, expert.global_scale)[0] if share_scale else expert.scales
-        codes = pad_parts(expert.codes, parts, rows, cols // 2)
-        scales = pad_parts(scales, parts, rows, cols // NVFP4_BLOCK)
-        if order is not None:
-            codes, scales = order(codes), order(scales)
+        codes = pad_parts(expert.codes, parts, rows, cols // 2, reverse=alternate)
+        scales = pad_parts(scales, parts, rows, cols // NVFP4_BLOCK, reverse=alternate)
+        if alternate:
+            codes, scales = interleave_halves(codes, GATED_ROWS), interleave_halves(scales, GATED_ROWS)
         return {"codes": codes, "scales": swizzle_scales(scales)}
 
     return stack_experts(matrix.shape[0], one)

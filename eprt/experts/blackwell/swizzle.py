@@ -15,7 +15,6 @@ from eprt.rounding import round_up
 from eprt.tokens import as_bytes
 
 SCALE_ROWS, SCALE_COLS = 128, 4  # one tile of block scales: 128 rows of 4 scales, 512 bytes
-GATED_ROWS = 64  # rows of up, then of gate, that CuteDSL's fused SwiGLU reads together
 SHUFFLE_ROWS = 32  # TRTLLM-Gen permutes rows inside blocks of 32 (its epilogue tile of 128 rows)
 
 
@@ -25,18 +24,6 @@ def widen(tensor: torch.Tensor, cols: int, rows: int | None = None) -> torch.Ten
     if tensor.shape[-1] == cols and not more:
         return tensor
     return pad(as_bytes(tensor), (0, cols - tensor.shape[-1], 0, more)).view(tensor.dtype)
-
-
-def swap_halves(matrix: torch.Tensor) -> torch.Tensor:
-    """Turns [gate; up] into [up; gate], and back."""
-    first, second = as_bytes(matrix).chunk(2, dim=1)
-    return torch.cat((second, first), dim=1).view(matrix.dtype)
-
-
-def interleave_halves(matrix: torch.Tensor, group: int = GATED_ROWS) -> torch.Tensor:
-    """Reorders [a; b] to a[0:64], b[0:64], a[64:128], b[64:128], ... The halves must be multiples of `group`."""
-    L, total, width = matrix.shape
-    return matrix.view(L, 2, total // (2 * group), group, width).transpose(1, 2).reshape(L, total, width)
 
 
 def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ import torch
 from eprt.config import Activation, WeightFormat
 from eprt.errors import ConfigError, InputError
 from eprt.experts.blackwell.scales import Nvfp4Factors, share_global_scale
-from eprt.experts.blackwell.swizzle import swap_halves, swizzle_scales, take_rows, trtllm_row_order, widen
+from eprt.experts.blackwell.swizzle import swizzle_scales, take_rows, trtllm_row_order, widen
 from eprt.experts.padding import pad_parts, stack_experts
 from eprt.quant.blocks import encode_fp8_groups
 from eprt.quant.elements import encode_e4m3
@@ -271,8 +271,9 @@ class Fp8BlockFormat(TrtllmFormat):
             raise ConfigError("trtllm_gen's DeepSeek FP8 kernels compute gated experts only: use another executor")
 
     def lay_out(self, own: Fp8Block, parts: int, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-        data = pad_parts(own.data, parts, rows, cols)
-        return (swap_halves(data), swap_halves(own.scale)) if parts == 2 else (data, own.scale)
+        gated = parts == 2
+        scale = pad_parts(own.scale, parts, own.scale.shape[1] // parts, reverse=gated)
+        return pad_parts(own.data, parts, rows, cols, reverse=gated), scale
 
     def arguments(self, hidden: Payload) -> dict[str, Any]:
         if hidden.format == "fp8_block" and hidden.scale is not None:

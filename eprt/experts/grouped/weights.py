@@ -18,7 +18,7 @@ from eprt.experts.grouped.fp4 import (
     pack_nvfp4,
     room,
 )
-from eprt.experts.padding import as_bytes, spread_tensor_scale, stack_experts
+from eprt.experts.padding import interleave_halves, pad_parts, spread_tensor_scale, stack_experts
 from eprt.quant import decode
 from eprt.rounding import ceil_div, round_up
 from eprt.weights import FP8_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
@@ -59,8 +59,8 @@ class GroupedMatrix:
         def prepare(index: int) -> dict[str, torch.Tensor]:
             found = _laid_out(matrix.expert(index).map(lambda tensor: tensor.to(device)), parts, padded)
             if bias is not None:
-                halves = bias[index].to(device, torch.float32).view(1, parts, part)
-                found["bias"] = torch.nn.functional.pad(halves, (0, padded - part))
+                own = bias[index : index + 1].to(device, torch.float32)
+                found["bias"] = pad_parts(own, parts, padded).view(1, parts, padded)
             return found
 
         units = room(parts * padded, cols) if isinstance(matrix, Mxfp4 | Nvfp4) else 0
@@ -91,7 +91,7 @@ def _laid_out(own: Matrix, parts: int, padded: int) -> dict[str, torch.Tensor]:
                 packed, factor = pack_mxfp4(codes, scales), mxfp4_factor(own.scales)
             else:
                 packed, factor = pack_nvfp4(codes, scales), nvfp4_factor(own.scales[0], own.global_scale[0])
-            factor = torch.nn.functional.pad(factor.view(1, parts, part), (0, padded - part))
+            factor = pad_parts(factor.view(1, rows), parts, padded).view(1, parts, padded)
             return {"data": packed[0][None], "scale": packed[1][None], "factor": factor}
         case _:
             return {"data": alternate(decode(own, parts, torch.bfloat16), parts, padded, round_up(cols, 8))}
@@ -99,10 +99,5 @@ def _laid_out(own: Matrix, parts: int, padded: int) -> dict[str, torch.Tensor]:
 
 def alternate(stack: torch.Tensor, parts: int, rows: int, stride: int) -> torch.Tensor:
     """[n, parts * r, c] to [n, parts * rows, stride]: parts padded with zeros, their rows in turns of INTERLEAVE."""
-    n, height, cols = stack.shape
-    part = height // parts
-    wide = as_bytes(stack).new_zeros((n, parts, rows, stride))
-    wide[:, :, :part, :cols] = as_bytes(stack).view(n, parts, part, cols)
-    if parts > 1:
-        wide = wide.view(n, parts, rows // INTERLEAVE, INTERLEAVE, stride).transpose(1, 2)
-    return wide.reshape(n, parts * rows, stride).view(stack.dtype)
+    padded = pad_parts(stack, parts, rows, stride)
+    return interleave_halves(padded, INTERLEAVE) if parts > 1 else padded
