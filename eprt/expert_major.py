@@ -61,33 +61,22 @@ def sort_by_expert(ids: torch.Tensor, first_expert: int, num_local: int) -> Expe
     return ExpertOrder(offsets, place.view(ids.shape))
 
 
-@dataclass(frozen=True)
-class ExpertMajorIndex:
-    """The expert-major row of each top-k entry of a FlatTokens, and the routing weights.
-
-    Attributes:
-        slab_row: [N, K] int64 into [L * M], -1 where the expert isn't local.
-        weights: [N, K] float32.
-    """
-
-    slab_row: torch.Tensor
-    weights: torch.Tensor
-
-
 def expert_major_from_flat(
     flat: FlatTokens, shard: ExpertShard, rows_per_expert: int
-) -> tuple[ExpertMajorTokens, ExpertMajorIndex]:
+) -> tuple[ExpertMajorTokens, torch.Tensor]:
     """Lays flat rows out by expert, in row order. Static shapes, no host sync.
 
     `rows_per_expert` (M) must be at least the largest count: N suffices if no row names an expert twice, N * K always.
+
+    Returns:
+        the tokens, and place [N, K] int64: each top-k entry's row of [L * M], -1 where the expert isn't local.
     """
     num_local = shard.num_local_experts
     order = sort_by_expert(flat.ids, shard.first_expert, num_local)
     local = (flat.ids.long() - shard.first_expert).clamp(0, num_local - 1)
     row = local * rows_per_expert + order.place - order.offsets[local]
-    slab_row = torch.where(order.place >= 0, row, -1).flatten()
     # One spare row takes the entries that aren't local, so the scatter needs no mask and no sync.
-    target = torch.where(slab_row >= 0, slab_row, num_local * rows_per_expert)
+    target = torch.where(order.place >= 0, row, num_local * rows_per_expert).flatten()
     source = torch.arange(flat.num_rows, device=flat.ids.device).repeat_interleave(flat.ids.shape[1])
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,22 +84,25 @@ def expert_major_from_flat(
         as_bytes(slab).index_copy_(0, target, as_bytes(tensor).index_select(0, source))
         return slab[:-1].view(num_local, rows_per_expert, *tensor.shape[1:])
 
-    hidden = flat.hidden.mapped(spread)
-    index = ExpertMajorIndex(slab_row.view(flat.ids.shape), flat.weights)
-    return ExpertMajorTokens(hidden, order.offsets.diff().to(torch.int32)), index
+    tokens = ExpertMajorTokens(flat.hidden.mapped(spread), order.offsets.diff().to(torch.int32))
+    return tokens, torch.where(order.place >= 0, row, -1)
 
 
-def weighted_sum_to_flat(expert_output: torch.Tensor, index: ExpertMajorIndex) -> torch.Tensor:
-    """Returns [N, H] float32: expert outputs [L, M, H] weighted and summed over K. Rows with nothing local are 0."""
-    rows = expert_output.flatten(0, 1)
-    num_rows, top_k = index.slab_row.shape
+def weighted_sum(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Returns [N, H] float32: `sum over k of weights[n, k] * rows[place[n, k]]`, in the order of k, by torch alone.
+
+    Args:
+        rows: [.., H], more dimensions in front are one.
+        place: [N, K] int32 or int64, negative where the expert isn't local: such an entry adds 0.
+        weights: [N, K] float32.
+    """
+    rows, (num_rows, top_k) = rows.flatten(0, -2), place.shape
     total = torch.zeros(num_rows, rows.shape[1], dtype=torch.float32, device=rows.device)
     if rows.shape[0] == 0:
         return total
-    local = index.slab_row >= 0
-    source = index.slab_row.clamp(min=0)
     # Masked twice: an entry that isn't local may hold any weight, and row 0 may be garbage.
-    weights = torch.where(local, index.weights, 0.0)
+    local, source = place >= 0, place.clamp(min=0)
+    weights = torch.where(local, weights, 0.0)
     for k in range(top_k):
         taken = torch.where(local[:, k, None], rows.index_select(0, source[:, k]), 0.0)
         total.addcmul_(taken, weights[:, k, None])

@@ -12,7 +12,7 @@ import torch
 
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.call import CallState, Handle, Traffic
-from eprt.expert_major import ExpertMajorIndex, expert_major_from_flat, weighted_sum_to_flat
+from eprt.expert_major import expert_major_from_flat, weighted_sum
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK, as_bytes
 
 
@@ -23,13 +23,13 @@ class _Route(CallState):
     Attributes:
         token: [S] int64, the local token of each sent row, rows ordered by destination rank.
         send, receive: rows to and from each rank.
-        index: where rows went in the expert-major buffer, for ExpertMajorTokens.
+        index: place and weights [N, K] that put ExpertMajorTokens' results together (`weighted_sum`).
     """
 
     token: torch.Tensor
     send: list[int]
     receive: list[int]
-    index: ExpertMajorIndex | None = None
+    index: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -55,14 +55,15 @@ class AllToAllDispatcher(Dispatcher):
         if self.token_format == "expert_major":
             local = torch.where(ids < E, ids - self.shard.first_expert, L).flatten()
             busiest = int(torch.bincount(local, minlength=L + 1)[:L].max())
-            tokens, index = expert_major_from_flat(flat, self.shard, max(busiest, 1))
+            tokens, place = expert_major_from_flat(flat, self.shard, max(busiest, 1))
+            index = place, flat.weights
         handle.state = _Route(token, send, receive, index)
         return tokens
 
     def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
         route = handle.kept(_Route)
         if route.index is not None:
-            expert_output = weighted_sum_to_flat(expert_output, route.index)
+            expert_output = weighted_sum(expert_output, *route.index)
         returned = self._exchange(expert_output.to(handle.dtype), route.receive, route.send)
         total = torch.zeros(handle.num_tokens, returned.shape[1], dtype=torch.float32, device=returned.device)
         total.index_add_(0, route.token, returned.float())

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from eprt.expert_major import expert_major_from_flat, flat_from_expert_major, weighted_sum_to_flat
+from eprt.expert_major import expert_major_from_flat, flat_from_expert_major, weighted_sum
 from eprt.experts.base import Executor, PreparedExecutor, on_dense_slabs
 from eprt.tokens import ExpertMajorTokens, FlatTokens
 
@@ -43,8 +43,9 @@ class AdaptedExecutor(Executor):
             self.inner(tokens, out)
         elif isinstance(tokens, FlatTokens):
             # Without repeats in a row, no expert can get more than N rows.
-            slabs, index = expert_major_from_flat(merge_repeats(tokens), self.shard, tokens.num_rows)
-            out.copy_(weighted_sum_to_flat(self.inner(slabs), index))
+            tokens = merge_repeats(tokens)
+            laid_out, place = expert_major_from_flat(tokens, self.shard, tokens.num_rows)
+            out.copy_(weighted_sum(self.inner(laid_out), place, tokens.weights))
         else:
             on_dense_slabs(self._as_flat, tokens, out)
 

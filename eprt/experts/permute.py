@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from eprt.expert_major import ExpertOrder, sort_by_expert
+from eprt.expert_major import ExpertOrder, sort_by_expert, weighted_sum
 from eprt.quant import decode_payload
 from eprt.tokens import Payload
 
@@ -65,14 +65,8 @@ def weighted_unpermute(
 
         permute_triton.weighted_unpermute(rows, order.place, weights, out, every_row)
         return
-    local = order.place >= 0
-    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    for k in range(local.shape[1]):
-        here = local[:, k, None]
-        taken = torch.where(here, rows.index_select(0, order.place[:, k].clamp(min=0)), 0.0)
-        total.addcmul_(taken, torch.where(here, weights[:, k, None], 0.0))
-    written = total.to(out.dtype)
-    out.copy_(written if every_row else torch.where(local.any(dim=1, keepdim=True), written, out))
+    written = weighted_sum(rows, order.place, weights).to(out.dtype)
+    out.copy_(written if every_row else torch.where((order.place >= 0).any(1, keepdim=True), written, out))
 
 
 def plain_hidden(payload: Payload) -> torch.Tensor:

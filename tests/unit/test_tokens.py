@@ -26,7 +26,7 @@ from support.cases.expert_cases import (
 
 from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError, InputError
-from eprt.expert_major import expert_major_from_flat, flat_from_expert_major, weighted_sum_to_flat
+from eprt.expert_major import expert_major_from_flat, flat_from_expert_major, weighted_sum
 from eprt.experts import EXECUTORS, executor_spec, make_executor
 from eprt.experts.adapters import AdaptedExecutor, merge_repeats
 from eprt.experts.base import unsupported_format
@@ -161,11 +161,11 @@ def local_weights(flat: FlatTokens, shard: ExpertShard) -> torch.Tensor:
 @given(routed())
 def test_identity_experts_return_x_times_its_local_weights(case: tuple[FlatTokens, ExpertShard]):
     flat, shard = case
-    slabs, index = expert_major_from_flat(flat, shard, flat.ids.numel())
+    slabs, place = expert_major_from_flat(flat, shard, flat.ids.numel())
     slabs.check()
     assert int(slabs.counts.sum()) == int((local_weights(flat, shard) > 0).sum())
     slabs.hidden.data[~valid_rows(slabs)] = NAN
-    found = weighted_sum_to_flat(slabs.hidden.data, index)
+    found = weighted_sum(slabs.hidden.data, place, flat.weights)
     total = local_weights(flat, shard).sum(1, keepdim=True)
     expected = torch.where(total > 0, flat.hidden.data * total, 0.0)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # K products added in another order
@@ -173,9 +173,9 @@ def test_identity_experts_return_x_times_its_local_weights(case: tuple[FlatToken
 
 def by_expert(flat: FlatTokens, shard: ExpertShard) -> torch.Tensor:
     """Expert e multiplies by 1 + e: through slabs and back."""
-    slabs, index = expert_major_from_flat(flat, shard, flat.ids.numel())
+    slabs, place = expert_major_from_flat(flat, shard, flat.ids.numel())
     expert = torch.arange(shard.first_expert, shard.end_expert)[:, None, None]
-    return weighted_sum_to_flat(slabs.hidden.data * (1 + expert), index)
+    return weighted_sum(slabs.hidden.data * (1 + expert), place, flat.weights)
 
 
 @settings(deadline=None)
@@ -201,22 +201,22 @@ def test_every_row_meets_its_own_expert(case: tuple[FlatTokens, ExpertShard]):
 @given(data=st.data())
 def test_slabs_hold_the_rows_bytes(payload: str, data: st.DataObject):
     flat, shard = data.draw(routed(payload))
-    slabs, index = expert_major_from_flat(flat, shard, flat.ids.numel())
+    slabs, place = expert_major_from_flat(flat, shard, flat.ids.numel())
     slabs.check()
     assert slabs.hidden.format == payload
     assert slabs.hidden.global_scale is flat.hidden.global_scale
     seen = torch.zeros(shard.num_local_experts, dtype=torch.int32)
     for row, slot in torch.cartesian_prod(torch.arange(flat.num_rows), torch.arange(flat.ids.shape[1])).tolist():
-        place = int(index.slab_row[row, slot])
+        there = int(place[row, slot])
         expert = int(flat.ids[row, slot]) - shard.first_expert
         if not 0 <= expert < shard.num_local_experts:
-            assert place == -1
+            assert there == -1
             continue
-        assert divmod(place, flat.ids.numel()) == (expert, int(seen[expert])), "row order within an expert"
+        assert divmod(there, flat.ids.numel()) == (expert, int(seen[expert])), "row order within an expert"
         seen[expert] += 1
         for source, target in [(flat.hidden.data, slabs.hidden.data), (flat.hidden.scale, slabs.hidden.scale)]:
             if source is not None:
-                assert torch.equal(source[row].view(torch.uint8), target.flatten(0, 1)[place].view(torch.uint8))
+                assert torch.equal(source[row].view(torch.uint8), target.flatten(0, 1)[there].view(torch.uint8))
     assert torch.equal(seen, slabs.counts)
 
 
