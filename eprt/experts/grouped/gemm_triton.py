@@ -1,14 +1,14 @@
 # ruff: noqa: ANN001, ANN201, ANN202  (kernel arguments have no Python types)
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
-"""The grouped GEMM: rows of each expert times its matrix, for a list of tiles that lies on the device.
+"""The grouped GEMM: rows of each expert times its matrix, by a tile schedule that lies on the device.
 
-One kernel for both matrices of an expert. The first gathers the rows it needs and ends in bias and activation, the
-second reads what the first wrote. Programs walk the list, so a launch costs what came, not what could have come.
+One kernel serves both matrices of an expert. The first gathers the rows it needs and ends in bias and activation, the
+second reads what the first wrote. It is persistent, so a launch costs what came, not what could have come.
 
 A tile is BLOCK_M rows x BLOCK_N columns; the last of an expert may be computed in half or a quarter of the height, or
-with up to TAIL rows more, as a second product with the same weights. With
-SWAP the product is weights x tokens: the tensor cores' 64 rows are then filled by weights, of which there are always
-enough, and tokens are its N, which may be as few as 8.
+with up to TAIL rows more, as a second product with the same weights. With SWAP the product is weights x tokens: the
+tensor cores' 64 rows are then filled by weights, of which there are always enough, and tokens are its N, which may be
+as few as 8.
 
 MXFP4 and NVFP4 weights (w4a16, nv4a16) are always the left operand, decoded in registers
 (`eprt.experts.grouped.fp4`).
@@ -19,6 +19,8 @@ rounded and what that left over: together they keep the 8 bits of bf16, and weig
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -35,6 +37,48 @@ _INTERLEAVE = tl.constexpr(INTERLEAVE)
 _ENTRY = tl.constexpr(ENTRY)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _TINY = tl.constexpr(TINY)
+
+
+@dataclass(frozen=True)
+class GemmConstants:
+    """The compile-time constants of a grouped GEMM.
+
+    Attributes:
+        PAIR: number formats (`schedules.Pair`).
+        N, K: rows of an expert's matrix (both parts, with padding) and columns without padding.
+        W_STRIDE, W_ROWS: elements between weight rows, and how many of these all experts have.
+        BLOCK_M, BLOCK_N, BLOCK_K: tokens, weight rows and columns per tile and stage.  STAGES: depth of the pipeline.
+        GROUP_M: row tiles that share columns (`position`).
+        TAIL: rows that an expert's last tile takes beyond BLOCK_M, as the schedule was made for; 0 with FP8.
+        HALVINGS: how often a tile's height may be halved where that is enough for an expert's last rows: 0, 1 or 2.
+        SWAP: weights x tokens.  FLATTEN: one pipeline over all tiles of a program, instead of one for each.
+        X_TMA, W_TMA: tokens and weights come by TMA.
+        LAUNCH_DEPENDENTS: see `sort_by_expert_triton.pdl_wait`.
+        FIRST: the epilogue ends in the activation.  GATED, ALPHA, BETA, LIMIT: see `activation_triton.constants`.
+    """
+
+    PAIR: str
+    N: int
+    K: int
+    W_STRIDE: int
+    W_ROWS: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    STAGES: int
+    GROUP_M: int
+    TAIL: int
+    HALVINGS: int
+    SWAP: bool
+    FLATTEN: bool
+    X_TMA: bool
+    W_TMA: bool
+    LAUNCH_DEPENDENTS: bool
+    FIRST: bool
+    GATED: bool
+    ALPHA: float
+    BETA: float
+    LIMIT: float
 
 
 @triton.jit
@@ -115,39 +159,47 @@ def _dot(tokens, weights, total, SWAP: tl.constexpr):
 
 @triton.jit
 def _product(
-    x, x_tiles, x_offset, x_ok, x_row, tail_offset, tail_ok, w, w_row, w_scale, x_scale, column,
-    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PAIR: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
+    read, w, w_scale, w_row, x_scale, rows, tail_rows, row, column, C: tl.constexpr, BLOCK_M: tl.constexpr,
+    TAIL: tl.constexpr, X_TMA: tl.constexpr,
 ):  # fmt: skip
     """float32 product of one tile: (gate, up), or twice the same where the matrix has one part; then of its tail, both
     parts in one.
 
     Args:
-        x_offset, x_ok: [BLOCK_M] offsets of rows and which there are. `x_row`: the first of them, for TMA.
-        tail_offset, tail_ok: [TAIL] of the rows after them.
-        w_row: the tile's first row among all experts'.  column: in its expert's matrix.
+        read: x and x_tiles of `grouped_gemm`.
         w, w_scale: of 4 bits, the expert's.  w_scale: of FP8, the scales of this tile's first 128-block along N;
             `UP_SCALE` further on lie those of up.
+        w_row: the tile's first row among all experts'.  column: in its expert's matrix.
         x_scale: [BLOCK_M] where the scales of the rows begin.
+        rows: [BLOCK_M] offsets of rows and which there are. `row`: the first of them, for TMA.
+        tail_rows: [TAIL] the same of the rows after them.
     """
+    K: tl.constexpr = C.K
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_K: tl.constexpr = C.BLOCK_K
+    PAIR: tl.constexpr = C.PAIR
+    SWAP: tl.constexpr = C.SWAP
+    PARTS: tl.constexpr = 2 if C.GATED else 1
     K_BLOCKS: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
-    UP_SCALE: tl.constexpr = (N // 2 + _FP8_BLOCK - 1) // _FP8_BLOCK * K_BLOCKS
+    UP_SCALE: tl.constexpr = (C.N // 2 + _FP8_BLOCK - 1) // _FP8_BLOCK * K_BLOCKS
     LOW: tl.constexpr = (K + 15) // 16 * 16  # columns of a token's first numbers: whole 16 bytes
     FP4: tl.constexpr = PAIR == "w4a16" or PAIR == "nv4a16"
     WHOLE: tl.constexpr = PAIR == "bf16" or FP4  # both parts are summed together
     WIDTH: tl.constexpr = BLOCK_N if WHOLE else BLOCK_N // PARTS
+    x, x_tiles = read
+    x_offset, x_ok = rows
+    tail_offset, tail_ok = tail_rows
     total = tl.zeros((WIDTH, BLOCK_M) if SWAP else (BLOCK_M, WIDTH), dtype=tl.float32)
     second = total
     tail = tl.zeros((WIDTH, TAIL), dtype=tl.float32) if TAIL > 0 else total  # with SWAP alone
-    row = w_row + tl.arange(0, BLOCK_N)
-    w_offset, w_ok = row.to(tl.int64) * W_STRIDE, row < W_ROWS
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        tokens = _block(x, x_tiles, x_offset, x_ok, x_row, start, 0, K, BLOCK_K, X_TMA)
+    w_rows = w_row + tl.arange(0, BLOCK_N)
+    w_offset, w_ok = w_rows.to(tl.int64) * C.W_STRIDE, w_rows < C.W_ROWS
+    for start in tl.range(0, K, BLOCK_K, num_stages=C.STAGES):
+        tokens = _block(x, x_tiles, x_offset, x_ok, row, start, 0, K, BLOCK_K, X_TMA)
         if FP4:
             weights = fp4_block(w, w_scale, column, start, K, BLOCK_N, BLOCK_K, PAIR == "nv4a16")
         else:
-            weights = _block(w, w, w_offset, w_ok, w_row, start, 0, K, BLOCK_K, W_TMA)
+            weights = _block(w, w, w_offset, w_ok, w_row, start, 0, K, BLOCK_K, C.W_TMA)
         if WHOLE:
             if TAIL > 0:
                 more = _block(x, x, tail_offset, tail_ok, 0, start, 0, K, BLOCK_K, False)
@@ -163,7 +215,7 @@ def _product(
             token = tl.load(x_scale + block, mask=x_ok, other=0.0)
             part = _dot(tokens, weights, None, SWAP)
             if PAIR == "w8a16":
-                rest = _block(x, x_tiles, x_offset, x_ok, x_row, start, LOW, K, BLOCK_K, X_TMA)
+                rest = _block(x, x_tiles, x_offset, x_ok, row, start, LOW, K, BLOCK_K, X_TMA)
                 part = _dot(rest, weights, part, SWAP)
             if PARTS == 2:
                 gate, up = halves(part, SWAP)
@@ -178,30 +230,28 @@ def _product(
 
 
 @triton.jit
-def _finish(
-    gate, up, w_factor, bias, out, expert, m, ok, column, out_stride, out_skip,
-    N: tl.constexpr, BLOCK_N: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
-    BETA: tl.constexpr, LIMIT: tl.constexpr, SWAP: tl.constexpr,
-):  # fmt: skip
-    """Rows' factors, bias, activation; rows m that are `ok` into `out`."""
-    parts: tl.constexpr = 2 if GATED else 1
-    width: tl.constexpr = N // parts
-    n = column * (BLOCK_N // parts) + tl.arange(0, BLOCK_N // parts)
+def _finish(gate, up, target, expert, m, ok, column, C: tl.constexpr):
+    """Stores rows m that are `ok`, after the epilogue."""
+    w_factor, bias, out, out_stride, out_skip = target
+    SWAP: tl.constexpr = C.SWAP
+    parts: tl.constexpr = 2 if C.GATED else 1
+    n = column * (C.BLOCK_N // parts) + tl.arange(0, C.BLOCK_N // parts)
+    width: tl.constexpr = C.N // parts
     if w_factor is not None:
-        factor = w_factor + expert * N + n
+        factor = w_factor + expert * C.N + n
         gate *= _along(tl.load(factor, mask=n < width, other=0.0), SWAP)
-        if GATED:
+        if C.GATED:
             up *= _along(tl.load(factor + width, mask=n < width, other=0.0), SWAP)
     if bias is not None:
-        own = bias + expert * N + n
+        own = bias + expert * C.N + n
         gate += _along(tl.load(own, mask=n < width, other=0.0), SWAP)
-        if GATED:
+        if C.GATED:
             up += _along(tl.load(own + width, mask=n < width, other=0.0), SWAP)
-    if FIRST:
-        gate = activated(gate, up, GATED, ALPHA, BETA, LIMIT)
-    target = m.to(tl.int64) * out_stride + expert.to(tl.int64) * out_skip
+    if C.FIRST:
+        gate = activated(gate, up, C.GATED, C.ALPHA, C.BETA, C.LIMIT)
+    there = m.to(tl.int64) * out_stride + expert.to(tl.int64) * out_skip
     tl.store(
-        out + _across(target, SWAP) + _along(n, SWAP),
+        out + _across(there, SWAP) + _along(n, SWAP),
         gate.to(out.dtype.element_ty),
         mask=_across(ok, SWAP) & _along(n < width, SWAP),
     )
@@ -218,98 +268,54 @@ def _read(source, row, end, expert, x_stride, x_skip, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
-    expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
-    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
-):  # fmt: skip
-    parts: tl.constexpr = 2 if GATED else 1
-    k_blocks: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
-    part_blocks: tl.constexpr = (N // parts + _FP8_BLOCK - 1) // _FP8_BLOCK
-    m, ok, read, x_offset = _read(source, row, end, expert, x_stride, x_skip, BLOCK_M)
-    tail_m, tail_ok, tail_offset = m, ok, x_offset
+def _tile(read, target, where, C: tl.constexpr, BLOCK_M: tl.constexpr, TAIL: tl.constexpr, X_TMA: tl.constexpr):
+    x, x_tiles, source, x_scale, w, w_scale, x_stride, x_skip = read
+    expert, row, end, column = where
+    parts: tl.constexpr = 2 if C.GATED else 1
+    k_blocks: tl.constexpr = (C.K + _FP8_BLOCK - 1) // _FP8_BLOCK
+    part_blocks: tl.constexpr = (C.N // parts + _FP8_BLOCK - 1) // _FP8_BLOCK
+    m, ok, numbers, offset = _read(source, row, end, expert, x_stride, x_skip, BLOCK_M)
+    tail_m, tail_ok, tail_offset = m, ok, offset
     if TAIL > 0:
         tail_m, tail_ok, _, tail_offset = _read(source, row + BLOCK_M, end, expert, x_stride, x_skip, TAIL)
     w_scale_tile, x_scale_rows = w_scale, x_scale
     w_expert = w
-    if PAIR == "w4a16" or PAIR == "nv4a16":
-        w_expert, w_scale_tile = fp4_expert(w, w_scale, expert, N, K, PAIR == "nv4a16")
-    if PAIR == "w8a8" or PAIR == "w8a16":
+    if C.PAIR == "w4a16" or C.PAIR == "nv4a16":
+        w_expert, w_scale_tile = fp4_expert(w, w_scale, expert, C.N, C.K, C.PAIR == "nv4a16")
+    if C.PAIR == "w8a8" or C.PAIR == "w8a16":
         tl.static_assert(TAIL == 0, "the tail has no scales")
-        x_scale_rows = x_scale + read * k_blocks
-        w_scale_tile = w_scale + (expert * parts * part_blocks + column * BLOCK_N // parts // _FP8_BLOCK) * k_blocks
+        x_scale_rows = x_scale + numbers * k_blocks
+        w_scale_tile = w_scale + (expert * parts * part_blocks + column * C.BLOCK_N // parts // _FP8_BLOCK) * k_blocks
     gate, up, tail = _product(
-        x, x_tiles, x_offset, ok, row, tail_offset, tail_ok, w_expert, expert * N + column * BLOCK_N, w_scale_tile,
-        x_scale_rows, column * BLOCK_N, N, K, W_STRIDE, W_ROWS, BLOCK_M, TAIL, BLOCK_N, BLOCK_K, STAGES, PAIR, parts,
-        SWAP, X_TMA, W_TMA,
+        (x, x_tiles), w_expert, w_scale_tile, expert * C.N + column * C.BLOCK_N, x_scale_rows, (offset, ok),
+        (tail_offset, tail_ok), row, column * C.BLOCK_N, C, BLOCK_M, TAIL, X_TMA,
     )  # fmt: skip
-    _finish(
-        gate, up, w_factor, bias, out, expert, m, ok, column, out_stride, out_skip,
-        N, BLOCK_N, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP,
-    )  # fmt: skip
+    _finish(gate, up, target, expert, m, ok, column, C)
     if TAIL > 0:
-        tl.static_assert(SWAP, "a tail of fewer than 64 tokens has to be the right operand")
-        tail_gate, tail_up = halves(tail, SWAP) if GATED else (tail, tail)
-        _finish(
-            tail_gate, tail_up, w_factor, bias, out, expert, tail_m, tail_ok, column, out_stride, out_skip,
-            N, BLOCK_N, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP,
-        )  # fmt: skip
+        tl.static_assert(C.SWAP, "a tail of fewer than 64 tokens has to be the right operand")
+        tail_gate, tail_up = halves(tail, C.SWAP) if C.GATED else (tail, tail)
+        _finish(tail_gate, tail_up, target, expert, tail_m, tail_ok, column, C)
 
 
 @triton.jit
-def _listed_tile(
-    x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, entries, tile,
-    x_stride, x_skip, out_stride, out_skip,
-    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    GROUP_M: tl.constexpr, PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
-    BETA: tl.constexpr, LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr,
-):  # fmt: skip
+def _scheduled_tile(read, target, entries, tile, C: tl.constexpr):
     """A tile in the least height that holds its rows."""
-    expert, row, end, column = position(entries, tile, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_M, GROUP_M, TAIL)
-    if TAIL > 0 and end - row > BLOCK_M and end - row <= BLOCK_M + TAIL:
-        _tile(
-            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
-            expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
-            N, K, W_STRIDE, W_ROWS, BLOCK_M, TAIL, BLOCK_N, BLOCK_K, STAGES,
-            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, X_TMA, W_TMA,
-        )  # fmt: skip
-    elif HALVINGS > 1 and end - row <= BLOCK_M // 4:
-        _tile(
-            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
-            expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
-            N, K, W_STRIDE, W_ROWS, BLOCK_M // 4, 0, BLOCK_N, BLOCK_K, STAGES,
-            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA,
-        )  # fmt: skip
-    elif HALVINGS > 0 and end - row <= BLOCK_M // 2:
-        _tile(
-            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
-            expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
-            N, K, W_STRIDE, W_ROWS, BLOCK_M // 2, 0, BLOCK_N, BLOCK_K, STAGES,
-            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, False, W_TMA,
-        )  # fmt: skip
+    expert, row, end, column = position(entries, tile, (C.N + C.BLOCK_N - 1) // C.BLOCK_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
+    where = expert, row, end, column
+    if C.TAIL > 0 and end - row > C.BLOCK_M and end - row <= C.BLOCK_M + C.TAIL:
+        _tile(read, target, where, C, C.BLOCK_M, C.TAIL, C.X_TMA)
+    elif C.HALVINGS > 1 and end - row <= C.BLOCK_M // 4:
+        _tile(read, target, where, C, C.BLOCK_M // 4, 0, False)
+    elif C.HALVINGS > 0 and end - row <= C.BLOCK_M // 2:
+        _tile(read, target, where, C, C.BLOCK_M // 2, 0, False)
     else:
-        _tile(
-            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out,
-            expert, row, end, column, x_stride, x_skip, out_stride, out_skip,
-            N, K, W_STRIDE, W_ROWS, BLOCK_M, 0, BLOCK_N, BLOCK_K, STAGES,
-            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, X_TMA, W_TMA,
-        )  # fmt: skip
+        _tile(read, target, where, C, C.BLOCK_M, 0, C.X_TMA)
 
 
 @triton.jit
 def grouped_gemm(
     x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, entries, num_entries,
-    x_stride, x_skip, out_stride, out_skip,
-    N: tl.constexpr, K: tl.constexpr, W_STRIDE: tl.constexpr, W_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    GROUP_M: tl.constexpr, PAIR: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
-    BETA: tl.constexpr, LIMIT: tl.constexpr, SWAP: tl.constexpr, HALVINGS: tl.constexpr, FLATTEN: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, PDL: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
+    x_stride, x_skip, out_stride, out_skip, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`out[m] = x[m or source[m]] @ w[expert of m].T`, plus bias; the FIRST matrix's through the activation.
 
@@ -317,30 +323,23 @@ def grouped_gemm(
         x: [rows, K]; in w8a16 [rows, 2 * K rounded up to 16].  x_tiles: the same as a descriptor of blocks
             [BLOCK_M, BLOCK_K] (X_TMA).  source: [rows] int32, the row to read, or None.
         x_scale: [rows, ceil(K / 128)] float32 where weights are FP8.
-        w: [experts * N, W_STRIDE]: a pointer, or a descriptor of blocks [BLOCK_N, BLOCK_K]; gate and up rows
+        w: [experts * N, W_STRIDE]: a pointer, or a descriptor of blocks [BLOCK_N, BLOCK_K] (W_TMA); gate and up rows
             alternate by INTERLEAVE.  w_scale: [experts, parts, ceil(N / parts / 128), ceil(K / 128)] float32.
             Of MXFP4 and NVFP4, w and w_scale are words.  w_factor: [experts, parts, N / parts] float32, or None.
         bias: [experts, parts, N / parts] float32, or None.
-        entries, num_entries: the list of row tiles: int32 [.., ENTRY], and how many there are.
-        x_stride, out_stride: elements between rows.  x_skip, out_skip: more elements for each expert (slabs that lie
-            further apart than their rows fill).
-        N, K: rows of an expert's matrix (both parts, with padding) and columns without padding.
-        TAIL: rows that an expert's last tile takes beyond BLOCK_M, as the list was made for; 0 with FP8.
-        HALVINGS: how often a tile's height may be halved where that is enough for an expert's last rows: 0, 1 or 2.
-        FLATTEN: one pipeline over all tiles of a program, instead of one for each.
-        PDL, LAUNCH_DEPENDENTS: see `pdl_wait`.
+        entries, num_entries: the tile schedule: int32 [.., ENTRY], and how many entries there are.
+        x_stride, out_stride: elements between rows.  x_skip, out_skip: more elements for each expert (the masked
+            layout, whose experts lie further apart than their rows fill).
+        C: GemmConstants.  PDL: see `pdl_wait`.
     """
     if PDL:
-        pdl_wait(LAUNCH_DEPENDENTS)
-    NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+        pdl_wait(C.LAUNCH_DEPENDENTS)
+    read = x, x_tiles, source, x_scale, w, w_scale, x_stride, x_skip
+    target = w_factor, bias, out, out_stride, out_skip
+    NUM_N: tl.constexpr = (C.N + C.BLOCK_N - 1) // C.BLOCK_N
     total = tl.load(num_entries) * NUM_N
-    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-        _listed_tile(
-            x, x_tiles, source, x_scale, w, w_scale, w_factor, bias, out, entries, turn(tile, total),
-            x_stride, x_skip, out_stride, out_skip,
-            N, K, W_STRIDE, W_ROWS, BLOCK_M, TAIL, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
-            PAIR, FIRST, GATED, ALPHA, BETA, LIMIT, SWAP, HALVINGS, X_TMA, W_TMA,
-        )  # fmt: skip
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=C.FLATTEN):
+        _scheduled_tile(read, target, entries, turn(tile, total), C)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

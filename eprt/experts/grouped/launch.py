@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from eprt.config import Activation
 from eprt.experts.activation_triton import constants
 from eprt.experts.grouped.fp4 import UNIT
-from eprt.experts.grouped.gemm_triton import grouped_gemm, quantize_tiles
+from eprt.experts.grouped.gemm_triton import GemmConstants, grouped_gemm, quantize_tiles
 from eprt.experts.grouped.schedules import FP4_PAIRS, FP8_PAIRS, Pair, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.sort_by_expert_triton import TileSchedule
@@ -113,14 +113,14 @@ class Gemm:
         arguments = (*self._arguments(rows, weights, work, schedule, tile, x_tma, out), *strides)
         grid = min(self._chip.multiprocessors * tile.ctas, work.bound * ceil_div(self.matrix.rows, tile.n)), 1, 1
         if not starts_aligned(data, out, data if rows.scale is None else rows.scale):
-            constants = {**self._constants, **_tile_constants(schedule, tile, x_tma)}
-            grouped_gemm[grid](*arguments, **constants, PDL=False, **self._options(tile))
+            known = self._known(GemmConstants, schedule, tile, x_tma)
+            grouped_gemm[grid](*arguments, C=known, PDL=False, **self._options(tile))
             return
         cut = schedule.m, schedule.tail, schedule.group, schedule.launch_dependents, tile, x_tma
         key = (*cut, data.dtype, out.dtype, rows.source is None, *map(like, strides))
         kernel = self._prepared.get(key)
         if kernel is None:
-            kernel = self._prepared[key] = self._compile(arguments, _tile_constants(schedule, tile, x_tma), tile)
+            kernel = self._prepared[key] = self._compile(arguments, schedule, tile, x_tma)
         kernel(grid, *arguments)
 
     def _arguments(
@@ -139,16 +139,33 @@ class Gemm:
         tail = row_blocks(data, schedule.tail) if x_tma and schedule.tail else None
         return data, tokens, tail, rows.source, *common, work.tile_counter
 
-    def _compile(self, arguments: tuple[Any, ...], cut: dict[str, Any], tile: Tile) -> CachedKernel:
+    def _compile(self, arguments: tuple[Any, ...], schedule: Schedule, tile: Tile, x_tma: bool) -> CachedKernel:
         """Compiles the tile's kernel for arguments like these."""
-        constants, kinds, device = {**self._constants, **cut}, _kinds(arguments), self._weights.device
-        if not tile.warp_specialized:
-            return CachedKernel(grouped_gemm, device, kinds, constants, pdl=True, **self._options(tile))
-        from eprt.experts.grouped.gemm_gluon import grouped_gemm_warp_specialized
-        from eprt.experts.grouped.pipeline_gluon import KernelConstants
+        kernel, kind, options = grouped_gemm, GemmConstants, self._options(tile)
+        if tile.warp_specialized:
+            from eprt.experts.grouped import gemm_gluon, pipeline_gluon
 
-        known = KernelConstants(**{f.name: constants[f.name] for f in fields(KernelConstants) if f.init})
-        return CachedKernel(grouped_gemm_warp_specialized, device, kinds, {"C": known}, pdl=True, num_warps=4)
+            kernel, kind = gemm_gluon.grouped_gemm_warp_specialized, pipeline_gluon.KernelConstants
+            options = {"num_warps": 4}
+        known = {"C": self._known(kind, schedule, tile, x_tma)}
+        return CachedKernel(kernel, self._weights.device, _kinds(arguments), known, pdl=True, **options)
+
+    def _known(self, kind: type[GemmConstants], schedule: Schedule, tile: Tile, x_tma: bool) -> GemmConstants:
+        """Returns the kernel's compile-time constants."""
+        return kind(
+            **self._constants,
+            BLOCK_M=schedule.m,
+            BLOCK_N=tile.n,
+            BLOCK_K=tile.k,
+            STAGES=tile.stages,
+            GROUP_M=schedule.group,
+            TAIL=schedule.tail,
+            SWAP=tile.swap,
+            HALVINGS=tile.halvings,
+            FLATTEN=tile.flatten and x_tma,
+            X_TMA=x_tma,
+            LAUNCH_DEPENDENTS=schedule.launch_dependents,
+        )
 
     def _options(self, tile: Tile) -> dict[str, Any]:
         """Returns Triton's launch options. With 4 bits also a register limit: the most per thread with which
@@ -189,23 +206,6 @@ class Gemm:
 def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns what a kernel is specialized for: tensors by their dtype, integers by their class (`like`)."""
     return tuple(a.dtype if isinstance(a, torch.Tensor) else like(a) if isinstance(a, int) else a for a in arguments)
-
-
-def _tile_constants(schedule: Schedule, tile: Tile, x_tma: bool) -> dict[str, Any]:
-    """Returns the kernel's constants that depend on the schedule and the tile."""
-    return {
-        "BLOCK_M": schedule.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
-        "STAGES": tile.stages,
-        "GROUP_M": schedule.group,
-        "TAIL": schedule.tail,
-        "SWAP": tile.swap,
-        "HALVINGS": tile.halvings,
-        "FLATTEN": tile.flatten and x_tma,
-        "X_TMA": x_tma,
-        "LAUNCH_DEPENDENTS": schedule.launch_dependents,
-    }
 
 
 def quantize_rows(data: torch.Tensor, work: TileSchedule | None, gemm: Gemm) -> Rows:

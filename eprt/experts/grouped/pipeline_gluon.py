@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from eprt.experts.grouped.fp4 import MX_UNIT_SCALES, NV_UNIT_SCALES, UNIT, UNIT_WORDS
-from eprt.experts.grouped.gemm_triton import position
+from eprt.experts.grouped.gemm_triton import GemmConstants, position
 from eprt.rounding import ceil_div, next_power_of_2
 
 BLOCK_K = 64
@@ -70,19 +70,13 @@ class Pipeline(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KernelConstants:
-    """The compile-time constants of the warp-specialized kernel.
+class KernelConstants(GemmConstants):
+    """The compile-time constants of the warp-specialized kernel, whose PAIR is "bf16", "w4a16" or "nv4a16".
+
+    BLOCK_N is 128, 192 or 256 of 4-bit weights, BLOCK_M 16 to 256, TAIL 0, 16 or 32; BLOCK_K is 64, or 128 of 4-bit
+    weights.
 
     Attributes:
-        PAIR: "bf16", "w4a16" or "nv4a16".
-        N, K: rows of an expert's matrix (both parts, with padding) and columns.
-        BLOCK_N: weight rows per tile; FP4: 128, 192 or 256.  BLOCK_M: tokens per tile, 16 to 256.
-        BLOCK_K: columns per stage, 64; FP4: 64 or 128.  STAGES: depth of the pipeline.
-        X_TMA: tokens come by TMA.
-        TAIL: tokens that an expert's last tile takes beyond BLOCK_M: 0, 16 or 32.
-        HALVINGS, GROUP_M: see `gemm_triton.grouped_gemm`.
-        LAUNCH_DEPENDENTS: see `sort_by_expert_triton.pdl_wait`.
-        FIRST, GATED, ALPHA, BETA, LIMIT: see `activation_triton.constants`.
         FP4: weights have 4 bits.  UNIT_SCALES: int32 words of scales per unit.  UNIT_ROWS: rows of units per TMA load.
         CONSUMERS: warpgroups that share BLOCK_N.  PARTS: parts of BLOCK_K columns per stage.
         REGISTERS: per consumer thread, and per producer thread.
@@ -90,23 +84,6 @@ class KernelConstants:
         LEAST: tokens of the narrowest tile, and per TMA load.
     """
 
-    PAIR: str
-    N: int
-    K: int
-    BLOCK_N: int
-    BLOCK_M: int
-    BLOCK_K: int
-    X_TMA: bool
-    TAIL: int
-    HALVINGS: int
-    GROUP_M: int
-    STAGES: int
-    LAUNCH_DEPENDENTS: bool
-    FIRST: bool
-    GATED: bool
-    ALPHA: float
-    BETA: float
-    LIMIT: float
     FP4: bool = field(init=False)
     UNIT_SCALES: int = field(init=False)
     UNIT_ROWS: int = field(init=False)
