@@ -240,6 +240,16 @@ class PreparedExecutor(Executor):
             hidden = torch.zeros(rows, self.config.hidden_size, dtype=dtype, device=self.device)
             self(FlatTokens(Payload.plain(hidden), ids, weights, self.shard.num_experts, every_row))
 
+    def _even_tokens(self, rows: int, top_k: int | None) -> FlatTokens:
+        """Returns bf16 zeros to warm up on. Top-k entries go round the experts; those beyond the model's hold none."""
+        config, choices = self.config, top_k or self.config.top_k
+        ids = torch.arange(rows * choices, device=self.device, dtype=torch.int32).view(rows, choices)
+        ids %= config.num_experts
+        ids[:, config.top_k :] = config.num_experts
+        hidden = torch.zeros((rows, config.hidden_size), dtype=torch.bfloat16, device=self.device)
+        weights = torch.ones(ids.shape, device=self.device)
+        return FlatTokens(Payload.plain(hidden), ids, weights, config.num_experts)
+
     def _try_expert_major(self, rows: int, valid: int) -> None:
         """Makes every kind of call with [L, rows, H], of which `valid` rows per expert are there."""
         L, device = self.shard.num_local_experts, self.device

@@ -27,7 +27,6 @@ from eprt.errors import ConfigError
 from eprt.experts.base import PreparedExecutor
 from eprt.experts.padding import TILE, pad_parts, stack_experts
 from eprt.experts.permute import plain_hidden
-from eprt.experts.sample_tokens import even_tokens
 from eprt.rounding import round_up
 from eprt.tokens import FlatTokens
 from eprt.weights import MX_BLOCK, ExpertWeights, Mxfp4
@@ -229,4 +228,4 @@ class CutlassMxfp4Executor(PreparedExecutor):
 
         self._most_rows = 1 << max(max_rows - 1, 0).bit_length()
         with autotune(True):
-            self(even_tokens(self.config, max_rows, top_k or self.config.top_k, self.device))
+            self(self._even_tokens(max_rows, top_k))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from support.cases.sm100_cases import as_slabs, case, packed
 from support.stand_ins.sm100_kernels import FakeCuteDsl, FakeTrtllm
 
 from eprt.config import MoEConfig
-from eprt.experts.blackwell.cutedsl import CuteDslExecutor, CuteDslKernels
-from eprt.experts.blackwell.trtllm import TrtllmGenExecutor, TrtllmKernels
+from eprt.experts.blackwell.cutedsl import CuteDslExecutor
+from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
 from eprt.placement import ExpertShard
 from eprt.weights import ExpertWeights, Nvfp4
 
@@ -31,7 +32,9 @@ def tensors(thing: object) -> list[torch.Tensor]:
     if isinstance(thing, torch.Tensor):
         return [thing]
     if isinstance(thing, dict):
-        return [tensor for value in thing.values() for tensor in tensors(value)]
+        thing = list(thing.values())
+    if isinstance(thing, list | tuple):
+        return [tensor for value in thing for tensor in tensors(value)]
     if is_dataclass(thing) and not isinstance(thing, type):
         return [tensor for field in fields(thing) for tensor in tensors(getattr(thing, field.name))]
     if type(thing).__module__.startswith("eprt.experts"):
@@ -106,21 +109,22 @@ class SilentWrapper:
         return x.new_zeros((x.shape[0], self.hidden_size), dtype=torch.bfloat16)
 
 
-def silent_kernels(kind: str) -> CuteDslKernels | TrtllmKernels:
+def silent_kernels(kind: str) -> SimpleNamespace:
     """Entry points that launch nothing but their outputs' allocation."""
     linear = silent(lambda x: (x.shape[0], x.shape[1] // 2), lambda x: (x.shape[0], x.shape[1] // 16))
     if kind == "cutedsl":
-        return replace(
-            FakeCuteDsl().kernels(),
-            fp4_quantize=linear,
-            scaled_fp4_grouped_quantize=silent_masked(1),
-            silu_and_mul_scaled_nvfp4_experts_quantize=silent_masked(2),
-            grouped_gemm_nt_masked=lambda *args, **keywords: None,
-            moe_wrapper=SilentWrapper,
-        )
+        kernels = {
+            "fp4_quantize": linear,
+            "scaled_fp4_grouped_quantize": silent_masked(1),
+            "silu_and_mul_scaled_nvfp4_experts_quantize": silent_masked(2),
+            "grouped_gemm_nt_masked": lambda *args, **keywords: None,
+            "moe_wrapper": SilentWrapper,
+        }
+        return SimpleNamespace(**vars(FakeCuteDsl().kernels()) | kernels)
     entries = dict.fromkeys(("fp4", "fp8_block", "fp8_tensor"), lambda **keywords: None)
     mxfp8 = silent(lambda x: x.shape, lambda x: (x.shape[0] * x.shape[1] // 32,))
-    return replace(FakeTrtllm().kernels(), routed=entries, logits=entries, fp4_quantize=linear, mxfp8_quantize=mxfp8)
+    kernels = {"routed": entries, "logits": entries, "fp4_quantize": linear, "mxfp8_quantize": mxfp8}
+    return SimpleNamespace(**vars(FakeTrtllm().kernels()) | kernels)
 
 
 @pytest.mark.parametrize("travelled", [False, True])

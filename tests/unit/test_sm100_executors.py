@@ -290,7 +290,7 @@ def test_warmup_has_the_slots_that_calls_will_have(kind, fake, adapted):
             seen.append(options["top_k"])
             return make(**options)
 
-        kernels = replace(kernels, moe_wrapper=noted_wrapper)
+        kernels.moe_wrapper = noted_wrapper
     else:
         routed = kernels.routed["fp4"]
 
@@ -298,7 +298,7 @@ def test_warmup_has_the_slots_that_calls_will_have(kind, fake, adapted):
             seen.append(tuple(options["topk_ids"][0].shape))
             return routed(**options)
 
-        kernels = replace(kernels, routed=kernels.routed | {"fp4": noted})
+        kernels.routed["fp4"] = noted
     noting = type("Noting", (kind,), {"kernels": kernels, "spec": replace(EXECUTORS["trtllm_gen"], formats=("flat",))})
     # CuteDSL takes slabs natively; behind an adapter it would be built for flat tokens.
     emitted = "expert_major" if adapted and kind is TrtllmGenExecutor else "flat"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from eprt.config import Activation, MoEConfig, RuntimeConfig, TokenFormat
-from eprt.experts.blackwell.cutedsl import CuteDslExecutor, CuteDslKernels
+from eprt.experts.blackwell.cutedsl import CuteDslExecutor, load_kernels
 from eprt.placement import ExpertShard
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights, Nvfp4
@@ -146,7 +146,7 @@ def compiler(monkeypatch) -> Compiler:
     return compiler
 
 
-def kernels() -> CuteDslKernels:
+def kernels() -> SimpleNamespace:
     """FlashInfer's, but for the quantisers, which are CUDA C++: their outputs have the documented shapes."""
 
     def linear(x, multiplier, **options):
@@ -159,12 +159,12 @@ def kernels() -> CuteDslKernels:
         scales = torch.zeros((x.shape[0], row_tiles, col_tiles, 32, 4, 4), dtype=torch.uint8, device="cuda")
         return codes, scales.permute(3, 4, 1, 5, 2, 0)
 
-    return replace(
-        CuteDslKernels.load(),
+    quantisers = dict(
         fp4_quantize=linear,
         scaled_fp4_grouped_quantize=lambda x, *rest, **options: masked(x, *rest, x.shape[2], **options),
         silu_and_mul_scaled_nvfp4_experts_quantize=lambda x, *rest, **o: masked(x, *rest, x.shape[2] // 2, **o),
     )
+    return SimpleNamespace(**vars(load_kernels()) | quantisers)
 
 
 def weights(config: MoEConfig, calibrated: bool = True) -> ExpertWeights:

@@ -7,8 +7,9 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ from support.stand_ins.sm100_kernels import ENUMS, FakeCuteDsl, FakeMoEWrapper, 
 from eprt.config import ParallelConfig, Routing
 from eprt.conformance.oracle import relative_error
 from eprt.experts import executor_spec, rules
-from eprt.experts.blackwell import swizzle
-from eprt.experts.blackwell.cutedsl import CuteDslExecutor, CuteDslKernels
-from eprt.experts.blackwell.trtllm import TrtllmGenExecutor, TrtllmKernels
+from eprt.experts.blackwell import cutedsl, swizzle, trtllm
+from eprt.experts.blackwell.cutedsl import CuteDslExecutor
+from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
 from eprt.experts.padding import interleave_halves
 from eprt.support import Device
 from eprt.tokens import Payload
@@ -68,13 +69,13 @@ class BoundWrapper:
 
 @pytest.mark.parametrize("activation", [SILU, RELU2], ids=["silu", "relu2"])
 def test_every_argument_of_the_cutedsl_executor_exists(activation):
-    real, fake, seen = CuteDslKernels.load(), FakeCuteDsl().kernels(), []
+    real, fake, seen = cutedsl.load_kernels(), FakeCuteDsl().kernels(), []
     both = {
-        field.name: Bound(getattr(real, field.name), getattr(fake, field.name), seen)
-        for field in fields(CuteDslKernels)
-        if field.name not in ("moe_wrapper", "relu2", "swiglu", "autotune")
+        name: Bound(getattr(real, name), getattr(fake, name), seen)
+        for name in vars(real)
+        if name not in ("moe_wrapper", "relu2", "swiglu", "autotune")
     }
-    kernels = replace(fake, **both, moe_wrapper=BoundWrapper(real.moe_wrapper, seen))
+    kernels = SimpleNamespace(**vars(fake) | both, moe_wrapper=BoundWrapper(real.moe_wrapper, seen))
     config, shard, weights = case("nvfp4", (128, 64), activation)
     executor = type("Built", (CuteDslExecutor,), {"kernels": kernels})(
         config, shard, weights, torch.device("cpu"), RUNTIME
@@ -90,14 +91,12 @@ def test_every_argument_of_the_cutedsl_executor_exists(activation):
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_every_argument_of_the_trtllm_executor_exists(weight_format):
-    real, fake, seen = TrtllmKernels.load(), FakeTrtllm().kernels(), []
-    kernels = replace(
-        fake,
-        routed={name: Bound(real.routed[name], kernel, seen) for name, kernel in fake.routed.items()},
-        logits={name: Bound(real.logits[name], kernel, seen) for name, kernel in fake.logits.items()},
-        fp4_quantize=Bound(real.fp4_quantize, fake.fp4_quantize, seen),
-        mxfp8_quantize=Bound(real.mxfp8_quantize, fake.mxfp8_quantize, seen),
-    )
+    real, fake, seen = trtllm.load_kernels(), FakeTrtllm().kernels(), []
+    both = {name: Bound(getattr(real, name), getattr(fake, name), seen) for name in ("fp4_quantize", "mxfp8_quantize")}
+    for name in ("routed", "logits"):
+        pairs = {entry: (getattr(real, name)[entry], kernel) for entry, kernel in getattr(fake, name).items()}
+        both[name] = {entry: Bound(*pair, seen) for entry, pair in pairs.items()}
+    kernels = SimpleNamespace(**vars(fake) | both)
     config, shard, weights = case(weight_format, (128, 128))
     for routing in (Routing(), Routing("grouped_sigmoid", num_groups=4, topk_groups=2, scaling_factor=2.5)):
         config = replace(config, routing=routing)
@@ -112,12 +111,12 @@ def test_every_argument_of_the_trtllm_executor_exists(weight_format):
 def test_the_masked_gemm_can_signal_finished_tiles():
     """Its half of an overlap with the combine; `test_deepep.py` says why DeepEP's half is missing."""
     assert {"dst_signals", "sm_count"} <= set(
-        inspect.signature(CuteDslKernels.load().grouped_gemm_nt_masked).parameters
+        inspect.signature(cutedsl.load_kernels().grouped_gemm_nt_masked).parameters
     )
 
 
 def test_enum_values():
-    enums = TrtllmKernels.load().enums
+    enums = trtllm.load_kernels().enums
     for name in ("SfLayout", "Fp8QuantizationType", "ActivationType", "RoutingMethodType"):
         for member, value in vars(getattr(ENUMS, name)).items():
             assert int(getattr(getattr(enums, name), member)) == value, (name, member)

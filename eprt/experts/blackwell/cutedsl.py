@@ -10,9 +10,7 @@ Two kernel families, each with a weight layout of its own:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -21,11 +19,9 @@ from eprt.activation import activated
 from eprt.config import Activation, TokenFormat
 from eprt.errors import ConfigError, InputError
 from eprt.experts.adapters import merge_repeats
-from eprt.experts.base import PreparedExecutor, anytime
-from eprt.experts.blackwell.scales import GATED_ROWS, Nvfp4Factors, nvfp4_matrix, nvfp4_stack
+from eprt.experts.base import PreparedExecutor
+from eprt.experts.blackwell.scales import GATED_ROWS, Nvfp4Factors, linear_nvfp4, nvfp4_matrix, nvfp4_stack
 from eprt.experts.blackwell.swizzle import mma_scale_view, swizzle_scales, widen
-from eprt.experts.sample_tokens import even_tokens
-from eprt.placement import ExpertShard
 from eprt.quant import decode_payload
 from eprt.rounding import round_up
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
@@ -34,36 +30,23 @@ from eprt.weights import NVFP4_BLOCK, ExpertWeights
 ROWS = 128  # both GEMMs need a number of output rows that is a multiple of this (FlashInfer 0.7.2)
 
 
-@dataclass(frozen=True)
-class CuteDslKernels:
-    """The entry points used, so that a test can put its own in their place. `load` takes FlashInfer's."""
+def load_kernels() -> SimpleNamespace:
+    """Returns FlashInfer's entry points that are used here. A test puts its own in their place."""
+    import flashinfer
+    from flashinfer.autotuner import autotune
+    from flashinfer.cute_dsl import grouped_gemm_nt_masked
+    from flashinfer.fused_moe import ActivationType, CuteDslMoEWrapper
 
-    fp4_quantize: Callable[..., Any]
-    scaled_fp4_grouped_quantize: Callable[..., Any]
-    silu_and_mul_scaled_nvfp4_experts_quantize: Callable[..., Any]
-    grouped_gemm_nt_masked: Callable[..., Any]
-    moe_wrapper: Callable[..., Any]
-    autotune: Callable[..., AbstractContextManager[Any]]
-    relu2: int
-    swiglu: int
-
-    @classmethod
-    def load(cls) -> CuteDslKernels:
-        import flashinfer
-        from flashinfer.autotuner import autotune
-        from flashinfer.cute_dsl import grouped_gemm_nt_masked
-        from flashinfer.fused_moe import ActivationType, CuteDslMoEWrapper
-
-        return cls(
-            fp4_quantize=flashinfer.fp4_quantize,
-            scaled_fp4_grouped_quantize=flashinfer.scaled_fp4_grouped_quantize,
-            silu_and_mul_scaled_nvfp4_experts_quantize=flashinfer.silu_and_mul_scaled_nvfp4_experts_quantize,
-            grouped_gemm_nt_masked=grouped_gemm_nt_masked,
-            moe_wrapper=CuteDslMoEWrapper,
-            autotune=autotune,
-            relu2=int(ActivationType.Relu2),
-            swiglu=int(ActivationType.Swiglu),
-        )
+    return SimpleNamespace(
+        fp4_quantize=flashinfer.fp4_quantize,
+        scaled_fp4_grouped_quantize=flashinfer.scaled_fp4_grouped_quantize,
+        silu_and_mul_scaled_nvfp4_experts_quantize=flashinfer.silu_and_mul_scaled_nvfp4_experts_quantize,
+        grouped_gemm_nt_masked=grouped_gemm_nt_masked,
+        moe_wrapper=CuteDslMoEWrapper,
+        autotune=autotune,
+        relu2=int(ActivationType.Relu2),
+        swiglu=int(ActivationType.Swiglu),
+    )
 
 
 def padded_size(weights: ExpertWeights, parts: int) -> tuple[int, int]:
@@ -72,7 +55,35 @@ def padded_size(weights: ExpertWeights, parts: int) -> tuple[int, int]:
     return round_up(hidden, ROWS), round_up(intermediate, GATED_ROWS if parts == 2 else ROWS)
 
 
-class MaskedExperts:
+class _Experts:
+    """The weights of one kernel family: codes u8 [L, rows, cols/2] and 6-D scales of both matrices, and their factors.
+
+    Args:
+        executor: what they are a part of.
+        kernels: as `load_kernels` returns them.
+        contiguous: a gated first matrix has up and gate in turns of 64 rows; activations that aren't linear in up need
+            one second-level scale for both.
+    """
+
+    def __init__(
+        self, executor: PreparedExecutor, kernels: SimpleNamespace, weights: ExpertWeights, contiguous: bool
+    ) -> None:
+        self._kernels, self._require_cold = kernels, executor.require_cold
+        self._activation = activation = executor.config.activation
+        gate_up, down = nvfp4_matrix(weights.gate_up), nvfp4_matrix(weights.down)
+        share = contiguous and not activation.plain
+        self._factors = Nvfp4Factors.from_matrices(gate_up, down, executor.device, shared=share)
+        H, I = padded_size(weights, activation.parts)
+        options = {"alternate": contiguous and activation.gated, "share_scale": share}
+        stacks = (
+            nvfp4_stack(gate_up, activation.parts, I, H, executor.device, **options),
+            nvfp4_stack(down, 1, H, I, executor.device),
+        )
+        self._codes = [stack["codes"] for stack in stacks]
+        self._scales = [mma_scale_view(stack["scales"]) for stack in stacks]
+
+
+class MaskedExperts(_Experts):
     """Runs the masked kernels: quantise, GEMM, activation, quantise, GEMM. Rows at and past the counts are never read.
 
     The second GEMM and the combine run one after the other. The GEMM could signal finished tiles while it leaves
@@ -89,32 +100,17 @@ class MaskedExperts:
         ConfigError: a checkpoint without input scales.
     """
 
-    def __init__(
-        self,
-        kernels: CuteDslKernels,
-        weights: ExpertWeights,
-        activation: Activation,
-        device: torch.device,
-        require_cold: Callable[[str], None] = anytime,
-    ) -> None:
-        gate_up, down = nvfp4_matrix(weights.gate_up), nvfp4_matrix(weights.down)
-        factors = Nvfp4Factors.from_matrices(gate_up, down, device)
+    def __init__(self, executor: PreparedExecutor, kernels: SimpleNamespace, weights: ExpertWeights) -> None:
+        super().__init__(executor, kernels, weights, contiguous=False)
+        factors, activation = self._factors, self._activation
         if factors.input is None or factors.intermediate is None:
             raise ConfigError(
                 "cutedsl_nvfp4 quantises expert-major tokens and needs the checkpoint's input_scale, which is missing: "
                 "use a dispatcher that emits flat tokens (computed with bf16 activations)"
             )
-        self._require_cold = require_cold
-        self._heights: set[int] = set()  # of slabs, that GEMMs are compiled for
-        self._kernels = kernels
-        self._activation = activation
-        H, I = padded_size(weights, activation.parts)
-        first = nvfp4_stack(gate_up, activation.parts, I, H, device)
-        second = nvfp4_stack(down, 1, H, I, device)
+        self._heights: set[int] = set()  # rows per expert that GEMMs are compiled for
         # Codes u8 [rows, cols/2, L], scales 6-D (32, 4, row tiles, 4, column tiles, L).
-        self._first, self._second = (
-            (stack["codes"].permute(1, 2, 0), mma_scale_view(stack["scales"])) for stack in (first, second)
-        )
+        self._first, self._second = zip((codes.permute(1, 2, 0) for codes in self._codes), self._scales, strict=True)
         self._fused = activation.gated and activation.plain
         self._ratio = factors.ratio
         self._gate, self._calibrated_gate = factors.gate, factors.gate * factors.input
@@ -137,14 +133,8 @@ class MaskedExperts:
         if whole is not out:
             out.copy_(whole[:, :M, :H])
 
-    def warmup(self, rows: int, H: int, num_local: int, device: torch.device) -> None:
-        """Compiles for slabs of up to `rows` rows."""
-        slab = torch.zeros((num_local, rows, H), dtype=torch.bfloat16, device=device)
-        counts = torch.zeros(num_local, dtype=torch.int32, device=device)
-        self(ExpertMajorTokens(Payload.plain(slab), counts), torch.empty_like(slab))
-
     def _height(self, rows: int) -> int:
-        """Returns the lowest compiled height that holds slabs of `rows` rows; compiles for `rows` if none does."""
+        """Returns the least compiled number of rows per expert that holds `rows`; compiles for `rows` if none does."""
         enough = [height for height in self._heights if height >= rows]
         if enough:
             return min(enough)
@@ -196,38 +186,18 @@ class MaskedExperts:
         )
 
 
-class ContiguousExperts:
+class ContiguousExperts(_Experts):
     """`CuteDslMoEWrapper`: one call for everything. Applies the routing weights and sums over K; writes every row.
 
     The kernels read the rows of a gated first matrix as up and gate in turns of 64 rows.
     """
 
-    def __init__(
-        self,
-        kernels: CuteDslKernels,
-        weights: ExpertWeights,
-        activation: Activation,
-        shard: ExpertShard,
-        device: torch.device,
-        deterministic: bool,
-        require_cold: Callable[[str], None] = anytime,
-    ) -> None:
-        self._require_cold = require_cold
-        self._kernels = kernels
-        self._activation = activation
-        self._shard = shard
-        self._deterministic = deterministic
+    def __init__(self, executor: PreparedExecutor, kernels: SimpleNamespace, weights: ExpertWeights) -> None:
+        super().__init__(executor, kernels, weights, contiguous=True)
         self._wrappers: dict[int, Any] = {}
-        gate_up, down = nvfp4_matrix(weights.gate_up), nvfp4_matrix(weights.down)
-        factors = Nvfp4Factors.from_matrices(gate_up, down, device)
-        if not activation.plain:
-            factors = factors.sharing(gate_up.global_scale.to(device).amax(dim=1))
-        H, I = padded_size(weights, activation.parts)
-        options = {"alternate": activation.gated, "share_scale": not activation.plain}
-        first = nvfp4_stack(gate_up, activation.parts, I, H, device, **options)
-        second = nvfp4_stack(down, 1, H, I, device)
-        self._codes = first["codes"], second["codes"]  # u8 [L, rows, cols/2]
-        self._scales = [mma_scale_view(stack["scales"].view(torch.uint8)) for stack in (first, second)]
+        self._shard, self._deterministic = executor.shard, executor.runtime.deterministic
+        self._scales = [scales.view(torch.uint8) for scales in self._scales]
+        factors = self._factors
         self._gate, self._down = factors.gate, factors.down * factors.ratio
         self._multiplier: torch.Tensor | None = None  # None: a weight-only checkpoint
         self._quantiser: torch.Tensor | None = None
@@ -255,42 +225,31 @@ class ContiguousExperts:
         )
         out.copy_(result[:, : out.shape[1]])
 
-    def warmup(self, tokens: FlatTokens) -> None:
-        """Compiles, and times FlashInfer's tactics for its ladder of batch sizes up to that of `tokens`."""
-        with self._kernels.autotune(True):
-            self(tokens, torch.empty_like(tokens.hidden.data))
-
     def _quantised(self, hidden: Payload) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Returns codes u8 [N, H/2] and scales u8 [N, H/16] (bf16 and None for W4A16), and the first GEMM's factor."""
         width = 2 * self._codes[0].shape[2]
         if self._multiplier is None:
             return widen(_bf16(hidden), width).contiguous(), None, self._gate
-        if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
-            scales = widen(hidden.scale, width // NVFP4_BLOCK).contiguous().view(torch.uint8)
-            return widen(hidden.data, width // 2).contiguous(), scales, self._gate * hidden.global_scale
-        x = widen(_bf16(hidden), width).contiguous()
-        codes, scales = self._kernels.fp4_quantize(
-            x, self._multiplier, sf_vec_size=NVFP4_BLOCK, is_sf_swizzled_layout=False, nvfp4_4over6=None
-        )
-        return codes, scales.view(x.shape[0], width // NVFP4_BLOCK), self._calibrated_gate
+        codes, scales, above = linear_nvfp4(hidden, width, _bf16, self._kernels.fp4_quantize, self._multiplier)
+        return codes, scales.view(torch.uint8), self._calibrated_gate if above is None else self._gate * above
 
     def _wrapper(self, top_k: int) -> Any:
         """Makes one wrapper per top-k: a dispatcher may pad the model's, an adapter emits 1."""
         if top_k not in self._wrappers:
             self._require_cold(f"compiling cutedsl_nvfp4's kernels for top-k {top_k}")
-            activation, down = self._activation, self._codes[1]
+            activation, down, shard = self._activation, self._codes[1], self._shard
             swiglu: dict[str, float] = {}
             if not activation.plain:
                 swiglu = {"swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta}
                 swiglu |= {} if activation.limit is None else {"swiglu_limit": activation.limit}
             self._wrappers[top_k] = self._kernels.moe_wrapper(
-                num_experts=self._shard.num_experts,
+                num_experts=shard.num_experts,
                 top_k=top_k,
                 hidden_size=down.shape[1],
                 intermediate_size=2 * down.shape[2],
                 use_cuda_graph=down.is_cuda,
-                num_local_experts=self._shard.num_local_experts,
-                local_expert_offset=self._shard.first_expert,
+                num_local_experts=shard.num_local_experts,
+                local_expert_offset=shard.first_expert,
                 output_dtype=torch.bfloat16,
                 device=str(down.device),
                 activation_type=self._kernels.swiglu if activation.gated else self._kernels.relu2,
@@ -313,21 +272,17 @@ class CuteDslExecutor(PreparedExecutor):
     are the dispatcher's own geometry and fixed under a CUDA graph.
     """
 
-    kernels: ClassVar[CuteDslKernels | None] = None  # None: FlashInfer's, imported when an executor is built
+    kernels: ClassVar[SimpleNamespace | None] = None  # None: FlashInfer's, imported when an executor is built
 
     def _prepare(self, weights: ExpertWeights) -> None:
-        kernels = type(self).kernels or CuteDslKernels.load()
-        activation, wanted = self.config.activation, self.runtime.token_format
+        self._kernels, wanted = type(self).kernels or load_kernels(), self.runtime.token_format
         calibrated = nvfp4_matrix(weights.gate_up).input_scale is not None
         self._contiguous: ContiguousExperts | None = None
         self._masked: MaskedExperts | None = None
         if wanted in (None, "flat"):
-            ordered = self.runtime.deterministic
-            self._contiguous = ContiguousExperts(
-                kernels, weights, activation, self.shard, self.device, ordered, self.require_cold
-            )
+            self._contiguous = ContiguousExperts(self, self._kernels, weights)
         if wanted == "expert_major" or (wanted is None and calibrated):
-            self._masked = MaskedExperts(kernels, weights, activation, self.device, self.require_cold)
+            self._masked = MaskedExperts(self, self._kernels, weights)
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         if self._contiguous is None:
@@ -341,10 +296,14 @@ class CuteDslExecutor(PreparedExecutor):
         self._masked(tokens, out)
 
     def warmup(self, max_rows: int, top_k: int | None = None) -> None:
+        """Compiles; of FlatTokens, times FlashInfer's tactics for its ladder of batch sizes up to `max_rows`, too."""
         if self._contiguous is not None:
-            self._contiguous.warmup(even_tokens(self.config, max_rows, top_k or self.config.top_k, self.device))
+            with self._kernels.autotune(True):
+                self(self._even_tokens(max_rows, top_k))
         if self._masked is not None:
-            self._masked.warmup(max_rows, self.config.hidden_size, self.shard.num_local_experts, self.device)
+            L, device = self.shard.num_local_experts, self.device
+            rows = torch.zeros((L, max_rows, self.config.hidden_size), dtype=torch.bfloat16, device=device)
+            self(ExpertMajorTokens(Payload.plain(rows), torch.zeros(L, dtype=torch.int32, device=device)))
 
 
 def _not_built(token_format: TokenFormat) -> str:

@@ -16,13 +16,15 @@ into the block scales of the half with the smaller global scale.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from eprt.errors import ConfigError
-from eprt.experts.blackwell.swizzle import swizzle_scales
+from eprt.experts.blackwell.swizzle import swizzle_scales, widen
 from eprt.experts.padding import interleave_halves, pad_parts, stack_experts
+from eprt.tokens import Payload
 from eprt.weights import NVFP4_BLOCK, Matrix, Nvfp4
 
 GATED_ROWS = 64  # rows of up, then of gate, that CuteDSL's fused SwiGLU reads together
@@ -52,8 +54,11 @@ class Nvfp4Factors:
         return self.up / self.gate
 
     @classmethod
-    def from_matrices(cls, gate_up: Nvfp4, down: Nvfp4, device: torch.device) -> Nvfp4Factors:
+    def from_matrices(cls, gate_up: Nvfp4, down: Nvfp4, device: torch.device, *, shared: bool = False) -> Nvfp4Factors:
+        """`shared`: both halves have one factor, as `share_global_scale` makes it."""
         scale = gate_up.global_scale.to(device)
+        if shared:
+            scale = scale.amax(dim=1, keepdim=True)
         factors = cls(
             scale[:, 0].clone(), scale[:, -1].clone(), down.global_scale[:, 0].to(device, copy=True), None, None
         )
@@ -64,10 +69,6 @@ class Nvfp4Factors:
             input=gate_up.input_scale.to(device).amax().view(1),
             intermediate=down.input_scale[:, 0].to(device, copy=True),
         )
-
-    def sharing(self, shared: torch.Tensor) -> Nvfp4Factors:
-        """Returns the factors after `share_global_scale`: both halves have the factor `shared`."""
-        return replace(self, gate=shared, up=shared)
 
 
 def nvfp4_matrix(matrix: Matrix) -> Nvfp4:
@@ -121,3 +122,30 @@ def nvfp4_stack(
         return {"codes": codes, "scales": swizzle_scales(scales)}
 
     return stack_experts(matrix.shape[0], one)
+
+
+def linear_nvfp4(
+    hidden: Payload,
+    width: int,
+    plain: Callable[[Payload], torch.Tensor],
+    quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    multiplier: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Returns NVFP4 tokens padded to `width` columns, packed ones as they came, others quantised by FlashInfer.
+
+    Args:
+        plain: bf16 tokens of a payload; raises InputError for others.
+        quantize, multiplier: FlashInfer's `fp4_quantize`, and one over the tokens' second-level scale.
+
+    Returns:
+        codes u8 [N, width/2], linear scales e4m3 [N, width/16], the second-level scale that packed tokens brought.
+    """
+    blocks = width // NVFP4_BLOCK
+    if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
+        codes = widen(hidden.data, width // 2).contiguous()
+        return codes, widen(hidden.scale, blocks).contiguous(), hidden.global_scale
+    x = widen(plain(hidden), width).contiguous()
+    # nvfp4_4over6=None: don't let environment variables choose another recipe.
+    codes, scales = quantize(x, multiplier, sf_vec_size=NVFP4_BLOCK, is_sf_swizzled_layout=False, nvfp4_4over6=None)
+    # Two dimensions: given a flat scale, the library's tuner falls back to its default tactic.
+    return codes, scales.view(torch.float8_e4m3fn).view(x.shape[0], blocks), None

@@ -9,7 +9,7 @@ given none; the logits kernels apply the model's, once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -18,9 +18,8 @@ from eprt.config import Routing
 from eprt.errors import ConfigError, InputError
 from eprt.experts.adapters import merge_repeats
 from eprt.experts.base import PreparedExecutor
-from eprt.experts.blackwell.trtllm_formats import FORMATS, TrtllmKernels
+from eprt.experts.blackwell.trtllm_formats import FORMATS, load_kernels
 from eprt.experts.rules import TRTLLM_LOGITS
-from eprt.experts.sample_tokens import even_tokens
 from eprt.placement import ExpertShard
 from eprt.tokens import FlatTokens, Payload
 from eprt.weights import ExpertWeights
@@ -34,10 +33,10 @@ class TrtllmGenExecutor(PreparedExecutor):
         ConfigError: weights that the kernels' number formats don't cover, or missing input scales.
     """
 
-    kernels: ClassVar[TrtllmKernels | None] = None  # None: FlashInfer's, imported when an executor is built
+    kernels: ClassVar[SimpleNamespace | None] = None  # None: FlashInfer's, imported when an executor is built
 
     def _prepare(self, weights: ExpertWeights) -> None:
-        self._kernels = type(self).kernels or TrtllmKernels.load()
+        self._kernels = type(self).kernels or load_kernels()
         name = self.config.weight_format
         if name not in FORMATS:
             raise ConfigError(f"trtllm_gen takes {', '.join(FORMATS)} weights, not {name}")
@@ -108,7 +107,7 @@ class TrtllmGenExecutor(PreparedExecutor):
     def warmup(self, max_rows: int, top_k: int | None = None) -> None:
         """Lets FlashInfer build its kernels and time their tactics for its ladder of batch sizes up to `max_rows`."""
         self._most_rows = max(self._most_rows, 1 << (max_rows - 1).bit_length())
-        tokens = even_tokens(self.config, max_rows, top_k or self.config.top_k, self.device)
+        tokens = self._even_tokens(max_rows, top_k)
         with self._kernels.autotune(True):
             self(tokens)
             if _whole(self.shard) and self.takes_logits:

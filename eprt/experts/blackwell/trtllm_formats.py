@@ -16,16 +16,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from eprt.config import Activation, WeightFormat
 from eprt.errors import ConfigError, InputError
-from eprt.experts.blackwell.scales import Nvfp4Factors, share_global_scale
+from eprt.experts.blackwell.scales import Nvfp4Factors, linear_nvfp4, share_global_scale
 from eprt.experts.blackwell.swizzle import swizzle_scales, take_rows, trtllm_row_order, widen
 from eprt.experts.padding import pad_parts, stack_experts
 from eprt.quant.blocks import encode_fp8_groups
@@ -37,39 +35,28 @@ from eprt.weights import MX_BLOCK, NVFP4_BLOCK, ExpertWeights, Fp8Block, Fp8Tens
 ROWS = 128  # rows of a GEMM (H, and 2 I or I) come in tiles of 128; FP8 contracts 128 columns at a time
 
 
-@dataclass(frozen=True)
-class TrtllmKernels:
-    """The entry points used, so that a test can put its own in their place. `load` takes FlashInfer's."""
+def load_kernels() -> SimpleNamespace:
+    """Returns FlashInfer's entry points that are used here. A test puts its own in their place."""
+    import flashinfer
+    from flashinfer import fused_moe, tllm_enums
+    from flashinfer.autotuner import autotune
 
-    routed: dict[str, Callable[..., Any]]
-    logits: dict[str, Callable[..., Any]]
-    fp4_quantize: Callable[..., Any]
-    mxfp8_quantize: Callable[..., Any]
-    autotune: Callable[..., AbstractContextManager[Any]]
-    enums: ModuleType
-
-    @classmethod
-    def load(cls) -> TrtllmKernels:
-        import flashinfer
-        from flashinfer import fused_moe, tllm_enums
-        from flashinfer.autotuner import autotune
-
-        return cls(
-            routed={
-                "fp4": fused_moe.trtllm_fp4_block_scale_routed_moe,
-                "fp8_block": fused_moe.trtllm_fp8_block_scale_routed_moe,
-                "fp8_tensor": fused_moe.trtllm_fp8_per_tensor_scale_routed_moe,
-            },
-            logits={
-                "fp4": fused_moe.trtllm_fp4_block_scale_moe,
-                "fp8_block": fused_moe.trtllm_fp8_block_scale_moe,
-                "fp8_tensor": fused_moe.trtllm_fp8_per_tensor_scale_moe,
-            },
-            fp4_quantize=flashinfer.fp4_quantize,
-            mxfp8_quantize=flashinfer.mxfp8_quantize,
-            autotune=autotune,
-            enums=tllm_enums,
-        )
+    return SimpleNamespace(
+        routed={
+            "fp4": fused_moe.trtllm_fp4_block_scale_routed_moe,
+            "fp8_block": fused_moe.trtllm_fp8_block_scale_routed_moe,
+            "fp8_tensor": fused_moe.trtllm_fp8_per_tensor_scale_routed_moe,
+        },
+        logits={
+            "fp4": fused_moe.trtllm_fp4_block_scale_moe,
+            "fp8_block": fused_moe.trtllm_fp8_block_scale_moe,
+            "fp8_tensor": fused_moe.trtllm_fp8_per_tensor_scale_moe,
+        },
+        fp4_quantize=flashinfer.fp4_quantize,
+        mxfp8_quantize=flashinfer.mxfp8_quantize,
+        autotune=autotune,
+        enums=tllm_enums,
+    )
 
 
 class TrtllmFormat(ABC):
@@ -82,7 +69,7 @@ class TrtllmFormat(ABC):
         device: where the prepared tensors live.
 
     Attributes:
-        entry: which pair of entry points of `TrtllmKernels` takes it.
+        entry: which pair of entry points of `load_kernels` takes it.
         kind: the canonical matrix that it lays out.
         hidden, intermediate: H and I as the kernels see them, rounded up with zero weights.
         weights: keyword -> prepared tensor.
@@ -93,7 +80,7 @@ class TrtllmFormat(ABC):
     kind: type[Matrix]
 
     def __init__(
-        self, kernels: TrtllmKernels, weights: ExpertWeights, activation: Activation, device: torch.device
+        self, kernels: SimpleNamespace, weights: ExpertWeights, activation: Activation, device: torch.device
     ) -> None:
         self.num_local, H, I = weights.down.shape
         self.kernels = kernels
@@ -171,7 +158,9 @@ class Nvfp4Format(TrtllmFormat):
         return ROWS // activation.parts
 
     def fold_scales(self, gate_up: Nvfp4, down: Nvfp4) -> None:
-        self._factors = Nvfp4Factors.from_matrices(gate_up, down, self.device)
+        # One limit for both raw sums: only possible if one factor turns both into values.
+        self._shared = self.activation.gated and self.activation.limit is not None
+        self._factors = Nvfp4Factors.from_matrices(gate_up, down, self.device, shared=self._shared)
         scale, intermediate = self._factors.input, self._factors.intermediate
         if scale is None or intermediate is None:
             raise ConfigError(
@@ -179,10 +168,6 @@ class Nvfp4Format(TrtllmFormat):
                 "use cutedsl_nvfp4 with flat tokens (bf16 activations)"
             )
         self._multiplier, self._intermediate = 1.0 / scale, intermediate
-        # One limit for both raw sums: only possible if one factor turns both into values.
-        self._shared = self.activation.gated and self.activation.limit is not None
-        if self._shared:
-            self._factors = self._factors.sharing(gate_up.global_scale.to(self.device).amax(dim=1))
         self._calibrated = self._scalars(scale)
 
     def lay_out(self, own: Nvfp4, parts: int, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,30 +177,18 @@ class Nvfp4Format(TrtllmFormat):
         return self.shuffled(own.codes, parts, rows, cols // 2), scales
 
     def arguments(self, hidden: Payload) -> dict[str, Any]:
-        codes, scales, scalars = self._quantised(hidden)
+        codes, scales, above = linear_nvfp4(
+            hidden, self.hidden, self.plain_tokens, self.kernels.fp4_quantize, self._multiplier
+        )
         return {
             "hidden_states": codes,
             "hidden_states_scale": scales,
             "hidden_states_scale_layout": self.kernels.enums.SfLayout.layout_linear,
             "gemm1_bias": None,
             "gemm2_bias": None,
-            **scalars,
+            **(self._calibrated if above is None else self._scalars(above)),
             **self.weights,
         }
-
-    def _quantised(self, hidden: Payload) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor | None]]:
-        """Returns codes u8 [N, H/2], scales e4m3 [N, H/16] (linear), and the scalars for their second-level scale."""
-        blocks = self.hidden // NVFP4_BLOCK
-        if hidden.format == "nvfp4" and hidden.scale is not None and hidden.global_scale is not None:
-            codes = widen(hidden.data, self.hidden // 2).contiguous()
-            return codes, widen(hidden.scale, blocks).contiguous(), self._scalars(hidden.global_scale)
-        x = self.plain_tokens(hidden)
-        # nvfp4_4over6=None: don't let environment variables choose another recipe.
-        codes, scales = self.kernels.fp4_quantize(
-            x, self._multiplier, sf_vec_size=NVFP4_BLOCK, is_sf_swizzled_layout=False, nvfp4_4over6=None
-        )
-        # Two dimensions: given a flat scale, the library's tuner falls back to its default tactic.
-        return codes, scales.view(torch.float8_e4m3fn).view(x.shape[0], blocks), self._calibrated
 
     def _scalars(self, scale: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """Returns float32 [L] each, for tokens with the second-level scale `scale` [1]."""

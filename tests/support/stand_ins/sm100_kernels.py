@@ -12,13 +12,9 @@ algebra of the scales shows.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import fields
 from types import SimpleNamespace
 
 import torch
-
-from eprt.experts.blackwell.cutedsl import CuteDslKernels
-from eprt.experts.blackwell.trtllm import TrtllmKernels
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 UNSET = object()
@@ -103,8 +99,14 @@ GEOMETRY = {
 SWIGLU_DEFAULTS = {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": None}
 
 
+CUTEDSL = (
+    "fp4_quantize", "scaled_fp4_grouped_quantize", "silu_and_mul_scaled_nvfp4_experts_quantize",
+    "grouped_gemm_nt_masked", "moe_wrapper", "autotune", "relu2", "swiglu",
+)  # fmt: skip
+
+
 class FakeCuteDsl:
-    """All entry points of `CuteDslKernels`; `calls` counts them."""
+    """All entry points of `cutedsl.load_kernels`; `calls` counts them."""
 
     def __init__(self, rounding: bool = True) -> None:
         self.rounding = rounding
@@ -113,8 +115,8 @@ class FakeCuteDsl:
 
     relu2, swiglu = RELU2, SWIGLU
 
-    def kernels(self) -> CuteDslKernels:
-        return CuteDslKernels(**{field.name: getattr(self, field.name) for field in fields(CuteDslKernels)})
+    def kernels(self) -> SimpleNamespace:
+        return SimpleNamespace(**{name: getattr(self, name) for name in CUTEDSL})
 
     def autotune(self, on):
         return nullcontext()
@@ -269,16 +271,16 @@ PRECOMPUTED = 5
 
 
 class FakeTrtllm:
-    """All entry points of `TrtllmKernels`."""
+    """All entry points of `trtllm_formats.load_kernels`."""
 
     def __init__(self, rounding: bool = True) -> None:
         self.rounding = rounding
         self.calls: list[str] = []
         self._quantiser = FakeCuteDsl(rounding)
 
-    def kernels(self) -> TrtllmKernels:
+    def kernels(self) -> SimpleNamespace:
         routed = {"fp4": self.fp4, "fp8_block": self.fp8_block, "fp8_tensor": self.fp8_tensor}
-        return TrtllmKernels(
+        return SimpleNamespace(
             routed=routed,
             logits={name: self._from_logits(kernel) for name, kernel in routed.items()},
             fp4_quantize=self._quantiser.fp4_quantize,
