@@ -226,11 +226,14 @@ class PreparedExecutor(Executor):
         self.device = device
         self.runtime = runtime
         self.require_cold = require_cold
+        if shard.moe_tp_rank:  # the sum over MoE-TP ranks must hold the bias once
+            weights = replace(weights, down_bias=None)
         self._prepare(weights)
 
     @abstractmethod
     def _prepare(self, weights: ExpertWeights) -> None:
-        """Make the kernel's layout on `self.device`, expert by expert. `weights` are already checked."""
+        """Makes the kernel's layout on `self.device`, expert by expert. `weights` are checked; MoE-TP rank 0 alone has
+        the `down_bias`."""
 
     def _try_flat(self, rows: int, choices: int, expert: int) -> None:
         """Makes every kind of call with `rows` FlatTokens whose choices all name `expert`, so that it is compiled."""
@@ -288,6 +291,11 @@ def on_dense_slabs(
     compute(tokens, whole)
     if whole is not out:
         expert_major.copy_valid_rows(whole, out, tokens.counts)
+
+
+def present(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Returns by name those that aren't None."""
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def unsupported_format(executor: str, token_format: TokenFormat) -> ConfigError:

@@ -35,7 +35,7 @@ from eprt.weights import MX_BLOCK, ExpertWeights, Mxfp4
 HUMMING_COMPENSATION = 64.0
 
 
-def tile_expert(weights: ExpertWeights, moe_tp_rank: int) -> dict[str, torch.Tensor]:
+def tile_expert(weights: ExpertWeights) -> dict[str, torch.Tensor]:
     """Returns one expert (leading dimension 1) as the kernel reads it before interleaving: [up; gate], tiles of 128."""
     gate_up, down = weights.gate_up, weights.down
     if not isinstance(gate_up, Mxfp4) or not isinstance(down, Mxfp4):
@@ -47,33 +47,27 @@ def tile_expert(weights: ExpertWeights, moe_tp_rank: int) -> dict[str, torch.Ten
         "down": pad_parts(down.codes, 1, H, I // 2),
         "down_scales": pad_parts(down.scales, 1, H, I // MX_BLOCK),
     }
-    if weights.gate_up_bias is not None and weights.down_bias is not None:
-        down_bias = weights.down_bias if moe_tp_rank == 0 else torch.zeros_like(weights.down_bias)
-        tiles["gate_up_bias"] = pad_parts(weights.gate_up_bias, 2, I, reverse=True).to(torch.bfloat16)
+    if (bias := weights.gate_up_bias) is not None:
+        down_bias = bias.new_zeros((1, H)) if weights.down_bias is None else weights.down_bias
+        tiles["gate_up_bias"] = pad_parts(bias, 2, I, reverse=True).to(torch.bfloat16)
         tiles["down_bias"] = pad_parts(down_bias, 1, H).to(torch.bfloat16)
     return tiles
 
 
-def _interleave_bf16(tiles: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Puts bytes in the library's own order for bf16 activations."""
-    from flashinfer.fused_moe import interleave_moe_scales_for_sm90_mixed_gemm as interleave_scales
-    from flashinfer.fused_moe import interleave_moe_weights_for_sm90_mixed_gemm as interleave_weights
+def _interleaved(tiles: dict[str, torch.Tensor], fp8: bool) -> dict[str, torch.Tensor]:
+    """Puts bytes in the library's own order. For FP8 activations scales are folded into the codes, one residual scale
+    per expert is left."""
+    from flashinfer import fused_moe
 
     done = dict(tiles)
-    for name in ("gate_up", "down"):
-        done[name] = interleave_weights(tiles[name], "fp4")
-        done[f"{name}_scales"] = interleave_scales(tiles[f"{name}_scales"], group_size=MX_BLOCK)
-    return done
-
-
-def _interleave_fp8(tiles: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Does the same for FP8 activations: scales are folded into the codes, one residual scale per expert is left."""
-    from flashinfer.fused_moe import preprocess_moe_weights_for_sm90_mixed_gemm_humming as fold
-
-    done = dict(tiles)
-    for name in ("gate_up", "down"):
-        codes, scales, residual = fold(tiles[name], tiles[f"{name}_scales"])
-        done |= {name: codes, f"{name}_scales": scales, f"{name}_residual": residual * HUMMING_COMPENSATION}
+    for name, scale in (("gate_up", "gate_up_scales"), ("down", "down_scales")):
+        if fp8:
+            fold = fused_moe.preprocess_moe_weights_for_sm90_mixed_gemm_humming
+            done[name], done[scale], residual = fold(tiles[name], tiles[scale])
+            done[f"{name}_residual"] = residual * HUMMING_COMPENSATION
+        else:
+            done[name] = fused_moe.interleave_moe_weights_for_sm90_mixed_gemm(tiles[name], "fp4")
+            done[scale] = fused_moe.interleave_moe_scales_for_sm90_mixed_gemm(tiles[scale], group_size=MX_BLOCK)
     return done
 
 
@@ -107,11 +101,10 @@ class CutlassMxfp4Executor(PreparedExecutor):
             raise ConfigError("this FlashInfer has no MXFP4 x FP8 kernels: upgrade, or low_precision_activations=False")
         self._takes_workspace = "workspace_buffer" in keywords
         self._hidden = round_up(config.hidden_size, TILE)
-        interleave = _interleave_fp8 if self._fp8 else _interleave_bf16
 
         def prepare(index: int) -> dict[str, torch.Tensor]:
             one = weights.map(lambda tensor: tensor[index : index + 1].to(self.device))
-            return interleave(tile_expert(one, self.shard.moe_tp_rank))
+            return _interleaved(tile_expert(one), self._fp8)
 
         self._stacks = stack_experts(L, prepare)
         self._workspace_bytes: dict[tuple[int, int], int] = {}
@@ -198,13 +191,13 @@ class CutlassMxfp4Executor(PreparedExecutor):
             "use_fused_finalize": not self.runtime.deterministic,
         } | ({"use_wfp4afp8_humming": True} if self._fp8 else {})
 
-    def _workspace(self, num_rows: int, slots: int) -> torch.Tensor:
+    def _workspace(self, num_rows: int, top_k: int) -> torch.Tensor:
         """Scratch from torch's caching allocator, given back after the call: layers that run one after another get
         the same memory, streams that overlap don't, and a captured graph keeps its own."""
         rows = 1 << (num_rows - 1).bit_length()
-        found = self._workspace_bytes.get((rows, slots))
+        found = self._workspace_bytes.get((rows, top_k))
         if found is None:
-            found = self._workspace_bytes[rows, slots] = self._workspace_size(rows, slots)
+            found = self._workspace_bytes[rows, top_k] = self._workspace_size(rows, top_k)
         return torch.empty(found, dtype=torch.uint8, device=self.device)
 
     def _workspace_size(self, rows: int, top_k: int) -> int:

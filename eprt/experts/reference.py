@@ -14,7 +14,7 @@ import torch
 
 from eprt.config import Activation, MoEConfig
 from eprt.errors import ConfigError
-from eprt.experts.base import PreparedExecutor
+from eprt.experts.base import PreparedExecutor, present
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import Dense, ExpertWeights, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Mxfp8, Nvfp4
 
@@ -135,14 +135,12 @@ class ReferenceExecutor(PreparedExecutor):
         self._gate_up = decode_matrix(weights.gate_up, self.config.activation.parts)
         self._down = decode_matrix(weights.down, 1)
         biases = [None if bias is None else bias.clone() for bias in (weights.gate_up_bias, weights.down_bias)]
-        self._gate_up_bias = biases[0]
-        # The sum over MoE-TP ranks must hold the bias once.
-        self._down_bias = biases[1] if self.shard.moe_tp_rank == 0 else None
+        self._gate_up_bias, self._down_bias = biases
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
-        biases = {"gate_up_bias": self._gate_up_bias, "down_bias": self._down_bias}
-        found = {name: bias for name, bias in biases.items() if bias is not None}
-        return {"gate_up": self._gate_up, "down": self._down, **found}
+        return present(
+            gate_up=self._gate_up, down=self._down, gate_up_bias=self._gate_up_bias, down_bias=self._down_bias
+        )
 
     def _expert(self, index: int, x: torch.Tensor) -> torch.Tensor:
         bias = [None if b is None else b[index] for b in (self._gate_up_bias, self._down_bias)]

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import grouped_mm, pad
 
 from eprt.activation import activate
-from eprt.experts.base import PreparedExecutor
+from eprt.experts.base import PreparedExecutor, present
 from eprt.experts.padding import pad_parts, stack_experts
 from eprt.experts.permute import group_rows, weighted_unpermute
 from eprt.quant import decode, decode_payload
@@ -57,7 +57,7 @@ class GroupedExecutor(PreparedExecutor):
         self._grouped = has_grouped_kernel(self.device, self._dtype)
         # Padded like the matrices' rows.
         self._gate_up_bias = self._load_bias(weights.gate_up_bias, parts)
-        self._down_bias = self._load_bias(weights.down_bias if self.shard.moe_tp_rank == 0 else None, 1)
+        self._down_bias = self._load_bias(weights.down_bias, 1)
         self._experts = torch.arange(L, dtype=torch.int32, device=self.device)
 
     def _load(self, matrix: Matrix, parts: int) -> torch.Tensor:
@@ -76,9 +76,9 @@ class GroupedExecutor(PreparedExecutor):
         return pad_parts(bias.to(self.device, torch.float32), parts, _aligned(bias.shape[1] // parts))
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
-        biases = {"gate_up_bias": self._gate_up_bias, "down_bias": self._down_bias}
-        found = {name: bias for name, bias in biases.items() if bias is not None}
-        return {"gate_up": self._gate_up, "down": self._down, **found}
+        return present(
+            gate_up=self._gate_up, down=self._down, gate_up_bias=self._gate_up_bias, down_bias=self._down_bias
+        )
 
     def _aligned_hidden(self, tokens: FlatTokens | ExpertMajorTokens) -> torch.Tensor:
         hidden = decode_payload(tokens.hidden).to(self._dtype)

@@ -10,6 +10,7 @@ That is plain torch: ten and more passes, which at 1024 tokens cost as much as s
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -92,39 +93,35 @@ def _nvfp4_kernel(x, global_scale, data, scale, H: tl.constexpr, GROUPS: tl.cons
 def encode_fp8_rows(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, H] bf16 or float32 on CUDA -> (e4m3 [T, H], scale f32 [T, ceil(H/128)]), T >= 0."""
     T, H = hidden.shape
-    groups = ceil_div(H, FP8_BLOCK)
     data = torch.empty(T, H, dtype=torch.float8_e4m3fn, device=hidden.device)
-    scale = torch.empty(T, groups, dtype=torch.float32, device=hidden.device)
-    if T:
-        kernel, blocks = _prepared_fp8(hidden.device, hidden.dtype, H)
-        kernel((T, blocks, 1), aligned(hidden), data, scale)
+    scale = torch.empty(T, ceil_div(H, FP8_BLOCK), dtype=torch.float32, device=hidden.device)
+    _launch(_fp8_kernel, FP8_BLOCK, hidden, data, scale)
     return data, scale
-
-
-@cache
-def _prepared_fp8(device: torch.device, dtype: torch.dtype, H: int) -> tuple[CachedKernel, int]:
-    """Returns the precompiled kernel, and how many programs share a row."""
-    groups, block = ceil_div(H, FP8_BLOCK), COLUMNS_PER_CTA // FP8_BLOCK
-    arguments, constants = (dtype, torch.float8_e4m3fn, torch.float32), {"H": H, "GROUPS": groups, "BLOCK": block}
-    return CachedKernel(_fp8_kernel, device, arguments, constants), ceil_div(groups, block)
 
 
 def encode_nvfp4_rows(hidden: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, H] bf16 or float32 on CUDA, float32 [1] -> (codes u8 [T, H/2], scale e4m3 [T, H/16]), T >= 0, H by 16."""
     T, H = hidden.shape
-    groups = H // NVFP4_BLOCK
     data = torch.empty(T, H // 2, dtype=torch.uint8, device=hidden.device)
-    scale = torch.empty(T, groups, dtype=torch.float8_e4m3fn, device=hidden.device)
-    if T:
-        kernel, blocks = _prepared_nvfp4(hidden.device, hidden.dtype, H)
-        kernel((T, blocks, 1), aligned(hidden), global_scale, data, scale)
+    scale = torch.empty(T, H // NVFP4_BLOCK, dtype=torch.float8_e4m3fn, device=hidden.device)
+    _launch(_nvfp4_kernel, NVFP4_BLOCK, hidden, global_scale, data, scale)
     return data, scale
 
 
+def _launch(kernel: Any, group: int, hidden: torch.Tensor, *others: torch.Tensor) -> None:
+    """Launches a kernel over `hidden` [T, H], whose rows have a scale per `group` values; nothing for T = 0."""
+    T, H = hidden.shape
+    if T:
+        dtypes = hidden.dtype, *(tensor.dtype for tensor in others)
+        prepared, blocks = _prepared(kernel, group, hidden.device, dtypes, H)
+        prepared((T, blocks, 1), aligned(hidden), *others)
+
+
 @cache
-def _prepared_nvfp4(device: torch.device, dtype: torch.dtype, H: int) -> tuple[CachedKernel, int]:
+def _prepared(
+    kernel: Any, group: int, device: torch.device, dtypes: tuple[torch.dtype, ...], H: int
+) -> tuple[CachedKernel, int]:
     """Returns the precompiled kernel, and how many programs share a row."""
-    groups, block = H // NVFP4_BLOCK, COLUMNS_PER_CTA // NVFP4_BLOCK
-    arguments = dtype, torch.float32, torch.uint8, torch.float8_e4m3fn
+    groups, block = ceil_div(H, group), COLUMNS_PER_CTA // group
     constants = {"H": H, "GROUPS": groups, "BLOCK": block}
-    return CachedKernel(_nvfp4_kernel, device, arguments, constants), ceil_div(groups, block)
+    return CachedKernel(kernel, device, dtypes, constants), ceil_div(groups, block)

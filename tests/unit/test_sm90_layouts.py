@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,10 +43,12 @@ def test_scales_spread_part_by_part():
 
 def test_cutlass_down_bias_is_added_once():
     weights = cases.make_weights(cases.make_config("mxfp4", bias=True)).map(lambda tensor: tensor[:1])
-    assert tile_expert(weights, moe_tp_rank=0)["down_bias"].any()
-    assert not tile_expert(weights, moe_tp_rank=1)["down_bias"].any()
+    assert tile_expert(weights)["down_bias"].any()
+    others = tile_expert(replace(weights, down_bias=None))["down_bias"]  # as on all MoE-TP ranks but the first
+    assert others.shape == tile_expert(weights)["down_bias"].shape
+    assert not others.any()
     with pytest.raises(ConfigError, match="Mxfp4"):
-        tile_expert(cases.make_weights(cases.make_config("nvfp4")), moe_tp_rank=0)
+        tile_expert(cases.make_weights(cases.make_config("nvfp4")))
 
 
 def test_swiglu_parameters_are_all_or_none():

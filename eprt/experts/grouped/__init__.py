@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from eprt.config import WeightFormat
 from eprt.experts.base import PreparedExecutor
 from eprt.experts.grouped.schedules import FP8_PAIRS, Pair, Schedule, choose, limits
-from eprt.experts.grouped.weights import FP8_FORMATS, GroupedMatrix
+from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.permute import plain_hidden
 from eprt.support import Device
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, aligned
@@ -26,6 +27,9 @@ from eprt.weights import ExpertWeights
 if TYPE_CHECKING:
     from eprt.experts.grouped.launch import Gemm, Rows
     from eprt.experts.sort_by_expert_triton import RowTiles, TileSchedule
+
+
+PAIRS: dict[WeightFormat, Pair] = {"fp8_block": "w8a16", "fp8_tensor": "w8a16", "mxfp4": "w4a16", "nvfp4": "nv4a16"}
 
 
 class TritonGroupedExecutor(PreparedExecutor):
@@ -39,19 +43,13 @@ class TritonGroupedExecutor(PreparedExecutor):
     strided = True
 
     def _prepare(self, weights: ExpertWeights) -> None:
-        config, shard, device = self.config, self.shard, self.device
+        config, device = self.config, self.device
         self._first = GroupedMatrix.prepare(weights.gate_up, weights.gate_up_bias, config.activation.parts, device)
-        # The sum over MoE-TP ranks must hold the bias once.
-        down_bias = weights.down_bias if shard.moe_tp_rank == 0 else None
-        self._second = GroupedMatrix.prepare(weights.down, down_bias, 1, device)
+        self._second = GroupedMatrix.prepare(weights.down, weights.down_bias, 1, device)
         self._hopper = Device.of(device).sm >= 90
-        self._pair: Pair = "bf16"
-        if config.weight_format in FP8_FORMATS:
-            self._pair = "w8a8" if self.runtime.low_precision_activations else "w8a16"
-        elif config.weight_format == "mxfp4":
-            self._pair = "w4a16"
-        elif config.weight_format == "nvfp4":
-            self._pair = "nv4a16"
+        self._pair: Pair = PAIRS.get(config.weight_format, "bf16")
+        if self._pair == "w8a16" and self.runtime.low_precision_activations:
+            self._pair = "w8a8"
 
     @cached_property
     def _gemms(self) -> tuple[Gemm, Gemm]:

@@ -143,10 +143,10 @@ class Gemm:
         """Compiles the tile's kernel for arguments like these."""
         kernel, kind, options = grouped_gemm, GemmConstants, self._options(tile)
         if tile.warp_specialized:
-            from eprt.experts.grouped import gemm_gluon, pipeline_gluon
+            from eprt.experts.grouped.gemm_gluon import grouped_gemm_warp_specialized
+            from eprt.experts.grouped.pipeline_gluon import KernelConstants
 
-            kernel, kind = gemm_gluon.grouped_gemm_warp_specialized, pipeline_gluon.KernelConstants
-            options = {"num_warps": 4}
+            kernel, kind, options = grouped_gemm_warp_specialized, KernelConstants, {"num_warps": 4}
         known = {"C": self._known(kind, schedule, tile, x_tma)}
         return CachedKernel(kernel, self._weights.device, _kinds(arguments), known, pdl=True, **options)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from eprt.config import WeightFormat
+from eprt.experts.base import present
 from eprt.experts.grouped.fp4 import (
     MX_UNIT_SCALES,
     NV_UNIT_SCALES,
@@ -24,7 +24,6 @@ from eprt.rounding import ceil_div, round_up
 from eprt.weights import FP8_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
 
 INTERLEAVE = 8  # gate and up rows take turns by so many: halves of what one thread holds of a tile, so nothing moves
-FP8_FORMATS: tuple[WeightFormat, ...] = ("fp8_block", "fp8_tensor")
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,8 @@ class GroupedMatrix:
         return cls(tensors["data"], scale, factor, bias, parts, parts * padded, cols)
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
-        """What belongs to each local expert, [L, ...]: views."""
-        found = {"data": self.data, "scale": self.scale, "factor": self.factor, "bias": self.bias}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        """Returns what belongs to each local expert, [L, ...]: views."""
+        return present(data=self.data, scale=self.scale, factor=self.factor, bias=self.bias)
 
 
 def _laid_out(own: Matrix, parts: int, padded: int) -> dict[str, torch.Tensor]:

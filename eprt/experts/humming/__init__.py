@@ -52,9 +52,7 @@ class HummingExecutor(PreparedExecutor):
         )
         shape = GemmShape(parts, I, H, hidden_side="cols")
         self._gate_up = make(weights.gate_up, weights.gate_up_bias, shape)
-        # The sum over MoE-TP ranks must hold the bias once.
-        down_bias = weights.down_bias if shard.moe_tp_rank == 0 else None
-        self._down = make(weights.down, down_bias, GemmShape(1, H, I, hidden_side="rows"))
+        self._down = make(weights.down, weights.down_bias, GemmShape(1, H, I, hidden_side="rows"))
         self._row_kernels: dict[tuple[str, bool, int], RowKernel] = {}
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
@@ -84,7 +82,7 @@ class HummingExecutor(PreparedExecutor):
             return None, order, rows
         order = group_by_expert(tokens.ids, first, L)
         plain = hidden.to(torch.bfloat16).contiguous()
-        rows, scale = self._rows("scatter", slots=tokens.ids.shape[1])(
+        rows, scale = self._rows("scatter", scatter_width=tokens.ids.shape[1])(
             plain, tokens.ids.numel(), scatter_idx=order.place
         )
         return scale, order, rows
@@ -133,19 +131,19 @@ class HummingExecutor(PreparedExecutor):
         self.require_cold("compiling humming's GEMMs")
         _at_once([partial(gemm.compile, gemm_type, expected) for gemm in cold])
 
-    def _rows(self, layout: RowLayout, *, activation: bool = False, slots: int = 1) -> RowKernel:
+    def _rows(self, layout: RowLayout, *, activation: bool = False, scatter_width: int = 1) -> RowKernel:
         """Returns the elementwise kernel in front of a GEMM, compiled on first use (in `warmup`, if it was called)."""
-        found = self._row_kernels.get((layout, activation, slots))
+        found = self._row_kernels.get((layout, activation, scatter_width))
         if found is None:
             self.require_cold("compiling humming's kernels around the GEMMs")
             gemm = self._down if activation else self._gate_up
-            found = self._row_kernels[layout, activation, slots] = RowKernel(
+            found = self._row_kernels[layout, activation, scatter_width] = RowKernel(
                 gemm.config,
                 gemm.in_features,
                 self.device,
                 layout,
                 self.config.activation if activation else None,
-                slots,
+                scatter_width,
             )
         return found
 
