@@ -11,7 +11,7 @@ from support.cases.sm100_cases import as_slabs, build, case, packed, witness
 from support.stand_ins.sm100_kernels import FakeCuteDsl, FakeTrtllm
 
 from eprt.conformance.oracle import relative_error
-from eprt.experts.blackwell import scales, swizzle, trtllm_formats
+from eprt.experts.blackwell import scales, trtllm_formats
 from eprt.experts.blackwell.cutedsl import CuteDslExecutor, padded_size
 from eprt.experts.blackwell.scales import Nvfp4Factors, share_global_scale
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
