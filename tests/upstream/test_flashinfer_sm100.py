@@ -75,7 +75,7 @@ def test_every_argument_of_the_cutedsl_executor_exists(activation):
         for name in vars(real)
         if name not in ("moe_wrapper", "relu2", "swiglu", "autotune")
     }
-    kernels = SimpleNamespace(**vars(fake) | both, moe_wrapper=BoundWrapper(real.moe_wrapper, seen))
+    kernels = SimpleNamespace(**vars(fake) | both | {"moe_wrapper": BoundWrapper(real.moe_wrapper, seen)})
     config, shard, weights = case("nvfp4", (128, 64), activation)
     executor = type("Built", (CuteDslExecutor,), {"kernels": kernels})(
         config, shard, weights, torch.device("cpu"), RUNTIME
