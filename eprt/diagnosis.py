@@ -1,4 +1,4 @@
-"""Facts about this machine, and what stands in the way of each backend. Reads; builds and downloads nothing."""
+"""Collects facts about this machine, and what stands in the way of each backend. Builds and downloads nothing."""
 
 from __future__ import annotations
 

@@ -117,12 +117,8 @@ def _simulate(arguments: BenchDispatch, terminal: Terminal) -> Report:
         ParallelConfig(world.ranks, ranks_per_host=min(world.ranks, world.ranks_per_host))  # refuses odd sizes at once
     report = simulation_report(worlds, arguments.tokens, arguments.transports, keep(arguments, terminal))
     for size, rows in groups(report, "ranks"):
-        terminal.table(
-            f"Simulated, not measured: {size} x {device}, {asked.ranks_per_host} per host, one layer of {asked.model}; "
-            "the hottest rank sets the pace",
-            SIMULATED,
-            rows,
-        )
+        what = f"{size} x {device}, {asked.ranks_per_host} per host, one layer of {asked.model}"
+        terminal.table(f"Simulated, not measured: {what}; the hottest rank sets the pace", SIMULATED, rows)
     return report
 
 

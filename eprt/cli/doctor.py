@@ -213,8 +213,7 @@ def break_ranks(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
     """Runs the trials, and first one for each dispatcher in which nothing breaks; returns one row for each. Cut short
     by a signal it prints what it found before it ends.
 
-    Raises:
-        ConfigError: fewer than two ranks, numbers below one, or an --output that --resume can't go on with.
+    Raises ConfigError for fewer than two ranks, numbers below one, or an --output that --resume can't go on with.
     """
     device = arguments.device
     world = torch.cuda.device_count() if device == "cuda" else arguments.world
@@ -230,17 +229,18 @@ def break_ranks(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
     if device == "cpu":  # on GPUs every trial ended by SIGSEGV with these there; whether by them isn't known
         preload(*PRELOADED)
     try:
-        with (
-            terminal.progress("fault", len(calm) + len(left)) as advance,
-            closing(faults.run_trials([*calm, *left], arguments.jobs)) as results,
-        ):
-            for result in results:
-                found.add(result)
-                advance(_in_words(result))
+        _run_trials(found, [*calm, *left], arguments.jobs, terminal)
     finally:
         found.write()
         _say_faults(found, world, device, terminal)
     return found.rows()
+
+
+def _run_trials(found: FaultReport, trials: list[Trial], jobs: int, terminal: Terminal) -> None:
+    with terminal.progress("fault", len(trials)) as advance, closing(faults.run_trials(trials, jobs)) as results:
+        for result in results:
+            found.add(result)
+            advance(_in_words(result))
 
 
 def _require_trials(arguments: Doctor, world: int, count: int | None) -> None:

@@ -24,6 +24,7 @@ from eprt.ranks.launcher import RankContext
 if TYPE_CHECKING:
     from eprt.cli.arguments import Generate
 
+Write = Callable[[list[dict[str, Any]]], None]
 # Without --prompts, and of the tiny checkpoint's vocabulary: one is longer, and the last rank has none.
 EXAMPLES: tuple[dict[str, Any], ...] = (
     {"prompt": [11, 42, 7]},
@@ -80,11 +81,7 @@ def _load(
 
 
 def _continue(
-    arguments: Generate,
-    prompts: list[dict[str, Any]],
-    workers: Ranks,
-    terminal: Terminal,
-    write: Callable[[list[dict[str, Any]]], None],
+    arguments: Generate, prompts: list[dict[str, Any]], workers: Ranks, terminal: Terminal, write: Write
 ) -> None:
     """Continues the prompts in rounds of `batch` per rank, and writes each round's answers in the prompts' order."""
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
@@ -176,7 +173,7 @@ class Journal:
         self._file.truncate()
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Append answers, and wait until they are on the disk. Raises OSError."""
+        """Appends answers, and waits until they are on the disk. Raises OSError."""
         self._file.write("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -195,7 +192,7 @@ def _answers(line: bytes, prompt: dict[str, Any]) -> bool:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The answer in a line, or None."""
+    """Returns the answer in a line, or None."""
     try:
         row = json.loads(line)
     except ValueError:
