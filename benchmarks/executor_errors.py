@@ -1,4 +1,4 @@
-"""How far executors are from the float32 witness at real sizes, on one GPU.
+"""Measure how far executors are from the float32 reference at real sizes, on one GPU.
 
     python benchmarks/executor_errors.py FILE SHAPE executor executor ...
 

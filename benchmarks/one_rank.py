@@ -13,7 +13,7 @@ from eprt.tokens import FlatTokens, Payload
 
 
 def executor_of(shape: str, name: str, device: torch.device, low_precision: bool = False) -> Executor:
-    """The same random weights in every call."""
+    """Makes an executor of the same random weights in every call."""
     config, ep_size = SHAPES[shape].config, SHAPES[shape].ep_size
     shard = ExpertPlacement(config.num_experts, ParallelConfig(ep_size)).shard(0)
     torch.manual_seed(0)
@@ -23,7 +23,7 @@ def executor_of(shape: str, name: str, device: torch.device, low_precision: bool
 
 
 def tokens_of(config: MoEConfig, count: int, device: torch.device) -> FlatTokens:
-    """Drawn from `count`."""
+    """Makes random tokens from the seed `count`."""
     generator = torch.Generator(device).manual_seed(count)
     hidden = torch.randn(count, config.hidden_size, device=device, generator=generator).bfloat16()
     ids = sample_ids(count, config.top_k, config.num_experts, device, seed=count)

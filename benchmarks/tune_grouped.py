@@ -114,8 +114,8 @@ ERROR = 1e-2  # relative, in norm: sums of bf16 in another order; a wrong kernel
 
 
 def tiles(pair: str, m: int, tail: int, *, tma: bool) -> list[Tile]:
-    """Those of one height; `tma`: with the copy engine for tokens as well, which only the second GEMM can use, and
-    there also with one pipeline over all tiles."""
+    """Returns those of one height. `tma`: with the copy engine for tokens as well, which only the second GEMM can use,
+    and there also with one pipeline over all tiles."""
     found = [tile for tile in CANDIDATES[pair][m] if tile.swap or not tail]
     if not tma:
         return found
@@ -125,7 +125,7 @@ def tiles(pair: str, m: int, tail: int, *, tma: bool) -> list[Tile]:
 
 
 def time_tile(gemm: Gemm, rows: Rows, work: TileSchedule, tile: Tile, out: torch.Tensor) -> float | str:
-    """Microseconds, or why there are none. `out`: rows that are computed; the first to be asked writes them."""
+    """Returns microseconds, or why there are none. `out`: rows that are computed; the first to be asked writes them."""
     m, tail = work.tiles.m, work.tiles.tail
     found = torch.full((work.bound * m + tail, out.shape[1]), NAN, dtype=out.dtype, device=out.device)
     run = partial(gemm, rows, work, Schedule(m, tile, tile, tail=tail), tile, found)
@@ -141,7 +141,7 @@ def time_tile(gemm: Gemm, rows: Rows, work: TileSchedule, tile: Tile, out: torch
 
 
 def tune(executor: TritonGroupedExecutor, tokens: int) -> list[dict[str, Any]]:
-    """A row for each height, GEMM and tile."""
+    """Measures a row for each height, GEMM and tile."""
     config, device, L = executor.config, executor.device, executor.shard.num_local_experts
     ids = sample_ids(tokens, config.top_k, config.num_experts, device, seed=tokens)
     valid, mean = int((ids < L).sum()), tokens * config.top_k / config.num_experts
@@ -165,7 +165,7 @@ def tune(executor: TritonGroupedExecutor, tokens: int) -> list[dict[str, Any]]:
 
 
 def floor_us(executor: TritonGroupedExecutor, tokens: int, ceilings: Ceilings) -> float:
-    """The larger of two: bytes of experts that are hit, and operations."""
+    """Returns the larger of two lower bounds: bytes of experts that are hit, and operations."""
     config, L = executor.config, executor.shard.num_local_experts
     ids = sample_ids(tokens, config.top_k, config.num_experts, torch.device("cpu"), seed=tokens)
     local = ids[ids < L]

@@ -53,14 +53,14 @@ REPEATS, ROUNDS, TIMEOUT_S = 10, 11, 30.0
 
 
 def microseconds(world: World, call: Callable[[], None]) -> float:
-    """Per call: the median round, its slowest rank."""
+    """Returns the time per call: the median round, its slowest rank."""
     rounds = torch.tensor(samples(world, call, graph=True, rounds=ROUNDS, repeats=REPEATS), device="cuda")
     dist.all_reduce(rounds, op=dist.ReduceOp.MAX)
     return round(float(rounds.median()), 2)
 
 
 def tune(world: World, memory: SymmetricMemory, tokens: int) -> dict[str, object]:
-    """Every candidate's time at one size."""
+    """Measures every candidate at one size."""
     H, K, L = memory.geometry.hidden_size, memory.geometry.top_k, NUM_EXPERTS // world.size
     generator = torch.Generator("cuda").manual_seed(world.rank)
     x = torch.randn(tokens, H, device="cuda", generator=generator).bfloat16()

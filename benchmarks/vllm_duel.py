@@ -83,7 +83,7 @@ def most_tokens(a: argparse.Namespace) -> int:
 
 
 def warm(a: argparse.Namespace, folder: Path) -> str:
-    """What the plugin's layers compile and tune, in ranks of their own. Returns what was warmed up, or why nothing."""
+    """Compiles and tunes for the plugin's layers, in ranks of their own. Returns what was warmed up, or why nothing."""
     from eprt.errors import EprtError
     from eprt.ranks.launcher import WorldPool
 
@@ -99,7 +99,7 @@ def warm(a: argparse.Namespace, folder: Path) -> str:
 
 
 def warm_layer(context: Any, config: str, most: int, options: dict[str, Any]) -> str:
-    """One rank's share of a layer as the plugin would build it."""
+    """Builds one rank's share of a layer as the plugin would."""
     from dataclasses import replace
 
     import torch
@@ -130,7 +130,7 @@ def warm_layer(context: Any, config: str, most: int, options: dict[str, Any]) ->
 
 
 def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str, str], log: Path, meet: Any) -> None:
-    """One DP rank, its output into `log`."""
+    """Runs one DP rank, its output into `log`."""
     os.setsid()
     os.environ.update(environment, VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank))
     with log.open("w") as stream:
@@ -330,7 +330,7 @@ def main() -> int:
 
 
 def duel(a: argparse.Namespace, report: Any, logs: Path) -> bool:
-    """All engines of one model, their rows into the report. Returns whether every engine ran."""
+    """Runs all engines of one model, their rows into the report. Returns whether every engine ran."""
     begin = time.monotonic()
     folder = make_model(a.model, a.layers, a.models_in, tiny=a.tiny)
     say(f"{folder} ready after {time.monotonic() - begin:.0f} s")
@@ -365,7 +365,7 @@ def duel(a: argparse.Namespace, report: Any, logs: Path) -> bool:
 
 
 def compare(rows: list[dict[str, Any]]) -> list[str]:
-    """What the medians of all starts and rounds say, a line for each model and batch, and for the last start."""
+    """Returns what the medians of all starts and rounds say, a line per model and batch, and for the last start."""
     said: list[str] = []
     for model in dict.fromkeys(row["model"] for row in rows):
         of_model = [row for row in rows if row["model"] == model]

@@ -75,7 +75,7 @@ LAYERS = {"gpt-oss": 12, "qwen3": 24, "qwen3-fp8": 4, "deepseek-v3": 5}
 
 
 def make_model(name: str, layers: int, models_in: Path, *, tiny: bool) -> Path:
-    """The model's folder; one that is there is kept."""
+    """Writes the model unless it is there. Returns its folder."""
     folder = models_in / f"vllm-duel-{name}-{layers}{'-tiny' if tiny else ''}"
     if (folder / "config.json").exists():
         return folder
@@ -125,7 +125,7 @@ def write_gpt_oss(folder: Path, layers: int, *, tiny: bool) -> None:
 
 
 def _copy_renamed(source: Path, target: Path, old: str, new: str) -> None:
-    """The same bytes under other tensor names: 8 bytes of header length, the header in JSON, the data."""
+    """Writes the same bytes under other tensor names: 8 bytes of header length, the header in JSON, the data."""
     with source.open("rb") as reader, target.open("wb") as writer:
         length = struct.unpack("<Q", reader.read(8))[0]
         header = json.loads(reader.read(length))

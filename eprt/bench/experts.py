@@ -166,11 +166,7 @@ def choose_cases(
 ) -> tuple[list[ExpertCase], list[str]]:
     """Returns the cases that can be measured there, and a line with the reason for every other. Needs no GPU.
 
-    Args:
-        executors: None: every row of `eprt.experts.EXECUTORS` but the witness.
-
-    Raises:
-        ConfigError: an unknown shape or executor.
+    `executors` None: every row of `eprt.experts.EXECUTORS` but the reference. Raises ConfigError for an unknown name.
     """
     require_shapes(shapes, SHAPES)
     names = [name for name in EXECUTORS if name != WITNESS] if executors is None else list(executors)
@@ -262,7 +258,7 @@ def _bench_executor(
         torch.cuda.synchronize(device)
     costs = {"prepare_s": took[0] / 1e6, "warmup_s": took[1] / 1e6, "prepare_peak": peak}
     samples = (sampled_tokens(config, count, device) for count in tokens)
-    return [row(flat, _times(executor, flat), costs) for flat in samples]
+    return [row(flat, _times(executor, flat) | costs) for flat in samples]
 
 
 def _bench_baseline(
@@ -286,24 +282,18 @@ def _bench_baseline(
             for flat in (sampled_tokens(config, count, device) for count in tokens):
                 call = call_for(flat)
                 times = _columns({"us": device_microseconds(call)}, host_microseconds(call))
-                rows.append(_row(case, weights.nbytes, ceilings, activations, flat, times, costs))
+                rows.append(_row(case, weights.nbytes, ceilings, activations, flat, times | costs))
     except Exception as error:  # noqa: BLE001
         return [f"{case.executor} on {case.shape}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"]
     return rows
 
 
 def _row(
-    case: ExpertCase,
-    layer_bytes: int,
-    ceilings: Ceilings,
-    activations: str,
-    flat: FlatTokens,
-    times: dict[str, Any],
-    costs: dict[str, float],
+    case: ExpertCase, layer_bytes: int, ceilings: Ceilings, activations: str, flat: FlatTokens, found: dict[str, Any]
 ) -> Row:
     """Returns one row of the report; microseconds unless said otherwise.
 
-    Its columns, beside those of `_times`:
+    Its columns, beside those of `_times`, the costs among `found`:
         executor: eprt's, or another library's experts (`benchmarks/baselines/experts.py`).
         activations: "fp8" where the executor was let quantise them (`low_precision_activations`), else "bf16".
         tokens: rows fed in.  local_rows: (token, k) pairs of local experts.  rows_per_expert: of those that got any.
@@ -318,8 +308,8 @@ def _row(
     weights_us, flops_us = layer_bytes * hit / L / ceilings.copy_bytes * 1e6, flops / ceilings.bf16_flops * 1e6
     row = {"executor": case.executor, "shape": case.shape, "weight_format": config.weight_format}
     row |= {"activations": activations, "tokens": flat.num_rows, "local_rows": local.numel()}
-    row |= {"rows_per_expert": local.numel() / max(hit, 1), **times, "weights_us": weights_us, "flops_us": flops_us}
-    row |= {"ratio": times["us"] / max(weights_us, flops_us) if local.numel() else None, **costs}
+    row |= {"rows_per_expert": local.numel() / max(hit, 1), **found, "weights_us": weights_us, "flops_us": flops_us}
+    row["ratio"] = found["us"] / max(weights_us, flops_us) if local.numel() else None
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
 
 

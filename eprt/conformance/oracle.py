@@ -137,8 +137,7 @@ def _shared(config: MoEConfig, weights: SharedExpertWeights, x: torch.Tensor) ->
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    y = x @ weight.float().T
-    return y if bias is None else y + bias.float()
+    return torch.nn.functional.linear(x, weight.float(), None if bias is None else bias.float())
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:

@@ -232,13 +232,11 @@ def run_trials(trials: Sequence[Trial], jobs: int = 1) -> Generator[Result]:
         jobs: trials at a time. Worlds that start while another's ranks wait out a limit cost no time of their own; all
             share the GPUs. Shared memory that outlives trials is looked for behind the last one then.
     """
-    before = footprint()
-    with ThreadPoolExecutor(jobs) as threads:
-        running = _Running(threads, alone=jobs == 1)
-        try:
-            yield from _in_turn(list(trials), jobs, running)
-        finally:
-            running.end()
+    before, running = footprint(), _Running(jobs)
+    try:
+        yield from _in_turn(list(trials), jobs, running)
+    finally:
+        running.end()
     if jobs > 1 and (left := outlived(before)) and trials:
         yield Result(trials[-1], failed="shared memory outlived the trials", leftovers=tuple(left))
 
@@ -261,11 +259,11 @@ def _in_turn(waiting: list[Trial], jobs: int, running: _Running) -> Iterator[Res
 
 
 class _Running:
-    """The trials in progress and their worlds."""
+    """Holds the trials in progress and their worlds."""
 
-    def __init__(self, threads: ThreadPoolExecutor, alone: bool) -> None:
+    def __init__(self, jobs: int) -> None:
         self.futures: set[Future[Result]] = set()
-        self._threads, self._alone = threads, alone
+        self._threads, self._alone = ThreadPoolExecutor(jobs), jobs == 1
         self._pools: list[WorldPool] = []
         self._over = False
 
@@ -278,6 +276,7 @@ class _Running:
         while wait(self.futures, _KILL_AGAIN_S if self._pools else 0.01).not_done:
             for pool in list(self._pools):
                 pool.kill()
+        self._threads.shutdown()
 
     @contextmanager
     def _holding(self, pool: WorldPool) -> Iterator[None]:
