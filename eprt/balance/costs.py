@@ -71,7 +71,7 @@ class Verdict:
 
     @property
     def gain(self) -> float:
-        """Of the experts' time, 0 to 1; negative where it gets slower."""
+        """The share of the experts' time that is saved, 0 to 1; negative where it gets slower."""
         return 1 - self.after_s / self.before_s
 
     @property
@@ -106,23 +106,25 @@ def weigh(
     time = time or roofline(config, before.parallel.moe_tp_size)
     size = expert_bytes(config, before.parallel.moe_tp_size)
     rows = tokens * before.parallel.world_size * config.top_k  # each rank sends tokens of its own
-    loads = [_slot_rows(counts, placement, rows, one_replica) for placement in (before, after)]
-    # A slot that gets n rows on average gets none with probability exp(-n) (Poisson).
-    times = [max(time(sum(slots), sum(1 - math.exp(-n) for n in slots)) for slots in ranks) for ranks in loads]
-    spread = [imbalance([sum(per_slot) for per_slot in ranks]) for ranks in loads]
+    old, new = (_loaded(counts, placement, rows, one_replica, time) for placement in (before, after))
     extra = (after.num_local_experts - before.num_local_experts) * size
-    return Verdict(spread[0], spread[1], times[0], times[1], extra, _received(before, after) * size / LINK_BYTES_PER_S)
+    return Verdict(old[0], new[0], old[1], new[1], extra, _received(before, after) * size / LINK_BYTES_PER_S)
 
 
-def _slot_rows(counts: Sequence[int], placement: ExpertPlacement, rows: int, one_replica: bool) -> list[list[float]]:
-    """Returns [ranks][L] rows that each slot gets on average."""
+def _loaded(
+    counts: Sequence[int], placement: ExpertPlacement, rows: int, one_replica: bool, time: RankTime
+) -> tuple[float, float]:
+    """Returns max / mean of the ranks' rows, and the slowest rank's time."""
     total, L = max(1, sum(counts)), placement.num_local_experts
     homes = chosen_slots(placement) if one_replica else placement.replicas
     found = [0.0] * placement.num_slots
     for count, slots in zip(counts, homes, strict=True):
         for slot in slots:
             found[slot] = rows * count / total / len(slots)
-    return [found[start : start + L] for start in range(0, len(found), L)]
+    ranks = [found[start : start + L] for start in range(0, len(found), L)]
+    # A slot that gets n rows on average gets none with probability exp(-n) (Poisson).
+    slowest = max(time(sum(slots), sum(1 - math.exp(-n) for n in slots)) for slots in ranks)
+    return imbalance([sum(slots) for slots in ranks]), slowest
 
 
 def _received(before: ExpertPlacement, after: ExpertPlacement) -> int:

@@ -88,6 +88,6 @@ def _checked(value: Any, path: str | Path) -> Counts:
         if not name.isascii() or not name.isdigit():
             raise ConfigError(f"{path}: layer {name!r}: expected a layer's number")
         if not isinstance(row, list) or not row or not all(type(n) is int and 0 <= n < 1 << 63 for n in row):
-            raise ConfigError(f"{path}: layer {name}: expected a list of counts, one an expert, none negative")
+            raise ConfigError(f"{path}: layer {name}: expected a list of counts, one per expert, none negative")
         found[int(name)] = tuple(row)
     return found

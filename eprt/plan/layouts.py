@@ -124,8 +124,8 @@ def _weight_bytes(config: MoEConfig, way: ParallelConfig, plan: Plan) -> float:
 def _buffer_bytes(config: MoEConfig, way: ParallelConfig, plan: Plan) -> float:
     """Estimates the bytes that a dispatcher keeps, once for all layers.
 
-    These are rows there and back from every rank. A dispatcher that sends to each expert has a row for every token at
-    each of them, twice over each way.
+    These are rows from every rank, for dispatch and combine. A dispatcher that sends to each expert has a row for every
+    token at each of them, twice over each way.
     """
     if way.world_size == 1:
         return 0.0

@@ -158,7 +158,7 @@ def modelled_dispatch(
 
 @dataclass(frozen=True)
 class Sent:
-    """The bytes of a rank's busiest resources, there and back."""
+    """The bytes of a rank's busiest resources, for dispatch + combine."""
 
     ranks: int
     hidden: int

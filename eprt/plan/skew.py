@@ -69,9 +69,9 @@ class LayerTime:
     """Microseconds of a layer's call, route and shared expert aside, by the rank that takes longest in each half.
 
     Attributes:
-        dispatch: there and back.
+        dispatch: dispatch + combine.
         mean_experts: mean of the ranks, which the others wait for the slowest of.
-        received_mb, hottest_mb: there and back, from other ranks, in the mean and of the hottest rank.
+        received_mb, hottest_mb: of dispatch + combine, from other ranks, in the mean and of the hottest rank.
         basis: how the even times are known: "measured", "modelled" or "assumed", the less certain half.
     """
 

@@ -48,7 +48,7 @@ Sharing = Literal["own tokens", "same tokens", "local"]
 
 @dataclass(frozen=True)
 class LayerBinding:
-    """Where and how one vLLM layer runs. It is decided when vLLM makes the layer, before any weight is loaded.
+    """Says where and how one vLLM layer runs. It is decided when vLLM makes the layer, before any weight is loaded.
 
     Attributes:
         name: vLLM's name of the layer.
