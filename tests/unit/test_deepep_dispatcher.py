@@ -58,11 +58,14 @@ def exchange(dispatcher: DeepEPDispatcher, case, *, wait: bool = True) -> list[s
     return problems
 
 
-@pytest.mark.parametrize("hidden_size", [128, 2048, 2880])
+@pytest.mark.parametrize(
+    ("hidden_size", "payload", "each"),
+    [(128, None, 1), (2048, None, 3), (2880, None, 3), (128, "fp8_block", 7), (2880, "fp8_block", 7)],
+)
 @pytest.mark.parametrize("wait", [True, False])
-def test_every_case_arrives_and_returns(world, hidden_size, wait):
-    dispatcher = make(world, hidden_size)
-    for case in CASES[:: 3 if hidden_size > 128 else 1]:
+def test_every_case_arrives_and_returns(world, hidden_size, payload, each, wait):
+    dispatcher = make(world, hidden_size, payload=payload)
+    for case in CASES[::each]:
         assert exchange(dispatcher, case, wait=wait) == []
 
 
@@ -130,14 +133,6 @@ def test_every_copy_of_a_call_was_compiled_in_warmup(world, monkeypatch, hidden_
             y = buffer
         dispatcher.combine(y, sent.handle)
     assert copies == warm
-
-
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("hidden_size", [128, 2880])
-def test_fp8_tokens_and_their_scales(world, hidden_size, wait):
-    dispatcher = make(world, hidden_size, payload="fp8_block")
-    for case in CASES[::7]:
-        assert exchange(dispatcher, case, wait=wait) == []
 
 
 def test_a_deferred_dispatch_must_be_waited_for(world):
