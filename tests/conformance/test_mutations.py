@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,27 @@ class TestOracle:
         errors = pools(4).run(jobs.mutated_layer, mutation=mutation, pair=pair, executor=executor)
         # Rank 2 of "uneven" has a single token, whose experts needn't be on the dropped rank.
         assert sorted(errors)[1] > 1000 * TOLERANCE
+
+
+def repeat_row(t, row, slot) -> None:
+    t.data, t.ids, t.weights = (torch.cat([x, x[row : row + 1]]) for x in (t.data, t.ids, t.weights))
+
+
+def shift_id(t, row, slot) -> None:
+    first = t.shard.first_expert
+    t.ids[row, slot] = first + (t.ids[row, slot] - first + 1) % t.shard.num_local_experts
+
+
+SPOILS = {  # of what arrived: a row, and a slot of it that names an expert
+    "one bit": (lambda t, row, slot: t.data[row].view(torch.int16)[-1].bitwise_xor_(1), "a row that nobody sent"),
+    "swapped rows": (lambda t, row, slot: t.data.copy_(t.data.roll(1, 0)), "not asked for"),
+    "a lost row": (lambda t, row, slot: t.ids[row].fill_(t.shard.num_experts), "tokens missing"),
+    "a row twice": (repeat_row, "not asked for"),
+    "another local expert": (shift_id, "missing"),
+    "a foreign expert": (lambda t, row, slot: t.ids[row, slot].fill_(t.shard.first_expert - 1), "neither of experts"),
+    "another weight": (lambda t, row, slot: t.weights[row, slot].add_(2.0**-20), "not asked for"),
+    "another dtype": (lambda t, row, slot: setattr(t, "ids", t.ids.long()), "break their format"),
+}
 
 
 class TestTransport:
@@ -68,42 +90,15 @@ class TestTransport:
         slabs, _ = expert_major_from_flat(tokens, self.SHARD, tokens.num_rows * 4)
         assert self.problems(slabs) == []
 
-    @pytest.mark.parametrize(
-        ("spoil", "says"),
-        [
-            ("one_bit", "a row that nobody sent"),
-            ("swap_rows", "not asked for"),
-            ("lose_row", "tokens missing"),
-            ("repeat_row", "not asked for"),
-            ("shift_id", "missing"),
-            ("foreign_id", "neither of experts"),
-            ("wrong_weight", "not asked for"),
-            ("wrong_dtype", "break their format"),
-        ],
-    )
+    @pytest.mark.parametrize(("spoil", "says"), SPOILS.values(), ids=SPOILS)
     def test_a_mistake_is_caught(self, spoil, says):
         tokens = self.arrived()
-        row = int((tokens.ids < self.CONFIG.num_experts).any(1).nonzero()[0])
-        slot = int((tokens.ids[row] < self.CONFIG.num_experts).nonzero()[0])
-        data, ids, weights = tokens.hidden.data.clone(), tokens.ids.clone(), tokens.weights.clone()
-        if spoil == "one_bit":
-            data[row].view(torch.int16)[-1] ^= 1
-        elif spoil == "swap_rows":
-            data = data.roll(1, 0)
-        elif spoil == "lose_row":
-            ids[row] = self.CONFIG.num_experts
-        elif spoil == "repeat_row":
-            data, ids, weights = (torch.cat([t, t[row : row + 1]]) for t in (data, ids, weights))
-        elif spoil == "shift_id":
-            first = self.SHARD.first_expert
-            ids[row, slot] = first + (ids[row, slot] - first + 1) % self.SHARD.num_local_experts
-        elif spoil == "foreign_id":
-            ids[row, slot] = self.SHARD.first_expert - 1
-        elif spoil == "wrong_weight":
-            weights[row, slot] += 2.0**-20
-        elif spoil == "wrong_dtype":
-            ids = ids.long()
-        found = self.problems(FlatTokens(Payload.plain(data), ids, weights, self.CONFIG.num_experts))
+        row, slot = (tokens.ids < self.CONFIG.num_experts).nonzero()[0].tolist()
+        given = SimpleNamespace(data=tokens.hidden.data.clone(), ids=tokens.ids.clone(), weights=tokens.weights.clone())
+        given.shard = self.SHARD
+        spoil(given, row, slot)
+        hidden = Payload.plain(given.data)
+        found = self.problems(FlatTokens(hidden, given.ids, given.weights, self.CONFIG.num_experts))
         assert found
         assert any(says in problem for problem in found), found
 

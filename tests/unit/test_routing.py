@@ -122,53 +122,40 @@ def test_no_tokens(name):
     assert found.ids.dtype == torch.int32
 
 
-def test_correction_bias_changes_the_choice_and_not_the_weight():
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    bias = torch.tensor([-1.0, 0.0, 0.0, 1.0])
-    for method in ("grouped_sigmoid", "sqrt_softplus"):
-        plain = route(logits, Routing(method), 1)
-        biased = route(logits, Routing(method, renormalize=False), 1, correction_bias=bias)
-        assert plain.ids.item() == 0
-        assert biased.ids.item() == 3
-    assert biased.weights.item() == pytest.approx(0.5597, abs=1e-4)  # sqrt(log(1 + e**-1))
-
-
-def test_groups_limit_the_choice():
+FALLING, NEAR = [2.0, 1.0, 0.0, -1.0], [0.2, 1.0, -1.0, 0.9]
+SHARES = torch.tensor([0.5, 0.3, 0.2]).log().tolist()
+BY_HAND = [  # logits of one token, routing, correction bias, experts, their weights
+    # A correction bias changes the choice and not the weight.
+    (FALLING, Routing("grouped_sigmoid"), None, [0], [1.0]),
+    (FALLING, Routing("grouped_sigmoid", False), [-1.0, 0.0, 0.0, 1.0], [3], [0.268941]),
+    (FALLING, Routing("sqrt_softplus"), None, [0], [1.0]),
+    (FALLING, Routing("sqrt_softplus", False), [-1.0, 0.0, 0.0, 1.0], [3], [0.559698]),  # sqrt(log(1 + e**-1))
+    (
+        torch.tensor([0.5, 0.3, 0.2]).log().tolist(),
+        Routing("grouped_softmax"),
+        [0.0, -1.0, 1.0],
+        [0, 2],
+        [5 / 7, 2 / 7],
+    ),
     # Expert 0 is the best alone, but group 1 (experts 2, 3) wins on the sum of its two best.
-    logits = torch.tensor([[3.0, -9.0, 1.0, 1.5]])
-    found = route(logits, Routing("grouped_sigmoid", num_groups=2, topk_groups=1), 2)
-    assert sorted(found.ids[0].tolist()) == [2, 3]
+    ([3.0, -9.0, 1.0, 1.5], Routing("grouped_sigmoid", num_groups=2, topk_groups=1), None, [2, 3], None),
+    # A group of softmax scores counts as its best: by the sum of two it would be group 1.
+    ([3.0, -9.0, 2.9, 2.9], Routing("grouped_softmax", False, num_groups=2, topk_groups=1), None, [0, 1], None),
+    (FALLING, Routing("topk_sigmoid", False), None, [0, 1], [0.880797, 0.731059]),
+    # Jitter 0.1: 0.9 is near 1.0 (0.1 of it) and 0.2 isn't; without 1.0 nothing is near 0.9. Jitter 0.45: 0.2 is near
+    # both (0.8 of 1.0, 0.78 of 0.9).
+    (NEAR, Routing("sparsemixer", False, jitter=0.1), None, [1, 3], [0.524979, 1.0]),
+    (NEAR, Routing("sparsemixer", False, jitter=0.45), None, [1, 3], [0.424779, 0.668188]),
+]
 
 
-def test_a_group_of_softmax_scores_counts_as_its_best():
-    # By the sum of two it would be group 1.
-    logits = torch.tensor([[3.0, -9.0, 2.9, 2.9]])
-    found = route(logits, Routing("grouped_softmax", False, num_groups=2, topk_groups=1), 2)
-    assert sorted(found.ids[0].tolist()) == [0, 1]
-
-
-def test_softmax_scores_with_a_selection_bias():
-    """Chosen by score + bias; the weights are the scores alone, over their sum."""
-    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    found = route(logits, Routing("grouped_softmax"), 2, correction_bias=torch.tensor([0.0, -1.0, 1.0]))
-    assert found.weights[0, found.ids[0].argsort()].tolist() == pytest.approx([5 / 7, 2 / 7])
-    assert sorted(found.ids[0].tolist()) == [0, 2]
-
-
-def test_sigmoid_of_the_chosen_logits():
-    found = route(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), Routing("topk_sigmoid", False), 2)
-    assert found.ids.tolist() == [[0, 1]]
-    assert found.weights[0].tolist() == pytest.approx([0.880797, 0.731059], abs=1e-6)
-
-
-def test_sparsemixer_weighs_each_of_two_among_its_near_ones():
-    """Jitter 0.1: 0.9 is near 1.0 (0.1 of it) and 0.2 isn't; without 1.0 nothing is near 0.9."""
-    found = route(torch.tensor([[0.2, 1.0, -1.0, 0.9]]), Routing("sparsemixer", False, jitter=0.1), 2)
-    assert found.ids.tolist() == [[1, 3]]
-    assert found.weights[0].tolist() == pytest.approx([0.524979, 1.0], abs=1e-6)
-    # Jitter 0.45: 0.2 is near both (0.8 of 1.0, 0.78 of 0.9).
-    found = route(torch.tensor([[0.2, 1.0, -1.0, 0.9]]), Routing("sparsemixer", False, jitter=0.45), 2)
-    assert found.weights[0].tolist() == pytest.approx([0.424779, 0.668188], abs=1e-6)
+@pytest.mark.parametrize(("logits", "routing", "bias", "ids", "weights"), BY_HAND)
+def test_by_hand(logits, routing, bias, ids, weights):
+    bias = None if bias is None else torch.tensor(bias)
+    found = route(torch.tensor([logits]), routing, len(ids), correction_bias=bias)
+    order = found.ids[0].argsort()
+    assert found.ids[0, order].tolist() == ids
+    assert weights is None or found.weights[0, order].tolist() == pytest.approx(weights, abs=1e-6)
 
 
 def test_what_the_weights_are_rounded_to():
