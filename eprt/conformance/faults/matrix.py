@@ -190,11 +190,10 @@ def _spread(cells: list[Trial], seed: int) -> list[Trial]:
 def _on_cpus(world: int, names: list[str]) -> list[Trial]:
     early = itertools.product(("kill", "stop", "raise"), START_UP, range(world), names[:1])  # no dispatcher yet
     late = itertools.product(FAULTS, STEP, range(world), names)
-    found = [Trial(*cell, world) for cell in itertools.chain(early, late)]
     thens: tuple[Then, ...] = ("continue", "renormalize")
-    for fault, moment, rank, name in itertools.product(("kill", "stop"), STEP, range(world), names):
-        found += [Trial(fault, moment, rank, name, world, then=then) for then in thens]
-    return found
+    going_on = itertools.product(("kill", "stop"), STEP, range(world), names, thens)
+    found = [Trial(*cell, world) for cell in itertools.chain(early, late)]
+    return found + [Trial(fault, moment, rank, name, world, then=t) for fault, moment, rank, name, t in going_on]
 
 
 def _on_gpus(world: int, names: list[str]) -> list[Trial]:
