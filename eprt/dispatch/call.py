@@ -46,7 +46,7 @@ class Traffic:
     @classmethod
     def of(cls, sent: int, received: int, hidden: Payload, routing: torch.Tensor, output_bytes: int) -> Traffic:
         """Counts the bytes of rows that travel with their routing, and of an output of `output_bytes` back for each."""
-        there = sum(x.shape[1] * x.element_size() for x in (hidden.data, hidden.scale, routing) if x is not None)
+        there = sum([x.shape[1] * x.element_size() for x in (hidden.data, hidden.scale, routing) if x is not None])
         return cls(sent, received, sent * there + received * output_bytes, received * there + sent * output_bytes)
 
 
