@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from eprt.bench.experts import SHAPES, random_experts
+from eprt.bench.experts import SHAPES, random_experts, sample_ids
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.experts import Executor, make_executor
-from eprt.experts.sample_tokens import sample_ids
 from eprt.placement import ExpertPlacement
 from eprt.tokens import FlatTokens, Payload
 

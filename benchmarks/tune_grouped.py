@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from one_rank import executor_of
 
-from eprt.bench.experts import SHAPES, Ceilings
+from eprt.bench.experts import SHAPES, Ceilings, sample_ids
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.launch import Gemm, Rows
 from eprt.experts.grouped.schedules import Schedule, Tile, choose
-from eprt.experts.sample_tokens import sample_ids
 from eprt.experts.sort_by_expert_triton import RowTiles, TileSchedule, sort_and_schedule
 from eprt.rounding import round_up
 from eprt.timing import device_microseconds

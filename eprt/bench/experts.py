@@ -24,7 +24,6 @@ from eprt.bench.report import Report, Row
 from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig, WeightFormat
 from eprt.errors import ConfigError
 from eprt.experts import EXECUTORS, Executor, executor_spec, make_executor
-from eprt.experts.sample_tokens import sample_ids
 from eprt.models.published import published_layer
 from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.rounding import ceil_div
@@ -311,6 +310,13 @@ def _row(
     row |= {"rows_per_expert": local.numel() / max(hit, 1), **found, "weights_us": weights_us, "flops_us": flops_us}
     row["ratio"] = found["us"] / max(weights_us, flops_us) if local.numel() else None
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def sample_ids(num_rows: int, top_k: int, num_experts: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Returns [num_rows, top_k] int32: distinct experts per row, sampled uniformly, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(num_rows, num_experts, generator=generator)
+    return scores.topk(top_k, dim=1).indices.to(device, torch.int32)
 
 
 def sampled_tokens(config: MoEConfig, count: int, device: torch.device) -> FlatTokens:

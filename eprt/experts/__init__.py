@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from eprt.errors import ConfigError
 from eprt.experts import rules
-from eprt.experts.base import Executor, ExecutorSpec, PreparedExecutor, anytime
+from eprt.experts.base import AdaptedExecutor, Executor, ExecutorSpec, PreparedExecutor, anytime
 from eprt.support import Requirement, load_class, register
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def make_executor(
 
     Args:
         token_format: what the dispatcher emits. An executor whose kernels don't take it is built behind an adapter
-            (`eprt.experts.adapters`), which takes both. None: the executor's native formats will do.
+            (`AdaptedExecutor`), which takes both. None: the executor's native formats will do.
         require_cold: `World.require_cold`: calls that would compile something after the warm-up are refused.
 
     Raises:
@@ -169,6 +169,4 @@ def make_executor(
     executor = kind(config, shard, weights, device, runtime, require_cold)
     if token_format is None or token_format in spec.formats:
         return executor
-    from eprt.experts.adapters import AdaptedExecutor
-
     return AdaptedExecutor(executor)

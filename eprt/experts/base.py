@@ -277,10 +277,10 @@ class PreparedExecutor(Executor):
         elif self.strided:
             self._expert_major(tokens, out)
         else:
-            on_dense_slabs(self._expert_major, tokens, out)
+            on_contiguous_rows(self._expert_major, tokens, out)
 
 
-def on_dense_slabs(
+def on_contiguous_rows(
     compute: Callable[[ExpertMajorTokens, torch.Tensor], None], tokens: ExpertMajorTokens, out: torch.Tensor
 ) -> None:
     """`compute` on contiguous tokens, into a contiguous output; copies valid rows where they aren't."""
@@ -301,3 +301,53 @@ def present(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
 def unsupported_format(executor: str, token_format: TokenFormat) -> ConfigError:
     """For an executor whose kernels take one token format only; the plan puts an adapter in front of it."""
     return ConfigError(f"{executor} has no native {token_format} path; build it through eprt.experts.make_executor")
+
+
+class AdaptedExecutor(Executor):
+    """Stands in front of an executor and takes both formats; graph-safe if the inner one is (no host sync).
+
+    The format that the inner executor lacks costs a copy: FlatTokens become ExpertMajorTokens of N rows for each of the
+    L local experts, ExpertMajorTokens become L * M flat rows of one top-k entry and weight 1.
+
+    Args:
+        inner: a built executor. The adapter owns nothing else.
+    """
+
+    def __init__(self, inner: PreparedExecutor) -> None:
+        self.inner = inner
+        self.config = inner.config
+        self.shard = inner.shard
+        self.native_formats = inner.spec.formats
+        self.spec = replace(inner.spec, formats=("flat", "expert_major"), takes_logits=None)
+
+    def slot_tensors(self) -> dict[str, torch.Tensor]:
+        return self.inner.slot_tensors()
+
+    def warmup(self, max_rows: int, top_k: int | None = None) -> None:
+        """Warms up for the format that the inner executor doesn't take, in the shape in which it is handed on."""
+        if "flat" in self.native_formats:
+            self.inner.warmup(max_rows * self.shard.num_local_experts, top_k=1)
+        else:
+            self.inner.warmup(max_rows)
+
+    def run(self, tokens: FlatTokens | ExpertMajorTokens, out: torch.Tensor) -> None:
+        if ("flat" if isinstance(tokens, FlatTokens) else "expert_major") in self.native_formats:
+            self.inner(tokens, out)
+        elif isinstance(tokens, FlatTokens):
+            # Without repeats in a row, no expert can get more than N rows.
+            tokens = merge_repeats(tokens)
+            laid_out, place = expert_major.expert_major_from_flat(tokens, self.shard, tokens.num_rows)
+            out.copy_(expert_major.weighted_sum(self.inner(laid_out), place, tokens.weights))
+        else:
+            on_contiguous_rows(self._as_flat, tokens, out)
+
+    def _as_flat(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
+        out.copy_(self.inner(expert_major.flat_from_expert_major(tokens, self.shard)).view_as(out))
+
+
+def merge_repeats(tokens: FlatTokens) -> FlatTokens:
+    """Returns rows that name an expert once: its first entry keeps both weights, the other becomes invalid."""
+    same = tokens.ids[:, :, None] == tokens.ids[:, None, :]
+    repeat = same.tril(-1).any(dim=2)
+    weights = torch.where(same, tokens.weights[:, None, :], 0.0).sum(dim=2)
+    return replace(tokens, ids=torch.where(repeat, tokens.num_experts, tokens.ids), weights=weights)

@@ -20,7 +20,7 @@ from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.expert_major import expert_major_from_flat
 from eprt.experts import make_executor
-from eprt.experts.adapters import AdaptedExecutor
+from eprt.experts.base import AdaptedExecutor
 from eprt.experts.humming import gemm as humming_gemm
 from eprt.placement import ExpertPlacement
 from eprt.quant import encode_payload

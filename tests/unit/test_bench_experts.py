@@ -13,14 +13,13 @@ from support.cases import expert_cases as cases
 from eprt.bench import experts as bench
 from eprt.bench import router
 from eprt.bench.baselines import baselines
-from eprt.bench.experts import SHAPES, Ceilings, choose_cases, experts_report, random_experts, random_matrix
+from eprt.bench.experts import SHAPES, Ceilings, choose_cases, experts_report, random_experts, random_matrix, sample_ids
 from eprt.cli import main
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError, EprtError
 from eprt.experts import EXECUTORS
 from eprt.experts.reference import ReferenceExecutor, decode_matrix
-from eprt.experts.sample_tokens import sample_ids
 from eprt.placement import ExpertPlacement
 from eprt.support import Device
 from eprt.weights import Dense, Nvfp4

@@ -29,7 +29,7 @@ from eprt.config import Routing
 from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError, InputError, UsageError
 from eprt.experts import EXECUTORS
-from eprt.experts.adapters import AdaptedExecutor
+from eprt.experts.base import AdaptedExecutor
 from eprt.experts.blackwell.cutedsl import CuteDslExecutor
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
 from eprt.quant import encode_payload

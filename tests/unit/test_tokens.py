@@ -28,8 +28,7 @@ from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError, InputError
 from eprt.expert_major import expert_major_from_flat, flat_from_expert_major, weighted_sum
 from eprt.experts import EXECUTORS, executor_spec, make_executor
-from eprt.experts.adapters import AdaptedExecutor, merge_repeats
-from eprt.experts.base import unsupported_format
+from eprt.experts.base import AdaptedExecutor, merge_repeats, unsupported_format
 from eprt.experts.reference import ReferenceExecutor
 from eprt.placement import ExpertShard
 from eprt.quant import decode_payload, encode_payload

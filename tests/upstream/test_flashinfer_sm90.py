@@ -21,7 +21,7 @@ from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError
 from eprt.experts import executor_spec, make_executor
-from eprt.experts.adapters import AdaptedExecutor
+from eprt.experts.base import AdaptedExecutor
 from eprt.experts.reference import ReferenceExecutor, decode_matrix
 from eprt.placement import ExpertPlacement
 from eprt.weights import MX_BLOCK, Mxfp4

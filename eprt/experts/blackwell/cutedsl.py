@@ -18,8 +18,7 @@ import torch
 from eprt.activation import activated
 from eprt.config import Activation, TokenFormat
 from eprt.errors import ConfigError, InputError
-from eprt.experts.adapters import merge_repeats
-from eprt.experts.base import PreparedExecutor
+from eprt.experts.base import PreparedExecutor, merge_repeats
 from eprt.experts.blackwell.scales import GATED_ROWS, Nvfp4Factors, linear_nvfp4, nvfp4_matrix, nvfp4_stack
 from eprt.experts.blackwell.swizzle import mma_scale_view, swizzle_scales, widen
 from eprt.quant import decode_payload

@@ -16,8 +16,7 @@ import torch
 
 from eprt.config import Routing
 from eprt.errors import ConfigError, InputError
-from eprt.experts.adapters import merge_repeats
-from eprt.experts.base import PreparedExecutor
+from eprt.experts.base import PreparedExecutor, merge_repeats
 from eprt.experts.blackwell.trtllm_formats import FORMATS, load_kernels
 from eprt.experts.rules import TRTLLM_LOGITS
 from eprt.placement import ExpertShard
