@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from support.cases.gpu_cases import PACKED_SIZES
 from support.cases.packed_checkpoints import FAMILIES, write
+from support.jobs.checkpoint_jobs import BOUND, COST, errors, run_layer
 from support.jobs.humming_jobs import needs_humming, run_layers
-from support.jobs.packed_checkpoint_jobs import BOUND, COST, errors, run_layer
 
 from eprt.config import RuntimeConfig
 from eprt.models import load_layer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.cases.gpu_limits import JOB_S
+from support.builders import JOB_S
 from support.cases.gpu_ranks import SIZE
 from support.results import Results
 

@@ -8,7 +8,7 @@ import pytest
 from support.cases.gpu_cases import PACKED, PACKED_SIZES, packed_case
 from support.cases.gpu_ranks import several_gpus, skip_if_refused
 from support.cases.packed_checkpoints import write
-from support.jobs.packed_checkpoint_jobs import BOUND, COST, Written, errors, run_layer
+from support.jobs.checkpoint_jobs import BOUND, COST, Written, errors, run_layer
 
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 

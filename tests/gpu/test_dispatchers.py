@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.cases.gpu_limits import JOB_S
+from support.builders import JOB_S
 from support.cases.gpu_ranks import SIZE, several_gpus
 from support.jobs import dispatcher_jobs as jobs
 from support.jobs import lost_rank_jobs

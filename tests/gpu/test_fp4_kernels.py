@@ -7,24 +7,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases.expert_cases import NAN, shard_of
-from support.cases.fp4_cases import E2M1, SCHEDULES, decoded, every_code
+from support.cases.fp4_cases import SCHEDULES, decoded, every_code
 from support.cases.grouped_cases import (
     ACTIVATIONS,
     BOUND,
     all_experts,
     build,
+    check_slabs,
     error_of_shares,
     error_on_flat,
     errors_against_the_right_one,
     layer,
-    make_slabs,
     make_tokens,
-    witness,
 )
+from support.cases.number_formats import E2M1
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
-from eprt.conformance.oracle import relative_error
 from eprt.experts.grouped import TritonGroupedExecutor, fp4
 from eprt.experts.grouped.schedules import HOPPER
 from eprt.tokens import Payload
@@ -43,7 +41,7 @@ def test_every_mxfp4_code_with_every_scale():
     packed = [fp4.pack_mxfp4(codes[row : row + 64], scales[row : row + 64]) for row in range(0, 256, 64)]
     found = torch.cat([decoded(each, 64, 64, nv=False) for each in packed]).double()
     factor, scales = fp4.mxfp4_factor(scales).double(), scales.cpu()
-    wanted = torch.tensor(E2M1, dtype=torch.float64)[order] * 2.0 ** (scales[:, :1].double() - 127)
+    wanted = E2M1.double()[order] * 2.0 ** (scales[:, :1].double() - 127)
     assert torch.equal((found * factor[:, None]).cpu(), wanted)
     assert torch.equal((found == 0).cpu() & found.signbit().cpu(), order == 8)
 
@@ -58,7 +56,7 @@ def test_every_nvfp4_code_with_every_scale():
     found = decoded(fp4.pack_nvfp4(codes, scales), 64, 64, nv=True)
     factor = fp4.nvfp4_factor(scales, torch.ones(1, device=DEVICE)).view(64, 1).double()
     scale = torch.tensor([*E4M3, *(-value for value in E4M3)], dtype=torch.float64)[number]
-    wanted = torch.tensor(E2M1, dtype=torch.float64)[order] * scale.repeat_interleave(16, 1)
+    wanted = E2M1.double()[order] * scale.repeat_interleave(16, 1)
     assert torch.equal((found.double() * factor).cpu(), wanted)
 
 
@@ -110,19 +108,8 @@ def test_a_scale_that_is_nan_spoils_its_row(form, name, nan, schedule):
 
 
 def test_slabs(schedule):
-    """Garbage past the counts, one slab empty, outputs further apart than they are wide."""
     schedule(SCHEDULES["large"])
-    config = layer("mxfp4", H=160, I=96, E=4, K=2)
-    weights, shard = all_experts(config), shard_of(config)
-    flat = make_tokens(config, 30)
-    flat = replace(flat, ids=torch.where(flat.ids == 1, config.num_experts, flat.ids))
-    slabs, past = make_slabs(flat, shard, 33)
-    out = torch.full((4, 34, 168), NAN, dtype=torch.bfloat16, device=DEVICE)
-    build(TritonGroupedExecutor, config, weights)(slabs, out[:, :33, :160])
-    expected = witness(config, weights, slabs)
-    assert relative_error(out[:, :33, :160][~past], expected[~past]) < BOUND
-    out[:, :33, :160][~past] = NAN
-    assert out.isnan().all()
+    check_slabs(layer("mxfp4", H=160, I=96, E=4, K=2), 30, spare=3, empty=1)
 
 
 @pytest.mark.parametrize(("ep_size", "moe_tp_size"), [(2, 2)])

@@ -18,6 +18,7 @@ from support.cases.grouped_cases import (
     all_experts,
     build,
     check_replays,
+    check_slabs,
     error_of_shares,
     error_on_flat,
     errors_against_the_right_one,
@@ -97,26 +98,8 @@ def test_fp8(size, form, low_precision, name, schedule):
 
 @pytest.mark.parametrize("name", ["swap", "tail"])
 def test_slabs_lie_apart_and_hold_garbage_past_their_counts(name, schedule):
-    """Rows of slabs further apart than they are wide, a slab without rows, outputs as far apart."""
     schedule(SCHEDULES[name])
-    config = layer()
-    weights, shard = all_experts(config), shard_of(config)
-    flat = make_tokens(config, 40)
-    flat = replace(flat, ids=torch.where(flat.ids == 2, config.num_experts, flat.ids))
-    slabs, past = make_slabs(flat, shard, 45)
-    wide = torch.full((6, 47, 112), NAN, dtype=torch.bfloat16, device=DEVICE)
-    data = wide[:, :45, :96]
-    data[~past] = slabs.hidden.data[~past]
-    slabs = replace(slabs, hidden=Payload.plain(data))
-    expected = witness(config, weights, slabs)
-    for dtype in (torch.bfloat16, torch.float32):
-        out = torch.full((6, 46, 104), NAN, dtype=dtype, device=DEVICE)
-        executor = build(TritonGroupedExecutor, config, weights)
-        tokens = slabs if dtype == torch.bfloat16 else replace(slabs, hidden=Payload.plain(data.float()))
-        executor(tokens, out[:, :45, :96])
-        assert relative_error(out[:, :45, :96][~past], expected[~past]) < BOUND
-        out[:, :45, :96][~past] = NAN
-        assert out.isnan().all()
+    check_slabs(layer(), 40, spare=5, empty=2, dtypes=(torch.bfloat16, torch.float32))
 
 
 @pytest.mark.parametrize("low_precision", [False, True], ids=["w8a16", "w8a8"])
@@ -280,11 +263,7 @@ def test_graph_replays_with_other_counts(form):
     runner = build(TritonGroupedExecutor, config, weights, shard)
     runner.warmup(64)
     static = make_tokens(config, 64)
-    out = torch.empty(64, 256, dtype=torch.bfloat16, device=DEVICE)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        runner(static, out)
-    check_replays(graph.replay, config, weights, shard, static, out)
+    check_replays(lambda: runner(static), config, weights, shard, static)
 
 
 @cuda_only

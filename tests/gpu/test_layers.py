@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.builders import JOB_S
 from support.cases.gpu_cases import GRAPHS, HIDDEN, INTERMEDIATE, ROUNDS, ROWS, GpuCase, graph_layer
-from support.cases.gpu_limits import JOB_S
 from support.cases.gpu_ranks import SIZE, several_gpus, skip_if_refused
 from support.cases.model_checkpoints import WRITERS
 from support.jobs import integration_jobs

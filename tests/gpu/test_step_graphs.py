@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.cases.gpu_limits import JOB_S
+from support.builders import JOB_S
 from support.cases.gpu_ranks import SIZE, several_gpus, skip_if_refused
 from support.jobs import lost_rank_jobs
 from support.jobs import step_graph_jobs as jobs

@@ -1,23 +1,93 @@
-"""What jobs and tests of several folders build alike."""
+"""What jobs and tests of several folders build alike. No pytest here: ranks import this module."""
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import sys
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.conformance.oracle import shard_weights
 from eprt.errors import EprtError
+from eprt.layer import ExpertParallelMoE
+from eprt.placement import ExpertPlacement
+from eprt.weights import ExpertWeights
+from eprt.world import World
 
 NOTHING = "nothing was raised"
+# Room for what a first run may compile: FlashInfer's all-to-all takes 3.5 minutes on 64 cores where it isn't installed
+# with its kernels, humming's 70 kernels of a layer a minute, Triton seconds. Where all of that is there, a lower limit
+# ends a hang sooner.
+JOB_S = float(os.environ.get("EPRT_TEST_JOB_S", "420"))
+
+BEHIND_S = 300.0  # one rank may compile while the others are done
+Errors = type[Exception] | tuple[type[Exception], ...]
 
 
-def said(call: Callable[[], object]) -> str:
-    """Returns the type and the text of the typed error that a call raises, or NOTHING."""
+def caught(call: Callable[[], object], kinds: Errors = EprtError) -> tuple[str, str]:
+    """Returns the type and the text of the typed error that a call raises, or ("nothing", "")."""
     try:
         call()
-    except EprtError as error:
-        return f"{type(error).__name__}: {error}"
-    return NOTHING
+    except kinds as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def said(call: Callable[[], object], kinds: Errors = EprtError) -> str:
+    """Returns the type and the text of the typed error that a call raises as one text, or NOTHING."""
+    kind, text = caught(call, kinds)
+    return NOTHING if kind == "nothing" else f"{kind}: {text}"
+
+
+def die(*_: object, **__: object) -> None:
+    """Kills this process, and writes down when."""
+    sys.stderr.write(f"killed at {time.monotonic()}\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_for(seconds: float) -> None:
+    """Stops this process; a child of it wakes it up again."""
+    if os.fork() == 0:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+
+
+def layer_of(
+    world: World,
+    config: MoEConfig,
+    full: ExpertWeights,
+    runtime: RuntimeConfig,
+    slots: tuple[int, ...] = (),
+    **parts: Any,
+) -> ExpertParallelMoE:
+    """Returns a layer with this rank's share of all experts' weights. `parts`: its router and whatever else it has."""
+    placement = ExpertPlacement(config.num_experts, world.parallel, slots)
+    weights = shard_weights(full, config, placement.shard(world.rank))
+    return ExpertParallelMoE(config, world, weights, runtime=runtime, placement=placement, **parts)
+
+
+def recorded(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, Callable[[], object]]:
+    """Returns a call's output, captured in a CUDA graph, and what replays it. Without CUDA, replaying is doing it
+    again."""
+    if device.type != "cuda":
+        out = call()
+        return out, lambda: out.copy_(call())
+    torch.cuda.synchronize()
+    gc.collect()  # what is freed by chance during the capture could end it
+    graph = torch.cuda.CUDAGraph()
+    # Other threads (NCCL's watchdog) may ask for events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = call()
+    return out, graph.replay
 
 
 def whole_numbers(*shape: int, seed: int) -> torch.Tensor:

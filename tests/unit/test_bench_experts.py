@@ -163,7 +163,7 @@ def test_sorting_and_summing_by_torch_give_the_layer(monkeypatch, rank, dtype, b
     found, expected = by_torch(reference, flat, dtype), reference(flat)
     assert found.dtype == dtype
     assert relative_error(found, expected) < bound
-    assert not found[::5].any()
+    assert not found[4::5].any()
     LIBRARIES.check_direct(found, expected)
     assert torch.equal(flat.weights.nan_to_num(), weights.nan_to_num()), "the caller's weights were written to"
     nobody = replace(flat, ids=torch.full_like(flat.ids, 8))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.jobs import cli_jobs as jobs
+from support.jobs import rank_jobs as jobs
 from support.processes import descendants, wait_until_gone
 
 from eprt.cli import arguments, main, run

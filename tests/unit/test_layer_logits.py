@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.cases.expert_cases import make_config
 from support.cases.sm100_cases import build, case
-from support.stand_ins.sm100_kernels import FakeTrtllm
+from support.stand_ins.trtllm_kernels import FakeTrtllm
 
 import eprt.layer
 from eprt.config import MoEConfig, Routing, RuntimeConfig, SharedExpert

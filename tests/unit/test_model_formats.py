@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cases.model_cases import equal, refuses, saved
+from support.cases.number_formats import e2m1_numbers, e8m0_numbers
 from support.cases.packed_checkpoints import PACK, QUANT, e4m3, edit, pack
 
 from eprt.config import ParallelConfig
@@ -81,8 +82,7 @@ class TestPacked:
         plain = load_layer(pack(folders["original"], tmp_path / "u8", "mxfp4"), layer).experts
 
         def convert(codes):
-            powers = torch.ldexp(torch.ones(codes.shape), codes.int() - 127)
-            return codes.view(torch.float8_e8m0fnu) if stored == "e8m0" else powers
+            return codes.view(torch.float8_e8m0fnu) if stored == "e8m0" else e8m0_numbers(codes)
 
         def change(held):
             return {name: convert(t) if name.endswith(".scale") else t for name, t in held.items()}
@@ -120,15 +120,13 @@ class TestPacked:
 
     def test_packed_shared_expert_is_decoded(self, tmp_path):
         *_, layer, folders = saved("deepseek_v3")
-        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
         folder = pack(folders["original"], tmp_path / "nvfp4", "nvfp4")
         tensors = load_file(folder / SINGLE)
         shared = load_layer(folder, layer).shared
         for found, name in ((shared.gate, "gate_proj"), (shared.up, "up_proj"), (shared.down, "down_proj")):
             held = {s: tensors[f"model.layers.1.mlp.shared_experts.{name}.{s}"] for s in PACK["nvfp4"](1, 32)[0]}
-            codes = torch.stack((held["weight"] & 15, held["weight"] >> 4), dim=-1).flatten(1).long()
             scale = held["weight_scale"].float().repeat_interleave(16, dim=1) * held["weight_scale_2"]
-            equal(found, (values[codes] * scale).bfloat16())
+            equal(found, (e2m1_numbers(held["weight"]) * scale).bfloat16())
 
     def test_block_fp8_shared_expert_is_decoded(self, tmp_path):
         folder, layer = packed("deepseek_v3", tmp_path, "fp8_block")

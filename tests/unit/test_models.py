@@ -1,4 +1,5 @@
-"""Model families: every shard against the transformers modules' own parameters and decoder."""
+"""Model families: every shard against the transformers modules' own parameters. What the modules make of tokens, all
+parts together, is in tests/conformance/test_transformers.py."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from support.cases.model_cases import (
     canonical_experts,
     equal,
     moe_layers,
-    routed,
     saved,
     shard_of,
 )
@@ -47,40 +47,6 @@ class TestAgainstTransformers:
                 equal(parts.experts.gate_up.data, expected[0])
                 equal(parts.experts.down.data, expected[1])
 
-    @pytest.mark.parametrize("stored", STORED)
-    @pytest.mark.parametrize("case", MODELS)
-    def test_router_chooses_alike(self, case, stored):
-        _, block, layer, folders = saved(case)
-        parts = load_layer(folders[stored], layer)
-        hidden = torch.randn(33, parts.config.input_size, generator=torch.Generator().manual_seed(1)).bfloat16()
-        token_ids = torch.arange(33)
-        ids, weights = routed(block, hidden, token_ids)
-        found = parts.router(hidden, token_ids)
-        empty = torch.zeros(33, parts.config.num_experts)
-        expected = empty.scatter(1, ids, weights.float())
-        assert torch.equal(empty.scatter(1, found.ids.long(), found.weights), expected)
-
-    @pytest.mark.parametrize("stored", STORED)
-    @pytest.mark.parametrize("case", MODELS)
-    def test_shared_expert_and_latent_projections(self, case, stored):
-        _, block, layer, folders = saved(case)
-        parts = load_layer(folders[stored], layer)
-        names = ("shared_experts", "shared_expert", "shared_mlp")
-        theirs = next((getattr(block, name) for name in names if getattr(block, name, None) is not None), None)
-        assert (parts.shared is None) == (theirs is None) == (parts.config.shared is None)
-        if parts.shared is not None:
-            gate = theirs.gate_proj.weight if hasattr(theirs, "gate_proj") else None
-            equal(parts.shared.gate, gate)
-            equal(parts.shared.up, theirs.up_proj.weight)
-            equal(parts.shared.down, theirs.down_proj.weight)
-            assert parts.config.shared.intermediate_size == theirs.up_proj.weight.shape[0]
-            output_gate = getattr(block, "shared_expert_gate", None)
-            equal(parts.shared.output_gate, None if output_gate is None else output_gate.weight)
-        assert (parts.latent is not None) == (case == "nemotron_h")
-        if parts.latent is not None:
-            equal(parts.latent.into, block.fc1_latent_proj.weight)
-            equal(parts.latent.out_of, block.fc2_latent_proj.weight)
-
     @pytest.mark.parametrize("case", MODELS)
     def test_config_and_module_path(self, case):
         model, block, layer, folders = saved(case)
@@ -96,16 +62,6 @@ class TestAgainstTransformers:
         assert parts.config.bias == (case == "gpt_oss")
         assert parts.config.weight_on_input == case.startswith("llama4")
         assert family_for(model.config.to_dict()).moe_layers(model.config.to_dict()) == moe_layers(model)
-
-    def test_biases_of_every_shard(self):
-        _, block, layer, folders = saved("gpt_oss")
-        bias = block.experts.gate_up_proj_bias
-        bias = torch.cat((bias[:, 0::2], bias[:, 1::2]), dim=1)[:, :, None]
-        for parts in every_rank(folders["original"], layer):
-            expected, _ = shard_of(bias, bias.expand(-1, -1, 4), 2, parts.shard)
-            equal(parts.experts.gate_up_bias, expected[:, :, 0])
-            mine = slice(parts.shard.first_expert, parts.shard.end_expert)
-            equal(parts.experts.down_bias, block.experts.down_proj_bias[mine])
 
     @pytest.mark.parametrize(
         ("case", "pattern", "replacement"),

@@ -23,7 +23,8 @@ from support.cases.expert_cases import (
     valid_rows,
 )
 from support.cases.sm100_cases import ACTIVATIONS, as_quantised, as_slabs, build, calibrated, case, packed, witness
-from support.stand_ins.sm100_kernels import FakeCuteDsl, FakeTrtllm
+from support.stand_ins.cutedsl_kernels import FakeCuteDsl
+from support.stand_ins.trtllm_kernels import FakeTrtllm
 
 from eprt.config import Routing
 from eprt.conformance.oracle import relative_error, shard_weights

@@ -8,7 +8,8 @@ import pytest
 import torch
 from support.cases.expert_cases import make_flat, rows_with_expert, valid_rows
 from support.cases.sm100_cases import as_slabs, build, case, packed, witness
-from support.stand_ins.sm100_kernels import FakeCuteDsl, FakeTrtllm
+from support.stand_ins.cutedsl_kernels import FakeCuteDsl
+from support.stand_ins.trtllm_kernels import FakeTrtllm
 
 from eprt.conformance.oracle import relative_error
 from eprt.experts.blackwell import scales, trtllm_formats

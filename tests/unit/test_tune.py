@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.jobs import layer_jobs as jobs
-from support.jobs import tune_jobs
+from support.jobs import rank_jobs
 
 from eprt.bench import tune as bench
 from eprt.cli import main, tune
@@ -71,7 +71,7 @@ def test_what_takes_too_long_is_ended_and_said(tmp_path: Path, monkeypatch, caps
     """An executor that would compile for a minute costs its share of the budget; dispatchers are measured all the
     same, by ranks that were started again."""
     monkeypatch.setenv("EPRT_PLAN_ROWS", str(tmp_path / "plan.json"))
-    monkeypatch.setattr(bench, "measure_experts", tune_jobs.compiles_for_a_minute)
+    monkeypatch.setattr(bench, "measure_experts", rank_jobs.compiles_for_a_minute)
     monkeypatch.setattr(tune, "SHARE", 0.15)
     model = tmp_path / "config.json"
     model.write_text(json.dumps(TINY))

@@ -15,7 +15,8 @@ import pytest
 import torch
 from support.cases.expert_cases import RELU2, RUNTIME, SILU, make_flat, rows_with_expert
 from support.cases.sm100_cases import as_slabs, build, case, packed, witness
-from support.stand_ins.sm100_kernels import ENUMS, FakeCuteDsl, FakeMoEWrapper, FakeTrtllm
+from support.stand_ins.cutedsl_kernels import FakeCuteDsl, FakeMoEWrapper
+from support.stand_ins.trtllm_kernels import ENUMS, FakeTrtllm
 
 from eprt.config import ParallelConfig, Routing
 from eprt.conformance.oracle import relative_error

@@ -192,7 +192,7 @@ def test_executor_in_front_of_the_stand_ins(launches, weight_format, activation)
     flat = cases.make_flat(config)
     out, expected = run_layer(config, replace(flat, every_row_read=True))
     assert relative_error(out, expected) < 1e-2
-    assert not out[::5].any()
+    assert not out[4::5].any()
     assert {kind for kind, *_ in launches.gemms} == {"grouped_contiguous"}
     slabs = cases.make_expert_major(flat, cases.shard_of(config))
     valid = cases.valid_rows(slabs)
@@ -236,7 +236,7 @@ def test_by_hand_is_the_same_job_around_the_same_launches(launches, rank, dtype)
     assert launches.gemms == ours
     assert (found.dtype, found.shape) == (torch.bfloat16, expected.shape)
     baselines().check_direct(found, expected)
-    assert not found[::5].any()
+    assert not found[4::5].any()
     flat.ids.copy_(flat.ids.flip(0))  # a graph is replayed on other ids
     flat.weights.copy_(flat.weights.flip(0))
     flat.hidden.data.copy_(flat.hidden.data.flip(0))

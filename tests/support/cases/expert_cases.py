@@ -12,6 +12,7 @@ from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.quant import encode
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import Dense, ExpertWeights
+from support.builders import distinct_experts
 
 CPU = torch.device("cpu")
 RUNTIME = RuntimeConfig()
@@ -56,18 +57,25 @@ def make_weights(config: MoEConfig, seed: int = 0) -> ExpertWeights:
     return replace(dense, gate_up=gate_up, down=encode(config.weight_format, dense.down.data, 1))
 
 
-def make_flat(config: MoEConfig, num_rows: int = 13, seed: int = 0, dtype: torch.dtype = torch.float32) -> FlatTokens:
-    """Rows with distinct experts. Every fifth row holds no token, every third only one valid slot; garbage is NaN."""
+def make_flat(
+    config: MoEConfig,
+    num_rows: int = 13,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    every_row_read: bool = False,
+    device: torch.device = CPU,
+) -> FlatTokens:
+    """Rows with distinct experts. Every fifth row holds no token, every third misses an expert; garbage is NaN."""
     generator = torch.Generator().manual_seed(seed)
     E, K = config.num_experts, config.top_k
     hidden = torch.randn(num_rows, config.hidden_size, generator=generator)
-    ids = torch.rand(num_rows, E, generator=generator).argsort(1)[:, :K].to(torch.int32)
+    ids = distinct_experts(num_rows, E, K, generator)
     weights = torch.rand(num_rows, K, generator=generator) + 0.25
-    ids[::3, -1] = E
-    ids[::5] = E
+    ids[2::3, -1] = E
+    ids[4::5] = E
     weights[ids == E] = NAN
-    hidden[::5] = NAN
-    return FlatTokens(Payload.plain(hidden.to(dtype)), ids, weights, E)
+    hidden[4::5] = NAN
+    return FlatTokens(Payload.plain(hidden.to(device, dtype)), ids.to(device), weights.to(device), E, every_row_read)
 
 
 def make_expert_major(flat: FlatTokens, shard: ExpertShard, spare: int = 2) -> ExpertMajorTokens:

@@ -1,4 +1,4 @@
-"""What tests of 4-bit weights share: a table written by hand, tiles, and what the tensor cores would get."""
+"""What tests of 4-bit weights share: tiles, and what the tensor cores would get."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 
 from eprt.experts.grouped.fp4_triton import fp4_block
 from eprt.experts.grouped.schedules import Schedule, Tile
+from support.cases import number_formats
 from support.stand_ins.kernel_device import DEVICE
 
 SCHEDULES = {
@@ -16,8 +17,6 @@ SCHEDULES = {
     "tail": Schedule(16, Tile(64, 64, 2, 4, 1, swap=True), Tile(128, 64, 3, 4, 2, True, tma=True), tail=16),
     "large": Schedule(64, Tile(128, 128, 2, 8, 1, swap=True, halvings=1), Tile(128, 64, 2, 4, 1, swap=True), group=2),
 }
-# OCP Microscaling Formats v1.0, table 6: E2M1, the sign in bit 3.
-E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 @triton.jit
@@ -39,4 +38,4 @@ def decoded(packed, rows, cols, *, nv):
 def every_code(rows):
     """Codes [rows, 64]: all of them in each row, in an order of the row's own. And two in a byte, u8 [rows, 32]."""
     order = torch.stack([torch.arange(64).roll(row) for row in range(rows)]) % 16
-    return order, (order[:, 0::2] | order[:, 1::2] << 4).to(torch.uint8).to(DEVICE)
+    return order, number_formats.packed(order).to(DEVICE)

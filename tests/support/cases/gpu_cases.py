@@ -15,7 +15,7 @@ from eprt.plan import make_plan
 from eprt.support import Device
 from support.cases.model_recipes import RECIPES, make_config
 from support.cases.packed_checkpoints import FAMILIES, QUANT, resized
-from support.jobs.packed_checkpoint_jobs import COST
+from support.jobs.checkpoint_jobs import COST
 
 ROWS = 32  # capacity, and what a graph is captured at
 ROUNDS = [[ROWS] * 4, [3, 0, ROWS, 1], [0] * 4, [0, 7, 0, 0]]  # each rank's tokens, replay after replay

@@ -9,7 +9,7 @@ from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import UnsupportedError
 from eprt.plan import make_plan
 from eprt.support import Device
-from support.cases.gpu_limits import JOB_S
+from support.builders import JOB_S
 
 SIZE = min(4, torch.cuda.device_count())
 

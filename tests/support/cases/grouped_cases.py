@@ -7,6 +7,7 @@ mistaking.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -17,15 +18,17 @@ from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.reference import ReferenceExecutor
 from eprt.placement import ExpertPlacement
 from eprt.quant import encode
-from eprt.tokens import FlatTokens, Payload
+from eprt.tokens import Payload
 from eprt.weights import ExpertWeights
+from support.builders import recorded
 from support.cases import expert_cases
-from support.cases.expert_cases import GPT_OSS, NAN, RUNTIME, shard_of
+from support.cases.expert_cases import GPT_OSS, NAN, RUNTIME, make_flat, shard_of
 from support.stand_ins.kernel_device import DEVICE, sized
 
 # Tokens, the values between the matrices and the results of slots are rounded to bf16, 2^-9 each.
 BOUND = 1e-2
 
+make_tokens = partial(make_flat, seed=1, dtype=torch.bfloat16, every_row_read=True, device=DEVICE)
 ACTIVATIONS = {name: expert_cases.ACTIVATIONS[name] for name in ("silu", "gpt_oss", "relu2")}
 
 
@@ -53,21 +56,6 @@ def all_experts(config, seed=0, growth=1.5):
     return ExpertWeights(encode(form, gate_up, parts), encode(form, down, 1), *bias)
 
 
-def make_tokens(config, num_rows, seed=1, every_row_read=True, dtype=torch.bfloat16):
-    """Distinct experts; every fifth row has none, every third misses a slot."""
-    generator = torch.Generator().manual_seed(seed)
-    E, K = config.num_experts, config.top_k
-    hidden = torch.randn(num_rows, config.hidden_size, generator=generator)
-    ids = torch.rand(num_rows, E, generator=generator).argsort(1)[:, :K].to(torch.int32)
-    weights = torch.rand(num_rows, K, generator=generator) + 0.25
-    ids[2::3, -1] = E
-    ids[4::5] = E
-    weights[ids == E] = NAN
-    hidden[4::5] = NAN
-    payload = Payload.plain(hidden.to(DEVICE, dtype))
-    return FlatTokens(payload, ids.to(DEVICE), weights.to(DEVICE), E, every_row_read)
-
-
 def make_slabs(flat, shard, num_rows):
     """The same rows as slabs, and which of their rows lie past the counts and hold NaN: [L, num_rows]."""
     slabs, _ = expert_major_from_flat(flat, shard, num_rows)
@@ -89,8 +77,30 @@ def witness(config, weights, tokens, shard=None):
     return build(ReferenceExecutor, config, weights, shard)(tokens)
 
 
-def check_replays(replay, config, weights, shard, static, out):
-    """Replays of a captured graph with other routing, one expert alone, and no token at all."""
+def check_slabs(config, num_rows, spare, empty, dtypes=(torch.bfloat16,)):
+    """Slabs further apart than they are wide with garbage past their counts, that of expert `empty` without rows;
+    outputs as far apart, of which nothing else is written."""
+    weights, flat = all_experts(config), make_tokens(config, num_rows)
+    flat = replace(flat, ids=torch.where(flat.ids == empty, config.num_experts, flat.ids))
+    M, H = num_rows + spare, config.hidden_size
+    slabs, past = make_slabs(flat, shard_of(config), M)
+    wide = torch.full((config.num_experts, M + 2, H + 16), NAN, dtype=torch.bfloat16, device=DEVICE)
+    data = wide[:, :M, :H]
+    data[~past] = slabs.hidden.data[~past]
+    expected = witness(config, weights, slabs)
+    for dtype in dtypes:
+        out = torch.full((config.num_experts, M + 1, H + 8), NAN, dtype=dtype, device=DEVICE)
+        tokens = replace(slabs, hidden=Payload.plain(data if dtype == torch.bfloat16 else data.float()))
+        build(TritonGroupedExecutor, config, weights)(tokens, out[:, :M, :H])
+        assert relative_error(out[:, :M, :H][~past], expected[~past]) < BOUND
+        out[:, :M, :H][~past] = NAN
+        assert out.isnan().all()
+
+
+def check_replays(call, config, weights, shard, static):
+    """Replays of `call` on the tokens of `static`, captured in a graph, with other routing, one expert alone, and no
+    token at all."""
+    out, replay = recorded(call, DEVICE)
     for seed in range(5):
         fresh = make_tokens(config, static.num_rows, seed=seed)
         if seed == 3:

@@ -44,22 +44,6 @@ def moe_layers(model) -> list[int]:
     return sorted({int(name.split(".")[2]) for name in names})
 
 
-def routed(block, hidden: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and weights [T, K] as a transformers block chooses them."""
-    router = block.router if hasattr(block, "router") else block.gate
-    if type(router).__name__ == "Llama4Router":
-        scores, logits = router(hidden)
-        ids = logits.topk(router.top_k, dim=1).indices
-        return ids, scores.gather(1, ids)
-    if type(router).__name__ == "DeepseekV4HashRouter":
-        _, weights, ids = router(hidden, token_ids)
-    elif type(router).__name__ == "MiniMaxM2TopKRouter":
-        _, weights, ids = router(hidden, block.e_score_correction_bias)
-    else:
-        _, weights, ids = router(hidden)
-    return ids, weights
-
-
 def canonical_experts(block) -> tuple[torch.Tensor, torch.Tensor]:
     """[E, parts * I, H] with rows [gate; up], and [E, H, I], from a transformers block's own parameters."""
     experts = block.experts

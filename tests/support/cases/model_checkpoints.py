@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.models.checkpoint import CONFIG, SINGLE
 from support.cases.model_recipes import RECIPES, make_model
-from support.cases.packed_checkpoints import mxfp4_numbers, pack, resized
+from support.cases.number_formats import mxfp4_numbers
+from support.cases.packed_checkpoints import pack, resized
 
 _GPT_OSS_EXPERTS = re.compile(r"(.*experts\.(?:gate_up|down)_proj)_(blocks|scales)$")
 

@@ -19,27 +19,13 @@ from safetensors.torch import load_file, save_file
 from eprt.models import load_layer
 from eprt.models.checkpoint import CONFIG, SINGLE
 from support.cases.model_recipes import RECIPES, Recipe, make_model
-from support.jobs.packed_checkpoint_jobs import Written
+from support.cases.number_formats import e2m1_numbers, e8m0_numbers, mxfp4_numbers
+from support.jobs.checkpoint_jobs import Written
 
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 Made = tuple[dict[str, torch.Tensor], torch.Tensor]  # (stored tensors by suffix, the numbers they stand for, float32)
 
 
 # ---- one matrix -----------------------------------------------------------------------------------------------
-
-
-def e2m1_numbers(codes: torch.Tensor) -> torch.Tensor:
-    """float32 [..., n] of bytes [..., n / 2]: two codes a byte, the first in the low half."""
-    return E2M1[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).int()]
-
-
-def mxfp4_numbers(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 [..., n] of bytes [..., n / 2] and E8M0 bytes [..., n / 32], as the OCP MX specification has them."""
-    return e2m1_numbers(codes) * e8m0_numbers(scales).repeat_interleave(32, dim=-1)
-
-
-def e8m0_numbers(scales: torch.Tensor) -> torch.Tensor:
-    return torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
 
 
 def random_bytes(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:

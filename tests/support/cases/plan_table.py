@@ -74,15 +74,14 @@ def config_of(model: str) -> MoEConfig:
     return family.moe_config(hf, family.moe_layers(hf)[-1])
 
 
-def plan_for(model: str, device: str, phase: str, **runtime: Any) -> Plan:
+def plan_for(model: str, device: str, phase: str, parallel: ParallelConfig = WORLD, **runtime: Any) -> Plan:
     settings = RuntimeConfig(phase=phase, max_tokens_per_rank=TOKENS[phase], **runtime)  # type: ignore[arg-type]
-    return make_plan(config_of(model), WORLD, settings, Device.parse(device))
+    return make_plan(config_of(model), parallel, settings, Device.parse(device))
 
 
 def choice(model: str, device: str, phase: str, parallel: ParallelConfig = WORLD) -> str:
-    settings = RuntimeConfig(phase=phase, max_tokens_per_rank=TOKENS[phase])  # type: ignore[arg-type]
     try:
-        plan = make_plan(config_of(model), parallel, settings, Device.parse(device))
+        plan = plan_for(model, device, phase, parallel)
     except UnsupportedError:
         return "nothing"
     return f"{plan.dispatcher} + {plan.executor}"

@@ -1,6 +1,6 @@
 """Experts as vLLM 0.26 and 0.32 hold them after loading, written by hand, beside the plain numbers they stand for.
 
-Nothing of eprt is used here: packing, tables and shapes are those of the formats' papers and of vLLM's
+Nothing of eprt is used here: packing and shapes are those of the formats' papers and of vLLM's
 `create_weights`.
 """
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+from support.cases.number_formats import E2M1, mxfp4_numbers, packed
+
 L, I, H, K = 3, 128, 256, 2  # local experts, intermediate, hidden, top-k
 SHAPES = ((I, H), (I, H), (H, I))  # gate, up, down
 
@@ -59,11 +60,6 @@ def with_biases(made: Loaded, dtype: torch.dtype) -> Loaded:
     return made
 
 
-def packed(codes: torch.Tensor) -> torch.Tensor:
-    """Two codes a byte, low nibble first."""
-    return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
-
-
 def codes() -> list[torch.Tensor]:
     return [torch.randint(0, 16, (L, *shape), dtype=torch.int32) for shape in SHAPES]
 
@@ -81,7 +77,7 @@ def mxfp4(method: str, activation: str) -> Loaded:
     gs, us, ds = (torch.randint(118, 122, shape, dtype=torch.uint8) for shape in per(32))
 
     def values(code: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return E2M1[code.long()] * (2.0 ** (scale.double() - 127)).repeat_interleave(32, -1)
+        return mxfp4_numbers(packed(code), scale).double()
 
     parameters = {"w13_weight": packed(order(g, u)), "w13_weight_scale": order(gs, us)}
     parameters |= {"w2_weight": packed(d), "w2_weight_scale": ds}
@@ -97,7 +93,7 @@ def nvfp4(input_scale: bool = True) -> Loaded:
     nothing = torch.full((), float("nan"))
 
     def values(code: torch.Tensor, scale: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        return E2M1[code.long()] * scale.double().repeat_interleave(16, -1) * second.double()[:, None, None]
+        return E2M1.double()[code.long()] * scale.double().repeat_interleave(16, -1) * second.double()[:, None, None]
 
     return Loaded(
         named("ModelOptNvFp4FusedMoE", quant_config=SimpleNamespace(group_size=16)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -144,14 +145,12 @@ def refusals(context, what):
         layer.executor.slot_tensors = lambda: type(layer.executor).__mro__[1].slot_tensors(layer.executor)
     elif what == "transport":
         world.all_to_all, kept = fail, world.all_to_all
-    told = "moved"
-    try:
-        if what == "step":
-            with world.step(0):
-                rebalance(world, layers, placements)
-        rebalance(world, layers, placements, **options)
-    except (EprtError, ArithmeticError) as error:
-        told = f"{type(error).__name__}: {error}"
+
+    def attempt():
+        with world.step(0) if what == "step" else nullcontext():
+            rebalance(world, layers, placements, **options)
+
+    told = said(attempt, (EprtError, ArithmeticError))
     if what == "transport":
         world.all_to_all = kept
     if what == "layout":

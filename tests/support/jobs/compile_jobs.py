@@ -11,6 +11,7 @@ from eprt.config import RuntimeConfig
 from eprt.conformance.oracle import relative_error
 from eprt.integrations.transformers import parallelize
 from eprt.ranks.launcher import RankContext
+from support.builders import said
 from support.cases.model_recipes import RECIPES, make_model
 from support.jobs.integration_jobs import PROMPTS
 from support.jobs.layer_jobs import make_layer
@@ -74,8 +75,4 @@ def refused(context: RankContext) -> str:
     number = compiled.register(layer := torch.nn.Linear(1, 1))
     del layer
     gc.collect()
-    try:
-        compiled.moe_layer(torch.zeros(1, 1), number, None, None, None, None, None)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return said(lambda: compiled.moe_layer(torch.zeros(1, 1), number, None, None, None, None, None), RuntimeError)

@@ -9,13 +9,11 @@ import torch
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import checks, transport
 from eprt.conformance.cases import CONFIGS, Batch, coded_hidden, find_case, make_batches
-from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
+from eprt.conformance.oracle import expected_outputs, full_weights, relative_error
 from eprt.dispatch import make_dispatcher
-from eprt.errors import EprtError
-from eprt.layer import ExpertParallelMoE
-from eprt.placement import ExpertPlacement
 from eprt.tokens import TopK
 from eprt.weights import Dense
+from support.builders import caught, layer_of
 
 PAIRS = [("none", "flat"), ("torch", "flat"), ("torch", "expert_major")]
 F32 = CONFIGS["silu_f32"]
@@ -100,16 +98,13 @@ def mutated_layer(context, mutation, pair, executor, config_name="silu_f32", cas
     full = full_weights(config)
     dtype = torch.float32 if config.weight_format == "f32" else torch.bfloat16
     batch = make_batches(find_case(case_name), 0, world.size, config, dtype)[world.rank]
-    shard = ExpertPlacement(config.num_experts, world.parallel).shard(world.rank)
-    weights = shard_weights(full, config, shard)
-    topk = batch.topk
+    topk, given = batch.topk, full
     if mutation == "swap_gate_and_up":
-        gate, up = weights.gate_up.data.chunk(2, dim=1)
-        weights = replace(weights, gate_up=Dense(torch.cat([up, gate], dim=1)))
+        given = replace(full, gate_up=Dense(full.gate_up.data.roll(config.intermediate_size, 1)))
     elif mutation == "shift_experts":
         topk = TopK((topk.ids + 1) % config.num_experts, topk.weights)
     runtime = RuntimeConfig(dispatcher=pair[0], token_format=pair[1], executor=executor, max_tokens_per_rank=64)
-    layer = ExpertParallelMoE(config, world, weights, runtime=runtime)
+    layer = layer_of(world, config, given, runtime)
     if mutation == "drop_a_rank" and world.rank == 1:
         whole = layer.executor
         layer.executor = lambda tokens, out=None: torch.zeros_like(whole(tokens))
@@ -127,12 +122,8 @@ def bad_call(context, kind, pair, through_layer=False):
     The correct call is on the same dispatcher or layer, so it also proves that the failed one left nothing behind.
     """
     target = _layer_of(context, pair) if through_layer else dispatcher_of(context, pair)
-    try:
-        BAD[kind](context, target, through_layer)
-        error = ("nothing", "was raised")
-    except EprtError as raised:
-        error = (type(raised).__name__, str(raised))
-    return (*error, good_call(context, target, through_layer))
+    told = caught(lambda: BAD[kind](context, target, through_layer))
+    return *told, good_call(context, target, through_layer)
 
 
 def good_call(context, target, through_layer=False):
@@ -158,15 +149,10 @@ def _full(context):
 
 
 def _layer_of(context, pair):
-    def make():
-        world = context.world()
-        weights = shard_weights(_full(context), F32, ExpertPlacement(F32.num_experts, world.parallel).shard(world.rank))
-        runtime = RuntimeConfig(
-            dispatcher=pair[0], token_format=pair[1], executor="reference", max_tokens_per_rank=64, strict_capacity=True
-        )
-        return ExpertParallelMoE(F32, world, weights, runtime=runtime)
-
-    return context.once(("layer", pair), make)
+    runtime = RuntimeConfig(
+        dispatcher=pair[0], token_format=pair[1], executor="reference", max_tokens_per_rank=64, strict_capacity=True
+    )
+    return context.once(("layer", pair), lambda: layer_of(context.world(), F32, _full(context), runtime))
 
 
 def _call(target, through_layer, batch, agreed=None):

@@ -8,7 +8,6 @@ wherever a dispatcher rounds: NCCL adds in bf16, the others in float32, DeepEP w
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -20,11 +19,11 @@ import torch.distributed as dist
 
 from eprt.config import MoEConfig, PayloadFormat, RuntimeConfig, TokenFormat
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, make_dispatcher
-from eprt.errors import EprtError
 from eprt.quant import decode_payload, encode_payload
 from eprt.ranks.launcher import RankContext
 from eprt.tokens import FlatTokens, TopK
 from eprt.world import World
+from support.builders import caught, recorded
 
 Pair = tuple[str, TokenFormat]
 
@@ -130,15 +129,6 @@ def good_call(dispatcher: Dispatcher, generator: torch.Generator, T: int, R: int
     return int(wrong_rows(call(dispatcher, x, topk, R), x, topk))
 
 
-def caught(function: Callable[[], object]) -> tuple[str, str]:
-    """Type and text of the error, or "nothing"."""
-    try:
-        function()
-    except EprtError as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
-
-
 # ---- calls in a row ---------------------------------------------------------------------------------------------
 
 
@@ -186,19 +176,6 @@ def sums_of_any_numbers(context: RankContext, pair: Pair, H: int, K: int, rows: 
     return wrong
 
 
-def recorded(device: torch.device, step: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], object]]:
-    """The output of a captured `step`, and what replays it. Without CUDA, replaying is doing it again."""
-    if device.type != "cuda":
-        out = step()
-        return out, lambda: out.copy_(step())
-    gc.collect()  # what is freed by chance during the capture could end it
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        out = step()
-    return out, graph.replay
-
-
 def replay(
     context: RankContext, pair: Pair, H: int, K: int, rounds: list[list[int]], payload: PayloadFormat | None = None
 ) -> list[int]:
@@ -208,7 +185,7 @@ def replay(
     generator = generator_of(dispatcher.world, 3)
     x, topk = batch(generator, R, H, K)
     wrong = []
-    out, play = recorded(generator.device, lambda: call(dispatcher, x, topk, R))
+    out, play = recorded(lambda: call(dispatcher, x, topk, R), generator.device)
     for counts in rounds:
         fresh_x, fresh = batch(generator, R, H, K)
         fresh.ids[counts[context.rank] :] = E  # an idle row: no expert

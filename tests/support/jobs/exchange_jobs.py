@@ -9,6 +9,7 @@ from unittest import mock
 from eprt.errors import RankLost
 from eprt.world import World
 from eprt.world.shared_exchange import open_exchange
+from support.builders import NOTHING
 
 
 def many(context, rounds: int) -> tuple[bool, bool]:
@@ -62,4 +63,4 @@ def waits_for_a_rank_that_left(context) -> tuple[str, int]:
             world.gather_words([1])
         except RankLost as error:
             return error.why, error.rank
-    return "nothing was raised", -1
+    return NOTHING, -1

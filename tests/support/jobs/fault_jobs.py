@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from functools import partial
 from unittest import mock
@@ -13,24 +12,22 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from eprt.conformance.faults import CheckedLayer
+from eprt.tokens import TopK
 from eprt.world import World
-from support.builders import said
+from support.builders import NOTHING, die, said, stop_for
 
 LIMIT_S = 3.0  # of the Worlds here: half of it is the silent limit
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def meets_without_torchrun(context, port: int, victim: int, what: str) -> str:
     """Plain processes; rank 0 serves the store. The victim meets its fate, the others step until they hear of it."""
     os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
     moments = {
-        "dies in the meeting": ("eprt.world.rendezvous.listen", lambda *_: _die()),
-        "dies in torch's group": ("eprt.world.init_default_group", lambda *_: _die()),
-        "dies in the meshes": ("eprt.world.make_meshes", lambda *_: _die()),
-        "dies in the control group": ("eprt.world.lifecycle.control_group", lambda *_: _die()),
+        "dies in the meeting": ("eprt.world.rendezvous.listen", die),
+        "dies in torch's group": ("eprt.world.init_default_group", die),
+        "dies in the meshes": ("eprt.world.make_meshes", die),
+        "dies in the control group": ("eprt.world.lifecycle.control_group", die),
         "stops in torch's group": ("eprt.world.init_default_group", lambda *_: os.kill(os.getpid(), signal.SIGSTOP)),
     }
     if context.rank == victim and what in moments:
@@ -56,11 +53,8 @@ def outlives_the_store(context, port: int, server: int, what: str) -> str:
 def is_stopped_and_goes_on(context, victim: int) -> str:
     """The victim sleeps like a stopped process, which hears nobody, and wakes after the others' verdict."""
     world = context.world(timeout_s=LIMIT_S)
-    if context.rank == victim and os.fork() == 0:
-        os.kill(os.getppid(), signal.SIGSTOP)
-        time.sleep(LIMIT_S)
-        os.kill(os.getppid(), signal.SIGCONT)
-        os._exit(0)
+    if context.rank == victim:
+        stop_for(LIMIT_S)
     return _step_until_lost(world)
 
 
@@ -85,22 +79,14 @@ def garbage_for_the_guard(context) -> str:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         for key in [*store.list_keys(), "verdict", "beat/0"] if hasattr(store, "list_keys") else ["verdict"]:
             for value in ("5", '["\\u001b[31m"]', "\0", "[" * 5000):
-                store.set(key.rpartition("/")[0] + "/verdict", value)
-                store.set(key.rpartition("/")[0] + "/beat/0", value)
-                store.set(key.rpartition("/")[0] + "/over", value)
+                for name in ("verdict", "beat/0", "over"):
+                    store.set(f"{key.rpartition('/')[0]}/{name}", value)
         for address in guard.met.addresses.values():
             for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(4096)):
                 with socket.create_connection(address) as stranger:
                     stranger.sendall(said)
-        for message in (
-            5,
-            {"beat": "x"},
-            {"beat": [1, 2, 3]},
-            {"verdict": [[99], "exited", "x"]},
-            {"case": []},
-            [],
-            None,
-        ):
+        garbage = [5, {"beat": "x"}, {"beat": [1, 2, 3]}, {"verdict": [[99], "exited", "x"]}, {"case": []}, [], None]
+        for message in garbage:
             guard._thread.do(lambda message=message: guard._links.send_all(message))
     time.sleep(1.0)
     world.barrier()
@@ -118,7 +104,7 @@ def two_die_at_once(context) -> str:
     world = context.world(timeout_s=LIMIT_S)
     world.barrier()
     if context.rank in (1, 3):
-        _die()
+        die()
     return _step_until_lost(world)
 
 
@@ -127,16 +113,13 @@ def _step_until_lost(world: World) -> str:
     while time.monotonic() < until:
         world.barrier()
         time.sleep(0.01)
-    return "nothing was raised"
+    return NOTHING
 
 
 def combines_twice_on_one_rank(context) -> list[object]:
     """Rank 1 alone combines once more, and the others go on: nobody is one exchange out of step afterwards."""
-    from eprt.conformance import faults
-    from eprt.tokens import TopK
-
     world = context.world(timeout_s=20)
-    job = faults.CheckedLayer(world, "torch")
+    job = CheckedLayer(world, "torch")
     layer = job.layer
     hidden, topk = torch.ones(2, 32), TopK(torch.tensor([[0, 4], [1, 5]], dtype=torch.int32), torch.ones(2, 2))
     sent = layer.dispatcher.dispatch(hidden, topk)
@@ -152,18 +135,13 @@ def combines_twice_on_one_rank(context) -> list[object]:
 
 
 def nested_tokens(context) -> list[str]:
-    from eprt.conformance import faults
-    from eprt.tokens import TopK
-
     world = context.world(timeout_s=20)
-    job = faults.CheckedLayer(world, "torch")
+    job = CheckedLayer(world, "torch")
     layer = job.layer
     topk = TopK(torch.tensor([[0, 2], [1, 3]], dtype=torch.int32), torch.ones(2, 2))
-    nested = [
-        torch.nested.nested_tensor([torch.ones(1, 32)] * 2, layout=kind) for kind in (torch.strided, torch.jagged)
-    ]
     found: list[str] = []
-    for hidden in nested:
+    for layout in (torch.strided, torch.jagged):
+        hidden = torch.nested.nested_tensor([torch.ones(1, 32)] * 2, layout=layout)
         for call in (layer, layer.dispatcher.dispatch):
             found.append(said(partial(call, hidden if context.rank == 1 else torch.ones(2, 32), topk)))
     job.step(1)
@@ -190,7 +168,5 @@ def sits_in_a_kernel(context, victim: int) -> None:
     world._guard._exit_after_s = 2.0
     world.barrier()
     if context.rank == victim:
-        sys.stderr.write(f"killed at {time.monotonic()}\n")
-        sys.stderr.flush()
-        _die()
+        die()
     time.sleep(60)

@@ -13,7 +13,7 @@ import torch
 from eprt.config import RuntimeConfig
 from eprt.graphs import StepGraphs
 from eprt.ranks.launcher import RankContext
-from support.cases.gpu_limits import BEHIND_S
+from support.builders import BEHIND_S
 
 RUNTIME = RuntimeConfig(executor="torch_grouped", max_tokens_per_rank=64)
 
@@ -134,7 +134,9 @@ def replayed_and_eager(
             hook.remove()
         return loop
 
-    warned = _Warned()
+    said: list[str] = []
+    warned = logging.Handler(logging.WARNING)
+    warned.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("eprt").addHandler(warned)
     if breaks:
         attempts = [RuntimeError("operation not permitted when stream is capturing")]
@@ -154,7 +156,7 @@ def replayed_and_eager(
     return {
         "replayed": [asdict(each) for each in replayed],
         "eager": asdict(eager),
-        "warned": warned.said,
+        "warned": said,
         "buckets": list(captured),
     }
 
@@ -173,15 +175,6 @@ class _Scores:
         for row, each in enumerate(scores.float().cpu()):
             self._loop.scores[self._first + row].append(each.clone())
         return scores
-
-
-class _Warned(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 def compiled_and_eager(

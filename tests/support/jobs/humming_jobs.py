@@ -13,7 +13,7 @@ import pytest
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.experts import EXECUTORS
 from eprt.ranks.process import RankContext
-from support.jobs.packed_checkpoint_jobs import Ran, run_layer
+from support.jobs.checkpoint_jobs import Ran, run_layer
 from support.jobs.whole_layer_jobs import replayed_layer
 from support.stand_ins.humming import Launches, described_h200
 

@@ -6,8 +6,7 @@ import torch
 
 from eprt.config import RuntimeConfig
 from eprt.ranks.launcher import RankContext
-from support.builders import said
-from support.cases.gpu_limits import BEHIND_S
+from support.builders import BEHIND_S, said
 from support.cases.model_recipes import HEADS, RECIPES, VOCABULARY, make_model
 
 PROMPTS = (5, 0, 9, 2)  # tokens of each rank's prompt; the second rank has none

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -37,10 +38,7 @@ def make_layer(
     """The same small float32 layer on every rank, from one seed. `spoil`: what isn't as the config says."""
     world = context.world(attention_tp_size=attention_tp, timeout_s=size.pop("timeout_s", 60.0))
     config = MoEConfig(
-        E,
-        K,
-        H,
-        I,
+        *(E, K, H, I),
         weight_format="f32",
         routing=Routing("softmax_topk"),
         shared=SharedExpert(I) if shared else None,
@@ -55,20 +53,16 @@ def make_layer(
     own = slice(world.rank * local, (world.rank + 1) * local)
     gate_up, down = draw(E, 2 * I, H)[own].contiguous(), draw(E, H, I)[own].contiguous()
     weights = ExpertWeights(Dense(gate_up[:, 1:] if spoil == "weights" else gate_up), Dense(down))
-    width = config.input_size
+    width, choice = config.input_size, replace(config.routing, renormalize=spoil != "routing")
     return ExpertParallelMoE(
         config,
         world,
         weights,
         runtime=RuntimeConfig(**{"dispatcher": dispatcher, "executor": executor, "max_tokens_per_rank": 32, **size}),
-        router=make_router(draw(E + (spoil == "router"), width), config, spoil) if router else None,
+        router=Router(draw(E + (spoil == "router"), width), choice, K) if router else None,
         shared=spoiled(SharedExpertWeights(draw(I, width), draw(width, I), draw(I, width)), spoil) if shared else None,
         latent=spoiled(LatentWeights(draw(H, WIDE), draw(WIDE, H)), spoil) if latent else None,
     )
-
-
-def make_router(weight, config, spoil):
-    return Router(weight, replace(config.routing, renormalize=spoil != "routing"), K)
 
 
 def spoiled(weights, spoil):
@@ -94,10 +88,14 @@ def tokens_of(rank, num_tokens, width=H):
     return torch.randn(num_tokens, width, generator=torch.Generator().manual_seed(rank)) / 2
 
 
+def kept(context, name="layer", **settings):
+    """A layer that jobs share."""
+    return context.once((name, tuple(sorted(settings.items()))), lambda: make_layer(context, **settings))
+
+
 def one_bad_rank(context, kind, **layer):
     """A bad call on rank 1 alone; then a correct one. (what this rank was told, whether the correct call worked)"""
-    key = ("layer", tuple(sorted(layer.items())))
-    moe = context.cache.get(key) or context.cache.setdefault(key, make_layer(context, **layer))
+    moe = kept(context, **layer)
     width = moe.config.input_size
     x = tokens_of(context.rank // moe.world.parallel.attention_tp_size, 4, width)
     before = moe(x, good_routing(4))
@@ -156,15 +154,11 @@ def long_error(context):
     x = tokens_of(context.rank, 2)
     quiet = moe.observe
     if context.rank == 1:
-        moe.observe = _raise_at_length
+        moe.observe = mock.Mock(side_effect=InputError("x" * 2034 + "\N{SNOWMAN}" * 50))
     told = said(lambda: moe(x))
     moe.observe = quiet
     moe(x)
     return told
-
-
-def _raise_at_length(phase):
-    raise InputError("x" * 2034 + "\N{SNOWMAN}" * 50)
 
 
 def bad_expert_output(context, dispatcher, change):
@@ -196,14 +190,11 @@ def built_differently(context, other, **layer):
 
 def tuned(context, files):
     """A layer left to the plan, built where each rank has a file of `eprt tune` of its own."""
-    before = os.environ["EPRT_PLAN_ROWS"]
-    os.environ["EPRT_PLAN_ROWS"] = str(files[context.rank])
-    try:
-        return built_differently(context, {}, dispatcher="auto", executor="torch_grouped")
-    except EprtError as error:
-        return f"{type(error).__name__}: {error}", False
-    finally:
-        os.environ["EPRT_PLAN_ROWS"] = before
+    with mock.patch.dict(os.environ, EPRT_PLAN_ROWS=str(files[context.rank])):
+        try:
+            return built_differently(context, {}, dispatcher="auto", executor="torch_grouped")
+        except EprtError as error:
+            return f"{type(error).__name__}: {error}", False
 
 
 def refused_on_rank_1(context):

@@ -9,12 +9,12 @@ from eprt.dispatch import DISPATCHERS
 from eprt.quant import decode_payload, encode_payload
 from eprt.ranks.launcher import RankContext
 from eprt.tokens import TopK
+from support.builders import caught
 from support.jobs.dispatcher_jobs import (
     DEEPEP,
     E,
     Pair,
     batch,
-    caught,
     dispatcher_of,
     factors,
     generator_of,

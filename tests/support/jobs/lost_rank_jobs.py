@@ -3,9 +3,6 @@ their own, which are broken afterwards."""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import time
 
 import torch
@@ -13,7 +10,8 @@ import torch
 from eprt.dispatch import Dispatcher
 from eprt.ranks.launcher import RankContext, WorldFailed
 from eprt.world.guard import EXIT_CODE
-from support.jobs.dispatcher_jobs import Pair, batch, caught, dispatcher_of, generator_of, make, stand_in
+from support.builders import caught, die
+from support.jobs.dispatcher_jobs import Pair, batch, dispatcher_of, generator_of, make, stand_in
 
 LIMIT_S = 5.0  # the Worlds' timeout: a lost rank is named within it
 VICTIM = 1
@@ -39,12 +37,6 @@ def until_done(dispatcher: Dispatcher) -> None:
     while not done.query():
         check()
         time.sleep(1e-3)
-
-
-def die() -> None:
-    sys.stderr.write(f"killed at {time.monotonic()}\n")
-    sys.stderr.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def steps(dispatcher: Dispatcher, how: str) -> None:

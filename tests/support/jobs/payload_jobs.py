@@ -8,14 +8,13 @@ import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import Batch
-from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
+from eprt.conformance.oracle import expected_outputs, full_weights, relative_error
 from eprt.dispatch import make_dispatcher
 from eprt.errors import EprtError
 from eprt.experts.reference import decode_hidden
-from eprt.layer import ExpertParallelMoE
-from eprt.placement import ExpertPlacement
 from eprt.quant import encode_payload
 from eprt.tokens import TopK
+from support.builders import layer_of
 from support.jobs.sm100_jobs import executors_on_cpu
 
 CONFIG = MoEConfig(num_experts=8, top_k=3, hidden_size=256, intermediate_size=64, weight_format="nvfp4")
@@ -63,14 +62,12 @@ def layer_errors(context, pair, executor, size=1.0, calibrated=True, mutation=""
     batch = tokens(world.rank, size)
     largest = max(float(tokens(rank, size).hidden.abs().max()) for rank in range(world.size))
     full = weights_of(largest if calibrated else None)
-    shard = ExpertPlacement(CONFIG.num_experts, world.parallel).shard(world.rank)
-    own = shard_weights(full, CONFIG, shard)
     outputs = {}
     for payload in ("nvfp4", "bf16"):
         runtime = replace(PACKED, payload=payload, dispatcher=pair[0], token_format=pair[1], executor=executor)
-        layer = ExpertParallelMoE(CONFIG, world, own, runtime=runtime)
+        layer = layer_of(world, CONFIG, full, runtime)
         if payload == "nvfp4":
-            _mutate(layer, mutation, own)
+            _mutate(layer, mutation, full)
         outputs[payload] = layer(batch.hidden, batch.topk)
         layer.close()
     scale = torch.tensor([largest / (6 * 448) if calibrated else 1.0])
@@ -85,7 +82,7 @@ def blackwell_errors(context, **given):
         return layer_errors(context, **given)
 
 
-def _mutate(layer, mutation, own):
+def _mutate(layer, mutation, full):
     if mutation == "scale dropped on arrival":
         whole = layer.executor
 
@@ -95,4 +92,6 @@ def _mutate(layer, mutation, own):
 
         layer.executor = without_scale
     elif mutation == "a scale for each rank":
-        layer.dispatcher.payload_scale = own.gate_up.input_scale.amax().view(1)
+        shard = layer.dispatcher.shard
+        own = full.gate_up.input_scale[shard.first_expert : shard.end_expert]
+        layer.dispatcher.payload_scale = own.amax().view(1)

@@ -1,4 +1,5 @@
-"""Jobs for test_ranks.py: what each faulty rank does while the others wait for it in a gloo collective."""
+"""Jobs for test_ranks.py, test_cli.py and test_tune.py: above all what each faulty rank does while the others wait for
+it in a gloo collective."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from eprt.errors import RankLost
+from support.builders import die
 
 
 def echo(context, word="hi"):
@@ -82,6 +84,18 @@ def blames(context, victim):
     raise RankLost(f"rank {victim} is silent", rank=victim)
 
 
+def command(context, words):
+    """`eprt` with this rank's words, to the end of the process."""
+    from eprt.cli import main
+
+    os._exit(main(words[context.rank]))
+
+
+def compiles_for_a_minute(context, name, config, tokens, seconds):
+    """An executor whose kernels aren't compiled yet, as the ranks see it."""
+    time.sleep(60)
+
+
 def _raise():
     raise ValueError("the victim's own words")
 
@@ -100,7 +114,7 @@ def _hold_gil():
 
 
 FAULTS = {
-    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "killed": die,
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "exits": lambda: sys.exit(0),
     "raises": _raise,

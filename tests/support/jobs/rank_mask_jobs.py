@@ -7,22 +7,20 @@ from typing import Any
 
 import torch
 
-from eprt.config import MoEConfig, RuntimeConfig
+from eprt.config import RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import Batch, Case, Counts, make_batches
 from eprt.dispatch import Dispatched, Dispatcher, make_dispatcher
 from eprt.quant import decode_payload
 from eprt.ranks.launcher import RankContext
 from eprt.tokens import FlatTokens, TopK
+from support.builders import recorded
+from support.jobs.dispatcher_jobs import E, moe
 
-E, CAPACITY = 16, 32
+CAPACITY = 32
 UNEVEN = Case(Counts("uneven", ((3, 7, 1, 12), (0, 13, 2, 5), (11, 2, 9, 0))), "partly_invalid")
 STATIC = Case(Counts("static", ((12,),)), "uniform")
 ROWS = 16  # R of the captured calls: more than their tokens
-
-
-def moe(hidden_size: int, top_k: int) -> MoEConfig:
-    return MoEConfig(num_experts=E, top_k=top_k, hidden_size=hidden_size, intermediate_size=64)
 
 
 def make(context: RankContext, name: str, hidden_size: int, top_k: int, **runtime: Any) -> Dispatcher:
@@ -103,11 +101,13 @@ class Captured:
     def __init__(self, dispatcher: Dispatcher, in_workspace: bool = True) -> None:
         self.dispatcher = dispatcher
         self.own = self._batch(0).to(dispatcher.world.device)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+
+        def call() -> torch.Tensor:
             sent = dispatcher.dispatch(self.own.hidden, self.own.topk, ROWS)
             y = plain_experts(sent, dispatcher.output_buffer(sent.handle) if in_workspace else None)
-            self.out = dispatcher.combine(y, sent.handle)
+            return dispatcher.combine(y, sent.handle)
+
+        self.out, self._again = recorded(call, dispatcher.world.device)
 
     def _batch(self, call: int) -> Batch:
         world = self.dispatcher.world
@@ -120,7 +120,7 @@ class Captured:
         self.own.topk.ids.copy_(batch.topk.ids)
         self.own.topk.weights.copy_(batch.topk.weights)
         self.out.fill_(torch.nan)
-        self.graph.replay()
+        self._again()
         return self.out.cpu(), batch
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,13 +18,9 @@ from eprt.placement import ExpertPlacement
 from eprt.world import World
 from eprt.world.shrink import Survivors
 from eprt.world.wire import gather_values
-from support.builders import said
+from support.builders import die, said, stop_for
 
 LIMIT_S = 4.0
-
-
-def die(*_: object, **__: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def steps(job: CheckedLayer, first: int, last: int, dies_at: int = -1) -> Survivors | None:
@@ -99,11 +94,8 @@ def wakes_up_too_late(context, victim: int) -> list[str]:
     world = context.world(timeout_s=LIMIT_S)
     job = CheckedLayer(world, "none", "continue")
     job.step(0)
-    if world.rank == victim and os.fork() == 0:
-        os.kill(os.getppid(), signal.SIGSTOP)
-        time.sleep(1.5 * LIMIT_S)
-        os.kill(os.getppid(), signal.SIGCONT)
-        os._exit(0)
+    if world.rank == victim:
+        stop_for(1.5 * LIMIT_S)
     if world.rank != victim:
         steps(job, 1, 12)
         time.sleep(LIMIT_S)  # still there when it wakes

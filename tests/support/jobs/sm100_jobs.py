@@ -14,7 +14,8 @@ from eprt.experts.blackwell.cutedsl import CuteDslExecutor
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
 from eprt.ranks.process import RankContext
 from eprt.weights import ExpertWeights, Fp8Tensor, Nvfp4
-from support.stand_ins.sm100_kernels import FakeCuteDsl, FakeTrtllm
+from support.stand_ins.cutedsl_kernels import FakeCuteDsl
+from support.stand_ins.trtllm_kernels import FakeTrtllm
 
 # The conformance tokens are whole numbers up to 15: FP8 holds them exactly over a power of two.
 _TOKEN_SCALE = 2.0**-4

@@ -14,14 +14,13 @@ import torch
 from eprt.config import MoEConfig, PayloadFormat, RuntimeConfig
 from eprt.conformance.cases import CASES, Batch, make_batch
 from eprt.conformance.checks import NanOutput
-from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
+from eprt.conformance.oracle import expected_outputs, full_weights, relative_error
 from eprt.dispatch import DISPATCHERS
 from eprt.experts.reference import decode_hidden
-from eprt.layer import ExpertParallelMoE
-from eprt.placement import ExpertPlacement
 from eprt.plan import Candidate
 from eprt.quant import encode_payload
 from eprt.weights import ExpertWeights, Nvfp4
+from support.builders import layer_of
 from support.jobs.sm100_jobs import executors_on_cpu
 from support.stand_ins import deepep as deepep_stand_in
 from support.stand_ins import flashinfer as flashinfer_stand_in
@@ -120,8 +119,7 @@ def _wrong(
         payload=payload,
         max_tokens_per_rank=CAPACITY,
     )
-    shard = ExpertPlacement(config.num_experts, world.parallel).shard(world.rank)
-    layer = ExpertParallelMoE(config, world, shard_weights(weights_of(config), config, shard), runtime=runtime)
+    layer = layer_of(world, config, weights_of(config), runtime)
     layer.executor = NanOutput(layer.executor)
     layer.warmup()
     world.warm = True  # nothing may be allocated later

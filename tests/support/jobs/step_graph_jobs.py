@@ -1,17 +1,8 @@
 """A plain PyTorch decode loop over MoE layers, replayed in step graphs or layer graphs and beside it eagerly with the
-oracle's experts: jobs for gloo ranks in CI and for GPUs. No pytest here: the ranks import this module.
-
-Attention reads a cache of the loop's own, so a padded row that wrote into a live slot would show in a later step. The
-experts of a token are those of a table, so that no rounding changes the choice.
-"""
+oracle's experts: jobs for gloo ranks in CI and for GPUs. No pytest here: the ranks import this module."""
 
 from __future__ import annotations
 
-import math
-import os
-import signal
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,22 +11,18 @@ import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import CONFIGS, Batch
-from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
-from eprt.errors import EprtError
+from eprt.conformance.oracle import expected_outputs, full_weights, relative_error
 from eprt.graphs import StepGraphs
-from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.ranks.launcher import RankContext
 from eprt.routing import Router
 from eprt.tokens import TopK
 from eprt.weights import ExpertWeights
-from eprt.world import World
 from eprt.world.collectives import Step
-from support.builders import said
-from support.cases.gpu_limits import BEHIND_S
+from support.builders import BEHIND_S, caught, die, layer_of, said
+from support.cases.decoder import EMPTY_ROW, Decoder, Experts, Requests
 
-VOCABULARY, LENGTH, LAYERS = 32, 24, 2
-SLOTS = 24  # requests a rank can hold
+LAYERS = 2
 BUCKETS = (2, 8, 16)
 # Each rank's requests, step after step: bucket changes, idle ranks, an idle world, slots that are taken up again, and
 # more than the largest bucket.
@@ -53,63 +40,6 @@ SCHEDULE = [
 # outputs are each rounded once a layer, 2^-9 of a number, and the cache carries that into later steps (4e-2 was seen).
 # A row that is another's, or gate and up swapped, is off by about 1.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-2}
-Experts = Callable[[torch.Tensor, TopK], torch.Tensor]
-
-
-class Decoder:
-    """Embedding, then attention over a cache and experts, layer by layer: one token a row, row i in cache slot i."""
-
-    def __init__(self, experts: Sequence[Experts], config: MoEConfig, device: torch.device, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(5)
-        H, E, K = config.hidden_size, config.num_experts, config.top_k
-
-        def draw(*shape: int) -> torch.Tensor:
-            return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(device, dtype)
-
-        self.experts = experts
-        self.embedding = draw(VOCABULARY, H) * H**0.5
-        self.matrices = [(draw(H, H), draw(H, H), draw(H, H)) for _ in experts]
-        scores, ids = torch.rand(len(experts), VOCABULARY, E, generator=generator).topk(K)
-        self.ids, self.weights = ids.int().to(device), scores.to(device)
-        self.cache = torch.zeros(len(experts), 2, SLOTS, LENGTH, H, dtype=dtype, device=device)
-        self.slots = torch.arange(SLOTS, device=device)
-        self.positions = torch.arange(LENGTH, device=device)
-        self.calls: list[int] = []
-
-    def __call__(self, token: torch.Tensor, position: torch.Tensor) -> dict[str, Any]:
-        """[rows] ids and positions -> {"last": [rows, H], "each": one [rows, H] a layer}."""
-        rows = token.shape[0]
-        self.calls.append(rows)
-        x, each = self.embedding[token], []
-        for number, (experts, (q, k, v)) in enumerate(zip(self.experts, self.matrices, strict=True)):
-            cache = self.cache[number]
-            for kind, matrix in enumerate((k, v)):
-                cache[kind].index_put_((self.slots[:rows], position), x @ matrix)
-            scores = torch.einsum("rh,rlh->rl", x @ q, cache[0, :rows]) * x.shape[1] ** -0.5
-            scores = scores.masked_fill(self.positions > position[:, None], -math.inf)
-            x = x + torch.einsum("rl,rlh->rh", scores.softmax(-1), cache[1, :rows])
-            x = x * torch.rsqrt(x.float().square().mean(-1, keepdim=True)).to(x.dtype)
-            x = x + experts(x, TopK(self.ids[number][token], self.weights[number][token]))
-            each.append(x)
-        return {"last": x, "each": each}
-
-
-class Requests:
-    """What a rank feeds: slot i's next token and position. Rows without one go to the last position, which nobody
-    reads."""
-
-    def __init__(self, rank: int) -> None:
-        self.generator = torch.Generator().manual_seed(100 + rank)
-        self.lengths = torch.zeros(SLOTS, dtype=torch.int64)
-
-    def step(self, count: int, device: torch.device) -> dict[str, torch.Tensor]:
-        token = torch.randint(VOCABULARY, (count,), generator=self.generator)
-        position = self.lengths[:count].clone()
-        self.lengths[:count] += 1
-        return {"token": token.to(device), "position": position.to(device)}
-
-
-EMPTY_ROW = {"token": 0, "position": LENGTH - 1}
 
 
 def config_of(dtype: torch.dtype) -> MoEConfig:
@@ -134,7 +64,8 @@ class Case:
         self.config = config = config_of(dtype)
         weights = [full_weights(config, seed) for seed in range(LAYERS)]
         self.layers = [
-            make_layer(world, config, runtime, full, number if router else None) for number, full in enumerate(weights)
+            layer_of(world, config, full, runtime, router=_router(config, dtype, seed) if router else None)
+            for seed, full in enumerate(weights)
         ]
         world.warmup(*self.layers)
         self.dtype = dtype
@@ -177,16 +108,9 @@ class Case:
             layer.close()
 
 
-def make_layer(
-    world: World, config: MoEConfig, runtime: RuntimeConfig, full: ExpertWeights, seed: int | None = None
-) -> ExpertParallelMoE:
-    shard = ExpertPlacement(config.num_experts, world.parallel).shard(world.rank)
-    router = None
-    if seed is not None:
-        weight = torch.randn(config.num_experts, config.hidden_size, generator=torch.Generator().manual_seed(seed))
-        dtype = torch.float32 if config.weight_format == "f32" else torch.bfloat16
-        router = Router(weight.to(dtype), config.routing, config.top_k)
-    return ExpertParallelMoE(config, world, shard_weights(full, config, shard), runtime=runtime, router=router)
+def _router(config: MoEConfig, dtype: torch.dtype, seed: int) -> Router:
+    weight = torch.randn(config.num_experts, config.hidden_size, generator=torch.Generator().manual_seed(seed))
+    return Router(weight.to(dtype), config.routing, config.top_k)
 
 
 def _oracle(config: MoEConfig, full: ExpertWeights) -> Experts:
@@ -237,17 +161,27 @@ def decode(
     return found
 
 
+def _noting(target: Any, name: str, note: Callable[..., object]) -> None:
+    """Has `note` see what a method returned, and then its arguments, after every call."""
+    original = getattr(target, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        output = original(*args, **options)
+        note(output, *args)
+        return output
+
+    setattr(target, name, call)
+
+
 def _count_by_expert(case: Case) -> list[int]:
     """Filled with the number of valid slots of everything that the host sends."""
     sent: list[int] = []
+
+    def note(_: object, hidden: torch.Tensor, topk: TopK, *__: object) -> None:
+        sent.append(0 if hidden.is_cuda else int((topk.ids < case.config.num_experts).sum()))
+
     for layer in case.layers:
-        original = layer.dispatcher.send
-
-        def send(hidden: torch.Tensor, topk: TopK, *rest: Any, original: Any = original, **options: Any) -> Any:
-            sent.append(0 if hidden.is_cuda else int((topk.ids < case.config.num_experts).sum()))
-            return original(hidden, topk, *rest, **options)
-
-        layer.dispatcher.send = send
+        _noting(layer.dispatcher, "send", note)
     return sent
 
 
@@ -263,7 +197,9 @@ def decode_by_layers(
     """
     case = Case(context, runtime, dtype, router=True)
     world, plain = case.world, Case(context, replace(runtime, layer_graphs=False), dtype, router=True)
-    errors, own_errors, replays = [], [], _count_replays(case)
+    errors, own_errors, replays = [], [], list[bool]()
+    for layer in case.layers:  # whether a layer's graph took a call, or left it to the layer
+        _noting(layer.graphs, "replay", lambda output, *_: replays.append(output is not None))
     generator = torch.Generator().manual_seed(world.rank)
     for counts in SCHEDULE:
         count, most = counts[world.rank], max(*counts[: world.size], 1)
@@ -285,21 +221,6 @@ def decode_by_layers(
     case.close()
     plain.close()
     return errors, own_errors, sum(replays)
-
-
-def _count_replays(case: Case) -> list[int]:
-    """Filled with 1 for every call that a layer's graph took, 0 for one that it left to the layer."""
-    taken: list[int] = []
-    for layer in case.layers:
-        original = layer.graphs.replay
-
-        def replay(hidden: torch.Tensor, tokens_per_rank: int, original: Any = original) -> torch.Tensor | None:
-            output = original(hidden, tokens_per_rank)
-            taken.append(output is not None)
-            return output
-
-        layer.graphs.replay = replay
-    return taken
 
 
 def refusals(context: RankContext) -> dict[str, str]:
@@ -383,11 +304,8 @@ def alive_changes(context: RankContext, runtime: RuntimeConfig) -> list[str]:
     case.expected.weights = torch.where(lost, 0.0, case.expected.weights)
     if alive[world.rank]:
         world.shrink([world.size - 1])
-        try:
-            step([2, 4, 0, 0])
-            problems.append("graphs with the old mask replayed")
-        except EprtError as error:
-            problems += [str(error)] * ("StepGraphs.capture()" not in str(error))
+        text = said(lambda: step([2, 4, 0, 0]))  # the old mask
+        problems += [text] * ("StepGraphs.capture()" not in text)
         graphs.capture()
         step([5, 0, 3, 0])
         step([0, 7, 3, 0])
@@ -419,11 +337,7 @@ def closes_before_its_graphs(context: RankContext, runtime: RuntimeConfig) -> st
     graphs(1, **case.requests.step(1, case.world.device))
     graphs.wait()
     case.world.close()
-    try:
-        graphs(0)
-    except EprtError as error:
-        return type(error).__name__
-    return "nothing"
+    return caught(lambda: graphs(0))[0]
 
 
 def lost_in_replay(context: RankContext, runtime: RuntimeConfig, victim: int, limit_s: float, waits: bool) -> None:
@@ -442,9 +356,7 @@ def lost_in_replay(context: RankContext, runtime: RuntimeConfig, victim: int, li
         fed = case.requests.step(2, world.device)
         with world.step(2, number=number + 1):
             if number == 5 and world.rank == victim:
-                sys.stderr.write(f"killed at {time.monotonic()}\n")
-                sys.stderr.flush()
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             graphs(2, **fed)
             if waits or world.device.type != "cuda":
                 graphs.wait()

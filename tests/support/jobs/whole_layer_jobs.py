@@ -3,24 +3,20 @@ import this module."""
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from eprt.balance import rebalance
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import Batch
-from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
-from eprt.layer import ExpertParallelMoE
+from eprt.conformance.oracle import expected_outputs, full_weights, relative_error
 from eprt.placement import ExpertPlacement
 from eprt.ranks.launcher import RankContext
 from eprt.tokens import TopK
-from eprt.weights import ExpertWeights
-from eprt.world import World
-from support.cases.gpu_limits import BEHIND_S
+from support.builders import BEHIND_S, layer_of, recorded
 
 
 def replayed_layer(
@@ -38,13 +34,20 @@ def replayed_layer(
         wrong_slots: move them elsewhere than the ids go.
     """
     world, full = context.world(timeout_s=BEHIND_S), full_weights(config)
-    layer = _layer(world, config, runtime, full, placements[0] if placements else ())
+    layer = layer_of(world, config, full, runtime, placements[0] if placements else ())
     world.warmup(layer)
     E, K, H, R = config.num_experts, config.top_k, config.hidden_size, runtime.max_tokens_per_rank
     x = torch.zeros(R, H, dtype=torch.bfloat16, device=world.device)
     ids = torch.full((R, K), E, dtype=torch.int32, device=world.device)
     weights = torch.zeros(R, K, device=world.device)
-    replay = _recorded(lambda: layer(x, TopK(ids, weights), tokens_per_rank=R), world)
+
+    def call() -> torch.Tensor:
+        return layer(x, TopK(ids, weights), tokens_per_rank=R)
+
+    for _ in range(2):
+        call()
+    world.barrier()
+    out, replay = recorded(call, world.device)
     errors: list[float] = []
     for call, counts in enumerate(rounds):
         if placements and call:
@@ -58,7 +61,9 @@ def replayed_layer(
         for static, fresh in ((x, batch.hidden), (ids, batch.topk.ids), (weights, batch.topk.weights)):
             static[:count].copy_(fresh)
         expected = expected_outputs(config, full, [batch])[0]
-        errors.append(relative_error(replay()[:count].cpu(), expected))
+        out.fill_(math.nan)
+        replay()
+        errors.append(relative_error(out[:count].cpu(), expected))
     world.warm = False  # this World serves other tests, which build layers of their own
     layer.close()
     return errors
@@ -68,43 +73,12 @@ def seconds_to_start(context: RankContext, config: MoEConfig, runtime: RuntimeCo
     """(building the layer, `World.warmup`), for a process that has done neither before."""
     world, full = context.world(timeout_s=BEHIND_S), full_weights(config)
     start = time.perf_counter()
-    layer = _layer(world, config, runtime, full)
+    layer = layer_of(world, config, full, runtime)
     built = time.perf_counter()
     world.warmup(layer)
     warm = time.perf_counter()
     world.warm = False  # this World serves other tests, which build layers of their own
     return built - start, warm - built
-
-
-def _layer(
-    world: World, config: MoEConfig, runtime: RuntimeConfig, full: ExpertWeights, slots: tuple[int, ...] = ()
-) -> ExpertParallelMoE:
-    placement = ExpertPlacement(config.num_experts, world.parallel, slots)
-    weights = shard_weights(full, config, placement.shard(world.rank))
-    return ExpertParallelMoE(config, world, weights, runtime=runtime, placement=placement)
-
-
-def _recorded(call: Callable[[], torch.Tensor], world: World) -> Callable[[], torch.Tensor]:
-    """A CUDA graph of `call`, replayed into an output full of NaN; on CPUs the call itself."""
-    if world.device.type == "cpu":
-        return call
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    world.barrier()
-    gc.collect()  # what is freed by chance during the capture could end it
-    graph = torch.cuda.CUDAGraph()
-    # Other threads (NCCL's watchdog) may ask for events meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = call()
-
-    def replay() -> torch.Tensor:
-        out.fill_(math.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        return out
-
-    return replay
 
 
 def _batch(count: int, call: int, config: MoEConfig, rank: int) -> Batch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -17,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS, make_dispatcher
-from eprt.errors import EprtError, RankLost, UsageError
+from eprt.errors import RankLost
 from eprt.support import Device
 from eprt.tokens import TopK
 from eprt.world import World
 from eprt.world.groups import make_splittable
-from support.builders import said
+from support.builders import NOTHING, caught, die, said
 
 CONFIG = MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=8)
 COORDINATES = ("dp_rank", "attention_tp_rank", "ep_rank", "moe_tp_rank")
@@ -64,7 +63,7 @@ def _leave_quietly(world: World) -> None:
 
 
 FAULTS = {
-    "killed": lambda world: os.kill(os.getpid(), signal.SIGKILL),
+    "killed": die,
     "raises": _raise,
     "leaves": _leave_quietly,
 }
@@ -101,10 +100,7 @@ def around_host_groups(context) -> list[object]:
         with make() as world:
             found.append(tuple(getattr(world, name) for name in names))
             _step(make_dispatcher("none", world, CONFIG, RuntimeConfig()), 3)
-    try:
-        World.from_mesh(mesh, attention_tp_dim="dp")
-    except EprtError as error:
-        found.append(type(error).__name__)
+    found.append(caught(lambda: World.from_mesh(mesh, attention_tp_dim="dp"))[0])
     host.barrier()
     return found
 
@@ -153,10 +149,7 @@ def resources_and_warmup(context) -> list[str]:
             log.append(f"warm {world.warm}")
 
     world.warmup(Layer())
-    try:
-        world.require_cold("compiling")
-    except UsageError as error:
-        log.append(str(error))
+    log.append(caught(lambda: world.require_cold("compiling"))[1])
     world.warm = False
     return log
 
@@ -205,25 +198,19 @@ def without_torchrun(context, port: int, what: str) -> str:
         return "closed"
     world = World.from_env("cpu", timeout_s=20)
     if what == "rank 0 is killed" and context.rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     if what == "rank 0 closes early" and context.rank == 0:
         world.close()
         time.sleep(30)
     world.barrier()
-    return "nothing was raised"
+    return NOTHING
 
 
 def skips_a_barrier(context) -> str:
     """Rank 1 goes on to a dispatch."""
     world = context.world()
     dispatcher = make_dispatcher("torch", world, CONFIG, RuntimeConfig())
-    try:
-        if context.rank != 1:
-            world.barrier()
-        _step(dispatcher, 2)
-    except EprtError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+    return said(lambda: (context.rank != 1 and world.barrier(), _step(dispatcher, 2)))
 
 
 def late_for_a_barrier(context) -> tuple[int, str]:
@@ -236,7 +223,7 @@ def late_for_a_barrier(context) -> tuple[int, str]:
         world.barrier()
     except RankLost as error:
         return error.rank, error.why
-    return -1, "nothing was raised"
+    return -1, NOTHING
 
 
 def two_worlds_and_their_hooks(context) -> list[bool]:
