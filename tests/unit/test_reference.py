@@ -288,7 +288,7 @@ def test_quantised_weights_are_decoded_with_their_own_scales(name: str):
     assert relative_error(build(config, quantised)(flat), expected) < F32_TOLERANCE
     if name in ("nvfp4", "fp8_tensor"):  # the mutant: gate scaled by up's scale and the other way round
         swapped = quantised.gate_up.map(lambda tensor: tensor.flip(1) if tensor.shape == (4, 2) else tensor)
-        assert relative_error(build(config, replace(quantised, gate_up=swapped))(flat), expected) > 0.1
+        assert relative_error(build(config, replace(quantised, gate_up=swapped))(flat), expected) > 0.05
 
 
 @pytest.mark.parametrize("M", [0, 3])
