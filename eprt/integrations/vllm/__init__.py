@@ -23,7 +23,7 @@ from eprt.support import version_key
 __all__ = ["TESTED", "check_version", "register"]
 
 TESTED = ("0.26.0", "0.32.0")  # tests and measurements ran on these
-OLDEST, BELOW = (0, 26), (0, 34)
+OLDEST, BELOW = "0.26", "0.34"
 
 
 def check_version(found: str) -> str:
@@ -34,11 +34,9 @@ def check_version(found: str) -> str:
     """
     tested = " and ".join(TESTED)
     key = version_key(found)
-    if not OLDEST <= key[:2] < BELOW:
-        raise ConfigError(
-            f"vLLM {found}: the plugin hooks into vLLM {_text(OLDEST)} to below {_text(BELOW)} (tested: {tested}); "
-            "install one of these"
-        )
+    if not version_key(OLDEST) <= key < version_key(BELOW):
+        hooks = f"the plugin hooks into vLLM {OLDEST} to below {BELOW}"
+        raise ConfigError(f"vLLM {found}: {hooks} (tested: {tested}); install one of these")
     return "" if key in {version_key(version) for version in TESTED} else f"vLLM {found}: tested with {tested}"
 
 
@@ -46,7 +44,6 @@ def register() -> None:
     """Installs the plugin, as the entry point of `vllm.general_plugins`.
 
     vLLM calls it in every process, perhaps more than once.
-
     """
     from eprt.integrations.vllm.method import install
     from eprt.integrations.vllm.state import PluginState
@@ -70,7 +67,3 @@ def _installed() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     raise ConfigError("no vLLM is installed: pip install 'eprt[vllm]'")
-
-
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

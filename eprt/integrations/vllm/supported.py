@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+import torch
+
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig, WeightFormat
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.experts import EXECUTORS
@@ -61,41 +63,18 @@ def require_supported(config: Any, device_type: str, parallel: Any) -> None:
             "--data-parallel-size cuts each expert over all ranks: --enable-expert-parallel gives them to eprt whole",
         ),
     ]
-    for left, reason in reasons:
-        if left:
-            raise FallsBackToVllm(reason)
+    _fall_back(reasons)
+
+
+def _fall_back(reasons: list[tuple[bool, str]]) -> None:
+    """Raises FallsBackToVllm with the first reason that holds, if any."""
+    if reason := next((reason for holds, reason in reasons if holds), ""):
+        raise FallsBackToVllm(reason)
 
 
 def moe_config(layer: Any, method: Any) -> MoEConfig:
     """Translates a RoutedExperts whose method was just made into eprt's config. Raises FallsBackToVllm."""
-    moe = layer.moe_config
-    manager = layer.expert_map_manager
-    placement = getattr(layer, "expert_placement_strategy", "linear")
-    reasons = [
-        (moe.num_experts % moe.ep_size != 0, f"{moe.num_experts} experts don't divide by {moe.ep_size} ranks"),
-        (moe.num_experts != moe.num_logical_experts, "experts are replicated"),
-        (placement != "linear", f"experts are placed {placement}, eprt holds them in order"),
-        (getattr(manager, "num_fused_shared_experts", 0) != 0, "shared experts are fused with the routed ones"),
-        (layer.apply_router_weight_on_input, "router weights are applied to the experts' input"),
-        (
-            moe.skip_final_all_reduce and moe.moe_parallel_config.use_ep,
-            "the model sums this layer's partial outputs itself",
-        ),
-    ]
-    for left, reason in reasons:
-        if left:
-            raise FallsBackToVllm(reason)
-    weight_format = layout_of(method).weight_format(method, layer.params_dtype)
-    part, block = moe.intermediate_size_per_partition, SCALE_BLOCK.get(weight_format, 1)
-    if moe.tp_size > 1 and part % block:
-        raise FallsBackToVllm(
-            f"tensor parallelism {moe.tp_size} leaves {part} of the experts' rows to a rank, which cuts a scale of "
-            f"{block} ({weight_format})"
-        )
-    if weight_format == "fp8_block" and layer.activation.value == INTERLEAVED:
-        raise FallsBackToVllm("FP8 blocks over rows that alternate gate, up")
-    if (tokens := str(moe.in_dtype)) not in ("torch.bfloat16", "torch.float32"):
-        raise FallsBackToVllm(f"tokens in {tokens}: eprt carries bfloat16 or float32")
+    weight_format, moe = _weight_format(layer, method), layer.moe_config
     return MoEConfig(
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
@@ -105,6 +84,33 @@ def moe_config(layer: Any, method: Any) -> MoEConfig:
         bias=moe.has_bias,
         weight_format=weight_format,
     )
+
+
+def _weight_format(layer: Any, method: Any) -> WeightFormat:
+    """Returns the number format of experts that eprt can run. Raises FallsBackToVllm for others."""
+    moe, placement = layer.moe_config, getattr(layer, "expert_placement_strategy", "linear")
+    fused = getattr(layer.expert_map_manager, "num_fused_shared_experts", 0)
+    sums = moe.skip_final_all_reduce and moe.moe_parallel_config.use_ep
+    reasons = [
+        (moe.num_experts % moe.ep_size != 0, f"{moe.num_experts} experts don't divide by {moe.ep_size} ranks"),
+        (moe.num_experts != moe.num_logical_experts, "experts are replicated"),
+        (placement != "linear", f"experts are placed {placement}, eprt holds them in order"),
+        (fused != 0, "shared experts are fused with the routed ones"),
+        (layer.apply_router_weight_on_input, "router weights are applied to the experts' input"),
+        (sums, "the model sums this layer's partial outputs itself"),
+    ]
+    _fall_back(reasons)
+    found = layout_of(method).weight_format(method, layer.params_dtype)
+    part, block, tokens = moe.intermediate_size_per_partition, SCALE_BLOCK.get(found, 1), moe.in_dtype
+    cut = f"tensor parallelism {moe.tp_size} leaves {part} of the experts' rows to a rank, which cuts a scale of"
+    alternating = found == "fp8_block" and layer.activation.value == INTERLEAVED
+    reasons = [
+        (moe.tp_size > 1 and part % block != 0, f"{cut} {block} ({found})"),
+        (alternating, "FP8 blocks over rows that alternate gate, up"),
+        (tokens not in (torch.bfloat16, torch.float32), f"tokens in {tokens}: eprt carries bfloat16 or float32"),
+    ]
+    _fall_back(reasons)
+    return found
 
 
 def runtime_config(config: Any, tp_size: int) -> RuntimeConfig:
