@@ -80,9 +80,9 @@ def expert_major_from_flat(
     source = torch.arange(flat.num_rows, device=flat.ids.device).repeat_interleave(flat.ids.shape[1])
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
-        slab = tensor.new_empty((num_local * rows_per_expert + 1, *tensor.shape[1:]))
-        as_bytes(slab).index_copy_(0, target, as_bytes(tensor).index_select(0, source))
-        return slab[:-1].view(num_local, rows_per_expert, *tensor.shape[1:])
+        laid_out = tensor.new_empty((num_local * rows_per_expert + 1, *tensor.shape[1:]))
+        as_bytes(laid_out).index_copy_(0, target, as_bytes(tensor).index_select(0, source))
+        return laid_out[:-1].view(num_local, rows_per_expert, *tensor.shape[1:])
 
     tokens = ExpertMajorTokens(flat.hidden.mapped(spread), order.offsets.diff().to(torch.int32))
     return tokens, torch.where(order.place >= 0, row, -1)

@@ -68,7 +68,7 @@ def _cutlass(executor: CutlassMxfp4Executor, tokens: FlatTokens) -> Call:
 
 def _humming(executor: HummingExecutor, tokens: FlatTokens) -> Call:
     hidden, (N, K) = plain_hidden(tokens.hidden), tokens.ids.shape
-    order, scatter = TorchOrder((N, K), executor.shard, hidden.device), executor._rows("scatter", slots=K)
+    order, scatter = TorchOrder((N, K), executor.shard, hidden.device), executor._rows("scatter", scatter_width=K)
     expected = executor._expected_rows(N)
 
     def call() -> torch.Tensor:

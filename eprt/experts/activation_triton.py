@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN201, ANN202  (kernel arguments have no Python types)
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""Activations in Triton: for the end of a GEMM, and over the valid rows of slabs. Imported only where kernels run."""
+"""Activations in Triton: for the end of a GEMM, and over valid expert-major rows. Imported only where kernels run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eprt.launching import INTERPRETED, CachedKernel
 from eprt.rounding import ceil_div, next_power_of_2
 
 BLOCK = 1024  # columns a program activates at a time
-CTAS = 2048  # that share the rows of all slabs
+CTAS = 2048  # that share all experts' rows
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 # 1 / (1 + 2^(-x / ln 2)) by the instructions for it, each off by 2 units in the last place of float32 at most.
@@ -59,36 +59,39 @@ def constants(activation: Activation | None) -> dict[str, bool | float]:
 
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["counts"])
-def _activate_slabs(
+def _activate_rows(
     wide, narrow, counts, M, I: tl.constexpr, BLOCK: tl.constexpr,
     GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: slabs x programs that share a slab's rows x blocks of columns."""
-    slab = tl.program_id(0).to(tl.int64)
+    """Grid: experts x programs that share an expert's rows x blocks of columns."""
+    expert = tl.program_id(0).to(tl.int64)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    for row in range(tl.program_id(1), tl.load(counts + slab), tl.num_programs(1)):
-        read = wide + (slab * M + row) * (2 * I if GATED else I) + column
+    for row in range(tl.program_id(1), tl.load(counts + expert), tl.num_programs(1)):
+        read = wide + (expert * M + row) * (2 * I if GATED else I) + column
         gate = tl.load(read, mask=column < I).to(tl.float32)
         up = gate
         if GATED:
             up = tl.load(read + I, mask=column < I).to(tl.float32)
         value = activated(gate, up, GATED, ALPHA, BETA, LIMIT)
-        tl.store(narrow + (slab * M + row) * I + column, value.to(narrow.dtype.element_ty), mask=column < I)
+        tl.store(narrow + (expert * M + row) * I + column, value.to(narrow.dtype.element_ty), mask=column < I)
 
 
-def activate_slabs(activation: Activation, wide: torch.Tensor, counts: torch.Tensor, narrow: torch.Tensor) -> None:
+def activate_rows(activation: Activation, wide: torch.Tensor, counts: torch.Tensor, narrow: torch.Tensor) -> None:
     """Activates rows below counts [L] of wide [L, M, parts * I] into narrow [L, M, I], in float32; all contiguous."""
     L, M, I = narrow.shape
     block = min(BLOCK, next_power_of_2(I))
     columns = ceil_div(I, block)
     grid = L, min(M, max(1, CTAS // (L * columns))), columns
-    _prepared_slabs(wide.device, wide.dtype, narrow.dtype, I, block, activation)(grid, wide, narrow, counts, M)
+    _prepared(wide.device, wide.dtype, narrow.dtype, I, block, activation)(grid, wide, narrow, counts, M)
 
 
 @cache
-def _prepared_slabs(
+def _prepared(
     device: torch.device, source: torch.dtype, target: torch.dtype, I: int, block: int, activation: Activation
 ) -> CachedKernel:
     return CachedKernel(
-        _activate_slabs, device, (source, target, torch.int32, 2), {"I": I, "BLOCK": block, **constants(activation)}
+        _activate_rows,
+        device,
+        (source, target, torch.int32, 2),
+        {"I": I, "BLOCK": block, **constants(activation)},
     )

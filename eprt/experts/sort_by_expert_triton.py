@@ -293,7 +293,7 @@ def schedule_expert_major(counts: torch.Tensor, M: int, tiles: RowTiles) -> Tile
     valid."""
     L = counts.shape[0]
     work = TileSchedule.empty(L * ceil_div(M, tiles.m), tiles, counts.device)
-    kernel = _prepared_slabs(counts.device, max(16, next_power_of_2(L)), tiles)
+    kernel = _prepared_schedule(counts.device, max(16, next_power_of_2(L)), tiles)
     kernel((1, 1, 1), counts.contiguous(), work.entries, work.num_entries, M, L)
     return work
 
@@ -317,7 +317,7 @@ def _prepared_place(
 
 
 @cache
-def _prepared_slabs(device: torch.device, l_pad: int, tiles: RowTiles) -> CachedKernel:
+def _prepared_schedule(device: torch.device, l_pad: int, tiles: RowTiles) -> CachedKernel:
     arguments = torch.int32, torch.int32, torch.int32, 2, 2
     return CachedKernel(_schedule_expert_major, device, arguments, {"L_PAD": l_pad, **_constants(tiles)})
 

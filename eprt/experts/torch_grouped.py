@@ -92,7 +92,7 @@ class GroupedExecutor(PreparedExecutor):
             out.copy_(self._dense(hidden, tokens)[:, : self.config.hidden_size])
 
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
-        # A row of the result depends on the same row of the slab alone: garbage rows stay among themselves.
+        # A row of the result depends on the same row of the tokens alone: garbage rows stay among themselves.
         rows = self._batched(self._aligned_hidden(tokens))[..., : self.config.hidden_size]
         if self._down_bias is None:
             out.copy_(rows)
@@ -133,13 +133,13 @@ class GroupedExecutor(PreparedExecutor):
         return torch.where(chosen.any(2, keepdim=True), rows * weights, 0.0).sum(0)
 
     def _batched(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[L, M, H] -> [L, M, H], slab e through expert e, the last bias left out."""
+        """[L, M, H] -> [L, M, H], block e through expert e, the last bias left out."""
         return torch.bmm(self._activated(torch.bmm(hidden, self._gate_up.mT)), self._down.mT)
 
     def _activated(self, rows: torch.Tensor, expert: torch.Tensor | None = None) -> torch.Tensor:
-        """[rows, parts * I] or slabs of them -> as many rows of I, biased and activated in float32, some at a time.
+        """[rows, parts * I] or [L, M] of them -> as many rows of I, biased and activated in float32, some at a time.
 
-        `expert` [rows] names the expert of each row; slab e has e's.
+        `expert` [rows] names the expert of each row; block e has e's.
         """
         parts, bias = self.config.activation.parts, self._gate_up_bias
         narrow = rows.new_empty((*rows.shape[:-1], rows.shape[-1] // parts))

@@ -177,7 +177,7 @@ def test_slabs_are_activated_up_to_their_counts(L, M, I, activation):
     valid = torch.arange(M, device=DEVICE)[None] < counts[:, None]
     wide[~valid] = NAN
     narrow = torch.full((L, M, I), NAN, dtype=torch.bfloat16, device=DEVICE)
-    activation_triton.activate_slabs(activation, wide, counts, narrow)
+    activation_triton.activate_rows(activation, wide, counts, narrow)
     gate, up = wide.double()[..., :I], wide.double()[..., -I:]
     if activation.gated:
         limit = activation.limit or float("inf")

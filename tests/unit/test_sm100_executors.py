@@ -257,7 +257,7 @@ def test_masked_gemms_have_the_heights_of_the_warm_up(travelled):
     for tokens in (low, high):
         check_slabs(executor, config, shard, weights, tokens)
     assert set(heights) == {height}
-    with pytest.raises(UsageError, match=f"GEMMs for slabs of {height + 1} rows"):
+    with pytest.raises(UsageError, match=f"GEMMs for {height + 1} rows per expert"):
         executor(too_high)
 
 

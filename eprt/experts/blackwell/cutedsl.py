@@ -2,7 +2,7 @@
 
 Two kernel families, each with a weight layout of its own:
 
-- `MaskedExperts`: two `grouped_gemm_nt_masked` around the activation, one slab a local expert; takes
+- `MaskedExperts`: two `grouped_gemm_nt_masked` around the activation, in the masked layout; takes
   `ExpertMajorTokens` as DeepEP's low-latency kernels leave them.
 - `ContiguousExperts`: `CuteDslMoEWrapper`, which sorts rows by expert, gathers, and fuses activation, quantisation,
   routing weights and the sum over K; takes `FlatTokens`.
@@ -89,8 +89,8 @@ class MaskedExperts(_Experts):
     multiprocessors free (`dst_signals`, `sm_count`), but DeepEP 1.2.1's `low_latency_combine` has no argument that
     would wait for them; tests/upstream/test_deepep.py fails as soon as one appears.
 
-    The library compiles a GEMM for each height of a slab. Lower slabs than one it has are raised to that height, which
-    costs memory but, as rows past the counts are skipped, no arithmetic; higher ones are compiled, or refused behind a
+    The library compiles a GEMM for each number of rows per expert. Fewer rows are raised to a number that it has, which
+    costs memory but, as rows past the counts are skipped, no arithmetic; more are compiled, or refused behind a
     warm World.
 
     The kernels read weights with L last (memory [L, rows, cols]), rows [gate; up].
@@ -137,7 +137,7 @@ class MaskedExperts(_Experts):
         enough = [height for height in self._heights if height >= rows]
         if enough:
             return min(enough)
-        self._require_cold(f"compiling cutedsl_nvfp4's GEMMs for slabs of {rows} rows")
+        self._require_cold(f"compiling cutedsl_nvfp4's GEMMs for {rows} rows per expert")
         self._heights.add(rows)
         return rows
 

@@ -40,12 +40,12 @@ class TrtllmGenExecutor(PreparedExecutor):
         if name not in FORMATS:
             raise ConfigError(f"trtllm_gen takes {', '.join(FORMATS)} weights, not {name}")
         self._format = FORMATS[name](self._kernels, weights, self.config.activation, self.device)
-        # Slabs reach this executor through an adapter, as L * M rows of one slot.
+        # ExpertMajorTokens reach this executor through an adapter, as L * M rows of one top-k entry.
         adapted = self.runtime.token_format == "expert_major"
-        slabs = self.shard.num_local_experts if adapted else 1
+        blocks = self.shard.num_local_experts if adapted else 1
         world = self.shard.num_experts // self.shard.num_local_experts * self.shard.moe_tp_size
         # The tuner's ladder of batch sizes ends at the most rows a dispatcher can hand over.
-        self._most_rows = 1 << (slabs * world * self.runtime.max_tokens_per_rank - 1).bit_length()
+        self._most_rows = 1 << (blocks * world * self.runtime.max_tokens_per_rank - 1).bit_length()
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         # Of two entries with one expert the routing kernel keeps one; only a table of ids can hold such rows.

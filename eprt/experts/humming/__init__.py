@@ -1,7 +1,7 @@
 """humming's JIT grouped GEMMs around a fused activation: MXFP4, NVFP4 and FP8 weights on SM80 and later.
 
 FlatTokens: rows are copied into expert order (`eprt.experts.permute`), go through both GEMMs, and are weighted and
-summed back. ExpertMajorTokens: slabs go in as they are (`grouped_masked`). Nothing is read by the host and every
+summed back. ExpertMajorTokens go in as they are (`grouped_masked`). Nothing is read by the host and every
 buffer's size follows from the tokens' shape, so a call can be captured in a CUDA graph and replayed with other counts.
 """
 
@@ -115,9 +115,9 @@ class HummingExecutor(PreparedExecutor):
         wide = torch.empty(rows.shape[0], self._gate_up.out_features, dtype=torch.bfloat16, device=rows.device)
         self._gate_up(rows, layout, gemm_type, expected, wide, scale)
         if gemm_type == "grouped_masked" and not self._fp8:
-            # humming's own kernel visits every row of every slab: 119 of 256 us where one token a rank came.
-            slabs = _activate_slabs(self.config.activation, wide.view(len(layout), -1, wide.shape[1]), layout)
-            narrow, narrow_scale = slabs.flatten(0, 1), None
+            # humming's own kernel visits every row of every expert: 119 of 256 us where one token a rank came.
+            active = _activate_rows(self.config.activation, wide.view(len(layout), -1, wide.shape[1]), layout)
+            narrow, narrow_scale = active.flatten(0, 1), None
         elif gemm_type == "grouped_masked":
             activate = self._rows("grouped_mask", activation=True)
             narrow, narrow_scale = activate(wide, wide.shape[0], expert_tokens=layout)
@@ -155,7 +155,7 @@ class HummingExecutor(PreparedExecutor):
         return lambda: self._experts(rows, scale, order.offsets, "grouped_contiguous", expected, out)
 
     def warmup(self, max_rows: int, top_k: int | None = None) -> None:
-        """Compiles all kernels for up to `max_rows` rows of FlatTokens, or for slabs of `max_rows` rows.
+        """Compiles all kernels for up to `max_rows` rows of FlatTokens, or of `max_rows` rows per expert.
 
         The first time takes tens of seconds per shape; humming keeps compiled kernels on disk.
         """
@@ -176,14 +176,14 @@ def _at_once(jobs: list[Callable[[], None]]) -> None:
             job.result()
 
 
-def _activate_slabs(activation: Activation, wide: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _activate_rows(activation: Activation, wide: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Activates [L, M, parts * I] to [L, M, I] of the same dtype, in float32; rows past the counts are garbage."""
     L, M, width = wide.shape
     narrow = torch.empty((L, M, width // activation.parts), dtype=wide.dtype, device=wide.device)
     if wide.is_cuda:
         from eprt.experts import activation_triton
 
-        activation_triton.activate_slabs(activation, wide, counts, narrow)
+        activation_triton.activate_rows(activation, wide, counts, narrow)
         return narrow
     valid = torch.arange(M) < counts[:, None]
     narrow[valid] = activate(activation, wide[valid].float()).to(wide.dtype)

@@ -205,7 +205,7 @@ class GroupedGemm:
 
         Args:
             inputs: [rows, K] bf16, or e4m3 with `input_scale`.
-            layout: `grouped_contiguous`: int64 [L + 1] offsets; `grouped_masked`: int32 [L] counts of L equal slabs.
+            layout: `grouped_contiguous`: int64 [L + 1] offsets; `grouped_masked`: int32 [L] counts of equal blocks.
             expected_rows: how many rows are probably in the groups; chooses the schedule, never the result.
         """
         tensors = self.tensors

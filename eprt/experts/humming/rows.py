@@ -35,7 +35,7 @@ class RowKernel:
         layer_config: humming's LayerConfig of that GEMM.
         width: its K, columns of a row that comes out.
         layout: `normal`: row for row, up to a count on the device; `scatter`: each row to its `scatter_width` places,
-            negative ones dropped; `grouped_mask`: slabs with counts.
+            negative ones dropped; `grouped_mask`: expert-major rows with counts.
     """
 
     def __init__(
