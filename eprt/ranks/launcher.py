@@ -99,6 +99,8 @@ class WorldPool:
     Args:
         size: W.
         device: "cpu" (gloo) or "cuda" (NCCL, rank r on GPU r).
+        share_gpu: ranks may be more than GPUs, for tests of the `symm` dispatcher, which needs no NCCL. Their kernels
+            take turns on the GPU: times mean nothing.
         timeout_s: default limit of one job; a job over it fails with every rank's stack.
         grace_s: after the first failure, how long the other ranks may take to report what they saw.
         environment: extra variables for the ranks, beside the parent's own and torchrun's.
@@ -114,18 +116,22 @@ class WorldPool:
         timeout_s: float = 60.0,
         grace_s: float = 1.0,
         environment: dict[str, str] | None = None,
+        *,
+        share_gpu: bool = False,
     ) -> None:
         import torch
+
+        from eprt.world.groups import SHARED_GPU
 
         if size < 1:
             raise ConfigError(f"a world of {size} ranks: size must be at least 1")
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"device {device!r}: expected 'cpu' or 'cuda'")
-        if device == "cuda" and (found := torch.cuda.device_count()) < size:
+        if device == "cuda" and (found := torch.cuda.device_count()) < (1 if share_gpu else size):
             raise ConfigError(f"{size} ranks on CUDA need {size} GPUs, {found} are here; use device='cpu'")
         self.size, self.device, self.timeout_s, self.grace_s = size, device, timeout_s, grace_s
         self.closed = False
-        self._environment = environment or {}
+        self._environment = (environment or {}) | ({SHARED_GPU: "1"} if share_gpu else {})
         self._ranks: list[_Rank] = []
         self._store: TCPStore | None = None
         self._folder: Scratch | None = None
@@ -310,10 +316,12 @@ def launch(
     timeout_s: float = 60.0,
     grace_s: float = 1.0,
     environment: dict[str, str] | None = None,
+    *,
+    share_gpu: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs one job on a fresh world of `size` ranks and returns its results. Raises WorldFailed."""
-    with WorldPool(size, device, timeout_s, grace_s, environment) as pool:
+    with WorldPool(size, device, timeout_s, grace_s, environment, share_gpu=share_gpu) as pool:
         return pool.run(function, **kwargs)
 
 

@@ -22,6 +22,8 @@ from eprt.world.process import at_exit_leave, boot_id, bounded
 from eprt.world.rendezvous import Rendezvous, claim_store, meet
 
 SILENT_AFTER_S = 10.0
+# Torch's switch for symmetric memory between ranks of one GPU: only tests have such ranks. NCCL refuses them.
+SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 # What srun and the usual mpiruns tell their tasks; a batch script or an interactive shell has none of them above 1.
 _TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -109,6 +111,8 @@ def local_device(device: str | None) -> torch.device:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     available = torch.cuda.device_count()
+    if available and os.environ.get(SHARED_GPU) == "1":
+        local_rank %= available
     kind = device or ("cuda" if available >= max(local_size, local_rank + 1) else "cpu")
     if kind == "cpu":
         return torch.device("cpu")
@@ -165,7 +169,7 @@ def start_guard(met: Rendezvous, timeout_s: float, device: torch.device, our_sto
 def init_default_group(met: Rendezvous, device: torch.device, timeout_s: float) -> None:
     """Makes torch's default group over a part of the store that only these ranks know. A restart must not read the last
     attempt's keys, nor a second World of one process the first one's."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if uses_nccl(device) else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)  # this is another thread than the one that chose it
     dist.init_process_group(
@@ -174,8 +178,13 @@ def init_default_group(met: Rendezvous, device: torch.device, timeout_s: float) 
         rank=met.rank,
         world_size=len(met.ranks),
         timeout=timedelta(seconds=2 * timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if uses_nccl(device) else None,
     )
+
+
+def uses_nccl(device: torch.device) -> bool:
+    """Tells whether collectives on the device are NCCL's: on GPUs that no other rank uses."""
+    return device.type == "cuda" and os.environ.get(SHARED_GPU) != "1"
 
 
 def make_splittable(default: dist.ProcessGroup) -> None:
@@ -195,13 +204,13 @@ def make_meshes(
 ) -> tuple[list[DeviceMesh], list[dist.ProcessGroup]]:
     """Makes the meshes ("dp", "attention_tp") and ("ep", "moe_tp") over all ranks. Collective.
 
-    Returns the meshes, and the groups that were made for them and that `World.close` destroys. On CUDA these are none:
+    Returns the meshes, and the groups made for them, which `World.close` destroys. Under NCCL these are none:
     torch names the groups that it splits after their ranks, so a later split would read the keys of a destroyed one.
     """
     default = dist.distributed_c10d._get_default_group()
     shapes = ((parallel.dp_size, parallel.attention_tp_size), (parallel.ep_size, parallel.moe_tp_size))
     named = list(zip(shapes, (("dp", "attention_tp"), ("ep", "moe_tp")), strict=True))
-    if device.type == "cuda":
+    if uses_nccl(device):
         torch.cuda.set_device(device)
         make_splittable(default)
         return [init_device_mesh("cuda", shape, mesh_dim_names=name) for shape, name in named], []
@@ -210,7 +219,7 @@ def make_meshes(
     for shape, name in named:
         ranks = torch.arange(default.size()).view(shape)
         groups = [_group_among(parts.tolist(), made, timeout_s) for parts in (ranks.T, ranks)]
-        meshes.append(DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=name))
+        meshes.append(DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=name))
     return meshes, list(made.values())
 
 
@@ -251,7 +260,7 @@ def payload_group(
     """
     store, place = dist.PrefixStore(name, met.store), ranks.index(met.rank)
     group = dist.ProcessGroup(store, place, len(ranks))
-    if device.type == "cuda":
+    if uses_nccl(device):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=2 * timeout_s)
         backend, kind = dist.ProcessGroupNCCL(store, place, len(ranks), options), dist.ProcessGroup.BackendType.NCCL

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from support.builders import JOB_S
-from support.cases.gpu_ranks import SIZE
+from support.cases.gpu_ranks import SHARED, SIZE
 from support.results import Results
 
 from eprt.experts.grouped.schedules import Schedule
@@ -15,8 +15,8 @@ from eprt.ranks.launcher import WorldPool
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorldPool]:
-    """SIZE ranks, a GPU each."""
-    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2) as held:
+    """SIZE ranks, a GPU each unless there is one alone."""
+    with WorldPool(SIZE, device="cuda", timeout_s=JOB_S, grace_s=2, share_gpu=SHARED) as held:
         yield held
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.builders import JOB_S
-from support.cases.gpu_ranks import SIZE, several_gpus
+from support.cases.gpu_ranks import SHARED, SIZE, several_gpus, skip_if_shared
 from support.jobs import dispatcher_jobs as jobs
 from support.jobs import lost_rank_jobs
 from support.jobs.dispatcher_jobs import PAIRS, Beyond, Pair
@@ -36,6 +36,7 @@ def refusal(pair: Pair, config: MoEConfig, runtime: RuntimeConfig, moe_tp_size: 
 
 
 def require(pair: Pair, H: int = 128, K: int = 2, moe_tp_size: int = 1, **runtime) -> None:
+    skip_if_shared(pair[0])
     if reason := refusal(pair, jobs.moe(H, K), jobs.runtime_of(token_format=pair[1], **runtime), moe_tp_size):
         pytest.skip(f"the plan refuses {pair[0]}: {reason}")
 
@@ -135,7 +136,7 @@ def test_thousands_of_random_steps(pool, pair: Pair) -> None:
     """10,000 where a graph may be replayed for as long, with one rank or another late by up to 50 ms now and then."""
     require(pair, 2880, 4, capacity=96)
     settings = {
-        "steps": 10_000 if pair in GRAPH_SAFE else 1_000,
+        "steps": 10_000 if pair in GRAPH_SAFE and not SHARED else 1_000,
         "delay_share": 0.05,
         "H": 2880,
         "K": 4,
@@ -187,5 +188,5 @@ def test_a_killed_rank_is_named_by_the_others_within_the_limit(name: str) -> Non
     require(pair)
     arguments = {"timeout_s": JOB_S, "grace_s": lost_rank_jobs.LIMIT_S + 7, "pair": pair, "how": "dies in dispatch"}
     with pytest.raises(WorldFailed) as failure:
-        launch(lost_rank_jobs.one_rank_dies, SIZE, "cuda", **arguments)
+        launch(lost_rank_jobs.one_rank_dies, SIZE, "cuda", share_gpu=SHARED, **arguments)
     assert lost_rank_jobs.unheard(failure.value, may_exit=name != "symm") == []

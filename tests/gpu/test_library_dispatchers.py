@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cases.gpu_ranks import SIZE, several_gpus
+from support.cases.gpu_ranks import SIZE, a_gpu_each, several_gpus
 from support.jobs import library_jobs as jobs
 
 from eprt.dispatch import DISPATCHERS
@@ -18,7 +18,7 @@ PAIRS = [
 needs_deepep = pytest.mark.skipif(not INSTALLED["deepep"], reason=INSTALLED["deepep"].reason)
 
 # FlashInfer may compile its kernels first: 3.5 minutes on 64 cores.
-pytestmark = several_gpus
+pytestmark = [*several_gpus, a_gpu_each]
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from support.cases.gpu_ranks import SIZE, several_gpus
+from support.cases.gpu_ranks import SIZE, a_gpu_each, several_gpus
 from support.jobs import rank_mask_jobs as jobs
 
 from eprt.conformance.cases import CASES
@@ -19,7 +19,7 @@ def _library(name: str, *values: object):
     return pytest.param(name, *values, marks=pytest.mark.skipif(not found, reason=found.reason))
 
 
-pytestmark = several_gpus
+pytestmark = [*several_gpus, a_gpu_each]
 
 
 @pytest.mark.parametrize("name", [_library("flashinfer"), _library("deepep")])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.builders import JOB_S
-from support.cases.gpu_ranks import SIZE, several_gpus, skip_if_refused
+from support.cases.gpu_ranks import SHARED, SIZE, several_gpus, skip_if_refused
 from support.jobs import lost_rank_jobs
 from support.jobs import step_graph_jobs as jobs
 from support.jobs.step_graph_jobs import BUCKETS, LAYERS, SCHEDULE, TOLERANCE
@@ -85,11 +85,26 @@ def test_a_rank_lost_inside_a_replay_is_named(dispatcher: str, waits: bool) -> N
         "waits": waits,
     }
     with pytest.raises(WorldFailed) as failure:
-        launch(jobs.lost_in_replay, SIZE, "cuda", timeout_s=JOB_S, grace_s=lost_rank_jobs.LIMIT_S + 7, **settings)
+        launch(
+            jobs.lost_in_replay,
+            SIZE,
+            "cuda",
+            share_gpu=SHARED,
+            timeout_s=JOB_S,
+            grace_s=lost_rank_jobs.LIMIT_S + 7,
+            **settings,
+        )
     assert lost_rank_jobs.unheard(failure.value, may_exit=not waits) == []
 
 
 @pytest.mark.parametrize("dispatcher", GRAPH_SAFE)
 def test_a_world_closes_while_graphs_of_its_steps_live(dispatcher: str) -> None:
-    found = launch(jobs.closes_before_its_graphs, SIZE, "cuda", timeout_s=JOB_S, runtime=runtime_or_skip(dispatcher))
+    found = launch(
+        jobs.closes_before_its_graphs,
+        SIZE,
+        "cuda",
+        share_gpu=SHARED,
+        timeout_s=JOB_S,
+        runtime=runtime_or_skip(dispatcher),
+    )
     assert found == ["UsageError"] * SIZE

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.jobs import rank_jobs as jobs
 from support.processes import wait_until_gone
 
@@ -20,6 +21,7 @@ from eprt.ranks import launcher
 from eprt.ranks.launcher import WorldFailed, WorldPool, launch
 from eprt.ranks.process import Raised
 from eprt.ranks.stacks import RankReport, find_failed_ranks
+from eprt.world import groups
 
 VICTIM = 2
 LIMIT_S = 2.0
@@ -184,6 +186,22 @@ def test_launch_is_a_world_for_one_job():
 def test_a_world_that_cannot_be_is_refused(size, device):
     with pytest.raises(ConfigError):
         WorldPool(size, device)
+
+
+def test_ranks_share_a_gpu_only_where_a_test_asks_for_it(monkeypatch):
+    """torch.cuda is played here: one GPU. tests/gpu has the real ranks."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    with pytest.raises(ConfigError, match="2 ranks on CUDA need 2 GPUs, 1 are here"):
+        WorldPool(2, "cuda")
+    WorldPool(2, "cuda", share_gpu=True).close()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ConfigError, match="local rank 1: 1 CUDA devices here"):
+        groups.local_device("cuda")
+    assert groups.uses_nccl(torch.device("cuda", 0))
+    monkeypatch.setenv(groups.SHARED_GPU, "1")
+    assert groups.local_device("cuda") == torch.device("cuda", 0)
+    assert not groups.uses_nccl(torch.device("cuda", 0))
 
 
 PARENT = """

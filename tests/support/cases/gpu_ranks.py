@@ -11,13 +11,24 @@ from eprt.plan import make_plan
 from eprt.support import Device
 from support.builders import JOB_S
 
-SIZE = min(4, torch.cuda.device_count())
+GPUS = torch.cuda.device_count()
+SHARED = GPUS == 1  # two ranks take turns on it, under the dispatcher that needs neither NCCL nor a library
+SIZE = 2 if SHARED else min(4, GPUS)
+NEEDS_GPUS = "needs 2 CUDA devices of one host with peer access: this machine has {}"
 
 several_gpus = [
     pytest.mark.gpu,
     pytest.mark.timeout(JOB_S + 60),
-    pytest.mark.skipif(SIZE < 2, reason=f"needs 2 CUDA devices of one host with peer access: this machine has {SIZE}"),
+    pytest.mark.xdist_group("ranks"),  # one pool at a time: the ranks of two would wait for each other's turns
+    pytest.mark.skipif(GPUS < 1, reason=NEEDS_GPUS.format(GPUS)),
 ]
+a_gpu_each = pytest.mark.skipif(GPUS < 2, reason=NEEDS_GPUS.format(GPUS))
+
+
+def skip_if_shared(dispatcher: str) -> None:
+    """Skips the test of a dispatcher whose ranks can't share one GPU."""
+    if SHARED and dispatcher != "symm":
+        pytest.skip(f"{dispatcher} {NEEDS_GPUS.format(GPUS)}")
 
 
 def this_gpu() -> Device:
@@ -26,6 +37,7 @@ def this_gpu() -> Device:
 
 def skip_if_refused(config: MoEConfig, runtime: RuntimeConfig) -> None:
     """Skips the test with the plan's reason if the plan refuses the layer on this machine."""
+    skip_if_shared(runtime.dispatcher)
     try:
         make_plan(config, ParallelConfig(SIZE), runtime, this_gpu())
     except UnsupportedError as error:
