@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 
 import pytest
+from support.builders import JOB_S
 from support.cases.gpu_ranks import SIZE, a_gpu_each, several_gpus
 from support.jobs import rank_mask_jobs as jobs
 
 from eprt.conformance.cases import CASES
 from eprt.conformance.checks import Check, run_checks, summarize
 from eprt.dispatch import DISPATCHERS
+from eprt.ranks.launcher import launch
 
 
 def _library(name: str, *values: object):
@@ -24,13 +26,15 @@ pytestmark = [*several_gpus, a_gpu_each]
 
 @pytest.mark.parametrize("name", [_library("flashinfer"), _library("deepep")])
 @pytest.mark.parametrize(("hidden_size", "top_k"), [(2048, 1), (2880, 4), (7168, 8)])
-def test_the_others_go_on_without_the_ranks_left_out(pool, hidden_size, top_k, name):
-    assert pool.run(jobs.left_out, name=name, hidden_size=hidden_size, top_k=top_k) == [[]] * SIZE
+def test_the_others_go_on_without_the_ranks_left_out(hidden_size, top_k, name):
+    """In ranks of its own: no World of theirs is whole afterwards."""
+    how = {"timeout_s": JOB_S, "name": name, "hidden_size": hidden_size, "top_k": top_k}
+    assert launch(jobs.left_out, SIZE, "cuda", **how) == [[]] * SIZE
 
 
 @pytest.mark.parametrize(("name", "follows"), [_library("flashinfer", False), _library("deepep", True)])
-def test_graphs_and_the_mask(pool, name, follows):
-    assert pool.run(jobs.replayed, name=name, follows=follows) == [[]] * SIZE
+def test_graphs_and_the_mask(name, follows):
+    assert launch(jobs.replayed, SIZE, "cuda", timeout_s=JOB_S, name=name, follows=follows) == [[]] * SIZE
 
 
 @pytest.mark.parametrize("name", [_library("flashinfer")])

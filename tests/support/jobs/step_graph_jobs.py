@@ -302,13 +302,15 @@ def alive_changes(context: RankContext, runtime: RuntimeConfig) -> list[str]:
     shard = ExpertPlacement(case.config.num_experts, world.parallel).shard(world.size - 1)
     lost = (case.expected.ids >= shard.first_expert) & (case.expected.ids < shard.end_expert)
     case.expected.weights = torch.where(lost, 0.0, case.expected.weights)
-    if alive[world.rank]:
-        world.shrink([world.size - 1])
-        text = said(lambda: step([2, 4, 0, 0]))  # the old mask
-        problems += [text] * ("StepGraphs.capture()" not in text)
-        graphs.capture()
-        step([5, 0, 3, 0])
-        step([0, 7, 3, 0])
+    if not alive[world.rank]:
+        torch.cuda.synchronize()
+        return problems
+    world.shrink([world.size - 1])
+    text = said(lambda: step([2, 4, 0, 0]))  # the old mask
+    problems += [text] * ("StepGraphs.capture()" not in text)
+    graphs.capture()
+    step([5, 0, 3, 0])
+    step([0, 7, 3, 0])
     torch.cuda.synchronize()
     case.close()
     return problems
