@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from support.long_tests import LONG, SLOW, TRANSFORMERS
 
-from eprt.ranks import launcher
 from eprt.ranks.launcher import WorldPool
+from eprt.ranks.servers import preload
 
 # A shell starts background jobs with SIGINT ignored, and so would be what our tests start and then interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if any(item.path.stem in TRANSFORMERS for item in items):
-        launcher.preload("transformers.models.gpt_oss.modeling_gpt_oss", "eprt.integrations.transformers")
+        preload("transformers.models.gpt_oss.modeling_gpt_oss", "eprt.integrations.transformers")
     long = re.compile("|".join(LONG))
     for item in items:
         if long.match(f"{item.path.stem}::{item.name}"):

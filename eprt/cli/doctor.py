@@ -21,7 +21,7 @@ from eprt.conformance import faults
 from eprt.conformance.checks import Check, CheckRow, run_checks, standard_checks, summarize
 from eprt.conformance.faults import Result, Trial
 from eprt.errors import ConfigError
-from eprt.ranks.launcher import preload
+from eprt.ranks.servers import preload
 from eprt.support import Device
 
 if TYPE_CHECKING:

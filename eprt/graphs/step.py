@@ -72,6 +72,7 @@ class StepGraphs:
         self._world, self._layers, self._forward, self._idle = world, list(layers), forward, idle
         _require_buckets(buckets)
         self.buckets = tuple(sorted(set(buckets)))
+        inputs = dict(sorted(inputs.items()))  # ranks may name them in orders of their own
         _require_rows(inputs, world.device)
         if world.device.type == "cuda":
             _require_capturable(self._layers)
@@ -240,13 +241,12 @@ class StepGraphs:
         if num_tokens == 0 and not inputs:
             return
         if inputs.keys() != self._empty.keys():
-            raise InputError(f"inputs are {', '.join(inputs) or 'none'}: expected {', '.join(self._empty)}")
-        for name, tensor in inputs.items():
-            expected = (num_tokens, *self._empty[name].shape[1:])
-            if tuple(tensor.shape) != expected or tensor.dtype != self._empty[name].dtype:
+            raise InputError(f"inputs are {', '.join(sorted(inputs)) or 'none'}: expected {', '.join(self._empty)}")
+        for name, row in self._empty.items():
+            tensor, expected = inputs[name], (num_tokens, *row.shape[1:])
+            if tuple(tensor.shape) != expected or tensor.dtype != row.dtype:
                 raise InputError(
-                    f"input {name} is {tuple(tensor.shape)} {tensor.dtype}: expected {expected} "
-                    f"{self._empty[name].dtype}"
+                    f"input {name} is {tuple(tensor.shape)} {tensor.dtype}: expected {expected} {row.dtype}"
                 )
 
 

@@ -10,9 +10,9 @@ time: the results, or one `WorldFailed` that names the failed rank and shows eve
     with WorldPool(4) as pool:
         pool.run(hello, word="hi")         # ["hi from 0", ..., "hi from 3"]
 
-Ranks are forked from one server process that has imported torch and touched neither threads nor CUDA: 15 ms for a
-world of 4, where spawning interpreters takes 2 s. As with all of multiprocessing, a script that does this at its top
-level needs `if __name__ == "__main__":`.
+Ranks are forked from two server processes that have imported torch and touched neither threads nor CUDA: 15 ms for a
+world of 4, where spawning interpreters takes 2 s. Ranks 0 and 1 have other hash seeds, unless PYTHONHASHSEED is set. As
+with all of multiprocessing, a script that does this at its top level needs `if __name__ == "__main__":`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from eprt.errors import ConfigError, UsageError
 from eprt.ranks.process import Raised, RankContext, RankSetup, loaded_plugins, serve
 from eprt.ranks.scratch import Scratch
+from eprt.ranks.servers import server_of, start_servers
 from eprt.ranks.stacks import RankReport, WorldFailed, read_stack, state_of, tail
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RankContext", "RankReport", "WorldFailed", "WorldPool", "launch"]
 
-_PRELOAD = ["torch", "torch.distributed", "eprt.ranks.process", "eprt.conformance.checks"]
 _STACK_WAIT_S = 2.0
 _QUIET_S = 0.5  # after which a dump without its last frame is taken to be over: one being written may wait for a core
 _STOPPED_AFTER_S = 10.0  # a rank stopped by a signal for this long has failed, whatever the job's limit
@@ -51,24 +51,19 @@ _LOOK_S = 1.0
 _CLOSE_S = 60.0  # of GPU worlds with gigabytes of mapped memory, too
 
 
-def preload(*modules: str) -> None:
-    """Makes the ranks start with these modules imported; call it before this process starts its first rank."""
-    _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
-
-
 class _Rank:
     """One process and the parent's end of its pipe."""
 
     def __init__(self, setup: RankSetup) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
         self.setup = setup
         self.heard_at = 0.0  # when it ended its last job, or itself
         self.jobs: Connection
         self.jobs, theirs = context.Pipe()
         # A daemon: should the parent leave without closing the pool, multiprocessing ends it.
         self.process: ForkServerProcess = context.Process(target=serve, args=(setup, theirs), daemon=True)
-        self.process.start()
+        with server_of(setup.rank):
+            self.process.start()
         theirs.close()
 
     def send(self, name: str) -> None:
@@ -217,6 +212,7 @@ class WorldPool:
         )
         self._folder = Scratch("world")
         folder = self._folder.path
+        start_servers(self.size)
         for rank in range(self.size):
             environment = self._environment_of(rank, self._store.port)
             setup = RankSetup(rank, self.size, self.device, folder, environment, loaded_plugins())

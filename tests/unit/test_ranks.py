@@ -41,6 +41,12 @@ class TestHealthy:
         assert pool.run(jobs.threads) == [1] * 4, "one thread per rank"
         assert [len(r) for r in pool.run(jobs.big, size=5_000_000)] == [5_000_000] * 4
 
+    @pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="ranks have the seed that it says")
+    def test_ranks_walk_sets_in_orders_of_their_own(self, pool):
+        first, second, third, fourth = pool.run(jobs.hash_seed)
+        assert (first, second) == (fourth, third)
+        assert first != second, "as torchrun's: pairs, and every other rank, differ"
+
     def test_collectives_work_and_processes_are_reused(self, pool):
         pids = pool.run(jobs.pid)
         assert [pool.run(jobs.total) for _ in range(2)] == [[10] * 4] * 2
