@@ -26,6 +26,9 @@ RoutingMethod = Literal[
     "hash",
 ]
 
+# Far above any model or machine: whatever a hostile config makes us list or allocate stays small.
+MAX_EXPERTS, MAX_RANKS, MAX_WIDTH = 65_536, 65_536, 1 << 20
+
 # In group-limited routing a group counts as the sum of so many of its best scores.
 GROUP_BEST = {"grouped_sigmoid": 2, "grouped_softmax": 1}
 
@@ -35,9 +38,11 @@ def _require(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _require_size(name: str, value: object) -> None:
+def require_size(name: str, value: object, most: int = 2**63 - 1) -> None:
+    """Raises ConfigError unless `value` is an integer from 1 to `most`."""
     ok = isinstance(value, int) and not isinstance(value, bool) and value > 0
     _require(ok, f"{name} {value!r}: must be a positive integer")
+    _require(isinstance(value, int) and value <= most, f"{name} {value}: expected at most {most}")
 
 
 def _require_name(what: str, value: object, known: object) -> None:
@@ -127,6 +132,9 @@ class SharedExpert:
     gate: bool = False
     activation: Activation = field(default_factory=Activation)
 
+    def __post_init__(self) -> None:
+        require_size("intermediate_size of the shared expert", self.intermediate_size, MAX_WIDTH)
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -156,10 +164,12 @@ class MoEConfig:
     weight_on_input: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
-            _require_size(name, getattr(self, name))
+        for name in ("num_experts", "top_k"):
+            require_size(name, getattr(self, name), MAX_EXPERTS)
+        for name in ("hidden_size", "intermediate_size"):
+            require_size(name, getattr(self, name), MAX_WIDTH)
         if self.model_hidden_size is not None:
-            _require_size("model_hidden_size", self.model_hidden_size)
+            require_size("model_hidden_size", self.model_hidden_size, MAX_WIDTH)
         _require_name("weight_format", self.weight_format, WeightFormat)
         _require(
             self.top_k <= self.num_experts,
@@ -219,9 +229,9 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "attention_tp_size", "moe_tp_size"):
-            _require_size(name, getattr(self, name))
+            require_size(name, getattr(self, name), MAX_RANKS)
         if self.ranks_per_host is not None:
-            _require_size("ranks_per_host", self.ranks_per_host)
+            require_size("ranks_per_host", self.ranks_per_host)
         for name in ("attention_tp_size", "moe_tp_size"):
             value = getattr(self, name)
             _require(
@@ -295,7 +305,7 @@ class RuntimeConfig:
         for name in ("dispatcher", "executor"):
             found: object = getattr(self, name)
             _require(isinstance(found, str), f"{name} {found!r}: expected a name from its table, or 'auto'")
-        _require_size("max_tokens_per_rank", self.max_tokens_per_rank)
+        require_size("max_tokens_per_rank", self.max_tokens_per_rank)
         formats = {"payload": PayloadFormat, "combine_payload": CombineFormat, "token_format": TokenFormat}
         for name, known in formats.items():
             if (found := getattr(self, name)) is not None:

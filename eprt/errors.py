@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+LONGEST = 20_000  # characters of a message: a table of many ranks has so many
+
 
 class EprtError(Exception):
     """Parent of every error that eprt raises on purpose.
@@ -21,6 +23,10 @@ class EprtError(Exception):
 
     exit_code: ClassVar[int] = 2
     shared: bool = False
+
+    def __init__(self, *words: object) -> None:
+        """Takes a message. Names in it may come from a file or a peer: none of them steers or floods a terminal."""
+        super().__init__(*(one_block(word, LONGEST) if isinstance(word, str) else word for word in words))
 
 
 class ConfigError(EprtError, ValueError):

@@ -24,6 +24,8 @@ MX_BLOCK = 32  # OCP Microscaling v1.0, section 5.2: one E8M0 scale for 32 eleme
 NVFP4_BLOCK = 16  # one E4M3 scale for 16 elements along the columns
 FP8_BLOCK = 128  # DeepSeek's 128 x 128 float32 block scales
 
+_PLAIN = (torch.bfloat16, torch.float32)
+
 M = TypeVar("M", bound="Matrix")
 
 
@@ -80,6 +82,10 @@ class Matrix(ABC):
                 continue
             if tensor is None:
                 raise ConfigError(f"{name}.{field} is missing: {type(self).__name__} weights need it")
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"{name}.{field} is on the meta device, which holds no numbers: load the weights first"
+                )
             if tuple(tensor.shape) != (num_local, *shape) or tensor.dtype != dtype:
                 raise ConfigError(
                     f"{name}.{field} is {tuple(tensor.shape)} {tensor.dtype}: expected {(num_local, *shape)} {dtype}"
@@ -94,7 +100,8 @@ class Dense(Matrix):
     format = ("bf16", "f32")
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {"data": ((rows, cols), self.data.dtype)}
+        dtype = self.data.dtype if self.data.dtype in _PLAIN else torch.bfloat16
+        return {"data": ((rows, cols), dtype)}
 
 
 @dataclass(frozen=True)
@@ -221,6 +228,10 @@ class ExpertWeights:
 
     def check(self, config: MoEConfig, shard: ExpertShard) -> None:
         """Raises ConfigError naming the tensor unless shapes, dtypes and format are the config's for this shard."""
+        given: dict[str, object] = {"gate_up": self.gate_up, "down": self.down}
+        for name, matrix in given.items():
+            if not isinstance(matrix, Matrix):
+                raise ConfigError(f"{name} is {type(matrix).__name__}: expected a matrix type of eprt.weights")
         width = shard.slice_intermediate(config.intermediate_size)
         intermediate = width.stop - width.start
         parts = config.activation.parts
@@ -238,8 +249,9 @@ class ExpertWeights:
         ):
             if (bias is not None) != config.bias:
                 raise ConfigError(f"{name} is {'set' if bias is not None else 'missing'}: config.bias is {config.bias}")
-            if bias is not None and tuple(bias.shape) != (L, cols):
-                raise ConfigError(f"{name} is {tuple(bias.shape)}: expected {(L, cols)}")
+            if bias is not None and (tuple(bias.shape) != (L, cols) or bias.dtype not in _PLAIN or bias.is_meta):
+                found = f"{tuple(bias.shape)} {bias.dtype} on {bias.device}"
+                raise ConfigError(f"{name} is {found}: expected {(L, cols)} bfloat16 or float32 in memory")
 
 
 @dataclass(frozen=True)
@@ -303,7 +315,7 @@ def _check_dense(name: str, found: object, shape: tuple[int, ...] | None, first:
         problem = f"{'missing' if found is None else type(found).__name__}: expected a tensor {shape}"
     elif tuple(found.shape) != shape:
         problem = f"{tuple(found.shape)}: the config says {shape}"
-    elif found.dtype not in (torch.bfloat16, torch.float32):
+    elif found.dtype not in _PLAIN:
         problem = f"{found.dtype}: expected bfloat16 or float32, as the tokens have"
     elif found.dtype != first.dtype:
         problem = f"{found.dtype}: expected {first.dtype}, as the others; use .to({first.dtype})"

@@ -18,6 +18,7 @@ from eprt.errors import ConfigError
 
 NO_OUTPUT = 74  # EX_IOERR
 PIPE_CLOSED = 141  # what a shell says of a process that SIGPIPE ended
+_CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _WIDEST = 100_000  # columns of text: a table is the same wherever it is printed
 
 # One column of a table: the row's key or attribute, with a format if one is needed ("us:.0f"), or two of them to show
@@ -47,7 +48,7 @@ def write(text: str) -> None:
     """Writes a line or block to standard output. Raises OutputLost; unless the reader closed the pipe, the reason is
     printed first."""
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(harmless(text) + "\n")
         sys.stdout.flush()
     except OSError as error:
         raise lost(sys.stdout, error) from error
@@ -63,6 +64,11 @@ def lost(stream: TextIO, error: OSError) -> OutputLost:
         return OutputLost(PIPE_CLOSED)
     sys.stderr.write(f"eprt: the result couldn't be written: {error.strerror or error}\n")
     return OutputLost(NO_OUTPUT)
+
+
+def harmless(text: str) -> str:
+    """Returns text, parts of which somebody else wrote, without what a terminal obeys: escape codes and the like."""
+    return text.translate(_CONTROLS)
 
 
 def show_everything() -> None:
@@ -92,7 +98,7 @@ class Terminal:
     def note(self, text: str) -> None:
         """Prints a line on stderr, for a command whose stdout is data."""
         if self.speaks:
-            sys.stderr.write(f"{text}\n")
+            sys.stderr.write(f"{harmless(text)}\n")
             sys.stderr.flush()
 
     def lines(self, values: Iterable[dict[str, Any]]) -> None:
@@ -110,7 +116,7 @@ class Terminal:
         """Prints one block on stderr; every rank prints it, with its number, if `shared` is False."""
         if self.speaks or not shared:
             whose = "" if self.speaks else f" rank {os.environ.get('RANK')}:"
-            sys.stderr.write(f"eprt:{whose} {text}\n")
+            sys.stderr.write(f"eprt:{whose} {harmless(text)}\n")
             sys.stderr.flush()
 
     def table(self, title: str, columns: Mapping[str, Column], rows: Iterable[Any]) -> None:
@@ -136,7 +142,7 @@ class Terminal:
 
             def advance(note: str) -> None:
                 bar.advance(task)
-                console.out(f"{what} {bar.tasks[task].completed:.0f}/{total}: {note}", highlight=False)
+                console.out(f"{what} {bar.tasks[task].completed:.0f}/{total}: {harmless(note)}", highlight=False)
 
             yield advance
 
@@ -199,6 +205,13 @@ def stdout_of_our_own() -> Iterator[None]:
         os.close(kept)
 
 
+class _Harmless(logging.Formatter):
+    """Formats records whose words may come from a file or a peer."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless(super().format(record))
+
+
 def configure_logging() -> None:
     """Gives the logger `eprt` a handler, at the level of EPRT_LOG (default WARNING). Leaves the root logger alone.
 
@@ -212,6 +225,6 @@ def configure_logging() -> None:
     prefix = f"[rank {os.environ.get('RANK', '0')}/{size}] " if size != "1" else ""
     if not logger.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter(f"{prefix}%(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(_Harmless(f"{prefix}%(levelname)s %(name)s: %(message)s"))
         logger.addHandler(handler)
     logger.setLevel(name)

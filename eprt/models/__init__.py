@@ -14,12 +14,12 @@ import torch
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError
+from eprt.json_files import shown
 from eprt.layer import ExpertParallelMoE
 from eprt.models import deepseek, families, gpt_oss
 from eprt.models.base import ModelFamily
 from eprt.models.checkpoint import Checkpoint, hash63
 from eprt.models.hf_config import where
-from eprt.models.json_files import shown
 from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.routing import Router
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights

@@ -21,6 +21,7 @@ from eprt.models.hf_config import (
     plain_format,
     weight_format,
 )
+from eprt.models.shards import require_finite
 from eprt.placement import ExpertShard
 from eprt.routing import Router, WeightRounding
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
@@ -94,8 +95,8 @@ class ModelFamily(ABC):
         token_dtype = model_dtype(self.text_config(checkpoint.config))
         dtype = torch.float32 if self.float32_router else token_dtype
         E = config.num_experts
-        weight = checkpoint.read(f"{prefix}.weight", shape=(E, config.input_size), dtypes=PLAIN).to(dtype)
-        bias = checkpoint.read(f"{prefix}.bias", shape=(E,), dtypes=PLAIN).to(dtype) if config.bias else None
+        weight = _read_as(checkpoint, dtype, f"{prefix}.weight", (E, config.input_size))
+        bias = _read_as(checkpoint, dtype, f"{prefix}.bias", (E,)) if config.bias else None
         return Router(
             weight,
             config.routing,
@@ -170,6 +171,13 @@ class ModelFamily(ABC):
                 f"{checkpoint.where(name)} holds expert ids {low} to {high}: expected 0 to {config.num_experts - 1}"
             )
         return table
+
+
+def _read_as(checkpoint: Checkpoint, dtype: torch.dtype, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Reads plain numbers as another dtype, whose largest number may be smaller. Raises CheckpointError."""
+    found = checkpoint.read(name, shape=shape, dtypes=PLAIN).to(dtype)
+    require_finite(found, f"{checkpoint.where(name)}, as {dtype},")
+    return found
 
 
 class FieldFamily(ModelFamily):

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from eprt.errors import CheckpointError, EprtError, WorldMismatch
+from eprt.json_files import read_object, shown
 from eprt.models.hf_config import HfConfig
-from eprt.models.json_files import read_object, shown
 from eprt.models.shards import DTYPE_NAMES, Index, Shard
 from eprt.world.agree import Header, exchange
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 CONFIG, QUANT_CONFIG = "config.json", "hf_quant_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_CONFIG_BYTES = 16 << 20
-MAX_INDEX_BYTES = 256 << 20
+MAX_CONFIG_BYTES = 4 << 20  # the largest of published ones, with names of all quantised modules, has 2
+MAX_INDEX_BYTES = 64 << 20
+MAX_NAMES = 1_000_000  # in all files
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -95,14 +96,14 @@ class Checkpoint:
 
     def where(self, name: str) -> str:
         """Returns file and name, for the head of a message about a tensor. Raises CheckpointError if there is none."""
-        return f"{self.directory / self.manifest[self.first(name)].file}: tensor {name!r}"
+        return f"{self.directory / self.manifest[self.first(name)].file}: tensor {shown(name)}"
 
     def first(self, *names: str) -> str:
         """Returns the first of `names` that the checkpoint holds. Raises CheckpointError if it holds none of them."""
         for name in names:
             if name in self.manifest:
                 return name
-        raise CheckpointError(f"{self.directory}: tensor {' or '.join(map(repr, names))} is missing")
+        raise CheckpointError(f"{self.directory}: tensor {' or '.join(map(shown, names))} is missing")
 
     def read(
         self, name: str, index: Index = (), *, shape: tuple[int, ...] | None = None, dtypes: Iterable[torch.dtype] = ()
@@ -112,17 +113,25 @@ class Checkpoint:
         Raises CheckpointError: no such tensor, another shape or dtype than expected for the whole of it, NaN or
         infinity, or a file that was cut off.
         """
+        self.require(name, shape=shape, dtypes=dtypes)
+        found = self._slice(name, index)
+        self.touched.add(name)
+        self.bytes_read += found.numel() * found.element_size()
+        return found
+
+    def require(
+        self, name: str, *, shape: tuple[int, ...] | None = None, dtypes: Iterable[torch.dtype] = ()
+    ) -> TensorInfo:
+        """Returns what the header says of a tensor. Raises CheckpointError: there is none, or another shape or dtype
+        than expected."""
         where = self.where(name)
         info = self.manifest[name]
         allowed = [DTYPE_NAMES[dtype] for dtype in dtypes]
         if allowed and info.dtype not in allowed:
             raise CheckpointError(f"{where} has dtype {info.dtype}: expected {' or '.join(allowed)}")
         if shape is not None and info.shape != shape:
-            raise CheckpointError(f"{where} has shape {info.shape}: expected {shape}")
-        found = self._slice(name, index)
-        self.touched.add(name)
-        self.bytes_read += found.numel() * found.element_size()
-        return found
+            raise CheckpointError(f"{where} has shape {shown(info.shape)}: expected {shape}")
+        return info
 
     def _slice(self, name: str, index: Index) -> torch.Tensor:
         return self._shards[self.manifest[name].file].read(name, index)
@@ -142,6 +151,8 @@ class Checkpoint:
                     both = f"{manifest[name].file} and in {file}"
                     raise CheckpointError(f"{self.directory}: tensor {shown(name)} is in {both}: expected it once")
                 manifest[name] = TensorInfo(file, entry.shape, entry.dtype)
+            if len(manifest) > MAX_NAMES:
+                raise CheckpointError(f"{self.directory}: over {MAX_NAMES} tensors: expected at most so many")
         for name, file in weight_map.items():
             if name not in manifest or manifest[name].file != file:
                 raise CheckpointError(

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from eprt.config import Activation, Routing
 from eprt.errors import ConfigError
+from eprt.json_files import shown
 from eprt.models.base import FieldFamily
 from eprt.models.formats import Part
 from eprt.models.hf_config import boolean, expect, integer, num_layers, real, strings, where
-from eprt.models.json_files import shown
 
 
 class DeepseekV3(FieldFamily):

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
 
 from eprt.config import MoEConfig, WeightFormat
 from eprt.errors import CheckpointError, ConfigError
+from eprt.json_files import shown
 from eprt.models.checkpoint import Checkpoint
+from eprt.models.scales import E2M1_BYTES, E4M3_BYTES, E4M3_FACTOR, NVFP4_FACTOR, activation_scale, positive_scale
+from eprt.models.shards import Index
 from eprt.placement import ExpertShard
 from eprt.quant import decode
 from eprt.rounding import ceil_div
@@ -33,42 +37,6 @@ from eprt.weights import (
 
 Part = Literal["gate", "up", "down"]
 _E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-_E8M0_NAN = 255
-
-
-def positive_scale(scale: torch.Tensor, where: str) -> torch.Tensor:
-    """Returns scales as they are, E8M0 ones as f32. Raises CheckpointError unless all are finite and above 0."""
-    values = scale.float()
-    bad = values[~(torch.isfinite(values) & (values > 0))]
-    if bad.numel():
-        count = f"{bad.numel()} of {values.numel()}"
-        raise CheckpointError(f"{where}: {count} scales such as {bad[0].item()}: expected finite and above 0")
-    return values if scale.dtype == _E8M0 else scale
-
-
-def e8m0_scale(scale: torch.Tensor, where: str) -> torch.Tensor:
-    """Returns scales as E8M0 bytes (value 2 ** (byte - 127)), from bytes, float8_e8m0fnu or f32 powers of two.
-
-    Raises CheckpointError for byte 255 (NaN) and for f32 values that aren't powers of two from 2**-127 to 2**127.
-    """
-    if scale.dtype == torch.float32:
-        bits = scale.contiguous().view(torch.int32)
-        code = (bits >> 23) & 0xFF
-        # 2**-127 lies below the normal range of float32: exponent 0 and the top mantissa bit alone.
-        smallest = bits == 0x00400000
-        power = (bits > 0) & (bits & 0x7FFFFF == 0) & (code < _E8M0_NAN)
-        bad = scale[~(power | smallest)]
-        if bad.numel():
-            raise CheckpointError(
-                f"{where}: {bad.numel()} of {scale.numel()} scales such as {bad[0].item()}: "
-                "expected powers of two (E8M0 stored as float32)"
-            )
-        return code.to(torch.uint8)
-    codes = scale.view(torch.uint8)
-    bad_count = int((codes == _E8M0_NAN).sum())
-    if bad_count:
-        raise CheckpointError(f"{where}: {bad_count} of {codes.numel()} E8M0 scales are 255 (NaN): expected 0 to 254")
-    return codes
 
 
 @dataclass(frozen=True)
@@ -97,8 +65,7 @@ _BYTES = (torch.uint8, torch.int8)
 _F32 = (torch.float32,)
 _CODES = Field("codes", ("weight",), _BYTES, cols=2, accept=lambda codes, where: codes.view(torch.uint8))
 _FP8_DATA = Field("data", ("weight",), (_E4M3,))
-_INPUT_SCALE = Field("input_scale", ("input_scale",), _F32, rows=0, accept=positive_scale, optional=True)
-
+_INPUT_SCALE = Field("input_scale", ("input_scale",), _F32, rows=0, accept=activation_scale, optional=True)
 # `weight_scale_inv` (DeepSeek-V3) and `scale` (DeepSeek-V4) are factors, whatever the first one's name says.
 FORMATS: dict[WeightFormat, tuple[type[Matrix], tuple[Field, ...]]] = {
     "bf16": (Dense, (Field("data", ("weight",), (torch.bfloat16,)),)),
@@ -108,7 +75,7 @@ FORMATS: dict[WeightFormat, tuple[type[Matrix], tuple[Field, ...]]] = {
         (
             _CODES,
             Field(
-                "scales", ("scale", "weight_scale_inv"), (torch.uint8, _E8M0, *_F32), cols=MX_BLOCK, accept=e8m0_scale
+                "scales", ("scale", "weight_scale_inv"), (torch.uint8, _E8M0, *_F32), cols=MX_BLOCK, accept=E2M1_BYTES
             ),
         ),
     ),
@@ -117,24 +84,33 @@ FORMATS: dict[WeightFormat, tuple[type[Matrix], tuple[Field, ...]]] = {
         (
             _CODES,
             Field("scales", ("weight_scale",), (_E4M3,), cols=NVFP4_BLOCK, accept=positive_scale),
-            Field("global_scale", ("weight_scale_2",), _F32, rows=0, accept=positive_scale),
+            Field("global_scale", ("weight_scale_2",), _F32, rows=0, accept=NVFP4_FACTOR),
             _INPUT_SCALE,
         ),
     ),
     "fp8_tensor": (
         Fp8Tensor,
-        (_FP8_DATA, Field("scale", ("weight_scale",), _F32, rows=0, accept=positive_scale), _INPUT_SCALE),
+        (_FP8_DATA, Field("scale", ("weight_scale",), _F32, rows=0, accept=E4M3_FACTOR), _INPUT_SCALE),
     ),
     "fp8_block": (
         Fp8Block,
         (
             _FP8_DATA,
-            Field("scale", ("weight_scale_inv", "scale"), (*_F32, _E8M0), FP8_BLOCK, FP8_BLOCK, positive_scale),
+            Field("scale", ("weight_scale_inv", "scale"), (*_F32, _E8M0), FP8_BLOCK, FP8_BLOCK, E4M3_FACTOR),
         ),
     ),
     "mxfp8": (
         Mxfp8,
-        (_FP8_DATA, Field("scales", ("weight_scale",), (torch.uint8, _E8M0), cols=MX_BLOCK, accept=e8m0_scale)),
+        (
+            _FP8_DATA,
+            Field(
+                "scales",
+                ("weight_scale",),
+                (torch.uint8, _E8M0),
+                cols=MX_BLOCK,
+                accept=E4M3_BYTES,
+            ),
+        ),
     ),
 }
 
@@ -258,25 +234,28 @@ class MatrixReader:
 
     def _field(self, field: Field, parts: tuple[Part, ...], extent: Extent) -> torch.Tensor:
         """Reads [L, rows of all parts, ...], or [L, parts] for a field of one number per part."""
+        # All are found before memory is taken for all of them.
+        pieces = [[self._find(field, self.locate(e, part, field), extent) for part in parts] for e in self.experts]
         out: torch.Tensor | None = None
-        for row, expert in enumerate(self.experts):
-            for at, part in enumerate(parts):
-                piece = self._piece(field, self.locate(expert, part, field), extent)
-                out = piece.new_empty((len(self.experts), len(parts), *piece.shape)) if out is None else out
-                out[row, at] = piece
+        for row, of_expert in enumerate(pieces):
+            for at, piece in enumerate(of_expert):
+                values = self._read(field, piece)
+                out = values.new_empty((len(pieces), len(parts), *values.shape)) if out is None else out
+                out[row, at] = values
         if out is None:
             raise ConfigError("this rank holds no experts: expected at least one")
         return out if field.rows == 0 else out.flatten(1, 2)
 
-    def _piece(self, field: Field, places: list[Location], extent: Extent) -> torch.Tensor:
+    def _find(self, field: Field, places: list[Location], extent: Extent) -> tuple[Location, Index]:
+        """Returns where a field of a part of an expert is: a tensor of the right shape and dtype, and an index."""
         name = self.checkpoint.first(*(place.name for place in places))
         where = self.checkpoint.where(name)
-        if field.rows == 0:
-            value = self.checkpoint.read(name, dtypes=field.dtypes)
-            if value.numel() != 1:
-                raise CheckpointError(f"{where} has shape {tuple(value.shape)}: expected one number")
-            return field.accept(value.reshape(()), where)
         place = next(place for place in places if place.name == name)
+        if field.rows == 0:
+            shape = self.checkpoint.require(name, dtypes=field.dtypes).shape
+            if prod(shape) != 1:
+                raise CheckpointError(f"{where} has shape {shown(shape)}: expected one number")
+            return place, ()
         height, width = extent.size
         if place.chunks > 1 and height % field.rows:
             raise ConfigError(f"{where}: {height} rows of gate end inside a block of {field.rows} that up shares")
@@ -289,8 +268,14 @@ class MatrixReader:
         if place.group:
             grouped = _entries(extent.cols, width, field.cols * place.group)
             index, shape = (index[0], grouped), (shape[0], shape[1] // place.group, place.group)
-        whole = (*place.lead_shape, *shape)
-        values = self.checkpoint.read(name, (*place.lead, *index), shape=whole, dtypes=field.dtypes)
+        self.checkpoint.require(name, shape=(*place.lead_shape, *shape), dtypes=field.dtypes)
+        return place, (*place.lead, *index)
+
+    def _read(self, field: Field, piece: tuple[Location, Index]) -> torch.Tensor:
+        place, index = piece
+        where, values = self.checkpoint.where(place.name), self.checkpoint.read(place.name, index)
+        if field.rows == 0:
+            return field.accept(values.reshape(()), where)
         values = values.mT if place.transposed else values.flatten(1)
         return field.accept(split_alternating(values) if place.alternating else values, where)
 

@@ -11,7 +11,7 @@ import torch
 
 from eprt.config import WeightFormat
 from eprt.errors import ConfigError
-from eprt.models.json_files import shown
+from eprt.json_files import shown
 
 _DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -4,8 +4,8 @@ Slices are read with `pread` into memory of ours, not mapped. A file that shrink
 read is then an error that names the file, where a mapping would end the process with SIGBUS. Numbers are checked to be
 finite piece by piece as they arrive.
 
-Format: https://huggingface.co/docs/safetensors. The library itself judges each header first. A name that appears
-twice, of which the library takes the last, is refused here.
+Format: https://huggingface.co/docs/safetensors. The library itself judges each header of a size that we read. A name
+that appears twice, of which the library takes the last, is refused here.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from eprt.errors import CheckpointError
-from eprt.models.json_files import parse_object, shown
+from eprt.json_files import parse_object, shown
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = 32 << 20  # of some 100,000 tensors; the format allows 100 MB
+_INCOMPLETE = "not a complete safetensors file"
 _PIECE_BYTES = 1 << 20
 _SPAN_BYTES = 8 << 20  # rows of which a part is wanted are read together up to this size, and cut in memory
 
@@ -59,13 +61,11 @@ class Shard:
     def __init__(self, path: Path, shown_as: Path) -> None:
         self.path = shown_as
         try:
-            with safe_open(str(path), framework="pt", device="cpu"):
-                pass
             self._file = path.open("rb", buffering=0)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{shown_as}: not a complete safetensors file: {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{shown_as}: {_INCOMPLETE}: {error}") from error
         try:
-            self.entries = self._header()
+            self.entries = self._header(path)
         except CheckpointError:
             self.close()
             raise
@@ -76,7 +76,7 @@ class Shard:
     def read(self, name: str, index: Index) -> torch.Tensor:
         """Reads an owned copy of a slice. Raises CheckpointError also for a number that isn't finite."""
         entry = self.entries[name]
-        where = f"{self.path}: tensor {name!r}"
+        where = f"{self.path}: tensor {shown(name)}"
         if entry.dtype not in _DTYPES:
             raise CheckpointError(f"{where} has dtype {entry.dtype}: expected one of {', '.join(_DTYPES)}")
         ranges, kept = _ranges(entry.shape, index, where)
@@ -92,7 +92,7 @@ class Shard:
         entry = self.entries[name]
         itemsize = _DTYPES[entry.dtype].itemsize if entry.dtype in _DTYPES else 1
         buffer = bytearray(min(size, prod(entry.shape) * itemsize))
-        self._pread(memoryview(buffer), entry.start, f"{self.path}: tensor {name!r}")
+        self._pread(memoryview(buffer), entry.start, f"{self.path}: tensor {shown(name)}")
         return bytes(buffer)
 
     def _fill(self, out: torch.Tensor, entry: Entry, ranges: list[range], where: str) -> None:
@@ -130,30 +130,47 @@ class Shard:
                 raise CheckpointError(f"{where} can't be read: the file ends at byte {at + done}, it was cut off")
             done += count
 
-    def _header(self) -> dict[str, Entry]:
+    def _header(self, path: Path) -> dict[str, Entry]:
         size = os.fstat(self._file.fileno()).st_size
-        prefix = bytearray(8)
-        self._pread(memoryview(prefix), 0, str(self.path))
-        (length,) = struct.unpack("<Q", prefix)
-        if length > min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{self.path}: a header of {length} bytes in a file of {size}")
-        raw = bytearray(length)
-        self._pread(memoryview(raw), 8, str(self.path))
+        if size < 8:
+            raise CheckpointError(f"{self.path}: {_INCOMPLETE}: it has {size} bytes")
+        (length,) = struct.unpack("<Q", self._bytes_at(0, 8))
+        if length > size - 8:
+            raise CheckpointError(f"{self.path}: {_INCOMPLETE}: a header of {length} bytes in a file of {size}")
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{self.path}: a header of {length} bytes: expected at most {MAX_HEADER_BYTES}")
+        fields = parse_object(self._bytes_at(8, length), f"{self.path}: header")
+        try:
+            with safe_open(str(path), framework="pt", device="cpu"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path}: {_INCOMPLETE}: {error}") from error
+        return self._entries(fields, size, 8 + length)
+
+    def _bytes_at(self, start: int, size: int) -> bytearray:
+        raw = bytearray(size)
+        self._pread(memoryview(raw), start, str(self.path))
+        return raw
+
+    def _entries(self, fields: dict[str, Any], size: int, data: int) -> dict[str, Entry]:
+        """Returns the tensors that a header names, in a file of `size` bytes whose tensors begin at `data`."""
         found: dict[str, Entry] = {}
-        for name, said in parse_object(bytes(raw), f"{self.path}: header").items():
+        for name, said in fields.items():
             if name == "__metadata__":
                 continue
             match said:
                 case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]} if all(
                     type(n) is int and n >= 0 for n in shape
                 ):
-                    found[name] = Entry(tuple(shape), dtype, 8 + length + start)
+                    found[name] = Entry(tuple(shape), dtype, data + start)
                 case _:
                     raise CheckpointError(f"{self.path}: header says {shown(said)} of tensor {shown(name)}")
-            if not 0 <= start <= end <= size - 8 - length:
+            if not 0 <= start <= end <= size - data:
                 raise CheckpointError(f"{self.path}: tensor {shown(name)} lies outside of the file")
             if dtype in _DTYPES and end - start != prod(shape) * _DTYPES[dtype].itemsize:
-                raise CheckpointError(f"{self.path}: tensor {shown(name)} has {end - start} bytes for {shape} {dtype}")
+                raise CheckpointError(
+                    f"{self.path}: tensor {shown(name)} has {end - start} bytes for {shown(shape)} {dtype}"
+                )
         return found
 
 
@@ -192,7 +209,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 def _ranges(shape: tuple[int, ...], index: Index, where: str) -> tuple[list[range], list[bool]]:
     """Returns the part of each dimension that an index takes, and whether the result keeps the dimension."""
     given = [*index, *[slice(None)] * (len(shape) - len(index))]
-    refused = f"{where} {list(shape)} can't be read at {index}"
+    refused = f"{where} {shown(list(shape))} can't be read at {index}"
     if len(given) != len(shape):
         raise CheckpointError(f"{refused}: too many indices")
     ranges: list[range] = []

@@ -8,13 +8,14 @@ slots (their E is the number of slots). In a contiguous placement of experts tha
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
 import torch
 
-from eprt.config import MoEConfig, ParallelConfig, Routing
+from eprt.config import MAX_EXPERTS, MoEConfig, ParallelConfig, Routing, require_size
 from eprt.errors import ConfigError
 
 EMPTY = -1  # a slot without an expert
@@ -31,7 +32,8 @@ class ExpertShard:
     Attributes:
         num_experts, first_expert, num_local_experts: in slots, as everything behind the router counts.
         experts: [L] the logical expert in each local slot, for whoever loads it; an empty slot repeats one of the
-            others (of this rank's, or expert 0), which no token asks for. Default: slot numbers are expert numbers.
+            others (of this rank's, or expert 0), which no token asks for. Default: slot numbers are expert numbers,
+            which is kept as a range.
     """
 
     num_experts: int
@@ -39,20 +41,21 @@ class ExpertShard:
     num_local_experts: int
     moe_tp_rank: int = 0
     moe_tp_size: int = 1
-    experts: tuple[int, ...] = ()
+    experts: tuple[int, ...] | range = ()
 
     def __post_init__(self) -> None:
-        if not self.experts:
-            object.__setattr__(self, "experts", tuple(range(self.first_expert, self.end_expert)))
+        in_order = range(self.first_expert, self.end_expert)
+        if not self.experts or _equal(self.experts, in_order):
+            object.__setattr__(self, "experts", in_order)
 
     def __str__(self) -> str:
         whole = f"{'experts' if self._plain else 'slots'} {self.first_expert} to {self.end_expert - 1}"
-        whole += f" of {self.num_experts}" + ("" if self._plain else f" (experts {', '.join(map(str, self.experts))})")
+        whole += f" of {self.num_experts}" + ("" if self._plain else f" (experts {listed(self.experts)})")
         return whole if self.moe_tp_size == 1 else f"slice {self.moe_tp_rank} of {self.moe_tp_size} of {whole}"
 
     @property
     def _plain(self) -> bool:
-        return self.experts == tuple(range(self.first_expert, self.end_expert))
+        return isinstance(self.experts, range)
 
     @cached_property
     def end_expert(self) -> int:
@@ -78,7 +81,8 @@ class ExpertPlacement:
         parallel: the world's sizes.
         slots: [S] the logical expert in each slot, EP rank by EP rank, equally many a rank; -1 for an empty one. An
             expert may have several slots (replicas). Empty tuple: contiguous; where the experts don't divide evenly,
-            the first ranks hold one more and the last slot of the others stays empty.
+            the first ranks hold one more and the last slot of the others stays empty. All experts in order are kept as
+            a range.
 
     Raises:
         ConfigError: slots that don't divide over the ranks, that name no expert of the layer, or that leave an expert
@@ -87,23 +91,26 @@ class ExpertPlacement:
 
     num_experts: int
     parallel: ParallelConfig
-    slots: tuple[int, ...] = ()
+    slots: tuple[int, ...] | range = ()
 
     def __post_init__(self) -> None:
         E, ranks = self.num_experts, self.parallel.ep_size
-        if E < 1:
-            raise ConfigError(f"num_experts {E}: must be at least 1")
+        require_size("num_experts", E, MAX_EXPERTS)
         if not self.slots:
             object.__setattr__(self, "slots", _contiguous(E, ranks))
+        elif _equal(self.slots, range(E)):
+            object.__setattr__(self, "slots", range(E))
         if len(self.slots) % ranks:
             raise ConfigError(
                 f"{len(self.slots)} slots can't be split evenly over {ranks} expert-parallel ranks: give every rank "
                 f"equally many, {EMPTY} for a slot that stays empty"
             )
         if strangers := sorted({e for e in self.slots if not EMPTY <= e < E}):
-            raise ConfigError(f"slots name experts {strangers}: expected 0 to {E - 1}, or {EMPTY} for an empty slot")
+            raise ConfigError(
+                f"slots name experts [{listed(strangers)}]: expected 0 to {E - 1}, or {EMPTY} for an empty slot"
+            )
         if missing := sorted(set(range(E)) - set(self.slots)):
-            raise ConfigError(f"experts {missing} have no slot: every expert needs at least one")
+            raise ConfigError(f"experts [{listed(missing)}] have no slot: every expert needs at least one")
 
     @property
     def num_slots(self) -> int:
@@ -118,7 +125,7 @@ class ExpertPlacement:
     @cached_property
     def is_identity(self) -> bool:
         """Returns whether slot numbers are expert numbers, so that nothing has to be translated."""
-        return self.slots == tuple(range(self.num_experts))
+        return isinstance(self.slots, range)
 
     @cached_property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
@@ -134,14 +141,16 @@ class ExpertPlacement:
         ep_rank, moe_tp_rank = divmod(rank, self.parallel.moe_tp_size)
         L = self.num_local_experts
         held = self.slots[ep_rank * L : (ep_rank + 1) * L]
-        filler = next((expert for expert in reversed(held) if expert != EMPTY), 0)
+        if EMPTY in held:
+            filler = next((expert for expert in reversed(held) if expert != EMPTY), 0)
+            held = tuple(filler if expert == EMPTY else expert for expert in held)
         return ExpertShard(
             num_experts=self.num_slots,
             first_expert=ep_rank * L,
             num_local_experts=L,
             moe_tp_rank=moe_tp_rank,
             moe_tp_size=self.parallel.moe_tp_size,
-            experts=tuple(filler if expert == EMPTY else expert for expert in held),
+            experts=held,
         )
 
     def in_slots(self, config: MoEConfig) -> MoEConfig:
@@ -257,9 +266,21 @@ class ExpertLoad:
         self._counts.zero_()
 
 
-def _contiguous(num_experts: int, ranks: int) -> tuple[int, ...]:
+def listed(experts: Sequence[int], most: int = 16) -> str:
+    """Returns numbers of experts as a message bears them."""
+    text = ", ".join(map(str, experts[:most]))
+    return text if len(experts) <= most else f"{text}, ... ({len(experts)} of them)"
+
+
+def _equal(slots: tuple[int, ...] | range, in_order: range) -> bool:
+    return len(slots) == len(in_order) and tuple(slots) == tuple(in_order)
+
+
+def _contiguous(num_experts: int, ranks: int) -> tuple[int, ...] | range:
     """Returns experts in order; the first `num_experts % ranks` ranks hold one more, the others' last slot is empty."""
     fewest, more = divmod(num_experts, ranks)
+    if not more:
+        return range(num_experts)
     held = [fewest + (rank < more) for rank in range(ranks)]
     starts = [sum(held[:rank]) for rank in range(ranks)]
     L = max(held)

@@ -11,9 +11,11 @@ from typing import Any
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
-from eprt.placement import ExpertPlacement
+from eprt.json_files import MAX_DIGITS, parse, read_bounded, shown
+from eprt.placement import ExpertPlacement, listed
 
 FORMAT, VERSION = "eprt expert placement", 1
+MAX_BYTES = 16 << 20
 ALL = "all"  # for the layers that have no entry of their own
 
 
@@ -37,15 +39,12 @@ class PlacementFile:
         sizes = {(each.num_experts, each.parallel.ep_size) for each in placements.values()}
         if len(sizes) != 1:
             raise ConfigError(f"placements of (experts, ranks) {sorted(sizes)}: a file holds those of one size")
-        return cls(*sizes.pop(), {layer: each.slots for layer, each in placements.items()})
+        return cls(*sizes.pop(), {layer: tuple(each.slots) for layer, each in placements.items()})
 
     @classmethod
     def read(cls, path: str | Path) -> PlacementFile:
         """Raises ConfigError naming the file and what is wrong with it."""
-        try:
-            value = json.loads(Path(path).read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is no placement file: {error}") from error
+        value = parse(read_bounded(Path(path), MAX_BYTES, ConfigError), f"{path} is no placement file", ConfigError)
         try:
             return _parsed(value)
         except ConfigError as error:
@@ -82,7 +81,7 @@ class PlacementFile:
                 raise ConfigError(f"the placement file is for {made} {what}, layer {layer} has {here}: plan for it")
         slots = self.layers.get(layer, self.layers.get(None))
         if slots is None:
-            known = ", ".join(map(str, self.layers))
+            known = listed([number for number in self.layers if number is not None])
             raise ConfigError(f"the placement file has no layer {layer}: it has {known}; add it, or {ALL!r}")
         return ExpertPlacement(num_experts, parallel, slots)
 
@@ -95,20 +94,20 @@ def _parsed(value: Any) -> PlacementFile:
     for name in ("num_experts", "ep_size"):
         found = value.get(name)
         if type(found) is not int or found < 1:
-            raise ConfigError(f"{name} is {found!r}: expected a whole number, at least 1")
+            raise ConfigError(f"{name} is {shown(found)}: expected a whole number, at least 1")
         sizes.append(found)
     layers = value.get("layers")
     if not isinstance(layers, dict) or not layers:
         raise ConfigError(f"layers is missing or empty: expected an object of layer numbers, or {ALL!r}")
     placed: dict[int | None, tuple[int, ...]] = {}
     for name, slots in layers.items():
-        if name != ALL and not (name.isascii() and name.isdigit()):
-            raise ConfigError(f"layer {name!r}: expected a layer's number, or {ALL!r}")
+        if name != ALL and not (name.isascii() and name.isdigit() and len(name) <= MAX_DIGITS):
+            raise ConfigError(f"layer {shown(name)}: expected a layer's number, or {ALL!r}")
         if not isinstance(slots, list) or not slots or not all(type(expert) is int for expert in slots):
             raise ConfigError(f"layer {name}: expected a list with the expert in each slot, -1 for none")
         try:
             placement = ExpertPlacement(sizes[0], ParallelConfig(sizes[1]), tuple(slots))
         except ConfigError as error:
             raise ConfigError(f"layer {name}: {error}") from error
-        placed[None if name == ALL else int(name)] = placement.slots
+        placed[None if name == ALL else int(name)] = tuple(placement.slots)
     return PlacementFile(sizes[0], sizes[1], placed)

@@ -19,15 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from eprt.config import MoEConfig
-from eprt.errors import ConfigError
+from eprt.errors import ConfigError, one_block
+from eprt.json_files import parse, read_bounded, shown
 
 BENCH_EXPERTS = 128  # experts of the layer whose tokens `eprt bench dispatch` sends
+MAX_BYTES = 16 << 20  # of one's own rows
+MAX_SOURCE = 200
 SLACK = 1.5  # a row answers for its tokens times this, and down to its tokens over this
 
 _SIZES = {
     "dispatch": ("ranks", "hidden", "top_k", "tokens"),
     "experts": ("hidden", "intermediate", "top_k", "experts", "local_experts", "tokens"),
 }
+_REMEDY = "remove it, or measure again with eprt tune"
 _WORDS = {"dispatch": "payload", "experts": "weight_format"}
 
 
@@ -140,11 +144,11 @@ def own_fingerprint() -> str:
 @cache
 def _read_own(path: Path, stamp: int) -> list[dict[str, Any]]:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}; remove it, or measure again with eprt tune") from error
+        found = parse(read_bounded(path, MAX_BYTES, ConfigError), str(path), ConfigError)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_REMEDY}") from error
     if wrong := complaint(found):
-        raise ConfigError(f"{path}: {wrong}; remove it, or measure again with eprt tune")
+        raise ConfigError(f"{path}: {wrong}; {_REMEDY}")
     return found
 
 
@@ -156,10 +160,11 @@ def complaint(tables: object) -> str:
 
 
 def _wrong_table(table: Any) -> str:
-    if not isinstance(table, dict) or table.get("kind") not in _SIZES:
+    if not isinstance(table, dict) or table.get("kind") not in list(_SIZES):
         return f"kind must be one of {', '.join(_SIZES)}"
-    if not isinstance(table.get("sm"), int) or not isinstance(table.get("source"), str):
-        return "sm must be a number, source a text"
+    source = table.get("source")
+    if not isinstance(table.get("sm"), int) or not isinstance(source, str) or source != one_block(source, MAX_SOURCE):
+        return f"sm must be a number, source a printable text of at most {MAX_SOURCE} characters"
     if not isinstance(rows := table.get("rows"), list):
         return "rows must be a list"
     return next(filter(None, (_wrong_row(table["kind"], row) for row in rows)), "")
@@ -170,7 +175,7 @@ def _wrong_row(kind: str, row: Any) -> str:
         return "a row must be an object"
     for name in _SIZES[kind]:
         if not isinstance(row.get(name), int) or row[name] < 1:
-            return f"{name} must be a positive integer, is {row.get(name)!r}"
+            return f"{name} must be a positive integer, is {shown(row.get(name))}"
     if not isinstance(row.get(_WORDS[kind]), str):
         return f"{_WORDS[kind]} must be a text"
     times = row.get("us")

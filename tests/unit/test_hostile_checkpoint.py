@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import CheckpointError, ConfigError, EprtError
+from eprt.json_files import MAX_DEPTH, parse_object
 from eprt.models import load_layer
 from eprt.models.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_config
-from eprt.models.json_files import MAX_DEPTH, parse_object
 
 LAYER = "model.layers.0.mlp"
 

@@ -149,7 +149,7 @@ def test_ones_own_rows_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("{", "Expecting property name"),
+        ("{", "not valid JSON: Expecting property name"),
         (json.dumps({}), "expected a list of tables"),
         (json.dumps([{"kind": "weather"}]), "table 0: kind must be one of dispatch, experts"),
         (json.dumps(own_rows(tokens=0)), "table 0: tokens must be a positive integer, is 0"),

@@ -15,7 +15,7 @@ from eprt.config import ParallelConfig
 from eprt.errors import CheckpointError, ConfigError
 from eprt.models import load_layer
 from eprt.models.checkpoint import QUANT_CONFIG, SINGLE
-from eprt.models.formats import e8m0_scale, positive_scale
+from eprt.models.scales import e8m0_scale, positive_scale
 
 # checkpoint suffix -> canonical field, by format
 NVFP4 = {"weight": "codes", "weight_scale": "scales", "weight_scale_2": "global_scale", "input_scale": "input_scale"}

@@ -66,7 +66,7 @@ def test_ranks_with_different_placements_are_told_so(pools) -> None:
 def test_uneven_experts_fill_the_first_ranks() -> None:
     placement = ExpertPlacement(8, ParallelConfig(3))
     assert placement.slots == (0, 1, 2, 3, 4, 5, 6, 7, EMPTY)
-    assert [placement.shard(rank).experts for rank in range(3)] == [(0, 1, 2), (3, 4, 5), (6, 7, 7)]
+    assert [tuple(placement.shard(rank).experts) for rank in range(3)] == [(0, 1, 2), (3, 4, 5), (6, 7, 7)]
     config = MoEConfig(8, 2, 16, 8, routing=Routing("grouped_sigmoid", num_groups=4, topk_groups=2))
     assert placement.in_slots(config).num_experts == 9
     assert ExpertPlacement(8, ParallelConfig(4)).in_slots(config) is config
