@@ -69,9 +69,15 @@ TINY = {
     "max_position_embeddings": 512,
     "eos_token_id": 1,
 }
-CONFIGS: dict[str, dict[str, Any]] = {"qwen3": QWEN3, "qwen3-fp8": WIDE_QWEN3, "deepseek-v3": DEEPSEEK_V3}
-MODELS = ("gpt-oss", *CONFIGS)
-LAYERS = {"gpt-oss": 12, "qwen3": 24, "qwen3-fp8": 4, "deepseek-v3": 5}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": QWEN3,
+    "qwen3-30b-fp8": QWEN3 | {"quantization_config": FP8},
+    "qwen3-fp8": WIDE_QWEN3,
+    "deepseek-v3": DEEPSEEK_V3,
+}
+GPT_OSS = {"gpt-oss": 128, "gpt-oss-20b": 32}  # experts
+MODELS = (*GPT_OSS, *CONFIGS)
+LAYERS = {"gpt-oss": 12, "gpt-oss-20b": 24, "qwen3": 24, "qwen3-30b-fp8": 48, "qwen3-fp8": 4, "deepseek-v3": 5}
 
 
 def make_model(name: str, layers: int, models_in: Path, *, tiny: bool) -> Path:
@@ -80,8 +86,8 @@ def make_model(name: str, layers: int, models_in: Path, *, tiny: bool) -> Path:
     if (folder / "config.json").exists():
         return folder
     shutil.rmtree(folder, ignore_errors=True)
-    if name == "gpt-oss":
-        write_gpt_oss(folder, layers, tiny=tiny)
+    if name in GPT_OSS:
+        write_gpt_oss(folder, layers, GPT_OSS[name], tiny=tiny)
     else:
         config = CONFIGS[name] | (TINY if tiny else {}) | {"num_hidden_layers": layers}
         if "quantization_config" in config:  # routers are never in FP8; vLLM has no FP8 linear layers on CPU
@@ -93,14 +99,14 @@ def make_model(name: str, layers: int, models_in: Path, *, tiny: bool) -> Path:
     return folder
 
 
-def write_gpt_oss(folder: Path, layers: int, *, tiny: bool) -> None:
-    """gpt-oss-120b's widths, random codes; every layer holds the first one's bytes, so only one has to be made."""
+def write_gpt_oss(folder: Path, layers: int, num_experts: int, *, tiny: bool) -> None:
+    """gpt-oss's widths, random codes; every layer holds the first one's bytes, so only one has to be made."""
     import torch
     from safetensors.torch import save_file
 
     from eprt.conformance.tiny_model import RandomWeights, dense_tensors, end_tensors, gpt_oss_config
 
-    E, H, I = (8, 128, 256) if tiny else (128, 2880, 2880)
+    E, H, I = (8, 128, 256) if tiny else (num_experts, 2880, 2880)
     config = gpt_oss_config(layers, E, 4, H, I) | {"max_position_embeddings": 4096, "dtype": "bfloat16"}
     if not tiny:
         config |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 32768}

@@ -110,6 +110,22 @@ one_gpu() {
   tests
   experts experts_w8a8 400 deepseek-v3-fp8 gpt-oss-120b --low-precision-activations
   experts experts_more 900 mixtral-8x7b glm-4.5-air kimi-k2-fp8 deepseek-v3-nvfp4
+  local loads=(--batches 1 4 16 64 256 --prefill 48 --mixed 256 --starts 1 --plugins none none:marlin eprt)
+  duel gpt-oss-20b 1 "${loads[@]}"
+  duel qwen3 1 "${loads[@]}" --layers 48 --plugins none eprt
+}
+
+# duel MODEL DP OPTIONS...: inside vLLM, where it is installed.
+duel() {
+  local model=$1 dp=$2
+  shift 2
+  if [ -z "$list" ] && ! "$python" -c 'import vllm' 2>/dev/null; then
+    tell "== vllm_$model: vLLM isn't installed, left out"
+    return 0
+  fi
+  sized "$@" --resume / --tiny --device cpu --plugins eprt --batches 1
+  part "vllm_$model" 1700 "vllm_${model}_$machine.json" "$python" benchmarks/vllm_duel.py --models "$model" --dp "$dp" \
+    --json {} "${sizes[@]}"
 }
 
 two_gpus() {
@@ -128,15 +144,7 @@ two_gpus() {
   tests
   sized --device cuda --jobs 10 --resume / --trials 1 --world 2
   part faults 1200 "faults_$machine.json" "${run[@]}" doctor --faults --output {} "${sizes[@]}"
-  if [ -n "$list" ] || "$python" -c 'import vllm' 2>/dev/null; then
-    for model in gpt-oss qwen3 deepseek-v3; do
-      sized --batches 1 32 128 --starts 2 --resume / --tiny --device cpu --plugins eprt --batches 1
-      part "vllm_$model" 1700 "vllm_${model}_$machine.json" "$python" benchmarks/vllm_duel.py --models "$model" --dp 2 \
-        --json {} "${sizes[@]}"
-    done
-  else
-    tell "== vllm: not installed, left out"
-  fi
+  for model in gpt-oss qwen3 deepseek-v3; do duel "$model" 2 --batches 1 32 128 --starts 2; done
   sized --shapes gpt-oss-120b qwen3-30b-a3b --tokens 1 32 512 2048 / --device cpu --shapes tiny --tokens 2
   part layer_pairs 1500 "layer_pairs_$machine.json" "${run[@]}" bench layer --world 2 --every-pair --output {} \
     "${sizes[@]}"

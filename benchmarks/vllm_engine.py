@@ -1,0 +1,218 @@
+"""One vLLM engine of vllm_duel.py, a process for each data-parallel rank: started, measured, ended."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing as mp
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LEAST_STEPS = 8  # of all sequences at once, for a mean
+PREFILL, MIXED, MIXED_OUT = 1024, 512, 64  # tokens of a prompt; and of an answer
+
+
+def most_tokens(a: argparse.Namespace) -> int:
+    """vLLM's max_num_batched_tokens."""
+    return 256 if a.tiny else 8192 if a.prefill or a.mixed else 2048
+
+
+def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str, str], log: Path, meet: Any) -> None:
+    """Runs one DP rank, its output into `log`."""
+    os.setsid()
+    os.environ.update(environment)
+    if a.dp > 1:
+        os.environ.update(VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank))
+    with log.open("w") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    try:
+        measure(rank, a, folder, log, meet)
+    except BaseException:  # noqa: BLE001  (told, and the process ends)
+        traceback.print_exc()
+        os._exit(1)  # an orderly end would wait for vLLM's own processes, which wait for each other
+
+
+def measure(rank: int, a: argparse.Namespace, folder: Path, log: Path, meet: Any) -> None:
+    """Starts vLLM, measures every load, writes `log`.json."""
+    started = time.perf_counter()
+    from vllm import LLM
+
+    llm = LLM(model=str(folder), **settings_of(a))
+    if not a.model.startswith("gpt-oss"):
+        llm.collective_rpc(lively())  # not apply_model: that pickles its function as an argument
+    ready = time.perf_counter() - started
+    loads = Loads(llm, rank, a, meet)
+    rows = [row for batch in a.batches for row in loads.steps(batch)]
+    rows += loads.whole("prefill", a.prefill, PREFILL, 1) + loads.whole("mixed", a.mixed, MIXED, MIXED_OUT)
+    log.with_suffix(".json").write_text(json.dumps({"ready_s": ready, "rows": rows}))
+    meet.wait(a.timeout)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def settings_of(a: argparse.Namespace) -> dict[str, Any]:
+    """Returns vLLM's arguments: the same for both sides, but for the backend of vLLM's own experts."""
+    settings: dict[str, Any] = {"gpu_memory_utilization": 0.1, "enforce_eager": True}
+    if a.device == "cuda":
+        sizes = {"cudagraph_capture_sizes": sorted({1, *a.batches})}
+        settings = {"gpu_memory_utilization": 0.85 if a.dp == a.tp == 1 else 0.8, "compilation_config": sizes}
+    if a.all2all:
+        settings["all2all_backend"] = a.all2all
+    if a.backend:
+        settings["moe_backend"] = a.backend
+    if a.options:
+        settings["additional_config"] = {"eprt": json.loads(a.options)}
+    return settings | {
+        "skip_tokenizer_init": True,
+        "load_format": "auto" if a.model.startswith("gpt-oss") else "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": 256 if a.tiny else 2048,
+        "max_num_seqs": max([*a.batches, a.mixed]),
+        "max_num_batched_tokens": most_tokens(a),
+        "tensor_parallel_size": a.tp,
+        "enable_expert_parallel": a.dp > 1,
+        "enable_prefix_caching": False,
+    }
+
+
+class Loads:
+    """What one rank's engine is asked for, all ranks beginning together."""
+
+    def __init__(self, llm: Any, rank: int, a: argparse.Namespace, meet: Any) -> None:
+        self.llm, self.rank, self.a, self.meet = llm, rank, a, meet
+
+    def steps(self, batch: int) -> list[dict[str, Any]]:
+        """Measures decode steps of so many sequences; first unmeasured, as vLLM compiles kernels of its own then."""
+        self._decode(batch)
+        found = [self._decode(batch) for _ in range(self.a.rounds)]
+        return [
+            {"batch": batch, "round": number, "step_ms": step * 1e3, "distinct": distinct}
+            for number, (step, distinct) in enumerate(found)
+        ]
+
+    def whole(self, what: str, count: int, length: int, added: int) -> list[dict[str, Any]]:
+        """Measures how long `count` prompts of `length` tokens take with `added` tokens each; first unmeasured."""
+        rows: list[dict[str, Any]] = []
+        for number in range(-1, self.a.rounds) if count else ():
+            seconds, _ = self._answer(count, length // 8 if self.a.tiny else length, added)
+            rows.append({"what": what, "batch": count, "round": number, "step_ms": seconds * 1e3})
+        return rows[1:]
+
+    def _answer(self, count: int, length: int, added: int) -> tuple[float, list[Any]]:
+        from vllm import SamplingParams
+
+        prompts = [{"prompt_token_ids": [5 + self.rank, 7 + i, *range(11, 9 + length)]} for i in range(count)]
+        sampling = SamplingParams(temperature=0, max_tokens=added, ignore_eos=True, detokenize=False)
+        self.meet.wait(self.a.timeout)
+        begin = time.perf_counter()
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - begin, outputs
+
+    def _decode(self, batch: int) -> tuple[float, int]:
+        """Returns (seconds a step, how many different tokens one sequence has)."""
+        stamps: list[float] = []
+        core = self.llm.llm_engine.engine_core
+        plain = core.get_output  # LLM.generate asks the step for whole answers only; this has each token
+
+        def get_output() -> Any:
+            found = plain()
+            if len(found.outputs) == batch:
+                stamps.append(time.perf_counter())
+            return found
+
+        core.get_output = get_output
+        _, outputs = self._answer(batch, 3, self.a.tokens)
+        core.get_output = plain
+        if len(stamps) <= LEAST_STEPS:
+            raise RuntimeError(f"{len(stamps)} steps of all {batch} sequences at once: too few, give more --tokens")
+        return (stamps[-1] - stamps[0]) / (len(stamps) - 1), len(set(outputs[0].outputs[0].token_ids))
+
+
+def lively() -> Callable[[Any], None]:
+    """Dummy weights send every token to the same experts. A local function, so that it travels by value."""
+
+    def change(worker: Any) -> None:
+        for name, parameter in worker.get_model().named_parameters():
+            if parameter.numel() == 0:
+                continue  # packed elsewhere: linear layers on CPU, the experts that eprt holds
+            if name.endswith("norm.weight"):
+                parameter.data.fill_(1.0)
+            elif name.endswith("e_score_correction_bias"):
+                parameter.data.zero_()
+            elif name.endswith(".gate.weight"):
+                parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+            elif "embed_tokens" in name:
+                parameter.data.normal_()
+
+    return change
+
+
+def run(side: str, a: argparse.Namespace, folder: Path, logs: Path, start: int) -> list[dict[str, Any]]:
+    """Rows of one engine, slowest rank of each. Raises RuntimeError with the end of the log of what failed.
+
+    Args:
+        side: VLLM_PLUGINS, and after a colon the backend of vLLM's own experts.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    plugin, _, a.backend = side.partition(":")
+    meeting = {"VLLM_DP_SIZE": str(a.dp), "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
+    environment = (meeting if a.dp > 1 else {}) | {
+        "VLLM_PLUGINS": plugin,
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `lively` travels to our own engine
+        "EPRT_LOG": "INFO",
+    }
+    context = mp.get_context("spawn")
+    meet = context.Barrier(a.dp)
+    paths = [logs / f"{a.model}-{side.replace(':', '-')}-{start}-rank{rank}.log" for rank in range(a.dp)]
+    ranks = [
+        context.Process(target=engine, args=(rank, a, folder, environment, path, meet))
+        for rank, path in enumerate(paths)
+    ]
+    done = [path.with_suffix(".json") for path in paths]
+    for path in done:  # of an earlier run into the same folder
+        path.unlink(missing_ok=True)
+    try:
+        for rank in ranks:
+            rank.start()
+        deadline = time.monotonic() + a.timeout
+        while not all(path.exists() for path in done) and time.monotonic() < deadline:
+            if any(rank.exitcode not in (None, 0) for rank in ranks):
+                time.sleep(3)  # what it has to say, and its peers
+                break
+            time.sleep(0.2)
+        else:
+            for rank in ranks:
+                rank.join(20)
+    finally:  # also when this is interrupted: engines hold the GPUs' memory
+        for rank in ranks:
+            end(rank)
+    texts = [path.read_text(errors="replace") for path in paths]
+    if missing := [rank for rank, path in enumerate(done) if not path.exists()]:
+        raise RuntimeError(f"{plugin}: rank {missing[0]} has no result; its log ends with\n{texts[missing[0]][-4000:]}")
+    if ("eprt: ready" in texts[0]) != (plugin == "eprt"):
+        raise RuntimeError(f"{plugin}: the log says that other experts ran than asked for\n{texts[0][-4000:]}")
+    found = [json.loads(path.read_text()) for path in done]
+    plan = [line.split("eprt: ", 1)[1] for line in texts[0].splitlines() if "eprt: " in line]
+    ready = round(max(each["ready_s"] for each in found), 1)
+    rows: list[dict[str, Any]] = []
+    for of_all in zip(*(each["rows"] for each in found), strict=True):
+        step = round(max(row["step_ms"] for row in of_all), 4)
+        rows.append({"plugin": side, "start": start, **of_all[0], "step_ms": step, "ready_s": ready, "plan": plan})
+    return rows
+
+
+def end(rank: Any) -> None:
+    """With all that it started."""
+    if rank.pid is not None:
+        rank.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
