@@ -63,6 +63,8 @@ class TopK:
         ids, weights = self.ids, self.weights
         if not torch.is_tensor(ids) or not torch.is_tensor(weights):
             problem = f"TopK holds {type(ids).__name__} and {type(weights).__name__}: expected two tensors"
+        elif ids.is_nested or weights.is_nested or not ids.layout == weights.layout == torch.strided:
+            problem = f"topk_ids and topk_weights are {ids.layout} and {weights.layout}: expected dense tensors"
         elif ids.dim() != 2 or ids.shape[1] != top_k:
             problem = f"topk_ids is {_describe(ids)}: expected [T, {top_k}] (the config's top_k)"
         elif ids.dtype != torch.int32:

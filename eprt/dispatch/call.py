@@ -289,6 +289,7 @@ def check_values(topk: TopK, config: MoEConfig, device: torch.device, full: bool
 
 def check_routing(num_tokens: int, routing: object, token_ids: object, config: MoEConfig) -> None:
     """Raises InputError unless a layer's caller passes a routing of `num_tokens` tokens: slices hide extra rows."""
+    given: list[tuple[str, object, int]]
     if isinstance(routing, TopK):
         given = [("topk_ids", routing.ids, config.top_k), ("topk_weights", routing.weights, config.top_k)]
     elif isinstance(routing, RouterLogits):
@@ -297,8 +298,19 @@ def check_routing(num_tokens: int, routing: object, token_ids: object, config: M
         given = []
     else:
         raise InputError(f"routing is a {type(routing).__name__}: expected TopK, RouterLogits or None")
+    if token_ids is not None:
+        given.append(("token_ids", token_ids, 0))
     for name, tensor, width in given:
-        found = tuple(tensor.shape) if torch.is_tensor(tensor) else type(tensor).__name__
+        if not torch.is_tensor(tensor):
+            found = type(tensor).__name__
+        elif tensor.is_nested or tensor.layout != torch.strided:
+            raise InputError(
+                f"{name} is a {'nested' if tensor.is_nested else tensor.layout} tensor: expected a dense one"
+            )
+        else:
+            found = tuple(tensor.shape)
+        if not width:
+            continue
         if found != (num_tokens, width):
             raise InputError(
                 f"{name} is {found}, hidden_states holds {num_tokens} tokens: they must agree; expected [T, {width}]"

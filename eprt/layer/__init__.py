@@ -16,9 +16,10 @@ from eprt.dense import LatentProjection, SharedExpertMLP
 from eprt.dispatch import Dispatched, calibrated_scale, make_dispatcher
 from eprt.dispatch.call import check_hidden, check_routing
 from eprt.engines import Engine, make_engines
-from eprt.errors import ConfigError, EprtError, InputError, UsageError
+from eprt.errors import EprtError, InputError, UsageError
 from eprt.experts import Executor, make_executor
 from eprt.graphs import LayerGraphs
+from eprt.layer.parts import check_kinds, check_parts
 from eprt.layer.rounds import LayerCall, Round, run_engine, run_rounds
 from eprt.layer.slots import ChosenSlots, Slices
 from eprt.placement import ExpertPlacement
@@ -84,15 +85,16 @@ class ExpertParallelMoE(nn.Module):
         self.config, self.world = config, world
         self.observe: Callable[[str], AbstractContextManager[Any]] = _no_observer
         self.see: Callable[[str, TopK | RouterLogits | Dispatched], object] | None = None
-        self.placement = placement or ExpertPlacement(config.num_experts, world.parallel)
         runtime = runtime or RuntimeConfig()
         try:
-            _check_parts(config, router, shared, latent)
+            check_kinds(layer, config=config, experts=experts, runtime=runtime, router=router, placement=placement)
+            check_parts(config, router, shared, latent)
+            self.placement = placement or ExpertPlacement(config.num_experts, world.parallel)
             inside = self.placement.in_slots(config)
             self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device), self.placement)
             runtime = replace(runtime, max_tokens_per_rank=self.plan.max_tokens_per_rank)
         except EprtError as error:
-            exchange(world, Header("build", layer, 0), error)  # the peers are in make_dispatcher
+            exchange(world, Header("build"), error)  # the peers are in make_dispatcher
             raise
         scale = calibrated_scale(experts)
         pair = self.plan.token_format, layer
@@ -374,19 +376,3 @@ class ExpertParallelMoE(nn.Module):
         y = self._slices.whole(y, call.group_tokens) if self._slices.several else y
         self._used = True
         return y if len(call.shape) == 2 else y.view(call.shape)
-
-
-def _check_parts(
-    config: MoEConfig, router: Router | None, shared: SharedExpertWeights | None, latent: LatentWeights | None
-) -> None:
-    """Raises ConfigError unless these weights fit the config."""
-    _require_pair("shared", config.shared, shared)
-    _require_pair("latent", config.model_hidden_size, latent)
-    for part in (shared, latent, router):
-        if part is not None:
-            part.check(config)
-
-
-def _require_pair(name: str, wanted: object, given: object) -> None:
-    if (wanted is None) != (given is None):
-        raise ConfigError(f"{name} weights are {'missing' if given is None else 'given'}, the config says otherwise")

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,19 +35,14 @@ from eprt.world.groups import (
     start_up,
 )
 from eprt.world.guard import Guard
-from eprt.world.lifecycle import Lifecycle, SharedResources
+from eprt.world.lifecycle import Lifecycle, SharedResources, Warmable, not_warmable
+from eprt.world.process import require_timeout
 from eprt.world.shrink import Shrinking, Survivors
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 60.0
-
-
-class Warmable(Protocol):
-    """Anything that `World.warmup` can prepare: a layer, a dispatcher."""
-
-    def warmup(self) -> None: ...
 
 
 class World(Collectives):
@@ -67,6 +62,7 @@ class World(Collectives):
     def __init__(
         self, membership: Membership, timeout_s: float, *, owns_default: bool = False, guard: Guard | None = None
     ) -> None:
+        require_timeout(timeout_s)
         super().__init__(membership, timeout_s)
         self.warm = False
         self.num_dispatchers = 0
@@ -107,6 +103,7 @@ class World(Collectives):
             ConfigError: sizes that don't divide, a GPU that isn't there, or an environment that isn't torchrun's.
             RankLost: a rank didn't arrive within the timeout, or was lost on the way.
         """
+        require_timeout(timeout_s)
         rank, size = place()
         parallel = ParallelConfig(size, attention_tp_size, moe_tp_size)
         where = local_device(device)
@@ -152,6 +149,7 @@ class World(Collectives):
                 the group, or no such device.
             UsageError: torch.distributed isn't initialised.
         """
+        require_timeout(timeout_s)
         group = dist.group.WORLD if group is None else group
         if group is None:
             raise UsageError(
@@ -192,6 +190,7 @@ class World(Collectives):
         Raises:
             ConfigError: another number of dimensions, or the named dimension isn't the last.
         """
+        require_timeout(timeout_s)
         names = mesh.mesh_dim_names or ()
         if mesh.ndim == 1 and attention_tp_dim is None:
             group, attention = mesh.get_group(), None
@@ -354,11 +353,12 @@ class World(Collectives):
 
         Raises:
             WorldMismatch: the ranks warm up different numbers of things, or one makes another call.
+            InputError: something without `warmup`.
         """
         self.require_open()
         self.warm = False
         for number, thing in enumerate(things):
-            exchange(self, Header("warmup", -1, number))
+            exchange(self, Header("warmup", -1, number), not_warmable(thing))
             thing.warmup()
         self.barrier()
         self.warm = True

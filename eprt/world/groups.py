@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, EprtError, RankLost, one_block
+from eprt.json_files import shown
 from eprt.world.guard import Guard
-from eprt.world.process import at_exit_leave, boot_id, bounded
+from eprt.world.process import at_exit_leave, boot_id, bounded, number_of, restarts
 from eprt.world.rendezvous import Rendezvous, claim_store, meet
 
 SILENT_AFTER_S = 10.0
@@ -36,12 +37,16 @@ def place() -> tuple[int, int]:
     if not joins_torchrun():
         return 0, 1
     found = {name: os.environ.get(name, "0" if os.environ.get("WORLD_SIZE") == "1" else "") for name in needed}
-    if not all(value.isdigit() for value in found.values()) or not int(found["RANK"]) < int(found["WORLD_SIZE"]):
-        said = ", ".join(f"{name}={value!r}" for name, value in found.items())
+    numbers = [int(value) if value.isdecimal() and len(value) < 20 else -1 for value in found.values()]
+    rank, size, port = numbers
+    if not 0 <= rank < size or not (size == 1 or 0 < port < 65536):
+        said = ", ".join(f"{name}={shown(value)}" for name, value in found.items())
         raise ConfigError(
-            f"the environment says {said}: expected numbers with RANK < WORLD_SIZE, as torchrun sets them"
+            f"the environment says {said}: expected numbers with RANK < WORLD_SIZE, and a port from 1 to 65535, as "
+            "torchrun sets them"
         )
-    return int(found["RANK"]), int(found["WORLD_SIZE"])
+    restarts()  # a number, too, or an error before ranks meet
+    return rank, size
 
 
 def joins_torchrun() -> bool:
@@ -93,7 +98,10 @@ def start_up(timeout_s: float) -> Iterator[list[Guard]]:
 
 def host_device(device: torch.device | str) -> torch.device:
     """Returns `device` as the host engine's process sees it: a GPU without an index is the one it made current."""
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device {shown(device)}: expected 'cpu' or 'cuda'") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {str(device)!r}: expected 'cpu' or 'cuda'")
     if str(device) != "cuda":
@@ -108,15 +116,16 @@ def local_device(device: str | None) -> torch.device:
 
     Without torchrun, and if a host engine that started torch.distributed also uses CUDA, it is the current GPU.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank, local_size = number_of("LOCAL_RANK", 0, 0), number_of("LOCAL_WORLD_SIZE", 1, 1)
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigError(f"device {shown(device)}: expected 'cpu' or 'cuda', or None for either")
     available = torch.cuda.device_count()
     if available and os.environ.get(SHARED_GPU) == "1":
         local_rank %= available
     kind = device or ("cuda" if available >= max(local_size, local_rank + 1) else "cpu")
     if kind == "cpu":
         return torch.device("cpu")
-    if kind != "cuda" or local_rank >= available:
+    if local_rank >= available:
         raise ConfigError(f"device {kind!r} for local rank {local_rank}: {available} CUDA devices here; use 'cpu'")
     if "LOCAL_RANK" not in os.environ or (dist.is_initialized() and torch.cuda.is_initialized()):
         return torch.device("cuda", torch.cuda.current_device())

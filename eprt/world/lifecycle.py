@@ -17,7 +17,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from eprt.errors import RankLost
+from eprt.errors import InputError, RankLost
+from eprt.json_files import shown
 from eprt.world.agree import Header, exchange
 from eprt.world.collectives import Collectives
 from eprt.world.groups import control_group, host_number, hosts_store
@@ -157,6 +158,19 @@ class Lifecycle:
         if verdict is not None or isinstance(uncaught, RankLost):
             return EXIT_CODE
         return int(uncaught is not None or not self.left_behind)
+
+
+class Warmable(Protocol):
+    """Anything that `World.warmup` can prepare: a layer, a dispatcher."""
+
+    def warmup(self) -> None: ...
+
+
+def not_warmable(thing: object) -> InputError | None:
+    """Returns an error for what `World.warmup` can't prepare, a class for one, else None."""
+    if callable(getattr(thing, "warmup", None)) and not isinstance(thing, type):
+        return None
+    return InputError(f"warmup got {shown(thing)}: expected a layer or a dispatcher, which has a method `warmup`")
 
 
 @runtime_checkable

@@ -27,11 +27,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from eprt.errors import RankLost, one_block
+from eprt.errors import ConfigError, RankLost, one_block
+from eprt.json_files import shown
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")
 
+MAX_TIMEOUT_S = 30 * 24 * 3600
 _MAX_RECORD_BYTES = 16_384
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _LOOK_S = 0.02
@@ -105,9 +107,26 @@ class Member:
         return f"process {self.pid} on {self.host}"
 
 
+def number_of(name: str, default: int, least: int, most: int = 2**31 - 1) -> int:
+    """Returns the whole number that a launcher's variable holds. Raises ConfigError, naming it."""
+    said = os.environ.get(name, str(default))
+    if not (said.isascii() and said.isdigit() and len(said) < 20 and least <= int(said) <= most):
+        raise ConfigError(
+            f"the environment says {name}={shown(said)}: expected a number from {least} to {most}, as torchrun sets it"
+        )
+    return int(said)
+
+
+def require_timeout(timeout_s: object) -> None:
+    """Raises ConfigError for what is no time to wait."""
+    ok = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool) and 0 < timeout_s <= MAX_TIMEOUT_S
+    if not ok:
+        raise ConfigError(f"timeout_s {shown(timeout_s)}: expected seconds above 0, at most {MAX_TIMEOUT_S}")
+
+
 def restarts() -> int:
     """Returns how often this rank's torchrun agent says that it restarted its ranks; 0 without one."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return number_of("TORCHELASTIC_RESTART_COUNT", 0, 0)
 
 
 def job_name() -> str:

@@ -17,6 +17,8 @@ from eprt.layer import ExpertParallelMoE
 from eprt.tokens import TopK
 from eprt.world import World
 
+COUNTED = {"count_load": True}
+
 # kind -> what every rank must be told, and how the layer is built.
 REFUSED = {
     "no_tensor": ("InputError: rank 1: hidden_states is a list", {}),
@@ -24,6 +26,15 @@ REFUSED = {
     "topk_ids_that_are_a_list": ("InputError: rank 1: topk_ids is list", {}),
     "logits_that_are_a_list": ("InputError: rank 1: router logits is list", {}),
     "sparse": ("InputError: rank 1: hidden_states is (4, 16) torch.float32", {}),
+    "sparse_ids": ("InputError: rank 1: topk_ids is a torch.sparse_coo tensor: expected a dense one", COUNTED),
+    "sparse_weights": ("InputError: rank 1: topk_weights is a torch.sparse_coo tensor: expected a dense one", COUNTED),
+    "nested_ids": ("InputError: rank 1: topk_ids is a nested tensor: expected a dense one", COUNTED),
+    "sparse_logits": ("InputError: rank 1: router logits is a torch.sparse_coo tensor", COUNTED),
+    "sparse_token_ids": ("InputError: rank 1: token_ids is a torch.sparse_coo tensor", COUNTED),
+    "ids_on_meta": ("InputError: rank 1: topk_ids is on meta", COUNTED),
+    "logits_on_meta": ("InputError: rank 1: topk_ids is on meta", COUNTED),
+    "whole_numbers_as_logits": ("InputError: rank 1: router logits", COUNTED),
+    "complex_logits": ("InputError: rank 1: router logits", COUNTED),
     "no_router": ("InputError: rank 1: the layer has no router", {"router": False}),
     "routing_for_more_tokens": ("InputError: rank 1: topk_ids is (5, 2)", {"attention_tp": 2}),
     "routing_for_fewer_tokens": ("InputError: rank 1: topk_ids is (3, 2)", {"attention_tp": 2}),
@@ -72,6 +83,10 @@ UNBUILDABLE = [
     ("router", "ConfigError: rank 1: the router has (experts, hidden, top_k)"),
     ("routing", "ConfigError: rank 1: the router has Routing(method='softmax_topk', renormalize=False"),
     ("weights", "ConfigError: rank 1: gate_up"),
+    ("layer", "ConfigError: rank 1: layer 'a': expected the layer's number"),
+    ("experts_none", "ConfigError: rank 1: experts is NoneType: expected ExpertWeights"),
+    ("experts_meta", "ConfigError: rank 1: gate_up.data is on the meta device, which holds no numbers"),
+    ("experts_double", "ConfigError: rank 1: gate_up.data is (4, 16, 16) torch.float64: expected"),
     ("shared_width", "ConfigError: rank 1: shared.down is (24, 7): the config says (24, 8)"),
     ("shared_gate", "ConfigError: rank 1: shared.gate is missing: expected a tensor (8, 24)"),
     ("shared_output_gate", "ConfigError: rank 1: shared.output_gate is given: the config has none"),

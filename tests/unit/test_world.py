@@ -20,7 +20,7 @@ from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import make_dispatcher
 from eprt.errors import ConfigError, InputError, UsageError
 from eprt.ranks.launcher import WorldFailed, WorldPool, launch
-from eprt.world import World, collectives
+from eprt.world import World, collectives, groups
 from eprt.world.collectives import Collectives, Membership
 from eprt.world.lifecycle import SharedResources
 
@@ -257,6 +257,16 @@ def test_where_headers_are_not_compared_a_refusal_waits_for_nobody() -> None:
         ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_PORT": "1"}, "RANK='4', WORLD_SIZE='4'"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT=''"),
         ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK='one'"),
+        *(({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": port}, f"MASTER_PORT='{port}'") for port in ("99999", "0")),
+        *(
+            (
+                {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", name: value},
+                f"{name}='{value}'.*: expected a number",
+            )
+            for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+            for value in ("x", "-1", "", "9" * 30)
+        ),
+        ({"LOCAL_RANK": "first"}, "LOCAL_RANK='first'"),
     ],
 )
 def test_an_environment_that_is_not_torchruns_is_refused(monkeypatch, environment: dict, says: str) -> None:
@@ -265,6 +275,31 @@ def test_an_environment_that_is_not_torchruns_is_refused(monkeypatch, environmen
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=says):
         World.from_env("cpu")
+
+
+@pytest.mark.parametrize("timeout_s", [-1, 0, float("nan"), float("inf"), 1e300, "60", None, True])
+def test_what_is_no_timeout_is_refused(timeout_s: object) -> None:
+    for make in (
+        lambda: World.from_env("cpu", timeout_s=timeout_s),
+        lambda: World.from_group(None, "cpu", timeout_s=timeout_s),
+        lambda: World.from_mesh(None, timeout_s=timeout_s),
+        lambda: World(Membership(0, 1, torch.device("cpu"), ParallelConfig()), timeout_s),
+    ):
+        with pytest.raises(ConfigError, match=r"timeout_s .*: expected seconds above 0"):
+            make()
+
+
+@pytest.mark.parametrize("device", ["tpu", "meta", "cuda:x", ["cpu"], "cpu" + "\0"])
+def test_what_is_no_device_is_refused(device: object) -> None:
+    for make in (lambda: World.from_env(device), lambda: groups.host_device(device)):
+        with pytest.raises(ConfigError, match=r"device .*: expected 'cpu' or 'cuda'"):
+            make()
+
+
+@pytest.mark.parametrize("thing", [None, 3, World])
+def test_what_cannot_be_warmed_up_is_refused_on_all_ranks(pools, thing: object) -> None:
+    for told in pools(2).run(jobs.warmed_up, thing=thing):
+        assert told.startswith("InputError: rank 1: warmup got")
 
 
 CHILDREN = """

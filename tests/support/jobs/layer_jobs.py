@@ -57,7 +57,8 @@ def make_layer(
     return ExpertParallelMoE(
         config,
         world,
-        weights,
+        spoiled(weights, spoil),
+        layer="a" if spoil == "layer" else 0,
         runtime=RuntimeConfig(**{"dispatcher": dispatcher, "executor": executor, "max_tokens_per_rank": 32, **size}),
         router=Router(draw(E + (spoil == "router"), width), choice, K) if router else None,
         shared=spoiled(SharedExpertWeights(draw(I, width), draw(width, I), draw(I, width)), spoil) if shared else None,
@@ -72,6 +73,9 @@ def spoiled(weights, spoil):
 
 
 SPOILED = {
+    "experts_none": (ExpertWeights, lambda w: None),
+    "experts_meta": (ExpertWeights, lambda w: w.to("meta")),
+    "experts_double": (ExpertWeights, lambda w: w.map(torch.Tensor.double)),
     "shared_width": (SharedExpertWeights, lambda w: replace(w, down=w.down[:, 1:])),
     "shared_gate": (SharedExpertWeights, lambda w: replace(w, gate=None)),
     "shared_output_gate": (SharedExpertWeights, lambda w: replace(w, output_gate=w.up[:1])),
@@ -117,6 +121,18 @@ BAD = {
     "topk_ids_that_are_a_list": lambda x: ((x, TopK(good_routing(4).ids.tolist(), good_routing(4).weights)), {}),
     "logits_that_are_a_list": lambda x: ((x, RouterLogits([[0.0] * E] * 4)), {}),
     "sparse": lambda x: ((x.to_sparse(), good_routing(4)), {}),
+    "sparse_ids": lambda x: ((x, TopK(good_routing(4).ids.to_sparse(), good_routing(4).weights)), {}),
+    "sparse_weights": lambda x: ((x, TopK(good_routing(4).ids, good_routing(4).weights.to_sparse())), {}),
+    "nested_ids": lambda x: (
+        (x, TopK(torch.nested.nested_tensor([*good_routing(4).ids]), good_routing(4).weights)),
+        {},
+    ),
+    "sparse_logits": lambda x: ((x, RouterLogits(torch.zeros(4, E).to_sparse())), {}),
+    "sparse_token_ids": lambda x: ((x, good_routing(4)), {"token_ids": torch.ones(4, dtype=torch.int64).to_sparse()}),
+    "ids_on_meta": lambda x: ((x, TopK(good_routing(4).ids.to("meta"), good_routing(4).weights.to("meta"))), {}),
+    "logits_on_meta": lambda x: ((x, RouterLogits(torch.zeros(4, E, device="meta"))), {}),
+    "whole_numbers_as_logits": lambda x: ((x, RouterLogits(torch.zeros(4, E, dtype=torch.int32))), {}),
+    "complex_logits": lambda x: ((x, RouterLogits(torch.zeros(4, E, dtype=torch.complex64))), {}),
     "no_router": lambda x: ((x,), {}),
     "routing_for_more_tokens": lambda x: ((x, good_routing(5)), {}),
     "routing_for_fewer_tokens": lambda x: ((x, good_routing(3)), {}),

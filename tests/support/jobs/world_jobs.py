@@ -283,3 +283,11 @@ def _held() -> dict[str, int]:
             name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
             found[name] = found.get(name, 0) + 1
     return found
+
+
+def warmed_up(context, thing: object) -> str:
+    """What each rank is told where rank 1 warms up `thing`; a barrier works afterwards."""
+    world = context.world()
+    told = said(lambda: world.warmup(thing if context.rank == 1 else mock.Mock()))
+    world.barrier()
+    return told

@@ -1,0 +1,44 @@
+"""Checks what a layer is built of, before ranks do anything together."""
+
+from __future__ import annotations
+
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.errors import ConfigError
+from eprt.json_files import shown
+from eprt.placement import ExpertPlacement
+from eprt.routing import Router
+from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
+
+MAX_LAYER = 2**31 - 1
+_KINDS: dict[str, tuple[type, ...]] = {
+    "config": (MoEConfig,),
+    "experts": (ExpertWeights,),
+    "runtime": (RuntimeConfig,),
+    "router": (Router, type(None)),
+    "placement": (ExpertPlacement, type(None)),
+}
+
+
+def check_kinds(layer: object, **given: object) -> None:
+    """Raises ConfigError unless `layer` is a layer's number, and all else is of its kind."""
+    if type(layer) is not int or not 0 <= layer <= MAX_LAYER:
+        raise ConfigError(f"layer {shown(layer)}: expected the layer's number, from 0 to {MAX_LAYER}")
+    for name, value in given.items():
+        if not isinstance(value, _KINDS[name]):
+            raise ConfigError(f"{name} is {type(value).__name__}: expected {_KINDS[name][0].__name__}")
+
+
+def check_parts(
+    config: MoEConfig, router: Router | None, shared: SharedExpertWeights | None, latent: LatentWeights | None
+) -> None:
+    """Raises ConfigError unless these weights fit the config."""
+    _require_pair("shared", config.shared, shared)
+    _require_pair("latent", config.model_hidden_size, latent)
+    for part in (shared, latent, router):
+        if part is not None:
+            part.check(config)
+
+
+def _require_pair(name: str, wanted: object, given: object) -> None:
+    if (wanted is None) != (given is None):
+        raise ConfigError(f"{name} weights are {'missing' if given is None else 'given'}, the config says otherwise")
