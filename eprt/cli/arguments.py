@@ -25,8 +25,8 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Ranks:
-    world: int = 4
-    """Ranks to start (torchrun's number wins under torchrun)."""
+    world: int | None = None
+    """Ranks to start (torchrun's number wins under torchrun). Default: one for each GPU, 4 on CPUs."""
     device: DeviceKind = "auto"
     """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
 
@@ -324,7 +324,7 @@ class BenchRouter(_PlottedBench):
 class BenchStep(_Ranks, _Pair, _PlottedBench):
     """A decode step of whole models: transformers alone, then eprt's layers eager, in steps and in CUDA graphs."""
 
-    world: int = 2
+    world: int | None = 2
     """Ranks to start (torchrun's number wins under torchrun)."""
     models: tuple[Literal["tiny", "gpt-oss-120b", "qwen3-30b-a3b", "deepseek-v3"], ...] = ("tiny",)
     """Widths of the models; their weights are random."""

@@ -113,7 +113,7 @@ def _placed_cases(shape: str, arguments: BenchLayer, size: int, file: PlacementF
     routed, E = read_routing(routing, config.num_experts, config.top_k)[0], config.num_experts
     placed = file.placement(routed.layer, E, parallel) if file else routed.planned(parallel, arguments.replicas or 0)
     pair = (arguments.dispatcher, arguments.executor)
-    case = partial(PlacedCase, routed=routed, routing=routing, slots=placed.slots)
+    case = partial(PlacedCase, routed=routed, routing=routing, slots=tuple(placed.slots))
     return [case(shape, (tokens,), *pair) for tokens in arguments.tokens]
 
 

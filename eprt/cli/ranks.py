@@ -19,6 +19,7 @@ from eprt.world.wire import gather_values
 # GPUs it may be compiling kernels, which takes up to half an hour where nothing was compiled before.
 JOB_TIMEOUT_S = 3600.0
 BEHIND_TIMEOUT_S = {"cpu": 60.0, "cuda": 2400.0}
+CPU_RANKS = 4  # where nobody says how many, and there is no GPU
 
 
 class Ranks:
@@ -64,17 +65,19 @@ def _answer(failed: WorldFailed) -> EprtError | None:
 
 
 @contextmanager
-def ranks(world: int, device: str) -> Iterator[Ranks]:
+def ranks(world: int | None, device: str) -> Iterator[Ranks]:
     """Yields the ranks for a command. On the way out, and on Ctrl-C, those it started are gone.
 
     Args:
-        world: how many to start; torchrun's number wins if it started this process.
+        world: how many to start; torchrun's number wins if it started this process. None: one for each GPU, 4 on CPUs.
         device: "auto", "cpu" or "cuda".
 
     Raises:
         ConfigError: fewer than one rank, fewer GPUs than ranks were asked to use, or an environment that isn't
             torchrun's.
     """
+    if world is None:
+        world = (0 if device == "cpu" else torch.cuda.device_count()) or CPU_RANKS
     if world < 1:
         raise ConfigError(f"--world {world}: must be at least 1")
     joined = joins_torchrun()

@@ -18,6 +18,7 @@ from support.jobs import rank_jobs as jobs
 from support.processes import descendants, wait_until_gone
 
 from eprt.cli import arguments, main, run
+from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal, configure_logging
 from eprt.models import load_layer
 from eprt.ranks.launcher import WorldFailed, launch
@@ -320,3 +321,20 @@ def test_logging_leaves_the_root_logger_alone(monkeypatch) -> None:
     assert main(["explain", "--model", "/no/such"]) == 2
     monkeypatch.setenv("EPRT_LOG", "loud")
     assert main(["explain", "--model", "/no/such"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "device", "found"),
+    [
+        (0, None, "auto", (4, "cpu")),
+        (1, None, "auto", (1, "cuda")),
+        (2, None, "cuda", (2, "cuda")),
+        (1, None, "cpu", (4, "cpu")),
+        (1, 2, "auto", (2, "cpu")),
+    ],
+)
+def test_a_rank_for_each_gpu_unless_told_otherwise(monkeypatch, gpus, asked, device, found) -> None:
+    """torch.cuda is played here; no rank starts before its first job."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with ranks(asked, device) as workers:
+        assert (workers.size, workers.device) == found
