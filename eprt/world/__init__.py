@@ -79,7 +79,7 @@ class World(Collectives):
                     guard = start_guard(rendezvous_in_group(group, self.rank, timeout_s), timeout_s, self.device)
                 guards.append(guard)
                 self._lifecycle.start(guard)
-            self._shrinking = Shrinking(self, self._lifecycle, self._resources, guard.met.store)
+            self._shrinking = Shrinking(self, self._lifecycle, self._resources, guard.met.generation)
 
     @classmethod
     def from_env(
@@ -114,7 +114,7 @@ class World(Collectives):
             met = rendezvous_in_environment(rank, size, timeout_s) if owns_default else None
             if met is None:
                 met = rendezvous_in_group(dist.distributed_c10d._get_default_group(), rank, timeout_s)
-            guard = start_guard(met, timeout_s, where, our_store=owns_default)
+            guard = start_guard(met, timeout_s, where)
             guards.append(guard)
             if owns_default:
                 guard.bounded(lambda: init_default_group(met, where, timeout_s), timeout_s)
@@ -303,13 +303,13 @@ class World(Collectives):
         included. Graphs have to be captured again. A lost rank comes back by a restart of the job.
 
         Ranks that are lost meanwhile are left out, too; so is one that doesn't come within the World's timeout (twice
-        that on GPUs), and a rank whose attention-TP group lost another. Such a rank, should it live, and one that was
-        cut off hear that they are out: there is one decision, in the control store.
+        that on GPUs), and a rank whose attention-TP group lost another. Such a rank, should it live, hears that it is
+        out. Ranks that are cut off can't go on beside the others: more than half of those that didn't end for certain
+        have to agree, or half with the lowest of them. The control store isn't asked.
 
         Ranks also leave on purpose, between two steps: every other rank calls `shrink(leaving=...)`. A rank that leaves
         is asked for nothing, and may close its World or end once the others have returned; in between it hears that
-        they left. All but the discarding of a step is as after a loss; rank 0 may leave, but where it serves the
-        control store it stays up for as long as the others may lose another.
+        they left. All but the discarding of a step is as after a loss; rank 0 may leave, too.
 
         Args:
             leaving: the ranks that leave, equal on all that stay; whole attention-TP groups.
@@ -317,8 +317,8 @@ class World(Collectives):
         At interpreter exit a process that went on leaves at once: with code 0, or 1 after an uncaught exception.
 
         Raises:
-            RankLost: it can't be: no rank is named, the control store's host is among the lost, this rank is, or a
-                kernel that waits for a lost rank can't be freed.
+            RankLost: it can't be: no rank is named, this rank is among the lost, too few are left to be sure that no
+                others go on, or a kernel that waits for a lost rank can't be freed.
             InputError: `leaving` names this rank, no rank, or a part of an attention-TP group.
             UsageError: no rank is lost or leaves, a step is open, the World is closed, or memory that ranks share can't
                 go on.

@@ -161,10 +161,10 @@ def silent_after(timeout_s: float) -> float:
     return min(SILENT_AFTER_S, timeout_s / 2)
 
 
-def start_guard(met: Rendezvous, timeout_s: float, device: torch.device, our_store: bool = False) -> Guard:
-    """Returns a running guard. It watches a store that torchrun's agent serves and, for strangers, one that this rank
-    serves; if another rank does, the guards' own links tell more."""
-    watched = not hosts_store(0) or (our_store and met.rank == 0)
+def start_guard(met: Rendezvous, timeout_s: float, device: torch.device) -> Guard:
+    """Returns a running guard. It watches a store that torchrun's agent serves; if a rank does, the guards' own links
+    tell more."""
+    watched = not hosts_store(0)
     guard = Guard(
         met,
         silent_after(timeout_s),

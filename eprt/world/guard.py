@@ -5,17 +5,19 @@ timeout. So each process of a World has one `Guard` thread that beats to every p
 (`eprt.world.links`), hears theirs, and agrees with them on one verdict that all raise. The control store has no part in
 that: its host may be what is lost.
 
+Nothing that the store holds decides anything once the ranks have met.
+
 Faults and how they are found, measured from the moment they happen:
     exited  a process is gone: its connection closed, and on this host /proc says so too     one beat
     silent  no heartbeat (stopped, cut off, GIL held)                                        silent_after_s
     raised  the rank left its World through an exception                    1.3 s, once somebody waits for it
     left    the rank closed its World or exited                             1.3 s, once somebody waits for it
     behind  alive, but not in the operation others wait in                                   the World's timeout
-    foreign a second process says that it is one of the ranks                                two beats
     store   the control store is gone, or answers no more, and every rank is there           1.3 s; silent_after_s
 
 A verdict is made by one rank, the lowest that nobody accuses, so that ranks that see different things at the same
-moment still say the same. Whoever hears it passes it on.
+moment still say the same. Whoever hears it passes it on. Ranks that go on without the lost ones (`World.shrink`) keep
+their guards: what was said before counts no more then, so cases and verdicts carry how many ranks are lost for good.
 """
 
 from __future__ import annotations
@@ -27,23 +29,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from eprt.errors import RankLost, one_block
-from eprt.world.links import GRACE_S, Links, LoopThread, PeerRecord, StoreWatch
-from eprt.world.process import bounded, ended, stopped
+from eprt.world.links import GRACE_S, Links, LoopThread, StoreWatch
+from eprt.world.process import bounded, stopped
 from eprt.world.rendezvous import Rendezvous
+from eprt.world.suspicion import Suspicion, cut_off
+from eprt.world.verdicts import BEAT_S, Verdicts
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")
 
-BEAT_S = 0.25
-MAX_BEAT_S = 0.5
-COLLECT_S = 0.15  # between the first accusation and the verdict: what broke at the same moment is named with it
-ASK_NEXT_S = 1.0  # for an answer from the rank that should decide
 LINGER_S = 3.0
 EXIT_CODE = RankLost.exit_code
 LAST_WORDS = "eprt: no call returned to raise this: "  # of a process that is ended, before the verdict
@@ -51,25 +51,7 @@ _WHY = ("silent", "exited", "raised", "left", "behind", "store", "foreign", "unk
 _MAX_WORDS = 2000
 
 
-@dataclass(frozen=True)
-class Suspicion:
-    """A suspicion that a rank is lost. `rank` -1 names nobody: the store is gone."""
-
-    rank: int
-    why: str
-    detail: str
-
-    def words(self) -> str:
-        return f"rank {self.rank} {self.why}: {self.detail}" if self.rank >= 0 else self.detail
-
-
-def verdict_message(suspicions: list[Suspicion]) -> str:
-    """Returns the message of the RankLost that these suspicions lead to."""
-    lost = "; ".join(suspicion.words() for suspicion in suspicions)
-    return f"{lost}. The step's outputs are discarded; restart the job, or go on without it where `World.shrink` can."
-
-
-class Guard:
+class Guard(Verdicts):
     """Heartbeats and verdicts of one rank. `start` begins both; nothing waits for the peers to do the same.
 
     Args:
@@ -78,32 +60,19 @@ class Guard:
         exit_after_s: on GPU worlds the host may sit in a kernel that waits for a lost rank. This long after a verdict
             that no call has raised, the process writes a report to stderr and exits with code 75. None: never.
         store: watched, if it isn't None; one that no other thread uses (a clone).
-
-    Attributes:
-        verdict: what the ranks agreed on, if anything.
     """
 
     def __init__(
         self, met: Rendezvous, silent_after_s: float, exit_after_s: float | None, store: dist.Store | None
     ) -> None:
-        self.met = met
-        self.rank, self._members = met.rank, met.members
+        super().__init__(met, silent_after_s, exit_after_s)
         self._pid = os.getpid()
-        self._silent_after_s = silent_after_s
-        self._exit_after_s = exit_after_s
-        self._beat_s = min(max(BEAT_S, silent_after_s / 20), MAX_BEAT_S)
-        self._peers = {peer: PeerRecord() for peer in self._members if peer != self.rank}
-        self._progress = (0, "start-up")
         self._ending = ""
-        self.verdict: RankLost | None = None
-        self._agreed = threading.Event()
         self._raised = False
-        self._suspicions: list[Suspicion] = []
-        self._passed_over: set[int] = set()  # ranks that were asked for a verdict and gave none
-        self._stop = threading.Event()
-        self._links = Links(self.rank, met.key, self._heard, self._closed)
+        self._early: Any = None  # the verdict of ranks that are ahead
+        self._links = Links(self.rank, self._members, met.key, self._greeting, self._heard, self._closed)
         self._thread = LoopThread("eprt-guard", self._begin)
-        self._watch = StoreWatch(store, self._beat_s, silent_after_s, self._on_intruder)
+        self._watch = StoreWatch(store, self._beat_s, silent_after_s)
 
     def start(self) -> None:
         for peer in self._peers.values():
@@ -227,6 +196,31 @@ class Guard:
                 return
             time.sleep(BEAT_S / 5)
 
+    def absent(self) -> tuple[set[int], set[int]]:
+        """Returns the peers that have ended or closed their World, for certain, and those that give no sign of life."""
+        now = time.monotonic()
+        ended = {rank for rank, peer in self._peers.items() if peer.ending or peer.closed or self._gone(rank)}
+        return ended, {rank for rank, peer in self._peers.items() if now - peer.heard_at > self._silent_after_s} - ended
+
+    def go_on(self, ranks: Iterable[int]) -> None:
+        """Forgets the verdict and guards these ranks alone. The others are told that this rank left them."""
+        self._thread.do(lambda: self._go_on(set(ranks)))
+
+    def _go_on(self, ranks: set[int]) -> None:
+        for rank in self._peers.keys() - ranks:
+            self._links.send(rank, {"beat": [*self._progress, "left"]})
+            self._links.drop(rank)
+        self._lost += len(self._members.keys() - ranks)
+        self._members = {rank: member for rank, member in self._members.items() if rank in ranks}
+        self._peers = {rank: peer for rank, peer in self._peers.items() if rank in ranks}
+        name = f"without {self._lost}/"
+        self.board.keep(name)
+        self.met = replace(self.met, members=self._members, store=dist.PrefixStore(name[:-1], self.board))
+        self._suspicions, self._passed_over, self._agreed = [], set(), threading.Event()
+        self.verdict, self._raised = None, False
+        if self._early is not None:
+            self._heard(*self._early)
+
     def _begin(self) -> None:
         self._thread.loop.create_task(self._links.start(self.met.listener, self.met.addresses))
         self._tick(time.monotonic())
@@ -266,18 +260,25 @@ class Guard:
 
     def _accuse_silent(self, silent: list[int]) -> None:
         halted = [rank for rank in silent if self._same_home(rank) and stopped(self._members[rank].pid)]
-        words = f"no heartbeat for {self._silent_after_s:g} s"
-        if len(silent) == len(self._peers) > 1 and not halted:
-            alone = Suspicion(self.rank, "silent", f"it hears none of its {len(silent)} peers: it is cut off")
-            self._adopt((self.rank,), "silent", verdict_message([alone]))
+        side = sorted({self.rank, *(rank for rank, peer in self._peers.items() if not peer.ending)} - set(silent))
+        near, where = any(map(self._same_home, silent)), "" if any(map(self._met, silent)) else self._blocked(silent[0])
+        if not halted and (found := cut_off(side, silent, near, where)) is not None:
+            self._adopt(found[0], "silent", found[1])
             return
         for rank in halted or silent:
-            never = "" if rank in self._links or self._peers[rank].closed else ", and never a connection"
+            never = "" if self._met(rank) else f", and never a connection{self._blocked(rank)}"
             how = "its process is stopped" if rank in halted else f"stopped, cut off, or GIL held{never}"
-            self._propose(self._suspicion(rank, "silent", f"{words} ({how})"))
+            words = f"no heartbeat for {self._silent_after_s:g} s ({how})"
+            self._propose(self._suspicion(rank, "silent", words))
 
-    def _on_intruder(self, rank: int, words: str) -> None:
-        self._thread.do(lambda: self._propose(Suspicion(rank, "foreign", words)))
+    def _met(self, rank: int) -> bool:
+        return rank in self._links or self._peers[rank].closed
+
+    def _blocked(self, rank: int) -> str:
+        """Returns where the connection with a rank should have been made: the higher one calls the lower."""
+        called, caller = sorted((rank, self.rank))
+        host, port = self.met.addresses[called]
+        return f"; rank {caller} can't connect to {host} port {port}, where rank {called} listens: is there a firewall?"
 
     def _heard(self, rank: int, message: Any) -> None:
         """Handles a peer's message in the guard's thread. Peers proved who they are; what they say is still checked."""
@@ -290,17 +291,18 @@ class Guard:
                 peer.ops, peer.where = ops, one_block(where, 200)
                 if ending and not peer.ending:
                     peer.ending, peer.ended_at = one_block(ending, _MAX_WORDS), time.monotonic()
-            case {"case": [int(accused), str(why), str(detail)]} if why in _WHY and self._are_ranks({accused} - {-1}):
-                self._propose(Suspicion(accused, why, one_block(detail, _MAX_WORDS)), own=False)
-            case {"verdict": [[*ranks], str(why), str(words)]} if why in _WHY and self._are_ranks(ranks):
-                self._adopt(tuple(ranks), why, one_block(words, _MAX_WORDS))
+            case {"case": [int(lost), int(accused), str(why), str(detail)]} if why in _WHY:
+                if lost == self._lost and self._are_ranks({accused} - {-1}):
+                    self._propose(Suspicion(accused, why, one_block(detail, _MAX_WORDS)), own=False)
+            case {"verdict": [int(lost), [*ranks], str(why), str(words)]} if why in _WHY:
+                if lost == self._lost and self._are_ranks(ranks):
+                    self._adopt(tuple(ranks), why, one_block(words, _MAX_WORDS))
+                elif lost > self._lost:
+                    self._early = rank, message
             case _:
-                if not peer.warned:
+                if not self.board.heard(rank, message) and not peer.warned:
                     logger.warning("rank %d sent what no guard understands: ignored", rank)
                 peer.warned = True
-
-    def _are_ranks(self, named: Iterable[object]) -> bool:
-        return all(isinstance(rank, int) and rank in self._members for rank in named)
 
     def _closed(self, rank: int) -> None:
         if rank in self._peers:
@@ -308,88 +310,9 @@ class Guard:
             # A dying process closes its sockets before it counts as gone.
             self._thread.loop.call_later(BEAT_S / 5, self._judge)
 
-    def _suspicion(self, rank: int, why: str, detail: str) -> Suspicion:
-        seen = f"last heard of in {self._peers[rank].where}, missed by rank {self.rank} in {self._progress[1]}"
-        return Suspicion(rank, why, f"{detail}; {seen}")
-
-    def _accuse(self, rank: int, why: str, detail: str) -> None:
-        """Suspects a rank from the main thread, and returns when there is a verdict."""
-        suspicion = self._suspicion(rank, why, detail)
-        self._thread.do(lambda: self._propose(suspicion))
-        if not self._agreed.wait(COLLECT_S + len(self._members) * ASK_NEXT_S if self._thread.alive else 0.0):
-            self._adopt((rank,), why, verdict_message([suspicion]))
-
-    def _propose(self, suspicion: Suspicion, own: bool = True) -> None:
-        """Adds a suspicion in the guard's thread. A rank is suspected once."""
-        if self.verdict is not None:
-            if not own:
-                self._pass_on()
-            return
-        if any(known.rank == suspicion.rank for known in self._suspicions):
-            return
-        self._suspicions.append(suspicion)
-        if own:
-            self._tell(suspicion)
-        if len(self._suspicions) == 1:
-            self._thread.loop.call_later(COLLECT_S, self._decide)
-
-    def _judges(self) -> list[int]:
-        """Returns who may decide, in order: ranks that can be reached and that nobody suspects."""
-        doubted = {suspicion.rank for suspicion in self._suspicions} | self._passed_over
-        recent = time.monotonic() - self._silent_after_s / 2 - self._beat_s
-        doubted |= {rank for rank, peer in self._peers.items() if peer.ending or peer.heard_at < recent}
-        return sorted({*(rank for rank in self._peers if rank in self._links and rank not in doubted), self.rank})
-
-    def _tell(self, suspicion: Suspicion) -> None:
-        judge = self._judges()[0]
-        if judge != self.rank:
-            self._links.send(judge, {"case": [suspicion.rank, suspicion.why, suspicion.detail]})
-
-    def _decide(self) -> None:
-        """Makes the verdict if this rank is the one to decide; else asks that rank, and waits."""
-        if self.verdict is not None or self._stop.is_set():
-            return
-        judge = self._judges()[0]
-        if judge != self.rank:
-            self._tell(self._suspicions[0])
-            self._passed_over.add(judge)
-            self._thread.loop.call_later(ASK_NEXT_S, self._decide)
-            return
-        first = self._suspicions[0]
-        together = ("exited", "silent")
-        named = [
-            suspicion
-            for suspicion in self._suspicions
-            if suspicion is first or (suspicion.why in together and first.why in together)
-        ]
-        named.sort(key=lambda suspicion: suspicion.rank)
-        self._adopt(
-            tuple(suspicion.rank for suspicion in named if suspicion.rank >= 0), first.why, verdict_message(named)
-        )
-
-    def _adopt(self, ranks: tuple[int, ...], why: str, words: str) -> None:
-        """Adopts a verdict; the first one stands. Called from the guard's thread, or another once that has ended."""
-        if self.verdict is not None:
-            return
-        self.verdict = RankLost(words, ranks[0] if ranks else -1, why, ranks)
-        self._agreed.set()
-        self._pass_on()
-        if self._exit_after_s is not None and self._thread.here:
-            self._thread.loop.call_later(self._exit_after_s, self._exit_if_stuck)
-
-    def _pass_on(self) -> None:
-        if self.verdict is not None and self._thread.here:
-            self._links.send_all({"verdict": [list(self.verdict.ranks), self.verdict.why, str(self.verdict)]})
-
-    def _gone(self, rank: int) -> bool:
-        return self._same_home(rank) and ended(self._members[rank].pid)
-
-    def _same_home(self, rank: int) -> bool:
-        return self._members[rank].home == self._members[self.rank].home
-
-    def _exit_if_stuck(self) -> None:
+    def _exit_if_stuck(self, verdict: RankLost) -> None:
         """Ends a process whose main thread can't be woken (a kernel or a foreign library waits for a lost rank)."""
-        if self._stop.is_set() or self._raised:
+        if self._stop.is_set() or self._raised or self.verdict is not verdict:
             return
         sys.stderr.write(f"eprt: rank {self.rank} is stuck in a call and its world is lost; its stacks:\n")
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)

@@ -21,9 +21,9 @@ from eprt.errors import InputError, RankLost
 from eprt.json_files import shown
 from eprt.world.agree import Header, exchange
 from eprt.world.collectives import Collectives
-from eprt.world.groups import control_group, host_number, hosts_store
+from eprt.world.groups import control_group, host_number, hosts_store, silent_after
 from eprt.world.guard import EXIT_CODE, Guard
-from eprt.world.process import at_exit_leave
+from eprt.world.process import at_exit_leave, bounded
 from eprt.world.shared_exchange import open_exchange
 
 T = TypeVar("T")
@@ -56,6 +56,8 @@ class Lifecycle:
     def start(self, guard: Guard) -> None:
         """Joins the ranks that met, and tells them of this process's end from now on. Collective."""
         self.join(guard, guard.met.generation)
+        with suppress(TimeoutError, RuntimeError):  # a store that is gone holds nothing
+            bounded(guard.met.erase, silent_after(self._world.timeout_s))
         sys.excepthook = self.on_exception
         atexit.register(self.at_exit)
         if multiprocessing.parent_process() is not None:  # such a child ends without atexit

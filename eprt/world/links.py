@@ -1,8 +1,9 @@
 """What a guard hears: authenticated connections to the other ranks' guards, and a watch on the control store.
 
 Each rank listens, and connects to the ranks below it. Both ends prove that they know the World's key before anything
-they say is read, so a stranger that finds the port is closed out. Then short JSON messages travel, each behind its
-length. All of it runs on the event loop of one guard's thread.
+they say is read, so a stranger that finds the port is closed out. Then JSON messages travel, each behind its length
+and a proof over a key of this connection's own, its direction and its number: none can be made up, repeated or moved.
+All of it runs on the event loop of one guard's thread.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch.distributed as dist
 
-from eprt.world.rendezvous import TERMINATION, Termination
+from eprt.errors import one_block
 
 logger = logging.getLogger("eprt")
 
-MAX_MESSAGE_BYTES = 16_384
+MAX_MESSAGE_BYTES = 1 << 18  # the addresses that gloo tells for some thousand ranks
 _MAX_UNSENT_BYTES = 65_536  # to a peer that stopped reading: it misses heartbeats, not verdicts
 _CHALLENGE_BYTES = 16
 _HELLO = struct.Struct(f">{_CHALLENGE_BYTES}sI")
 _LENGTH = struct.Struct(">I")
 _MAC_BYTES = 32
+_MAX_UNPROVEN = 64  # connections beside one for each rank; then the oldest goes
 _HANDSHAKE_S = 5.0
 _RETRY_S = 0.1
 GRACE_S = (
@@ -104,14 +105,27 @@ class Links:
     """One rank's connections to all others, on the running event loop.
 
     Args:
+        ranks: who may take part.
+        greeting: what a peer is told as soon as its connection is proven.
         heard: called with (rank, message) for everything a peer says.
         closed: called with the rank whose connection ended.
     """
 
-    def __init__(self, rank: int, key: bytes, heard: Callable[[int, Any], None], closed: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ranks: Iterable[int],
+        key: bytes,
+        greeting: Callable[[], list[object]],
+        heard: Callable[[int, Any], None],
+        closed: Callable[[int], None],
+    ) -> None:
         self.rank, self.key = rank, key
-        self._heard, self._closed = heard, closed
+        self._peers = set(ranks) - {rank}
+        self._greeting, self._heard, self._closed = greeting, heard, closed
         self._open: dict[int, _Link] = {}
+        self._unproven: dict[_Link, None] = {}  # in order of their coming
+        self._warned = False
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self._ending = False
@@ -119,7 +133,9 @@ class Links:
     async def start(self, listener: socket.socket, addresses: dict[int, tuple[str, int]]) -> None:
         """Listens on `listener` and goes on connecting to the lower ranks' `addresses` until they answer."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Link(self, None), sock=listener)
+        loop.set_exception_handler(self._failed)
+        backlog = len(addresses) + _MAX_UNPROVEN
+        self._server = await loop.create_server(lambda: _Link(self, None), sock=listener, backlog=backlog)
         self._tasks = [loop.create_task(self._connect(peer, addresses[peer])) for peer in addresses if peer < self.rank]
 
     def __contains__(self, rank: int) -> bool:
@@ -141,12 +157,18 @@ class Links:
             task.cancel()
         if self._server is not None:
             self._server.close()
-        for link in list(self._open.values()):
+        for link in [*self._open.values(), *self._unproven]:
+            link.transport.close()
+
+    def drop(self, rank: int) -> None:
+        """Closes the connection to a rank that takes part no more, and lets it make no other."""
+        self._peers.discard(rank)
+        if (link := self._open.pop(rank, None)) is not None:
             link.transport.close()
 
     async def _connect(self, peer: int, address: tuple[str, int]) -> None:
         loop = asyncio.get_running_loop()
-        while not self._ending and peer not in self._open:
+        while not self._ending and peer in self._peers and peer not in self._open:
             try:
                 await asyncio.wait_for(loop.create_connection(lambda: _Link(self, peer), *address), _HANDSHAKE_S)
             except (OSError, asyncio.TimeoutError) as error:
@@ -155,9 +177,36 @@ class Links:
             else:
                 return
 
+    def came(self, link: _Link) -> None:
+        """Counts a connection that has proven nothing yet. Strangers can't take all descriptors of this process: if
+        there are too many, the oldest goes, since a rank proves itself at once."""
+        self._unproven[link] = None
+        if len(self._unproven) > len(self._peers) + _MAX_UNPROVEN:
+            next(iter(self._unproven)).refuse("too many connections that proved nothing")
+
+    def left(self, link: _Link) -> None:
+        self._unproven.pop(link, None)
+
+    def refused(self, why: str) -> None:
+        """Logs one line for all strangers; `debug` has each."""
+        if not self._warned:
+            logger.warning("%s; further ones are logged as debug", why)
+        logger.debug("%s", why)
+        self._warned = True
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Logs what asyncio couldn't do (accept, without descriptors), not its stack."""
+        del loop
+        self.refused(one_block(f"{context['message']}: {context.get('exception')!r}", 300))
+
     def opened(self, peer: int, link: _Link) -> bool:
-        """Returns whether the link may stay: a peer has one connection."""
-        return not self._ending and self._open.setdefault(peer, link) is link
+        """Returns whether the link may stay: a peer is a rank of this World, and has one connection."""
+        self.left(link)
+        if self._ending or peer not in self._peers or self._open.setdefault(peer, link) is not link:
+            return False
+        for message in self._greeting():
+            link.send(message, must=True)
+        return True
 
     def heard(self, peer: int, message: Any) -> None:
         self._heard(peer, message)
@@ -182,9 +231,12 @@ class _Link(asyncio.Protocol):
         self._theirs = b""
         self._trusted = False
         self._unread = bytearray()
+        self._sent = self._received = 0
+        self._keys: dict[bool, bytes] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
+        self._links.came(self)
         self.transport.write(_HELLO.pack(self._mine, self._links.rank))
         asyncio.get_running_loop().call_later(_HANDSHAKE_S, self._expect_trust)
 
@@ -198,31 +250,39 @@ class _Link(asyncio.Protocol):
         if self._theirs and not self._trusted and len(self._unread) >= _MAC_BYTES:
             proof = self._take(_MAC_BYTES)
             if not hmac.compare_digest(proof, self._proof(self._called is None)):
-                self._refuse("it doesn't know this World's key")
+                self.refuse("it doesn't know this World's key")
                 return
             self._trusted = True
-            if self._peer is None or self._peer == self._links.rank or not self._links.opened(self._peer, self):
-                self._refuse(f"rank {self._peer} is connected already")
+            if self._peer is None or not self._links.opened(self._peer, self):
+                self.refuse(f"rank {self._peer} is connected already, or is no peer")
                 return
-        while self._trusted and len(self._unread) >= _LENGTH.size:
+        while self._trusted and not self.transport.is_closing() and len(self._unread) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._unread)
             if length > MAX_MESSAGE_BYTES:
-                self._refuse(f"a message of {length} bytes, over the limit of {MAX_MESSAGE_BYTES}")
+                self.refuse(f"a message of {length} bytes, over the limit of {MAX_MESSAGE_BYTES}")
                 return
-            if len(self._unread) < _LENGTH.size + length:
+            if len(self._unread) < _LENGTH.size + _MAC_BYTES + length:
                 return
             self._take(_LENGTH.size)
-            self._deliver(self._take(length))
+            proof, message = self._take(_MAC_BYTES), self._take(length)
+            if not hmac.compare_digest(proof, self._seal(message, self._received, self._called is None)):
+                self.refuse("a message without its proof")
+                return
+            self._received += 1
+            self._deliver(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
+        self._links.left(self)
         if self._trusted and self._peer is not None:
             self._links.ended(self._peer, self)
 
     def send(self, message: object, must: bool) -> None:
         if must or self.transport.get_write_buffer_size() < _MAX_UNSENT_BYTES:
             data = json.dumps(message).encode()
-            self.transport.write(_LENGTH.pack(len(data)) + data)
+            proof = self._seal(data, self._sent, self._called is not None)
+            self._sent += 1
+            self.transport.write(_LENGTH.pack(len(data)) + proof + data)
 
     def _deliver(self, data: bytes) -> None:
         try:
@@ -238,6 +298,13 @@ class _Link(asyncio.Protocol):
         del self._unread[:size]
         return taken
 
+    def _seal(self, message: bytes, number: int, by_caller: bool) -> bytes:
+        """Returns the proof of a message: over a key that both challenges are part of, its direction and its number."""
+        if by_caller not in self._keys:
+            text = b"messages" + self._proof(by_caller)
+            self._keys[by_caller] = hmac.new(self._links.key, text, hashlib.sha256).digest()
+        return hmac.new(self._keys[by_caller], number.to_bytes(8, "big") + message, hashlib.sha256).digest()
+
     def _proof(self, by_caller: bool) -> bytes:
         """Returns the proof that one end knows the key: over both challenges and both ranks, different for each end."""
         ends = [(self._mine, self._links.rank), (self._theirs, self._peer or 0)]
@@ -247,39 +314,24 @@ class _Link(asyncio.Protocol):
 
     def _expect_trust(self) -> None:
         if not self._trusted and not self.transport.is_closing():
-            self._refuse(f"no proof within {_HANDSHAKE_S:g} s")
+            self.refuse(f"no proof within {_HANDSHAKE_S:g} s")
 
-    def _refuse(self, why: str) -> None:
-        logger.warning("a connection from %s was refused: %s", self.transport.get_extra_info("peername"), why)
+    def refuse(self, why: str) -> None:
+        self._links.left(self)
+        self._links.refused(f"a connection from {self.transport.get_extra_info('peername')} was refused: {why}")
         self.transport.abort()
 
 
-@dataclass
-class PeerRecord:
-    """The record of what this rank last heard of another rank."""
-
-    heard_at: float = field(default_factory=time.monotonic)
-    ops: int = 0
-    where: str = "start-up"
-    ending: str = ""
-    ended_at: float = 0.0
-    closed: bool = False
-    warned: bool = False
-
-
 class StoreWatch:
-    """Watches from a thread of its own whether the store still answers, and whether a stranger wrote that he is one of
-    the ranks. A call to the store may never return.
+    """Watches from a thread of its own whether the store's host still answers: a torchrun agent that is gone starts
+    nothing again. What the store holds is nobody's concern. A call to it may never return.
 
     Args:
         store: one that no other thread uses (a clone); None: nothing is watched.
-        intruded: called, in the watching thread, with (rank, words) of who is claimed twice; then the watch ends.
     """
 
-    def __init__(
-        self, store: dist.Store | None, beat_s: float, silent_after_s: float, intruded: Callable[[int, str], None]
-    ) -> None:
-        self._store, self._intruded = store, intruded
+    def __init__(self, store: dist.Store | None, beat_s: float, silent_after_s: float) -> None:
+        self._store = store
         self._beat_s, self._silent_after_s = beat_s, silent_after_s
         self._asked_at: float | None = None
         self._error: str | None = None
@@ -318,12 +370,8 @@ class StoreWatch:
         while store is not None and not self._stop.wait(self._beat_s):
             try:
                 self._asked_at = time.monotonic()
-                over = bytes(store.get(TERMINATION)) if store.check([TERMINATION]) else b""
+                store.check(["answers"])
                 self._asked_at = None
             except (RuntimeError, OSError) as error:
                 self._error = str(error)
-                return
-            found = Termination.parse(over)
-            if found is not None and found.why == "foreign":
-                self._intruded(found.rank, found.message)
                 return

@@ -2,7 +2,7 @@
 
 Every wait is bounded and ends on all ranks in the same words: what goes wrong is written to the store once, and all
 that still wait read it. The names of keys hold the job's identity, so a process of another job that shares the port
-is told so, and a number that rank 0 draws, which only those that met know.
+is told so. What the ranks prove themselves by afterwards is erased from the store as soon as all have read it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Rendezvous:
     Attributes:
         rank: this process's number; `members` and `addresses` have one entry for each rank, in order.
         listener: this rank's.
-        store: a part of the store that only these processes know; base: the part that they met in.
+        nonce: the name of this meeting, equal on all ranks; anybody may know it.
+        key: by which these processes prove that they met. All of them drew a part of it, and `erase` it from the store.
+        store: a part of the store for these processes' groups; base: the part that they met in.
         host: who serves the store, for messages.
     """
 
@@ -97,6 +99,10 @@ class Rendezvous:
     def ranks(self) -> list[int]:
         """Returns the ranks that met, ascending. A rank's place among them is its number in process groups."""
         return list(self.members)
+
+    def erase(self) -> None:
+        """Erases this rank's part of the key from the store. All ranks have read it; who comes later can't."""
+        self.base.delete_key(f"offer/{self.rank}")
 
     @cached_property
     def number(self) -> int:
@@ -340,12 +346,12 @@ def _exchange_addresses(attempt: _Attempt) -> Rendezvous:
     members = attempt.each("member", None, Member.parse)
     _compare(attempt, members)
     listener = listen(list(members.values()))
-    offer = {"address": listener.getsockname()[:2], "nonce": secrets.token_hex(16)}
+    offer = {"address": listener.getsockname()[:2], "secret": secrets.token_hex(16)}
     offers = attempt.each("offer", json.dumps(offer), _offer)
     addresses = {peer: address for peer, (address, _) in offers.items()}
-    _, nonce = offers[attempt.ranks[0]]
     attempt.leave()
-    key = hashlib.sha256(f"{job_name()}\0{nonce}".encode()).digest()
+    key = hashlib.sha256("\0".join([job_name(), *(secret for _, secret in offers.values())]).encode()).digest()
+    nonce = hashlib.sha256(b"name of " + key).hexdigest()[:32]
     inner = dist.PrefixStore(nonce, attempt.store)
     return Rendezvous(attempt.rank, members, addresses, listener, nonce, key, inner, attempt.store, attempt.host)
 
@@ -374,9 +380,9 @@ def _compare(attempt: _Attempt, members: dict[int, Member]) -> None:
 
 
 def _offer(raw: bytes) -> tuple[tuple[str, int], str] | None:
-    """Returns the address and the nonce that these bytes offer, or None."""
+    """Returns the address and the part of the key that these bytes offer, or None."""
     match record(raw):
-        case {"address": [str(host), int(port)], "nonce": str(nonce)} if nonce.isalnum() and 0 < port < 65536:
-            return (host, port), nonce
+        case {"address": [str(host), int(port)], "secret": str(secret)} if secret.isalnum() and 0 < port < 65536:
+            return (host, port), secret
         case _:
             return None

@@ -1,14 +1,13 @@
-"""Goes on without ranks that are lost or leave: the control store holds who is left, and waiting kernels are freed."""
+"""Goes on without ranks that are lost or leave: the others agree on it by their guards; waiting kernels are freed."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,15 +16,14 @@ from eprt.config import ParallelConfig
 from eprt.errors import InputError, RankLost, UsageError
 from eprt.world.agree import Header, exchange
 from eprt.world.collectives import Collectives
-from eprt.world.groups import payload_group, silent_after, start_guard
+from eprt.world.groups import payload_group, silent_after
 from eprt.world.guard import Guard
 from eprt.world.lifecycle import Lifecycle, SharedResources
-from eprt.world.process import bounded, record
-from eprt.world.rendezvous import meet
+from eprt.world.process import bounded
+from eprt.world.suspicion import may_go_on
 
 logger = logging.getLogger("eprt")
-T = TypeVar("T")
-_LOOK_S = 1e-3
+_LOOK_S = 2e-3
 
 
 @dataclass(frozen=True)
@@ -50,57 +48,72 @@ def whole_groups(lost: Iterable[int], parallel: ParallelConfig) -> set[int]:
     return {peer for rank in lost for peer in range(rank // size * size, rank // size * size + size)}
 
 
-class Ballots:
-    """Decides, time after time, who is lost: the first proposal of a number stands. Processes that can't hear each
-    other can't both go on that way.
+class Agreement:
+    """Agrees with the other ranks, time after time, on who is lost. The control store has no part in it.
+
+    Each rank tells all others whom it goes on without, and adds whom those name that it goes on with, and who is lost
+    meanwhile. It is over, on one rank after the other, when all that are left say the same. What they agree on only
+    grows. A rank that learns of one more while others already make groups is joined by those: they can't end that
+    without the lost rank, and hear of it, too.
 
     Args:
-        store: a part of the control store that only the ranks of the World know.
-        silent_s: how long it may give no answer.
+        guard: tells and hears; knows who ended.
+        ranks: who was left when they agreed the last time.
+        patience_s: how long to wait for a rank that says something else, or nothing.
+        excluding: who has to go if these do. Raises RankLost if this rank has to.
     """
 
-    def __init__(self, store: dist.Store, silent_s: float) -> None:
-        self._whole, self._silent_s = store, silent_s
-        self._store: dist.Store | None = None
-        self.number = 0
+    def __init__(
+        self, guard: Guard, ranks: Iterable[int], patience_s: float, excluding: Callable[[set[int]], set[int]]
+    ) -> None:
+        self._guard, self._ranks = guard, set(ranks)
+        self._patience_s, self._excluding = patience_s, excluding
 
-    def client(self) -> dist.Store:
-        """Returns a client of the store for one attempt to make groups.
+    def reach(self, lost: set[int], leaving: set[int]) -> set[int]:
+        """Returns who is lost, as all that are left say.
 
-        A rank that dies meanwhile leaves another's thread inside a call to the store, and no second call gets through a
-        client that one is inside of.
-
-        Raises:
-            RankLost: the store is gone.
-        """
-        clone: Callable[[], dist.Store] = self._whole.clone  # pyright: ignore
-        return self._ask(clone)
-
-    def decide(self, lost: set[int]) -> set[int]:
-        """Returns the decision under the next number, or under the last one that was decided meanwhile.
+        Args:
+            lost: whom this rank knows of, `leaving` among them.
 
         Raises:
-            RankLost: the store is gone.
+            RankLost: this rank is out, or too few are left to be sure that no others go on.
         """
-        store = self._store = self._store or self.client()
-        self.number += 1
-        while self._ask(lambda: store.check([f"lost/{self.number + 1}"])):
-            self.number += 1
-        mine = json.dumps({"lost": sorted(lost)})
-        raw = self._ask(lambda: bytes(store.compare_set(f"lost/{self.number}", "", mine)))
-        match record(raw):
-            case {"lost": [*ranks]} if all(type(rank) is int for rank in ranks):
-                return set(ranks)
-            case _:
-                message = "the record of lost ranks in the control store was overwritten by a stranger"
-                raise RankLost(f"{message}. Restart the job.", -1, "foreign")
+        board, told = self._guard.board, False
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            grown = self._grown(lost)
+            if grown != lost or not told:
+                lost, told = grown, True
+                self._require_quorum(lost, leaving)
+                board.vote(lost)
+                deadline = time.monotonic() + self._patience_s
+            late = {rank for rank in self._ranks - lost - {self._guard.rank} if set(board.votes.get(rank, ())) != lost}
+            if not late:
+                return lost
+            if time.monotonic() > deadline:
+                lost = self._excluding(lost | late)
+                told = False
+            time.sleep(_LOOK_S)
 
-    def _ask(self, call: Callable[[], T]) -> T:
-        try:
-            return bounded(call, self._silent_s)
-        except (TimeoutError, RuntimeError, OSError) as error:
-            message = "the control store is lost, too: without it no new groups can be made"
-            raise RankLost(f"{message} ({type(error).__name__}). Restart the job.", -1, "store") from error
+    def _grown(self, lost: set[int]) -> set[int]:
+        """Adds whom the others name, and who was lost by now. Who is out puts nobody out."""
+        grown, size = lost | set().union(*self._guard.absent()), -1
+        while len(grown) != size:
+            size = len(grown)
+            votes = self._guard.board.votes
+            grown = grown.union(*(votes.get(rank, frozenset()) for rank in self._ranks - grown))
+            grown = self._excluding(grown)
+        return grown
+
+    def _require_quorum(self, lost: set[int], leaving: set[int]) -> None:
+        """Raises RankLost unless these are enough (`may_go_on`). Before a vote: a rank that hears nobody must not put
+        all others out."""
+        ended, _ = self._guard.absent()
+        voters = self._ranks - ended - leaving
+        if not may_go_on(self._ranks - lost, voters):
+            ranks, others = sorted(self._ranks - lost), sorted(voters & lost)
+            message = f"ranks {ranks} can't go on: ranks {others}, which they don't hear, may do so without them"
+            raise RankLost(f"{message}. Restart the job.", -1, "unknown")
 
 
 def free_device(
@@ -144,27 +157,26 @@ class Shrinking:
         world: the ranks' collectives.
         life: joins the ranks that are left.
         resources: memory that ranks share, which has to go on, too.
-        store: a part of the control store that only the ranks of the World know.
+        generation: of the World when all ranks met.
     """
 
-    def __init__(self, world: Collectives, life: Lifecycle, resources: SharedResources, store: dist.Store) -> None:
+    def __init__(self, world: Collectives, life: Lifecycle, resources: SharedResources, generation: int) -> None:
         self._world, self._life, self._resources = world, life, resources
-        self._ballots = Ballots(store, silent_after(world.timeout_s))
-        self._leaving: set[int] = set()
+        self._generation = generation
 
     def shrink(self, leaving: Iterable[int]) -> Survivors:
         """Does what `World.shrink` says."""
-        world = self._world
-        self._leaving = self._checked_leaving(leaving)
-        verdict = self._require_reason()
-        gone = {rank for rank, alive in enumerate(world.alive) if not alive} | self._leaving
-        lost = self._excluding(gone | set(verdict.ranks if verdict else ()))
+        world, going = self._world, self._checked_leaving(leaving)
+        verdict, guard = self._require_reason(going)
+        gone = {rank for rank, alive in enumerate(world.alive) if not alive}
+        lost = self._excluding(gone | going | set(verdict.ranks if verdict else ()))
         self._end_device_work(lost, verdict)
         self._life.leave_groups()
+        patience_s = world.timeout_s * (2 if world.device.type == "cuda" else 1)
         while True:
-            lost = self._excluding(self._ballots.decide(lost))
+            lost = Agreement(guard, world._ranks, patience_s, self._excluding).reach(lost, going)
             try:
-                self._join_survivors(lost)
+                self._join_survivors(guard, lost)
                 break
             except RankLost as error:
                 if not error.ranks:
@@ -189,32 +201,27 @@ class Shrinking:
             )
         return set(ranks)
 
-    def _require_reason(self) -> RankLost | None:
+    def _require_reason(self, leaving: set[int]) -> tuple[RankLost | None, Guard]:
         """Returns the verdict to go on from; None if ranks only leave. Raises UsageError, RankLost: see
         `World.shrink`."""
         world, guard = self._world, self._world._guard
         world.require_open()
         if world.current_step is not None:
             raise UsageError(f"shrink inside step {world.current_step.number}: let RankLost leave the step first")
-        if guard is None or guard.verdict is None:
-            if guard is None or all(not world.alive[rank] for rank in self._leaving):
-                raise UsageError("shrink, but no rank is lost: it is for who caught a RankLost, or names who leaves")
-            return None
+        if guard is None or (guard.verdict is None and all(not world.alive[rank] for rank in leaving)):
+            raise UsageError("shrink, but no rank is lost: it is for who caught a RankLost, or names who leaves")
+        if (verdict := guard.verdict) is None:
+            return None, guard
         guard.acknowledge()
-        verdict = guard.verdict
-        if not verdict.ranks or verdict.why == "foreign":
+        if not verdict.ranks:
             raise RankLost(f"{verdict} This can't be gone on from.", verdict.rank, verdict.why, verdict.ranks)
-        return verdict
+        return verdict, guard
 
     def _excluding(self, lost: set[int]) -> set[int]:
-        """Returns who has to go if these do. Raises RankLost if this rank has to, or no rank could meet another."""
-        world = self._world
-        lost = whole_groups(lost, world.parallel)
-        if world.rank in lost:
+        """Returns who has to go if these do. Raises RankLost if this rank has to."""
+        lost = whole_groups(lost, self._world.parallel)
+        if self._world.rank in lost:
             self._refuse("the others go on without it", lost)
-        left = 0 in self._leaving or not world.alive[0]  # a rank that leaves stays up until the others have met
-        if 0 in lost and not left and world._guard is not None and world._guard.met.host == "rank 0":
-            self._refuse("rank 0 served the control store, without which no new groups can be made", lost)
         return lost
 
     def _refuse(self, why: str, lost: set[int]) -> NoReturn:
@@ -236,54 +243,44 @@ class Shrinking:
         for memory in self._resources.of_ranks():
             memory.release()
 
-    def _join_survivors(self, lost: set[int]) -> None:
-        """Meets the ranks that aren't `lost`, and is a World with them. Raises RankLost."""
-        world, before = self._world, self._world._guard
-        if before is None:
-            return
+    def _join_survivors(self, guard: Guard, lost: set[int]) -> None:
+        """Is a World with the ranks that aren't `lost`. Raises RankLost.
+
+        Another rank may be lost meanwhile, and some ranks be through with this when others learn of it. All keep their
+        guards, and agree again on one set that holds what they agreed on here.
+        """
+        world = self._world
         ranks = [rank for rank in range(world.size) if rank not in lost]
         step_number, world.step_number = world.step_number, 0  # what the barriers compare: ranks may be a step apart
         world.take_call_log()
+        self._life.leave_groups()
+        world.alive = tuple(rank in ranks for rank in range(world.size))
+        world._ranks = ranks
+        guard.go_on(ranks)
         try:
             if len(ranks) == 1:
-                self._life.leave_groups()
-                self._go_on_with(ranks)
-                world._guard, world.generation = None, before.met.generation + self._ballots.number
+                guard.close()
+                world._guard, world.generation = None, self._generation + len(lost)
             else:
-                self._meet_survivors(before, ranks)
+                self._make_groups(guard, ranks, self._generation + len(lost))
             for memory in self._resources.of_ranks():
                 memory.resume(world.alive)
             exchange(world, Header("barrier"))
+        except BaseException:
+            self._life.leave_groups()
+            raise
         finally:
             world.step_number = step_number
-        before.close()
 
-    def _go_on_with(self, ranks: list[int]) -> None:
-        self._world.alive = tuple(rank in ranks for rank in range(self._world.size))
-        self._world._ranks = ranks
-
-    def _meet_survivors(self, before: Guard, ranks: list[int]) -> None:
-        """Meets `ranks` under the last ballot's number, and makes their groups. Goes back to no groups on an error."""
-        world, timeout_s = self._world, self._world.timeout_s
-        store = dist.PrefixStore(f"without/{self._ballots.number}", self._ballots.client())
-        patience_s = timeout_s * (2 if world.device.type == "cuda" else 1)
-        limits = patience_s, silent_after(timeout_s)
-        met = meet(store, "world", world.rank, ranks, *limits, before.met.host, before.met.members)
-        guard = start_guard(met, timeout_s, world.device, our_store=self._life.owns_default)
-        self._go_on_with(ranks)
-        try:
-            self._life.join(guard, met.generation + self._ballots.number)
-            world.group = self._group_of(guard, "payload", ranks)
-            size, first = world.parallel.attention_tp_size, world.rank - world.attention_tp_rank
-            if size > 1:
-                members = list(range(first, first + size))
-                world._attention_tp_group = self._group_of(guard, f"attention {first}", members)
-            exchange(world, Header("barrier"))
-        except BaseException:
-            world._guard = before
-            self._life.leave_groups()
-            guard.close()
-            raise
+    def _make_groups(self, guard: Guard, ranks: list[int], generation: int) -> None:
+        world = self._world
+        self._life.join(guard, generation)
+        world.group = self._group_of(guard, "payload", ranks)
+        size, first = world.parallel.attention_tp_size, world.rank - world.attention_tp_rank
+        if size > 1:
+            members = list(range(first, first + size))
+            world._attention_tp_group = self._group_of(guard, f"attention {first}", members)
+        exchange(world, Header("barrier"))
 
     def _group_of(self, guard: Guard, name: str, members: list[int]) -> dist.ProcessGroup:
         """Makes a group of some of the ranks that met. Raises RankLost."""

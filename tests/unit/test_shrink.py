@@ -68,13 +68,20 @@ def test_a_rank_that_wakes_up_hears_that_it_is_out() -> None:
     assert f"RankLost: rank 3 {OUT} [3] were lost: the others go on without it" in refused
 
 
-def test_without_the_store_it_is_a_restart() -> None:
-    for text in survivors(3, {0}, jobs.without_the_store, port=free_port()).values():
-        assert f"{OUT} [0] were lost: rank 0 served the control store" in text
-        assert text.endswith("Restart the job.")
+def test_the_control_store_is_not_needed() -> None:
+    for found in survivors(3, {0}, jobs.without_the_store, port=free_port()).values():
+        assert found == ((0,), (False, True, True))
 
 
-@pytest.mark.parametrize("where", ["eprt.world.rendezvous.listen", "eprt.world.shrink.payload_group"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "eprt.world.board.Board.vote",
+        "eprt.world.shrink.Shrinking._join_survivors",  # all others know its vote
+        "eprt.world.lifecycle.control_group",
+        "eprt.world.shrink.payload_group",
+    ],
+)
 def test_a_rank_that_dies_while_the_others_find_together_is_left_out_too(where: str) -> None:
     found = survivors(4, {1, 3}, jobs.dies_while_others_shrink, where=where)
     assert found == dict.fromkeys((0, 2), ((1, 3), (True, False, True, False)))

@@ -104,12 +104,14 @@ def wakes_up_too_late(context, victim: int) -> list[str]:
     return [heard, said(world.shrink)]
 
 
-def without_the_store(context, port: int) -> str:
-    """Rank 0 served it."""
+def without_the_store(context, port: int) -> tuple[Any, ...]:
+    """Rank 0, which dies, served it."""
     os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
     world = World.from_env("cpu", timeout_s=LIMIT_S)
     job = CheckedLayer(world, "none", "continue")
-    return said(lambda: steps(job, 0, 8, dies_at=4 if world.rank == 0 else -1))
+    found = steps(job, 0, 8, dies_at=4 if world.rank == 0 else -1)
+    world.close()
+    return () if found is None else (found.lost, world.alive)
 
 
 def dies_while_others_shrink(context, where: str) -> tuple[Any, ...]:
