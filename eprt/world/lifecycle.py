@@ -4,6 +4,7 @@ memory that layers share on it is made once per key, counted, and freed by its l
 from __future__ import annotations
 
 import atexit
+import ctypes
 import multiprocessing
 import os
 import sys
@@ -13,6 +14,7 @@ from dataclasses import replace
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, runtime_checkable
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,19 @@ from eprt.world.process import at_exit_leave, bounded
 from eprt.world.shared_exchange import open_exchange
 
 T = TypeVar("T")
+
+_STARTED: WeakSet[Lifecycle] = WeakSet()
+
+
+def _keep_groups_in_child() -> None:
+    """Keeps the groups of a forked child from ever being freed. It has none of their threads, for which a gloo group's
+    destructor waits without end (torch 2.13), at the latest as the interpreter ends."""
+    for life in list(_STARTED):
+        for group in life.groups():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_groups_in_child)
 
 
 class Lifecycle:
@@ -55,6 +70,7 @@ class Lifecycle:
 
     def start(self, guard: Guard) -> None:
         """Joins the ranks that met, and tells them of this process's end from now on. Collective."""
+        _STARTED.add(self)
         self.join(guard, guard.met.generation)
         with suppress(TimeoutError, RuntimeError):  # a store that is gone holds nothing
             bounded(guard.met.erase, silent_after(self._world.timeout_s))
@@ -81,6 +97,13 @@ class Lifecycle:
     def _gather_joined(self, x: torch.Tensor) -> torch.Tensor:
         """Gathers x[n] of each rank that is left to [A, n]."""
         return self._world.gather_control(x)[self._world._ranks]
+
+    def groups(self) -> list[object]:
+        """Returns all groups that this process may hold, torch's own among them."""
+        world = self._world
+        known = list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []
+        mine = world.group, world._attention_tp_group, world._control
+        return [each for each in (*known, *mine, *self.own_groups, *self.left_behind) if each is not None]
 
     def leave_groups(self) -> None:
         """Gives up the groups of the membership before. They are kept: work may be stuck in them."""

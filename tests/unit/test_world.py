@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import time
@@ -335,3 +336,49 @@ def test_a_multiprocessing_child_that_ends_has_left_and_not_died(tmp_path: Path)
     command = [sys.executable, str(script), str(free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
     assert done.stdout == "rank 1 left\n", done.stderr
+
+
+FORKED = """
+import os, sys, time
+import torch.distributed as dist
+from eprt.world import World
+
+world = World.from_env("cpu", timeout_s=20)
+child = os.fork()
+if child == 0:
+    ends = sys.argv[1]
+    if ends == "closes":
+        world.close()
+    elif ends == "destroys":
+        dist.destroy_process_group()
+    elif ends == "forgets":
+        del world
+    sys.exit(7)  # the ordinary way
+deadline = time.monotonic() + 30
+while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+    time.sleep(0.02)
+if not ended[0]:
+    os.kill(child, 9)
+world.barrier()
+world.close()
+sys.exit(os.waitstatus_to_exitcode(ended[1]) != 7 if ended[0] else "the child hangs")
+"""
+
+
+@pytest.mark.parametrize(
+    "ends", ["runs out", *(pytest.param(ends, marks=pytest.mark.long) for ends in ("closes", "destroys", "forgets"))]
+)
+def test_a_forked_child_that_ends_the_ordinary_way_ends(tmp_path: Path, ends: str) -> None:
+    (script := tmp_path / "rank.py").write_text(FORKED)
+    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, str(script), ends], env=os.environ | meet | {"RANK": str(rank)}, stderr=-1)
+        for rank in range(2)
+    ]
+    assert [(rank.communicate(timeout=90)[1], rank.returncode) for rank in ranks] == [(b"", 0)] * 2
+
+
+@pytest.mark.long
+def test_200_worlds_in_one_process_hold_no_more_than_two() -> None:
+    for few, many in launch(jobs.many_worlds, 2, timeout_s=600.0, count=200):
+        assert many == few

@@ -266,6 +266,19 @@ def worlds_come_and_go(context) -> tuple[list[dict[str, int]], list[dict[str, in
     return opened, closed
 
 
+def many_worlds(context, count: int) -> tuple[dict[str, int], dict[str, int]]:
+    """What this process holds after two Worlds, and after `count` of them."""
+    after = {}
+    gc.disable()
+    for number in range(1, count + 1):
+        with World.from_env("cpu", timeout_s=20, attention_tp_size=1 + number % 2) as world:
+            _step(make_dispatcher("torch", world, CONFIG, RuntimeConfig()), 3)
+        if number in (2, count):
+            after[number] = _settled()
+    gc.enable()
+    return after[2], after[count]
+
+
 def _settled() -> dict[str, int]:
     """The store that rank 0 serves hears a little later that a rank has closed its connection."""
     before, now = {}, _held()
