@@ -249,7 +249,7 @@ def test_every_pair_of_a_layer_is_measured_or_left_out(tmp_path, capsys) -> None
         ("layer --routing zipf:1 --every-pair", "name one pair"),
         ("layer --routing zipf:1 --replicas -2", "expected replicas from 0 on"),
         ("layer --routing zipf:1 --world 1", "there is no other rank"),
-        ("layer --routing zipf:1 --placement /no/such.json", "is no placement file"),
+        ("layer --routing zipf:1 --placement /no/such.json", "no/such.json: can't be read"),
         ("exchange --world 1", ""),
         ("dispatch --tokens 8 0", "expected at least one number, none below"),
         ("dispatch --world 1", "nothing would travel"),
