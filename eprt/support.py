@@ -31,6 +31,10 @@ def refuse(reason: str) -> Support:
     return Support(ok=False, reason=reason)
 
 
+# Compute capabilities of NVIDIA's GPUs (developer.nvidia.com/cuda-gpus), times ten. What is beyond may come.
+CAPABILITIES = (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
+
+
 @dataclass(frozen=True)
 class Device:
     """A kind of device, described by facts, so that a plan for an SM100 can be made on a laptop.
@@ -50,8 +54,11 @@ class Device:
         """Reads `cpu`, `sm90`, `sm100`, ... Raises ConfigError."""
         if text == "cpu":
             return cls("cpu", 0, installed)
-        if text.startswith("sm") and text[2:].isdigit():
-            return cls("cuda", int(text[2:]), installed)
+        if re.fullmatch(r"sm[0-9]{2,3}", text):
+            if (sm := int(text[2:])) in CAPABILITIES or sm > CAPABILITIES[-1]:
+                return cls("cuda", sm, installed)
+            known = ", ".join(f"sm{sm}" for sm in CAPABILITIES)
+            raise ConfigError(f"device {text!r}: no GPU has this compute capability; known are {known}")
         raise ConfigError(f"device {text!r}: expected 'cpu' or 'sm<number>' such as sm90 or sm100")
 
     @classmethod

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from eprt.cli.terminal import (
@@ -42,6 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(RUNS[type(command)], command, terminal)
     except OutputLost as error:
         return error.code
+    except (KeyboardInterrupt, _Ended) as ended:
+        why, code = (
+            ("interrupted", INTERRUPTED) if isinstance(ended, KeyboardInterrupt) else (str(ended), ended.exit_code)
+        )
+        with suppress(OSError):  # after SIGHUP there may be no terminal
+            Terminal().error(f"{why}; all ranks that this command started have been ended")
+        return code
+
+
+class _Ended(BaseException):
+    """Raised by a signal that ends the process; says which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
 
 
 def _parsed(arguments: Sequence[str] | None) -> Any:
@@ -65,7 +80,7 @@ def _ended_by_signals() -> Iterator[None]:
         return
 
     def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+        raise _Ended(number)
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -87,9 +102,6 @@ def _run(where: str, command: Any, terminal: Terminal) -> int:
             load_plugins(plugins)
         function: Callable[[Any, Terminal], int] = getattr(importlib.import_module(module), name)
         return function(command, terminal)
-    except KeyboardInterrupt:
-        terminal.error("interrupted; all ranks that this command started have been ended")
-        return INTERRUPTED
     except OutputLost:
         raise
     except OSError as error:  # of the system: a full disk, a folder that can't be written

@@ -108,21 +108,23 @@ class Generate(_Ranks):
     model: Path | None = None
     """Checkpoint directory (safetensors + config.json). Without one, a tiny gpt-oss in MXFP4 is made."""
     prompts: Path | None = None
-    """JSON lines: {"prompt": "text" or [token ids]}; - is stdin. Without it, a few of the tiny model."""
+    """JSON lines: {"prompt": "text" or [token ids]}, with any other keys; - is stdin. Without it, a few of the tiny
+    model."""
     output: Path | None = None
-    """Write results to this file. Prompts that it already answers aren't run again, so that a restart goes on."""
+    """Write results to this file, whose first line says what made it. The same command goes on where it was ended;
+    answers of another model, other prompts or other options are left alone, and so are other files."""
     max_new_tokens: int = 32
     """Tokens to add to each prompt, at most."""
     temperature: float = 0.0
     """0 is greedy; above, tokens are sampled."""
     seed: int = 0
-    """Seed of the sampling; each rank adds its number."""
+    """Seed of the sampling, from which each rank has one for each round of prompts."""
     batch: int = 8
     """Prompts that each rank continues at once."""
     graphs: bool = False
     """Replay decode steps from CUDA graphs, where model, dispatcher and executor can be captured."""
     max_tokens: int = 4096
-    """Tokens per rank that buffers are sized for: the longest prompt at least."""
+    """Tokens per rank that buffers are sized for. Longer prompts and larger batches go through each layer in rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +192,7 @@ class PlanExperts(_Json):
     current: Path | None = None
     """Placement file that holds now; the plan stays near it. Without one, experts lie in order."""
     model: Path | None = None
-    """Checkpoint directory or config.json, for the estimate of what it brings."""
+    """Checkpoint directory, a config.json, or the name of a well-known model, for the estimate of what it brings."""
     tokens: int = 8192
     """Tokens per rank in one forward, for that estimate."""
     device: str = "sm90"
@@ -354,6 +356,11 @@ COMMANDS: dict[str, tuple[type[Any], str]] = {
     "bench step": (BenchStep, "eprt.cli.bench:bench_step"),
 }
 RUNS: dict[type[Any], str] = dict(COMMANDS.values())
+_ABOUT = (
+    "Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed. `eprt --version` prints the "
+    "version, `eprt COMMAND --help` a command's flags."
+)
+_BENCH = "Measure a layer, the transports, the executors, the router, the ranks' agreement or a whole step."
 
 
 def parse(arguments: Sequence[str] | None = None) -> Any:
@@ -369,24 +376,30 @@ def parse(arguments: Sequence[str] | None = None) -> Any:
     for count in (1, 2):
         if (name := " ".join(words[:count])) in COMMANDS:
             return _parse(COMMANDS[name][0], f"eprt {name}", words[count:])
+    # What is left is help, or an error.
     kinds = {name: kind for name, (kind, _) in COMMANDS.items()}
     benches = {name.removeprefix("bench "): kinds.pop(name) for name in COMMANDS if name.startswith("bench ")}
-    bench = make_dataclass("Bench", [("what", _any_of(benches))])
-    bench.__doc__ = "Measure a layer, the transports, the executors, the router, the ranks' agreement or a whole step."
-    parsed = _parse(_any_of({**kinds, "bench": bench}), "eprt", words)
-    return parsed.what if isinstance(parsed, bench) else parsed
+    if words[:1] == ["bench"]:
+        return _parse(_any_of(benches), "eprt bench", _without_flags(words[1:]), _BENCH)
+    bench = make_dataclass("Bench", [])
+    bench.__doc__ = _BENCH
+    return _parse(_any_of({**kinds, "bench": bench}), "eprt", _without_flags(words), _ABOUT)
+
+
+def _without_flags(words: list[str]) -> list[str]:
+    """Returns the first word alone if it is no flag: a command that doesn't exist has no help, either."""
+    return words if not words or words[0].startswith("-") else words[:1]
 
 
 def _any_of(kinds: dict[str, type[Any]]) -> Any:
     return reduce(or_, (Annotated[kind, subcommand(name)] for name, kind in kinds.items()))
 
 
-def _parse(kind: Any, prog: str, words: list[str]) -> Any:
-    about = "Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed."
+def _parse(kind: Any, prog: str, words: list[str], about: str | None = None) -> Any:
     return tyro.cli(
         kind,
         prog=prog,
-        description=about if prog == "eprt" else None,
+        description=about,
         args=words,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
     )

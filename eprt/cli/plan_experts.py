@@ -15,7 +15,7 @@ from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.models import family_for
-from eprt.models.checkpoint import read_config
+from eprt.models.published import model_config
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.placement.file import PlacementFile
 from eprt.plan import make_plan
@@ -62,7 +62,7 @@ def _configs(arguments: PlanExperts) -> dict[int, MoEConfig]:
     """Returns the config of each MoE layer of the model, by number; none without a model."""
     if arguments.model is None:
         return {}
-    hf = read_config(arguments.model)
+    hf = model_config(arguments.model)
     family = family_for(hf)
     return {layer: family.moe_config(hf, layer) for layer in family.moe_layers(hf)}
 

@@ -101,12 +101,6 @@ class Terminal:
             sys.stderr.write(f"{harmless(text)}\n")
             sys.stderr.flush()
 
-    def lines(self, values: Iterable[dict[str, Any]]) -> None:
-        """Prints JSON objects on stdout, one per line."""
-        if self.speaks:
-            sys.stdout.write("".join(json_format.dumps(_as_json(value), allow_nan=False) + "\n" for value in values))
-            sys.stdout.flush()
-
     def result(self, value: dict[str, Any]) -> None:
         """Prints the JSON object, if it was asked for."""
         if self.speaks and self.json:

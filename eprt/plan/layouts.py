@@ -78,7 +78,7 @@ def _ways(parallel: ParallelConfig) -> dict[str, ParallelConfig]:
         f"EP {host} within a host, {W // host} replicas": (host, 1),
         f"EP {W // host} x MoE-TP {host} within a host": (W, host),
         f"TP {host} within a host, {W // host} replicas": (host, host),
-        f"one GPU, {W} replicas": (1, 1),
+        f"one rank, {W} replicas": (1, 1),
     }
     ways: dict[str, ParallelConfig] = {}
     for name, (size, tp) in named.items():

@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -186,6 +187,7 @@ def _work(context: RankContext, setup: RankSetup, name: str) -> None:
 def _settle(setup: RankSetup) -> None:
     """Gives this process a session and a log, makes it die with its parent and dump its stacks on SIGUSR1."""
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked in the server
     # multiprocessing gives each child the pipe end that keeps the fork server alive, so the server outlived a killed
     # parent as long as a rank hung. Without it: parent gone, server gone, SIGKILL here.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # pyright: ignore[reportAttributeAccessIssue]
@@ -194,7 +196,13 @@ def _settle(setup: RankSetup) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != parent:
             os._exit(1)
-    log = setup.path("log").open("ab", buffering=0)
+    # The system's own way of starting processes, as in a rank of torchrun. Under "forkserver" each semaphore (tqdm has
+    # one) has a name, and Python would warn of it once this process is killed.
+    multiprocessing.set_start_method(None, force=True)
+    try:
+        log = setup.path("log").open("ab", buffering=0)
+    except FileNotFoundError:  # the parent was interrupted, and has left, while this process was being started
+        os._exit(1)
     for stream in (1, 2):
         os.dup2(log.fileno(), stream)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process

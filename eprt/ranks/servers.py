@@ -6,10 +6,11 @@ each; ranks of one server would all have its own, and agree where torchrun's don
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.forkserver import ForkServer
 
 _PRELOAD = ["torch", "torch.distributed", "eprt.ranks.process", "eprt.conformance.checks"]
@@ -24,9 +25,15 @@ def preload(*modules: str) -> None:
 
 def start_servers(size: int) -> None:
     """Starts the servers of a world of `size` ranks, unless they run: they import at the same time."""
-    for server in _SERVERS[:size]:
-        server.set_forkserver_preload(_PRELOAD)
-        server.ensure_running()
+    # A terminal sends Ctrl-C to them, too, and what they import would print where it was. Ranks listen again.
+    resource_tracker.ensure_running()  # of multiprocessing, which unblocks the signal when it has just been started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for server in _SERVERS[:size]:
+            server.set_forkserver_preload(_PRELOAD)
+            server.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ LONG = (
     # Launchers that start interpreters, and a third signal that ends them as the second does.
     r"test_cli::test_a_signal_ends_all_ranks_and_leaves_no_folder\[1\]",
     r"test_launch::test_(a_node|two_nodes|slurm|its_command)",
-    r"test_cli_generate::test_a_restarted_world",
+    r"test_cli_generate::test_a_(restarted_world|signal)",
     r"test_plugins::test_a_strangers",
     # Every check comes before a pair of backends does anything: one pair shows what it says.
     r"test_bad_input::test_.*(none-flat|expert_major)",

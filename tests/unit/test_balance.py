@@ -321,6 +321,14 @@ def test_plan_experts_writes_a_file_that_it_reads_again(tmp_path, capsys) -> Non
     assert "max/mean on average" in capsys.readouterr().out
 
 
+def test_plan_experts_knows_models_by_name(capsys) -> None:
+    words = ["plan-experts", "--slots", "36", "--world", "4", "--json"]
+    assert main([*words, "--model", "gpt-oss-20b"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["layers"]) == 24
+    assert main([*words, "--model", "gpt-oss-121b"]) == 2
+    assert "known are" in capsys.readouterr().err
+
+
 def test_plan_experts_says_when_it_does_not_pay(tmp_path, capsys) -> None:
     model = write_tiny_checkpoint(tmp_path / "tiny", num_layers=1)
     words = ["plan-experts", "--model", str(model), "--slots", "16", "--world", "4"]

@@ -5,14 +5,21 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.processes import descendants, wait_until_gone
 
+from eprt.cli import generate as command
 from eprt.cli import main
-from eprt.cli.generate import Journal
+from eprt.cli.journal import Journal, as_line
 from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import ConfigError
 
@@ -27,98 +34,192 @@ def tiny(tmp_path_factory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("generate") / "tiny", num_layers=1)
 
 
-def test_prompts_come_back_in_order_with_their_fields(tiny: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    lines = [{"prompt": [5, 6, 7], "id": "a"}, [8], {"prompt": [9] * 20, "id": "c"}]
-    text = "\n".join(json.dumps(line) for line in lines) + "\n\n"
-    (tmp_path / "prompts.jsonl").write_text(text)
+def test_prompts_come_back_in_order_as_they_were_given(tiny: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """Their own keys may have any names, and lines end at newlines only."""
+    given = [
+        {"prompt": [5, 6, 7], "id": "a\u2028\x85b", "rank": 9, "tokens": "mine"},
+        [8],
+        {"prompt": [9] * 20, "text": 1},
+    ]
+    text = "\n".join(json.dumps(line, ensure_ascii=False) for line in given) + "\r\n\n"
+    (tmp_path / "prompts.jsonl").write_text(text, newline="")
     words = [*WORDS, "--model", str(tiny), "--world", "2", "--batch", "1"]
     assert main([*words, "--prompts", str(tmp_path / "prompts.jsonl")]) == 0
     out, err = capsys.readouterr()
     found = [json.loads(line) for line in out.splitlines()]
-    assert [row.get("id") for row in found] == ["a", None, "c"]
-    assert [row["prompt"] for row in found] == [[5, 6, 7], [8], [9] * 20]
+    assert [row["given"] for row in found] == [given[0], {"prompt": [8]}, given[2]]
     assert [row["rank"] for row in found] == [0, 1, 0], "the second rank has nothing in the last round"
     assert all(1 <= len(row["tokens"]) <= 4 for row in found)
     assert "tokens/s by rank" in err
-    assert "3 of 3 done" in err
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert "3 of 3 prompts done" in err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert main([*words, "--prompts", "-"]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == found
 
 
+WRONG = [
+    (b"{", "not JSON"),
+    (b'{"text": "hello"}', 'expected {"prompt": "text" or [token ids]}'),
+    (b"[1.5]", "expected"),
+    (b"[]", "expected"),
+    (b"[true]", "expected"),
+    (b'"hello"', "a prompt is text and the checkpoint has no tokenizer"),
+    (b"[99999]", "token id 99999: expected 0 to 511"),
+    (b"[%d]" % 2**70, "token id 1180591620717411303424: expected 0 to 511"),
+    (b"[-1]", "token id -1"),
+    (b"[1" + 5000 * b"0" + b"]", "not JSON"),
+    (b"[" * 10**6, "nested too deeply"),
+    (b'{"prompt": [1], "score": NaN}', "NaN is no JSON number"),
+    (b'{"prompt": [1], "score": -1e999}', "-1e999 is beyond a double"),
+    (b'"\\ud800"', "half of a surrogate pair"),
+    (b'{"prompt": "caf\xe9"}', "not JSON ('utf-8' codec can't decode byte 0xe9"),
+    (b"\0\x1b[31m", "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), WRONG, ids=[str(number) for number in range(len(WRONG))])
+def test_a_wrong_line_is_refused_before_ranks_start(
+    tiny: Path, tmp_path: Path, no_ranks, line: bytes, said: str, capsys
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b"[1]\n" + line + b"\n")
+    assert main([*WORDS, "--model", str(tiny), "--prompts", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.startswith(f"eprt: InputError: {path}:2: ")
+    assert err.count("\n") == 1
+    assert err.strip().isprintable()
+
+
+@pytest.fixture
+def no_ranks(monkeypatch) -> None:
+    monkeypatch.setattr(command, "ranks", lambda *_: pytest.fail("ranks were started"))
+
+
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("words", "said"),
     [
-        ("{", ":1: not JSON"),
-        ('{"text": "hello"}', 'expected {"prompt": "text" or [token ids]}'),
-        ("[1.5]", "expected"),
-        ("[]", "expected"),
-        ('"hello"', "a prompt is text and the checkpoint has no tokenizer"),
-        ("[99999]", "expected 0 to 511"),
+        (["--prompts", "/no/such"], "--prompts /no/such: No such file"),
+        (["--prompts", "/dev/zero"], "--prompts /dev/zero: not a regular file"),
+        (["--prompts", "/"], "--prompts /: not a regular file"),
+        (["--output", "/dev/null"], "--output /dev/null: not a regular file"),
+        (["--output", "/no/such/file"], "--output /no/such/file: No such file"),
+        (["--temperature", "nan"], "--temperature nan: must be 0 (greedy) or more, and finite"),
+        (["--temperature", "inf"], "--temperature inf"),
+        (["--world", "0"], "--world 0: must be at least 1"),
+        (["--max-tokens", "0"], "max_tokens_per_rank"),
+        (["--model", "/no/such"], "/no/such"),
     ],
 )
-def test_a_wrong_line_is_refused(tiny: Path, tmp_path: Path, line: str, said: str, capsys) -> None:
-    (tmp_path / "prompts.jsonl").write_text(line + "\n")
-    words = [*WORDS, "--model", str(tiny), "--world", "2", "--prompts", str(tmp_path / "prompts.jsonl")]
-    assert main(words) == 2
-    assert said in capsys.readouterr().err
+def test_options_and_files_are_refused_before_ranks_start(tiny: Path, no_ranks, words, said, capsys) -> None:
+    assert main([*WORDS, *([] if "--model" in words else ["--model", str(tiny)]), *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
 
 
-def test_no_such_file(capsys) -> None:
-    assert main([*WORDS, "--prompts", "/no/such"]) == 2
-    assert "--prompts /no/such: No such file" in capsys.readouterr().err
+def test_a_tokenizer_that_cannot_be_read_is_refused_before_ranks_start(
+    tiny: Path, tmp_path: Path, no_ranks, capsys
+) -> None:
+    shutil.copytree(tiny, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    assert main([*WORDS, "--model", str(tmp_path / "model")]) == 2
+    err = capsys.readouterr().err
+    assert "its tokenizer can't be loaded" in err
+    assert "Traceback" not in err
 
 
-PROMPTS = [{"prompt": [5 + number % 2, 7], "id": number} for number in range(5)]  # two, in turn
-ANSWERS = [{**prompt, "tokens": [1, 2], "rank": 0} for prompt in PROMPTS]
+PROMPTS = [json.dumps({"prompt": [5 + number % 2, 7], "id": number, "tokens": 1}) for number in range(5)]
+ANSWERS = [as_line(prompt, {"tokens": [1, 2], "rank": 0}) for prompt in PROMPTS]
+SETTINGS = {"model": "one", "temperature": 0.5}
+HEADER = '{"eprt generate": {"model": "one", "temperature": 0.5, "round": 2}}'
 
 
-def lines(rows: list[dict]) -> bytes:
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+def lines(rows: Sequence[str]) -> bytes:
+    return b"".join(row.encode() + b"\n" for row in rows)
 
 
 @pytest.mark.parametrize(
-    ("held", "done"),
+    ("held", "round_size", "done"),
     [
-        (b"", 0),
-        (lines(ANSWERS[:2]), 2),
-        (lines(ANSWERS), 5),
-        (lines(ANSWERS[:3])[:-1], 2),  # cut off before its end of line, though it is whole JSON
-        (lines(ANSWERS[:2]) + b'{"prompt": [5, 7], "id": 2, "tok', 2),
-        (lines(ANSWERS[:2]) + b"\xff\n", 2),
+        (b"", 2, 0),
+        (HEADER[:9].encode(), 2, 0),  # cut off as it began
+        (HEADER.encode(), 2, 0),
+        (lines([HEADER]), 2, 0),
+        (lines([HEADER, *ANSWERS[:2]]), 2, 2),
+        (lines([HEADER, *ANSWERS]), 2, 5),
+        (lines([HEADER, *ANSWERS[:3]]), 2, 2),  # a round that isn't whole
+        (lines([HEADER, *ANSWERS[:3]]), 4, 3),  # of other rounds
+        (lines([HEADER, *ANSWERS[:2]])[:-1], 1, 1),  # cut off before its end of line, though it is whole JSON
+        (lines([HEADER, *ANSWERS[:2]]) + b'{"given": {"prompt": [5, 7], "id": 2, "tok', 2, 2),
     ],
 )
-def test_a_journal_goes_on_after_its_last_whole_line(tmp_path: Path, held: bytes, done: int) -> None:
+def test_a_journal_goes_on_after_its_last_whole_round(tmp_path: Path, held: bytes, round_size: int, done: int) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_bytes(held)
-    journal = Journal(path, PROMPTS)
+    journal = Journal(path, SETTINGS, round_size, PROMPTS)
     assert journal.done == done
     journal.write(ANSWERS[done:])
     journal.close()
-    assert path.read_bytes() == lines(ANSWERS)
+    assert path.read_bytes() == lines([HEADER, *ANSWERS])
 
 
 @pytest.mark.parametrize(
-    ("held", "where"),
+    ("held", "said"),
     [
-        (lines([ANSWERS[1]]), 1),
-        (lines([*ANSWERS, ANSWERS[0]]), 6),
-        (b"not an answer\n" + lines(ANSWERS[:1]), 1),
-        (lines([{**PROMPTS[0]}, ANSWERS[1]]), 1),
+        (lines([HEADER, ANSWERS[1]]), ":2 answers no prompt, or another than --prompts has there"),
+        (lines([HEADER, *ANSWERS, ANSWERS[0]]), ":7 answers no prompt"),
+        (lines([HEADER, *ANSWERS[:2], "not an answer"]), ":4 answers no prompt"),
+        (lines([HEADER]) + b"\xff\n", ":2 answers no prompt"),
+        (lines([HEADER, ANSWERS[0].replace("[5, 7]", "[5.0, 7]")]), ":2 answers no prompt"),
+        (lines([HEADER.replace("one", "another")]), "holds answers of model 'another', now 'one'"),
+        (lines([HEADER.replace("0.5", "1")]), "holds answers of temperature 1, now 0.5"),
+        (lines(ANSWERS), "not begun by eprt generate"),
+        (lines(PROMPTS), "not begun by eprt generate"),
+        (b"my notes", "not begun by eprt generate"),
+        (b"[" * 10**5 + b"\n", "not begun by eprt generate"),
     ],
 )
-def test_answers_to_other_prompts_are_kept(tmp_path: Path, held: bytes, where: int) -> None:
+def test_a_file_of_anything_else_is_left_as_it_is(tmp_path: Path, held: bytes, said: str) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_bytes(held)
-    with pytest.raises(ConfigError, match=rf"answers.jsonl:{where} answers another prompt"):
-        Journal(path, PROMPTS)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Journal(path, SETTINGS, 2, PROMPTS)
     assert path.read_bytes() == held
+
+
+def test_a_finished_journal_starts_no_ranks(tiny: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Nor does one of other options, another model or the prompts' own file."""
+    (tmp_path / "prompts.jsonl").write_bytes(lines(PROMPTS))
+    words = [*WORDS, "--model", str(tiny), "--world", "1", "--prompts", str(tmp_path / "prompts.jsonl")]
+    output = ["--output", str(tmp_path / "answers.jsonl")]
+    assert main([*words, *output]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [json.dumps(row["given"]) for row in rows[1:]] == PROMPTS
+    monkeypatch.setattr(command, "ranks", lambda *_: pytest.fail("ranks were started"))
+    before = (tmp_path / "answers.jsonl").read_bytes()
+    assert main([*words, *output]) == 0
+    assert "5 of 5 prompts are answered in the file already" in capsys.readouterr().err
+    shutil.copytree(tiny, tmp_path / "tuned")
+    with next((tmp_path / "tuned").glob("*.safetensors")).open("r+b") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        file.write(b"\1\2")
+    for other, said in (
+        (["--temperature", "0.5"], "temperature 0.0, now 0.5"),
+        (["--seed", "1"], "seed 0, now 1"),
+        (["--model", str(tmp_path / "tuned")], "model "),
+        (["--output", str(tmp_path / "prompts.jsonl")], "it is the file of the prompts"),
+    ):
+        assert main([*words, *output, *other]) == 2
+        assert said in capsys.readouterr().err
+    assert (tmp_path / "answers.jsonl").read_bytes() == before
+    assert (tmp_path / "prompts.jsonl").read_bytes() == lines(PROMPTS)
 
 
 def test_a_restarted_world_goes_on_where_it_was(tiny: Path, tmp_path: Path) -> None:
     """Rank 1 is killed in the second round, after rank 0 began a line that it doesn't finish."""
     (tmp_path / "prompts.jsonl").write_bytes(lines(PROMPTS))
-    words = ["--model", tiny, "--batch", "1", "--max-new-tokens", "4", "--device", "cpu"]
+    words = ["--model", tiny, "--temperature", "1", "--batch", "1", "--max-new-tokens", "4", "--device", "cpu"]
     words += ["--prompts", tmp_path / "prompts.jsonl"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     settings = {"PYTHON": sys.executable, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RANKS": "2", "MAX_RESTARTS": "1"}
@@ -132,7 +233,51 @@ def test_a_restarted_world_goes_on_where_it_was(tiny: Path, tmp_path: Path) -> N
     )
     assert found.returncode == 0, found.stderr
     assert "2 of 5 prompts are answered in the file already" in found.stderr
-    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert [{name: row[name] for name in ("prompt", "id")} for row in rows] == PROMPTS
-    assert rows[0]["tokens"] == rows[2]["tokens"] == rows[4]["tokens"], "by the first world, and by the second"
-    assert rows[1]["tokens"] == rows[3]["tokens"] != rows[0]["tokens"]
+    undisturbed = [*words, "--world", "2", "--output", tmp_path / "others.jsonl"]
+    assert main(["generate", *map(str, undisturbed)]) == 0
+    assert (tmp_path / "answers.jsonl").read_bytes() == (tmp_path / "others.jsonl").read_bytes()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize(
+    ("number", "said", "rounds"),
+    [
+        (signal.SIGINT, "interrupted", 0),
+        (signal.SIGINT, "interrupted", 3),
+        (signal.SIGTERM, "ended by SIGTERM", 3),
+    ],
+)
+def test_a_signal_to_all_processes_ends_them_in_two_seconds_with_one_line(
+    tiny: Path, tmp_path: Path, number: signal.Signals, said: str, rounds: int
+) -> None:
+    """As a terminal sends it: to the processes that ranks are forked from, too, which import for seconds at first."""
+    (tmp_path / "prompts.jsonl").write_bytes(b"[5, 7]\n" * 1000)
+    journal = tmp_path / "answers.jsonl"
+    words = [*WORDS, "--model", tiny, "--world", "2", "--prompts", tmp_path / "prompts.jsonl", "--output", journal]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eprt", *map(str, words), "--batch", "1"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        while len(descendants(process.pid)) < 2 or (rounds and journal.read_bytes().count(b"\n") < 1 + 2 * rounds):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        below, began = descendants(process.pid), time.monotonic()
+        os.killpg(process.pid, number)
+        wait_until_gone([pid for pid in below if os.getsid(pid) == pid])  # the ranks
+        assert time.monotonic() - began < 2
+        _, err = process.communicate(timeout=100)  # once all that may write there are gone
+        wait_until_gone(below)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number
+    *before, last = err.splitlines()
+    assert "Traceback" not in err, err
+    assert last == f"eprt: {said}; all ranks that this command started have been ended"
+    assert all(re.match("1 MoE layers|rounds ", line) for line in before), err
+    assert journal.read_bytes().endswith(b"}\n")
+    assert journal.read_bytes().count(b"\n") % 2, "its first line, and whole rounds of two"

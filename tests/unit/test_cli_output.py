@@ -75,6 +75,24 @@ def test_an_unknown_flag_is_answered_with_its_own_commands(capsys) -> None:
     assert "bench" not in said
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("--help", 0, "eprt --version"),
+        ("help", 2, "run, generate, explain"),
+        ("help --help", 2, "run, generate, explain"),
+        ("bench", 2, "run eprt bench --help"),
+        ("bench nothing --help", 2, "layer, dispatch, experts"),
+        ("bench --help", 0, "Measure a layer, the transports"),
+    ],
+)
+def test_what_is_no_command_has_no_help(words: str, code: int, said: str, capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words.split())
+    assert left.value.code == code
+    assert said in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_tasks_that_know_nothing_of_each_other_are_no_worlds_of_one(name: str, monkeypatch) -> None:
     monkeypatch.setenv(name, "4")

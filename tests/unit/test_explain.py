@@ -133,7 +133,7 @@ def test_layouts_of_64_gpus() -> None:
     found = {way.name: way for way in ways([(config, len(layers))], 64)}
     assert len(found) == 5
     one, hosts, all_of_them = (
-        found[name] for name in ("one GPU, 64 replicas", "EP 8 within a host, 8 replicas", "EP 64")
+        found[name] for name in ("one rank, 64 replicas", "EP 8 within a host, 8 replicas", "EP 64")
     )
     # 58 layers of 256 experts of 3 * 2048 * 7168 FP8 weights: counted apart from the plan's own table of bytes.
     assert one.weight_gb == pytest.approx(58 * 256 * 3 * 2048 * 7168 * (1 + 4 / 128**2) / 1e9)

@@ -184,7 +184,10 @@ def _batches(rows: list[torch.Tensor], size: int, most_tokens: int) -> Iterator[
 
 def _checked(model: Any, number: int, prompt: Sequence[int] | torch.Tensor) -> torch.Tensor:
     """Returns the prompt as [S] int64 on the CPU. Raises InputError."""
-    ids = torch.as_tensor(prompt, device="cpu")
+    try:
+        ids = torch.as_tensor(prompt, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: an int beyond 64 bits
+        raise InputError(f"prompt {number}: expected token ids: {error}") from error
     if ids.dim() != 1 or ids.numel() == 0 or ids.is_floating_point():
         raise InputError(f"prompt {number} is {tuple(ids.shape)} {ids.dtype}: expected at least one token id")
     vocabulary = model.get_input_embeddings().weight.shape[0]

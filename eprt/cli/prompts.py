@@ -1,0 +1,126 @@
+"""Reads the prompts of `eprt generate`: JSON lines in UTF-8, whatever their file holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from eprt.errors import ConfigError, InputError, one_block
+
+MAX_LINE_BYTES = 64 << 20
+EXPECTED = 'expected {"prompt": "text" or [token ids]}, or the text or the ids alone'
+# Without --prompts, and of the tiny checkpoint's vocabulary: one is longer, and the last rank has none.
+EXAMPLES = (b"[11, 42, 7]", b"[5, 310, 99, 23, 4, 61, 17]", b"[256]")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        where: FILE:LINE.
+        given: its line as a JSON object, with all that it holds beside the prompt.
+        prompt: the text, or token ids.
+    """
+
+    where: str
+    given: str
+    prompt: str | list[int]
+
+    def ids(self, tokenizer: Any, vocabulary: int) -> list[int]:
+        """Returns the prompt's token ids. Raises InputError: text without a tokenizer, or an id that no token has."""
+        found = self.prompt
+        if isinstance(found, str):
+            if tokenizer is None:
+                raise InputError(
+                    f"{self.where}: a prompt is text and the checkpoint has no tokenizer: give token ids, or add its "
+                    "files"
+                )
+            found = list(tokenizer(found)["input_ids"])
+        if not found:
+            raise InputError(f"{self.where}: the prompt has no token: expected at least one")
+        wrong = next((token for token in found if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise InputError(f"{self.where}: token id {_cut(str(wrong))}: expected 0 to {vocabulary - 1}")
+        return found
+
+
+def read_prompts(path: Path | None) -> list[Prompt]:
+    """Reads the prompts of a file, one JSON value per line; "-" is stdin, None the examples.
+
+    Raises:
+        ConfigError: the file can't be read, or isn't a regular one.
+        InputError: a line that is no prompt, by file and line.
+    """
+    if path is None:
+        return [_prompt(line, "example") for line in EXAMPLES]
+    try:
+        with _opened(path) as file:
+            lines = enumerate(_lines(file, path), start=1)
+            return [_prompt(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"--prompts {path}: {error.strerror or error}") from error
+
+
+def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
+    if path == Path("-"):
+        if sys.stdin is None:
+            raise ConfigError("--prompts -: standard input is closed")
+        return nullcontext(sys.stdin.buffer)
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ConfigError(f"--prompts {path}: not a regular file; what a pipe brings is read with --prompts -")
+    return path.open("rb")
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise InputError(f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB: {EXPECTED}")
+        yield line
+
+
+def _prompt(line: bytes, where: str) -> Prompt:
+    """Returns the prompt in a line. Raises InputError."""
+    try:
+        value = json.loads(line.decode(), parse_constant=_no_number, parse_float=_finite)
+        found: dict[str, Any] = value if isinstance(value, dict) else {"prompt": value}
+        given = json.dumps(found)
+    except ValueError as error:
+        raise InputError(f"{where}: not JSON ({_cut(str(error))}): {EXPECTED}") from error
+    except RecursionError as error:
+        raise InputError(f"{where}: JSON that is nested too deeply: {EXPECTED}") from error
+    prompt = found.get("prompt")
+    ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not prompt or not (isinstance(prompt, str) or ids):
+        raise InputError(f"{where}: {_cut(line.decode())}: {EXPECTED}")
+    if isinstance(prompt, str) and not _is_unicode(prompt):
+        raise InputError(f"{where}: the prompt holds half of a surrogate pair, which is no character")
+    return Prompt(where, given, prompt)
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{_cut(digits)} is beyond a double")
+    return value
+
+
+def _cut(text: str) -> str:
+    return one_block(" ".join(text.split()), 80)
