@@ -28,7 +28,7 @@ OK, FAILED, INTERRUPTED = 0, 1, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses and runs one command; returns its exit code."""
-    from eprt.cli.arguments import RUNS
+    from eprt.cli.parsing import RUNS
 
     if sys.stdout is None or sys.stderr is None:  # closed by the caller
         if sys.stderr is not None:
@@ -60,7 +60,7 @@ class _Ended(BaseException):
 
 
 def _parsed(arguments: Sequence[str] | None) -> Any:
-    from eprt.cli.arguments import parse
+    from eprt.cli.parsing import parse
 
     try:
         try:

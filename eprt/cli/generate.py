@@ -15,7 +15,7 @@ import torch
 from eprt import __version__
 from eprt.cli.journal import Journal, as_line
 from eprt.cli.prompts import Prompt, read_prompts
-from eprt.cli.ranks import Ranks, ranks
+from eprt.cli.ranks import Ranks, ranks, world_size
 from eprt.cli.run import checkpoint_directory
 from eprt.cli.terminal import Terminal, write
 from eprt.config import RuntimeConfig
@@ -24,7 +24,7 @@ from eprt.models import family_for
 from eprt.models.checkpoint import Checkpoint, hash63
 from eprt.models.hf_config import flatten, integer
 from eprt.ranks.launcher import RankContext
-from eprt.world.groups import joins_torchrun, place
+from eprt.world.groups import joins_torchrun
 
 if TYPE_CHECKING:
     from eprt.cli.arguments import Generate
@@ -57,7 +57,8 @@ def generate(arguments: Generate, terminal: Terminal) -> int:
 
 def _check(arguments: Generate) -> None:
     """Raises ConfigError."""
-    for name in ("max_new_tokens", "batch", "world"):
+    world_size(arguments.world, arguments.device)
+    for name in ("max_new_tokens", "batch"):
         if (value := getattr(arguments, name)) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if not (math.isfinite(arguments.temperature) and arguments.temperature >= 0):
@@ -92,7 +93,7 @@ class _Task:
             raise ConfigError(f"--output {arguments.output}: it is the file of the prompts; name another")
         names = ("seed", "max_new_tokens", "temperature")
         settings = {"version": __version__, "model": model} | {name: getattr(arguments, name) for name in names}
-        size = arguments.batch * (place()[1] if joins_torchrun() else arguments.world)
+        size = arguments.batch * world_size(arguments.world, arguments.device)
         journal = Journal(arguments.output, settings, size, [prompt.given for prompt in prompts])
         return cls(prompts, ids, tokenizer, journal)
 

@@ -76,21 +76,25 @@ def ranks(world: int | None, device: str) -> Iterator[Ranks]:
         ConfigError: fewer than one rank, fewer GPUs than ranks were asked to use, or an environment that isn't
             torchrun's.
     """
-    if world is None:
-        world = (0 if device == "cpu" else torch.cuda.device_count()) or CPU_RANKS
-    if world < 1:
-        raise ConfigError(f"--world {world}: must be at least 1")
-    joined = joins_torchrun()
-    rank, size = place() if joined else (0, world)
+    size, joined = world_size(world, device), joins_torchrun()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) if joined else size
     kind = choose_device(device, local)
     if joined:
-        context = RankContext(rank, size, kind)
+        context = RankContext(place()[0], size, kind)
         yield Ranks(context, BEHIND_TIMEOUT_S["cuda"])  # rank 0 judges results between jobs, while the others wait
         context.close()  # not after an error: leaving without a close is what tells the peers
         return
     with WorldPool(size, kind, timeout_s=JOB_TIMEOUT_S) as pool:
         yield Ranks(pool, BEHIND_TIMEOUT_S[kind])
+
+
+def world_size(world: int | None, device: str) -> int:
+    """Returns how many ranks `ranks` will yield for the same arguments. Raises ConfigError."""
+    if world is None:
+        world = (0 if device == "cpu" else torch.cuda.device_count()) or CPU_RANKS
+    if world < 1:
+        raise ConfigError(f"--world {world}: must be at least 1")
+    return place()[1] if joins_torchrun() else world
 
 
 def choose_device(device: str, local_ranks: int) -> str:

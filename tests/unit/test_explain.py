@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from support.cases import expert_cases as cases
 
 from eprt.cli import main
-from eprt.cli.arguments import Explain, parse
+from eprt.cli.arguments import Explain
 from eprt.cli.explain import as_json, curves, kinds_of_layers
+from eprt.cli.parsing import parse
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.layer import ExpertParallelMoE

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import eprt
-from eprt.cli.arguments import parse
+from eprt.cli.parsing import parse
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
 

@@ -1,0 +1,92 @@
+"""Parses a command line into one of the dataclasses of `eprt.cli.arguments`. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import make_dataclass
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any
+
+import tyro
+from tyro.conf import subcommand
+
+from eprt.cli.arguments import (
+    BenchDispatch,
+    BenchExchange,
+    BenchExperts,
+    BenchLayer,
+    BenchRouter,
+    BenchStep,
+    Doctor,
+    Explain,
+    Generate,
+    PlanExperts,
+    Run,
+    Tune,
+)
+
+# A command's arguments, and the function that runs it, by the words of the command line.
+COMMANDS: dict[str, tuple[type[Any], str]] = {
+    "run": (Run, "eprt.cli.run:run"),
+    "generate": (Generate, "eprt.cli.generate:generate"),
+    "explain": (Explain, "eprt.cli.explain:explain"),
+    "tune": (Tune, "eprt.cli.tune:tune"),
+    "plan-experts": (PlanExperts, "eprt.cli.plan_experts:plan_experts"),
+    "doctor": (Doctor, "eprt.cli.doctor:doctor"),
+    "bench layer": (BenchLayer, "eprt.cli.bench_layer:bench_layer"),
+    "bench dispatch": (BenchDispatch, "eprt.cli.bench_dispatch:bench_dispatch"),
+    "bench experts": (BenchExperts, "eprt.cli.bench:bench_experts"),
+    "bench router": (BenchRouter, "eprt.cli.bench:bench_router"),
+    "bench exchange": (BenchExchange, "eprt.cli.bench:bench_exchange"),
+    "bench step": (BenchStep, "eprt.cli.bench:bench_step"),
+}
+RUNS: dict[type[Any], str] = dict(COMMANDS.values())
+_ABOUT = (
+    "Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed. `eprt --version` prints the "
+    "version, `eprt COMMAND --help` a command's flags."
+)
+_BENCH = "Measure a layer, the transports, the executors, the router, the ranks' agreement or a whole step."
+
+
+def parse(arguments: Sequence[str] | None = None) -> Any:
+    """Returns the arguments of the command that `arguments` (default: the process's own) ask for: an instance of one of
+    the classes in `COMMANDS`. Prints help, version or an error and exits."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words == ["--version"]:
+        from eprt import __version__
+
+        sys.stdout.write(f"eprt {__version__}\n")
+        raise SystemExit(0)
+    # A command that is named is parsed by itself, so that an unknown flag is answered with that command's own.
+    for count in (1, 2):
+        if (name := " ".join(words[:count])) in COMMANDS:
+            return _parse(COMMANDS[name][0], f"eprt {name}", words[count:])
+    # What is left is help, or an error.
+    kinds = {name: kind for name, (kind, _) in COMMANDS.items()}
+    benches = {name.removeprefix("bench "): kinds.pop(name) for name in COMMANDS if name.startswith("bench ")}
+    if words[:1] == ["bench"]:
+        return _parse(_any_of(benches), "eprt bench", _without_flags(words[1:]), _BENCH)
+    bench = make_dataclass("Bench", [])
+    bench.__doc__ = _BENCH
+    return _parse(_any_of({**kinds, "bench": bench}), "eprt", _without_flags(words), _ABOUT)
+
+
+def _without_flags(words: list[str]) -> list[str]:
+    """Returns the first word alone if it is no flag: a command that doesn't exist has no help, either."""
+    return words if not words or words[0].startswith("-") else words[:1]
+
+
+def _any_of(kinds: dict[str, type[Any]]) -> Any:
+    return reduce(or_, (Annotated[kind, subcommand(name)] for name, kind in kinds.items()))
+
+
+def _parse(kind: Any, prog: str, words: list[str], about: str | None = None) -> Any:
+    return tyro.cli(
+        kind,
+        prog=prog,
+        description=about,
+        args=words,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
+    )
