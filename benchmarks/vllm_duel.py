@@ -104,7 +104,7 @@ def warm_layer(context: Any, config: str, most: int, tp: int, options: dict[str,
 
     from eprt.bench.experts import random_experts
     from eprt.config import Routing, RuntimeConfig
-    from eprt.integrations.vllm.supported import choose, with_low_precision
+    from eprt.integrations.engine.settings import choose, with_low_precision
     from eprt.layer import ExpertParallelMoE
     from eprt.models import family_for
     from eprt.placement import ExpertPlacement

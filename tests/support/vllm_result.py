@@ -7,7 +7,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "tests" / "vllm_cpu.json"
-PATTERNS = ("eprt/integrations/vllm/*.py", "tests/integrations/*.py", "scripts/test_vllm.sh", "launch/vllm_serve.sh")
+PATTERNS = (
+    "eprt/integrations/engine/*.py",
+    "eprt/integrations/vllm/*.py",
+    "tests/integrations/*.py",
+    "scripts/test_vllm.sh",
+    "launch/vllm_serve.sh",
+)
 
 
 def fingerprints() -> dict[str, str]:

@@ -14,8 +14,8 @@ import torch
 from support.jobs import vllm_jobs as jobs
 from support.ports import free_port
 
+from eprt.integrations.engine.ranks import EXIT_S
 from eprt.integrations.vllm import register
-from eprt.integrations.vllm.state import EXIT_S
 from eprt.models import family_for
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile

@@ -15,24 +15,12 @@ from support.stand_ins.vllm import host
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError
 from eprt.experts import make_executor
+from eprt.integrations.engine.parameters import FallsBackToEngine, expert_weights, mark_unset
+from eprt.integrations.engine.settings import choose, with_low_precision
 from eprt.integrations.vllm import TESTED, check_version
 from eprt.integrations.vllm.method import EprtMoEMethod, Kernel, tokens_per_rank
-from eprt.integrations.vllm.parameters import (
-    INTERLEAVED,
-    FallsBackToVllm,
-    activation_of,
-    expert_weights,
-    layout_of,
-    mark_unset,
-)
-from eprt.integrations.vllm.supported import (
-    captures_graphs,
-    choose,
-    moe_config,
-    require_supported,
-    runtime_config,
-    with_low_precision,
-)
+from eprt.integrations.vllm.parameters import INTERLEAVED, activation_of, layout_of
+from eprt.integrations.vllm.supported import captures_graphs, moe_config, require_supported, runtime_config
 from eprt.placement import ExpertPlacement
 from eprt.support import Device
 from eprt.tokens import FlatTokens, Payload
@@ -79,12 +67,12 @@ def test_a_plain_host_is_welcome() -> None:
     ],
 )
 def test_flags_under_which_vllm_keeps_every_layer(change: dict[str, Any], device: str, flag: str) -> None:
-    with pytest.raises(FallsBackToVllm, match=flag):
+    with pytest.raises(FallsBackToEngine, match=flag):
         require_supported(host(**change), device, SPLIT)
 
 
 def test_data_parallelism_that_cuts_every_expert_is_left_to_vllm() -> None:
-    with pytest.raises(FallsBackToVllm, match="--enable-expert-parallel gives them to eprt whole"):
+    with pytest.raises(FallsBackToEngine, match="--enable-expert-parallel gives them to eprt whole"):
         require_supported(host(), "cuda", SimpleNamespace(use_ep=False, dp_size=2))
 
 
@@ -154,7 +142,7 @@ def test_a_layers_maths() -> None:
     ],
 )
 def test_layers_that_are_left(change: dict[str, Any], reason: str) -> None:
-    with pytest.raises(FallsBackToVllm, match=reason):
+    with pytest.raises(FallsBackToEngine, match=reason):
         moe_config(routed(**change), named("GptOssMxfp4MoEMethod"))
 
 
@@ -166,12 +154,12 @@ def test_parts_of_tensor_parallelism_keep_scales_whole(ranks: int, part: int) ->
     if ranks == 2:
         assert moe_config(layer, named("GptOssMxfp4MoEMethod")).intermediate_size == part
         return
-    with pytest.raises(FallsBackToVllm, match=r"tensor parallelism 8 leaves 360 .* cuts a scale of 32 \(mxfp4\)"):
+    with pytest.raises(FallsBackToEngine, match=r"tensor parallelism 8 leaves 360 .* cuts a scale of 32 \(mxfp4\)"):
         moe_config(layer, named("GptOssMxfp4MoEMethod"))
 
 
 def test_fp8_blocks_over_alternating_rows_are_left() -> None:
-    with pytest.raises(FallsBackToVllm, match="alternate"):
+    with pytest.raises(FallsBackToEngine, match="alternate"):
         moe_config(routed(), named("Fp8MoEMethod", weight_block_size=[128, 128]))
 
 
@@ -205,7 +193,7 @@ def test_under_graph_capture_only_what_can_be_captured(monkeypatch: pytest.Monke
 
 def test_experts_that_would_be_decoded_are_left_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     blackwell = world_on(monkeypatch, Device("cuda", 100), world_size=2)
-    with pytest.raises(FallsBackToVllm, match=r"decode its mxfp4 experts to bf16 \(.*humming: needs sm80 to sm99"):
+    with pytest.raises(FallsBackToEngine, match=r"decode its mxfp4 experts to bf16 \(.*humming: needs sm80 to sm99"):
         choose(GPT_OSS, blackwell, RuntimeConfig(), captured=True)
     plan, _ = choose(GPT_OSS, blackwell, RuntimeConfig(executor="torch_grouped"), captured=True)
     assert plan.executor == "torch_grouped"  # asked for by name
@@ -225,7 +213,7 @@ def test_fp8_blocks_meet_fp8_activations_as_in_vllm(monkeypatch: pytest.MonkeyPa
 
 def test_no_pair_at_all_is_left_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_on(monkeypatch, Device("cpu"), world_size=2)
-    with pytest.raises(FallsBackToVllm, match="symm: runs on cuda"):
+    with pytest.raises(FallsBackToEngine, match="symm: runs on cuda"):
         choose(GPT_OSS, world, RuntimeConfig(dispatcher="symm"), captured=False)
 
 
@@ -320,21 +308,21 @@ def test_activations() -> None:
     assert made("swigluoai") == (1.702, 1.0, 7.0)
     assert made("swigluoai_uninterleave", alpha=1.702, beta=1.0, limit=7.0) == (1.702, 1.0, 7.0)
     for name in ("gelu", "swiglustep", "situ", "silu_no_mul", "swigluoai_uninterleave"):
-        with pytest.raises(FallsBackToVllm, match=name):
+        with pytest.raises(FallsBackToEngine, match=name):
             made(name)
 
 
 def test_what_eprt_cannot_read_is_left_to_vllm() -> None:
-    with pytest.raises(FallsBackToVllm, match="AutoGPTQMoEMethod"):
+    with pytest.raises(FallsBackToEngine, match="AutoGPTQMoEMethod"):
         layout_of(layouts.named("AutoGPTQMoEMethod"))
     small = layouts.named("Fp8MoEMethod", weight_block_size=[64, 128])
-    with pytest.raises(FallsBackToVllm, match=r"\[64, 128\]"):
+    with pytest.raises(FallsBackToEngine, match=r"\[64, 128\]"):
         layout_of(small).weight_format(small, torch.bfloat16)
     refined = layouts.named("Fp8MoEMethod", weight_block_size=[128, 128], weight_scale_refine=(2, 1))
-    with pytest.raises(FallsBackToVllm, match="128 x 128"):
+    with pytest.raises(FallsBackToEngine, match="128 x 128"):
         layout_of(refined).weight_format(refined, torch.bfloat16)
     half = layouts.named("UnquantizedFusedMoEMethod")
-    with pytest.raises(FallsBackToVllm, match="float16"):
+    with pytest.raises(FallsBackToEngine, match="float16"):
         layout_of(half).weight_format(half, torch.float16)
 
 

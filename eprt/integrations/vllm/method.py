@@ -12,10 +12,11 @@ from unittest.mock import patch
 import torch
 
 from eprt.errors import ConfigError, UsageError
-from eprt.integrations.vllm.parameters import INTERLEAVED, FallsBackToVllm, expert_weights, layout_of, mark_unset
-from eprt.integrations.vllm.state import LayerBinding, PluginState
+from eprt.integrations.engine.bound import BoundLayer, adopted, ids_of
+from eprt.integrations.engine.parameters import FallsBackToEngine
+from eprt.integrations.vllm.parameters import INTERLEAVED, layout_of
+from eprt.integrations.vllm.state import PluginState
 from eprt.integrations.vllm.supported import moe_config
-from eprt.layer import ExpertParallelMoE
 from eprt.tokens import TopK
 
 _LAYERS = "vllm.model_executor.layers."
@@ -59,7 +60,7 @@ def install(state: PluginState | None = None) -> None:
             with _no_kernel_chosen():
                 method = inner(self, prefix, quant_config, moe_config)
             return _adopt(shared, self, method)
-        except FallsBackToVllm as reason:
+        except FallsBackToEngine as reason:
             shared.fall_back(self.layer_name, str(reason))
         return inner(self, prefix, quant_config, moe_config)
 
@@ -83,19 +84,11 @@ def _no_kernel(*_: Any, **__: Any) -> tuple[None, None]:
 
 
 def _adopt(state: PluginState, layer: Any, method: Any) -> Any:
-    """Returns `method`, run by eprt from now on. Raises FallsBackToVllm, and what `PluginState.bind` does."""
+    """Returns `method`, run by eprt from now on. Raises FallsBackToEngine, and what `PluginState.bind` does."""
     binding = state.bind(layer.layer_name, moe_config(layer, method), layer.moe_config)
-    adopted: Any = object.__new__(_eprt_kind(type(method)))
-    adopted.__dict__.update(method.__dict__)  # what its constructor made: the configuration of parameters and loading
-    adopted.eprt = _BoundLayer(state, binding)
-    adopted.moe_kernel = Kernel(binding.expert_parallel)
-    return adopted
-
-
-@functools.cache
-def _eprt_kind(kind: type) -> type:
-    """Makes a subclass under the same name: vLLM's weight loaders go by it."""
-    return type(kind.__name__, (EprtMoEMethod, kind), {"__module__": __name__})
+    made = adopted(method, EprtMoEMethod, BoundLayer(state, binding))
+    made.moe_kernel = Kernel(binding.expert_parallel)
+    return made
 
 
 class Kernel:
@@ -125,19 +118,10 @@ class Kernel:
     fused_experts = prepare_finalize = impl
 
 
-class _BoundLayer:
-    """Holds eprt's layer for a method. It is no module, so that no parameter shows up in vLLM's model."""
-
-    def __init__(self, state: PluginState, binding: LayerBinding) -> None:
-        self.state, self.binding = state, binding
-        self.layer: ExpertParallelMoE | None = None
-        self.parameters: tuple[str, ...] = ()  # the experts': vLLM's module may hold its router's, too
-
-
 class EprtMoEMethod:
     """Mixes into a FusedMoEMethodBase: parameters and loading stay vLLM's, the computation is eprt's."""
 
-    eprt: _BoundLayer
+    eprt: BoundLayer
     moe: Any
     supports_pre_processed_weights = False
     supports_eplb = False
@@ -156,8 +140,7 @@ class EprtMoEMethod:
         others = {name for name, _ in layer.named_parameters(recurse=False)}
         super().create_weights(layer, *args, **kwargs)  # type: ignore[misc]
         own = {name: value for name, value in layer.named_parameters(recurse=False) if name not in others}
-        self.eprt.parameters = tuple(own)
-        mark_unset(layout_of(self), own)
+        self.eprt.declared(own, layout_of(self))
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
@@ -166,17 +149,7 @@ class EprtMoEMethod:
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Builds the layer from the loaded parameters, then frees them. Collective."""
-        bound = self.eprt
-        if bound.layer is not None:
-            raise UsageError(
-                f"{bound.binding.name} is loaded a second time: eprt keeps experts in another layout; restart instead"
-            )
-        parameters = {name: layer.get_parameter(name) for name in bound.parameters}
-        tensors = {name: parameter.data for name, parameter in parameters.items()}
-        weights = expert_weights(layout_of(self), tensors, interleaved=layer.activation.value == INTERLEAVED)
-        bound.layer = bound.state.build(bound.binding, weights)
-        for parameter in parameters.values():
-            parameter.data = parameter.data.new_empty(0)
+        self.eprt.load(layer, layout_of(self), interleaved=layer.activation.value == INTERLEAVED)
 
     def apply(
         self,
@@ -189,16 +162,9 @@ class EprtMoEMethod:
     ) -> torch.Tensor:
         from vllm.forward_context import get_forward_context
 
-        if self.eprt.state.cold:
-            self.eprt.state.warm()
-        context = get_forward_context()
-        built = self.eprt.layer
-        if built is None:
-            raise UsageError(f"{self.eprt.binding.name} is called before its weights were loaded")
-        ids = topk_ids.to(torch.int32)
-        padding = getattr(context, "is_padding", None)
-        if padding is not None and not self.moe.is_sequence_parallel:
-            ids = ids.masked_fill(padding[: ids.shape[0], None], built.config.num_experts)  # rows that nobody reads
+        built, context = self.eprt.ready(), get_forward_context()
+        padding = None if self.moe.is_sequence_parallel else getattr(context, "is_padding", None)  # rows nobody reads
+        ids = ids_of(topk_ids, built.config.num_experts, padding)
         counts = context.dp_metadata if self.eprt.binding.expert_parallel else None
         rows = tokens_per_rank(counts, x.shape[0], self.moe.sp_size)
         return built(x, TopK(ids, topk_weights.float()), tokens_per_rank=rows)

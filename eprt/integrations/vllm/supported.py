@@ -5,31 +5,18 @@ The decisions read only vLLM's configuration. It is the same on every rank, so e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
 from typing import Any
 
-import torch
-
-from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig, WeightFormat
-from eprt.dispatch import DISPATCHERS
-from eprt.errors import ConfigError, UnsupportedError
-from eprt.experts import EXECUTORS
-from eprt.integrations.vllm.parameters import INTERLEAVED, FallsBackToVllm, activation_of, layout_of
-from eprt.integrations.vllm.placement import OPTION as PLACEMENT
-from eprt.placement import ExpertPlacement
-from eprt.plan import Plan, make_plan
+from eprt.config import MoEConfig, RuntimeConfig, WeightFormat
+from eprt.integrations.engine.settings import checked_options, fall_back, require_whole_scales, runtime_with
+from eprt.integrations.vllm.parameters import INTERLEAVED, activation_of, layout_of
 from eprt.rounding import ceil_div
-from eprt.support import Device
-from eprt.world import World
 
 OPTIONS = "eprt"  # key of `--additional-config`
-STRICT = "strict"  # beside RuntimeConfig's fields there: layers that would fall back are errors
-SCALE_BLOCK = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16, "fp8_block": 128}  # inputs that share a scale
 
 
 def require_supported(config: Any, device_type: str, parallel: Any) -> None:
-    """Checks what concerns all layers of a model. Raises FallsBackToVllm with the flag that is in the way.
+    """Checks what concerns all layers of a model. Raises FallsBackToEngine with the flag that is in the way.
 
     Args:
         config: a VllmConfig.
@@ -63,17 +50,11 @@ def require_supported(config: Any, device_type: str, parallel: Any) -> None:
             "--data-parallel-size cuts each expert over all ranks: --enable-expert-parallel gives them to eprt whole",
         ),
     ]
-    _fall_back(reasons)
-
-
-def _fall_back(reasons: list[tuple[bool, str]]) -> None:
-    """Raises FallsBackToVllm with the first reason that holds, if any."""
-    if reason := next((reason for holds, reason in reasons if holds), ""):
-        raise FallsBackToVllm(reason)
+    fall_back(reasons)
 
 
 def moe_config(layer: Any, method: Any) -> MoEConfig:
-    """Translates a RoutedExperts whose method was just made into eprt's config. Raises FallsBackToVllm."""
+    """Translates a RoutedExperts whose method was just made into eprt's config. Raises FallsBackToEngine."""
     weight_format, moe = _weight_format(layer, method), layer.moe_config
     return MoEConfig(
         num_experts=moe.num_experts,
@@ -87,7 +68,7 @@ def moe_config(layer: Any, method: Any) -> MoEConfig:
 
 
 def _weight_format(layer: Any, method: Any) -> WeightFormat:
-    """Returns the number format of experts that eprt can run. Raises FallsBackToVllm for others."""
+    """Returns the number format of experts that eprt can run. Raises FallsBackToEngine for others."""
     moe, placement = layer.moe_config, getattr(layer, "expert_placement_strategy", "linear")
     fused = getattr(layer.expert_map_manager, "num_fused_shared_experts", 0)
     sums = moe.skip_final_all_reduce and moe.moe_parallel_config.use_ep
@@ -99,17 +80,11 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
         (layer.apply_router_weight_on_input, "router weights are applied to the experts' input"),
         (sums, "the model sums this layer's partial outputs itself"),
     ]
-    _fall_back(reasons)
+    fall_back(reasons)
     found = layout_of(method).weight_format(method, layer.params_dtype)
-    part, block, tokens = moe.intermediate_size_per_partition, SCALE_BLOCK.get(found, 1), moe.in_dtype
-    cut = f"tensor parallelism {moe.tp_size} leaves {part} of the experts' rows to a rank, which cuts a scale of"
     alternating = found == "fp8_block" and layer.activation.value == INTERLEAVED
-    reasons = [
-        (moe.tp_size > 1 and part % block != 0, f"{cut} {block} ({found})"),
-        (alternating, "FP8 blocks over rows that alternate gate, up"),
-        (tokens not in (torch.bfloat16, torch.float32), f"tokens in {tokens}: eprt carries bfloat16 or float32"),
-    ]
-    _fall_back(reasons)
+    fall_back([(alternating, "FP8 blocks over rows that alternate gate, up")])
+    require_whole_scales(found, moe.intermediate_size_per_partition, moe.tp_size, moe.in_dtype)
     return found
 
 
@@ -118,36 +93,15 @@ def runtime_config(config: Any, tp_size: int) -> RuntimeConfig:
 
     Each of the `tp_size` ranks of a TP group sends its part of the batch, with sequence parallelism or without.
     """
-    given = {name: value for name, value in options_of(config).items() if name not in (PLACEMENT, STRICT)}
     most = max(
         config.scheduler_config.max_num_batched_tokens, *(config.compilation_config.cudagraph_capture_sizes or [0])
     )
-    return RuntimeConfig(max_tokens_per_rank=ceil_div(most, tp_size), **given)
+    return runtime_with(options_of(config), ceil_div(most, tp_size))
 
 
 def options_of(config: Any) -> dict[str, Any]:
     """Returns eprt's section of `--additional-config`. Raises ConfigError for names that it hasn't got."""
-    given: Any = (config.additional_config or {}).get(OPTIONS, {})
-    allowed = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "on_rank_lost"}
-    found = sorted(set(given) - {*allowed, PLACEMENT, STRICT}) if isinstance(given, dict) else given
-    if found or not isinstance(given, dict):
-        raise ConfigError(
-            f"--additional-config {OPTIONS}: {found}; expected {PLACEMENT}, {STRICT}, or fields of RuntimeConfig: "
-            f"{sorted(allowed)}"
-        )
-    if not isinstance(strict := given.get(STRICT, False), bool):
-        raise ConfigError(f"--additional-config {OPTIONS}.{STRICT}: {strict!r}: expected true or false")
-    return given
-
-
-def with_low_precision(moe: MoEConfig, runtime: RuntimeConfig, options: Mapping[str, Any]) -> RuntimeConfig:
-    """Quantises activations to FP8, one scale per 128 values, where the weights are FP8 with one scale per block.
-
-    vLLM's own kernels do so with such a checkpoint (`Fp8MoEMethod`: kFp8Dynamic128Sym). The options may say otherwise.
-    """
-    if moe.weight_format != "fp8_block" or "low_precision_activations" in options:
-        return runtime
-    return replace(runtime, low_precision_activations=True)
+    return checked_options((config.additional_config or {}).get(OPTIONS, {}), f"--additional-config {OPTIONS}")
 
 
 def captures_graphs(config: Any) -> bool:
@@ -155,44 +109,3 @@ def captures_graphs(config: Any) -> bool:
     if config.model_config.enforce_eager:
         return False
     return getattr(config.compilation_config.cudagraph_mode, "name", "NONE") != "NONE"
-
-
-def choose(
-    moe: MoEConfig, world: World, runtime: RuntimeConfig, placement: ExpertPlacement | None = None, *, captured: bool
-) -> tuple[Plan, RuntimeConfig]:
-    """Returns the plan, and settings that name its backends. Raises FallsBackToVllm, ConfigError."""
-    device = Device.of(world.device)
-    try:
-        plan = make_plan(moe, world.parallel, runtime, device, placement)
-    except UnsupportedError as error:
-        raise FallsBackToVllm(str(error)) from error
-    if captured and not _graph_safe(plan.dispatcher, plan.executor):
-        pairs = [(c.dispatcher, c.executor) for c in plan.candidates if c.support]
-        pairs = [pair for pair in pairs if _graph_safe(*pair)]
-        if not pairs:
-            raise FallsBackToVllm(
-                f"{plan.dispatcher} + {plan.executor} can't be captured in CUDA graphs and nothing else can run this "
-                "layer: --enforce-eager gives it to eprt"
-            )
-        dispatcher, executor = min(pairs, key=lambda pair: pair[1] != plan.executor)
-        named = replace(runtime, dispatcher=dispatcher, executor=executor)
-        plan = make_plan(moe, world.parallel, named, device, placement)
-    if device.kind == "cuda" and runtime.executor == "auto":
-        _require_packed(plan.executor, moe, world.parallel, runtime, device)
-    return plan, replace(runtime, dispatcher=plan.dispatcher, executor=plan.executor)
-
-
-def _require_packed(
-    executor: str, moe: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device
-) -> None:
-    """Raises FallsBackToVllm if the executor would decode packed experts, with why no other can multiply them."""
-    if moe.weight_format in EXECUTORS[executor].weights:
-        return
-    others = [spec for spec in EXECUTORS.values() if moe.weight_format in spec.weights and spec.name != "reference"]
-    payload = runtime.payload or "bf16"
-    reasons = [f"{e.name}: {e.supports(moe, parallel, runtime, device, payload).reason}" for e in others]
-    raise FallsBackToVllm(f"eprt would decode its {moe.weight_format} experts to bf16 ({'; '.join(reasons)})")
-
-
-def _graph_safe(dispatcher: str, executor: str) -> bool:
-    return DISPATCHERS[dispatcher].graph_safe and EXECUTORS[executor].graph_safe

@@ -9,8 +9,8 @@ import torch
 
 from eprt.bench.experts import random_experts
 from eprt.config import MoEConfig, WeightFormat
-from eprt.integrations.vllm.placement import redistribute
-from eprt.integrations.vllm.state import describe
+from eprt.integrations.engine.placement import redistribute
+from eprt.integrations.engine.state import describe
 from eprt.placement import EMPTY, ExpertPlacement
 from support.builders import said
 from support.stand_ins import vllm as stand_in

@@ -1,4 +1,4 @@
-"""Experts where a placement file says, in a vLLM that loads them in order."""
+"""Experts where a placement file says, in an engine that loads them in order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from eprt.errors import ConfigError
+from eprt.integrations.engine.settings import PLACEMENT
 from eprt.placement import ExpertPlacement
 from eprt.placement.file import PlacementFile
 from eprt.weights import ExpertWeights
 from eprt.world import World
-
-OPTION = "placement"  # beside RuntimeConfig's fields in `--additional-config`
 
 
 @functools.cache
@@ -24,16 +23,14 @@ def _read(path: str) -> PlacementFile:
 
 
 def placement_of(options: dict[str, Any], name: str, num_experts: int, world: World) -> ExpertPlacement | None:
-    """Returns the placement of the layer that vLLM calls `name`, or None if the options name no file.
+    """Returns the placement of the layer that the engine calls `name`, or None if the options name no file.
 
     Raises:
         ConfigError: there is no such file, it is for other sizes, or it lacks this layer.
     """
-    path = options.get(OPTION)
+    path = options.get(PLACEMENT)
     if path is None:
         return None
-    if not isinstance(path, str):
-        raise ConfigError(f"--additional-config eprt.{OPTION}: {path!r}: expected the path of a placement file")
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)  # 3 of `model.layers.3.mlp.experts`
     if len(numbers) != 1:
         raise ConfigError(

@@ -1,0 +1,148 @@
+"""Expert parameters as engines load them, in eprt's canonical order. Knows layouts, imports no engine.
+
+vLLM and SGLang keep them alike: `w13_*` stacks w1 (gate) over w3 (up), `w2_*` is down; gpt-oss keeps the rows of its
+checkpoint, which alternate gate, up. Names of methods and of single parameters are in the engines' own folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from eprt.config import WeightFormat
+from eprt.errors import CheckpointError
+from eprt.models.formats import split_alternating
+from eprt.weights import FP8_BLOCK, Dense, ExpertWeights, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
+
+Parameters = Mapping[str, torch.Tensor]
+INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
+
+
+class FallsBackToEngine(Exception):
+    """Raised for a layer that eprt doesn't run; the text is the reason for the log."""
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """Describes how one of an engine's quantisation methods keeps its experts.
+
+    Attributes:
+        weight_format: (method, dtype of unquantised parameters) -> number format. Raises FallsBackToEngine.
+        matrices: parameters -> (gate_up, down), rows still in the engine's order.
+        unset: parameters that a checkpoint may lack without the engine noticing: NaN before loading, checked after.
+    """
+
+    weight_format: Callable[[Any, torch.dtype], WeightFormat]
+    matrices: Callable[[Parameters], tuple[Matrix, Matrix]]
+    unset: tuple[str, ...] = ()
+
+
+def layout_in(layouts: Mapping[str, ParameterLayout], method: object) -> ParameterLayout:
+    """Finds the layout by the exact name of the method's class. Raises FallsBackToEngine."""
+    name = type(method).__name__
+    if name not in layouts:
+        raise FallsBackToEngine(f"experts kept by {name}: eprt reads {', '.join(layouts)}")
+    return layouts[name]
+
+
+def expert_weights(layout: ParameterLayout, parameters: Parameters, *, interleaved: bool) -> ExpertWeights:
+    """Returns views of the parameters where their order is eprt's, copies of w13 where its rows alternate.
+
+    Raises:
+        CheckpointError: a scale that the checkpoint should have had.
+    """
+    for name in layout.unset:
+        _require_loaded(name, parameters)
+    up, down = layout.matrices(parameters)
+    bias = parameters.get("w13_bias")
+    if interleaved:
+        up, bias = up.map(partial(split_alternating, dim=1)), None if bias is None else split_alternating(bias, dim=1)
+    return ExpertWeights(up, down, bias, parameters.get("w2_bias"))
+
+
+def mark_unset(layout: ParameterLayout, parameters: Parameters) -> None:
+    """Fills parameters with NaN before loading: values that stay NaN were in no file."""
+    for name in layout.unset:
+        if name in parameters:
+            parameters[name].data.fill_(float("nan"))
+
+
+def _require_loaded(name: str, parameters: Parameters) -> None:
+    values = parameters.get(name)
+    if values is None or not bool((missing := values.isnan()).any()):
+        return
+    if name.endswith("input_scale") and bool(missing.all()):
+        return  # a weight-only checkpoint: `_input_scale` reads it as none
+    raise CheckpointError(
+        f"{name}: {int(missing.sum())} of {values.numel()} values were in no file; is the checkpoint complete?"
+    )
+
+
+def plain(_: Any, dtype: torch.dtype) -> WeightFormat:
+    """Returns the number format of unquantised experts."""
+    names: dict[torch.dtype, WeightFormat] = {torch.bfloat16: "bf16", torch.float32: "f32"}
+    if dtype not in names:
+        raise FallsBackToEngine(f"experts in {dtype}: eprt computes with bfloat16 or float32")
+    return names[dtype]
+
+
+def dense_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
+    return Dense(p["w13_weight"]), Dense(p["w2_weight"])
+
+
+def fp8(block: Any, refined: Any = None) -> WeightFormat:
+    """Returns the number format of FP8 experts whose scales are for `block` (rows, columns), or one a tensor (None)."""
+    if block is None:
+        return "fp8_tensor"
+    if list(block) != [FP8_BLOCK, FP8_BLOCK] or refined is not None:
+        raise FallsBackToEngine(f"FP8 scales of blocks {block}: eprt reads {FP8_BLOCK} x {FP8_BLOCK}")
+    return "fp8_block"
+
+
+def fp8_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
+    if "w13_weight_scale_inv" in p:
+        up = Fp8Block(p["w13_weight"], p["w13_weight_scale_inv"])
+        return up, Fp8Block(p["w2_weight"], p["w2_weight_scale_inv"])
+    scale = p["w13_weight_scale"]  # [L, parts]; engines keep one input scale an expert for both halves
+    up = Fp8Tensor(p["w13_weight"], scale, _input_scale(p, "w13_input_scale", scale.shape[1]))
+    return up, Fp8Tensor(p["w2_weight"], p["w2_weight_scale"][:, None], _input_scale(p, "w2_input_scale", 1))
+
+
+def mxfp4(*_: Any) -> WeightFormat:
+    return "mxfp4"
+
+
+def mxfp4_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
+    return Mxfp4(p["w13_weight"], p["w13_weight_scale"]), Mxfp4(p["w2_weight"], p["w2_weight_scale"])
+
+
+def nvfp4(method: Any, _: torch.dtype) -> WeightFormat:
+    """Returns the number format of a ModelOpt method's FP4 experts."""
+    if (group := method.quant_config.group_size) != 16:
+        raise FallsBackToEngine(f"FP4 with a scale for {group} elements: eprt reads 16")
+    return "nvfp4"
+
+
+def nvfp4_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
+    scale = p["w13_weight_scale_2"]
+    up = Nvfp4(p["w13_weight"], p["w13_weight_scale"], scale, _input_scale(p, "w13_input_scale", scale.shape[1]))
+    down_scale = p["w2_weight_scale_2"][:, None]
+    return up, Nvfp4(p["w2_weight"], p["w2_weight_scale"], down_scale, _input_scale(p, "w2_input_scale", 1))
+
+
+def _input_scale(p: Parameters, name: str, parts: int) -> torch.Tensor | None:
+    """Returns [L, parts], or None where the checkpoint has none."""
+    found = p.get(name)
+    if found is None or bool(found.isnan().all()):
+        return None
+    return found[:, None].expand(-1, parts).contiguous() if found.dim() == 1 else found
+
+
+# What every engine's methods for these formats keep.
+DENSE = ParameterLayout(plain, dense_matrices)
+MXFP4 = ParameterLayout(mxfp4, mxfp4_matrices)
+NVFP4 = ParameterLayout(nvfp4, nvfp4_matrices, ("w13_weight_scale_2", "w2_weight_scale_2", *INPUT_SCALES))

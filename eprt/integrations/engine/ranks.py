@@ -1,0 +1,59 @@
+"""A World around an engine's process group, and the lines that name a lost rank before the engine ends the process."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from functools import partial
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+
+from eprt.config import ParallelConfig
+from eprt.world import World
+from eprt.world.collectives import Membership
+
+POLL_S = 0.05  # an engine ends this process a moment after another rank has died
+EXIT_S = 0.8  # longer than the guards need, from a closed connection to the verdict
+TIMEOUT_S = 600.0  # the first start of a model compiles; engines' own start-up waits as long
+
+
+def world_alone(device: torch.device) -> World:
+    """Makes a World of this rank alone: the engine sums what the ranks compute."""
+    return World(Membership(0, 1, device, ParallelConfig()), TIMEOUT_S)
+
+
+def world_of(group: Any, device: torch.device, tp_group: Any, logger: logging.Logger) -> World:
+    """Makes a World of a process group, ranks in its order, and lets it report lost ranks. Collective.
+
+    Args:
+        group: gloo on CPU, NCCL on GPUs.
+        tp_group: the ranks that hold the same tokens; None where each has its own.
+    """
+    world = World.from_group(group, device, attention_tp_group=tp_group, timeout_s=TIMEOUT_S)
+    reporter = threading.Thread(target=_report_failure, args=(world, logger), name="eprt-engine", daemon=True)
+    reporter.start()
+    at_exit = partial(_await_verdict, world, reporter)
+    atexit.register(at_exit)
+    # Engines' processes end without atexit; World's own finalizer, at 0, ends the guard.
+    Finalize(None, at_exit, exitpriority=1)
+    return world
+
+
+def _report_failure(world: World, logger: logging.Logger) -> None:
+    """Logs the lost rank as soon as it is known: the engine may end this process before a call raises RankLost."""
+    while not world.closed and (guard := world._guard) is not None:
+        if guard.verdict is not None:
+            logger.error("eprt: %s", guard.verdict)
+            return
+        time.sleep(POLL_S)
+
+
+def _await_verdict(world: World, reporter: threading.Thread) -> None:
+    """Gives the guards time to agree at exit: the engine's own collective may fail, and end this process, before."""
+    guard = world._guard
+    if guard is not None and (guard.verdict is not None or guard.verdict_due):
+        reporter.join(EXIT_S)

@@ -1,0 +1,131 @@
+"""Options of a plugin, and the plan that fits them and the engine.
+
+Everything read here is the same on every rank, so every rank decides alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig, WeightFormat
+from eprt.dispatch import DISPATCHERS
+from eprt.errors import ConfigError, UnsupportedError
+from eprt.experts import EXECUTORS
+from eprt.integrations.engine.parameters import FallsBackToEngine
+from eprt.placement import ExpertPlacement
+from eprt.plan import Plan, make_plan
+from eprt.support import Device
+from eprt.world import World
+
+PLACEMENT = "placement"  # beside RuntimeConfig's fields: the path of a placement file
+STRICT = "strict"  # beside RuntimeConfig's fields: layers that would fall back are errors
+SCALE_BLOCK = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16, "fp8_block": 128}  # inputs that share a scale
+
+
+def fall_back(reasons: list[tuple[bool, str]]) -> None:
+    """Raises FallsBackToEngine with the first reason that holds, if any."""
+    if reason := next((reason for holds, reason in reasons if holds), ""):
+        raise FallsBackToEngine(reason)
+
+
+def require_whole_scales(found: WeightFormat, part: int, tp_size: int, tokens: torch.dtype) -> None:
+    """Checks a layer's tensor-parallel part and its tokens. Raises FallsBackToEngine.
+
+    Args:
+        part: intermediate size that is left to a rank.
+        tokens: the dtype of hidden states.
+    """
+    block = SCALE_BLOCK.get(found, 1)
+    cut = f"tensor parallelism {tp_size} leaves {part} of the experts' rows to a rank, which cuts a scale of"
+    reasons = [
+        (tp_size > 1 and part % block != 0, f"{cut} {block} ({found})"),
+        (tokens not in (torch.bfloat16, torch.float32), f"tokens in {tokens}: eprt carries bfloat16 or float32"),
+    ]
+    fall_back(reasons)
+
+
+def checked_options(given: Any, where: str) -> dict[str, Any]:
+    """Returns a plugin's options as given in `where`. Raises ConfigError for names that it hasn't got."""
+    allowed = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "on_rank_lost"}
+    found = sorted(set(given) - {*allowed, PLACEMENT, STRICT}) if isinstance(given, dict) else given
+    if found or not isinstance(given, dict):
+        raise ConfigError(
+            f"{where}: {found}; expected {PLACEMENT}, {STRICT}, or fields of RuntimeConfig: {sorted(allowed)}"
+        )
+    if not isinstance(strict := given.get(STRICT, False), bool):
+        raise ConfigError(f"{where}.{STRICT}: {strict!r}: expected true or false")
+    if not isinstance(path := given.get(PLACEMENT, ""), str):
+        raise ConfigError(f"{where}.{PLACEMENT}: {path!r}: expected the path of a placement file")
+    return given
+
+
+def runtime_with(options: Mapping[str, Any], max_tokens_per_rank: int) -> RuntimeConfig:
+    """Returns settings with the engine's own limit as capacity, the rest from the options. Raises ConfigError."""
+    given = {name: value for name, value in options.items() if name not in (PLACEMENT, STRICT)}
+    return RuntimeConfig(max_tokens_per_rank=max_tokens_per_rank, **given)
+
+
+def with_low_precision(moe: MoEConfig, runtime: RuntimeConfig, options: Mapping[str, Any]) -> RuntimeConfig:
+    """Quantises activations to FP8, one scale per 128 values, where the weights are FP8 with one scale per block.
+
+    The engines' own kernels do so with such a checkpoint. The options may say otherwise.
+    """
+    if moe.weight_format != "fp8_block" or "low_precision_activations" in options:
+        return runtime
+    return replace(runtime, low_precision_activations=True)
+
+
+def choose(
+    moe: MoEConfig,
+    world: World,
+    runtime: RuntimeConfig,
+    placement: ExpertPlacement | None = None,
+    *,
+    captured: bool,
+    eager_flag: str = "--enforce-eager",
+) -> tuple[Plan, RuntimeConfig]:
+    """Returns the plan, and settings that name its backends. Raises FallsBackToEngine, ConfigError.
+
+    Args:
+        captured: the engine may capture the layer in CUDA graphs, which not every backend survives.
+        eager_flag: the engine's flag against that, for messages.
+    """
+    device = Device.of(world.device)
+    try:
+        plan = make_plan(moe, world.parallel, runtime, device, placement)
+    except UnsupportedError as error:
+        raise FallsBackToEngine(str(error)) from error
+    if captured and not _graph_safe(plan.dispatcher, plan.executor):
+        pairs = [(c.dispatcher, c.executor) for c in plan.candidates if c.support]
+        pairs = [pair for pair in pairs if _graph_safe(*pair)]
+        if not pairs:
+            raise FallsBackToEngine(
+                f"{plan.dispatcher} + {plan.executor} can't be captured in CUDA graphs and nothing else can run this "
+                f"layer: {eager_flag} gives it to eprt"
+            )
+        dispatcher, executor = min(pairs, key=lambda pair: pair[1] != plan.executor)
+        named = replace(runtime, dispatcher=dispatcher, executor=executor)
+        plan = make_plan(moe, world.parallel, named, device, placement)
+    if device.kind == "cuda" and runtime.executor == "auto":
+        _require_packed(plan.executor, moe, world.parallel, runtime, device)
+    return plan, replace(runtime, dispatcher=plan.dispatcher, executor=plan.executor)
+
+
+def _require_packed(
+    executor: str, moe: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device
+) -> None:
+    """Raises FallsBackToEngine if the executor would decode packed experts, with why no other can multiply them."""
+    if moe.weight_format in EXECUTORS[executor].weights:
+        return
+    others = [spec for spec in EXECUTORS.values() if moe.weight_format in spec.weights and spec.name != "reference"]
+    payload = runtime.payload or "bf16"
+    reasons = [f"{e.name}: {e.supports(moe, parallel, runtime, device, payload).reason}" for e in others]
+    raise FallsBackToEngine(f"eprt would decode its {moe.weight_format} experts to bf16 ({'; '.join(reasons)})")
+
+
+def _graph_safe(dispatcher: str, executor: str) -> bool:
+    return DISPATCHERS[dispatcher].graph_safe and EXECUTORS[executor].graph_safe

@@ -1,0 +1,200 @@
+"""This process's share of a plugin: its Worlds, its layers, their one warm-up, and what the log says of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.errors import ConfigError, UsageError
+from eprt.integrations.engine.parameters import FallsBackToEngine
+from eprt.integrations.engine.placement import placement_of, redistribute
+from eprt.integrations.engine.settings import STRICT, choose, with_low_precision
+from eprt.layer import ExpertParallelMoE
+from eprt.placement import ExpertPlacement
+from eprt.plan import Plan
+from eprt.weights import ExpertWeights
+from eprt.world import World
+
+# How the ranks of a layer's world come by their tokens; "local": each rank is a world of its own.
+Sharing = Literal["own tokens", "same tokens", "local"]
+
+
+@dataclass(frozen=True)
+class LayerBinding:
+    """Says where and how one layer runs. It is decided when the engine makes the layer, before any weight is loaded.
+
+    Attributes:
+        name: the engine's name of the layer.
+        expert_parallel: False: no world goes beyond this rank, and the engine sums what the ranks compute.
+        parts: ranks whose outputs the engine sums where the layer isn't expert-parallel.
+        number: counts the layers of this process from 0.
+        placement: None where experts lie as the engine loads them, in order.
+    """
+
+    name: str
+    number: int
+    config: MoEConfig
+    world: World
+    runtime: RuntimeConfig
+    plan: Plan
+    placement: ExpertPlacement | None = None
+    expert_parallel: bool = True
+    parts: int = 1
+
+
+@dataclass
+class EngineState:
+    """The state that all layers of one process share; a child for each engine reads the engine's own configuration.
+
+    Attributes:
+        worlds: one World for each `sharing` of tokens that layers need.
+        plans: one plan per kind of layer.
+        bindings: one per layer that eprt runs.
+        fallbacks: reason -> names of the layers that the engine runs itself.
+        cold: layers that were built and not yet warmed up.
+        spent: seconds of the start-up per purpose.
+        unfit: why no layer can run in this engine at all, or "".
+    """
+
+    engine: ClassVar[str]  # its name in messages
+    logger: ClassVar[logging.Logger]  # below the engine's own, so that its handlers print these lines
+    eager_flag: ClassVar[str]  # the engine's flag against CUDA graphs
+
+    worlds: dict[Sharing, World] = field(default_factory=dict)
+    plans: dict[tuple[Any, ...], tuple[Plan, RuntimeConfig]] = field(default_factory=dict)
+    bindings: list[LayerBinding] = field(default_factory=list)
+    fallbacks: dict[str, list[str]] = field(default_factory=dict)
+    cold: list[ExpertParallelMoE] = field(default_factory=list)
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    unfit: str = ""
+
+    def options(self) -> dict[str, Any]:
+        """Returns the plugin's options. Raises ConfigError for bad ones."""
+        raise NotImplementedError
+
+    def make_world(self, sharing: Sharing) -> World:
+        """Makes a World of the engine's ranks. Collective."""
+        raise NotImplementedError
+
+    def runtime(self, sharing: Sharing) -> RuntimeConfig:
+        """Returns settings with the engine's limit as capacity. Raises ConfigError."""
+        raise NotImplementedError
+
+    def captures_graphs(self) -> bool:
+        """Returns whether the engine may capture layers in CUDA graphs."""
+        raise NotImplementedError
+
+    def reports(self) -> bool:
+        """Returns whether this rank writes the report to the log."""
+        raise NotImplementedError
+
+    def bind_layer(self, name: str, config: MoEConfig, sharing: Sharing, parts: int) -> LayerBinding:
+        """Binds a layer. Collective for the first of its kind. Raises FallsBackToEngine, ConfigError, RankLost."""
+        if sharing not in self.worlds:
+            with self._timed("to meet"):
+                self.worlds[sharing] = self.make_world(sharing)
+        world, options = self.worlds[sharing], self.options()
+        placement = placement_of(options, name, config.num_experts, world)
+        key = config, sharing, placement
+        if key not in self.plans:
+            runtime = with_low_precision(config, self.runtime(sharing), options)
+            captured = self.captures_graphs()
+            self.plans[key] = choose(config, world, runtime, placement, captured=captured, eager_flag=self.eager_flag)
+        plan, runtime = self.plans[key]
+        how = placement, sharing != "local", parts
+        self.bindings.append(LayerBinding(name, len(self.bindings), config, world, runtime, plan, *how))
+        return self.bindings[-1]
+
+    def require_fit(self) -> None:
+        """Raises FallsBackToEngine where no layer can run in this engine at all."""
+        if self.unfit:
+            raise FallsBackToEngine(self.unfit)
+
+    def fall_back(self, name: str, reason: str) -> None:
+        """Notes a layer that stays with the engine; each reason is logged once, when it first occurs.
+
+        Raises:
+            ConfigError: the options say `strict`.
+        """
+        if self.options().get(STRICT):
+            raise ConfigError(f"eprt: {name} would fall back to {self.engine}, and eprt.{STRICT} is set: {reason}")
+        if reason not in self.fallbacks:
+            self.logger.warning("eprt: %s and layers like it fall back to %s: %s", name, self.engine, reason)
+        self.fallbacks.setdefault(reason, []).append(name)
+
+    def build(self, binding: LayerBinding, experts: ExpertWeights) -> ExpertParallelMoE:
+        """Builds the layer. Collective. Raises ConfigError, UnsupportedError, RankLost."""
+        config, world, placement = binding.config, binding.world, binding.placement
+        with self._timed("to build the layers"):
+            if placement is not None:
+                experts = redistribute(world, experts, placement)
+            layer = ExpertParallelMoE(
+                config, world, experts, runtime=binding.runtime, layer=binding.number, placement=placement
+            )
+        self.cold.append(layer)
+        return layer
+
+    def warm(self) -> None:
+        """Compiles, tunes and allocates for all layers at once. Collective.
+
+        The first call of any layer comes here. By then the whole model is loaded, drafts included, and the call is
+        one in which every rank takes part.
+        """
+        layers, self.cold = self.cold, []
+        with self._timed("of warm-up for all layers"):
+            for world in self.worlds.values():
+                own = [layer for layer in layers if layer.world is world]
+                if not own:
+                    continue
+                if world.device.type == "cuda":
+                    if torch.cuda.is_current_stream_capturing():
+                        raise UsageError("the first call of these layers is inside a CUDA graph capture: report this")
+                    torch.cuda.empty_cache()  # what the engine's copies of the experts took
+                world.warmup(*own)
+        if self.reports():
+            self._report()
+
+    @contextmanager
+    def _timed(self, purpose: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.spent[purpose] += time.monotonic() - started
+
+    def _report(self) -> None:
+        kinds: dict[tuple[Any, ...], list[LayerBinding]] = {}
+        for binding in self.bindings:
+            kinds.setdefault((binding.config, binding.runtime), []).append(binding)
+        total = len(self.bindings) + sum(map(len, self.fallbacks.values()))
+        for bindings in kinds.values():
+            self.logger.info("eprt: %s", describe(bindings, total))
+        for reason, names in self.fallbacks.items():
+            self.logger.info("eprt: %d of %d MoE layers fall back to %s: %s", len(names), total, self.engine, reason)
+        self.logger.info(
+            "eprt: ready after %s", ", ".join(f"{seconds:.1f} s {purpose}" for purpose, seconds in self.spent.items())
+        )
+
+
+def describe(bindings: list[LayerBinding], total: int) -> str:
+    """Returns one line for layers of one kind: where they run, how, and why so."""
+    first = bindings[0]
+    config, parallel, plan = first.config, first.world.parallel, first.plan
+    ranks = f"over {parallel.world_size} ranks"
+    if not first.expert_parallel:
+        ranks = "on this rank alone" if first.parts == 1 else f"on one of {first.parts} tensor-parallel parts"
+    elif parallel.attention_tp_size > 1:
+        ranks += f" (attention TP {parallel.attention_tp_size})"
+    named = f"{len(bindings)} of {total} MoE layers ({first.name} to {bindings[-1].name})"
+    placed = "" if first.placement is None else f" on {first.placement.num_slots} slots by the placement file"
+    return (
+        f"{named} {ranks}: {plan.dispatcher} + {plan.executor}, {config.weight_format}, "
+        f"{config.num_experts} experts{placed}, top-{config.top_k}, {config.hidden_size} x {config.intermediate_size}, "
+        f"up to {first.runtime.max_tokens_per_rank} tokens per rank. Why: {plan.reason}"
+    )
