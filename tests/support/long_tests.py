@@ -21,15 +21,16 @@ LONG = (
     r"test_triton_registers::",
     r"test_pdl::",
     r"test_cutedsl_compile::",
-    r"test_kernels_interpreted::.*(grouped|fp4|payload|routing|warp_)",
-    r"test_compile::test_(inductor|a_parallelized.*dtype1)",
+    r"test_kernels_interpreted::.*\[(?!placement|push)",
+    r"test_compile::test_(inductor|a_parallelized.*(dtype1|4-qwen3_moe))",
     r"test_generation::test_a_compiled_model",
     r"test_gpu_layers_on_gloo::test_humming_on_stand_ins",
     # Every family's numbers are those of one process by another test; here the way into transformers differs.
     r"test_generation::test_the_registered_implementation_gives_the_same_tokens\[(?!gpt_oss|qwen3_moe|deepseek_v3)",
     r"test_integration::test_logits_are_those_of_the_saved_checkpoint\[(?!gpt_oss|qwen3_moe|deepseek_v3)",
     # Launchers that start interpreters, and a third signal that ends them as the second does.
-    r"test_cli::test_a_signal_ends_all_ranks_and_leaves_no_folder\[1\]",
+    r"test_cli::test_a_signal_ends_all_ranks_and_leaves_no_folder\[(1|2)\]",
+    r"test_cli::test_a_broken_rank_ends_the_run.*\[19",  # a stopped rank is waited for; a killed one isn't
     r"test_launch::test_(a_node|two_nodes|slurm|its_command)",
     r"test_cli_generate::test_a_(restarted_world|signal)",
     r"test_plugins::test_a_strangers",
