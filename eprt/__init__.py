@@ -56,7 +56,9 @@ if TYPE_CHECKING:
     from eprt.weights import Dense as Dense
     from eprt.weights import ExpertWeights as ExpertWeights
     from eprt.weights import Fp8Block as Fp8Block
+    from eprt.weights import Fp8Channel as Fp8Channel
     from eprt.weights import Fp8Tensor as Fp8Tensor
+    from eprt.weights import Int4 as Int4
     from eprt.weights import LatentWeights as LatentWeights
     from eprt.weights import Mxfp4 as Mxfp4
     from eprt.weights import Mxfp8 as Mxfp8
@@ -97,7 +99,9 @@ _HOME = {
         "Dense",
         "ExpertWeights",
         "Fp8Block",
+        "Fp8Channel",
         "Fp8Tensor",
+        "Int4",
         "LatentWeights",
         "Mxfp4",
         "Mxfp8",

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from eprt.errors import ConfigError
 
-WeightFormat = Literal["f32", "bf16", "mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "mxfp8"]
+WeightFormat = Literal["f32", "bf16", "mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "fp8_channel", "mxfp8", "int4"]
 PayloadFormat = Literal["f32", "bf16", "fp8_block", "nvfp4"]
 CombineFormat = Literal["fp8"]
 TokenFormat = Literal["flat", "expert_major"]

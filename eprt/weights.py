@@ -23,6 +23,8 @@ from eprt.rounding import ceil_div
 MX_BLOCK = 32  # OCP Microscaling v1.0, section 5.2: one E8M0 scale for 32 elements along the columns
 NVFP4_BLOCK = 16  # one E4M3 scale for 16 elements along the columns
 FP8_BLOCK = 128  # DeepSeek's 128 x 128 float32 block scales
+INT4_GROUPS = (32, 64, 128)  # columns that share a scale; or the whole row does
+INT4_ZERO = 8  # the code of 0 where a matrix has no zero points of its own
 
 _PLAIN = (torch.bfloat16, torch.float32)
 
@@ -36,6 +38,7 @@ class Matrix(ABC):
     format: ClassVar[tuple[WeightFormat, ...]]
     whole_columns: ClassVar[int] = 1  # the format has no way to write a number of columns that this doesn't divide
     values_per_element: ClassVar[int] = 1  # of the tensor in the first field
+    optional: ClassVar[tuple[str, ...]] = ()  # fields that may be None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -78,7 +81,7 @@ class Matrix(ABC):
         tensors = self.tensors()
         for field, (shape, dtype) in self.expected(rows, cols, parts).items():
             tensor = tensors.get(field)
-            if tensor is None and field == "input_scale":  # a weight-only checkpoint
+            if tensor is None and field in self.optional:
                 continue
             if tensor is None:
                 raise ConfigError(f"{name}.{field} is missing: {type(self).__name__} weights need it")
@@ -134,6 +137,7 @@ class Nvfp4(Matrix):
     global_scale: torch.Tensor
     input_scale: torch.Tensor | None = None
     format = ("nvfp4",)
+    optional = ("input_scale",)
     values_per_element = 2
     whole_columns = NVFP4_BLOCK
 
@@ -154,6 +158,7 @@ class Fp8Tensor(Matrix):
     scale: torch.Tensor
     input_scale: torch.Tensor | None = None
     format = ("fp8_tensor",)
+    optional = ("input_scale",)
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         scale = (parts,), torch.float32
@@ -174,6 +179,46 @@ class Fp8Block(Matrix):
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         grid = (parts * ceil_div(rows // parts, FP8_BLOCK), ceil_div(cols, FP8_BLOCK))
         return {"data": ((rows, cols), torch.float8_e4m3fn), "scale": (grid, torch.float32)}
+
+
+@dataclass(frozen=True)
+class Fp8Channel(Matrix):
+    """FP8 with one scale per output row: `data` e4m3 [L, rows, cols], `scale` f32 [L, rows]; value = data * scale."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    format = ("fp8_channel",)
+
+    def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"data": ((rows, cols), torch.float8_e4m3fn), "scale": ((rows,), torch.float32)}
+
+
+@dataclass(frozen=True)
+class Int4(Matrix):
+    """INT4: `codes` u8 [L, rows, cols/2] (unsigned, low nibble first), `scales` bf16 or f32 [L, rows, cols/group].
+
+    value = (code - zero) * scale. A group is 32, 64 or 128 columns, or the whole row. `zeros` u8 [L, rows, cols/group]
+    holds the groups' zero points, 0 to 15; None means 8.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    format = ("int4",)
+    values_per_element = 2
+    whole_columns = 2
+    optional = ("zeros",)
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return self.shape[2] // max(1, self.scales.shape[2])
+
+    def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        group = self.group if self.group in INT4_GROUPS and cols % self.group == 0 else cols
+        dtype = self.scales.dtype if self.scales.dtype in _PLAIN else torch.bfloat16
+        grid = rows, cols // group
+        return {"codes": ((rows, cols // 2), torch.uint8), "scales": (grid, dtype), "zeros": (grid, torch.uint8)}
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,20 @@ from eprt.routing import Router
 from eprt.support import Device
 from eprt.timing import device_microseconds, host_microseconds, host_stopwatch
 from eprt.tokens import FlatTokens, Payload
-from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Dense, ExpertWeights, Fp8Block, Matrix, Mxfp4, Nvfp4
+from eprt.weights import (
+    FP8_BLOCK,
+    INT4_GROUPS,
+    MX_BLOCK,
+    NVFP4_BLOCK,
+    Dense,
+    ExpertWeights,
+    Fp8Block,
+    Fp8Channel,
+    Int4,
+    Matrix,
+    Mxfp4,
+    Nvfp4,
+)
 
 VOCABULARY = 1024  # token ids of a random hash router
 WITNESS = "reference"  # float32, expert by expert: nothing that anybody would time
@@ -102,16 +115,22 @@ def random_matrix(
             second = torch.full((L, parts), size / 4, device=device) * torch.arange(1, parts + 1, device=device)
             # Blackwell's kernels quantise activations: 1 / 448 lets their blocks reach 6, six sigmas of normal tokens.
             return Nvfp4(codes(), scales, second, torch.full((L, parts), 1 / 448, device=device))
-        case "fp8_block":
+        case "int4":
+            scales = torch.rand(L, rows, ceil_div(cols, INT4_GROUPS[0]), device=device).add_(0.5)
+            return Int4(codes(), (scales * size / 4).to(torch.bfloat16))
+        case "fp8_block" | "fp8_channel":
             grid = (L, parts * ceil_div(rows // parts, FP8_BLOCK), ceil_div(cols, FP8_BLOCK))
             data = torch.empty(L, rows, cols, dtype=torch.float8_e4m3fn, device=device)
             for expert in data:
                 expert.copy_(torch.randn(rows, cols, device=device))
+            if weight_format == "fp8_channel":
+                return Fp8Channel(data, torch.rand(L, rows, device=device).add_(0.5) * size)
             return Fp8Block(data, torch.full(grid, size, device=device))
         case "bf16":
             return Dense(torch.empty(L, rows, cols, dtype=torch.bfloat16, device=device).normal_(std=size))
         case _:
-            raise ConfigError(f"no random {weight_format} weights: expected mxfp4, nvfp4, fp8_block or bf16")
+            formats = "mxfp4, nvfp4, int4, fp8_block, fp8_channel or bf16"
+            raise ConfigError(f"no random {weight_format} weights: expected {formats}")
 
 
 def random_experts(config: MoEConfig, L: int, device: torch.device) -> ExpertWeights:

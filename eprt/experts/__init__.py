@@ -35,7 +35,7 @@ __all__ = [
 _FLASHINFER = Requirement("flashinfer", ("flashinfer-python",), "0.6.18")
 # The version whose signatures and layouts the two Blackwell executors were written and tested against.
 _FLASHINFER_SM100 = Requirement("flashinfer", ("flashinfer-python",), "0.7.2")
-_QUANTISED = ("mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "mxfp8")
+_QUANTISED = ("mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "fp8_channel", "mxfp8", "int4")
 _BOTH = ("flat", "expert_major")
 _any_payload = partial(ExecutorSpec, payloads=("bf16", "f32", "fp8_block", "nvfp4"))
 _cuda = partial(_any_payload, devices=("cuda",), graph_safe=True)

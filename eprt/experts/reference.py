@@ -16,7 +16,7 @@ from eprt.config import Activation, MoEConfig
 from eprt.errors import ConfigError
 from eprt.experts.base import PreparedExecutor, present
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
-from eprt.weights import Dense, ExpertWeights, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Mxfp8, Nvfp4
+from eprt.weights import Dense, ExpertWeights, Fp8Block, Fp8Channel, Fp8Tensor, Int4, Matrix, Mxfp4, Mxfp8, Nvfp4
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -36,6 +36,7 @@ def _e8m0(byte: int) -> float:
     return float("nan") if byte == 0xFF else 2.0 ** (byte - 127)
 
 
+INT4 = tuple(float(code) for code in range(16))
 E4M3 = tuple(_e4m3(byte) for byte in range(256))
 E8M0 = tuple(_e8m0(byte) for byte in range(256))
 
@@ -45,11 +46,11 @@ def _look_up(table: tuple[float, ...], tensor: torch.Tensor) -> torch.Tensor:
     return torch.tensor(table, dtype=torch.float32, device=tensor.device)[tensor.view(torch.uint8).long()]
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """E2M1 values of packed bytes: column 2i is the low nibble of byte i, column 2i + 1 the high one."""
+def _nibbles(packed: torch.Tensor, table: tuple[float, ...] = E2M1) -> torch.Tensor:
+    """Values of packed bytes: column 2i is the low nibble of byte i, column 2i + 1 the high one."""
     values = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=torch.float32)
-    values[..., 0::2] = _look_up(E2M1, packed % 16)
-    values[..., 1::2] = _look_up(E2M1, packed // 16)
+    values[..., 0::2] = _look_up(table, packed % 16)
+    values[..., 1::2] = _look_up(table, packed // 16)
     return values
 
 
@@ -73,6 +74,12 @@ def decode_matrix(matrix: Matrix, parts: int) -> torch.Tensor:
         return _nibbles(matrix.codes) * scale * _repeat(matrix.global_scale, part_rows, 1, rows)[:, :, None]
     if isinstance(matrix, Fp8Tensor):
         return _look_up(E4M3, matrix.data) * _repeat(matrix.scale, part_rows, 1, rows)[:, :, None]
+    if isinstance(matrix, Fp8Channel):
+        return _look_up(E4M3, matrix.data) * matrix.scale[:, :, None]
+    if isinstance(matrix, Int4):
+        zeros = torch.full_like(matrix.scales, 8.0) if matrix.zeros is None else matrix.zeros
+        of_each = [_repeat(t.float(), cols // t.shape[2], 2, cols) for t in (zeros, matrix.scales)]
+        return (_nibbles(matrix.codes, INT4) - of_each[0]) * of_each[1]
     if isinstance(matrix, Fp8Block):
         grids = matrix.scale.chunk(parts, dim=1)
         scale = torch.cat([_repeat(grid, 128, 1, part_rows) for grid in grids], dim=1)

@@ -38,7 +38,9 @@ WEIGHT_BYTES: dict[WeightFormat, float] = {
     "nvfp4": 1 / 2 + 1 / 16,
     "fp8_tensor": 1,
     "fp8_block": 1 + 4 / 128**2,
+    "fp8_channel": 1,
     "mxfp8": 1 + 1 / 32,
+    "int4": 1 / 2 + 2 / 32,  # bf16 scales of the smallest groups
 }
 DISPATCH_TERMS = ("constant", "steps", "rows", "link", "memory")
 DISPATCH_LEAST = (0.0, 0.0, 0.0, 1.0, 0.0)  # nothing crosses a link faster than its peak

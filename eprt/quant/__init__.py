@@ -14,12 +14,15 @@ import torch
 from eprt.config import PayloadFormat, WeightFormat
 from eprt.errors import ConfigError, InputError
 from eprt.quant.blocks import (
+    decode_int4,
     decode_mxfp4,
     decode_mxfp8,
     decode_nvfp4,
     encode_fp8_block,
+    encode_fp8_channel,
     encode_fp8_groups,
     encode_fp8_tensor,
+    encode_int4,
     encode_mxfp4,
     encode_mxfp8,
     encode_nvfp4,
@@ -28,7 +31,19 @@ from eprt.quant.blocks import (
     spread_groups,
 )
 from eprt.tokens import Payload
-from eprt.weights import NVFP4_BLOCK, Dense, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Mxfp8, Nvfp4
+from eprt.weights import (
+    INT4_GROUPS,
+    NVFP4_BLOCK,
+    Dense,
+    Fp8Block,
+    Fp8Channel,
+    Fp8Tensor,
+    Int4,
+    Matrix,
+    Mxfp4,
+    Mxfp8,
+    Nvfp4,
+)
 
 __all__ = ["decode", "decode_payload", "encode", "encode_payload"]
 
@@ -42,6 +57,11 @@ def _encode_nvfp4(split: torch.Tensor) -> Nvfp4:
 def _encode_fp8_tensor(split: torch.Tensor) -> Fp8Tensor:
     data, scale = encode_fp8_tensor(split)
     return Fp8Tensor(data.flatten(1, 2), scale)
+
+
+def _encode_int4(split: torch.Tensor) -> Int4:
+    cols = split.shape[-1]
+    return Int4(*_join(*encode_int4(split, cols if cols % INT4_GROUPS[0] else INT4_GROUPS[0])))
 
 
 def _decode_nvfp4(matrix: Nvfp4, parts: int) -> torch.Tensor:
@@ -67,6 +87,8 @@ _ENCODERS: dict[WeightFormat, tuple[type[Matrix], Callable[[torch.Tensor], Matri
     "nvfp4": (Nvfp4, _encode_nvfp4),
     "fp8_tensor": (Fp8Tensor, _encode_fp8_tensor),
     "fp8_block": (Fp8Block, lambda split: Fp8Block(*_join(*encode_fp8_block(split)))),
+    "fp8_channel": (Fp8Channel, lambda split: Fp8Channel(*_join(*encode_fp8_channel(split)))),
+    "int4": (Int4, _encode_int4),
 }
 # (matrix, parts) -> its numbers [L, rows, cols]: float32, but for Dense.
 _DECODERS: dict[type[Matrix], Callable[[Any, int], torch.Tensor]] = {
@@ -76,6 +98,8 @@ _DECODERS: dict[type[Matrix], Callable[[Any, int], torch.Tensor]] = {
     Nvfp4: _decode_nvfp4,
     Fp8Tensor: _decode_fp8_tensor,
     Fp8Block: _decode_fp8_block,
+    Fp8Channel: lambda matrix, _: matrix.data.float() * matrix.scale[:, :, None],
+    Int4: lambda matrix, _: decode_int4(matrix.codes, matrix.scales, matrix.zeros),
 }
 
 

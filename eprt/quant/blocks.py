@@ -1,7 +1,8 @@
 """The block formats on raw tensors: FP8 (E4M3) with float32 scales, OCP MXFP8 and MXFP4, NVFP4.
 
-- FP8 has one float32 scale per matrix, per 128 x 128 block, or per 128 values of a token.
+- FP8 has one float32 scale per matrix, per row, per 128 x 128 block, or per 128 values of a token.
 - MXFP8 and MXFP4 (OCP MX v1.0) have one E8M0 scale for 32 elements along the last dimension, which is whole blocks.
+- INT4 has one bf16 or float32 scale, and a zero point or 8, for a group of columns: value = (code - zero) * scale.
 - NVFP4 has one E4M3 scale for 16 E2M1 elements, and a float32 scale above: value = e2m1(code) * scale * global_scale.
 """
 
@@ -25,7 +26,7 @@ from eprt.quant.elements import (
     unpack_nibbles,
 )
 from eprt.rounding import ceil_div
-from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK
+from eprt.weights import FP8_BLOCK, INT4_ZERO, MX_BLOCK, NVFP4_BLOCK
 
 
 def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
@@ -42,6 +43,13 @@ def encode_fp8_tensor(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     values = values.float()
     scale = fp8_scale(values.abs().amax((-2, -1)))
     return encode_e4m3(values / scale[..., None, None]), scale
+
+
+def encode_fp8_channel(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encodes [..., rows, cols] float as (e4m3 of the same shape, scale f32 [..., rows]): one scale per row."""
+    values = values.float()
+    scale = fp8_scale(values.abs().amax(-1))
+    return encode_e4m3(values / scale[..., None]), scale
 
 
 def encode_fp8_block(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,6 +107,23 @@ def decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Decodes (codes u8 [..., C/2], scales u8 [..., C/32]) exactly to float32 [..., C]; a block of scale 255 is NaN."""
     values = decode_e2m1(unpack_nibbles(codes)).unflatten(-1, (scales.shape[-1], MX_BLOCK))
     return (values * decode_e8m0(scales)[..., None]).flatten(-2)
+
+
+def encode_int4(
+    values: torch.Tensor, group: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encodes [..., C] as (codes u8 [..., C/2], scales `dtype` [..., C/group]), 0 at code 8. C is whole groups."""
+    groups = values.float().unflatten(-1, (values.shape[-1] // group, group))
+    scales = (groups.abs().amax(-1) / (15 - INT4_ZERO)).clamp(min=TINY).to(dtype)
+    codes = (groups / scales.float()[..., None]).round().clamp(-INT4_ZERO, 15 - INT4_ZERO) + INT4_ZERO
+    return pack_nibbles(codes.to(torch.uint8).flatten(-2)), scales
+
+
+def decode_int4(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> torch.Tensor:
+    """Decodes (codes u8 [..., C/2], scales [..., C/group], zero points u8 of the same shape or None) to float32."""
+    values = unpack_nibbles(codes).float().unflatten(-1, (scales.shape[-1], -1))
+    zero = float(INT4_ZERO) if zeros is None else zeros.float()[..., None]
+    return ((values - zero) * scales.float()[..., None]).flatten(-2)
 
 
 def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:

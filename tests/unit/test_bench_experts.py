@@ -29,7 +29,7 @@ LIBRARIES = baselines()
 TorchOrder = LIBRARIES.direct.TorchOrder
 
 
-@pytest.mark.parametrize("weight_format", ["mxfp4", "nvfp4", "fp8_block", "bf16"])
+@pytest.mark.parametrize("weight_format", ["mxfp4", "nvfp4", "int4", "fp8_block", "fp8_channel", "bf16"])
 def test_random_weights_are_the_configs(weight_format):
     config = MoEConfig(8, 2, 256, 96, Activation(limit=10.0), bias=True, weight_format=weight_format)
     shard = ExpertPlacement(8, ParallelConfig(4)).shard(0)

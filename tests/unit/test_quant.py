@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eprt.errors import ConfigError, InputError
-from eprt.quant import decode, decode_payload, encode, encode_payload
+from eprt.errors import ConfigError
+from eprt.quant import decode, encode
 from eprt.quant.blocks import decode_mxfp4, decode_nvfp4, encode_mxfp4, encode_mxfp8, encode_nvfp4
 from eprt.quant.elements import (
     decode_e2m1,
@@ -21,8 +21,7 @@ from eprt.quant.elements import (
     shared_scale,
     unpack_nibbles,
 )
-from eprt.tokens import Payload
-from eprt.weights import Dense, Fp8Block, Fp8Tensor, Mxfp4, Mxfp8, Nvfp4
+from eprt.weights import Dense, Fp8Block, Fp8Channel, Fp8Tensor, Int4, Mxfp4, Mxfp8, Nvfp4
 
 NAN, INF = math.nan, math.inf
 
@@ -173,6 +172,66 @@ def test_mxfp8_by_hand():
     assert decoded[0, 0, :4].tolist() == [1792.0, -4.0, 2**-7, 1792.0]
 
 
+# Codes 0 to 15 in 8 bytes, the even column in the low nibble.
+INT4_BYTES = u8(0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_int4_by_hand(dtype: torch.dtype):
+    # Row 0: groups of scale 1 and 0.5; row 1: 2 and 0.25, codes of each group ascending.
+    scales = torch.tensor([[[1.0, 0.5], [2.0, 0.25]]], dtype=dtype)
+    matrix = Int4(INT4_BYTES.repeat(4).expand(1, 2, 32), scales)
+    assert (matrix.group, matrix.shape) == (32, (1, 2, 64))
+    matrix.check("w", 1, 2, 64, 1)
+    signed = torch.arange(-8.0, 8.0).repeat(2)
+    assert same_bits(decode(matrix, 1)[0, 0], torch.cat((signed, signed / 2)))
+    assert same_bits(decode(matrix, 1)[0, 1], torch.cat((signed * 2, signed / 4)))
+    zeros = u8(0, 15, 3, 8).view(1, 2, 2)
+    values = decode(Int4(matrix.codes, scales, zeros), 2)[0]
+    assert values[0, [0, 15, 32, 47]].tolist() == [0.0, 15.0, -7.5, 0.0]
+    assert values[1, [0, 15, 32, 47]].tolist() == [-6.0, 24.0, -2.0, 1.75]
+
+
+def test_int4_encodes_by_hand():
+    values = torch.cat((torch.arange(-7.0, 8.0) / 4, f32(0.1), torch.zeros(16)))  # 0.1 rounds to 0
+    matrix = encode("int4", torch.stack((values, values * 2))[None], 2)
+    assert matrix.codes[0, 0].tolist() == [0x21, 0x43, 0x65, 0x87, 0xA9, 0xCB, 0xED, 0x8F] + [0x88] * 8
+    assert matrix.scales.dtype == torch.bfloat16
+    assert matrix.scales.flatten().tolist() == [0.25, 0.5]
+
+
+@pytest.mark.parametrize("cols", [96, 40, 128])
+def test_int4_shares_a_scale_by_32_columns_or_by_the_row(cols: int):
+    assert encode("int4", torch.ones(1, 2, cols), 2).group == (40 if cols == 40 else 32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "said"),
+    [
+        ((1, 2, 4), torch.bfloat16, r"scales is \(1, 2, 4\).*expected \(1, 2, 1\)"),  # groups of 16
+        ((1, 2, 3), torch.bfloat16, r"scales is \(1, 2, 3\)"),
+        ((1, 3, 1), torch.bfloat16, r"scales is \(1, 3, 1\)"),
+        ((1, 2, 2), torch.float16, r"torch.float16: expected \(1, 2, 2\) torch.bfloat16"),
+    ],
+)
+def test_int4_groups_that_do_not_divide_are_refused(shape: tuple[int, ...], dtype: torch.dtype, said: str):
+    with pytest.raises(ConfigError, match=said):
+        Int4(torch.zeros(1, 2, 32, dtype=torch.uint8), torch.ones(shape, dtype=dtype)).check("w", 1, 2, 64, 2)
+    zeros = torch.zeros(1, 2, 1, dtype=torch.uint8)
+    with pytest.raises(ConfigError, match=r"zeros is \(1, 2, 1\)"):
+        Int4(torch.zeros(1, 2, 32, dtype=torch.uint8), torch.ones(1, 2, 2), zeros).check("w", 1, 2, 64, 2)
+
+
+def test_fp8_channel_by_hand():
+    data = u8(0x38, 0x7E, 0xB8, 0x01).view(1, 2, 2).view(torch.float8_e4m3fn)
+    matrix = Fp8Channel(data, f32(0.5, 4.0).view(1, 2))
+    matrix.check("w", 1, 2, 2, 2)
+    assert decode(matrix, 2)[0].tolist() == [[0.5, 224.0], [-4.0, 2**-7]]
+    again = encode("fp8_channel", f32(448.0, -1.0, 8.0, 896.0).view(1, 2, 2), 2)
+    assert again.data.view(torch.uint8).flatten().tolist() == [0x7E, 0xB8, 0x48, 0x7E]
+    assert again.scale.tolist() == [[1.0, 2.0]]
+
+
 def test_fp8_block_scale_belongs_to_its_block_and_part():
     # 2 parts of 130 rows: each part has a grid of its own, 2 x 2 blocks.
     data = torch.full((1, 260, 200), 2.0).to(torch.float8_e4m3fn)
@@ -241,10 +300,12 @@ def test_mxfp8_round_trip_of_canonical_codes(data: list[int], scale: int, peak: 
 
 @settings(deadline=None)
 @given(st.lists(e4m3_finite, min_size=16, max_size=16), st.floats(2**-10, 2**10, width=16))
-@pytest.mark.parametrize(("name", "kind"), [("fp8_tensor", Fp8Tensor), ("fp8_block", Fp8Block)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("fp8_tensor", Fp8Tensor), ("fp8_block", Fp8Block), ("fp8_channel", Fp8Channel)]
+)
 def test_fp8_round_trip_of_canonical_codes(name: str, kind: type, data: list[int], scale: float):
     codes = u8(0x7E, *data[1:])
-    shape = (1, 1) if name == "fp8_tensor" else (1, 1, 1)
+    shape = (1, 1, 1) if name == "fp8_block" else (1, 1)
     matrix = kind(codes.view(torch.float8_e4m3fn).view(1, 1, 16), f32(scale).view(shape))
     again = encode(name, decode(matrix, 1), 1)
     assert again.scale.item() == scale
@@ -255,7 +316,14 @@ def test_fp8_round_trip_of_canonical_codes(name: str, kind: type, data: list[int
 # mxfp4: amax in [4, 8) scales; half the widest step is 1, saturation above 6 loses up to 2: 2/8, 1/4.
 # nvfp4: amax at 6 scales, of which E4M3 rounding takes or adds 1/16; half the widest step is 1/6 of that.
 # mxfp8: amax in [256, 512) scales; saturation above 448 loses up to 64/512. fp8: half the widest step, 16/448.
-ERROR_BOUND = {"mxfp4": 1 / 4, "nvfp4": 17 / 96, "mxfp8": 1 / 8, "fp8_tensor": 16 / 448, "fp8_block": 16 / 448}
+# int4: amax / 7 scales, half a step is 1/14 of it; rounding the scale to bf16 moves it by up to 2 ** -8.
+ERROR_BOUND = {
+    "mxfp4": 1 / 4,
+    "nvfp4": 17 / 96,
+    "mxfp8": 1 / 8,
+    "int4": (1 + 2**-8) / 14,
+    **dict.fromkeys(("fp8_tensor", "fp8_block", "fp8_channel"), 16 / 448),
+}
 
 
 @settings(deadline=None)
@@ -266,7 +334,7 @@ def test_error_of_encoding_is_bounded(seed: int, magnitude: float, name: str):
     dense[:, 2:] *= 50  # up is much larger than gate
     matrix = encode(name, dense, parts=2)
     matrix.check("w", 2, 4, 64, 2)
-    block = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16}.get(name, 64)
+    block = {"mxfp4": 32, "mxfp8": 32, "int4": 32, "nvfp4": 16}.get(name, 64)
     error = (decode(matrix, 2) - dense).abs().unflatten(-1, (-1, block)).amax(-1)
     amax = dense.abs().unflatten(-1, (-1, block)).amax(-1)
     if name in ("fp8_tensor", "fp8_block"):  # one block for each part here
@@ -316,48 +384,3 @@ def test_columns_that_leave_a_part_block_are_refused(name: str, cols: int, neede
 def test_rows_that_do_not_split_are_refused():
     with pytest.raises(ConfigError, match="5 rows"):
         encode("bf16", torch.zeros(1, 5, 32), 2)
-
-
-@pytest.mark.parametrize("T", [0, 1, 5])
-@pytest.mark.parametrize("H", [128, 96, 160, 2880])
-@pytest.mark.parametrize("name", ["f32", "bf16", "fp8_block", "nvfp4"])
-def test_payload_shapes_and_error(name: str, H: int, T: int):
-    hidden = torch.randn(T, H, generator=torch.Generator().manual_seed(H + T))
-    payload = encode_payload(hidden, name)
-    payload.check()
-    assert payload.hidden_size == H
-    decoded = decode_payload(payload)
-    assert decoded.shape == (T, H)
-    assert decoded.dtype == (torch.float32 if name == "f32" else torch.bfloat16)
-    # Worst relative error of a rounding: bf16 2 ** -9; E4M3 2 ** -4; E2M1 in norm below 0.15 on normal data.
-    limit = {"f32": 0.0, "bf16": 2**-8, "fp8_block": 2**-4, "nvfp4": 0.15}[name]
-    assert (decoded.float() - hidden).norm() <= limit * hidden.norm()
-
-
-def test_fp8_payload_groups_are_per_token_and_the_last_is_short():
-    hidden = torch.zeros(2, 160)
-    hidden[0, :128], hidden[0, 128:], hidden[1] = 448.0, 4.48, 44.8
-    payload = encode_payload(hidden, "fp8_block")
-    assert payload.scale is not None
-    torch.testing.assert_close(payload.scale, torch.tensor([[1.0, 0.01], [0.1, 0.1]]))
-    assert (payload.data.float() == 448).all()
-
-
-def test_nvfp4_payload_without_a_global_scale_uses_one_on_every_rank():
-    hidden = torch.tensor([[6.0 * 448 * 2, 1.0] + [0.0] * 14])
-    payload = encode_payload(hidden, "nvfp4")
-    assert payload.global_scale is not None
-    assert payload.global_scale.tolist() == [1.0]
-    assert decode_payload(payload)[0, 0] == 2688.0  # saturated
-    fitting = encode_payload(hidden, "nvfp4", f32(2.0))
-    assert decode_payload(fitting)[0, 0] == 5376.0
-
-
-def test_payload_refusals():
-    with pytest.raises(InputError, match="isn't a multiple of 16"):
-        encode_payload(torch.zeros(1, 24), "nvfp4")
-    with pytest.raises(InputError, match="expected f32, bf16, fp8_block or nvfp4"):
-        encode_payload(torch.zeros(1, 24), "int8")
-    packed = encode_payload(torch.zeros(1, 32), "nvfp4")
-    with pytest.raises(InputError, match="global_scale"):
-        decode_payload(Payload(packed.data, "nvfp4", packed.scale))

@@ -34,7 +34,7 @@ from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError, InputError
 from eprt.experts.reference import E4M3, E8M0, ReferenceExecutor, decode_hidden, decode_matrix, expert_forward
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
-from eprt.weights import Dense, ExpertWeights, Fp8Block, Fp8Tensor, Mxfp4, Mxfp8, Nvfp4
+from eprt.weights import Dense, ExpertWeights, Fp8Block, Fp8Channel, Fp8Tensor, Int4, Mxfp4, Mxfp8, Nvfp4
 
 # Two float32 computations of the same sums of up to 96 products, added in another order: 2 ** -24 * sqrt(96) with
 # room. A wrong layout or a dropped bias is 0.1 or more (the mutation tests below).
@@ -94,11 +94,16 @@ def random_matrix(name: str, L: int, rows: int, cols: int, parts: int):
         "nvfp4": lambda: Nvfp4(bytes_(L, rows, cols // 2), bytes_(L, rows, cols // 16).view(e4m3), floats(L, parts)),
         "fp8_tensor": lambda: Fp8Tensor(bytes_(L, rows, cols).view(e4m3), floats(L, parts)),
         "fp8_block": lambda: Fp8Block(bytes_(L, rows, cols).view(e4m3), floats(L, *grid)),
+        "fp8_channel": lambda: Fp8Channel(bytes_(L, rows, cols).view(e4m3), floats(L, rows)),
+        "int4": lambda: Int4(bytes_(L, rows, cols // 2), floats(L, rows, cols // 32).bfloat16()),
+        "int4_zeros": lambda: Int4(bytes_(L, rows, cols // 2), floats(L, rows, 1), bytes_(L, rows, 1) % 16),
         "bf16": lambda: Dense(floats(L, rows, cols).bfloat16()),
     }[name]()
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4", "fp8_tensor", "fp8_block", "bf16"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "mxfp8", "nvfp4", "fp8_tensor", "fp8_block", "fp8_channel", "int4", "int4_zeros", "bf16"]
+)
 @pytest.mark.parametrize(("rows", "cols", "parts"), [(8, 64, 2), (300, 160, 2), (256, 256, 1), (6, 32, 1)])
 def test_two_decoders_agree_on_any_bytes(name: str, rows: int, cols: int, parts: int):
     """Every byte pattern, NaN and extreme scales included. 1e-6: the order of two multiplications may differ."""
@@ -279,7 +284,7 @@ def test_packed_tokens_give_bf16_of_the_decoded_tokens(name: str):
     assert torch.equal(packed, plain.bfloat16())
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4", "fp8_tensor", "fp8_block", "bf16"])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4", "fp8_tensor", "fp8_block", "fp8_channel", "int4", "bf16"])
 def test_quantised_weights_are_decoded_with_their_own_scales(name: str):
     config = make_config(name)
     quantised, flat = make_weights(config), replace(make_flat(config), every_row_read=True)

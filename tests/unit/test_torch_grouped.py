@@ -83,7 +83,7 @@ def test_float32(kernel: str, H: int, I: int, activation, bias: bool):
     assert error_on_slabs(executor, reference, make_expert_major(flat, shard_of(config))) < F32_TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["bf16", "mxfp4", "mxfp8", "nvfp4", "fp8_tensor", "fp8_block"])
+@pytest.mark.parametrize("name", ["bf16", "mxfp4", "mxfp8", "nvfp4", "fp8_tensor", "fp8_block", "fp8_channel", "int4"])
 @pytest.mark.parametrize("activation", [GPT_OSS, RELU2], ids=["gpt_oss", "relu2"])
 def test_every_weight_format(kernel: str, name: str, activation):
     config = make_config(name, activation=activation, bias=True)
