@@ -8,7 +8,7 @@ weights (its own layout is made then, expert by expert). It describes itself in 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
@@ -18,6 +18,7 @@ import torch
 from eprt import expert_major
 from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat, WeightFormat
 from eprt.errors import ConfigError, InputError, UnsupportedError
+from eprt.experts.in_place import unsupported_slots, write_slots, write_whole
 from eprt.placement import ExpertShard
 from eprt.support import Device, Requirement, Support, refuse
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
@@ -172,6 +173,20 @@ class Executor(ABC):
             "executor, or load the model again with the new placement"
         )
 
+    def load_experts(self, weights: ExpertWeights, slots: Sequence[int] | None = None) -> None:
+        """Prepares new weights and writes them into the tensors that calls read: they count from the next call on, in
+        captured graphs, too. Where it fails, experts may hold old and new values.
+
+        Args:
+            weights: canonical; not kept. Of the whole shard, or one expert for each of `slots`.
+            slots: local slots to write; None: all.
+
+        Raises:
+            ConfigError: weights of other sizes or formats, or values that need another layout than the first ones.
+            UnsupportedError: this executor can't replace its weights, or not single experts.
+        """
+        raise UnsupportedError(f"{self.spec.name} can't replace its weights: build the layer again")
+
     @property
     def takes_logits(self) -> bool:
         """Whether `run_logits` can be called for this layer."""
@@ -207,9 +222,14 @@ class PreparedExecutor(Executor):
         runtime: determinism, precision.
         require_cold: asked before anything is compiled by a call; raises UsageError after `World.warmup`.
 
+    Attributes:
+        pattern: the executor whose layout `_prepare` is to keep, while `load_experts` makes one like it; else None.
+
     Raises:
         ConfigError: weights aren't what config and shard say.
     """
+
+    pattern: PreparedExecutor | None = None
 
     def __init__(
         self,
@@ -234,6 +254,20 @@ class PreparedExecutor(Executor):
     def _prepare(self, weights: ExpertWeights) -> None:
         """Makes the kernel's layout on `self.device`, expert by expert. `weights` are checked; MoE-TP rank 0 alone has
         the `down_bias`."""
+
+    def load_experts(self, weights: ExpertWeights, slots: Sequence[int] | None = None) -> None:
+        shard = self.shard
+        single = slots is not None
+        chosen = range(shard.num_local_experts) if slots is None else slots
+        weights.check(self.config, replace(shard, num_local_experts=len(chosen), experts=()) if single else shard)
+        try:
+            self.slot_tensors()
+        except UnsupportedError:
+            if single:
+                raise unsupported_slots(self.spec.name) from None
+            write_whole(self, weights)
+        else:
+            write_slots(self, weights, chosen)
 
     def _try_flat(self, rows: int, choices: int, expert: int) -> None:
         """Makes every kind of call with `rows` FlatTokens whose choices all name `expert`, so that it is compiled."""
@@ -322,6 +356,9 @@ class AdaptedExecutor(Executor):
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         return self.inner.slot_tensors()
+
+    def load_experts(self, weights: ExpertWeights, slots: Sequence[int] | None = None) -> None:
+        self.inner.load_experts(weights, slots)
 
     def warmup(self, max_rows: int, top_k: int | None = None) -> None:
         """Warms up for the format that the inner executor doesn't take, in the shape in which it is handed on."""

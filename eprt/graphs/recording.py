@@ -29,6 +29,9 @@ class GraphedLayer(Protocol):
     @property
     def dispatcher(self) -> Dispatcher: ...
 
+    @property
+    def broken(self) -> str: ...
+
 
 def refusal(layer: GraphedLayer) -> str:
     """Returns why a call of the layer can't be captured in a CUDA graph, or nothing."""

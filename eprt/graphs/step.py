@@ -234,6 +234,8 @@ class StepGraphs:
             raise UsageError("StepGraphs after its world or a layer was closed: make both again, then capture")
         if self._watch.changed:
             raise UsageError("ranks were left out since StepGraphs.capture(): call it again on the ranks that are left")
+        if broken := next((layer.broken for layer in self._layers if layer.broken), ""):
+            raise UsageError(broken)
 
     def _check_inputs(self, num_tokens: int, inputs: Mapping[str, torch.Tensor]) -> None:
         if not isinstance(num_tokens, int) or num_tokens < 0:  # pyright: ignore[reportUnnecessaryIsInstance]

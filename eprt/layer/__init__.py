@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from eprt.engines import Engine, make_engines
 from eprt.errors import EprtError, InputError, UsageError
 from eprt.experts import Executor, make_executor
 from eprt.graphs import LayerGraphs
+from eprt.layer.loading import ExpertLoading
 from eprt.layer.parts import check_kinds, check_parts
 from eprt.layer.rounds import LayerCall, Round, run_engine, run_rounds
 from eprt.layer.slots import ChosenSlots, Slices
@@ -102,38 +103,29 @@ class ExpertParallelMoE(nn.Module):
             self.plan.dispatcher, world, inside, runtime, *pair, input_scale=scale, settings=self.plan.settings
         )
         self.executor = self._make_executor(inside, experts, runtime, layer)
+        self._loading = ExpertLoading(world, config, self.dispatcher, self.executor)
         self._slices = Slices(world)
         how = {"one_replica": runtime.phase == "decode", "count_load": runtime.count_load}
         self._slots = ChosenSlots(config, world, self._slices, self.placement, **how)
         self.router = None if router is None else router.to(world.device)
-        self.shared: SharedExpertMLP | None = None
-        if config.shared is not None and shared is not None:
-            self.shared = SharedExpertMLP(config.shared, shared).to(world.device)
+        dense = None if config.shared is None or shared is None else SharedExpertMLP(config.shared, shared)
+        self.shared = None if dense is None else dense.to(world.device)
         self.latent = None if latent is None else LatentProjection(latent).to(world.device)
         self._dtypes = self._accepted_dtypes()
         self.engines = make_engines(self, [name for name, verdict in self.plan.engines.items() if verdict])
         self.graphs: LayerGraphs | None = None
         if runtime.layer_graphs:
             self.graphs = LayerGraphs(world, self, self._by_router, config.input_size, self._most_tokens)
-        self._number = compiled.register(self)
-        self._used = False  # kernels and memory that are made lazily may still be missing
+        self._number, self._used = compiled.register(self), False  # not used: what is made lazily may be missing
 
     def _make_executor(self, inside: MoEConfig, experts: ExpertWeights, runtime: RuntimeConfig, layer: int) -> Executor:
         """Builds the executor, then compares the placement with the peers, so that a refusal is one on all ranks."""
         world = self.world
         placed = {"placement": self.placement.fingerprint()}
         header = Header("build", layer, 1, fingerprint=fingerprint_of(placed), settings=placed)
+        what = self.plan.executor, inside, self.dispatcher.shard, experts, world.device, runtime
         try:
-            executor = make_executor(
-                self.plan.executor,
-                inside,
-                self.dispatcher.shard,
-                experts,
-                world.device,
-                runtime,
-                self.plan.token_format,
-                world.require_cold,
-            )
+            executor = make_executor(*what, self.plan.token_format, world.require_cold)
         except EprtError as error:
             exchange(world, header, error)
             raise
@@ -142,8 +134,8 @@ class ExpertParallelMoE(nn.Module):
 
     def _accepted_dtypes(self) -> list[tuple[torch.dtype, str]]:
         """Returns the only dtypes that parts of the layer take, each with the name of the part."""
-        parts = (("the shared expert", self.shared), ("the latent projection", self.latent))
-        return [*((part.dtype, name) for name, part in parts if part is not None), *self.dispatcher.dtypes]
+        parts = {"the shared expert": self.shared, "the latent projection": self.latent}
+        return [*((part.dtype, name) for name, part in parts.items() if part is not None), *self.dispatcher.dtypes]
 
     def forward(
         self,
@@ -213,6 +205,25 @@ class ExpertParallelMoE(nn.Module):
         if self.graphs is not None:
             self.graphs.capture()
 
+    def load_experts(
+        self, weights: ExpertWeights | None, experts: Sequence[int] | None = None, *, agree: bool = True
+    ) -> None:
+        """Replaces experts between two steps: prepared as the first were, written into the same tensors, so captured
+        graphs stay valid. Collective. Costs an eighth of a layer's memory; all of it where `slot_tensors` refuses.
+
+        Args:
+            weights: canonical, not kept: all of this rank's, in the order of `placement.shard(rank).experts`, or one
+                for each of `experts`. None: this rank brings none of `experts`.
+            experts: numbers of experts; those that this rank doesn't hold are left out, of others every replica is
+                written. Ranks may name different ones. None: all of this rank's.
+            agree: False: this rank alone; its caller sees to it that all ranks do the same.
+
+        Raises:
+            ConfigError, UsageError: what doesn't fit; the layer is as it was. The same on every rank, if they agree.
+            EprtError: what failed later. Calls then raise UsageError on all ranks until all experts were loaded.
+        """
+        self._loading.run(weights, experts, self.placement, agree)
+
     def load(self) -> torch.Tensor:
         """Counts how often this rank's tokens chose each expert since the last `reset_load`: [E] int64 on the world's
         device, a copy. Padding (ids of "no expert") isn't counted. `eprt.balance.gather_load` sums over the ranks.
@@ -227,13 +238,17 @@ class ExpertParallelMoE(nn.Module):
         self._slots.load.reset()
 
     @property
+    def broken(self) -> str:
+        """Says why calls are refused until all experts were loaded, or "" where they aren't."""
+        return self._loading.broken
+
+    @property
     def translates_ids(self) -> bool:
         """Tells whether ids of experts become ids of slots: always, unless the experts were built in order."""
         return self._slots.translates
 
     def adopt_placement(self, placement: ExpertPlacement) -> None:
-        """Sends tokens where `placement` says from now on. For `eprt.balance.rebalance`, which puts the weights there:
-        alone it makes wrong sums."""
+        """Sends tokens where `placement` says. For `eprt.balance.rebalance`, which puts the weights there."""
         self.placement = placement
         self._slots.adopt(placement)
 
@@ -264,6 +279,8 @@ class ExpertParallelMoE(nn.Module):
                 return self.forward(hidden_states, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
         if torch.compiler.is_compiling():
             return compiled.call(self._number, hidden_states, routing, token_ids, tokens_per_rank)
+        if self.broken:
+            self.dispatcher.refuse(UsageError(self.broken), tokens_per_rank)
         if not self._used:
             self.world.require_cold("the first call of a layer")
         graphs, router, unseen = self.graphs, self.router, self.observe is _no_observer and self.see is None

@@ -51,7 +51,9 @@ class HummingExecutor(PreparedExecutor):
             GroupedGemm, device=self.device, fp8_inputs=self._fp8, batch_invariant=self.runtime.deterministic
         )
         shape = GemmShape(parts, I, H, hidden_side="cols")
-        self._gate_up = make(weights.gate_up, weights.gate_up_bias, shape)
+        like = self.pattern if isinstance(self.pattern, HummingExecutor) else None
+        per_row = None if like is None else like._gate_up.channel_scale
+        self._gate_up = make(weights.gate_up, weights.gate_up_bias, shape, channel_scale=per_row)
         self._down = make(weights.down, weights.down_bias, GemmShape(1, H, I, hidden_side="rows"))
         self._row_kernels: dict[tuple[str, bool, int], RowKernel] = {}
 

@@ -165,6 +165,10 @@ class GroupedGemm:
         matrix, bias: canonical, of all local experts, on any device; not kept.
         fp8_inputs: FP8 activations.
         batch_invariant: schedules whose sums don't depend on the batch.
+        channel_scale: see `expert_tensors`; None: what these values need.
+
+    Raises:
+        ConfigError: values that need `channel_scale`, where it is to be False.
     """
 
     def __init__(
@@ -176,10 +180,16 @@ class GroupedGemm:
         *,
         fp8_inputs: bool = False,
         batch_invariant: bool = False,
+        channel_scale: bool | None = None,
     ) -> None:
         self.device = device
         self.batch_invariant = batch_invariant
-        channel = needs_channel_scale(matrix)
+        channel = needed = needs_channel_scale(matrix)
+        if channel_scale is not None:
+            channel = channel_scale
+        if needed and not channel:
+            raise ConfigError("gate and up now have different second scales, the layer holds one: build it again")
+        self.channel_scale = channel
         options: dict[str, Any] = {"bias": bias is not None, "fp8_inputs": fp8_inputs, "channel_scale": channel}
         with torch.cuda.device(device):
             one = layer_config(matrix.format[0], shape, device, **options)

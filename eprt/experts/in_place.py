@@ -1,0 +1,137 @@
+"""New weights through an executor's own preparation, into the tensors that its calls and captured graphs read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from eprt.config import MoEConfig, Routing, RuntimeConfig
+from eprt.errors import ConfigError, UnsupportedError
+from eprt.placement import ExpertShard
+from eprt.rounding import ceil_div
+from eprt.weights import ExpertWeights
+
+
+class Prepared(Protocol):
+    """What is needed here of a PreparedExecutor."""
+
+    config: MoEConfig
+    shard: ExpertShard
+    device: torch.device
+    runtime: RuntimeConfig
+    require_cold: Callable[[str], None]
+    pattern: Any
+
+    def slot_tensors(self) -> dict[str, torch.Tensor]: ...
+
+
+PIECES = 8  # experts are prepared in so many pieces of a layer: memory beside the layer, against launches
+
+
+@torch.inference_mode()
+def write_slots(executor: Prepared, weights: ExpertWeights, slots: Sequence[int]) -> None:
+    """Prepares the experts of `weights`, some at a time, and writes each to its slot.
+
+    Args:
+        executor: one whose `slot_tensors` are all that it made of its weights.
+        weights: [len(slots)] experts.
+
+    Raises:
+        ConfigError: values that need another layout than the executor's; nothing is written then.
+    """
+    held = executor.slot_tensors()
+    step = ceil_div(executor.shard.num_local_experts, PIECES)
+    for start in range(0, len(slots), step):
+        some = slots[start : start + step]
+        piece = _twin(executor, weights.map(lambda tensor: tensor[start : start + len(some)]), len(some))  # noqa: B023
+        made = piece.slot_tensors()
+        _require_alike({n: t[0] for n, t in held.items()}, {n: t[0] for n, t in made.items()})
+        target = torch.tensor(some, device=executor.device)
+        for name, tensor in made.items():
+            _bytes(held[name]).index_copy_(0, target, _bytes(tensor))
+
+
+@torch.inference_mode()
+def write_whole(executor: Prepared, weights: ExpertWeights) -> None:
+    """Prepares all of a layer's experts, and writes them over those that the executor holds. Costs one layer's memory.
+
+    Raises:
+        ConfigError: values that need another layout, or that kernels have as constants; nothing is written then.
+    """
+    new, held = leaves(_like(executor, executor.config, executor.shard, weights)), leaves(executor)
+    _require_alike({name: held[name] for name in new if name in held}, new)
+    for name, value in new.items():
+        if isinstance(value, torch.Tensor):
+            held[name].copy_(value)
+
+
+def leaves(root: object) -> dict[str, Any]:
+    """Returns the tensors and the floating-point numbers that an object holds, by the path to each: in containers, and
+    in objects of eprt's or of its own package."""
+    return dict(_leaves(vars(root), "", set(), ("eprt.", type(root).__module__.partition(".")[0] + ".")))
+
+
+def _leaves(value: Any, path: str, seen: set[int], packages: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.Tensor | float):
+        yield path, value
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    inside: Mapping[Any, Any] = {}
+    if isinstance(value, dict):
+        inside = value
+    elif isinstance(value, list | tuple):
+        inside = dict(enumerate(value))
+    elif f"{type(value).__module__}.".startswith(packages):
+        inside = getattr(value, "__dict__", {})
+    for name, part in inside.items():
+        yield from _leaves(part, f"{path}.{name}", seen, packages)
+
+
+def _twin(executor: Prepared, weights: ExpertWeights, count: int) -> Prepared:
+    """Returns an executor of the same kind and layout with these experts alone."""
+    whole, config = executor.shard, executor.config
+    few = replace(config, num_experts=count, top_k=min(config.top_k, count), routing=Routing())
+    return _like(executor, few, ExpertShard(count, 0, count, whole.moe_tp_rank, whole.moe_tp_size), weights)
+
+
+def _like(executor: Prepared, config: MoEConfig, shard: ExpertShard, weights: ExpertWeights) -> Prepared:
+    made: Any = object.__new__(type(executor))
+    made.pattern = executor
+    made.__init__(config, shard, weights, executor.device, executor.runtime, executor.require_cold)
+    made.pattern = None
+    return made
+
+
+def _require_alike(held: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless the new tensors have the old ones' layouts, and numbers are the same."""
+    for name, new in made.items():
+        old = held.get(name)
+        if isinstance(new, float):
+            found, expected = new, old
+        else:
+            found = tuple(new.shape), new.dtype
+            expected = None if old is None else (tuple(old.shape), old.dtype)
+        if found != expected:
+            raise ConfigError(
+                f"prepared experts have {name.lstrip('.')} as {found}, the layer holds {expected}: the new values need "
+                "another layout or another kernel; build the layer again"
+            )
+    if missing := held.keys() - made.keys():
+        raise ConfigError(f"prepared experts lack {sorted(missing)}, which the layer holds: build the layer again")
+
+
+def _bytes(stack: torch.Tensor) -> torch.Tensor:
+    """[L, ...] as [L, bytes]: index_copy_ has no kernels for 8-bit floats."""
+    return stack.view(torch.uint8).view(len(stack), -1) if stack.dim() > 1 else stack.view(-1, 1).view(torch.uint8)
+
+
+def unsupported_slots(name: str) -> UnsupportedError:
+    """For an executor that can only load all of its experts at once."""
+    return UnsupportedError(
+        f"{name} lays out its experts together, so single ones can't be loaded: load all of this rank's at once"
+    )

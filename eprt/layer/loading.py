@@ -1,0 +1,130 @@
+"""Puts new weights into a layer between two steps: the same tensors, so that graphs and descriptors stay valid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from eprt.config import MoEConfig
+from eprt.dispatch import calibrated_scale
+from eprt.errors import CapacityError, ConfigError, EprtError, UsageError
+from eprt.placement import ExpertPlacement, ExpertShard
+from eprt.weights import ExpertWeights
+from eprt.world import World
+from eprt.world.agree import Header, exchange
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from eprt.dispatch import Dispatcher
+    from eprt.experts import Executor
+
+
+class ExpertLoading:
+    """Whether a layer's experts are whole, and what replaces them.
+
+    Attributes:
+        broken: why calls are refused until all experts were loaded, or "".
+    """
+
+    def __init__(self, world: World, config: MoEConfig, dispatcher: Dispatcher, executor: Executor) -> None:
+        self._world, self._config, self._dispatcher, self._executor = world, config, dispatcher, executor
+        self.broken = ""
+
+    def run(
+        self,
+        weights: ExpertWeights | None,
+        experts: Sequence[int] | None,
+        placement: ExpertPlacement,
+        agree: bool,
+    ) -> None:
+        """See `ExpertParallelMoE.load_experts`."""
+        shard, before = placement.shard(self._world.rank), self.broken
+
+        def plan() -> tuple[ExpertWeights | None, list[int] | None]:
+            self._require_idle()
+            return self._chosen(weights, experts, shard)
+
+        chosen, slots = self._on_all(plan, agree, 1)
+        name = f"layer {self._dispatcher.layer}"
+        # From here on: whoever is lost, and whatever fails, no call meets old and new experts.
+        self.broken = f"{name} holds experts of a load that failed half way: load all of them before the next call"
+        self._on_all(lambda: self._write(chosen, slots), agree, 2)
+        self.broken = before if experts is not None else ""
+
+    def _on_all(self, work: Callable[[], T], agree: bool, part: int) -> T:
+        """Does this rank's part of the work; if one rank's fails, all raise its error."""
+        error: EprtError | None = None
+        done: list[T] = []
+        try:
+            done.append(work())
+        except EprtError as found:
+            error = found
+        except (torch.OutOfMemoryError, MemoryError) as found:
+            error = CapacityError(f"rank {self._world.rank} has no memory to prepare its experts anew: {found}")
+        if agree:
+            exchange(self._world, Header("load", self._dispatcher.layer, part), error)
+        if error is not None:
+            raise error
+        return done[0]
+
+    def _require_idle(self) -> None:
+        """Raises UsageError."""
+        self._world.require_open()
+        self._world.require_whole("loading experts")
+        if self._dispatcher.closed:
+            raise UsageError(f"layer {self._dispatcher.layer} is closed: make it again")
+        if self._world.current_step is not None:
+            raise UsageError(f"load_experts inside step {self._world.current_step.number}: leave the step first")
+
+    def _chosen(
+        self, weights: ExpertWeights | None, experts: Sequence[int] | None, shard: ExpertShard
+    ) -> tuple[ExpertWeights | None, list[int] | None]:
+        """Returns the experts that this rank holds, one for each slot to write, and those slots; None: all of them.
+
+        Raises:
+            ConfigError: see `ExpertParallelMoE.load_experts`.
+        """
+        if experts is None:
+            if weights is None:
+                raise ConfigError("load_experts got no weights, and isn't told of single experts: pass this rank's")
+            weights.check(self._config, shard)
+            self._require_scale(weights)
+            return weights, None
+        ids = list(experts)
+        self._require_ids(ids)
+        if (weights is None) != (not ids):
+            raise ConfigError(
+                f"{len(ids)} experts and {'no' if weights is None else 'some'} weights: pass both, or none of them"
+            )
+        if weights is None:
+            return None, []
+        weights.check(self._config, ExpertShard(len(ids), 0, len(ids), shard.moe_tp_rank, shard.moe_tp_size))
+        self._require_scale(weights)
+        rows = {expert: row for row, expert in enumerate(ids)}
+        slots = [slot for slot, expert in enumerate(shard.experts) if expert in rows]
+        picked = torch.tensor([rows[shard.experts[slot]] for slot in slots], dtype=torch.int64, device=weights.device)
+        return (weights.map(lambda tensor: tensor[picked]) if slots else None), slots
+
+    def _require_ids(self, ids: Sequence[object]) -> None:
+        """Raises ConfigError."""
+        wrong = [e for e in ids if not (isinstance(e, int) and 0 <= e < self._config.num_experts)]
+        if wrong or len(set(ids)) != len(ids):
+            most = self._config.num_experts - 1
+            raise ConfigError(f"experts {list(ids)}: expected different numbers of experts, from 0 to {most}")
+
+    def _require_scale(self, weights: ExpertWeights) -> None:
+        """Raises ConfigError where tokens travel in NVFP4 with a scale that the new experts don't share."""
+        held, new = self._dispatcher.payload_scale, calibrated_scale(weights)
+        if held is not None and new is not None and float(new) > float(held):
+            raise ConfigError(
+                f"input_scale reaches {float(new)}: tokens in NVFP4 have the {float(held)} of the first weights; "
+                "keep the scales, or build it again"
+            )
+
+    def _write(self, weights: ExpertWeights | None, slots: list[int] | None) -> None:
+        if weights is not None:
+            self._executor.load_experts(weights, slots)
+        self._world.finish_device_work()

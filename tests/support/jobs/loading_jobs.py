@@ -1,0 +1,111 @@
+"""Jobs for test_load_experts.py: layers whose experts change their values between steps, inside the ranks."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import torch
+
+from eprt.experts.base import PreparedExecutor
+from eprt.weights import Dense, ExpertWeights
+from support.builders import said
+from support.jobs.balance_jobs import E, build, full_weights, right, share
+
+SLOTS = {1: (*range(E), 3, 0), 2: (*range(E), 3, 0)}  # two replicas
+
+
+def whole(layer, world, number):
+    """This rank's experts of weight set `number`."""
+    return share(full_weights(number), layer.placement, world.rank)
+
+
+def single(number, experts):
+    """Some experts of weight set `number`, one row each."""
+    up, down, up_bias, down_bias = (tensor[list(experts)] for tensor in full_weights(number))
+    return ExpertWeights(Dense(up), Dense(down), up_bias, down_bias)
+
+
+def answers(layer, world, number):
+    """Whether two steps give what weight set `number` gives in one process."""
+    found = []
+    for step in (1, 2):
+        with world.step(world.rank + 7, number=step + 10 * layer.dispatcher._calls):
+            found.append(right(layer, world, step, number))
+    return all(found)
+
+
+def updated(context, dispatcher, executor):
+    """Whether outputs are right after each of some loads, and whether the tensors stayed where they are."""
+    world = context.world()
+    layer = build(world, SLOTS[world.size], dispatcher=dispatcher, executor=executor)
+    at = [tensor.data_ptr() for tensor in layer.executor.slot_tensors().values()]
+    found = [answers(layer, world, 0)]
+    for number in (5, 6):
+        layer.load_experts(whole(layer, world, number))
+        found.append(answers(layer, world, number))
+    # Each rank brings others, in an order of its own; expert 3 has two replicas; and one rank brings none.
+    layer.load_experts(single(7, [3, 6, 0]), [3, 6, 0])
+    rest = [e for e in reversed(range(E)) if e not in (3, 6, 0)]
+    layer.load_experts(single(7, rest[:2]), rest[:2])
+    layer.load_experts(single(7, rest[2:]), rest[2:])
+    found.append(answers(layer, world, 7))
+    if world.rank:
+        layer.load_experts(None, [])
+    else:
+        layer.load_experts(single(7, [1]), [1])
+    found.append(answers(layer, world, 7))
+    stayed = at == [tensor.data_ptr() for tensor in layer.executor.slot_tensors().values()]
+    layer.close()
+    return found, stayed
+
+
+def half_loaded(context):
+    """What is raised by a load during which rank 1 runs out of memory, by what follows, and whether a load of all heals
+    it."""
+    world = context.world()
+    layer = build(world, SLOTS[world.size])
+    write = PreparedExecutor.load_experts
+
+    def out_of_memory(self, weights, slots=None):
+        write(self, weights.map(lambda tensor: tensor[:1]), [0])
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with patch.object(PreparedExecutor, "load_experts", out_of_memory if world.rank == 1 else write):
+        told = said(lambda: layer.load_experts(whole(layer, world, 5)))
+
+    def call():
+        return said(lambda: right(layer, world, 1, 5)).partition(" before the next call")[0]
+
+    refused = [call()]
+    with world.step(3):
+        refused.append(said(lambda: right(layer, world, 1, 5)).partition(" before the next call")[0])
+    layer.load_experts(single(5, [1, 2]), [1, 2])
+    refused.append(call())
+    works = []
+    for number in (5, 0):
+        layer.load_experts(whole(layer, world, number))
+        works.append(answers(layer, world, number))
+    layer.close()
+    return told, refused, works
+
+
+def refused(context, wrong):
+    """What every rank hears when rank 1's load can't be, and whether the layer goes on as it was."""
+    world = context.world()
+    layer = build(world, SLOTS[world.size])
+    given = {
+        "none": (None, None),
+        "twice": (single(5, [1, 1]), [1, 1]),
+        "unknown": (single(5, [1]), [E]),
+        "without": (None, [1]),
+        "size": (single(5, [1]), None),
+    }
+    mine = whole(layer, world, 5), None
+    if wrong == "step":
+        with world.step(1):
+            told = said(lambda: layer.load_experts(*mine))
+    else:
+        told = said(lambda: layer.load_experts(*(given[wrong] if world.rank == 1 else mine)))
+    works = answers(layer, world, 0)
+    layer.close()
+    return told, works
