@@ -93,7 +93,28 @@ class Run(_Ranks, _TensorParallel, _Pair, _Plugins, _Json):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(_Ranks):
+class Generation:
+    """Options of transformers' GenerationConfig, by its names."""
+
+    max_new_tokens: int | None = None
+    """Tokens to add to each prompt, at most. Default of this and the following: the checkpoint's
+    generation_config.json, else 32, greedily."""
+    temperature: float | None = None
+    """0 is greedy; above, tokens are sampled."""
+    top_p: float | None = None
+    """Sample from the fewest tokens whose probabilities add up to this."""
+    top_k: int | None = None
+    """Sample from this many most probable tokens; 0 is all."""
+    min_p: float | None = None
+    """Sample from tokens of at least this part of the most probable one's probability."""
+    repetition_penalty: float | None = None
+    """Divide the scores of tokens that were there before; 1 is none."""
+    stop_strings: Annotated[tuple[str, ...], UseAppendAction] = ()
+    """Text after which an answer ends. Repeat the flag for more than one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(_Ranks, Generation):
     """Continue prompts with a transformers model whose experts are spread over several ranks; JSON lines in and out.
 
     Starts the ranks itself, or is one of them if torchrun started it. Results go to stdout (or --output) as they are
@@ -101,23 +122,22 @@ class Generate(_Ranks):
     """
 
     model: Path | None = None
-    """Checkpoint directory (safetensors + config.json). Without one, a tiny gpt-oss in MXFP4 is made."""
+    """Checkpoint directory (safetensors + config.json) or hub id. Without one, a tiny gpt-oss in MXFP4 is made."""
     prompts: Path | None = None
-    """JSON lines: {"prompt": "text" or [token ids]}, with any other keys; - is stdin. Without it, a few of the tiny
-    model."""
+    """JSON lines: {"prompt": "text" or [token ids]}, or {"messages": [{"role": ..., "content": ...}, ...]} for the
+    model's chat template, with any other keys; - is stdin. Without it, a few of the tiny model."""
     output: Path | None = None
     """Write results to this file, whose first line says what made it. The same command goes on where it was ended;
     answers of another model, other prompts or other options are left alone, and so are other files."""
-    max_new_tokens: int = 32
-    """Tokens to add to each prompt, at most."""
-    temperature: float = 0.0
-    """0 is greedy; above, tokens are sampled."""
     seed: int = 0
-    """Seed of the sampling, from which each rank has one for each round of prompts."""
+    """Seed of the sampling, from which each prompt has one by its number, unless its line has a "seed" of its own."""
     batch: int = 8
-    """Prompts that each rank continues at once."""
+    """Prompts that each rank continues at once, of equal length where the model's attention carries state."""
     graphs: bool = False
-    """Replay decode steps from CUDA graphs, where model, dispatcher and executor can be captured."""
+    """Replay decode steps from CUDA graphs, where model, dispatcher and executor can be captured: the default on
+    GPUs."""
+    no_graphs: bool = False
+    """Run every decode step eagerly."""
     max_tokens: int = 4096
     """Tokens per rank that buffers are sized for. Longer prompts and larger batches go through each layer in rounds."""
 

@@ -10,8 +10,10 @@ import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 from eprt.errors import ConfigError
@@ -19,6 +21,7 @@ from eprt.errors import ConfigError
 NO_OUTPUT = 74  # EX_IOERR
 PIPE_CLOSED = 141  # what a shell says of a process that SIGPIPE ended
 _CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_LOOK_S = 0.2  # between two looks at how far work is
 _WIDEST = 100_000  # columns of text: a table is the same wherever it is printed
 
 # One column of a table: the row's key or attribute, with a format if one is needed ("us:.0f"), or two of them to show
@@ -124,21 +127,60 @@ class Terminal:
         self.say(f"\n{title}\n{plain_table(list(columns), cells)}")
 
     @contextmanager
-    def progress(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
+    def progress(self, what: str, total: int, ticks_each: int = 1) -> Iterator[Advance]:
         """Yields a function that counts one of `total` parts as done, with a note: each prints one line on stderr,
-        where a terminal also has a bar."""
+        where a terminal also has a bar. A byte appended to its `ticks` moves the bar by 1 / ticks_each of a part."""
         from rich.console import Console
         from rich.progress import Progress
 
+        from eprt.ranks.scratch import Scratch
+
         console = Console(stderr=True, soft_wrap=True, quiet=self.json or not self.speaks)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task(what, total=total)
+        if console.quiet or not console.is_terminal:
+            yield Advance(what, total, lambda line: console.out(line, highlight=False))
+            return
+        with Scratch("progress") as folder, Progress(console=console, transient=True) as bar:
+            task, over = bar.add_task(what, total=total), threading.Event()
+            ticks = folder / "ticks"
+            ticks.touch()
+            advance = Advance(what, total, lambda line: console.out(line, highlight=False), ticks)
 
-            def advance(note: str) -> None:
-                bar.advance(task)
-                console.out(f"{what} {bar.tasks[task].completed:.0f}/{total}: {harmless(note)}", highlight=False)
+            def watch() -> None:
+                while not over.wait(_LOOK_S):
+                    bar.update(task, completed=advance.done(ticks_each))
 
-            yield advance
+            watching = threading.Thread(target=watch, daemon=True)
+            watching.start()
+            try:
+                yield advance
+            finally:
+                over.set()
+                watching.join()
+
+
+class Advance:
+    """Counts parts of a command's work as done: `advance(note)`.
+
+    Attributes:
+        ticks: a file to which anybody may append a byte for a fraction of a part; None where nobody looks.
+    """
+
+    def __init__(self, what: str, total: int, say: Callable[[str], None], ticks: Path | None = None) -> None:
+        self.ticks = ticks
+        self._what, self._total, self._say = what, total, say
+        self._done = self._seen = 0
+
+    def __call__(self, note: str) -> None:
+        self._done += 1
+        self._seen = self._size()
+        self._say(f"{self._what} {self._done}/{self._total}: {harmless(note)}")
+
+    def done(self, ticks_each: int) -> float:
+        """Returns the parts that are done, with the fraction of the present one."""
+        return min(self._done + max(0, self._size() - self._seen) / ticks_each, self._total)
+
+    def _size(self) -> int:
+        return 0 if self.ticks is None else self.ticks.stat().st_size
 
 
 def _cell(row: Any, column: Column) -> str:

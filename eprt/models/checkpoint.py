@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -29,12 +31,14 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 4 << 20  # the largest of published ones, with names of all quantised modules, has 2
 MAX_INDEX_BYTES = 64 << 20
 MAX_NAMES = 1_000_000  # in all files
+logger = logging.getLogger("eprt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as its header describes it: shard file, shape, dtype by safetensors' name (`BF16`, `U8`)."""
+    """One tensor as its header describes it: shard file, shape, and the dtype it is read in by safetensors' name
+    (`BF16`, which float16 becomes; `U8`)."""
 
     file: str
     shape: tuple[int, ...]
@@ -134,7 +138,8 @@ class Checkpoint:
         return info
 
     def _slice(self, name: str, index: Index) -> torch.Tensor:
-        return self._shards[self.manifest[name].file].read(name, index)
+        found = self._shards[self.manifest[name].file].read(name, index)
+        return found.to(torch.bfloat16) if found.dtype == torch.float16 else found
 
     def sample(self, name: str, size: int = 64) -> bytes:
         """Reads the first bytes of a tensor, at most `size`. Raises CheckpointError."""
@@ -150,7 +155,10 @@ class Checkpoint:
                 if name in manifest:
                     both = f"{manifest[name].file} and in {file}"
                     raise CheckpointError(f"{self.directory}: tensor {shown(name)} is in {both}: expected it once")
-                manifest[name] = TensorInfo(file, entry.shape, entry.dtype)
+                dtype = "BF16" if entry.dtype == "F16" else entry.dtype
+                manifest[name] = TensorInfo(file, entry.shape, dtype)
+                if dtype != entry.dtype:
+                    _say_rounded(self.directory)
             if len(manifest) > MAX_NAMES:
                 raise CheckpointError(f"{self.directory}: over {MAX_NAMES} tensors: expected at most so many")
         for name, file in weight_map.items():
@@ -184,6 +192,12 @@ class Checkpoint:
         if not file.endswith(".safetensors"):
             raise CheckpointError(f"{self.directory / file}: expected a .safetensors file")
         return Shard(path, self.directory / file)
+
+
+@cache
+def _say_rounded(directory: Path) -> None:
+    """Warns once for each directory."""
+    logger.warning("%s: weights in float16 are rounded to bfloat16, in which executors compute", directory)
 
 
 def read_config(path: str | Path) -> HfConfig:

@@ -13,7 +13,8 @@ from eprt.config import WeightFormat
 from eprt.errors import ConfigError
 from eprt.json_files import shown
 
-_DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# No executor computes in float16: such weights are rounded to bfloat16 as they are read.
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.bfloat16}
 
 # NVIDIA ModelOpt's `quant_algo` (modelopt.torch.export, unified Hugging Face checkpoints).
 _MODELOPT_FORMATS: dict[str, WeightFormat] = {
@@ -120,7 +121,8 @@ def check_moe_layer(layer: int, layers: list[int]) -> None:
 
 
 def model_dtype(hf: dict[str, Any]) -> torch.dtype:
-    """Returns the dtype of unquantised weights, by default bf16. Raises ConfigError unless it is bf16 or f32."""
+    """Returns the dtype of unquantised weights, by default bf16, which float16 becomes. Raises ConfigError for
+    others."""
     name = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
     if not isinstance(name, str) or name not in _DTYPES:
         raise ConfigError(

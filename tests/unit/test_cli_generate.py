@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.cases.text_model import write_tokenizer
 from support.processes import descendants, wait_until_gone
 
 from eprt.cli import generate as command
@@ -51,10 +52,68 @@ def test_prompts_come_back_in_order_as_they_were_given(tiny: Path, tmp_path: Pat
     assert [row["rank"] for row in found] == [0, 1, 0], "the second rank has nothing in the last round"
     assert all(1 <= len(row["tokens"]) <= 4 for row in found)
     assert "tokens/s by rank" in err
+    assert "time to first token, from the start of a prompt's round: median" in err
     assert "3 of 3 prompts done" in err
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert main([*words, "--prompts", "-"]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == found
+
+
+@pytest.fixture(scope="module")
+def speaking(tiny: Path, tmp_path_factory) -> Path:
+    """The same model with a tokenizer, which samples unless a flag says otherwise."""
+    folder = tmp_path_factory.mktemp("generate") / "speaking"
+    shutil.copytree(tiny, folder)
+    write_tokenizer(folder, 512)
+    settings = {"do_sample": True, "temperature": 2.0, "max_new_tokens": 3, "eos_token_id": 511}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_options_of_generation_are_transformers_own(speaking: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """Chats go through the template; the checkpoint's generation_config.json counts where no flag is given; a line may
+    have a seed of its own, without which its number makes one."""
+    rows = [
+        '{"messages": [{"role": "user", "content": "hi"}]}',
+        '"u:hia:"',
+        "[80, 20]",
+        '{"prompt": [80, 20], "seed": 5}',
+    ]
+    rows += rows[3:]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    words = [*WORDS[:3], "--world", "1", "--model", str(speaking), "--prompts", str(tmp_path / "prompts.jsonl")]
+
+    def answers(*more: str) -> tuple[list[list[int]], list[str]]:
+        assert main([*words, *more]) == 0
+        out = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        return [row["tokens"] for row in out], [row["text"] for row in out]
+
+    sampled, texts = answers()
+    assert sampled == answers("--batch", "1")[0]
+    assert {len(row) for row in sampled} == {3}
+    assert sampled[3] == sampled[4] != sampled[2]
+    assert sampled[0] != sampled[1], "other seeds"
+    assert sampled != answers("--seed", "1")[0]
+    greedy, _ = answers("--temperature", "0", "--max-new-tokens", "5")
+    assert {len(row) for row in greedy} == {5}
+    assert greedy[0] == greedy[1], "the template's text"
+    assert [row[:3] for row in greedy] == answers("--top-k", "1")[0] == answers("--top-p", "1e-9", "--min-p", "0")[0]
+    stop = re.findall(r"<\|\d+\|>|.", texts[0])[0]
+    stopped, ended = answers("--stop-strings", stop, "--stop-strings", "never")
+    assert ended[0] == stop
+    assert stopped[0] == sampled[0][:1]
+    monkeypatch.setattr(command, "ranks", lambda *_: pytest.fail("ranks were started"))
+    for line, said in (
+        ('{"messages": [{"role": "user"}]}', "the chat template refuses the messages: "),
+        ('{"messages": [{"content": "a"}]}', '{"messages": [...]}'),
+        ('{"messages": []}', '{"messages": [...]}'),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "half of a surrogate pair"),
+        ('{"prompt": [1], "seed": 1.5}', "seed 1.5: expected an integer of 64 bits"),
+    ):
+        (tmp_path / "prompts.jsonl").write_text(line)
+        assert main(words) == 2
+        assert said in (err := capsys.readouterr().err)
+        assert err.count("\n") == 1
 
 
 WRONG = [
@@ -106,12 +165,24 @@ def no_ranks(monkeypatch) -> None:
         (["--output", "/no/such/file"], "--output /no/such/file: No such file"),
         (["--temperature", "nan"], "--temperature nan: must be 0 (greedy) or more, and finite"),
         (["--temperature", "inf"], "--temperature inf"),
+        (["--top-p", "0"], "--top-p 0.0: must be above 0"),
+        (["--top-k", "-1"], "--top-k -1: must be at least 0"),
+        (["--min-p", "1.5"], "--min-p 1.5: must be 0 to 1"),
+        (["--repetition-penalty", "nan"], "--repetition-penalty nan: must be above 0"),
+        (["--stop-strings", ""], "--stop-strings ['']: must be text"),
+        (["--stop-strings", "a"], "the checkpoint has no tokenizer to tell text by"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
+        (["--graphs", "--no-graphs"], "choose one"),
+        (["--model", "someone/else"], "someone/else: no such directory, and no model to be had from the hub"),
         (["--world", "0"], "--world 0: must be at least 1"),
         (["--max-tokens", "0"], "max_tokens_per_rank"),
         (["--model", "/no/such"], "/no/such"),
     ],
 )
-def test_options_and_files_are_refused_before_ranks_start(tiny: Path, no_ranks, words, said, capsys) -> None:
+def test_options_and_files_are_refused_before_ranks_start(
+    tiny: Path, no_ranks, words, said, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main([*WORDS, *([] if "--model" in words else ["--model", str(tiny)]), *words]) == 2
     err = capsys.readouterr().err
     assert said in err
@@ -205,7 +276,7 @@ def test_a_finished_journal_starts_no_ranks(tiny: Path, tmp_path: Path, monkeypa
         file.seek(8 + int.from_bytes(file.read(8), "little"))
         file.write(b"\1\2")
     for other, said in (
-        (["--temperature", "0.5"], "temperature 0.0, now 0.5"),
+        (["--temperature", "0.5"], "temperature None, now 0.5"),
         (["--seed", "1"], "seed 0, now 1"),
         (["--model", str(tmp_path / "tuned")], "model "),
         (["--output", str(tmp_path / "prompts.jsonl")], "it is the file of the prompts"),

@@ -206,10 +206,6 @@ class TestQuantizationConfig:
         with pytest.raises(CheckpointError, match="has dtype F8_E4M3: expected BF16"):
             load_layer(folder, layer)
 
-    def test_float16_is_refused(self, tmp_path):
-        words = "dtype 'float16' is not supported"
-        assert refuses(words, tmp_path, "qwen3_moe", config={"dtype": "float16"}) is ConfigError
-
 
 NAN, INF = float("nan"), float("inf")
 FLOAT32 = [

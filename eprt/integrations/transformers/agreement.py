@@ -108,6 +108,7 @@ class ForwardAgreement:
         muted: the model runs on a dummy token, which its places leave out.
         idle: replaces the places' own step of a rank without tokens.
         decode: graphs of the model that an earlier `generate` captured, or why it couldn't.
+        told_of_state: whether `generate` has said that prompts of equal length share a batch.
     """
 
     def __init__(self, places: list[Place]) -> None:
@@ -115,6 +116,7 @@ class ForwardAgreement:
         self.muted = False
         self.idle: Callable[[], None] | None = None
         self.decode: object = None
+        self.told_of_state = False
         self._silent = False
         self._step: AbstractContextManager[Step] | None = None
         self._met = False

@@ -42,6 +42,13 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
 
 def refusal(model: Any, agreement: ForwardAgreement, options: Mapping[str, Any]) -> str:
     """Returns why this model's decode steps can't be replayed from graphs with these options, or ""."""
+    if (reason := model_refusal(model, options)) or agreement.world.device.type != "cuda":
+        return reason
+    return "; ".join(dict.fromkeys(reason for place in agreement.places if (reason := pair_refusal(place.layer))))
+
+
+def model_refusal(model: Any, options: Mapping[str, Any]) -> str:
+    """Returns why graphs of this model's decode steps are out of question wherever its experts are, or ""."""
     config: Any = options.get("generation_config") or model.generation_config
     for name, ordinary in _OPTIONS.items():
         value = options.get(name, getattr(config, name, None))
@@ -56,9 +63,7 @@ def refusal(model: Any, agreement: ForwardAgreement, options: Mapping[str, Any])
     types, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
     if others := sorted({kind for kind in types if kind not in (*_CACHED, "dummy")}):
         return f"its cache has layers of {', '.join(others)}"
-    if agreement.world.device.type != "cuda":
-        return ""
-    return "; ".join(dict.fromkeys(reason for place in agreement.places if (reason := pair_refusal(place.layer))))
+    return ""
 
 
 class DecodeGraphs:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("eprt")
 _LENGTH_STEP = 128  # of the graphs' cache, so that a call of like length finds it
 _DEFAULT_NEW_TOKENS = 20  # transformers'
+# Kinds of attention whose masks leave padding out. Others carry a state, or count blocks from the first token.
+_MASKED = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "dummy")
 OnToken = Callable[[int, int], None]
 
 
@@ -34,13 +37,16 @@ def generate(
     batch_size: int = 8,
     graphs: bool | Sequence[int] = False,
     on_token: OnToken | None = None,
+    seeds: Sequence[int] | None = None,
     **options: Any,
 ) -> list[list[int]]:
     """Continues this rank's prompts. Collective: every rank calls it, with as many prompts as it has, or none.
 
     Prompts are taken `batch_size` at a time, padded on the left; fewer where `RuntimeConfig.max_tokens_per_rank`
     doesn't hold them. A longer prompt needs `prefill_chunk_size=` or a larger capacity. A rank whose prompts are
-    finished computes for the others until all are; no rank waits for another's batch to end.
+    finished computes for the others until all are; no rank waits for another's batch to end. Models whose attention
+    carries state (linear attention, Mamba, convolutions, compressed keys) count padding as tokens: prompts of equal
+    length share a batch there, which a warning says once.
 
     Args:
         model: one with expert-parallel layers: `parallelize(model, world)`, or `ep_implementation="eprt"`.
@@ -51,12 +57,15 @@ def generate(
             for `batch_size` sequences of the longest length so far. Prompts run eagerly. Where something can't be
             captured, a warning says why, and all runs eagerly.
         on_token: `on_token(prompt, token)` as each is chosen; `prompt` counts from 0. With one beam only.
-        options: `model.generate`'s: max_new_tokens, do_sample, temperature, eos_token_id, generation_config, ...
-            Sampling takes torch's random numbers of this process: seed ranks apart with `torch.manual_seed`, those of
-            one attention-TP group alike.
+        seeds: one for each prompt, for sampling with one beam: what is sampled for a prompt then depends on its seed
+            alone, up to the rounding of its batch. None takes torch's random numbers of this process: seed ranks apart
+            with `torch.manual_seed`, those of one attention-TP group alike.
+        options: `model.generate`'s: max_new_tokens, do_sample, temperature, top_p, eos_token_id, generation_config,
+            stop_strings (with tokenizer), ... What isn't given is the checkpoint's generation_config.json's.
 
     Returns:
-        for each prompt the tokens that follow it, up to and with the first end-of-sequence token.
+        for each prompt the tokens that follow it, up to and with the first end-of-sequence token, or the token that
+        completes a stop string.
 
     Raises:
         InputError: an empty prompt, or a token that the vocabulary hasn't got; ConfigError: an option that can't work
@@ -66,6 +75,7 @@ def generate(
     agreement = agreement_of(model)
     with ExitStack() as replaying, lockstep(model):
         _check(model, world, batch_size, options)
+        _check_seeds(model, len(prompts), seeds, options)
         rows = [_checked(model, number, prompt) for number, prompt in enumerate(prompts)]
         layer = agreement.places[0].layer
         most = layer.dispatcher.capacity.max_tokens_per_rank * layer.world.parallel.attention_tp_size
@@ -75,10 +85,34 @@ def generate(
             decode = _decode_graphs(model, agreement, _most_length(model, rows, options), batch_size, buckets, options)
         if decode is not None:
             replaying.enter_context(decode.inside(model))  # until the last rank is done
-        found: list[list[int]] = []
-        for batch in _batches(rows, batch_size, most):
-            found += _run(model, batch, len(found), on_token, options, decode)
-    return found
+        found: dict[int, list[int]] = {}
+        for numbers in _batches(rows, batch_size, most, alike=_carries_state(model, agreement)):
+            own = None if seeds is None else [seeds[number] for number in numbers]
+            batch = _Batch(numbers, [rows[number] for number in numbers], own)
+            found |= zip(numbers, _run(model, batch, on_token, options, decode), strict=True)
+    return [tokens for _, tokens in sorted(found.items())]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Prompts that are continued together: their numbers, their ids [S] each, and their seeds if they have some."""
+
+    numbers: list[int]
+    rows: list[torch.Tensor]
+    seeds: list[int] | None
+
+
+def _carries_state(model: Any, agreement: ForwardAgreement) -> bool:
+    """Returns whether a prompt's padding changes its answer; says so once for each model, on the first rank."""
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    if not (state := sorted(set(kinds) - set(_MASKED))):
+        return False
+    if agreement.world.rank == 0 and not agreement.told_of_state:
+        logger.warning("batches hold prompts of equal length: %s would count padding as tokens", ", ".join(state))
+    agreement.told_of_state = True
+    return True
 
 
 def _powers_of_2(most: int) -> tuple[int, ...]:
@@ -132,26 +166,47 @@ def _most_length(model: nn.Module, rows: list[torch.Tensor], options: dict[str, 
 
 
 def _run(
-    model: Any,
-    rows: list[torch.Tensor],
-    first: int,
-    on_token: OnToken | None,
-    options: dict[str, Any],
-    decode: DecodeGraphs | None,
+    model: Any, batch: _Batch, on_token: OnToken | None, options: dict[str, Any], decode: DecodeGraphs | None
 ) -> list[list[int]]:
-    """Runs one batch through `model.generate`; `first` is the number of its first prompt."""
-    ends, pad = _special_tokens(model, options)
-    ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-    given: dict[str, Any] = {"pad_token_id": pad, **options, "synced_gpus": False}  # lockstep keeps the ranks together
-    if on_token is not None:
-        given["streamer"] = _Streamer(first, ends, on_token)
-    if decode is not None:
-        given |= {"past_key_values": decode.begin(len(rows)), "disable_compile": True}
+    """Runs one batch through `model.generate`, and returns each row's new tokens."""
+    from eprt.integrations.transformers.sequences import SeededChoice, chosen_last
+
     device = agreement_of(model).world.device
-    out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
-    after: list[list[int]] = out[:, ids.shape[1] :].tolist()
-    return [tokens[: next((n for n, token in enumerate(tokens, 1) if token in ends), None)] for tokens in after]
+    stops, pad = _special_tokens(model, options)
+    ids = pad_sequence(batch.rows, batch_first=True, padding_value=pad, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in batch.rows], batch_first=True, padding_side="left")
+    given: dict[str, Any] = {"pad_token_id": pad, **options, "synced_gpus": False}  # lockstep keeps the ranks together
+    lengths: dict[int, int] = {}
+    if (_option(model, options, "num_beams") or 1) == 1:  # else rows are beams, not sequences
+        lengths = _record_ends(model, given, stops, ids.shape[1])
+    if on_token is not None:
+        given["streamer"] = _Streamer(batch.numbers, lengths, on_token)
+    if decode is not None:
+        given |= {"past_key_values": decode.begin(len(ids)), "disable_compile": True}
+    sampled = batch.seeds is not None and _option(model, options, "do_sample")
+    with chosen_last(model, SeededChoice(batch.seeds, device) if batch.seeds and sampled else None):
+        out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
+    after = [tokens[: lengths.get(row)] for row, tokens in enumerate(out[:, ids.shape[1] :].tolist())]
+    return [tokens[: next((n for n, token in enumerate(tokens, 1) if token in stops), None)] for tokens in after]
+
+
+def _record_ends(model: Any, given: dict[str, Any], stops: set[int], prompt_length: int) -> dict[int, int]:
+    """Puts a record of where sequences end into what `model.generate` is given, and returns it."""
+    from transformers import EosTokenCriteria, StopStringCriteria
+
+    from eprt.integrations.transformers.sequences import Ends
+
+    strings, tokenizer = _option(model, given, "stop_strings"), given.pop("tokenizer", None)
+    criteria = [*(given.pop("stopping_criteria", None) or [])]
+    criteria += [EosTokenCriteria(sorted(stops))] if stops else []
+    if strings:
+        if tokenizer is None:
+            raise ConfigError(f"stop_strings={strings!r} need the model's tokenizer: pass tokenizer= as well")
+        criteria.append(StopStringCriteria(tokenizer, strings))
+        given["stop_strings"] = None
+    ends = Ends(criteria, prompt_length)
+    given["stopping_criteria"] = [ends]
+    return ends.lengths
 
 
 def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[set[int], int]:
@@ -169,15 +224,17 @@ def _option(model: Any, options: dict[str, Any], name: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _batches(rows: list[torch.Tensor], size: int, most_tokens: int) -> Iterator[list[torch.Tensor]]:
-    """Yields at most `size` rows in order, and no more tokens than the layers take at once, where that is possible."""
-    batch: list[torch.Tensor] = []
-    for row in rows:
-        longest = max(len(row), *map(len, batch), 0)
-        if batch and (len(batch) == size or (len(batch) + 1) * longest > most_tokens):
+def _batches(rows: list[torch.Tensor], size: int, most_tokens: int, alike: bool) -> Iterator[list[int]]:
+    """Yields numbers of at most `size` rows, and no more tokens than the layers take at once, where that is possible:
+    in order, or those of equal length together if `alike`."""
+    batch: list[int] = []
+    for number in sorted(range(len(rows)), key=lambda n: len(rows[n])) if alike else range(len(rows)):
+        lengths = {len(rows[n]) for n in (*batch, number)}
+        full = len(batch) == size or (len(batch) + 1) * max(lengths) > most_tokens
+        if batch and (full or (alike and len(lengths) > 1)):
             yield batch
             batch = []
-        batch.append(row)
+        batch.append(number)
     if batch:
         yield batch
 
@@ -215,23 +272,31 @@ def _check(model: nn.Module, world: World | None, batch_size: int, options: dict
             raise ConfigError(f"{name} is set by generate itself (streaming: on_token)")
 
 
-class _Streamer:
-    """Receives the tokens of `model.generate`: the prompts first, then one token per row and step."""
+def _check_seeds(model: nn.Module, count: int, seeds: Sequence[Any] | None, options: dict[str, Any]) -> None:
+    """Raises ConfigError."""
+    if seeds is None:
+        return
+    if len(seeds) != count or not all(isinstance(seed, int) and abs(seed) < 1 << 63 for seed in seeds):
+        raise ConfigError(f"{len(seeds)} seeds for {count} prompts: expected an integer of 64 bits for each")
+    if (beams := _option(model, options, "num_beams") or 1) > 1:
+        raise ConfigError(f"seeds with num_beams={beams}: beams share their random numbers; give torch.manual_seed")
 
-    def __init__(self, first: int, ends: set[int], on_token: OnToken) -> None:
-        self._first, self._ends, self._on_token = first, ends, on_token
-        self._prompts_seen = False
-        self._finished: set[int] = set()
+
+class _Streamer:
+    """Receives the tokens of `model.generate`: the prompts first, then one token per row and step. `lengths` are new
+    tokens of rows that have ended, after which the loop only pads them."""
+
+    def __init__(self, numbers: list[int], lengths: Mapping[int, int], on_token: OnToken) -> None:
+        self._numbers, self._lengths, self._on_token = numbers, lengths, on_token
+        self._steps = -1  # the prompts' own
 
     def put(self, value: torch.Tensor) -> None:
-        if not self._prompts_seen:
-            self._prompts_seen = True
+        self._steps += 1
+        if self._steps == 0:
             return
         for row, token in enumerate(value.flatten().tolist()):
-            if row not in self._finished:
-                self._on_token(self._first + row, token)
-            if token in self._ends:
-                self._finished.add(row)
+            if self._steps <= self._lengths.get(row, self._steps):
+                self._on_token(self._numbers[row], token)
 
     def end(self) -> None:
         """Does nothing: no token is held back."""

@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
-from eprt.errors import CheckpointError, ConfigError, UsageError
+from eprt.errors import CheckpointError, ConfigError, UsageError, one_block
 from eprt.models import ModelFamily, family_for
 from eprt.models.checkpoint import Checkpoint
 
@@ -36,7 +37,8 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
     Args:
         path_or_hub_id: a checkpoint directory (safetensors), or a model id of the Hugging Face hub.
         model_class: None takes the class that AutoModelForCausalLM would.
-        options: `from_pretrained`'s: dtype, device_map, attn_implementation, revision, cache_dir, ...
+        options: `from_pretrained`'s: dtype, device_map, attn_implementation, revision, cache_dir, ... A float16
+            checkpoint is loaded in bfloat16 unless `dtype` says otherwise.
 
     Returns:
         the model; calling it before `parallelize(model, world)` is a UsageError.
@@ -52,6 +54,8 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
     paths = [family.module_path(number) for number in family.moe_layers(config.to_dict())]
     if getattr(config, "quantization_config", None) is not None and not _packed_outside(directory, family):
         del config.quantization_config  # only the experts are packed: what is left is plain
+    if options.get("dtype", "auto") == "auto" and config.get_text_config().dtype == torch.float16:
+        options["dtype"] = torch.bfloat16  # as `Checkpoint` reads the experts, and says
     kind = _without_blocks(model_class or _class_of(config), paths, directory)
     return kind.from_pretrained(directory, config=config, **options)
 
@@ -93,7 +97,8 @@ def find_checkpoint(path_or_hub_id: str | Path, **where: Any) -> Path:
     try:
         return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns, ignore_patterns=["*/*"], **where))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: no such directory, and no model to be had from the hub: {error}") from error
+        why = one_block(" ".join(str(error).split()), 300)
+        raise CheckpointError(f"{path}: no such directory, and no model to be had from the hub: {why}") from error
 
 
 def _class_of(config: Any) -> type[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import indent
@@ -15,6 +16,7 @@ from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, EprtError, UnsupportedError, UsageError, aligned
 from eprt.graphs.recording import refusal_of
 from eprt.integrations.transformers.agreement import Place, agreement_of
+from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_same_weights
 from eprt.integrations.transformers.load import Placeholder, find_checkpoint
 from eprt.layer import ExpertParallelMoE
 from eprt.models import LayerParts, ModelFamily, build_layer, family_for, load_layer
@@ -35,6 +37,7 @@ class MoEBlock(nn.Module):
         self.layer = layer
         self.returns_scores = returns_scores
         self.eprt_place = Place(layer.world, dtype, layer)
+        keep_out_of_state(self)
 
     def forward(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None, **_: Any) -> Any:
         output = self.eprt_place(hidden_states, None, input_ids)
@@ -54,6 +57,7 @@ def parallelize(
     *,
     checkpoint: str | Path | None = None,
     placement: str | Path | PlacementFile | None = None,
+    on_layer: Callable[[int, int], None] | None = None,
 ) -> list[ExpertParallelMoE]:
     """Replaces every MoE block of `model` by an `ExpertParallelMoE` that holds this rank's experts. Collective.
 
@@ -67,6 +71,7 @@ def parallelize(
         checkpoint: the directory or hub id of the experts; only this rank's bytes are read. None takes the model's own
             tensors, or the checkpoint that `load_without_experts` loaded it from.
         placement: which experts lie where, layer by layer, as `eprt plan-experts` writes it; None: in order.
+        on_layer: `on_layer(done, of)` after each block, for a progress bar.
 
     Returns:
         the layers, in model order. `World.warmup(*layers)` compiles and allocates before the first batch.
@@ -75,6 +80,7 @@ def parallelize(
         UsageError: the model is parallelized already.
         ConfigError, UnsupportedError: the model or the checkpoint can't be used, or they aren't of one model. The error
             is the same on every rank, and nothing was changed.
+        WorldMismatch: ranks hold other weights outside of the experts, or other checkpoints.
         CheckpointError: a file or tensor is wrong, the same on every rank. Load the model again: blocks before it are
             replaced.
     """
@@ -83,11 +89,17 @@ def parallelize(
     if placement is not None:
         placed = load_on_all_ranks(world, lambda: _checked_file(config, world.parallel, placement))
     with load_on_all_ranks(world, lambda: _source(model, config, checkpoint)) as source:
-        numbers = family_for(config).moe_layers(config)
-        layers = [_replace_block(model, world, runtime, source, number, placed) for number in numbers]
+        family = family_for(config)
+        numbers = family.moe_layers(config)
+        require_same_weights(model, world, tuple(f"{family.module_path(number)}." for number in numbers))
+        layers: list[ExpertParallelMoE] = []
+        for number in numbers:
+            layers.append(_replace_block(model, world, runtime, source, number, placed))
+            if on_layer is not None:
+                on_layer(len(layers), len(numbers))
     agreement_of(model)
     model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
-    model.__dict__["save_pretrained"] = _refuse_to_save
+    keep_in_place(model, world.device, _dtype_of(model))
     return layers
 
 
@@ -143,7 +155,10 @@ def _check_model(model: nn.Module) -> None:
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise ConfigError(f"{type(model).__name__} has no floating-point parameters: expected a loaded model")
     if (dtype := _dtype_of(model)) not in (torch.bfloat16, torch.float32):
-        raise ConfigError(f"the model computes in {_name(dtype)}: load it with dtype=torch.bfloat16 (or float32)")
+        raise ConfigError(
+            f"the model computes in {_name(dtype)}, which no executor does: load it with dtype=torch.bfloat16 (or "
+            "float32)"
+        )
     if getattr(model.config, "output_router_logits", False):
         raise ConfigError(
             "config.output_router_logits is True: the routers are inside the expert-parallel layers, which don't hand "
@@ -163,13 +178,6 @@ def _refuse_router_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -
             "output_router_logits=True: a parallelized model doesn't hand its routers' logits out; call it without"
         )
         agreement_of(model).places[0].layer.dispatcher.refuse(UnsupportedError(refused))
-
-
-def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
-    raise UsageError(
-        "save_pretrained of a parallelized model would write this rank's experts only: save it before parallelize, or "
-        "copy the checkpoint that it came from"
-    )
 
 
 def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | None) -> Checkpoint:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 
+from eprt.cli.generate_jobs import heard
 from eprt.config import RuntimeConfig
 from eprt.graphs import StepGraphs
 from eprt.ranks.launcher import RankContext
@@ -84,6 +85,34 @@ def continue_prompts(
     if way == "expert_parallel":  # transformers made groups of its own for this model
         layers[0].world.close()
     return found, streamed
+
+
+def several_calls(
+    context: RankContext, folder: str, calls: list[dict[str, Any]], dtype: torch.dtype | str = torch.float32
+) -> list[dict[str, Any]]:
+    """The tokens, streamed tokens, warnings of each call of `generate`, whose prompts and seeds are by rank, and the
+    model's dtype."""
+    from transformers import AutoTokenizer
+
+    from eprt.integrations.transformers import generate, load_without_experts, parallelize
+
+    world, found = context.world(timeout_s=BEHIND_S), []
+    model = load_without_experts(folder, dtype=dtype).eval()
+    layers = parallelize(model, world, RUNTIME)
+    for call in calls:
+        given = {"batch_size": 2} | call
+        given["prompts"] = given["prompts"][context.rank]
+        if seeds := given.pop("seeds", None):
+            given["seeds"] = seeds[context.rank]
+        if "stop_strings" in given:
+            given["tokenizer"] = AutoTokenizer.from_pretrained(folder)
+        streamed: dict[int, list[int]] = {}
+        with heard() as said:
+            tokens = generate(model, on_token=lambda n, token, to=streamed: to.setdefault(n, []).append(token), **given)
+        found.append({"tokens": tokens, "streamed": [streamed[n] for n in range(len(tokens))], "said": list(said)})
+    for layer in layers:
+        layer.close()
+    return [each | {"dtype": str(model.dtype)} for each in found]
 
 
 @dataclass

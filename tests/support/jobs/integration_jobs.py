@@ -41,7 +41,7 @@ def compare_logits(
     runtime = RuntimeConfig(dispatcher=dispatcher, executor="torch_grouped")
     layers = parallelize(model, world, runtime=runtime, checkpoint=checkpoint, placement=placement)
     world.warmup(*layers)
-    after = sum(tensor.numel() for tensor in model.state_dict().values())
+    after = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     error = 0.0
     for _ in range(2):
         if expected is None:
@@ -178,6 +178,9 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     for module in bare.modules():
         module._parameters.clear()
     attempt("no parameters", lambda: parallelize(bare, world, runtime))
+    other = fresh()
+    other.lm_head.weight.data[-1, -1] += world.rank
+    attempt("other weights", lambda: parallelize(other, world, runtime))
     model = fresh()
     attempt("generate too early", lambda: generate(model, [[5]]))
     layers = parallelize(model, world, runtime)
@@ -185,10 +188,18 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     attempt("twice", lambda: parallelize(model, world, runtime))
     attempt("router logits in a call", lambda: model(ids, output_router_logits=True))
     attempt("save", lambda: model.save_pretrained("/nowhere"))
+    attempt("state", model.state_dict)
+    attempt("part of the state", model.model.state_dict)
+    attempt("load state", lambda: model.load_state_dict(fresh().state_dict(), strict=False))
+    attempt("half", model.half)
+    attempt("to meta", lambda: model.to("meta"))
+    attempt("to where it is", lambda: model.to("cpu").float())
     attempt("pickle", lambda: pickle.dumps(model))
     attempt("deepcopy", lambda: copy.deepcopy(model))
     model.requires_grad_(True)
     attempt("backward", lambda: model(ids).logits.sum().backward())
+    attempt("seeds", lambda: generate(model, [[5]], seeds=[1, 2]))
+    attempt("stop strings", lambda: generate(model, [[5]], stop_strings=["a"]))
     attempt("empty prompt", lambda: generate(model, [[5], []] if world.rank == 1 else [[5]]))
 
     def wrong_loop() -> None:

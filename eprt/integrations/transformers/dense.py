@@ -1,0 +1,97 @@
+"""The part of a parallelized model that every rank keeps whole: its comparison between ranks, and what may not be done
+to it any more, since the experts wouldn't follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from eprt.errors import UsageError, WorldMismatch
+from eprt.world import World
+from eprt.world.agree import Header, exchange, fingerprint_of
+from eprt.world.wire import gather_values
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HEAD = 16  # numbers whose order counts, too
+
+
+def require_same_weights(model: nn.Module, world: World, outside: tuple[str, ...]) -> None:
+    """Compares a hash of every weight outside of `outside` (prefixes of names) between ranks. Collective.
+
+    Weights that are sharded over ranks are left out.
+
+    Raises:
+        WorldMismatch: ranks hold other weights; names the first that differs, the same on every rank.
+    """
+    found = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if not name.startswith(outside) and not hasattr(parameter, "to_local") and not parameter.is_meta
+    }
+    hashes = _hashes(found)
+    try:
+        exchange(world, Header("load", -1, 0, fingerprint=fingerprint_of(hashes)))
+    except WorldMismatch as mismatch:
+        by_rank = gather_values(world, hashes)
+        names = sorted({name for rank in by_rank for name in rank or {}})
+        differing = [name for name in names if len({rank.get(name) for rank in by_rank if rank is not None}) > 1]
+        why = (
+            f"{len(differing)} weights outside of the experts aren't the same on all ranks, {differing[0]} the first: "
+            "load the same revision in the same dtype on every rank"
+            if differing
+            else "the ranks don't call parallelize together"
+        )
+        mismatch.args = (f"{why}\n{mismatch}",)
+        raise
+
+
+def _hashes(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Returns a hash of each tensor's shape, dtype, first numbers and the sum of all bit patterns."""
+    bits = [tensor.flatten().view(_INTEGERS[tensor.element_size()]) for tensor in weights.values()]
+    sums = torch.stack([each.sum(dtype=torch.int64) for each in bits]).tolist() if bits else []
+    return {
+        name: sha256(repr((tuple(tensor.shape), tensor.dtype, total, each[:_HEAD].tolist())).encode()).hexdigest()[:16]
+        for (name, tensor), each, total in zip(weights.items(), bits, sums, strict=True)
+    }
+
+
+def keep_in_place(model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Lets `model.to`, `half`, `cuda` and the like raise UsageError where they would move or convert the model, and
+    `save_pretrained` in any case."""
+    apply: Callable[..., Any] = model._apply
+
+    def apply_nowhere_else(fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **given: Any) -> Any:
+        moved = fn(torch.zeros(1, dtype=dtype, device=device))
+        if (moved.device, moved.dtype) != (device, dtype):
+            raise UsageError(
+                f"a parallelized model stays on {device} in {dtype}, as its experts do, and can't go to {moved.device} "
+                f"in {moved.dtype}: load it so, and then call parallelize"
+            )
+        return apply(fn, *args, **given)
+
+    model.__dict__["_apply"] = apply_nowhere_else
+    model.__dict__["save_pretrained"] = refuse_to_save
+
+
+def keep_out_of_state(block: nn.Module) -> None:
+    """Lets `state_dict` and `load_state_dict` of every module around `block` raise UsageError."""
+    block.register_state_dict_pre_hook(refuse_to_save)
+    block.register_load_state_dict_pre_hook(_refuse_to_load)
+
+
+def refuse_to_save(*_: Any, **__: Any) -> NoReturn:
+    """Raises UsageError."""
+    raise UsageError(
+        "state_dict or save_pretrained of a parallelized model would leave out experts, which are on other ranks and "
+        "no parameters: save it before parallelize, or copy the checkpoint that it came from"
+    )
+
+
+def _refuse_to_load(*_: Any, **__: Any) -> NoReturn:
+    raise UsageError(
+        "load_state_dict into a parallelized model would leave its experts as they are: load it before parallelize"
+    )

@@ -1,0 +1,119 @@
+"""Options of transformers' generate over two gloo ranks: seeds, stop strings, attention that carries state, float16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.cases.model_recipes import RECIPES, VOCABULARY, make_model
+from support.cases.text_model import FIRST, write_tokenizer
+from support.jobs import generation_jobs as jobs
+
+pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+
+PROMPTS = [[5, 17, 33, 8], [41, 9, 60], [7, 3, 2, 9, 11], [30]]
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("options") / "qwen3_moe"
+    make_model(RECIPES["qwen3_moe"]).save_pretrained(path)
+    write_tokenizer(path, VOCABULARY)
+    return path
+
+
+def run(pools, folder: Path, calls: list[dict], **more) -> list[list[dict]]:
+    """Each rank's results of the calls."""
+    return pools(2).run(jobs.several_calls, folder=str(folder), calls=calls, **more)
+
+
+def alone(model, prompt: list[int], **options) -> list[int]:
+    ids = torch.tensor([prompt])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+def test_what_is_sampled_depends_on_a_prompts_seed_alone(pools, folder: Path) -> None:
+    """Not on its rank, nor on the rows beside it; warpers of the checkpoint's kind come before the choice."""
+    sampled = GREEDY | {"do_sample": True, "temperature": 3.0, "top_k": 20, "repetition_penalty": 1.2}
+    seeds = [11, 12, 13, -14]
+    calls = [
+        {"prompts": [PROMPTS[:3], PROMPTS[3:]], "seeds": [seeds[:3], seeds[3:]], **sampled},
+        {"prompts": [PROMPTS[3:], PROMPTS[2::-1]], "seeds": [seeds[3:], seeds[2::-1]], "batch_size": 1, **sampled},
+        {"prompts": [[PROMPTS[0]] * 8, []], "seeds": [list(range(8)), []], "batch_size": 8, **sampled},
+        {"prompts": [PROMPTS[:1], []], "seeds": [[11], []], **GREEDY},
+    ]
+    first, second = run(pools, folder, calls)
+    by_prompt = [*first[0]["tokens"], *second[0]["tokens"]]
+    assert by_prompt == [*second[1]["tokens"][::-1], *first[1]["tokens"]]
+    assert len({tuple(row) for row in first[2]["tokens"]}) > 4, "other seeds"
+    assert first[3]["tokens"] == [alone(jobs.load(str(folder), torch.float32), PROMPTS[0], **GREEDY)]
+
+
+def test_the_choice_is_that_of_the_probabilities() -> None:
+    """4,000 rows of the same scores: frequencies within five standard deviations, and nothing that is masked."""
+    from eprt.integrations.transformers.sequences import SeededChoice
+
+    scores = torch.tensor([2.0, 1.0, 0.0, -torch.inf, -1.0])
+    rows = 4000
+    found = SeededChoice(range(rows), torch.device("cpu"))(torch.empty(0), scores.expand(rows, -1))
+    assert ((found == 0).sum(1) == 1).all()
+    assert (found.isneginf().sum(1) == len(scores) - 1).all()
+    counts, p = (found == 0).sum(0), scores.softmax(0)
+    assert ((counts - rows * p).abs() <= 5 * (rows * p * (1 - p)).sqrt()).all()
+
+
+def test_stop_strings_end_answers(pools, folder: Path) -> None:
+    """At other steps in one batch, as transformers ends each prompt alone; pads are neither returned nor streamed."""
+    from transformers import AutoTokenizer
+
+    model, tokenizer = jobs.load(str(folder), torch.float32), AutoTokenizer.from_pretrained(folder)
+    options = GREEDY | {"max_new_tokens": 10, "suppress_tokens": list(range(VOCABULARY - 1, VOCABULARY))}
+    free = [alone(model, prompt, **options) for prompt in PROMPTS]
+    options["stop_strings"] = [chr(FIRST + free[0][3]), "".join(chr(FIRST + token) for token in free[2][4:6])]
+    wanted = [alone(model, prompt, tokenizer=tokenizer, **options) for prompt in PROMPTS]
+    assert {len(row) for row in wanted} > {4}
+    found = run(pools, folder, [{"prompts": [PROMPTS[:2], PROMPTS[2:]], **options}])
+    assert [row for (call,) in found for row in call["tokens"]] == wanted
+    assert [row for (call,) in found for row in call["streamed"]] == wanted
+
+
+def test_prompts_of_equal_length_share_a_batch_where_attention_carries_state(pools, tmp_path: Path) -> None:
+    """MiniMax's linear attention counts padding as tokens. A warning says so, once."""
+    make_model(RECIPES["minimax"]).save_pretrained(tmp_path)
+    prompts = [[5], list(range(2, 40)), [9], list(range(40, 2, -1)), [12] * 7]
+    model = jobs.load(str(tmp_path), torch.float32)
+    wanted = [alone(model, prompt, **GREEDY) for prompt in prompts]
+    call = {"prompts": [prompts[:4], prompts[4:]], **GREEDY}
+    first, second = run(pools, tmp_path, [call, call])
+    assert [[*one["tokens"], *other["tokens"]] for one, other in zip(first, second, strict=True)] == [wanted] * 2
+    assert [call["streamed"] for call in first] == [wanted[:4]] * 2
+    assert [call["said"] for call in first + second] == [
+        ["batches hold prompts of equal length: linear_attention would count padding as tokens"], [], [], []
+    ]  # fmt: skip
+
+
+def test_a_float16_checkpoint_is_rounded_to_bfloat16_with_one_warning(pools, tmp_path: Path, caplog) -> None:
+    """Experts and attention: as transformers' own model of the same files in bfloat16."""
+    from eprt.models.checkpoint import Checkpoint, _say_rounded
+
+    make_model(RECIPES["qwen3_moe"]).half().save_pretrained(tmp_path)
+    plain = jobs.load(str(tmp_path), torch.bfloat16)
+    _say_rounded.cache_clear()
+    for _ in range(2):
+        with Checkpoint(tmp_path) as source:
+            for name, info in source.manifest.items():
+                assert info.dtype == "BF16"
+                if "experts" not in name:
+                    assert torch.equal(source.read(name), plain.state_dict()[name])
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "weights in float16 are rounded to bfloat16, in which executors compute"
+    ]
+    call = {"prompts": [PROMPTS[:2], PROMPTS[2:]], **GREEDY, "max_new_tokens": 1}
+    found = run(pools, tmp_path, [call], dtype="auto")
+    assert {call["dtype"] for (call,) in found} == {"torch.bfloat16"}
+    for prompt, (token,) in zip(PROMPTS, (row for (call,) in found for row in call["tokens"]), strict=True):
+        logits = plain(torch.tensor([prompt])).logits[0, -1].float()
+        # bf16's rounding on both sides may swap neighbours of the first place, no more.
+        assert logits.max() - logits[token] <= 0.02 * (logits.max() - logits.min())
