@@ -353,6 +353,7 @@ def gpu_tests() -> str:
 FAULTS = {
     "kill": "is killed",
     "stop": "is stopped",
+    "cut off": "is cut off, or its host of two",
     "raise": "raises",
     "leave": "exits with code 0",
     "skip": "skips a step or a phase (`WorldMismatch` on all)",

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from tyro.conf import UseAppendAction
 
 from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.errors import ConfigError
 
 GPUS_PER_HOST = 8  # of a host that `eprt explain` isn't told about
 DeviceKind = Literal["auto", "cpu", "cuda"]
@@ -157,6 +158,8 @@ class Explain(_TensorParallel, _Json):
     """cpu, or a GPU's compute capability: sm90 (Hopper), sm100 (B200), ..."""
     ranks_per_host: int | None = None
     """Ranks per host; without it 8 for GPUs, all for CPUs."""
+    hosts: int | None = None
+    """Hosts, with the same number of ranks on each; instead of --ranks-per-host."""
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     """Settings that a layer would be built with; the same defaults."""
     plot: Path | None = None
@@ -164,9 +167,29 @@ class Explain(_TensorParallel, _Json):
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The sizes of the world that is asked for."""
-        per_host = self.ranks_per_host or (self.world if self.device == "cpu" else min(self.world, GPUS_PER_HOST))
-        return ParallelConfig(self.world, self.attention_tp, self.moe_tp, per_host)
+        """The sizes of the world that is asked for. Raises ConfigError where its ranks don't fill the hosts."""
+        W, hosts, per_host = self.world, self.hosts, self.ranks_per_host
+        if hosts is not None and per_host is not None:
+            raise ConfigError(f"--hosts {hosts} and --ranks-per-host {per_host}: give one of them")
+        if hosts is not None:
+            _require_share(W, hosts, f"--hosts {hosts}", "the same number of ranks on every host")
+            per_host = W // hosts
+        elif per_host is not None:
+            per_host = min(per_host, W)
+            _require_share(W, per_host, f"--ranks-per-host {per_host}", "every host full")
+        else:
+            per_host = W if self.device == "cpu" else min(W, GPUS_PER_HOST)
+        return ParallelConfig(W, self.attention_tp, self.moe_tp, per_host)
+
+
+def _require_share(world: int, share: int, option: str, wanted: str) -> None:
+    """Raises ConfigError unless `share` divides the ranks: the message has the shares that do."""
+    if share < 1 or world < 1 or world % share:
+        fitting = ", ".join(str(number) for number in range(1, max(world, 1) + 1) if world % number == 0)
+        raise ConfigError(
+            f"{option} of --world {world}: eprt plans for {wanted}, so that none is slower than the others; "
+            f"use one of {fitting}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

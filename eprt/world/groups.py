@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import ipaddress
 import os
@@ -18,9 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, EprtError, RankLost, one_block
 from eprt.json_files import shown
+from eprt.world.addresses import unresolved
 from eprt.world.guard import Guard
 from eprt.world.process import at_exit_leave, boot_id, bounded, number_of, restarts
-from eprt.world.rendezvous import Rendezvous, claim_store, meet
+from eprt.world.rendezvous import Rendezvous, await_late, claim_store, meet
+from eprt.world.termination import AGENT
 
 SILENT_AFTER_S = 10.0
 # Torch's switch for symmetric memory between ranks of one GPU: only tests have such ranks. NCCL refuses them.
@@ -87,6 +90,7 @@ def start_up(timeout_s: float) -> Iterator[list[Guard]]:
         yield guards
     except BaseException as error:
         at_exit_leave()
+        atexit.register(await_late)  # before it leaves
         for guard in guards:
             guard.leave(f"raised: {type(error).__name__}: {error}")
             guard.close(timeout_s if hosts_store(guard.rank) else 0.0)
@@ -135,14 +139,18 @@ def local_device(device: str | None) -> torch.device:
 
 def rendezvous_in_environment(rank: int, size: int, timeout_s: float) -> Rendezvous:
     """Finds all ranks that torchrun's environment names. Raises RankLost, WorldMismatch."""
-    host, silent_s = ("rank 0" if hosts_store(0) else "torchrun's agent"), silent_after(timeout_s)
-    where = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ['MASTER_PORT']}"
+    host, silent_s = ("rank 0" if hosts_store(0) else AGENT), silent_after(timeout_s)
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
         store = bounded(lambda: _job_store(rank, size, timeout_s), timeout_s + 1.0)
     except (TimeoutError, dist.DistError) as error:
-        message = f"the control store at {where} didn't answer within {timeout_s:g} s ({host} serves it): is it up?"
-        raise RankLost(message, 0 if rank and host == "rank 0" else -1, "store") from error
-    claim_store(store, silent_s)
+        where = f"the control store at {address}:{os.environ['MASTER_PORT']}"
+        if why := unresolved(address):
+            message = f"{where}: MASTER_ADDR={shown(address)} resolves to nothing on this host ({why})"
+        else:
+            message = f"{where} didn't answer within {timeout_s:g} s: {host} serves it, and hasn't started or has ended"
+        raise RankLost(f"{message}. Restart the job.", -1, "store") from error
+    claim_store(store, silent_s, host)
     met = meet(store, "world", rank, range(size), timeout_s, silent_s, host)
     store.set_timeout(timedelta(seconds=2 * timeout_s))
     return met

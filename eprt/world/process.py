@@ -8,14 +8,12 @@ nothing wakes a thread inside one. So each gets a thread of its own, and the cal
 from __future__ import annotations
 
 import atexit
-import fcntl
-import ipaddress
 import json
 import logging
+import math
 import os
 import secrets
 import socket
-import struct
 import sys
 import threading
 import time
@@ -35,7 +33,6 @@ T = TypeVar("T")
 
 MAX_TIMEOUT_S = 30 * 24 * 3600
 _MAX_RECORD_BYTES = 16_384
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 _LOOK_S = 0.02
 _PROCESS = secrets.token_hex(8)
 # Where launchers say which job this is; the first that is set counts.
@@ -142,6 +139,20 @@ def boot_id() -> str:
         return ""
 
 
+def boot_time() -> float:
+    """Returns seconds since the running kernel started: one clock for all of its processes."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def started_at() -> float:
+    """Returns when this process started, by `boot_time`; infinity where that can't be known."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    except OSError:
+        return math.inf
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def ended(pid: int) -> bool:
     """Returns whether a process of this host has ended (a zombie has)."""
     state = _state(pid)
@@ -166,35 +177,6 @@ def _state(pid: int) -> str:
 def _space(kind: str) -> str:
     link = Path(f"/proc/self/ns/{kind}")
     return str(link.readlink()) if link.is_symlink() else ""
-
-
-def listen(members: list[Member]) -> socket.socket:
-    """Returns a listening socket: on loopback if all are on this host, else on the address that gloo would use."""
-    alone = len({(member.boot, member.net) for member in members}) == 1
-    address = "127.0.0.1" if alone else own_address()
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen(len(members) + 16)
-    return listener
-
-
-def own_address() -> str:
-    """Returns the address of the interface that GLOO_SOCKET_IFNAME names, else of the one that leads to MASTER_ADDR,
-    else of this host's name."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            if interface:
-                packed = struct.pack("256s", interface.encode()[:15])
-                return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, packed)[20:24])
-            master = socket.gethostbyname(os.environ.get("MASTER_ADDR", ""))
-            if master and not ipaddress.ip_address(master).is_loopback:
-                probe.connect((master, 9))  # sends nothing
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            logger.debug("no address by interface or MASTER_ADDR: %s", error)
-    return socket.gethostbyname(socket.gethostname())
 
 
 def record(raw: bytes) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -23,48 +23,17 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 
 from eprt.errors import EprtError, RankLost, WorldMismatch, one_block
-from eprt.world.process import Member, bounded, ended, job_name, listen, record
+from eprt.world.addresses import listen
+from eprt.world.process import Member, ended, job_name, record
+from eprt.world.termination import TERMINATION, Termination, ask
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")
 
-TERMINATION = "over"  # the key of the termination record
+_NOBODY_ASKED = "nobody asked"  # below it the record stands that ends the wait for rank 0
 _LOOK_S = 0.05
 _LOOK_CLOSER_S = 0.5  # at the processes that are there: has one of them ended?
-_JOINED: set[tuple[str, int]] = set()  # (rendezvous, rank) that this process took part in
-
-
-@dataclass(frozen=True)
-class Termination:
-    """The record that ends a rendezvous or a World. It is written to the store once; every rank that still waits reads
-    it and raises the same error.
-
-    Attributes:
-        why: of a RankLost, or "mismatch".
-        ranks: who is to blame.
-    """
-
-    why: str
-    ranks: tuple[int, ...]
-    message: str
-
-    @classmethod
-    def parse(cls, raw: bytes) -> Termination | None:
-        match record(raw):
-            case {"why": str(why), "ranks": [*ranks], "message": str(message)} if all(type(r) is int for r in ranks):
-                return cls(why, tuple(ranks), one_block(message))
-            case _:
-                return None
-
-    @property
-    def rank(self) -> int:
-        return self.ranks[0] if self.ranks else -1
-
-    @property
-    def error(self) -> EprtError:
-        if self.why == "mismatch":
-            return WorldMismatch(self.message)
-        return RankLost(self.message, self.rank, self.why, self.ranks)
+_JOINED: set[tuple[object, int]] = set()  # (rendezvous, rank) that this process took part in, or heard the end of
 
 
 @dataclass(frozen=True)
@@ -123,23 +92,14 @@ class _Attempt:
         self.store = self._base = base
         self.rank, self.ranks, self.host = rank, tuple(ranks), host
         self._first = self.ranks[0]  # who asks for the rendezvous
-        self.once = False
         self.timeout_s, self._silent_s = timeout_s, silent_s
         self.deadline = time.monotonic() + timeout_s
         self.members: dict[int, Member] = {}
         self._joined = ""  # what rank 0's request said, on the others
 
     def ask(self, call: Callable[[], T]) -> T:
-        """Returns what a call to the store does. Raises RankLost where the store doesn't answer, or is gone."""
-        try:
-            return bounded(call, self._silent_s)
-        except (TimeoutError, dist.DistNetworkError) as error:
-            why, what = "exited", f"is gone while ranks met: {self.host} ended"
-            if isinstance(error, TimeoutError):
-                why, what = "silent", f"gave no answer for {self._silent_s:g} s: {self.host} is stopped or cut off"
-            rank = 0 if self.host == "rank 0" else -1
-            message = f"the control store {what}. Restart the job."
-            raise RankLost(message, rank, "store" if rank < 0 else why) from error
+        """Returns what a call to the store does. Raises as `ask`."""
+        return ask(call, self._silent_s, self.host)
 
     def _read(self, store: dist.Store, key: str) -> bytes:
         """Returns what stands under a key; nothing where nobody wrote it."""
@@ -150,29 +110,35 @@ class _Attempt:
 
         The store may hold the keys of attempts and Worlds before, and no number of torchrun's tells attempts apart: its
         agents share one store, and each counts restarts by itself. So rank 0 asks under a new name; to that only the
-        living answer. (Where rank 0 is lost, the lowest of the others does what is said of it here.)
+        living answer. A rank that comes after its rendezvous ended hears what ended it (`Termination.of_this_attempt`).
         """
         mine = json.dumps(asdict(me))
         if self.rank == self._first:
+            self._hear_the_end_of(_NOBODY_ASKED, mine)
             self._ask_anew(me, mine)
             return
-        stale: Termination | None = None
         while time.monotonic() <= self.deadline:
             name = self._asked()
             if name and (name, self.rank) not in _JOINED:
+                self._hear_the_end_of(name, mine)
                 self.store = dist.PrefixStore(name, self._base)
-                stale = self._termination()
-                if stale is None and self._claim_rank(me, mine):
+                if self._termination() is None and self._claim_rank(me, mine):
                     _JOINED.add((name, self.rank))
                     self._joined = name
                     return
-            if stale is not None and self.once:
-                break
             time.sleep(_LOOK_S)
-        if stale is not None:
-            raise stale.error
-        self.store = dist.PrefixStore("nobody asked", self._base)
+        self.store = dist.PrefixStore(_NOBODY_ASKED, self._base)
         self._end_absent([self._first])
+
+    def _hear_the_end_of(self, name: str, mine: str) -> None:
+        """Raises what ended this attempt's rendezvous before this rank came, once, and says that it heard of it."""
+        store = dist.PrefixStore(name, self._base)
+        ending = Termination.parse(self._read(store, TERMINATION))
+        if ending is None or (ending, self.rank) in _JOINED or not ending.of_this_attempt(self.host):
+            return
+        _JOINED.add((ending, self.rank))
+        self.ask(lambda: store.set(f"member/{self.rank}", mine))
+        raise ending.error
 
     def _ask_anew(self, me: Member, mine: str) -> None:
         """Asks for a rendezvous under a new name. If rank 0 of the last one still lives, it is this process (a World
@@ -274,7 +240,16 @@ class _Attempt:
 
     def raise_if_terminated(self) -> None:
         if (ending := self._termination()) is not None:
+            if self.host == f"rank {self.rank}":
+                _ENDED.append(self)
             raise ending.error
+
+    def await_late(self) -> None:
+        """Waits until every rank has come, or would come too late."""
+        names = [f"member/{rank}" for rank in self.ranks]
+        with suppress(RuntimeError, OSError):
+            while time.monotonic() < self.deadline and not self.store.check(names):
+                time.sleep(_LOOK_S)
 
     def _termination(self) -> Termination | None:
         return Termination.parse(self._read(self.store, TERMINATION))
@@ -299,6 +274,16 @@ class _Attempt:
             self.end(Termination("exited", dead, f"{words}. Restart the job."))
 
 
+_ENDED: list[_Attempt] = []  # in a store that this process serves
+
+
+def await_late() -> None:
+    """Keeps a store that this process serves until the ranks that are still to come have heard how their rendezvous
+    ended; no longer than they would have been awaited without that end."""
+    while _ENDED:
+        _ENDED.pop().await_late()
+
+
 def meet(
     store: dist.Store,
     label: str,
@@ -307,7 +292,6 @@ def meet(
     timeout_s: float,
     silent_s: float,
     host: str,
-    known: Mapping[int, Member] | None = None,
 ) -> Rendezvous:
     """Finds the other ranks in `store`. Collective.
 
@@ -316,10 +300,9 @@ def meet(
         rank, ranks: this one, and all that are to meet, ascending.
         timeout_s: how long to wait for a rank that isn't there; silent_s: for an answer of the store.
         host: who serves the store, for messages.
-        known: of ranks that have met before, in another place, and meet here once: who they are.
 
     Raises:
-        RankLost: a rank didn't come, or ended meanwhile; the same on all ranks that came.
+        RankLost: a rank didn't come, or ended meanwhile; the same on all ranks that came, or come later.
         WorldMismatch: another process has this rank's place, or the ranks run different versions.
     """
     job = hashlib.sha256(job_name().encode()).hexdigest()[:16]
@@ -327,21 +310,20 @@ def meet(
     deadline = time.monotonic() + timeout_s
     while True:
         attempt = _Attempt(base, rank, ranks, timeout_s, silent_s, host)
-        attempt.deadline, attempt.once = deadline, known is not None
-        attempt.members.update({peer: known[peer] for peer in ranks} if known else {})
+        attempt.deadline = deadline
         attempt.join(Member.here(len(ranks)))
         try:
-            return _exchange_addresses(attempt)
+            return exchange_addresses(attempt)
         except _Stale:
             logger.debug("rank 0 asked anew: what this rank had joined was of an earlier attempt")
-        except EprtError:
+        except (RankLost, WorldMismatch):  # the others know
             raise
         except BaseException as error:
             attempt.report_error(error)
             raise
 
 
-def _exchange_addresses(attempt: _Attempt) -> Rendezvous:
+def exchange_addresses(attempt: _Attempt) -> Rendezvous:
     """Tells the ranks that joined where this one listens, and returns what all of them told."""
     members = attempt.each("member", None, Member.parse)
     _compare(attempt, members)
@@ -356,10 +338,11 @@ def _exchange_addresses(attempt: _Attempt) -> Rendezvous:
     return Rendezvous(attempt.rank, members, addresses, listener, nonce, key, inner, attempt.store, attempt.host)
 
 
-def claim_store(store: dist.Store, silent_s: float) -> None:
-    """Claims the store for the job that comes first. Raises WorldMismatch for another."""
+def claim_store(store: dist.Store, silent_s: float, host: str) -> None:
+    """Claims the store for the job that comes first. Raises WorldMismatch for another, RankLost as `ask`."""
     me = replace(Member.here(0), process=job_name()[:200])
-    first = Member.parse(bytes(bounded(lambda: store.compare_set("eprt/owner", "", json.dumps(asdict(me))), silent_s)))
+    mine = json.dumps(asdict(me))
+    first = Member.parse(bytes(ask(lambda: store.compare_set("eprt/owner", "", mine), silent_s, host)))
     if first is not None and first.process != me.process:
         raise WorldMismatch(
             f"the control store of MASTER_PORT {os.environ.get('MASTER_PORT')} belongs to job {first.process!r} "

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -151,6 +155,40 @@ def test_idle_strangers_cost_one_line_and_no_rank_its_place(caplog: pytest.LogCa
     (line,) = caplog.messages
     assert "too many connections that proved nothing" in line
     assert len(line) < 300
+    assert not any(record.exc_info for record in caplog.records)
+
+
+STRANGERS = """
+import socket, sys, time
+there = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(512)]
+print("there", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_idle_strangers_that_take_all_descriptors_cost_one_line_each_way(caplog: pytest.LogCaptureFixture) -> None:
+    """They come faster than they are hung up on, and this process may open few files."""
+
+    async def attack(wire: Wire) -> None:
+        few = len(os.listdir("/proc/self/fd")) + 40
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        command = [sys.executable, "-c", STRANGERS, str(wire.address[1])]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as strangers:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+            try:
+                said = await asyncio.to_thread(strangers.stdout.readline)  # type: ignore[union-attr]
+                assert said == b"there\n"
+                await asyncio.sleep(2.5)  # asyncio accepts again after a second
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                strangers.communicate()
+        wire.caller.send(0, {"said": 1})
+        await until(lambda: wire.heard)
+
+    with caplog.at_level(logging.WARNING):
+        played(attack)
+    assert sum(map(len, caplog.messages)) < 600, caplog.messages
+    assert caplog.messages
     assert not any(record.exc_info for record in caplog.records)
 
 

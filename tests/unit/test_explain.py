@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -181,3 +182,25 @@ def test_the_plot_is_a_picture(tmp_path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_ranks_per_host_follow_the_device_and_the_world() -> None:
     assert replace(Explain(model=None), world=3, device="sm90").parallel.ranks_per_host == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"ranks_per_host": 7}, "--ranks-per-host 7 of --world 16: eprt plans for every host full"),
+        ({"hosts": 3}, "--hosts 3 of --world 16: eprt plans for the same number of ranks on every host"),
+        ({"hosts": 0}, "--hosts 0 of --world 16"),
+    ],
+)
+def test_hosts_that_ranks_do_not_fill_explain_themselves(sizes: dict[str, int], says: str) -> None:
+    with pytest.raises(ConfigError) as failure:
+        assert Explain(model=Path(), world=16, **sizes).parallel  # type: ignore[arg-type]
+    assert str(failure.value).startswith(says)
+    assert "use one of 1, 2, 4, 8, 16" in str(failure.value)
+
+
+def test_hosts_are_as_many_as_asked_for() -> None:
+    assert Explain(model=Path(), world=16, hosts=4, device="sm90").parallel.ranks_per_host == 4
+    assert Explain(model=Path(), world=16, ranks_per_host=32, device="sm90").parallel.ranks_per_host == 16
+    with pytest.raises(ConfigError, match="--hosts 2 and --ranks-per-host 8: give one of them"):
+        assert Explain(model=Path(), world=16, hosts=2, ranks_per_host=8).parallel

@@ -227,13 +227,17 @@ def test_a_short_run_is_spread_over_the_matrix() -> None:
     assert {trial.dispatcher for trial in TRIALS} == {"none", "torch"}
     assert {trial.then for trial in TRIALS} == {"restart", "continue", "renormalize"}
     assert {trial.rank for trial in TRIALS} == {0, 1, 2, 3}
-    assert len({trial.moment for trial in faults.trials(4)}) == 7
+    assert len({trial.moment for trial in faults.trials(4)}) == 8
     assert len(faults.trials(4, count=500)) == 500
 
 
 @pytest.mark.parametrize(
     "trial",
-    [pytest.param(trial, marks=[] if trial in FIRST.values() else pytest.mark.long) for trial in TRIALS],
+    [
+        Trial("kill", matrix.LATE, 1, "none", 3),
+        Trial(matrix.CUT, "dispatch", 3, "torch", 5),  # a host of two
+        *(pytest.param(trial, marks=[] if trial in FIRST.values() else pytest.mark.long) for trial in TRIALS),
+    ],
     ids=lambda t: f"{t.fault}-{t.moment}-{t.rank}-{t.dispatcher}-{t.then}",
 )
 def test_what_the_survivors_say_and_do_is_as_promised(trial: Trial) -> None:

@@ -13,6 +13,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -62,8 +64,9 @@ def test_one_verdict_while_ranks_meet_and_without_the_store(what: str, victim: i
     assert verdict(failure, victim)[:3] == ("RankLost", victim, why), failure
 
 
-@pytest.mark.parametrize("what", ["SIGSTOP", "SIGKILL"])
-def test_the_store_of_torchruns_agent_is_blamed_and_nobody_innocent(what: str) -> None:
+@contextmanager
+def agents_store() -> Iterator[tuple[subprocess.Popen, int]]:
+    """A process that serves a store, and its port."""
     serve = (
         "import sys, time, torch.distributed as d\n"
         "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
@@ -72,10 +75,25 @@ def test_the_store_of_torchruns_agent_is_blamed_and_nobody_innocent(what: str) -
     with subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
-            port = int(server.stdout.readline())
-            failure = failed(jobs.outlives_the_store, 3, port=port, server=server.pid, what=what)
+            yield server, int(server.stdout.readline())
         finally:
             server.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("what", ["SIGSTOP", "SIGKILL"])
+def test_a_store_that_ends_before_it_is_claimed_is_named(what: str) -> None:
+    with agents_store() as (server, port):
+        failure = failed(jobs.loses_the_store_at_once, 1, port=port, server=server.pid, what=what)
+    error, rank, why, message = verdict(failure)
+    assert (error, rank, why) == ("RankLost", -1, "store")
+    assert message.startswith("the control store ")
+    assert "torchrun's agent" in message
+
+
+@pytest.mark.parametrize("what", ["SIGSTOP", "SIGKILL"])
+def test_the_store_of_torchruns_agent_is_blamed_and_nobody_innocent(what: str) -> None:
+    with agents_store() as (server, port):
+        failure = failed(jobs.outlives_the_store, 3, port=port, server=server.pid, what=what)
     assert verdict(failure)[:3] == ("RankLost", -1, "store"), failure
 
 
@@ -92,6 +110,15 @@ def test_a_rank_that_hears_nobody_ends_itself() -> None:
     error, rank, why, message = verdict(failure, 0, 1, 3)
     assert (error, rank, why) == ("RankLost", 2, "silent"), message
     assert "it hears none of its 3 peers: it is cut off" in message
+
+
+def test_a_blocked_port_is_named_with_the_word_firewall() -> None:
+    """Rank 2 alone can't connect to the guard of rank 0: a firewall drops what it sends there."""
+    failure = failed(jobs.is_blocked, 3, victim=2)
+    (message,) = {report.raised.message for report in failure.reports if report.raised}
+    assert re.search(
+        r"rank 2 can't connect to 127\.0\.0\.1 port \d+, where rank 0 listens: is there a firewall", message
+    )
 
 
 def test_all_that_are_lost_at_once_are_named() -> None:
@@ -138,6 +165,30 @@ def test_a_lost_rank_at_start_up_is_exit_code_75() -> None:
     ((code, said),) = finish(process(0, 2, free_port()))
     assert code == 75, said
     assert "RankLost: ranks [1] of 2 didn't come within 3 s" in said
+
+
+def test_a_late_rank_hears_from_rank_0s_store_though_rank_0_is_through() -> None:
+    """Rank 1 is killed while it meets rank 0, whose process ends, too; rank 2 comes after that."""
+    port = free_port()
+    pair = [process(rank, 3, port, timeout=60.0) for rank in (0, 1)]
+    await_server(port)
+    time.sleep(4.0)  # both have joined, on a loaded machine, too
+    pair[1].kill()
+    time.sleep(2.0)
+    started = time.monotonic()
+    (late,) = finish(process(2, 3, port, timeout=60.0))
+    first, _ = finish(*pair)
+    assert time.monotonic() - started < 30.0
+    assert (first[0], late[0]) == (75, 75)
+    words = [re.search(r"RankLost: (.*)", said).group(1) for _, said in (first, late)]
+    assert words[0] == words[1]
+    assert words[0].startswith("rank 1 exited while ranks met"), words
+
+
+def test_a_master_that_resolves_to_nothing_is_named() -> None:
+    ((code, said),) = finish(process(1, 2, free_port(), MASTER_ADDR="no-such-host.invalid"))
+    assert code == 75
+    assert "MASTER_ADDR='no-such-host.invalid' resolves to nothing on this host" in said
 
 
 def await_server(port: int) -> None:

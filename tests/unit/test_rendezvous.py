@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from eprt.errors import RankLost
-from eprt.world import process
+from eprt.errors import ConfigError, RankLost
+from eprt.world import process, rendezvous, termination
 from eprt.world.rendezvous import Rendezvous, meet
+from eprt.world.termination import AGENT, Termination
 
 SIZE = 3
 
 
 def come(
-    store: dist.Store, ranks: range | list[int], timeout_s: float = 20.0, late: int = -1
+    store: dist.Store, ranks: range | list[int], timeout_s: float = 20.0, late: int = -1, host: str = "the store"
 ) -> list[Rendezvous | str]:
     """What each of these ranks got: a rendezvous, or the error's text."""
 
     def one(rank: int) -> Rendezvous | str:
         time.sleep(0.2 if rank == late else 0.0)
         try:
-            return meet(store, "label", rank, range(SIZE), timeout_s, 10.0, "the store")
+            return meet(store, "label", rank, range(SIZE), timeout_s, 10.0, host)
         except RankLost as lost:
             return f"{lost.rank} {lost.why}: {lost}"
+        except ConfigError as error:
+            return f"own: {error}"
 
     with ThreadPoolExecutor(SIZE) as pool:
         return list(pool.map(one, ranks))
@@ -42,18 +47,68 @@ def test_every_rendezvous_has_a_name_of_its_own(late: int) -> None:
     assert len(names) == 3
 
 
-def test_an_attempt_that_died_on_the_way_leaves_nothing_that_misleads() -> None:
-    """Rank 0 asked and ranks 0 and 1 were there; then all ended. Rank 0 is the last to come the second time."""
+def test_an_attempt_that_died_on_the_way_leaves_nothing_that_misleads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 asked and ranks 0 and 1 were there; then all ended, and torchrun started them again. Rank 0 is the last to
+    come the second time."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     store = dist.HashStore()
     assert all("ranks [2] of 3 didn't come within 0.3 s" in text for text in come(store, [0, 1], timeout_s=0.3))
-    found = come(store, range(SIZE), late=0)
+    monkeypatch.setattr(termination, "started_at", process.boot_time)
+    found = come(store, range(SIZE), late=0, host=AGENT)
     assert len({met.nonce for met in found}) == 1
+
+
+@pytest.mark.parametrize("host", [AGENT, "the store"])
+@pytest.mark.parametrize("late", range(SIZE))
+def test_who_comes_too_late_hears_at_once_how_it_ended_and_meets_the_others_the_next_time(late: int, host: str) -> None:
+    store, rest = dist.HashStore(), [rank for rank in range(SIZE) if rank != late]
+    words = set(come(store, rest, timeout_s=0.3, host=host))
+    started = time.monotonic()
+    assert {*come(store, [late], host=host)} == words
+    assert time.monotonic() - started < 2.0
+    assert len({met.nonce for met in come(store, range(SIZE), host=host)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "restarts", "boot", "age", "ours"),
+    [
+        (AGENT, "0", "another", 5.0, True),  # no other attempt is possible
+        ("rank 0", "3", "another", 5.0, True),  # nor in this store
+        (AGENT, "3", "", 5.0, False),  # another host's clock: unknown, so it waits to be asked anew
+        (AGENT, "3", "mine", 5.0, False),  # started after that end
+        (AGENT, "3", "mine", -5.0, True),
+    ],
+)
+def test_an_earlier_attempts_end_is_none_of_this_one(
+    monkeypatch: pytest.MonkeyPatch, host: str, restarts: str, boot: str, age: float, ours: bool
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    at = process.started_at() - age
+    found = Termination("exited", (1,), "gone", process.boot_id() if boot == "mine" else boot, at)
+    assert found.of_this_attempt(host) is ours
 
 
 def test_the_generation_is_the_most_that_any_launcher_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [0, 2, 0]
     monkeypatch.setattr(process, "restarts", lambda: counts.pop() if counts else 0)
     assert [found.generation for found in come(dist.HashStore(), range(SIZE))] == [2] * SIZE
+
+
+def test_what_is_wrong_with_one_host_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[Any] = [ConfigError("GLOO_SOCKET_IFNAME='x'"), *[lambda: None] * SIZE]
+
+    def listen(members: list[object]) -> socket.socket:
+        del members
+        if isinstance(outcome := outcomes.pop(0), ConfigError):
+            raise outcome
+        return socket.create_server(("127.0.0.1", 0))
+
+    monkeypatch.setattr(rendezvous, "listen", listen)
+    found = [str(text) for text in come(dist.HashStore(), range(SIZE))]
+    assert sum(text.startswith("own: GLOO") for text in found) == 1, found
+    told = {text for text in found if not text.startswith("own: ")}
+    assert len(told) == 1
+    assert "raised: ConfigError: GLOO_SOCKET_IFNAME='x'" in told.pop()
 
 
 @pytest.mark.parametrize("before", [False, True])

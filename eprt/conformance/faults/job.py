@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,10 @@ import torch
 
 from eprt.bench.report import write_whole
 from eprt.conformance.cases import Batch
-from eprt.conformance.faults.matrix import REPLAY, START_UP, STEP, Skipped, Then, Trial, config, runtime
+from eprt.conformance.faults.matrix import CUT, LATE_S, REPLAY, START_UP, STEP, Skipped, Then, Trial, config, runtime
 from eprt.conformance.oracle import expected_outputs, full_weights, shard_weights
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import EprtError, RankLost
+from eprt.errors import EprtError, RankLost, UsageError
 from eprt.graphs import StepGraphs
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
@@ -174,8 +174,10 @@ def run(context: RankContext, trial: Trial, folder: str, patient: bool = False) 
     if patient and context.device == "cuda":
         with context.world() as first:
             _layer(first, trial).step(0)
-    victim = context.rank == trial.rank
+    victim = context.rank in trial.victims
     diary = Diary(folder, context.rank)
+    if context.rank == trial.late_rank:
+        time.sleep(LATE_S)
 
     def act(*_: object, **__: object) -> None:
         if trial.fault != "none":
@@ -187,7 +189,36 @@ def run(context: RankContext, trial: Trial, folder: str, patient: bool = False) 
         with mock.patch.object(module, function.__name__, side_effect=act):
             context.world(timeout_s=trial.timeout_s)
     layer = _layer(context.world(timeout_s=trial.timeout_s), trial)
-    _run_steps(layer, trial, diary, act if victim else None)
+    cut = partial(_cut_off, layer.world, trial.victims, diary)
+    _run_steps(layer, trial, diary, None if not victim else cut if trial.fault == CUT else act)
+
+
+def _cut_off(world: World, side: Sequence[int], diary: Diary) -> None:
+    """Ends what the guards of one side say to the other ranks and hear of them, as a cable would, and waits for the
+    verdict. Calls are cut, too: this rank makes none any more. Raises RankLost."""
+    guard = world._guard
+    if guard is None:
+        raise UsageError("a World of one rank has no cable")
+    links = guard._links
+    send, heard = links.send, links._heard
+
+    def send_all(message: object, must: bool = True) -> None:
+        for peer in list(links._open):
+            links.send(peer, message, must)
+
+    def send_near(rank: int, message: object, must: bool = True) -> None:
+        if rank in side:
+            send(rank, message, must)
+
+    def hear_near(rank: int, message: Any) -> None:
+        if rank in side:
+            heard(rank, message)
+
+    links.send, links.send_all, links._heard = send_near, send_all, hear_near
+    diary.note(fault_at=time.monotonic())
+    while True:
+        guard.raise_if_lost()
+        time.sleep(0.01)
 
 
 def _layer(world: World, trial: Trial) -> CheckedLayer:

@@ -60,6 +60,7 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
+CUT = "cut off"  # the victims hear each other alone, and the others hear none of them
 _EITHER = (
     "on GPUs ranks exchange nothing but tokens inside a step: the rank that skipped it waits in the next step and the "
     "others in this one, so none of them can tell which rank is wrong"
@@ -72,13 +73,17 @@ FAULTS: dict[str, Fault] = {
         Fault("raise", "raised", 1.3 + 0.5, partial(_raise, Deliberate("raised by the fault matrix"))),
         Fault("leave", "left", 1.3 + 0.5, partial(sys.exit, 0)),
         Fault("skip", "mismatch", 1.0, partial(_raise, Skipped()), _EITHER),
+        Fault(CUT, "silent", SILENT_S + 1.0, lambda: None),  # the job does it
         Fault("sleep", "behind", TIMEOUT_S + 1.0, partial(time.sleep, 10 * TIMEOUT_S)),
     )
 }
 NOTHING = Fault("none", "", 0.0, lambda: None)  # the control: no rank breaks, and none reports an error
+LATE = "meeting, with a rank to come"  # the rank after the victim comes LATE_S later than the others
+LATE_S = 2.5
 # Moments of start-up, and the function in whose place the victim breaks: (the module that calls it, the function).
 START_UP: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
     "meeting": (rendezvous, rendezvous.listen),
+    LATE: (rendezvous, rendezvous.exchange_addresses),
     "groups": (eprt.world, init_default_group),
     "control": (lifecycle, lifecycle.control_group),
 }
@@ -92,7 +97,7 @@ class Trial:
     """One cell of the matrix.
 
     Attributes:
-        rank: the victim.
+        rank: the victim, or the first of them.
         then: whether the others end or go on without the victim (`RuntimeConfig.on_rank_lost`).
     """
 
@@ -103,6 +108,18 @@ class Trial:
     world: int
     device: str = "cpu"
     then: Then = "restart"
+
+    @property
+    def victims(self) -> tuple[int, ...]:
+        """The ranks that break: a cable cuts off a host of two, where the others are still the majority."""
+        if self.fault != CUT or self.world < 5:
+            return (self.rank,)
+        return tuple(sorted({self.rank, (self.rank + 1) % self.world}))
+
+    @property
+    def late_rank(self) -> int | None:
+        """The rank that comes late, if one does."""
+        return (self.rank + 1) % self.world if self.moment == LATE else None
 
     @property
     def how(self) -> Fault:
@@ -129,9 +146,11 @@ class Trial:
         more = self.timeout_s - TIMEOUT_S
         limit = self.how.limit_s + more * {"silent": 0.5, "behind": 1.0}.get(self.how.why, 0.0)
         # A rank that sleeps or is stopped before the guards know each other is missing until the timeout.
-        early = self.moment == "meeting" and self.fault in ("stop", "sleep")
+        early = self.moment in ("meeting", LATE) and self.fault in ("stop", "sleep")
         if early or self.unknowable:  # nothing but the timeout tells
             limit = self.timeout_s + 1.0
+        if self.late_rank is not None:
+            limit += LATE_S
         return limit + (EXIT_AFTER_S if self.device == "cuda" else 0.0) + SLACK_S
 
     @property

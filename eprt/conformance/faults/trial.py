@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eprt.conformance.faults.job import NoNumbers, WrongOutput, ready, run
-from eprt.conformance.faults.matrix import Trial
+from eprt.conformance.faults.matrix import CUT, Trial
 from eprt.ranks.launcher import RankReport, WorldFailed, WorldPool
 from eprt.ranks.scratch import Scratch
 from eprt.world.guard import EXIT_CODE, LAST_WORDS
@@ -148,12 +148,16 @@ def _heard(trial: Trial, reports: Sequence[RankReport], diaries: Sequence[dict[s
     """Returns what the survivors' errors and notes say: the times, the words, and whether they name the victim."""
     everybody = trial.why == "mismatch" or bool(trial.unknowable)
     pairs = zip(reports, diaries, strict=False)
-    heard = [_verdict_of(report, diary) for report, diary in pairs if everybody or report.rank != trial.rank]
+    said = {report.rank: _verdict_of(report, diary) for report, diary in pairs}
+    heard = [verdict for rank, verdict in said.items() if everybody or rank not in trial.victims]
+    if trial.fault == CUT:  # who is cut off has to know it
+        heard += [verdict for rank, verdict in said.items() if rank in trial.victims]
     found = [verdict for verdict in heard if verdict is not None]
     whole = len(found) == len(heard) > 0
     words = tuple(sorted({verdict.words for verdict in found}))
+    sides = 2 if trial.fault == CUT else 1
     resumed = [d["resumed_at"] for rank, d in enumerate(diaries) if rank != trial.rank and "resumed_at" in d]
-    same = whole and len(words) == 1 and all(verdict.names(trial) for verdict in found)
+    same = whole and len(words) <= sides and all(verdict.names(trial) for verdict in found)
     return {
         "seconds": max(verdict.at for verdict in found) - at if whole else None,
         "resumed": max(resumed) - at if len(resumed) == len(diaries) - 1 else None,
@@ -178,7 +182,7 @@ class _Verdict:
             return self.error == "WorldMismatch"
         if self.rank is None:
             return f"rank {trial.rank} {trial.why}" in self.words
-        return (self.error, self.rank, self.why) == ("RankLost", trial.rank, trial.why)
+        return (self.error, self.rank, self.why) == ("RankLost", trial.victims[0], trial.why)
 
 
 def _verdict_of(report: RankReport, diary: dict[str, Any]) -> _Verdict | None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -14,7 +15,8 @@ import torch.distributed as dist
 
 from eprt.conformance.faults import CheckedLayer
 from eprt.tokens import TopK
-from eprt.world import World
+from eprt.world import World, groups
+from eprt.world.links import Links
 from support.builders import NOTHING, die, said, stop_for
 
 LIMIT_S = 3.0  # of the Worlds here: half of it is the silent limit
@@ -48,6 +50,22 @@ def outlives_the_store(context, port: int, server: int, what: str) -> str:
     if context.rank == 1:
         os.kill(server, getattr(signal, what))
     return _step_until_lost(world)
+
+
+def loses_the_store_at_once(context, port: int, server: int, what: str) -> None:
+    """The store is stopped or killed between this rank's connection to it and its first question."""
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    connect = groups._job_store
+
+    def lose(*arguments: Any) -> dist.TCPStore:
+        store = connect(*arguments)
+        os.kill(server, getattr(signal, what))
+        time.sleep(0.5)
+        return store
+
+    os.environ["WORLD_SIZE"] = "2"
+    with mock.patch("eprt.world.groups._job_store", lose):
+        World.from_env("cpu", timeout_s=LIMIT_S)
 
 
 def is_stopped_and_goes_on(context, victim: int) -> str:
@@ -159,6 +177,18 @@ def is_cut_off(context, victim: int) -> str:
         guard._links.send = lambda *_, **__: None
         guard._links._heard = lambda *_: None
     return _step_until_lost(world)
+
+
+def is_blocked(context, victim: int) -> str:
+    """What the victim sends to the port of rank 0's guard is dropped."""
+    connect = Links._connect
+
+    async def drop(links: Links, peer: int, address: tuple[str, int]) -> None:
+        if (context.rank, peer) != (victim, 0):
+            await connect(links, peer, address)
+
+    with mock.patch.object(Links, "_connect", drop):
+        return _step_until_lost(context.world(timeout_s=LIMIT_S))
 
 
 def sits_in_a_kernel(context, victim: int) -> None:
