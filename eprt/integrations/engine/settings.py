@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,7 +19,6 @@ from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan, make_plan
 from eprt.support import Device
-from eprt.world import World
 
 PLACEMENT = "placement"  # beside RuntimeConfig's fields: the path of a placement file
 STRICT = "strict"  # beside RuntimeConfig's fields: layers that would fall back are errors
@@ -79,9 +78,19 @@ def with_low_precision(moe: MoEConfig, runtime: RuntimeConfig, options: Mapping[
     return replace(runtime, low_precision_activations=True)
 
 
+class PlannedRanks(Protocol):
+    """The part of a World that a plan depends on."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def parallel(self) -> ParallelConfig: ...
+
+
 def choose(
     moe: MoEConfig,
-    world: World,
+    world: PlannedRanks,
     runtime: RuntimeConfig,
     placement: ExpertPlacement | None = None,
     *,

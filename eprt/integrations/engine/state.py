@@ -160,7 +160,7 @@ class EngineState:
                     torch.cuda.empty_cache()  # what the engine's copies of the experts took
                 world.warmup(*own)
         if self.reports():
-            self._report()
+            self.report()
 
     @contextmanager
     def _timed(self, purpose: str) -> Iterator[None]:
@@ -168,7 +168,8 @@ class EngineState:
         yield
         self.spent[purpose] += time.monotonic() - started
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Writes to the log which layers run where, and why."""
         kinds: dict[tuple[Any, ...], list[LayerBinding]] = {}
         for binding in self.bindings:
             kinds.setdefault((binding.config, binding.runtime), []).append(binding)

@@ -1,0 +1,116 @@
+"""Hooks into SGLang, through its own registry: who carries tokens, what a MoE layer becomes, when it is warmed up."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from eprt.integrations.engine.bound import BoundLayer, adopted
+from eprt.integrations.engine.parameters import FallsBackToEngine
+from eprt.integrations.sglang.method import EprtFusedMoEMethod, pass_through
+from eprt.integrations.sglang.parameters import layout_of
+from eprt.integrations.sglang.state import SglangState
+from eprt.integrations.sglang.supported import CARRIED, all_to_all_reason
+
+_SRT = "sglang.srt."
+_LAYER = _SRT + "layers.moe.fused_moe_triton.layer."
+
+
+def install(state: SglangState) -> None:
+    """Registers every hook; SGLang applies them when all plugins have run."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def around(path: str, hook: Callable[..., Any]) -> None:
+        HookRegistry.register(_SRT + path, hook, HookType.AROUND)
+
+    HookRegistry.register(_LAYER + "FusedMoE.__init__", partial(_layer_made, state), HookType.AFTER)
+    if state.unfit:
+        return  # the layers say so; names elsewhere are not touched
+    HookRegistry.register(
+        _SRT + "model_executor.model_runner.ModelRunner.load_model", partial(_loaded, state), HookType.AFTER
+    )
+    around("server_args.ServerArgs.__post_init__", partial(_arguments_made, state))
+    around("layers.moe.utils.MoeA2ABackend.is_flashinfer", _carries_tokens)
+    around("layers.moe.fused_moe_triton.layer.create_moe_dispatcher", _dispatcher)
+    around("layers.moe.topk.TopK.forward_cuda", partial(_routed, state))
+
+
+def _arguments_made(state: SglangState, original: Callable[..., None], args: Any) -> None:
+    """Gives eprt the exchange of tokens, where it can run every layer, before SGLang resolves its arguments."""
+    if args.moe_a2a_backend == CARRIED:
+        original(args)
+        return
+    reason = all_to_all_reason(args, state.options())
+    if not reason:
+        args.moe_a2a_backend = CARRIED
+        args.disable_shared_experts_fusion = True
+    elif args.ep_size > 1:
+        state.logger.warning("eprt: SGLang carries the tokens between ranks: %s", reason)
+    original(args)
+
+
+def _carries_tokens(original: Callable[..., bool], backend: Any) -> bool:
+    """Makes models treat eprt as they treat FlashInfer's all-to-all.
+
+    Each rank has its own tokens, nothing is summed behind the experts, shared experts are whole, and counts of all
+    ranks are known: SGLang asks for all that by this one question.
+    """
+    return original(backend) or backend.is_customized()
+
+
+def _dispatcher(original: Callable[..., Any], config: Any, *more: Any) -> Any:
+    from sglang.srt.layers.moe import get_moe_a2a_backend
+
+    return pass_through() if get_moe_a2a_backend().is_customized() else original(config, *more)
+
+
+def _layer_made(state: SglangState, _: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Puts eprt's method in front of the layer's own, whose parameters are declared already."""
+    try:
+        binding = state.bind(layer)
+    except FallsBackToEngine as reason:
+        state.leave(layer.layer_name, str(reason))
+        return
+    method, bound = layer.quant_method, BoundLayer(state, binding)
+    bound.declared(dict(layer.named_parameters(recurse=False)), layout_of(method))
+    layer.quant_method = adopted(method, EprtFusedMoEMethod, bound)
+    if binding.expert_parallel:
+        _keep_sums_whole()
+
+
+def _keep_sums_whole() -> None:
+    """Keeps gpt-oss from adding up ranks' outputs: in SGLang 0.5.17 its block doesn't ask who carries the tokens."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    block = getattr(sys.modules.get(_SRT + "models.gpt_oss"), "GptOssSparseMoeBlock", None)
+    path = _SRT + "models.gpt_oss.GptOssSparseMoeBlock.forward_normal"
+    if block is None or path in HookRegistry._patched:
+        return
+    HookRegistry.register(path, _without_all_reduce, HookType.AROUND)
+    HookRegistry.apply_hooks()
+
+
+def _without_all_reduce(original: Callable[..., Any], block: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang.srt.runtime_context import get_forward
+
+    with get_forward().scoped(fuse_mlp_allreduce=True):
+        return original(block, *args, **kwargs)
+
+
+def _routed(state: SglangState, original: Callable[..., Any], topk: Any, *args: Any, **kwargs: Any) -> Any:
+    """Asks for ids and weights where SGLang's own experts would route by themselves."""
+    if topk.topk_config.output_format is None and state.bindings and topk.layer_id in {None, *state.layer_ids}:
+        from sglang.srt.layers.moe.topk import TopKOutputFormat
+
+        topk.topk_config.output_format = TopKOutputFormat.STANDARD
+    return original(topk, *args, **kwargs)
+
+
+def _loaded(state: SglangState, *_: Any, **__: Any) -> None:
+    """Warms up as soon as the model is loaded: SGLang gives what memory is left then to its KV cache."""
+    if state.cold:
+        state.warm()
+    elif state.fallbacks and not state.bindings and state.reports():
+        state.report()

@@ -1,0 +1,81 @@
+"""The names that SGLang's quantisation methods, parameters and activations have. Imports no SGLang.
+
+Names and shapes are those of `create_weights` in SGLang 0.5.17 and 0.5.23 (`quantization/unquant.py`, `fp8.py`,
+`mxfp4.py`, `modelopt_quant.py`). A layer with `gemm1_alpha` (gpt-oss) has rows that alternate gate, up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from eprt.config import Activation, WeightFormat
+from eprt.integrations.engine import parameters as shared
+from eprt.integrations.engine.parameters import FallsBackToEngine, ParameterLayout, Parameters, layout_in
+
+
+def layout_of(method: object) -> ParameterLayout:
+    """Finds the layout by the exact name of the method's class. Raises FallsBackToEngine."""
+    return layout_in(LAYOUTS, method)
+
+
+def activation_of(config: Any) -> Activation:
+    """Returns the activation of a MoeRunnerConfig. Raises FallsBackToEngine."""
+    name, alpha = config.activation, config.gemm1_alpha
+    if name == "silu" and config.is_gated and alpha is None:
+        return Activation(limit=config.swiglu_limit)
+    if name == "silu" and config.is_gated and config.gemm1_clamp_limit is not None:
+        return Activation(alpha=alpha, beta=1.0, limit=config.gemm1_clamp_limit)
+    if name == "relu2" and not config.is_gated:
+        return Activation("relu2")
+    raise FallsBackToEngine(f"activation {name}{'' if config.is_gated else ' without a gate'}")
+
+
+def interleaved(config: Any) -> bool:
+    """Returns whether rows of w13 alternate gate, up under a MoeRunnerConfig."""
+    return config.gemm1_alpha is not None and getattr(config, "gate_up_interleaved", True)
+
+
+def canonical(layer: Any, method: Any, given: Parameters) -> Parameters:
+    """Returns a FusedMoE's loaded parameters under eprt's names, without paddings, this rank's experts alone."""
+    found = {name.replace("_weight_bias", "_bias"): tensor for name, tensor in given.items()}
+    if not layer.with_bias:  # MXFP4's method declares biases for every model
+        found = {name: tensor for name, tensor in found.items() if not name.endswith("_bias")}
+    if getattr(method, "use_triton_kernels", False) and type(method).__name__ == "UnquantizedFusedMoEMethod":
+        found |= {name: found[name].transpose(1, 2).contiguous() for name in ("w13_weight", "w2_weight")}
+    for name in shared.INPUT_SCALES:
+        if name in found and found[name].shape[0] == layer.num_experts:  # ModelOpt's are those of all ranks
+            first = layer.moe_ep_rank * layer.num_local_experts
+            found[name] = found[name][first : first + layer.num_local_experts]
+    return _unpadded(layer, found) if type(method).__name__ == "Mxfp4MoEMethod" else found
+
+
+def _unpadded(layer: Any, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Cuts rows and columns that MXFP4's method adds behind the checkpoint's own."""
+    H, I = layer.hidden_size, layer.intermediate_size_per_partition
+    rows = (2 if layer.moe_runner_config.is_gated else 1) * I
+    sizes = {"w13_weight": (rows, H // 2), "w13_weight_scale": (rows, H // 32), "w13_bias": (rows,)}
+    sizes |= {"w2_weight": (H, I // 2), "w2_weight_scale": (H, I // 32), "w2_bias": (H,)}
+    cut = {name: (slice(None), *map(slice, size)) for name, size in sizes.items()}
+    return {name: tensor[cut[name]].contiguous() for name, tensor in found.items()}
+
+
+def _fp8(method: Any, _: torch.dtype) -> WeightFormat:
+    config = method.quant_config
+    reasons = (
+        (getattr(method, "is_fp4_expert", False), "FP4 experts behind FP8's method (DeepSeek-V4)"),
+        (getattr(method, "use_mxfp8", False), "MXFP8 experts behind FP8's method"),
+        (not config.is_checkpoint_fp8_serialized, "experts that SGLang quantises to FP8 itself"),
+    )
+    if reason := next((reason for holds, reason in reasons if holds), ""):
+        raise FallsBackToEngine(reason)
+    return shared.fp8(config.weight_block_size)
+
+
+LAYOUTS: dict[str, ParameterLayout] = {
+    "UnquantizedFusedMoEMethod": shared.DENSE,
+    "Fp8MoEMethod": ParameterLayout(_fp8, shared.fp8_matrices),
+    "Mxfp4MoEMethod": shared.MXFP4,
+    "ModelOptNvFp4FusedMoEMethod": shared.NVFP4,
+}

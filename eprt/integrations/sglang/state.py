@@ -1,0 +1,92 @@
+"""What the plugin asks of SGLang: its arguments, and the ranks of its TP group."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from eprt.config import RuntimeConfig
+from eprt.errors import ConfigError
+from eprt.integrations.engine.ranks import world_alone, world_of
+from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
+from eprt.integrations.sglang.supported import (
+    ALL_TO_ALL,
+    CARRIED,
+    EAGER,
+    VARIABLE,
+    captures_graphs,
+    moe_config,
+    options,
+    require_supported,
+    runtime_config,
+)
+from eprt.world import World
+
+
+@dataclass
+class SglangState(EngineState):
+    """The state that all layers of one SGLang process share.
+
+    Attributes:
+        layer_ids: numbers of the layers that eprt runs, as SGLang's routers know them.
+    """
+
+    engine = "SGLang"
+    logger = logging.getLogger("sglang.eprt")
+    eager_flag = EAGER
+
+    layer_ids: set[int] = field(default_factory=set)
+
+    def options(self) -> dict[str, Any]:
+        return options()
+
+    def all_to_all(self) -> bool:
+        """Returns whether eprt carries tokens between the ranks."""
+        return _arguments().moe_a2a_backend == CARRIED
+
+    def make_world(self, sharing: Sharing) -> World:
+        group = _parallel().tp_group
+        if sharing == "local":
+            return world_alone(group.device)
+        ranks = group.cpu_group if group.device.type == "cpu" else group.device_group
+        return world_of(ranks, group.device, None, self.logger)
+
+    def runtime(self, sharing: Sharing) -> RuntimeConfig:
+        return runtime_config(_arguments(), self.options(), all_to_all=sharing != "local")
+
+    def captures_graphs(self) -> bool:
+        return captures_graphs(_arguments())
+
+    def reports(self) -> bool:
+        return _parallel().tp_rank == 0
+
+    def bind(self, layer: Any) -> LayerBinding:
+        """Binds a FusedMoE. Collective for the first of its kind. Raises FallsBackToEngine, ConfigError, RankLost."""
+        self.require_fit()
+        require_supported(_arguments())
+        everywhere = self.all_to_all()
+        config = moe_config(layer, all_to_all=everywhere)
+        parts = layer.moe_tp_size * (1 if everywhere else layer.moe_ep_size)
+        binding = self.bind_layer(layer.layer_name, config, "own tokens" if everywhere else "local", parts)
+        self.layer_ids.add(layer.layer_id)
+        return binding
+
+    def leave(self, name: str, reason: str) -> None:
+        """Notes a layer that stays with SGLang. Raises ConfigError where SGLang can't run it, or if `strict`."""
+        if self.all_to_all():
+            off = f"{VARIABLE}='{{\"{ALL_TO_ALL}\": false}}' leaves the layers to SGLang"
+            raise ConfigError(f"eprt: {name} can't run, and eprt carries this model's tokens: {reason}; {off}")
+        self.fall_back(name, reason)
+
+
+def _arguments() -> Any:
+    from sglang.srt.runtime_context import get_server_args
+
+    return get_server_args()
+
+
+def _parallel() -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()

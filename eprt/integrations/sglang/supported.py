@@ -1,0 +1,204 @@
+"""Decides what the plugin can run. Everything else falls back to SGLang: all layers under some flags, or single ones.
+
+The decisions read only SGLang's arguments and the model's configuration. They are the same on every rank, so every rank
+decides alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
+from eprt.errors import ConfigError, EprtError
+from eprt.integrations.engine.parameters import FallsBackToEngine
+from eprt.integrations.engine.settings import (
+    PLACEMENT,
+    checked_options,
+    choose,
+    fall_back,
+    require_whole_scales,
+    runtime_with,
+    with_low_precision,
+)
+from eprt.integrations.sglang.parameters import activation_of, interleaved, layout_of
+from eprt.models import family_for
+
+VARIABLE = "EPRT_SGLANG"
+ALL_TO_ALL = (
+    "all_to_all"  # beside RuntimeConfig's fields there; False: SGLang gathers and sums tokens as it does anyway
+)
+CARRIED = "customized"  # SGLang's name for an all-to-all that isn't its own
+EAGER = "--disable-cuda-graph"
+# Models whose code was read for what it does around the experts under an all-to-all.
+ARCHITECTURES = ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
+RUNNERS = ("auto", "triton", "triton_kernel")  # others load weights in an order of their own
+
+
+def options() -> dict[str, Any]:
+    """Returns the options in `EPRT_SGLANG`. Raises ConfigError for text that is no JSON, or names it hasn't got."""
+    text = os.environ.get(VARIABLE) or "{}"
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{VARIABLE}: {text!r} is no JSON: {error}") from error
+    if isinstance(given, dict) and not isinstance(given.get(ALL_TO_ALL, True), bool):
+        raise ConfigError(f"{VARIABLE}.{ALL_TO_ALL}: {given[ALL_TO_ALL]!r}: expected true or false")
+    if isinstance(given, dict):
+        checked_options({name: value for name, value in given.items() if name != ALL_TO_ALL}, VARIABLE)
+        return given
+    return checked_options(given, VARIABLE)
+
+
+def require_supported(args: Any) -> None:
+    """Checks a ServerArgs for what concerns all layers. Raises FallsBackToEngine with the flag that is in the way."""
+
+    def has(name: str) -> bool:
+        return bool(getattr(args, name, None))
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    runner, a2a = args.moe_runner_backend, args.moe_a2a_backend
+    fall_back(
+        [
+            (device not in ("cuda", "cpu"), f"the device is {device}: eprt runs on CUDA, and on CPU for tests"),
+            (a2a not in ("none", CARRIED), f"--moe-a2a-backend {a2a} carries the tokens"),
+            (runner not in RUNNERS, f"--moe-runner-backend {runner} keeps experts in an order of its own"),
+            (has("enable_eplb") or has("ep_num_redundant_experts"), "--enable-eplb moves experts that eprt holds"),
+            (getattr(args, "init_expert_location", "trivial") != "trivial", "--init-expert-location orders experts"),
+            (has("enable_two_batch_overlap"), "--enable-two-batch-overlap runs two batches at once through a layer"),
+            (has("enable_single_batch_overlap"), "--enable-single-batch-overlap splits a layer's call"),
+            (has("speculative_algorithm"), "--speculative-algorithm: layers of drafts are not told apart"),
+            (has("enable_lora") or has("lora_paths"), "--enable-lora: adapters of the experts are SGLang's kernels'"),
+            (has("elastic_ep_backend"), "--elastic-ep-backend changes the ranks of a running engine"),
+            (args.pp_size > 1, "--pp-size: stages of a pipeline have layers of their own"),
+            (_context_parallel(args), "context parallelism splits tokens in a way that eprt isn't told"),
+            (has("enable_memory_saver"), "--enable-memory-saver takes the experts' memory away and loads it again"),
+            (getattr(args, "dwdp_size", 1) > 1, "--dwdp-size moves experts while layers run"),
+            (has("kt_weight_path"), "--kt-weight-path keeps experts on the CPU"),
+            (has("enable_torch_compile"), "--enable-torch-compile compiles the experts' call into its graph"),
+            (_prefill_graphs(args), "CUDA graphs of prefill: --disable-prefill-cuda-graph gives the experts to eprt"),
+        ]
+    )
+
+
+def _context_parallel(args: Any) -> bool:
+    sizes = (getattr(args, f"{kind}_size", 1) for kind in ("attn_cp", "dcp", "moe_dp"))
+    return any(size > 1 for size in sizes) or bool(getattr(args, "enable_prefill_cp", False))
+
+
+def _prefill_graphs(args: Any) -> bool:
+    """Returns whether the resolved arguments capture prefill; before resolution nothing is known."""
+    phase = getattr(getattr(args, "cuda_graph_config", None), "prefill", None)
+    return getattr(phase, "backend", "disabled") != "disabled" and args.device == "cuda"
+
+
+def all_to_all_reason(args: Any, given: Mapping[str, Any]) -> str:
+    """Returns why eprt doesn't carry tokens between the ranks of these arguments, or "" where it does."""
+    try:
+        fall_back(
+            [
+                (given.get(ALL_TO_ALL) is False, f"{VARIABLE} says {ALL_TO_ALL}: false"),
+                (not args.enable_dp_attention, "attention isn't data-parallel (--enable-dp-attention)"),
+                (args.dp_size != args.tp_size, f"--dp-size {args.dp_size} isn't --tp-size {args.tp_size}"),
+                (args.ep_size != args.tp_size, f"--ep-size {args.ep_size} isn't --tp-size {args.tp_size}"),
+            ]
+        )
+        require_supported(args)
+        _require_model(args, given)
+    except FallsBackToEngine as reason:
+        return str(reason)
+    return ""
+
+
+@dataclass(frozen=True)
+class _PlannedRanks:
+    device: torch.device
+    parallel: ParallelConfig
+
+
+def _require_model(args: Any, given: Mapping[str, Any]) -> None:
+    """Checks that every layer of the model will run: under an all-to-all none can be left to SGLang."""
+    from transformers import PretrainedConfig
+
+    found, _ = PretrainedConfig.get_config_dict(args.model_path, revision=args.revision)
+    names = found.get("architectures") or ["no architecture"]
+    known = names[0] in ARCHITECTURES
+    fall_back([(not known, f"{names[0]} isn't among the models whose code was read: {', '.join(ARCHITECTURES)}")])
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    ranks = _PlannedRanks(device, ParallelConfig(world_size=args.tp_size))
+    try:
+        family = family_for(found)
+        for layer in family.moe_layers(found)[-1:]:
+            moe = replace(family.moe_config(found, layer), routing=Routing(), shared=None)
+            fall_back([(moe.num_experts % args.ep_size != 0, f"{moe.num_experts} experts on {args.ep_size} ranks")])
+            runtime = with_low_precision(moe, runtime_with(_settings(given), 1024), given)
+            choose(moe, ranks, runtime, captured=device.type == "cuda", eager_flag=EAGER)
+    except EprtError as error:
+        raise FallsBackToEngine(str(error)) from error
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name != ALL_TO_ALL}
+
+
+def moe_config(layer: Any, *, all_to_all: bool) -> MoEConfig:
+    """Translates a FusedMoE that was just made into eprt's config. Raises FallsBackToEngine.
+
+    With an all-to-all the config is that of all ranks' experts, else of those that this rank has.
+    """
+    config, method = layer.moe_runner_config, layer.quant_method
+    fall_back(
+        [
+            (layer.num_fused_shared_experts > 0, "shared experts are fused: --disable-shared-experts-fusion"),
+            (config.apply_router_weight_on_input, "router weights are applied to the experts' input"),
+            (config.no_combine, "the model combines the experts' outputs itself"),
+            (getattr(layer, "is_shared_fused_moe", False), "its experts are shared ones"),
+            (all_to_all and layer.moe_tp_size > 1, f"each expert is cut in {layer.moe_tp_size}"),
+        ]
+    )
+    found = layout_of(method).weight_format(method, layer.params_dtype)
+    experts = layer.num_experts if all_to_all else layer.num_local_experts
+    part, top_k = layer.intermediate_size_per_partition, layer.top_k or 1
+    alternating = found == "fp8_block" and interleaved(config)
+    fall_back(
+        [
+            (top_k > experts, f"top-{top_k} of {experts} experts on a rank"),
+            (alternating, "FP8 blocks over rows that alternate gate, up"),
+        ]
+    )
+    require_whole_scales(found, part, layer.moe_tp_size, layer.params_dtype)
+    return MoEConfig(
+        num_experts=experts,
+        top_k=top_k,
+        hidden_size=layer.hidden_size,
+        intermediate_size=part,
+        activation=activation_of(config),
+        bias=layer.with_bias,
+        weight_format=found,
+    )
+
+
+def runtime_config(args: Any, given: Mapping[str, Any], *, all_to_all: bool) -> RuntimeConfig:
+    """Returns settings with the largest batch of a rank as capacity, the rest from the options. Raises ConfigError.
+
+    Without an all-to-all SGLang gathers the tokens of all data-parallel ranks in front of the experts.
+    """
+    phase = getattr(getattr(args, "cuda_graph_config", None), "decode", None)
+    chunk = args.chunked_prefill_size or 0
+    prefill = chunk if chunk > 0 else args.max_prefill_tokens
+    most = max(prefill, args.max_running_requests or 0, getattr(phase, "max_bs", 0) or 0)
+    gathered = args.dp_size if args.enable_dp_attention and not all_to_all else 1
+    kept = {name: value for name, value in _settings(given).items() if all_to_all or name != PLACEMENT}
+    return runtime_with(kept, most * gathered)
+
+
+def captures_graphs(args: Any) -> bool:
+    """Returns whether SGLang may capture this model's layers in CUDA graphs."""
+    phase = getattr(getattr(args, "cuda_graph_config", None), "decode", None)
+    off = args.disable_cuda_graph or getattr(phase, "backend", "") == "disabled"
+    return args.device == "cuda" and not off

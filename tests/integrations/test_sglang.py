@@ -1,0 +1,146 @@
+"""The plugin inside SGLang on CPU (scripts/test_sglang.sh): tokens of one and two ranks equal SGLang's own and
+transformers'."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engine_models import PROMPTS, by_transformers, fp8_model, glm4_model, qwen3_model
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="runs under scripts/test_sglang.sh")
+
+LIMIT_S = 420
+ONE: dict[str, Any] = {}
+SUMMED = {"tp_size": 2, "ep_size": 2}  # SGLang sums what the ranks' experts say
+CARRIED = SUMMED | {"dp_size": 2, "enable_dp_attention": True, "enable_dp_lm_head": True}
+LINE = "3 of 3 MoE layers (model.layers.0.mlp.experts to model.layers.2.mlp.experts)"
+
+
+def run(
+    folder: Path, model: Path, plugins: str, engine: dict[str, Any], dtype: str, kill: int | None = None, **more: str
+) -> tuple[int, str, list[list[int]]]:
+    """Exit code, log and tokens of one engine."""
+    spec = {"model": str(model), "dtype": dtype, "prompts": PROMPTS, "out": str(folder / "tokens")}
+    (folder / "spec.json").write_text(json.dumps(spec | {"kill": kill, "engine": engine}))
+    ranks = engine.get("tp_size", 1)
+    environment = os.environ | {"SGLANG_PLUGINS": plugins, "SGLANG_USE_CPU_ENGINE": "1"} | more
+    environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(ranks))
+    command = [sys.executable, str(Path(__file__).with_name("sglang_run.py")), str(folder / "spec.json")]
+    with (folder / "log").open("wb") as log:
+        program = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            code = program.wait(LIMIT_S)
+        finally:
+            subprocess.run(["pkill", "-KILL", "-s", str(program.pid)], check=False)  # its session: what it started
+    tokens = json.loads((folder / "tokens").read_text()) if (folder / "tokens").exists() else []
+    return code, (folder / "log").read_text(errors="replace"), tokens
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """The checkpoint, and the tokens that transformers adds to each prompt."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    want, lead = by_transformers(qwen3_model(folder))
+    assert lead > 1e-4  # float32 on both sides, sums in another order
+    assert len({tuple(each[:5]) for each in want}) == len(PROMPTS)  # the model isn't stuck on one token
+    return folder, want
+
+
+def test_sglangs_own_tokens_and_an_installed_plugin_that_was_not_asked_for(
+    qwen3: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    """No name in SGLANG_PLUGINS: SGLang loads eprt's, which leaves it alone."""
+    model, want = qwen3
+    code, log, tokens = run(tmp_path, model, "", ONE, "float32")
+    assert (code, tokens) == (0, want), log[-3000:]
+    assert "MoE layers" not in log
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks"),
+    [(ONE, "on this rank alone"), (SUMMED, "on one of 2 ")],
+    ids=["one", "two-summed-by-sglang"],
+)
+def test_tokens_are_sglangs_own(
+    engine: dict[str, Any], ranks: str, qwen3: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    model, want = qwen3
+    code, log, tokens = run(tmp_path, model, "cpu,eprt", engine, "float32")
+    assert (code, tokens) == (0, want), log[-3000:]
+    assert f"{LINE} {ranks}" in log
+    assert log.count("eprt: ready") == 1
+
+
+def test_tokens_travel_to_an_idle_rank_and_back_and_a_killed_rank_is_named(
+    qwen3: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    """Prompts go to the ranks in turn: the rank whose are short is idle for the many steps of the other's."""
+    model, want = qwen3
+    code, log, tokens = run(tmp_path, model, "cpu,eprt", CARRIED, "float32", kill=1)
+    assert tokens == want, log[-3000:]
+    assert f"{LINE} over 2 ranks: " in log
+    assert log.count("eprt: ready") == 1
+    victim = re.search(r"killed (\d+)", log)
+    assert victim, log[-3000:]
+    assert re.search(rf"eprt: rank 1 exited: process {victim[1]} is gone; .* missed by rank 0", log), log[-4000:]
+    assert code != 0
+
+
+def test_mxfp4_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    """SGLang itself has no MXFP4 experts on CPU; transformers decodes them, in float32. Its CPU attention has no sinks:
+    the checkpoint's take no weight."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    from eprt.conformance.tiny_model import write_tiny_checkpoint
+
+    folder = write_tiny_checkpoint(tmp_path / "gpt-oss", num_layers=2, seed=59)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        sinks = {name: torch.full_like(tensor, -1e4) for name, tensor in tensors.items() if name.endswith("sinks")}
+        save_file(tensors | sinks, file, metadata={"format": "pt"})
+    want, lead = by_transformers(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float())
+    assert lead > 0.025  # bf16's own differences from float32 reach 0.02 of these logits' deviation
+    code, log, tokens = run(tmp_path, folder, "cpu,eprt", CARRIED, "bfloat16")
+    assert (code, tokens) == (0, want), log[-3000:]
+    assert "mxfp4, 8 experts, top-4" in log
+
+
+def test_fp8_block_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    """transformers has the same numbers decoded, in float32."""
+    want, lead = by_transformers(fp8_model(tmp_path / "fp8", seed=432))
+    assert lead > 0.04  # bf16's own differences from float32 reach 0.035 of these logits' deviation
+    code, log, tokens = run(tmp_path, tmp_path / "fp8", "cpu,eprt", CARRIED, "bfloat16")
+    assert (code, tokens) == (0, want), log[-3000:]
+    assert "fp8_block, 8 experts, top-2" in log
+
+
+def test_a_router_with_a_bias_and_shared_experts(tmp_path: Path) -> None:
+    """GLM-4.5 chooses as DeepSeek-V3 does: groups of experts, by a bias; a factor scales what the routed ones say."""
+    want, lead = by_transformers(glm4_model(tmp_path / "glm4"))
+    assert lead > 1e-4  # float32 on both sides, sums in another order
+    code, log, tokens = run(tmp_path, tmp_path / "glm4", "cpu,eprt", CARRIED, "float32")
+    assert (code, tokens) == (0, want), log[-3000:]
+    assert "2 of 2 MoE layers (model.layers.1.mlp.experts to model.layers.2.mlp.experts) over 2 ranks" in log
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_eprt_cannot_run_is_left_to_sglang(
+    strict: bool, qwen3: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    model, want = qwen3
+    options = {"EPRT_SGLANG": '{"strict": true}'} if strict else {}
+    engine = {"enable_eplb": True, "ep_num_redundant_experts": 0}
+    code, log, tokens = run(tmp_path, model, "cpu,eprt", engine, "float32", **options)
+    assert "--enable-eplb moves experts that eprt holds" in log
+    assert (code == 0) != strict, log[-3000:]
+    assert strict or tokens == want

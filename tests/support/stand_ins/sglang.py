@@ -1,0 +1,80 @@
+"""As much of SGLang's arguments and layers as its plugin reads. Written from SGLang 0.5.17 and 0.5.23."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def arguments(**changes: Any) -> Any:
+    """A ServerArgs of two ranks with data-parallel attention."""
+    phases = SimpleNamespace(
+        decode=SimpleNamespace(backend="full", max_bs=512), prefill=SimpleNamespace(backend="disabled", max_bs=None)
+    )
+    args = SimpleNamespace(
+        model_path="none",
+        revision=None,
+        device="cuda",
+        tp_size=2,
+        dp_size=2,
+        ep_size=2,
+        pp_size=1,
+        enable_dp_attention=True,
+        moe_a2a_backend="none",
+        moe_runner_backend="auto",
+        disable_shared_experts_fusion=False,
+        disable_cuda_graph=False,
+        cuda_graph_config=phases,
+        chunked_prefill_size=4096,
+        max_prefill_tokens=16384,
+        max_running_requests=None,
+        init_expert_location="trivial",
+    )
+    vars(args).update(changes)
+    return args
+
+
+def runner_config(**changes: Any) -> Any:
+    """A MoeRunnerConfig."""
+    config = SimpleNamespace(
+        activation="silu",
+        is_gated=True,
+        gemm1_alpha=None,
+        gemm1_clamp_limit=None,
+        swiglu_limit=None,
+        gate_up_interleaved=True,
+        apply_router_weight_on_input=False,
+        no_combine=False,
+        routed_scaling_factor=None,
+    )
+    vars(config).update(changes)
+    return config
+
+
+GPT_OSS = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
+
+
+def fused_moe(method: Any, config: Any, **changes: Any) -> Any:
+    """A FusedMoE of gpt-oss on one of two expert-parallel ranks."""
+    layer = SimpleNamespace(
+        layer_name="model.layers.0.mlp.experts",
+        layer_id=0,
+        quant_method=method,
+        moe_runner_config=config,
+        num_experts=128,
+        num_local_experts=64,
+        num_fused_shared_experts=0,
+        moe_ep_rank=0,
+        moe_ep_size=2,
+        moe_tp_size=1,
+        top_k=4,
+        hidden_size=2880,
+        intermediate_size_per_partition=2880,
+        params_dtype=torch.bfloat16,
+        with_bias=True,
+        should_fuse_routed_scaling_factor_in_topk=False,
+    )
+    vars(layer).update(changes)
+    return layer

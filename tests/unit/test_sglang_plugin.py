@@ -1,0 +1,323 @@
+"""What the SGLang plugin leaves to SGLang, asks of it, and reads from it; no SGLang needed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.cases import vllm_layouts as layouts
+from support.cases.vllm_layouts import H, I, K, L, Loaded, named
+from support.stand_ins.sglang import GPT_OSS, arguments, fused_moe, runner_config
+
+from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.errors import ConfigError
+from eprt.experts import make_executor
+from eprt.integrations.engine.parameters import FallsBackToEngine, expert_weights
+from eprt.integrations.sglang import TESTED, asked_for, check_version, hooks, supported
+from eprt.integrations.sglang.method import output_scale
+from eprt.integrations.sglang.parameters import activation_of, canonical, interleaved, layout_of
+from eprt.integrations.sglang.state import SglangState
+from eprt.models.published import MODELS
+from eprt.placement import ExpertPlacement
+from eprt.support import Device
+from eprt.tokens import FlatTokens, Payload
+
+
+@pytest.mark.parametrize("version", [*TESTED, "0.5.18", "0.5.23.post1"])
+def test_versions_whose_hooks_were_read(version: str) -> None:
+    assert check_version(version) == ("" if version in TESTED else f"SGLang {version}: tested with 0.5.17")
+
+
+@pytest.mark.parametrize("version", ["0.5.16.post3", "0.5.24", "0.6.0"])
+def test_other_versions_are_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"0\.5\.17 to below 0\.5\.24"):
+        check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("named_plugins", "options", "acts"),
+    [(None, None, False), ("other", None, False), ("cpu, eprt", None, True), (None, '{"strict": true}', True)],
+)
+def test_an_installed_plugin_acts_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, named_plugins: str | None, options: str | None, acts: bool
+) -> None:
+    for name, value in (("SGLANG_PLUGINS", named_plugins), ("EPRT_SGLANG", options)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert asked_for() is acts
+
+
+def test_options_are_runtime_configs_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPRT_SGLANG", '{"dispatcher": "none", "all_to_all": false, "strict": true}')
+    found = supported.runtime_config(arguments(), supported.options(), all_to_all=True)
+    assert (found.dispatcher, found.max_tokens_per_rank) == ("none", 4096)
+    for text, message in (
+        ("{", "is no JSON"),
+        ("[]", "expected placement, strict, or fields of RuntimeConfig"),
+        ('{"dispatch": "none"}', "'dispatch'"),
+        ('{"all_to_all": 1}', "expected true or false"),
+    ):
+        monkeypatch.setenv("EPRT_SGLANG", text)
+        with pytest.raises(ConfigError, match=message):
+            supported.options()
+
+
+def test_capacity_is_the_largest_batch_of_a_rank() -> None:
+    def most(all_to_all: bool, **changes: Any) -> int:
+        return supported.runtime_config(arguments(**changes), {}, all_to_all=all_to_all).max_tokens_per_rank
+
+    assert most(True) == 4096
+    assert most(False) == 8192  # SGLang has gathered both ranks' tokens by then
+    assert most(True, chunked_prefill_size=-1) == 16384
+    assert most(True, chunked_prefill_size=256) == 512  # a captured batch may be larger
+    assert most(True, chunked_prefill_size=256, max_running_requests=600) == 600
+
+
+FLAGS: list[tuple[dict[str, Any], str]] = [
+    ({"device": "xpu"}, "xpu"),
+    ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend deepep"),
+    ({"moe_runner_backend": "marlin"}, "--moe-runner-backend marlin"),
+    ({"enable_eplb": True}, "--enable-eplb"),
+    ({"init_expert_location": "file.json"}, "--init-expert-location"),
+    ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+    ({"enable_single_batch_overlap": True}, "--enable-single-batch-overlap"),
+    ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+    ({"enable_lora": True}, "--enable-lora"),
+    ({"elastic_ep_backend": "nixl"}, "--elastic-ep-backend"),
+    ({"pp_size": 2}, "--pp-size"),
+    ({"attn_cp_size": 2}, "context parallelism"),
+    ({"enable_memory_saver": True}, "--enable-memory-saver"),
+    ({"dwdp_size": 2}, "--dwdp-size"),
+    ({"kt_weight_path": "folder"}, "--kt-weight-path"),
+    ({"enable_torch_compile": True}, "--enable-torch-compile"),
+    ({"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))}, "--disable-prefill-cuda"),
+]
+
+
+@pytest.mark.parametrize(("change", "flag"), FLAGS)
+def test_flags_under_which_sglang_keeps_every_layer(change: dict[str, Any], flag: str) -> None:
+    supported.require_supported(arguments())
+    with pytest.raises(FallsBackToEngine, match=flag):
+        supported.require_supported(arguments(**change))
+
+
+@pytest.fixture
+def qwen3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Qwen3-30B-A3B's config.json, on a machine of H100s."""
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, _: Device("cuda", 90)))
+    (tmp_path / "config.json").write_text(
+        json.dumps(MODELS["Qwen3-30B-A3B"] | {"architectures": ["Qwen3MoeForCausalLM"]})
+    )
+    return tmp_path
+
+
+def test_eprt_carries_tokens_where_each_rank_has_its_own(qwen3: Path) -> None:
+    assert supported.all_to_all_reason(arguments(model_path=str(qwen3)), {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "reason"),
+    [
+        ({}, {"all_to_all": False}, "all_to_all: false"),
+        ({"enable_dp_attention": False}, {}, "--enable-dp-attention"),
+        ({"tp_size": 4, "ep_size": 4}, {}, "--dp-size 2 isn't --tp-size 4"),
+        ({"ep_size": 1}, {}, "--ep-size 1 isn't --tp-size 2"),
+        ({"enable_eplb": True}, {}, "--enable-eplb"),
+        ({"architectures": ["DeepseekV4ForCausalLM"]}, {}, "DeepseekV4ForCausalLM isn't among the models"),
+        ({"num_experts": 127}, {}, "127 experts on 2 ranks"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "awq"),
+        ({}, {"dispatcher": "deepep", "executor": "humming"}, "deepep"),
+    ],
+)
+def test_sglang_carries_them_otherwise(qwen3: Path, change: dict[str, Any], given: dict[str, Any], reason: str) -> None:
+    config = json.loads((qwen3 / "config.json").read_text())
+    flags = {name: value for name, value in change.items() if hasattr(arguments(), name) or name == "enable_eplb"}
+    config |= {name: value for name, value in change.items() if name not in flags}
+    (qwen3 / "config.json").write_text(json.dumps(config))
+    assert reason in supported.all_to_all_reason(arguments(model_path=str(qwen3), **flags), given)
+
+
+def test_arguments_say_who_carries_the_tokens(qwen3: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[str] = []
+
+    def original(args: Any) -> None:
+        seen.append(args.moe_a2a_backend)
+
+    ours, theirs = arguments(model_path=str(qwen3)), arguments(model_path=str(qwen3), enable_eplb=True)
+    hooks._arguments_made(SglangState(), original, ours)
+    with caplog.at_level(logging.WARNING):
+        hooks._arguments_made(SglangState(), original, theirs)
+    hooks._arguments_made(SglangState(), original, ours)  # copied arguments are looked at again
+    assert seen == ["customized", "none", "customized"]
+    assert ours.disable_shared_experts_fusion
+    assert not theirs.disable_shared_experts_fusion
+    assert "eprt: SGLang carries the tokens between ranks: --enable-eplb" in caplog.text
+
+
+MXFP4 = MoEConfig(128, 4, 2880, 2880, Activation(alpha=1.702, beta=1.0, limit=7.0), bias=True, weight_format="mxfp4")
+
+
+def oss(**changes: Any) -> Any:
+    in_config = {name: changes.pop(name) for name in list(changes) if hasattr(runner_config(), name)}
+    return fused_moe(named("Mxfp4MoEMethod"), runner_config(**GPT_OSS | in_config), **changes)
+
+
+def test_a_layers_maths() -> None:
+    assert supported.moe_config(oss(), all_to_all=True) == MXFP4
+    assert supported.moe_config(oss(), all_to_all=False).num_experts == 64  # this rank's
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_fused_shared_experts": 1}, "--disable-shared-experts-fusion"),
+        ({"apply_router_weight_on_input": True}, "experts' input"),
+        ({"no_combine": True}, "combines the experts' outputs itself"),
+        ({"is_shared_fused_moe": True}, "shared ones"),
+        ({"moe_tp_size": 2}, "cut in 2"),
+        ({"top_k": 129}, "top-129 of 128"),
+        ({"params_dtype": torch.float16}, "float16"),
+        ({"activation": "gelu"}, "gelu"),
+        ({"is_gated": False}, "silu without a gate"),
+        ({"quant_method": named("AWQMoEMethod")}, "AWQMoEMethod"),
+    ],
+)
+def test_layers_that_are_left(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(FallsBackToEngine, match=reason):
+        supported.moe_config(oss(**change), all_to_all=True)
+
+
+def test_parts_of_tensor_parallelism_keep_scales_whole() -> None:
+    cut = {"moe_ep_size": 1, "moe_tp_size": 8, "num_local_experts": 128, "intermediate_size_per_partition": 360}
+    with pytest.raises(FallsBackToEngine, match=r"leaves 360 .* cuts a scale of 32 \(mxfp4\)"):
+        supported.moe_config(oss(**cut), all_to_all=False)
+
+
+def fp8_method(block: list[int] | None, **changes: Any) -> Any:
+    config = SimpleNamespace(weight_block_size=block, is_checkpoint_fp8_serialized=changes.pop("serialized", True))
+    return named("Fp8MoEMethod", quant_config=config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        (fp8_method([64, 128]), r"\[64, 128\]"),
+        (fp8_method([128, 128], is_fp4_expert=True), "FP4 experts"),
+        (fp8_method([1, 32], use_mxfp8=True), "MXFP8 experts"),
+        (fp8_method(None, serialized=False), "quantises to FP8 itself"),
+    ],
+)
+def test_fp8_that_eprt_does_not_read(method: Any, reason: str) -> None:
+    with pytest.raises(FallsBackToEngine, match=reason):
+        layout_of(method).weight_format(method, torch.bfloat16)
+
+
+def padded(loaded: Loaded) -> Loaded:
+    """As Mxfp4MoEMethod keeps gpt-oss's experts for a kernel with tiles of 192: more rows, more columns."""
+    more = {"w13_weight": (0, 0, 0, 128), "w13_weight_scale": (0, 0, 0, 128), "w13_bias": (0, 128)}
+    more |= {"w2_weight": (0, 32), "w2_weight_scale": (0, 2)}
+    for name, widths in more.items():
+        loaded.parameters[name] = torch.nn.functional.pad(loaded.parameters[name], widths, value=9)
+    loaded.method = named("Mxfp4MoEMethod")
+    return loaded
+
+
+def of_all_ranks(loaded: Loaded) -> Loaded:
+    """As ModelOpt's method keeps input scales: those of every rank's experts, ours in the middle."""
+    for name in ("w13_input_scale", "w2_input_scale"):
+        own = loaded.parameters[name]
+        loaded.parameters[name] = torch.cat([own + 1, own, own + 2])
+    loaded.method = named("ModelOptNvFp4FusedMoEMethod", quant_config=SimpleNamespace(group_size=16))
+    return loaded
+
+
+def fp8(block: list[int] | None) -> Loaded:
+    loaded = layouts.fp8(block)
+    loaded.method = fp8_method(block)
+    return loaded
+
+
+def transposed(loaded: Loaded) -> Loaded:
+    """As the triton_kernel runner has unquantised experts loaded."""
+    loaded.method = named("UnquantizedFusedMoEMethod", use_triton_kernels=True)
+    for name in ("w13_weight", "w2_weight"):
+        loaded.parameters[name] = loaded.parameters[name].transpose(1, 2).contiguous()
+    return loaded
+
+
+CASES = {
+    "gpt-oss, mxfp4": lambda: padded(layouts.mxfp4("GptOssMxfp4MoEMethod", "swigluoai")),
+    "ModelOpt nvfp4": lambda: of_all_ranks(layouts.nvfp4()),
+    "DeepSeek-V3, fp8 blocks": lambda: fp8([128, 128]),
+    "fp8 a tensor": lambda: fp8(None),
+    "bf16": lambda: layouts.dense(torch.bfloat16),
+    "f32": lambda: layouts.dense(torch.float32),
+    "bf16 for triton_kernel": lambda: transposed(layouts.dense(torch.bfloat16)),
+    "gpt-oss, bf16": lambda: layouts.dense(torch.bfloat16, "swigluoai"),
+    "Nemotron-H, bf16": layouts.ungated,
+}
+ACTIVATIONS = {"silu": {}, "swigluoai": GPT_OSS, "relu2_no_mul": {"activation": "relu2", "is_gated": False}}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_layer_computes_what_the_plain_numbers_say(name: str) -> None:
+    torch.manual_seed(0)
+    loaded = CASES[name]()
+    config = runner_config(**ACTIVATIONS[loaded.activation])
+    sizes = {"num_experts": 3 * L, "num_local_experts": L, "moe_ep_rank": 1, "top_k": K, "hidden_size": H}
+    biased = loaded.down_bias is not None
+    layer = fused_moe(loaded.method, config, **sizes, intermediate_size_per_partition=I, with_bias=biased)
+    layer.params_dtype = loaded.parameters["w2_weight"].dtype if "16" in name or name == "f32" else torch.bfloat16
+    given = {key.replace("_bias", "_weight_bias"): tensor for key, tensor in loaded.parameters.items()}
+    weights = expert_weights(
+        layout_of(loaded.method), canonical(layer, loaded.method, given), interleaved=interleaved(config)
+    )
+    moe = supported.moe_config(layer, all_to_all=False)
+    shard = ExpertPlacement(L, ParallelConfig()).shard(0)
+    executor = make_executor("reference", moe, shard, weights, torch.device("cpu"), RuntimeConfig(), "flat")
+    x, scores = torch.randn(5, H), torch.rand(5, K)
+    ids = torch.tensor([[0, 1], [2, 0], [1, 2], [2, 1], [0, 2]], dtype=torch.int32)
+    want = layouts.expected(loaded, x, ids, scores, None)
+    found = executor(FlatTokens(Payload.plain(x), ids, scores, L))
+    # Sums of H and I float32 products: 256 * 2^-24 of the largest is the worst rounding there can be.
+    torch.testing.assert_close(found.double(), want, rtol=0, atol=float(want.abs().max()) * 256 * 2**-24)
+    if name == "ModelOpt nvfp4":
+        assert torch.equal(weights.gate_up.input_scale, loaded.parameters["w13_input_scale"][L : 2 * L])
+
+
+def test_biases_that_the_model_has_not_got_are_dropped() -> None:
+    """Mxfp4MoEMethod declares them for every model."""
+    loaded = padded(layouts.mxfp4("GptOssMxfp4MoEMethod", "swigluoai"))
+    layer = fused_moe(loaded.method, runner_config(), hidden_size=H, intermediate_size_per_partition=I, with_bias=False)
+    assert not [name for name in canonical(layer, loaded.method, loaded.parameters) if name.endswith("bias")]
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({}, Activation()),
+        ({"swiglu_limit": 10.0}, Activation(limit=10.0)),
+        (GPT_OSS, Activation(alpha=1.702, beta=1.0, limit=7.0)),
+        ({"activation": "relu2", "is_gated": False}, Activation("relu2")),
+    ],
+)
+def test_activations(change: dict[str, Any], wanted: Activation) -> None:
+    assert activation_of(runner_config(**change)) == wanted
+
+
+def test_the_routed_scaling_factor_is_applied_once() -> None:
+    """By eprt where SGLang's runner would do so: on GPUs, unless the router or the model does."""
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    layer = oss(routed_scaling_factor=2.5)
+    assert output_scale(layer, cuda, all_to_all=False) == 2.5
+    assert output_scale(layer, cpu, all_to_all=False) == 1.0
+    assert output_scale(layer, cuda, all_to_all=True) == 1.0
+    assert output_scale(oss(), cuda, all_to_all=False) == 1.0
+    layer.should_fuse_routed_scaling_factor_in_topk = True
+    assert output_scale(layer, cuda, all_to_all=False) == 1.0
