@@ -237,6 +237,10 @@ class ExpertParallelMoE(nn.Module):
         """Counts from zero again. Raises UsageError where the layer doesn't count."""
         self._slots.load.reset()
 
+    def refuse_calls(self, why: str) -> None:
+        """Lets calls on this rank raise UsageError, with this text, until all experts were loaded."""
+        self._loading.broken = why
+
     @property
     def broken(self) -> str:
         """Says why calls are refused until all experts were loaded, or "" where they aren't."""

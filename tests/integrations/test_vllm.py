@@ -49,6 +49,7 @@ def ranks_run(
     plugin: str,
     prompts: list[list[Any]],
     ep: bool = True,
+    updates: list[tuple[str, Path]] | None = None,
     **llm: Any,
 ) -> tuple[list[int], list[str], list[list[list[int]]]]:
     """Exit codes, logs and tokens of `dp` programs, one for each list of prompts."""
@@ -67,9 +68,12 @@ def ranks_run(
             "llm": llm,
         }
         spec |= {"prompts": prompts[rank], "out": str(out), "all_out": [str(path) for path in outs]}
+        if updates is not None:
+            spec["updates"] = [(way, str(checkpoint)) for way, checkpoint in updates]
         path = out.with_suffix(".json")
         path.write_text(json.dumps(spec))
-        environment = os.environ | {"VLLM_PLUGINS": plugin}
+        beside = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # vllm_trainer
+        environment = os.environ | {"VLLM_PLUGINS": plugin, "PYTHONPATH": beside}
         with out.with_suffix(".log").open("wb") as log:
             command = [sys.executable, str(Path(__file__).with_name("vllm_rank.py")), str(path)]
             programs.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True))
@@ -135,6 +139,44 @@ def test_tokens_are_those_of_one_process(
     assert f"3 of 3 MoE layers (model.layers.0.mlp.experts to model.layers.2.mlp.experts) {ranks}: " in logs[0]
     assert logs[0].count("eprt: ready") == 1  # one warm-up for all layers
     assert ("8 experts on 12 slots by the placement file, top-2" in logs[0]) == bool(options)
+
+
+WAYS = ["reload", "direct", "layerwise", "reload", "direct"]
+
+
+@pytest.fixture(scope="session")
+def trained(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, list[list[int]]]]:
+    """Checkpoints of a training run, each with the tokens that transformers gives with it."""
+    from transformers import Qwen3MoeForCausalLM
+
+    found = []
+    for step in range(len(WAYS)):
+        model = Qwen3MoeForCausalLM.from_pretrained(qwen3).float().eval()
+        generator = torch.Generator().manual_seed(step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += torch.randn(parameter.shape, generator=generator) * 0.15 * parameter.std()
+        folder = tmp_path_factory.mktemp(f"trained-{step}")
+        model.save_pretrained(folder)
+        want, lead = by_transformers(model)
+        assert lead > 1e-4  # float32 on both sides, sums in another order
+        found.append((folder, want))
+    assert len({str(want) for _, want in found}) == len(WAYS)
+    return found
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2)], ids=["one", "dp2-ep", "tp2-without-ep"])
+def test_new_weights_in_every_way_that_trainers_have(
+    dp: int, tp: int, qwen3: Path, alone: list[list[int]], trained: list[tuple[Path, list[list[int]]]], tmp_path: Path
+) -> None:
+    """Five updates in a row of an engine that runs; after each, the tokens of a model made from that checkpoint."""
+    parts = [PROMPTS[:3], PROMPTS[3:]] if dp == 2 else [PROMPTS]
+    updates = [(way, folder) for way, (folder, _) in zip(WAYS, trained, strict=True)]
+    codes, logs, ranks = ranks_run(tmp_path, qwen3, "float32", dp, tp, "eprt", parts, dp == 2, updates)
+    assert codes == [0] * dp, "\n".join(log[-3000:] for log in logs)
+    assert "3 of 3 MoE layers" in logs[0]
+    for turn, want in enumerate([alone, *(want for _, want in trained)]):
+        assert [each for rank in ranks for each in rank[turn]] == want, turn
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)], ids=["dp2-ep", "tp2-without-ep"])

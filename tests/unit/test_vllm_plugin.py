@@ -50,11 +50,43 @@ def test_a_layer_from_its_making_to_its_call(pools) -> None:
         assert found["left_in_vllm"] == 0  # vLLM's copies of the experts are gone
         assert found["cold"] == 2
         assert found["warm"] == (0, True)  # one warm-up, at the first call, for both
-        assert found["again"].startswith("UsageError: layers.0 is loaded a second time")
+        close(found["again"], wanted(0, rank))
         assert found["monolithic_call"].startswith("UsageError")
         assert found["left"] == "NotImplementedError: no kernel on this machine"
         assert [name for names in found["reasons"].values() for name in names] == ["layers.3"]
         assert "AutoGPTQMoEMethod" in next(iter(found["reasons"]))
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_new_weights_come_into_a_layer_in_every_way_that_vllm_has(pools, placed: bool, tmp_path: Path) -> None:
+    """Layerwise reload, and a trainer's own `load_weights` into freed parameters: whole, single experts, one half."""
+    path = str(tmp_path / "placement.json") if placed else ""
+    if placed:
+        PlacementFile(jobs.E, 2, {3: (7, 6, 5, 4, 4, 0, 3, 2, 1, 0, 7, EMPTY)}).write(path)
+    for rank, found in enumerate(pools(2).run(jobs.reloaded, path=path)):
+        for number, output in enumerate(found["outputs"]):
+            close(output, wanted(number, rank))
+        assert len(found["outputs"]) == (3 if placed else 5)
+        assert found["stayed"]
+        assert found["freed"] == 0
+        if not placed:
+            missing = "of 1 experts a part wasn't loaded (local expert 0: w13_weight (w3)); load whole experts"
+            assert missing in found["lacking"]
+            assert found["then"] == found["lacking"]
+            assert found["call"].startswith("UsageError: model.layers.3.mlp.experts holds old weights")
+
+
+def test_what_sleep_takes_comes_back_with_new_weights(pools, tmp_path: Path) -> None:
+    """Twice, all tensors that a layer's loading made are overwritten; slots and counters are as they were."""
+    path = str(tmp_path / "placement.json")
+    PlacementFile(jobs.E, 2, {3: (7, 6, 5, 4, 4, 0, 3, 2, 1, 0, 7, EMPTY)}).write(path)
+    for rank, found in enumerate(pools(2).run(jobs.slept, path=path)):
+        for output in found["outputs"]:
+            close(output, wanted(0, rank))
+        assert found["said"] == ["UsageError: layer 0: its experts were given away (sleep level 2): load all weights "
+                                 "before the next call"] * 2  # fmt: skip
+        assert found["counted"] == 3 * jobs.TOKENS[rank] * jobs.K
+        assert found["lost"] > 5
 
 
 def test_ranks_of_tensor_parallelism_compute_parts_of_the_sum(pools) -> None:

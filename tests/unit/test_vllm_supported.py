@@ -60,8 +60,6 @@ def test_a_plain_host_is_welcome() -> None:
         ({"parallel_config__enable_elastic_ep": True}, "cuda", "--enable-elastic-ep"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "cuda", "--prefill-context-parallel-size"),
         ({"lora_config": object()}, "cuda", "--enable-lora"),
-        ({"model_config__enable_sleep_mode": True}, "cuda", "--enable-sleep-mode"),
-        ({"weight_transfer_config": object()}, "cuda", "--weight-transfer-config"),
         ({}, "cpu", "--enforce-eager"),
         ({}, "xpu", "xpu"),
     ],

@@ -135,6 +135,11 @@ def _byte_table(device: torch.device) -> torch.Tensor:
     return torch.tensor(table, device=device)
 
 
+def forget_tables() -> None:
+    """Lets the table of bits be made again: an engine may have taken the memory that it lay in."""
+    _byte_table.cache_clear()
+
+
 def _padded(values: torch.Tensor, wide: int) -> torch.Tensor:
     """With zeros to whole units, of which one is `wide` columns."""
     rows, cols = values.shape

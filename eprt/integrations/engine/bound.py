@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from eprt.errors import UsageError
+from eprt.errors import EprtError, UsageError
 from eprt.integrations.engine.parameters import ParameterLayout, Parameters, expert_weights, mark_unset
+from eprt.integrations.engine.placement import redistribute
+from eprt.integrations.engine.reloading import FreedParameters, Received, watch
 from eprt.integrations.engine.state import EngineState, LayerBinding
 from eprt.layer import ExpertParallelMoE
+from eprt.weights import ExpertWeights
 
 
 class BoundLayer:
@@ -21,11 +25,16 @@ class BoundLayer:
         self.state, self.binding = state, binding
         self.layer: ExpertParallelMoE | None = None
         self.parameters: tuple[str, ...] = ()  # the experts': the engine's module may hold its router's, too
+        self.received = Received(binding.name, binding.config.num_experts // binding.world.parallel.ep_size)
+        self._freed = FreedParameters()
 
-    def declared(self, own: Parameters, layout: ParameterLayout) -> None:
-        """Notes the parameters that the method has just declared."""
+    def declared(self, own: dict[str, Any], layout: ParameterLayout, layer: Any = None) -> None:
+        """Notes the parameters that the method has just declared; with the engine's module, also what their loaders
+        write from now on."""
         self.parameters = tuple(own)
         mark_unset(layout, own)
+        for name, parameter in own.items() if layer is not None else ():
+            watch(layer, name, parameter, self.received, self._make_room)
 
     def load(
         self,
@@ -35,21 +44,70 @@ class BoundLayer:
         interleaved: bool,
         canonical: Callable[[Parameters], Parameters] = lambda given: given,
     ) -> None:
-        """Builds the layer from the loaded parameters of the engine's module, then frees them. Collective.
+        """Builds the layer from the loaded parameters of the engine's module, or brings what was loaded since into it;
+        then frees them. Collective when it builds, and where experts lie elsewhere than the engine loads them.
 
         Args:
             canonical: brings an engine's own names and paddings to those that the layout reads.
+
+        Raises:
+            CheckpointError: experts of which a part is missing. A layer that was built refuses calls until all came.
         """
-        if self.layer is not None:
-            raise UsageError(
-                f"{self.binding.name} is loaded a second time: eprt keeps experts in another layout; restart instead"
-            )
-        parameters = {name: layer.get_parameter(name) for name in self.parameters}
-        tensors = {name: parameter.data for name, parameter in parameters.items()}
-        weights = expert_weights(layout, canonical(tensors), interleaved=interleaved)
-        self.layer = self.state.build(self.binding, weights)
-        for parameter in parameters.values():
-            parameter.data = parameter.data.new_empty(0)
+        parameters = self._own(layer)
+        if self.layer is not None and not any(parameter.numel() for parameter in parameters.values()):
+            return  # nothing was loaded since
+        owner = weakref.ref(layer)
+        self._again = lambda: self.load(owner(), layout, interleaved=interleaved, canonical=canonical)
+        self._module = owner
+
+        def weights(rows: list[int] | None) -> ExpertWeights:
+            tensors = {n: p.data if rows is None else p.data[rows] for n, p in parameters.items()}
+            return expert_weights(layout, canonical(tensors), interleaved=interleaved)
+
+        if self.layer is None:
+            self.layer = self.state.build(self.binding, weights(None))
+        else:
+            absent = {n: p for n, p in parameters.items() if n in layout.unset and not self.received.of(n)}
+            mark_unset(layout, absent)
+            self._replace(self.layer, weights)
+        self._freed.free(parameters)
+        self.received.forget()
+
+    def finish(self, *, whole: bool) -> None:
+        """Loads what `model.load_weights` has brought since; with `whole`, only if that is all of this rank's."""
+        if whole and not self.received.complete:
+            return
+        self._again()
+        self.state.unfinished.remove(self)
+
+    def _replace(self, layer: ExpertParallelMoE, weights: Callable[[list[int] | None], ExpertWeights]) -> None:
+        placement, world = layer.placement, layer.world
+        try:
+            rows = self.received.experts()
+            if len(rows) < self.received.num_experts:
+                if not placement.is_identity:
+                    raise UsageError(f"{self.binding.name}: experts that were placed elsewhere are loaded all at once")
+                held = placement.shard(world.rank).experts
+                layer.load_experts(weights(rows), [held[row] for row in rows], agree=False)
+                return
+            new = weights(None)
+            layer.load_experts(new if placement.is_identity else redistribute(world, new, placement), agree=False)
+        except EprtError as error:
+            layer.refuse_calls(f"{self.binding.name} holds old weights, as new ones failed to load: {error}")
+            if self not in self.state.unfinished:
+                self.state.unfinished.append(self)
+            raise
+
+    def _own(self, module: Any) -> dict[str, Any]:
+        return {name: module.get_parameter(name) for name in self.parameters}
+
+    def _make_room(self) -> None:
+        """Gives freed parameters memory, before a loader writes into them. Layers that have all of theirs come first,
+        so that one layer's lies beside the model."""
+        for other in tuple(self.state.unfinished):
+            other.finish(whole=True)
+        self._freed.restore(self._own(self._module()))
+        self.state.unfinished.append(self)
 
     def ready(self) -> ExpertParallelMoE:
         """Returns the layer for a call; the first one warms up every layer. Raises UsageError before loading."""

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
@@ -50,6 +50,13 @@ class LayerBinding:
     parts: int = 1
 
 
+class Unfinished(Protocol):
+    """A layer whose new weights are still in the engine's parameters."""
+
+    def finish(self, *, whole: bool) -> None:
+        """Loads them. Raises CheckpointError where experts lack a part; with `whole`, waits for all of them."""
+
+
 @dataclass
 class EngineState:
     """The state that all layers of one process share; a child for each engine reads the engine's own configuration.
@@ -59,7 +66,9 @@ class EngineState:
         plans: one plan per kind of layer.
         bindings: one per layer that eprt runs.
         fallbacks: reason -> names of the layers that the engine runs itself.
-        cold: layers that were built and not yet warmed up.
+        built: the layers themselves.
+        cold: those that were built and not yet warmed up.
+        unfinished: layers whose new weights are still in the engine's parameters.
         spent: seconds of the start-up per purpose.
         unfit: why no layer can run in this engine at all, or "".
     """
@@ -72,7 +81,9 @@ class EngineState:
     plans: dict[tuple[Any, ...], tuple[Plan, RuntimeConfig]] = field(default_factory=dict)
     bindings: list[LayerBinding] = field(default_factory=list)
     fallbacks: dict[str, list[str]] = field(default_factory=dict)
+    built: list[ExpertParallelMoE] = field(default_factory=list)
     cold: list[ExpertParallelMoE] = field(default_factory=list)
+    unfinished: list[Unfinished] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     unfit: str = ""
 
@@ -139,8 +150,21 @@ class EngineState:
             layer = ExpertParallelMoE(
                 config, world, experts, runtime=binding.runtime, layer=binding.number, placement=placement
             )
+        self.built.append(layer)
         self.cold.append(layer)
         return layer
+
+    def before_step(self) -> None:
+        """Brings new weights into their layers before the engine's next step, be it of calls or of a graph's replay.
+
+        Raises:
+            CheckpointError: see `Unfinished.finish`.
+            UsageError: a layer whose new weights came in part.
+        """
+        for layer in tuple(self.unfinished):
+            layer.finish(whole=False)
+        if broken := next((layer.broken for layer in self.built if layer.broken), ""):
+            raise UsageError(broken)
 
     def warm(self) -> None:
         """Compiles, tunes and allocates for all layers at once. Collective.

@@ -140,7 +140,7 @@ class EprtMoEMethod:
         others = {name for name, _ in layer.named_parameters(recurse=False)}
         super().create_weights(layer, *args, **kwargs)  # type: ignore[misc]
         own = {name: value for name, value in layer.named_parameters(recurse=False) if name not in others}
-        self.eprt.declared(own, layout_of(self))
+        self.eprt.declared(own, layout_of(self), layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
@@ -148,7 +148,8 @@ class EprtMoEMethod:
         return FUSED_MOE_UNQUANTIZED_CONFIG
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Builds the layer from the loaded parameters, then frees them. Collective."""
+        """Builds the layer from the loaded parameters, then frees them. Collective. vLLM's layerwise reload calls it
+        again, with new weights."""
         self.eprt.load(layer, layout_of(self), interleaved=layer.activation.value == INTERLEAVED)
 
     def apply(

@@ -12,6 +12,7 @@ from eprt.config import MoEConfig, RuntimeConfig
 from eprt.integrations.engine.ranks import world_alone, world_of
 from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
 from eprt.integrations.vllm.supported import captures_graphs, options_of, require_supported, runtime_config
+from eprt.integrations.vllm.worker import watch_worker
 from eprt.world import World
 
 
@@ -63,6 +64,7 @@ class PluginState(EngineState):
         Args:
             moe: vLLM's FusedMoEConfig.
         """
+        watch_worker(self)
         return self.bind_layer(name, config, sharing_of(moe), moe.tp_size)
 
 

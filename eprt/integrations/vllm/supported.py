@@ -38,14 +38,6 @@ def require_supported(config: Any, device_type: str, parallel: Any) -> None:
         ),
         (config.lora_config is not None, "--enable-lora: adapters of the experts live in vLLM's own kernels"),
         (
-            bool(getattr(model, "enable_sleep_mode", False)),
-            "--enable-sleep-mode takes the experts' memory away and loads it again",
-        ),
-        (
-            getattr(config, "weight_transfer_config", None) is not None,
-            "--weight-transfer-config updates weights in place, and eprt keeps the experts in its own layout",
-        ),
-        (
             not parallel.use_ep and parallel.dp_size > 1,
             "--data-parallel-size cuts each expert over all ranks: --enable-expert-parallel gives them to eprt whole",
         ),

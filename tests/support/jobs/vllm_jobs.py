@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from eprt.bench.experts import random_experts
 from eprt.config import MoEConfig, WeightFormat
 from eprt.integrations.engine.placement import redistribute
+from eprt.integrations.engine.sleeping import Kept
 from eprt.integrations.engine.state import describe
 from eprt.placement import EMPTY, ExpertPlacement
 from support.builders import said
@@ -80,11 +82,102 @@ def two_layers(context: Any) -> dict[str, Any]:
         late = made(vllm, context, "layers.2", number=2)
         late.quant_method.process_weights_after_loading(late)
         found["outputs"].append(applied(late, context.rank))
-        found["again"] = message(lambda: layers[0].quant_method.process_weights_after_loading(layers[0]))
+        layers[0].quant_method.process_weights_after_loading(layers[0])  # nothing was loaded since
+        found["again"] = applied(layers[0], context.rank)
         found["monolithic_call"] = message(lambda: layers[0].quant_method.apply_monolithic(layers[0], None, None))
         # vLLM's own: it chooses a kernel, which this machine doesn't have.
         found["left"] = message(lambda: made(vllm, context, "layers.3", stand_in.AutoGPTQMoEMethod))
         found["reasons"] = {reason: list(names) for reason, names in vllm.state.fallbacks.items()}
+    return found
+
+
+def load(layer: Any, number: int, chosen: Any = range(E), parts: str = "w1 w3 w2") -> None:
+    """What a model's `load_weights` does with experts of set `number`, named one by one; parameters may be freed."""
+    up, down = experts(number)
+    for e in chosen:
+        for shard, matrix in zip(("w1", "w3", "w2"), (*up[e].chunk(2), down[e]), strict=True):
+            if shard in parts.split():
+                parameter = layer.get_parameter("w2_weight" if shard == "w2" else "w13_weight")
+                parameter.weight_loader(parameter, matrix, f"{shard}.weight", shard, e)
+
+
+def reload_layerwise(layer: Any, number: int, chosen: Any = range(E)) -> None:
+    """What vLLM's layerwise reload does: parameters made anew, undefined where nothing is loaded."""
+    held = E // layer.moe_config.ep_size
+    for name, shape in (("w13_weight", (2 * I, H)), ("w2_weight", (H, I))):
+        parameter = layer.get_parameter(name)
+        parameter.data = torch.full((held, *shape), torch.nan, dtype=torch.bfloat16)
+    load(layer, number, chosen)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def reloaded(context: Any, path: str = "") -> dict[str, Any]:
+    """Outputs of a layer after each of some loads, in every way that vLLM has for them; then one that lacks a part."""
+    context.world()
+    options = config(additional_config={"eprt": {"placement": path}} if path else {})
+    with stand_in.installed(options, TOKENS) as vllm, torch.inference_mode():
+        layer, other = (made(vllm, context, f"model.layers.{n}.mlp.experts") for n in (3, 3))
+        for each in (layer, other):
+            each.quant_method.process_weights_after_loading(each)
+        at = [t.data_ptr() for t in layer.quant_method.eprt.layer.executor.slot_tensors().values()]
+        outputs = [applied(layer, context.rank)]
+        reload_layerwise(layer, 1)
+        outputs.append(applied(layer, context.rank))
+        load(layer, 2)
+        load(other, 2)  # the next layer begins: the first one's memory is given back
+        freed = layer.get_parameter("w13_weight").numel()
+        vllm.state.before_step()
+        outputs.append(applied(layer, context.rank))
+        found: dict[str, Any] = {}
+        if not path:
+            load(layer, 3, [0, 5])
+            vllm.state.before_step()
+            reload_layerwise(layer, 3, [1, 2, 6])
+            load(layer, 3, [3, 4, 7])
+            vllm.state.before_step()
+            outputs.append(applied(layer, context.rank))
+            found = _lacking(vllm, layer)
+            outputs.append(applied(layer, context.rank))
+        built = layer.quant_method.eprt.layer
+        return found | {
+            "outputs": outputs,
+            "stayed": at == [t.data_ptr() for t in built.executor.slot_tensors().values()],
+            "freed": freed + sum(p.numel() for p in (*layer.parameters(), *other.parameters())),
+        }
+
+
+def slept(context: Any, path: str) -> dict[str, Any]:
+    """Outputs of a layer before and after all memory that its loading took was lost, all but what sleep keeps."""
+    context.world()
+    options = {"placement": path, "count_load": True}
+    with stand_in.installed(config(additional_config={"eprt": options}), TOKENS) as vllm, torch.inference_mode():
+        before = {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}
+        layer = made(vllm, context, "model.layers.3.mlp.experts")
+        layer.quant_method.process_weights_after_loading(layer)
+        every = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and id(each) not in before]
+        outputs, kept, said = [applied(layer, context.rank)], Kept(), []
+        for _ in range(2):
+            kept.save(vllm.state.built, lambda tensor: True)
+            kept.save(vllm.state.built, lambda tensor: True)  # asleep already
+            for tensor in every:
+                tensor.fill_(77)
+            kept.restore()
+            said.append(message(vllm.state.before_step))
+            reload_layerwise(layer, 0)
+            vllm.state.before_step()
+            outputs.append(applied(layer, context.rank))
+        built = layer.quant_method.eprt.layer
+        return {"outputs": outputs, "said": said, "counted": int(built.load().sum()), "lost": len(every)}
+
+
+def _lacking(vllm: Any, layer: Any) -> dict[str, str]:
+    """What is heard of a load in which an expert of each rank lacks its up matrix; then a whole one comes."""
+    load(layer, 4, [e for e in range(E) if e % 4])
+    load(layer, 4, [0, 4], "w1 w2")
+    found = {"lacking": message(vllm.state.before_step), "then": message(vllm.state.before_step)}
+    found["call"] = message(lambda: applied(layer, 0))
+    load(layer, 4)
+    vllm.state.before_step()
     return found
 
 

@@ -55,7 +55,9 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase, nn.Module):
 
     def create_weights(self, layer: nn.Module, tensors: dict[str, torch.Tensor], **_: Any) -> None:
         for name, tensor in tensors.items():
-            layer.register_parameter(name, nn.Parameter(tensor.clone(), requires_grad=False))
+            parameter = nn.Parameter(tensor.clone(), requires_grad=False)
+            parameter.weight_loader = layer.weight_loader
+            layer.register_parameter(name, parameter)
 
 
 class AutoGPTQMoEMethod(UnquantizedFusedMoEMethod):
@@ -82,6 +84,23 @@ class RoutedExperts(nn.Module):
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         return self.kind(moe_config)
+
+    def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
+        held = self.moe_config.num_experts // self.moe_config.ep_size
+        rank = dist.get_rank() if self.moe_config.ep_size > 1 else 0
+        return expert_id - rank * held if expert_id // held == rank else -1
+
+    def weight_loader(
+        self, param: Any, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int
+    ) -> None:
+        """One matrix of one expert: w1 (gate) over w3 (up), or w2."""
+        local = self._map_global_expert_id_to_local_expert_id(expert_id)
+        if local < 0:
+            return
+        rows = param.data[local]
+        if shard_id != "w2":
+            rows = rows.chunk(2)[shard_id == "w3"]
+        rows.copy_(loaded_weight)
 
 
 def host(**changes: Any) -> Any:

@@ -1,0 +1,130 @@
+"""Notes which of a layer's expert parameters an engine has loaded, and makes room for those that it loads again.
+
+The engine's parameters are freed when their experts are prepared. New weights come in two ways: vLLM's layerwise reload
+(`reload_weights`, weight transfer) makes the parameters anew, and `model.load_weights`, as trainers call it themselves,
+writes into those that are there. Either may bring some of the experts only.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from eprt.errors import CheckpointError
+
+WHOLE = -1  # in place of an expert's number: a loader that isn't told of experts fills all of them
+
+
+class Received:
+    """The parameters of one layer that were loaded since its experts were prepared last.
+
+    Args:
+        name: the engine's name of the layer.
+        num_experts: L, the experts that this rank loads.
+    """
+
+    def __init__(self, name: str, num_experts: int) -> None:
+        self._name, self.num_experts = name, num_experts
+        self._parts: dict[int, set[tuple[str, str]]] = defaultdict(set)  # expert -> (parameter, shard)
+        self._expected: set[tuple[str, str]] = set()  # of each expert, by the first load that named any
+
+    def add(self, parameter: str, expert: int, shard: str) -> None:
+        """Notes that a loader wrote this part of an expert, or of all of them (`WHOLE`)."""
+        self._parts[expert].add((parameter, shard))
+
+    def of(self, parameter: str) -> bool:
+        """Returns whether anything of this parameter was loaded."""
+        return any(name == parameter for parts in self._parts.values() for name, _ in parts)
+
+    def experts(self) -> list[int]:
+        """Returns the local experts of which all parts came, in order.
+
+        Raises:
+            CheckpointError: of some experts a part is missing.
+        """
+        if not self._parts:
+            return list(range(self.num_experts))
+        whole = self._parts.get(WHOLE, set())
+        every = {e: parts | whole for e, parts in self._parts.items() if e != WHOLE}
+        every = every or dict.fromkeys(range(self.num_experts), whole)
+        expected = self._expected or max(every.values(), key=len)
+        if lacking := {e: expected - parts for e, parts in every.items() if expected - parts}:
+            expert, parts = next(iter(lacking.items()))
+            missing = ", ".join(sorted(f"{name} ({shard})" if shard else name for name, shard in parts))
+            raise CheckpointError(
+                f"{self._name}: of {len(lacking)} experts a part wasn't loaded (local expert {expert}: {missing}); "
+                "load whole experts, all parts of each"
+            )
+        return sorted(every)
+
+    @property
+    def complete(self) -> bool:
+        """Returns whether all parts of all experts came."""
+        try:
+            return bool(self._parts) and len(self.experts()) == self.num_experts
+        except CheckpointError:
+            return False
+
+    def forget(self) -> None:
+        """Begins the next load, of which each expert needs the parts that came this time."""
+        named = [parts for e, parts in self._parts.items() if e != WHOLE] or list(self._parts.values())
+        whole = self._parts.get(WHOLE, set())
+        self._expected = self._expected or max(({*parts, *whole} for parts in named), key=len, default=set())
+        self._parts.clear()
+
+
+def watch(layer: Any, name: str, parameter: Any, received: Received, room: Callable[[], None]) -> None:
+    """Replaces a parameter's loader by one that notes what it writes, and calls `room` where the parameter was freed.
+
+    The loader holds no reference to the layer: vLLM keeps loaders for as long as the layer lives.
+    """
+    loader: Any = getattr(parameter, "weight_loader", None)
+    if loader is None:
+        return
+    signature, owner = inspect.signature(loader), weakref.ref(layer)
+    bound = getattr(loader, "__self__", None) is layer
+    function: Any = loader.__func__ if bound else loader
+
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        own: Any = owner()
+        given = signature.bind(*args, **kwargs).arguments
+        target = next(iter(given.values()))
+        if not target.is_meta:  # else vLLM only counts how much would be written
+            if target.numel() == 0:
+                room()
+            expert = given.get("expert_id")
+            local = WHOLE if expert is None else own._map_global_expert_id_to_local_expert_id(expert)
+            if expert is None or local >= 0:
+                received.add(name, local, given.get("shard_id") or "")
+        return function(own, *args, **kwargs) if bound else function(*args, **kwargs)
+
+    noted.__signature__ = signature  # type: ignore[attr-defined]
+    parameter.weight_loader = noted
+
+
+class FreedParameters:
+    """Takes the memory of a layer's expert parameters, and gives it back when they are loaded again."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
+
+    def free(self, parameters: dict[str, Any]) -> None:
+        """Leaves the parameters empty."""
+        for name, parameter in parameters.items():
+            if parameter.numel():
+                self._shapes[name] = parameter.shape, parameter.dtype, parameter.device
+                parameter.data = parameter.data.new_empty(0)
+
+    def restore(self, parameters: dict[str, Any]) -> None:
+        """Gives freed parameters room for new values; what is in it is undefined."""
+        for name, parameter in parameters.items():
+            if parameter.numel() == 0 and name in self._shapes:
+                shape, dtype, device = self._shapes[name]
+                parameter.data = torch.empty(shape, dtype=dtype, device=device)

@@ -1,0 +1,31 @@
+"""What RL frameworks add to vLLM's worker (`worker_extension_cls`): a trainer's weights come into the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Trainer:
+    """Mixed into vLLM's worker."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def load_checkpoint(self, way: str, checkpoint: str) -> None:
+        """Loads one as vLLM's weight transfer does what it received ("layerwise"), or, weight by weight, through the
+        model's own `load_weights` ("direct")."""
+        from safetensors.torch import load_file
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model, weights = self.model_runner.get_model(), load_file(f"{checkpoint}/model.safetensors")
+        if way == "direct":
+            for one in weights.items():
+                model.load_weights([one])
+            return
+        names = sorted(weights)
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            for start in range(0, len(names), 40):
+                model.load_weights([(name, weights[name]) for name in names[start : start + 40]])
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
