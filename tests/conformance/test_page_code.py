@@ -42,3 +42,9 @@ def test_extending(tmp_path: Path) -> None:
     found = launch(check_backends, 4, timeout_s=110, folder=str(tmp_path), **names)
     assert not [row for rank in found for row in rank if not row.ok]
     assert {row.check.kind for row in found[0]} == {"transport", "interleaved", "layer"}
+
+
+def test_rl() -> None:
+    page = "rl.md"
+    found = launch(run_blocks, 4, page=page, blocks=blocks(page), names={})
+    assert [rank["changed"] for rank in found] == [[True, True]] * 4
