@@ -278,6 +278,9 @@ class RuntimeConfig:
         phase: which row of the measured tables the automatic choice uses.
         deterministic: ask executors for run-to-run identical sums. `humming`'s then don't depend on the rest of the
             batch either; those of MXFP4 and NVFP4 in `triton_grouped` never do.
+        batch_invariant: a token's experts give the same bits whatever else is in the batch, on whichever rank, in
+            graphs or not: one schedule for all sizes, sums in one order. The plan takes pairs that keep it; large
+            batches get slower. Not with replicated experts. Routers, shared experts and latent projections are apart.
         count_load: count on the device how often each expert is chosen, for `ExpertParallelMoE.load`.
         low_precision_activations: let an executor quantise activations to FP8 (an explicit accuracy trade).
         layer_graphs: `World.warmup` captures each layer's call in CUDA graphs for small R, which eager callers then
@@ -297,6 +300,7 @@ class RuntimeConfig:
     validate: Literal["cheap", "full"] = "cheap"
     phase: Literal["prefill", "decode"] = "decode"
     deterministic: bool = False
+    batch_invariant: bool = False
     low_precision_activations: bool = False
     layer_graphs: bool | None = None
     count_load: bool = False

@@ -50,6 +50,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             shrink="anytime",
             sends="everyone",
             preference=1,
+            invariant=(("cpu", 2), ("cuda", 2)),
         ),
         DispatcherSpec(
             name="torch",
@@ -61,6 +62,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             graph_safe=False,
             shrink="anytime",
             preference=2,
+            invariant=(("cpu", math.inf), ("cuda", 2)),
         ),
         DispatcherSpec(
             name="symm",
@@ -76,6 +78,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             max_tokens=(1 << SYMM_R_BITS) - 1,
             requirement=Requirement("triton", ("triton", "pytorch-triton"), "3.4"),
             preference=5,
+            invariant=(("cuda", math.inf),),
         ),
         DispatcherSpec(
             name="flashinfer",

@@ -38,6 +38,8 @@ class DispatcherSpec:
         sends: to whom a token's row travels: every rank, each rank that holds one of its experts, or each of its
             experts. What the cost model counts.
         requirement: package it needs, or None.
+        invariant: (device kind, most ranks) with which a token's sum depends neither on the rank it came from nor on
+            what came with it (`RuntimeConfig.batch_invariant`). Two numbers have one sum in any order, more don't.
         preference: where nothing was measured the largest is tried first.
     """
 
@@ -58,6 +60,7 @@ class DispatcherSpec:
     reach: Literal["host", "fabric", "network"] = "network"
     sends: Literal["everyone", "rank", "expert"] = "rank"
     requirement: Requirement | None = None
+    invariant: tuple[tuple[str, float], ...] = ()
     preference: int = 0
 
     def supports(self, config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device) -> Support:
@@ -93,7 +96,9 @@ class DispatcherSpec:
         near = self.reach == "host" or (self.reach == "fabric" and device.sm < FABRIC_BEYOND_HOST)
         far, tp, here = parallel.spans_hosts and near, parallel.moe_tp_size, parallel.ranks_per_host
         top_k, hidden = max(self.top_k_sizes or (config.top_k,)), max(self.hidden_sizes or (config.hidden_size,))
+        ordered = dict(self.invariant).get(device.kind, 0)
         return [
+            (runtime.batch_invariant and ranks > ordered, f"batch_invariant: {_one_order(ordered)}"),
             (ranks > max_ranks, f"at most {max_ranks} ranks, the world has {ranks}"),
             (far, f"needs all ranks on one NVLink {self.reach}, one host has {here} of {ranks}"),
             (tokens > max_tokens, f"at most {max_tokens} tokens a rank, max_tokens_per_rank is {tokens}"),
@@ -125,3 +130,8 @@ class DispatcherSpec:
             (waits, "goes on without a rank that is lost between two steps; one lost inside a step is a restart"),
         ]
         return [remark for applies, remark in remarks if applies]
+
+
+def _one_order(ranks: float) -> str:
+    """Returns why a world of more than `ranks` ranks is refused where sums must have one order."""
+    return f"adds up the outputs of more than {ranks} ranks in no fixed order" if ranks else "sums in no fixed order"

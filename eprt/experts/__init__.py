@@ -52,6 +52,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             weights=("f32", "bf16", *_QUANTISED),
             devices=("cpu", "cuda"),
             witness=True,
+            invariant=("cpu",),
         ),
         _any_payload(
             name="torch_grouped",
@@ -64,6 +65,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             sm=(80, 999),
             graph_safe=True,
             preference=2,
+            invariant=("cpu",),
         ),
         _cuda(
             name="triton_grouped",
@@ -75,6 +77,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             requirement=Requirement("triton", ("triton", "pytorch-triton"), "3.6"),
             rule=rules.triton_grouped,
             preference=5,
+            invariant=("cuda",),
         ),
         _cuda(
             name="humming",
@@ -85,6 +88,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             sm=(80, 99),
             requirement=Requirement("humming", ("humming-kernels",), "0.1.19"),
             preference=4,
+            invariant=("cuda",),
         ),
         _cuda(
             name="cutlass_mxfp4",

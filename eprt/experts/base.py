@@ -44,6 +44,7 @@ class ExecutorSpec:
         bias: expert biases are honoured.
         graph_safe: no host sync and static shapes for fixed N or M.
         requirement: package it needs, or None.
+        invariant: device kinds on which it can keep `RuntimeConfig.batch_invariant`.
         rule: limits that no other field can say (`eprt.experts.rules`), or None.
         preference: where nothing was measured the largest is tried first.
         witness: there to check others, not to be fast: the plan takes it only by name.
@@ -62,6 +63,7 @@ class ExecutorSpec:
     activations: tuple[str, ...] = ("swiglu", "relu2")
     bias: bool = True
     graph_safe: bool = False
+    invariant: tuple[str, ...] = ()
     requirement: Requirement | None = None
     rule: Rule | None = None
     takes_logits: LogitsRule | None = None
@@ -92,6 +94,7 @@ class ExecutorSpec:
             (payload not in self.payloads, f"takes {', '.join(self.payloads)} tokens, not {payload}"),
             (activation.kind not in self.activations, f"computes {', '.join(self.activations)}, not {activation.kind}"),
             (config.bias and not self.bias, "has no expert biases"),
+            (runtime.batch_invariant and device.kind not in self.invariant, "batch_invariant: sums follow the batch"),
         ]
         for failed, reason in refusals:
             if failed:

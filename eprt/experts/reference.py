@@ -151,7 +151,10 @@ class ReferenceExecutor(PreparedExecutor):
 
     def _expert(self, index: int, x: torch.Tensor) -> torch.Tensor:
         bias = [None if b is None else b[index] for b in (self._gate_up_bias, self._down_bias)]
-        return expert_forward(self.config, self._gate_up[index], self._down[index], bias[0], bias[1], x)
+        # A product of several rows may sum in another order than one of one row does.
+        some = x.split(1) if self.runtime.batch_invariant and len(x) > 1 else (x,)
+        matrices = self._gate_up[index], self._down[index]
+        return torch.cat([expert_forward(self.config, *matrices, bias[0], bias[1], part) for part in some])
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         hidden = decode_hidden(tokens.hidden)

@@ -109,8 +109,8 @@ class GroupedExecutor(PreparedExecutor):
         if bias is not None:  # rows past the last one's are garbage, with any expert's bias
             row = torch.arange(rows.shape[0], device=rows.device)
             expert = torch.bucketize(row, order.offsets[1:], right=True).clamp_(max=L - 1)
-        rows = self._activated(grouped_mm(rows, self._gate_up.mT, offs=ends), expert)
-        rows = grouped_mm(rows, self._down.mT, offs=ends)
+        rows = self._activated(self._grouped_mm(rows, self._gate_up, ends), expert)
+        rows = self._grouped_mm(rows, self._down, ends)
         if self._down_bias is None and out.is_contiguous() and not self._hidden_pad:
             weighted_unpermute(rows, order, tokens.weights, out, every_row=True)
             return
@@ -120,8 +120,25 @@ class GroupedExecutor(PreparedExecutor):
             local = self._local_ids(tokens).long()
             weights = torch.where(local < L, tokens.weights, 0.0)
             share = weights.new_zeros((len(local), L + 1)).scatter_add_(1, local, weights)
-            total.addmm_(share[:, :L], self._down_bias)
+            if self.runtime.batch_invariant:
+                for expert in range(L):
+                    total += share[:, expert, None] * self._down_bias[expert]
+            else:
+                total.addmm_(share[:, :L], self._down_bias)
         out.copy_(total[:, : self.config.hidden_size])
+
+    def _grouped_mm(self, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """[rows, cols of a matrix] by expert -> [rows, rows of a matrix]; `ends` [L] are the experts' last rows."""
+        if not self.runtime.batch_invariant:
+            return grouped_mm(rows, matrices.mT, offs=ends)
+        # A product of one row is the same whatever its neighbours are; CPU kernels for several rows aren't.
+        out = rows.new_zeros((rows.shape[0], matrices.shape[1]))
+        first = 0
+        for matrix, end in zip(matrices, ends.tolist(), strict=True):
+            for row in range(first, end):
+                torch.mv(matrix, rows[row], out=out[row])
+            first = end
+        return out
 
     def _dense(self, hidden: torch.Tensor, tokens: FlatTokens) -> torch.Tensor:
         """[N, H] float32: every local expert on every row, then each row's own experts summed with their weights."""
@@ -134,6 +151,8 @@ class GroupedExecutor(PreparedExecutor):
 
     def _batched(self, hidden: torch.Tensor) -> torch.Tensor:
         """[L, M, H] -> [L, M, H], block e through expert e, the last bias left out."""
+        if self.runtime.batch_invariant and hidden.shape[1] > 1:
+            return torch.cat([self._batched(row.contiguous()) for row in hidden.split(1, dim=1)], dim=1)
         return torch.bmm(self._activated(torch.bmm(hidden, self._gate_up.mT)), self._down.mT)
 
     def _activated(self, rows: torch.Tensor, expert: torch.Tensor | None = None) -> torch.Tensor:

@@ -95,6 +95,11 @@ def make_plan(
     placement = placement or ExpertPlacement(config.num_experts, parallel)
     config = placement.in_slots(config)
     placement.shard(0).slice_intermediate(config.intermediate_size)
+    if runtime.batch_invariant and any(len(slots) > 1 for slots in placement.replicas):
+        raise UnsupportedError(
+            "batch_invariant with replicated experts: which replica a token visits follows the batch; plan for as many "
+            "slots as experts"
+        )
     ask = _Ask(config, parallel, runtime, device, placement.num_local_experts)
     dispatchers = DISPATCHERS.values() if runtime.dispatcher == "auto" else [dispatcher_spec(runtime.dispatcher)]
     executors = EXECUTORS.values() if runtime.executor == "auto" else [executor_spec(runtime.executor)]
@@ -188,6 +193,8 @@ class _Ask:
 
     def engines(self, executor: str, sees_ids: bool) -> dict[str, Support]:
         asked = self.config, self.parallel, self.runtime, EXECUTORS[executor], sees_ids
+        if self.runtime.batch_invariant:
+            return dict.fromkeys(engines.ENGINES, refuse("batch_invariant: takes some sizes of batches only"))
         return {spec.name: spec.rule(*asked) for spec in engines.ENGINES.values()}
 
     def key(self, c: Candidate) -> tuple[int, bool, float, bool, int, int]:

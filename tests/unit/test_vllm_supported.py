@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,14 @@ def test_flags_under_which_vllm_keeps_every_layer(change: dict[str, Any], device
 def test_data_parallelism_that_cuts_every_expert_is_left_to_vllm() -> None:
     with pytest.raises(FallsBackToEngine, match="--enable-expert-parallel gives them to eprt whole"):
         require_supported(host(), "cuda", SimpleNamespace(use_ep=False, dp_size=2))
+
+
+def test_the_batch_invariant_switch_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (False, True):
+        monkeypatch.setitem(sys.modules, "vllm.envs", SimpleNamespace(VLLM_BATCH_INVARIANT=value))
+        assert runtime_config(host(), 1).batch_invariant is value
+    said = host(additional_config={"eprt": {"batch_invariant": False}})
+    assert runtime_config(said, 1).batch_invariant is False
 
 
 def test_capacity_is_vllms_own_limit() -> None:

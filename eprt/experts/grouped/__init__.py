@@ -17,7 +17,7 @@ import torch
 
 from eprt.config import WeightFormat
 from eprt.experts.base import PreparedExecutor
-from eprt.experts.grouped.schedules import FP8_PAIRS, Pair, Schedule, choose, limits
+from eprt.experts.grouped.schedules import FP8_PAIRS, INVARIANT_ROWS, Pair, Schedule, choose, limits
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.permute import plain_hidden
 from eprt.support import Device
@@ -66,6 +66,8 @@ class TritonGroupedExecutor(PreparedExecutor):
 
     def _schedule(self, num_tokens: int) -> Schedule:
         """For the rows an expert gets if so many tokens of all ranks are routed evenly."""
+        if self.runtime.batch_invariant:
+            return choose(self._pair, INVARIANT_ROWS, hopper=self._hopper)
         return choose(self._pair, num_tokens * self.config.top_k / self.shard.num_experts, hopper=self._hopper)
 
     def _rows(self, hidden: Payload, work: TileSchedule, source: torch.Tensor | None = None) -> Rows:

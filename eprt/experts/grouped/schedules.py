@@ -129,6 +129,8 @@ AMPERE: tuple[tuple[float, Schedule], ...] = (
     (ANY, Schedule(64, Tile(128, 32, 4, 4, 1, halvings=1), Tile(128, 32, 4, 4, 1, halvings=1))),
 )
 
+INVARIANT_ROWS = 24.0  # the schedule of all sizes under `batch_invariant`: what decoding pays, and prefill, is balanced
+
 
 def choose(pair: Pair, rows: float, *, hopper: bool) -> Schedule:
     """Returns the schedule for `rows` rows per expert."""

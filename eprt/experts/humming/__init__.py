@@ -36,7 +36,7 @@ class HummingExecutor(PreparedExecutor):
 
     `RuntimeConfig.low_precision_activations` quantises activations to FP8 for MXFP4 (a scale per token) and FP8 weights
     (a scale per 128 values); NVFP4 weights keep bf16 activations, for which alone humming has Hopper kernels.
-    `deterministic` asks for batch-invariant schedules.
+    `deterministic` and `batch_invariant` ask for batch-invariant schedules.
 
     Calls on several streams may overlap; two graphs captured on the same stream must not replay at the same time.
     """
@@ -47,9 +47,8 @@ class HummingExecutor(PreparedExecutor):
         width = shard.slice_intermediate(config.intermediate_size)
         I = width.stop - width.start
         self._fp8 = self.runtime.low_precision_activations and config.weight_format in FP8_INPUT_SCHEMAS
-        make = partial(
-            GroupedGemm, device=self.device, fp8_inputs=self._fp8, batch_invariant=self.runtime.deterministic
-        )
+        ordered = self.runtime.deterministic or self.runtime.batch_invariant
+        make = partial(GroupedGemm, device=self.device, fp8_inputs=self._fp8, batch_invariant=ordered)
         shape = GemmShape(parts, I, H, hidden_side="cols")
         like = self.pattern if isinstance(self.pattern, HummingExecutor) else None
         per_row = None if like is None else like._gate_up.channel_scale

@@ -5,6 +5,7 @@ The decisions read only vLLM's configuration. It is the same on every rank, so e
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from eprt.config import MoEConfig, RuntimeConfig, WeightFormat
@@ -83,12 +84,15 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
 def runtime_config(config: Any, tp_size: int) -> RuntimeConfig:
     """Returns settings with vLLM's own limit as capacity, the rest from `--additional-config`. Raises ConfigError.
 
-    Each of the `tp_size` ranks of a TP group sends its part of the batch, with sequence parallelism or without.
+    Each of the `tp_size` ranks of a TP group sends its part of the batch, with sequence parallelism or without. Under
+    vLLM's batch-invariant switch the layers are so, too.
     """
     most = max(
         config.scheduler_config.max_num_batched_tokens, *(config.compilation_config.cudagraph_capture_sizes or [0])
     )
-    return runtime_with(options_of(config), ceil_div(most, tp_size))
+    invariant = bool(getattr(sys.modules.get("vllm.envs"), "VLLM_BATCH_INVARIANT", False))
+    given = ({"batch_invariant": True} if invariant else {}) | options_of(config)
+    return runtime_with(given, ceil_div(most, tp_size))
 
 
 def options_of(config: Any) -> dict[str, Any]:
