@@ -10,7 +10,8 @@ import torch
 from eprt.config import Activation, MoEConfig, Routing, SharedExpert
 from eprt.errors import CheckpointError
 from eprt.models.checkpoint import Checkpoint
-from eprt.models.formats import ExpertNames, Part, load_experts, load_linear
+from eprt.models.fields import Part
+from eprt.models.formats import ExpertNames, load_experts, load_linear
 from eprt.models.hf_config import (
     check_moe_layer,
     expect,
@@ -18,9 +19,8 @@ from eprt.models.hf_config import (
     integer,
     model_dtype,
     num_layers,
-    plain_format,
-    weight_format,
 )
+from eprt.models.schemes import Scheme, plain_format, scheme_of, weight_format
 from eprt.models.shards import require_finite
 from eprt.placement import ExpertShard
 from eprt.routing import Router, WeightRounding
@@ -87,7 +87,11 @@ class ModelFamily(ABC):
         """Reads this rank's experts, and no other bytes, into canonical order."""
         prefix = f"{self.block(checkpoint, layer)}.experts"
         names = ExpertNames(prefix, config.num_experts, self.aliases, self.stacked, self.transposed)
-        return load_experts(checkpoint, names, config, shard)
+        return load_experts(checkpoint, names, config, shard, self.scheme(checkpoint, layer))
+
+    def scheme(self, checkpoint: Checkpoint, layer: int) -> Scheme:
+        """Returns how the layer's experts are stored."""
+        return scheme_of(self.text_config(checkpoint.config), self.expert_modules(layer))
 
     def load_router(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> Router:
         """Reads the router in the model's dtype, its selection bias in float32, as transformers keeps them."""
@@ -138,8 +142,8 @@ class ModelFamily(ABC):
     def expert_modules(self, layer: int) -> tuple[str, ...]:
         """Returns the names by which per-module quantisation settings may know the layer's experts."""
         prefixes = [f"{block.format(layer)}.experts" for block in self.blocks]
-        downs = [f"{prefix}.0.{alias}" for prefix in prefixes for alias in self.aliases["down"]]
-        return (*downs, *prefixes)
+        aliases = [alias for part in ("down", "gate", "up") for alias in self.aliases.get(part, ())]
+        return (*(f"{prefix}.0.{alias}" for alias in aliases for prefix in prefixes), *prefixes)
 
     def _names(self, checkpoint: Checkpoint, layer: int) -> tuple[str, str]:
         """Returns the names of the layer's MoE block and of its router in this checkpoint. Raises CheckpointError."""

@@ -9,7 +9,7 @@ from eprt.config import Activation, Routing
 from eprt.errors import ConfigError
 from eprt.json_files import shown
 from eprt.models.base import FieldFamily
-from eprt.models.formats import Part
+from eprt.models.fields import Part
 from eprt.models.hf_config import boolean, expect, integer, num_layers, real, strings, where
 
 

@@ -9,7 +9,8 @@ from eprt.config import Activation, MoEConfig, Routing, SharedExpert
 from eprt.errors import ConfigError
 from eprt.models.base import FieldFamily, NestedText
 from eprt.models.checkpoint import Checkpoint
-from eprt.models.formats import ExpertNames, Part, load_experts, load_linear
+from eprt.models.fields import Part
+from eprt.models.formats import ExpertNames, load_experts, load_linear
 from eprt.models.hf_config import (
     MAX_LAYERS,
     boolean,
@@ -141,7 +142,7 @@ class GraniteMoe(FieldFamily):
         if f"{block}.input_linear.weight" not in checkpoint:
             return super().load_experts(checkpoint, layer, config, shard)
         names = ExpertNames(block, config.num_experts, self.aliases, self.linears)
-        return load_experts(checkpoint, names, config, shard)
+        return load_experts(checkpoint, names, config, shard, self.scheme(checkpoint, layer))
 
 
 class HunyuanV1Moe(FieldFamily):

@@ -1,14 +1,10 @@
-"""Reads tensors of a checkpoint into canonical matrices.
-
-`FORMATS` says which fields a number format has, under which names, how each is cut, and how its values are checked.
-"""
+"""Reads tensors of a checkpoint into canonical matrices, by the fields that `eprt.models.fields` lists."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 import torch
 
@@ -16,103 +12,14 @@ from eprt.config import MoEConfig, WeightFormat
 from eprt.errors import CheckpointError, ConfigError
 from eprt.json_files import shown
 from eprt.models.checkpoint import Checkpoint
-from eprt.models.scales import E2M1_BYTES, E4M3_BYTES, E4M3_FACTOR, NVFP4_FACTOR, activation_scale, positive_scale
+from eprt.models.fields import WHOLE_ROW, Check, Field, Part, Stored, stored_as
+from eprt.models.hf_config import flatten
+from eprt.models.schemes import Scheme, scheme_of
 from eprt.models.shards import Index
 from eprt.placement import ExpertShard
 from eprt.quant import decode
 from eprt.rounding import ceil_div
-from eprt.weights import (
-    FP8_BLOCK,
-    MX_BLOCK,
-    NVFP4_BLOCK,
-    Dense,
-    ExpertWeights,
-    Fp8Block,
-    Fp8Tensor,
-    Matrix,
-    Mxfp4,
-    Mxfp8,
-    Nvfp4,
-)
-
-Part = Literal["gate", "up", "down"]
-_E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-
-
-@dataclass(frozen=True)
-class Field:
-    """One tensor of a matrix type.
-
-    Attributes:
-        name: the matrix type's field.
-        suffixes: the checkpoint's names for it, after the module's name.
-        dtypes: those it may be stored in.
-        rows, cols: how much of the matrix one entry covers; rows 0 means one number for the whole part.
-        accept: checks values and brings them to the canonical dtype.
-        optional: may be absent from all experts (never from some).
-    """
-
-    name: str
-    suffixes: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    rows: int = 1
-    cols: int = 1
-    accept: Callable[[torch.Tensor, str], torch.Tensor] = lambda values, where: values
-    optional: bool = False
-
-
-_BYTES = (torch.uint8, torch.int8)
-_F32 = (torch.float32,)
-_CODES = Field("codes", ("weight",), _BYTES, cols=2, accept=lambda codes, where: codes.view(torch.uint8))
-_FP8_DATA = Field("data", ("weight",), (_E4M3,))
-_INPUT_SCALE = Field("input_scale", ("input_scale",), _F32, rows=0, accept=activation_scale, optional=True)
-# `weight_scale_inv` (DeepSeek-V3) and `scale` (DeepSeek-V4) are factors, whatever the first one's name says.
-FORMATS: dict[WeightFormat, tuple[type[Matrix], tuple[Field, ...]]] = {
-    "bf16": (Dense, (Field("data", ("weight",), (torch.bfloat16,)),)),
-    "f32": (Dense, (Field("data", ("weight",), _F32),)),
-    "mxfp4": (
-        Mxfp4,
-        (
-            _CODES,
-            Field(
-                "scales", ("scale", "weight_scale_inv"), (torch.uint8, _E8M0, *_F32), cols=MX_BLOCK, accept=E2M1_BYTES
-            ),
-        ),
-    ),
-    "nvfp4": (
-        Nvfp4,
-        (
-            _CODES,
-            Field("scales", ("weight_scale",), (_E4M3,), cols=NVFP4_BLOCK, accept=positive_scale),
-            Field("global_scale", ("weight_scale_2",), _F32, rows=0, accept=NVFP4_FACTOR),
-            _INPUT_SCALE,
-        ),
-    ),
-    "fp8_tensor": (
-        Fp8Tensor,
-        (_FP8_DATA, Field("scale", ("weight_scale",), _F32, rows=0, accept=E4M3_FACTOR), _INPUT_SCALE),
-    ),
-    "fp8_block": (
-        Fp8Block,
-        (
-            _FP8_DATA,
-            Field("scale", ("weight_scale_inv", "scale"), (*_F32, _E8M0), FP8_BLOCK, FP8_BLOCK, E4M3_FACTOR),
-        ),
-    ),
-    "mxfp8": (
-        Mxfp8,
-        (
-            _FP8_DATA,
-            Field(
-                "scales",
-                ("weight_scale",),
-                (torch.uint8, _E8M0),
-                cols=MX_BLOCK,
-                accept=E4M3_BYTES,
-            ),
-        ),
-    ),
-}
+from eprt.weights import FP8_BLOCK, ExpertWeights, Matrix
 
 
 @dataclass(frozen=True)
@@ -175,16 +82,19 @@ class ExpertNames:
 Locate = Callable[[int, Part, Field], list[Location]]
 
 
-def load_experts(checkpoint: Checkpoint, names: ExpertNames, config: MoEConfig, shard: ExpertShard) -> ExpertWeights:
+def load_experts(
+    checkpoint: Checkpoint, names: ExpertNames, config: MoEConfig, shard: ExpertShard, scheme: Scheme
+) -> ExpertWeights:
     """Reads this rank's experts. Raises CheckpointError or ConfigError unless all of it is right."""
+    stored = stored_as(scheme)
     for alias in names.aliases["down"]:
-        extra = f"{names.prefix}.{names.num_experts}.{alias}.weight"
+        extra = f"{names.prefix}.{names.num_experts}.{alias}.{stored.fields[0].suffixes[0]}"
         if extra in checkpoint:
             raise CheckpointError(f"{checkpoint.where(extra)}: config.json says there are {names.num_experts} experts")
     width = shard.slice_intermediate(config.intermediate_size)
     H, I = config.hidden_size, config.intermediate_size
     first: tuple[Part, ...] = ("gate", "up") if config.activation.gated else ("up",)
-    reader = MatrixReader(checkpoint, config.weight_format, names.locate, shard.experts, config.num_experts)
+    reader = MatrixReader(checkpoint, stored, names.locate, shard.experts, config.num_experts)
     gate_up = reader.read(first, Extent((I, H), width, slice(0, H)))
     weights = ExpertWeights(gate_up, reader.read(("down",), Extent((H, I), slice(0, H), width)))
     weights.check(config, shard)
@@ -205,14 +115,14 @@ class MatrixReader:
     """Reads matrices of the local experts, one part of one expert at a time.
 
     Attributes:
-        format: the number format of the tensors, as the config says it.
+        stored: the fields of the number format, as the config says it.
         locate: the places of a field of a part of an expert, in the order in which they are tried.
         experts: this rank's, in the order of its slots.
         num_experts: counts those of all ranks, any of which may show that an optional field exists.
     """
 
     checkpoint: Checkpoint
-    format: WeightFormat
+    stored: Stored
     locate: Locate
     experts: Sequence[int]
     num_experts: int
@@ -224,9 +134,19 @@ class MatrixReader:
             CheckpointError: a tensor is missing, has another shape or dtype, or holds a bad scale.
             ConfigError: the extent cuts a scale block.
         """
-        kind, fields = FORMATS[self.format]
+        kind, fields = self.stored.kind, self.stored.fields
+        self._check(parts, extent)
         present = [field for field in fields if not field.optional or self._exists(field, parts)]
         return kind(**{field.name: self._field(field, parts, extent) for field in present})
+
+    def _check(self, parts: tuple[Part, ...], extent: Extent) -> None:
+        """Reads what describes each of the local experts' matrices. Raises CheckpointError unless it is true."""
+        for expert in self.experts if self.stored.checks else ():
+            for part in parts:
+                places = self.locate(expert, part, self.stored.fields[0])
+                for check in self.stored.checks:
+                    names = [place.name.rpartition(".")[0] + f".{check.suffix}" for place in places if not place.lead]
+                    check_tensor(self.checkpoint, check, names, extent.size)
 
     def _exists(self, field: Field, parts: tuple[Part, ...]) -> bool:
         places = (place for e in range(self.num_experts) for part in parts for place in self.locate(e, part, field))
@@ -262,8 +182,8 @@ class MatrixReader:
         rows, cols = _entries(extent.rows, height, field.rows), _entries(extent.cols, width, field.cols)
         entries = ceil_div(height, field.rows)
         index = slice(place.chunk * entries + rows.start, place.chunk * entries + rows.stop), cols
-        shape = place.chunks * entries, ceil_div(width, field.cols)
-        if place.transposed:
+        shape = place.chunks * entries, 1 if field.cols == WHOLE_ROW else ceil_div(width, field.cols)
+        if place.transposed or field.transposed:
             index, shape = index[::-1], shape[::-1]
         if place.group:
             grouped = _entries(extent.cols, width, field.cols * place.group)
@@ -276,7 +196,7 @@ class MatrixReader:
         where, values = self.checkpoint.where(place.name), self.checkpoint.read(place.name, index)
         if field.rows == 0:
             return field.accept(values.reshape(()), where)
-        values = values.mT if place.transposed else values.flatten(1)
+        values = values.mT if place.transposed or field.transposed else values.flatten(1)
         return field.accept(split_alternating(values) if place.alternating else values, where)
 
 
@@ -287,6 +207,8 @@ def split_alternating(rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 def _entries(take: slice, size: int, block: int) -> slice:
     """Returns a field's entries for matrix rows or columns. Only FP8's 128-blocks may be left over at the end."""
+    if block == WHOLE_ROW:
+        return slice(0, 1)
     ragged = size % block and block != FP8_BLOCK
     if ragged or take.start % block or (take.stop % block and take.stop != size):
         raise ConfigError(
@@ -296,27 +218,46 @@ def _entries(take: slice, size: int, block: int) -> slice:
     return slice(take.start // block, ceil_div(take.stop, block))
 
 
+def check_tensor(checkpoint: Checkpoint, check: Check, names: list[str], size: tuple[int, int]) -> None:
+    """Reads the first of `names` that is there, whole. Raises CheckpointError unless it says what `check` wants."""
+    if check.optional and not any(name in checkpoint for name in names):
+        return
+    name = checkpoint.first(*names)
+    values = checkpoint.read(name, shape=check.shape(*size), dtypes=check.dtypes)
+    check.require(values, checkpoint.where(name), size)
+
+
 def load_linear(checkpoint: Checkpoint, modules: tuple[str, ...], rows: int, cols: int) -> torch.Tensor:
     """Reads a dense layer's weight [rows, cols] in bf16 or f32, decoded to bf16 if it is packed.
 
     `modules` are the checkpoint's possible names for the layer. Raises CheckpointError.
     """
-    weight = checkpoint.first(*(f"{module}.weight" for module in modules))
-    module = weight.removesuffix(".weight")
-    format = _format_of(checkpoint, module)
+    suffixes = ("weight", "weight_packed", "qweight")
+    module = checkpoint.first(*(f"{module}.{suffix}" for module in modules for suffix in suffixes)).rpartition(".")[0]
+    scheme = _scheme_of_linear(checkpoint, module)
 
     def locate(expert: int, part: Part, field: Field) -> list[Location]:
         return [Location(f"{module}.{suffix}") for suffix in field.suffixes]
 
-    reader = MatrixReader(checkpoint, format, locate, experts=(0,), num_experts=1)
+    reader = MatrixReader(checkpoint, stored_as(scheme), locate, experts=(0,), num_experts=1)
     matrix = reader.read(("down",), Extent((rows, cols), slice(0, rows), slice(0, cols)))
-    dtype = torch.float32 if format == "f32" else torch.bfloat16
+    dtype = torch.float32 if scheme.format == "f32" else torch.bfloat16
     return decode(matrix, 1, dtype)[0]
 
 
+def _scheme_of_linear(checkpoint: Checkpoint, module: str) -> Scheme:
+    """Tells how a layer outside the routed experts is stored: by its own tensors where their names alone say it."""
+    weight = checkpoint.manifest.get(f"{module}.weight")
+    if weight is None or (weight.dtype == "F8_E4M3" and f"{module}.weight_scale" in checkpoint):
+        found = scheme_of(flatten(checkpoint.config), (module,))
+        if found.packer != "own":
+            return found
+    return Scheme(_format_of(checkpoint, module))
+
+
 def _format_of(checkpoint: Checkpoint, module: str) -> WeightFormat:
-    """Tells the number format of a layer outside the routed experts by its own tensors. Raises CheckpointError."""
-    name = f"{module}.weight"
+    """Tells the number format of a layer by its own tensors. Raises CheckpointError."""
+    name = checkpoint.first(f"{module}.weight")
     dtype = checkpoint.manifest[name].dtype
     suffixes = ("weight_scale", "weight_scale_2", "weight_scale_inv", "scale")
     present = {suffix for suffix in suffixes if f"{module}.{suffix}" in checkpoint}

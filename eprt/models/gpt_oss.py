@@ -16,7 +16,8 @@ from eprt.config import Activation, MoEConfig, Routing
 from eprt.errors import ConfigError
 from eprt.models.base import PLAIN, FieldFamily
 from eprt.models.checkpoint import Checkpoint
-from eprt.models.formats import Extent, Field, Location, MatrixReader, Part, split_alternating
+from eprt.models.fields import FORMATS, Field, Part
+from eprt.models.formats import Extent, Location, MatrixReader, split_alternating
 from eprt.models.hf_config import real
 from eprt.placement import ExpertShard
 from eprt.weights import MX_BLOCK, ExpertWeights
@@ -55,7 +56,7 @@ class GptOss(FieldFamily):
             return torch.stack(rows)
 
         locate = partial(_locate, prefix, E)
-        reader = MatrixReader(checkpoint, config.weight_format, locate, shard.experts, E)
+        reader = MatrixReader(checkpoint, FORMATS[config.weight_format], locate, shard.experts, E)
         weights = ExpertWeights(
             reader.read(("up",), Extent((2 * I, H), both, slice(0, H))),
             reader.read(("down",), Extent((H, I), slice(0, H), width)),

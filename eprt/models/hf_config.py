@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
-from eprt.config import WeightFormat
 from eprt.errors import ConfigError
 from eprt.json_files import shown
 
 # No executor computes in float16: such weights are rounded to bfloat16 as they are read.
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.bfloat16}
-
-# NVIDIA ModelOpt's `quant_algo` (modelopt.torch.export, unified Hugging Face checkpoints).
-_MODELOPT_FORMATS: dict[str, WeightFormat] = {
-    "NVFP4": "nvfp4",
-    "W4A16_NVFP4": "nvfp4",
-    "FP8": "fp8_tensor",
-    "MXFP8": "mxfp8",
-}
 
 
 class HfConfig(dict[str, Any]):
@@ -38,7 +27,6 @@ def where(hf: dict[str, Any]) -> str:
     return hf.where if isinstance(hf, HfConfig) else "config.json"
 
 
-MAX_PATTERNS = 1000  # with wildcards, in a list of modules that aren't quantised
 MAX_LAYERS = 10_000  # far above any model: keeps a hostile config from asking for a list of 10**12
 
 
@@ -129,74 +117,6 @@ def model_dtype(hf: dict[str, Any]) -> torch.dtype:
             f"{where(hf)}: dtype {shown(name)} is not supported: convert the checkpoint to bfloat16 or float32"
         )
     return _DTYPES[name]
-
-
-def weight_format(hf: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
-    """Returns the number format of the routed experts: by `quantization_config`, else by the dtype.
-
-    Args:
-        modules: names that per-module quantisation settings may know the experts by.
-
-    Raises:
-        ConfigError: a quantisation that no matrix type of eprt.weights holds.
-    """
-    if hf.get("quantization_config") is None:
-        return _plain(hf)
-    quant = section(hf, "quantization_config")
-    method = quant.get("quant_method")
-    if not isinstance(method, str) or method not in DIALECTS:
-        known = ", ".join(DIALECTS)
-        raise ConfigError(f"{where(hf)}: quant_method {shown(method)} is not supported: expected one of {known}")
-    return DIALECTS[method](hf, quant, modules)
-
-
-def plain_format(hf: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
-    """Returns the same as `weight_format` for families without known quantised checkpoints: ConfigError for one."""
-    found = weight_format(hf, modules)
-    if found not in ("bf16", "f32"):
-        raise ConfigError(f"{where(hf)}: {found} experts of this model are not supported: expected bf16 or f32")
-    return found
-
-
-def _plain(hf: dict[str, Any]) -> WeightFormat:
-    return "f32" if model_dtype(hf) == torch.float32 else "bf16"
-
-
-def _fp8(hf: dict[str, Any], quant: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
-    if (quant.get("expert_dtype") or hf.get("expert_dtype")) == "fp4":
-        return "mxfp4"
-    expect(quant, "weight_block_size", [128, 128])
-    return "fp8_block"
-
-
-def _modelopt(hf: dict[str, Any], quant: dict[str, Any], modules: tuple[str, ...]) -> WeightFormat:
-    excluded = {*(strings(quant, "ignore") or []), *(strings(quant, "exclude_modules") or [])}
-    plain = _plain(hf)
-    patterns = [pattern for pattern in excluded if any(c in pattern for c in "*?[")]
-    if len(patterns) > MAX_PATTERNS:
-        raise ConfigError(f"{where(quant)}: {len(patterns)} excluded patterns: expected at most {MAX_PATTERNS}")
-    if excluded.intersection(modules) or any(fnmatchcase(module, p) for module in modules for p in patterns):
-        return plain
-    algorithm = quant.get("quant_algo")
-    if algorithm == "MIXED_PRECISION":
-        layers = section(quant, "quantized_layers")
-        named = [layers[module] for module in modules if isinstance(layers.get(module), dict)]
-        if not named:
-            return plain
-        algorithm = named[0].get("quant_algo")
-    if not isinstance(algorithm, str) or algorithm not in _MODELOPT_FORMATS:
-        raise ConfigError(
-            f"{where(hf)}: quant_algo {shown(algorithm)} is not supported: expected {', '.join(_MODELOPT_FORMATS)}"
-        )
-    return _MODELOPT_FORMATS[algorithm]
-
-
-# quant_method -> format, from the config, its quantization_config and the names of the experts' modules.
-DIALECTS: dict[str, Callable[[dict[str, Any], dict[str, Any], tuple[str, ...]], WeightFormat]] = {
-    "mxfp4": lambda hf, quant, modules: "mxfp4",
-    "fp8": _fp8,
-    "modelopt": _modelopt,
-}
 
 
 def _list(hf: dict[str, Any], name: str, kind: type) -> list[Any] | None:

@@ -223,7 +223,7 @@ def test_a_long_list_of_dense_layers_takes_linear_time(tmp_path: Path) -> None:
 
 
 def test_a_million_exclude_patterns() -> None:
-    from eprt.models.hf_config import weight_format
+    from eprt.models.schemes import weight_format
 
     quant = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [f"lm.{i}" for i in range(1_000_000)]}
     started = time.process_time()

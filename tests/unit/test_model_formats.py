@@ -183,7 +183,7 @@ class TestQuantizationConfig:
     @pytest.mark.parametrize(
         ("quant", "text"),
         [
-            ({"quant_method": "gptq"}, "quant_method 'gptq' is not supported"),
+            ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
             ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo 'NVFP4_AWQ' is not supported"),
             ({"quant_method": "modelopt", "quant_algo": ["NVFP4"]}, "quant_algo"),
             ({"quant_method": "modelopt", "ignore": "lm_head"}, "ignore is 'lm_head': expected a list"),

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from eprt.models import load_layer
 from eprt.models.checkpoint import CONFIG, SINGLE
+from support.cases import packed_int4
 from support.cases.model_recipes import RECIPES, Recipe, make_model
 from support.cases.number_formats import e2m1_numbers, e8m0_numbers, mxfp4_numbers
 from support.jobs.checkpoint_jobs import Written
@@ -62,6 +63,20 @@ def _fp8_block(rows: int, cols: int) -> Made:
     return {"weight": data, "weight_scale_inv": scale}, data.float() * _over_blocks(scale, rows, cols)
 
 
+def _float_block(rows: int, cols: int) -> Made:
+    stored, numbers = _fp8_block(rows, cols)
+    return {"weight": stored["weight"], "weight_scale": stored["weight_scale_inv"]}, numbers
+
+
+def _nvfp4_packed(rows: int, cols: int) -> Made:
+    """compressed-tensors divides by the second scale where ModelOpt multiplies. Powers of two: both are exact."""
+    stored, numbers = _nvfp4(rows, cols)
+    divisor = torch.randint(4, 7, (1,)).exp2()
+    numbers = numbers / stored["weight_scale_2"] / divisor
+    scales = {"weight_global_scale": divisor, "input_global_scale": 1 / stored["input_scale"][None]}
+    return {"weight_packed": stored["weight"], "weight_scale": stored["weight_scale"], **scales}, numbers
+
+
 def _fp8_block_e8m0(rows: int, cols: int) -> Made:
     """DeepSeek-V4's shared expert."""
     data, scale = _fp8(rows, cols)[0], random_bytes(-(-rows // 128), -(-cols // 128), low=118, high=120)
@@ -90,6 +105,9 @@ PACK: dict[str, Callable[[int, int], Made]] = {
     "mxfp4": _mxfp4,
     "mxfp8": _mxfp8,
     "fp8_block_e8m0": _fp8_block_e8m0,
+    "nvfp4_packed": _nvfp4_packed,
+    "float_block": _float_block,
+    **packed_int4.PACK,
 }
 QUANT = {
     "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.mlp.gate"]},
@@ -97,6 +115,7 @@ QUANT = {
     "mxfp8": {"quant_method": "modelopt", "quant_algo": "MXFP8"},
     "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "mxfp4": {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"},
+    **packed_int4.QUANT,
 }
 
 

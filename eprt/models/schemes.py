@@ -1,0 +1,280 @@
+"""Reads `quantization_config`: in which number format a module's matrices are stored, and in whose way of packing.
+
+Sources: ModelOpt's unified checkpoints; the compressed-tensors package (formats `pack-quantized`, `float-quantized`,
+`nvfp4-pack-quantized`); GPTQModel's and AutoAWQ's settings. Nothing here reads a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+
+from eprt.config import WeightFormat
+from eprt.errors import ConfigError
+from eprt.json_files import shown
+from eprt.models.hf_config import HfConfig, boolean, expect, integer, model_dtype, section, strings, where
+from eprt.models.patterns import MAX_PATTERNS, matches
+from eprt.weights import INT4_GROUPS
+
+Modules = tuple[str, ...]
+
+# NVIDIA ModelOpt's `quant_algo` (modelopt.torch.export, unified Hugging Face checkpoints).
+_MODELOPT_FORMATS: dict[str, WeightFormat] = {
+    "NVFP4": "nvfp4",
+    "W4A16_NVFP4": "nvfp4",
+    "FP8": "fp8_tensor",
+    "MXFP8": "mxfp8",
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Describes how matrices are stored in files.
+
+    Attributes:
+        packer: whose names and packing they have; "own" are those of ModelOpt, DeepSeek and gpt-oss.
+        group: columns that share a scale and zero point of INT4; 0 is the whole row.
+        zeros: whether zero points are read; else all are 8.
+        zero_offset: what stored zero points lack (1 in GPTQ v1).
+        ordered: columns may lie in another order than their groups, which a `g_idx` says.
+    """
+
+    format: WeightFormat
+    packer: Literal["own", "compressed-tensors", "gptq", "awq"] = "own"
+    group: int = 0
+    zeros: bool = False
+    zero_offset: int = 0
+    ordered: bool = False
+
+
+def scheme_of(hf: dict[str, Any], modules: Modules) -> Scheme:
+    """Returns how the routed experts are stored: by `quantization_config`, else by the dtype.
+
+    Args:
+        modules: names that per-module settings may know the experts by; those of one projection end alike.
+
+    Raises:
+        ConfigError: a quantisation that no matrix type of eprt.weights holds, or projections that differ in theirs.
+    """
+    if hf.get("quantization_config") is None:
+        return _plain(hf)
+    quant = section(hf, "quantization_config")
+    method = quant.get("quant_method")
+    if not isinstance(method, str) or method not in DIALECTS:
+        known = ", ".join(DIALECTS)
+        raise ConfigError(f"{where(hf)}: quant_method {shown(method)} is not supported: expected one of {known}")
+    return DIALECTS[method](hf, quant, modules)
+
+
+def weight_format(hf: dict[str, Any], modules: Modules) -> WeightFormat:
+    """Returns the number format of the routed experts. Raises ConfigError as `scheme_of`."""
+    return scheme_of(hf, modules).format
+
+
+def plain_format(hf: dict[str, Any], modules: Modules) -> WeightFormat:
+    """Returns the same as `weight_format` for families without known quantised checkpoints: ConfigError for one."""
+    found = weight_format(hf, modules)
+    if found not in ("bf16", "f32"):
+        raise ConfigError(f"{where(hf)}: {found} experts of this model are not supported: expected bf16 or f32")
+    return found
+
+
+def _plain(hf: dict[str, Any]) -> Scheme:
+    return Scheme("f32" if model_dtype(hf) == torch.float32 else "bf16")
+
+
+def _fp8(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
+    if (quant.get("expert_dtype") or hf.get("expert_dtype")) == "fp4":
+        return Scheme("mxfp4")
+    expect(quant, "weight_block_size", [128, 128])
+    return Scheme("fp8_block")
+
+
+def _modelopt(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
+    excluded = {*(strings(quant, "ignore") or []), *(strings(quant, "exclude_modules") or [])}
+    plain = _plain(hf)
+    patterns = [pattern for pattern in excluded if any(c in pattern for c in "*?[")]
+    if len(patterns) > MAX_PATTERNS:
+        raise ConfigError(f"{where(quant)}: {len(patterns)} excluded patterns: expected at most {MAX_PATTERNS}")
+    if excluded.intersection(modules) or any(fnmatchcase(module, p) for module in modules for p in patterns):
+        return plain
+    algorithm = quant.get("quant_algo")
+    if algorithm == "MIXED_PRECISION":
+        layers = section(quant, "quantized_layers")
+        named = [layers[module] for module in modules if isinstance(layers.get(module), dict)]
+        if not named:
+            return plain
+        algorithm = named[0].get("quant_algo")
+    if not isinstance(algorithm, str) or algorithm not in _MODELOPT_FORMATS:
+        raise ConfigError(
+            f"{where(hf)}: quant_algo {shown(algorithm)} is not supported: expected {', '.join(_MODELOPT_FORMATS)}"
+        )
+    return Scheme(_MODELOPT_FORMATS[algorithm])
+
+
+# ---- compressed-tensors ---------------------------------------------------------------------------------------------
+
+
+def _compressed(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
+    _refuse_transforms(quant)
+    ignored = strings(quant, "ignore") or []
+    groups = section(quant, "config_groups")
+    named = {name: section(groups, name) for name in groups}
+    targets = {name: strings(group, "targets") or [] for name, group in named.items()}
+
+    def scheme(names: Modules) -> Scheme:
+        if matches(names, ignored, where(quant)):
+            return _plain(hf)
+        precise = [name for name, listed in targets.items() if matches(names, listed, where(groups))]
+        found = precise or [name for name, listed in targets.items() if "Linear" in listed]
+        return _compressed_scheme(named[found[0]], quant) if found else _plain(hf)
+
+    return _one_scheme(hf, scheme, modules)
+
+
+def _refuse_transforms(quant: dict[str, Any]) -> None:
+    """Raises ConfigError for what changes a linear layer's maths, or its storage, beyond its own numbers."""
+    transforms = quant.get("transform_config")
+    if transforms and transforms != {"config_groups": {}}:
+        raise ConfigError(f"{where(quant)}: transform_config is not supported: expected none, weights as they are")
+    sparsity = quant.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        raise ConfigError(f"{where(quant)}: sparsity_config.format {shown(sparsity['format'])}: expected dense")
+
+
+def _compressed_scheme(group: dict[str, Any], quant: dict[str, Any]) -> Scheme:
+    stored = group.get("format") or quant.get("format")
+    readers = {
+        "pack-quantized": _pack_quantized,
+        "float-quantized": _float_quantized,
+        "naive-quantized": _float_quantized,
+        "nvfp4-pack-quantized": _nvfp4_packed,
+    }
+    if not isinstance(stored, str) or stored not in readers:
+        known = ", ".join(readers)
+        raise ConfigError(f"{where(quant)}: format {shown(stored)} is not supported: expected one of {known}")
+    return replace(readers[stored](section(group, "weights")), packer="compressed-tensors")
+
+
+def _pack_quantized(weights: dict[str, Any]) -> Scheme:
+    _expect_number(weights, "int", 4)
+    strategy = weights.get("strategy")
+    if strategy not in ("group", "channel"):
+        raise ConfigError(f"{where(weights)}: strategy {shown(strategy)} is not supported: expected group or channel")
+    order = weights.get("actorder")
+    if order not in (None, False, "static", "weight", "group", True):
+        raise ConfigError(f"{where(weights)}: actorder {shown(order)} is not supported: expected static or none")
+    group = int4_group(weights) if strategy == "group" else 0
+    zeros = not boolean(weights, "symmetric", True)
+    return Scheme("int4", group=group, zeros=zeros, ordered=order in ("group", True))
+
+
+def _float_quantized(weights: dict[str, Any]) -> Scheme:
+    _expect_number(weights, "float", 8)
+    strategy = weights.get("strategy")
+    formats: dict[str, WeightFormat] = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}
+    if not isinstance(strategy, str) or strategy not in formats:
+        known = ", ".join(formats)
+        raise ConfigError(f"{where(weights)}: strategy {shown(strategy)} is not supported: expected one of {known}")
+    if strategy == "block" and weights.get("block_structure") != [128, 128]:
+        found = shown(weights.get("block_structure"))
+        raise ConfigError(f"{where(weights)}: block_structure {found} is not supported: expected [128, 128]")
+    return Scheme(formats[strategy])
+
+
+def _nvfp4_packed(weights: dict[str, Any]) -> Scheme:
+    _expect_number(weights, "float", 4)
+    expect(weights, "group_size", 16)
+    return Scheme("nvfp4")
+
+
+def _expect_number(weights: dict[str, Any], kind: str, bits: int) -> None:
+    """Raises ConfigError unless weights are of one kind of number."""
+    found = weights.get("type"), weights.get("num_bits")
+    if found != (kind, bits):
+        said = f"type {shown(found[0])} of num_bits {shown(found[1])}"
+        raise ConfigError(f"{where(weights)}: {said} is not supported in this format: expected {kind} of {bits}")
+
+
+# ---- GPTQ and AWQ ---------------------------------------------------------------------------------------------------
+
+
+def _gptq(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
+    stored = quant.get("checkpoint_format") or "gptq"
+    if stored not in ("gptq", "gptq_v2"):
+        raise ConfigError(f"{where(quant)}: checkpoint_format {shown(stored)}: expected gptq or gptq_v2")
+    expect(quant, "pack_dtype", "int32")
+    overrides = section(quant, "dynamic") if quant.get("dynamic") else {}
+
+    def scheme(names: Modules) -> Scheme:
+        settings: dict[str, Any] = quant
+        for rule in overrides:  # the first that matches decides
+            if matches(names, ["re:" + rule.removeprefix("+:").removeprefix("-:")], where(overrides)):
+                if rule.startswith("-:"):
+                    return _plain(hf)
+                settings = HfConfig(quant | section(overrides, rule), where(quant))
+                break
+        _expect_bits(settings, "bits")
+        zeros, ordered = not boolean(settings, "sym", True), boolean(settings, "desc_act", False)
+        return Scheme("int4", "gptq", int4_group(settings), zeros, int(stored == "gptq"), ordered)
+
+    return _one_scheme(hf, scheme, modules)
+
+
+def _awq(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
+    version = quant.get("version") or "gemm"
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise ConfigError(f"{where(quant)}: version {shown(version)} is not supported: expected gemm")
+    left = strings(quant, "modules_to_not_convert") or []
+
+    def scheme(names: Modules) -> Scheme:
+        if any(f".{part}." in f".{name}." for part in left for name in names):
+            return _plain(hf)
+        _expect_bits(quant, "bits" if "bits" in quant else "w_bit")
+        return Scheme("int4", "awq", int4_group(quant), zeros=True)
+
+    return _one_scheme(hf, scheme, modules)
+
+
+def _expect_bits(quant: dict[str, Any], name: str) -> None:
+    if (bits := integer(quant, name)) != 4:
+        raise ConfigError(f"{where(quant)}: {name} {bits} is not supported: expected 4")
+
+
+def int4_group(settings: dict[str, Any]) -> int:
+    """Returns `group_size`, 0 for the whole row. Raises ConfigError for one that INT4 matrices haven't got."""
+    name = "group_size" if "group_size" in settings else "q_group_size"
+    found = integer(settings, name, default=-1, least=-1)
+    if found not in (-1, *INT4_GROUPS):
+        raise ConfigError(
+            f"{where(settings)}: {name} {found} is not supported: expected {', '.join(map(str, INT4_GROUPS))} or -1"
+        )
+    return max(found, 0)
+
+
+def _one_scheme(hf: dict[str, Any], scheme: Callable[[Modules], Scheme], modules: Modules) -> Scheme:
+    """Returns what holds for every projection of the experts. Raises ConfigError where they differ."""
+    projections: dict[str, list[str]] = {}
+    for module in modules:
+        projections.setdefault(module.rpartition(".")[2], []).append(module)
+    around = projections.pop("experts", []) if len(projections) > 1 else []
+    found = {name: scheme((*names, *around)) for name, names in projections.items()}
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{name} {one.format} (groups of {one.group})" for name, one in found.items())
+        raise ConfigError(f"{where(hf)}: experts of one layer are quantised in several ways: {said}; expected one")
+    return next(iter(found.values()))
+
+
+# quant_method -> scheme, from the config, its quantization_config and the names of the experts' modules.
+DIALECTS: dict[str, Callable[[dict[str, Any], dict[str, Any], Modules], Scheme]] = {
+    "mxfp4": lambda hf, quant, modules: Scheme("mxfp4"),
+    "fp8": _fp8,
+    "modelopt": _modelopt,
+    "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+}
