@@ -22,6 +22,7 @@ from eprt.models.packed import (
     of_this_shape,
     reciprocal,
     symmetric_zeros,
+    unused_scale,
     zeros_of_rows,
 )
 from eprt.models.scales import E2M1_BYTES, E4M3_BYTES, E4M3_FACTOR, NVFP4_FACTOR, activation_scale, positive_scale
@@ -172,7 +173,7 @@ def stored_as(scheme: Scheme) -> Stored:
 
 _INT32 = (torch.int32,)
 _FLOATS = (*_F32, torch.bfloat16, torch.float16)
-_STATIC_INPUT = Check("input_scale", _FLOATS, lambda rows, cols: (1,), lambda *_: None, optional=True)
+_STATIC_INPUT = Check("input_scale", _FLOATS, lambda rows, cols: (1,), unused_scale, optional=True)
 _COMPRESSED: dict[WeightFormat, Stored] = {
     **FORMATS,
     "nvfp4": Stored(

@@ -63,6 +63,11 @@ def reciprocal(check: Accept) -> Accept:
     return lambda scale, where: check(1 / positive_scale(scale, where), where)
 
 
+def unused_scale(scale: torch.Tensor, where: str, size: tuple[int, int]) -> None:
+    """Raises CheckpointError for an input scale that isn't one; tokens aren't quantised by it."""
+    positive_scale(scale, where)
+
+
 def of_this_shape(values: torch.Tensor, where: str, size: tuple[int, int]) -> None:
     """Raises CheckpointError unless a `weight_shape` is the matrix's."""
     if tuple(values.tolist()) != size:
