@@ -254,6 +254,16 @@ CASES = {
     "f32": (lambda: layouts.dense(torch.float32), None),
     "gpt-oss, bf16": (lambda: layouts.dense(torch.bfloat16, "swigluoai"), None),
     "Nemotron-H, bf16": (layouts.ungated, None),
+    "compressed-tensors int4 of vLLM 0.32": (layouts.w4a16, None),
+    "compressed-tensors int4 of vLLM 0.26": (lambda: layouts.w4a16(inputs_first=True), None),
+    "compressed-tensors int4, zero points": (lambda: layouts.w4a16(zeros=True), None),
+    "compressed-tensors int4, zero points, 0.26": (lambda: layouts.w4a16(inputs_first=True, zeros=True), None),
+    "GPTQ": (layouts.gptq, None),
+    "AWQ": (layouts.awq, None),
+    "compressed-tensors fp8 a tensor": (lambda: layouts.w8a8_fp8("tensor"), None),
+    "compressed-tensors fp8 a channel": (lambda: layouts.w8a8_fp8("channel"), None),
+    "compressed-tensors fp8 blocks": (lambda: layouts.w8a8_fp8("block"), None),
+    "compressed-tensors nvfp4": (layouts.w4a4_nvfp4, None),
 }
 
 
@@ -280,7 +290,7 @@ def test_the_layer_computes_what_the_plain_numbers_say(name: str) -> None:
         intermediate_size=I,
         activation=activation_of(layer_of(loaded, limit=limit)),
         bias=loaded.down_bias is not None,
-        weight_format=layout_of(loaded.method).weight_format(loaded.method, loaded.parameters["w2_weight"].dtype),
+        weight_format=layout_of(loaded.method).weight_format(loaded.method, loaded.dtype),
     )
     shard = ExpertPlacement(L, ParallelConfig()).shard(0)
     executor = make_executor("reference", config, shard, weights, torch.device("cpu"), RuntimeConfig(), "flat")
@@ -320,8 +330,8 @@ def test_activations() -> None:
 
 
 def test_what_eprt_cannot_read_is_left_to_vllm() -> None:
-    with pytest.raises(FallsBackToEngine, match="AutoGPTQMoEMethod"):
-        layout_of(layouts.named("AutoGPTQMoEMethod"))
+    with pytest.raises(FallsBackToEngine, match="CompressedTensorsW4A8Fp8MoEMethod"):
+        layout_of(layouts.named("CompressedTensorsW4A8Fp8MoEMethod"))
     small = layouts.named("Fp8MoEMethod", weight_block_size=[64, 128])
     with pytest.raises(FallsBackToEngine, match=r"\[64, 128\]"):
         layout_of(small).weight_format(small, torch.bfloat16)
@@ -331,6 +341,46 @@ def test_what_eprt_cannot_read_is_left_to_vllm() -> None:
     half = layouts.named("UnquantizedFusedMoEMethod")
     with pytest.raises(FallsBackToEngine, match="float16"):
         layout_of(half).weight_format(half, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "reason"),
+    [
+        (layouts.w4a16, {"weight_quant": {"num_bits": 8}}, "INT8 experts"),
+        (layouts.w4a16, {"weight_quant": {"group_size": 16}}, "a scale for 16 inputs"),
+        (layouts.w4a16, {"weight_quant": {"actorder": "group"}}, "activation order"),
+        (layouts.gptq, {"quant_config": {"is_sym": False}}, "zero points of its own"),
+        (layouts.gptq, {"quant_config": {"desc_act": True}}, "desc_act"),
+        (layouts.awq, {"quant_config": {"zero_point": False}}, "AWQ without zero points"),
+        (layouts.awq, {"quant_config": {"group_size": 256}}, "a scale for 256 inputs"),
+    ],
+)
+def test_settings_of_packed_checkpoints_that_are_left_to_vllm(make, change, reason) -> None:
+    method = make().method
+    for name, values in change.items():
+        getattr(method, name).__dict__.update(values)
+    with pytest.raises(FallsBackToEngine, match=reason):
+        layout_of(method).weight_format(method, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (layouts.w4a16, "w2_weight_scale"),
+        (layouts.gptq, "w13_scales"),
+        (layouts.awq, "w2_scales"),
+        (lambda: layouts.w8a8_fp8("channel"), "w13_weight_scale"),
+        (layouts.w4a4_nvfp4, "w2_weight_global_scale"),
+    ],
+)
+def test_a_scale_of_a_packed_checkpoint_that_no_file_had_is_named(make, name) -> None:
+    loaded = make()
+    mark_unset(layout_of(loaded.method), loaded.parameters)
+    assert loaded.parameters[name].isnan().all()
+    loaded = make()
+    loaded.parameters[name][1] = float("nan")
+    with pytest.raises(CheckpointError, match=f"{name}: .* values were in no file"):
+        converted(loaded)
 
 
 def test_a_scale_that_no_file_had_is_named() -> None:
@@ -349,7 +399,8 @@ def test_a_scale_that_no_file_had_is_named() -> None:
 
 
 def test_a_weight_only_checkpoint_has_no_input_scale() -> None:
-    weights = converted(layouts.nvfp4(input_scale=False))
-    assert isinstance(weights.gate_up, Nvfp4)
-    assert isinstance(weights.down, Nvfp4)
-    assert weights.gate_up.input_scale is weights.down.input_scale is None
+    for make in (layouts.nvfp4, layouts.w4a4_nvfp4):
+        weights = converted(make(input_scale=False))
+        assert isinstance(weights.gate_up, Nvfp4)
+        assert isinstance(weights.down, Nvfp4)
+        assert weights.gate_up.input_scale is weights.down.input_scale is None

@@ -34,11 +34,13 @@ class ParameterLayout:
         weight_format: (method, dtype of unquantised parameters) -> number format. Raises FallsBackToEngine.
         matrices: parameters -> (gate_up, down), rows still in the engine's order.
         unset: parameters that a checkpoint may lack without the engine noticing: NaN before loading, checked after.
+        spare_biases: biases are declared for every model; those that stay zero are none.
     """
 
     weight_format: Callable[[Any, torch.dtype], WeightFormat]
     matrices: Callable[[Parameters], tuple[Matrix, Matrix]]
     unset: tuple[str, ...] = ()
+    spare_biases: bool = False
 
 
 def layout_in(layouts: Mapping[str, ParameterLayout], method: object) -> ParameterLayout:
@@ -58,10 +60,14 @@ def expert_weights(layout: ParameterLayout, parameters: Parameters, *, interleav
     for name in layout.unset:
         _require_loaded(name, parameters)
     up, down = layout.matrices(parameters)
-    bias = parameters.get("w13_bias")
+    bias, down_bias = (_bias(layout, parameters.get(f"{name}_bias")) for name in ("w13", "w2"))
     if interleaved:
         up, bias = up.map(partial(split_alternating, dim=1)), None if bias is None else split_alternating(bias, dim=1)
-    return ExpertWeights(up, down, bias, parameters.get("w2_bias"))
+    return ExpertWeights(up, down, bias, down_bias)
+
+
+def _bias(layout: ParameterLayout, bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None or (layout.spare_biases and not bias.any()) else bias
 
 
 def mark_unset(layout: ParameterLayout, parameters: Parameters) -> None:
@@ -75,8 +81,8 @@ def _require_loaded(name: str, parameters: Parameters) -> None:
     values = parameters.get(name)
     if values is None or not bool((missing := values.isnan()).any()):
         return
-    if name.endswith("input_scale") and bool(missing.all()):
-        return  # a weight-only checkpoint: `_input_scale` reads it as none
+    if name.endswith(("input_scale", "input_global_scale")) and bool(missing.all()):
+        return  # a weight-only checkpoint: `input_scale` reads it as none
     raise CheckpointError(
         f"{name}: {int(missing.sum())} of {values.numel()} values were in no file; is the checkpoint complete?"
     )
@@ -108,8 +114,8 @@ def fp8_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
         up = Fp8Block(p["w13_weight"], p["w13_weight_scale_inv"])
         return up, Fp8Block(p["w2_weight"], p["w2_weight_scale_inv"])
     scale = p["w13_weight_scale"]  # [L, parts]; engines keep one input scale an expert for both halves
-    up = Fp8Tensor(p["w13_weight"], scale, _input_scale(p, "w13_input_scale", scale.shape[1]))
-    return up, Fp8Tensor(p["w2_weight"], p["w2_weight_scale"][:, None], _input_scale(p, "w2_input_scale", 1))
+    up = Fp8Tensor(p["w13_weight"], scale, input_scale(p, "w13_input_scale", scale.shape[1]))
+    return up, Fp8Tensor(p["w2_weight"], p["w2_weight_scale"][:, None], input_scale(p, "w2_input_scale", 1))
 
 
 def mxfp4(*_: Any) -> WeightFormat:
@@ -129,12 +135,12 @@ def nvfp4(method: Any, _: torch.dtype) -> WeightFormat:
 
 def nvfp4_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     scale = p["w13_weight_scale_2"]
-    up = Nvfp4(p["w13_weight"], p["w13_weight_scale"], scale, _input_scale(p, "w13_input_scale", scale.shape[1]))
+    up = Nvfp4(p["w13_weight"], p["w13_weight_scale"], scale, input_scale(p, "w13_input_scale", scale.shape[1]))
     down_scale = p["w2_weight_scale_2"][:, None]
-    return up, Nvfp4(p["w2_weight"], p["w2_weight_scale"], down_scale, _input_scale(p, "w2_input_scale", 1))
+    return up, Nvfp4(p["w2_weight"], p["w2_weight_scale"], down_scale, input_scale(p, "w2_input_scale", 1))
 
 
-def _input_scale(p: Parameters, name: str, parts: int) -> torch.Tensor | None:
+def input_scale(p: Parameters, name: str, parts: int) -> torch.Tensor | None:
     """Returns [L, parts], or None where the checkpoint has none."""
     found = p.get(name)
     if found is None or bool(found.isnan().all()):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +16,7 @@ import torch
 from eprt.errors import ConfigError, UsageError
 from eprt.integrations.engine.bound import BoundLayer, adopted, ids_of
 from eprt.integrations.engine.parameters import FallsBackToEngine
+from eprt.integrations.vllm.packed import SELECTORS
 from eprt.integrations.vllm.parameters import INTERLEAVED, layout_of
 from eprt.integrations.vllm.state import PluginState
 from eprt.integrations.vllm.supported import moe_config
@@ -27,6 +30,7 @@ _SELECTORS = (
     ("quantization.mxfp4", "select_mxfp4_moe_backend"),
     ("quantization.mxfp4", "select_deepseek_v4_mxfp4_moe_backend"),
     ("quantization.modelopt", "select_nvfp4_moe_backend"),
+    *SELECTORS,
 )
 
 
@@ -73,13 +77,25 @@ def _no_kernel_chosen() -> Iterator[None]:
     """Keeps methods that are made inside from choosing a kernel: they only declare and load parameters."""
     with ExitStack() as stack:
         for path, name in _SELECTORS:
-            module = sys.modules.get(_LAYERS + path)  # not imported: no method of it is made
+            module = _module(path)  # None: no method of it is made
             if hasattr(module, name):
                 stack.enter_context(patch.object(module, name, _no_kernel))
         yield
 
 
-def _no_kernel(*_: Any, **__: Any) -> tuple[None, None]:
+def _module(path: str) -> ModuleType | None:
+    """Returns a module of vLLM that is loaded, or, of a package that imports its methods late, will be."""
+    package = path.split(".")[1]
+    if path.count(".") > 1 and f"{_LAYERS}quantization.{package}.{package}" in sys.modules:
+        with suppress(ImportError):  # another vLLM has other files
+            return importlib.import_module(_LAYERS + path)
+    return sys.modules.get(_LAYERS + path)
+
+
+def _no_kernel(*_: Any, quant_config: Any = None, **__: Any) -> tuple[None, None]:
+    strategy = getattr(quant_config, "strategy", None)
+    if getattr(strategy, "value", strategy) == "channel":  # the constructor wants Marlin's name then
+        raise FallsBackToEngine("INT4 with one scale a row, which vLLM keeps for Marlin alone")
     return None, None
 
 

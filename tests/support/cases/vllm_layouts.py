@@ -6,13 +6,14 @@ Nothing of eprt is used here: packing and shapes are those of the formats' paper
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from support.cases.number_formats import E2M1, mxfp4_numbers, packed
+from support.cases.packed_int4 import AWQ, words
 
 L, I, H, K = 3, 128, 256, 2  # local experts, intermediate, hidden, top-k
 SHAPES = ((I, H), (I, H), (H, I))  # gate, up, down
@@ -31,6 +32,10 @@ class Loaded:
     gate_bias: torch.Tensor | None = None
     up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameters["w2_weight"].dtype if "w2_weight" in self.parameters else torch.bfloat16
 
 
 def named(name: str, **attributes: Any) -> Any:
@@ -130,6 +135,85 @@ def fp8(block: list[int] | None) -> Loaded:
         scales = tuple(s.repeat_interleave(128, 1).repeat_interleave(128, 2) for s in (gs, us, ds))
     plain = [data.double() * scale.double() for data, scale in zip((g, u, d), scales, strict=True)]
     return Loaded(method, "silu", weights, *plain)
+
+
+def grouped(zeros: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """INT4 in groups of 32: codes, bf16 scales, zero points and the plain numbers of gate, up and down."""
+    scales = [(torch.rand(shape) * 0.02 + 0.01).bfloat16() for shape in per(32)]
+    points = [torch.randint(0, 16, s.shape) if zeros else torch.full(s.shape, 8) for s in scales]
+    made = codes()
+    spread = [[t.double().repeat_interleave(32, -1) for t in pair] for pair in zip(scales, points, strict=True)]
+    plain = [(code.double() - zero) * scale for code, (scale, zero) in zip(made, spread, strict=True)]
+    return made, scales, points, plain
+
+
+def w4a16(inputs_first: bool = False, zeros: bool = False) -> Loaded:
+    """CompressedTensorsWNA16MoEMethod: vLLM 0.26 keeps the inputs first, 0.32 the outputs."""
+    (g, u, d), (gs, us, ds), (gz, uz, dz), plain = grouped(zeros)
+    parameters = {"w13_weight_packed": words(stacked(g, u)), "w2_weight_packed": words(d)}
+    parameters |= {"w13_weight_scale": stacked(gs, us), "w2_weight_scale": ds}
+    if zeros:
+        parameters["w13_weight_zero_point"] = words(stacked(gz, uz).mT).mT
+        parameters["w2_weight_zero_point"] = words(dz.mT).mT
+    if inputs_first:
+        parameters = {name: tensor.mT.contiguous() for name, tensor in parameters.items()}
+    quant = SimpleNamespace(num_bits=4, group_size=32, actorder=None)
+    name = "CompressedTensorsWNA16MarlinMoEMethod" if inputs_first else "CompressedTensorsWNA16MoEMethod"
+    return Loaded(named(name, weight_quant=quant), "silu", parameters, *plain)
+
+
+def gptq() -> Loaded:
+    """AutoGPTQMoEMethod: symmetric, biases declared for every model."""
+    (g, u, d), (gs, us, ds), (gz, uz, dz), plain = grouped(zeros=False)
+    parameters = {"w13_qweight": words(stacked(g, u)).mT.contiguous(), "w2_qweight": words(d).mT.contiguous()}
+    parameters |= {"w13_scales": stacked(gs, us).mT.contiguous(), "w2_scales": ds.mT.contiguous()}
+    parameters |= {"w13_qzeros": words(stacked(gz, uz).mT - 1), "w2_qzeros": words(dz.mT - 1)}
+    parameters |= {"w13_bias": torch.zeros(L, 2 * I).bfloat16(), "w2_bias": torch.zeros(L, H).bfloat16()}
+    kind = SimpleNamespace(size_bits=4)
+    config = SimpleNamespace(is_sym=True, desc_act=False, quant_type=kind, group_size=32)
+    return Loaded(named("AutoGPTQMoEMethod", quant_config=config), "silu", parameters, *plain)
+
+
+def awq() -> Loaded:
+    """AutoAWQMoEMethod: eight outputs a word, in AWQ's order; zero points."""
+    (g, u, d), (gs, us, ds), (gz, uz, dz), plain = grouped(zeros=True)
+
+    def outputs(nibbles: torch.Tensor) -> torch.Tensor:
+        return words(nibbles.mT.unflatten(-1, (-1, 8))[..., list(AWQ)].flatten(-2))
+
+    parameters = {"w13_qweight": outputs(stacked(g, u)), "w2_qweight": outputs(d)}
+    parameters |= {"w13_scales": stacked(gs, us).mT.contiguous(), "w2_scales": ds.mT.contiguous()}
+    parameters |= {"w13_qzeros": outputs(stacked(gz, uz)), "w2_qzeros": outputs(dz)}
+    config = SimpleNamespace(zero_point=True, weight_bits=4, group_size=32)
+    return Loaded(named("AutoAWQMoEMethod", quant_config=config), "silu", parameters, *plain)
+
+
+def w8a8_fp8(strategy: str) -> Loaded:
+    """CompressedTensorsW8A8Fp8MoEMethod: a scale a tensor, a row or a block of 128 x 128."""
+    made = fp8([128, 128] if strategy == "block" else None)
+    parameters = made.parameters
+    if strategy == "channel":
+        parameters |= {"w13_weight_scale": torch.rand(L, 2 * I, 1) + 0.5, "w2_weight_scale": torch.rand(L, H, 1) + 0.5}
+        data, scale = parameters["w13_weight"], parameters["w13_weight_scale"]
+        made.gate, made.up = (data.double() * scale.double()).split(I, dim=1)
+        made.down = parameters["w2_weight"].double() * parameters["w2_weight_scale"].double()
+    made.parameters = {name.replace("_scale_inv", "_scale"): tensor for name, tensor in parameters.items()}
+    block = [128, 128] if strategy == "block" else None
+    quant = SimpleNamespace(strategy=SimpleNamespace(value=strategy))
+    made.method = named("CompressedTensorsW8A8Fp8MoEMethod", weight_quant=quant, weight_block_size=block)
+    return made
+
+
+def w4a4_nvfp4(input_scale: bool = True) -> Loaded:
+    """CompressedTensorsW4A4Nvfp4MoEMethod: second scales are one over ModelOpt's."""
+    made = nvfp4(input_scale)
+    renamed = {"weight": "weight_packed", "weight_scale": "weight_scale"}
+    inverse = {"weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale"}
+    parameters = {}
+    for name, tensor in made.parameters.items():
+        matrix, _, kind = name.partition("_")
+        parameters[f"{matrix}_{(renamed | inverse)[kind]}"] = 1 / tensor if kind in inverse else tensor
+    return replace(made, method=named("CompressedTensorsW4A4Nvfp4MoEMethod"), parameters=parameters)
 
 
 def dense(dtype: torch.dtype, activation: str = "silu") -> Loaded:
