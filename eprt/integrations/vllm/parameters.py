@@ -13,7 +13,7 @@ import torch
 from eprt.config import Activation, WeightFormat
 from eprt.integrations.engine import parameters as shared
 from eprt.integrations.engine.parameters import FallsBackToEngine, ParameterLayout, layout_in
-from eprt.integrations.vllm import packed
+from eprt.integrations.vllm.packed import LAYOUTS as PACKED
 
 INTERLEAVED = "swigluoai"
 
@@ -48,5 +48,5 @@ LAYOUTS: dict[str, ParameterLayout] = {
     "GptOssMxfp4MoEMethod": shared.MXFP4,
     "Mxfp4MoEMethod": shared.MXFP4,
     "ModelOptNvFp4FusedMoE": shared.NVFP4,
-    **packed.LAYOUTS,
+    **PACKED,
 }
