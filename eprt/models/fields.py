@@ -74,7 +74,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Check:
+class Claim:
     """A tensor beside a matrix, which isn't kept: it says something that has to be true.
 
     Attributes:
@@ -96,7 +96,7 @@ class Stored:
 
     kind: type[Matrix]
     fields: tuple[Field, ...]
-    checks: tuple[Check, ...] = ()
+    claims: tuple[Claim, ...] = ()
 
 
 _BYTES = (torch.uint8, torch.int8)
@@ -173,7 +173,7 @@ def stored_as(scheme: Scheme) -> Stored:
 
 _INT32 = (torch.int32,)
 _FLOATS = (*_F32, torch.bfloat16, torch.float16)
-_STATIC_INPUT = Check("input_scale", _FLOATS, lambda rows, cols: (1,), unused_scale, optional=True)
+_STATIC_INPUT = Claim("input_scale", _FLOATS, lambda rows, cols: (1,), unused_scale, optional=True)
 _COMPRESSED: dict[WeightFormat, Stored] = {
     **FORMATS,
     "nvfp4": Stored(
@@ -222,11 +222,11 @@ def _pack_quantized(scheme: Scheme) -> Stored:
     if scheme.zeros:
         zeros = partial(zeros_of_rows, order=IN_ORDER, offset=0)
         fields.append(Field("zeros", ("weight_zero_point",), _INT32, 8, scheme.group, zeros))
-    checks = (
-        Check("weight_shape", (torch.int64, torch.int32), lambda rows, cols: (2,), of_this_shape),
-        Check("weight_g_idx", _INT32, lambda rows, cols: (cols,), in_order(scheme.group), not scheme.ordered),
+    claims = (
+        Claim("weight_shape", (torch.int64, torch.int32), lambda rows, cols: (2,), of_this_shape),
+        Claim("weight_g_idx", _INT32, lambda rows, cols: (cols,), in_order(scheme.group), not scheme.ordered),
     )
-    return Stored(Int4, tuple(fields), checks)
+    return Stored(Int4, tuple(fields), claims)
 
 
 def _words(scheme: Scheme) -> Stored:
@@ -237,13 +237,13 @@ def _words(scheme: Scheme) -> Stored:
         codes = Field("codes", ("qweight",), _INT32, rows=8, accept=codes_of_rows, transposed=True)
     zeros = partial(zeros_of_rows, order=AWQ_ORDER if awq else IN_ORDER, offset=scheme.zero_offset)
     fields = [codes, Field("scales", ("scales",), _FLOATS, cols=group, accept=int4_scale, transposed=True)]
-    checks = [Check("g_idx", _INT32, lambda rows, cols: (cols,), in_order(group), not scheme.ordered)]
+    claims = [Claim("g_idx", _INT32, lambda rows, cols: (cols,), in_order(group), not scheme.ordered)]
     if scheme.zeros:
         fields.append(Field("zeros", ("qzeros",), _INT32, 8, group, zeros, transposed=True))
     else:
         shape = partial(_zeros_shape, group)
-        checks.append(Check("qzeros", _INT32, shape, partial(symmetric_zeros, zeros)))
-    return Stored(Int4, tuple(fields), () if awq else tuple(checks))
+        claims.append(Claim("qzeros", _INT32, shape, partial(symmetric_zeros, zeros)))
+    return Stored(Int4, tuple(fields), () if awq else tuple(claims))
 
 
 def _zeros_shape(group: int, rows: int, cols: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from eprt.config import MoEConfig, WeightFormat
 from eprt.errors import CheckpointError, ConfigError
 from eprt.json_files import shown
 from eprt.models.checkpoint import Checkpoint
-from eprt.models.fields import WHOLE_ROW, Check, Field, Part, Stored, stored_as
+from eprt.models.fields import WHOLE_ROW, Claim, Field, Part, Stored, stored_as
 from eprt.models.hf_config import flatten
 from eprt.models.schemes import Scheme, scheme_of
 from eprt.models.shards import Index
@@ -141,12 +141,12 @@ class MatrixReader:
 
     def _check(self, parts: tuple[Part, ...], extent: Extent) -> None:
         """Reads what describes each of the local experts' matrices. Raises CheckpointError unless it is true."""
-        for expert in self.experts if self.stored.checks else ():
+        for expert in self.experts if self.stored.claims else ():
             for part in parts:
                 places = self.locate(expert, part, self.stored.fields[0])
-                for check in self.stored.checks:
-                    names = [place.name.rpartition(".")[0] + f".{check.suffix}" for place in places if not place.lead]
-                    check_tensor(self.checkpoint, check, names, extent.size)
+                for claim in self.stored.claims:
+                    names = [place.name.rpartition(".")[0] + f".{claim.suffix}" for place in places if not place.lead]
+                    check_claim(self.checkpoint, claim, names, extent.size)
 
     def _exists(self, field: Field, parts: tuple[Part, ...]) -> bool:
         places = (place for e in range(self.num_experts) for part in parts for place in self.locate(e, part, field))
@@ -218,13 +218,13 @@ def _entries(take: slice, size: int, block: int) -> slice:
     return slice(take.start // block, ceil_div(take.stop, block))
 
 
-def check_tensor(checkpoint: Checkpoint, check: Check, names: list[str], size: tuple[int, int]) -> None:
-    """Reads the first of `names` that is there, whole. Raises CheckpointError unless it says what `check` wants."""
-    if check.optional and not any(name in checkpoint for name in names):
+def check_claim(checkpoint: Checkpoint, claim: Claim, names: list[str], size: tuple[int, int]) -> None:
+    """Reads the first of `names` that is there, whole. Raises CheckpointError unless it says what the claim asks."""
+    if claim.optional and not any(name in checkpoint for name in names):
         return
     name = checkpoint.first(*names)
-    values = checkpoint.read(name, shape=check.shape(*size), dtypes=check.dtypes)
-    check.require(values, checkpoint.where(name), size)
+    values = checkpoint.read(name, shape=claim.shape(*size), dtypes=claim.dtypes)
+    claim.require(values, checkpoint.where(name), size)
 
 
 def load_linear(checkpoint: Checkpoint, modules: tuple[str, ...], rows: int, cols: int) -> torch.Tensor:
