@@ -38,7 +38,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 @dataclass(frozen=True)
 class TensorInfo:
     """One tensor as its header describes it: shard file, shape, and the dtype it is read in by safetensors' name
-    (`BF16`, which float16 becomes; `U8`)."""
+    (`BF16`, which float16 becomes unless it scales packed weights; `U8`)."""
 
     file: str
     shape: tuple[int, ...]
@@ -139,7 +139,7 @@ class Checkpoint:
 
     def _slice(self, name: str, index: Index) -> torch.Tensor:
         found = self._shards[self.manifest[name].file].read(name, index)
-        return found.to(torch.bfloat16) if found.dtype == torch.float16 else found
+        return found.to(torch.bfloat16) if found.dtype == torch.float16 and not _is_scale(name) else found
 
     def sample(self, name: str, size: int = 64) -> bytes:
         """Reads the first bytes of a tensor, at most `size`. Raises CheckpointError."""
@@ -155,7 +155,7 @@ class Checkpoint:
                 if name in manifest:
                     both = f"{manifest[name].file} and in {file}"
                     raise CheckpointError(f"{self.directory}: tensor {shown(name)} is in {both}: expected it once")
-                dtype = "BF16" if entry.dtype == "F16" else entry.dtype
+                dtype = "BF16" if entry.dtype == "F16" and not _is_scale(name) else entry.dtype
                 manifest[name] = TensorInfo(file, entry.shape, dtype)
                 if dtype != entry.dtype:
                     _say_rounded(self.directory)
@@ -192,6 +192,11 @@ class Checkpoint:
         if not file.endswith(".safetensors"):
             raise CheckpointError(f"{self.directory / file}: expected a .safetensors file")
         return Shard(path, self.directory / file)
+
+
+def _is_scale(name: str) -> bool:
+    """Tells by its name whether a tensor scales packed weights: it keeps its precision."""
+    return "scale" in name.rpartition(".")[2]
 
 
 @cache
