@@ -1,0 +1,97 @@
+"""The compressed-tensors package compresses random experts and writes their config; eprt reads both. No GPU needed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from support.cases import packed_checkpoints
+from support.cases.model_cases import saved
+
+from eprt.config import ParallelConfig
+from eprt.experts.reference import decode_matrix
+from eprt.models import load_layer
+
+pytest.importorskip("compressed_tensors", reason="compressed-tensors isn't installed")
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+FP8 = {"num_bits": 8, "type": "float"}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn}
+CASES = {
+    "group": ("pack-quantized", INT4, "int4"),
+    "zero points": ("pack-quantized", INT4 | {"symmetric": False}, "int4"),
+    "row": ("pack-quantized", INT4 | {"strategy": "channel", "group_size": None}, "int4"),
+    "fp8 tensor": ("float-quantized", FP8 | {"strategy": "tensor"}, "fp8_tensor"),
+    "fp8 row": ("float-quantized", FP8 | {"strategy": "channel"}, "fp8_channel"),
+    "fp8 block": ("float-quantized", FP8 | {"strategy": "block", "block_structure": [128, 128]}, "fp8_block"),
+    "nvfp4": ("nvfp4-pack-quantized", FP4, "nvfp4"),
+}
+
+
+def ranges(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest values of what shares a scale."""
+    rows, cols = weight.shape
+    match args.strategy:
+        case "tensor":
+            return weight.min().view(1), weight.max().view(1)
+        case "channel":
+            return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+        case "block":
+            blocks = [-(-size // 128) for size in (rows, cols)]
+            whole = torch.zeros(128 * blocks[0], 128 * blocks[1], dtype=weight.dtype)
+            whole[:rows, :cols] = weight
+            tiles = whole.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+            return tiles.amin((1, 3)), tiles.amax((1, 3))
+        case _:
+            groups = weight.unflatten(1, (-1, args.group_size))
+            return groups.amin(2), groups.amax(2)
+
+
+def compressor(format: str, scheme: QuantizationScheme):
+    """A maker of one matrix: the tensors that the package stores, and the numbers that it makes of them again."""
+    args, packer = scheme.weights, BaseCompressor.get_value_from_registry(format)
+    assert args is not None
+
+    def made(rows: int, cols: int) -> packed_checkpoints.Made:
+        weight = torch.randn(rows, cols) * cols**-0.5
+        least, most = ranges(weight, args)
+        state: dict[str, torch.Tensor] = {"weight": weight}
+        if format.startswith("nvfp4"):
+            state["weight_global_scale"] = generate_gparam(weight.min(), weight.max()).view(1)
+        state["weight_scale"], zero = calculate_qparams(least, most, args, state.get("weight_global_scale"))
+        if args.type == "int":
+            state["weight_scale"] = state["weight_scale"].bfloat16()
+        state["weight_zero_point"] = zero
+        stored = packer.compress(state, scheme)
+        numbers = packer.decompress({name: tensor.clone() for name, tensor in stored.items()}, scheme)["weight"]
+        return dict(stored), numbers.float()
+
+    return made
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_experts_that_the_package_compressed(tmp_path, monkeypatch, name):
+    format, weights, kind = CASES[name]
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights), format=format)
+    settings = QuantizationConfig(
+        config_groups={"group_0": scheme}, ignore=["lm_head", "re:.*self_attn.*"], format=format
+    )
+    quant = json.loads(settings.model_dump_json()) | {"quant_method": "compressed-tensors"}
+    monkeypatch.setitem(packed_checkpoints.PACK, name, compressor(format, scheme))
+    monkeypatch.setitem(packed_checkpoints.QUANT, name, quant)
+    *_, layer, folders = saved("qwen3_moe")
+    folder = packed_checkpoints.pack(folders["original"], tmp_path / "packed", name, plain=tmp_path / "plain")
+    for rank in range(2):
+        found, plain = (load_layer(path, layer, ParallelConfig(2), rank) for path in (folder, tmp_path / "plain"))
+        assert found.config.weight_format == kind
+        for matrix, parts in (("gate_up", 2), ("down", 1)):
+            values, expected = decode_matrix(getattr(found.experts, matrix), parts), getattr(plain.experts, matrix).data
+            # The package multiplies in bf16 where its scales are: half a step of that, of the value.
+            torch.testing.assert_close(values, expected, rtol=2**-8, atol=1e-9)
+            assert (values - expected).norm() < 2**-8 * expected.norm()
+        gate, up = decode_matrix(found.experts.gate_up, 2).chunk(2, dim=1)
+        assert (gate - up).norm() > gate.norm()  # swapped, nothing above would hold
