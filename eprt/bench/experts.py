@@ -52,16 +52,19 @@ WITNESS = "reference"  # float32, expert by expert: nothing that anybody would t
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """A layer and the EP size that cuts it."""
+    """A layer, the EP size that cuts it, and how many columns share a scale of INT4."""
 
     config: MoEConfig
     ep_size: int
+    group: int = INT4_GROUPS[0]
 
 
-def _shape(model: str, ep_size: int, weight_format: WeightFormat | None = None) -> ExpertShape:
+def _shape(
+    model: str, ep_size: int, weight_format: WeightFormat | None = None, group: int = INT4_GROUPS[0]
+) -> ExpertShape:
     config = published_layer(model)
     weight_format = weight_format or config.weight_format
-    return ExpertShape(replace(config, routing=Routing(), shared=None, weight_format=weight_format), ep_size)
+    return ExpertShape(replace(config, routing=Routing(), shared=None, weight_format=weight_format), ep_size, group)
 
 
 SHAPES: dict[str, ExpertShape] = {
@@ -71,8 +74,12 @@ SHAPES: dict[str, ExpertShape] = {
     "deepseek-v3-nvfp4": _shape("DeepSeek-V3-NVFP4", 4),
     "deepseek-v3-fp8": _shape("DeepSeek-V3", 4),
     "kimi-k2-fp8": _shape("Kimi-K2-Instruct", 8),
+    "kimi-k2-int4": _shape("Kimi-K2-Thinking", 8),
     "qwen3-30b-a3b": _shape("Qwen3-30B-A3B", 2),
+    "qwen3-30b-gptq": _shape("Qwen3-30B-A3B-GPTQ-Int4", 1, group=128),
+    "qwen3-235b-int4": _shape("Qwen3-235B-A22B-GPTQ-Int4", 4, group=128),
     "glm-4.5-air": _shape("GLM-4.5-Air", 4),
+    "glm-4.5-air-fp8-channel": _shape("GLM-4.5-Air-FP8", 4),
     "mixtral-8x7b": _shape("Mixtral-8x7B-Instruct-v0.1", 2),
 }
 
@@ -102,7 +109,7 @@ class Ceilings:
 
 
 def random_matrix(
-    weight_format: WeightFormat, L: int, rows: int, cols: int, parts: int, device: torch.device
+    weight_format: WeightFormat, L: int, rows: int, cols: int, parts: int, device: torch.device, group: int = 32
 ) -> Matrix:
     """Returns random codes with scales near 1 / sqrt(cols). Raises ConfigError for a format no case uses."""
     size, codes = cols**-0.5, partial(torch.randint, 0, 256, (L, rows, cols // 2), dtype=torch.uint8, device=device)
@@ -116,7 +123,7 @@ def random_matrix(
             # Blackwell's kernels quantise activations: 1 / 448 lets their blocks reach 6, six sigmas of normal tokens.
             return Nvfp4(codes(), scales, second, torch.full((L, parts), 1 / 448, device=device))
         case "int4":
-            scales = torch.rand(L, rows, ceil_div(cols, INT4_GROUPS[0]), device=device).add_(0.5)
+            scales = torch.rand(L, rows, cols // group, device=device).add_(0.5)
             return Int4(codes(), (scales * size / 4).to(torch.bfloat16))
         case "fp8_block" | "fp8_channel":
             grid = (L, parts * ceil_div(rows // parts, FP8_BLOCK), ceil_div(cols, FP8_BLOCK))
@@ -133,10 +140,10 @@ def random_matrix(
             raise ConfigError(f"no random {weight_format} weights: expected {formats}")
 
 
-def random_experts(config: MoEConfig, L: int, device: torch.device) -> ExpertWeights:
+def random_experts(config: MoEConfig, L: int, device: torch.device, group: int = INT4_GROUPS[0]) -> ExpertWeights:
     H, I, parts = config.hidden_size, config.intermediate_size, config.activation.parts
-    gate_up = random_matrix(config.weight_format, L, parts * I, H, parts, device)
-    down = random_matrix(config.weight_format, L, H, I, 1, device)
+    gate_up = random_matrix(config.weight_format, L, parts * I, H, parts, device, group)
+    down = random_matrix(config.weight_format, L, H, I, 1, device, group)
     if not config.bias:
         return ExpertWeights(gate_up, down)
     return ExpertWeights(gate_up, down, torch.randn(L, parts * I, device=device), torch.randn(L, H, device=device))
@@ -260,7 +267,7 @@ def _bench_executor(
 ) -> list[Row]:
     """Returns the rows of one of eprt's executors."""
     config, shard = case.config, case.shard
-    weights = random_experts(config, shard.num_local_experts, device)
+    weights = random_experts(config, shard.num_local_experts, device, SHAPES[case.shape].group)
     activations = "fp8" if runtime.low_precision_activations else "bf16"
     row, layer_bytes = partial(_row, case, weights.nbytes, ceilings, activations), weights.nbytes
     torch.cuda.synchronize(device)
@@ -287,7 +294,7 @@ def _bench_baseline(
     other, config, shard = library.EXPERTS[case.executor], case.config, case.shard
     if not (verdict := other.supports(config, Device.of(device), named)):
         return [f"{case.executor} on {case.shape}: {verdict.reason}"]
-    weights = random_experts(config, shard.num_local_experts, device)
+    weights = random_experts(config, shard.num_local_experts, device, SHAPES[case.shape].group)
     activations = "fp8" if config.weight_format == "fp8_block" else "bf16"
     rows: list[Row] = []
     try:
