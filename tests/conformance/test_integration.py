@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.builders import NOTHING
-from support.cases.model_checkpoints import WRITERS
+from support.cases.model_checkpoints import DIALECTS, WRITERS
 from support.cases.model_recipes import RECIPES, make_model
 from support.jobs import integration_jobs as jobs
 
@@ -65,13 +65,15 @@ def test_an_idle_rank_has_the_tokens_dtype_whatever_the_routers_is(pools) -> Non
     assert 0.0 < max(error for error, *_ in results) <= 1e-2
 
 
-@pytest.mark.parametrize(("dispatcher", "dtype"), [("none", torch.bfloat16), ("torch", torch.bfloat16)])
-@pytest.mark.parametrize("model", WRITERS)
+@pytest.mark.parametrize(
+    ("model", "dispatcher", "dtype"),
+    [(m, d, torch.bfloat16) for m in (*WRITERS, *DIALECTS) for d in ("none", "torch") if d == "torch" or m in WRITERS],
+)
 def test_a_published_checkpoint_gives_the_plain_models_logits(
     pools, tmp_path: Path, model: str, dispatcher: str, dtype: torch.dtype
 ) -> None:
-    """MXFP4 experts from the files, as tests/gpu/test_layers.py runs them."""
-    WRITERS[model](tmp_path, hidden=64, intermediate=96)
+    """MXFP4 experts from the files, as tests/gpu/test_layers.py runs them, and those of other packers."""
+    (WRITERS | DIALECTS)[model](tmp_path, hidden=64, intermediate=96)
     runtime = RuntimeConfig(dispatcher=dispatcher, executor="torch_grouped", max_tokens_per_rank=64)
     found = pools(4).run(jobs.compare_checkpoint_logits, folder=str(tmp_path), runtime=runtime, dtype=dtype)
     errors = [error for error, *_ in found]

@@ -15,6 +15,7 @@ from eprt.models.checkpoint import Checkpoint
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+_PACKED = (".qweight", ".weight_packed")
 _PLAIN = ("BF16", "F32", "F16", "I64", "I32", "BOOL")
 
 
@@ -117,5 +118,7 @@ def _packed_outside(directory: Path, family: ModelFamily) -> bool:
         numbers = family.moe_layers(checkpoint.config)
         inside = tuple(f"{block.format(number)}." for block in family.blocks for number in numbers)
         return any(
-            info.dtype not in _PLAIN for name, info in checkpoint.manifest.items() if not name.startswith(inside)
+            info.dtype not in _PLAIN or name.endswith(_PACKED)
+            for name, info in checkpoint.manifest.items()
+            if not name.startswith(inside)
         )

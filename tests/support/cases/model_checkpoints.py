@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,4 +49,12 @@ def deepseek_v4(folder: Path, hidden: int, intermediate: int) -> None:
     pack(folder / "bf16", folder / "published", "mxfp4", shared="fp8_block_e8m0", plain=folder / "plain")
 
 
+def qwen3(dialect: str, folder: Path, hidden: int, intermediate: int) -> None:
+    """One layer of two is a mixture of experts, in INT4 or FP8 of another packer; its scales aren't powers of two."""
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": intermediate}
+    make_model(resized(RECIPES["qwen3_moe"], sizes), torch.bfloat16).save_pretrained(folder / "bf16")
+    pack(folder / "bf16", folder / "published", dialect, plain=folder / "plain")
+
+
 WRITERS = {"gpt_oss": gpt_oss, "deepseek_v4": deepseek_v4}
+DIALECTS = {f"qwen3_moe_{name}": partial(qwen3, name) for name in ("pack_quantized", "float_channel", "gptq", "awq")}
