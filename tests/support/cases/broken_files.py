@@ -1,0 +1,113 @@
+"""Breaks a checkpoint's files, by dice: values and text of its JSON, headers, payloads, lengths, whole files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+from eprt.models.checkpoint import CONFIG, INDEX
+
+LAYER = "model.layers.0.mlp"
+
+
+def header_of(path: Path) -> tuple[dict, bytes]:
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def with_header(path: Path, header: str, data: bytes) -> None:
+    encoded = header.encode("utf-8", errors="surrogatepass")
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
+
+
+HOSTILE = [
+    None, True, -1, 0, 1, 10**18, 10**400, 1e308, float("nan"), float("inf"), "", "\x1b[31m", "x" * 5000, [], {}, [[]],
+    {"a": 1}, ["*" * 50] * 3, "../../etc/passwd", "F32", [2**62, 2**62], -(10**30), "é" * 300,
+]  # fmt: skip
+
+
+def mutate(folder: Path, dice: random.Random) -> None:
+    """One thing, or a few, in one of the files."""
+    for _ in range(dice.choice((1, 1, 1, 2, 4))):
+        with suppress(FileNotFoundError, IndexError, shutil.SameFileError):  # an earlier mutation removed it
+            dice.choice((_json_value, _json_text, _header_value, _payload, _cut, _extra))(folder, dice)
+
+
+def _json_value(folder: Path, dice: random.Random) -> None:
+    path = folder / dice.choice((CONFIG, CONFIG, INDEX))
+    try:
+        value = json.loads(path.read_text(errors="replace"))
+    except ValueError:
+        return
+    if isinstance(value, dict):
+        _edit(value, dice)
+        path.write_text(json.dumps(value))
+
+
+def _edit(value: dict, dice: random.Random) -> None:
+    key = dice.choice([*value, "n_shared_experts"])
+    inner = value.get(key)
+    if isinstance(inner, dict) and inner and dice.random() < 0.5:
+        _edit(inner, dice)
+    elif dice.random() < 0.3:
+        value.pop(key, None)
+    else:
+        value[key] = dice.choice(HOSTILE)
+
+
+def _json_text(folder: Path, dice: random.Random) -> None:
+    path = folder / dice.choice((CONFIG, INDEX))
+    text = bytearray(path.read_bytes())
+    for _ in range(dice.randint(1, 3)):
+        if text:
+            text[dice.randrange(len(text))] = dice.choice(b'{}[]",:0e9\x00\xff\\-')
+    path.write_bytes(bytes(text))
+
+
+def _header_value(folder: Path, dice: random.Random) -> None:
+    path = dice.choice(sorted(folder.glob("*.safetensors")))
+    try:
+        header, data = header_of(path)
+    except (ValueError, struct.error):
+        return
+    name = dice.choice(list(header))
+    action = dice.randrange(4)
+    if action == 0 and isinstance(header[name], dict):
+        header[name][dice.choice(["dtype", "shape", "data_offsets"])] = dice.choice(HOSTILE)
+    elif action == 1:
+        header[dice.choice(["", "model.x", f"{LAYER}.shared_experts.up_proj.weight"])] = header.pop(name)
+    elif action == 2:
+        header.pop(name)
+    text = json.dumps(header)
+    if action == 3:
+        text = text[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}"
+    with_header(path, text, data)
+
+
+def _payload(folder: Path, dice: random.Random) -> None:
+    path = dice.choice(sorted(folder.glob("*.safetensors")))
+    raw = bytearray(path.read_bytes())
+    for _ in range(dice.randint(1, 8)):
+        if raw:
+            raw[dice.randrange(len(raw))] = dice.choice((0, 0x7F, 0x80, 0xFF, dice.randrange(256)))
+    path.write_bytes(bytes(raw))
+
+
+def _cut(folder: Path, dice: random.Random) -> None:
+    path = dice.choice(sorted(folder.iterdir()))
+    raw = path.read_bytes()
+    path.write_bytes(raw[: dice.randrange(len(raw) + 1)] + os.urandom(dice.choice((0, 0, 1, 100))))
+
+
+def _extra(folder: Path, dice: random.Random) -> None:
+    path = dice.choice(sorted(folder.iterdir()))
+    if dice.random() < 0.5:
+        path.unlink()
+    else:
+        shutil.copy(path, folder / dice.choice(("model.safetensors", "model.bin", "hf_quant_config.json")))
