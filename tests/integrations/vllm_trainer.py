@@ -12,20 +12,20 @@ class Trainer:
     vllm_config: Any
 
     def load_checkpoint(self, way: str, checkpoint: str) -> None:
-        """Loads one as vLLM's weight transfer does what it received ("layerwise"), or, weight by weight, through the
-        model's own `load_weights` ("direct")."""
+        """Loads one as vLLM's weight transfer does what it received ("layerwise"), or the experts, weight by weight,
+        through the model's own `load_weights` ("direct")."""
         from safetensors.torch import load_file
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         model, weights = self.model_runner.get_model(), load_file(f"{checkpoint}/model.safetensors")
-        if way == "direct":
-            for one in weights.items():
-                model.load_weights([one])
-            return
-        names = sorted(weights)
+        # vLLM's own linear layers are packed on CPU: theirs come by the layerwise reload.
+        single = [name for name in sorted(weights) if way == "direct" and ".experts." in name]
+        names = [name for name in sorted(weights) if name not in single]
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
             for start in range(0, len(names), 40):
                 model.load_weights([(name, weights[name]) for name in names[start : start + 40]])
             finalize_layerwise_reload(model, self.vllm_config.model_config)
+        for name in single:
+            model.load_weights([(name, weights[name])])

@@ -6,16 +6,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.jobs import vllm_jobs as jobs
 from support.ports import free_port
+from support.stand_ins.vllm import host
 
+from eprt.errors import ConfigError
 from eprt.integrations.engine.ranks import EXIT_S
 from eprt.integrations.vllm import register
+from eprt.integrations.vllm.state import PluginState
+from eprt.integrations.vllm.supported import balance_options
 from eprt.models import family_for
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
@@ -54,7 +58,7 @@ def test_a_layer_from_its_making_to_its_call(pools) -> None:
         assert found["monolithic_call"].startswith("UsageError")
         assert found["left"] == "NotImplementedError: no kernel on this machine"
         assert [name for names in found["reasons"].values() for name in names] == ["layers.3"]
-        assert "AutoGPTQMoEMethod" in next(iter(found["reasons"]))
+        assert "MoeWNA16Method" in next(iter(found["reasons"]))
 
 
 @pytest.mark.parametrize("placed", [False, True])
@@ -87,6 +91,51 @@ def test_what_sleep_takes_comes_back_with_new_weights(pools, tmp_path: Path) -> 
                                  "before the next call"] * 2  # fmt: skip
         assert found["counted"] == 3 * jobs.TOKENS[rank] * jobs.K
         assert found["lost"] > 5
+
+
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_experts_follow_what_is_hot_while_vllm_steps(pools, redundant: int) -> None:
+    """Two layers, one moved a step, by counts of all ranks; then new weights come to where the experts lie by now."""
+    first, second = pools(2).run(jobs.balanced, redundant=redundant, steps=44)
+    for found in (first, second):
+        assert found["worst"] < 3 * 2**-8  # three roundings to bf16, as in `close`
+        assert found["changes"] >= 3
+        assert found["moved"] > 3
+        assert found["addresses"] == 1
+        in_order = [0, 1, 2, 3, EMPTY, EMPTY, 4, 5, 6, 7, EMPTY, EMPTY] if redundant else [1, 0, 2, 3, 4, 5, 6, 7]
+        assert found["first"] == (tuple(in_order),) * 2
+    assert (first["changes"], first["moved"]) == (second["changes"], second["moved"])
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"window": 3}, "window"),
+        ({"window_size": 0}, "window_size: 0: expected"),
+        ({"log_balancedness": 1}, "log_balancedness: 1"),
+        (7, "expected window_size"),
+    ],
+)
+def test_bad_options_of_balancing_are_named(given: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        balance_options(SimpleNamespace(additional_config={"eprt": {"eplb": given}}))
+
+
+def test_vllms_own_flag_becomes_eprts(caplog: pytest.LogCaptureFixture) -> None:
+    """Unless a flag leaves all layers to vLLM: then its own balancing stays on, and says why eprt is out."""
+    for more, taken in (({}, True), ({"lora_config": object()}, False)):
+        config = host(parallel_config__enable_eplb=True, **more)
+        config.parallel_config.enable_expert_parallel, config.parallel_config.data_parallel_size = True, 2
+        eplb = {"window_size": 5, "step_interval": 7, "num_redundant_experts": 4, "log_balancedness": False}
+        config.parallel_config.eplb_config = SimpleNamespace(**eplb)
+        config.device_config = SimpleNamespace(device_type="cuda")
+        state = PluginState()
+        state.take_over_balancing(config)
+        assert (state.balancing is not None) == taken
+        assert config.parallel_config.enable_eplb != taken
+        assert config.parallel_config.eplb_config.num_redundant_experts == (0 if taken else 4)
+        if state.balancing is not None:
+            assert vars(state.balancing.config) == eplb
 
 
 def test_ranks_of_tensor_parallelism_compute_parts_of_the_sum(pools) -> None:

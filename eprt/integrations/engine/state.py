@@ -7,13 +7,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.errors import ConfigError, UsageError
+from eprt.integrations.engine.balancing import Balancing
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.engine.placement import placement_of, redistribute
 from eprt.integrations.engine.settings import STRICT, choose, with_low_precision
@@ -68,6 +69,7 @@ class EngineState:
         fallbacks: reason -> names of the layers that the engine runs itself.
         built: the layers themselves.
         cold: those that were built and not yet warmed up.
+        balancing: what moves experts between steps, or None.
         unfinished: layers whose new weights are still in the engine's parameters.
         spent: seconds of the start-up per purpose.
         unfit: why no layer can run in this engine at all, or "".
@@ -83,6 +85,7 @@ class EngineState:
     fallbacks: dict[str, list[str]] = field(default_factory=dict)
     built: list[ExpertParallelMoE] = field(default_factory=list)
     cold: list[ExpertParallelMoE] = field(default_factory=list)
+    balancing: Balancing | None = None
     unfinished: list[Unfinished] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     unfit: str = ""
@@ -114,9 +117,13 @@ class EngineState:
                 self.worlds[sharing] = self.make_world(sharing)
         world, options = self.worlds[sharing], self.options()
         placement = placement_of(options, name, config.num_experts, world)
+        balanced = self.balancing is not None and sharing != "local"
+        if self.balancing is not None and balanced and placement is None:
+            placement = self.balancing.config.first_placement(config.num_experts, world.parallel)
         key = config, sharing, placement
         if key not in self.plans:
             runtime = with_low_precision(config, self.runtime(sharing), options)
+            runtime = replace(runtime, count_load=runtime.count_load or balanced)
             captured = self.captures_graphs()
             self.plans[key] = choose(config, world, runtime, placement, captured=captured, eager_flag=self.eager_flag)
         plan, runtime = self.plans[key]
@@ -154,8 +161,12 @@ class EngineState:
         self.cold.append(layer)
         return layer
 
-    def before_step(self) -> None:
-        """Brings new weights into their layers before the engine's next step, be it of calls or of a graph's replay.
+    def before_step(self, *, forward: bool = True) -> None:
+        """Brings new weights into their layers before the engine's next step, of calls or of a graph's replay, and
+        moves experts. Collective while experts are balanced.
+
+        Args:
+            forward: whether all ranks run the model in this step.
 
         Raises:
             CheckpointError: see `Unfinished.finish`.
@@ -165,6 +176,8 @@ class EngineState:
             layer.finish(whole=False)
         if broken := next((layer.broken for layer in self.built if layer.broken), ""):
             raise UsageError(broken)
+        if self.balancing is not None and forward and self.built and not self.cold:
+            self.balancing.before_step([layer for layer in self.built if layer.dispatcher.runtime.count_load])
 
     def warm(self) -> None:
         """Compiles, tunes and allocates for all layers at once. Collective.
@@ -217,7 +230,8 @@ def describe(bindings: list[LayerBinding], total: int) -> str:
     elif parallel.attention_tp_size > 1:
         ranks += f" (attention TP {parallel.attention_tp_size})"
     named = f"{len(bindings)} of {total} MoE layers ({first.name} to {bindings[-1].name})"
-    placed = "" if first.placement is None else f" on {first.placement.num_slots} slots by the placement file"
+    why = "balanced" if first.runtime.count_load else "by the placement file"
+    placed = "" if first.placement is None else f" on {first.placement.num_slots} slots {why}"
     return (
         f"{named} {ranks}: {plan.dispatcher} + {plan.executor}, {config.weight_format}, "
         f"{config.num_experts} experts{placed}, top-{config.top_k}, {config.hidden_size} x {config.intermediate_size}, "

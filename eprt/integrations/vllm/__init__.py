@@ -47,6 +47,7 @@ def register() -> None:
     """
     from eprt.integrations.vllm.method import install
     from eprt.integrations.vllm.state import PluginState
+    from eprt.integrations.vllm.worker import watch_config
 
     state, logger = PluginState(), logging.getLogger("vllm.eprt")
     try:
@@ -56,6 +57,7 @@ def register() -> None:
         state.unfit = str(error)
     try:
         install(state)
+        watch_config(state)
     except ConfigError as error:
         logger.warning("eprt: every layer is left to vLLM: %s", error)
 

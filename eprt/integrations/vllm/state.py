@@ -9,9 +9,17 @@ from typing import Any
 import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
+from eprt.integrations.engine.balancing import BalanceConfig, Balancing
 from eprt.integrations.engine.ranks import world_alone, world_of
 from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
-from eprt.integrations.vllm.supported import captures_graphs, options_of, require_supported, runtime_config
+from eprt.integrations.vllm.supported import (
+    balance_options,
+    captures_graphs,
+    left_whole,
+    options_of,
+    require_supported,
+    runtime_config,
+)
 from eprt.integrations.vllm.worker import watch_worker
 from eprt.world import World
 
@@ -57,6 +65,19 @@ class PluginState(EngineState):
 
         self.require_fit()
         require_supported(get_current_vllm_config(), get_ep_group().device.type, parallel)
+
+    def take_over_balancing(self, config: Any) -> None:
+        """Reads what is to be balanced from a VllmConfig, and turns vLLM's own balancing off where eprt's layers take
+        its place: they keep whole experts, and vLLM's model has no redundant ones then. Raises ConfigError."""
+        flags, device = config.parallel_config, config.device_config.device_type
+        found = balance_options(config)
+        if flags.enable_eplb and not self.unfit and not left_whole(config, device):
+            given = flags.eplb_config
+            fields = "window_size", "step_interval", "num_redundant_experts", "log_balancedness"
+            found = BalanceConfig(*(getattr(given, name) for name in fields))
+            flags.enable_eplb, given.num_redundant_experts = False, 0
+            self.logger.info("eprt: --enable-eplb moves the experts of eprt's layers: %s", found)
+        self.balancing = None if found is None else Balancing(found, self.logger)
 
     def bind(self, name: str, config: MoEConfig, moe: Any) -> LayerBinding:
         """Binds a layer. Collective for the first of its kind. Raises FallsBackToEngine, ConfigError, RankLost.

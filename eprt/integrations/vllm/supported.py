@@ -9,11 +9,13 @@ import sys
 from typing import Any
 
 from eprt.config import MoEConfig, RuntimeConfig, WeightFormat
+from eprt.integrations.engine.balancing import BalanceConfig
 from eprt.integrations.engine.settings import checked_options, fall_back, require_whole_scales, runtime_with
 from eprt.integrations.vllm.parameters import INTERLEAVED, activation_of, layout_of
 from eprt.rounding import ceil_div
 
 OPTIONS = "eprt"  # key of `--additional-config`
+EPLB = "eplb"  # beside RuntimeConfig's fields there: a `BalanceConfig`, for a vLLM whose own flag refuses the platform
 
 
 def require_supported(config: Any, device_type: str, parallel: Any) -> None:
@@ -23,14 +25,25 @@ def require_supported(config: Any, device_type: str, parallel: Any) -> None:
         config: a VllmConfig.
         parallel: vLLM's FusedMoEParallelConfig: how a layer is split.
     """
+    eplb = config.parallel_config.enable_eplb, "--enable-eplb moves experts between ranks while eprt holds them"
+    fall_back([*_reasons(config, device_type, parallel.use_ep, parallel.dp_size), eplb])
+
+
+def left_whole(config: Any, device_type: str) -> str:
+    """Returns which flag leaves all layers of a model to vLLM, before any is made; "" if none does."""
+    flags = config.parallel_config
+    reasons = _reasons(config, device_type, flags.enable_expert_parallel, flags.data_parallel_size)
+    return next((reason for holds, reason in reasons if holds), "")
+
+
+def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[tuple[bool, str]]:
     flags, model = config.parallel_config, config.model_config
-    reasons = [
+    return [
         (device_type not in ("cuda", "cpu"), f"the platform is {device_type}: eprt runs on CUDA, and on CPU for tests"),
         (
             device_type == "cpu" and not model.enforce_eager,
             "on CPU vLLM compiles the experts' call into its graph: --enforce-eager gives them to eprt",
         ),
-        (flags.enable_eplb, "--enable-eplb moves experts between ranks while eprt holds them"),
         (flags.use_ubatching, "--enable-dbo runs two batches at once through one layer"),
         (flags.enable_elastic_ep, "--enable-elastic-ep changes the ranks of a running engine"),
         (
@@ -39,11 +52,10 @@ def require_supported(config: Any, device_type: str, parallel: Any) -> None:
         ),
         (config.lora_config is not None, "--enable-lora: adapters of the experts live in vLLM's own kernels"),
         (
-            not parallel.use_ep and parallel.dp_size > 1,
+            not use_ep and dp_size > 1,
             "--data-parallel-size cuts each expert over all ranks: --enable-expert-parallel gives them to eprt whole",
         ),
     ]
-    fall_back(reasons)
 
 
 def moe_config(layer: Any, method: Any) -> MoEConfig:
@@ -96,8 +108,19 @@ def runtime_config(config: Any, tp_size: int) -> RuntimeConfig:
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """Returns eprt's section of `--additional-config`. Raises ConfigError for names that it hasn't got."""
-    return checked_options((config.additional_config or {}).get(OPTIONS, {}), f"--additional-config {OPTIONS}")
+    """Returns eprt's section of `--additional-config`, less EPLB. Raises ConfigError for names that it hasn't got."""
+    given: Any = (config.additional_config or {}).get(OPTIONS, {})
+    if isinstance(given, dict):
+        given = {name: value for name, value in given.items() if name != EPLB}
+    return checked_options(given, f"--additional-config {OPTIONS}")
+
+
+def balance_options(config: Any) -> BalanceConfig | None:
+    """Returns what eprt's own option says of balancing, or None. Raises ConfigError."""
+    given: Any = (config.additional_config or {}).get(OPTIONS, {})
+    if not isinstance(given, dict) or EPLB not in given:
+        return None
+    return BalanceConfig.read(given[EPLB], f"--additional-config {OPTIONS}.{EPLB}")
 
 
 def captures_graphs(config: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,13 +13,20 @@ from eprt.integrations.engine.sleeping import Kept
 from eprt.integrations.engine.state import EngineState
 
 
+class TakesConfig(Protocol):
+    """What reads a VllmConfig before the model is built."""
+
+    def take_over_balancing(self, config: Any) -> None: ...
+
+
 def watch_worker(state: EngineState) -> None:
     """Lets `state` look after its layers around what this process's worker does. Idempotent."""
     worker: Any = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)  # the CPU worker's parent, too
     kept = Kept()
 
-    def before_step(*_: Any, **__: Any) -> None:
-        state.before_step()
+    def before_step(_: Any, scheduler_output: Any = None) -> None:
+        # A dummy batch has no output of the scheduler, and runs the model as its peers do.
+        state.before_step(forward=scheduler_output is None or scheduler_output.total_num_scheduled_tokens > 0)
 
     def before_sleep(_: Any, level: int = 1) -> None:
         if level == 2:
@@ -33,6 +40,16 @@ def watch_worker(state: EngineState) -> None:
         _surround(worker, name, before=before_step)
     _surround(worker, "sleep", before=before_sleep)
     _surround(worker, "wake_up", after=after_waking)
+
+
+def watch_config(state: TakesConfig) -> None:
+    """Takes `--enable-eplb` over before a worker builds its model, if eprt's layers may be in it. Idempotent."""
+    wrapper: Any = getattr(sys.modules.get("vllm.v1.worker.worker_base"), "WorkerWrapperBase", None)
+
+    def before_init(worker: Any) -> None:
+        state.take_over_balancing(worker.vllm_config)
+
+    _surround(wrapper, "init_device", before=before_init)
 
 
 def lost_in_sleep() -> Callable[[torch.Tensor], bool]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -86,7 +88,7 @@ def two_layers(context: Any) -> dict[str, Any]:
         found["again"] = applied(layers[0], context.rank)
         found["monolithic_call"] = message(lambda: layers[0].quant_method.apply_monolithic(layers[0], None, None))
         # vLLM's own: it chooses a kernel, which this machine doesn't have.
-        found["left"] = message(lambda: made(vllm, context, "layers.3", stand_in.AutoGPTQMoEMethod))
+        found["left"] = message(lambda: made(vllm, context, "layers.3", stand_in.MoeWNA16Method))
         found["reasons"] = {reason: list(names) for reason, names in vllm.state.fallbacks.items()}
     return found
 
@@ -144,6 +146,58 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
             "stayed": at == [t.data_ptr() for t in built.executor.slot_tensors().values()],
             "freed": freed + sum(p.numel() for p in (*layer.parameters(), *other.parameters())),
         }
+
+
+def balanced(context: Any, redundant: int, steps: int) -> dict[str, Any]:
+    """Errors of a layer's outputs while what is hot changes, and the placements that it had."""
+    context.world()
+    options = {"window_size": 4, "step_interval": 8, "num_redundant_experts": redundant}
+    given = config(additional_config={"eprt": {"eplb": options}})
+    given.device_config = SimpleNamespace(device_type="cpu")
+    errors, placements, at = [], [], set()
+    with stand_in.installed(given, TOKENS) as vllm, torch.inference_mode():
+        vllm.state.take_over_balancing(given)
+        layers = [made(vllm, context, f"layers.{n}", number=n) for n in range(2)]
+        for layer in layers:
+            layer.quant_method.process_weights_after_loading(layer)
+        for step in range(steps):
+            vllm.state.before_step()
+            for number, layer in enumerate(layers):
+                drawn = hot_tokens(context.rank, step, hot=[(step // 10 + number) * 3 % E, (step // 10) * 5 % E])
+                y = layer.quant_method.apply(layer, *drawn, None, None).double()
+                want = formula(number, *drawn)
+                errors.append(float((y - want).abs().max() / want.abs().max()))
+            built = [layer.quant_method.eprt.layer for layer in layers]
+            placements.append(tuple(one.placement.slots for one in built))
+            at.add(tuple(t.data_ptr() for one in built for t in one.executor.slot_tensors().values()))
+        reload_layerwise(layers[0], 1)
+        vllm.state.before_step()
+        drawn = hot_tokens(context.rank, 0, hot=[1, 2])
+        want = formula(1, *drawn)
+        y = layers[0].quant_method.apply(layers[0], *drawn, None, None).double()
+        errors.append(float((y - want).abs().max() / want.abs().max()))
+    changes = sum(a != b for a, b in itertools.pairwise(placements))
+    return {"worst": max(errors), "changes": changes, "first": placements[0], "moved": vllm.state.balancing.moved,
+            "addresses": len(at)}  # fmt: skip
+
+
+def hot_tokens(rank: int, step: int, hot: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens of a step, most of which choose one of the hot experts."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    T = TOKENS[rank]
+    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)])
+    for row in range(T):
+        if row % 4 and hot[row % 2] not in ids[row]:
+            ids[row, 0] = hot[row % 2]
+    return torch.randn(T, H, generator=generator).bfloat16(), torch.rand(T, K, generator=generator), ids
+
+
+def formula(number: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A SwiGLU layer in float64."""
+    up, down = (matrix.double() for matrix in experts(number))
+    gate, value = torch.einsum("th,tkih->tki", x.double(), up[ids]).chunk(2, dim=-1)
+    inside = gate * torch.sigmoid(gate) * value
+    return (torch.einsum("tki,tkhi->tkh", inside, down[ids]) * weights.double()[..., None]).sum(1)
 
 
 def slept(context: Any, path: str) -> dict[str, Any]:

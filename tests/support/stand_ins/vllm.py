@@ -60,7 +60,7 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase, nn.Module):
             layer.register_parameter(name, parameter)
 
 
-class AutoGPTQMoEMethod(UnquantizedFusedMoEMethod):
+class MoeWNA16Method(UnquantizedFusedMoEMethod):
     """One that eprt doesn't read."""
 
 
