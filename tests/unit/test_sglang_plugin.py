@@ -131,7 +131,9 @@ def test_eprt_carries_tokens_where_each_rank_has_its_own(qwen3: Path) -> None:
         ({"enable_eplb": True}, {}, "--enable-eplb"),
         ({"architectures": ["DeepseekV4ForCausalLM"]}, {}, "DeepseekV4ForCausalLM isn't among the models"),
         ({"num_experts": 127}, {}, "127 experts on 2 ranks"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "awq"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "experts in awq"),
+        ({"quantization": "fp8"}, {}, "--quantization fp8"),
+        ({"dtype": "half"}, {}, "float16"),
         ({}, {"dispatcher": "deepep", "executor": "humming"}, "deepep"),
     ],
 )
@@ -158,6 +160,19 @@ def test_arguments_say_who_carries_the_tokens(qwen3: Path, caplog: pytest.LogCap
     assert ours.disable_shared_experts_fusion
     assert not theirs.disable_shared_experts_fusion
     assert "eprt: SGLang carries the tokens between ranks: --enable-eplb" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "off"),
+    [({}, True), ({"enable_eplb": True}, False), ({"cuda_graph_backend_prefill": "breakable"}, False)],
+)
+def test_defaults_that_are_off_where_eprt_runs_layers(flags: dict[str, Any], off: bool) -> None:
+    """Before SGLang resolves its arguments, where graphs of prefill are its default."""
+    one = arguments(tp_size=1, dp_size=1, ep_size=1, enable_dp_attention=False, cuda_graph_config=None, **flags)
+    hooks._arguments_made(SglangState(), lambda args: None, one)
+    assert one.disable_prefill_cuda_graph is off
+    assert one.disable_shared_experts_fusion is ("enable_eplb" not in flags)
+    assert one.moe_a2a_backend == "none"
 
 
 MXFP4 = MoEConfig(128, 4, 2880, 2880, Activation(alpha=1.702, beta=1.0, limit=7.0), bias=True, weight_format="mxfp4")

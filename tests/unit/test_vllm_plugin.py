@@ -245,7 +245,7 @@ def duel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import vllm_duel
 
     yield vllm_duel
-    for name in ("vllm_duel", "vllm_engine", "vllm_models"):
+    for name in ("duel", "vllm_duel", "vllm_engine", "vllm_models"):
         sys.modules.pop(name, None)
 
 

@@ -12,7 +12,7 @@ from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.sglang.method import EprtFusedMoEMethod, pass_through
 from eprt.integrations.sglang.parameters import layout_of
 from eprt.integrations.sglang.state import SglangState
-from eprt.integrations.sglang.supported import CARRIED, all_to_all_reason
+from eprt.integrations.sglang.supported import CARRIED, all_to_all_reason, require_supported
 
 _SRT = "sglang.srt."
 _LAYER = _SRT + "layers.moe.fused_moe_triton.layer."
@@ -45,10 +45,22 @@ def _arguments_made(state: SglangState, original: Callable[..., None], args: Any
     reason = all_to_all_reason(args, state.options())
     if not reason:
         args.moe_a2a_backend = CARRIED
-        args.disable_shared_experts_fusion = True
     elif args.ep_size > 1:
         state.logger.warning("eprt: SGLang carries the tokens between ranks: %s", reason)
+    _make_room(state, args)
     original(args)
+
+
+def _make_room(state: SglangState, args: Any) -> None:
+    """Switches off two defaults where eprt will run layers: shared experts among the routed, CUDA graphs of prefill."""
+    try:
+        require_supported(args)
+    except FallsBackToEngine:
+        return  # the layers will say so
+    args.disable_shared_experts_fusion = True
+    if args.cuda_graph_backend_prefill is None and args.cuda_graph_config is None:
+        args.disable_prefill_cuda_graph = True
+        state.logger.info("eprt: no CUDA graphs of prefill; --cuda-graph-backend-prefill leaves the experts to SGLang")
 
 
 def _carries_tokens(original: Callable[..., bool], backend: Any) -> bool:

