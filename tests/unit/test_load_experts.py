@@ -25,6 +25,7 @@ from eprt.experts.humming import HummingExecutor
 from eprt.experts.in_place import leaves
 from eprt.experts.reference import ReferenceExecutor
 from eprt.experts.torch_grouped import GroupedExecutor
+from eprt.ranks.launcher import WorldFailed, WorldPool
 from eprt.weights import ExpertWeights
 
 SLOTWISE = [
@@ -185,6 +186,16 @@ def test_a_load_that_fails_half_way_refuses_calls_until_a_whole_one(pools) -> No
         assert told.startswith("CapacityError: rank 1 has no memory to prepare its experts anew")
         assert refused == ["UsageError: layer 0 holds experts of a load that failed half way: load all of them"] * 3
         assert works == [True, True]
+
+
+def test_a_rank_killed_in_a_load_is_named_and_nobody_answers_with_mixed_weights(tmp_path) -> None:
+    with WorldPool(3, grace_s=10) as pool, pytest.raises(WorldFailed, match="rank 1 was killed"):
+        pool.run(jobs.killed_half_way, folder=tmp_path)
+    for rank in (0, 2):
+        told, seconds, after, broken = (tmp_path / str(rank)).read_text().split(maxsplit=3)
+        assert (told, after) == ("RankLost", "RankLost")
+        assert float(seconds) < 4.0  # a lost connection is known in one second; a loaded machine schedules late
+        assert broken.startswith("layer 0 holds experts of a load that failed half way")
 
 
 @pytest.mark.parametrize(

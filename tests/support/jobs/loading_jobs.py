@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from unittest.mock import patch
 
 import torch
 
 from eprt.experts.base import PreparedExecutor
 from eprt.weights import Dense, ExpertWeights
-from support.builders import said
+from support.builders import die, said
 from support.jobs.balance_jobs import E, build, full_weights, right, share
 
 SLOTS = {1: (*range(E), 3, 0), 2: (*range(E), 3, 0)}  # two replicas
@@ -109,3 +110,24 @@ def refused(context, wrong):
     works = answers(layer, world, 0)
     layer.close()
     return told, works
+
+
+def killed_half_way(context, folder):
+    """Rank 1 dies while it writes new experts. Each of the others writes what it raised, after how many seconds, what
+    the next call raises, and what its layer says."""
+    world = context.world(timeout_s=5.0)
+    layer = build(world, (*range(E), 0))
+    write = PreparedExecutor.load_experts
+
+    def dies(self, weights, slots=None):
+        write(self, weights.map(lambda tensor: tensor[:1]), [0])
+        die()
+
+    started = time.monotonic()
+    with patch.object(PreparedExecutor, "load_experts", dies if world.rank == 1 else write):
+        told = said(lambda: layer.load_experts(whole(layer, world, 5)))
+    seconds = time.monotonic() - started
+    after = said(lambda: right(layer, world, 1, 5))
+    (folder / str(world.rank)).write_text(
+        f"{told.partition(':')[0]} {seconds:.2f} {after.partition(':')[0]} {layer.broken}"
+    )
