@@ -75,6 +75,47 @@ def test_data_parallelism_that_cuts_every_expert_is_left_to_vllm() -> None:
         require_supported(host(), "cuda", SimpleNamespace(use_ep=False, dp_size=2))
 
 
+@pytest.mark.parametrize(
+    ("targets", "kept"),
+    [
+        (None, False),
+        (["q_proj", "v_proj"], True),
+        (["qkv_proj", "o_proj"], True),
+        (["q_proj", "gate_proj"], False),
+        (["experts"], False),
+    ],
+)
+def test_lora_on_attention_alone_leaves_the_experts_to_eprt(targets: list[str] | None, kept: bool) -> None:
+    config = host(lora_config=SimpleNamespace(target_modules=targets))
+    parallel = SimpleNamespace(use_ep=True, dp_size=2)
+    if kept:
+        require_supported(config, "cuda", parallel)
+    else:
+        with pytest.raises(FallsBackToEngine, match="--lora-target-modules that names projections of attention alone"):
+            require_supported(config, "cuda", parallel)
+
+
+@pytest.mark.parametrize(
+    ("module", "owned"),
+    [
+        ("vllm.models.muse_spark.nvidia.muse_moe_runner", True),
+        ("vllm.models.deepseek_v41.nvidia.specialized_decode.moe.runner", True),
+        ("vllm.models.kimi_k3.amd.latent_moe_runner", False),
+        ("vllm.model_executor.layers.fused_moe.runner.moe_runner", False),
+    ],
+)
+def test_models_with_a_runner_of_their_own_are_left_to_vllm(
+    monkeypatch: pytest.MonkeyPatch, module: str, owned: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace())
+    parallel = SimpleNamespace(use_ep=True, dp_size=2)
+    if owned:
+        with pytest.raises(FallsBackToEngine, match=module.replace(".", r"\.")):
+            require_supported(host(), "cuda", parallel)
+    else:
+        require_supported(host(), "cuda", parallel)
+
+
 def test_the_batch_invariant_switch_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (False, True):
         monkeypatch.setitem(sys.modules, "vllm.envs", SimpleNamespace(VLLM_BATCH_INVARIANT=value))

@@ -5,6 +5,7 @@ The decisions read only vLLM's configuration. It is the same on every rank, so e
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -15,6 +16,12 @@ from eprt.integrations.vllm.parameters import INTERLEAVED, activation_of, layout
 from eprt.rounding import ceil_div
 
 OPTIONS = "eprt"  # key of `--additional-config`
+# Projections of attention, as vLLM's models name them.
+ATTENTION = {
+    *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj", "qkv", "wqkv", "wo"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "fused_qkv_a_proj"),
+}
+RUNNERS = re.compile(r"vllm\.models\.\w+\.nvidia\.(\w+moe_runner|specialized_decode\.moe)(\.|$)")
 EPLB = "eplb"  # beside RuntimeConfig's fields there: a `BalanceConfig`, for a vLLM whose own flag refuses the platform
 
 
@@ -26,7 +33,9 @@ def require_supported(config: Any, device_type: str, parallel: Any) -> None:
         parallel: vLLM's FusedMoEParallelConfig: how a layer is split.
     """
     eplb = config.parallel_config.enable_eplb, "--enable-eplb moves experts between ranks while eprt holds them"
-    fall_back([*_reasons(config, device_type, parallel.use_ep, parallel.dp_size), eplb])
+    runner = own_runner()
+    owned = bool(runner), f"the model runs its MoE layers itself ({runner}), on the kernel object of vLLM's own methods"
+    fall_back([*_reasons(config, device_type, parallel.use_ep, parallel.dp_size), owned, eplb])
 
 
 def left_whole(config: Any, device_type: str) -> str:
@@ -50,12 +59,30 @@ def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[
             flags.prefill_context_parallel_size > 1,
             "--prefill-context-parallel-size splits tokens in a way that eprt isn't told",
         ),
-        (config.lora_config is not None, "--enable-lora: adapters of the experts live in vLLM's own kernels"),
+        (
+            config.lora_config is not None and not _lora_of_attention(config.lora_config),
+            "--enable-lora: adapters of the experts live in vLLM's own kernels; --lora-target-modules that names "
+            "projections of attention alone leaves the experts to eprt",
+        ),
         (
             not use_ep and dp_size > 1,
             "--data-parallel-size cuts each expert over all ranks: --enable-expert-parallel gives them to eprt whole",
         ),
     ]
+
+
+def _lora_of_attention(lora: Any) -> bool:
+    """Returns whether adapters are kept off the experts (`lora/model_manager.py`: modules by the end of their name)."""
+    named = getattr(lora, "target_modules", None)
+    return bool(named) and set(named) <= ATTENTION
+
+
+def own_runner() -> str:
+    """Returns the module in which the model that is being made has a MoE runner of its own, or "".
+
+    Such runners (vLLM 0.33: Muse Spark, DeepSeek-V4.1's decode) reach into the kernel of vLLM's own methods.
+    """
+    return next((name for name in tuple(sys.modules) if RUNNERS.match(name)), "")
 
 
 def moe_config(layer: Any, method: Any) -> MoEConfig:
