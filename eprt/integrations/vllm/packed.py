@@ -28,11 +28,15 @@ _GLOBAL_SCALES = ("w13_weight_global_scale", "w2_weight_global_scale")
 _INPUT_GLOBAL_SCALES = ("w13_input_global_scale", "w2_input_global_scale")
 
 
-def _require_int4(bits: int, group: int | None) -> WeightFormat:
+def _require_int4(method: Any, bits: int, group: int | None) -> WeightFormat:
     if bits != 4:
         raise FallsBackToEngine(f"INT{bits} experts: eprt reads INT4")
-    if group not in (None, -1, *INT4_GROUPS):
+    group = -1 if group is None else group
+    if group not in (-1, *INT4_GROUPS):
         raise FallsBackToEngine(f"INT4 with a scale for {group} inputs: eprt reads {INT4_GROUPS} or the whole row")
+    part = getattr(getattr(method, "moe", None), "intermediate_size_per_partition", 0)
+    if group > 0 and part % group:
+        raise FallsBackToEngine(f"{part} of the experts' rows are left to a rank, which cuts a scale of {group} (int4)")
     return "int4"
 
 
@@ -43,7 +47,7 @@ def _wna16(method: Any, _: torch.dtype) -> WeightFormat:
     weights = method.weight_quant
     if str(getattr(weights, "actorder", None)).endswith("group"):
         raise FallsBackToEngine("INT4 with columns in activation order (actorder group)")
-    return _require_int4(weights.num_bits, weights.group_size)
+    return _require_int4(method, weights.num_bits, weights.group_size)
 
 
 def _wna16_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
@@ -102,7 +106,7 @@ def _gptq(method: Any, _: torch.dtype) -> WeightFormat:
         raise FallsBackToEngine("GPTQ with zero points of its own: eprt reads symmetric ones from vLLM")
     if config.desc_act:
         raise FallsBackToEngine("GPTQ with columns in activation order (desc_act)")
-    return _require_int4(config.quant_type.size_bits, config.group_size)
+    return _require_int4(method, config.quant_type.size_bits, config.group_size)
 
 
 def _gptq_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
@@ -117,7 +121,7 @@ def _awq(method: Any, _: torch.dtype) -> WeightFormat:
     config = method.quant_config
     if not config.zero_point:
         raise FallsBackToEngine("AWQ without zero points")
-    return _require_int4(config.weight_bits, config.group_size)
+    return _require_int4(method, config.weight_bits, config.group_size)
 
 
 def _awq_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
