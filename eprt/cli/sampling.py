@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 _NEW_TOKENS = 32  # where neither a flag nor the checkpoint says it
 _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (lambda value: value >= 1, "at least 1"),
-    "temperature": (lambda value: value >= 0, "0 (greedy) or more, and finite"),
+    # The bounds of scores that are divided: below, float32 overflows.
+    "temperature": (lambda value: value == 0 or value >= 0.001, "0 (greedy) or at least 0.001, and finite"),
     "top_p": (lambda value: 0 < value <= 1, "above 0, at most 1 (all tokens)"),
     "top_k": (lambda value: value >= 0, "at least 0 (all tokens)"),
     "min_p": (lambda value: 0 <= value <= 1, "0 to 1"),
-    "repetition_penalty": (lambda value: value > 0, "above 0 (1 is none), and finite"),
+    "repetition_penalty": (lambda value: 0.01 <= value <= 100, "0.01 to 100 (1 is none)"),
     "stop_strings": (all, "text"),
 }
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # each of them asks for sampling

@@ -48,3 +48,70 @@ def test_rl() -> None:
     page = "rl.md"
     found = launch(run_blocks, 4, page=page, blocks=blocks(page), names={})
     assert [rank["changed"] for rank in found] == [[True, True]] * 4
+
+
+# What pages of fragments take for granted: a world, and how the tiny gpt-oss's first MoE layer is made.
+GIVEN = """
+import os, tempfile
+import torch
+import eprt
+from eprt import RuntimeConfig
+from eprt.models import build_layer
+
+os.chdir(tempfile.mkdtemp(dir=FOLDER))
+world = eprt.World.from_env()
+SLOTS = (0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 1, 1)
+
+def made(runtime=None, slots=None):
+    placement = slots and eprt.ExpertPlacement(8, world.parallel, slots=slots)
+    layer = build_layer(eprt.load_layer(MODEL, 0, world.parallel, world.rank, placement), world, runtime)
+    world.warmup(layer)
+    return layer
+
+def hidden(rows):
+    return torch.randn(rows, layers[0].config.input_size, dtype=torch.bfloat16)
+"""
+FRAGMENTS: dict[str, list[str]] = {  # what stands for "..." in each block, or comes before it
+    "README.md": ["prompts = [[5, 6, 7]] * world.rank"],
+    "docs/balance.md": [
+        "layers = [made(runtime, SLOTS)]; layers[0](hidden(5)); world.barrier()",
+        "placements = [eprt.ExpertPlacement(8, world.parallel, slots=SLOTS[1:] + SLOTS[:1])]",
+    ],
+    "docs/how_it_works.md": [
+        "layers = [made()]; num_tokens, n, input_ids = 3, 0, None; model = lambda _: layers[0](hidden(num_tokens))",
+        "token = torch.arange(1 + world.rank); position = token * 0; table = hidden(8)\n"
+        "def forward(token, position): return layers[0](table[token])\n"
+        "def idle_step(layers): layers[0](hidden(0))",
+        "model = MODEL",
+    ],
+    "docs/limits_and_errors.md": ["layers = [layer := made(runtime)]; hidden_states = hidden(1 + world.rank)"],
+}
+
+
+@pytest.mark.parametrize("page", FRAGMENTS)
+def test_fragments(tmp_path: Path, page: str) -> None:
+    pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+    model = str(write_tiny_checkpoint(tmp_path / "tiny"))
+    found = blocks(f"../{page}")
+    assert len(found) == len(FRAGMENTS[page]), "a block without what it takes for granted"
+    run = [GIVEN]
+    for block, given in zip(found, FRAGMENTS[page], strict=True):
+        block = block.replace("openai/gpt-oss-120b", model)
+        run += [block.replace("\n...\n", f"\n{given}\n")] if "\n...\n" in block else [given, block]
+    names = {"MODEL": model, "FOLDER": str(tmp_path)}
+    left = launch(run_blocks, 4, timeout_s=110, page=page, blocks=run, names=names)
+    match page:
+        case "README.md":
+            assert [len(rank["tokens"]) for rank in left] == [0, 1, 2, 3]
+        case "docs/balance.md":
+            assert [rank["counts"] for rank in left] == [(1, 8)] * 4
+            assert len(list(tmp_path.glob("*/counts.json"))) == 4
+        case "docs/how_it_works.md":
+            assert [rank["logits"][0] for rank in left] == [1, 2, 3, 4]
+        case _:
+            assert [rank["output"][0] for rank in left] == [1, 2, 3, 4]
+
+
+def test_every_page_with_python_is_run() -> None:
+    pages = {path.name for path in [*DOCS.glob("*.md"), DOCS.parent / "README.md"] if "```python" in path.read_text()}
+    assert pages == {Path(page).name for page in FRAGMENTS} | {"transformers.md", "own_engine.md", "extending.md", "rl.md"}

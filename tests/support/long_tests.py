@@ -34,6 +34,10 @@ LONG = (
     r"test_cli::test_a_broken_rank_ends_the_run.*\[19",  # a stopped rank is waited for; a killed one isn't
     r"test_launch::test_(a_node|two_nodes|slurm|its_command)",
     r"test_cli_generate::test_a_(restarted_world|signal)",
+    r"test_generate_(fuzz|kills)::",
+    r"test_generation_starts::",
+    r"test_page_commands::test_it_runs\[bench",
+    r"test_page_code::test_fragments\[README",
     r"test_plugins::test_a_strangers",
     # Every check comes before a pair of backends does anything: one pair shows what it says.
     r"test_bad_input::test_.*(none-flat|expert_major)",

@@ -52,8 +52,10 @@ class SeededChoice(LogitsProcessor):
         noise = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
         for row, generator in zip(noise, self._generators, strict=True):
             row.exponential_(generator=generator)
-        chosen = (scores.float().softmax(-1) / noise).argmax(-1, keepdim=True)
-        return torch.full_like(scores, -torch.inf).scatter_(-1, chosen, 0.0)
+        probabilities = scores.float().softmax(-1)
+        chosen = (probabilities / noise).argmax(-1, keepdim=True)
+        nan = 0.0 * probabilities.sum(-1, keepdim=True)  # of scores that have no probabilities: the loop refuses NaN
+        return torch.full_like(scores, -torch.inf).scatter_(-1, chosen, 0.0) + nan.to(scores.dtype)
 
 
 @contextmanager
