@@ -73,9 +73,12 @@ def share(context: RankContext, value: Any) -> Any:
 
 def load_model(context: RankContext, settings: Settings, behind_s: float, ticks: Path | None) -> LoadedModel:
     """Loads the model without other ranks' experts; appends a byte to `ticks` for each layer. Collective."""
+    from transformers.utils.logging import disable_progress_bar
+
     from eprt.integrations.transformers import load_without_experts, parallelize
     from eprt.integrations.transformers.decode import model_refusal
 
+    disable_progress_bar()  # one for each rank, terminal or not; the command has its own
     world = context.world(timeout_s=behind_s)
     context.release("generate")
     ticker = _Ticker(ticks if context.rank == 0 else None)

@@ -156,28 +156,31 @@ class Terminal:
             finally:
                 over.set()
                 watching.join()
+                bar.update(task, completed=advance.done(ticks_each))
 
 
 class Advance:
     """Counts parts of a command's work as done: `advance(note)`.
 
     Attributes:
+        total: how many parts there are.
         ticks: a file to which anybody may append a byte for a fraction of a part; None where nobody looks.
     """
 
     def __init__(self, what: str, total: int, say: Callable[[str], None], ticks: Path | None = None) -> None:
         self.ticks = ticks
-        self._what, self._total, self._say = what, total, say
+        self.total = total
+        self._what, self._say = what, say
         self._done = self._seen = 0
 
     def __call__(self, note: str) -> None:
         self._done += 1
         self._seen = self._size()
-        self._say(f"{self._what} {self._done}/{self._total}: {harmless(note)}")
+        self._say(f"{self._what} {self._done}/{self.total}: {harmless(note)}")
 
     def done(self, ticks_each: int) -> float:
         """Returns the parts that are done, with the fraction of the present one."""
-        return min(self._done + max(0, self._size() - self._seen) / ticks_each, self._total)
+        return min(self._done + max(0, self._size() - self._seen) / ticks_each, self.total)
 
     def _size(self) -> int:
         return 0 if self.ticks is None else self.ticks.stat().st_size

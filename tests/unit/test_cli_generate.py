@@ -21,6 +21,7 @@ from support.processes import descendants, wait_until_gone
 from eprt.cli import generate as command
 from eprt.cli import main
 from eprt.cli.journal import Journal, as_line
+from eprt.cli.terminal import Advance
 from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import ConfigError
 
@@ -57,6 +58,27 @@ def test_prompts_come_back_in_order_as_they_were_given(tiny: Path, tmp_path: Pat
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert main([*words, "--prompts", "-"]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == found
+
+
+class _TerminalStream(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [_TerminalStream, io.StringIO])
+def test_a_bar_moves_where_there_is_a_terminal(tiny: Path, monkeypatch, stream: type[io.StringIO]) -> None:
+    """By what ranks append to a file: layers, then tokens. Elsewhere there are lines alone."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stream())
+    seen = []
+    done = Advance.done
+    monkeypatch.setattr(Advance, "done", lambda self, each: seen.append((self.total, done(self, each))) or seen[-1][1])
+    assert main([*WORDS, "--model", str(tiny), "--world", "1"]) == 0
+    text = sys.stderr.getvalue()
+    assert "rounds 1/1: 3 of 3 prompts done" in text
+    assert ("\x1b[" in text) == bool(seen) == (stream is _TerminalStream)
+    assert not seen or seen[-1] == (1, 1.0)
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ SMALLER = {
     "bench exchange": ["--world", "2", "--device", "cpu", "--rounds", "5"],
     "bench step": ["--device", "cpu", "--models", "tiny", "--layers", "1", "--tokens", "1", "--rounds", "1"],
 }
-ELSEWHERE = {  # what other tests run, or what needs a GPU and is refused without one
-    "doctor --run --plugin my_backends": "test_plugins, test_page_code: minutes",
+ELSEWHERE = {  # with the page's own backends
+    "doctor --run --plugin my_backends": "test_plugins",
     "run --plugin my_backends --dispatcher broadcast --executor one_by_one": "test_plugins",
 }
 
