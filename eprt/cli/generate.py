@@ -74,6 +74,15 @@ def _check(arguments: Generate) -> None:
     given_flags(arguments)
 
 
+def _check_stops(strings: list[str], tokenizer: Any) -> None:
+    """Raises ConfigError."""
+    from eprt.integrations.transformers.sequences import stops_at
+
+    if tokenizer is None:
+        raise ConfigError(f"stop strings {strings}: the checkpoint has no tokenizer to tell text by; add its files")
+    stops_at(strings, tokenizer)
+
+
 def _found(model: Path) -> Path:
     """Returns the directory of a checkpoint or hub id. Raises CheckpointError."""
     from eprt.integrations.transformers.load import find_checkpoint
@@ -122,8 +131,8 @@ class _Task:
         config = checkpoints_generation(directory)
         options = generation_options(arguments, config)
         all_options = {**config.to_dict(), **options}
-        if (stops := all_options.get("stop_strings")) and tokenizer is None:
-            raise ConfigError(f"stop strings {stops}: the checkpoint has no tokenizer to tell text by; add its files")
+        if stops := all_options.get("stop_strings"):
+            _check_stops(stops, tokenizer)
         seeds = [
             hash63(f"{arguments.seed} {number}".encode()) if prompt.seed is None else prompt.seed
             for number, prompt in enumerate(prompts)

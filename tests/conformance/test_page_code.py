@@ -114,4 +114,9 @@ def test_fragments(tmp_path: Path, page: str) -> None:
 
 def test_every_page_with_python_is_run() -> None:
     pages = {path.name for path in [*DOCS.glob("*.md"), DOCS.parent / "README.md"] if "```python" in path.read_text()}
-    assert pages == {Path(page).name for page in FRAGMENTS} | {"transformers.md", "own_engine.md", "extending.md", "rl.md"}
+    assert pages == {Path(page).name for page in FRAGMENTS} | {
+        "transformers.md",
+        "own_engine.md",
+        "extending.md",
+        "rl.md",
+    }

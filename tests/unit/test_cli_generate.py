@@ -125,6 +125,8 @@ def test_options_of_generation_are_transformers_own(speaking: Path, tmp_path: Pa
     assert ended[0] == stop
     assert stopped[0] == sampled[0][:1]
     monkeypatch.setattr(command, "ranks", lambda *_: pytest.fail("ranks were started"))
+    assert main([*words, "--stop-strings", "\u00e9"]) == 2
+    assert "stop_strings=['\u00e9']: the tokenizer has no tokens that end them" in capsys.readouterr().err
     for line, said in (
         ('{"messages": [{"role": "user"}]}', "the chat template refuses the messages: "),
         ('{"messages": [{"content": "a"}]}', '{"messages": [...]}'),

@@ -192,17 +192,15 @@ def _run(
 
 def _record_ends(model: Any, given: dict[str, Any], stops: set[int], prompt_length: int) -> dict[int, int]:
     """Puts a record of where sequences end into what `model.generate` is given, and returns it."""
-    from transformers import EosTokenCriteria, StopStringCriteria
+    from transformers import EosTokenCriteria
 
-    from eprt.integrations.transformers.sequences import Ends
+    from eprt.integrations.transformers.sequences import Ends, stops_at
 
     strings, tokenizer = _option(model, given, "stop_strings"), given.pop("tokenizer", None)
     criteria = [*(given.pop("stopping_criteria", None) or [])]
     criteria += [EosTokenCriteria(sorted(stops))] if stops else []
     if strings:
-        if tokenizer is None:
-            raise ConfigError(f"stop_strings={strings!r} need the model's tokenizer: pass tokenizer= as well")
-        criteria.append(StopStringCriteria(tokenizer, strings))
+        criteria.append(stops_at(strings, tokenizer))
         given["stop_strings"] = None
     ends = Ends(criteria, prompt_length)
     given["stopping_criteria"] = [ends]

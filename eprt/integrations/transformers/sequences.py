@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
+
+from eprt.errors import ConfigError
 
 
 class Ends(StoppingCriteria):
@@ -35,6 +37,17 @@ class Ends(StoppingCriteria):
         for row in done.nonzero().flatten().tolist():
             self.lengths.setdefault(row, input_ids.shape[1] - self._prompt_length)
         return done
+
+
+def stops_at(strings: str | Sequence[str], tokenizer: Any) -> StoppingCriteria:
+    """Returns transformers' criterion of text that ends a sequence. Raises ConfigError: no tokenizer, or text that its
+    tokens can't spell."""
+    if tokenizer is None:
+        raise ConfigError(f"stop_strings={strings!r} need the model's tokenizer: pass tokenizer= as well")
+    try:
+        return StopStringCriteria(tokenizer, [strings] if isinstance(strings, str) else list(strings))
+    except ValueError as error:
+        raise ConfigError(f"stop_strings={strings!r}: the tokenizer has no tokens that end them") from error
 
 
 class SeededChoice(LogitsProcessor):
