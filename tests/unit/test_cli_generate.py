@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cases.text_model import write_tokenizer
+from support.one_rank import one_rank
 from support.processes import descendants, wait_until_gone
 
 from eprt.cli import generate as command
@@ -66,11 +68,14 @@ class _TerminalStream(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [_TerminalStream, io.StringIO])
-def test_a_bar_moves_where_there_is_a_terminal(tiny: Path, monkeypatch, stream: type[io.StringIO]) -> None:
+def test_a_bar_moves_where_there_is_a_terminal(
+    tiny: Path, this_process, monkeypatch, stream: type[io.StringIO]
+) -> None:
     """By what ranks append to a file: layers, then tokens. Elsewhere there are lines alone."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", stream())
+    monkeypatch.setattr(command, "ranks", this_process)
     seen = []
     done = Advance.done
     monkeypatch.setattr(Advance, "done", lambda self, each: seen.append((self.total, done(self, each))) or seen[-1][1])
@@ -92,7 +97,15 @@ def speaking(tiny: Path, tmp_path_factory) -> Path:
     return folder
 
 
-def test_options_of_generation_are_transformers_own(speaking: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+@pytest.fixture(scope="module")
+def this_process() -> Iterator[Any]:
+    with one_rank() as ranks:
+        yield ranks
+
+
+def test_options_of_generation_are_transformers_own(
+    speaking: Path, this_process, tmp_path: Path, capsys, monkeypatch
+) -> None:
     """Chats go through the template; the checkpoint's generation_config.json counts where no flag is given; a line may
     have a seed of its own, without which its number makes one."""
     rows = [
@@ -103,6 +116,7 @@ def test_options_of_generation_are_transformers_own(speaking: Path, tmp_path: Pa
     ]
     rows += rows[3:]
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    monkeypatch.setattr(command, "ranks", this_process)
     words = [*WORDS[:3], "--world", "1", "--model", str(speaking), "--prompts", str(tmp_path / "prompts.jsonl")]
 
     def answers(*more: str) -> tuple[list[list[int]], list[str]]:

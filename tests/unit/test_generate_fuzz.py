@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cases.text_model import write_tokenizer
-from support.ports import free_port
+from support.one_rank import one_rank
 
 from eprt.cli import generate as command
 from eprt.cli import main
-from eprt.cli.ranks import Ranks
 from eprt.conformance.tiny_model import write_tiny_checkpoint
-from eprt.ranks.launcher import RankContext
 
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 
@@ -71,43 +70,36 @@ def models(tmp_path_factory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> Iterator[RankContext]:
-    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (names | {"MASTER_PORT": str(free_port())}).items():
-            patch.setenv(name, value)
-        context = RankContext(0, 1, "cpu")
-        context.world(timeout_s=60.0)
-    yield context
-    context.close()
+def this_process() -> Iterator[Any]:
+    with one_rank() as ranks:
+        yield ranks
 
 
 @pytest.mark.timeout(550)
 @pytest.mark.parametrize("first", range(0, CASES, CHUNK))
-def test_it_ends_with_a_result_or_one_line(first: int, models, one_rank, tmp_path: Path, monkeypatch, capfd) -> None:
-    @contextmanager
-    def this_process(*_: object) -> Iterator[Ranks]:
-        yield Ranks(one_rank, 60.0)
-
+def test_it_ends_with_a_result_or_one_line(
+    first: int, models, this_process, tmp_path: Path, monkeypatch, capfd
+) -> None:
     monkeypatch.setattr(command, "ranks", this_process)
     codes = []
     for number in range(first, first + CHUNK):
         folder = tmp_path / str(number)
         folder.mkdir()
         codes.append(check(random.Random(number), models, folder, capfd, number))
-    assert 5 <= codes.count(0) <= CHUNK - 5, "cases that are all of one kind"
+    assert 3 <= codes.count(0) <= CHUNK - 3, "cases that are all of one kind"
 
 
 def check(draw: random.Random, models: list[Path], folder: Path, capfd, number: int) -> int:
     """Runs one case; returns its exit code."""
     prompts, output = folder / "prompts.jsonl", folder / "answers.jsonl"
-    lines = [draw.choice(GOOD if draw.random() < 0.95 else LINES) for _ in range(draw.randrange(1, 7))]
-    prompts.write_bytes(mutated(draw, b"\n".join(lines), 0.15))
-    model = draw.choices([*models, folder / "none"], [3, 6, 1, 1])[0]
+    model = draw.choices([*models, folder / "none"], [10, 20, 1, 1])[0]
+    good = [line for line in GOOD if model != models[0] or not re.search(rb'"(!|xyz|messages)', line)]
+    lines = [draw.choice(good if draw.random() < 0.95 else LINES) for _ in range(draw.randrange(1, 7))]
+    prompts.write_bytes(mutated(draw, b"\n".join(lines), 0.1))
     words = ["generate", "--model", str(model), "--prompts", str(prompts), "--world", "1", "--device", "cpu"]
     for name in draw.sample(sorted(FLAGS), draw.randrange(3)):
         values = FLAGS[name]
-        words += [name, draw.choice(values if draw.random() < 0.4 else values[:2])] if values else [name]
+        words += [name, draw.choice(values if draw.random() < 0.3 else values[:2])] if values else [name]
     if "--max-new-tokens" not in words and model != models[1]:
         words += ["--max-new-tokens", "2"]
     if draw.random() < 0.7:
