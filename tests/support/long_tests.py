@@ -34,7 +34,8 @@ LONG = (
     r"test_cli::test_a_broken_rank_ends_the_run.*\[19",  # a stopped rank is waited for; a killed one isn't
     r"test_launch::test_(a_node|two_nodes|slurm|its_command)",
     r"test_cli_generate::test_a_(restarted_world|signal)",
-    r"test_generate_(fuzz|kills)::",
+    r"test_generate_fuzz::",
+    r"test_generate_kills::",
     r"test_generation_starts::",
     r"test_page_commands::test_it_runs\[bench",
     r"test_page_code::test_fragments\[README",
