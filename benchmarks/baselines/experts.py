@@ -4,8 +4,8 @@ Each takes FlatTokens and returns [N, H] bf16 weighted sums, everything that the
 Each gets eprt's canonical weights of one rank's share and lays them out as its own users would.
 
 - `transformers grouped_mm`: the experts block of a transformers model under `experts_implementation="grouped_mm"`.
-- `vllm ...` (`vllm_experts.py`): vLLM's modular kernel over its own Triton experts, Marlin, DeepGEMM, or OpenAI's
-  triton_kernels, which its wheel includes.
+- `vllm ...` (`vllm_experts.py`): vLLM's modular kernel over its own Triton experts, Marlin, CUTLASS, DeepGEMM, or
+  OpenAI's triton_kernels, which its wheel includes.
 - `flashinfer cutlass`: `cutlass_fused_moe` on bf16 weights. FlashInfer compiles it for more than 20 minutes unless
   flashinfer-jit-cache is installed, so it is measured only by name.
 """
@@ -34,7 +34,13 @@ Make = Callable[
     [MoEConfig, ExpertShard, ExpertWeights, torch.device], AbstractContextManager[Callable[[FlatTokens], Call]]
 ]
 # Relative norm against the reference: activations in bf16; in FP8; MXFP4 weights times activations in bf16 or FP8.
-BOUNDS: dict[WeightFormat, float] = {"bf16": 1.5e-2, "fp8_block": 6e-2, "mxfp4": 4e-2}
+BOUNDS: dict[WeightFormat, float] = {
+    "bf16": 1.5e-2,
+    "int4": 1.5e-2,
+    "fp8_block": 6e-2,
+    "fp8_channel": 6e-2,
+    "mxfp4": 4e-2,
+}
 CHECKED_TOKENS = 8
 
 
@@ -86,12 +92,13 @@ EXPERTS: dict[str, ExpertsBaseline] = {
         ("bf16",),
         devices=("cpu", "cuda"),
     ),
-    "vllm triton": ExpertsBaseline(".vllm_experts:triton", _VLLM, ("bf16", "fp8_block")),
+    "vllm triton": ExpertsBaseline(".vllm_experts:triton", _VLLM, ("bf16", "fp8_block", "fp8_channel")),
+    "vllm cutlass": ExpertsBaseline(".vllm_experts:cutlass", _VLLM, ("fp8_channel",), sm=(90, 999)),
     "vllm deep_gemm": ExpertsBaseline(".vllm_experts:deep_gemm", _VLLM, ("fp8_block",), sm=(90, 999)),
     "vllm triton_kernels": ExpertsBaseline(
         ".vllm_experts:triton_kernels", _VLLM, ("mxfp4",), sm=(90, 999), plain=False
     ),
-    "vllm marlin": ExpertsBaseline(".vllm_experts:marlin", _VLLM, ("mxfp4",), sm=(80, 999), plain=False),
+    "vllm marlin": ExpertsBaseline(".vllm_experts:marlin", _VLLM, ("mxfp4", "int4"), sm=(80, 999), plain=False),
     "flashinfer cutlass": ExpertsBaseline(
         ".experts:flashinfer_cutlass",
         Requirement("flashinfer", ("flashinfer-python",), "0.6.18"),

@@ -21,7 +21,7 @@ from eprt.errors import EprtError
 from eprt.placement import ExpertShard
 from eprt.rounding import round_up
 from eprt.tokens import FlatTokens
-from eprt.weights import FP8_BLOCK, MX_BLOCK, ExpertWeights, Fp8Block, Mxfp4
+from eprt.weights import FP8_BLOCK, MX_BLOCK, ExpertWeights, Fp8Block, Fp8Channel, Int4, Mxfp4
 
 from .direct import Call
 from .experts import Make, dense
@@ -51,8 +51,12 @@ def _bf16_or_fp8(config: MoEConfig, weights: ExpertWeights) -> Laid:
 def marlin(
     config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
 ) -> Iterator[Callable[[FlatTokens], Call]]:
-    """Runs vLLM's Marlin experts of MXFP4. Weights are padded once as vLLM pads them, tokens in each call."""
+    """Runs vLLM's Marlin experts of INT4, and of MXFP4, whose weights are padded once as vLLM pads them, tokens in each
+    call."""
     with _vllm(device):
+        if config.weight_format == "int4":
+            yield _kernel(config, shard, device, _int4(weights), "marlin_moe", "MarlinExperts")
+            return
         wide = round_up(config.hidden_size, 256) - config.hidden_size
         tall = round_up(config.intermediate_size, 128) - config.intermediate_size
         sides = {"hidden_size": config.hidden_size + wide, "intermediate_size": config.intermediate_size + tall}
@@ -86,8 +90,12 @@ def _bf16(weights: ExpertWeights) -> Laid:
 
 def _fp8(weights: ExpertWeights, *, for_deep_gemm: bool) -> Laid:
     settings = importlib.import_module(f"{_MOE}.config")
+    if isinstance(weights.gate_up, Fp8Channel) and isinstance(weights.down, Fp8Channel):
+        scales = weights.gate_up.scale[..., None], weights.down.scale[..., None]
+        quant = settings.fp8_w8a8_moe_quant_config(*scales, per_act_token_quant=True, per_out_ch_quant=True)
+        return weights.gate_up.data, weights.down.data, quant
     if not isinstance(weights.gate_up, Fp8Block) or not isinstance(weights.down, Fp8Block):
-        raise EprtError("measured with FP8 blocks")
+        raise EprtError("measured with FP8 by block and by channel")
     w1, w2, s1, s2 = weights.gate_up.data, weights.down.data, weights.gate_up.scale, weights.down.scale
     block = (FP8_BLOCK, FP8_BLOCK)
     if for_deep_gemm:
@@ -132,6 +140,26 @@ def _marlin(config: MoEConfig, weights: ExpertWeights, wide: int, tall: int) -> 
     return w1, w2, _w4a16(config, q1, q2, b1, b2)
 
 
+def _int4(weights: ExpertWeights) -> Laid:
+    """Lays out codes without zero points: eight to an int32 along the columns, columns first."""
+    ops = importlib.import_module("vllm._custom_ops")
+    utils = importlib.import_module("vllm.model_executor.layers.quantization.utils.marlin_utils")
+    settings = importlib.import_module(f"{_MOE}.config")
+    found: list[torch.Tensor] = []
+    scales: list[torch.Tensor] = []
+    for matrix in (weights.gate_up, weights.down):
+        if not isinstance(matrix, Int4) or matrix.zeros is not None:
+            raise EprtError("measured with INT4 without zero points")
+        L, rows, cols = matrix.shape
+        words = matrix.codes.view(torch.int32).transpose(1, 2).contiguous()
+        unsorted = torch.empty(L, 0, dtype=torch.int32, device=words.device)
+        found.append(ops.gptq_marlin_moe_repack(words, unsorted, cols, rows, 4))
+        plain = matrix.scales.to(torch.bfloat16).transpose(1, 2).contiguous()
+        scales.append(utils.marlin_moe_permute_scales(plain, cols, rows, matrix.group))
+    group = [0, weights.gate_up.group] if isinstance(weights.gate_up, Int4) else None
+    return found[0], found[1], settings.int4_w4a16_moe_quant_config(*scales, block_shape=group)
+
+
 def _interleaved(config: MoEConfig, weights: ExpertWeights) -> tuple[Mxfp4, Mxfp4, torch.Tensor | None]:
     """Returns (gate_up, down, gate_up_bias) with rows of gate and up interleaved, as both kernels take them."""
     if not isinstance(weights.gate_up, Mxfp4) or not isinstance(weights.down, Mxfp4):
@@ -164,6 +192,7 @@ def _w4a16(config: MoEConfig, first: Any, second: Any, bias: Any, down_bias: Any
 # Triton's experts take FP8 blocks with FP8 activations. vLLM falls back to Triton for shapes that its DeepGEMM doesn't
 # take. OpenAI's triton_kernels, as vendored, are gpt-oss's experts as vLLM runs them on Hopper.
 triton = _experts("triton_moe", "TritonExperts", _bf16_or_fp8)
+cutlass = _experts("cutlass_moe", "CutlassExpertsFp8", _bf16_or_fp8)
 deep_gemm = _experts(
     "triton_deep_gemm_moe", "TritonOrDeepGemmExperts", lambda _, weights: _fp8(weights, for_deep_gemm=True)
 )

@@ -5,7 +5,7 @@ of the world, of whose N * K (token, k) pairs an even routing leaves N * K * L /
 replays, permute and un-permute included. The same run measures the baselines (`eprt.bench.baselines`): the executor's
 library called directly, that library's kernels alone on inputs prepared beforehand, and other libraries' whole experts.
 Two lower bounds: bytes of the experts that got a row over the measured copy bandwidth, and operations over the measured
-bf16 rate of a large matrix product.
+rate of a large matrix product, of FP8 where activations may be FP8, else of bf16.
 """
 
 from __future__ import annotations
@@ -80,16 +80,19 @@ SHAPES: dict[str, ExpertShape] = {
     "qwen3-235b-int4": _shape("Qwen3-235B-A22B-GPTQ-Int4", 4, group=128),
     "glm-4.5-air": _shape("GLM-4.5-Air", 4),
     "glm-4.5-air-fp8-channel": _shape("GLM-4.5-Air-FP8", 4),
+    "deepseek-v3-fp8-channel": _shape("DeepSeek-V3", 4, "fp8_channel"),
     "mixtral-8x7b": _shape("Mixtral-8x7B-Instruct-v0.1", 2),
 }
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured limits of the device: bytes a second of a copy (read and written), bf16 operations a second."""
+    """Measured limits of the device: bytes a second of a copy (read and written), operations a second in bf16 and in
+    FP8 with a scale per row (None on devices without)."""
 
     copy_bytes: float
     bf16_flops: float
+    fp8_flops: float | None = None
 
     @classmethod
     def measure(cls, device: torch.device) -> Ceilings:
@@ -100,11 +103,24 @@ class Ceilings:
         left = torch.randn(n, n, device=device).to(torch.bfloat16)
         right = torch.randn(n, n, device=device).to(torch.bfloat16)
         flops_us = device_microseconds(partial(torch.mm, left, right), repeats=3)
-        return cls(moved / copy_us * 1e6, 2 * n**3 / flops_us * 1e6)
+        fp8 = None
+        if Device.of(device).sm >= 90:
+            rows, scale = [each.to(torch.float8_e4m3fn) for each in (left, right)], torch.ones(n, 1, device=device)
+            product = partial(
+                torch._scaled_mm, rows[0], rows[1].T, scale, scale.T, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+            fp8 = 2 * n**3 / device_microseconds(product, repeats=3) * 1e6
+        return cls(moved / copy_us * 1e6, 2 * n**3 / flops_us * 1e6, fp8)
+
+    def flops(self, activations: str) -> float:
+        """Returns the rate of the arithmetic that is allowed: activations are "bf16" or "fp8"."""
+        return self.fp8_flops if activations == "fp8" and self.fp8_flops else self.bf16_flops
 
     def as_dict(self) -> dict[str, float]:
         """Returns limits of a report: GB/s and TFLOP/s."""
         limits = {"copy_gb_per_s": self.copy_bytes / 1e9, "bf16_tflop_per_s": self.bf16_flops / 1e12}
+        if self.fp8_flops:
+            limits["fp8_tflop_per_s"] = self.fp8_flops / 1e12
         return {name: round(value, 1) for name, value in limits.items()}
 
 
@@ -295,7 +311,7 @@ def _bench_baseline(
     if not (verdict := other.supports(config, Device.of(device), named)):
         return [f"{case.executor} on {case.shape}: {verdict.reason}"]
     weights = random_experts(config, shard.num_local_experts, device, SHAPES[case.shape].group)
-    activations = "fp8" if config.weight_format == "fp8_block" else "bf16"
+    activations = "fp8" if config.weight_format in ("fp8_block", "fp8_channel") else "bf16"
     rows: list[Row] = []
     try:
         start = time.perf_counter()
@@ -330,7 +346,7 @@ def _row(
     local = flat.ids[flat.ids < L]
     hit = local.unique().numel()
     flops = 2 * local.numel() * (config.gate_up_rows + config.intermediate_size) * config.hidden_size
-    weights_us, flops_us = layer_bytes * hit / L / ceilings.copy_bytes * 1e6, flops / ceilings.bf16_flops * 1e6
+    weights_us, flops_us = layer_bytes * hit / L / ceilings.copy_bytes * 1e6, flops / ceilings.flops(activations) * 1e6
     row = {"executor": case.executor, "shape": case.shape, "weight_format": config.weight_format}
     row |= {"activations": activations, "tokens": flat.num_rows, "local_rows": local.numel()}
     row |= {"rows_per_expert": local.numel() / max(hit, 1), **found, "weights_us": weights_us, "flops_us": flops_us}

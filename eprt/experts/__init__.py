@@ -70,9 +70,9 @@ EXECUTORS: dict[str, ExecutorSpec] = {
         _cuda(
             name="triton_grouped",
             path="eprt.experts.grouped:TritonGroupedExecutor",
-            summary="Triton grouped GEMMs of our own; bf16, on Hopper FP8, MXFP4 and NVFP4 too, nothing to install",
+            summary="Triton grouped GEMMs of our own; bf16, on Hopper FP8 and four bits too, nothing to install",
             formats=_BOTH,
-            weights=("bf16", "mxfp4", "nvfp4", "fp8_tensor", "fp8_block"),
+            weights=("bf16", "mxfp4", "nvfp4", "int4", "fp8_tensor", "fp8_block", "fp8_channel"),
             sm=(80, 90),
             requirement=Requirement("triton", ("triton", "pytorch-triton"), "3.6"),
             rule=rules.triton_grouped,

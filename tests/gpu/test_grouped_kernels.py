@@ -15,6 +15,8 @@ from support.cases.expert_cases import NAN, RUNTIME, shard_of
 from support.cases.grouped_cases import (
     ACTIVATIONS,
     BOUND,
+    FP8_BOUND,
+    FP8_RUNTIME,
     all_experts,
     build,
     check_replays,
@@ -30,7 +32,7 @@ from support.cases.grouped_cases import (
 )
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
-from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.config import ParallelConfig
 from eprt.conformance.oracle import relative_error
 from eprt.expert_major import expert_major_from_flat, sort_by_expert
 from eprt.experts import activation_triton, sort_by_expert_triton
@@ -41,11 +43,6 @@ from eprt.quant import encode_payload
 from eprt.tokens import ExpertMajorTokens, Payload
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
-
-FP8_RUNTIME = RuntimeConfig(low_precision_activations=True)
-# E4M3 keeps 4 bits: 2^-4 of a number at most, 2% to 3% in norm, of the tokens and of what lies between the matrices,
-# which a steep activation magnifies: 4% in all for SiLU, 6% for gpt-oss's.
-FP8_BOUND = 8e-2
 
 SCHEDULES = {
     "plain": Schedule(16, Tile(64, 32, 2, 4, 1), Tile(64, 32, 2, 4, 1, tma=True)),
@@ -73,7 +70,7 @@ BF16_ROWS = interpreted_part(
 )
 # The part has every three of the four factors.
 FP8_ROWS = interpreted_part(
-    (((256, 136), (144, 40)), ("fp8_block", "fp8_tensor"), (False, True), FP8_SCHEDULES),
+    (((256, 136), (144, 40)), ("fp8_block", "fp8_tensor", "fp8_channel"), (False, True), FP8_SCHEDULES),
     lambda *places: sum(places) % 2 == 0,
 )
 
@@ -102,10 +99,14 @@ def test_slabs_lie_apart_and_hold_garbage_past_their_counts(name, schedule):
     check_slabs(layer(), 40, spare=5, empty=2, dtypes=(torch.bfloat16, torch.float32))
 
 
-@pytest.mark.parametrize("low_precision", [False, True], ids=["w8a16", "w8a8"])
-def test_slabs_of_fp8_weights_and_tokens(low_precision, schedule):
+@pytest.mark.parametrize(
+    ("form", "low_precision"),
+    [("fp8_block", False), ("fp8_block", True), ("fp8_channel", True)],
+    ids=["w8a16", "w8a8", "c8a8"],
+)
+def test_slabs_of_fp8_weights_and_tokens(form, low_precision, schedule):
     schedule(FP8_SCHEDULES["swap"])
-    config = layer("fp8_block", H=144, I=40)
+    config = layer(form, H=144, I=40)
     weights, shard = all_experts(config), shard_of(config)
     slabs, past = make_slabs(make_tokens(config, 20), shard, 24)
     data = slabs.hidden.data
@@ -148,17 +149,20 @@ def _roll(tensor, rows):
     return torch.cat([tensor[:, -rows:].view(torch.uint8), tensor[:, :-rows].view(torch.uint8)], 1).view(tensor.dtype)
 
 
-@pytest.mark.parametrize("form", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("form", ["bf16", "fp8_block", "fp8_channel"])
 def test_swapped_halves_and_scales_would_be_seen(form, schedule):
     schedule(SCHEDULES["swap"] if form == "bf16" else FP8_SCHEDULES["swap"])
     config = layer(form, H=144, I=48)
     weights, tokens = all_experts(config), make_tokens(config, 20)
     half = weights.gate_up.shape[1] // 2
-    roll = {name: _roll(t, half if name == "data" else 1) for name, t in weights.gate_up.tensors().items()}
+    by = {"data": half, "scale": half if form == "fp8_channel" else 1}
+    roll = {name: _roll(t, by[name]) for name, t in weights.gate_up.tensors().items()}
     assert weights.gate_up_bias is not None
     wrong = [
         replace(weights, gate_up=replace(weights.gate_up, **roll), gate_up_bias=weights.gate_up_bias.roll(half, 1))
     ]
+    if form == "fp8_channel":
+        wrong.append(replace(weights, gate_up=replace(weights.gate_up, scale=weights.gate_up.scale.roll(half, 1))))
     if form == "fp8_block":
         scale = weights.gate_up.scale
         wrong.append(replace(weights, gate_up=replace(weights.gate_up, scale=scale.roll(1, 1).contiguous())))

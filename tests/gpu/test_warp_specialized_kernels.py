@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases.expert_cases import NAN
+from support.cases.expert_cases import NAN, RUNTIME
 from support.cases.grouped_cases import (
     ACTIVATIONS,
     BOUND,
+    FP8_BOUND,
+    FP8_RUNTIME,
     all_experts,
     build,
     error_on_flat,
@@ -29,6 +31,8 @@ from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.schedules import (
     BF16_NARROW,
     BF16_WS,
+    FP8_NARROW,
+    FP8_WS,
     MXFP4_32,
     MXFP4_64,
     MXFP4_128,
@@ -42,12 +46,13 @@ BF16, F32 = torch.bfloat16, torch.float32
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
 
-FP4_TILES = {16: MXFP4_LOW, 32: MXFP4_32, 64: MXFP4_64, 128: MXFP4_128, 256: MXFP4_256}
+FOUR_BIT_TILES = {16: MXFP4_LOW, 32: MXFP4_32, 64: MXFP4_64, 128: MXFP4_128, 256: MXFP4_256}
 
 
 def specialized(m, tail, form="mxfp4"):
     """As the tables', with as many halvings as there can be."""
-    known = FP4_TILES[m] if form != "bf16" else BF16_NARROW if m == 256 else BF16_WS
+    wide, narrow = {"bf16": (BF16_WS, BF16_NARROW), "fp8_channel": (FP8_WS, FP8_NARROW)}.get(form, (None, None))
+    known = FOUR_BIT_TILES[m] if wide is None else narrow if m == 256 else wide
     tile = replace(known, halvings=min(2, m.bit_length() - 5))
     return Schedule(m, tile, tile, group=2, tail=tail)
 
@@ -79,7 +84,9 @@ def plain(each):
     return replace(each, first=each.first.plain, second=each.second.plain)
 
 
-FORMS = ["bf16", "mxfp4", "nvfp4"]
+FORMS = ["bf16", "mxfp4", "nvfp4", "int4", "fp8_channel"]
+RUNTIMES = {"fp8_channel": FP8_RUNTIME}
+BOUNDS = dict.fromkeys(FORMS, BOUND) | {"fp8_channel": FP8_BOUND}
 SLABS = [(16, 0, BF16), (32, 16, F32), (64, 0, BF16), (64, 16, F32), (128, 32, BF16), (256, 0, F32), (256, 32, BF16)]
 
 
@@ -93,43 +100,51 @@ def of_each_form(params, on_a_cpu):
 
 
 @pytest.mark.parametrize(
-    ("form", "m", "tail", "dtype"), of_each_form(SLABS, {"bf16": (4, 6), "mxfp4": (0, 3, 6), "nvfp4": (2,)})
+    ("form", "m", "tail", "dtype"),
+    of_each_form(SLABS, {"bf16": (4, 6), "mxfp4": (0, 3, 6), "nvfp4": (2,), "int4": (), "fp8_channel": (4,)}),
 )
 def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, dtype, schedule, launched):
     """Rows around every height; blocks of K even and odd in number; the last rows of weights part of a tile."""
     heights = [1, 15, 16, 17, m // 4, m // 4 + 1, m // 2, m // 2 + 1, m - 1, m, m + 1, m + tail, m + tail + 1, 2 * m, 0]
     heights = sized(heights, [m // 4, m // 2 + 1, m + tail, m + tail + 1, 0])
-    config = layer(form, H=320, I=256, E=len(heights), K=2)
+    H, I = (640, 512) if form == "fp8_channel" else (320, 256)
+    config = layer(form, H=H, I=I, E=len(heights), K=2)
     weights, counts = all_experts(config), torch.tensor(heights, dtype=torch.int32, device=DEVICE)
-    data = random(len(heights), 2 * m + 3, 320, seed=3).to(dtype)
+    data = random(len(heights), 2 * m + 3, H, seed=3).to(dtype)
     there = torch.arange(2 * m + 3, device=DEVICE)[None] < counts[:, None]
     data[~there] = NAN
     tokens, found = ExpertMajorTokens(Payload.plain(data), counts), []
     each_form = specialized(m, tail, form)
     for each in sized((each_form, plain(each_form)), (each_form,)):  # the interpreter adds up in another order
         schedule(each)
-        out = torch.full((len(heights), 2 * m + 4, 336), NAN, dtype=dtype, device=DEVICE)
-        build(TritonGroupedExecutor, config, weights)(tokens, out[:, : 2 * m + 3, :320])
+        out = torch.full((len(heights), 2 * m + 4, H + 16), NAN, dtype=dtype, device=DEVICE)
+        executor = build(TritonGroupedExecutor, config, weights, runtime=RUNTIMES.get(form, RUNTIME))
+        executor(tokens, out[:, : 2 * m + 3, :H])
         found.append(out)
-    assert launched == [512, 320]
+    assert launched == [2 * I, H]
     assert torch.equal(found[0].nan_to_num(7e7), found[-1].nan_to_num(7e7))
     written = torch.zeros_like(found[0], dtype=torch.bool)
-    written[:, : 2 * m + 3, :320] = there[:, :, None]
+    written[:, : 2 * m + 3, :H] = there[:, :, None]
     assert torch.equal(found[0].isnan(), ~written)
     wanted = witness(config, weights, tokens)
-    assert relative_error(found[0][:, : 2 * m + 3, :320][there], wanted[there]) < BOUND
+    assert relative_error(found[0][:, : 2 * m + 3, :H][there], wanted[there]) < BOUNDS[form]
 
 
 @pytest.mark.parametrize(
     ("form", "activation"),
-    of_each_form([("gpt_oss",), ("silu",), ("relu2",)], {"bf16": (0, 1, 2), "mxfp4": (0,), "nvfp4": (0,)}),
+    of_each_form(
+        [("gpt_oss",), ("silu",), ("relu2",)],
+        {"bf16": (0, 1, 2), "mxfp4": (0,), "nvfp4": (0,), "int4": (1,), "fp8_channel": (0,)},
+    ),
 )
 def test_rows_equal_the_witness(form, activation, schedule, launched):
     """Gathered for the first matrix, by the copy engine for the second."""
     schedule(specialized(*sized((128, 32), (64, 16)), form))
-    H = sized(576, 320)
-    config = layer(form, H=H, I=320, E=5, K=3, activation=ACTIVATIONS[activation], bias=activation != "silu")
-    assert 0 < error_on_flat(config, all_experts(config), make_tokens(config, sized(900, 140))) < BOUND
+    H, I = (sized(768, 640), 512) if form == "fp8_channel" else (sized(576, 320), 320)
+    config = layer(form, H=H, I=I, E=5, K=3, activation=ACTIVATIONS[activation], bias=activation != "silu")
+    weights, tokens = all_experts(config), make_tokens(config, sized(900, 140))
+    found = error_on_flat(config, weights, tokens, runtime=RUNTIMES.get(form, RUNTIME))
+    assert 0 < found < BOUNDS[form]
     assert len(launched) == 2
 
 
@@ -173,7 +188,7 @@ def test_mistakes_would_be_seen(schedule, launched):
 
 
 HANDED_BACK = "        mbarrier.arrive(stages.empty.index(stage))\n"
-DONE = "        total, tail = _done(total, tail, weights, others, C.FP4, TAIL)\n"
+DONE = "        total, tail = _done(total, tail, weights, others, C.FOUR_BIT, TAIL)\n"
 MISTAKES = {
     "a stage is handed back while products still read it": ("consumer", DONE + HANDED_BACK, HANDED_BACK + DONE),
     "a stage is filled before it is handed back": (

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([^;]*);")
-_TYPES = {"bfloat16": "bf16", "int32": "i32", "int64": "i64", "float32": "fp32"}
+_TYPES = {"bfloat16": "bf16", "int32": "i32", "int64": "i64", "float32": "fp32", "float8_e4m3fn": "fp8e4nv"}
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 _WRITES_NOTHING = ("ST", "BAR", "BRA", "LDG", "WARPGROUP", "DEPBAR", "ISETP", "U", "MEMBAR", "FENCE", "NOP", "PLOP3")
 
@@ -50,7 +50,7 @@ class Machine:
             if (target := re.search(r"BRA.*`\((\.L_x_\d+)\)", line)) and labels.get(target[1], end) < end
         ]
         spans = [(a, b) for a, b in spans if "EXIT" not in self.code[a:b]]  # else a way back from code after the end
-        spans = [(a, b) for a, b in spans if any("HGMMA" in line for line in self.code[a:b])]
+        spans = [(a, b) for a, b in spans if any("GMMA." in line for line in self.code[a:b])]
         inner = [(a, b) for a, b in spans if not any((c, d) != (a, b) and a <= c and d <= b for c, d in spans)]
         return [self.code[a : b + 1] for a, b in inner]
 

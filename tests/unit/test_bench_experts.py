@@ -112,6 +112,21 @@ def test_the_report_its_table_and_what_was_left_out(monkeypatch, capsys):
     assert grouped[4:7] == ["9.5", "-", "-"]
 
 
+@pytest.mark.parametrize(("activations", "us"), [("bf16", 8.0), ("fp8", 4.0)])
+def test_the_floor_is_of_the_arithmetic_that_is_allowed(activations, us):
+    """FP8's own rate where tokens may be FP8, on devices that have one: 16 x 32 x 3 x 2 operations a row."""
+    case = bench.ExpertCase(
+        "triton_grouped", "deepseek-v3-fp8", replace(TINY_BF16, hidden_size=32, intermediate_size=16)
+    )
+    flat = bench.sampled_tokens(case.config, 8, CPU)
+    rows = int((flat.ids < case.shard.num_local_experts).sum())
+    rate = rows * 2 * 3 * 16 * 32 / 8e-6
+    with_fp8, without = Ceilings(1e30, rate, 2 * rate), Ceilings(1e30, rate)
+    assert bench._row(case, 1, with_fp8, activations, flat, {"us": 16.0})["flops_us"] == us
+    assert bench._row(case, 1, with_fp8, activations, flat, {"us": 16.0})["ratio"] == 16.0 / us
+    assert bench._row(case, 1, without, activations, flat, {"us": 16.0})["flops_us"] == 8.0
+
+
 def test_sampled_routing_is_distinct_even_and_repeatable():
     ids = sample_ids(4000, 4, 32, CPU, seed=3)
     assert ids.dtype == torch.int32

@@ -1,4 +1,4 @@
-"""What Triton and ptxas make of the FP4 kernels, plain and warp-specialized, for sm_90a and without a GPU.
+"""What Triton and ptxas make of the 4-bit and FP8 kernels, plain and warp-specialized, for sm_90a and without a GPU.
 
 Triton before 3.7 waits too late for products whose left operand is in registers (triton-lang/triton#9433), ptxas before
 CUDA 13.3 gives those registers away too early (#11781): results are then wrong now and then. `settled` is our remedy.
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from eprt.config import Activation
-from eprt.weights import Dense, Mxfp4, Nvfp4
+from eprt.weights import Dense, Fp8Channel, Int4, Mxfp4, Nvfp4
 
 pytest.importorskip("triton", reason="triton isn't installed")
 
@@ -31,11 +31,13 @@ TAILED = {
     "64 + 16": Schedule(64, Tile(128, 64, 4, 4, 3, True, 1), Tile(128, 64, 4, 4, 3, True, 1, tma=True), tail=16),
     "128 + 32": Schedule(128, Tile(128, 64, 3, 8, 1, True), Tile(128, 64, 3, 4, 2, True, tma=True), tail=32),
 }
-PAIRS = {"bf16": "bf16", "mxfp4": "w4a16", "nvfp4": "nv4a16"}
+PAIRS = {"bf16": "bf16", "mxfp4": "w4a16", "nvfp4": "nv4a16", "int4": "i4a16", "fp8_channel": "c8a8"}
+# Two values an instruction: how INT4 is decoded, without and with zero points, and the others.
+DECODES = {"int4": "HFMA2", "int4 with zeros": "HADD2"}
 SCHEDULES = {f"up to {limit} rows": schedule for limit, schedule in HOPPER["w4a16"]} | TAILED
 SPECIALIZED = {
     f"up to {limit} rows, {form}": (form, schedule)
-    for form in ("bf16", "mxfp4", "nvfp4")
+    for form in PAIRS
     for limit, schedule in HOPPER[PAIRS[form]]
     if schedule.first.warp_specialized or schedule.second.warp_specialized
 }
@@ -62,6 +64,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
     codes = torch.zeros(1, 832, cols // 2, dtype=torch.uint8)
     if form == "bf16":
         matrix = Dense(torch.zeros(1, 832, cols, dtype=torch.bfloat16))
+    elif form == "fp8_channel":
+        matrix = Fp8Channel(torch.zeros(1, 832, cols, dtype=torch.float8_e4m3fn), torch.zeros(1, 832))
+    elif form.startswith("int4"):
+        zeros = torch.zeros(1, 832, cols // 32, dtype=torch.uint8)
+        matrix = Int4(codes, torch.zeros(1, 832, cols // 32, dtype=torch.bfloat16), zeros if "zeros" in form else None)
     elif form == "mxfp4":
         matrix = Mxfp4(codes, torch.zeros(1, 832, cols // 32, dtype=torch.uint8))
     else:
@@ -69,9 +76,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
     shape = (1, 64) if what == "slabs" else (64,)
     activation, parts = (GPT_OSS, 2) if first else (None, 1)
     prepared = GroupedMatrix.prepare(matrix, torch.zeros(1, 832), parts, CPU)
-    gemm = launch.Gemm(prepared, activation, PAIRS[form], WARP_SPECIALIZED)
+    pair = PAIRS[form.split()[0]]
+    gemm = launch.Gemm(prepared, activation, pair, WARP_SPECIALIZED)
     source = torch.zeros(64, dtype=torch.int32) if first else None
-    rows = launch.Rows(torch.zeros(*shape, cols, dtype=torch.bfloat16), None, source)
+    dtype, scale = (torch.float8_e4m3fn, torch.zeros(64, 1)) if pair == "c8a8" else (torch.bfloat16, None)
+    rows = launch.Rows(torch.zeros(*shape, cols, dtype=dtype), scale, source)
     out = torch.zeros(*shape, 832, dtype=torch.bfloat16)
     work = TileSchedule.empty(4, RowTiles(schedule.m), CPU)
     gemm(rows, work, schedule, schedule.first if first else schedule.second, out)
@@ -84,7 +93,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
     [
         *product(SCHEDULES, ("gathering", "rows"), ("mxfp4",)),
         *product(("up to 12 rows", "up to 40 rows"), ("slabs",), ("mxfp4",)),
-        *product(("up to 12 rows", "up to 80 rows"), ("gathering", "rows"), ("nvfp4",)),
+        *product(("up to 12 rows", "up to 80 rows"), ("gathering", "rows"), ("nvfp4", "int4", "int4 with zeros")),
     ],
 )
 def test_every_schedule_keeps_to_registers(name, what, form, monkeypatch):
@@ -105,9 +114,11 @@ def test_every_schedule_keeps_to_registers(name, what, form, monkeypatch):
     for loop in made.loops:
         steps = count(loop)
         assert steps["HGMMA"] in (products, 2 * products)
-        assert steps["HMUL2"] == 4 * products, "two values an instruction, each decoded once"
+        assert steps[DECODES.get(form, "HMUL2")] == 4 * products, "two values an instruction, each decoded once"
         assert not steps.keys() & {"SHFL", "PRMT", "STS", "STSM", "LDSM", "LDL", "STL"}, "nothing changes threads"
-        assert sum(line.startswith("LDS.128") for line in loop) * 4 * tile.warps * 32 == tile.n * tile.k // 8
+        # Codes; with zero points of every 32 columns as many words for those and their scales.
+        read = tile.n * tile.k // 8 * (2 if "zeros" in form else 1)
+        assert sum(line.startswith("LDS.128") for line in loop) * 4 * tile.warps * 32 == read
         assert overwritten_operands(loop) == []
 
 
@@ -128,16 +139,20 @@ def test_warp_specialized_kernels_keep_to_registers(name, what, monkeypatch):
     assert made.local == 0
     assert made.stack <= BETWEEN_TILES[what]
     assert made.shared + 1024 <= 227 * 1024
-    consumers, parts = (2, 1) if form == "bf16" else (tile.n // 64, tile.k // 64)
-    products = tile.k // 16 * tile.n // consumers // 64
+    four_bit, fp8 = form in ("mxfp4", "nvfp4", "int4"), form == "fp8_channel"
+    consumers, parts = (tile.n // 64, tile.k // 64) if four_bit else (2, 1)
+    products = tile.k // (32 if fp8 else 16) * tile.n // consumers // 64
     whole, tailed = [products] * (1 + tile.halvings), [2 * products] * (schedule.tail > 0)
-    assert sorted(count(loop)["HGMMA"] for loop in made.loops) == sorted((whole + tailed) * consumers)
+    product = "QGMMA" if fp8 else "HGMMA"
+    assert sorted(count(loop)[product] for loop in made.loops) == sorted((whole + tailed) * consumers)
     for loop in made.loops:
         steps = count(loop)
-        assert steps["HMUL2"] == (0 if form == "bf16" else 16 * parts), "two values an instruction, each decoded once"
+        assert steps[DECODES.get(form, "HMUL2")] == (16 * parts if four_bit else 0), (
+            "two values an instruction, each decoded once"
+        )
         assert not steps.keys() & {"SHFL", "PRMT", "STS", "STSM", "LDSM", "LDL", "STL"}, "nothing changes threads"
         read = [line for line in loop if line.startswith("LDS") and not line.endswith("[RZ]")]
-        assert len(read) == (0 if form == "bf16" else 2 * parts), "words and scales"
+        assert len(read) == (2 * parts if four_bit else 0), "words and scales"
         assert sum("DEPBAR" in line for line in loop) == 1, "a stage's products are waited for together"
         arrivals = [index for index, line in enumerate(loop) if line.startswith("SYNCS.ARRIVE")]
         assert arrivals

@@ -1,4 +1,4 @@
-"""Triton's grouped GEMMs of our own: bf16, FP8, MXFP4 and NVFP4 weights, with nothing to install beside torch.
+"""Triton's grouped GEMMs of our own: bf16, FP8, MXFP4, NVFP4 and INT4 weights, with nothing to install beside torch.
 
 One small kernel sorts the top-k entries by expert and writes the tile schedule (`sort_by_expert_triton`). The first
 GEMM gathers the rows it needs and ends in the activation. The second writes one row per top-k entry, and a last pass
@@ -29,7 +29,14 @@ if TYPE_CHECKING:
     from eprt.experts.sort_by_expert_triton import RowTiles, TileSchedule
 
 
-PAIRS: dict[WeightFormat, Pair] = {"fp8_block": "w8a16", "fp8_tensor": "w8a16", "mxfp4": "w4a16", "nvfp4": "nv4a16"}
+PAIRS: dict[WeightFormat, Pair] = {
+    "fp8_block": "w8a16",
+    "fp8_tensor": "w8a16",
+    "fp8_channel": "w8a16",
+    "mxfp4": "w4a16",
+    "nvfp4": "nv4a16",
+    "int4": "i4a16",
+}
 
 
 class TritonGroupedExecutor(PreparedExecutor):
@@ -37,7 +44,7 @@ class TritonGroupedExecutor(PreparedExecutor):
 
     FP8 weights meet activations of two E4M3 numbers each, as exact as bf16. `RuntimeConfig.low_precision_activations`
     makes it one, with a scale for 128 values, as DeepSeek-V3 was trained; tokens that come packed so are then taken as
-    they are. Sums don't depend on timing.
+    they are. Beside weights with a scale per channel a token has one scale. Sums don't depend on timing.
     """
 
     strided = True
@@ -49,7 +56,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         self._hopper = Device.of(device).sm >= 90
         self._pair: Pair = PAIRS.get(config.weight_format, "bf16")
         if self._pair == "w8a16" and self.runtime.low_precision_activations:
-            self._pair = "w8a8"
+            self._pair = "c8a8" if config.weight_format == "fp8_channel" else "w8a8"
 
     @cached_property
     def _gemms(self) -> tuple[Gemm, Gemm]:

@@ -19,11 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from eprt.experts.activation_triton import activated
-from eprt.experts.grouped.fp4 import UNIT
-from eprt.experts.grouped.fp4_triton import pair_scales, pairs_of, rest_of
+from eprt.experts.grouped.four_bit import ROW_PAIRS, UNIT
+from eprt.experts.grouped.four_bit_triton import pair_scales, pairs_of
 from eprt.experts.grouped.gemm_triton import halves
 from eprt.experts.grouped.pipeline_gluon import (
-    BLOCK_K,
     advance,
     barrier,
     by_height,
@@ -34,18 +33,17 @@ from eprt.experts.grouped.pipeline_gluon import (
 )
 
 _UNIT = gl.constexpr(UNIT)
-_BLOCK_K = gl.constexpr(BLOCK_K)
+_ROW_PAIRS = gl.constexpr(ROW_PAIRS)
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-# A thread's share of a unit: four of its words; of its scales [32, 4 threads that share them, words].
+# A thread's share of a unit: four of its words.
 _WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
-_SCALES = gl.constexpr(gl.BlockedLayout([1, 1, 1], [8, 4, 1], [4, 1, 1], [2, 1, 0]))
-_PAIRED_SCALES = gl.constexpr(gl.BlockedLayout([1, 1, 2], [8, 4, 1], [4, 1, 1], [2, 1, 0]))
 
 
 @gluon.constexpr_function
-def _product_layout(tokens):
-    """Returns the layout of one warpgroup's float32 accumulator: weight rows x tokens."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 16])
+def _product_layout(tokens, depth=16):
+    """Returns the layout of one warpgroup's float32 accumulator: weight rows x tokens. `depth`: columns of K that one
+    instruction takes, 32 bytes."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, depth])
 
 
 @gluon.constexpr_function
@@ -76,7 +74,11 @@ def _finish_part(total, staging, target, expert, row, end, first, C: gl.constexp
     """Applies row factors, bias and activation; stores through `staging` [tokens, columns], 16 bytes per thread."""
     parts: gl.constexpr = 2 if C.GATED else 1
     width: gl.constexpr = C.N // parts
-    w_factor, bias, out, out_stride, out_skip = target
+    source, x_scale, w_factor, bias, out, out_stride, out_skip = target
+    if C.FP8:
+        m = row + gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
+        read = m if source is None else gl.load(source + m, mask=m < end, other=0)
+        total *= gl.load(x_scale + read, mask=m < end, other=0.0)[None, :]
     if C.GATED:
         gate, up = halves(total, True)
     else:
@@ -115,30 +117,36 @@ def _finish_part(total, staging, target, expert, row, end, first, C: gl.constexp
 @gluon.jit
 def _weights(stages, stage, PART: gl.constexpr, WHICH: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
     """Returns one part of a stage's weights for this consumer: bf16 in shared memory, 4 bits decoded to registers."""
-    if C.FP4:
-        OWN: gl.constexpr = _PAIRED_SCALES if C.PAIR == "nv4a16" else _SCALES
+    if C.FOUR_BIT:
+        PER_ROW: gl.constexpr = C.UNIT_SCALES // _ROW_PAIRS
+        # Of its scales [32, 4 threads that share them, words].
+        OWN: gl.constexpr = gl.BlockedLayout([1, 1, PER_ROW], [8, 4, 1], [4, 1, 1], [2, 1, 0])
         COUNT: gl.constexpr = C.STAGES * C.UNIT_ROWS * C.PARTS
         unit = (stage * C.UNIT_ROWS + WHICH) * C.PARTS + PART
         words = reinterpreted(stages.w, gl.int32, [COUNT, 128, 4], _PLAIN).index(unit).load(_WORDS)
-        scales = reinterpreted(stages.w_scale, gl.int32, [COUNT, 32, C.UNIT_SCALES // 32], _PLAIN)
+        scales = reinterpreted(stages.w_scale, gl.int32, [COUNT, _ROW_PAIRS, PER_ROW], _PLAIN)
         scales = scales.index(unit).load(gl.SliceLayout(1, OWN))
-        weights = _decoded(words.to(gl.uint32, bitcast=True), scales.to(gl.uint32, bitcast=True), LAYOUT)
+        weights = _decoded(words.to(gl.uint32, bitcast=True), scales.to(gl.uint32, bitcast=True), LAYOUT, C)
     else:
-        weights = in_blocks(stages.w, C.STAGES * C.CONSUMERS, C.BLOCK_N // C.CONSUMERS)
+        weights = in_blocks(stages.w, C.STAGES * C.CONSUMERS, C.BLOCK_N // C.CONSUMERS, C)
         weights = weights.index(stage * C.CONSUMERS + WHICH)
     return weights
 
 
 @gluon.jit
-def _decoded(words, scales, LAYOUT: gl.constexpr):
+def _decoded(words, scales, LAYOUT: gl.constexpr, C: gl.constexpr):
     """Decodes words [128 threads, 4] with scales [32, words for four threads] to the left operand, bf16 [64, 64]."""
-    NV: gl.constexpr = scales.shape[1] == 2
-    scales = scales[:, None, :].broadcast_to((32, 4, scales.shape[1]))
+    PAIR: gl.constexpr = C.PAIR
+    ZEROS: gl.constexpr = C.ZEROS
+    PER_ROW: gl.constexpr = scales.shape[1]
+    scales = scales[:, None, :].broadcast_to((32, 4, PER_ROW))
     a, b = gl.split(gl.reshape(words, (128, 2, 2)))  # [thread, q]
-    scale, other = pair_scales(gl.reshape(scales, (128, 2) if NV else (128,)), NV)
+    scales = gl.reshape(scales, (128, PER_ROW) if PER_ROW > 1 else (128,))
+    scale, sixteenth, other = pair_scales(scales, PER_ROW, PAIR, ZEROS)
     scale = gl.convert_layout(scale, a.type.layout, assert_trivial=True)
+    sixteenth = gl.convert_layout(sixteenth, a.type.layout, assert_trivial=True)
     other = gl.convert_layout(other, a.type.layout, assert_trivial=True)
-    both = pairs_of(a, b, rest_of(a, b), scale, other)
+    both = pairs_of(a, b, scale, sixteenth, other, PAIR, ZEROS)
     # w, g, t, q, j, i, l, h to rows (w, h, g) and columns (q, j, i, t, l)
     both = gl.permute(gl.reshape(both, (4, 8, 4, 2, 2, 2, 2, 2)), (0, 7, 1, 3, 4, 5, 2, 6))
     return gl.convert_layout(gl.reshape(both, (_UNIT, _UNIT)), LAYOUT, assert_trivial=True)
@@ -153,7 +161,7 @@ def _add(weights, stages, part, total, tail, C: gl.constexpr, TOKENS: gl.constex
     block = first_of(stages.x.index(part), TOKENS)
     total = warpgroup_mma(weights, block.permute((1, 0)), total, is_async=True)
     if TAIL > 0:
-        if C.FP4:
+        if C.FOUR_BIT:
             weights = gl.convert_layout(weights, _fragment_layout(TAIL), assert_trivial=True)
         tail = warpgroup_mma(weights, stages.tail.index(part).permute((1, 0)), tail, is_async=True)
     return total, tail
@@ -183,12 +191,12 @@ def _tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexp
     HEIGHT: gl.constexpr = C.BLOCK_N // C.CONSUMERS
     SHORT: gl.constexpr = TAIL if TAIL > 0 else 16
     PARTS: gl.constexpr = C.PARTS
-    ORDERED: gl.constexpr = C.FP4 and C.CONSUMERS == 2
+    ORDERED: gl.constexpr = C.FOUR_BIT and C.CONSUMERS == 2
     stages, order, staging, target, where, WHICH = fixed
     expert, row, end, first = where
     stage, phase, order_phase = state
-    total = gl.zeros((HEIGHT, TOKENS), gl.float32, _product_layout(TOKENS))
-    tail = gl.zeros((HEIGHT, SHORT), gl.float32, _product_layout(SHORT))
+    total = gl.zeros((HEIGHT, TOKENS), gl.float32, _product_layout(TOKENS, C.PART_K // 4))
+    tail = gl.zeros((HEIGHT, SHORT), gl.float32, _product_layout(SHORT, C.PART_K // 4))
     for _ in range(C.NUM_K):
         mbarrier.wait(stages.full.index(stage), phase)
         if not C.X_TMA:
@@ -205,7 +213,7 @@ def _tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexp
         if ORDERED:
             mbarrier.arrive(order.index(1 - WHICH))
             order_phase ^= 1
-        total, tail = _done(total, tail, weights, others, C.FP4, TAIL)
+        total, tail = _done(total, tail, weights, others, C.FOUR_BIT, TAIL)
         mbarrier.arrive(stages.empty.index(stage))
         stage, phase = advance(stage, phase, C.STAGES)
     _finish(total, staging, target, expert, row, end, first, C)
@@ -222,7 +230,7 @@ def consume(own, WHICH: gl.constexpr, C: gl.constexpr):
     """
     target, staging, stages, order = own
     HEIGHT: gl.constexpr = C.BLOCK_N // C.CONSUMERS
-    gl.static_assert(C.K % _BLOCK_K == 0)
+    gl.static_assert(C.K % C.PART_K == 0)
     state = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1 - WHICH)
     expert, row, end, column = next_tile(stages, (state[0], state[1]))
     while expert >= 0:

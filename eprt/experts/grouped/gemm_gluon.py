@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN201  (kernel arguments have no Python types)
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false, reportReturnType=false
-"""A warp-specialized grouped GEMM of bf16 and 4-bit weights for Hopper, for experts with more than a few rows.
+"""A warp-specialized grouped GEMM of bf16, 4-bit and FP8 weights for Hopper, for experts with more than a few rows.
 
 It computes what `gemm_triton.grouped_gemm` computes, bit by bit, always as weights x tokens. It is a persistent kernel
 with a dynamic tile scheduler and one program per SM. Producer warps load weights and tokens into a multistage pipeline
@@ -19,10 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from eprt.experts.grouped.consumer_gluon import consume
 from eprt.experts.grouped.pipeline_gluon import (
-    BLOCK_K,
     PRODUCER_WARPS,
     SCALES,
     SHARED,
+    SHARED_8,
     TILE_INFO,
     UNITS,
     Pipeline,
@@ -32,40 +32,41 @@ from eprt.experts.grouped.pipeline_gluon import (
 )
 from eprt.experts.sort_by_expert_triton import pdl_wait
 
-_BLOCK_K = gl.constexpr(BLOCK_K)
 _PRODUCER_WARPS = gl.constexpr(PRODUCER_WARPS)
 
 
 @gluon.jit
 def grouped_gemm_warp_specialized(
-    x, x_tiles, tail_tiles, source, w, w_scale, w_factor, bias, out, entries, num_entries, tile_counter,
+    x, x_tiles, tail_tiles, source, x_scale, w, w_scale, w_factor, bias, out, entries, num_entries, tile_counter,
     x_stride, x_skip, out_stride, out_skip, C: gl.constexpr,
 ):  # fmt: skip
     """Takes the arguments of `gemm_triton.grouped_gemm` under the same names, and these:
 
-    x_tiles, tail_tiles: TMA descriptors of x [rows, K], in blocks [C.LEAST, BLOCK_K] and [C.TAIL, BLOCK_K], or None.
+    x_tiles, tail_tiles: TMA descriptors of x [rows, K], in blocks [C.LEAST, C.PART_K] and [C.TAIL, C.PART_K], or None.
     w, w_scale: TMA descriptors of one stage's weights and scales (`pipeline_gluon.weight_blocks`, `scale_blocks`); of
-        bf16, of blocks [C.BLOCK_N, BLOCK_K], and None.
+        bf16 and FP8, of blocks [C.BLOCK_N, C.PART_K], and None.
     tile_counter: int32 [1], counts the tiles that programs claim beyond their first. Zero before and after.
     C: `pipeline_gluon.KernelConstants`.
     """
     STAGES: gl.constexpr = C.STAGES
-    x_buffer = gl.allocate_shared_memory(gl.bfloat16, [STAGES * C.PARTS, C.BLOCK_M, _BLOCK_K], SHARED)
+    DTYPE: gl.constexpr = x.dtype.element_ty
+    ROWS: gl.constexpr = SHARED_8 if C.FP8 else SHARED
+    x_buffer = gl.allocate_shared_memory(DTYPE, [STAGES * C.PARTS, C.BLOCK_M, C.PART_K], ROWS)
     scale_buffer, tail_buffer = x_buffer, x_buffer
-    if C.FP4:
+    if C.FOUR_BIT:
         units: gl.constexpr = w.block_shape
         scales: gl.constexpr = w_scale.block_shape
         w_buffer = gl.allocate_shared_memory(gl.int32, [STAGES, units[0], units[1], units[2]], UNITS)
         scale_buffer = gl.allocate_shared_memory(gl.int32, [STAGES, scales[0], scales[1]], SCALES)
     else:
-        w_buffer = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C.BLOCK_N, _BLOCK_K], SHARED)
+        w_buffer = gl.allocate_shared_memory(DTYPE, [STAGES, C.BLOCK_N, C.PART_K], ROWS)
     if C.TAIL > 0:
-        tail_buffer = gl.allocate_shared_memory(gl.bfloat16, [STAGES * C.PARTS, C.TAIL, _BLOCK_K], SHARED)
+        tail_buffer = gl.allocate_shared_memory(DTYPE, [STAGES * C.PARTS, C.TAIL, C.PART_K], ROWS)
     # Epilogue staging buffers, one per consumer warpgroup. They use the shared memory that the pipeline leaves free.
     height: gl.constexpr = C.BLOCK_N // C.CONSUMERS
     columns: gl.constexpr = height // 2 if C.GATED else height
     width: gl.constexpr = out.dtype.element_ty.primitive_bitwidth
-    tokens: gl.constexpr = (32768 if C.FP4 else 65536) // (columns * width)
+    tokens: gl.constexpr = (32768 if C.FOUR_BIT else 65536) // (columns * width)
     STAGING: gl.constexpr = gl.NVMMASharedLayout(64 if columns * width == 512 else 128, width, 2)
     staging = gl.allocate_shared_memory(out.dtype.element_ty, [C.CONSUMERS, tokens, columns], STAGING)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -81,7 +82,7 @@ def grouped_gemm_warp_specialized(
     pdl_wait(C.LAUNCH_DEPENDENTS)
     barrier()
     stages = Pipeline(w_buffer, scale_buffer, x_buffer, tail_buffer, full, empty, tile_info)
-    target = w_factor, bias, out, out_stride, out_skip
+    target = source, x_scale, w_factor, bias, out, out_stride, out_skip
     read = x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip
     tiles = entries, num_entries, tile_counter
     own = target, staging, stages, order

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -14,9 +14,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eprt.config import Activation
 from eprt.experts.activation_triton import constants
-from eprt.experts.grouped.fp4 import UNIT
-from eprt.experts.grouped.gemm_triton import GemmConstants, grouped_gemm, quantize_tiles
-from eprt.experts.grouped.schedules import FP4_PAIRS, FP8_PAIRS, Pair, Schedule, Tile
+from eprt.experts.grouped.four_bit import UNIT
+from eprt.experts.grouped.gemm_triton import GemmConstants, grouped_gemm
+from eprt.experts.grouped.quantize_triton import quantize_tiles
+from eprt.experts.grouped.schedules import FOUR_BIT_PAIRS, FP8_PAIRS, Pair, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.sort_by_expert_triton import TileSchedule
 from eprt.launching import INT32, CachedKernel, like, starts_aligned
@@ -27,6 +28,7 @@ from eprt.weights import FP8_BLOCK
 _CPU_PROGRAMS = 3  # the interpreter runs them one after another: a few, so that each takes several tiles
 # Triton versions the warp-specialized kernel was compiled with: Gluon is experimental, and changes.
 _GLUON_TRITON = (3, 6), (3, 9)
+_QUANTIZED_AT_ONCE = 8192  # values per program: 64 per thread
 Weights = tuple[Any, Any]  # and their scales
 
 
@@ -60,7 +62,7 @@ class Rows:
 
     Attributes:
         data: [rows, K] or expert-major [L, M, K], last dimension contiguous; in w8a16 twice as wide.
-        scale: [rows, ceil(K / 128)] float32 of E4M3 data; of expert-major data [L * M, ..].
+        scale: [rows, ceil(K / 128)] float32 of E4M3 data, in c8a8 [rows, 1]; of expert-major data [L * M, ..].
         source: int32, the row of `data` for each scheduled row; None: the same row.
     """
 
@@ -89,9 +91,11 @@ class Gemm:
             "W_STRIDE": self._weights.shape[1],
             "W_ROWS": self._weights.shape[0],
             "PAIR": pair,
+            "UNIT_SCALES": 0 if matrix.scale is None or pair not in FOUR_BIT_PAIRS else matrix.scale.shape[-1],
+            "ZEROS": matrix.zeros,
             "FIRST": activation is not None,
             **constants(activation),
-            "W_TMA": chip.hopper and pair not in FP4_PAIRS,
+            "W_TMA": chip.hopper and pair not in FOUR_BIT_PAIRS,
         }
 
     @property
@@ -137,7 +141,7 @@ class Gemm:
 
         tokens = row_blocks(data, schedule.m >> tile.halvings) if x_tma else None
         tail = row_blocks(data, schedule.tail) if x_tma and schedule.tail else None
-        return data, tokens, tail, rows.source, *common, work.tile_counter
+        return data, tokens, tail, rows.source, rows.scale, *common, work.tile_counter
 
     def _compile(self, arguments: tuple[Any, ...], schedule: Schedule, tile: Tile, x_tma: bool) -> CachedKernel:
         """Compiles the tile's kernel for arguments like these."""
@@ -171,17 +175,17 @@ class Gemm:
         """Returns Triton's launch options. With 4 bits also a register limit: the most per thread with which
         `tile.ctas` programs fit an SM's 65,536. ptxas alone takes up to 255 for some sizes, and gains nothing."""
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        if self.pair in FP4_PAIRS:
+        if self.pair in FOUR_BIT_PAIRS:
             options["maxnreg"] = min(255, 65536 // (tile.ctas * tile.warps * 32) // 8 * 8)
         return options
 
     @cached_property
     def _takes_warp_specialized(self) -> bool:
         """Whether the warp-specialized kernel takes this matrix: it has no masks along K."""
-        from eprt.experts.grouped.pipeline_gluon import BLOCK_K, LEAST_BLOCKS
+        from eprt.experts.grouped.pipeline_gluon import LEAST_BLOCKS, block_columns
 
-        K = self.matrix.cols
-        return self._chip.warp_specialized and K % BLOCK_K == 0 and K >= LEAST_BLOCKS * BLOCK_K
+        cols, block = self.matrix.cols, block_columns(self.pair)
+        return self._chip.warp_specialized and cols % block == 0 and cols >= LEAST_BLOCKS * block
 
     def _fits_warp_specialized(self, data: torch.Tensor, out: torch.Tensor) -> bool:
         """Whether it also takes these rows: it copies 16 bytes at a time, and offsets have 32 bits."""
@@ -197,7 +201,7 @@ class Gemm:
             return TensorDescriptor.from_tensor(self._weights[:, : matrix.cols], [tile.n, tile.k]), matrix.scale
         from eprt.experts.grouped.pipeline_gluon import BLOCK_K, row_blocks, scale_blocks, weight_blocks
 
-        if matrix.scale is None:
+        if self.pair not in FOUR_BIT_PAIRS:
             return row_blocks(self._weights[:, : matrix.cols], tile.n), None
         cut = matrix.cols // BLOCK_K, next_power_of_2(tile.n // UNIT), tile.k // BLOCK_K
         return weight_blocks(matrix.data, *cut), scale_blocks(matrix.scale, *cut)
@@ -208,37 +212,54 @@ def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(a.dtype if isinstance(a, torch.Tensor) else like(a) if isinstance(a, int) else a for a in arguments)
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """How rows are quantized: the compile-time constants of `quantize_tiles`."""
+
+    K: int
+    GROUP: int
+    ROWS: int
+    BLOCK_M: int
+    TAIL: int
+    SPLIT: bool
+
+    @classmethod
+    def of(cls, gemm: Gemm, work: TileSchedule | None) -> _Cut:
+        K, split = gemm.matrix.cols, gemm.pair == "w8a16"
+        group = next_power_of_2(K) if gemm.pair == "c8a8" else FP8_BLOCK
+        height, tail = (work.tiles.m, work.tiles.tail) if work else (16, 0)
+        rows = min(height, max(1, _QUANTIZED_AT_ONCE // group))
+        return cls(K, group, rows, height if work else rows, tail, split)
+
+
 def quantize_rows(data: torch.Tensor, work: TileSchedule | None, gemm: Gemm) -> Rows:
-    """Quantizes the scheduled rows (None: all rows) to E4M3 for `gemm`, with a scale per 128 values; others stay
-    garbage."""
-    K, split = gemm.matrix.cols, gemm.pair == "w8a16"
-    groups, width = ceil_div(K, FP8_BLOCK), round_up(K, 16) * (2 if split else 1)
+    """Quantizes the scheduled rows (None: all rows) to E4M3 for `gemm`, with a scale per 128 values or, in c8a8, per
+    row; others stay garbage."""
+    cut = _Cut.of(gemm, work)
+    groups, width = ceil_div(cut.K, cut.GROUP), round_up(cut.K, 16) * (2 if cut.SPLIT else 1)
     codes = torch.empty((*data.shape[:-1], width), dtype=torch.float8_e4m3fn, device=data.device)
     scale = torch.empty((*data.shape[:-1], groups), dtype=torch.float32, device=data.device)
-    block_m = work.tiles.m if work else 16
-    tiles = (work.bound if work else ceil_div(data.shape[0], block_m)) * groups
+    pieces = groups * ceil_div(cut.BLOCK_M + cut.TAIL, cut.ROWS)
+    tiles = (work.bound if work else ceil_div(data.shape[0], cut.BLOCK_M)) * pieces
     entries, count = (None, None) if work is None else (work.entries, work.num_entries)
     numbers = *_strides(data), width
     grid = min(gemm._chip.multiprocessors * 64, tiles), 1, 1
     if starts_aligned(data):
-        kernel = _prepared_quantize(data.device, data.dtype, work is not None, *map(like, numbers), K, block_m, split)
+        kernel = _prepared_quantize(data.device, data.dtype, work is not None, *map(like, numbers), cut)
         kernel(grid, data, codes, scale, entries, count, data.shape[0], *numbers)
     else:
-        constants = {"K": K, "GROUPS": groups, "BLOCK_M": block_m, "SPLIT": split}
-        quantize_tiles[grid](data, codes, scale, entries, count, data.shape[0], *numbers, **constants)
+        quantize_tiles[grid](data, codes, scale, entries, count, data.shape[0], *numbers, **asdict(cut))
     return Rows(codes, scale.view(-1, groups))
 
 
 @cache
 def _prepared_quantize(
-    device: torch.device, dtype: torch.dtype, listed: bool, stride: int, skip: int, width: int, K: int, block_m: int,
-    split: bool,
-) -> CachedKernel:  # fmt: skip
+    device: torch.device, dtype: torch.dtype, listed: bool, stride: int, skip: int, width: int, cut: _Cut
+) -> CachedKernel:
     """Compiles the kernel for strides like these. `listed`: it reads a tile schedule."""
     entries = torch.int32 if listed else None
     arguments = dtype, torch.float8_e4m3fn, torch.float32, entries, entries, 2, stride, skip, width
-    constants = {"K": K, "GROUPS": ceil_div(K, FP8_BLOCK), "BLOCK_M": block_m, "SPLIT": split}
-    return CachedKernel(quantize_tiles, device, arguments, constants)
+    return CachedKernel(quantize_tiles, device, arguments, asdict(cut))
 
 
 def both(

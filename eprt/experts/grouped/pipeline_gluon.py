@@ -2,10 +2,10 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false, reportReturnType=false
 """The multistage pipeline of `gemm_gluon`, and its producer warps.
 
-A stage holds C.BLOCK_K columns of a tile's tokens and weights, in parts of BLOCK_K. Its `full` barrier completes when
-they have arrived, its `empty` barrier when every consumer has read them. Weights, and tokens in consecutive rows, come
-by TMA. Tokens that are gathered, or lie in the masked layout, are copied by the producer's threads. Either copy arrives
-at `full` by itself.
+A stage holds C.BLOCK_K columns of a tile's tokens and weights, in parts of C.PART_K, which are 128 bytes of a token.
+Its `full` barrier completes when they have arrived, its `empty` barrier when every consumer has read them. Weights, and
+tokens in consecutive rows, come by TMA. Tokens that are gathered, or lie in the masked layout, are copied by the
+producer's threads. Either copy arrives at `full` by itself.
 
 Tiles of experts with more rows take longer, so the scheduler is dynamic: a program's producer claims each next tile
 from an atomic counter. The stage in which a tile begins also holds the tile's scheduler entry, for the consumers.
@@ -24,12 +24,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from eprt.experts.grouped.fp4 import MX_UNIT_SCALES, NV_UNIT_SCALES, UNIT, UNIT_WORDS
+from eprt.experts.grouped.four_bit import UNIT, UNIT_WORDS
 from eprt.experts.grouped.gemm_triton import GemmConstants, position
+from eprt.experts.grouped.schedules import FOUR_BIT_PAIRS
 from eprt.rounding import ceil_div, next_power_of_2
 
-BLOCK_K = 64
-LEAST_BLOCKS = 4  # blocks of K that the kernel needs: no shorter sum was tested
+BLOCK_K = 64  # columns of bf16 per part: 128 bytes
+LEAST_BLOCKS = 4  # parts of K that the kernel needs: no shorter sum was tested
 PRODUCER_WARPS = 4
 # Registers per producer thread: it copies up to 64 tokens, or more than 64, or issues TMA loads only.
 _FEW_TOKENS, _MANY_TOKENS, _TMA_ONLY = 32, 56, 24
@@ -40,13 +41,13 @@ _async_copy = async_copy.async_load if hasattr(async_copy, "async_load") else as
 _tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _UNDERSCORED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 
-_BLOCK_K = gl.constexpr(BLOCK_K)
 _ROW_BYTES = gl.constexpr(BLOCK_K * 2)
 _UNIT = gl.constexpr(UNIT)
 _UNIT_WORDS = gl.constexpr(UNIT_WORDS)
 TILE_INFO = gl.constexpr(4)  # int32 per tile: expert, first row, row after the expert's last, index along N
 _LINE = 256  # words: as long as a block's side can be
-SHARED = gl.constexpr(NVMMASharedLayout(128, 16, 2))  # of rows of BLOCK_K values
+# Of rows of a part's values.
+SHARED, SHARED_8 = gl.constexpr(NVMMASharedLayout(128, 16, 2)), gl.constexpr(NVMMASharedLayout(128, 8, 2))
 # Of words, as they lie in memory.
 UNITS, SCALES = gl.constexpr(NVMMASharedLayout(0, 32, 3)), gl.constexpr(NVMMASharedLayout(0, 32, 2))
 
@@ -71,23 +72,24 @@ class Pipeline(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelConstants(GemmConstants):
-    """The compile-time constants of the warp-specialized kernel, whose PAIR is "bf16", "w4a16" or "nv4a16".
+    """The compile-time constants of the warp-specialized kernel, whose PAIR is "bf16", "c8a8" or of 4-bit weights.
 
     BLOCK_N is 128, 192 or 256 of 4-bit weights, BLOCK_M 16 to 256, TAIL 0, 16 or 32; BLOCK_K is 64, or 128 of 4-bit
-    weights.
+    weights and FP8.
 
     Attributes:
-        FP4: weights have 4 bits.  UNIT_SCALES: int32 words of scales per unit.  UNIT_ROWS: rows of units per TMA load.
-        CONSUMERS: warpgroups that share BLOCK_N.  PARTS: parts of BLOCK_K columns per stage.
+        FOUR_BIT: weights have 4 bits.  UNIT_ROWS: rows of units per TMA load.  FP8: weights and tokens are E4M3.
+        CONSUMERS: warpgroups that share BLOCK_N.  PART_K, PARTS: columns of a part, and parts per stage.
         REGISTERS: per consumer thread, and per producer thread.
         NUM_N: tiles along N.  NUM_K: stages that a tile passes through.
         LEAST: tokens of the narrowest tile, and per TMA load.
     """
 
-    FP4: bool = field(init=False)
-    UNIT_SCALES: int = field(init=False)
+    FOUR_BIT: bool = field(init=False)
+    FP8: bool = field(init=False)
     UNIT_ROWS: int = field(init=False)
     CONSUMERS: int = field(init=False)
+    PART_K: int = field(init=False)
     PARTS: int = field(init=False)
     REGISTERS: tuple[int, int] = field(init=False)
     NUM_N: int = field(init=False)
@@ -95,15 +97,17 @@ class KernelConstants(GemmConstants):
     LEAST: int = field(init=False)
 
     def __post_init__(self) -> None:
-        consumers = 2 if self.PAIR == "bf16" else self.BLOCK_N // UNIT
+        four_bit = self.PAIR in FOUR_BIT_PAIRS
+        consumers = self.BLOCK_N // UNIT if four_bit else 2
         producer = _TMA_ONLY if self.X_TMA else _FEW_TOKENS if self.BLOCK_M <= 64 else _MANY_TOKENS
         # Fields, as Triton's cache knows a kernel by what they print.
         for name, value in (
-            ("FP4", self.PAIR != "bf16"),
-            ("UNIT_SCALES", NV_UNIT_SCALES if self.PAIR == "nv4a16" else MX_UNIT_SCALES),
+            ("FOUR_BIT", four_bit),
+            ("FP8", self.PAIR == "c8a8"),
             ("UNIT_ROWS", next_power_of_2(self.BLOCK_N // UNIT)),
             ("CONSUMERS", consumers),
-            ("PARTS", self.BLOCK_K // BLOCK_K),
+            ("PART_K", block_columns(self.PAIR)),
+            ("PARTS", self.BLOCK_K // block_columns(self.PAIR)),
             ("REGISTERS", (_consumer_registers(consumers, producer), producer)),
             ("NUM_N", ceil_div(self.N, self.BLOCK_N)),
             ("NUM_K", ceil_div(self.K, self.BLOCK_K)),
@@ -120,9 +124,16 @@ def _consumer_registers(consumers: int, producer: int) -> int:
     return (all_of_them - producer) // consumers // 8 * 8
 
 
+def block_columns(pair: str) -> int:
+    """Returns the columns of a part."""
+    return 2 * BLOCK_K if pair == "c8a8" else BLOCK_K
+
+
 def row_blocks(rows: torch.Tensor, count: int) -> Any:
-    """Returns a TMA descriptor of [.., K], in blocks of `count` rows and BLOCK_K columns."""
-    return TensorDescriptor.from_tensor(rows, [count, BLOCK_K], SHARED.value)
+    """Returns a TMA descriptor of [.., K], in blocks of `count` rows and 128 bytes."""
+    size = rows.element_size()
+    layout = SHARED if size == 2 else SHARED_8
+    return TensorDescriptor.from_tensor(rows, [count, BLOCK_K * 2 // size], layout.value)
 
 
 def weight_blocks(units: torch.Tensor, blocks: int, rows: int, parts: int) -> Any:
@@ -174,9 +185,14 @@ def reinterpreted(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def in_blocks(memory, COUNT: gl.constexpr, ROWS: gl.constexpr):
+def in_blocks(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr):
     """Returns the same shared memory as COUNT blocks of ROWS rows."""
-    return reinterpreted(memory, gl.bfloat16, [COUNT, ROWS, _BLOCK_K], SHARED)
+    PART_K: gl.constexpr = C.PART_K
+    if C.FP8:
+        blocks = reinterpreted(memory, gl.float8e4nv, [COUNT, ROWS, PART_K], SHARED_8)
+    else:
+        blocks = reinterpreted(memory, gl.bfloat16, [COUNT, ROWS, PART_K], SHARED)
+    return blocks
 
 
 @gluon.jit
@@ -194,7 +210,7 @@ def _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS: gl.constexpr, L
 @gluon.jit
 def _copy_rows(block, x, offset, start, C: gl.constexpr, LAYOUT: gl.constexpr):
     """Copies columns from `start` on, as TMA would: zeros past K."""
-    k = gl.arange(0, _BLOCK_K, gl.SliceLayout(0, LAYOUT))
+    k = gl.arange(0, C.PART_K, gl.SliceLayout(0, LAYOUT))
     there = (x + start) + (offset[:, None] + k[None, :])
     if C.K % C.BLOCK_K > 0:
         _async_copy(block, there, mask=start < C.K)
@@ -204,7 +220,7 @@ def _copy_rows(block, x, offset, start, C: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _produce_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, C.PART_K // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     """Loads one tile, stage by stage; returns the next stage and phase."""
     read, stages, where = fixed
     x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip = read
@@ -214,9 +230,9 @@ def _produce_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.
     ALL_BLOCKS: gl.constexpr = C.BLOCK_M // C.LEAST
     PARTS: gl.constexpr = C.PARTS
     UNITS_BYTES: gl.constexpr = C.UNIT_ROWS * PARTS * (_UNIT_WORDS + C.UNIT_SCALES) * 4
-    WEIGHTS: gl.constexpr = UNITS_BYTES if C.FP4 else C.BLOCK_N * _ROW_BYTES
+    WEIGHTS: gl.constexpr = UNITS_BYTES if C.FOUR_BIT else C.BLOCK_N * _ROW_BYTES
     EXPECTED: gl.constexpr = WEIGHTS + ((TOKENS + TAIL) * _ROW_BYTES * PARTS if C.X_TMA else 0)
-    tokens = in_blocks(stages.x, C.STAGES * PARTS * ALL_BLOCKS, C.LEAST)
+    tokens = in_blocks(stages.x, C.STAGES * PARTS * ALL_BLOCKS, C.LEAST, C)
     if not C.X_TMA:
         begin, offset = _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS, LAYOUT)
         if TAIL > 0:
@@ -227,13 +243,13 @@ def _produce_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.
         if C.X_TMA:
             barrier()  # all threads are past their wait, before what could make its phase come round again
         mbarrier.expect(there, EXPECTED)
-        if C.FP4:
+        if C.FOUR_BIT:
             _tma_load(w, [first, index * w.block_shape[1], 0], there, stages.w.index(stage))
             _tma_load(w_scale, [first, index * (PARTS * C.UNIT_SCALES)], there, stages.w_scale.index(stage))
         else:
-            _tma_load(w, [first, index * _BLOCK_K], there, stages.w.index(stage))
+            _tma_load(w, [first, index * C.PART_K], there, stages.w.index(stage))
         for part in gl.static_range(PARTS):
-            k = (index * PARTS + part) * _BLOCK_K
+            k = (index * PARTS + part) * C.PART_K
             if C.X_TMA:
                 for block in gl.static_range(BLOCKS):
                     place = tokens.index((stage * PARTS + part) * ALL_BLOCKS + block)
@@ -303,7 +319,7 @@ def produce(read, stages, tiles, C: gl.constexpr):
     while tile < total:
         expert, row, end, column = position(entries, tile, C.NUM_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
         _publish_tile(stages, state, (expert, row, end, column))
-        if C.FP4:
+        if C.FOUR_BIT:
             first = expert * ((C.N + _UNIT - 1) // _UNIT) + column * C.CONSUMERS
         else:
             first = expert * C.N + column * C.BLOCK_N

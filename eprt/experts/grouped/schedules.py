@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-# Weights x activations: plain bf16; E4M3 blocks times E4M3 groups; E4M3 blocks times bf16; MXFP4 and NVFP4 times bf16.
-Pair = Literal["bf16", "w8a8", "w8a16", "w4a16", "nv4a16"]
-FP8_PAIRS: tuple[Pair, ...] = ("w8a8", "w8a16")
-FP4_PAIRS: tuple[Pair, ...] = ("w4a16", "nv4a16")
+# Weights x activations: plain bf16; E4M3 blocks times E4M3 groups; E4M3 times bf16; E4M3 by row times E4M3 by token;
+# MXFP4, NVFP4 and INT4 times bf16.
+Pair = Literal["bf16", "w8a8", "w8a16", "c8a8", "w4a16", "nv4a16", "i4a16"]
+FP8_PAIRS: tuple[Pair, ...] = ("w8a8", "w8a16", "c8a8")
+FOUR_BIT_PAIRS: tuple[Pair, ...] = ("w4a16", "nv4a16", "i4a16")
 
 
 @dataclass(frozen=True)
@@ -16,16 +17,16 @@ class Tile:
     """The tile shape and pipeline of one of the two GEMMs.
 
     Attributes:
-        n, k: columns (both parts of a gated matrix) and depth of a block. FP8: n / parts divides 128, k is 128. MXFP4
-            and NVFP4: both are multiples of 64, and n is a multiple of 16 per warp.
+        n, k: columns (both parts of a gated matrix) and depth of a block. FP8: k is 128 and n / parts divides 128, but
+            by channel. 4 bits: both are multiples of 64, and n is a multiple of 16 per warp.
         stages: pipeline depth.  warps: per program.  ctas: programs per SM.
-        swap: weights x tokens instead of tokens x weights; MXFP4 and NVFP4 always.
+        swap: weights x tokens instead of tokens x weights; 4 bits always.
         halvings: how often an expert's last tile may be narrowed to half its height if its rows fit.
         flatten: one pipeline over all tiles of a program, where `tma` holds; not with halvings.
         tma: tokens come by TMA where they lie in consecutive rows (the second GEMM of FlatTokens).
-        warp_specialized: the kernel of `eprt.experts.grouped.gemm_gluon`, for bf16, MXFP4 and NVFP4 on Hopper. bf16 has
-            two consumer warpgroups, n x m at most 128 x 256, k 64. MXFP4 and NVFP4 have one per 64 of n (128 to 256),
-            whose registers hold 64 x m results each; k is 64 or 128.
+        warp_specialized: the kernel of `eprt.experts.grouped.gemm_gluon`, for bf16, FP8 by channel and 4 bits on
+            Hopper. bf16 and FP8 have two consumer warpgroups, n x m at most 128 x 256, k 64 and 128. 4 bits have one
+            per 64 of n (128 to 256), whose registers hold 64 x m results each; k is 64 or 128.
         fallback: the tile where the warp-specialized kernel doesn't fit; None: the same shape with three stages.
     """
 
@@ -54,7 +55,7 @@ class Schedule:
     Attributes:
         m: rows per tile.
         tail: rows beyond m that an expert's last tile takes along (its residue): 0, 16 or 32. Another tile would read
-            and decode all weights again for them. Needs `swap`; not with `flatten` or FP8 weights.
+            and decode all weights again for them. Needs `swap`; not with `flatten` or scales of 128 x 128.
         group: row tiles of an expert that share columns before the next columns come.
         launch_dependents: both GEMMs trigger programmatic dependent launch, so the next kernel is set up on every free
             SM. Only for kernels that take whole SMs: other kernels' programs would crowd on the first free ones.
@@ -121,6 +122,26 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
     ),
 }
 HOPPER["nv4a16"] = HOPPER["w4a16"]  # not searched: the same but for twice as many scales
+# As w4a16's but between 24 and 52 rows: for 11, 32, 43 and 171 rows (Kimi-K2's and Qwen3-30B-A3B's sizes) these were
+# the fastest of six to nine, or within 2% of them.
+HOPPER["i4a16"] = (
+    *HOPPER["w4a16"][:3],
+    (24, HOPPER["w4a16"][3][1]),
+    (52, Schedule(64, MXFP4_64, MXFP4_64, launch_dependents=True)),
+    *HOPPER["w4a16"][4:],
+)
+# Searched from 24 rows on, for DeepSeek-V3's sizes; below as w8a8.
+FP8_WS = replace(BF16_WS, k=128, fallback=Tile(128, 128, 3, 8, 1, True, halvings=1))
+FP8_NARROW = replace(FP8_WS, n=128, halvings=2)
+FP8_LOW = replace(FP8_WS, n=128, stages=7, fallback=Tile(128, 128, 4, 4, 2, swap=True))
+FP8_128 = Schedule(128, FP8_WS, FP8_WS, tail=32)
+HOPPER["c8a8"] = (
+    *HOPPER["w8a8"][:2],
+    (96, Schedule(64, FP8_LOW, FP8_LOW, tail=16)),
+    (232, FP8_128),
+    (272, Schedule(256, FP8_NARROW, FP8_NARROW, tail=32)),
+    (ANY, FP8_128),
+)
 
 
 # Tiles that fit the shared memory of every card from Ampere on, 99 KiB. Not measured on one.

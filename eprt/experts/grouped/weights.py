@@ -1,5 +1,5 @@
 """Expert matrices as the grouped GEMM reads them: gate and up rows taking turns, rows of whole 16 bytes or, of 4 bits,
-units of `eprt.experts.grouped.fp4`."""
+units of `eprt.experts.grouped.four_bit`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from eprt.experts.base import present
-from eprt.experts.grouped.fp4 import (
+from eprt.experts.grouped.four_bit import (
     MX_UNIT_SCALES,
     NV_UNIT_SCALES,
     UNIT_WORDS,
+    int4_factor,
+    int4_unit_scales,
     mxfp4_factor,
     nvfp4_factor,
+    pack_int4,
     pack_mxfp4,
     pack_nvfp4,
     room,
@@ -21,7 +24,7 @@ from eprt.experts.grouped.fp4 import (
 from eprt.experts.padding import interleave_halves, pad_parts, spread_tensor_scale, stack_experts
 from eprt.quant import decode
 from eprt.rounding import ceil_div, round_up
-from eprt.weights import FP8_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
+from eprt.weights import FP8_BLOCK, Fp8Block, Fp8Channel, Fp8Tensor, Int4, Matrix, Mxfp4, Nvfp4
 
 INTERLEAVE = 8  # gate and up rows take turns by so many: halves of what one thread holds of a tile, so nothing moves
 
@@ -33,11 +36,13 @@ class GroupedMatrix:
     Attributes:
         data: [L, rows, stride] bf16 or e4m3; columns past `cols` are zeros. 4 bits: int32 [L, units, UNIT_WORDS].
         scale: [L, parts, ceil(rows / parts / 128), ceil(cols / 128)] float32 of FP8 weights; int32
-            [L, units, MX_UNIT_SCALES or NV_UNIT_SCALES] of 4 bits; else None.
-        factor: [L, parts, rows / parts] float32 that sums of 4-bit weights are multiplied by, else None.
+            [L, units, words per unit] of 4 bits; else None.
+        factor: [L, parts, rows / parts] float32 that sums of 4-bit weights and of FP8 by channel are multiplied by,
+            else None.
         bias: [L, parts, rows / parts] float32, or None.
         parts: 2 where gate and up alternate by INTERLEAVE rows.
         rows, cols: of one expert; each part's rows padded to INTERLEAVE.
+        zeros: INT4 with zero points of its own, among the words of `scale`.
     """
 
     data: torch.Tensor
@@ -47,10 +52,11 @@ class GroupedMatrix:
     parts: int
     rows: int
     cols: int
+    zeros: bool = False
 
     @classmethod
     def prepare(cls, matrix: Matrix, bias: torch.Tensor | None, parts: int, device: torch.device) -> GroupedMatrix:
-        """From a canonical matrix on any device, expert by expert; formats other than FP8, MXFP4 and NVFP4 in bf16."""
+        """From a canonical matrix on any device, expert by expert; formats that no kernel has in bf16."""
         L, rows, cols = matrix.shape
         part = rows // parts
         padded = round_up(part, INTERLEAVE) if parts > 1 else part
@@ -62,15 +68,29 @@ class GroupedMatrix:
                 found["bias"] = pad_parts(own, parts, padded).view(1, parts, padded)
             return found
 
-        units = room(parts * padded, cols) if isinstance(matrix, Mxfp4 | Nvfp4) else 0
-        unit_scales = NV_UNIT_SCALES if isinstance(matrix, Nvfp4) else MX_UNIT_SCALES
+        unit_scales = _unit_scales(matrix)
+        units = room(parts * padded, cols) if unit_scales else 0
         tensors = stack_experts(L, prepare, {"data": units * UNIT_WORDS, "scale": units * unit_scales})
         scale, factor, bias = (tensors.get(name) for name in ("scale", "factor", "bias"))
-        return cls(tensors["data"], scale, factor, bias, parts, parts * padded, cols)
+        zeros = isinstance(matrix, Int4) and matrix.zeros is not None
+        return cls(tensors["data"], scale, factor, bias, parts, parts * padded, cols, zeros)
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         """Returns what belongs to each local expert, [L, ...]: views."""
         return present(data=self.data, scale=self.scale, factor=self.factor, bias=self.bias)
+
+
+def _unit_scales(matrix: Matrix) -> int:
+    """Returns the words of scales per unit of 4-bit weights, else 0."""
+    match matrix:
+        case Mxfp4():
+            return MX_UNIT_SCALES
+        case Nvfp4():
+            return NV_UNIT_SCALES
+        case Int4():
+            return int4_unit_scales(matrix.shape[2], matrix.scales.shape[2], zeros=matrix.zeros is not None)
+        case _:
+            return 0
 
 
 def _laid_out(own: Matrix, parts: int, padded: int) -> dict[str, torch.Tensor]:
@@ -83,12 +103,18 @@ def _laid_out(own: Matrix, parts: int, padded: int) -> dict[str, torch.Tensor]:
             scale = own.scale if isinstance(own, Fp8Block) else spread_tensor_scale(own.scale, *grid)
             data = alternate(own.data, parts, padded, round_up(cols, 16))
             return {"data": data, "scale": scale.to(torch.float32).view(1, parts, *grid)}
-        case Mxfp4() | Nvfp4():
+        case Fp8Channel():
+            factor = pad_parts(own.scale, parts, padded).view(1, parts, padded)
+            return {"data": alternate(own.data, parts, padded, round_up(cols, 16)), "factor": factor}
+        case Mxfp4() | Nvfp4() | Int4():
             codes, scales = (alternate(each, parts, padded, each.shape[2])[0] for each in (own.codes, own.scales))
             if isinstance(own, Mxfp4):
                 packed, factor = pack_mxfp4(codes, scales), mxfp4_factor(own.scales)
-            else:
+            elif isinstance(own, Nvfp4):
                 packed, factor = pack_nvfp4(codes, scales), nvfp4_factor(own.scales[0], own.global_scale[0])
+            else:
+                zeros = None if own.zeros is None else alternate(own.zeros, parts, padded, own.zeros.shape[2])[0]
+                packed, factor = pack_int4(codes, scales, zeros), int4_factor(own.scales[0])
             factor = pad_parts(factor.view(1, rows), parts, padded).view(1, parts, padded)
             return {"data": packed[0][None], "scale": packed[1][None], "factor": factor}
         case _:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from eprt.errors import UnsupportedError
-from eprt.experts.grouped import fp4
+from eprt.experts.grouped import four_bit
 from eprt.experts.in_place import leaves
 from eprt.layer import ExpertParallelMoE
 
@@ -44,7 +44,7 @@ class Kept:
         for tensor, copy in self._copies:
             tensor.copy_(copy)
         self._copies.clear()
-        fp4.forget_tables()
+        four_bit.forget_tables()
 
 
 def _experts(layer: ExpertParallelMoE) -> set[int]:

@@ -27,6 +27,8 @@ from triton.runtime.jit import mangle_type
 from eprt.experts import sort_by_expert_triton
 from support.stand_ins.gluon_order import GRANULE, Barrier, Buffer, Job, Machine, Write
 
+# What numpy holds torch's types in.
+_BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 _seeds = itertools.count()  # another order of turns for each launch
 _machines: list[Machine] = []  # that of the launch under way, if any
 
@@ -175,7 +177,7 @@ class Descriptor:
         found = torch.zeros(self.block_shape, dtype=self.tensor.dtype)
         part = self.tensor[tuple(slice(a, a + n) for a, n in zip(at, self.block_shape, strict=True))]
         found[tuple(slice(n) for n in part.shape)] = part
-        return found.view(torch.uint16 if found.dtype == torch.bfloat16 else found.dtype).numpy()
+        return found.view(_BITS.get(found.dtype, found.dtype)).numpy()
 
 
 def _copy_tile(descriptor: Descriptor, at: list[Any], barrier: Memory, target: Memory) -> None:
@@ -184,7 +186,8 @@ def _copy_tile(descriptor: Descriptor, at: list[Any], barrier: Memory, target: M
 
 
 def _copy_async(target: Memory, pointers: Any, mask: Any = None) -> None:
-    data = tl.load(pointers).handle.data if mask is None or _number(mask) else np.zeros(target.shape, np.uint16)
+    bits = interpreter._get_np_dtype(target.dtype)
+    data = tl.load(pointers).handle.data if mask is None or _number(mask) else np.zeros(target.shape, bits)
     _at_work().copy_async(target.extent, lambda: target.fill(data))
 
 
@@ -216,6 +219,9 @@ class Product:
 
 
 def _in_float32(bits: np.ndarray) -> np.ndarray:
+    """Of bf16, and of e4m3."""
+    if bits.dtype == np.uint8:
+        return torch.from_numpy(np.ascontiguousarray(bits)).view(torch.float8_e4m3fn).float().numpy()
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -285,7 +291,7 @@ _AS_IN_TRITON = (
     "load", "store", "max", "minimum", "maximum", "split", "reshape", "permute", "atomic_add", "num_programs",
     "program_id", "static_assert",
 )  # fmt: skip
-_TYPES = "int32", "int64", "uint32", "float32", "bfloat16"
+_TYPES = "int32", "int64", "uint32", "float32", "bfloat16", "float8e4nv"
 
 
 def _through(name: str) -> Callable[..., Any]:

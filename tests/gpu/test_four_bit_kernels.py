@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases.fp4_cases import SCHEDULES, decoded, every_code
+from support.cases.four_bit_cases import SCHEDULES, decoded, every_code, int4_experts
 from support.cases.grouped_cases import (
     ACTIVATIONS,
     BOUND,
@@ -23,7 +23,7 @@ from support.cases.grouped_cases import (
 from support.cases.number_formats import E2M1
 from support.stand_ins.kernel_device import DEVICE, cuda_only, runs_kernels, sized
 
-from eprt.experts.grouped import TritonGroupedExecutor, fp4
+from eprt.experts.grouped import TritonGroupedExecutor, four_bit
 from eprt.experts.grouped.schedules import HOPPER
 from eprt.tokens import Payload
 
@@ -38,9 +38,9 @@ def test_every_mxfp4_code_with_every_scale():
     """All 16 x 255, bit by bit: a row has one scale, its columns all codes, in an order of the row's own."""
     order, codes = every_code(256)
     scales = torch.arange(256).clamp(max=254)[:, None].expand(256, 2).to(DEVICE, torch.uint8)
-    packed = [fp4.pack_mxfp4(codes[row : row + 64], scales[row : row + 64]) for row in range(0, 256, 64)]
-    found = torch.cat([decoded(each, 64, 64, nv=False) for each in packed]).double()
-    factor, scales = fp4.mxfp4_factor(scales).double(), scales.cpu()
+    packed = [four_bit.pack_mxfp4(codes[row : row + 64], scales[row : row + 64]) for row in range(0, 256, 64)]
+    found = torch.cat([decoded(each, 64, 64, "w4a16") for each in packed]).double()
+    factor, scales = four_bit.mxfp4_factor(scales).double(), scales.cpu()
     wanted = E2M1.double()[order] * 2.0 ** (scales[:, :1].double() - 127)
     assert torch.equal((found * factor[:, None]).cpu(), wanted)
     assert torch.equal((found == 0).cpu() & found.signbit().cpu(), order == 8)
@@ -53,11 +53,47 @@ def test_every_nvfp4_code_with_every_scale():
     scale_codes = torch.where(number < 127, number, number + 1)  # the upper half negative; neither NaN
     order, codes = every_code(64)
     scales = scale_codes.to(torch.uint8).view(torch.float8_e4m3fn).to(DEVICE)
-    found = decoded(fp4.pack_nvfp4(codes, scales), 64, 64, nv=True)
-    factor = fp4.nvfp4_factor(scales, torch.ones(1, device=DEVICE)).view(64, 1).double()
+    found = decoded(four_bit.pack_nvfp4(codes, scales), 64, 64, "nv4a16")
+    factor = four_bit.nvfp4_factor(scales, torch.ones(1, device=DEVICE)).view(64, 1).double()
     scale = torch.tensor([*E4M3, *(-value for value in E4M3)], dtype=torch.float64)[number]
     wanted = E2M1.double()[order] * scale.repeat_interleave(16, 1)
     assert torch.equal((found.double() * factor).cpu(), wanted)
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["", "zero points"])
+def test_every_int4_code_with_scales_of_every_size(zeros):
+    """A row has every code under two scales of its own, of either sign and from 2 ** -120 to 2 ** 120; rounded once."""
+    order, codes = every_code(64)
+    numbers = torch.arange(64)[:, None] + torch.tensor([[0, 29]])
+    size = (1 + numbers % 128 / 128) * 2.0 ** (torch.arange(64)[:, None] * 240 // 63 - 120 - torch.tensor([[0, 9]]))
+    scales = (size * (1 - 2 * (numbers % 2))).to(DEVICE, torch.bfloat16)
+    points = (numbers % 16).to(DEVICE, torch.uint8) if zeros else None
+    found = decoded(four_bit.pack_int4(codes, scales, points), 64, 64, "i4a16", zeros=zeros)
+    factor = four_bit.int4_factor(scales).double()
+    exact = order - (numbers % 16 if zeros else torch.full((64, 2), 8)).repeat_interleave(32, 1)
+    wanted = exact.double() * scales.cpu().double().repeat_interleave(32, 1)
+    found = (found.double() * factor[:, None]).cpu()
+    assert ((found - wanted).abs() <= wanted.abs() * 2.0**-8).all()  # half of the last of eight bits
+    assert (found != wanted).any()
+
+
+@pytest.mark.parametrize(
+    ("group", "zeros", "dtype", "name", "activation", "H", "I"),
+    [
+        (32, False, torch.bfloat16, "small", "gpt_oss", 160, 96),
+        (32, True, torch.float32, "large", "silu", 160, 96),
+        (64, False, torch.float32, "tail", "silu", 192, 64),
+        (128, True, torch.bfloat16, "small", "silu", 256, 128),
+        (128, False, torch.bfloat16, "whole", "relu2", 256, 128),
+        (0, False, torch.float32, "small", "silu", 104, 72),
+        (0, True, torch.bfloat16, "tail", "gpt_oss", 104, 72),
+    ],
+)
+def test_int4_equals_the_witness(group, zeros, dtype, name, activation, H, I, schedule):
+    schedule(SCHEDULES[name])
+    config = layer("int4", H=H, I=I, E=3, K=2, activation=ACTIVATIONS[activation])
+    weights = int4_experts(config, group, zeros=zeros, dtype=dtype)
+    assert 0 < error_on_flat(config, weights, make_tokens(config, sized(300, 24))) < BOUND
 
 
 @pytest.mark.parametrize(
@@ -95,21 +131,25 @@ def test_scales_far_apart(schedule):
     assert error_on_flat(config, weights, make_tokens(config, 20)) < BOUND
 
 
-@pytest.mark.parametrize(("form", "name", "nan"), [("mxfp4", "whole", 0xFF), ("nvfp4", "small", 0x7F)])
+@pytest.mark.parametrize(
+    ("form", "name", "nan"), [("mxfp4", "whole", 0xFF), ("nvfp4", "small", 0x7F), ("int4", "small", float("nan"))]
+)
 def test_a_scale_that_is_nan_spoils_its_row(form, name, nan, schedule):
     schedule(SCHEDULES[name])
     config = layer(form, H=96, I=64, bias=False)
     weights, tokens = all_experts(config), make_tokens(config, 20)
-    weights.down.scales.view(torch.uint8)[:, 5, 1] = nan
+    scales = weights.down.scales
+    (scales if form == "int4" else scales.view(torch.uint8))[:, 5, 1] = nan
     found = build(TritonGroupedExecutor, config, weights)(tokens)
     read = (tokens.ids < config.num_experts).any(1)
     assert found[read, 5].isnan().all()
     assert found[read].isnan().sum() == read.sum()
 
 
-def test_slabs(schedule):
+@pytest.mark.parametrize("form", ["mxfp4", "int4"])
+def test_slabs(form, schedule):
     schedule(SCHEDULES["large"])
-    check_slabs(layer("mxfp4", H=160, I=96, E=4, K=2), 30, spare=3, empty=1)
+    check_slabs(layer(form, H=160, I=96, E=4, K=2), 30, spare=3, empty=1)
 
 
 @pytest.mark.parametrize(("ep_size", "moe_tp_size"), [(2, 2)])
@@ -146,10 +186,32 @@ def test_mistakes_would_be_seen(form, name, schedule):
     assert all(each > 3 * BOUND for each in errors)
 
 
-def test_experts_can_be_moved(schedule):
+def test_int4_mistakes_would_be_seen(schedule):
+    """Gate and up, scales and zero points one group or one row off, nibbles the other way round."""
+    schedule(SCHEDULES["whole"])
+    config = layer("int4", H=96, I=64, E=2, K=1, bias=False)
+    weights, tokens = int4_experts(config, 32, zeros=True), make_tokens(config, 12)
+    first, half = weights.gate_up, weights.gate_up.shape[1] // 2
+    wrong = [
+        first.map(lambda tensor: tensor.roll(half, 1)),
+        replace(first, scales=first.scales.roll(1, 2)),
+        replace(first, scales=first.scales.roll(1, 1)),
+        replace(first, zeros=first.zeros.roll(1, 2)),
+        replace(first, zeros=first.zeros.roll(1, 1)),
+        replace(first, zeros=None),
+        replace(first, codes=first.codes << 4 | first.codes >> 4),
+    ]
+    others = [replace(weights, gate_up=mistake) for mistake in wrong]
+    right, *errors = errors_against_the_right_one(config, weights, tokens, others)
+    assert right < BOUND
+    assert all(each > 3 * BOUND for each in errors)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "int4"])
+def test_experts_can_be_moved(form, schedule):
     """`slot_tensors` are views of what calls read: two experts trade places."""
     schedule(SCHEDULES["whole"])
-    config = layer("mxfp4", H=96, I=64, E=4, K=2)
+    config = layer(form, H=96, I=64, E=4, K=2)
     weights, tokens = all_experts(config), make_tokens(config, 20)
     executor = build(TritonGroupedExecutor, config, weights)
     for tensor in executor.slot_tensors().values():

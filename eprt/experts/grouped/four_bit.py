@@ -1,4 +1,4 @@
-"""MXFP4 and NVFP4 matrices in the order in which threads feed them to the tensor cores, cheap to decode.
+"""MXFP4, NVFP4 and INT4 matrices in the order in which threads feed them to the tensor cores, cheap to decode.
 
 A unit is 64 x 64 weights: 128 threads hold it as the left operand of four wgmma (PTX ISA, "wgmma register fragment for
 matrix A"), 32 values each. Thread (w, g, t) of warp w has rows 16 w + 8 h + g and columns 32 q + 16 j + 8 i + 2 t + l,
@@ -33,6 +33,7 @@ UNIT = 64  # rows and columns
 UNIT_WORDS = UNIT * UNIT // 8
 MX_UNIT_SCALES = UNIT * UNIT // MX_BLOCK // 4  # words of four scales: of both h and both q of a thread
 NV_UNIT_SCALES = UNIT * UNIT // NVFP4_BLOCK // 4  # the same of both h and both j: a word for each q
+ROW_PAIRS = UNIT // 2  # of INT4 one or two words of two scales, of both h, for each; a word of zero points beside each
 PAIR_BITS = 0x81C081C0
 MX_SCALE_BITS = 0x7F807F80
 NV_SCALE_BITS, NV_SCALE_ONES = 0x0FF00FF0, 0x70007000
@@ -46,6 +47,9 @@ LARGEST = 4  # units along either side of a block
 NV_LARGEST = 30 << 3 | 6  # 448; what a NaN becomes, too, as others multiply it by zeros
 NV_SCALE_EXPONENT = 119  # what NVFP4's scales are multiplied by, and
 NV_FACTOR = 2.0 ** (126 - NV_SCALE_EXPONENT)  # what makes up for it
+
+INT4_EXPONENT = 126  # of a row's largest scale, as it is stored
+INT4_FACTOR = 2.0 ** (133 - INT4_EXPONENT)  # what makes up for it, and for codes times 2 ** -133
 
 _CODE_BITS = (6, 7, 8, 15)  # where a code's bits go, mantissa first
 
@@ -74,7 +78,7 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
         words int32 [units, UNIT_WORDS], and of scales int32 [units, MX_UNIT_SCALES].
     """
     exponents = (scales.to(torch.int64) + 254 - scales.amax(1, keepdim=True)).clamp_(min=0)
-    return _words(codes), _scale_words(exponents << 7, MX_BLOCK)
+    return _words(codes, _fp4_bytes(codes.device)), _scale_words(exponents << 7, MX_BLOCK)
 
 
 def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +92,8 @@ def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
     values = ((blocks ^ (plain < 0).to(torch.uint8)[:, :, None] * 0x88) * (plain != 0)[:, :, None]).flatten(1)
     # Exponent and three bits of mantissa, as float32 has them; 2 ** 8 becomes 30, so 2 ** -9, the least, 13.
     byte = (plain.abs().view(torch.int32).to(torch.int64) >> 20) - ((127 + 8 - 30) << 3)
-    return _words(values), _scale_words(byte.clamp_(0, NV_LARGEST) << 4, NVFP4_BLOCK)
+    words = _words(values, _fp4_bytes(values.device))
+    return words, _scale_words(byte.clamp_(0, NV_LARGEST) << 4, NVFP4_BLOCK)
 
 
 def nvfp4_factor(scales: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
@@ -98,13 +103,66 @@ def nvfp4_factor(scales: torch.Tensor, global_scale: torch.Tensor) -> torch.Tens
     return torch.where(spoilt, torch.nan, global_scale.to(torch.float32)[:, None] * NV_FACTOR)
 
 
-def _words(codes: torch.Tensor) -> torch.Tensor:
+def pack_int4(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for scales bf16 or float32 [rows, groups], and zero points u8 [rows, groups], or None for 8.
+
+    Returns:
+        words int32 [units, UNIT_WORDS], and of scales int32 [units, `int4_unit_scales`].
+    """
+    cols, groups = codes.shape[1] * 2, scales.shape[1]
+    wide = _scales_per_row(cols, groups)
+    count = ceil_div(cols, UNIT) if groups == 1 else cols // groups * wide // UNIT
+    plain = (scales.to(torch.float32) / _row_scale(scales)[:, None]).nan_to_num(0.0, 0.0, 0.0) * 2.0**INT4_EXPONENT
+    bits = plain.to(torch.bfloat16).view(torch.int16).to(torch.int64) & 0xFFFF
+    each = [_of_both_rows(bits.repeat_interleave(count, 1), wide)]
+    if zeros is not None:
+        each.append(_of_both_rows(zeros.to(torch.int64).repeat_interleave(count, 1) * 0x11, wide))
+    words = torch.stack(each, -1).flatten(1).to(torch.int32)
+    return _words(codes, _int4_bytes(codes.device)), words
+
+
+def int4_factor(scales: torch.Tensor) -> torch.Tensor:
+    """What sums of a row are multiplied by, float32 [rows], for scales [rows, groups]. NaN stays, infinity joins it."""
+    spoilt = ~scales.isfinite().all(-1)
+    return torch.where(spoilt, torch.nan, _row_scale(scales) * INT4_FACTOR)
+
+
+def int4_unit_scales(cols: int, groups: int, *, zeros: bool) -> int:
+    """Returns the int32 words of scales and zero points per unit of a row of `cols` columns in so many groups."""
+    return ROW_PAIRS * _scales_per_row(cols, groups) * (2 if zeros else 1)
+
+
+def _scales_per_row(cols: int, groups: int) -> int:
+    """Returns how many scales each of a unit's rows has: a group's that isn't whole units has one for each q."""
+    return 1 if groups == 1 or cols // groups % UNIT == 0 else 2
+
+
+def _row_scale(scales: torch.Tensor) -> torch.Tensor:
+    """Returns float32 [rows]: the power of two up to the largest scale; of one scale in a row, that scale."""
+    plain = scales.to(torch.float32)
+    if scales.shape[1] == 1:
+        return torch.where(plain[:, 0] == 0, 1.0, plain[:, 0])
+    _, exponent = torch.frexp(plain.abs().amax(1).nan_to_num(1.0, 1.0))
+    return torch.ldexp(torch.ones_like(plain[:, 0]), exponent - 1)
+
+
+def _of_both_rows(bits: torch.Tensor, wide: int) -> torch.Tensor:
+    """Of 16 bits each, int64 [rows, cols / 64 * wide]: both h in a word, [units, ROW_PAIRS * wide]."""
+    bits = _padded(bits, wide)
+    of = bits.view(bits.shape[0] // UNIT, 4, 2, 8, bits.shape[1] // wide, wide).permute(0, 4, 1, 3, 5, 2)
+    of = of.reshape(-1, ROW_PAIRS * wide, 2)
+    return of[..., 0] | of[..., 1] << 16
+
+
+def _words(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Of codes two in a byte, u8 [rows, cols / 2]: l = 0 and 1."""
     codes = _padded(codes, UNIT // 2)
     # rows: unit, w, h, g; columns: unit, q, j, i, t
     shape = codes.shape[0] // UNIT, 4, 2, 8, codes.shape[1] * 2 // UNIT, 2, 2, 2, 4
     steps = codes.view(shape).permute(2, 6, 7, 0, 4, 1, 3, 8, 5).reshape(len(TURNS_A) * 2, -1)
-    bits = _byte_table(codes.device).gather(1, steps.long())
+    bits = table.gather(1, steps.long())
     return bits.sum(0).view(torch.int32).view(-1, UNIT_WORDS)  # A, then B; no two steps have a bit in common
 
 
@@ -122,7 +180,7 @@ def _scale_words(bits: torch.Tensor, block: int) -> torch.Tensor:
 
 
 @cache
-def _byte_table(device: torch.device) -> torch.Tensor:
+def _fp4_bytes(device: torch.device) -> torch.Tensor:
     """int64 [8, 256]: for (h, j, i), and two values of a thread in a byte, their bits in words A and B (the upper)."""
     table: list[list[int]] = []
     for h, step in product(range(2), range(4)):
@@ -130,14 +188,28 @@ def _byte_table(device: torch.device) -> torch.Tensor:
         places = [(bit + 16 * lane - turn) % 32 for lane in range(2) for bit in _CODE_BITS]
         in_b = [not C_FROM_A >> place & 1 if step == 3 else h == 1 for place in places]
         bits = [1 << place + 32 * b for place, b in zip(places, in_b, strict=True)]
-        words = [sum(bit for index, bit in enumerate(bits) if byte >> index & 1) for byte in range(256)]
-        table.append([word - (1 << 64) if word >> 63 else word for word in words])
-    return torch.tensor(table, device=device)
+        table.append([sum(bit for index, bit in enumerate(bits) if byte >> index & 1) for byte in range(256)])
+    return _signed(table, device)
+
+
+@cache
+def _int4_bytes(device: torch.device) -> torch.Tensor:
+    """The same of INT4."""
+    table = [
+        [(byte & 15 | byte >> 4 << 16) << (4 * step + 32 * h) for byte in range(256)]
+        for h, step in product(range(2), range(4))
+    ]
+    return _signed(table, device)
+
+
+def _signed(table: list[list[int]], device: torch.device) -> torch.Tensor:
+    return torch.tensor([[word - (1 << 64) if word >> 63 else word for word in row] for row in table], device=device)
 
 
 def forget_tables() -> None:
-    """Lets the table of bits be made again: an engine may have taken the memory that it lay in."""
-    _byte_table.cache_clear()
+    """Lets the tables of bits be made again: an engine may have taken the memory that they lay in."""
+    _fp4_bytes.cache_clear()
+    _int4_bytes.cache_clear()
 
 
 def _padded(values: torch.Tensor, wide: int) -> torch.Tensor:

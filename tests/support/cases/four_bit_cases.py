@@ -1,0 +1,74 @@
+"""What tests of 4-bit weights share: tiles, and what the tensor cores would get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from eprt.experts.grouped.four_bit_triton import four_bit_block
+from eprt.experts.grouped.schedules import Schedule, Tile
+from eprt.weights import ExpertWeights, Int4
+from support.cases import number_formats
+from support.stand_ins.kernel_device import DEVICE
+
+SCHEDULES = {
+    "small": Schedule(16, Tile(64, 64, 2, 4, 1, swap=True), Tile(64, 128, 3, 4, 2, swap=True, tma=True)),
+    "whole": Schedule(16, Tile(128, 128, 2, 4, 1, swap=True), Tile(128, 128, 2, 4, 1, swap=True)),
+    "tail": Schedule(16, Tile(64, 64, 2, 4, 1, swap=True), Tile(128, 64, 3, 4, 2, True, tma=True), tail=16),
+    "large": Schedule(64, Tile(128, 128, 2, 8, 1, swap=True, halvings=1), Tile(128, 64, 2, 4, 1, swap=True), group=2),
+}
+
+
+@triton.jit
+def _decode(w, w_scale, out, C: tl.constexpr):
+    row = tl.arange(0, C.BLOCK_N)
+    for start in range(0, C.K, C.BLOCK_K):
+        values = four_bit_block(w, w_scale, 0, start, C)
+        col = start + tl.arange(0, C.BLOCK_K)
+        tl.store(out + row[:, None] * C.K + col[None, :], values)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Of `GemmConstants`, what decodes."""
+
+    PAIR: str
+    UNIT_SCALES: int
+    ZEROS: bool
+    K: int
+    BLOCK_N: int
+    BLOCK_K: int = 64
+
+
+def decoded(packed, rows, cols, pair, *, zeros=False):
+    """bf16 [rows, cols] of what `pack_mxfp4`, `pack_nvfp4` or `pack_int4` returned, rows' factors not applied."""
+    out = torch.full((rows, cols), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    _decode[(1,)](*packed, out, C=Decoding(pair, packed[1].shape[1], zeros, cols, rows))
+    return out
+
+
+def int4_experts(config, group, *, zeros, dtype=torch.bfloat16, seed=0):
+    """Random codes with scales and zero points that differ beyond mistaking; `group` 0: one scale for a row."""
+    draw = torch.Generator().manual_seed(seed)
+    E, H, I, parts = config.num_experts, config.hidden_size, config.intermediate_size, config.activation.parts
+
+    def matrix(rows, cols, size):
+        groups = cols // group if group else 1
+        scales = torch.rand(E, rows, groups, generator=draw) * 1.5 + 0.25
+        scales[:, rows // 2 :] *= 3
+        points = torch.randint(0, 16, (E, rows, groups), generator=draw, dtype=torch.uint8)
+        codes = torch.randint(0, 256, (E, rows, cols // 2), generator=draw, dtype=torch.uint8)
+        each = codes, (scales * size).to(dtype), points if zeros else None
+        return Int4(*(part if part is None else part.to(DEVICE) for part in each))
+
+    bias = [torch.randn(E, rows, generator=draw).to(DEVICE) for rows in (parts * I, H)] if config.bias else (None, None)
+    return ExpertWeights(matrix(parts * I, H, 0.15 * H**-0.5), matrix(H, I, 0.15 * I**-0.5), *bias)
+
+
+def every_code(rows):
+    """Codes [rows, 64]: all of them in each row, in an order of the row's own. And two in a byte, u8 [rows, 32]."""
+    order = torch.stack([torch.arange(64).roll(row) for row in range(rows)]) % 16
+    return order, number_formats.packed(order).to(DEVICE)
