@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,42 @@ INT32 = 1 << 31  # the first number that 32 bits have no room for
 _ALIGNMENT = 16  # bytes, and the multiple that Triton specialises integers for
 
 Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Specialization:
+    """What Triton compiles one machine code from.
+
+    Attributes:
+        kernel: Triton's or Gluon's function.
+        arguments: see `CachedKernel`.
+        named: the kernel's constants and Triton's launch options.
+    """
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+
+    def compile(self) -> Any:
+        """Returns Triton's compiled kernel, from its cache on disk if it is there."""
+        name_callees_first(self.kernel)
+        with shared_cache():
+            return self.kernel.warmup(*self.arguments, **self.named, grid=(1,))
+
+
+_recorded: list[Specialization] | None = None
+
+
+@contextmanager
+def recording() -> Iterator[list[Specialization]]:
+    """Collects what would be compiled. Within it nothing is compiled, and calls of CachedKernels launch nothing; one
+    that was made within it is compiled by its first call outside."""
+    global _recorded
+    outer, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = outer
 
 
 class CachedKernel:
@@ -51,7 +88,7 @@ class CachedKernel:
         pdl: bool = False,
         **options: Any,
     ) -> None:
-        pdl = pdl and device.type == "cuda" and Device.of(device).sm >= 90
+        pdl = pdl and device.type != "cpu" and Device.of(device).sm >= 90
         if pdl:
             options["launch_pdl"] = True
         if "PDL" in kernel.arg_names:
@@ -59,24 +96,34 @@ class CachedKernel:
         self._constants = tuple(constants[name] for name in kernel.arg_names if name in constants)
         self._kernel = kernel
         self._dtypes = arguments
-        if INTERPRETED:
-            return
+        self._where = device
+        self._run: Callable[..., None] | None = None
+        self._specialization = Specialization(kernel, arguments, {**constants, **options})
+        if _recorded is not None:
+            _recorded.append(self._specialization)
+        elif not INTERPRETED:
+            self._load()
+
+    def _load(self) -> Callable[..., None]:
         active: Any = driver.active
-        name_callees_first(kernel)
-        with torch.cuda.device(device), shared_cache():
-            self._kernel = kernel.warmup(*arguments, **constants, **options, grid=(1,))
+        with torch.cuda.device(self._where):
+            self._kernel = self._specialization.compile()
             self._kernel[(1, 1, 1)]  # loads it
             self._device: int = active.get_current_device()
         # What CompiledKernel's own launcher does, without what it finds anew each time.
-        self._run: Callable[..., None] = self._kernel.run
         self._function, self._metadata = self._kernel.function, self._kernel.packed_metadata
         self._current_device: Callable[[], int] = torch._C._cuda_getDevice
         self._stream: Callable[[int], int] = active.get_current_stream
+        self._run = self._kernel.run
+        return self._kernel.run
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
+        if _recorded is not None:
+            return
         if INTERPRETED:
             self._kernel[grid](*map(_as_dtype, arguments, self._dtypes), *self._constants)
             return
+        run = self._run or self._load()
         device, runtime = self._device, knobs.runtime
         if self._current_device() != device:
             with torch.cuda.device(device):
@@ -87,7 +134,7 @@ class CachedKernel:
             self._kernel[grid](*arguments, *self._constants)
             return
         x, y, z = grid
-        self._run(
+        run(
             x, y, z, self._stream(device), self._function, self._metadata, None, None, None, *arguments,
             *self._constants,
         )  # fmt: skip

@@ -7,6 +7,9 @@ import importlib.metadata
 import importlib.util
 import platform
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast, get_args
 
@@ -63,9 +66,11 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
-        """Describes the device of a World; packages must then be installed."""
+        """Describes the device of a World; packages must then be installed. "meta" is the GPU compiled for."""
         if device.type == "cpu":
             return cls("cpu", 0, installed=True)
+        if device.type == "meta":
+            return _compiled_for.get()
         major, minor = torch.cuda.get_device_capability(device)
         return cls("cuda", 10 * major + minor, installed=True)
 
@@ -76,6 +81,20 @@ class Device:
 
     def __str__(self) -> str:
         return "cpu" if self.kind == "cpu" else f"sm{self.sm}"
+
+
+_compiled_for: ContextVar[Device] = ContextVar("_compiled_for")
+
+
+@contextmanager
+def compiled_for(device: Device) -> Iterator[None]:
+    """Lets torch's device "meta" stand for a GPU that needn't be here: kernels are compiled for it, tensors have no
+    memory."""
+    token = _compiled_for.set(device)
+    try:
+        yield
+    finally:
+        _compiled_for.reset(token)
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,30 @@ def _require_share(world: int, share: int, option: str, wanted: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Warm(_TensorParallel, _Json):
+    """Compile the kernels of a model's experts ahead, on all processors: when an image is built, say.
+
+    Needs no GPU and no weights. A start with the same cache (TRITON_CACHE_DIR), versions and sizes compiles none of
+    them again.
+    """
+
+    model: Path
+    """Checkpoint directory, a config.json, or the name of a well-known model (gpt-oss-120b, ...)."""
+    device: str = "sm90"
+    """The GPU's compute capability: sm90 (Hopper), sm80 (A100), ..."""
+    world: int = 1
+    """Ranks."""
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    """Settings that a layer will be built with. vLLM's plugin has its --max-num-batched-tokens as
+    --max-tokens-per-rank."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The sizes of the world that is asked for."""
+        return ParallelConfig(self.world, self.attention_tp, self.moe_tp, min(self.world, GPUS_PER_HOST))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tune(_Ranks, _Plugins, _Json):
     """Measure this machine for one model: its dispatchers and executors, as rows that the plan goes by first."""
 

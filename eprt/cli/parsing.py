@@ -25,6 +25,7 @@ from eprt.cli.arguments import (
     PlanExperts,
     Run,
     Tune,
+    Warm,
 )
 
 # A command's arguments, and the function that runs it, by the words of the command line.
@@ -33,6 +34,7 @@ COMMANDS: dict[str, tuple[type[Any], str]] = {
     "generate": (Generate, "eprt.cli.generate:generate"),
     "explain": (Explain, "eprt.cli.explain:explain"),
     "tune": (Tune, "eprt.cli.tune:tune"),
+    "warm": (Warm, "eprt.cli.warm:warm"),
     "plan-experts": (PlanExperts, "eprt.cli.plan_experts:plan_experts"),
     "doctor": (Doctor, "eprt.cli.doctor:doctor"),
     "bench layer": (BenchLayer, "eprt.cli.bench_layer:bench_layer"),

@@ -20,6 +20,7 @@ LONG = (
     # Kernels compiled to machine code: they change with their libraries, or with a few files of ours.
     r"test_triton_registers::",
     r"test_pdl::",
+    r"test_compile_ahead::test_a_warm_up",
     r"test_cutedsl_compile::",
     r"test_kernels_interpreted::.*\[(?!placement|push)",
     r"test_compile::test_(inductor|a_parallelized.*(dtype1|4-qwen3_moe))",

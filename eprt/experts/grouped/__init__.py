@@ -10,7 +10,7 @@ a schedule of their own and are read where they lie.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -112,16 +112,20 @@ class TritonGroupedExecutor(PreparedExecutor):
         both(self._gemms, self._rows(tokens.hidden, work), work, schedule, (L, M), out)
 
     def warmup(self, max_rows: int, top_k: int | None = None) -> None:
-        """Compile every schedule that up to `max_rows` rows can need. Nothing is tuned.
+        """Compiles every schedule that up to `max_rows` rows can need, many at once. Nothing is tuned."""
+        from eprt.compile_ahead import compile_ahead
 
-        Ranks begin at different ones: those of a host find in Triton's cache what others have compiled meanwhile."""
+        E, shard = self.shard.num_experts, self.shard
+        attempt = partial(self._try_all, max_rows, top_k)
+        compile_ahead(attempt, self.device, begin=shard.first_expert / E, share=shard.num_local_experts / E)
+
+    def _try_all(self, max_rows: int, top_k: int | None) -> None:
+        """Makes every kind of call of up to `max_rows` rows."""
         K, form = self.config.top_k, self.runtime.token_format
         # One number of tokens for each schedule: the last that it serves, as far as that can come.
         starts = limits(self._pair, hopper=self._hopper)
         counts = {int(limit * self.shard.num_experts) // K for limit in starts} | {max_rows}
-        turns = sorted({min(max(count, 1), max_rows) for count in counts})
-        begin = len(turns) * self.shard.first_expert // self.shard.num_experts
-        for rows in turns[begin:] + turns[:begin]:
+        for rows in sorted({min(max(count, 1), max_rows) for count in counts}):
             if form in (None, "flat"):
                 self._try_flat(rows, top_k or K, self.shard.num_experts)  # nothing is computed
             if form in (None, "expert_major"):

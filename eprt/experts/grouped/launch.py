@@ -26,6 +26,7 @@ from eprt.support import Device
 from eprt.weights import FP8_BLOCK
 
 _CPU_PROGRAMS = 3  # the interpreter runs them one after another: a few, so that each takes several tiles
+_OF_META = 132  # multiprocessors of a GPU that isn't here, an H100's: no kernel depends on it
 # Triton versions the warp-specialized kernel was compiled with: Gluon is experimental, and changes.
 _GLUON_TRITON = (3, 6), (3, 9)
 _QUANTIZED_AT_ONCE = 8192  # values per program: 64 per thread
@@ -52,7 +53,7 @@ class Chip:
         if found.kind == "cpu":
             return cls(_CPU_PROGRAMS, False)
         known = _GLUON_TRITON[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= _GLUON_TRITON[1]
-        count = torch.cuda.get_device_properties(device).multi_processor_count
+        count = _OF_META if device.type == "meta" else torch.cuda.get_device_properties(device).multi_processor_count
         return cls(count, found.sm >= 90, found.sm == 90 and known)
 
 

@@ -1,0 +1,111 @@
+"""Kernels that other processes compile ahead are those that a warm-up asks for, and it finds them in Triton's cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton isn't installed")
+
+from triton import knobs
+from triton.runtime import driver
+
+from eprt import compile_ahead
+from eprt.bench.experts import random_experts
+from eprt.cli.explain import kinds_of_layers
+from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.conformance.tiny_model import gpt_oss_config
+from eprt.experts.grouped import TritonGroupedExecutor
+from eprt.experts.permute_triton import _copy_rows
+from eprt.launching import CachedKernel, Specialization, recording
+from eprt.placement import ExpertPlacement
+from eprt.support import Device, compiled_for
+
+ROOT = Path(__file__).parents[2]
+SM90 = Device("cuda", 90)
+META = torch.device("meta")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache of the test's own, and Triton's driver as it was."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(driver, "_active", None)
+
+
+@pytest.fixture
+def launched_nowhere(monkeypatch):
+    """Compiles as for a Hopper GPU, launches nothing; returns whether each kernel was in the cache."""
+    found = []
+    compile_ahead.compile_for(90)
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **compiled: found.append(compiled["cache_hit"]))
+    monkeypatch.setattr(CachedKernel, "_load", lambda kernel: kernel._specialization.compile() and (lambda *_: None))
+    monkeypatch.setattr(CachedKernel, "__call__", lambda *_: None)
+    return found
+
+
+def copy_of(dtype):
+    """A small kernel."""
+    named = {"K": 2, "K_PAD": 2, "BLOCK_H": 64}
+    return Specialization(_copy_rows, (dtype, dtype, torch.int32, 16), named)
+
+
+def eprt_warm(model):
+    command = [sys.executable, "-m", "eprt", "warm", "--model", str(model), "--max-tokens-per-rank", "1", "--json"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=500)
+    return json.loads(done.stdout)
+
+
+def test_a_warm_up_compiles_nothing_after_eprt_warm(tmp_path, launched_nowhere):
+    """The same layer, without a GPU: its own warm-up finds every kernel."""
+    hf = gpt_oss_config(1, 8, 2, 256, 128)
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(hf))
+    first, again = eprt_warm(model), eprt_warm(model)
+    assert first["compiled"] > 4
+    assert again["compiled"] == 0
+    ((config, _),) = kinds_of_layers(hf)
+    weights = random_experts(config, 8, torch.device("cpu"))
+    shard = ExpertPlacement(8, ParallelConfig(1)).shard(0)
+    with compiled_for(SM90):
+        TritonGroupedExecutor(config, shard, weights, META, RuntimeConfig(token_format="flat")).warmup(1)
+    assert len(launched_nowhere) >= first["compiled"]
+    assert all(launched_nowhere)
+
+
+def test_what_is_recorded_is_compiled_by_a_later_call(monkeypatch):
+    launched = []
+    monkeypatch.setattr(CachedKernel, "_load", lambda _: launched.append)
+    with compiled_for(SM90), recording() as found:
+        kernel = CachedKernel(_copy_rows, META, (torch.int32,), {"K": 2}, pdl=True)
+        kernel((1, 1, 1))
+    assert [each.named for each in found] == [{"K": 2, "launch_pdl": True}]
+    assert kernel._run is None
+
+
+def test_a_kernel_that_cannot_be_compiled_is_left_to_its_first_use(monkeypatch):
+    """Others are compiled all the same, each once; what isn't marked is tried again."""
+    wrong = Specialization(_copy_rows, (torch.int32,), {"K": 2})
+    todo = [copy_of(torch.bfloat16), wrong, copy_of(torch.float32), copy_of(torch.float32)]
+    assert compile_ahead.compile_all(todo, SM90, 2, fewest=1) == 2
+    assert compile_ahead.compile_all(todo, SM90, 2, fewest=1) == 0
+    assert compile_ahead.compile_all(todo, SM90, 2, fewest=2) == 0, "no process for one kernel"
+
+
+def test_a_worker_that_dies_is_no_error(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "_WORKER", "raise SystemExit(3)")
+    assert compile_ahead.compile_all([copy_of(torch.bfloat16)], SM90, 1, fewest=1) == 0
+
+
+def test_how_many_processes(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.delenv(compile_ahead.PROCESSES, raising=False)
+    assert [compile_ahead._processes(share) for share in (1, 0.5, 0.1)] == [16, 8, 1]
+    monkeypatch.setenv(compile_ahead.PROCESSES, "0")
+    assert compile_ahead._processes(1) == 0
