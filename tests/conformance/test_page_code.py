@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support.jobs.page_jobs import check_backends, run_blocks
 
 from eprt.conformance.tiny_model import write_tiny_checkpoint
@@ -27,6 +29,22 @@ def test_in_transformers(tmp_path: Path) -> None:
     assert all(len(row) <= 8 for row in found[0]["tokens"])
     assert [rank["steady"] for rank in found] == [[found[0]["tokens"][0]]] * 4, "from graphs or not"
     assert found[0]["logits"] == (1, 3, 512)
+
+
+def test_the_readme_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torchrun, in this process: transformers' own tokens."""
+    transformers = pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    model = str(write_tiny_checkpoint(tmp_path / "tiny"))
+    (block,) = blocks("../README.md")
+    names: dict[str, Any] = {"prompts": [[11, 42, 7], [5, 310]]}
+    exec(block.replace("openai/gpt-oss-20b", model).replace("=64", "=6"), names)
+    names["world"].close()
+    own = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    for prompt, tokens in zip(names["prompts"], names["tokens"], strict=True):
+        whole = own.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0].tolist()
+        assert tokens == whole[len(prompt) :]
 
 
 def test_in_your_own_engine() -> None:
