@@ -14,6 +14,8 @@ def activated(activation: Activation, gate: torch.Tensor | None, up: torch.Tenso
     zeros."""
     if gate is None:
         return F.relu(up).square()
+    if activation.kind == "geglu":
+        return F.gelu(gate, approximate="tanh") * up
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     if (activation.alpha, activation.beta) == (1.0, 0.0):

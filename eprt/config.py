@@ -57,16 +57,18 @@ class Activation:
     `swiglu` (gated): `g = min(gate, limit)`, `u = clamp(up, -limit, limit)`,
     `out = g * sigmoid(alpha * g) * (u + beta)`. gpt-oss: 1.702, 1, 7. DeepSeek-V4: 1, 0, 10.
     SiLU-gated models (Qwen, DeepSeek-V3): 1, 0, no limit.
+    `geglu` (gated, Gemma 4): `out = gelu(gate) * up`, GELU by its tanh approximation.
     `relu2` (not gated, Nemotron-H): `out = relu(up) ** 2`.
     """
 
-    kind: Literal["swiglu", "relu2"] = "swiglu"
+    kind: Literal["swiglu", "geglu", "relu2"] = "swiglu"
     alpha: float = 1.0
     beta: float = 0.0
     limit: float | None = None
 
     def __post_init__(self) -> None:
-        _require(self.kind in ("swiglu", "relu2"), f"activation kind {self.kind!r}: expected 'swiglu' or 'relu2'")
+        kinds = ("swiglu", "geglu", "relu2")
+        _require(self.kind in kinds, f"activation kind {self.kind!r}: expected one of {', '.join(kinds)}")
         for name in ("alpha", "beta"):
             _require(math.isfinite(getattr(self, name)), f"activation {name} {getattr(self, name)}: must be finite")
         finite = self.limit is None or (self.limit > 0 and math.isfinite(self.limit))
@@ -74,12 +76,12 @@ class Activation:
 
     @cached_property
     def gated(self) -> bool:
-        return self.kind == "swiglu"
+        return self.kind != "relu2"
 
     @property
     def plain(self) -> bool:
-        """Tells whether alpha, beta and limit change nothing: `silu(gate) * up`, or any `relu2`, which lacks them."""
-        return not self.gated or (self.alpha, self.beta, self.limit) == (1.0, 0.0, None)
+        """Tells whether it is `silu(gate) * up`, or any `relu2`: alpha, beta and limit change nothing."""
+        return not self.gated or (self.kind, self.alpha, self.beta, self.limit) == ("swiglu", 1.0, 0.0, None)
 
     @cached_property
     def parts(self) -> int:

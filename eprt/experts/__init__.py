@@ -37,6 +37,7 @@ _FLASHINFER = Requirement("flashinfer", ("flashinfer-python",), "0.6.18")
 _FLASHINFER_SM100 = Requirement("flashinfer", ("flashinfer-python",), "0.7.2")
 _QUANTISED = ("mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "fp8_channel", "mxfp8", "int4")
 _BOTH = ("flat", "expert_major")
+_ACTIVATIONS = ("swiglu", "geglu", "relu2")
 _any_payload = partial(ExecutorSpec, payloads=("bf16", "f32", "fp8_block", "nvfp4"))
 _cuda = partial(_any_payload, devices=("cuda",), graph_safe=True)
 _sm100 = partial(_cuda, sm=(100, 103), bias=False, requirement=_FLASHINFER_SM100)
@@ -51,6 +52,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             formats=_BOTH,
             weights=("f32", "bf16", *_QUANTISED),
             devices=("cpu", "cuda"),
+            activations=_ACTIVATIONS,
             witness=True,
             invariant=("cpu",),
         ),
@@ -63,6 +65,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             decodes=_QUANTISED,
             devices=("cpu", "cuda"),
             sm=(80, 999),
+            activations=_ACTIVATIONS,
             graph_safe=True,
             preference=2,
             invariant=("cpu",),

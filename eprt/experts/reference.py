@@ -10,6 +10,8 @@ ModelOpt stores them; FP8 blocks of 128 x 128: DeepSeek-V3's checkpoints. Activa
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from eprt.config import Activation, MoEConfig
@@ -111,7 +113,7 @@ def expert_forward(
     """One expert: float32 [rows, H] -> [rows, H]. `gate_up` is [parts * I, H], `down` [H, I], biases as wide as rows.
 
     swiglu: g = min(gate, limit), u = clamp(up, -limit, limit), down @ (g * sigmoid(alpha * g) * (u + beta)).
-    relu2: down @ relu(up) ** 2.
+    geglu: down @ (gelu(gate) * up). relu2: down @ relu(up) ** 2.
     """
     hidden = x @ gate_up.T
     if gate_up_bias is not None:
@@ -126,6 +128,8 @@ def activation_forward(activation: Activation, hidden: torch.Tensor) -> torch.Te
     if activation.kind == "relu2":
         return torch.relu(hidden) ** 2
     gate, up = hidden.chunk(2, dim=-1)
+    if activation.kind == "geglu":  # GELU's tanh approximation: Hendrycks and Gimpel, arXiv 1606.08415
+        return 0.5 * gate * (1 + torch.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
     if activation.limit is not None:
         gate = gate.clamp(max=activation.limit)
         up = up.clamp(-activation.limit, activation.limit)

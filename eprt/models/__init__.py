@@ -26,7 +26,7 @@ from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
 from eprt.world.agree import Header, exchange
 
-__all__ = ["FAMILIES", "LayerParts", "ModelFamily", "build_layer", "family_for", "load_layer", "register_family"]
+__all__ = ["FAMILIES", "LayerParts", "ModelFamily", "build_layer", "family_for", "has_family", "load_layer", "register_family"]
 
 FAMILIES: dict[str, type[ModelFamily]] = {
     "gpt_oss": gpt_oss.GptOss,
@@ -89,6 +89,11 @@ def _require_family(model_type: object, family: object) -> None:
         raise ConfigError(f"family {family!r} of {model_type!r}: expected a subclass of eprt.models.ModelFamily")
     if missing := sorted(family.__abstractmethods__):
         raise ConfigError(f"family {family.__name__} of {model_type!r} doesn't define {', '.join(missing)}")
+
+
+def has_family(hf: dict[str, Any]) -> bool:
+    """Returns whether eprt has a reader for the checkpoints of a Hugging Face config."""
+    return hf.get("model_type") in FAMILIES | _REGISTERED
 
 
 def family_for(hf: dict[str, Any]) -> ModelFamily:

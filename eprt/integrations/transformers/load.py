@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from eprt.errors import CheckpointError, ConfigError, UsageError, one_block
-from eprt.models import ModelFamily, family_for
+from eprt.integrations.transformers.experts import leave_out
+from eprt.models import ModelFamily, family_for, has_family
 from eprt.models.checkpoint import Checkpoint
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -51,14 +52,29 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
 
     directory = find_checkpoint(path_or_hub_id, **{name: options.pop(name) for name in _WHERE if name in options})
     config: Any = options.pop("config", None) or transformers.AutoConfig.from_pretrained(directory)
+    if options.get("dtype", "auto") == "auto" and config.get_text_config().dtype == torch.float16:
+        options["dtype"] = torch.bfloat16  # as `Checkpoint` reads the experts, and says
+    kind = model_class or _class_of(config)
+    if not has_family(config.to_dict()):
+        if getattr(config, "quantization_config", None) is not None:
+            raise ConfigError(f"{directory}: quantised experts of a {config.model_type}: expected bf16 or float32")
+        return _without_experts(kind, directory).from_pretrained(directory, config=config, **options)
     family = family_for(config.to_dict())
     paths = [family.module_path(number) for number in family.moe_layers(config.to_dict())]
     if getattr(config, "quantization_config", None) is not None and not _packed_outside(directory, family):
         del config.quantization_config  # only the experts are packed: what is left is plain
-    if options.get("dtype", "auto") == "auto" and config.get_text_config().dtype == torch.float16:
-        options["dtype"] = torch.bfloat16  # as `Checkpoint` reads the experts, and says
-    kind = _without_blocks(model_class or _class_of(config), paths, directory)
-    return kind.from_pretrained(directory, config=config, **options)
+    return _without_blocks(kind, paths, directory).from_pretrained(directory, config=config, **options)
+
+
+def _without_experts(base: type[Any], directory: Path) -> type[Any]:
+    """Derives a model class whose experts modules are made without weights."""
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)  # `from_pretrained` does this on meta
+        ignored = [rf"^{re.escape(path)}\." for path in leave_out(self, directory)]
+        self._keys_to_ignore_on_load_unexpected = {*(self._keys_to_ignore_on_load_unexpected or ()), *ignored}
+
+    return type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__})
 
 
 def _without_blocks(base: type[Any], paths: list[str], directory: Path) -> type[Any]:
@@ -103,13 +119,17 @@ def find_checkpoint(path_or_hub_id: str | Path, **where: Any) -> Path:
 
 
 def _class_of(config: Any) -> type[Any]:
+    """Returns the class that generates text: AutoModelForCausalLM's, else the one that the checkpoint names."""
     import transformers
 
-    try:
-        found: Any = transformers.AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError as error:
-        raise ConfigError(f"AutoModelForCausalLM has no class for a {config.model_type}: pass model_class=") from error
-    return found[0] if isinstance(found, tuple) else found
+    mapping: Any = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in mapping:
+        found = mapping[type(config)]
+        return found[0] if isinstance(found, tuple) else found
+    for name in config.architectures or ():
+        if (named := getattr(transformers, name, None)) is not None:
+            return named
+    raise ConfigError(f"transformers has no class that generates text for a {config.model_type}: pass model_class=")
 
 
 def _packed_outside(directory: Path, family: ModelFamily) -> bool:

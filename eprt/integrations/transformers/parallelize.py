@@ -18,8 +18,9 @@ from eprt.graphs.recording import refusal_of
 from eprt.integrations.transformers.agreement import Place, agreement_of
 from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_same_weights
 from eprt.integrations.transformers.load import Placeholder, find_checkpoint
+from eprt.integrations.transformers.spread import spread
 from eprt.layer import ExpertParallelMoE
-from eprt.models import LayerParts, ModelFamily, build_layer, family_for, load_layer
+from eprt.models import LayerParts, ModelFamily, build_layer, family_for, has_family, load_layer
 from eprt.models.checkpoint import Checkpoint, TensorInfo, load_on_all_ranks
 from eprt.models.hf_config import model_dtype
 from eprt.models.shards import DTYPE_NAMES, Index, require_finite
@@ -88,6 +89,11 @@ def parallelize(
     placed: PlacementFile | None = None
     if placement is not None:
         placed = load_on_all_ranks(world, lambda: _checked_file(config, world.parallel, placement))
+    if not has_family(config):
+        layers = spread(model, world, runtime, checkpoint, placed)
+        model.__dict__["save_pretrained"] = _refuse_to_save
+        agreement_of(model)
+        return layers
     with load_on_all_ranks(world, lambda: _source(model, config, checkpoint)) as source:
         family = family_for(config)
         numbers = family.moe_layers(config)
@@ -142,8 +148,8 @@ def with_layer_graphs(runtime: RuntimeConfig | None, parts: LayerParts, device: 
 def _checked_file(config: dict[str, Any], parallel: ParallelConfig, given: str | Path | PlacementFile) -> PlacementFile:
     """Reads a file that has a placement for every MoE layer. Raises ConfigError."""
     found = given if isinstance(given, PlacementFile) else PlacementFile.read(given)
-    family = family_for(config)
-    for number in family.moe_layers(config):
+    family = family_for(config) if has_family(config) else None
+    for number in [] if family is None else family.moe_layers(config):
         found.placement(number, family.moe_config(config, number).num_experts, parallel)
     return found
 

@@ -1,0 +1,260 @@
+"""Experts of models for which eprt has no reader: transformers' own code keeps router and block, eprt runs the experts.
+
+Their weights are read through the renamings and conversions that transformers itself applies to the checkpoint, own
+experts' tensors only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from eprt.config import MoEConfig, RuntimeConfig
+from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
+from eprt.integrations.transformers.agreement import Place
+from eprt.integrations.transformers.experts import (
+    activation_of,
+    canonical,
+    find_experts,
+    has_bias,
+    parameter_names,
+    top_k_of,
+)
+from eprt.integrations.transformers.load import find_checkpoint
+from eprt.layer import ExpertParallelMoE
+from eprt.models.checkpoint import Checkpoint, hash63, load_on_all_ranks
+from eprt.placement import ExpertPlacement, ExpertShard
+from eprt.placement.file import PlacementFile
+from eprt.tokens import TopK
+from eprt.weights import Dense, ExpertWeights
+from eprt.world import World
+
+_EXPERT = re.compile(r"(?<=experts[._])\d+(?=\.)|(?<=expert_)\d+(?=\.)")
+_NUMBER = re.compile(r"\d+")  # the first in a path is the layer's
+_PLAIN = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a rank needs for one experts module: the layer's maths, where all experts lie, and its own ones."""
+
+    config: MoEConfig
+    placement: ExpertPlacement
+    weights: ExpertWeights
+
+    @property
+    def fingerprint(self) -> int:
+        """A hash of what all ranks share; each holds other weights."""
+        return hash63(repr(self.config).encode(), self.placement.fingerprint().encode())
+
+
+def spread(
+    model: nn.Module,
+    world: World,
+    runtime: RuntimeConfig | None,
+    checkpoint: str | Path | None,
+    placed: PlacementFile | None,
+) -> list[ExpertParallelMoE]:
+    """Gives every experts module of `model` an `ExpertParallelMoE` with this rank's experts. Collective.
+
+    Args:
+        checkpoint: the directory or hub id of the experts; None: the one that the model was loaded from without them, or its own.
+
+    Raises:
+        ConfigError, UnsupportedError, CheckpointError: on every rank.
+    """
+    layers: list[ExpertParallelMoE] = []
+    with load_on_all_ranks(world, lambda: _Source(model, checkpoint)) as source:
+        for number, (path, experts) in enumerate(source.modules.items()):
+            parts = load_on_all_ranks(world, lambda path=path: source.parts(path, world, placed), number)
+            layer = ExpertParallelMoE(
+                parts.config, world, parts.weights, runtime=runtime, layer=number, placement=parts.placement
+            )
+            _install(experts, layer, source.dtype)
+            layers.append(layer)
+    return layers
+
+
+def _install(experts: Any, layer: ExpertParallelMoE, dtype: torch.dtype) -> None:
+    """Lets the layer make the module's calls."""
+    experts.__dict__["eprt_place"] = place = Place(layer.world, dtype, layer)
+    identities, E = bool(getattr(experts, "zero_expert_num", 0)), layer.config.num_experts
+
+    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        x, ids = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous(), top_k_index.to(torch.int32)
+        weights = top_k_weights.detach().float()
+        output = place(x, TopK(ids.clamp(max=E).contiguous(), weights.contiguous()))
+        if identities:  # LongCat-Flash: ids from E on return the token itself
+            output = output + x * torch.where(ids >= E, weights, 0.0).sum(dim=1, keepdim=True).to(x.dtype)
+        return output.view_as(hidden_states)
+
+    experts.__dict__["forward"] = forward
+    for name in parameter_names(experts):
+        experts._parameters[name] = None
+
+
+class _Source:
+    """Where a model's experts come from: a checkpoint, through transformers' own conversions, or the model itself."""
+
+    def __init__(self, model: Any, checkpoint: str | Path | None) -> None:
+        self.model = model
+        self.modules: dict[str, Any] = find_experts(model)
+        if not self.modules:
+            raise ConfigError(
+                f"{type(model).__name__} has no experts that eprt finds: neither a family of eprt.models.FAMILIES nor "
+                "experts modules of transformers"
+            )
+        left_out = [m.__dict__["eprt_left_out"] for m in self.modules.values() if "eprt_left_out" in m.__dict__]
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        if self.dtype not in _PLAIN:
+            raise ConfigError(f"the model computes in {self.dtype}: load it with dtype=torch.bfloat16 (or float32)")
+        place = checkpoint or (left_out[0].directory if left_out else None)
+        self._checkpoint = None if place is None else Checkpoint(find_checkpoint(place))
+        self._keys = {} if self._checkpoint is None else self._keys_of(self._checkpoint)
+
+    def __enter__(self) -> _Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+
+    @property
+    def fingerprint(self) -> int:
+        return hash63(repr(sorted(self.modules)).encode()) if self._checkpoint is None else self._checkpoint.fingerprint
+
+    def parts(self, path: str, world: World, placed: PlacementFile | None) -> _Parts:
+        """Reads this rank's part of one module. Raises ConfigError, UnsupportedError, CheckpointError."""
+        experts = self.modules[path]
+        whole = self._parameters(experts)
+        E = whole["down_proj"].shape[0]
+        placement = ExpertPlacement(E, world.parallel)
+        if placed is not None:
+            placement = placed.placement(int(_NUMBER.search(path).group()), E, world.parallel)
+        shard = placement.shard(world.rank)
+        own = self._from_checkpoint(path, whole, shard) if self._checkpoint is not None else _rows(whole, shard)
+        gate_up, down, *biases = canonical(experts, [own[name] for name in parameter_names(experts)])
+        parent = self.model.get_submodule(path.rpartition(".")[0])
+        config = MoEConfig(
+            num_experts=E,
+            top_k=top_k_of(experts, parent),
+            hidden_size=down.shape[1],
+            intermediate_size=down.shape[2],
+            activation=activation_of(experts),
+            bias=has_bias(experts),
+            weight_format="f32" if down.dtype == torch.float32 else "bf16",
+        )
+        return _Parts(config, placement, _cut(gate_up, down, biases, config, shard))
+
+    def _parameters(self, experts: Any) -> dict[str, Any]:
+        left_out = experts.__dict__.get("eprt_left_out")
+        found = left_out.parameters if left_out is not None else experts._parameters
+        wanted = {name: found[name] for name in parameter_names(experts)}
+        if any(tensor is None for tensor in wanted.values()):
+            raise UsageError("the model is parallelized already: load it once more to spread it over another world")
+        return wanted
+
+    def _keys_of(self, source: Checkpoint) -> dict[str, list[str]]:
+        """Returns the names of each module's tensors in the checkpoint."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        self._mapping: list[Any] = get_model_conversion_mapping(self.model)
+        names: dict[str, Any] = dict(self.model.state_dict())
+        names |= {f"{path}.{n}": p for path, m in self.modules.items() for n, p in self._parameters(m).items()}
+        renamings = [each for each in self._mapping if isinstance(each, WeightRenaming)]
+        converters = [each for each in self._mapping if isinstance(each, WeightConverter)]
+        found: dict[str, list[str]] = {path: [] for path in self.modules}
+        for key in source.manifest:
+            name, pattern = rename_source_key(key, renamings, converters, self.model.base_model_prefix, names)
+            if pattern is None and name not in names:
+                name, _ = rename_source_key(key, [], [], self.model.base_model_prefix, names)
+            if (path := name.rpartition(".")[0]) in found and name in names:
+                found[path].append(key)
+        return found
+
+    def _from_checkpoint(self, path: str, whole: dict[str, Any], shard: ExpertShard) -> dict[str, torch.Tensor]:
+        """Reads own experts' tensors, and lets transformers convert them. Raises CheckpointError, UnsupportedError."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        experts, E = self.modules[path], whole["down_proj"].shape[0]
+        # LongCat-Flash counts experts without weights (they return the token itself) among those of the first matrix.
+        total = E + (getattr(experts, "zero_expert_num", 0) or 0)
+        tensors = {name: tensor for key in self._keys[path] for name, tensor in self._own(key, E, total, shard)}
+        before = dict(experts._parameters)
+        for name, tensor in whole.items():
+            shape = (shard.num_local_experts, *tensor.shape[1:])
+            experts._parameters[name] = nn.Parameter(
+                torch.empty(shape, dtype=self.dtype, device="meta"), requires_grad=False
+            )
+        try:
+            with _no_progress_bar():
+                found, _ = convert_and_load_state_dict_in_model(
+                    self.model, tensors, LoadStateDictConfig(weight_mapping=self._mapping, device_map={"": "cpu"})
+                )
+            loaded = {name: experts._parameters[name].detach() for name in whole}
+        finally:
+            experts._parameters.update(before)
+        missing = [name for name, tensor in loaded.items() if tensor.is_meta]
+        if missing or found.conversion_errors or found.mismatched_keys:
+            why = found.conversion_errors or found.mismatched_keys or f"no tensor of {', '.join(missing)}"
+            raise CheckpointError(f"{self._checkpoint.directory}: the experts of {path} can't be read: {why}")
+        return loaded
+
+    def _own(self, key: str, E: int, total: int, shard: ExpertShard) -> Iterator[tuple[str, torch.Tensor]]:
+        """Reads what a tensor of the checkpoint holds of own experts, by the names of one that holds them alone."""
+        source, L = self._checkpoint, shard.num_local_experts
+        info = source.require(key, dtypes=_PLAIN)
+        if numbered := _EXPERT.search(key):
+            group, expert = divmod(int(numbered.group()), total)  # ERNIE 4.5 VL numbers the images' experts after the texts'
+            for slot in (slot for slot, held in enumerate(shard.experts) if held == expert):
+                yield f"{key[: numbered.start()]}{group * L + slot}{key[numbered.end() :]}", source.read(key)
+        elif info.shape[:1] in ((E,), (total,)):
+            yield key, torch.stack([source.read(key, (expert,)) for expert in shard.experts])
+        else:
+            raise UnsupportedError(f"{source.where(key)} has shape {info.shape}: expected one of {E} experts, or all")
+
+
+def _rows(whole: dict[str, torch.Tensor], shard: ExpertShard) -> dict[str, torch.Tensor]:
+    """Copies own experts from a model in memory, to the CPU. Raises ConfigError."""
+    if any(tensor.is_meta for tensor in whole.values()):
+        raise ConfigError("the model's experts are on meta: say where they come from, parallelize(..., checkpoint=...)")
+    held = torch.tensor(list(shard.experts))
+    return {name: tensor.detach()[held.to(tensor.device)].cpu() for name, tensor in whole.items()}
+
+
+def _cut(
+    gate_up: torch.Tensor, down: torch.Tensor, biases: list[torch.Tensor], config: MoEConfig, shard: ExpertShard
+) -> ExpertWeights:
+    """Returns canonical weights, of each expert this MoE-TP rank's slice."""
+    if shard.moe_tp_size > 1:
+        part = shard.slice_intermediate(config.intermediate_size)
+        sides = config.activation.parts
+        gate_up = torch.cat([side[:, part] for side in gate_up.chunk(sides, dim=1)], dim=1)
+        down = down[:, :, part].contiguous()
+        if biases:
+            biases = [torch.cat([side[:, part] for side in biases[0].chunk(sides, dim=1)], dim=1), biases[1]]
+    weights = ExpertWeights(Dense(gate_up), Dense(down))
+    return replace(weights, gate_up_bias=biases[0], down_bias=biases[1]) if biases else weights
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Keeps transformers from showing a bar for each module."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,136 @@
+"""Every folder of the installed transformers that has experts, each as a tiny model with random weights.
+
+A model is made from its family's own default config, whose widths, depths and counts are shrunk by rule; `FIELDS`
+holds what the rules can't know. Nothing here lists the folders: a new version of transformers brings its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY, NUM_EXPERTS, TOP_K, LAYERS = 96, 8, 2, 2
+_EXPERTS = re.compile(r"^class \w*Experts?\b|use_experts_implementation", re.MULTILINE)
+
+# The first rule whose pattern is found in a field's name gives the largest value of that integer; None: as it is.
+_RULES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
+    (re.compile(pattern), most)
+    for pattern, most in (
+        (r"(token|_start|_end|eoi|boi|eoa|boa)_(id|index)$|^(bos|eos|pad)", 3),
+        (r"vocab", VOCABULARY),
+        (r"^(n_group|num_expert_group|topk_group)$|start_index|first_k_dense|_interval$", 1),
+        (r"(num|n)_shared_experts|moe_num_shared", 1),
+        (r"(num|n)_(hidden_|mask_|encoder_|decoder_)?layers?$|^(depth|encoder_layers|decoder_layers)$", LAYERS),
+        (r"experts_per_tok|moe_topk|moe_k$|top_k", TOP_K),
+        (r"experts$|expert_num$", NUM_EXPERTS),
+        (r"n_heads_|heads|n_head$|o_groups", 2),
+        (r"head_dim|_rank$|kv_channels|head_size|d_kv|state_size|d_state", 16),
+        (r"hidden_size|d_model|n_embd|embed_dim|hidden_dim|model_dim|(in|out|output)_dim", 64),
+        (r"intermediate|ffn|d_ff|mlp_dim|expert_dim|linear_dim", 48),
+        (r"index_topk|window|chunk", 16),
+        (r"position", 512),
+    )
+)
+
+
+@cache
+def folders() -> list[str]:
+    """Those of the installed transformers whose modelling code has a class of experts."""
+    import transformers
+
+    models = Path(transformers.__file__).parent / "models"
+    files = models.glob("*/modeling_*.py")
+    return sorted({file.parent.name for file in files if _EXPERTS.search(file.read_text())})
+
+
+def shrink(fields: dict[str, Any]) -> dict[str, Any]:
+    """The same fields, smaller."""
+    layers = next((v for k, v in fields.items() if re.search(r"^(num_(hidden_)?layers|n_layers?)$", str(k))), None)
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name == "per_layer_config":
+            continue
+        if isinstance(value, dict):
+            found[name] = shrink(value)
+        elif isinstance(value, list) and layers is not None and len(value) == layers:
+            found[name] = value[-LAYERS:]
+        elif type(value) is int:
+            rule = next((most for pattern, most in _RULES if pattern.search(str(name))), None)
+            found[name] = value if rule is None else min(value, rule)
+        else:
+            found[name] = value
+    return found
+
+
+def model_class(folder: str) -> type[Any]:
+    """The class that generates text, else the one that labels tokens."""
+    module = next(iter(modules(folder)))
+    classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
+    for ending in ("ForConditionalGeneration", "ForCausalLM", "ForBlockDiffusion", "ForTokenClassification"):
+        found = [c for c in classes if c.__name__.endswith(ending) and getattr(c, "config_class", None) is not None]
+        if found:
+            return found[-1]
+    raise LookupError(f"{folder} has no model with a head: {[c.__name__ for c in classes]}")
+
+
+def modules(folder: str) -> list[Any]:
+    import transformers
+
+    root = Path(transformers.__file__).parent / "models" / folder
+    return [importlib.import_module(f"transformers.models.{folder}.{f.stem}") for f in root.glob("modeling_*.py")]
+
+
+_GEMMA = {"num_experts": NUM_EXPERTS, "top_k_experts": TOP_K, "moe_intermediate_size": 48}
+_DEEPSEEK = {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": TOP_K}
+# Of the text model, or of the part that the dotted name says: what is off by default, and sizes that hang together.
+FIELDS: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config.clip_qkv": 8.0, "ffn_config.moe_num_experts": NUM_EXPERTS, "ffn_config.moe_top_k": TOP_K, "attn_config.rope_theta": 1e4},
+    "deepseek_ocr2": {"num_experts_per_tok": TOP_K, "mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v2": _DEEPSEEK | {"first_k_dense_replace": 1},
+    "diffusion_gemma": _GEMMA,
+    "dots1": _DEEPSEEK,
+    "ernie4_5_vl_moe": {"moe_intermediate_size": [48, 16], "head_dim": 128},
+    "flint": {"mlp_only_layers": [0]},
+    "gemma4": _GEMMA | {"enable_moe_block": True},
+    "glm4v_moe": {"head_dim": 128},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "hunyuan_v1_moe": {"num_experts": NUM_EXPERTS, "moe_topk": TOP_K, "head_dim": 16},
+    "hy_v4": {"indexer_types": ["full", "shared"]},
+    "inkling": {"vision_config.num_hidden_layers": 12},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"qk_head_dim": 32, "head_dim": 16},
+    "mimo_v2_flash": {},
+    "mistral4": {"qk_rope_head_dim": 16, "qk_head_dim": 32, "head_dim": 32},
+    "mistral_large4": {"no_rope_layers": [1, 0], "kv_source_layers": [0, 1]},
+    "nemotron_h": {"n_groups": 1},
+    "qwen4_exp": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
+    | {"indexer_compress_ratio": 4},
+    "step3p7": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "switch_transformers": {"decoder_start_token_id": 0},
+}
+
+
+def tiny_config(folder: str) -> Any:
+    kind = model_class(folder).config_class
+    fields = shrink(kind().to_dict())
+    for path, value in FIELDS.get(folder, {}).items():
+        part, _, name = path.rpartition(".")
+        fields.get(part or "text_config", fields)[name] = value
+    for name in ("architectures", "transformers_version", "_name_or_path"):
+        fields.pop(name, None)
+    fields = {k: v for k, v in fields.items() if k != "model_type"}
+    return kind(**fields)
+
+
+def tiny_model(folder: str, seed: int = 1) -> Any:
+    torch.manual_seed(seed)
+    config = tiny_config(folder)
+    return model_class(folder)(config).eval().requires_grad_(False)

@@ -1,0 +1,83 @@
+"""What each rank runs for test_families.py: a tiny model of a folder of transformers, alone and over the ranks."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from eprt.config import RuntimeConfig
+from eprt.ranks.launcher import RankContext
+from support.builders import BEHIND_S
+from support.cases import tiny_families
+
+RUNTIME = RuntimeConfig(executor="torch_grouped", max_tokens_per_rank=64)
+OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One rank's: tokens after its prompts by eprt and by transformers alone, number of layers, or an error."""
+
+    found: list[list[int]]
+    expected: list[list[int]]
+    layers: int = 0
+    error: str = ""
+
+
+def continue_families(
+    context: RankContext, names: list[str], folder: str, prompts: list[list[list[int]]]
+) -> dict[str, Outcome]:
+    """Each folder of transformers in turn: rank r continues `prompts[r]`. Checkpoints lie in `folder`, by name."""
+    world = context.world(timeout_s=BEHIND_S)
+    found: dict[str, Outcome] = {}
+    for name in names:
+        try:
+            found[name] = _continue(name, f"{folder}/{name}", prompts[context.rank], world)
+        except Exception as error:  # noqa: BLE001  the other families go on
+            places = [f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
+            found[name] = Outcome([], [], error=f"{type(error).__name__}: {error} ({', '.join(places[-3:])})")
+    return found
+
+
+def _continue(name: str, folder: str, prompts: list[list[int]], world: Any) -> Outcome:
+    from eprt.integrations.transformers import generate, load_without_experts, parallelize
+
+    kind = tiny_families.model_class(name)
+    with _together():
+        alone = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        expected = [_alone(alone, prompt) for prompt in prompts]
+        model = load_without_experts(folder, dtype=torch.float32, model_class=kind).eval()
+    layers = parallelize(model, world, RUNTIME)
+    try:
+        found = generate(model, prompts, **OPTIONS)
+    finally:
+        for layer in layers:
+            layer.close()
+    return Outcome(found, expected, len(layers))
+
+
+def _alone(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)[0, len(prompt) :].tolist()
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Lets every rank raise the error of one, so that none waits for it in vain."""
+    error = None
+    try:
+        yield
+    except Exception as raised:  # noqa: BLE001  raised below
+        error = raised
+    said: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(said, repr(error) if error else "")
+    if error is not None:
+        raise error
+    if any(said):
+        raise RuntimeError(f"on another rank: {next(filter(None, said))}")
