@@ -26,7 +26,16 @@ from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
 from eprt.world.agree import Header, exchange
 
-__all__ = ["FAMILIES", "LayerParts", "ModelFamily", "build_layer", "family_for", "has_family", "load_layer", "register_family"]
+__all__ = [
+    "FAMILIES",
+    "LayerParts",
+    "ModelFamily",
+    "build_layer",
+    "family_for",
+    "has_family",
+    "load_layer",
+    "register_family",
+]
 
 FAMILIES: dict[str, type[ModelFamily]] = {
     "gpt_oss": gpt_oss.GptOss,

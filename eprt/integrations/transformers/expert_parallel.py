@@ -17,15 +17,13 @@ from torch import nn
 
 from eprt.config import Activation, MoEConfig, RuntimeConfig
 from eprt.errors import UnsupportedError, UsageError
-from eprt.experts.reference import activation_forward
 from eprt.integrations.transformers.agreement import Place
+from eprt.integrations.transformers.experts import activation_of, canonical, has_bias, parameter_names, top_k_of
 from eprt.layer import ExpertParallelMoE
-from eprt.models.formats import split_alternating
 from eprt.tokens import TopK
 from eprt.weights import Dense, ExpertWeights
 from eprt.world import World
 
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "top_k")
 # transformers makes the implementations itself, one for each experts module, and hands them groups, not a World: the
 # modules of a model find the one of their groups here.
 _worlds: dict[tuple[str, str], World] = {}
@@ -72,7 +70,7 @@ class _ExpertsPlace(Place):
 
     def _build(self) -> ExpertParallelMoE:
         experts: Any = self.experts
-        gate_up, down, *bias = _canonical(experts)
+        gate_up, down, *bias = canonical(experts, [_local(getattr(experts, n)) for n in parameter_names(experts)])
         self.dtype = down.dtype
         L, H, I = down.shape
         if experts.num_experts != L:
@@ -81,11 +79,11 @@ class _ExpertsPlace(Place):
             )
         config = MoEConfig(
             num_experts=L * self.world.parallel.ep_size,
-            top_k=_top_k(experts.config) if self.top_k is None else self.top_k,
+            top_k=top_k_of(experts) if self.top_k is None else self.top_k,
             hidden_size=H,
             intermediate_size=I,
             activation=self.activation,
-            bias=experts.has_bias,
+            bias=has_bias(experts),
             weight_format="f32" if down.dtype == torch.float32 else "bf16",
         )
         weights = ExpertWeights(Dense(gate_up), Dense(down), *bias)
@@ -106,18 +104,6 @@ def _world(experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> World:
         world = World.from_group(ep_group, ep_mesh.device_type, attention_tp_group=tp_group if shared else None)
         _worlds[key] = world
     return world
-
-
-def _canonical(experts: Any) -> list[torch.Tensor]:
-    """Returns gate_up [L, 2I, H] and down [L, H, I], then their biases where there are any, of this rank's experts."""
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
-    names = [first, "down_proj"] + ([f"{first}_bias", "down_proj_bias"] if experts.has_bias else [])
-    found = [_local(getattr(experts, name)) for name in names]
-    if experts.is_transposed:
-        found[:2] = [matrix.transpose(1, 2) for matrix in found[:2]]
-    if not experts.is_concatenated:
-        found[0::2] = [split_alternating(rows, dim=1) for rows in found[0::2]]
-    return [tensor.contiguous() for tensor in found]
 
 
 def _local(parameter: Any) -> torch.Tensor:
@@ -153,43 +139,12 @@ def _drop_weights(experts: Any) -> None:
     experts.register_state_dict_pre_hook(no_state_dict)
 
 
-def _top_k(config: Any) -> int:
-    for name in _TOP_K:
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            return value
-    raise UsageError(
-        f"{type(config).__name__} doesn't say how many experts a token visits: call the model on all ranks once"
-    )
-
-
 def _activation(experts: Any) -> Activation:
-    """Finds the activation that equals the module's own function on sample values. Raises UnsupportedError."""
-    name = type(experts).__name__
-    if not hasattr(experts, "has_gate") or getattr(experts, "has_post_expert_norm", False):
-        raise UnsupportedError(f"{name} isn't a pair of matrices around an activation; use another ep_implementation")
-    limit, alpha = (_first_float(experts, key, f"swiglu_{key}") for key in ("limit", "alpha"))
-    # The model is being made: on meta, in its own dtype.
-    line = torch.linspace(-20.0, 20.0, 162, dtype=torch.float32, device="cpu")[None]
-    grid = torch.cat((line, line.flip(1), 0.1 * line))
-    candidates = [Activation("relu2")]
-    if experts.has_gate:
-        candidates = [Activation(), Activation(limit=limit), Activation(alpha=alpha or 1.0, beta=1.0, limit=limit)]
-    with torch.device("cpu"), torch.no_grad():
-        if not experts.has_gate:
-            expected = experts.act_fn(grid)
-        else:
-            given = grid if experts.is_concatenated else torch.stack(grid.chunk(2, dim=1), dim=2).flatten(1)
-            expected = experts._apply_gate(given)
-        for candidate in candidates:
-            if torch.allclose(activation_forward(candidate, grid), expected, rtol=1e-4, atol=1e-5):
-                return candidate
-    raise UnsupportedError(
-        f"{name} has an activation that no executor computes (expected SwiGLU, with alpha, beta and limit or without, "
-        "or squared ReLU); use another ep_implementation"
-    )
-
-
-def _first_float(module: Any, *names: str) -> float | None:
-    values = (getattr(module, name, None) for name in names)
-    return next((float(value) for value in values if isinstance(value, (int, float))), None)
+    """Returns the module's activation. Raises UnsupportedError."""
+    found = activation_of(experts)
+    if found is None:
+        raise UnsupportedError(
+            f"{type(experts).__name__} computes what no executor does; use another ep_implementation, or "
+            "load_without_experts and parallelize, which run the module's own code"
+        )
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,16 +18,21 @@ import torch
 from torch import nn
 
 from eprt.config import Activation
-from eprt.errors import UnsupportedError, UsageError
+from eprt.errors import UsageError
 from eprt.experts.reference import activation_forward
 from eprt.models.formats import split_alternating
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "top_k")
 
+_ENCODER = re.compile(r"(?:[a-z_]+\.)*(?:vision|visual|audio)\w*\.")
+
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the experts modules of a model by their dotted paths, in model order."""
-    return {path: module for path, module in model.named_modules() if _is_experts(module)}
+    """Returns the experts modules of a model's text part by their dotted paths, in model order.
+
+    Those of image and audio encoders aren't among them: a forward without an image calls none of them.
+    """
+    return {path: m for path, m in model.named_modules() if _is_experts(m) and not _ENCODER.match(path)}
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -77,11 +83,10 @@ def top_k_of(experts: Any, parent: nn.Module | None = None) -> int:
     )
 
 
-def activation_of(experts: Any) -> Activation:
-    """Finds the activation that equals the module's own function on sample values. Raises UnsupportedError."""
-    name = type(experts).__name__
+def activation_of(experts: Any) -> Activation | None:
+    """Finds the activation that equals the module's own function on sample values; None: no executor computes it."""
     if getattr(experts, "has_post_expert_norm", False):
-        raise UnsupportedError(f"{name} normalises each expert's output before it is weighted: no executor does that")
+        return None
     limit, alpha = (_first_float(experts, key, f"swiglu_{key}") for key in ("limit", "alpha"))
     # The model may be being made: on meta, in its own dtype.
     line = torch.linspace(-20.0, 20.0, 162, dtype=torch.float32, device="cpu")[None]
@@ -95,10 +100,7 @@ def activation_of(experts: Any) -> Activation:
         for candidate in candidates:
             if torch.allclose(activation_forward(candidate, grid), expected, rtol=1e-4, atol=1e-5):
                 return candidate
-    raise UnsupportedError(
-        f"{name} has an activation that no executor computes (expected SwiGLU, with alpha, beta and limit or without, "
-        "GELU-gated, or squared ReLU)"
-    )
+    return None
 
 
 def _activated(experts: Any, grid: torch.Tensor) -> torch.Tensor:
@@ -126,7 +128,8 @@ def leave_out(model: nn.Module, directory: Path) -> list[str]:
         shapes = {name: module._parameters[name] for name in parameter_names(module)}
         module.__dict__["eprt_left_out"] = LeftOut(path, directory, shapes)
         module._parameters.update(dict.fromkeys(shapes))
-        module.__dict__["_is_hf_initialized"] = True
+        for touched in (module, model.get_submodule(path.rpartition(".")[0])):  # a block may initialise its experts
+            touched.__dict__["_is_hf_initialized"] = True
         module.__dict__["forward"] = _refuse_to_run
     return list(found)
 

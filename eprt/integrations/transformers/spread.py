@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eprt.config import MoEConfig, RuntimeConfig
+from eprt.config import Activation, MoEConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
 from eprt.integrations.transformers.agreement import Place
 from eprt.integrations.transformers.experts import (
@@ -28,6 +28,7 @@ from eprt.integrations.transformers.experts import (
     top_k_of,
 )
 from eprt.integrations.transformers.load import find_checkpoint
+from eprt.integrations.transformers.own_code import use_own_code
 from eprt.layer import ExpertParallelMoE
 from eprt.models.checkpoint import Checkpoint, hash63, load_on_all_ranks
 from eprt.placement import ExpertPlacement, ExpertShard
@@ -43,11 +44,15 @@ _PLAIN = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a rank needs for one experts module: the layer's maths, where all experts lie, and its own ones."""
+    """What a rank needs for one experts module: the layer's maths, where all experts lie, and its own ones.
+
+    `own_code`: the same as the module lays them out, where its own code runs them.
+    """
 
     config: MoEConfig
     placement: ExpertPlacement
     weights: ExpertWeights
+    own_code: dict[str, torch.Tensor] | None
 
     @property
     def fingerprint(self) -> int:
@@ -78,8 +83,39 @@ def spread(
                 parts.config, world, parts.weights, runtime=runtime, layer=number, placement=parts.placement
             )
             _install(experts, layer, source.dtype)
+            if parts.own_code is not None:
+                use_own_code(layer, experts, parts.own_code)
             layers.append(layer)
+        _complete_calls(model, source.modules)
     return layers
+
+
+def _complete_calls(model: nn.Module, modules: dict[str, Any]) -> None:
+    """Lets a block with several experts modules make a call without tokens for each that its forward left out.
+
+    ERNIE 4.5 VL has experts for text and others for images; whether a rank's batch has any, others don't know.
+    """
+    blocks: dict[str, list[Any]] = {}
+    for path, experts in modules.items():
+        last = list(_NUMBER.finditer(path))[-1]
+        blocks.setdefault(path[: last.end()], []).append(experts)
+    for path, several in blocks.items():
+        if len(several) > 1:
+            _count_calls(model.get_submodule(path), several)
+
+
+def _count_calls(block: nn.Module, several: list[Any]) -> None:
+    called: list[Any] = []
+    for experts in several:
+        experts.register_forward_hook(lambda module, *_: called.append(module))
+
+    def complete(*_: Any) -> None:
+        done, called[:] = list(called), []
+        for experts in several:
+            if experts not in done:
+                experts.__dict__["eprt_place"].idle()
+
+    block.register_forward_hook(complete)
 
 
 def _install(experts: Any, layer: ExpertParallelMoE, dtype: torch.dtype) -> None:
@@ -142,16 +178,20 @@ class _Source:
         own = self._from_checkpoint(path, whole, shard) if self._checkpoint is not None else _rows(whole, shard)
         gate_up, down, *biases = canonical(experts, [own[name] for name in parameter_names(experts)])
         parent = self.model.get_submodule(path.rpartition(".")[0])
+        activation = activation_of(experts)
+        if activation is None and shard.moe_tp_size > 1:
+            raise UnsupportedError(f"{type(experts).__name__} runs by its own code, which can't split an expert")
         config = MoEConfig(
             num_experts=E,
             top_k=top_k_of(experts, parent),
             hidden_size=down.shape[1],
             intermediate_size=down.shape[2],
-            activation=activation_of(experts),
+            activation=activation or Activation(),
             bias=has_bias(experts),
             weight_format="f32" if down.dtype == torch.float32 else "bf16",
         )
-        return _Parts(config, placement, _cut(gate_up, down, biases, config, shard))
+        weights = _cut(gate_up, down, biases, config, shard)
+        return _Parts(config, placement, weights, own if activation is None else None)
 
     def _parameters(self, experts: Any) -> dict[str, Any]:
         left_out = experts.__dict__.get("eprt_left_out")
@@ -171,13 +211,16 @@ class _Source:
         names |= {f"{path}.{n}": p for path, m in self.modules.items() for n, p in self._parameters(m).items()}
         renamings = [each for each in self._mapping if isinstance(each, WeightRenaming)]
         converters = [each for each in self._mapping if isinstance(each, WeightConverter)]
+        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         found: dict[str, list[str]] = {path: [] for path in self.modules}
         for key in source.manifest:
             name, pattern = rename_source_key(key, renamings, converters, self.model.base_model_prefix, names)
             if pattern is None and name not in names:
                 name, _ = rename_source_key(key, [], [], self.model.base_model_prefix, names)
-            if (path := name.rpartition(".")[0]) in found and name in names:
-                found[path].append(key)
+            targets = [] if pattern is None else by_pattern[pattern].target_patterns
+            for path in {n.rpartition(".")[0] for n in (name, *(name.replace(targets[0], t) for t in targets))}:
+                if path in found:
+                    found[path].append(key)
         return found
 
     def _from_checkpoint(self, path: str, whole: dict[str, Any], shard: ExpertShard) -> dict[str, torch.Tensor]:
@@ -189,20 +232,14 @@ class _Source:
         # LongCat-Flash counts experts without weights (they return the token itself) among those of the first matrix.
         total = E + (getattr(experts, "zero_expert_num", 0) or 0)
         tensors = {name: tensor for key in self._keys[path] for name, tensor in self._own(key, E, total, shard)}
-        before = dict(experts._parameters)
-        for name, tensor in whole.items():
-            shape = (shard.num_local_experts, *tensor.shape[1:])
-            experts._parameters[name] = nn.Parameter(
-                torch.empty(shape, dtype=self.dtype, device="meta"), requires_grad=False
+        together = [m for p, m in self.modules.items() if set(self._keys[p]) & set(self._keys[path])]
+        with ExitStack() as restoring, _no_progress_bar():
+            for module in together:
+                restoring.enter_context(_on_meta(module, self._parameters(module), shard.num_local_experts))
+            found, _ = convert_and_load_state_dict_in_model(
+                self.model, tensors, LoadStateDictConfig(weight_mapping=self._mapping, device_map={"": "cpu"})
             )
-        try:
-            with _no_progress_bar():
-                found, _ = convert_and_load_state_dict_in_model(
-                    self.model, tensors, LoadStateDictConfig(weight_mapping=self._mapping, device_map={"": "cpu"})
-                )
             loaded = {name: experts._parameters[name].detach() for name in whole}
-        finally:
-            experts._parameters.update(before)
         missing = [name for name, tensor in loaded.items() if tensor.is_meta]
         if missing or found.conversion_errors or found.mismatched_keys:
             why = found.conversion_errors or found.mismatched_keys or f"no tensor of {', '.join(missing)}"
@@ -214,7 +251,9 @@ class _Source:
         source, L = self._checkpoint, shard.num_local_experts
         info = source.require(key, dtypes=_PLAIN)
         if numbered := _EXPERT.search(key):
-            group, expert = divmod(int(numbered.group()), total)  # ERNIE 4.5 VL numbers the images' experts after the texts'
+            group, expert = divmod(
+                int(numbered.group()), total
+            )  # ERNIE 4.5 VL numbers the images' experts after the texts'
             for slot in (slot for slot, held in enumerate(shard.experts) if held == expert):
                 yield f"{key[: numbered.start()]}{group * L + slot}{key[numbered.end() :]}", source.read(key)
         elif info.shape[:1] in ((E,), (total,)):
@@ -244,6 +283,19 @@ def _cut(
             biases = [torch.cat([side[:, part] for side in biases[0].chunk(sides, dim=1)], dim=1), biases[1]]
     weights = ExpertWeights(Dense(gate_up), Dense(down))
     return replace(weights, gate_up_bias=biases[0], down_bias=biases[1]) if biases else weights
+
+
+@contextmanager
+def _on_meta(experts: Any, whole: dict[str, Any], num_experts: int) -> Iterator[None]:
+    """Gives a module parameters for `num_experts` of its experts, to be loaded; those before come back."""
+    before = dict(experts._parameters)
+    for name, tensor in whole.items():
+        parameter = torch.empty((num_experts, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        experts._parameters[name] = nn.Parameter(parameter, requires_grad=False)
+    try:
+        yield
+    finally:
+        experts._parameters.update(before)
 
 
 @contextmanager

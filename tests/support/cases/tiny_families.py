@@ -70,6 +70,10 @@ def shrink(fields: dict[str, Any]) -> dict[str, Any]:
 
 def model_class(folder: str) -> type[Any]:
     """The class that generates text, else the one that labels tokens."""
+    import transformers
+
+    if folder in HEADS:
+        return getattr(transformers, HEADS[folder])
     module = next(iter(modules(folder)))
     classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
     for ending in ("ForConditionalGeneration", "ForCausalLM", "ForBlockDiffusion", "ForTokenClassification"):
@@ -86,15 +90,26 @@ def modules(folder: str) -> list[Any]:
     return [importlib.import_module(f"transformers.models.{folder}.{f.stem}") for f in root.glob("modeling_*.py")]
 
 
+# Where the folder's last class with a head isn't the one that reads text.
+HEADS = {
+    "inkling": "InklingForCausalLM",  # its image encoder needs scipy
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+}
 _GEMMA = {"num_experts": NUM_EXPERTS, "top_k_experts": TOP_K, "moe_intermediate_size": 48}
 _DEEPSEEK = {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": TOP_K}
 # Of the text model, or of the part that the dotted name says: what is off by default, and sizes that hang together.
 FIELDS: dict[str, dict[str, Any]] = {
-    "dbrx": {"attn_config.clip_qkv": 8.0, "ffn_config.moe_num_experts": NUM_EXPERTS, "ffn_config.moe_top_k": TOP_K, "attn_config.rope_theta": 1e4},
+    "dbrx": {
+        "attn_config.clip_qkv": 8.0,
+        "ffn_config.moe_num_experts": NUM_EXPERTS,
+        "ffn_config.moe_top_k": TOP_K,
+        "attn_config.rope_theta": 1e4,
+    },
     "deepseek_ocr2": {"num_experts_per_tok": TOP_K, "mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v2": _DEEPSEEK | {"first_k_dense_replace": 1},
     "diffusion_gemma": _GEMMA,
     "dots1": _DEEPSEEK,
+    "dots3_note": {"audio_config.adapter_input_size": 64},
     "ernie4_5_vl_moe": {"moe_intermediate_size": [48, 16], "head_dim": 128},
     "flint": {"mlp_only_layers": [0]},
     "gemma4": _GEMMA | {"enable_moe_block": True},
@@ -102,15 +117,16 @@ FIELDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"num_experts": NUM_EXPERTS, "moe_topk": TOP_K, "head_dim": 16},
     "hy_v4": {"indexer_types": ["full", "shared"]},
-    "inkling": {"vision_config.num_hidden_layers": 12},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"qk_head_dim": 32, "head_dim": 16},
-    "mimo_v2_flash": {},
+    "llama4": {"moe_layers": [0, 1]},
+    "mimo_v2_flash": {"num_attention_heads": 4},
     "mistral4": {"qk_rope_head_dim": 16, "qk_head_dim": 32, "head_dim": 32},
     "mistral_large4": {"no_rope_layers": [1, 0], "kv_source_layers": [0, 1]},
     "nemotron_h": {"n_groups": 1},
+    "qwen3_omni_moe": {"*.vision_start_token_id": 3},
     "qwen4_exp": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
     | {"indexer_compress_ratio": 4},
     "step3p7": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
@@ -123,7 +139,7 @@ def tiny_config(folder: str) -> Any:
     fields = shrink(kind().to_dict())
     for path, value in FIELDS.get(folder, {}).items():
         part, _, name = path.rpartition(".")
-        fields.get(part or "text_config", fields)[name] = value
+        (fields if part == "*" else fields.get(part or "text_config", fields))[name] = value
     for name in ("architectures", "transformers_version", "_name_or_path"):
         fields.pop(name, None)
     fields = {k: v for k, v in fields.items() if k != "model_type"}

@@ -46,7 +46,7 @@ def continue_families(
 
 
 def _continue(name: str, folder: str, prompts: list[list[int]], world: Any) -> Outcome:
-    from eprt.integrations.transformers import generate, load_without_experts, parallelize
+    from eprt.integrations.transformers import generate, load_without_experts, lockstep, parallelize
 
     kind = tiny_families.model_class(name)
     with _together():
@@ -55,7 +55,11 @@ def _continue(name: str, folder: str, prompts: list[list[int]], world: Any) -> O
         model = load_without_experts(folder, dtype=torch.float32, model_class=kind).eval()
     layers = parallelize(model, world, RUNTIME)
     try:
-        found = generate(model, prompts, **OPTIONS)
+        if hasattr(model, "generate"):
+            found = generate(model, prompts, **OPTIONS)
+        else:
+            with torch.no_grad(), lockstep(model):
+                found = [_alone(model, prompt) for prompt in prompts]
     finally:
         for layer in layers:
             layer.close()
@@ -64,6 +68,8 @@ def _continue(name: str, folder: str, prompts: list[list[int]], world: Any) -> O
 
 def _alone(model: Any, prompt: list[int]) -> list[int]:
     ids = torch.tensor([prompt])
+    if not hasattr(model, "generate"):
+        return model(ids).logits[0].argmax(dim=-1).tolist()
     return model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)[0, len(prompt) :].tolist()
 
 

@@ -1,0 +1,67 @@
+"""Every folder of transformers with experts: greedy tokens over the ranks, one of them idle, are those of one process.
+
+Each is a tiny model in its published checkpoint format, loaded by `load_without_experts` and `parallelize`: eprt's own
+reader where it has one, else transformers' own blocks with experts by eprt.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+from support.cases import tiny_families
+from support.cases.tiny_families import REASONS, folders
+from support.jobs import family_jobs as jobs
+
+from eprt.errors import ConfigError
+
+pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers >= 5.23")
+
+PROMPTS: list[list[list[int]]] = [[[5, 17, 33, 8], [41, 9, 60]], [], [[7, 3]], [[30]]]
+ACCEPTED = 66
+TESTED = [name for name in folders() if name not in REASONS]
+
+
+@functools.cache
+def _root() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="eprt-families-")
+
+
+@functools.cache
+def saved(name: str) -> str:
+    tiny_families.tiny_model(name).save_pretrained(Path(_root().name) / name)
+    return _root().name
+
+
+@pytest.fixture(scope="module")
+def outcomes(pools_of_this_file):
+    """By number of ranks, of each folder what every rank found; one process a rank for all of them."""
+
+    @functools.cache
+    def run(size: int) -> list[dict[str, jobs.Outcome]]:
+        folder = [saved(name) for name in TESTED][0]
+        prompts = PROMPTS[:size]
+        return pools_of_this_file(size).run(
+            jobs.continue_families, names=TESTED, folder=folder, prompts=prompts, timeout_s=500.0
+        )
+
+    return run
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", TESTED)
+def test_greedy_tokens_are_those_of_one_process(outcomes, name: str, size: int) -> None:
+    for rank, each in enumerate(by_rank[name] for by_rank in outcomes(size)):
+        assert each.error == "", f"rank {rank}"
+        assert each.found == each.expected, f"rank {rank}"
+        assert each.layers > 0
+        assert len(each.expected) == len(PROMPTS[rank])
+
+
+def test_so_many_folders_of_transformers_run() -> None:
+    """A new version of transformers names its new folders here: they run, or have a reason in REASONS."""
+    assert set(REASONS) <= set(folders()), "folders that this transformers hasn't got"
+    assert len(TESTED) >= ACCEPTED, f"{len(TESTED)} of {len(folders())}"
