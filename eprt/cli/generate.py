@@ -31,7 +31,7 @@ from eprt.cli.sampling import checkpoints_generation, generation_options, given_
 from eprt.cli.terminal import Terminal, write
 from eprt.config import RuntimeConfig
 from eprt.errors import ConfigError
-from eprt.models import family_for
+from eprt.models import family_for, has_family
 from eprt.models.checkpoint import Checkpoint, hash63
 from eprt.models.hf_config import flatten, integer
 from eprt.world.groups import joins_torchrun
@@ -123,7 +123,7 @@ class _Task:
         """Reads prompts, config, tokenizer and journal. Raises InputError, ConfigError, CheckpointError."""
         prompts = read_prompts(arguments.prompts)
         with Checkpoint(directory) as source:
-            family_for(source.config)
+            _require_model(source.config)
             vocabulary = integer(flatten(source.config), "vocab_size", default=_ANY_ID, least=1)
             model = "" if arguments.output is None else _fingerprint(source)
         tokenizer = load_tokenizer(directory)
@@ -233,7 +233,7 @@ class _Run:
             self._work.stops,
         )
         with Checkpoint(directory) as source:
-            layers = len(family_for(source.config).moe_layers(source.config))
+            layers = _count_layers(source.config)
         with self._terminal.progress("layers", layers) as progress:
             found: list[LoadedModel] = workers.run(
                 load_model, settings=settings, behind_s=workers.timeout_s, ticks=progress.ticks
@@ -289,3 +289,19 @@ class _Run:
         for text in dict.fromkeys(text for texts in by_rank for text in texts):
             if not joins_torchrun() and text not in self._said:
                 logger.warning("%s", text)
+
+
+def _require_model(config: dict[str, Any]) -> None:
+    """Raises ConfigError unless eprt reads the family, or transformers has it."""
+    if not has_family(config):
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+        if config.get("model_type") not in CONFIG_MAPPING_NAMES:
+            family_for(config)
+
+
+def _count_layers(config: dict[str, Any]) -> int:
+    """Returns how many layers with experts are to be loaded, all layers where only transformers knows."""
+    if has_family(config):
+        return len(family_for(config).moe_layers(config))
+    return integer(flatten(config), "num_hidden_layers", default=1, least=1)

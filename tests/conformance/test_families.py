@@ -15,8 +15,6 @@ from support.cases import tiny_families
 from support.cases.tiny_families import REASONS, folders
 from support.jobs import family_jobs as jobs
 
-from eprt.errors import ConfigError
-
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers >= 5.23")
 
 PROMPTS: list[list[list[int]]] = [[[5, 17, 33, 8], [41, 9, 60]], [], [[7, 3]], [[30]]]
@@ -41,8 +39,7 @@ def outcomes(pools_of_this_file):
 
     @functools.cache
     def run(size: int) -> list[dict[str, jobs.Outcome]]:
-        folder = [saved(name) for name in TESTED][0]
-        prompts = PROMPTS[:size]
+        folder, prompts = [saved(name) for name in TESTED][-1], PROMPTS[:size]
         return pools_of_this_file(size).run(
             jobs.continue_families, names=TESTED, folder=folder, prompts=prompts, timeout_s=500.0
         )

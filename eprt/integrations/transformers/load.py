@@ -38,7 +38,7 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
 
     Args:
         path_or_hub_id: a checkpoint directory (safetensors), or a model id of the Hugging Face hub.
-        model_class: None takes the class that AutoModelForCausalLM would.
+        model_class: None takes the class that AutoModelForCausalLM would, else the one that the checkpoint names.
         options: `from_pretrained`'s: dtype, device_map, attn_implementation, revision, cache_dir, ... A float16
             checkpoint is loaded in bfloat16 unless `dtype` says otherwise.
 
@@ -46,7 +46,8 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
         the model; calling it before `parallelize(model, world)` is a UsageError.
 
     Raises:
-        CheckpointError: no such directory or model. ConfigError: its family isn't in `eprt.models.FAMILIES`.
+        CheckpointError: no such directory or model. ConfigError: transformers has no class that generates text for it,
+            or its experts are packed and its family isn't in `eprt.models.FAMILIES`.
     """
     import transformers
 

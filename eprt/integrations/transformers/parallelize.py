@@ -66,7 +66,8 @@ def parallelize(
     layer of what the model brought along.
 
     Args:
-        model: a transformers model of a family in `eprt.models.FAMILIES`, on the world's device.
+        model: a transformers model on the world's device: of a family in `eprt.models.FAMILIES`, or any with experts
+            modules, of which transformers' own code then keeps router and block.
         runtime: capacity, backends, validation. On several GPUs `layer_graphs` is on where the pair can be captured,
             unless it says otherwise: calls in `World.step` of up to 128 tokens per rank cost the host one launch then.
         checkpoint: the directory or hub id of the experts; only this rank's bytes are read. None takes the model's own
@@ -90,8 +91,7 @@ def parallelize(
     if placement is not None:
         placed = load_on_all_ranks(world, lambda: _checked_file(config, world.parallel, placement))
     if not has_family(config):
-        layers = spread(model, world, runtime, checkpoint, placed)
-        model.__dict__["save_pretrained"] = _refuse_to_save
+        layers = spread(model, world, runtime, checkpoint, placed, on_layer)
         agreement_of(model)
         return layers
     with load_on_all_ranks(world, lambda: _source(model, config, checkpoint)) as source:

@@ -7,7 +7,7 @@ experts' tensors only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import nn
 from eprt.config import Activation, MoEConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
 from eprt.integrations.transformers.agreement import Place
+from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_same_weights
 from eprt.integrations.transformers.experts import (
     activation_of,
     canonical,
@@ -66,17 +67,21 @@ def spread(
     runtime: RuntimeConfig | None,
     checkpoint: str | Path | None,
     placed: PlacementFile | None,
+    on_layer: Callable[[int, int], None] | None = None,
 ) -> list[ExpertParallelMoE]:
     """Gives every experts module of `model` an `ExpertParallelMoE` with this rank's experts. Collective.
 
     Args:
-        checkpoint: the directory or hub id of the experts; None: the one that the model was loaded from without them, or its own.
+        checkpoint: the directory or hub id of the experts; None: the one that `load_without_experts` loaded the model
+            from, or the model's own tensors.
+        on_layer: see `parallelize`.
 
     Raises:
-        ConfigError, UnsupportedError, CheckpointError: on every rank.
+        ConfigError, UnsupportedError, CheckpointError, WorldMismatch: on every rank.
     """
     layers: list[ExpertParallelMoE] = []
-    with load_on_all_ranks(world, lambda: _Source(model, checkpoint)) as source:
+    with load_on_all_ranks(world, lambda: _source(model, checkpoint)) as source:
+        require_same_weights(model, world, tuple(f"{path}." for path in source.modules))
         for number, (path, experts) in enumerate(source.modules.items()):
             parts = load_on_all_ranks(world, lambda path=path: source.parts(path, world, placed), number)
             layer = ExpertParallelMoE(
@@ -86,6 +91,11 @@ def spread(
             if parts.own_code is not None:
                 use_own_code(layer, experts, parts.own_code)
             layers.append(layer)
+            if on_layer is not None:
+                on_layer(len(layers), len(source.modules))
+        for experts in source.modules.values():
+            keep_out_of_state(experts)
+        keep_in_place(model, world.device, source.dtype)
         _complete_calls(model, source.modules)
     return layers
 
@@ -136,10 +146,17 @@ def _install(experts: Any, layer: ExpertParallelMoE, dtype: torch.dtype) -> None
         experts._parameters[name] = None
 
 
-class _Source:
-    """Where a model's experts come from: a checkpoint, through transformers' own conversions, or the model itself."""
+def _source(model: nn.Module, checkpoint: str | Path | None) -> _Source:
+    """Opens what the experts come from. Raises ConfigError, CheckpointError."""
+    left_out = [m.__dict__["eprt_left_out"] for m in find_experts(model).values() if "eprt_left_out" in m.__dict__]
+    place = checkpoint or (left_out[0].directory if left_out else None)
+    return _Source(model) if place is None else _CheckpointSource(model, place)
 
-    def __init__(self, model: Any, checkpoint: str | Path | None) -> None:
+
+class _Source:
+    """A model in memory as the place where its own experts come from."""
+
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.modules: dict[str, Any] = find_experts(model)
         if not self.modules:
@@ -147,35 +164,30 @@ class _Source:
                 f"{type(model).__name__} has no experts that eprt finds: neither a family of eprt.models.FAMILIES nor "
                 "experts modules of transformers"
             )
-        left_out = [m.__dict__["eprt_left_out"] for m in self.modules.values() if "eprt_left_out" in m.__dict__]
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         if self.dtype not in _PLAIN:
             raise ConfigError(f"the model computes in {self.dtype}: load it with dtype=torch.bfloat16 (or float32)")
-        place = checkpoint or (left_out[0].directory if left_out else None)
-        self._checkpoint = None if place is None else Checkpoint(find_checkpoint(place))
-        self._keys = {} if self._checkpoint is None else self._keys_of(self._checkpoint)
 
     def __enter__(self) -> _Source:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._checkpoint is not None:
-            self._checkpoint.close()
+        """Closes what the experts were read from."""
 
     @property
     def fingerprint(self) -> int:
-        return hash63(repr(sorted(self.modules)).encode()) if self._checkpoint is None else self._checkpoint.fingerprint
+        return hash63(repr(sorted(self.modules)).encode())
 
     def parts(self, path: str, world: World, placed: PlacementFile | None) -> _Parts:
         """Reads this rank's part of one module. Raises ConfigError, UnsupportedError, CheckpointError."""
         experts = self.modules[path]
-        whole = self._parameters(experts)
+        whole = self.parameters(experts)
         E = whole["down_proj"].shape[0]
         placement = ExpertPlacement(E, world.parallel)
         if placed is not None:
-            placement = placed.placement(int(_NUMBER.search(path).group()), E, world.parallel)
+            placement = placed.placement(int(_NUMBER.findall(path)[0]), E, world.parallel)
         shard = placement.shard(world.rank)
-        own = self._from_checkpoint(path, whole, shard) if self._checkpoint is not None else _rows(whole, shard)
+        own = self.own_tensors(path, whole, shard)
         gate_up, down, *biases = canonical(experts, [own[name] for name in parameter_names(experts)])
         parent = self.model.get_submodule(path.rpartition(".")[0])
         activation = activation_of(experts)
@@ -193,7 +205,8 @@ class _Source:
         weights = _cut(gate_up, down, biases, config, shard)
         return _Parts(config, placement, weights, own if activation is None else None)
 
-    def _parameters(self, experts: Any) -> dict[str, Any]:
+    def parameters(self, experts: Any) -> dict[str, Any]:
+        """Returns the parameters that all experts of a module have. Raises UsageError."""
         left_out = experts.__dict__.get("eprt_left_out")
         found = left_out.parameters if left_out is not None else experts._parameters
         wanted = {name: found[name] for name in parameter_names(experts)}
@@ -201,14 +214,63 @@ class _Source:
             raise UsageError("the model is parallelized already: load it once more to spread it over another world")
         return wanted
 
+    def own_tensors(self, path: str, whole: dict[str, Any], shard: ExpertShard) -> dict[str, torch.Tensor]:
+        """Returns own experts as the module lays them out. Raises ConfigError, CheckpointError, UnsupportedError."""
+        if any(tensor.is_meta for tensor in whole.values()):
+            raise ConfigError(
+                "the model's experts are on meta: say where they come from, parallelize(..., checkpoint=...)"
+            )
+        held = torch.tensor(list(shard.experts))
+        return {name: tensor.detach()[held.to(tensor.device)].cpu() for name, tensor in whole.items()}
+
+
+class _CheckpointSource(_Source):
+    """A checkpoint, whose tensors transformers renames and converts."""
+
+    def __init__(self, model: Any, place: str | Path) -> None:
+        super().__init__(model)
+        self._checkpoint = Checkpoint(find_checkpoint(place))
+        self._mapping: list[Any] = []
+        self._keys = self._keys_of(self._checkpoint)
+
+    def __exit__(self, *_: object) -> None:
+        self._checkpoint.close()
+
+    @property
+    def fingerprint(self) -> int:
+        return self._checkpoint.fingerprint
+
+    def own_tensors(self, path: str, whole: dict[str, Any], shard: ExpertShard) -> dict[str, torch.Tensor]:
+        """Reads own experts' tensors, and lets transformers convert them. Raises CheckpointError, UnsupportedError."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        experts, E = self.modules[path], whole["down_proj"].shape[0]
+        # LongCat-Flash counts experts without weights (they return the token itself) among those of the first matrix.
+        total = E + (getattr(experts, "zero_expert_num", 0) or 0)
+        tensors = {name: tensor for key in self._keys[path] for name, tensor in self._own(key, E, total, shard)}
+        together = [m for p, m in self.modules.items() if set(self._keys[p]) & set(self._keys[path])]
+        with ExitStack() as restoring, _no_progress_bar():
+            for module in together:
+                restoring.enter_context(_on_meta(module, self.parameters(module), shard.num_local_experts))
+            found, _ = convert_and_load_state_dict_in_model(
+                self.model, tensors, LoadStateDictConfig(weight_mapping=self._mapping, device_map={"": "cpu"})
+            )
+            loaded = {name: experts._parameters[name].detach() for name in whole}
+        missing = [name for name, tensor in loaded.items() if tensor.is_meta]
+        if missing or found.conversion_errors or found.mismatched_keys:
+            why = found.conversion_errors or found.mismatched_keys or f"no tensor of {', '.join(missing)}"
+            raise CheckpointError(f"{self._checkpoint.directory}: the experts of {path} can't be read: {why}")
+        return loaded
+
     def _keys_of(self, source: Checkpoint) -> dict[str, list[str]]:
         """Returns the names of each module's tensors in the checkpoint."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-        self._mapping: list[Any] = get_model_conversion_mapping(self.model)
+        self._mapping = get_model_conversion_mapping(self.model)
         names: dict[str, Any] = dict(self.model.state_dict())
-        names |= {f"{path}.{n}": p for path, m in self.modules.items() for n, p in self._parameters(m).items()}
+        names |= {f"{path}.{n}": p for path, m in self.modules.items() for n, p in self.parameters(m).items()}
         renamings = [each for each in self._mapping if isinstance(each, WeightRenaming)]
         converters = [each for each in self._mapping if isinstance(each, WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -222,29 +284,6 @@ class _Source:
                 if path in found:
                     found[path].append(key)
         return found
-
-    def _from_checkpoint(self, path: str, whole: dict[str, Any], shard: ExpertShard) -> dict[str, torch.Tensor]:
-        """Reads own experts' tensors, and lets transformers convert them. Raises CheckpointError, UnsupportedError."""
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
-        experts, E = self.modules[path], whole["down_proj"].shape[0]
-        # LongCat-Flash counts experts without weights (they return the token itself) among those of the first matrix.
-        total = E + (getattr(experts, "zero_expert_num", 0) or 0)
-        tensors = {name: tensor for key in self._keys[path] for name, tensor in self._own(key, E, total, shard)}
-        together = [m for p, m in self.modules.items() if set(self._keys[p]) & set(self._keys[path])]
-        with ExitStack() as restoring, _no_progress_bar():
-            for module in together:
-                restoring.enter_context(_on_meta(module, self._parameters(module), shard.num_local_experts))
-            found, _ = convert_and_load_state_dict_in_model(
-                self.model, tensors, LoadStateDictConfig(weight_mapping=self._mapping, device_map={"": "cpu"})
-            )
-            loaded = {name: experts._parameters[name].detach() for name in whole}
-        missing = [name for name, tensor in loaded.items() if tensor.is_meta]
-        if missing or found.conversion_errors or found.mismatched_keys:
-            why = found.conversion_errors or found.mismatched_keys or f"no tensor of {', '.join(missing)}"
-            raise CheckpointError(f"{self._checkpoint.directory}: the experts of {path} can't be read: {why}")
-        return loaded
 
     def _own(self, key: str, E: int, total: int, shard: ExpertShard) -> Iterator[tuple[str, torch.Tensor]]:
         """Reads what a tensor of the checkpoint holds of own experts, by the names of one that holds them alone."""
@@ -260,14 +299,6 @@ class _Source:
             yield key, torch.stack([source.read(key, (expert,)) for expert in shard.experts])
         else:
             raise UnsupportedError(f"{source.where(key)} has shape {info.shape}: expected one of {E} experts, or all")
-
-
-def _rows(whole: dict[str, torch.Tensor], shard: ExpertShard) -> dict[str, torch.Tensor]:
-    """Copies own experts from a model in memory, to the CPU. Raises ConfigError."""
-    if any(tensor.is_meta for tensor in whole.values()):
-        raise ConfigError("the model's experts are on meta: say where they come from, parallelize(..., checkpoint=...)")
-    held = torch.tensor(list(shard.experts))
-    return {name: tensor.detach()[held.to(tensor.device)].cpu() for name, tensor in whole.items()}
 
 
 def _cut(

@@ -97,6 +97,14 @@ HEADS = {
 }
 _GEMMA = {"num_experts": NUM_EXPERTS, "top_k_experts": TOP_K, "moe_intermediate_size": 48}
 _DEEPSEEK = {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": TOP_K}
+# Folders that eprt doesn't spread, and why.
+REASONS = {
+    "dbrx": "a layer's experts lie in matrices [experts * width, hidden] of a module of their own",
+    "diffusion_gemma": "writes blocks of tokens by diffusion; encoder and decoder share experts and call them apart",
+    "jetmoe": "attention has experts, too, and the model groups the tokens itself",
+    "nllb_moe": "a token's experts depend on the other tokens of its batch (capacity)",
+    "switch_transformers": "a token's experts depend on the other tokens of its batch (capacity)",
+}
 # Of the text model, or of the part that the dotted name says: what is off by default, and sizes that hang together.
 FIELDS: dict[str, dict[str, Any]] = {
     "dbrx": {
@@ -125,6 +133,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"num_attention_heads": 4},
     "mistral4": {"qk_rope_head_dim": 16, "qk_head_dim": 32, "head_dim": 32},
     "mistral_large4": {"no_rope_layers": [1, 0], "kv_source_layers": [0, 1]},
+    "muse_spark": {"audio_config.hidden_sizes": [16, 16], "audio_config.depths": [1, 1]}
+    | {"audio_config.patch_sizes": [16, 6], "audio_config.num_hidden_layers": 2},
     "nemotron_h": {"n_groups": 1},
     "qwen3_omni_moe": {"*.vision_start_token_id": 3},
     "qwen4_exp": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
