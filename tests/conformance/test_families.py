@@ -7,6 +7,7 @@ reader where it has one, else transformers' own blocks with experts by eprt.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import tempfile
 from pathlib import Path
 
@@ -62,3 +63,14 @@ def test_so_many_folders_of_transformers_run() -> None:
     """A new version of transformers names its new folders here: they run, or have a reason in REASONS."""
     assert set(REASONS) <= set(folders()), "folders that this transformers hasn't got"
     assert len(TESTED) >= ACCEPTED, f"{len(TESTED)} of {len(folders())}"
+
+
+def test_the_page_shows_every_folder() -> None:
+    path = Path(__file__).parents[2] / "docs" / "figures" / "families.py"
+    spec = importlib.util.spec_from_file_location("families_of_the_page", path)
+    assert spec is not None
+    assert spec.loader is not None
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    text = page.PAGE.read_text()
+    assert page.written(text) == text, "run python docs/figures/families.py"

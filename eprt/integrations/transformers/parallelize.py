@@ -148,9 +148,10 @@ def with_layer_graphs(runtime: RuntimeConfig | None, parts: LayerParts, device: 
 def _checked_file(config: dict[str, Any], parallel: ParallelConfig, given: str | Path | PlacementFile) -> PlacementFile:
     """Reads a file that has a placement for every MoE layer. Raises ConfigError."""
     found = given if isinstance(given, PlacementFile) else PlacementFile.read(given)
-    family = family_for(config) if has_family(config) else None
-    for number in [] if family is None else family.moe_layers(config):
-        found.placement(number, family.moe_config(config, number).num_experts, parallel)
+    family = family_for(config) if has_family(config) else None  # `spread` checks each of its modules
+    if family is not None:
+        for number in family.moe_layers(config):
+            found.placement(number, family.moe_config(config, number).num_experts, parallel)
     return found
 
 

@@ -116,8 +116,12 @@ def _complete_calls(model: nn.Module, modules: dict[str, Any]) -> None:
 
 def _count_calls(block: nn.Module, several: list[Any]) -> None:
     called: list[Any] = []
+
+    def note(module: nn.Module, *_: Any) -> None:
+        called.append(module)
+
     for experts in several:
-        experts.register_forward_hook(lambda module, *_: called.append(module))
+        experts.register_forward_hook(note)
 
     def complete(*_: Any) -> None:
         done, called[:] = list(called), []

@@ -49,6 +49,13 @@ def folders() -> list[str]:
     return sorted({file.parent.name for file in files if _EXPERTS.search(file.read_text())})
 
 
+def model_types(folder: str) -> set[str]:
+    """The `model_type`s of a folder's configs."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+
+    return {name for name in CONFIG_MAPPING_NAMES if model_type_to_module_name(name) == folder}
+
+
 def shrink(fields: dict[str, Any]) -> dict[str, Any]:
     """The same fields, smaller."""
     layers = next((v for k, v in fields.items() if re.search(r"^(num_(hidden_)?layers|n_layers?)$", str(k))), None)
