@@ -96,7 +96,10 @@ class LoopThread:
             pending = asyncio.all_tasks(self.loop)  # what never came about
             for task in pending:
                 task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+            if (
+                pending
+            ):  # gather() of nothing asks for the thread's loop, which a policy set since (uvloop's) doesn't know
+                self.loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         finally:
             self.loop.close()
 

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ENGINES = ("vllm",)  # those whose last result is kept
+ENGINES = ("vllm", "sglang")
 PATTERNS = (
     "eprt/integrations/engine/*.py",
     "eprt/integrations/{}/*.py",
