@@ -72,10 +72,10 @@ def _carries_tokens(original: Callable[..., bool], backend: Any) -> bool:
     return original(backend) or backend.is_customized()
 
 
-def _dispatcher(original: Callable[..., Any], config: Any, *more: Any) -> Any:
+def _dispatcher(original: Callable[..., Any], config: Any, **more: Any) -> Any:
     from sglang.srt.layers.moe import get_moe_a2a_backend
 
-    return pass_through() if get_moe_a2a_backend().is_customized() else original(config, *more)
+    return pass_through() if get_moe_a2a_backend().is_customized() else original(config, **more)
 
 
 def _layer_made(state: SglangState, _: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -113,10 +113,11 @@ def _without_all_reduce(original: Callable[..., Any], block: Any, *args: Any, **
 
 def _routed(state: SglangState, original: Callable[..., Any], topk: Any, *args: Any, **kwargs: Any) -> Any:
     """Asks for ids and weights where SGLang's own experts would route by themselves."""
-    if topk.topk_config.output_format is None and state.bindings and topk.layer_id in {None, *state.layer_ids}:
+    config, ours = topk.topk_config, topk.layer_id is None or topk.layer_id in state.layer_ids
+    if state.bindings and ours and getattr(config.output_format, "name", "") != "STANDARD":
         from sglang.srt.layers.moe.topk import TopKOutputFormat
 
-        topk.topk_config.output_format = TopKOutputFormat.STANDARD
+        config.output_format = TopKOutputFormat.STANDARD
     return original(topk, *args, **kwargs)
 
 
