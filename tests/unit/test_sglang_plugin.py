@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -336,3 +337,55 @@ def test_the_routed_scaling_factor_is_applied_once() -> None:
     assert output_scale(oss(), cuda, all_to_all=False) == 1.0
     layer.should_fuse_routed_scaling_factor_in_topk = True
     assert output_scale(layer, cuda, all_to_all=False) == 1.0
+
+
+def test_routers_of_layers_that_eprt_runs_say_ids_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's triton_kernel runner has its routers keep them to themselves."""
+    formats = SimpleNamespace(STANDARD=SimpleNamespace(name="STANDARD"), TRITON_KERNEL=SimpleNamespace(name="TRITON"))
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.moe.topk", SimpleNamespace(TopKOutputFormat=formats))
+    state = SglangState(bindings=[SimpleNamespace()], layer_ids={3})
+    for layer_id, chosen, wanted in (
+        (3, None, "STANDARD"),
+        (3, formats.TRITON_KERNEL, "STANDARD"),
+        (None, None, "STANDARD"),
+        (4, formats.TRITON_KERNEL, "TRITON"),  # left to SGLang
+    ):
+        topk = SimpleNamespace(layer_id=layer_id, topk_config=SimpleNamespace(output_format=chosen))
+        hooks._routed(state, lambda topk: None, topk)
+        assert topk.topk_config.output_format.name == wanted
+
+
+def test_a_layer_that_cannot_run_where_eprt_carries_tokens_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eprt.integrations.sglang.state._arguments", lambda: arguments(moe_a2a_backend="customized"))
+    with pytest.raises(ConfigError, match=r'EPRT_SGLANG=.*"all_to_all": false.* leaves the layers to SGLang'):
+        SglangState().leave("layers.0", "activation gelu")
+
+
+def test_layers_that_are_left_say_so_once_or_are_errors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("eprt.integrations.sglang.state._arguments", lambda: arguments(enable_eplb=True))
+    state, other = SglangState(), SglangState(unfit="SGLang 0.6.0: install another")
+    for _ in range(2):
+        hooks._layer_made(state, None, oss())
+        hooks._layer_made(other, None, oss())
+    assert caplog.text.count("fall back to SGLang: --enable-eplb") == 1
+    assert caplog.text.count("fall back to SGLang: SGLang 0.6.0: install another") == 1
+    monkeypatch.setenv("EPRT_SGLANG", '{"strict": true}')
+    with pytest.raises(ConfigError, match=r"would fall back to SGLang, and eprt\.strict is set: --enable-eplb"):
+        hooks._layer_made(state, None, oss())
+
+
+def test_the_duel_compares_with_sglangs_quicker_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import duel
+    import sglang_duel
+
+    row = {"model": "gpt-oss-20b", "dp": 1, "tp": 1, "batch": 16, "start": 0, "ready_s": 50.0}
+    rows = [row | {"plugin": side, "step_ms": ms} for side, ms in (("none", 6.0), ("none:marlin", 5.0), ("eprt", 4.3))]
+    assert duel.compare(rows, "SGLang", sglang_duel.limit) == [
+        "gpt-oss-20b, batch 16: SGLang (marlin) 5.000 (5.000 to 5.000 of 1) ms, eprt 4.300 (4.300 to 4.300 of 1) ms, "
+        "ratio 0.860, MISSED (at most 0.85)"
+    ]
+    for name in ("duel", "sglang_duel", "sglang_engine", "vllm_models"):
+        sys.modules.pop(name, None)
