@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ENGINES = ("vllm", "sglang")
+ENGINES = ("vllm",)
 PATTERNS = (
     "eprt/integrations/engine/*.py",
     "eprt/integrations/{}/*.py",
