@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("eprt")
 _LENGTH_STEP = 128  # of the graphs' cache, so that a call of like length finds it
 _DEFAULT_NEW_TOKENS = 20  # transformers'
-# Kinds of attention whose masks leave padding out. Others carry a state, or count blocks from the first token.
-_MASKED = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "dummy")
+# Kinds of layers whose masks leave padding out, or that look at one token; two of them by older names. Others carry a
+# state, or count blocks from the first token.
+_MASKED = {
+    *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "moe", "mlp"),
+    *("attention", "deepseek_sparse_attention"),
+}
 OnToken = Callable[[int, int], None]
 
 
@@ -104,10 +108,8 @@ class _Batch:
 
 def _carries_state(model: Any, agreement: ForwardAgreement) -> bool:
     """Returns whether a prompt's padding changes its answer; says so once for each model, on the first rank."""
-    from transformers.cache_utils import get_layer_types_and_kwargs
-
-    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-    if not (state := sorted(set(kinds) - set(_MASKED))):
+    kinds: list[str] = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
+    if not (state := sorted(set(kinds) - _MASKED)):
         return False
     if agreement.world.rank == 0 and not agreement.told_of_state:
         logger.warning("batches hold prompts of equal length: %s would count padding as tokens", ", ".join(state))
