@@ -59,6 +59,17 @@ def test_greedy_tokens_are_those_of_one_process(outcomes, name: str, size: int) 
         assert len(each.expected) == len(PROMPTS[rank])
 
 
+def test_tokens_tell_gate_from_up() -> None:
+    """Experts decide what comes out: a model with both exchanged says something else."""
+    blind: list[str] = []
+    for name in TESTED:
+        model = tiny_families.tiny_model(name)
+        before = jobs.alone(model, PROMPTS[0][0])
+        tiny_families.swap_halves(model)
+        blind += [name] if jobs.alone(model, PROMPTS[0][0]) == before else []
+    assert blind == []
+
+
 def test_so_many_folders_of_transformers_run() -> None:
     """A new version of transformers names its new folders here: they run, or have a reason in REASONS."""
     assert set(REASONS) <= set(folders()), "folders that this transformers hasn't got"

@@ -27,7 +27,7 @@ LONG = (
     r"test_generation::test_a_compiled_model",
     r"test_gpu_layers_on_gloo::test_humming_on_stand_ins",
     # Every family's numbers are those of one process by another test; here the way into transformers differs.
-    r"test_families::test_greedy",
+    r"test_families::test_(greedy|tokens)",
     r"test_generation::test_the_registered_implementation_gives_the_same_tokens\[(?!gpt_oss|qwen3_moe|deepseek_v3)",
     r"test_integration::test_logits_are_those_of_the_saved_checkpoint\[(?!gpt_oss|qwen3_moe|deepseek_v3)",
     r"test_integration::test_a_published.*(float_channel|gptq)",  # files differ; every shard of them is another test's

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-VOCABULARY, NUM_EXPERTS, TOP_K, LAYERS = 96, 8, 2, 2
+VOCABULARY, NUM_EXPERTS, TOP_K, LAYERS, NARROW = 96, 8, 2, 2, 48
 _EXPERTS = re.compile(r"^class \w*Experts?\b|use_experts_implementation", re.MULTILINE)
 
 # The first rule whose pattern is found in a field's name gives the largest value of that integer; None: as it is.
@@ -164,6 +164,19 @@ def tiny_config(folder: str) -> Any:
 
 
 def tiny_model(folder: str, seed: int = 1) -> Any:
+    """The model, its experts with numbers of a size that decides tokens: their own beginning (0.02) would hide a wrong
+    expert behind the residual."""
     torch.manual_seed(seed)
-    config = tiny_config(folder)
-    return model_class(folder)(config).eval().requires_grad_(False)
+    model = model_class(folder)(tiny_config(folder)).eval().requires_grad_(False)
+    for name, tensor in model.named_parameters():
+        if "experts." in name and tensor.dim() == 3:
+            tensor.normal_(std=tensor.shape[-1] ** -0.5)
+    return model
+
+
+def swap_halves(model: Any) -> None:
+    """Exchanges gate and up of every expert; down's columns where there is no gate."""
+    for name, tensor in model.named_parameters():
+        if "experts." in name and tensor.dim() == 3 and ("gate_up" in name or name.endswith("experts.up_proj")):
+            dim = 2 if tensor.shape[2] == 2 * NARROW else 1
+            tensor.copy_(tensor.roll(tensor.shape[dim] // 2, dim))

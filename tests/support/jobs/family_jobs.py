@@ -51,7 +51,7 @@ def _continue(name: str, folder: str, prompts: list[list[int]], world: Any) -> O
     kind = tiny_families.model_class(name)
     with _together():
         alone = kind.from_pretrained(folder, dtype=torch.float32).eval()
-        expected = [_alone(alone, prompt) for prompt in prompts]
+        expected = [alone(alone, prompt) for prompt in prompts]
         model = load_without_experts(folder, dtype=torch.float32, model_class=kind).eval()
     layers = parallelize(model, world, RUNTIME)
     try:
@@ -59,14 +59,14 @@ def _continue(name: str, folder: str, prompts: list[list[int]], world: Any) -> O
             found = generate(model, prompts, **OPTIONS)
         else:
             with torch.no_grad(), lockstep(model):
-                found = [_alone(model, prompt) for prompt in prompts]
+                found = [alone(model, prompt) for prompt in prompts]
     finally:
         for layer in layers:
             layer.close()
     return Outcome(found, expected, len(layers))
 
 
-def _alone(model: Any, prompt: list[int]) -> list[int]:
+def alone(model: Any, prompt: list[int]) -> list[int]:
     ids = torch.tensor([prompt])
     if not hasattr(model, "generate"):
         return model(ids).logits[0].argmax(dim=-1).tolist()
