@@ -29,7 +29,7 @@ from support.cases.expert_cases import (
 )
 
 from eprt import quant
-from eprt.config import MoEConfig
+from eprt.config import Activation, MoEConfig
 from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError, InputError
 from eprt.experts.reference import E4M3, E8M0, ReferenceExecutor, decode_hidden, decode_matrix, expert_forward
@@ -143,6 +143,8 @@ def sigmoid(x: float) -> float:
         (GPT_OSS, [-10.0, -9.0], False, -10 * sigmoid(-17.02) * -6),  # gate has no lower clamp
         (GPT_OSS, [1.0, 2.0], True, 1.5 * sigmoid(1.5 * 1.702) * 3.25),
         (DEEPSEEK_V4, [20.0, -30.0], False, 10 * sigmoid(10) * -10),
+        (Activation("geglu"), [1.0, 2.0], False, 0.8411919906 * 2),
+        (Activation("geglu"), [-0.5, 3.0], False, -0.1542859644 * 3),
         (RELU2, [3.0, 5.0], False, 9.0),
         (RELU2, [-3.0, 5.0], False, 0.0),
         (RELU2, [3.0, 5.0], True, 3.5**2),

@@ -27,7 +27,7 @@ from support.cases.expert_cases import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eprt import quant
-from eprt.config import MoEConfig
+from eprt.config import Activation, MoEConfig
 from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.experts import torch_grouped
 from eprt.experts.reference import ReferenceExecutor
@@ -96,6 +96,7 @@ def test_every_weight_format(kernel: str, name: str, activation):
 @pytest.mark.parametrize(
     ("changes", "dtype"),
     [
+        ({"weight_format": "f32", "activation": Activation("geglu"), "bias": True}, torch.float32),
         ({"weight_format": "bf16", "intermediate_size": 24, "hidden_size": 90, "bias": True}, torch.bfloat16),
         ({"weight_format": "bf16", "intermediate_size": 40, "hidden_size": 90, "bias": True}, torch.bfloat16),
         ({"weight_format": "bf16"}, torch.float32),
