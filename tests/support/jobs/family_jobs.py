@@ -50,8 +50,8 @@ def _continue(name: str, folder: str, prompts: list[list[int]], world: Any) -> O
 
     kind = tiny_families.model_class(name)
     with _together():
-        alone = kind.from_pretrained(folder, dtype=torch.float32).eval()
-        expected = [alone(alone, prompt) for prompt in prompts]
+        whole = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        expected = [alone(whole, prompt) for prompt in prompts]
         model = load_without_experts(folder, dtype=torch.float32, model_class=kind).eval()
     layers = parallelize(model, world, RUNTIME)
     try:
