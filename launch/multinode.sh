@@ -11,6 +11,12 @@ python=${PYTHON:-python3}
 [ ! -x "$here/.venv/bin/python" ] || [ -n "${PYTHON:-}" ] || python=$here/.venv/bin/python
 ranks=${RANKS:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 4)')}
 [ $# -gt 0 ] || set -- -m eprt run
+# Hosts may share a name, and containers a process number: torchrun tells its nodes apart by this host's address.
+address=$("$python" -c 'import socket, sys
+kind, _, _, _, where = socket.getaddrinfo(sys.argv[1], 9, type=socket.SOCK_DGRAM)[0]
+probe = socket.socket(kind, socket.SOCK_DGRAM)
+probe.connect(where)  # sends nothing
+print(probe.getsockname()[0])' "$HEAD" 2>/dev/null || true)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$python" -m torch.distributed.run \
   --nnodes "$NODES" \
@@ -19,4 +25,5 @@ exec "$python" -m torch.distributed.run \
   --rdzv-backend c10d \
   --rdzv-endpoint "$HEAD:${PORT:-29400}" \
   --rdzv-id "${JOB:-eprt}" \
+  ${address:+--local-addr "$address"} \
   "$@"

@@ -261,12 +261,13 @@ class Guard(Verdicts):
     def _accuse_silent(self, silent: list[int]) -> None:
         halted = [rank for rank in silent if self._same_home(rank) and stopped(self._members[rank].pid)]
         side = sorted({self.rank, *(rank for rank, peer in self._peers.items() if not peer.ending)} - set(silent))
-        near, where = any(map(self._same_home, silent)), "" if any(map(self._met, silent)) else self._blocked(silent[0])
+        near = any(map(self._same_home, silent))
+        where = "" if any(map(self._met, silent)) else self._blocked(side[0], silent[0])
         if not halted and (found := cut_off(side, silent, near, where)) is not None:
             self._adopt(found[0], "silent", found[1])
             return
         for rank in halted or silent:
-            never = "" if self._met(rank) else f", and never a connection{self._blocked(rank)}"
+            never = "" if self._met(rank) else f", and never a connection{self._blocked(self.rank, rank)}"
             how = "its process is stopped" if rank in halted else f"stopped, cut off, or GIL held{never}"
             words = f"no heartbeat for {self._silent_after_s:g} s ({how})"
             self._propose(self._suspicion(rank, "silent", words))
@@ -274,9 +275,9 @@ class Guard(Verdicts):
     def _met(self, rank: int) -> bool:
         return rank in self._links or self._peers[rank].closed
 
-    def _blocked(self, rank: int) -> str:
-        """Returns where the connection with a rank should have been made: the higher one calls the lower."""
-        called, caller = sorted((rank, self.rank))
+    def _blocked(self, *pair: int) -> str:
+        """Returns where the connection of two ranks should have been made: the higher one calls the lower."""
+        called, caller = sorted(pair)
         host, port = self.met.addresses[called]
         return f"; rank {caller} can't connect to {host} port {port}, where rank {called} listens: is there a firewall?"
 

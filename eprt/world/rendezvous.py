@@ -189,7 +189,7 @@ class _Attempt:
             self.ask(lambda: self.store.set(f"{what}/{self.rank}", mine))
         look_closer = time.monotonic() + _LOOK_CLOSER_S
         while not self.ask(lambda: self.store.check(names)):
-            if self._joined and self._asked() != self._joined:
+            if self._joined and bytes(self.ask(lambda: self._base.get("asked"))) != self._joined.encode():
                 raise _Stale
             self.raise_if_terminated()
             now = time.monotonic()
@@ -200,6 +200,9 @@ class _Attempt:
                 self._end_late(names)
             time.sleep(_LOOK_S)
         self.raise_if_terminated()
+        if self.store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
+            # A store may be far away: this is one round trip, not one for each rank.
+            return [bytes(raw) for raw in self.ask(lambda: self.store.multi_get(names))]
         return [bytes(self.ask(lambda name=name: self.store.get(name))) for name in names]
 
     def each(self, what: str, mine: str | None, parse: Callable[[bytes], T | None]) -> dict[int, T]:
@@ -264,8 +267,10 @@ class _Attempt:
             self._end_absent(missing)
 
     def _look_for_dead(self) -> None:
-        me = Member.here(len(self.ranks))
-        for rank in self.ranks:
+        me, started = Member.here(len(self.ranks)), time.monotonic()
+        for rank in sorted(self.ranks, key=lambda rank: abs(rank - self.rank)):  # those of this host are near
+            if time.monotonic() - started > _LOOK_CLOSER_S:  # the store is far away
+                break
             if rank not in self.members and (member := Member.parse(self._read(self.store, f"member/{rank}"))):
                 self.members[rank] = member
         dead = tuple(r for r, member in self.members.items() if member.home == me.home and ended(member.pid))

@@ -3,7 +3,8 @@ after the last one.
 
     torchrun ... resumable.py PROGRESS [VICTIM]
 
-Rank VICTIM of the first generation is killed before the third item.
+Rank VICTIM of the first generation is killed before the third item. With PAUSE_BEFORE=N its ranks wait for each other
+before the N-th, until one is lost.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def main(progress: Path, victim: int) -> None:
         for item in range(done, ITEMS):
             if (world.rank, world.generation, item) == (victim, 0, KILLED_BEFORE):
                 os.kill(os.getpid(), signal.SIGKILL)
+            while (str(item), world.generation) == (os.environ.get("PAUSE_BEFORE"), 0):
+                world.barrier()
             batch = make_batches(find_case("uneven-uniform"), item, world.size, config, torch.float32)[world.rank]
             error = relative_error(layer(batch.hidden, batch.topk), expected_outputs(config, full, [batch])[0])
             worst = world.gather_control(torch.tensor([int(error * 1e9)])).max().item()
