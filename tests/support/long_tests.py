@@ -36,7 +36,8 @@ LONG = (
     r"test_cli::test_a_broken_rank_ends_the_run.*\[19",  # a stopped rank is waited for; a killed one isn't
     r"test_launch::test_(a_node|two_nodes|slurm|its_command)",
     # Hosts and a Slurm of namespaces: scripts/test_hosts.sh.
-    r"test_(hosts|slurm)::",
+    r"test_hosts::",
+    r"test_slurm::",
     r"test_cli_generate::test_a_(restarted_world|signal)",
     r"test_generate_fuzz::",
     r"test_generate_kills::",
