@@ -3,7 +3,8 @@
 #
 #   bash scripts/gpu_session.sh 1 [options]     what one GPU shows: executors, router, eprt tune, the GPU tests
 #   bash scripts/gpu_session.sh 2 [options]     what two GPUs of one host show: layers, steps, placements, transports,
-#                                               the GPU tests, lost ranks, and inside vLLM where it is installed
+#                                               the GPU tests, lost ranks, and inside vLLM where it is installed;
+#                                               two GPUs that are taken for two hosts (NCCL=libnccl.so.2, 2.32 or later)
 #
 #   --out FOLDER      where results go, logs and session_1.tsv beside them; benchmarks/results if not said
 #   --seconds N       for all parts together; a part gets what is left, at most its own limit, and is ended then
@@ -15,7 +16,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 gpus=${1:-} out=benchmarks/results seconds=36000 only="" rehearse="" list=""
-[ "$gpus" = 1 ] || [ "$gpus" = 2 ] || { sed -n '2,16s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ "$gpus" = 1 ] || [ "$gpus" = 2 ] || { sed -n '2,17s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 shift
 while [ $# -gt 0 ]; do
   case $1 in
@@ -144,6 +145,8 @@ two_gpus() {
   tests
   sized --device cuda --jobs 10 --resume / --trials 1 --world 2
   part faults 1200 "faults_$machine.json" "${run[@]}" doctor --faults --output {} "${sizes[@]}"
+  sized --device cuda ${NCCL:+--nccl "$NCCL"} / --device cpu
+  part two_hosts 170 "two_hosts_$machine.json" "$python" benchmarks/two_hosts.py --output {} "${sizes[@]}"
   for model in gpt-oss qwen3 deepseek-v3; do duel "$model" 2 --batches 1 32 128 --starts 2; done
   sized --shapes gpt-oss-120b qwen3-30b-a3b --tokens 1 32 512 2048 / --device cpu --shapes tiny --tokens 2
   part layer_pairs 1500 "layer_pairs_$machine.json" "${run[@]}" bench layer --world 2 --every-pair --output {} \

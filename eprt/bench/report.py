@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import secrets
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -88,9 +89,13 @@ def write_whole(path: Path, text: str) -> None:
         path.write_text(text)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(text)
-    beside.replace(path)
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
+    try:
+        with beside.open("x") as file:  # nobody can have put a link there that leads into another file
+            file.write(text)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def this_command() -> str:

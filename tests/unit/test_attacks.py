@@ -13,11 +13,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.jobs import attack_jobs as jobs
 
+from eprt.bench.report import write_whole
 from eprt.ranks.launcher import WorldFailed, launch
 from eprt.world.links import MAX_MESSAGE_BYTES, Links
 
@@ -199,3 +201,14 @@ def test_a_message_has_a_limit() -> None:
         assert wire.heard == []
 
     played(attack)
+
+
+def test_a_link_put_where_a_result_will_be_written_leads_nowhere(tmp_path: Path) -> None:
+    """Somebody else may write into the folder; what the link points to is not theirs."""
+    output, precious = tmp_path / "result.json", tmp_path / "precious"
+    precious.write_text("precious")
+    for name in ("result.json.new", "result.json.tmp", ".result.json"):
+        (tmp_path / name).symlink_to(precious)
+    write_whole(output, "found")
+    assert (output.read_text(), precious.read_text()) == ("found", "precious")
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.is_symlink()) == ["precious", "result.json"]
