@@ -182,7 +182,9 @@ class _Verdict:
             return self.error == "WorldMismatch"
         if self.rank is None:
             return f"rank {trial.rank} {trial.why}" in self.words
-        return (self.error, self.rank, self.why) == ("RankLost", trial.victims[0], trial.why)
+        # Who is cut off knows it as soon as the others do, and may have ended by then: on one host they see that first.
+        whys = (trial.why, "exited") if trial.fault == CUT else (trial.why,)
+        return (self.error, self.rank) == ("RankLost", trial.victims[0]) and self.why in whys
 
 
 def _verdict_of(report: RankReport, diary: dict[str, Any]) -> _Verdict | None:
