@@ -159,7 +159,9 @@ def test_the_session_on_gpus_speaks_commands_that_exist(gpus: str, options: list
     for line in ours:
         assert parse(shlex.split(line)), line
     rest = [line for line in listed if " -m eprt " not in line]
-    assert all(re.search(r"scripts/test_gpu\.sh|tests/gpu|benchmarks/vllm_duel\.py", line) for line in rest), rest
+    assert all(
+        re.search(r"scripts/test_gpu\.sh|tests/gpu|benchmarks/(vllm_duel|two_hosts)\.py", line) for line in rest
+    ), rest
     named = [line.split()[0] for line in listed]
     assert len(set(named)) == len(named)
 
