@@ -12,9 +12,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from support.cases import tiny_families
 from support.cases.tiny_families import REASONS, folders
 from support.jobs import family_jobs as jobs
+
+from eprt.config import ParallelConfig
+from eprt.placement import ExpertPlacement
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers >= 5.23")
 
@@ -68,6 +72,27 @@ def test_tokens_tell_gate_from_up() -> None:
         tiny_families.swap_halves(model)
         blind += [name] if jobs.alone(model, PROMPTS[0][0]) == before else []
     assert blind == []
+
+
+@pytest.mark.parametrize("name", ["gemma4", "jamba"])
+def test_a_rank_reads_its_own_experts_only(tmp_path: Path, name: str) -> None:
+    """Stacked tensors, and one tensor an expert: of four ranks one reads a quarter of the bytes, which are its own."""
+    from eprt.integrations.transformers import load_without_experts, spread
+
+    model = tiny_families.tiny_model(name)
+    model.save_pretrained(tmp_path)
+    empty = load_without_experts(tmp_path, dtype=torch.float32, model_class=type(model))
+    wanted = 0
+    with spread.open_source(empty, None) as source:
+        for path, experts in source.modules.items():
+            whole = source.parameters(experts)
+            shard = ExpertPlacement(tiny_families.NUM_EXPERTS, ParallelConfig(4)).shard(1)
+            for tensor_name, found in source.own_tensors(path, whole, shard).items():
+                expected = model.get_parameter(f"{path}.{tensor_name}")[list(shard.experts)]
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
+                wanted += expected.nbytes
+        assert isinstance(source, spread.CheckpointSource)
+        assert source.checkpoint.bytes_read == wanted > 0
 
 
 def test_so_many_folders_of_transformers_run() -> None:

@@ -80,7 +80,7 @@ def spread(
         ConfigError, UnsupportedError, CheckpointError, WorldMismatch: on every rank.
     """
     layers: list[ExpertParallelMoE] = []
-    with load_on_all_ranks(world, lambda: _source(model, checkpoint)) as source:
+    with load_on_all_ranks(world, lambda: open_source(model, checkpoint)) as source:
         require_same_weights(model, world, tuple(f"{path}." for path in source.modules))
         for number, (path, experts) in enumerate(source.modules.items()):
             parts = load_on_all_ranks(world, lambda path=path: source.parts(path, world, placed), number)
@@ -150,11 +150,11 @@ def _install(experts: Any, layer: ExpertParallelMoE, dtype: torch.dtype) -> None
         experts._parameters[name] = None
 
 
-def _source(model: nn.Module, checkpoint: str | Path | None) -> _Source:
+def open_source(model: nn.Module, checkpoint: str | Path | None) -> _Source:
     """Opens what the experts come from. Raises ConfigError, CheckpointError."""
     left_out = [m.__dict__["eprt_left_out"] for m in find_experts(model).values() if "eprt_left_out" in m.__dict__]
     place = checkpoint or (left_out[0].directory if left_out else None)
-    return _Source(model) if place is None else _CheckpointSource(model, place)
+    return _Source(model) if place is None else CheckpointSource(model, place)
 
 
 class _Source:
@@ -228,21 +228,21 @@ class _Source:
         return {name: tensor.detach()[held.to(tensor.device)].cpu() for name, tensor in whole.items()}
 
 
-class _CheckpointSource(_Source):
+class CheckpointSource(_Source):
     """A checkpoint, whose tensors transformers renames and converts."""
 
     def __init__(self, model: Any, place: str | Path) -> None:
         super().__init__(model)
-        self._checkpoint = Checkpoint(find_checkpoint(place))
+        self.checkpoint = Checkpoint(find_checkpoint(place))
         self._mapping: list[Any] = []
-        self._keys = self._keys_of(self._checkpoint)
+        self._keys = self._keys_of(self.checkpoint)
 
     def __exit__(self, *_: object) -> None:
-        self._checkpoint.close()
+        self.checkpoint.close()
 
     @property
     def fingerprint(self) -> int:
-        return self._checkpoint.fingerprint
+        return self.checkpoint.fingerprint
 
     def own_tensors(self, path: str, whole: dict[str, Any], shard: ExpertShard) -> dict[str, torch.Tensor]:
         """Reads own experts' tensors, and lets transformers convert them. Raises CheckpointError, UnsupportedError."""
@@ -264,7 +264,7 @@ class _CheckpointSource(_Source):
         missing = [name for name, tensor in loaded.items() if tensor.is_meta]
         if missing or found.conversion_errors or found.mismatched_keys:
             why = found.conversion_errors or found.mismatched_keys or f"no tensor of {', '.join(missing)}"
-            raise CheckpointError(f"{self._checkpoint.directory}: the experts of {path} can't be read: {why}")
+            raise CheckpointError(f"{self.checkpoint.directory}: the experts of {path} can't be read: {why}")
         return loaded
 
     def _keys_of(self, source: Checkpoint) -> dict[str, list[str]]:
@@ -291,7 +291,7 @@ class _CheckpointSource(_Source):
 
     def _own(self, key: str, E: int, total: int, shard: ExpertShard) -> Iterator[tuple[str, torch.Tensor]]:
         """Reads what a tensor of the checkpoint holds of own experts, by the names of one that holds them alone."""
-        source, L = self._checkpoint, shard.num_local_experts
+        source, L = self.checkpoint, shard.num_local_experts
         info = source.require(key, dtypes=_PLAIN)
         if numbered := _EXPERT.search(key):
             group, expert = divmod(
