@@ -279,7 +279,7 @@ class RuntimeConfig:
             finite weights) and compares all ranks' headers before payload moves. gloo worlds always compare headers.
         phase: which row of the measured tables the automatic choice uses.
         deterministic: ask executors for run-to-run identical sums. `humming`'s then don't depend on the rest of the
-            batch either; those of MXFP4 and NVFP4 in `triton_grouped` never do.
+            batch either.
         batch_invariant: a token's experts give the same bits whatever else is in the batch, on whichever rank, in
             graphs or not: one schedule for all sizes, sums in one order. The plan takes pairs that keep it; large
             batches get slower. Not with replicated experts. Routers, shared experts and latent projections are apart.

@@ -4,7 +4,8 @@ One small kernel sorts the top-k entries by expert and writes the tile schedule 
 GEMM gathers the rows it needs and ends in the activation. The second writes one row per top-k entry, and a last pass
 weights and sums them. The GEMMs are persistent kernels that read the schedule on the device: the host reads nothing, a
 call can be captured in a CUDA graph, and its cost follows the rows that came. ExpertMajorTokens (the masked layout) get
-a schedule of their own and are read where they lie.
+a schedule of their own and are read where they lie. On Hopper a few tokens of bf16, MXFP4
+or NVFP4 experts aren't sorted at all (`few_triton`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from eprt.config import WeightFormat
 from eprt.experts.base import PreparedExecutor
-from eprt.experts.grouped.schedules import FP8_PAIRS, INVARIANT_ROWS, Pair, Schedule, choose, limits
+from eprt.experts.grouped.schedules import FEW, FP8_PAIRS, INVARIANT_ROWS, Pair, Schedule, choose, limits
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.permute import plain_hidden
 from eprt.support import Device
@@ -25,7 +26,9 @@ from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, aligned
 from eprt.weights import ExpertWeights
 
 if TYPE_CHECKING:
+    from eprt.experts.grouped.few import FewExperts
     from eprt.experts.grouped.launch import Gemm, Rows
+    from eprt.experts.grouped.schedules import FewTokens
     from eprt.experts.sort_by_expert_triton import RowTiles, TileSchedule
 
 
@@ -65,6 +68,17 @@ class TritonGroupedExecutor(PreparedExecutor):
         activation, chip = self.config.activation, Chip.of(self.device)
         return Gemm(self._first, activation, self._pair, chip), Gemm(self._second, None, self._pair, chip)
 
+    @cached_property
+    def _few_experts(self) -> FewExperts:
+        from eprt.experts.grouped.few import FewExperts
+
+        return FewExperts(self._gemms, self.shard)
+
+    def _few(self, num_tokens: int) -> FewTokens | None:
+        """For so few tokens that nothing has to be sorted; None: they aren't few. Sums are then of another order."""
+        few = FEW.get(self._pair) if self._hopper and not self.runtime.batch_invariant else None
+        return few if few is not None and num_tokens <= few.tokens else None
+
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         matrices = {"gate_up": self._first, "down": self._second}
         return {
@@ -95,12 +109,24 @@ class TritonGroupedExecutor(PreparedExecutor):
         from eprt.experts.sort_by_expert_triton import sort_and_schedule
 
         N, K = tokens.ids.shape
+        if few := self._few(N):
+            self._few_tokens(few, tokens, out)
+            return
         schedule = self._schedule(N)
         first, L = self.shard.first_expert, self.shard.num_local_experts
         place, source, work = sort_and_schedule(tokens.ids, first, L, _row_tiles(schedule))
         result = torch.empty((N * K, out.shape[1]), dtype=torch.bfloat16, device=out.device)
         both(self._gemms, self._rows(tokens.hidden, work, source), work, schedule, (N * K,), result)
         weighted_unpermute(result, place, tokens.weights, out, tokens.every_row_read)
+
+    def _few_tokens(self, few: FewTokens, tokens: FlatTokens, out: torch.Tensor) -> None:
+        hidden = plain_hidden(tokens.hidden).to(torch.bfloat16)
+        dense = out.is_contiguous() and out.data_ptr() % 16 == 0
+        whole = out if dense else out.clone(memory_format=torch.contiguous_format)
+        ids, weights = tokens.ids.contiguous(), tokens.weights.contiguous()
+        self._few_experts(few, hidden, ids, weights, whole, tokens.every_row_read)
+        if not dense:
+            out.copy_(whole)
 
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
         from eprt.experts.grouped.launch import both
@@ -125,6 +151,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         # One number of tokens for each schedule: the last that it serves, as far as that can come.
         starts = limits(self._pair, hopper=self._hopper)
         counts = {int(limit * self.shard.num_experts) // K for limit in starts} | {max_rows}
+        counts |= {FEW[self._pair].tokens} if self._pair in FEW else set()
         for rows in sorted({min(max(count, 1), max_rows) for count in counts}):
             if form in (None, "flat"):
                 self._try_flat(rows, top_k or K, self.shard.num_experts)  # nothing is computed

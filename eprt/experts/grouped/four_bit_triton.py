@@ -208,7 +208,7 @@ def _every_t(scales):
 
 
 @triton.jit
-def _values(words, scales, BN: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
+def four_bit_values(words, scales, BN: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
     """bf16 [64 * BN, 64 * BK] of units: uint32 words [BK, BN, UNIT_WORDS], scales [BK, BN, words of a unit's]."""
     a, b = tl.split(tl.reshape(words, (BK, BN, 4, 8, 4, 2, 2)))  # w, g, t, q
     PAIR: tl.constexpr = C.PAIR
@@ -244,7 +244,7 @@ def four_bit_block(w, w_scale, column, start, C: tl.constexpr):
     unit = n * cols + k
     words = tl.load(w + unit * _UNIT_WORDS + tl.arange(0, _UNIT_WORDS)[None, None, :])
     scales = tl.load(w_scale + unit * C.UNIT_SCALES + tl.arange(0, C.UNIT_SCALES)[None, None, :])
-    return _values(words.to(tl.uint32, bitcast=True), scales.to(tl.uint32, bitcast=True), BN, BK, C)
+    return four_bit_values(words.to(tl.uint32, bitcast=True), scales.to(tl.uint32, bitcast=True), BN, BK, C)
 
 
 @triton.jit

@@ -69,6 +69,33 @@ class Schedule:
     launch_dependents: bool = False
 
 
+@dataclass(frozen=True)
+class FewTile:
+    """The blocks of one of the two GEMMs of a few tokens (`eprt.experts.grouped.few_triton`).
+
+    Attributes:
+        n, k: weight rows and columns of a block; of 4 bits n is 64, k a multiple of it.
+        stages: pipeline depth; 1 with 4 bits, whose words are loaded one block ahead.
+        halves: parts of K that a program multiplies at once, 4 warps each; 2 with 4 bits alone.
+        splits: programs that share K; the second GEMM alone.
+    """
+
+    n: int
+    k: int
+    stages: int = 1
+    halves: int = 1
+    splits: int = 1
+
+
+@dataclass(frozen=True)
+class FewTokens:
+    """The blocks of both GEMMs for up to `tokens` tokens, at most 16 (8 if one has two halves)."""
+
+    tokens: int
+    first: FewTile
+    second: FewTile
+
+
 ANY = 1 << 30
 BF16_WS = Tile(256, 64, 4, 8, 1, swap=True, halvings=1, tma=True, warp_specialized=True)
 BF16_128 = Schedule(128, BF16_WS, BF16_WS, tail=32)
@@ -149,6 +176,16 @@ AMPERE: tuple[tuple[float, Schedule], ...] = (
     (24, Schedule(16, Tile(64, 64, 4, 4, 2), Tile(64, 64, 4, 4, 2))),
     (ANY, Schedule(64, Tile(128, 32, 4, 4, 1, halvings=1), Tile(128, 32, 4, 4, 1, halvings=1))),
 )
+
+# As many tokens as these kernels are the faster ones for, of 30 candidates on an H200: us of all experts at 1, 2, 4, 8
+# and 16 tokens, 12 routings, weights from memory. gpt-oss-20b, MXFP4: 24.6, 43.7, 71.8, 109, - for 33.2, 51.5, 75.0,
+# 94.5, 123 by tile schedules. Qwen3-30B-A3B, bf16: 23.9, 40.7, 70.8, 118.6, 182.9 for 27.7, 44.8, 75.6, 121.2, 186.2.
+# FP8 takes half as long again by them.
+FEW: dict[Pair, FewTokens] = {
+    "bf16": FewTokens(16, FewTile(64, 128, 3), FewTile(64, 128, 3)),
+    "w4a16": FewTokens(4, FewTile(64, 128, halves=2), FewTile(64, 128, halves=2, splits=2)),
+}
+FEW["nv4a16"] = FEW["w4a16"]  # not measured: the same but for twice as many scales
 
 INVARIANT_ROWS = 24.0  # the schedule of all sizes under `batch_invariant`: what decoding pays, and prefill, is balanced
 

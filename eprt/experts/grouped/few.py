@@ -1,0 +1,93 @@
+"""Launches the experts of a few tokens (`few_triton`). Imported only where its kernels run."""
+# Triton's launchers aren't typed.
+# pyright: basic, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from eprt.experts.grouped.few_triton import FewConstants, few_gemm, few_sum
+from eprt.experts.grouped.launch import Gemm, _kinds
+from eprt.experts.grouped.schedules import FewTile, FewTokens
+from eprt.launching import CachedKernel, like
+from eprt.placement import ExpertShard
+from eprt.rounding import ceil_div, next_power_of_2, round_up
+from eprt.tokens import aligned
+
+SUM_COLUMNS = 512  # of a program
+
+
+class FewExperts:
+    """Both GEMMs and the sum, ready to be launched for a few FlatTokens."""
+
+    def __init__(self, gemms: tuple[Gemm, Gemm], shard: ExpertShard) -> None:
+        self._gemms = gemms
+        self._local = shard.first_expert, shard.num_local_experts
+        self._descriptors: dict[Gemm, TensorDescriptor] = {}
+        self._prepared: dict[Any, CachedKernel] = {}
+
+    def __call__(
+        self, few: FewTokens, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor,
+        every_row: bool,
+    ) -> None:  # fmt: skip
+        """Writes [N, H] as the executor does.
+
+        Args:
+            hidden: bf16 [N, H], N at most `few.tokens`.  ids, weights: [N, K], contiguous.
+            out: contiguous, begins at a multiple of 16 bytes.
+        """
+        (first, second), (N, K), device = self._gemms, ids.shape, out.device
+        between = torch.empty((N * K, round_up(first.width, 16)), dtype=torch.bfloat16, device=device)
+        rows = torch.empty((few.second.splits, N * K, second.width), dtype=torch.float32, device=device)
+        self._multiply(first, few.first, few.tokens, aligned(hidden), ids, weights, between)
+        self._multiply(second, few.second, few.tokens, between, ids, weights, rows[0])
+        block = min(SUM_COLUMNS, next_power_of_2(second.width))
+        kernel = self._sum(K, second.width, few.second.splits, block, out.dtype, every_row, device)
+        kernel((N, ceil_div(second.width, block), 1), rows, ids, out, N * K, *self._local)
+
+    def _multiply(
+        self, gemm: Gemm, tile: FewTile, tokens: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        (N, K), matrix = ids.shape, gemm.matrix
+        arguments = (
+            x, gemm._weights, self._descriptor(gemm, tile), matrix.scale, matrix.factor, matrix.bias, ids, weights, out,
+            N, *self._local, x.stride(0), out.stride(0),
+        )  # fmt: skip
+        key = gemm, tile, tokens, K, like(x.stride(0)), like(out.stride(0))
+        kernel = self._prepared.get(key)
+        if kernel is None:
+            sizes = {"TOKENS": 16 // tile.halves, "TOP_K": K, "K_PAD": next_power_of_2(K), "BLOCK_N": tile.n}
+            sizes |= {
+                "BLOCK_K": tile.k,
+                "STAGES": tile.stages,
+                "HALVES": tile.halves,
+                "SPLITS": tile.splits,
+            }
+            known = {"C": FewConstants(**gemm._constants, **sizes)}
+            options = {"num_warps": 4 * tile.halves, "num_stages": tile.stages}
+            kernel = CachedKernel(few_gemm, x.device, _kinds(arguments), known, pdl=True, **options)
+            self._prepared[key] = kernel
+        kernel((ceil_div(matrix.rows, tile.n), N * K, tile.splits), *arguments)
+
+    def _descriptor(self, gemm: Gemm, tile: FewTile) -> TensorDescriptor | None:
+        if not gemm._constants["W_TMA"]:
+            return None
+        if gemm not in self._descriptors:
+            weights = gemm._weights[:, : gemm.matrix.cols]
+            self._descriptors[gemm] = TensorDescriptor.from_tensor(weights, [tile.n, tile.k])
+        return self._descriptors[gemm]
+
+    def _sum(
+        self, K: int, H: int, splits: int, block: int, dtype: torch.dtype, every_row: bool, device: torch.device
+    ) -> CachedKernel:
+        key = K, splits, dtype, every_row
+        if key not in self._prepared:
+            arguments = torch.float32, torch.int32, dtype, 2, 2, 2
+            sizes = {"H": H, "TOP_K": K, "K_PAD": next_power_of_2(K), "SPLITS": splits, "BLOCK_H": block}
+            known = {**sizes, "EVERY_ROW": every_row}
+            self._prepared[key] = CachedKernel(few_sum, device, arguments, known, pdl=True)
+        return self._prepared[key]

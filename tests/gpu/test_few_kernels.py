@@ -1,0 +1,161 @@
+"""The experts of a few tokens against the float32 witness, on one GPU or interpreted on the CPU.
+
+What isn't to be read is NaN: tokens and weights without a local expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.cases.expert_cases import NAN
+from support.cases.grouped_cases import (
+    ACTIVATIONS,
+    BOUND,
+    all_experts,
+    build,
+    check_replays,
+    errors_against_the_right_one,
+    layer,
+    make_tokens,
+    witness,
+)
+from support.stand_ins.kernel_device import DEVICE, INTERPRETED, cuda_only, runs_kernels, sized
+
+from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.conformance.oracle import relative_error
+from eprt.experts.grouped import TritonGroupedExecutor
+from eprt.experts.grouped.schedules import FEW, FewTile, FewTokens
+from eprt.placement import ExpertPlacement
+from eprt.tokens import Payload
+
+pytestmark = [pytest.mark.gpu, runs_kernels]
+
+FORMS = ["bf16", "mxfp4", "nvfp4"]
+# K of no whole blocks, halves of unequal length.
+FOUR_BITS = FewTokens(8, FewTile(64, 128, halves=2), FewTile(64, 64, halves=2, splits=2))
+ONE_HALF = FewTokens(16, FewTile(64, 128), FewTile(64, 64, splits=2))
+PLAIN = FewTokens(16, FewTile(64, 32, 2), FewTile(64, 64, 3))
+TILES = {"bf16": [PLAIN], "mxfp4": [FOUR_BITS, ONE_HALF], "nvfp4": [FOUR_BITS, ONE_HALF]}
+CASES = [(form, few) for form in FORMS for few in TILES[form]]
+FEWER = sized(FORMS, ["mxfp4"])  # interpreted, a program takes milliseconds
+
+
+@pytest.fixture(autouse=True)
+def few_on_any_device(monkeypatch):
+    """Takes few tokens on the interpreter's CPU, too."""
+    prepare = TritonGroupedExecutor._prepare
+
+    def prepare_as_hopper(executor, weights):
+        prepare(executor, weights)
+        executor._hopper = True
+
+    monkeypatch.setattr(TritonGroupedExecutor, "_prepare", prepare_as_hopper)
+    # What would be too many goes wrong visibly.
+    monkeypatch.setattr("eprt.experts.sort_by_expert_triton.sort_and_schedule", None)
+
+
+def config_of(form, **changes):
+    sizes = {"H": 96, "I": 48} if form == "bf16" else {"H": 224, "I": 160}
+    return layer(form, **sizes, **changes)
+
+
+def on_local_experts(tokens, ids):
+    """The same tokens, which all have experts here."""
+    hidden = Payload.plain(tokens.hidden.data.nan_to_num(nan=1.0))
+    return replace(tokens, hidden=hidden, ids=ids.to(torch.int32), weights=tokens.weights.nan_to_num(nan=0.5))
+
+
+def use(monkeypatch, few):
+    monkeypatch.setitem(FEW, "bf16", few)
+    monkeypatch.setitem(FEW, "w4a16", few)
+    monkeypatch.setitem(FEW, "nv4a16", few)
+
+
+@pytest.mark.parametrize(("form", "few"), CASES)
+def test_every_number_of_tokens(form, few, monkeypatch):
+    """All tokens of one expert, all entries of different ones, and what lies between."""
+    use(monkeypatch, few)
+    config = config_of(form)
+    weights = all_experts(config)
+    executor = build(TritonGroupedExecutor, config, weights)
+    for count in (3,) if INTERPRETED else (1, 2, few.tokens):
+        tokens = make_tokens(config, count)
+        same = on_local_experts(tokens, torch.tensor([2, 0, 5], device=DEVICE).expand_as(tokens.ids))
+        for given in (tokens, same):
+            out = torch.full((count, config.hidden_size), NAN, dtype=torch.bfloat16, device=DEVICE)
+            executor(given, out)
+            assert relative_error(out, witness(config, weights, given)) < BOUND
+            assert INTERPRETED or torch.equal(out, executor(given)), "sums have one order"
+
+
+@pytest.mark.parametrize("form", FEWER)
+def test_entries_that_repeat_an_expert_add_their_weights(form, monkeypatch):
+    use(monkeypatch, TILES[form][0])
+    config = config_of(form)
+    ids = torch.tensor([[1, 0, 1], [3, 3, 3], [4, 4, 0], [0, 5, 5], [2, 3, 1]], device=DEVICE)
+    weights, tokens = all_experts(config), on_local_experts(make_tokens(config, 5), ids)
+    out = build(TritonGroupedExecutor, config, weights)(tokens)
+    assert relative_error(out, witness(config, weights, tokens)) < BOUND
+
+
+@pytest.mark.parametrize("form", FEWER)
+def test_tokens_without_a_local_expert(form, monkeypatch):
+    """Zeros where they are read, else untouched; so is memory beside a result that isn't dense."""
+    use(monkeypatch, TILES[form][0])
+    config = config_of(form)
+    weights, shard = all_experts(config), ExpertPlacement(6, ParallelConfig(3)).shard(1)
+    executor, tokens = build(TritonGroupedExecutor, config, weights, shard), make_tokens(config, 8)
+    tokens.ids[6] = torch.tensor([0, 5, config.num_experts], device=DEVICE)
+    local = ((tokens.ids >= shard.first_expert) & (tokens.ids < shard.end_expert)).any(1)
+    assert 0 < int(local.sum()) < 8
+    expected = witness(config, weights, tokens, shard)
+    for every_row, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        wide = torch.full((8, config.hidden_size + 3), 7.0, dtype=dtype, device=DEVICE)
+        out = wide[:, : config.hidden_size]
+        hidden = Payload.plain(tokens.hidden.data.to(dtype))
+        executor(replace(tokens, hidden=hidden, every_row_read=every_row), out)
+        assert (out[~local] == (0 if every_row else 7)).all()
+        assert relative_error(out[local], expected[local]) < BOUND
+        assert (wide[:, config.hidden_size :] == 7).all()
+    nobody = replace(tokens, ids=torch.full_like(tokens.ids, config.num_experts))
+    assert not executor(nobody).any()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("form", ["bf16"])
+def test_activations_and_no_bias(form, activation, monkeypatch):
+    use(monkeypatch, TILES[form][0])
+    config = config_of(form, activation=ACTIVATIONS[activation], bias=False)
+    weights, tokens = all_experts(config), make_tokens(config, 3)
+    out = build(TritonGroupedExecutor, config, weights)(tokens)
+    assert relative_error(out, witness(config, weights, tokens)) < BOUND
+
+
+def test_gate_and_up_are_told_apart(monkeypatch):
+    use(monkeypatch, FOUR_BITS)
+    config = config_of("mxfp4")
+    weights, tokens = all_experts(config), make_tokens(config, 4)
+    swapped = replace(weights, gate_up=weights.gate_up.map(lambda t: torch.cat(t.chunk(2, 1)[::-1], 1)))
+    right, wrong = errors_against_the_right_one(config, weights, tokens, [swapped])
+    assert right < BOUND
+    assert wrong > 10 * BOUND
+
+
+def test_a_batch_invariant_layer_sorts(monkeypatch):
+    """As its tokens' sums are to have one order in all batches."""
+    config = config_of("mxfp4")
+    runtime = RuntimeConfig(batch_invariant=True)
+    executor = build(TritonGroupedExecutor, config, all_experts(config), runtime=runtime)
+    with pytest.raises(TypeError, match="NoneType"):
+        executor(make_tokens(config, 2))
+
+
+@cuda_only
+@pytest.mark.parametrize("form", FORMS)
+def test_replays(form):
+    config = config_of(form, E=8)
+    weights, shard = all_experts(config), ExpertPlacement(8, ParallelConfig(1)).shard(0)
+    executor, static = build(TritonGroupedExecutor, config, weights), make_tokens(config, 4)
+    check_replays(lambda: executor(static), config, weights, shard, static)
