@@ -47,7 +47,7 @@ class TritonGroupedExecutor(PreparedExecutor):
 
     FP8 weights meet activations of two E4M3 numbers each, as exact as bf16. `RuntimeConfig.low_precision_activations`
     makes it one, with a scale for 128 values, as DeepSeek-V3 was trained; tokens that come packed so are then taken as
-    they are. Beside weights with a scale per channel a token has one scale. Sums don't depend on timing.
+    they are. Beside weights with a scale per channel or tensor a token has one scale. Sums don't depend on timing.
     """
 
     strided = True
@@ -59,7 +59,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         self._hopper = Device.of(device).sm >= 90
         self._pair: Pair = PAIRS.get(config.weight_format, "bf16")
         if self._pair == "w8a16" and self.runtime.low_precision_activations:
-            self._pair = "c8a8" if config.weight_format == "fp8_channel" else "w8a8"
+            self._pair = "w8a8" if config.weight_format == "fp8_block" else "c8a8"
 
     @cached_property
     def _gemms(self) -> tuple[Gemm, Gemm]:

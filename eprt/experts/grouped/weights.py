@@ -21,7 +21,7 @@ from eprt.experts.grouped.four_bit import (
     pack_nvfp4,
     room,
 )
-from eprt.experts.padding import interleave_halves, pad_parts, spread_tensor_scale, stack_experts
+from eprt.experts.padding import interleave_halves, pad_parts, stack_experts
 from eprt.quant import decode
 from eprt.rounding import ceil_div, round_up
 from eprt.weights import FP8_BLOCK, Fp8Block, Fp8Channel, Fp8Tensor, Int4, Matrix, Mxfp4, Nvfp4
@@ -37,8 +37,8 @@ class GroupedMatrix:
         data: [L, rows, stride] bf16 or e4m3; columns past `cols` are zeros. 4 bits: int32 [L, units, UNIT_WORDS].
         scale: [L, parts, ceil(rows / parts / 128), ceil(cols / 128)] float32 of FP8 weights; int32
             [L, units, words per unit] of 4 bits; else None.
-        factor: [L, parts, rows / parts] float32 that sums of 4-bit weights and of FP8 by channel are multiplied by,
-            else None.
+        factor: [L, parts, rows / parts] float32 that sums of 4-bit weights and of FP8 by channel or tensor are
+            multiplied by, else None.
         bias: [L, parts, rows / parts] float32, or None.
         parts: 2 where gate and up alternate by INTERLEAVE rows.
         rows, cols: of one expert; each part's rows padded to INTERLEAVE.
@@ -98,13 +98,13 @@ def _laid_out(own: Matrix, parts: int, padded: int) -> dict[str, torch.Tensor]:
     _, rows, cols = own.shape
     part = rows // parts
     match own:
-        case Fp8Block() | Fp8Tensor():
+        case Fp8Block():
             grid = ceil_div(part, FP8_BLOCK), ceil_div(cols, FP8_BLOCK)
-            scale = own.scale if isinstance(own, Fp8Block) else spread_tensor_scale(own.scale, *grid)
             data = alternate(own.data, parts, padded, round_up(cols, 16))
-            return {"data": data, "scale": scale.to(torch.float32).view(1, parts, *grid)}
-        case Fp8Channel():
-            factor = pad_parts(own.scale, parts, padded).view(1, parts, padded)
+            return {"data": data, "scale": own.scale.to(torch.float32).view(1, parts, *grid)}
+        case Fp8Channel() | Fp8Tensor():
+            scale = own.scale if isinstance(own, Fp8Channel) else own.scale.repeat_interleave(part, 1)
+            factor = pad_parts(scale.to(torch.float32), parts, padded).view(1, parts, padded)
             return {"data": alternate(own.data, parts, padded, round_up(cols, 16)), "factor": factor}
         case Mxfp4() | Nvfp4() | Int4():
             codes, scales = (alternate(each, parts, padded, each.shape[2])[0] for each in (own.codes, own.scales))
