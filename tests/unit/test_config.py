@@ -29,7 +29,7 @@ INCONSISTENT = [
     ({"top_k": 0}, "top_k 0: must be a positive integer"),
     ({"hidden_size": -1}, "hidden_size -1"),
     ({"num_experts": 8.0}, "num_experts 8.0"),
-    ({"weight_format": "int4"}, "weight_format 'int4'"),
+    ({"weight_format": "int3"}, "weight_format 'int3'"),
     ({"model_hidden_size": 0}, "model_hidden_size 0"),
     ({"routing": Routing("grouped_sigmoid", num_groups=3, topk_groups=1)}, "can't be split into 3 routing groups"),
     (
