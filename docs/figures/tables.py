@@ -238,9 +238,12 @@ def expert_lines(rows: Rows, tokens: list[int]) -> list[list[str]]:
     return [*found, floor, line(f"{first} / floor", tokens, lambda n: f"{of[first, n]['ratio']:.2f}")]
 
 
-def peers() -> str:
-    """Whole experts of engines and libraries beside ours."""
-    rows: Rows = result(BASELINES)["rows"]
+NEW_FORMATS = ("experts_int4_h200", "experts_fp8_channel_h200")
+
+
+def peers(names: Sequence[str], *, floor: bool) -> str:
+    """Whole experts of engines and libraries beside ours. `floor`: and beside the lower bounds of the same run."""
+    rows: Rows = [row for name in names for row in result(name)["rows"]]
     tokens, lines = sorted({r["tokens"] for r in rows}), list[list[str]]()
     for shape in dict.fromkeys(r["shape"] for r in rows):
         of = {(r["executor"], r["tokens"]): r["us"] for r in rows if r["shape"] == shape}
@@ -252,7 +255,11 @@ def peers() -> str:
             "ours / the best of them", tokens, lambda n, of=of, o=others: ratio(of[OURS, n], min(of[x, n] for x in o))
         )
         lines.append(best)
-    return f"{table(['experts, tokens of all ranks', *tokens], lines)}\n\n{source(BASELINES)}"
+        if floor:
+            bounds = {r["tokens"]: max(r["weights_us"], r["flops_us"]) for r in rows if r["shape"] == shape}
+            lines.append(line("floor", tokens, lambda n, b=bounds: micro(b[n])))
+            lines.append(line(f"`{OURS}` / floor", tokens, lambda n, b=bounds, of=of: ratio(of[OURS, n], b[n])))
+    return f"{table(['experts, tokens of all ranks', *tokens], lines)}\n\n" + "\n".join(map(source, names))
 
 
 def profile() -> str:
@@ -419,7 +426,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "router": router,
     "step": step,
     "experts": experts,
-    "peers": peers,
+    "peers": lambda: peers((BASELINES,), floor=False),
+    "new_formats": lambda: peers(NEW_FORMATS, floor=True),
     "profile": profile,
     "errors": errors,
     "layer": layer,

@@ -52,6 +52,8 @@ SPILLED = {
 # The same of warp-specialized kernels, by Triton 3.9; 3.6 keeps less. Beside four consumers the producer warp has 24
 # registers a thread.
 BETWEEN_TILES = {"rows": 40, "gathering": 64, "slabs": 96}
+# FP8's epilogue has the tokens' scales beside 128 results a thread. 3.6 keeps 8 bytes.
+FP8_BETWEEN_TILES = {"rows": 160, "gathering": 200, "slabs": 296}
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form: str = "mxfp4") -> Machine:
@@ -137,7 +139,7 @@ def test_warp_specialized_kernels_keep_to_registers(name, what, monkeypatch):
     tile = schedule.first if what == "gathering" else schedule.second
     made = machine(monkeypatch, schedule, what, form)
     assert made.local == 0
-    assert made.stack <= BETWEEN_TILES[what]
+    assert made.stack <= (FP8_BETWEEN_TILES if form == "fp8_channel" else BETWEEN_TILES)[what]
     assert made.shared + 1024 <= 227 * 1024
     four_bit, fp8 = form in ("mxfp4", "nvfp4", "int4"), form == "fp8_channel"
     consumers, parts = (tile.n // 64, tile.k // 64) if four_bit else (2, 1)
