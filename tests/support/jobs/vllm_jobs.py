@@ -118,8 +118,8 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
     context.world()
     options = config(additional_config={"eprt": {"placement": path}} if path else {})
     with stand_in.installed(options, TOKENS) as vllm, torch.inference_mode():
-        layer, other = (made(vllm, context, f"model.layers.{n}.mlp.experts") for n in (3, 3))
-        for each in (layer, other):
+        layer, other, third = (made(vllm, context, f"model.layers.{n}.mlp.experts") for n in (3, 3, 3))
+        for each in (layer, other, third):
             each.quant_method.process_weights_after_loading(each)
         at = [t.data_ptr() for t in layer.quant_method.eprt.layer.executor.slot_tensors().values()]
         outputs = [applied(layer, context.rank)]
@@ -141,8 +141,11 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
             found = _lacking(vllm, layer)
             outputs.append(applied(layer, context.rank))
         built = layer.quant_method.eprt.layer
+        vllm.state.updates_across_ranks = False
+        refused = message(lambda: reload_layerwise(third, 1)), message(lambda: applied(third, context.rank))
         return found | {
             "outputs": outputs,
+            "refused": refused,
             "stayed": at == [t.data_ptr() for t in built.executor.slot_tensors().values()],
             "freed": freed + sum(p.numel() for p in (*layer.parameters(), *other.parameters())),
         }
