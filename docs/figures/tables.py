@@ -324,19 +324,23 @@ def same_layer(one: dict[str, Any], planned: dict[str, Any]) -> bool:
     return one["placement"] == "in order" and all(one[name] == planned[name] for name in names)
 
 
-def vllm() -> str:
-    """Medians of a decode step, and the extremes; not where the clock ran backwards."""
-    name, lines = "vllm_h200_x2", list[list[str]]()
+def vllm(name: str) -> str:
+    """Medians of a decode step or of a whole load, and the extremes; not where the clock ran backwards."""
+    lines = list[list[str]]()
+
+    def load(row: dict[str, Any]) -> tuple[str, str]:
+        return row["model"], f"{row['what']} of {row['batch']}" if "what" in row else str(row["batch"])
+
     rows: Rows = result(name)["rows"]
-    wrong = {(r["model"], r["batch"]) for r in rows if r["step_ms"] <= 0}
-    rows = [r for r in rows if (r["model"], r["batch"]) not in wrong]
-    for model, batch in dict.fromkeys((r["model"], r["batch"]) for r in rows):
+    wrong = {load(r) for r in rows if r["step_ms"] <= 0}
+    rows = [r for r in rows if load(r) not in wrong]
+    for model, what in dict.fromkeys(map(load, rows)):
         steps = {
-            plugin: [r["step_ms"] for r in rows if (r["model"], r["batch"], r["plugin"]) == (model, batch, plugin)]
+            plugin: [r["step_ms"] for r in rows if load(r) == (model, what) and r["plugin"] == plugin]
             for plugin in ("none", "eprt")
         }
         cells = [f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f} of {len(ms)})" for ms in steps.values()]
-        lines.append([model, str(batch), *cells, ratio(median(steps["eprt"]), median(steps["none"]))])
+        lines.append([model, what, *cells, ratio(median(steps["eprt"]), median(steps["none"]))])
     heading = ["model", "sequences a rank", "vLLM's own experts, ms", "eprt's, ms", "eprt / vLLM"]
     return f"{table(heading, lines)}\n\n{source(name)}"
 
@@ -432,7 +436,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "errors": errors,
     "layer": layer,
     "placed": placed,
-    "vllm": vllm,
+    "vllm": lambda: vllm("vllm_h200_x2"),
+    "vllm_one_gpu": lambda: vllm("vllm_gpt_oss_20b_h200_x1"),
     "gpu_tests": gpu_tests,
     "faults_cpu": lambda: faults("faults_cpu"),
     "faults_h200_x2": lambda: faults("faults_h200_x2"),
