@@ -104,6 +104,11 @@ class RankContext:
         if callable(close := getattr(self.cache.pop(name, None), "close", None)):
             close()
 
+    def cool(self) -> None:
+        """Lets the next job build layers of its own in the Worlds that earlier ones warmed up."""
+        for world in self._worlds.values():
+            world.warm = False
+
     def close(self) -> None:
         """Closes what the cache holds, then every World, newest first: a healthy pool's last job. Collective."""
         for name in reversed(list(self.cache)):
@@ -181,6 +186,7 @@ def _work(context: RankContext, setup: RankSetup, name: str) -> None:
     load_plugins(setup.plugins)
     function: Callable[..., Any]
     function, kwargs = pickle.loads(arguments)
+    context.cool()
     setup.path("result").write_bytes(pickle.dumps(function(context, **kwargs)))
 
 

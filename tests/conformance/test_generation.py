@@ -208,7 +208,9 @@ def test_what_has_no_graphs_runs_without_and_says_why(
 ) -> None:
     for rank, found in enumerate(replay(pools, name, options)):
         assert found["replayed"][0]["tokens"] == expected(name)[rank]
-        assert found["warned"] == [f"generate(graphs=...) runs without graphs: {reason}", *others]
+        first, *rest = found["warned"]
+        assert first == f"generate(graphs=...) runs without graphs: {reason}"
+        assert set(rest) <= set(others)  # said once a process, which other tests may have had
         assert found["buckets"] == []
 
 

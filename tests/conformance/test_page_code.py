@@ -114,7 +114,7 @@ def test_fragments(tmp_path: Path, page: str) -> None:
     assert len(found) == len(FRAGMENTS[page]), "a block without what it takes for granted"
     run = [GIVEN]
     for block, given in zip(found, FRAGMENTS[page], strict=True):
-        block = block.replace("openai/gpt-oss-120b", model)
+        block = re.sub(r"openai/gpt-oss-\d+b", model, block)
         run += [block.replace("\n...\n", f"\n{given}\n")] if "\n...\n" in block else [given, block]
     names = {"MODEL": model, "FOLDER": str(tmp_path)}
     left = launch(run_blocks, 4, timeout_s=110, page=page, blocks=run, names=names)

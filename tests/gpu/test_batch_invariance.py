@@ -11,6 +11,8 @@ from support.jobs import invariance_jobs as jobs
 from eprt.config import RuntimeConfig
 from eprt.experts import EXECUTORS
 
+pytestmark = pytest.mark.gpu
+
 DRAWS = int(os.environ.get("EPRT_TEST_DRAWS", "400"))
 HIDDEN = 1024  # so wide that the warp-specialized kernels take it
 CASES = [(e.name, f) for e in EXECUTORS.values() if "cuda" in e.invariant for f in e.weights if f != "f32"]

@@ -60,7 +60,7 @@ COSTS = {
         (*ROUTER, *PUSH, "_group_small", "_weighted_sum", *PULL), ("gemm", "rows", "gemm"), 11, 117
     ),
     ("symm", "triton_grouped", "bf16"): Cost(
-        (*ROUTER, *PUSH, "_sort_by_expert", "grouped_gemm", "grouped_gemm", "_weighted_sum", *PULL), (), 12, 136, 22
+        (*ROUTER, *PUSH, "few_gemm", "few_gemm", "few_sum", *PULL), (), 12, 136, 22
     ),
     ("none", "cutlass_mxfp4", "mxfp4"): Cost(ROUTER, ("cutlass",), 21, 78),
     ("symm", "humming", "mxfp4", "replicas"): Cost(
