@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import triton
@@ -159,16 +159,15 @@ def _drain(queue: list[tuple[str, bytes]], target: Device) -> int:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command, pipe, done = [sys.executable, "-c", _WORKER, str(target.sm)], subprocess.PIPE, 0
     worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment)
-    assert worker.stdin is not None
-    assert worker.stdout is not None
+    requests, answers = cast("IO[bytes]", worker.stdin), cast("IO[bytes]", worker.stdout)
     with worker, suppress(BrokenPipeError, EOFError, IndexError):  # it died, or no job is left
         while True:
             mark, job = queue.pop(0)
             if _marked(mark):
                 continue
-            pickle.dump(job, worker.stdin)
-            worker.stdin.flush()
-            if failure := pickle.load(worker.stdout):
+            pickle.dump(job, requests)
+            requests.flush()
+            if failure := pickle.load(answers):
                 logger.debug("eprt: a kernel wasn't compiled ahead: %s", failure)
                 continue
             get_cache_manager(mark).put("", _MARK, binary=False)

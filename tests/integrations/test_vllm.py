@@ -165,16 +165,18 @@ def trained(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple
     return found
 
 
+@pytest.mark.parametrize("dp", [1, 2], ids=["one", "dp2-ep"])
 def test_new_weights_in_every_way_that_trainers_have(
-    qwen3: Path, alone: list[list[int]], trained: list[tuple[Path, list[list[int]]]], tmp_path: Path
+    dp: int, qwen3: Path, alone: list[list[int]], trained: list[tuple[Path, list[list[int]]]], tmp_path: Path
 ) -> None:
     """Five updates in a row of an engine that runs; after each, the tokens of a model made from that checkpoint."""
     updates = [(way, folder) for way, (folder, _) in zip(WAYS, trained, strict=True)]
-    codes, logs, [turns] = ranks_run(tmp_path, qwen3, "float32", 1, 1, "eprt", [PROMPTS], False, updates)
-    assert codes == [0], logs[0][-3000:]
+    parts = [PROMPTS[:3], PROMPTS[3:]] if dp == 2 else [PROMPTS]
+    codes, logs, ranks = ranks_run(tmp_path, qwen3, "float32", dp, 1, "eprt", parts, dp == 2, updates)
+    assert codes == [0] * dp, "\n".join(log[-3000:] for log in logs)
     assert "3 of 3 MoE layers" in logs[0]
     for turn, want in enumerate([alone, *(want for _, want in trained)]):
-        assert turns[turn] == want, turn
+        assert [each for rank in ranks for each in rank[turn]] == want, turn
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)], ids=["dp2-ep", "tp2-without-ep"])

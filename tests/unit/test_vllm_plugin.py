@@ -73,11 +73,6 @@ def test_new_weights_come_into_a_layer_in_every_way_that_vllm_has(pools, placed:
         assert len(found["outputs"]) == (3 if placed else 5)
         assert found["stayed"]
         assert found["freed"] == 0
-        update, call = found["refused"]
-        assert update.startswith(
-            "UsageError: model.layers.3.mlp.experts: weights of expert-parallel ranks can't be updated"
-        )
-        assert "holds old weights" in call
         if not placed:
             missing = "of 1 experts a part wasn't loaded (local expert 0: w13_weight (w3)); load whole experts"
             assert missing in found["lacking"]

@@ -17,8 +17,6 @@ from eprt.integrations.engine.state import EngineState, LayerBinding
 from eprt.layer import ExpertParallelMoE
 from eprt.weights import ExpertWeights
 
-NOT_ACROSS_RANKS = "weights of expert-parallel ranks can't be updated in place yet: restart, or serve without it"
-
 
 class BoundLayer:
     """Holds eprt's layer for a method. It is no module, so that no parameter shows up in the engine's model."""
@@ -54,14 +52,10 @@ class BoundLayer:
 
         Raises:
             CheckpointError: experts of which a part is missing. A layer that was built refuses calls until all came.
-            UsageError: a layer of expert-parallel ranks was built before; it refuses calls from then on.
         """
         parameters = self._own(layer)
         if self.layer is not None and not any(parameter.numel() for parameter in parameters.values()):
             return  # nothing was loaded since
-        if self.layer is not None and self.binding.expert_parallel and not self.state.updates_across_ranks:
-            self.layer.refuse_calls(f"{self.binding.name} holds old weights: {NOT_ACROSS_RANKS}")
-            raise UsageError(f"{self.binding.name}: {NOT_ACROSS_RANKS}")
         owner = weakref.ref(layer)
         self._again = lambda: self.load(owner(), layout, interleaved=interleaved, canonical=canonical)
         self._module = owner

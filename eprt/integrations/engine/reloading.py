@@ -97,11 +97,12 @@ def watch(layer: Any, name: str, parameter: Any, received: Received, room: Calla
         given = signature.bind(*args, **kwargs).arguments
         target = next(iter(given.values()))
         if not target.is_meta:  # else vLLM only counts how much would be written
-            if target.numel() == 0:
-                room()
             expert = given.get("expert_id")
             local = WHOLE if expert is None else own._map_global_expert_id_to_local_expert_id(expert)
+            # Another rank's expert is not written. It may come when this rank's are in the layer and freed already.
             if expert is None or local >= 0:
+                if target.numel() == 0:
+                    room()
                 received.add(name, local, given.get("shard_id") or "")
         return function(own, *args, **kwargs) if bound else function(*args, **kwargs)
 

@@ -88,8 +88,6 @@ class EngineState:
     balancing: Balancing | None = None
     unfinished: list[Unfinished] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    # Under vLLM 0.32's CPU build with data parallelism 2 an update left NaN on one rank: refused until that is found.
-    updates_across_ranks: bool = False
     unfit: str = ""
 
     def options(self) -> dict[str, Any]:

@@ -104,13 +104,16 @@ def load(layer: Any, number: int, chosen: Any = range(E), parts: str = "w1 w3 w2
 
 
 def reload_layerwise(layer: Any, number: int, chosen: Any = range(E)) -> None:
-    """What vLLM's layerwise reload does: parameters made anew, undefined where nothing is loaded."""
+    """What vLLM's layerwise reload does: parameters made anew, undefined where nothing is loaded. A layer is finished
+    when this rank's experts are there; other ranks' may come after that."""
     held = E // layer.moe_config.ep_size
     for name, shape in (("w13_weight", (2 * I, H)), ("w2_weight", (H, I))):
         parameter = layer.get_parameter(name)
         parameter.data = torch.full((held, *shape), torch.nan, dtype=torch.bfloat16)
-    load(layer, number, chosen)
+    own = [e for e in chosen if layer._map_global_expert_id_to_local_expert_id(e) >= 0]
+    load(layer, number, own)
     layer.quant_method.process_weights_after_loading(layer)
+    load(layer, number, set(chosen) - set(own))
 
 
 def reloaded(context: Any, path: str = "") -> dict[str, Any]:
@@ -118,8 +121,8 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
     context.world()
     options = config(additional_config={"eprt": {"placement": path}} if path else {})
     with stand_in.installed(options, TOKENS) as vllm, torch.inference_mode():
-        layer, other, third = (made(vllm, context, f"model.layers.{n}.mlp.experts") for n in (3, 3, 3))
-        for each in (layer, other, third):
+        layer, other = (made(vllm, context, f"model.layers.{n}.mlp.experts") for n in (3, 3))
+        for each in (layer, other):
             each.quant_method.process_weights_after_loading(each)
         at = [t.data_ptr() for t in layer.quant_method.eprt.layer.executor.slot_tensors().values()]
         outputs = [applied(layer, context.rank)]
@@ -141,11 +144,8 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
             found = _lacking(vllm, layer)
             outputs.append(applied(layer, context.rank))
         built = layer.quant_method.eprt.layer
-        vllm.state.updates_across_ranks = False
-        refused = message(lambda: reload_layerwise(third, 1)), message(lambda: applied(third, context.rank))
         return found | {
             "outputs": outputs,
-            "refused": refused,
             "stayed": at == [t.data_ptr() for t in built.executor.slot_tensors().values()],
             "freed": freed + sum(p.numel() for p in (*layer.parameters(), *other.parameters())),
         }

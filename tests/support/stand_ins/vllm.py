@@ -176,7 +176,6 @@ def installed(config: Any, tokens: list[int], unfit: str = "") -> Iterator[Simpl
         for n in range(1, len(parts)):
             made.setdefault(".".join(parts[:n]), ModuleType(".".join(parts[:n])))
     state = PluginState(unfit=unfit)
-    state.updates_across_ranks = True
     with mock.patch.dict(sys.modules, made):
         method.install(state)
         method.install()  # vLLM may load plugins twice
