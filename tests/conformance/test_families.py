@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import tempfile
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from support.cases import tiny_families
 from support.cases.tiny_families import REASONS, folders
 from support.jobs import family_jobs as jobs
 
+from eprt.cli import main
 from eprt.config import ParallelConfig
+from eprt.models import has_family
 from eprt.placement import ExpertPlacement
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers >= 5.23")
@@ -93,6 +96,21 @@ def test_a_rank_reads_its_own_experts_only(tmp_path: Path, name: str) -> None:
                 wanted += expected.nbytes
         assert isinstance(source, spread.CheckpointSource)
         assert source.checkpoint.bytes_read == wanted > 0
+
+
+@pytest.mark.parametrize("name", ["afmoe", "jamba"])
+def test_the_command_continues_a_family_without_a_reader(name: str, tmp_path: Path, capsys) -> None:
+    """`eprt generate` on two ranks, one of them idle in the last round, gives transformers' own greedy tokens."""
+    directory = f"{saved(name)}/{name}"
+    assert not has_family(json.loads(Path(directory, "config.json").read_text()))
+    prompts = [[5, 17, 33, 8], [41, 9, 60], [7, 3]]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    words = ["generate", "--model", directory, "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "6"]
+    assert main([*words, "--temperature", "0", "--world", "2", "--device", "cpu", "--batch", "1"]) == 0
+    own = tiny_families.model_class(name).from_pretrained(directory)
+    expected = [own.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0].tolist() for ids in prompts]
+    found = [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()]
+    assert found == [tokens[len(ids) :] for ids, tokens in zip(prompts, expected, strict=True)]
 
 
 def test_so_many_folders_of_transformers_run() -> None:
