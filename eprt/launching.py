@@ -161,20 +161,37 @@ def name_callees_first(kernel: Any, named: set[int] | None = None) -> None:
 
 @contextmanager
 def shared_cache() -> Iterator[None]:
-    """Compiles into the cache that this user's other processes read.
+    """Compiles into the cache that this user's other processes read, under the keys that they use.
 
-    Once torch.compile has made a kernel in a process, TRITON_CACHE_DIR names a folder of Inductor's for one GPU only.
-    Each rank would then compile what the others compile. A folder that the user chose stays.
+    Once torch.compile has made a kernel in a process, three variables are Inductor's. TRITON_CACHE_DIR names a folder
+    for one GPU only: each rank would compile what the others compile. TRITON_PTXAS_PATH and TRITON_LIBDEVICE_PATH name
+    tools that are part of every kernel's key: nothing that was compiled ahead would be found. What the user chose stays.
     """
-    chosen = os.environ.get("TRITON_CACHE_DIR")
-    if chosen is None or not _inductor_chose(Path(chosen)):
+    chosen = {name: os.environ[name] for name in _INDUCTORS if name in os.environ}
+    dropped = {name: value for name, value in chosen.items() if _INDUCTORS[name](Path(value))}
+    if not dropped:
         yield
         return
-    del os.environ["TRITON_CACHE_DIR"]
-    try:
-        yield
-    finally:
-        os.environ["TRITON_CACHE_DIR"] = chosen
+    with knobs.nvidia.scope():  # Inductor sets the knob as well as the variable
+        for name in dropped:
+            del os.environ[name]
+        if "TRITON_LIBDEVICE_PATH" in dropped:
+            del knobs.nvidia.libdevice_path
+        _forget_ptxas()
+        try:
+            yield
+        finally:
+            os.environ.update(dropped)
+            _forget_ptxas()
+
+
+def _forget_ptxas() -> None:
+    """Lets Triton ask for ptxas's version again: it remembers the first answer, of whichever ptxas was set then."""
+    from triton.backends.nvidia import compiler
+
+    clear: Callable[[], None] | None = getattr(getattr(compiler, "get_ptxas_version", None), "cache_clear", None)
+    if clear is not None:
+        clear()
 
 
 def _inductor_chose(folder: Path) -> bool:
@@ -183,6 +200,13 @@ def _inductor_chose(folder: Path) -> bool:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return folder.is_relative_to(Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir(), "triton"))
+
+
+_INDUCTORS: dict[str, Callable[[Path], bool]] = {  # whether a variable's value is what Inductor sets it to
+    "TRITON_CACHE_DIR": _inductor_chose,
+    "TRITON_PTXAS_PATH": lambda path: path == Path(torch.__file__).parent / "bin" / "ptxas",
+    "TRITON_LIBDEVICE_PATH": lambda path: path.parts[-3:] == ("nvvm", "libdevice", "libdevice.10.bc"),
+}
 
 
 def _as_dtype(argument: Any, dtype: Any) -> Any:

@@ -23,7 +23,7 @@ from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.conformance.tiny_model import gpt_oss_config
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.permute_triton import _copy_rows
-from eprt.launching import CachedKernel, Specialization, recording
+from eprt.launching import CachedKernel, Specialization, recording, shared_cache
 from eprt.placement import ExpertPlacement
 from eprt.support import Device, compiled_for
 
@@ -77,6 +77,31 @@ def test_a_warm_up_compiles_nothing_after_eprt_warm(tmp_path, launched_nowhere):
         TritonGroupedExecutor(config, shard, weights, META, RuntimeConfig(token_format="flat")).warmup(1)
     assert len(launched_nowhere) >= first["compiled"]
     assert all(launched_nowhere)
+
+
+def test_tools_that_inductor_sets_in_this_process_change_no_key(tmp_path, launched_nowhere):
+    """torch.compile has Triton use CUDA's own device library from then on; kernels compiled ahead are still found."""
+    assert compile_ahead.compile_all([copy_of(torch.bfloat16)], SM90, 1, fewest=1) == 1
+    library = tmp_path / "nvvm" / "libdevice" / "libdevice.10.bc"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"another version")
+    with knobs.nvidia.scope():
+        knobs.nvidia.libdevice_path = str(library)
+        copy_of(torch.bfloat16).compile()
+        assert knobs.nvidia.libdevice_path == str(library)
+    assert launched_nowhere == [True]
+
+
+def test_triton_asks_again_for_the_version_of_its_own_ptxas(monkeypatch):
+    """Inductor names torch's ptxas where torch has one; Triton remembers the version of the first that it asked."""
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    torchs = Path(torch.__file__).parent / "bin" / "ptxas"
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(torchs))
+    compiler.get_ptxas_version(90)
+    with shared_cache():
+        assert "TRITON_PTXAS_PATH" not in os.environ
+        assert compiler.get_ptxas_version.cache_info().currsize == 0
+    assert os.environ["TRITON_PTXAS_PATH"] == str(torchs)
 
 
 def test_what_is_recorded_is_compiled_by_a_later_call(monkeypatch):
