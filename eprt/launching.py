@@ -165,7 +165,7 @@ def shared_cache() -> Iterator[None]:
 
     Once torch.compile has made a kernel in a process, three variables are Inductor's. TRITON_CACHE_DIR names a folder
     for one GPU only: each rank would compile what the others compile. TRITON_PTXAS_PATH and TRITON_LIBDEVICE_PATH name
-    tools that are part of every kernel's key: nothing that was compiled ahead would be found. What the user chose stays.
+    tools that are part of every kernel's key: nothing that was compiled ahead would be found. The user's stay.
     """
     chosen = {name: os.environ[name] for name in _INDUCTORS if name in os.environ}
     dropped = {name: value for name, value in chosen.items() if _INDUCTORS[name](Path(value))}
