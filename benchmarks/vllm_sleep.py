@@ -33,6 +33,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--cycles", type=int, default=10)
     parser.add_argument("--plugin", choices=("eprt", "none"), default="eprt")
+    parser.add_argument("--backend", default="", help="vLLM's --moe-backend, for its own experts")
     parser.add_argument("--keep", default="", help="end of the names of parameters to carry over level 2")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -71,6 +72,8 @@ def run(name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
     folder = checkpoint(name, a)
     cuda = a.device == "cuda"
     more = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.6} if cuda else {"enforce_eager": True}
+    if a.backend:
+        more["moe_backend"] = a.backend
     if a.eager:
         more["enforce_eager"] = True
     llm = LLM(model=str(folder), skip_tokenizer_init=True, max_model_len=256, max_num_seqs=16, **more)
