@@ -1,6 +1,7 @@
 """Random prompts, journals and options: `eprt generate` ends with 0 or 2 and one line, and changes no file but its own.
 
-EPRT_FUZZ=2000 runs as many cases. In one process: a World of one rank serves all of them.
+EPRT_FUZZ=2000 runs as many cases; EPRT_FUZZ_FIRST=1000 begins with that one, whose number is its seed. In one process:
+a World of one rank serves all of them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from eprt.conformance.tiny_model import write_tiny_checkpoint
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 
 CASES = int(os.environ.get("EPRT_FUZZ", "100"))
+FIRST = int(os.environ.get("EPRT_FUZZ_FIRST", "0"))
 CHUNK = 50
 HEADER = b'{"eprt generate": '
 LINES = [
@@ -76,7 +78,7 @@ def this_process() -> Iterator[Any]:
 
 
 @pytest.mark.timeout(550)
-@pytest.mark.parametrize("first", range(0, CASES, CHUNK))
+@pytest.mark.parametrize("first", range(FIRST, FIRST + CASES, CHUNK))
 def test_it_ends_with_a_result_or_one_line(
     first: int, models, this_process, tmp_path: Path, monkeypatch, capfd
 ) -> None:
