@@ -320,6 +320,7 @@ def test_biases_that_the_model_has_not_got_are_dropped() -> None:
         ({}, Activation()),
         ({"swiglu_limit": 10.0}, Activation(limit=10.0)),
         (GPT_OSS, Activation(alpha=1.702, beta=1.0, limit=7.0)),
+        (GPT_OSS | {"gemm1_beta": 0.0}, Activation(alpha=1.702, beta=0.0, limit=7.0)),
         ({"activation": "relu2", "is_gated": False}, Activation("relu2")),
     ],
 )

@@ -16,6 +16,7 @@ from eprt.integrations.sglang.supported import CARRIED, all_to_all_reason, requi
 
 _SRT = "sglang.srt."
 _LAYER = _SRT + "layers.moe.fused_moe_triton.layer."
+_SUMMED = "fuse_mlp_allreduce"  # SGLang's flag: what comes behind the block adds up its output
 
 
 def install(state: SglangState) -> None:
@@ -93,9 +94,15 @@ def _layer_made(state: SglangState, _: Any, layer: Any, *args: Any, **kwargs: An
 
 
 def _keep_sums_whole() -> None:
-    """Keeps gpt-oss from adding up ranks' outputs: in SGLang 0.5.17 its block doesn't ask who carries the tokens."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    """Keeps gpt-oss from adding up ranks' outputs: in SGLang 0.5.17 its block doesn't ask who carries the tokens.
 
+    In 0.5.23 the block adds nothing up, and the flag is gone.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.runtime_context import get_forward
+
+    if not hasattr(get_forward(), _SUMMED):
+        return
     block = getattr(sys.modules.get(_SRT + "models.gpt_oss"), "GptOssSparseMoeBlock", None)
     path = _SRT + "models.gpt_oss.GptOssSparseMoeBlock.forward_normal"
     if block is None or path in HookRegistry._patched:
@@ -107,7 +114,7 @@ def _keep_sums_whole() -> None:
 def _without_all_reduce(original: Callable[..., Any], block: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang.srt.runtime_context import get_forward
 
-    with get_forward().scoped(fuse_mlp_allreduce=True):
+    with get_forward().scoped(**{_SUMMED: True}):
         return original(block, *args, **kwargs)
 
 

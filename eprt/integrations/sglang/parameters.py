@@ -26,7 +26,8 @@ def activation_of(config: Any) -> Activation:
     if name == "silu" and config.is_gated and alpha is None:
         return Activation(limit=config.swiglu_limit)
     if name == "silu" and config.is_gated and config.gemm1_clamp_limit is not None:
-        return Activation(alpha=alpha, beta=1.0, limit=config.gemm1_clamp_limit)
+        beta = getattr(config, "gemm1_beta", None)  # not in 0.5.17
+        return Activation(alpha=alpha, beta=1.0 if beta is None else beta, limit=config.gemm1_clamp_limit)
     if name == "relu2" and not config.is_gated:
         return Activation("relu2")
     raise FallsBackToEngine(f"activation {name}{'' if config.is_gated else ' without a gate'}")
