@@ -20,8 +20,11 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reas
 
 LIMIT_S = 420
 ONE: dict[str, Any] = {}
+CUT: dict[str, Any] = {"tp_size": 2}  # each expert in two; SGLang sums what the parts say
 SUMMED = {"tp_size": 2, "ep_size": 2}  # SGLang sums what the ranks' experts say
 CARRIED = SUMMED | {"dp_size": 2, "enable_dp_attention": True, "enable_dp_lm_head": True}
+WHERE = ("over 2 ranks", "on this rank alone")
+RANKS = pytest.mark.parametrize("engine", [ONE, CARRIED], ids=["one", "two"])
 LINE = "3 of 3 MoE layers (model.layers.0.mlp.experts to model.layers.2.mlp.experts)"
 
 
@@ -57,8 +60,8 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int
 
 @pytest.mark.parametrize(
     ("engine", "ranks"),
-    [(ONE, "on this rank alone"), (SUMMED, "on one of 2 ")],
-    ids=["one", "two-summed-by-sglang"],
+    [(ONE, "on this rank alone"), (CUT, "on one of 2 "), (SUMMED, "on one of 2 ")],
+    ids=["one", "two-parts-summed-by-sglang", "two-summed-by-sglang"],
 )
 def test_tokens_are_sglangs_own(
     engine: dict[str, Any], ranks: str, qwen3: tuple[Path, list[list[int]]], tmp_path: Path
@@ -85,7 +88,8 @@ def test_tokens_travel_to_an_idle_rank_and_back_and_a_killed_rank_is_named(
     assert code != 0
 
 
-def test_mxfp4_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+@RANKS
+def test_mxfp4_tokens_are_those_of_transformers(engine: dict[str, Any], tmp_path: Path) -> None:
     """SGLang itself has no MXFP4 experts on CPU; transformers decodes them, in float32. Its CPU attention has no sinks:
     the checkpoint's take no weight."""
     from safetensors.torch import load_file, save_file
@@ -100,39 +104,70 @@ def test_mxfp4_tokens_are_those_of_transformers(tmp_path: Path) -> None:
         save_file(tensors | sinks, file, metadata={"format": "pt"})
     want, lead = by_transformers(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float())
     assert lead > 0.025  # bf16's own differences from float32 reach 0.02 of these logits' deviation
-    code, log, tokens = run(tmp_path, folder, "cpu,eprt", CARRIED, "bfloat16")
+    code, log, tokens = run(tmp_path, folder, "cpu,eprt", engine, "bfloat16")
     assert (code, tokens) == (0, want), log[-3000:]
     assert "mxfp4, 8 experts, top-4" in log
 
 
-def test_fp8_block_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+@RANKS
+def test_fp8_block_tokens_are_those_of_transformers(engine: dict[str, Any], tmp_path: Path) -> None:
     """transformers has the same numbers decoded, in float32."""
     want, lead = by_transformers(fp8_model(tmp_path / "fp8", seed=432))
     assert lead > 0.04  # bf16's own differences from float32 reach 0.035 of these logits' deviation
-    code, log, tokens = run(tmp_path, tmp_path / "fp8", "cpu,eprt", CARRIED, "bfloat16")
+    code, log, tokens = run(tmp_path, tmp_path / "fp8", "cpu,eprt", engine, "bfloat16")
     assert (code, tokens) == (0, want), log[-3000:]
     assert "fp8_block, 8 experts, top-2" in log
 
 
-def test_a_router_with_a_bias_and_shared_experts(tmp_path: Path) -> None:
+@RANKS
+def test_a_router_with_a_bias_and_shared_experts(engine: dict[str, Any], tmp_path: Path) -> None:
     """GLM-4.5 chooses as DeepSeek-V3 does: groups of experts, by a bias; a factor scales what the routed ones say."""
     want, lead = by_transformers(glm4_model(tmp_path / "glm4"))
     assert lead > 1e-4  # float32 on both sides, sums in another order
     dense = {"moe_dense_tp_size": 1}  # gathered otherwise, by a Triton kernel
-    code, log, tokens = run(tmp_path, tmp_path / "glm4", "cpu,eprt", CARRIED | dense, "float32")
+    code, log, tokens = run(tmp_path, tmp_path / "glm4", "cpu,eprt", engine | dense, "float32")
     assert (code, tokens) == (0, want), log[-3000:]
-    assert "2 of 2 MoE layers (model.layers.1.mlp.experts to model.layers.2.mlp.experts) over 2 ranks" in log
+    assert f"2 of 2 MoE layers (model.layers.1.mlp.experts to model.layers.2.mlp.experts) {WHERE[engine is ONE]}" in log
 
 
-@pytest.mark.parametrize("strict", [False, True])
+PACKED = "packed = sglang_packed:register"  # experts in a format of its own
+LACKS = "PackedMoEMethod"
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "plugin", "reason"),
+    [("sglang", "9.9", "", "SGLang 9.9: the plugin hooks into SGLang"), ("packed", "0", PACKED, LACKS)],
+    ids=["version", "quantisation"],
+)
 def test_what_eprt_cannot_run_is_left_to_sglang(
-    strict: bool, qwen3: tuple[Path, list[list[int]]], tmp_path: Path
+    package: str, version: str, plugin: str, reason: str, qwen3: tuple[Path, list[list[int]]], tmp_path: Path
 ) -> None:
-    """The tokens are those of SGLang's own experts then."""
+    """The tokens are those of SGLang's own experts then, and one line says why."""
     model, want = qwen3
-    options = {"EPRT_SGLANG": '{"strict": true}'} if strict else {}
-    engine = {"enable_eplb": True, "ep_num_redundant_experts": 0}
-    code, log, tokens = run(tmp_path, model, "cpu,eprt", engine, "float32", **options)
-    assert "--enable-eplb moves experts that eprt holds" in log
-    assert (code == 0) != strict, log[-3000:]
-    assert strict or tokens == want
+    path = told(tmp_path, package, version, plugin)
+    code, log, tokens = run(tmp_path, model, "cpu,packed,eprt", ONE, "float32", PYTHONPATH=path)
+    assert (code, tokens) == (0, want), log[-3000:]
+    why = [line for line in log.splitlines() if "layers like it fall back to SGLang: " in line]
+    assert len(why) == 1
+    assert reason in why[0]
+    assert "on this rank alone" not in log
+
+
+def test_a_layer_that_would_fall_back_is_an_error_if_strict(
+    qwen3: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    path = told(tmp_path, "packed", "0", PACKED)
+    strict = {"EPRT_SGLANG": '{"strict": true}', "PYTHONPATH": path}
+    code, log, tokens = run(tmp_path, qwen3[0], "cpu,packed,eprt", ONE, "float32", **strict)
+    assert code != 0, log[-3000:]
+    assert not tokens
+    assert re.search(f"eprt.strict is set: .*{LACKS}", log)
+
+
+def told(folder: Path, package: str, version: str, plugin: str) -> str:
+    """Writes what `importlib.metadata` reads of a package. Returns a PYTHONPATH with it in front."""
+    info = folder / f"{package}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{plugin}\n")
+    return os.pathsep.join([str(folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
