@@ -24,6 +24,7 @@ PAGES = (
     "docs/lab/grouped_gemm.md",
     "docs/limits_and_errors.md",
     "docs/vllm.md",
+    "docs/sglang.md",
 )
 REGION = re.compile(r"(<!-- (\w+): python docs/figures/tables\.py -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
@@ -324,7 +325,7 @@ def same_layer(one: dict[str, Any], planned: dict[str, Any]) -> bool:
     return one["placement"] == "in order" and all(one[name] == planned[name] for name in names)
 
 
-def vllm(name: str) -> str:
+def duel(name: str, engine: str) -> str:
     """Medians of a decode step or of a whole load, and the extremes; not where the clock ran backwards."""
     lines = list[list[str]]()
 
@@ -341,7 +342,7 @@ def vllm(name: str) -> str:
         }
         cells = [f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f} of {len(ms)})" for ms in steps.values()]
         lines.append([model, what, *cells, ratio(median(steps["eprt"]), median(steps["none"]))])
-    heading = ["model", "sequences a rank", "vLLM's own experts, ms", "eprt's, ms", "eprt / vLLM"]
+    heading = ["model", "sequences a rank", f"{engine}'s own experts, ms", "eprt's, ms", f"eprt / {engine}"]
     return f"{table(heading, lines)}\n\n{source(name)}"
 
 
@@ -436,8 +437,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "errors": errors,
     "layer": layer,
     "placed": placed,
-    "vllm": lambda: vllm("vllm_h200_x2"),
-    "vllm_one_gpu": lambda: vllm("vllm_gpt_oss_20b_h200_x1"),
+    "vllm": lambda: duel("vllm_h200_x2", "vLLM"),
+    "vllm_one_gpu": lambda: duel("vllm_gpt_oss_20b_h200_x1", "vLLM"),
+    "sglang_one_gpu": lambda: duel("sglang_gpt_oss_20b_h100_x1", "SGLang"),
     "gpu_tests": gpu_tests,
     "faults_cpu": lambda: faults("faults_cpu"),
     "faults_h200_x2": lambda: faults("faults_h200_x2"),
