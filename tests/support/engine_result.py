@@ -6,7 +6,8 @@ import hashlib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sglang")
+KEPT = ("vllm",)  # those whose last whole run is in the repository
 PATTERNS = (
     "eprt/integrations/engine/*.py",
     "eprt/integrations/{}/*.py",

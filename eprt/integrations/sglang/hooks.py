@@ -36,6 +36,7 @@ def install(state: SglangState) -> None:
     around("layers.moe.utils.MoeA2ABackend.is_flashinfer", _carries_tokens)
     around("layers.moe.fused_moe_triton.layer.create_moe_dispatcher", _dispatcher)
     around("layers.moe.topk.TopK.forward_cuda", partial(_routed, state))
+    around("managers.scheduler.Scheduler.run_event_loop", partial(_served, state))
 
 
 def _arguments_made(state: SglangState, original: Callable[..., None], args: Any) -> None:
@@ -134,3 +135,12 @@ def _loaded(state: SglangState, *_: Any, **__: Any) -> None:
         state.warm()
     elif state.fallbacks and not state.bindings and state.reports():
         state.report()
+
+
+def _served(state: SglangState, original: Callable[..., None], scheduler: Any) -> None:
+    """Lets ranks agree on which of them is lost: SGLang ends all its processes as soon as a scheduler raises."""
+    try:
+        original(scheduler)
+    except Exception:
+        state.await_verdict()
+        raise

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from eprt.config import RuntimeConfig
 from eprt.errors import ConfigError
-from eprt.integrations.engine.ranks import world_alone, world_of
+from eprt.integrations.engine.ranks import POLL_S, world_alone, world_of
 from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
 from eprt.integrations.sglang.supported import (
     ALL_TO_ALL,
@@ -22,6 +23,8 @@ from eprt.integrations.sglang.supported import (
     runtime_config,
 )
 from eprt.world import World
+
+VERDICT_S = 2.0  # longer than guards need from a closed connection to the verdict, on a busy host
 
 
 @dataclass
@@ -78,6 +81,15 @@ class SglangState(EngineState):
             off = f"{VARIABLE}='{{\"{ALL_TO_ALL}\": false}}' leaves the layers to SGLang"
             raise ConfigError(f"eprt: {name} can't run, and eprt carries this model's tokens: {reason}; {off}")
         self.fall_back(name, reason)
+
+    def await_verdict(self) -> None:
+        """Waits a moment for the line that names a lost rank, where ranks watch each other."""
+        guards = [world._guard for world in self.worlds.values() if world._guard is not None]
+        deadline = time.monotonic() + (VERDICT_S if guards else 0.0)
+        while time.monotonic() < deadline:
+            time.sleep(4 * POLL_S)  # a verdict is logged within POLL_S
+            if any(guard.verdict is not None for guard in guards):
+                deadline = min(deadline, time.monotonic() + 4 * POLL_S)
 
 
 def _arguments() -> Any:
