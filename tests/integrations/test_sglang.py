@@ -156,8 +156,8 @@ def test_a_layer_that_would_fall_back_is_an_error_if_strict(
     qwen3: tuple[Path, list[list[int]]], tmp_path: Path
 ) -> None:
     path = told(tmp_path, "packed", "0", PACKED)
-    strict = {"EPRT_SGLANG": '{"strict": true}', "PYTHONPATH": path}
-    code, log, tokens = run(tmp_path, qwen3[0], "cpu,packed,eprt", ONE, "float32", **strict)
+    strict = '{"strict": true}'
+    code, log, tokens = run(tmp_path, qwen3[0], "cpu,packed,eprt", ONE, "float32", EPRT_SGLANG=strict, PYTHONPATH=path)
     assert code != 0, log[-3000:]
     assert not tokens
     assert re.search(f"eprt.strict is set: .*{LACKS}", log)
