@@ -371,7 +371,7 @@ FAULTS = {
     "skip": "skips a step or a phase (`WorldMismatch` on all)",
     "sleep": "sleeps",
 }
-MEETING = ("meeting", "groups", "control")
+MEETING = ("meeting", "meeting, with a rank to come", "groups", "control")
 
 
 def faults(name: str) -> str:

@@ -278,6 +278,8 @@ class Doctor(_Plugins, _Json):
     """Ranks of --faults: gloo ranks on the CPU, or one for each GPU, on every dispatcher that can run there."""
     trials: int | None = None
     """How many cells of the fault matrix --faults runs, 2 to 10 s each. Default: 20 on the CPU, all on GPUs."""
+    seeds: tuple[int, ...] = (0,)
+    """Orders of the CPU's matrix, of each of which --faults runs the first --trials cells."""
     jobs: int = 1
     """Trials of --faults at a time; on GPUs most of a trial is starting and waiting, so 10 on 64 cores are faster."""
     world: int = 4

@@ -220,7 +220,8 @@ def break_ranks(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
     count = DEFAULT_TRIALS if arguments.trials is None and device == "cpu" else arguments.trials
     _require_trials(arguments, world, count)
     output = arguments.output if terminal.speaks else None
-    found = FaultReport(faults.trials(world, device, count), arguments.jobs, output)
+    asked = [cell for seed in arguments.seeds for cell in faults.trials(world, device, count, seed)]
+    found = FaultReport(asked, arguments.jobs, output)
     if arguments.resume:
         found.resume()
     left = found.left()

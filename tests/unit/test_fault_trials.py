@@ -55,7 +55,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
         return (promised(trial) for trial in trials)
 
     monkeypatch.setattr(faults, "run_trials", run_trials)
-    monkeypatch.setattr(faults, "trials", lambda world, device, count: CELLS[:count])
+    monkeypatch.setattr(faults, "trials", lambda world, device, count, seed: CELLS[:count])
     return found
 
 
@@ -314,6 +314,32 @@ def test_a_verdict_that_is_late_wrong_or_missing_is_none(report: RankReport, rig
     trial = Trial("kill", "dispatch", 1, "symm", 2, "cuda")
     victim = RankReport(1, "died", exit_code=-9, ended_at=100.0)
     assert faults.judge(trial, [report, victim], [{}, {}], 100.0).ok is right
+
+
+@pytest.mark.parametrize(
+    ("knew_at", "why", "then", "fault", "right"),
+    [
+        (102.1, "exited", "restart", matrix.CUT, True),
+        (102.1, "silent", "restart", matrix.CUT, True),
+        (102.3, "exited", "restart", matrix.CUT, False),  # it ended before it knew: another fault
+        (None, "exited", "restart", matrix.CUT, False),
+        (102.1, "raised", "restart", matrix.CUT, False),
+        (102.1, "exited", "continue", matrix.CUT, False),  # there it doesn't end
+        (102.1, "exited", "restart", "stop", False),
+    ],
+)
+def test_who_is_cut_off_may_be_seen_to_end_only_after_it_knew(knew_at, why, then, fault, right: bool) -> None:
+    def lost(at: float, why: str) -> Raised:
+        return Raised("RankLost", f"rank 1 {why}", "", at, 1, why)
+
+    trial = Trial(fault, "dispatch", 1, "none", 3, then=then)
+    knew = (
+        RankReport(1, "died", exit_code=-9)
+        if knew_at is None
+        else RankReport(1, "raised", raised=lost(knew_at, "silent"))
+    )
+    reports = [RankReport(0, "raised", raised=lost(102.2, why)), knew, RankReport(2, "raised", raised=lost(102.2, why))]
+    assert bool(faults.judge(trial, reports, [{}, {}, {}], 100.0).named) is right
 
 
 def test_going_on_counts_only_with_a_right_output_in_time() -> None:

@@ -153,6 +153,8 @@ def _heard(trial: Trial, reports: Sequence[RankReport], diaries: Sequence[dict[s
     if trial.fault == CUT:  # who is cut off has to know it
         heard += [verdict for rank, verdict in said.items() if rank in trial.victims]
     found = [verdict for verdict in heard if verdict is not None]
+    if trial.fault == CUT and trial.then == "restart":
+        found = [_of_who_ended_first(trial, verdict, said) for verdict in found]
     whole = len(found) == len(heard) > 0
     words = tuple(sorted({verdict.words for verdict in found}))
     sides = 2 if trial.fault == CUT else 1
@@ -182,9 +184,15 @@ class _Verdict:
             return self.error == "WorldMismatch"
         if self.rank is None:
             return f"rank {trial.rank} {trial.why}" in self.words
-        # Who is cut off knows it as soon as the others do, and may have ended by then: on one host they see that first.
-        whys = (trial.why, "exited") if trial.fault == CUT else (trial.why,)
-        return (self.error, self.rank) == ("RankLost", trial.victims[0]) and self.why in whys
+        return (self.error, self.rank, self.why) == ("RankLost", trial.victims[0], trial.why)
+
+
+def _of_who_ended_first(trial: Trial, verdict: _Verdict, said: dict[int, _Verdict | None]) -> _Verdict:
+    """Takes "exited" for "silent" where a rank that was cut off had said before that it is: it may end on that before
+    the others' limit, and on one host they see its process end."""
+    own = [one for rank in trial.victims if (one := said.get(rank)) is not None]
+    knew = any(one.why == trial.why and one.at <= verdict.at for one in own) and verdict not in own
+    return replace(verdict, why=trial.why) if knew and verdict.why == "exited" else verdict
 
 
 def _verdict_of(report: RankReport, diary: dict[str, Any]) -> _Verdict | None:
