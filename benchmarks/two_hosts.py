@@ -28,8 +28,9 @@ from unittest import mock
 
 import torch
 
-from eprt.bench.report import Report, provenance, write_whole
+from eprt.bench.report import Report, provenance
 from eprt.conformance.faults import CheckedLayer
+from eprt.files import write_whole
 from eprt.world import World
 
 RANKS, STEPS, WANTED = 2, 20, (2, 32)

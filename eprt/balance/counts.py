@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from eprt.errors import ConfigError, EprtError
+from eprt.files import write_whole
 from eprt.layer import ExpertParallelMoE
 from eprt.world import World
 from eprt.world.agree import Header, exchange
@@ -61,7 +62,7 @@ def write_counts(path: str | Path, counts: Mapping[int, Sequence[int]]) -> None:
     value = {"format": FORMAT, "version": VERSION, "layers": layers}
     _checked(value, path)
     try:
-        Path(path).write_text(json.dumps(value) + "\n")
+        write_whole(Path(path), json.dumps(value) + "\n")
     except OSError as error:
         raise ConfigError(f"{path}: {error}") from error
 

@@ -11,6 +11,7 @@ import torch
 from eprt.balance.counts import gather_load
 from eprt.balance.planner import imbalance, rank_loads
 from eprt.errors import ConfigError
+from eprt.files import save_figure
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.world import World
@@ -86,7 +87,7 @@ class Balance:
         axes.set_ylabel("layer")
         axes.set_title(f"max/mean {self.mean:.3f} on average, {self.worst.imbalance:.3f} at worst", fontsize=10)
         try:
-            figure.savefig(path)
+            save_figure(figure, path)
         except (ValueError, OSError) as error:
             raise ConfigError(f"{path}: {error}") from error
 

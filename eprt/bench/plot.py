@@ -10,6 +10,7 @@ from eprt.bench.report import Report
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError
 from eprt.experts import EXECUTORS
+from eprt.files import save_figure
 from eprt.layer import PHASES
 from eprt.rounding import ceil_div
 
@@ -35,7 +36,7 @@ def plot(report: Report, path: Path) -> None:
     """
     figure = draw(report)
     try:
-        figure.savefig(path)
+        save_figure(figure, path)
     except (ValueError, OSError) as error:
         raise ConfigError(f"--plot {path}: {error}") from error
 

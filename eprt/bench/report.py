@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import secrets
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eprt import diagnosis
+from eprt.files import write_whole
 
 Row = dict[str, Any]  # one measurement
 
@@ -80,22 +80,6 @@ class Report:
             self.add([refused] if refused else rows_of(case, by_rank))
             keep(self)
         return self
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replaces a file at once, so that a reader sees the old text or the new one. Makes its folder."""
-    path = path.resolve()
-    if path.exists() and not path.is_file():  # /dev/stdout
-        path.write_text(text)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
-    try:
-        with beside.open("x") as file:  # nobody can have put a link there that leads into another file
-            file.write(text)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def this_command() -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from eprt.errors import ConfigError, one_block
+from eprt.files import is_strangers_link
 
 _KEY = "eprt generate"
 _REMEDY = "name another file, or remove it to begin again"
@@ -97,12 +98,16 @@ def as_line(given: str, said: Mapping[str, Any]) -> str:
 
 def _opened(path: Path) -> BinaryIO:
     """Opens a file to read and write, unbuffered. Raises OSError, ConfigError."""
+    if is_strangers_link(path):
+        raise ConfigError(f"--output {path}: a link that another user made; name another file")
     try:
-        regular = stat.S_ISREG(path.stat().st_mode)
+        found = path.stat()
     except FileNotFoundError:
-        return path.open("x+b", buffering=0)
-    if not regular:
+        return path.resolve().open("x+b", buffering=0)
+    if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"--output {path}: not a regular file; without --output, answers go to stdout")
+    if found.st_nlink > 1:
+        raise ConfigError(f"--output {path}: a file with {found.st_nlink} names (hard links); {_REMEDY}")
     return path.open("r+b", buffering=0)
 
 

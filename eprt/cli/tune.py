@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from eprt.bench import tune as bench
 from eprt.bench.dispatch import measure_dispatch
-from eprt.bench.report import Report, write_whole
+from eprt.bench.report import Report
 from eprt.cli.bench import require_tokens
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, UnsupportedError
+from eprt.files import write_whole
 from eprt.models.published import model_config
 from eprt.plan import make_plan
 from eprt.plan.measured import own_path, own_tables

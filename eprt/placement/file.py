@@ -11,6 +11,7 @@ from typing import Any
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
+from eprt.files import write_whole
 from eprt.json_files import MAX_DIGITS, parse, read_bounded, shown
 from eprt.placement import ExpertPlacement, listed
 
@@ -67,7 +68,7 @@ class PlacementFile:
             "layers": layers,
         }
         try:
-            Path(path).write_text(json.dumps(value) + "\n")
+            write_whole(Path(path), json.dumps(value) + "\n")
         except OSError as error:
             raise ConfigError(f"{path}: {error}") from error
 

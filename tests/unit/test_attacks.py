@@ -13,13 +13,19 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.jobs import attack_jobs as jobs
 
-from eprt.bench.report import write_whole
+from eprt.balance.counts import write_counts
+from eprt.bench.report import Report
+from eprt.cli.journal import Journal
+from eprt.errors import ConfigError
+from eprt.files import save_figure, write_whole
+from eprt.placement.file import PlacementFile
 from eprt.ranks.launcher import WorldFailed, launch
 from eprt.world.links import MAX_MESSAGE_BYTES, Links
 
@@ -201,6 +207,61 @@ def test_a_message_has_a_limit() -> None:
         assert wire.heard == []
 
     played(attack)
+
+
+def _counts(path: Path) -> None:
+    write_counts(path, {0: [1, 2]})
+
+
+def _placement(path: Path) -> None:
+    PlacementFile(2, 1, {None: (0, 1)}).write(path)
+
+
+def _report(path: Path) -> None:
+    Report("layer", []).write(path)
+
+
+def _journal(path: Path) -> None:
+    Journal(path, {}, 1, []).close()
+
+
+def _plot(path: Path) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    save_figure(figure, path.with_suffix(".png"))
+
+
+WRITERS = {writer.__name__: writer for writer in (_counts, _placement, _report, _journal, _plot)}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("held", ["precious", ""])
+@pytest.mark.parametrize("kind", ["symbolic", "dangling", "hard"])
+def test_a_strangers_link_leads_no_writer_into_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, held: str, kind: str
+) -> None:
+    """A name that the user gives is a link already, in a folder that others write into."""
+    (shared := tmp_path / "shared").mkdir()
+    output, precious = shared / "result.png", tmp_path / "precious"
+    if kind != "dangling":
+        precious.write_text(held)
+    output.hardlink_to(precious) if kind == "hard" else output.symlink_to(precious)
+    if kind != "hard":
+        os.lchown(output, 4321, 4321) if os.geteuid() == 0 else monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    with suppress(ConfigError):
+        WRITERS[writer](output)
+    if kind == "dangling":
+        assert not precious.exists()
+    else:
+        assert precious.read_text() == held
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_link_of_ones_own_is_followed(tmp_path: Path, writer: str) -> None:
+    output, real = tmp_path / "result.png", tmp_path / "real.png"
+    output.symlink_to(real)
+    WRITERS[writer](output)
+    assert real.stat().st_size > 0
+    assert output.is_symlink()
 
 
 def test_a_link_put_where_a_result_will_be_written_leads_nowhere(tmp_path: Path) -> None:

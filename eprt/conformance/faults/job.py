@@ -14,12 +14,12 @@ from unittest import mock
 
 import torch
 
-from eprt.bench.report import write_whole
 from eprt.conformance.cases import Batch
 from eprt.conformance.faults.matrix import CUT, LATE_S, REPLAY, START_UP, STEP, Skipped, Then, Trial, config, runtime
 from eprt.conformance.oracle import expected_outputs, full_weights, shard_weights
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import EprtError, RankLost, UsageError
+from eprt.files import write_whole
 from eprt.graphs import StepGraphs
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement

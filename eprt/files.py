@@ -1,0 +1,42 @@
+"""Writes files that a user names, perhaps in a folder that others write into, too."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replaces a file at once, so that a reader sees the old content or the new one. Makes its folder.
+
+    A link is followed where this user or root made it; of anybody else it is replaced. What has other names, by hard
+    links, keeps its content under them.
+    """
+    path = path.parent.resolve() / path.name if is_strangers_link(path) else path.resolve()
+    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file() and not path.is_symlink():  # /dev/stdout
+        path.write_bytes(data)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
+    try:
+        with beside.open("xb") as file:  # nobody can have put a link there that leads into another file
+            file.write(data)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def is_strangers_link(path: Path) -> bool:
+    """Tells whether the path is a link that neither this user nor root made."""
+    return path.is_symlink() and path.lstat().st_uid not in (os.geteuid(), 0)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes a matplotlib figure in the format that the file's name says."""
+    drawn = BytesIO()
+    figure.savefig(drawn, format=path.suffix.removeprefix(".") or None)
+    write_whole(path, drawn.getvalue())
