@@ -40,6 +40,7 @@ LONG = (
     r"test_slurm::",
     r"test_cli_generate::test_a_(restarted_world|signal)",
     r"test_generate_fuzz::",
+    r"test_hostile_dialects::test_broken_files_cost_little",
     r"test_generate_kills::",
     r"test_generation_starts::",
     r"test_page_commands::test_it_runs\[bench",

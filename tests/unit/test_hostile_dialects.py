@@ -1,17 +1,24 @@
-"""Broken checkpoints of compressed-tensors, GPTQ and AWQ: an error that names the file, or numbers that are right."""
+"""Broken checkpoints of compressed-tensors, GPTQ and AWQ: an error that names the file, or numbers that are right.
+
+EPRT_FUZZ_CASES=2000 is the full number of checkpoints and of configs that are loaded in processes of their own.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import shutil
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases.broken_files import mutate
+from support.cases.broken_files import mutate, mutate_config
 from support.cases.model_recipes import RECIPES, make_model
 from support.cases.packed_checkpoints import pack
 from support.cases.packed_int4 import AWQ
@@ -21,6 +28,9 @@ from eprt.models import load_layer
 from eprt.models.checkpoint import SINGLE
 from eprt.weights import Fp8Channel, Int4
 
+FUZZ_CASES = int(os.environ.get("EPRT_FUZZ_CASES", "60"))
+MOST_BYTES, MOST_CPU_S, MOST_MB = 6 << 30, 3.0, 300.0
+DIALECTS = ("pack_quantized", "pack_quantized_zeros", "float_channel", "gptq", "awq")
 SIZES = {"hidden_size": 32, "moe_intermediate_size": 32, "num_experts": 4, "vocab_size": 32, "num_hidden_layers": 2}
 
 
@@ -65,7 +75,7 @@ def assert_right(folder: Path, dialect: str, matrix: Int4 | Fp8Channel, layer: i
 
 
 @pytest.mark.parametrize("seeds", [range(25), pytest.param(range(25, 250), marks=pytest.mark.long)], ids=str)
-@pytest.mark.parametrize("dialect", ["pack_quantized", "pack_quantized_zeros", "float_channel", "gptq", "awq"])
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_broken_checkpoints(plain: Path, tmp_path: Path, dialect: str, seeds: range) -> None:
     whole = pack(plain, tmp_path / "whole", dialect)
     layer, refused = RECIPES["qwen3_moe"].layer, 0
@@ -88,3 +98,57 @@ def test_broken_checkpoints(plain: Path, tmp_path: Path, dialect: str, seeds: ra
         shutil.rmtree(folder)
     assert len(seeds) / 5 < refused < len(seeds), "the mutations no longer do what they should"
     assert time.process_time() - started < 60
+
+
+def resident_mb() -> float:
+    with open("/proc/self/statm") as held:
+        return int(held.read().split()[1]) * resource.getpagesize() / 2**20
+
+
+def in_a_process(call: Callable[[], str], told: Path) -> tuple[str, float, float]:
+    """Calls in a fork that may have `MOST_BYTES` of addresses; returns what it said, its CPU seconds and how many MB it
+    grew by at most."""
+    pid = os.fork()
+    if pid == 0:
+        said, before = "", resident_mb()
+        try:
+            resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+            resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
+            said = call()
+        except BaseException:  # noqa: BLE001 - whatever it is, the parent is told
+            said = f"untyped: {traceback.format_exc()}"
+        told.write_text(f"{before} {said}")
+        os._exit(0)
+    _, status, used = os.wait4(pid, 0)
+    assert status == 0, f"the process ended by status {status}"
+    before, _, said = told.read_text().partition(" ")
+    return said, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024 - float(before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+@pytest.mark.parametrize("break_it", [mutate, mutate_config])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_broken_files_cost_little(plain: Path, tmp_path: Path, dialect: str, break_it: Callable[..., None]) -> None:
+    whole, layer = pack(plain, tmp_path / "whole", dialect), RECIPES["qwen3_moe"].layer
+    load_layer(whole, layer)  # what is imported on the way is nobody's cost
+    outcomes: list[str] = []
+    for seed in range(1000, 1000 + FUZZ_CASES // len(DIALECTS)):
+        folder = shutil.copytree(whole, tmp_path / "broken")
+        break_it(folder, random.Random(f"{seed} {dialect}"))
+
+        def load(folder: Path = folder, seed: int = seed) -> str:
+            try:
+                found = load_layer(folder, layer).experts.down
+            except EprtError as error:
+                return f"refused: {error}"
+            assert isinstance(found, (Int4, Fp8Channel))
+            assert_right(folder, dialect, found, layer, seed)
+            return "right"
+
+        said, seconds, grown = in_a_process(load, tmp_path / "told")
+        assert said.startswith(("right", f"refused: {folder}")), f"seed {seed}: {said[:3000]}"
+        assert seconds <= MOST_CPU_S, f"seed {seed}: {said[:300]}"
+        assert grown <= MOST_MB, f"seed {seed}: {said[:300]}"
+        outcomes.append(said[:5])
+        shutil.rmtree(folder)
+    assert {"right", "refus"} == set(outcomes)

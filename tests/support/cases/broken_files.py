@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,8 +40,17 @@ def mutate(folder: Path, dice: random.Random) -> None:
             dice.choice((_json_value, _json_text, _header_value, _payload, _cut, _extra))(folder, dice)
 
 
-def _json_value(folder: Path, dice: random.Random) -> None:
-    path = folder / dice.choice((CONFIG, CONFIG, INDEX))
+def mutate_config(folder: Path, dice: random.Random) -> None:
+    """A few values of config.json, or of its text."""
+    for _ in range(dice.choice((1, 1, 2, 4))):
+        if dice.random() < 0.75:
+            _json_value(folder, dice, (CONFIG,))
+        else:
+            _json_text(folder, dice, (CONFIG,))
+
+
+def _json_value(folder: Path, dice: random.Random, names: Sequence[str] = (CONFIG, CONFIG, INDEX)) -> None:
+    path = folder / dice.choice(names)
     try:
         value = json.loads(path.read_text(errors="replace"))
     except ValueError:
@@ -61,8 +71,8 @@ def _edit(value: dict, dice: random.Random) -> None:
         value[key] = dice.choice(HOSTILE)
 
 
-def _json_text(folder: Path, dice: random.Random) -> None:
-    path = folder / dice.choice((CONFIG, INDEX))
+def _json_text(folder: Path, dice: random.Random, names: Sequence[str] = (CONFIG, INDEX)) -> None:
+    path = folder / dice.choice(names)
     text = bytearray(path.read_bytes())
     for _ in range(dice.randint(1, 3)):
         if text:
