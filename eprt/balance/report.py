@@ -87,7 +87,7 @@ class Balance:
         axes.set_ylabel("layer")
         axes.set_title(f"max/mean {self.mean:.3f} on average, {self.worst.imbalance:.3f} at worst", fontsize=10)
         try:
-            save_figure(figure, path)
+            save_figure(figure, Path(path))
         except (ValueError, OSError) as error:
             raise ConfigError(f"{path}: {error}") from error
 
