@@ -54,6 +54,8 @@ def generate(arguments: Generate, terminal: Terminal) -> int:
         with nullcontext() if task is None else closing(task):
             if task is not None and task.work.first:
                 terminal.note(f"{task.work.first} of {len(task.work.ids)} prompts are answered in the file already")
+            if task is not None and not task.work.ids:
+                terminal.note(f"{arguments.prompts} holds no prompt")
             if task is not None and task.work.first == len(task.work.ids) and not joins_torchrun():
                 return 0
             with ranks(arguments.world, arguments.device) as workers:

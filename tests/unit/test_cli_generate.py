@@ -297,6 +297,13 @@ def test_a_file_of_anything_else_is_left_as_it_is(tmp_path: Path, held: bytes, s
     assert path.read_bytes() == held
 
 
+def test_a_file_without_a_prompt_says_so(tiny: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "empty.jsonl").write_bytes(b"\n")
+    monkeypatch.setattr(command, "ranks", lambda *_: pytest.fail("ranks were started"))
+    assert main([*WORDS, "--model", str(tiny), "--world", "1", "--prompts", str(tmp_path / "empty.jsonl")]) == 0
+    assert "empty.jsonl holds no prompt" in capsys.readouterr().err
+
+
 def test_a_finished_journal_starts_no_ranks(tiny: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     """Nor does one of other options, another model or the prompts' own file."""
     (tmp_path / "prompts.jsonl").write_bytes(lines(PROMPTS))
