@@ -179,14 +179,14 @@ class MatrixReader:
         height, width = extent.size
         if place.chunks > 1 and height % field.rows:
             raise ConfigError(f"{where}: {height} rows of gate end inside a block of {field.rows} that up shares")
-        rows, cols = _entries(extent.rows, height, field.rows), _entries(extent.cols, width, field.cols)
+        rows, cols = _entries(extent.rows, height, field.rows, where), _entries(extent.cols, width, field.cols, where)
         entries = ceil_div(height, field.rows)
         index = slice(place.chunk * entries + rows.start, place.chunk * entries + rows.stop), cols
         shape = place.chunks * entries, 1 if field.cols == WHOLE_ROW else ceil_div(width, field.cols)
         if place.transposed or field.transposed:
             index, shape = index[::-1], shape[::-1]
         if place.group:
-            grouped = _entries(extent.cols, width, field.cols * place.group)
+            grouped = _entries(extent.cols, width, field.cols * place.group, where)
             index, shape = (index[0], grouped), (shape[0], shape[1] // place.group, place.group)
         self.checkpoint.require(name, shape=(*place.lead_shape, *shape), dtypes=field.dtypes)
         return place, (*place.lead, *index)
@@ -205,15 +205,16 @@ def split_alternating(rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return rows.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
-def _entries(take: slice, size: int, block: int) -> slice:
+def _entries(take: slice, size: int, block: int, where: str) -> slice:
     """Returns a field's entries for matrix rows or columns. Only FP8's 128-blocks may be left over at the end."""
     if block == WHOLE_ROW:
         return slice(0, 1)
-    ragged = size % block and block != FP8_BLOCK
-    if ragged or take.start % block or (take.stop % block and take.stop != size):
+    if size % block and block != FP8_BLOCK:
+        raise ConfigError(f"{where}: {size} rows or columns, by the config, are no multiple of its blocks of {block}")
+    if take.start % block or (take.stop % block and take.stop != size):
         raise ConfigError(
-            f"[{take.start}, {take.stop}) of {size} cuts a scale block of {block}; choose a moe_tp_size that keeps "
-            f"blocks whole"
+            f"{where}: [{take.start}, {take.stop}) of {size} cuts a scale block of {block}; choose a moe_tp_size that "
+            f"keeps blocks whole"
         )
     return slice(take.start // block, ceil_div(take.stop, block))
 

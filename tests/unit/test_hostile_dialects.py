@@ -5,6 +5,7 @@ EPRT_FUZZ_CASES=2000 is the full number of checkpoints and of configs that are l
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -98,6 +99,15 @@ def test_broken_checkpoints(plain: Path, tmp_path: Path, dialect: str, seeds: ra
         shutil.rmtree(folder)
     assert len(seeds) / 5 < refused < len(seeds), "the mutations no longer do what they should"
     assert time.process_time() - started < 60
+
+
+def test_a_width_that_cuts_a_word_names_the_file(plain: Path, tmp_path: Path) -> None:
+    folder = pack(plain, tmp_path / "whole", "awq")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 12}))
+    with pytest.raises(EprtError, match="12 rows or columns, by the config, are no multiple of its blocks of 8") as found:
+        load_layer(folder, RECIPES["qwen3_moe"].layer)
+    assert str(folder) in str(found.value)
 
 
 def resident_mb() -> float:
