@@ -105,7 +105,7 @@ def test_a_width_that_cuts_a_word_names_the_file(plain: Path, tmp_path: Path) ->
     folder = pack(plain, tmp_path / "whole", "awq")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 12}))
-    with pytest.raises(EprtError, match="12 rows or columns, by the config, are no multiple of its blocks of 8") as found:
+    with pytest.raises(EprtError, match="12 rows or columns, by the config, are no multiple") as found:
         load_layer(folder, RECIPES["qwen3_moe"].layer)
     assert str(folder) in str(found.value)
 
