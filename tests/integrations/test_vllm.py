@@ -49,7 +49,8 @@ def ranks_run(
     plugin: str,
     prompts: list[list[Any]],
     ep: bool = True,
-    updates: list[tuple[str, Path]] | None = None,
+    updates: list[tuple[str, Path | str]] | None = None,
+    as_gpu: bool = False,
     **llm: Any,
 ) -> tuple[list[int], list[str], list[list[list[int]]]]:
     """Exit codes, logs and tokens of `dp` programs, one for each list of prompts."""
@@ -66,6 +67,7 @@ def ranks_run(
             "rank": rank,
             "port": port,
             "llm": llm,
+            "as_gpu": as_gpu,
         }
         spec |= {"prompts": prompts[rank], "out": str(out), "all_out": [str(path) for path in outs]}
         if updates is not None:
@@ -177,6 +179,62 @@ def test_new_weights_in_every_way_that_trainers_have(
     assert "3 of 3 MoE layers" in logs[0]
     for turn, want in enumerate([alone, *(want for _, want in trained)]):
         assert [each for rank in ranks for each in rank[turn]] == want, turn
+
+
+BALANCED: dict[str, Any] = {  # --enable-eplb with plans every four steps, and two spare slots
+    "enable_eplb": True,
+    "eplb_config": {"window_size": 4, "step_interval": 4, "num_redundant_experts": 2, "log_balancedness": True},
+}
+
+
+def test_experts_move_under_load_through_sleep_and_updates(
+    qwen3: Path, alone: list[list[int]], trained: list[tuple[Path, list[list[int]]]], tmp_path: Path
+) -> None:
+    """vLLM's own flags for EPLB, DBO (which its CPU build turns off) and sleep mode in one engine, with updates."""
+    (first, first_tokens), (second, second_tokens) = trained[:2]
+    updates = [("again", ""), ("sleep", ""), ("reload", first), ("again", ""), ("layerwise", second)]
+    want = [alone, alone, alone, first_tokens, first_tokens, second_tokens]
+    flags = BALANCED | {"enable_dbo": True, "enable_sleep_mode": True}
+    parts = [PROMPTS[:3], PROMPTS[3:]]
+    codes, logs, ranks = ranks_run(
+        tmp_path, qwen3, "float32", 2, 1, "eprt", parts, updates=updates, as_gpu=True, **flags
+    )
+    assert codes == [0, 0], "\n".join(log[-3000:] for log in logs)
+    for turn, tokens in enumerate(want):
+        assert [each for rank in ranks for each in rank[turn]] == tokens, turn
+    assert logs[0].count("--enable-eplb moves the experts of eprt's layers") >= 1
+    assert "8 experts on 10 slots balanced" in logs[0]
+    assert len(re.findall(r"eprt: experts of [1-3] of 3 layers move", logs[0])) >= 3
+
+
+@pytest.mark.parametrize("what", ["update", "move"])
+def test_a_rank_killed_while_experts_change_is_named_and_nobody_answers(
+    what: str, qwen3: Path, trained: list[tuple[Path, list[list[int]]]], tmp_path: Path
+) -> None:
+    checkpoint = trained[0][0] if what == "update" else ""
+    parts = [PROMPTS[:3], PROMPTS[3:]]
+    codes, logs, ranks = ranks_run(
+        *(tmp_path, qwen3, "float32", 2, 1, "eprt", parts),
+        updates=[("again", ""), (f"die in {what}", checkpoint)],
+        as_gpu=True,
+        **BALANCED,
+    )
+    assert 0 not in codes
+    assert ranks == [[], []]
+    assert re.search(r"eprt: rank 1 exited: .*is gone", logs[0]), logs[0][-4000:]
+
+
+def test_a_draft_model_beside_lora_of_attention(
+    qwen3: Path, alone: list[list[int]], trained: list[tuple[Path, list[list[int]]]], tmp_path: Path
+) -> None:
+    """The draft, of other weights, has MoE layers of its own; some of what it proposes is refused."""
+    draft = {"model": str(trained[0][0]), "method": "draft_model", "num_speculative_tokens": 2}
+    lora = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+    llm: dict[str, Any] = lora | {"speculative_config": draft}
+    codes, logs, tokens = ranks_run(tmp_path, qwen3, "float32", 1, 1, "eprt", [PROMPTS], ep=False, **llm)
+    assert codes == [0], logs[0][-3000:]
+    assert tokens[0] == alone
+    assert "6 of 6 MoE layers (model.layers.0.mlp.experts to draft_model.model.layers.2.mlp.experts)" in logs[0]
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)], ids=["dp2-ep", "tp2-without-ep"])

@@ -2,6 +2,7 @@
 
 SPEC: model, dtype, dp, tp, ep, rank, port, prompts (ids, tokens to add), out, all_out, further LLM arguments, and
 updates: (way, checkpoint), each followed by the same prompts. Without updates the file holds one list of tokens.
+With `as_gpu`, vLLM checks its flags as it does where GPUs are: its CPU build refuses some that nothing on CPU hinders.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import json
 import os
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 
 def main() -> None:
@@ -24,20 +27,9 @@ def main() -> None:
             VLLM_DP_MASTER_IP="127.0.0.1",
             VLLM_DP_MASTER_PORT=str(spec["port"]),
         )
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    llm = LLM(
-        model=spec["model"],
-        dtype=spec["dtype"],
-        tensor_parallel_size=spec["tp"],
-        enable_expert_parallel=spec["ep"],
-        skip_tokenizer_init=True,
-        max_model_len=128,
-        max_num_seqs=8,
-        max_num_batched_tokens=128,
-        worker_extension_cls="vllm_trainer.Trainer",
-        **{"enforce_eager": True, **spec.get("llm", {})},
-    )
+    llm = started(spec)
     settings = [
         SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in spec["prompts"]
     ]
@@ -59,6 +51,45 @@ def main() -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
+class AsGpu:
+    """vLLM's platform, but for what decides whether EPLB and sleep mode may be asked for."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+    def is_xpu(self) -> bool:
+        return True
+
+    def is_sleep_mode_available(self) -> bool:
+        return True
+
+
+def started(spec: dict[str, Any]) -> Any:
+    """Starts this rank's engine."""
+    import vllm.config.model
+    import vllm.config.parallel
+    from vllm import LLM
+
+    with ExitStack() as stack:
+        for module in (vllm.config.model, vllm.config.parallel) if spec.get("as_gpu") else ():
+            stack.enter_context(patch.object(module, "current_platform", AsGpu(module.current_platform)))
+        return LLM(
+            model=spec["model"],
+            dtype=spec["dtype"],
+            tensor_parallel_size=spec["tp"],
+            enable_expert_parallel=spec["ep"],
+            skip_tokenizer_init=True,
+            max_model_len=128,
+            max_num_seqs=8,
+            max_num_batched_tokens=128,
+            worker_extension_cls="vllm_trainer.Trainer",
+            **{"enforce_eager": True, **spec.get("llm", {})},
+        )
+
+
 def meet(spec: dict[str, Any], name: str) -> None:
     """Waits for all ranks. One that is done keeps taking part, with vLLM's dummy steps, until the last one is."""
     marks = [Path(f"{path}.{name}") for path in spec["all_out"]]
@@ -71,8 +102,18 @@ def meet(spec: dict[str, Any], name: str) -> None:
 
 
 def update(llm: Any, way: str, checkpoint: str) -> None:
-    """Loads a checkpoint into the engine that runs: by vLLM's `reload_weights`, or in a way of `vllm_trainer`."""
-    if way == "reload":
+    """Loads a checkpoint into the engine that runs: by vLLM's `reload_weights`, or in a way of `vllm_trainer`. "again"
+    changes nothing, "sleep" sleeps and wakes, "die in ..." ends rank 1's worker there (`vllm_trainer`)."""
+    if way == "again":
+        return
+    if way == "sleep":
+        llm.sleep(level=1)
+        llm.wake_up()
+    elif way.startswith("die"):
+        llm.collective_rpc("die_in", args=(way.removeprefix("die in "),))
+        if checkpoint:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
+    elif way == "reload":
         llm.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
     else:
         llm.collective_rpc("load_checkpoint", args=(way, checkpoint))

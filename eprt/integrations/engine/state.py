@@ -198,6 +198,8 @@ class EngineState:
                 world.warmup(*own)
         if self.reports():
             self.report()
+            if self.balancing is not None:
+                self.balancing.reports = True
 
     @contextmanager
     def _timed(self, purpose: str) -> Iterator[None]:

@@ -50,6 +50,7 @@ def register() -> None:
     from eprt.integrations.vllm.worker import watch_config
 
     state, logger = PluginState(), logging.getLogger("vllm.eprt")
+    _share_handlers(logging.getLogger("vllm"), logging.getLogger("eprt"))
     try:
         if warning := check_version(_installed()):
             logger.warning("eprt: %s", warning)
@@ -60,6 +61,13 @@ def register() -> None:
         watch_config(state)
     except ConfigError as error:
         logger.warning("eprt: every layer is left to vLLM: %s", error)
+
+
+def _share_handlers(theirs: logging.Logger, own: logging.Logger) -> None:
+    """Lets eprt's own lines, of kernels that are compiled say, appear in vLLM's log. Handlers of the user's stay."""
+    if not own.handlers:
+        own.handlers = list(theirs.handlers)
+        own.setLevel(theirs.level)
 
 
 def _installed() -> str:
