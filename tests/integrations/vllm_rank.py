@@ -40,8 +40,10 @@ def main() -> None:
 
     found = [tokens()]
     for number, (way, checkpoint) in enumerate(spec.get("updates", [])):
+        llm.sleep(level=0)  # returns when this rank's last dummy step is over
         meet(spec, f"before-{number}")
         update(llm, way, checkpoint)
+        llm.wake_up(tags=["scheduling"])
         llm.reset_prefix_cache()
         meet(spec, f"after-{number}")
         found.append(tokens())
@@ -97,8 +99,6 @@ def meet(spec: dict[str, Any], name: str) -> None:
     deadline = time.monotonic() + 300
     while not all(mark.exists() for mark in marks) and time.monotonic() < deadline:
         time.sleep(0.1)
-    if name.startswith("before"):
-        time.sleep(1)  # the last rank's dummy steps
 
 
 def update(llm: Any, way: str, checkpoint: str) -> None:
