@@ -1,5 +1,4 @@
-"""Defines the flags, defaults and help of every command as frozen dataclasses, which `eprt.cli.parsing` fills. Imports
-no torch."""
+"""Defines the flags, defaults and help of every command, which `eprt.cli.parsing` fills in. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class _Ranks:
 @dataclass(frozen=True, kw_only=True)
 class _Plugins:
     plugin: Annotated[tuple[str, ...], UseAppendAction] = ()
-    """Python module to import first, here and in every rank: it may register dispatchers, executors and model families
-    of its own. Repeat the flag for more than one."""
+    """Python module to import first in every rank: it may register backends and model families. May be repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
