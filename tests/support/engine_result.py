@@ -7,7 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENGINES = ("vllm", "sglang")
-KEPT = ("vllm",)  # those whose last whole run is in the repository
 PATTERNS = (
     "eprt/integrations/engine/*.py",
     "eprt/integrations/{}/*.py",

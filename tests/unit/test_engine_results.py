@@ -7,12 +7,12 @@ import importlib
 import json
 
 import pytest
-from support.engine_result import KEPT, fingerprints, result_of
+from support.engine_result import ENGINES, fingerprints, result_of
 
 REMEDY = "run `bash scripts/test_{}.sh` and commit what it writes below benchmarks/results/tests"
 
 
-@pytest.mark.parametrize("engine", KEPT)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_kept_result_is_of_these_files(engine: str) -> None:
     notes = json.loads(result_of(engine).read_text())["notes"]
     kept, found = dict(note.split(" ") for note in notes[1:]), fingerprints(engine)
@@ -22,7 +22,7 @@ def test_the_kept_result_is_of_these_files(engine: str) -> None:
     assert notes[0].removeprefix(f"{engine} ") in tested
 
 
-@pytest.mark.parametrize("engine", KEPT)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_everything_passed_then(engine: str) -> None:
     rows = json.loads(result_of(engine).read_text())["rows"]
     assert sum(row["passed"] for row in rows) >= 6
