@@ -31,7 +31,7 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Specialization:
-    """What Triton compiles one machine code from.
+    """Names what Triton compiles one machine code from.
 
     Attributes:
         kernel: Triton's or Gluon's function.
@@ -226,7 +226,7 @@ def like(number: int) -> int:
 
 
 def starts_aligned(*tensors: torch.Tensor) -> bool:
-    """Whether all tensors start at a multiple of 16 bytes, as a CachedKernel expects."""
+    """Tells whether all tensors start at a multiple of 16 bytes, as a CachedKernel expects."""
     together = 0
     for tensor in tensors:
         together |= tensor.data_ptr()

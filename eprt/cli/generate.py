@@ -94,7 +94,7 @@ def _found(model: Path) -> Path:
 
 @dataclass(frozen=True)
 class _Work:
-    """What all ranks have to know.
+    """Tells all ranks what they have to know.
 
     Attributes:
         ids: the prompts' token ids.
@@ -114,7 +114,7 @@ class _Work:
 
 
 class _Task:
-    """What one process reads before any rank starts, and the way of the answers out."""
+    """Holds what one process reads before any rank starts, and writes the answers."""
 
     def __init__(self, prompts: list[Prompt], tokenizer: Any, journal: Journal | None, work: _Work) -> None:
         self.work = work

@@ -22,7 +22,7 @@ ALL = "all"  # for the layers that have no entry of their own
 
 @dataclass(frozen=True)
 class PlacementFile:
-    """Which experts lie where, layer by layer.
+    """Says which experts lie where, layer by layer.
 
     Attributes:
         num_experts: E of every layer in it.

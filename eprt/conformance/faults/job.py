@@ -1,4 +1,4 @@
-"""What each rank does in a trial: it runs steps whose every output is checked, and the victim breaks in one of them."""
+"""Runs a rank in a trial: every output of its steps is checked, and the victim breaks in one of them."""
 
 from __future__ import annotations
 
