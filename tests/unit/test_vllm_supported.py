@@ -8,24 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import vllm_layouts as layouts
-from support.cases.vllm_layouts import H, I, K, L, Loaded, named
+from support.cases.vllm_layouts import named
 from support.stand_ins import vllm as stand_in
 from support.stand_ins.vllm import host
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
-from eprt.errors import CheckpointError, ConfigError
-from eprt.experts import make_executor
-from eprt.integrations.engine.parameters import FallsBackToEngine, expert_weights, mark_unset
+from eprt.errors import ConfigError
+from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.engine.settings import choose, with_low_precision
 from eprt.integrations.vllm import TESTED, check_version
 from eprt.integrations.vllm.method import EprtMoEMethod, Kernel, tokens_per_rank
-from eprt.integrations.vllm.parameters import INTERLEAVED, activation_of, layout_of
 from eprt.integrations.vllm.supported import captures_graphs, moe_config, require_supported, runtime_config
-from eprt.placement import ExpertPlacement
 from eprt.support import Device
-from eprt.tokens import FlatTokens, Payload
-from eprt.weights import ExpertWeights, Nvfp4
 
 
 @pytest.mark.parametrize("version", TESTED)
@@ -283,125 +277,3 @@ def test_what_vllms_runner_asks_of_a_kernel() -> None:
     assert not kernel.is_monolithic
     assert not kernel.fused_experts.consumes_expert_mask
     assert kernel.prepare_finalize.topk_indices_dtype() == EprtMoEMethod.topk_indices_dtype == torch.int32
-
-
-CASES = {
-    "gpt-oss, mxfp4": (lambda: layouts.mxfp4("GptOssMxfp4MoEMethod", "swigluoai"), None),
-    "DeepSeek-V4, mxfp4": (lambda: layouts.mxfp4("Mxfp4MoEMethod", "silu"), 10.0),
-    "ModelOpt nvfp4": (layouts.nvfp4, None),
-    "DeepSeek-V3, fp8 blocks": (lambda: layouts.fp8([128, 128]), None),
-    "fp8 a tensor": (lambda: layouts.fp8(None), None),
-    "bf16": (lambda: layouts.dense(torch.bfloat16), None),
-    "f32": (lambda: layouts.dense(torch.float32), None),
-    "gpt-oss, bf16": (lambda: layouts.dense(torch.bfloat16, "swigluoai"), None),
-    "Nemotron-H, bf16": (layouts.ungated, None),
-    "compressed-tensors int4 of vLLM 0.32": (layouts.w4a16, None),
-    "compressed-tensors int4 of vLLM 0.26": (lambda: layouts.w4a16(inputs_first=True), None),
-    "compressed-tensors int4, zero points": (lambda: layouts.w4a16(zeros=True), None),
-    "compressed-tensors int4, zero points, 0.26": (lambda: layouts.w4a16(inputs_first=True, zeros=True), None),
-    "GPTQ": (layouts.gptq, None),
-    "AWQ": (layouts.awq, None),
-    "compressed-tensors fp8 a tensor": (lambda: layouts.w8a8_fp8("tensor"), None),
-    "compressed-tensors fp8 a channel": (lambda: layouts.w8a8_fp8("channel"), None),
-    "compressed-tensors fp8 blocks": (lambda: layouts.w8a8_fp8("block"), None),
-    "compressed-tensors nvfp4": (layouts.w4a4_nvfp4, None),
-}
-
-
-def layer_of(loaded: Loaded, **swiglu: float | None) -> SimpleNamespace:
-    limits = {f"swiglu_{key}": swiglu.get(key) for key in ("alpha", "beta", "limit")}
-    return SimpleNamespace(activation=SimpleNamespace(value=loaded.activation), **limits)
-
-
-def converted(loaded: Loaded) -> ExpertWeights:
-    interleaved = loaded.activation == INTERLEAVED
-    return expert_weights(layout_of(loaded.method), loaded.parameters, interleaved=interleaved)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_layer_computes_what_the_plain_numbers_say(name: str) -> None:
-    torch.manual_seed(0)
-    make, limit = CASES[name]
-    loaded = make()
-    weights = converted(loaded)
-    config = MoEConfig(
-        num_experts=L,
-        top_k=K,
-        hidden_size=H,
-        intermediate_size=I,
-        activation=activation_of(layer_of(loaded, limit=limit)),
-        bias=loaded.down_bias is not None,
-        weight_format=layout_of(loaded.method).weight_format(loaded.method, loaded.dtype),
-    )
-    shard = ExpertPlacement(L, ParallelConfig()).shard(0)
-    executor = make_executor("reference", config, shard, weights, torch.device("cpu"), RuntimeConfig(), "flat")
-    x, scores = torch.randn(5, H), torch.rand(5, K)
-    ids = torch.tensor([[0, 1], [2, 0], [1, 2], [2, 1], [0, 2]], dtype=torch.int32)
-    y = executor(FlatTokens(Payload.plain(x), ids, scores, L))
-    want = layouts.expected(loaded, x, ids, scores, limit)
-    # Sums of H and I float32 products: 256 * 2^-24 of the largest is the worst rounding there can be.
-    torch.testing.assert_close(y.double(), want, rtol=0, atol=float(want.abs().max()) * 256 * 2**-24)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if "Nemotron" not in name])
-def test_gate_and_up_are_told_apart(name: str) -> None:
-    """The test above would see them swapped: the plain numbers with gate and up exchanged say something else."""
-    torch.manual_seed(0)
-    make, limit = CASES[name]
-    loaded = make()
-    x, ids, scores = torch.randn(1, H), torch.tensor([[0, 1]]), torch.ones(1, K)
-    right = layouts.expected(loaded, x, ids, scores, limit)
-    loaded.gate, loaded.up = loaded.up, loaded.gate
-    wrong = layouts.expected(loaded, x, ids, scores, limit)
-    assert float((right - wrong).abs().max() / right.abs().max()) > 0.01  # 600 times what that test allows
-
-
-def test_activations() -> None:
-    def made(name: str, **given: float | None) -> tuple[float, float, float | None]:
-        found = activation_of(layer_of(Loaded(None, name, {}, *[torch.empty(0)] * 3), **given))
-        return found.alpha, found.beta, found.limit
-
-    assert made("silu") == (1.0, 0.0, None)
-    assert made("silu", limit=10.0) == (1.0, 0.0, 10.0)
-    assert made("swigluoai") == (1.702, 1.0, 7.0)
-    assert made("swigluoai_uninterleave", alpha=1.702, beta=1.0, limit=7.0) == (1.702, 1.0, 7.0)
-    for name in ("gelu", "swiglustep", "situ", "silu_no_mul", "swigluoai_uninterleave"):
-        with pytest.raises(FallsBackToEngine, match=name):
-            made(name)
-
-
-def test_what_eprt_cannot_read_is_left_to_vllm() -> None:
-    with pytest.raises(FallsBackToEngine, match="CompressedTensorsW4A8Fp8MoEMethod"):
-        layout_of(layouts.named("CompressedTensorsW4A8Fp8MoEMethod"))
-    small = layouts.named("Fp8MoEMethod", weight_block_size=[64, 128])
-    with pytest.raises(FallsBackToEngine, match=r"\[64, 128\]"):
-        layout_of(small).weight_format(small, torch.bfloat16)
-    refined = layouts.named("Fp8MoEMethod", weight_block_size=[128, 128], weight_scale_refine=(2, 1))
-    with pytest.raises(FallsBackToEngine, match="128 x 128"):
-        layout_of(refined).weight_format(refined, torch.bfloat16)
-    half = layouts.named("UnquantizedFusedMoEMethod")
-    with pytest.raises(FallsBackToEngine, match="float16"):
-        layout_of(half).weight_format(half, torch.float16)
-
-
-def test_a_scale_that_no_file_had_is_named() -> None:
-    loaded = layouts.nvfp4()
-    layout = layout_of(loaded.method)
-    mark_unset(layout, loaded.parameters)
-    assert all(bool(loaded.parameters[name].isnan().all()) for name in layout.unset)
-    loaded = layouts.nvfp4()
-    loaded.parameters["w2_weight_scale_2"][1] = float("nan")
-    with pytest.raises(CheckpointError, match=f"w2_weight_scale_2: 1 of {L} values were in no file"):
-        converted(loaded)
-    loaded = layouts.nvfp4()
-    loaded.parameters["w13_input_scale"][0, 1] = float("nan")
-    with pytest.raises(CheckpointError, match="w13_input_scale"):
-        converted(loaded)
-
-
-def test_a_weight_only_checkpoint_has_no_input_scale() -> None:
-    for make in (layouts.nvfp4, layouts.w4a4_nvfp4):
-        weights = converted(make(input_scale=False))
-        assert isinstance(weights.gate_up, Nvfp4)
-        assert isinstance(weights.down, Nvfp4)
-        assert weights.gate_up.input_scale is weights.down.input_scale is None
