@@ -8,6 +8,7 @@ checkpoint's order or interleaving, `models/` brings it to this one; each execut
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -243,12 +244,15 @@ class ExpertWeights:
         down: [L, H, I'].
         gate_up_bias: [L, parts * I'] float32 or bf16, or None.
         down_bias: [L, H], whole on every MoE-TP rank; executors add it on moe_tp_rank 0 only. Or None.
+        hidden_order: [H] int64: column c of every expert's `gate_up` is for column hidden_order[c] of the hidden
+            states, equal on all ranks. The layer sorts its tokens so before they travel. None: they are in order.
     """
 
     gate_up: Matrix
     down: Matrix
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    hidden_order: torch.Tensor | None = None
 
     @property
     def num_local_experts(self) -> int:
@@ -263,10 +267,15 @@ class ExpertWeights:
         biases = [b for b in (self.gate_up_bias, self.down_bias) if b is not None]
         return self.gate_up.nbytes + self.down.nbytes + sum(b.numel() * b.element_size() for b in biases)
 
+    def order_fingerprint(self) -> str:
+        """Returns a short text that differs where `hidden_order` does."""
+        order = self.hidden_order
+        return "none" if order is None else hashlib.sha256(repr(order.tolist()).encode()).hexdigest()[:16]
+
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ExpertWeights:
-        """Returns a copy with every tensor changed (moved, sliced along L)."""
+        """Returns a copy with every expert's tensors changed (moved, sliced along L)."""
         bias = [None if b is None else change(b) for b in (self.gate_up_bias, self.down_bias)]
-        return ExpertWeights(self.gate_up.map(change), self.down.map(change), bias[0], bias[1])
+        return ExpertWeights(self.gate_up.map(change), self.down.map(change), bias[0], bias[1], self.hidden_order)
 
     def to(self, device: torch.device | str) -> ExpertWeights:
         return self.map(lambda tensor: tensor.to(device))
@@ -286,6 +295,8 @@ class ExpertWeights:
                     f"{name} is {type(matrix).__name__}: the config's weight_format is {config.weight_format!r}"
                 )
         L, H = shard.num_local_experts, config.hidden_size
+        if self.hidden_order is not None and not torch.equal(self.hidden_order.sort().values.cpu(), torch.arange(H)):
+            raise ConfigError(f"hidden_order: expected each of {H} columns of the hidden states once, in int64")
         self.gate_up.check("gate_up", L, parts * intermediate, H, parts)
         self.down.check("down", L, H, intermediate, 1)
         for name, bias, cols in (

@@ -64,6 +64,7 @@ def shard_weights(full: ExpertWeights, config: MoEConfig, shard: ExpertShard) ->
         _cut(local.down, 2, 1, config.intermediate_size, width),
         bias,
         local.down_bias,
+        local.hidden_order,
     )
 
 
@@ -102,6 +103,8 @@ def expected_outputs(config: MoEConfig, full: ExpertWeights, batches: Sequence[B
         gate_up = decode_matrix(full.gate_up.expert(e), config.activation.parts).squeeze(0)
         down = decode_matrix(full.down.expert(e), 1).squeeze(0)
         bias = [None if b is None else b[e] for b in (full.gate_up_bias, full.down_bias)]
+        if full.hidden_order is not None:  # back to the hidden states' own columns
+            gate_up = gate_up[:, full.hidden_order.argsort()]
         for total, batch, (token, k) in zip(totals, batches, chosen, strict=True):
             y = expert_forward(config, gate_up, down, bias[0], bias[1], batch.hidden[token].float())
             total.index_add_(0, token, batch.topk.weights[token, k, None] * y)

@@ -103,7 +103,7 @@ class ExpertParallelMoE(nn.Module):
             self.plan.dispatcher, world, inside, runtime, *pair, input_scale=scale, settings=self.plan.settings
         )
         self.executor = self._make_executor(inside, experts, runtime, layer)
-        self._loading = ExpertLoading(world, config, self.dispatcher, self.executor)
+        self._loading = ExpertLoading(world, config, self.dispatcher, self.executor, experts.hidden_order)
         self._slices = Slices(world)
         how = {"one_replica": runtime.phase == "decode", "count_load": runtime.count_load}
         self._slots = ChosenSlots(config, world, self._slices, self.placement, **how)
@@ -121,7 +121,7 @@ class ExpertParallelMoE(nn.Module):
     def _make_executor(self, inside: MoEConfig, experts: ExpertWeights, runtime: RuntimeConfig, layer: int) -> Executor:
         """Builds the executor, then compares the placement with the peers, so that a refusal is one on all ranks."""
         world = self.world
-        placed = {"placement": self.placement.fingerprint()}
+        placed = {"placement": self.placement.fingerprint(), "hidden_order": experts.order_fingerprint()}
         header = Header("build", layer, 1, fingerprint=fingerprint_of(placed), settings=placed)
         what = self.plan.executor, inside, self.dispatcher.shard, experts, world.device, runtime
         try:
@@ -377,6 +377,7 @@ class ExpertParallelMoE(nn.Module):
         R may be over the capacity unless `strict_capacity` is set."""
         x, choice = call.tokens, call.choice
         inside = x if self.latent is None else self.latent.into(x)
+        inside = inside if self._loading.order is None else inside.index_select(1, self._loading.order)
         # Weights that lie elsewhere are dispatch's to refuse, on every rank.
         if self.config.weight_on_input and isinstance(choice, TopK) and choice.weights.device == inside.device:
             inside, choice = inside * choice.weights.to(inside.dtype), TopK(choice.ids, torch.ones_like(choice.weights))

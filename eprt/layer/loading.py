@@ -27,10 +27,14 @@ class ExpertLoading:
 
     Attributes:
         broken: why calls are refused until all experts were loaded, or "".
+        order: `ExpertWeights.hidden_order`, on the world's device.
     """
 
-    def __init__(self, world: World, config: MoEConfig, dispatcher: Dispatcher, executor: Executor) -> None:
+    def __init__(
+        self, world: World, config: MoEConfig, dispatcher: Dispatcher, executor: Executor, order: torch.Tensor | None
+    ) -> None:
         self._world, self._config, self._dispatcher, self._executor = world, config, dispatcher, executor
+        self.order = None if order is None else order.to(world.device)
         self.broken = ""
 
     def run(
@@ -91,7 +95,7 @@ class ExpertLoading:
             if weights is None:
                 raise ConfigError("load_experts got no weights, and isn't told of single experts: pass this rank's")
             weights.check(self._config, shard)
-            self._require_scale(weights)
+            self._require_like(weights)
             return weights, None
         ids = list(experts)
         self._require_ids(ids)
@@ -102,7 +106,7 @@ class ExpertLoading:
         if weights is None:
             return None, []
         weights.check(self._config, ExpertShard(len(ids), 0, len(ids), shard.moe_tp_rank, shard.moe_tp_size))
-        self._require_scale(weights)
+        self._require_like(weights)
         rows = {expert: row for row, expert in enumerate(ids)}
         slots = [slot for slot, expert in enumerate(shard.experts) if expert in rows]
         picked = torch.tensor([rows[shard.experts[slot]] for slot in slots], dtype=torch.int64, device=weights.device)
@@ -115,13 +119,17 @@ class ExpertLoading:
             most = self._config.num_experts - 1
             raise ConfigError(f"experts {list(ids)}: expected different numbers of experts, from 0 to {most}")
 
-    def _require_scale(self, weights: ExpertWeights) -> None:
-        """Raises ConfigError where tokens travel in NVFP4 with a scale that the new experts don't share."""
-        held, new = self._dispatcher.payload_scale, calibrated_scale(weights)
-        if held is not None and new is not None and float(new) > float(held):
+    def _require_like(self, weights: ExpertWeights) -> None:
+        """Raises ConfigError where tokens travel in an order of columns, or in NVFP4 with a scale, that the new experts
+        don't share."""
+        held, new = (None if order is None else order.cpu() for order in (self.order, weights.hidden_order))
+        if (held is None) != (new is None) or not (held is None or new is None or torch.equal(held, new)):
+            raise ConfigError("hidden_order isn't that of the first weights: build the layer again with the new ones")
+        scale, new_scale = self._dispatcher.payload_scale, calibrated_scale(weights)
+        if scale is not None and new_scale is not None and float(new_scale) > float(scale):
             raise ConfigError(
-                f"input_scale reaches {float(new)}: tokens in NVFP4 have the {float(held)} of the first weights; "
-                "keep the scales, or build it again"
+                f"input_scale reaches {float(new_scale)}: tokens in NVFP4 have the {float(scale)} of the first "
+                "weights; keep the scales, or build it again"
             )
 
     def _write(self, weights: ExpertWeights | None, slots: list[int] | None) -> None:

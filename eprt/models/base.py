@@ -87,11 +87,11 @@ class ModelFamily(ABC):
         """Reads this rank's experts, and no other bytes, into canonical order."""
         prefix = f"{self.block(checkpoint, layer)}.experts"
         names = ExpertNames(prefix, config.num_experts, self.aliases, self.stacked, self.transposed)
-        return load_experts(checkpoint, names, config, shard, self.scheme(checkpoint, layer))
+        return load_experts(checkpoint, names, config, shard, self.scheme(checkpoint, layer, config.num_experts))
 
-    def scheme(self, checkpoint: Checkpoint, layer: int) -> Scheme:
-        """Returns how the layer's experts are stored."""
-        return scheme_of(self.text_config(checkpoint.config), self.expert_modules(layer))
+    def scheme(self, checkpoint: Checkpoint, layer: int, num_experts: int) -> Scheme:
+        """Returns how the layer's experts are stored. Raises ConfigError where not all of them are alike."""
+        return scheme_of(self.text_config(checkpoint.config), self.expert_modules(layer), num_experts)
 
     def load_router(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> Router:
         """Reads the router in the model's dtype, its selection bias in float32, as transformers keeps them."""

@@ -142,7 +142,7 @@ class GraniteMoe(FieldFamily):
         if f"{block}.input_linear.weight" not in checkpoint:
             return super().load_experts(checkpoint, layer, config, shard)
         names = ExpertNames(block, config.num_experts, self.aliases, self.linears)
-        return load_experts(checkpoint, names, config, shard, self.scheme(checkpoint, layer))
+        return load_experts(checkpoint, names, config, shard, self.scheme(checkpoint, layer, config.num_experts))
 
 
 class HunyuanV1Moe(FieldFamily):

@@ -17,7 +17,7 @@ from eprt.models.packed import (
     as_float32,
     codes_of_rows,
     codes_of_words,
-    in_order,
+    columns_in_order,
     int4_scale,
     of_this_shape,
     reciprocal,
@@ -92,11 +92,18 @@ class Claim:
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of a matrix in files: the fields of its type, and what else is read beside them."""
+    """The tensors of a matrix in files: the fields of its type, and what else is read beside them.
+
+    Attributes:
+        order: suffix of the tensor that says each column's group, where columns may be out of order (`models.columns`).
+        group: columns of a group there; 0 is the whole row.
+    """
 
     kind: type[Matrix]
     fields: tuple[Field, ...]
     claims: tuple[Claim, ...] = ()
+    order: str = ""
+    group: int = 0
 
 
 _BYTES = (torch.uint8, torch.int8)
@@ -222,11 +229,15 @@ def _pack_quantized(scheme: Scheme) -> Stored:
     if scheme.zeros:
         zeros = partial(zeros_of_rows, order=IN_ORDER, offset=0)
         fields.append(Field("zeros", ("weight_zero_point",), _INT32, 8, scheme.group, zeros))
-    claims = (
-        Claim("weight_shape", (torch.int64, torch.int32), lambda rows, cols: (2,), of_this_shape),
-        Claim("weight_g_idx", _INT32, lambda rows, cols: (cols,), in_order(scheme.group), not scheme.ordered),
-    )
-    return Stored(Int4, tuple(fields), claims)
+    shape = Claim("weight_shape", (torch.int64, torch.int32), lambda rows, cols: (2,), of_this_shape)
+    return _grouped(scheme, fields, [shape], "weight_g_idx")
+
+
+def _grouped(scheme: Scheme, fields: list[Field], claims: list[Claim], order: str) -> Stored:
+    if scheme.ordered:
+        return Stored(Int4, tuple(fields), tuple(claims), order, scheme.group)
+    in_order = Claim(order, _INT32, lambda rows, cols: (cols,), partial(columns_in_order, scheme.group), optional=True)
+    return Stored(Int4, tuple(fields), (in_order, *claims))
 
 
 def _words(scheme: Scheme) -> Stored:
@@ -237,13 +248,13 @@ def _words(scheme: Scheme) -> Stored:
         codes = Field("codes", ("qweight",), _INT32, rows=8, accept=codes_of_rows, transposed=True)
     zeros = partial(zeros_of_rows, order=AWQ_ORDER if awq else IN_ORDER, offset=scheme.zero_offset)
     fields = [codes, Field("scales", ("scales",), _FLOATS, cols=group, accept=int4_scale, transposed=True)]
-    claims = [Claim("g_idx", _INT32, lambda rows, cols: (cols,), in_order(group), not scheme.ordered)]
+    claims: list[Claim] = []
     if scheme.zeros:
         fields.append(Field("zeros", ("qzeros",), _INT32, 8, group, zeros, transposed=True))
     else:
         shape = partial(_zeros_shape, group)
         claims.append(Claim("qzeros", _INT32, shape, partial(symmetric_zeros, zeros)))
-    return Stored(Int4, tuple(fields), () if awq else tuple(claims))
+    return Stored(Int4, tuple(fields)) if awq else _grouped(scheme, fields, claims, "g_idx")
 
 
 def _zeros_shape(group: int, rows: int, cols: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,6 +13,7 @@ from eprt.config import MoEConfig, WeightFormat
 from eprt.errors import CheckpointError, ConfigError
 from eprt.json_files import shown
 from eprt.models.checkpoint import Checkpoint
+from eprt.models.columns import column_order, is_sorted, sort_columns, sort_rows
 from eprt.models.fields import WHOLE_ROW, Claim, Field, Part, Stored, stored_as
 from eprt.models.hf_config import flatten
 from eprt.models.schemes import Scheme, scheme_of
@@ -19,7 +21,7 @@ from eprt.models.shards import Index
 from eprt.placement import ExpertShard
 from eprt.quant import decode
 from eprt.rounding import ceil_div
-from eprt.weights import FP8_BLOCK, ExpertWeights, Matrix
+from eprt.weights import FP8_BLOCK, ExpertWeights, Int4, Matrix
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,11 @@ def load_experts(
     H, I = config.hidden_size, config.intermediate_size
     first: tuple[Part, ...] = ("gate", "up") if config.activation.gated else ("up",)
     reader = MatrixReader(checkpoint, stored, names.locate, shard.experts, config.num_experts)
-    gate_up = reader.read(first, Extent((I, H), width, slice(0, H)))
-    weights = ExpertWeights(gate_up, reader.read(("down",), Extent((H, I), slice(0, H), width)))
+    across, along = Extent((I, H), width, slice(0, H)), Extent((H, I), slice(0, H), width)
+    gate_up, down = reader.read(first, across), reader.read(("down",), along)
+    if isinstance(gate_up, Int4) and (inner := reader.orders(("down",), along)) is not None:
+        sort_rows(gate_up, inner[:, 0], len(first))
+    weights = ExpertWeights(gate_up, down, hidden_order=reader.common_order(first, across))
     weights.check(config, shard)
     return weights
 
@@ -136,8 +141,61 @@ class MatrixReader:
         """
         kind, fields = self.stored.kind, self.stored.fields
         self._check(parts, extent)
+        orders = self.orders(parts, extent)
         present = [field for field in fields if not field.optional or self._exists(field, parts)]
-        return kind(**{field.name: self._field(field, parts, extent) for field in present})
+        matrix = kind(**{field.name: self._field(field, parts, extent) for field in present})
+        if orders is not None and isinstance(matrix, Int4):
+            sort_columns(matrix, orders)
+        return matrix
+
+    def orders(self, parts: tuple[Part, ...], extent: Extent) -> torch.Tensor | None:
+        """Returns how columns are sorted by group: [L, parts, columns], or None where they lie in order.
+
+        Raises:
+            CheckpointError: groups that aren't all of one size.
+            ConfigError: the extent takes some of the columns, which would be those of parts of groups.
+        """
+        if not self.stored.order:
+            return None
+        cols = extent.size[1]
+        found = torch.stack([torch.stack([self._order(e, p, cols)[0] for p in parts]) for e in self.experts])
+        if is_sorted(found):
+            return None
+        if extent.cols != slice(0, cols):
+            _, where = self._order(self.experts[0], parts[0], cols)
+            raise ConfigError(
+                f"{where}: columns in activation order can't be cut: use moe_tp_size 1, as expert parallelism"
+            )
+        return found
+
+    def common_order(self, parts: tuple[Part, ...], extent: Extent) -> torch.Tensor | None:
+        """Returns the order of columns that all experts of the layer share, or None where they lie in order.
+
+        Raises:
+            CheckpointError: the tensor of a local expert says another order than expert 0's.
+        """
+        if self.orders(parts, extent) is None and (not self.stored.order or self.experts[0] == 0):
+            return None
+        cols = extent.size[1]
+        base, first = self._order(0, parts[0], cols)
+        for expert, part in itertools.product(self.experts, parts):
+            order, where = self._order(expert, part, cols)
+            if not torch.equal(order, base):
+                raise CheckpointError(
+                    f"{where}: columns are in another activation order than those of {first}, and a layer's tokens are "
+                    "sorted once for all of its experts; quantise with every token given to all experts, with desc_act "
+                    "false, or with actorder static"
+                )
+        return None if is_sorted(base) else base
+
+    def _order(self, expert: int, part: Part, cols: int) -> tuple[torch.Tensor, str]:
+        """Returns the order of one matrix's columns, and the head of a message about it."""
+        places = self.locate(expert, part, self.stored.fields[0])
+        names = [f"{place.name.rpartition('.')[0]}.{self.stored.order}" for place in places if not place.lead]
+        name = self.checkpoint.first(*names)
+        groups = self.checkpoint.read(name, shape=(cols,), dtypes=(torch.int32,))
+        where = self.checkpoint.where(name)
+        return column_order(groups, self.stored.group, where), where
 
     def _check(self, parts: tuple[Part, ...], extent: Extent) -> None:
         """Reads what describes each of the local experts' matrices. Raises CheckpointError unless it is true."""
@@ -241,9 +299,12 @@ def load_linear(checkpoint: Checkpoint, modules: tuple[str, ...], rows: int, col
         return [Location(f"{module}.{suffix}") for suffix in field.suffixes]
 
     reader = MatrixReader(checkpoint, stored_as(scheme), locate, experts=(0,), num_experts=1)
-    matrix = reader.read(("down",), Extent((rows, cols), slice(0, rows), slice(0, cols)))
+    whole = Extent((rows, cols), slice(0, rows), slice(0, cols))
+    matrix = reader.read(("down",), whole)
     dtype = torch.float32 if scheme.format == "f32" else torch.bfloat16
-    return decode(matrix, 1, dtype)[0]
+    dense = decode(matrix, 1, dtype)[0]
+    orders = reader.orders(("down",), whole)
+    return dense if orders is None else dense[:, orders[0, 0].argsort()]
 
 
 def _scheme_of_linear(checkpoint: Checkpoint, module: str) -> Scheme:

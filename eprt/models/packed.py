@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -74,18 +73,13 @@ def of_this_shape(values: torch.Tensor, where: str, size: tuple[int, int]) -> No
         raise CheckpointError(f"{where} says {values.tolist()}: expected {list(size)}, as config.json does")
 
 
-def in_order(group: int) -> Callable[[torch.Tensor, str, tuple[int, int]], None]:
-    """Returns a check of `g_idx`: column c belongs to group c // `group`."""
-    return partial(_in_order, group)
-
-
-def _in_order(group: int, index: torch.Tensor, where: str, size: tuple[int, int]) -> None:
+def columns_in_order(group: int, index: torch.Tensor, where: str, size: tuple[int, int]) -> None:
+    """Raises CheckpointError unless a `g_idx` says that column c belongs to group c // `group`."""
     cols = size[1]
     expected = torch.arange(cols, dtype=torch.int32) // (group or cols)
     if not torch.equal(index, expected):
         place = int((index != expected).nonzero()[0])
         raise CheckpointError(
-            f"{where}: column {place} is of group {int(index[place])}, expected {int(expected[place])}: columns in "
-            "activation order (desc_act, actorder) can't be multiplied group by group; quantise with desc_act false, "
-            "or actorder static"
+            f"{where}: column {place} is of group {int(index[place])}, expected {int(expected[place])}, as the config "
+            "says that columns are in order; if they are in activation order, set desc_act, or actorder group"
         )

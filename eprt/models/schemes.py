@@ -6,7 +6,8 @@ Sources: ModelOpt's unified checkpoints; the compressed-tensors package (formats
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from eprt.models.patterns import MAX_PATTERNS, matches
 from eprt.weights import INT4_GROUPS
 
 Modules = tuple[str, ...]
+MOST_MATCHES = 20_000  # regular expressions times experts, of one layer
 
 # NVIDIA ModelOpt's `quant_algo` (modelopt.torch.export, unified Hugging Face checkpoints).
 _MODELOPT_FORMATS: dict[str, WeightFormat] = {
@@ -51,15 +53,34 @@ class Scheme:
     ordered: bool = False
 
 
-def scheme_of(hf: dict[str, Any], modules: Modules) -> Scheme:
+def scheme_of(hf: dict[str, Any], modules: Modules, num_experts: int = 1) -> Scheme:
     """Returns how the routed experts are stored: by `quantization_config`, else by the dtype.
 
     Args:
-        modules: names that per-module settings may know the experts by; those of one projection end alike.
+        modules: names that per-module settings may know the first expert by; those of one projection end alike.
+        num_experts: how many experts are compared with the first.
 
     Raises:
-        ConfigError: a quantisation that no matrix type of eprt.weights holds, or projections that differ in theirs.
+        ConfigError: a quantisation that no matrix type of eprt.weights holds, or projections or experts that differ in
+            theirs.
     """
+    first = _scheme_of(hf, modules)
+    for expert in _compared(hf, num_experts) if hf.get("quantization_config") else ():
+        names = tuple(module.replace(".experts.0.", f".experts.{expert}.") for module in modules)
+        if (other := _scheme_of(hf, names)) != first:
+            said = f"{shown(modules[0])} {_said(first)}, {shown(names[0])} {_said(other)}"
+            raise ConfigError(f"{where(hf)}: experts of one layer are quantised in several ways: {said}; expected one")
+    return first
+
+
+def _compared(hf: dict[str, Any], num_experts: int) -> Iterable[int]:
+    """Returns the experts that are compared with the first: all, where that takes bounded time. Where it doesn't, the
+    others' tensors still have to be those of the first one's scheme."""
+    patterns = json.dumps(hf["quantization_config"]).count('"re:')
+    return range(1, num_experts) if patterns * num_experts <= MOST_MATCHES else (num_experts - 1,)
+
+
+def _scheme_of(hf: dict[str, Any], modules: Modules) -> Scheme:
     if hf.get("quantization_config") is None:
         return _plain(hf)
     quant = section(hf, "quantization_config")
@@ -102,13 +123,18 @@ def _modelopt(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Sc
         raise ConfigError(f"{where(quant)}: {len(patterns)} excluded patterns: expected at most {MAX_PATTERNS}")
     if excluded.intersection(modules) or any(fnmatchcase(module, p) for module in modules for p in patterns):
         return plain
-    algorithm = quant.get("quant_algo")
-    if algorithm == "MIXED_PRECISION":
-        layers = section(quant, "quantized_layers")
-        named = [layers[module] for module in modules if isinstance(layers.get(module), dict)]
-        if not named:
-            return plain
-        algorithm = named[0].get("quant_algo")
+    if quant.get("quant_algo") != "MIXED_PRECISION":
+        return _modelopt_scheme(hf, quant.get("quant_algo"))
+    layers = section(quant, "quantized_layers")
+
+    def scheme(names: Modules) -> Scheme:
+        named = [layers[name] for name in names if isinstance(layers.get(name), dict)]
+        return _modelopt_scheme(hf, named[0].get("quant_algo")) if named else plain
+
+    return _one_scheme(hf, scheme, modules)
+
+
+def _modelopt_scheme(hf: dict[str, Any], algorithm: object) -> Scheme:
     if not isinstance(algorithm, str) or algorithm not in _MODELOPT_FORMATS:
         raise ConfigError(
             f"{where(hf)}: quant_algo {shown(algorithm)} is not supported: expected {', '.join(_MODELOPT_FORMATS)}"
@@ -264,9 +290,13 @@ def _one_scheme(hf: dict[str, Any], scheme: Callable[[Modules], Scheme], modules
     around = projections.pop("experts", []) if len(projections) > 1 else []
     found = {name: scheme((*names, *around)) for name, names in projections.items()}
     if len(set(found.values())) > 1:
-        said = ", ".join(f"{name} {one.format} (groups of {one.group})" for name, one in found.items())
+        said = ", ".join(f"{name} {_said(one)}" for name, one in found.items())
         raise ConfigError(f"{where(hf)}: experts of one layer are quantised in several ways: {said}; expected one")
     return next(iter(found.values()))
+
+
+def _said(scheme: Scheme) -> str:
+    return f"{scheme.format} (groups of {scheme.group})" if scheme.format == "int4" else scheme.format
 
 
 # quant_method -> scheme, from the config, its quantization_config and the names of the experts' modules.

@@ -31,7 +31,7 @@ from eprt.weights import Fp8Channel, Int4
 
 FUZZ_CASES = int(os.environ.get("EPRT_FUZZ_CASES", "60"))
 MOST_BYTES, MOST_CPU_S, MOST_MB = 6 << 30, 3.0, 300.0
-DIALECTS = ("pack_quantized", "pack_quantized_zeros", "float_channel", "gptq", "awq")
+DIALECTS = ("pack_quantized", "pack_quantized_zeros", "pack_quantized_act_order", "float_channel", "gptq", "awq")
 SIZES = {"hidden_size": 32, "moe_intermediate_size": 32, "num_experts": 4, "vocab_size": 32, "num_hidden_layers": 2}
 
 

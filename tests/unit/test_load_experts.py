@@ -198,6 +198,14 @@ def test_a_rank_killed_in_a_load_is_named_and_nobody_answers_with_mixed_weights(
         assert broken.startswith("layer 0 holds experts of a load that failed half way")
 
 
+def test_columns_in_another_order_stay_in_it(pools) -> None:
+    for found, told, built in pools(2).run(jobs.in_another_order):
+        assert found == [True] * 3
+        assert "hidden_order isn't that of the first weights" in told
+        assert built.startswith("WorldMismatch")
+        assert "hidden_order" in built
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -206,6 +214,7 @@ def test_a_rank_killed_in_a_load_is_named_and_nobody_answers_with_mixed_weights(
         ("unknown", "experts [8]: expected"),
         ("without", "1 experts and no weights"),
         ("size", "gate_up.data is"),
+        ("order", "hidden_order isn't that of the first weights"),
         ("step", "load_experts inside step"),
     ],
 )

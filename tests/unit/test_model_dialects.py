@@ -17,6 +17,7 @@ from eprt.models.checkpoint import SINGLE
 from eprt.weights import Int4, Nvfp4
 
 PREFIX = "model.layers.1.mlp.experts"
+ORDERED = ("gptq_act_order", "pack_quantized_act_order")
 FORMAT = {
     **dict.fromkeys(
         ("pack_quantized", "pack_quantized_zeros", "pack_quantized_channel", "gptq", "gptq_v2", "awq"), "int4"
@@ -95,7 +96,7 @@ def test_a_group_is_not_cut_by_tensor_parallelism(tmp_path):
         load_layer(folder, layer, ParallelConfig(2, moe_tp_size=2), 0)
 
 
-@pytest.mark.parametrize("dialect", ["pack_quantized", "gptq", "awq", "float_channel"])
+@pytest.mark.parametrize("dialect", ["pack_quantized", "gptq", "awq", "float_channel", *ORDERED])
 def test_a_packed_shared_expert_is_decoded(tmp_path, dialect):
     *_, layer, folders = saved("deepseek_v3")
     folder = pack(folders["original"], tmp_path / "a", dialect, plain=tmp_path / "plain")
@@ -120,7 +121,7 @@ def group(targets: list[str], **weights: object) -> dict[str, object]:
     "change",
     [
         {"ignore": ["re:.*experts.*"]},
-        {"ignore": [f"{PREFIX}.0.{name}_proj" for name in ("gate", "up", "down")]},
+        {"ignore": [f"{PREFIX}.{expert}.{name}_proj" for expert in range(8) for name in ("gate", "up", "down")]},
         {"config_groups": {"group_0": group(["re:.*self_attn.*"])}},
         {"config_groups": {}},
     ],
@@ -191,6 +192,44 @@ def test_settings_that_eprt_has_no_numbers_for_are_refused(tmp_path, quant, text
         load_layer(folder, layer)
 
 
+@pytest.mark.parametrize(
+    ("quant", "text"),
+    [
+        (PACKED | {"ignore": [rf"re:.*experts\.2\.{name}_proj" for name in ("gate", "up", "down")]}, r"2.* bf16"),
+        (PACKED | {"ignore": [f"{PREFIX}.3.{name}_proj" for name in ("gate", "up", "down")]}, r"3.* bf16"),
+        (PACKED | {"ignore": [r"re:.*experts\.1\.up_proj"]}, "up_proj bf16"),
+        (
+            PACKED
+            | {"config_groups": {"a": group([r"re:.*experts\.[0-2]\..*"]), "b": group(["Linear"], group_size=64)}},
+            r"experts.0.* int4 \(groups of 32\), .*experts.3.* int4 \(groups of 64\)",
+        ),
+        (PACKED | {"config_groups": {"a": group([r"re:.*experts\.[0-2]\..*"])}}, r"experts.3.* bf16; expected one"),
+        (GPTQ | {"dynamic": {r"-:.*experts\.3\..*": {}}}, "experts.3.* bf16"),
+        (GPTQ | {"dynamic": {r"+:.*experts\.3\..*": {"bits": 8}}}, "bits 8 is not supported"),
+        (AWQ | {"modules_to_not_convert": ["experts.1.down_proj"]}, "down_proj bf16"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    f"{PREFIX}.{expert}.{name}_proj": {"quant_algo": "FP8" if expert == 2 else "NVFP4"}
+                    for expert in range(8)
+                    for name in ("gate", "up", "down")
+                },
+            },
+            "experts.0.* nvfp4, .*experts.2.* fp8_tensor",
+        ),
+    ],
+)  # fmt: skip
+def test_experts_of_one_layer_are_stored_alike(tmp_path, quant, text):
+    """Whichever expert differs, and whichever this rank holds."""
+    *_, layer, folders = saved("qwen3_moe")
+    folder = edit(folders["original"], tmp_path, config={"quantization_config": quant})
+    for rank in range(4):
+        with pytest.raises(ConfigError, match=text):
+            load_layer(folder, layer, ParallelConfig(4), rank)
+
+
 # ---- tensors --------------------------------------------------------------------------------------------------------
 
 NAN = float("nan")
@@ -218,7 +257,7 @@ NAN = float("nan")
         ("gptq", "qweight", lambda t: t[:-1], "has shape"),
         ("gptq", "qzeros", lambda t: t + 1, "zero points such as 9: expected 8, the config says sym"),
         ("gptq", "qzeros", lambda t: t * 0 - 1, "zero points of 16"),
-        ("gptq", "g_idx", lambda t: t.flip(0), "column 0 is of group 2, expected 0: columns in activation order"),
+        ("gptq", "g_idx", lambda t: t.flip(0), "column 0 is of group 2, expected 0, as the config says"),
         ("gptq", "scales", lambda t: t.float() * NAN, "holds nan"),
         ("awq", "qweight", lambda t: t.T.contiguous(), "has shape"),
         ("awq", "qzeros", None, "qzeros' is missing"),
@@ -245,9 +284,72 @@ def test_a_v1_zero_of_sixteen_is_no_zero_point(tmp_path):
         load_layer(folder, layer)
 
 
+@pytest.mark.parametrize("dialect", ORDERED)
+def test_columns_in_activation_order_are_sorted_at_load(tmp_path, dialect):
+    """By the files' own indices: hidden states once for all experts, what is between the matrices expert by expert."""
+    folder, plain, layer = packed(tmp_path, dialect)
+    known, tensors = load_layer(plain, layer).experts, load_file(folder / SINGLE)
+    suffix = next(name for name in tensors if name.endswith("g_idx")).rpartition(".")[2]
+
+    def by_group(module: str) -> list[int]:
+        groups = tensors[f"{PREFIX}.{module}.{suffix}"].tolist()
+        return [column for group in range(max(groups) + 1) for column, of in enumerate(groups) if of == group]
+
+    for rank in range(2):
+        found = load_layer(folder, layer, ParallelConfig(2), rank)
+        hidden = by_group("0.up_proj")
+        assert found.experts.hidden_order is not None
+        assert found.experts.hidden_order.tolist() == hidden != sorted(hidden)
+        gate_up, down = decode_matrix(found.experts.gate_up, 2), decode_matrix(found.experts.down, 1)
+        assert len({tuple(by_group(f"{expert}.down_proj")) for expert in found.shard.experts}) > 1
+        for local, expert in enumerate(found.shard.experts):
+            inner = by_group(f"{expert}.down_proj")
+            both = inner + [len(inner) + row for row in inner]
+            assert torch.equal(gate_up[local], known.gate_up.data[expert][both][:, hidden])
+            assert torch.equal(down[local], known.down.data[expert][:, inner])
+
+
+def swapped(index: torch.Tensor) -> torch.Tensor:
+    """Another order with groups of the same size."""
+    first, second = int((index == 0).nonzero()[0]), int((index == 1).nonzero()[0])
+    index[[first, second]] = index[[second, first]]
+    return index
+
+
+@pytest.mark.parametrize(
+    ("module", "change", "text"),
+    [
+        ("3.gate_proj", swapped, "another activation order than those of .*0.gate_proj"),
+        ("3.up_proj", swapped, "another activation order"),
+        ("2.down_proj", lambda index: index.clamp(max=1), "64 columns are of group 1: expected 32 .* groups 0 to 2"),
+        ("2.down_proj", lambda index: index - 1, "32 columns are of group -1"),
+        ("2.down_proj", lambda index: index + 2**30, "of group 10737418"),
+        ("2.down_proj", lambda index: index[:-1], "has shape"),
+        ("2.down_proj", lambda index: index.long(), "has dtype I64: expected I32"),
+        ("2.down_proj", None, "is missing"),
+    ],
+)  # fmt: skip
+def test_an_order_that_cannot_be_shared_or_is_none_is_refused(tmp_path, module, change, text):
+    folder, _, layer = packed(tmp_path, "gptq_act_order")
+    name = f"{PREFIX}.{module}.g_idx"
+    index = load_file(folder / SINGLE)[name].clone()
+    bad = edit(
+        folder, tmp_path / "bad", {name: index if change is None else change(index)}, drop=() if change else (name,)
+    )
+    with pytest.raises(CheckpointError, match=text) as caught:
+        load_layer(bad, layer)
+    assert f"'{name}'" in str(caught.value)
+
+
+def test_columns_in_activation_order_are_not_cut(tmp_path):
+    folder, _, layer = packed(tmp_path, "gptq_act_order")
+    with pytest.raises(ConfigError, match=r"down_proj\.g_idx'.* can't be cut: use moe_tp_size 1"):
+        load_layer(folder, layer, ParallelConfig(2, moe_tp_size=2), 0)
+
+
 def test_activation_order_needs_its_index(tmp_path):
     folder, _, layer = packed(tmp_path, "gptq", {"quantization_config": GPTQ | {"desc_act": True}})
-    load_layer(folder, layer)  # sorted after all
+    assert load_layer(folder, layer).experts.hidden_order is None  # sorted after all
     drop = [name for name in load_file(folder / SINGLE) if name.endswith("g_idx")]
     with pytest.raises(CheckpointError, match="g_idx' is missing"):
         load_layer(edit(folder, tmp_path / "bad", drop=drop), layer)

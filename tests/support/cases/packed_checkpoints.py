@@ -179,4 +179,4 @@ def write(folder: Path, family: str, algorithm: str, sizes: dict[str, int] | Non
     pack(folder / "bf16", folder, algorithm, plain=folder / "plain")
     routed = re.compile(rf".*\.layers\.{recipe.layer}\..*\.experts\.\d+\.(gate|up)_proj\.input_scale")
     scales = [float(scale) for name, scale in load_file(folder / SINGLE).items() if routed.match(name)]
-    return Written(recipe.layer, load_layer(folder / "plain", recipe.layer), max(scales))
+    return Written(recipe.layer, load_layer(folder / "plain", recipe.layer), max(scales, default=1.0))

@@ -48,6 +48,23 @@ def gptq(rows: int, cols: int, less: int = 1, sym: bool = True) -> Made:
     return stored, values
 
 
+def act_order(rows: int, cols: int, sym: bool = True) -> Made:
+    """GPTQ with `desc_act`: a column's group is anywhere. Matrices that take hidden states, wider in rows here, share
+    an order, as they do where all experts saw the same tokens; the others have each their own."""
+    shared = torch.Generator().manual_seed(cols) if cols < rows else None
+    index = (torch.randperm(cols, generator=shared) // GROUP).to(torch.int32)
+    codes, scales, zero, _ = numbers(rows, cols, GROUP, torch.float16, zeros=not sym)
+    values = (codes - zero[:, index]) * scales[:, index].float()
+    stored = {"qweight": words(codes).T, "scales": scales.T, "qzeros": words(zero.T - 1), "g_idx": index}
+    return stored, values
+
+
+def pack_quantized_act_order(rows: int, cols: int) -> Made:
+    stored, values = act_order(rows, cols)
+    words = {"weight_packed": stored["qweight"].T, "weight_scale": stored["scales"].T, "weight_g_idx": stored["g_idx"]}
+    return words | {"weight_shape": torch.tensor([rows, cols])}, values
+
+
 def awq(rows: int, cols: int) -> Made:
     codes, scales, zero, values = numbers(rows, cols, GROUP, torch.float16, zeros=True)
 
@@ -78,6 +95,8 @@ QUANT: dict[str, dict[str, object]] = {
     ),
     "gptq": GPTQ | {"checkpoint_format": "gptq"},
     "gptq_v2": GPTQ | {"checkpoint_format": "gptq_v2", "sym": False},
+    "gptq_act_order": GPTQ | {"desc_act": True, "sym": False},
+    "pack_quantized_act_order": compressed("pack-quantized", **_INT | {"actorder": "group"}),
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
 }
 PACK = {
@@ -87,5 +106,7 @@ PACK = {
     "float_channel": float_channel,
     "gptq": gptq,
     "gptq_v2": lambda rows, cols: gptq(rows, cols, less=0, sym=False),
+    "gptq_act_order": lambda rows, cols: act_order(rows, cols, sym=False),
+    "pack_quantized_act_order": pack_quantized_act_order,
     "awq": awq,
 }

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
 
+from eprt.config import RuntimeConfig
 from eprt.experts.base import PreparedExecutor
+from eprt.layer import ExpertParallelMoE
+from eprt.placement import ExpertPlacement
 from eprt.weights import Dense, ExpertWeights
 from support.builders import die, said
-from support.jobs.balance_jobs import E, build, full_weights, right, share
+from support.jobs.balance_jobs import CONFIG, E, H, build, full_weights, right, share
 
 SLOTS = {1: (*range(E), 3, 0), 2: (*range(E), 3, 0)}  # two replicas
 
@@ -100,6 +104,7 @@ def refused(context, wrong):
         "unknown": (single(5, [1]), [E]),
         "without": (None, [1]),
         "size": (single(5, [1]), None),
+        "order": (replace(single(5, [1]), hidden_order=torch.arange(H)), [1]),
     }
     mine = whole(layer, world, 5), None
     if wrong == "step":
@@ -110,6 +115,34 @@ def refused(context, wrong):
     works = answers(layer, world, 0)
     layer.close()
     return told, works
+
+
+def sorted_columns(weights, order):
+    """The same experts, their columns in another order."""
+    return replace(weights, gate_up=Dense(weights.gate_up.data[:, :, order]), hidden_order=order)
+
+
+def in_another_order(context):
+    """Whether outputs are right where columns of `gate_up` are in another order, of experts that were built, loaded
+    whole and one by one; what every rank hears of rank 1's other order; and of one in a layer that is built."""
+    world, order = context.world(), torch.arange(H).flip(0).roll(3)
+    runtime = RuntimeConfig(dispatcher="torch", executor="reference", max_tokens_per_rank=16)
+    placement = ExpertPlacement(E, world.parallel, SLOTS[world.size])
+
+    def made(order):
+        weights = sorted_columns(share(full_weights(0), placement, world.rank), order)
+        return ExpertParallelMoE(CONFIG, world, weights, runtime=runtime, placement=placement)
+
+    layer = made(order)
+    found = [right(layer, world, 0)]
+    layer.load_experts(sorted_columns(whole(layer, world, 5), order))
+    found.append(right(layer, world, 1, 5))
+    layer.load_experts(sorted_columns(single(6, range(E)), order), list(range(E)))
+    found.append(right(layer, world, 2, 6))
+    other = order if world.rank != 1 else order.flip(0)
+    told = said(lambda: layer.load_experts(sorted_columns(whole(layer, world, 5), other)))
+    layer.close()
+    return found, told, said(lambda: made(other))
 
 
 def killed_half_way(context, folder):
