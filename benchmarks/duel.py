@@ -179,6 +179,8 @@ def duel(a: argparse.Namespace, report: Any, logs: Path, run: Run, most: int) ->
         say(f"{plugin}: ready after {rows[0]['ready_s']} s, whole engine {time.monotonic() - begin:.0f} s")
         for line in rows[0]["plan"]:
             say(f"  {line}")
+        if "memory" in rows[0]:
+            say(f"  memory: {rows[0]['memory']}")
         for row in rows:
             what = f"{row['what']} of" if "what" in row else "a step,"
             say(f"  {row['step_ms']:9.3f} ms {what} {row['batch']} sequences")

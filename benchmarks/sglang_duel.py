@@ -11,6 +11,9 @@ have the same attention backend, `--attention`. A step is the time of `--tokens`
 of all sequences at once, by their difference: no prefill is in it. Each batch is measured `--rounds` times in each of
 `--starts` starts; what is compared is the median of all.
 
+Memory of a GPU is the most in use by all its processes, and what its weights took by SGLang's log. By default SGLang
+fills what is left with its KV cache: `--engine '{"max_total_tokens": 65536}'` gives both engines the same.
+
 First of all eprt compiles and tunes what a model needs in ranks of their own (`--warm`). FILE is written after each
 engine, and engines that it has are left out with `--resume`.
 `--tiny --device cpu --dp 1 --models qwen3` rehearses it without a GPU (scripts/test_sglang.sh makes the environment).
@@ -18,6 +21,7 @@ engine, and engines that it has are left out with `--resume`.
 
 from __future__ import annotations
 
+import json
 import sys
 
 import duel
@@ -29,6 +33,8 @@ ENTRY = ("sglang.srt.plugins", "eprt.integrations.sglang:register")
 def main() -> int:
     options = duel.parser(__doc__ or "", "SGLang")
     options.add_argument("--attention", default="triton", help="attention backend of both engines")
+    options.add_argument("--engine", type=json.loads, default={}, help="more of SGLang's arguments, of both, as JSON")
+    options.add_argument("--profile", type=int, help="also trace 32 tokens of so many sequences, into --logs")
     arguments = duel.parsed(options)
     return duel.play(arguments, "SGLang", ENTRY, run, most_tokens(arguments), limit)
 

@@ -7,12 +7,15 @@ import contextlib
 import json
 import multiprocessing as mp
 import os
+import re
 import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+import gpu_memory
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -47,9 +50,14 @@ def measure(a: argparse.Namespace, folder: Path, log: Path) -> None:
         changed = llm.update_weights_from_tensor([("none", torch.zeros(1))], load_format=f"{__name__}.lively")
         if not changed[0]:
             raise RuntimeError(f"routers keep their dummy weights: {changed}")
-    ready = time.perf_counter() - started
-    rows = [row for batch in a.batches for row in steps(llm, a, batch)]
-    log.with_suffix(".json").write_text(json.dumps({"ready_s": ready, "rows": rows}))
+    found: dict[str, Any] = {"ready_s": time.perf_counter() - started, "rows": []}
+    for batch in a.batches:
+        found["rows"] += steps(llm, a, batch)
+        log.with_suffix(".json").write_text(json.dumps(found))  # kept if a later batch runs out of time
+    if a.profile:
+        llm.start_profile(output_dir=str(log.with_suffix(".trace")), activities=["GPU"], with_stack=False)
+        seconds(llm, a, a.profile, 32)
+        llm.stop_profile()
     llm.shutdown()
 
 
@@ -65,7 +73,7 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
         settings |= {"dp_size": a.dp, "ep_size": ranks, "enable_dp_attention": True, "enable_dp_lm_head": True}
     if a.backend:
         settings["moe_runner_backend"] = a.backend
-    return settings | {
+    settings |= {
         "device": a.device,
         "skip_tokenizer_init": True,
         "load_format": "auto" if a.model.startswith("gpt-oss") else "dummy",
@@ -80,6 +88,7 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
         "grammar_backend": "none",
         "log_level": "info",
     }
+    return settings | a.engine
 
 
 def steps(llm: Any, a: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
@@ -137,11 +146,12 @@ def run(side: str, a: argparse.Namespace, folder: Path, logs: Path, start: int) 
     done = log.with_suffix(".json")
     done.unlink(missing_ok=True)  # of an earlier run into the same folder
     process = mp.get_context("spawn").Process(target=engine, args=(a, folder, environment, log))
-    try:
-        process.start()
-        process.join(a.timeout)
-    finally:  # also when this is interrupted: the ranks hold the GPUs' memory
-        end(process)
+    with gpu_memory.watched(a.device == "cuda") as peaks:
+        try:
+            process.start()
+            process.join(a.timeout)
+        finally:  # also when this is interrupted: the ranks hold the GPUs' memory
+            end(process)
     text = log.read_text(errors="replace") if log.exists() else ""
     if not done.exists():
         raise RuntimeError(f"{side}: no result; its log ends with\n{text[-4000:]}")
@@ -149,11 +159,17 @@ def run(side: str, a: argparse.Namespace, folder: Path, logs: Path, start: int) 
         raise RuntimeError(f"{side}: the log says that other experts ran than asked for\n{text[-4000:]}")
     found = json.loads(done.read_text())
     plan = [line.split("eprt: ", 1)[1] for line in text.splitlines() if "eprt: " in line]
-    ready = round(found["ready_s"], 1)
+    about = {"ready_s": round(found["ready_s"], 1), "plan": plan}
+    if peaks:
+        about["memory"] = {"weights_gb": weights(text), "peak_gib": [round(mib / 1024, 1) for mib in peaks]}
     return [
-        {"plugin": side, "start": start, **row, "step_ms": round(row["step_ms"], 4), "ready_s": ready, "plan": plan}
-        for row in found["rows"]
+        {"plugin": side, "start": start, **row, "step_ms": round(row["step_ms"], 4), **about} for row in found["rows"]
     ]
+
+
+def weights(log: str) -> list[float]:
+    """Returns what each rank's memory had less after loading, as SGLang says."""
+    return [float(gb) for gb in re.findall(r"Load weight end\..* mem usage=([\d.]+) GB", log)]
 
 
 def end(process: Any) -> None:
