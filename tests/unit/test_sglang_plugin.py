@@ -20,7 +20,7 @@ from eprt.errors import ConfigError
 from eprt.experts import make_executor
 from eprt.integrations.engine.parameters import FallsBackToEngine, expert_weights
 from eprt.integrations.sglang import TESTED, asked_for, check_version, hooks, supported
-from eprt.integrations.sglang.method import output_scale
+from eprt.integrations.sglang.method import known_ids, output_scale
 from eprt.integrations.sglang.parameters import activation_of, canonical, interleaved, layout_of
 from eprt.integrations.sglang.state import SglangState
 from eprt.models.published import MODELS
@@ -361,6 +361,15 @@ def test_a_layer_that_cannot_run_where_eprt_carries_tokens_names_the_way_out(mon
     monkeypatch.setattr("eprt.integrations.sglang.state._arguments", lambda: arguments(moe_a2a_backend="customized"))
     with pytest.raises(ConfigError, match=r'EPRT_SGLANG=.*"all_to_all": false.* leaves the layers to SGLang'):
         SglangState().leave("layers.0", "activation gelu")
+
+
+def test_padding_and_other_ranks_experts_are_sent_to_no_expert() -> None:
+    ids = torch.tensor([[0, 7], [-1, -1], [3, -1]], dtype=torch.int64)
+    marked = known_ids(ids, 8, marked=True)
+    assert marked.dtype == torch.int32
+    assert marked.tolist() == [[0, 7], [8, 8], [3, 8]]
+    own = ids[:1].int()
+    assert known_ids(own, 8, marked=False).data_ptr() == own.data_ptr()  # no kernel in a decode step of one rank
 
 
 def test_layers_that_are_left_say_so_once_or_are_errors(
