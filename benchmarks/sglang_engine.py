@@ -55,7 +55,11 @@ def measure(a: argparse.Namespace, folder: Path, log: Path) -> None:
         found["rows"] += steps(llm, a, batch)
         log.with_suffix(".json").write_text(json.dumps(found))  # kept if a later batch runs out of time
     if a.profile:
-        llm.start_profile(output_dir=str(log.with_suffix(".trace")), activities=["GPU"], with_stack=False)
+        llm.start_profile(
+            output_dir=str(log.with_suffix(".trace")),
+            activities=["GPU" if a.device == "cuda" else "CPU"],
+            with_stack=False,
+        )
         seconds(llm, a, a.profile, 32)
         llm.stop_profile()
     llm.shutdown()
