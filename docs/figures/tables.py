@@ -335,15 +335,32 @@ def duel(name: str, engine: str) -> str:
     rows: Rows = result(name)["rows"]
     wrong = {load(r) for r in rows if r["step_ms"] <= 0}
     rows = [r for r in rows if load(r) not in wrong]
+    own = {"none": f"{engine}'s own experts"} | {
+        side: f"{engine}'s {side.partition(':')[2]}" for side in dict.fromkeys(r["plugin"] for r in rows) if ":" in side
+    }
     for model, what in dict.fromkeys(map(load, rows)):
         steps = {
             plugin: [r["step_ms"] for r in rows if load(r) == (model, what) and r["plugin"] == plugin]
-            for plugin in ("none", "eprt")
+            for plugin in (*own, "eprt")
         }
-        cells = [f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f} of {len(ms)})" for ms in steps.values()]
-        lines.append([model, what, *cells, ratio(median(steps["eprt"]), median(steps["none"]))])
-    heading = ["model", "sequences a rank", f"{engine}'s own experts, ms", "eprt's, ms", f"eprt / {engine}"]
+        cells = [
+            f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f} of {len(ms)})" if ms else "" for ms in steps.values()
+        ]
+        found = [ratio(median(steps["eprt"]), median(steps[side])) if steps[side] else "" for side in own]
+        lines.append([model, what, *cells, *found])
+    ratios = [f"eprt / {side.partition(':')[2] or engine}" for side in own]
+    heading = ["model", "sequences a rank", *(f"{title}, ms" for title in own.values()), "eprt's, ms", *ratios]
     return f"{table(heading, lines)}\n\n{source(name)}"
+
+
+def duel_memory(name: str) -> str:
+    """Memory a GPU: of the weights as the engine says, and the most in use."""
+    found = {row["plugin"]: row["memory"] for row in result(name)["rows"] if "memory" in row}
+    lines = [
+        [f"`{side}`", *(" and ".join(map(str, memory[unit])) for unit in ("weights_gb", "peak_gib"))]
+        for side, memory in found.items()
+    ]
+    return f"{table(['experts of', 'weights, GB a GPU', 'most in use, GiB a GPU'], lines)}\n\n{source(name)}"
 
 
 # ---- tests, faults --------------------------------------------------------------------------------------------------
