@@ -41,5 +41,5 @@ pip --no-deps --no-build-isolation -e .
 
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1
 export PATH="$PWD/.venv-vllm/bin:$PATH"
-exec "$python" -m pytest -q -p no:cacheprovider --timeout 900 tests/integrations/test_vllm.py \
+exec "$python" -m pytest -q -p no:cacheprovider --timeout 900 tests/integrations/test_vllm.py tests/integrations/test_vllm_packed.py \
   --results benchmarks/results/tests/vllm_cpu.json "$@"

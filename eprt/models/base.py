@@ -20,7 +20,7 @@ from eprt.models.hf_config import (
     model_dtype,
     num_layers,
 )
-from eprt.models.schemes import Scheme, plain_format, scheme_of, weight_format
+from eprt.models.schemes import Scheme, scheme_of, weight_format
 from eprt.models.shards import require_finite
 from eprt.placement import ExpertShard
 from eprt.routing import Router, WeightRounding
@@ -192,7 +192,6 @@ class FieldFamily(ModelFamily):
         num_shared: the field that counts the shared experts, each as wide as a routed one; "" where there are none.
         settings: fields that select other maths -> the only value that this family computes.
         bias, weight_on_input: see `MoEConfig`.
-        packed: whether quantised checkpoints of the family are known.
     """
 
     num_experts: ClassVar[tuple[str, ...]] = ("num_local_experts", "num_experts")
@@ -202,7 +201,6 @@ class FieldFamily(ModelFamily):
     settings: ClassVar[dict[str, object]] = {"hidden_act": "silu"}
     bias: ClassVar[bool] = False
     weight_on_input: ClassVar[bool] = False
-    packed: ClassVar[bool] = True
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         return list(range(num_layers(hf)))
@@ -219,7 +217,7 @@ class FieldFamily(ModelFamily):
             activation=self.activation(hf),
             routing=self.routing(hf, layer),
             bias=self.bias,
-            weight_format=(weight_format if self.packed else plain_format)(hf, self.expert_modules(layer)),
+            weight_format=weight_format(hf, self.expert_modules(layer)),
             shared=self.shared_expert(hf),
             weight_on_input=self.weight_on_input,
         )

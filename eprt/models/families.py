@@ -194,7 +194,8 @@ class Ernie45Moe(FieldFamily):
 class Llama4Text(FieldFamily):
     """The text model of Llama 4 alone: the sigmoid of the router's logit multiplies an expert's input, not its output.
 
-    Checkpoints hold a layer's experts as `gate_up_proj` [E, H, 2I], gate first, and `down_proj` [E, I, H].
+    Checkpoints hold a layer's experts as `gate_up_proj` [E, H, 2I], gate first, and `down_proj` [E, I, H], those in FP8
+    with scales [E, 1, 2I] and [E, 1, H]; or each for itself, as other models do.
     """
 
     module = "model.layers.{}.feed_forward"
@@ -203,7 +204,6 @@ class Llama4Text(FieldFamily):
     shared = "shared_expert"
     returns_scores = True
     transposed = True
-    packed = False
     num_experts = ("num_local_experts",)
     intermediate_size = ("intermediate_size",)
     weight_on_input = True

@@ -96,14 +96,6 @@ def weight_format(hf: dict[str, Any], modules: Modules) -> WeightFormat:
     return scheme_of(hf, modules).format
 
 
-def plain_format(hf: dict[str, Any], modules: Modules) -> WeightFormat:
-    """Returns the same as `weight_format` for families without known quantised checkpoints: ConfigError for one."""
-    found = weight_format(hf, modules)
-    if found not in ("bf16", "f32"):
-        raise ConfigError(f"{where(hf)}: {found} experts of this model are not supported: expected bf16 or f32")
-    return found
-
-
 def _plain(hf: dict[str, Any]) -> Scheme:
     return Scheme("f32" if model_dtype(hf) == torch.float32 else "bf16")
 

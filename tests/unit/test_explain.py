@@ -86,13 +86,15 @@ def test_the_layer_is_built_with_the_plan_that_is_explained(runtime: RuntimeConf
         ("Qwen3-30B-A3B-AWQ", "int4"),
         ("GLM-4.5-Air-FP8", "fp8_channel"),
         ("Qwen3-30B-A3B-NVFP4", "nvfp4"),
+        ("Qwen3-30B-A3B-quantized.w4a16", "int4"),
+        ("Llama-4-Scout-17B-16E-Instruct-FP8-dynamic", "fp8_channel"),
     ],
 )
 def test_published_configs_of_each_packer(capsys: pytest.CaptureFixture[str], name: str, weights: str) -> None:
     """Their experts alone decide: routers, attention and shared experts that are left out are other modules."""
     ((config, layers),) = kinds_of_layers(model_config(name))
     assert config.weight_format == weights
-    assert len(layers) == {"K": 60, "Q": 48, "G": 45}[name[0]]
+    assert len(layers) == {"K": 60, "Q": 48, "G": 45, "L": 48}[name[0]]
     assert explained(capsys, "--model", name, "--world", "8", "--device", "sm90")["plans"][0]["executor"]
 
 

@@ -158,7 +158,6 @@ class TestConfigs:
             ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min 0.1 is not supported"),
             ("ernie4_5_moe", {"use_bias": True}, "use_bias True is not supported"),
             ("llama4_text", {"num_experts_per_tok": 2}, "top_k 2 with weight_on_input: must be 1"),
-            ("llama4_text", {"quantization_config": QUANT["fp8_block"]}, "fp8_block experts of this model"),
         ],
     )
     def test_refused(self, case, changes, text):

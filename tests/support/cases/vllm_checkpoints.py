@@ -31,8 +31,24 @@ def int4(dialect: str, codes: torch.Tensor, scales: torch.Tensor) -> Stored:
     return {"qweight": outputs(codes.T - 1), "scales": scales.T.half(), "qzeros": outputs(eights - 1)}
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def nvfp4(matrix: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+    """compressed-tensors divides by the second scale, 64 here."""
+    groups = matrix.unflatten(1, (-1, 16))
+    scales = (groups.abs().amax(2, keepdim=True) / 6).log2().ceil().exp2()
+    nearest = ((groups / scales).abs()[..., None] - E2M1).abs().argmin(-1)
+    codes = (nearest + 8 * (groups < 0)).flatten(1).to(torch.uint8)
+    stored = {"weight_packed": codes[:, ::2] + 16 * codes[:, 1::2], "weight_global_scale": torch.tensor([64.0])}
+    stored |= {"weight_scale": (64 * scales[..., 0]).to(torch.float8_e4m3fn)}
+    return stored, (E2M1[nearest] * groups.sign() * scales).flatten(1)
+
+
 def packed(dialect: str, matrix: torch.Tensor) -> tuple[Stored, torch.Tensor]:
     """What a packer stores of [rows, cols], and the numbers that this stands for; scales are powers of two."""
+    if dialect == "nvfp4_packed":
+        return nvfp4(matrix)
     if dialect == "float_channel":
         scale = (matrix.abs().amax(1, keepdim=True) / 448).log2().ceil().exp2()
         data = (matrix / scale).to(torch.float8_e4m3fn)

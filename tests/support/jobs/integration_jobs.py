@@ -281,3 +281,19 @@ def load_lean(context: RankContext, folder: str) -> tuple[int, int, int]:
     for layer in layers:
         layer.close()
     return peak.bytes, experts[0], others[0]
+
+
+IDS = torch.arange(3, 21).view(2, 9)
+
+
+def logits_from_files(context: RankContext, folder: str) -> torch.Tensor:
+    """Logits of a model whose experts come from `folder` over the ranks, in float32."""
+    from eprt.integrations.transformers import load_without_experts, parallelize
+
+    model = load_without_experts(folder, dtype=torch.float32)
+    layers = parallelize(model, context.world(), RuntimeConfig(executor="reference", max_tokens_per_rank=32))
+    with torch.no_grad():
+        found = model(IDS).logits
+    for layer in layers:
+        layer.close()
+    return found

@@ -1,0 +1,52 @@
+"""`eprt run` and `parallelize` on a checkpoint of each dialect, beside the same numbers in float32."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.cases.model_cases import saved
+from support.cases.packed_checkpoints import PACK, QUANT, pack
+from support.jobs.integration_jobs import IDS, logits_from_files
+
+from eprt.cli import main, run
+from eprt.models import load_layer
+
+SHORT = ("pack_quantized", "gptq_act_order", "awq", "float_channel")
+DIALECTS = [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in QUANT if name in PACK]
+
+
+def written(folder: Path, dialect: str, dtype: str = "bfloat16") -> tuple[Path, Path]:
+    """The packed model, and the same with its numbers in float32."""
+    *_, folders = saved("qwen3_moe")
+    plain = folder / "plain"
+    return pack(folders["original"], folder / "packed", dialect, {"dtype": dtype}, plain=plain), plain
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_eprt_run(tmp_path: Path, dialect: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """The verdict is the oracle's, which is given the plain numbers; and other ones, which it has to see."""
+    packed, plain = written(tmp_path, dialect)
+    words = ["run", "--model", str(packed), "--device", "cpu", "--world", "2", "--steps", "3", "--json"]
+    monkeypatch.setattr(run, "load_layer", lambda _, layer: load_layer(plain, layer))
+    assert main(words) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert 0 < result["error"] <= result["tolerance"] == 1e-2
+    known = load_layer(plain, 1)
+    rolled = replace(known.experts, gate_up=known.experts.gate_up.map(lambda tensor: tensor.roll(1, dims=0)))
+    monkeypatch.setattr(run, "load_layer", lambda *_: replace(known, experts=rolled))
+    assert main(words) == 1
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_parallelize(pools, tmp_path: Path, dialect: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    packed, plain = written(tmp_path, dialect, "float32")
+    with torch.no_grad():
+        want = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)(IDS).logits
+    for found in pools(2).run(logits_from_files, folder=str(packed)):
+        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
