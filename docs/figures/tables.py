@@ -240,6 +240,7 @@ def expert_lines(rows: Rows, tokens: list[int]) -> list[list[str]]:
 
 
 NEW_FORMATS = ("experts_int4_h200", "experts_fp8_channel_h200")
+NEW_FORMATS_H100 = ("experts_int4_h100", "experts_fp8_channel_h100")
 
 
 def peers(names: Sequence[str], *, floor: bool) -> str:
@@ -450,6 +451,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": experts,
     "peers": lambda: peers((BASELINES,), floor=False),
     "new_formats": lambda: peers(NEW_FORMATS, floor=True),
+    "new_formats_h100": lambda: peers(NEW_FORMATS_H100, floor=True),
     "profile": profile,
     "errors": errors,
     "layer": layer,
