@@ -16,7 +16,7 @@ def executor_of(shape: str, name: str, device: torch.device, low_precision: bool
     config, ep_size = SHAPES[shape].config, SHAPES[shape].ep_size
     shard = ExpertPlacement(config.num_experts, ParallelConfig(ep_size)).shard(0)
     torch.manual_seed(0)
-    weights = random_experts(config, shard.num_local_experts, device)
+    weights = random_experts(config, shard.num_local_experts, device, SHAPES[shape].group)
     runtime = RuntimeConfig(low_precision_activations=low_precision)
     return make_executor(name, config, shard, weights, device, runtime, "flat")
 

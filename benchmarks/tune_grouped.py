@@ -103,8 +103,9 @@ TAILS: dict[str, dict[int, tuple[int, ...]]] = {
 }
 CANDIDATES = {
     pair: {m: [cut(*each) for each in cuts] for m, cuts in table.items()}
-    for pair, table in (("w4a16", MXFP4), ("bf16", BF16))
+    for pair, table in (("w4a16", MXFP4), ("i4a16", MXFP4), ("bf16", BF16))
 }
+ROLES["i4a16"], TAILS["i4a16"] = ROLES["w4a16"], TAILS["w4a16"]
 for pair, table in ROLES.items():
     for height, cuts in table.items():
         CANDIDATES[pair][height] += [replace(cut(*each), tma=True, warp_specialized=True) for each in cuts]

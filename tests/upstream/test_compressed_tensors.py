@@ -18,7 +18,8 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+GROUP = 32
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 FP8 = {"num_bits": 8, "type": "float"}
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn}
 CASES = {
@@ -58,8 +59,14 @@ def compressor(format: str, scheme: QuantizationScheme):
 
     def made(rows: int, cols: int) -> packed_checkpoints.Made:
         weight = torch.randn(rows, cols) * cols**-0.5
-        least, most = ranges(weight, args)
         state: dict[str, torch.Tensor] = {"weight": weight}
+        if args.actorder == "group":
+            # One order for all matrices that take hidden states, which are wider in rows here.
+            shared = torch.Generator().manual_seed(cols) if cols < rows else None
+            state["weight_g_idx"] = (torch.randperm(cols, generator=shared) // GROUP).to(torch.int32)
+            least, most = ranges(weight[:, state["weight_g_idx"].argsort()], args)
+        else:
+            least, most = ranges(weight, args)
         if format.startswith("nvfp4"):
             state["weight_global_scale"] = generate_gparam(weight.min(), weight.max()).view(1)
         state["weight_scale"], zero = calculate_qparams(least, most, args, state.get("weight_global_scale"))
@@ -73,9 +80,8 @@ def compressor(format: str, scheme: QuantizationScheme):
     return made
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_experts_that_the_package_compressed(tmp_path, monkeypatch, name):
-    format, weights, kind = CASES[name]
+def compressed(tmp_path, monkeypatch, name: str, format: str, weights: dict):
+    """(packed folder, the same numbers in float32, MoE layer) of a model that the package compressed."""
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights), format=format)
     settings = QuantizationConfig(
         config_groups={"group_0": scheme}, ignore=["lm_head", "re:.*self_attn.*"], format=format
@@ -84,9 +90,34 @@ def test_experts_that_the_package_compressed(tmp_path, monkeypatch, name):
     monkeypatch.setitem(packed_checkpoints.PACK, name, compressor(format, scheme))
     monkeypatch.setitem(packed_checkpoints.QUANT, name, quant)
     *_, layer, folders = saved("qwen3_moe")
-    folder = packed_checkpoints.pack(folders["original"], tmp_path / "packed", name, plain=tmp_path / "plain")
+    plain = tmp_path / "plain"
+    return packed_checkpoints.pack(folders["original"], tmp_path / "packed", name, plain=plain), plain, layer
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_columns_in_activation_order(tmp_path, monkeypatch, symmetric):
+    """Held to the package's own numbers by what the experts compute: their columns lie in another order."""
+    weights = INT4 | {"actorder": "group", "symmetric": symmetric}
+    *folders, layer = compressed(tmp_path, monkeypatch, "ordered", "pack-quantized", weights)
+    found, plain = (load_layer(folder, layer) for folder in folders)
+    order = found.experts.hidden_order
+    assert order is not None
+    x = torch.randn(16, found.config.hidden_size)
+    for expert in range(found.config.num_experts):
+        outputs = []
+        for parts, tokens in ((found, x[:, order]), (plain, x)):
+            gate_up, down = (getattr(parts.experts, each).expert(expert) for each in ("gate_up", "down"))
+            gate, up = (tokens @ decode_matrix(gate_up, 2)[0].T).chunk(2, dim=1)
+            outputs.append((torch.nn.functional.silu(gate) * up) @ decode_matrix(down, 1)[0].T)
+        assert (outputs[0] - outputs[1]).norm() < 2**-7 * outputs[1].norm()  # the package multiplies in bf16
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_experts_that_the_package_compressed(tmp_path, monkeypatch, name):
+    format, weights, kind = CASES[name]
+    *folders, layer = compressed(tmp_path, monkeypatch, name, format, weights)
     for rank in range(2):
-        found, plain = (load_layer(path, layer, ParallelConfig(2), rank) for path in (folder, tmp_path / "plain"))
+        found, plain = (load_layer(folder, layer, ParallelConfig(2), rank) for folder in folders)
         assert found.config.weight_format == kind
         for matrix, parts in (("gate_up", 2), ("down", 1)):
             values, expected = decode_matrix(getattr(found.experts, matrix), parts), getattr(plain.experts, matrix).data
