@@ -152,6 +152,15 @@ def test_what_eprt_cannot_run_is_left_to_sglang(
     assert "on this rank alone" not in log
 
 
+def test_a_flag_that_leaves_the_layers_to_sglang(qwen3: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+    """One of the few such flags with which SGLang itself answers on a CPU."""
+    model, want = qwen3
+    code, log, tokens = run(tmp_path, model, "cpu,eprt", ONE | {"enable_single_batch_overlap": True}, "float32")
+    assert (code, tokens) == (0, want), log[-3000:]
+    assert "3 of 3 MoE layers fall back to SGLang: --enable-single-batch-overlap splits a layer's call" in log
+    assert "on this rank alone" not in log
+
+
 def test_a_layer_that_would_fall_back_is_an_error_if_strict(
     qwen3: tuple[Path, list[list[int]]], tmp_path: Path
 ) -> None:
