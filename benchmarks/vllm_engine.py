@@ -17,6 +17,16 @@ from typing import Any
 
 LEAST_STEPS = 8  # of all sequences at once, for a mean
 PREFILL, MIXED, MIXED_OUT = 1024, 512, 64  # tokens of a prompt; and of an answer
+ALONE = 12  # sequences of a batch that are run again, each alone
+
+
+def compared(a: argparse.Namespace) -> int:
+    """Returns how many sequences vllm_invariant.py compares; its models come from files, numbers and all."""
+    return getattr(a, "alone", 0)
+
+
+def from_files(a: argparse.Namespace) -> bool:
+    return a.model.startswith("gpt-oss") or compared(a) > 0
 
 
 def most_tokens(a: argparse.Namespace) -> int:
@@ -46,12 +56,13 @@ def measure(rank: int, a: argparse.Namespace, folder: Path, log: Path, meet: Any
     from vllm import LLM
 
     llm = LLM(model=str(folder), **settings_of(a))
-    if not a.model.startswith("gpt-oss"):
+    if not from_files(a):
         llm.collective_rpc(lively())  # not apply_model: that pickles its function as an argument
     ready = time.perf_counter() - started
     loads = Loads(llm, rank, a, meet)
     rows = [row for batch in a.batches for row in loads.steps(batch)]
     rows += loads.whole("prefill", a.prefill, PREFILL, 1) + loads.whole("mixed", a.mixed, MIXED, MIXED_OUT)
+    rows += loads.alone(compared(a))
     log.with_suffix(".json").write_text(json.dumps({"ready_s": ready, "rows": rows}))
     meet.wait(a.timeout)
     llm.llm_engine.engine_core.shutdown()
@@ -71,10 +82,10 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
         settings["additional_config"] = {"eprt": json.loads(a.options)}
     return settings | {
         "skip_tokenizer_init": True,
-        "load_format": "auto" if a.model.startswith("gpt-oss") else "dummy",
+        "load_format": "auto" if from_files(a) else "dummy",
         "dtype": "bfloat16",
         "max_model_len": 256 if a.tiny else 2048,
-        "max_num_seqs": max([*a.batches, a.mixed]),
+        "max_num_seqs": max([*a.batches, a.mixed, compared(a)]),
         "max_num_batched_tokens": most_tokens(a),
         "tensor_parallel_size": a.tp,
         "enable_expert_parallel": a.dp > 1,
@@ -104,6 +115,25 @@ class Loads:
             seconds, _ = self._answer(count, length // 8 if self.a.tiny else length, added)
             rows.append({"what": what, "batch": count, "round": number, "step_ms": seconds * 1e3})
         return rows[1:]
+
+    def alone(self, count: int) -> list[dict[str, Any]]:
+        """Compares log-probabilities of some of `count` sequences with those that each has alone."""
+        from vllm import SamplingParams
+
+        if not count:
+            return []
+        sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+        sampling.logprobs, sampling.prompt_logprobs = 5, 1
+        # Prompts of 5 to 74 tokens, so that prefills and decode steps meet in one batch.
+        prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 500 + 2 for j in range(5 + i % 70)]} for i in range(count)]
+
+        def found(some: list[Any]) -> list[Any]:
+            outputs = self.llm.generate(some, sampling, use_tqdm=False)
+            return [(o.prompt_logprobs, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+        whole, chosen = found(prompts), range(0, count, max(1, count // ALONE))
+        differ = [i for i in chosen if found([prompts[i]]) != [whole[i]]]
+        return [{"what": "alone", "batch": count, "compared": len(chosen), "differ": len(differ)}]
 
     def _answer(self, count: int, length: int, added: int) -> tuple[float, list[Any]]:
         from vllm import SamplingParams
@@ -205,8 +235,8 @@ def run(side: str, a: argparse.Namespace, folder: Path, logs: Path, start: int) 
     ready = round(max(each["ready_s"] for each in found), 1)
     rows: list[dict[str, Any]] = []
     for of_all in zip(*(each["rows"] for each in found), strict=True):
-        step = round(max(row["step_ms"] for row in of_all), 4)
-        rows.append({"plugin": side, "start": start, **of_all[0], "step_ms": step, "ready_s": ready, "plan": plan})
+        row = {"plugin": side, "start": start, **of_all[0], "ready_s": ready, "plan": plan}
+        rows.append(row | {"step_ms": round(max(each["step_ms"] for each in of_all), 4)} if "step_ms" in row else row)
     return rows
 
 
