@@ -2,8 +2,8 @@
 
     python benchmarks/vllm_invariant.py --models gpt-oss qwen3 --json FILE
 
-Needs vLLM 0.26 to 0.33, transformers and no network. Engines, one after another, of models with the published widths, few
-layers and random weights:
+Needs vLLM 0.26 to 0.33, transformers and no network. Engines, one after another, of models with the published widths,
+few layers and random weights:
 
     eprt            as it is; it shows that the comparison finds something
     eprt mode       eprt's experts alone are invariant (`--additional-config`): what that costs a step

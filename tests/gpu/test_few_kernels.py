@@ -27,6 +27,7 @@ from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.conformance.oracle import relative_error
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.schedules import FEW, FewTile, FewTokens
+from eprt.experts.sort_by_expert_triton import sort_and_schedule
 from eprt.placement import ExpertPlacement
 from eprt.tokens import Payload
 
@@ -143,13 +144,23 @@ def test_gate_and_up_are_told_apart(monkeypatch):
     assert wrong > 10 * BOUND
 
 
-def test_a_batch_invariant_layer_sorts(monkeypatch):
-    """As its tokens' sums are to have one order in all batches."""
-    config = config_of("mxfp4")
-    runtime = RuntimeConfig(batch_invariant=True)
-    executor = build(TritonGroupedExecutor, config, all_experts(config), runtime=runtime)
-    with pytest.raises(TypeError, match="NoneType"):
-        executor(make_tokens(config, 2))
+@pytest.mark.parametrize("form", FEWER)
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_batch_invariant_layer_adds_as_for_many_tokens(form, rank, monkeypatch):
+    """Also where entries repeat an expert, name none, or where a rank holds no expert of a token."""
+    config = config_of(form)
+    weights, shard = all_experts(config), rank and ExpertPlacement(6, ParallelConfig(3)).shard(rank)
+    executor = build(TritonGroupedExecutor, config, weights, shard, RuntimeConfig(batch_invariant=True))
+    few = executor._few_tiles.tokens
+    ids = torch.tensor([[1, 0, 1], [3, 3, 3], [0, 5, 4], [2, 6, 3]], device=DEVICE)
+    tokens = on_local_experts(make_tokens(config, 4), ids)
+    found = executor(tokens)
+    assert relative_error(found, witness(config, weights, tokens, shard)) < BOUND
+    monkeypatch.setattr("eprt.experts.sort_by_expert_triton.sort_and_schedule", sort_and_schedule)
+    monkeypatch.setattr(executor, "_few", lambda count: None)
+    many = executor(tokens)
+    assert few >= 4
+    assert relative_error(found, many) < 1e-4 if INTERPRETED else torch.equal(found, many)
 
 
 @cuda_only

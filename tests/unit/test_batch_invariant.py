@@ -11,7 +11,7 @@ from support.jobs import invariance_jobs as jobs
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import UnsupportedError
 from eprt.experts.grouped import TritonGroupedExecutor
-from eprt.experts.grouped.schedules import HOPPER, choose
+from eprt.experts.grouped.schedules import FEW, FEW_INVARIANT, choose
 from eprt.placement import ExpertPlacement
 from eprt.plan import make_plan
 from eprt.support import Device
@@ -69,15 +69,18 @@ def test_replicas_are_refused() -> None:
         make_plan(config, parallel, runtime, device, placement)
 
 
-def test_one_schedule_serves_all_sizes() -> None:
-    config = make_config("mxfp4")
-    for invariant in (True, False):
+def test_schedules_are_those_of_one_order_of_sums() -> None:
+    """On Hopper every tile schedule has it, and few tokens get blocks that have it; before Hopper one serves all."""
+    config, sizes = make_config("mxfp4"), (1, 7, 100, 5000)
+    for hopper in (True, False):
         executor = TritonGroupedExecutor(
-            config, shard_of(config), make_weights(config), CPU, RuntimeConfig(batch_invariant=invariant)
+            config, shard_of(config), make_weights(config), CPU, RuntimeConfig(batch_invariant=True)
         )
-        executor._hopper = True
-        schedules = {executor._schedule(tokens) for tokens in (1, 7, 100, 5000)}
-        assert len(schedules) == (
-            1 if invariant else len({choose("w4a16", n / 2, hopper=True) for n in (1, 7, 100, 5000)})
-        )
-    assert len(HOPPER["w4a16"]) > 1
+        executor._hopper = hopper
+        schedules = {executor._schedule(tokens) for tokens in sizes}
+        assert len(schedules) == (len({choose("w4a16", n / 2, hopper=True) for n in sizes}) if hopper else 1)
+        assert executor._few(1) is (FEW_INVARIANT["w4a16"] if hopper else None)
+    assert {(tile.halves, tile.splits) for few in FEW_INVARIANT.values() for tile in (few.first, few.second)} == {
+        (1, 1)
+    }
+    assert FEW_INVARIANT["w4a16"].tokens <= FEW["w4a16"].tokens

@@ -18,7 +18,16 @@ import torch
 
 from eprt.config import WeightFormat
 from eprt.experts.base import PreparedExecutor
-from eprt.experts.grouped.schedules import FEW, FP8_PAIRS, INVARIANT_ROWS, Pair, Schedule, choose, limits
+from eprt.experts.grouped.schedules import (
+    AMPERE_INVARIANT_ROWS,
+    FEW,
+    FEW_INVARIANT,
+    FP8_PAIRS,
+    Pair,
+    Schedule,
+    choose,
+    limits,
+)
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.permute import plain_hidden
 from eprt.support import Device
@@ -75,9 +84,14 @@ class TritonGroupedExecutor(PreparedExecutor):
         return FewExperts(self._gemms, self.shard)
 
     def _few(self, num_tokens: int) -> FewTokens | None:
-        """For so few tokens that nothing has to be sorted; None: they aren't few. Sums are then of another order."""
-        few = FEW.get(self._pair) if self._hopper and not self.runtime.batch_invariant else None
+        """For so few tokens that nothing has to be sorted; None: they aren't few. Sums are then of another order, but
+        under `batch_invariant`."""
+        few = self._few_tiles
         return few if few is not None and num_tokens <= few.tokens else None
+
+    @property
+    def _few_tiles(self) -> FewTokens | None:
+        return (FEW_INVARIANT if self.runtime.batch_invariant else FEW).get(self._pair) if self._hopper else None
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         matrices = {"gate_up": self._first, "down": self._second}
@@ -87,9 +101,10 @@ class TritonGroupedExecutor(PreparedExecutor):
 
     def _schedule(self, num_tokens: int) -> Schedule:
         """For the rows an expert gets if so many tokens of all ranks are routed evenly."""
-        if self.runtime.batch_invariant:
-            return choose(self._pair, INVARIANT_ROWS, hopper=self._hopper)
-        return choose(self._pair, num_tokens * self.config.top_k / self.shard.num_experts, hopper=self._hopper)
+        rows = num_tokens * self.config.top_k / self.shard.num_experts
+        if self.runtime.batch_invariant and not self._hopper:
+            rows = AMPERE_INVARIANT_ROWS
+        return choose(self._pair, rows, hopper=self._hopper)
 
     def _rows(self, hidden: Payload, work: TileSchedule, source: torch.Tensor | None = None) -> Rows:
         """Tokens in the first GEMM's number format."""
@@ -124,7 +139,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         dense = out.is_contiguous() and out.data_ptr() % 16 == 0
         whole = out if dense else out.clone(memory_format=torch.contiguous_format)
         ids, weights = tokens.ids.contiguous(), tokens.weights.contiguous()
-        self._few_experts(few, hidden, ids, weights, whole, tokens.every_row_read)
+        self._few_experts(few, hidden, ids, weights, whole, tokens.every_row_read, self.runtime.batch_invariant)
         if not dense:
             out.copy_(whole)
 
@@ -151,7 +166,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         # One number of tokens for each schedule: the last that it serves, as far as that can come.
         starts = limits(self._pair, hopper=self._hopper)
         counts = {int(limit * self.shard.num_experts) // K for limit in starts} | {max_rows}
-        counts |= {FEW[self._pair].tokens} if self._pair in FEW else set()
+        counts |= {few.tokens} if (few := self._few_tiles) else set()
         for rows in sorted({min(max(count, 1), max_rows) for count in counts}):
             if form in (None, "flat"):
                 self._try_flat(rows, top_k or K, self.shard.num_experts)  # nothing is computed

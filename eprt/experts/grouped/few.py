@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from eprt.experts.grouped.few_triton import FewConstants, few_gemm, few_sum
 from eprt.experts.grouped.launch import Gemm, _kinds
 from eprt.experts.grouped.schedules import FewTile, FewTokens
+from eprt.experts.permute_triton import weighted_unpermute
 from eprt.launching import CachedKernel, like
 from eprt.placement import ExpertShard
 from eprt.rounding import ceil_div, next_power_of_2, round_up
@@ -31,33 +32,40 @@ class FewExperts:
 
     def __call__(
         self, few: FewTokens, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor,
-        every_row: bool,
+        every_row: bool, rounded: bool,
     ) -> None:  # fmt: skip
         """Writes [N, H] as the executor does.
 
         Args:
             hidden: bf16 [N, H], N at most `few.tokens`.  ids, weights: [N, K], contiguous.
             out: contiguous, begins at a multiple of 16 bytes.
+            rounded: entries' results become bf16 before they are added up, as with many tokens.
         """
         (first, second), (N, K), device = self._gemms, ids.shape, out.device
         between = torch.empty((N * K, round_up(first.width, 16)), dtype=torch.bfloat16, device=device)
-        rows = torch.empty((few.second.splits, N * K, second.width), dtype=torch.float32, device=device)
         self._multiply(first, few.first, few.tokens, aligned(hidden), ids, weights, between)
+        if rounded:
+            rows = torch.empty((N * K, second.width), dtype=torch.bfloat16, device=device)
+            places = torch.empty((N, K), dtype=torch.int32, device=device)
+            self._multiply(second, few.second, few.tokens, between, ids, None, rows, places)
+            weighted_unpermute(rows, places, weights, out, every_row)
+            return
+        rows = torch.empty((few.second.splits, N * K, second.width), dtype=torch.float32, device=device)
         self._multiply(second, few.second, few.tokens, between, ids, weights, rows[0])
         block = min(SUM_COLUMNS, next_power_of_2(second.width))
         kernel = self._sum(K, second.width, few.second.splits, block, out.dtype, every_row, device)
         kernel((N, ceil_div(second.width, block), 1), rows, ids, out, N * K, *self._local)
 
     def _multiply(
-        self, gemm: Gemm, tile: FewTile, tokens: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
-        out: torch.Tensor,
+        self, gemm: Gemm, tile: FewTile, tokens: int, x: torch.Tensor, ids: torch.Tensor,
+        weights: torch.Tensor | None, out: torch.Tensor, places: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         (N, K), matrix = ids.shape, gemm.matrix
         arguments = (
-            x, gemm._weights, self._descriptor(gemm, tile), matrix.scale, matrix.factor, matrix.bias, ids, weights, out,
-            N, *self._local, x.stride(0), out.stride(0),
+            x, gemm._weights, self._descriptor(gemm, tile), matrix.scale, matrix.factor, matrix.bias, ids, weights,
+            places, out, N, *self._local, x.stride(0), out.stride(0),
         )  # fmt: skip
-        key = gemm, tile, tokens, K, like(x.stride(0)), like(out.stride(0))
+        key = gemm, tile, tokens, K, places is None, like(x.stride(0)), like(out.stride(0))
         kernel = self._prepared.get(key)
         if kernel is None:
             sizes = {"TOKENS": 16 // tile.halves, "TOP_K": K, "K_PAD": next_power_of_2(K), "BLOCK_N": tile.n}

@@ -11,6 +11,7 @@ MXFP4 and NVFP4 words go from memory into the registers of the threads that deco
 the second half, columns 8 on its tokens, and of the product two quarters are added, two left out.
 
 The second GEMM writes float32 rows, weighted, of each of its parts of K. A last kernel adds them in a fixed order.
+Under `batch_invariant` K has one part, and the second GEMM writes what it would for many tokens: bf16, without weights.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class FewConstants:
 
 @triton.jit
 def _entries_of(ids, weights, entry, num_tokens, first, L, C: tl.constexpr):
-    """Returns the local expert that `entry` is the first to name, else -1; and per token [TOKENS] its first entry that
-    names this expert (one past all entries: none), and the sum of its weights for it (FIRST: nothing of use)."""
+    """Returns the local expert that `entry` is the first to name, else -1; per token [TOKENS] its first entry that
+    names this expert (one past all entries: none), and the sum of its weights for it (FIRST, or no weights: nothing of
+    use); and this first entry of the token of `entry`, or -1 if the expert isn't local."""
     n, k = tl.arange(0, C.TOKENS)[:, None], tl.arange(0, C.K_PAD)[None, :]
     at = n * C.TOP_K + k
     there = (n < num_tokens) & (k < C.TOP_K)
@@ -78,11 +80,14 @@ def _entries_of(ids, weights, entry, num_tokens, first, L, C: tl.constexpr):
     same = there & (all_ids == own)
     rows = tl.min(tl.where(same, at, C.TOKENS * C.TOP_K), axis=1)
     expert = own - first
-    expert = tl.where((tl.min(rows, axis=0) == entry) & (expert >= 0) & (expert < L), expert, -1)
+    local = (expert >= 0) & (expert < L)
+    token = tl.arange(0, C.TOKENS) == entry // C.TOP_K
+    place = tl.where(local, tl.sum(tl.where(token, rows, 0), axis=0), -1)
+    expert = tl.where((tl.min(rows, axis=0) == entry) & local, expert, -1)
     factor = rows.to(tl.float32)
-    if not C.FIRST:
+    if not C.FIRST and weights is not None:
         factor = tl.sum(tl.load(weights + at, mask=same, other=0.0, cache_modifier=".cg"), axis=1)
-    return expert, rows, factor
+    return expert, rows, factor, place
 
 
 # ---- bf16 ------------------------------------------------------------------------------------------------------------
@@ -216,7 +221,7 @@ def _finished(total, w_factor, bias, expert, column, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "first", "L"], do_not_specialize_on_alignment=["ids", "weights"])
 def few_gemm(
-    x, w, w_tiles, w_scale, w_factor, bias, ids, weights, out, num_tokens, first, L, x_stride, out_stride,
+    x, w, w_tiles, w_scale, w_factor, bias, ids, weights, places, out, num_tokens, first, L, x_stride, out_stride,
     C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of weight rows x top-k entries x SPLITS (1 if FIRST). Entry e is its token's first that names its
@@ -228,7 +233,8 @@ def few_gemm(
 
     Args:
         w, w_tiles: the weights, and their descriptor of blocks or None.  w_scale, w_factor, bias: see `grouped_gemm`.
-        ids, weights: [tokens, TOP_K] int32 (global) and float32.
+        ids, weights: [tokens, TOP_K] int32 (global) and float32. Weights None: rows are written without.
+        places: int32 [entries], where the second GEMM writes which row holds an entry's result, -1 for none; or None.
         first, L: the first local expert, and how many there are.
         C: FewConstants.  PDL: by programmatic dependent launch. The second GEMM is set up when the first one has
             waited: ids and weights are then written.
@@ -238,7 +244,9 @@ def few_gemm(
         gdc_wait()
         gdc_launch_dependents()
     column = tl.program_id(0) * C.BLOCK_N
-    expert, rows, factor = _entries_of(ids, weights, tl.program_id(1), num_tokens, first, L, C)
+    expert, rows, factor, place = _entries_of(ids, weights, tl.program_id(1), num_tokens, first, L, C)
+    if places is not None:  # not by the first GEMM: where no expert is local, the second one may end before it
+        tl.store(places + tl.program_id(1), place, mask=tl.program_id(0) == 0)
     if PDL and not C.FIRST and not FOUR_BITS:
         gdc_wait()
         gdc_launch_dependents()
@@ -253,7 +261,7 @@ def few_gemm(
             w_row = expert * C.N + column
             total = _product(x, read.to(tl.int64) * x_stride, chosen, w, w_tiles, w_row, C)
         value, n, there = _finished(total, w_factor, bias, expert, column, C)
-        if not C.FIRST:
+        if not C.FIRST and weights is not None:
             value *= factor[None, :]
         target = (rows + tl.program_id(2) * num_tokens * C.TOP_K).to(tl.int64) * out_stride
         tl.store(
