@@ -72,8 +72,10 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
     """Returns vLLM's arguments: the same for both sides, but for the backend of vLLM's own experts."""
     settings: dict[str, Any] = {"gpu_memory_utilization": 0.1, "enforce_eager": True}
     if a.device == "cuda":
-        sizes = {"cudagraph_capture_sizes": sorted({1, *a.batches})}
+        sizes = {"cudagraph_capture_sizes": sorted({1, *a.batches, max(1, compared(a))})}
         settings = {"gpu_memory_utilization": 0.85 if a.dp == a.tp == 1 else 0.8, "compilation_config": sizes}
+    if compared(a) and a.device == "cuda":  # several engines may share the GPU
+        settings |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 3 << 30}
     if a.all2all:
         settings["all2all_backend"] = a.all2all
     if a.backend:
