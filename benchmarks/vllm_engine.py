@@ -11,7 +11,8 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ def from_files(a: argparse.Namespace) -> bool:
 
 def most_tokens(a: argparse.Namespace) -> int:
     """vLLM's max_num_batched_tokens."""
-    return 256 if a.tiny else 8192 if a.prefill or a.mixed else 2048
+    if a.tiny:
+        return 256
+    return 8192 if a.prefill or a.mixed else 1024 if compared(a) else 2048
 
 
 def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str, str], log: Path, meet: Any) -> None:
@@ -60,12 +63,29 @@ def measure(rank: int, a: argparse.Namespace, folder: Path, log: Path, meet: Any
         llm.collective_rpc(lively())  # not apply_model: that pickles its function as an argument
     ready = time.perf_counter() - started
     loads = Loads(llm, rank, a, meet)
-    rows = [row for batch in a.batches for row in loads.steps(batch)]
-    rows += loads.whole("prefill", a.prefill, PREFILL, 1) + loads.whole("mixed", a.mixed, MIXED, MIXED_OUT)
-    rows += loads.alone(compared(a))
+    with in_turn(a):
+        rows = loads.alone(compared(a)) + [row for batch in a.batches for row in loads.steps(batch)]
+        rows += loads.whole("prefill", a.prefill, PREFILL, 1) + loads.whole("mixed", a.mixed, MIXED, MIXED_OUT)
     log.with_suffix(".json").write_text(json.dumps({"ready_s": ready, "rows": rows}))
     meet.wait(a.timeout)
     llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def in_turn(a: argparse.Namespace) -> Iterator[None]:
+    """Where engines share a GPU: waits until all have started, or failed to, and for those that measure before."""
+    turns = getattr(a, "turns", None)
+    if turns is None:
+        yield
+        return
+    started, engines, lock = turns
+    with started.get_lock():
+        started.value += 1
+    deadline = time.monotonic() + a.patience
+    while started.value < engines and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with lock:
+        yield
 
 
 def settings_of(a: argparse.Namespace) -> dict[str, Any]:
@@ -201,6 +221,7 @@ def run(side: str, a: argparse.Namespace, folder: Path, logs: Path, start: int) 
         "VLLM_PLUGINS": plugin,
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `lively` travels to our own engine
         "EPRT_LOG": "INFO",
+        **getattr(a, "environment", {}),
     }
     context = mp.get_context("spawn")
     meet = context.Barrier(a.dp)

@@ -281,8 +281,8 @@ class RuntimeConfig:
         deterministic: ask executors for run-to-run identical sums. `humming`'s then don't depend on the rest of the
             batch either.
         batch_invariant: a token's experts give the same bits whatever else is in the batch, on whichever rank, in
-            graphs or not: one schedule for all sizes, sums in one order. The plan takes pairs that keep it; large
-            batches get slower. Not with replicated experts. Routers, shared experts and latent projections are apart.
+            graphs or not: sums in one order, in all sizes of batches. The plan takes pairs that keep it. Not with
+            replicated experts. Routers, shared experts and latent projections are apart.
         count_load: count on the device how often each expert is chosen, for `ExpertParallelMoE.load`.
         low_precision_activations: let an executor quantise activations to FP8 (an explicit accuracy trade).
         layer_graphs: `World.warmup` captures each layer's call in CUDA graphs for small R, which eager callers then
