@@ -9,6 +9,7 @@ import multiprocessing as mp
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,19 +23,25 @@ ALONE = 12  # sequences of a batch that are run again, each alone
 
 
 def compared(a: argparse.Namespace) -> int:
-    """Returns how many sequences vllm_invariant.py compares; its models come from files, numbers and all."""
+    """Returns how many sequences vllm_invariant.py compares."""
     return getattr(a, "alone", 0)
 
 
+def shares(a: argparse.Namespace) -> bool:
+    """Returns whether several engines of vllm_invariant.py share the GPU. Their batches have few tokens at once, so that
+    few kernels have to be compiled."""
+    return getattr(a, "turns", None) is not None
+
+
 def from_files(a: argparse.Namespace) -> bool:
-    return a.model.startswith("gpt-oss") or compared(a) > 0
+    return a.model.startswith("gpt-oss") or shares(a)
 
 
 def most_tokens(a: argparse.Namespace) -> int:
     """vLLM's max_num_batched_tokens."""
-    if a.tiny:
+    if a.tiny or shares(a):
         return 256
-    return 8192 if a.prefill or a.mixed else 1024 if compared(a) else 2048
+    return 8192 if a.prefill or a.mixed else 2048
 
 
 def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str, str], log: Path, meet: Any) -> None:
@@ -63,8 +70,9 @@ def measure(rank: int, a: argparse.Namespace, folder: Path, log: Path, meet: Any
         llm.collective_rpc(lively())  # not apply_model: that pickles its function as an argument
     ready = time.perf_counter() - started
     loads = Loads(llm, rank, a, meet)
+    rows = loads.alone(compared(a))
     with in_turn(a):
-        rows = loads.alone(compared(a)) + [row for batch in a.batches for row in loads.steps(batch)]
+        rows += [row for batch in a.batches for row in loads.steps(batch)]
         rows += loads.whole("prefill", a.prefill, PREFILL, 1) + loads.whole("mixed", a.mixed, MIXED, MIXED_OUT)
     log.with_suffix(".json").write_text(json.dumps({"ready_s": ready, "rows": rows}))
     meet.wait(a.timeout)
@@ -94,7 +102,7 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
     if a.device == "cuda":
         sizes = {"cudagraph_capture_sizes": sorted({1, *a.batches, max(1, compared(a))})}
         settings = {"gpu_memory_utilization": 0.85 if a.dp == a.tp == 1 else 0.8, "compilation_config": sizes}
-    if compared(a) and a.device == "cuda":  # several engines may share the GPU
+    if shares(a) and a.device == "cuda":
         settings |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 3 << 30}
     if a.all2all:
         settings["all2all_backend"] = a.all2all
@@ -155,7 +163,10 @@ class Loads:
 
         whole, chosen = found(prompts), range(0, count, max(1, count // ALONE))
         differ = [i for i in chosen if found([prompts[i]]) != [whole[i]]]
-        return [{"what": "alone", "batch": count, "compared": len(chosen), "differ": len(differ)}]
+        row = {"what": "alone", "batch": count, "compared": len(chosen), "differ": len(differ)}
+        sys.stdout.write(f"found: {row}\n")
+        sys.stdout.flush()
+        return [row]
 
     def _answer(self, count: int, length: int, added: int) -> tuple[float, list[Any]]:
         from vllm import SamplingParams

@@ -33,11 +33,11 @@ from eprt.bench.report import Report
 
 LAYERS = {"gpt-oss-20b": 6, "qwen3": 2}  # Qwen3's are large, and all their numbers have to be drawn
 FILES = {model: threading.Lock() for model in LAYERS}  # held while its files are written
-SIDES = {  # plugin, its options, vLLM's switch
-    "eprt": ("eprt", "", "0"),
-    "eprt mode": ("eprt", '{"batch_invariant": true}', "0"),
-    "eprt switch": ("eprt", "", "1"),
-    "none switch": ("none", "", "1"),
+SIDES = {  # plugin, its options, vLLM's switch; whether log-probabilities are compared, and steps timed
+    "eprt": ("eprt", "", "0", True, True),
+    "eprt mode": ("eprt", '{"batch_invariant": true}', "0", False, True),
+    "eprt switch": ("eprt", "", "1", True, False),
+    "none switch": ("none", "", "1", True, False),
 }
 
 
@@ -62,10 +62,11 @@ def parse() -> argparse.Namespace:
 def rows_of(name: str, a: argparse.Namespace, turns: Any) -> list[dict[str, Any]]:
     """Starts an engine; returns what it found, or one row with the end of what it said."""
     model, side = name.split(":")
-    plugin, options, switch = SIDES[side]
+    plugin, options, switch, compared, timed = SIDES[side]
     # What vllm_engine's engines read beside.
     one = {"dp": 1, "tp": 1, "prefill": 0, "mixed": 0, "all2all": None, "options": options, "turns": turns}
-    one["environment"] = {"VLLM_BATCH_INVARIANT": switch}
+    one |= {"environment": {"VLLM_BATCH_INVARIANT": switch}, "alone": a.alone if compared else 0}
+    one["batches"] = a.batches if timed else []
     own = argparse.Namespace(**vars(a) | one, model=model, layers=LAYERS[model])
     with FILES[model]:
         folder = checkpoint(model, own)
