@@ -28,8 +28,8 @@ def compared(a: argparse.Namespace) -> int:
 
 
 def shares(a: argparse.Namespace) -> bool:
-    """Returns whether several engines of vllm_invariant.py share the GPU. Their batches have few tokens at once, so that
-    few kernels have to be compiled."""
+    """Returns whether several engines of vllm_invariant.py share the GPU. Their batches have few tokens at once, for
+    which few kernels have to be compiled."""
     return getattr(a, "turns", None) is not None
 
 

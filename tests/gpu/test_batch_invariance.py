@@ -63,10 +63,11 @@ def test_bits_of_a_token_are_its_own_in_published_widths(alone: WorldPool, shape
 @pytest.mark.parametrize(("executor", "weight_format"), CASES)
 def test_bits_of_a_token_are_its_own(pool, executor: str, weight_format: str, graph: bool) -> None:
     draws = DRAWS if SIZE > 2 else DRAWS // 10  # ranks of one GPU take turns on it
-    runtime = RuntimeConfig(executor=executor, max_tokens_per_rank=jobs.MOST, batch_invariant=True)
+    runtime = RuntimeConfig("symm", executor, max_tokens_per_rank=jobs.MOST, batch_invariant=True)
     skip_if_refused(jobs.config_of(weight_format, hidden=HIDDEN), runtime)
+    options = {"dispatcher": "symm", "executor": executor}
     for wrong, pair in pool.run(
-        jobs.invariant, weight_format=weight_format, draws=draws, hidden=HIDDEN, executor=executor, graph=graph
+        jobs.invariant, weight_format=weight_format, draws=draws, hidden=HIDDEN, graph=graph, **options
     ):
         assert pair.endswith(executor)
         assert wrong == 0

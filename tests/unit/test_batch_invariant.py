@@ -11,7 +11,7 @@ from support.jobs import invariance_jobs as jobs
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import UnsupportedError
 from eprt.experts.grouped import TritonGroupedExecutor
-from eprt.experts.grouped.schedules import FEW, FEW_INVARIANT, choose
+from eprt.experts.grouped.schedules import FEW, FEW_INVARIANT, ONE_ORDER, choose
 from eprt.placement import ExpertPlacement
 from eprt.plan import make_plan
 from eprt.support import Device
@@ -69,17 +69,22 @@ def test_replicas_are_refused() -> None:
         make_plan(config, parallel, runtime, device, placement)
 
 
-def test_schedules_are_those_of_one_order_of_sums() -> None:
-    """On Hopper every tile schedule has it, and few tokens get blocks that have it; before Hopper one serves all."""
-    config, sizes = make_config("mxfp4"), (1, 7, 100, 5000)
-    for hopper in (True, False):
-        executor = TritonGroupedExecutor(
-            config, shard_of(config), make_weights(config), CPU, RuntimeConfig(batch_invariant=True)
-        )
-        executor._hopper = hopper
-        schedules = {executor._schedule(tokens) for tokens in sizes}
-        assert len(schedules) == (len({choose("w4a16", n / 2, hopper=True) for n in sizes}) if hopper else 1)
-        assert executor._few(1) is (FEW_INVARIANT["w4a16"] if hopper else None)
+@pytest.mark.parametrize(
+    ("weight_format", "hopper", "by_size"), [("mxfp4", True, True), ("mxfp4", False, False), ("nvfp4", True, False)]
+)
+def test_schedules_are_those_of_one_order_of_sums(weight_format: str, hopper: bool, by_size: bool) -> None:
+    """Few tokens get blocks that have it, where all tile schedules were seen to; else one serves all sizes."""
+    config, sizes = make_config(weight_format), (1, 7, 100, 5000)
+    runtime = RuntimeConfig(batch_invariant=True)
+    executor = TritonGroupedExecutor(config, shard_of(config), make_weights(config), CPU, runtime)
+    executor._hopper = hopper
+    schedules = {executor._schedule(tokens) for tokens in sizes}
+    assert len(schedules) == (len({choose("w4a16", n / 2, hopper=True) for n in sizes}) if by_size else 1)
+    assert executor._few(1) is (FEW_INVARIANT["w4a16"] if by_size else None)
+
+
+def test_blocks_of_few_tokens_have_one_sum() -> None:
+    assert set(FEW_INVARIANT) <= set(ONE_ORDER)
     assert {(tile.halves, tile.splits) for few in FEW_INVARIANT.values() for tile in (few.first, few.second)} == {
         (1, 1)
     }

@@ -19,10 +19,11 @@ import torch
 from eprt.config import WeightFormat
 from eprt.experts.base import PreparedExecutor
 from eprt.experts.grouped.schedules import (
-    AMPERE_INVARIANT_ROWS,
     FEW,
     FEW_INVARIANT,
     FP8_PAIRS,
+    INVARIANT_ROWS,
+    ONE_ORDER,
     Pair,
     Schedule,
     choose,
@@ -102,8 +103,8 @@ class TritonGroupedExecutor(PreparedExecutor):
     def _schedule(self, num_tokens: int) -> Schedule:
         """For the rows an expert gets if so many tokens of all ranks are routed evenly."""
         rows = num_tokens * self.config.top_k / self.shard.num_experts
-        if self.runtime.batch_invariant and not self._hopper:
-            rows = AMPERE_INVARIANT_ROWS
+        if self.runtime.batch_invariant and not (self._hopper and self._pair in ONE_ORDER):
+            rows = INVARIANT_ROWS
         return choose(self._pair, rows, hopper=self._hopper)
 
     def _rows(self, hidden: Payload, work: TileSchedule, source: torch.Tensor | None = None) -> Rows:

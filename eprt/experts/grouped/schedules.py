@@ -187,11 +187,13 @@ FEW: dict[Pair, FewTokens] = {
 }
 FEW["nv4a16"] = FEW["w4a16"]  # not measured: the same but for twice as many scales
 
-# The same under `batch_invariant`: an output is one sum along K, as in every schedule on Hopper, whatever its tiles. On
-# an H100 gpt-oss-20b takes 31.8 and 82.6 us at 1 and 4 tokens that way, for 34.9 and 88.3 by tile schedules.
+# The same under `batch_invariant`: an output is one sum along K, as in every tile schedule, whatever its tiles. On an
+# H100 gpt-oss-20b takes 31.8 and 82.6 us at 1 and 4 tokens that way, for 34.9 and 88.3 by tile schedules.
 FEW_INVARIANT: dict[Pair, FewTokens] = {"bf16": FEW["bf16"], "w4a16": FewTokens(4, FewTile(64, 256), FewTile(64, 256))}
-FEW_INVARIANT["nv4a16"] = FEW_INVARIANT["w4a16"]
-AMPERE_INVARIANT_ROWS = 24.0  # whose schedule serves all sizes there: no one has compared the others' bits
+# Of these an H100 gave the same bits in every schedule. Of the others, and before Hopper, nobody has compared them: the
+# schedule for so many rows serves all sizes under `batch_invariant`.
+ONE_ORDER: tuple[Pair, ...] = ("bf16", "w8a16", "w4a16", "i4a16")
+INVARIANT_ROWS = 24.0
 
 
 def choose(pair: Pair, rows: float, *, hopper: bool) -> Schedule:
