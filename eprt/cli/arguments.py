@@ -368,7 +368,7 @@ class BenchExperts(_LowPrecision, _PlottedBench):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchExchange(_Ranks, _Bench):
-    """What it costs the ranks to agree: a step, and its few words through shared memory and through gloo."""
+    """Measures what it costs the ranks to agree: a step, and its few words through shared memory and through gloo."""
 
     rounds: int = 1000
     """Exchanges of each kind."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ExpertLoading:
-    """Whether a layer's experts are whole, and what replaces them.
+    """Knows whether a layer's experts are whole, and replaces them.
 
     Attributes:
         broken: why calls are refused until all experts were loaded, or "".

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -131,6 +132,7 @@ class MatrixReader:
     locate: Locate
     experts: Sequence[int]
     num_experts: int
+    _orders: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def read(self, parts: tuple[Part, ...], extent: Extent) -> Matrix:
         """Returns a canonical matrix of `parts`, each of the same extent, stacked along the rows.
@@ -193,9 +195,11 @@ class MatrixReader:
         places = self.locate(expert, part, self.stored.fields[0])
         names = [f"{place.name.rpartition('.')[0]}.{self.stored.order}" for place in places if not place.lead]
         name = self.checkpoint.first(*names)
-        groups = self.checkpoint.read(name, shape=(cols,), dtypes=(torch.int32,))
         where = self.checkpoint.where(name)
-        return column_order(groups, self.stored.group, where), where
+        if name not in self._orders:  # asked for by each matrix's columns, by the rows before it, and across experts
+            groups = self.checkpoint.read(name, shape=(cols,), dtypes=(torch.int32,))
+            self._orders[name] = column_order(groups, self.stored.group, where)
+        return self._orders[name], where
 
     def _check(self, parts: tuple[Part, ...], extent: Extent) -> None:
         """Reads what describes each of the local experts' matrices. Raises CheckpointError unless it is true."""

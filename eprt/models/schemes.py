@@ -67,9 +67,7 @@ def scheme_of(hf: dict[str, Any], modules: Modules, num_experts: int = 1) -> Sch
     first = _scheme_of(hf, modules)
     for expert in _compared(hf, num_experts) if hf.get("quantization_config") else ():
         names = tuple(module.replace(".experts.0.", f".experts.{expert}.") for module in modules)
-        if (other := _scheme_of(hf, names)) != first:
-            said = f"{shown(modules[0])} {_said(first)}, {shown(names[0])} {_said(other)}"
-            raise ConfigError(f"{where(hf)}: experts of one layer are quantised in several ways: {said}; expected one")
+        _require_one(hf, {shown(modules[0]): first, shown(names[0]): _scheme_of(hf, names)})
     return first
 
 
@@ -281,10 +279,14 @@ def _one_scheme(hf: dict[str, Any], scheme: Callable[[Modules], Scheme], modules
         projections.setdefault(module.rpartition(".")[2], []).append(module)
     around = projections.pop("experts", []) if len(projections) > 1 else []
     found = {name: scheme((*names, *around)) for name, names in projections.items()}
+    _require_one(hf, found)
+    return next(iter(found.values()))
+
+
+def _require_one(hf: dict[str, Any], found: dict[str, Scheme]) -> None:
     if len(set(found.values())) > 1:
         said = ", ".join(f"{name} {_said(one)}" for name, one in found.items())
         raise ConfigError(f"{where(hf)}: experts of one layer are quantised in several ways: {said}; expected one")
-    return next(iter(found.values()))
 
 
 def _said(scheme: Scheme) -> str:

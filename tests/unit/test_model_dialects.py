@@ -296,11 +296,13 @@ NAN = float("nan")
 def test_a_bad_tensor_of_one_expert_is_named(tmp_path, dialect, suffix, change, text):
     folder, _, layer = packed(tmp_path, dialect)
     load_layer(folder, layer)
-    name = f"{PREFIX}.2.down_proj.{suffix}"
-    tensor = load_file(folder / SINGLE)[name]
-    bad = edit(
-        folder, tmp_path / "bad", {name: tensor if change is None else change(tensor)}, drop=() if change else (name,)
-    )
+    assert_named(folder, tmp_path / "bad", layer, f"{PREFIX}.2.down_proj.{suffix}", change, text)
+
+
+def assert_named(folder, bad, layer, name, change, text):
+    """A tensor that is changed, or dropped where `change` is None, is refused by its name."""
+    tensor = load_file(folder / SINGLE)[name].clone()
+    bad = edit(folder, bad, {name: tensor if change is None else change(tensor)}, drop=() if change else (name,))
     with pytest.raises(CheckpointError, match=text) as caught:
         load_layer(bad, layer)
     assert f"'{name}'" in str(caught.value)
@@ -361,14 +363,7 @@ def swapped(index: torch.Tensor) -> torch.Tensor:
 )  # fmt: skip
 def test_an_order_that_cannot_be_shared_or_is_none_is_refused(tmp_path, module, change, text):
     folder, _, layer = packed(tmp_path, "gptq_act_order")
-    name = f"{PREFIX}.{module}.g_idx"
-    index = load_file(folder / SINGLE)[name].clone()
-    bad = edit(
-        folder, tmp_path / "bad", {name: index if change is None else change(index)}, drop=() if change else (name,)
-    )
-    with pytest.raises(CheckpointError, match=text) as caught:
-        load_layer(bad, layer)
-    assert f"'{name}'" in str(caught.value)
+    assert_named(folder, tmp_path / "bad", layer, f"{PREFIX}.{module}.g_idx", change, text)
 
 
 def test_columns_in_activation_order_are_not_cut(tmp_path):
