@@ -152,7 +152,14 @@ class TestQuantizationConfig:
         ("format", "layers"),
         [
             ("nvfp4", {"model.layers.1.mlp.experts": {"quant_algo": "W4A16_NVFP4"}, "lm_head": {"quant_algo": "FP8"}}),
-            ("fp8_tensor", {"model.layers.1.mlp.experts.0.down_proj": {"quant_algo": "FP8"}}),
+            (
+                "fp8_tensor",
+                {
+                    f"model.layers.1.mlp.experts.{expert}.{linear}_proj": {"quant_algo": "FP8"}
+                    for expert in range(8)
+                    for linear in ("gate", "up", "down")
+                },
+            ),
         ],
         ids=["by module", "by linear"],
     )
