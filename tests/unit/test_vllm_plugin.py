@@ -107,6 +107,11 @@ def test_experts_follow_what_is_hot_while_vllm_steps(pools, redundant: int) -> N
     assert (first["changes"], first["moved"]) == (second["changes"], second["moved"])
 
 
+def test_experts_that_do_not_divide_stay_with_vllm(pools) -> None:
+    said = "8 experts and 1 redundant ones don't divide by 2 ranks"
+    assert pools(2).run(jobs.undivided) == [{said: ["layers.0"]}] * 2
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

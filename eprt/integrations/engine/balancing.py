@@ -16,7 +16,8 @@ from typing import Any
 
 from eprt.balance import gather_load, imbalance, plan_placement, rank_loads, rebalance
 from eprt.config import ParallelConfig
-from eprt.errors import ConfigError
+from eprt.errors import CapacityError, ConfigError, UnsupportedError
+from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.rounding import ceil_div
@@ -57,19 +58,19 @@ class BalanceConfig:
         Without spare slots two experts of the first rank change places: a layer in plain order couldn't move any.
 
         Raises:
-            ConfigError: slots that don't divide by the ranks, or one expert a rank and no spare slot.
+            FallsBackToEngine: slots that don't divide by the ranks, or one expert a rank and no spare slot.
         """
         ranks = parallel.ep_size
         slots, rest = divmod(num_experts + self.num_redundant_experts, ranks)
         held = num_experts // ranks
         if rest or num_experts % ranks:
-            raise ConfigError(
+            raise FallsBackToEngine(
                 f"{num_experts} experts and {self.num_redundant_experts} redundant ones don't divide by {ranks} ranks"
             )
         rows = [[*range(rank * held, (rank + 1) * held), *[EMPTY] * (slots - held)] for rank in range(ranks)]
         if slots == held:
             if held < 2:
-                raise ConfigError(
+                raise FallsBackToEngine(
                     f"{num_experts} experts on {ranks} ranks without redundant ones: nothing can be moved"
                 )
             rows[0][:2] = rows[0][1], rows[0][0]
@@ -110,7 +111,11 @@ class Balancing:
         self._step += 1
         if self._moves:
             layer, placement = self._moves.popleft()
-            self.moved += rebalance(layer.world, [layer], [placement]).slots
+            try:
+                self.moved += rebalance(layer.world, [layer], [placement]).slots
+            except (CapacityError, UnsupportedError) as error:  # on every rank, before anything moved
+                self._moves.clear()
+                self._logger.warning("eprt: experts stay where they lie until the next plan: %s", error)
 
     def _plan(self, layers: Sequence[ExpertParallelMoE]) -> None:
         self._moves.clear()

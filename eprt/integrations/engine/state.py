@@ -145,7 +145,10 @@ class EngineState:
         if self.options().get(STRICT):
             raise ConfigError(f"eprt: {name} would fall back to {self.engine}, and eprt.{STRICT} is set: {reason}")
         if reason not in self.fallbacks:
-            self.logger.warning("eprt: %s and layers like it fall back to %s: %s", name, self.engine, reason)
+            unbalanced = "" if self.balancing is None else "; nothing balances their experts"
+            self.logger.warning(
+                "eprt: %s and layers like it fall back to %s: %s%s", name, self.engine, reason, unbalanced
+            )
         self.fallbacks.setdefault(reason, []).append(name)
 
     def build(self, binding: LayerBinding, experts: ExpertWeights) -> ExpertParallelMoE:

@@ -7,11 +7,14 @@ import itertools
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
 from eprt.bench.experts import random_experts
 from eprt.config import MoEConfig, WeightFormat
+from eprt.errors import CapacityError
+from eprt.integrations.engine import balancing
 from eprt.integrations.engine.placement import redistribute
 from eprt.integrations.engine.sleeping import Kept
 from eprt.integrations.engine.state import describe
@@ -152,13 +155,16 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
 
 
 def balanced(context: Any, redundant: int, steps: int) -> dict[str, Any]:
-    """Errors of a layer's outputs while what is hot changes, and the placements that it had."""
+    """Errors of a layer's outputs while what is hot changes, and the placements that it had. The first move finds no
+    memory."""
     context.world()
     options = {"window_size": 4, "step_interval": 8, "num_redundant_experts": redundant}
     given = config(additional_config={"eprt": {"eplb": options}})
     given.device_config = SimpleNamespace(device_type="cpu")
     errors, placements, at = [], [], set()
-    with stand_in.installed(given, TOKENS) as vllm, torch.inference_mode():
+    outcomes = itertools.chain([CapacityError("no memory")], itertools.repeat(mock.DEFAULT))
+    without_memory = mock.patch.object(balancing, "rebalance", wraps=balancing.rebalance, side_effect=outcomes)
+    with without_memory, stand_in.installed(given, TOKENS) as vllm, torch.inference_mode():
         vllm.state.take_over_balancing(given)
         layers = [made(vllm, context, f"layers.{n}", number=n) for n in range(2)]
         for layer in layers:
@@ -182,6 +188,17 @@ def balanced(context: Any, redundant: int, steps: int) -> dict[str, Any]:
     changes = sum(a != b for a, b in itertools.pairwise(placements))
     return {"worst": max(errors), "changes": changes, "first": placements[0], "moved": vllm.state.balancing.moved,
             "addresses": len(at)}  # fmt: skip
+
+
+def undivided(context: Any) -> dict[str, list[str]]:
+    """What is said of a layer whose slots don't divide by the ranks."""
+    context.world()
+    given = config(additional_config={"eprt": {"eplb": {"num_redundant_experts": 1}}})
+    given.device_config = SimpleNamespace(device_type="cpu")
+    with stand_in.installed(given, TOKENS) as vllm:
+        vllm.state.take_over_balancing(given)
+        message(lambda: made(vllm, context, "layers.0"))  # vLLM's own, which looks for a kernel
+        return vllm.state.fallbacks
 
 
 def hot_tokens(rank: int, step: int, hot: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
