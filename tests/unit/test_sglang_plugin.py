@@ -267,7 +267,6 @@ def transposed(loaded: Loaded) -> Loaded:
     return loaded
 
 
-DUEL = ("duel", "sglang_duel", "sglang_engine", "gpu_memory", "vllm_models")
 CASES = {
     "gpt-oss, mxfp4": lambda: padded(layouts.mxfp4("GptOssMxfp4MoEMethod", "swigluoai")),
     "ModelOpt nvfp4": lambda: of_all_ranks(layouts.nvfp4()),
@@ -385,33 +384,3 @@ def test_layers_that_are_left_say_so_once_or_are_errors(
     monkeypatch.setenv("EPRT_SGLANG", '{"strict": true}')
     with pytest.raises(ConfigError, match=r"would fall back to SGLang, and eprt\.strict is set: --enable-eplb"):
         hooks._layer_made(state, None, oss())
-
-
-def test_the_duel_compares_with_sglangs_quicker_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import duel
-    import sglang_duel
-
-    row = {"model": "gpt-oss-20b", "dp": 1, "tp": 1, "batch": 16, "start": 0, "ready_s": 50.0}
-    rows = [row | {"plugin": side, "step_ms": ms} for side, ms in (("none", 6.0), ("none:marlin", 5.0), ("eprt", 4.3))]
-    assert duel.compare(rows, "SGLang", sglang_duel.limit) == [
-        "gpt-oss-20b, batch 16: SGLang (marlin) 5.000 (5.000 to 5.000 of 1) ms, eprt 4.300 (4.300 to 4.300 of 1) ms, "
-        "ratio 0.860, MISSED (at most 0.85)"
-    ]
-    for name in DUEL:
-        sys.modules.pop(name, None)
-
-
-def test_the_duel_reads_each_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import gpu_memory
-    import sglang_engine
-
-    peaks: list[int] = []
-    gpu_memory.highest(["0, 500\n", "1, 700\n", "0, 12800\n", "1, 650\n", "0, 900\n"], peaks)
-    assert peaks == [12800, 700]
-    end = "Load weight end. elapsed=2.70 s, type=GptOssForCausalLM, quant=mxfp4, avail mem=65.26 GB, mem usage"
-    log = f"[08:33 DP0 TP0 EP0] {end}=13.21 GB.\n[08:33] Memory pool end\n[08:33 DP1 TP1 EP1] {end}=13.20 GB.\n"
-    assert sglang_engine.weights(log) == [13.21, 13.2]
-    for name in DUEL:
-        sys.modules.pop(name, None)

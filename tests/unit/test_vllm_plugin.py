@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from eprt.integrations.engine.ranks import EXIT_S
 from eprt.integrations.vllm import register
 from eprt.integrations.vllm.state import PluginState
 from eprt.integrations.vllm.supported import balance_options
-from eprt.models import family_for
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
 
@@ -237,62 +235,3 @@ def test_a_worker_that_ends_names_the_dead_rank_first(tmp_path: Path, end: str, 
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
     assert done.stderr.count("eprt: rank 1 exited: process ") == named, done.stderr
     assert float(done.stdout) < seconds
-
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-FORMATS = {"gpt-oss": "mxfp4", "gpt-oss-20b": "mxfp4", "qwen3": "bf16"}
-FORMATS |= dict.fromkeys(("qwen3-30b-fp8", "qwen3-fp8", "deepseek-v3"), "fp8_block")
-
-
-@pytest.fixture
-def duel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import vllm_duel
-
-    yield vllm_duel
-    for name in ("duel", "vllm_duel", "vllm_engine", "vllm_models"):
-        sys.modules.pop(name, None)
-
-
-def row(plugin: str, start: int, step_ms: float, **changes: Any) -> dict[str, Any]:
-    found = {"model": "qwen3", "plugin": plugin, "start": start, "batch": 32, "step_ms": step_ms, "ready_s": 50.0}
-    return found | changes
-
-
-def test_medians_of_all_starts_and_the_last_start_are_compared(duel: ModuleType) -> None:
-    """One start's outlier changes nothing; the first start's time until ready, which compiles, isn't compared."""
-    rows = [row("none", 0, 82.0), *[row("none", start, 5.0) for start in (0, 1)]]
-    rows += [
-        row("eprt", 0, 4.0, ready_s=400.0),
-        row("eprt", 1, 4.5, ready_s=111.0),
-        row("eprt", 1, 99.0, ready_s=111.0),
-    ]
-    assert duel.compare(rows) == [
-        "qwen3, batch 32: vLLM 5.000 (5.000 to 82.000 of 3) ms, eprt 4.500 (4.000 to 99.000 of 3) ms, ratio 0.900, "
-        "met (at most 0.95)",
-        "qwen3, start 2: ready after 50.0 s with vLLM's own, 111.0 s with eprt, +61.0 s, MISSED (at most 60)",
-    ]
-    assert "ratio 0.900, MISSED (at most 0.85)" in duel.compare([each | {"model": "gpt-oss"} for each in rows])[0]
-    assert duel.compare(rows[:3]) == [], "one side alone"
-
-
-def test_on_one_gpu_the_peer_is_the_quicker_backend_of_vllms_own(duel: ModuleType) -> None:
-    one = {"model": "gpt-oss-20b", "dp": 1, "tp": 1}
-    rows = [row(side, 0, ms, **one) for side, ms in (("none", 6.0), ("none:marlin", 5.0), ("eprt", 3.9))]
-    rows += [row(side, 0, ms, what="prefill", **one) for side, ms in (("none", 600.0), ("eprt", 540.0))]
-    assert duel.compare(rows) == [
-        "gpt-oss-20b, batch 32: vLLM (marlin) 5.000 (5.000 to 5.000 of 1) ms, eprt 3.900 (3.900 to 3.900 of 1) ms, "
-        "ratio 0.780, met (at most 0.8)",
-        "gpt-oss-20b, prefill 32: vLLM 600.000 (600.000 to 600.000 of 1) ms, eprt 540.000 (540.000 to 540.000 of 1) "
-        "ms, ratio 0.900, MISSED (at most 0.87)",
-    ]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_its_models_are_families_with_experts_in_their_format(duel: ModuleType, name: str, tmp_path: Path) -> None:
-    folder = duel.make_model(name, 2, tmp_path, tiny=True)
-    hf = json.loads((folder / "config.json").read_text())
-    family = family_for(hf)
-    config = family.moe_config(hf, family.moe_layers(hf)[-1])
-    assert config.weight_format == FORMATS[name]
-    assert duel.LIMITS[name] == (0.85 if name.startswith("gpt-oss") else 0.95)
