@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from eprt.bench.baselines import MISSING, baselines
-from eprt.bench.report import Report, Row, percentile, slowest
+from eprt.bench.report import Report, Row, p50_p99, percentile, slowest
 from eprt.bench.timing import first_samples, reason_of, samples, world_of
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
@@ -50,6 +50,9 @@ class DispatchCase:
     tokens: int
     routing: Literal["uniform", "hot_expert"] = "uniform"
     payload: Literal["bf16", "fp8_block"] = "bf16"
+
+    def __str__(self) -> str:
+        return f"{self.transport}, hidden {self.hidden}, {self.tokens} tokens per rank"
 
     @property
     def config(self) -> MoEConfig:
@@ -298,9 +301,6 @@ def measure_exchange(context: RankContext, rounds: int) -> dict[str, list[float]
 
 def exchange_report(by_rank: list[dict[str, list[float]]], rounds: int) -> Report:
     """Returns one row for each way: over all rounds, the slowest rank's times."""
-    rows: list[dict[str, Any]] = []
-    for name in by_rank[0]:
-        times = slowest([rank[name] for rank in by_rank])
-        row = {"exchange": name, "ranks": len(by_rank), "words": HEADER_WORDS, "rounds": rounds}
-        rows.append(row | {f"p{p}_us": round(percentile(times, p), 1) for p in (50, 99)})
-    return Report("exchange", rows)
+    sizes = {"ranks": len(by_rank), "words": HEADER_WORDS, "rounds": rounds}
+    names = by_rank[0]
+    return Report("exchange", [{"exchange": n, **sizes, **p50_p99("", [r[n] for r in by_rank])} for n in names])

@@ -51,6 +51,9 @@ class LayerCase:
     token_format: TokenFormat | None = None
     low_precision_activations: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.shape}, tokens per rank {self.tokens}, {self.dispatcher} + {self.executor}"
+
     @property
     def config(self) -> MoEConfig:
         return shape_config(self.shape)

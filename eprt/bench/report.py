@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -61,26 +61,6 @@ class Report:
             elif each not in self.notes:
                 self.notes.append(each)
 
-    def fill(
-        self,
-        cases: Iterable[Any],
-        run: Callable[[Any], list[Any]],
-        rows_of: Callable[[Any, list[Any]], Iterable[Row | str]],
-        keep: Callable[[Report], None] = lambda _: None,
-    ) -> Report:
-        """Adds the rows and notes of each case, or the reason where a rank `refused` it. Returns itself.
-
-        Args:
-            run: makes every rank measure a case; their results by rank.
-            keep: called with the report after each case.
-        """
-        for case in cases:
-            by_rank = run(case)
-            refused = next((rank.refused for rank in by_rank if rank.refused), "")
-            self.add([refused] if refused else rows_of(case, by_rank))
-            keep(self)
-        return self
-
 
 def this_command() -> str:
     return shlex.join(["eprt", *sys.argv[1:]])
@@ -117,6 +97,7 @@ def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
 
 
 def p50_p99(name: str, by_rank: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Returns two columns of a row: both percentiles over all rounds of the slowest rank's microseconds."""
-    times = slowest(by_rank)
-    return {f"{name}_p{p}_us": round(percentile(times, p), 1) for p in (50, 99)}
+    """Returns two columns of a row, `p50_us` and `p99_us` behind the name, if there is one: both percentiles over all
+    rounds of the slowest rank's microseconds."""
+    times, prefix = slowest(by_rank), f"{name}_" if name else ""
+    return {f"{prefix}p{p}_us": round(percentile(times, p), 1) for p in (50, 99)}

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from eprt.bench.layer import random_layer
-from eprt.bench.report import Report, Row, p50_p99, percentile, slowest
+from eprt.bench.report import Row, p50_p99, percentile, slowest
 from eprt.bench.timing import clocked_calls, clocked_phases, settle, world_of
 from eprt.config import RuntimeConfig
 from eprt.conformance.tiny_model import gpt_oss_config
@@ -49,6 +49,9 @@ class StepCase:
     executor: str = "auto"
     rounds: int = 10
 
+    def __str__(self) -> str:
+        return self.model
+
 
 @dataclass(frozen=True)
 class StepTimes:
@@ -69,11 +72,15 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepFound:
-    """One rank's result for a model; `pair` is "dispatcher + executor", `notes` say what was left out, and why."""
+    """One rank's result for a model; `pair` is "dispatcher + executor", `notes` say what was left out, and why.
+
+    A model is never `refused` as a whole: where its layers can't be built, the bench ends.
+    """
 
     times: list[StepTimes]
     pair: str
     notes: list[str]
+    refused: str = ""
 
 
 class _Batch:
@@ -310,9 +317,9 @@ class _Measured:
 # ---- rows -----------------------------------------------------------------------------------------------------
 
 
-def step_rows(case: StepCase, by_rank: list[StepFound]) -> list[Row]:
-    """Returns rows of the report: over all rounds, the slowest rank's times. Ratios are to transformers' eager step,
-    and to its step in a graph, where one was measured."""
+def step_rows(case: StepCase, by_rank: list[StepFound]) -> list[Row | str]:
+    """Returns rows of the report, then its notes. Times are the slowest rank's, over all rounds; ratios are to
+    transformers' eager step, and to its step in a graph, where one was measured."""
     rows: list[Row] = []
     medians: dict[tuple[int, str], float] = {}
     for times in zip(*(found.times for found in by_rank), strict=True):
@@ -322,7 +329,7 @@ def step_rows(case: StepCase, by_rank: list[StepFound]) -> list[Row]:
             base = medians.get((at[0], baseline))
             row[name] = None if base is None else round(medians[at] / base, 3)
         rows.append(row)
-    return rows
+    return [*rows, *by_rank[0].notes]
 
 
 def _row(case: StepCase, pair: str, times: Sequence[StepTimes]) -> Row:
@@ -336,15 +343,3 @@ def _row(case: StepCase, pair: str, times: Sequence[StepTimes]) -> Row:
     for phase in times[0].phases:
         row[f"{phase}_host_us"] = round(max(t.phases[phase] for t in times), 1)
     return row
-
-
-def step_report(
-    cases: list[StepCase], run: Callable[[StepCase], list[StepFound]], keep: Callable[[Report], None] = lambda _: None
-) -> Report:
-    """Measures the cases; `run` makes every rank call `measure_step`. `keep` sees what was found so far."""
-    report = Report("step", [])
-    for case in cases:
-        by_rank = run(case)
-        report.add([*step_rows(case, by_rank), *by_rank[0].notes])
-        keep(report)
-    return report

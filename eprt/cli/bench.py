@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from eprt.bench.report import Report
+from eprt.bench.report import Report, Row
 from eprt.cli.arguments import BenchDispatch, BenchExchange, BenchExperts, BenchLayer, BenchRouter, BenchStep
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal, columns
@@ -14,7 +13,6 @@ from eprt.config import RuntimeConfig
 from eprt.errors import ConfigError
 
 AnyBench = BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange | BenchStep
-Row = dict[str, Any]
 
 
 def lower_bound(row: Row) -> float:
@@ -94,7 +92,7 @@ def bench_router(arguments: BenchRouter, terminal: Terminal) -> int:
 
 def bench_step(arguments: BenchStep, terminal: Terminal) -> int:
     """Measures decode steps of whole models. Returns 0."""
-    from eprt.bench.step import StepCase, measure_step, step_report
+    from eprt.bench.step import StepCase, measure_step, step_rows
 
     require_tokens(arguments.tokens, 1)
     if arguments.layers < 1 or arguments.rounds < 1:
@@ -103,11 +101,8 @@ def bench_step(arguments: BenchStep, terminal: Terminal) -> int:
         StepCase(model, arguments.layers, arguments.tokens, arguments.dispatcher, arguments.executor, arguments.rounds)
         for model in arguments.models
     ]
-    with (
-        ranks(arguments.world, arguments.device) as workers,
-        measured(workers, terminal, "bench step", cases, measure_step, lambda case: case.model) as run,
-    ):
-        report = step_report(cases, run, keep(arguments, terminal))
+    with ranks(arguments.world, arguments.device) as workers:
+        report = measured(Report("step", []), cases, measure_step, step_rows, workers, arguments, terminal)
     for model, rows in groups(report, "model"):
         terminal.table(
             f"One step of {arguments.layers} layers of {model}, microseconds ({workers}; {rows[-1]['pair']})",
@@ -121,24 +116,29 @@ def bench_step(arguments: BenchStep, terminal: Terminal) -> int:
 # ---- shared by all benches --------------------------------------------------------------------------------------
 
 
-@contextmanager
 def measured(
-    workers: Ranks,
-    terminal: Terminal,
-    title: str,
+    report: Report,
     cases: Sequence[Any],
     job: Callable[..., Any],
-    name: Callable[[Any], str],
-) -> Iterator[Callable[[Any], list[Any]]]:
-    """Yields a function that runs `job(context, case=...)` on all ranks and returns their results; shows progress."""
-    with terminal.progress(title, len(cases)) as advance:
+    rows_of: Callable[[Any, list[Any]], Iterable[Row | str]],
+    workers: Ranks,
+    arguments: AnyBench,
+    terminal: Terminal,
+) -> Report:
+    """Fills a report case by case by `job(context, case=...)` on all ranks, stores it after each, and shows progress.
 
-        def run(case: Any) -> list[Any]:
-            found = workers.run(job, case=case)
-            advance(name(case))
-            return found
-
-        yield run
+    Args:
+        rows_of: the rows and notes of a case, from the ranks' results; not asked where a rank `refused` it.
+    """
+    store = keep(arguments, terminal)
+    with terminal.progress(f"bench {report.bench}", len(cases)) as advance:
+        for case in cases:
+            by_rank = workers.run(job, case=case)
+            refused = next((rank.refused for rank in by_rank if rank.refused), "")
+            report.add([refused] if refused else rows_of(case, by_rank))
+            store(report)
+            advance(str(case))
+    return report
 
 
 def groups(report: Report, *keys: str) -> list[tuple[Any, list[Row]]]:

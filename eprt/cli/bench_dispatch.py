@@ -40,9 +40,16 @@ def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
         require_peers(workers, "bench dispatch", "nothing would travel")
         cases = _cases(arguments, workers.device)
         rate = min(workers.run(push_rate))
-        with measured(workers, terminal, "bench dispatch", cases, measure_dispatch, _name) as run:
-            report = dispatch_report(rate)
-            report.fill(cases, run, lambda case, found: [dispatch_row(case, found, rate)], keep(arguments, terminal))
+        report = dispatch_report(rate)
+        measured(
+            report,
+            cases,
+            measure_dispatch,
+            lambda case, found: [dispatch_row(case, found, rate)],
+            workers,
+            arguments,
+            terminal,
+        )
     _say(report, f"{workers}, {arguments.payload}", terminal)
     wrong = [
         f"{row['transport']} at {row['tokens']} tokens returned wrong sums, error {row['error']:.1e}"
@@ -50,10 +57,6 @@ def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
         if row["error"] is not None and not row["error"] <= CHECK_TOLERANCE
     ]
     return finish(report, arguments, terminal, wrong)
-
-
-def _name(case: DispatchCase) -> str:
-    return f"{case.transport}, hidden {case.hidden}, {case.tokens} tokens per rank"
 
 
 def _cases(arguments: BenchDispatch, device: str) -> list[DispatchCase]:

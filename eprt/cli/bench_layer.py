@@ -9,7 +9,7 @@ from eprt.bench.placed import TOLERANCE, PlacedCase, measure_placed, placed_rows
 from eprt.bench.report import Report
 from eprt.bench.routings import read_routing
 from eprt.cli.arguments import BenchLayer
-from eprt.cli.bench import finish, groups, keep, measured, require_peers, require_tokens
+from eprt.cli.bench import finish, groups, measured, require_peers, require_tokens
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import ParallelConfig
@@ -40,8 +40,8 @@ def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
         shape_config(shape)
     with ranks(arguments.world, arguments.device) as workers:
         cases, notes = _layer_cases(arguments, workers)
-        with measured(workers, terminal, "bench layer", cases, measure_layer, _name) as run:
-            report = Report("layer", [], notes=notes).fill(cases, run, layer_rows, keep(arguments, terminal))
+        report = Report("layer", [], notes=notes)
+        measured(report, cases, measure_layer, layer_rows, workers, arguments, terminal)
     for shape, rows in groups(report, "shape"):
         rows = sorted(rows, key=lambda row: row["tokens"])
         title = f"Phases of one layer call, microseconds, p50/p99 of the slowest rank ({shape}, {workers})"
@@ -52,10 +52,6 @@ def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
             rows,
         )
     return finish(report, arguments, terminal)
-
-
-def _name(case: LayerCase | PlacedCase) -> str:
-    return f"{case.shape}, tokens per rank {case.tokens}, {case.dispatcher} + {case.executor}"
 
 
 def _layer_cases(arguments: BenchLayer, workers: Ranks) -> tuple[list[LayerCase], list[str]]:
@@ -77,8 +73,8 @@ def _bench_placed(arguments: BenchLayer, terminal: Terminal) -> int:
     with ranks(arguments.world, arguments.device) as workers:
         require_peers(workers, "--routing", "there is no other rank to be hotter than")
         cases = [case for shape in arguments.shapes for case in _placed_cases(shape, arguments, workers.size, file)]
-        with measured(workers, terminal, "bench layer", cases, measure_placed, _name) as run:
-            report = Report("placement", []).fill(cases, run, placed_rows, keep(arguments, terminal))
+        report = Report("placement", [])
+        measured(report, cases, measure_placed, placed_rows, workers, arguments, terminal)
     what = f"{workers}, {arguments.routing}"
     terminal.table(
         f"One layer with its experts in order, and with replicas where they were planned ({what}); microseconds",

@@ -22,7 +22,9 @@ from eprt.bench.report import Report, percentile, slowest
 from eprt.bench.routings import read_routing
 from eprt.bench.step import StepCase, StepFound, StepTimes, step_rows
 from eprt.bench.timing import first_samples, samples
+from eprt.cli import bench as bench_command
 from eprt.cli import main
+from eprt.cli.terminal import Terminal
 from eprt.config import MoEConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import Batch
@@ -193,8 +195,10 @@ def test_a_refusal_becomes_one_note(monkeypatch) -> None:
     layers = [layer.LayerCase("tiny", (1,), "none", "torch_grouped")]
     kept: list[int] = []
     report = Report("any", [], notes=["x"])
+    workers = SimpleNamespace(run=lambda job, case: [job(context, case)])
+    monkeypatch.setattr(bench_command, "keep", lambda *_: lambda report: kept.append(len(report.notes)))
     for cases, job in ((carried, measure_dispatch), (layers, layer.measure_layer)):
-        report.fill(cases, lambda case: [job(context, case)], None, lambda report: kept.append(len(report.notes)))  # noqa: B023
+        bench_command.measured(report, cases, job, None, workers, None, Terminal(speaks=False))
     context.close()
     assert kept == [2, 2, 3]
     assert report.rows == []
