@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from eprt.bench import tune as bench
-from eprt.bench.dispatch import measure_dispatch
-from eprt.bench.report import Report
+import torch
+
+from eprt.bench.dispatch import DispatchCase, DispatchTimes, measure_dispatch
+from eprt.bench.experts import random_experts, sampled_tokens
+from eprt.bench.report import Report, percentile, provenance, slowest
+from eprt.bench.timing import reason_of, world_of
 from eprt.cli.bench import require_tokens
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
-from eprt.errors import ConfigError, UnsupportedError
+from eprt.dispatch import DISPATCHERS, DispatcherSpec
+from eprt.errors import ConfigError, EprtError, UnsupportedError
+from eprt.experts import EXECUTORS, ExecutorSpec, executor_spec, make_executor
 from eprt.files import write_whole
 from eprt.models.published import model_config
+from eprt.placement import ExpertPlacement
 from eprt.plan import make_plan
-from eprt.plan.measured import own_path, own_tables
+from eprt.plan.measured import own_path, own_tables, sizes_of_experts
+from eprt.ranks.process import RankContext
 from eprt.ranks.stacks import WorldFailed
-from eprt.support import Device
+from eprt.rounding import ceil_div
+from eprt.support import Device, Requirement
+from eprt.timing import device_microseconds, host_stopwatch
 
 if TYPE_CHECKING:
     from eprt.cli.arguments import Tune
 
-Found = list[tuple[bench.Measurement, list[Any]]]  # what each part's ranks have measured
 SHARE = 0.5  # of the seconds left, what a part may take while others wait
 LEAST_S = 2.0  # left of the budget for a part to be begun
+WALL_CALLS = 5  # of an executor on a CPU; the middle one counts
 CHOICES = columns("phase | before | now | us before = us_before:.0f | us now = us_now:.0f")
 
 
@@ -75,33 +88,34 @@ def _measure(
 ) -> tuple[int, list[dict[str, Any]], list[str]]:
     """Returns (SM, tables of rows, notes on what was cut). Each part gets at most half of the seconds that are left,
     the last part all of them."""
-    size, todo = workers.size, bench.parts(config, arguments.tokens, workers.size, workers.device)
+    size, todo = workers.size, parts(config, arguments.tokens, workers.size, workers.device)
     counts = tuple(count * size for count in arguments.tokens)
-    found: Found = []
+    found: list[tuple[Part, list[Any]]] = []
     cut: dict[str, str] = {}
-    sm: int = workers.run(bench.generation)[0]
     with terminal.progress("tune", len(todo)) as advance:
         for part in todo:
             # Ranks of torchrun must decide alike, so the slowest one's clock counts for all.
-            left = arguments.budget_s - max(workers.run(bench.elapsed, since=start))
+            left = arguments.budget_s - max(workers.run(elapsed, since=start))
             limit = left if part is todo[-1] else SHARE * left
             if part.name not in cut:
                 cut |= _attempt(workers, part, config, counts, left, limit, found)
             advance(str(part))
-    times = {part.name: by_rank for part, by_rank in found if part.case is None}
-    carried = [(part.case, by_rank) for part, by_rank in found if part.case is not None]
-    tables = [bench.experts_table(sm, config, size, times), bench.dispatch_table(sm, size, carried)]
+    sm = Device.here(workers.device).sm
+    tables = [
+        _table("experts", sm, (time for part in found for time in _experts_times(config, size, *part))),
+        _table("dispatch", sm, (time for part in found for time in _dispatch_times(size, *part))),
+    ]
     return sm, [table for table in tables if table["rows"]], list(cut.values())
 
 
 def _attempt(
     workers: Ranks,
-    part: bench.Measurement,
+    part: Part,
     config: MoEConfig,
     tokens: tuple[int, ...],
     left_s: float,
     limit_s: float,
-    found: Found,
+    found: list[tuple[Part, list[Any]]],
 ) -> dict[str, str]:
     """Adds what the ranks measure to `found`. Returns a note, by name, if the part was cut."""
     if left_s <= LEAST_S:
@@ -111,7 +125,7 @@ def _attempt(
             found.append((part, workers.run(measure_dispatch, within_s=limit_s, case=part.case)))
             return {}
         wanted = {"name": part.name, "config": config, "tokens": tokens, "seconds": 0.8 * limit_s}
-        by_rank = workers.run(bench.measure_experts, within_s=limit_s, **wanted)
+        by_rank = workers.run(measure_experts, within_s=limit_s, **wanted)
     except WorldFailed as failed:
         if not failed.late:
             raise
@@ -120,12 +134,44 @@ def _attempt(
     return _missing(part, by_rank, len(tokens))
 
 
-def _missing(part: bench.Measurement, by_rank: list[Any], wanted: int) -> dict[str, str]:
+def _missing(part: Part, by_rank: list[ExpertTimes], wanted: int) -> dict[str, str]:
     """Returns a note, by name, if an executor had no time for all numbers of tokens."""
     had = min(len(rank.us) for rank in by_rank)
     if had == wanted or any(rank.refused for rank in by_rank):
         return {}
     return {part.name: f"{part}: {had} of {wanted} numbers of tokens"}
+
+
+# ---- rows of the plan -------------------------------------------------------------------------------------------
+
+Time = tuple[dict[str, Any], str, float]  # the sizes that identify a row, a backend's name, its microseconds
+
+
+def _table(kind: str, sm: int, times: Iterable[Time]) -> dict[str, Any]:
+    """Returns a table of rows as the plan reads them; backends that were measured at the same sizes share a row."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for sizes, name, us in times:
+        rows.setdefault(tuple(sizes.values()), {**sizes, "us": {}})["us"][name] = round(us, 2)
+    machine = provenance()
+    source = f"eprt tune, {machine['time'][:10]}, {machine['machine'][0] if machine['machine'] else 'cpu'}"
+    return {"kind": kind, "sm": sm, "source": source, "rows": list(rows.values())}
+
+
+def _dispatch_times(ranks: int, part: Part, by_rank: list[DispatchTimes]) -> Iterator[Time]:
+    """Yields a dispatcher's time, the slowest rank's median round, unless a rank refused it."""
+    case = part.case
+    if case is not None and all(rank.samples for rank in by_rank):
+        sizes = {"payload": case.payload, "ranks": ranks, "hidden": case.hidden, "top_k": case.top_k}
+        us = percentile(slowest([rank.samples for rank in by_rank]), 50)
+        yield {**sizes, "tokens": case.tokens}, part.name, us
+
+
+def _experts_times(config: MoEConfig, ranks: int, part: Part, by_rank: list[ExpertTimes]) -> Iterator[Time]:
+    """Yields an executor's times, the slowest rank's, unless a rank refused it."""
+    if part.case is None and not any(rank.refused for rank in by_rank):
+        sizes = sizes_of_experts(config, ceil_div(config.num_experts, ranks))
+        for count in sorted(set(by_rank[0].us).intersection(*(rank.us for rank in by_rank))):
+            yield {**sizes, "tokens": count}, part.name, max(rank.us[count] for rank in by_rank)
 
 
 def _merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -151,3 +197,92 @@ def _choices(config: MoEConfig, size: int, most: int, device: Device) -> dict[st
             plan = make_plan(config, ParallelConfig(size), runtime, device)
             found[phase] = f"{plan.dispatcher} + {plan.executor}", plan.chosen.us
     return found
+
+
+# ---- what is measured -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the work: an executor at all numbers of tokens, or a dispatcher at one."""
+
+    name: str
+    case: DispatchCase | None = None
+
+    def __str__(self) -> str:
+        return f"experts by {self.name}" if self.case is None else f"{self.name}, {self.case.tokens} tokens a rank"
+
+
+def parts(config: MoEConfig, tokens: Sequence[int], ranks: int, device: str) -> list[Part]:
+    """Lists what to measure for a model on `ranks` devices of a kind, the reference executor aside.
+
+    Backends of torch come first, then those that compile a library's kernels and may take minutes; among them the
+    preferred ones.
+    """
+    specs: list[ExecutorSpec | DispatcherSpec] = [spec for spec in EXECUTORS.values() if not spec.witness]
+    specs += DISPATCHERS.values() if ranks > 1 else ()
+    found: list[Part] = []
+    for spec in sorted(specs, key=lambda each: (_compiles(each.requirement), -each.preference)):
+        if device in spec.devices and isinstance(spec, ExecutorSpec):
+            found.append(Part(spec.name))
+        elif device in spec.devices:
+            cases = [DispatchCase(spec.name, config.hidden_size, config.top_k, count) for count in tokens]
+            found += [Part(spec.name, case) for case in cases]
+    return found
+
+
+def _compiles(requirement: Requirement | None) -> bool:
+    return requirement is not None and requirement.module != "triton"
+
+
+def elapsed(context: RankContext, since: float) -> float:
+    """Returns seconds since a moment of this rank's monotonic clock, the machine's. A job for `WorldPool.run`."""
+    return time.monotonic() - since
+
+
+@dataclass(frozen=True)
+class ExpertTimes:
+    """One rank's microseconds by number of all ranks' tokens, or why there are none.
+
+    Numbers for which no time was left are missing.
+    """
+
+    us: dict[int, float]
+    refused: str = ""
+
+
+def measure_experts(
+    context: RankContext, name: str, config: MoEConfig, tokens: Sequence[int], seconds: float = math.inf
+) -> ExpertTimes:
+    """Measures this rank's experts by one executor, on all ranks at once. A job for `WorldPool.run`.
+
+    Args:
+        seconds: after which no number of tokens is begun.
+    """
+    world, start = world_of(context), time.monotonic()
+    device, spec, runtime = Device.of(world.device), executor_spec(name), RuntimeConfig()
+    kept = replace(config, weight_format="bf16") if config.weight_format in spec.decodes else config
+    if not (verdict := spec.supports(kept, world.parallel, runtime, device, "bf16")):
+        return ExpertTimes({}, verdict.reason)
+    try:
+        shard = ExpertPlacement(kept.num_experts, world.parallel).shard(world.rank)
+        weights = random_experts(kept, shard.num_local_experts, world.device)
+        executor = make_executor(name, kept, shard, weights, world.device, runtime, token_format="flat")
+        del weights
+        executor.warmup(max(tokens))
+        begun = (count for count in tokens if time.monotonic() - start < seconds)
+        return ExpertTimes({count: _time(executor, kept, count, world.device) for count in begun})
+    except EprtError as error:
+        return ExpertTimes({}, reason_of(error))
+
+
+def _time(executor: Callable[..., torch.Tensor], config: MoEConfig, count: int, device: torch.device) -> float:
+    flat = sampled_tokens(config, count, device)
+    out = torch.empty_like(flat.hidden.data)
+    if device.type == "cuda":
+        return device_microseconds(lambda: executor(flat, out))
+    taken: list[float] = []
+    for _ in range(1 + WALL_CALLS):
+        with host_stopwatch(taken):
+            executor(flat, out)
+    return median(taken[1:])

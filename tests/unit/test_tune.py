@@ -10,9 +10,8 @@ import pytest
 from support.jobs import layer_jobs as jobs
 from support.jobs import rank_jobs
 
-from eprt.bench import tune as bench
 from eprt.cli import main, tune
-from eprt.cli.tune import _merged, _missing
+from eprt.cli.tune import Part, _merged, _missing, measure_experts, parts
 from eprt.config import MoEConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
@@ -71,7 +70,7 @@ def test_what_takes_too_long_is_ended_and_said(tmp_path: Path, monkeypatch, caps
     """An executor that would compile for a minute costs its share of the budget; dispatchers are measured all the
     same, by ranks that were started again."""
     monkeypatch.setenv("EPRT_PLAN_ROWS", str(tmp_path / "plan.json"))
-    monkeypatch.setattr(bench, "measure_experts", rank_jobs.compiles_for_a_minute)
+    monkeypatch.setattr(tune, "measure_experts", rank_jobs.compiles_for_a_minute)
     monkeypatch.setattr(tune, "SHARE", 0.15)
     model = tmp_path / "config.json"
     model.write_text(json.dumps(TINY))
@@ -91,23 +90,23 @@ def test_what_takes_too_long_is_ended_and_said(tmp_path: Path, monkeypatch, caps
 def test_no_number_of_tokens_is_begun_after_its_time() -> None:
     config = MoEConfig(8, 2, 64, 32)
     context = RankContext(0, 1, "cpu")
-    found = bench.measure_experts(context, "torch_grouped", config, (4, 16), seconds=0.0)
+    found = measure_experts(context, "torch_grouped", config, (4, 16), seconds=0.0)
     context.close()
     assert (found.us, found.refused) == ({}, "")
-    assert _missing(bench.Measurement("torch_grouped"), [found], 2) == {
+    assert _missing(Part("torch_grouped"), [found], 2) == {
         "torch_grouped": "experts by torch_grouped: 0 of 2 numbers of tokens"
     }
 
 
 def test_what_compiles_for_minutes_comes_last() -> None:
     config = MoEConfig(128, 4, 2880, 2880, weight_format="mxfp4")
-    names = list(dict.fromkeys(part.name for part in bench.parts(config, (1, 8), 2, "cuda")))
+    names = list(dict.fromkeys(part.name for part in parts(config, (1, 8), 2, "cuda")))
     requirements = {name: {**EXECUTORS, **DISPATCHERS}[name].requirement for name in names}
     from_libraries = [name for name in names if (r := requirements[name]) is not None and r.module != "triton"]
     assert names[-len(from_libraries) :] == from_libraries
     assert {"torch_grouped", "symm", "none"} <= set(names) - set(from_libraries)
     assert "reference" not in names
-    assert [part.case for part in bench.parts(config, (1, 8), 1, "cuda")].count(None) == len(EXECUTORS) - 1
+    assert [part.case for part in parts(config, (1, 8), 1, "cuda")].count(None) == len(EXECUTORS) - 1
 
 
 def dispatch_rows(**us: float) -> str:
