@@ -39,13 +39,13 @@ class _Json:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Bench(_Plugins, _Json):
+class Bench(_Plugins, _Json):
     output: Path | None = None
     """Also write the result as JSON to this file."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PlottedBench(_Bench):
+class PlottedBench(Bench):
     plot: Path | None = None
     """Write a plot (PNG, SVG) to this file; needs matplotlib."""
 
@@ -292,7 +292,7 @@ class Doctor(_Plugins, _Json):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchLayer(_Ranks, _Pair, _LowPrecision, _PlottedBench):
+class BenchLayer(_Ranks, _Pair, _LowPrecision, PlottedBench):
     """Time of each phase of a layer, and what the layer adds to the same steps by hand."""
 
     shapes: tuple[str, ...] = ("tiny",)
@@ -332,7 +332,7 @@ class Simulation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchDispatch(_Ranks, _PlottedBench):
+class BenchDispatch(_Ranks, PlottedBench):
     """Dispatch + combine by every transport that works here, beside raw collectives and the link's own rate."""
 
     tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 1024, 2048, 4096)
@@ -351,7 +351,7 @@ class BenchDispatch(_Ranks, _PlottedBench):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchExperts(_LowPrecision, _PlottedBench):
+class BenchExperts(_LowPrecision, PlottedBench):
     """The executors that work on this GPU, beside their libraries called directly, and the lower bounds that memory
     and compute set."""
 
@@ -367,7 +367,7 @@ class BenchExperts(_LowPrecision, _PlottedBench):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchExchange(_Ranks, _Bench):
+class BenchExchange(_Ranks, Bench):
     """Measures what it costs the ranks to agree: a step, and its few words through shared memory and through gloo."""
 
     rounds: int = 1000
@@ -375,7 +375,7 @@ class BenchExchange(_Ranks, _Bench):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRouter(_PlottedBench):
+class BenchRouter(PlottedBench):
     """The router's kernels beside the same choice in plain torch, and the lower bounds that memory and compute set."""
 
     tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 2048)
@@ -385,7 +385,7 @@ class BenchRouter(_PlottedBench):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchStep(_Ranks, _Pair, _PlottedBench):
+class BenchStep(_Ranks, _Pair, PlottedBench):
     """A decode step of whole models: transformers alone, then eprt's layers eager, in steps and in CUDA graphs."""
 
     world: int | None = 2

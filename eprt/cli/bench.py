@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from eprt.bench.report import Report, Row
-from eprt.cli.arguments import BenchDispatch, BenchExchange, BenchExperts, BenchLayer, BenchRouter, BenchStep
+from eprt.cli.arguments import Bench, BenchExchange, BenchExperts, BenchRouter, BenchStep, PlottedBench
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import RuntimeConfig
 from eprt.errors import ConfigError
-
-AnyBench = BenchLayer | BenchDispatch | BenchExperts | BenchRouter | BenchExchange | BenchStep
 
 
 def lower_bound(row: Row) -> float:
@@ -122,7 +120,7 @@ def measured(
     job: Callable[..., Any],
     rows_of: Callable[[Any, list[Any]], Iterable[Row | str]],
     workers: Ranks,
-    arguments: AnyBench,
+    arguments: Bench,
     terminal: Terminal,
 ) -> Report:
     """Fills a report case by case by `job(context, case=...)` on all ranks, stores it after each, and shows progress.
@@ -162,7 +160,7 @@ def require_peers(workers: Ranks, what: str, why: str) -> None:
         raise ConfigError(f"{what} in a world of one: {why}; use --world 2 or more")
 
 
-def keep(arguments: AnyBench, terminal: Terminal) -> Callable[[Report], None]:
+def keep(arguments: Bench, terminal: Terminal) -> Callable[[Report], None]:
     """Returns a function that stores a report after each case: a bench that is stopped leaves what it found."""
     path = arguments.output
     if path is None or not terminal.speaks:
@@ -170,7 +168,7 @@ def keep(arguments: AnyBench, terminal: Terminal) -> Callable[[Report], None]:
     return lambda report: report.write(path)
 
 
-def finish(report: Report, arguments: AnyBench, terminal: Terminal, wrong: Sequence[str] = ()) -> int:
+def finish(report: Report, arguments: Bench, terminal: Terminal, wrong: Sequence[str] = ()) -> int:
     """Prints what was left out and what is wrong, stores and plots the report. Returns 1 if anything is wrong."""
     terminal.say(*(f"left out: {note}" for note in report.notes), *(f"FAIL: {text}" for text in wrong))
     if terminal.speaks:
@@ -178,7 +176,7 @@ def finish(report: Report, arguments: AnyBench, terminal: Terminal, wrong: Seque
         if arguments.output is not None:
             report.write(arguments.output)  # also where nothing could be measured
             terminal.say(f"\nwrote {arguments.output}")
-        if not isinstance(arguments, BenchExchange) and arguments.plot is not None:
+        if isinstance(arguments, PlottedBench) and arguments.plot is not None:
             from eprt.bench.plot import plot
 
             plot(report, arguments.plot)

@@ -12,37 +12,23 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import subcommand
 
-from eprt.cli.arguments import (
-    BenchDispatch,
-    BenchExchange,
-    BenchExperts,
-    BenchLayer,
-    BenchRouter,
-    BenchStep,
-    Doctor,
-    Explain,
-    Generate,
-    PlanExperts,
-    Run,
-    Tune,
-    Warm,
-)
+import eprt.cli.arguments as commands
 
 # A command's arguments, and the function that runs it, by the words of the command line.
 COMMANDS: dict[str, tuple[type[Any], str]] = {
-    "run": (Run, "eprt.cli.run:run"),
-    "generate": (Generate, "eprt.cli.generate:generate"),
-    "explain": (Explain, "eprt.cli.explain:explain"),
-    "tune": (Tune, "eprt.cli.tune:tune"),
-    "warm": (Warm, "eprt.cli.warm:warm"),
-    "plan-experts": (PlanExperts, "eprt.cli.plan_experts:plan_experts"),
-    "doctor": (Doctor, "eprt.cli.doctor:doctor"),
-    "bench layer": (BenchLayer, "eprt.cli.bench_layer:bench_layer"),
-    "bench dispatch": (BenchDispatch, "eprt.cli.bench_dispatch:bench_dispatch"),
-    "bench experts": (BenchExperts, "eprt.cli.bench:bench_experts"),
-    "bench router": (BenchRouter, "eprt.cli.bench:bench_router"),
-    "bench exchange": (BenchExchange, "eprt.cli.bench:bench_exchange"),
-    "bench step": (BenchStep, "eprt.cli.bench:bench_step"),
+    "run": (commands.Run, "eprt.cli.run:run"),
+    "generate": (commands.Generate, "eprt.cli.generate:generate"),
+    "explain": (commands.Explain, "eprt.cli.explain:explain"),
+    "tune": (commands.Tune, "eprt.cli.tune:tune"),
+    "warm": (commands.Warm, "eprt.cli.warm:warm"),
+    "plan-experts": (commands.PlanExperts, "eprt.cli.plan_experts:plan_experts"),
+    "doctor": (commands.Doctor, "eprt.cli.doctor:doctor"),
+    "bench layer": (commands.BenchLayer, "eprt.cli.bench_layer:bench_layer"),
+    "bench dispatch": (commands.BenchDispatch, "eprt.cli.bench_dispatch:bench_dispatch"),
+    "bench experts": (commands.BenchExperts, "eprt.cli.bench:bench_experts"),
+    "bench router": (commands.BenchRouter, "eprt.cli.bench:bench_router"),
+    "bench exchange": (commands.BenchExchange, "eprt.cli.bench:bench_exchange"),
+    "bench step": (commands.BenchStep, "eprt.cli.bench:bench_step"),
 }
 RUNS: dict[type[Any], str] = dict(COMMANDS.values())
 _ABOUT = (
@@ -52,10 +38,10 @@ _ABOUT = (
 _BENCH = "Measure a layer, the transports, the executors, the router, the ranks' agreement or a whole step."
 
 
-def parse(arguments: Sequence[str] | None = None) -> Any:
-    """Returns the arguments of the command that `arguments` (default: the process's own) ask for: an instance of one of
-    the classes in `COMMANDS`. Prints help, version or an error and exits."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+def parse(words: Sequence[str] | None = None) -> Any:
+    """Returns the arguments of the command that `words` (default: the process's own) ask for: an instance of one of the
+    classes in `COMMANDS`. Prints help, version or an error and exits."""
+    words = list(sys.argv[1:] if words is None else words)
     if words == ["--version"]:
         from eprt import __version__
 

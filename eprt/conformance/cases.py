@@ -91,15 +91,7 @@ CUT_CASES: tuple[Case, ...] = tuple(
     if routing in ("uniform", "partly_invalid")
 )
 
-
-def find_case(name: str) -> Case:
-    """Raises ConfigError for a name that isn't in the table."""
-    for case in (*CASES, *CUT_CASES):
-        if case.name == name:
-            return case
-    raise ConfigError(
-        f"conformance case {name!r} doesn't exist; choose from {', '.join(c.name for c in (*CASES, *CUT_CASES))}"
-    )
+BY_NAME: dict[str, Case] = {case.name: case for case in (*CASES, *CUT_CASES)}
 
 
 # The layers that the cases run through. E divides by 1, 2, 4 and 8 ranks; I by 2 MoE-TP ranks, in whole MX blocks.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.jobs import conformance_jobs as jobs
 
-from eprt.conformance.cases import CASES, CONFIGS, COUNTS, CUT_CASES, ROUTINGS, find_case, make_topk
+from eprt.conformance.cases import BY_NAME, CASES, CONFIGS, COUNTS, CUT_CASES, ROUTINGS, make_topk
 from eprt.conformance.checks import CAPACITY, Check, run_checks, standard_checks, summarize
 from eprt.support import Device
 
@@ -64,7 +64,7 @@ def test_routings_are_what_their_names_say(size):
 
 @pytest.mark.parametrize(("kind", "open_at_once"), [("transport", 1), ("interleaved", 2)])
 def test_interleaved_calls_are_open_at_the_same_time(pools, kind, open_at_once):
-    check = Check(kind, find_case("changing-uniform"), "torch")
+    check = Check(kind, BY_NAME["changing-uniform"], "torch")
     assert pools(2).run(jobs.most_open_calls, check=check) == [open_at_once] * 2
 
 

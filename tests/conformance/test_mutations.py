@@ -11,7 +11,7 @@ import torch
 from support.jobs import conformance_jobs as jobs
 
 from eprt.config import MoEConfig, ParallelConfig
-from eprt.conformance.cases import CASES, CONFIGS, find_case, make_batches
+from eprt.conformance.cases import BY_NAME, CASES, CONFIGS, make_batches
 from eprt.conformance.checks import Check, CheckRow, NanOutput, summarize
 from eprt.conformance.oracle import relative_error
 from eprt.conformance.transport import scale_experts, wrong_arrivals
@@ -63,7 +63,7 @@ class TestTransport:
 
     CONFIG = CONFIGS["silu_bf16"]
     SHARD = ExpertPlacement(CONFIG.num_experts, ParallelConfig(4)).shard(1)
-    BATCHES = make_batches(find_case("uneven-partly_invalid"), 0, 4, CONFIG, torch.bfloat16)
+    BATCHES = make_batches(BY_NAME["uneven-partly_invalid"], 0, 4, CONFIG, torch.bfloat16)
 
     def arrived(self) -> FlatTokens:
         hidden = torch.cat([batch.hidden for batch in self.BATCHES])

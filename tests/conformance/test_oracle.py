@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eprt.config import ParallelConfig
-from eprt.conformance.cases import CASES, CONFIGS, find_case, make_batches
+from eprt.conformance.cases import BY_NAME, CONFIGS, make_batches
 from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
 from eprt.errors import ConfigError
 from eprt.placement import ExpertPlacement
@@ -42,14 +42,14 @@ def by_definition(config, full, batch):
 def test_oracle_is_the_definition(name, case):
     config = CONFIGS[name]
     full = full_weights(config)
-    batches = make_batches(find_case(case), 0, 4, config, torch.bfloat16)
+    batches = make_batches(BY_NAME[case], 0, 4, config, torch.bfloat16)
     for batch, out in zip(batches, expected_outputs(config, full, batches), strict=True):
         assert relative_error(out, by_definition(config, full, batch)) < 1e-6
 
 
 def test_an_invalid_slot_adds_nothing_whatever_its_weight():
     config = CONFIGS["silu_f32"]
-    batches = make_batches(find_case("equal-all_invalid"), 0, 2, config, torch.float32)
+    batches = make_batches(BY_NAME["equal-all_invalid"], 0, 2, config, torch.float32)
     assert all(not out.any() for out in expected_outputs(config, full_weights(config), batches))
 
 
@@ -87,9 +87,3 @@ def test_a_cut_through_a_scale_block_is_refused():
     placement = ExpertPlacement(config.num_experts, ParallelConfig(4, moe_tp_size=4))
     with pytest.raises(ConfigError, match="would split a scale block"):
         shard_weights(full_weights(config), config, placement.shard(1))
-
-
-def test_a_case_is_found_by_its_name():
-    assert find_case(CASES[3].name) is CASES[3]
-    with pytest.raises(ConfigError, match="doesn't exist"):
-        find_case("nothing")

@@ -8,7 +8,7 @@ import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import checks, transport
-from eprt.conformance.cases import CONFIGS, Batch, coded_hidden, find_case, make_batches
+from eprt.conformance.cases import BY_NAME, CONFIGS, Batch, coded_hidden, make_batches
 from eprt.conformance.oracle import expected_outputs, full_weights, relative_error
 from eprt.dispatch import make_dispatcher
 from eprt.tokens import TopK
@@ -92,12 +92,11 @@ def most_open_calls(context, check):
 # ---- mutations: each must fail the oracle ---------------------------------------------------------------------
 
 
-def mutated_layer(context, mutation, pair, executor, config_name="silu_f32", case_name="uneven-uniform"):
+def mutated_layer(context, mutation, pair, executor):
     """Relative error of one layer call against the oracle, with one thing wrong."""
-    world, config = context.world(), CONFIGS[config_name]
+    world, config = context.world(), F32
     full = full_weights(config)
-    dtype = torch.float32 if config.weight_format == "f32" else torch.bfloat16
-    batch = make_batches(find_case(case_name), 0, world.size, config, dtype)[world.rank]
+    batch = make_batches(BY_NAME["uneven-uniform"], 0, world.size, config, torch.float32)[world.rank]
     topk, given = batch.topk, full
     if mutation == "swap_gate_and_up":
         given = replace(full, gate_up=Dense(full.gate_up.data.roll(config.intermediate_size, 1)))
@@ -161,11 +160,11 @@ def _call(target, through_layer, batch, agreed=None):
     return target.dispatch(batch.hidden, batch.topk, agreed)
 
 
-def _on_rank_1(change, num_tokens=5):
+def _on_rank_1(change):
     """A call whose input is changed on rank 1 only."""
 
     def call(context, target, through_layer):
-        batch = _batch(context, num_tokens)
+        batch = _batch(context, 5)
         _call(target, through_layer, change(batch) if context.rank == 1 else batch)
 
     return call
@@ -192,13 +191,9 @@ def _set(value):
     return change
 
 
-def _agreeing_on(rows, num_tokens=5):
+def _agreeing_on(rows):
     """A call with R given: `rows(rank)`."""
-
-    def call(context, target, through_layer):
-        _call(target, through_layer, _batch(context, num_tokens), rows(context.rank))
-
-    return call
+    return lambda context, target, through_layer: _call(target, through_layer, _batch(context, 5), rows(context.rank))
 
 
 def _over_capacity(context, target, through_layer):

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from eprt import ExpertParallelMoE, RuntimeConfig, World
-from eprt.conformance.cases import CONFIGS, find_case, make_batches
+from eprt.conformance.cases import BY_NAME, CONFIGS, make_batches
 from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
 from eprt.placement import ExpertPlacement
 
@@ -38,7 +38,7 @@ def main(progress: Path, victim: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             while (str(item), world.generation) == (os.environ.get("PAUSE_BEFORE"), 0):
                 world.barrier()
-            batch = make_batches(find_case("uneven-uniform"), item, world.size, config, torch.float32)[world.rank]
+            batch = make_batches(BY_NAME["uneven-uniform"], item, world.size, config, torch.float32)[world.rank]
             error = relative_error(layer(batch.hidden, batch.topk), expected_outputs(config, full, [batch])[0])
             worst = world.gather_control(torch.tensor([int(error * 1e9)])).max().item()
             if world.rank == 0:
