@@ -40,6 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A gpt-oss checkpoint of one layer, without a tokenizer; for reading only."""
+    from eprt.conformance.tiny_model import write_tiny_checkpoint
+
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", num_layers=1)
+
+
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """For TMPDIR: sockets lie in it, and `tmp_path` comes close to the 107 bytes that their names may have."""

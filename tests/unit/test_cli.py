@@ -35,13 +35,6 @@ def eprt(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*EPRT, *words], capture_output=True, text=True, timeout=100, env=environment(**changes))
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    from eprt.conformance.tiny_model import write_tiny_checkpoint
-
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", num_layers=1)
-
-
 def test_run_reports_for_people(tiny: Path) -> None:
     done = eprt("run", "--model", str(tiny), "--world", "2", "--steps", "5")
     assert done.returncode == 0, done.stderr

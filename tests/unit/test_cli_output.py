@@ -19,13 +19,6 @@ from eprt.world import World
 EXPLAIN = "explain --model config.json --device sm90"
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    from eprt.conformance.tiny_model import write_tiny_checkpoint
-
-    return write_tiny_checkpoint(tmp_path / "model", num_layers=1) / "config.json"
-
-
 def shell(line: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"EPRT": f"{sys.executable} -m eprt", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
@@ -42,8 +35,8 @@ def shell(line: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess[s
         (f"$EPRT {EXPLAIN} --json > /dev/full", 74, "eprt: the result couldn't be written: No space left"),
     ],
 )
-def test_where_nothing_can_be_shown(config: Path, line: str, code: int, says: str) -> None:
-    done = shell(line, config.parent)
+def test_where_nothing_can_be_shown(tiny: Path, line: str, code: int, says: str) -> None:
+    done = shell(line, tiny)
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith(says)
     assert "Traceback" not in done.stderr
@@ -102,8 +95,8 @@ def test_tasks_that_know_nothing_of_each_other_are_no_worlds_of_one(name: str, m
     World.from_env("cpu").close()
 
 
-def test_one_rank_and_one_step_are_singular(config: Path, capsys) -> None:
-    words = ["run", "--model", str(config.parent), "--world", "1", "--steps", "1", "--device", "cpu", "--json"]
+def test_one_rank_and_one_step_are_singular(tiny: Path, capsys) -> None:
+    words = ["run", "--model", str(tiny), "--world", "1", "--steps", "1", "--device", "cpu", "--json"]
     assert main(words) == 0
     assert "ran on 1 gloo rank, 1 step each" in json.loads(capsys.readouterr().out)["what"]
 

@@ -22,13 +22,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 TABLES = json.loads(resources.files("eprt.plan").joinpath("measured.json").read_text())
 
 
-def dispatch_results(
-    names: Iterable[str], column: str, file: str, payload: str = "bf16"
-) -> dict[tuple[str, int, int, int], float]:
-    """(transport, hidden, top-k, tokens a rank) -> what was measured under uniform routing."""
+def dispatch_times(names: Iterable[str], file: str, payload: str = "bf16") -> dict[tuple[str, int, int, int], float]:
+    """(transport, hidden, top-k, tokens a rank) -> the median that was measured under uniform routing."""
     rows = json.loads((RESULTS / file).read_text())["rows"]
     chosen = [r for r in rows if r["routing"] == "uniform" and r["transport"] in names and r["payload"] == payload]
-    return {(r["transport"], r["hidden"], r["top_k"], r["tokens"]): r[column] for r in chosen}
+    return {(r["transport"], r["hidden"], r["top_k"], r["tokens"]): r["p50_us"] for r in chosen}
 
 
 def expert_times(file: str) -> dict[tuple[str, str, int], float]:
@@ -62,7 +60,7 @@ def test_the_dispatch_rows_are_those_of_the_result_file(payload: str, ranks: int
     assert {row["ranks"] for row in json.loads((RESULTS / file).read_text())["rows"]} == {ranks}
     rows = table["rows"]
     planned = {(name, r["hidden"], r["top_k"], r["tokens"]): us for r in rows for name, us in r["us"].items()}
-    assert planned == dispatch_results(DISPATCHERS, "p50_us", file, payload)
+    assert planned == dispatch_times(DISPATCHERS, file, payload)
 
 
 @pytest.mark.parametrize("file", ["experts_h200.json", "experts_grouped_h200.json"])
@@ -110,7 +108,7 @@ def dispatch(name: str = "symm", tokens: int = 128, ranks: int = 4, payload: str
 def test_a_row_answers_for_its_own_shape_ranks_and_format_only() -> None:
     row = dispatch()
     assert row is not None
-    assert row.us == dispatch_results(["symm"], "p50_us", "dispatch_h200_x4.json")["symm", 7168, 8, 128]
+    assert row.us == dispatch_times(["symm"], "dispatch_h200_x4.json")["symm", 7168, 8, 128]
     assert "hidden 7168, top-8, 4 ranks, 128 tokens a rank; benchmarks/results/" in str(row)
     others = ({"ranks": 8}, {"hidden_size": 6000}, {"top_k": 6}, {"payload": "nvfp4"})
     assert [dispatch(**other) for other in (*others, {"name": "deepep", "tokens": 4096})] == [None] * 5  # type: ignore[arg-type]

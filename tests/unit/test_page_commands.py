@@ -12,7 +12,6 @@ import torch
 from eprt import balance
 from eprt.cli import main
 from eprt.cli.parsing import COMMANDS
-from eprt.conformance.tiny_model import write_tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--world", "2", "--device", "cpu", "--tokens", "2"]
@@ -35,11 +34,6 @@ def commands() -> list[str]:
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", pages, flags=re.DOTALL))
     lines = re.findall(r"^(?:\.venv/bin/)?eprt (.*)$", blocks, flags=re.MULTILINE)
     return list(dict.fromkeys(shlex.join(shlex.split(line, comments=True)) for line in lines))
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("pages") / "tiny", num_layers=1)
 
 
 @pytest.mark.timeout(300)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from support.cases.plan_table import DEVICES, MODELS, TOKENS, choice, config_of, on_page, plan_for, table
 
+from eprt.cli import main
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError, UnsupportedError
@@ -216,8 +217,6 @@ def test_packed_tokens_need_a_gpu_that_converts_them() -> None:
 
 
 def test_explain_prints_it(tmp_path, capsys) -> None:
-    from eprt.cli import main
-
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MODELS[GPT_OSS]))
     words = ["explain", "--model", str(path), "--device", "sm90"]
@@ -234,24 +233,16 @@ def test_explain_prints_it(tmp_path, capsys) -> None:
     assert shown["plans"][0]["layers"] == list(range(36))
 
 
-def test_explain_knows_of_hosts(tmp_path, capsys) -> None:
+def test_memory_is_mapped_within_a_host_or_a_fabric() -> None:
     """symm maps memory within one host, FlashInfer within one NVLink fabric, which hosts share from SM100 on."""
-    from eprt.cli import main
-
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(MODELS[GPT_OSS]))
     refused: dict[tuple[str, int], set[str]] = {}
     for device, per_host in (("sm90", 8), ("sm90", 4), ("sm100", 4)):
-        words = ["--world", "8", "--ranks-per-host", str(per_host), "--device", device, "--json"]
-        assert main(["explain", "--model", str(path), *words]) == 0
-        candidates = json.loads(capsys.readouterr().out)["plans"][0]["candidates"]
-        refused[device, per_host] = {c["dispatcher"] for c in candidates if "one NVLink" in c["reason"]}
+        candidates = plan_of(GPT_OSS, 8, device, per_host).candidates
+        refused[device, per_host] = {c.dispatcher for c in candidates if "one NVLink" in c.support.reason}
     assert refused == {("sm90", 8): set(), ("sm90", 4): {"symm", "flashinfer"}, ("sm100", 4): {"symm"}}
 
 
 def test_engines_are_named_with_what_they_do_or_why_not(capsys) -> None:
-    from eprt.cli import main
-
     def reasons(model: str, world: int, device: str = "sm100", **options) -> dict[str, tuple[bool, str]]:
         plan = plan_of(model, world, device, **options)
         return {name: (support.ok, support.reason) for name, support in plan.engines.items()}
