@@ -121,7 +121,7 @@ def bad_call(context, kind, pair, through_layer=False):
     The correct call is on the same dispatcher or layer, so it also proves that the failed one left nothing behind.
     """
     target = _layer_of(context, pair) if through_layer else dispatcher_of(context, pair)
-    told = caught(lambda: BAD[kind](context, target, through_layer))
+    told = caught(lambda: (INPUT | CALLS)[kind][0](context, target, through_layer))
     return *told, good_call(context, target, through_layer)
 
 
@@ -251,10 +251,6 @@ def _non_finite_weight(context, target, through_layer):
     full.dispatch(batch.hidden, batch.topk)
 
 
-def _top_k_over_experts(context, target, through_layer):
-    replace(F32, top_k=F32.num_experts + 1)
-
-
 def _experts_that_do_not_divide(context, target, through_layer):
     make_dispatcher(target.spec.name, context.world(), replace(F32, num_experts=9), RuntimeConfig())
 
@@ -263,33 +259,44 @@ def _to_meta(batch):
     return Batch(batch.hidden.to("meta"), TopK(batch.topk.ids.to("meta"), batch.topk.weights.to("meta")))
 
 
-BAD = {
-    "hidden_of_whole_numbers": _hidden(lambda x: x.int()),
-    "hidden_in_float64": _hidden(lambda x: x.double()),
-    "hidden_too_narrow": _hidden(lambda x: x[:, :-1]),
-    "hidden_for_fewer_tokens": _hidden(lambda x: x[:-1]),
-    "hidden_of_one_dimension": _hidden(lambda x: x[0]),
-    "everything_on_another_device": _on_rank_1(_to_meta),
-    "ids_in_int64": _ids(lambda ids: ids.long()),
-    "ids_of_another_top_k": _ids(lambda ids: ids[:, :-1]),
-    "ids_on_another_device": _ids(lambda ids: ids.to("meta")),
-    "id_below_zero": _ids(_set(-1)),
-    "id_above_the_invalid_one": _ids(_set(F32.num_experts + 1)),
-    "weights_in_bf16": _weights(lambda weights: weights.bfloat16()),
-    "weights_of_another_shape": _weights(lambda weights: weights[:, :-1]),
-    "non_finite_weight": _non_finite_weight,
-    "tokens_over_capacity": _over_capacity,
-    "agreed_over_capacity": _agreeing_on(lambda rank: 65),
-    "tokens_over_agreed": _agreeing_on(lambda rank: 3),
-    "agreed_zero": _agreeing_on(lambda rank: 0),
-    "different_agreed": _agreeing_on(lambda rank: 8 if rank == 1 else 16),
-    "agreed_on_one_rank_only": _agreeing_on(lambda rank: 16 if rank == 1 else None),
-    "different_dtype": _hidden(lambda x: x.bfloat16()),
-    "different_layer_order": _other_order,
-    "different_config": _other_config,
-    "skipped_step": _with_another("step_number", (5, 6)),
-    "different_generation": _with_another("generation", (2, 1)),
-    "different_combine_order": _other_combine_order,
-    "top_k_over_experts": _top_k_over_experts,
-    "experts_that_do_not_divide": _experts_that_do_not_divide,
+# Each call, the error's type that every rank must be told, and a word of its text. Wrong on rank 1 only unless the name
+# says otherwise.
+INPUT = {
+    "hidden_of_whole_numbers": (_hidden(lambda x: x.int()), "InputError", "torch.int32"),
+    "hidden_in_float64": (_hidden(lambda x: x.double()), "InputError", "float64"),
+    "hidden_too_narrow": (_hidden(lambda x: x[:, :-1]), "InputError", "expected [T, 72]"),
+    "hidden_for_fewer_tokens": (_hidden(lambda x: x[:-1]), "InputError", "must agree"),
+    "hidden_of_one_dimension": (_hidden(lambda x: x[0]), "InputError", "expected [T, 72]"),
+    "everything_on_another_device": (_on_rank_1(_to_meta), "InputError", "meta"),
+    "ids_in_int64": (_ids(lambda ids: ids.long()), "InputError", "expected int32"),
+    "ids_of_another_top_k": (_ids(lambda ids: ids[:, :-1]), "InputError", "expected [T, 3]"),
+    "ids_on_another_device": (_ids(lambda ids: ids.to("meta")), "InputError", "meta"),
+    "id_below_zero": (_ids(_set(-1)), "InputError", "spans [-1, "),
+    "id_above_the_invalid_one": (_ids(_set(F32.num_experts + 1)), "InputError", ", 9]"),
+    "weights_in_bf16": (_weights(lambda weights: weights.bfloat16()), "InputError", "expected float32"),
+    "weights_of_another_shape": (
+        _weights(lambda weights: weights[:, :-1]),
+        "InputError",
+        "expected the shape of topk_ids",
+    ),
+    "tokens_over_capacity": (_over_capacity, "CapacityError", "max_tokens_per_rank >= 65"),
+    "agreed_over_capacity": (_agreeing_on(lambda rank: 65), "CapacityError", "max_tokens_per_rank >= 65"),
+    "tokens_over_agreed": (_agreeing_on(lambda rank: 3), "CapacityError", "tokens_per_rank >= 5"),
+    "agreed_zero": (_agreeing_on(lambda rank: 0), "InputError", "at least 1"),
+    "different_agreed": (_agreeing_on(lambda rank: 8 if rank == 1 else 16), "WorldMismatch", "tokens_per_rank"),
+    "agreed_on_one_rank_only": (
+        _agreeing_on(lambda rank: 16 if rank == 1 else None),
+        "WorldMismatch",
+        "tokens_per_rank",
+    ),
+    "different_dtype": (_hidden(lambda x: x.bfloat16()), "WorldMismatch", "dtype"),
+    "skipped_step": (_with_another("step_number", (5, 6)), "WorldMismatch", "step"),
+    "different_generation": (_with_another("generation", (2, 1)), "WorldMismatch", "this call (generation);"),
+}
+CALLS = {  # of a dispatcher alone
+    "non_finite_weight": (_non_finite_weight, "InputError", "1 non-finite"),
+    "different_layer_order": (_other_order, "WorldMismatch", "layer"),
+    "different_combine_order": (_other_combine_order, "WorldMismatch", "this call (call);"),
+    "different_config": (_other_config, "WorldMismatch", "routing.scaling_factor"),
+    "experts_that_do_not_divide": (_experts_that_do_not_divide, "ConfigError", "9 experts"),
 }
