@@ -47,19 +47,19 @@ def verdict(failure: WorldFailed, *lost: int) -> tuple[str, int, str, str]:
 
 
 @pytest.mark.parametrize(
-    ("what", "victim", "why"),
+    ("victim", "fate", "place", "why"),
     [
-        ("stops", 0, "silent"),  # it serves the store
-        ("stops in torch's group", 0, "silent"),
-        ("dies in the meeting", 1, "exited"),
-        ("dies in torch's group", 0, "exited"),
-        ("dies in the meshes", 1, "exited"),
-        ("dies in the control group", 2, "exited"),
+        (0, "stops", "", "silent"),  # it serves the store
+        (0, "stops", "init_default_group", "silent"),
+        (1, "dies", "rendezvous.listen", "exited"),
+        (0, "dies", "init_default_group", "exited"),
+        (1, "dies", "make_meshes", "exited"),
+        (2, "dies", "lifecycle.control_group", "exited"),
     ],
 )
-def test_one_verdict_while_ranks_meet_and_without_the_store(what: str, victim: int, why: str) -> None:
+def test_one_verdict_while_ranks_meet_and_without_the_store(victim: int, fate: str, place: str, why: str) -> None:
     start = time.monotonic()
-    failure = failed(jobs.meets_without_torchrun, 3, port=free_port(), victim=victim, what=what)
+    failure = failed(jobs.meets_without_torchrun, 3, port=free_port(), victim=victim, fate=fate, place=place)
     assert time.monotonic() - start < jobs.LIMIT_S + 6.0 + SLACK_S
     assert verdict(failure, victim)[:3] == ("RankLost", victim, why), failure
 

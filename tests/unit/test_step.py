@@ -27,28 +27,34 @@ def test_layers_of_a_step_ask_no_peer_for_R(pools) -> None:
     assert pools(2).run(jobs.no_exchange_inside) == [[1, 0, 1]] * 2
 
 
-SAYS = {
-    "a skipped step": "WorldMismatch: the ranks disagree about this call (step)",
-    "fewer tokens than none": "InputError: rank 1: num_tokens -1: expected an int from 0",
-    "tokens that are no number": "InputError: rank 1: num_tokens '4': expected an int from 0",
-    "tokens that are true": "InputError: rank 1: num_tokens True: expected an int from 0",
-    "a negative number": "InputError: rank 1: number -1: expected an int from 0",
-    "a word more": "WorldMismatch: the ranks disagree about this call (words)",
-    "words that are text": "InputError: rank 1: words 'done': expected a sequence of at most 8 ints",
-    "a word that is too long": "InputError: rank 1: words (9223372036854775808,): 9223372036854775808 is no int64",
-    "too many words": "InputError: rank 1: words (0, 1, 2, 3, 4, 5, 6, 7, 8): expected a sequence of at most 8 ints",
-    "more tokens than it said": "InputError: rank 1: a layer gets 4 tokens in a step that this rank began with "
-    "num_tokens=3: say the largest",
-}
+NINE = tuple(range(9))
 
 
-@pytest.mark.parametrize("how", jobs.WRONG)
-def test_what_one_rank_says_otherwise_is_the_same_error_on_all(pools, how: str) -> None:
-    assert told_alike(pools(4).run(jobs.disagree, how=how)).startswith(SAYS[how])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"number": 11}, "WorldMismatch: the ranks disagree about this call (step)"),
+        ({"num_tokens": -1}, "InputError: rank 1: num_tokens -1: expected an int from 0"),
+        ({"num_tokens": "4"}, "InputError: rank 1: num_tokens '4': expected an int from 0"),
+        ({"num_tokens": True}, "InputError: rank 1: num_tokens True: expected an int from 0"),
+        ({"number": -1}, "InputError: rank 1: number -1: expected an int from 0"),
+        ({"words": (1,)}, "WorldMismatch: the ranks disagree about this call (words)"),
+        ({"words": "done"}, "InputError: rank 1: words 'done': expected a sequence of at most 8 ints"),
+        ({"words": (2**63,)}, "InputError: rank 1: words (9223372036854775808,): 9223372036854775808 is no int64"),
+        ({"words": NINE}, f"InputError: rank 1: words {NINE}: expected a sequence of at most 8 ints"),
+        (
+            {"num_tokens": 3},
+            "InputError: rank 1: a layer gets 4 tokens in a step that this rank began with num_tokens=3: say the "
+            "largest",
+        ),
+    ],
+)
+def test_what_one_rank_says_otherwise_is_the_same_error_on_all(pools, wrong: dict, says: str) -> None:
+    assert told_alike(pools(4).run(jobs.disagree, wrong=wrong)).startswith(says)
 
 
 def test_a_table_shows_every_ranks_step(pools) -> None:
-    told = pools(4).run(jobs.disagree, how="a skipped step")[0][0]
+    told = pools(4).run(jobs.disagree, wrong={"number": 11})[0][0]
     assert [line.split() for line in told.splitlines()[2:]] == [["0", "10"], ["1", "11"], ["2", "10"], ["3", "10"]]
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -22,23 +23,16 @@ from support.builders import NOTHING, die, said, stop_for
 LIMIT_S = 3.0  # of the Worlds here: half of it is the silent limit
 
 
-def meets_without_torchrun(context, port: int, victim: int, what: str) -> str:
-    """Plain processes; rank 0 serves the store. The victim meets its fate, the others step until they hear of it."""
+def meets_without_torchrun(context, port: int, victim: int, fate: str, place: str) -> str:
+    """Plain processes; rank 0 serves the store. The victim dies or stops in that place of the start, or after it; the
+    others step until they hear of it."""
     os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
-    moments = {
-        "dies in the meeting": ("eprt.world.rendezvous.listen", die),
-        "dies in torch's group": ("eprt.world.init_default_group", die),
-        "dies in the meshes": ("eprt.world.make_meshes", die),
-        "dies in the control group": ("eprt.world.lifecycle.control_group", die),
-        "stops in torch's group": ("eprt.world.init_default_group", lambda *_: os.kill(os.getpid(), signal.SIGSTOP)),
-    }
-    if context.rank == victim and what in moments:
-        place, action = moments[what]
-        with mock.patch(place, action):
-            World.from_env("cpu", timeout_s=LIMIT_S)
-    world = World.from_env("cpu", timeout_s=LIMIT_S)
-    if context.rank == victim and what == "stops":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    end = die if fate == "dies" else lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    here = context.rank == victim
+    with mock.patch(f"eprt.world.{place}", end) if here and place else nullcontext():
+        world = World.from_env("cpu", timeout_s=LIMIT_S)
+    if here:
+        end()
     return _step_until_lost(world)
 
 
