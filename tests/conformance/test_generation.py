@@ -49,12 +49,7 @@ def saved(name: str) -> str:
 @functools.cache
 def expected(name: str) -> list[list[list[int]]]:
     model = jobs.load(saved(name), torch.float32)
-    return [[alone(model, prompt) for prompt in prompts] for prompts in PROMPTS]
-
-
-def alone(model, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)[0, len(prompt) :].tolist()
+    return [[jobs.alone(model, prompt, **OPTIONS) for prompt in prompts] for prompts in PROMPTS]
 
 
 def check(found, name: str) -> None:
@@ -66,13 +61,13 @@ def check(found, name: str) -> None:
 
 
 def run(pools, name: str, way: str, prompts=PROMPTS, size: int = 4, options: dict | None = None, **more):
-    arguments = {
-        "folder": saved(name),
-        "prompts": prompts,
-        "dtype": torch.float32,
-        "options": OPTIONS | (options or {}),
-    }
-    return pools(size).run(jobs.continue_prompts, way=way, **arguments, **more)
+    """Each rank's tokens, and those that were streamed."""
+    return start(pools(size), jobs.continue_prompts, name, prompts, options, way=way, **more)
+
+
+def start(pool, job, name: str, prompts, options: dict | None, **more):
+    options = OPTIONS | (options or {})
+    return pool.run(job, folder=saved(name), prompts=prompts, dtype=torch.float32, options=options, **more)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name in FAMILIES])
@@ -132,13 +127,7 @@ def _require_registry(name: str) -> None:
 
 
 def replay(pools, name: str, options: dict | None = None, **more):
-    arguments = {
-        "folder": saved(name),
-        "prompts": PROMPTS,
-        "dtype": torch.float32,
-        "options": OPTIONS | (options or {}),
-    }
-    return pools(4).run(jobs.replayed_and_eager, **arguments, **more)
+    return start(pools(4), jobs.replayed_and_eager, name, PROMPTS, options, **more)
 
 
 # Of each rank, [sequences, tokens] of each forward of its host, at most two prompts at once. The prompts of the first

@@ -29,11 +29,6 @@ def run(pools, folder: Path, calls: list[dict], **more) -> list[list[dict]]:
     return pools(2).run(jobs.several_calls, folder=str(folder), calls=calls, **more)
 
 
-def alone(model, prompt: list[int], **options) -> list[int]:
-    ids = torch.tensor([prompt])
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
-
-
 def test_what_is_sampled_depends_on_a_prompts_seed_alone(pools, folder: Path) -> None:
     """Not on its rank, nor on the rows beside it; warpers of the checkpoint's kind come before the choice."""
     sampled = GREEDY | {"do_sample": True, "temperature": 3.0, "top_k": 20, "repetition_penalty": 1.2}
@@ -48,7 +43,7 @@ def test_what_is_sampled_depends_on_a_prompts_seed_alone(pools, folder: Path) ->
     by_prompt = [*first[0]["tokens"], *second[0]["tokens"]]
     assert by_prompt == [*second[1]["tokens"][::-1], *first[1]["tokens"]]
     assert len({tuple(row) for row in first[2]["tokens"]}) > 4, "other seeds"
-    assert first[3]["tokens"] == [alone(jobs.load(str(folder), torch.float32), PROMPTS[0], **GREEDY)]
+    assert first[3]["tokens"] == [jobs.alone(jobs.load(str(folder), torch.float32), PROMPTS[0], **GREEDY)]
 
 
 def test_the_choice_is_that_of_the_probabilities() -> None:
@@ -70,9 +65,9 @@ def test_stop_strings_end_answers(pools, folder: Path) -> None:
 
     model, tokenizer = jobs.load(str(folder), torch.float32), AutoTokenizer.from_pretrained(folder)
     options = GREEDY | {"max_new_tokens": 10, "suppress_tokens": list(range(VOCABULARY - 1, VOCABULARY))}
-    free = [alone(model, prompt, **options) for prompt in PROMPTS]
+    free = [jobs.alone(model, prompt, **options) for prompt in PROMPTS]
     options["stop_strings"] = [chr(FIRST + free[0][3]), "".join(chr(FIRST + token) for token in free[2][4:6])]
-    wanted = [alone(model, prompt, tokenizer=tokenizer, **options) for prompt in PROMPTS]
+    wanted = [jobs.alone(model, prompt, tokenizer=tokenizer, **options) for prompt in PROMPTS]
     assert {len(row) for row in wanted} > {4}
     found = run(pools, folder, [{"prompts": [PROMPTS[:2], PROMPTS[2:]], **options}])
     assert [row for (call,) in found for row in call["tokens"]] == wanted
@@ -84,7 +79,7 @@ def test_prompts_of_equal_length_share_a_batch_where_attention_carries_state(poo
     make_model(RECIPES["minimax"]).save_pretrained(tmp_path)
     prompts = [[5], list(range(2, 40)), [9], list(range(40, 2, -1)), [12] * 7]
     model = jobs.load(str(tmp_path), torch.float32)
-    wanted = [alone(model, prompt, **GREEDY) for prompt in prompts]
+    wanted = [jobs.alone(model, prompt, **GREEDY) for prompt in prompts]
     call = {"prompts": [prompts[:4], prompts[4:]], **GREEDY}
     first, second = run(pools, tmp_path, [call, call])
     assert [[*one["tokens"], *other["tokens"]] for one, other in zip(first, second, strict=True)] == [wanted] * 2

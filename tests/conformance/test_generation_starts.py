@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from support.cases.model_recipes import RECIPES, make_model
+from support.jobs.generation_jobs import alone
 from support.jobs.started_graphs import OPTIONS, PROMPTS
 
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
@@ -29,12 +29,7 @@ def model(request, tmp_path_factory) -> tuple[Path, list[list[list[int]]]]:
     folder = tmp_path_factory.mktemp("starts") / request.param
     plain = make_model(RECIPES[request.param])
     plain.save_pretrained(folder)
-    return folder, [[alone(plain, prompt) for prompt in prompts] for prompts in PROMPTS]
-
-
-def alone(plain, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    return plain.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)[0, len(prompt) :].tolist()
+    return folder, [[alone(plain, prompt, **OPTIONS) for prompt in prompts] for prompts in PROMPTS]
 
 
 @pytest.mark.timeout(120)

@@ -24,18 +24,12 @@ from eprt.cli import generate as command
 from eprt.cli import main
 from eprt.cli.journal import Journal, as_line
 from eprt.cli.terminal import Advance
-from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import ConfigError
 
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["generate", "--device", "cpu", "--max-new-tokens", "4"]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("generate") / "tiny", num_layers=1)
 
 
 def test_prompts_come_back_in_order_as_they_were_given(tiny: Path, tmp_path: Path, capsys, monkeypatch) -> None:

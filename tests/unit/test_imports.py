@@ -170,11 +170,8 @@ def test_help_and_wrong_arguments_answer_without_torch() -> None:
         assert "torch" not in out["modules"]
 
 
-def test_explain_imports_no_kernel_library(tmp_path: Path) -> None:
-    from eprt.conformance.tiny_model import write_tiny_checkpoint
-
-    config = write_tiny_checkpoint(tmp_path / "tiny", num_layers=1) / "config.json"
-    arguments = ["explain", "--model", str(config), "--device", "sm90", "--json"]
+def test_explain_imports_no_kernel_library() -> None:
+    arguments = ["explain", "--model", "gpt-oss-20b", "--device", "sm90", "--json"]
     out = loaded_after(
         "import contextlib, io\nfrom eprt.cli import main\nimport torch; before = set(sys.modules)\n"
         f"with contextlib.redirect_stdout(io.StringIO()): code = main({arguments!r})\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -57,6 +56,12 @@ def load(folder: str, dtype: torch.dtype, **options: Any):
 
     found = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     return found.eval()
+
+
+def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    """Returns what transformers itself adds to a prompt, in one process."""
+    ids = torch.tensor([prompt])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 
 def continue_prompts(
@@ -131,7 +136,6 @@ def replayed_and_eager(
     dtype: torch.dtype,
     options: dict[str, Any],
     graphs: bool | tuple[int, ...] = True,
-    batch_size: int = 2,
     calls: int = 1,
     runtime: RuntimeConfig = RUNTIME,
     other_graphs: tuple[int, ...] | None = None,
@@ -139,7 +143,7 @@ def replayed_and_eager(
 ) -> dict[str, Any]:
     """The same prompts through `generate` with graphs, `calls` times, and without; the warnings of the first.
     `other_graphs`: those of the last rank. `breaks`: a capture ends as torch's do where a model reads on the host."""
-    from eprt.integrations.transformers import expert_layers, generate, load_without_experts, parallelize
+    from eprt.integrations.transformers import generate, load_without_experts, parallelize
 
     world = context.world(timeout_s=BEHIND_S)
     model = load_without_experts(folder, dtype=dtype).eval().to(world.device)
@@ -151,43 +155,21 @@ def replayed_and_eager(
 
     def run(graphs: bool | tuple[int, ...]) -> Loop:
         loop = Loop()
-        hook = model.get_input_embeddings().register_forward_pre_hook(
-            lambda _, given: loop.forwards.append(tuple(given[0].shape))
-        )
-        recorder = _Scores(loop)
-        try:
-            loop.tokens = generate(
-                model, mine, world, batch_size=batch_size, graphs=graphs, logits_processor=[recorder], **options
-            )
-        finally:
-            hook.remove()
+        embed = model.get_input_embeddings()
+        given = {"batch_size": 2, "graphs": graphs, "logits_processor": [_Scores(loop)], **options}
+        with embed.register_forward_pre_hook(lambda _, ids: loop.forwards.append(tuple(ids[0].shape))):
+            loop.tokens = generate(model, mine, world, **given)
         return loop
 
-    said: list[str] = []
-    warned = logging.Handler(logging.WARNING)
-    warned.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("eprt").addHandler(warned)
-    if breaks:
-        attempts = [RuntimeError("operation not permitted when stream is capturing")]
-        capture: Any = patch.object(StepGraphs, "capture", side_effect=attempts)  # a second one would be another error
-    else:
-        capture = nullcontext()
-    try:
-        with capture:
-            replayed = [run(graphs) for _ in range(calls)]
-    finally:
-        logging.getLogger("eprt").removeHandler(warned)
-    eager = run(False)
-    captured = expert_layers(model)[0].world.buckets
+    attempts = [RuntimeError("operation not permitted when stream is capturing")]  # a second would be another error
+    capture: Any = patch.object(StepGraphs, "capture", side_effect=attempts) if breaks else nullcontext()
+    with heard() as said, capture:
+        replayed = [run(graphs) for _ in range(calls)]
+    eager, buckets = run(False), list(world.buckets)
     world.warm, world.buckets = False, ()  # this World serves other tests
     for layer in layers:
         layer.close()
-    return {
-        "replayed": [asdict(each) for each in replayed],
-        "eager": asdict(eager),
-        "warned": said,
-        "buckets": list(captured),
-    }
+    return {"replayed": [asdict(each) for each in replayed], "eager": asdict(eager), "warned": said, "buckets": buckets}
 
 
 class _Scores:
