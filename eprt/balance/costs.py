@@ -1,7 +1,7 @@
 """Weighs replicas: the time of the hottest rank's experts before and after, against memory and the moving.
 
-Experts' times are the plan's model's of an executor (`modelled`), or the makers' peaks alone (`roofline`). Transport
-isn't in either; `eprt bench dispatch --simulate` has it.
+Experts' times are the plan's model's of an executor (`modelled`). Transport isn't in them; `eprt bench dispatch
+--simulate` has it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from eprt.config import MoEConfig, ParallelConfig
 from eprt.errors import ConfigError
 from eprt.experts import executor_spec
 from eprt.placement import EMPTY, ExpertPlacement, chosen_slots
-from eprt.plan.machines import MACHINES
-from eprt.plan.model import WEIGHT_BYTES, expert_values, modelled_experts, peaks_us
+from eprt.plan.model import WEIGHT_BYTES, expert_values, modelled_experts
 from eprt.support import Device
 
 LINK_BYTES_PER_S = 375e9  # what NVLink (NV18) brought one rank in our own runs
@@ -28,13 +27,6 @@ RankTime = Callable[[float, float], float]  # (rows, experts that got any) of on
 def expert_bytes(config: MoEConfig, moe_tp_size: int = 1) -> int:
     """Returns bytes of one expert's matrices on one rank, unpadded."""
     return round(expert_values(config) * WEIGHT_BYTES[config.weight_format] / moe_tp_size)
-
-
-def roofline(config: MoEConfig, moe_tp_size: int = 1) -> RankTime:
-    """Returns the time by an H200's peaks: reading weights from memory, or multiplying, whichever is longer."""
-    return lambda rows, experts: (
-        max(peaks_us(config, config.weight_format, moe_tp_size, experts, rows, MACHINES[90])) / 1e6
-    )
 
 
 def modelled(config: MoEConfig, parallel: ParallelConfig, executor: str, device: Device) -> RankTime:
@@ -93,7 +85,7 @@ def weigh(
     tokens: int,
     *,
     one_replica: bool = False,
-    time: RankTime | None = None,
+    time: RankTime,
 ) -> Verdict:
     """Compares two placements of one layer.
 
@@ -101,9 +93,8 @@ def weigh(
         counts: [E] how often each expert was chosen.
         tokens: of one rank, in one call.
         one_replica: each expert's tokens go to one of its replicas, as decode does; else they are shared evenly.
-        time: of one rank's experts; None: `roofline`.
+        time: of one rank's experts.
     """
-    time = time or roofline(config, before.parallel.moe_tp_size)
     size = expert_bytes(config, before.parallel.moe_tp_size)
     rows = tokens * before.parallel.world_size * config.top_k  # each rank sends tokens of its own
     old, new = (_loaded(counts, placement, rows, one_replica, time) for placement in (before, after))

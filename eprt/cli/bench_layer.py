@@ -81,7 +81,13 @@ def _bench_placed(arguments: BenchLayer, terminal: Terminal) -> int:
         PLACED,
         report.rows,
     )
-    return finish(report, arguments, terminal, _changed_sums(report))
+    wrong = [
+        f"{row['shape']}, {row['tokens']} tokens: experts {row['placement']}: sums differ by {row['error']:.1e}, "
+        f"at most {TOLERANCE:g} may be rounding"
+        for row in report.rows
+        if not row["error"] <= TOLERANCE
+    ]
+    return finish(report, arguments, terminal, wrong)
 
 
 def _require_placed(arguments: BenchLayer) -> None:
@@ -111,13 +117,3 @@ def _placed_cases(shape: str, arguments: BenchLayer, size: int, file: PlacementF
     pair = (arguments.dispatcher, arguments.executor)
     case = partial(PlacedCase, routed=routed, routing=routing, slots=tuple(placed.slots))
     return [case(shape, (tokens,), *pair) for tokens in arguments.tokens]
-
-
-def _changed_sums(report: Report) -> list[str]:
-    """Names the rows whose two layers' sums differ by more than rounding."""
-    return [
-        f"{row['shape']}, {row['tokens']} tokens: experts {row['placement']}: sums differ by {row['error']:.1e}, "
-        f"at most {TOLERANCE:g} may be rounding"
-        for row in report.rows
-        if not row["error"] <= TOLERANCE
-    ]

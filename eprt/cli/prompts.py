@@ -114,7 +114,7 @@ def _prompt(line: bytes, where: str) -> Prompt:
     content, seed = found.get("messages" if "prompt" not in found else "prompt"), found.get("seed")
     if not content or not (isinstance(content, str) or _are_ids(content) or ("prompt" not in found and _chat(content))):
         raise InputError(f"{where}: {_cut(line.decode())}: {EXPECTED}")
-    if not _is_unicode(json.dumps(content, ensure_ascii=False)):
+    if any("\ud800" <= character <= "\udfff" for character in json.dumps(content, ensure_ascii=False)):
         raise InputError(f"{where}: the prompt holds half of a surrogate pair, which is no character")
     if seed is not None and (type(seed) is not int or abs(seed) >= 1 << 63):
         raise InputError(f"{where}: seed {_cut(json.dumps(seed))}: expected an integer of 64 bits")
@@ -130,10 +130,6 @@ def _chat(content: Any) -> bool:
     return isinstance(content, list) and all(
         isinstance(one, dict) and isinstance(one.get("role"), str) for one in content
     )
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _no_number(name: str) -> NoReturn:
