@@ -182,11 +182,11 @@ def _pack_quantized(weights: dict[str, Any]) -> Scheme:
     if strategy not in ("group", "channel"):
         raise ConfigError(f"{where(weights)}: strategy {shown(strategy)} is not supported: expected group or channel")
     order = weights.get("actorder")
-    if order not in (None, False, "static", "weight", "group", True):
-        raise ConfigError(f"{where(weights)}: actorder {shown(order)} is not supported: expected static or none")
+    if order not in (None, False, "static", "weight", "group", "dynamic", True):
+        raise ConfigError(f"{where(weights)}: actorder {shown(order)} is not supported: expected static, group or none")
     group = int4_group(weights) if strategy == "group" else 0
     zeros = not boolean(weights, "symmetric", True)
-    return Scheme("int4", group=group, zeros=zeros, ordered=order in ("group", True))
+    return Scheme("int4", group=group, zeros=zeros, ordered=order in ("group", "dynamic", True))
 
 
 def _float_quantized(weights: dict[str, Any]) -> Scheme:

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_models import PROMPTS, by_transformers, fp8_model, glm4_model, qwen3_model
+from support import engine_models
+from support.cases.vllm_checkpoints import packed_model
+from support.engine_models import SIZES, by_transformers, fp8_model, glm4_model, qwen3_model
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="runs under scripts/test_sglang.sh")
 
@@ -32,7 +34,7 @@ def run(
     folder: Path, model: Path, plugins: str, engine: dict[str, Any], dtype: str, kill: int | None = None, **more: str
 ) -> tuple[int, str, list[list[int]]]:
     """Exit code, log and tokens of one engine."""
-    spec = {"model": str(model), "dtype": dtype, "prompts": PROMPTS, "out": str(folder / "tokens")}
+    spec = {"model": str(model), "dtype": dtype, "prompts": engine_models.PROMPTS, "out": str(folder / "tokens")}
     (folder / "spec.json").write_text(json.dumps(spec | {"kill": kill, "engine": engine}))
     ranks = engine.get("tp_size", 1)
     environment = os.environ | {"SGLANG_PLUGINS": plugins, "SGLANG_USE_CPU_ENGINE": "1"} | more
@@ -54,7 +56,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int
     folder = tmp_path_factory.mktemp("qwen3")
     want, lead = by_transformers(qwen3_model(folder))
     assert lead > 1e-4  # float32 on both sides, sums in another order
-    assert len({tuple(each[:5]) for each in want}) == len(PROMPTS)  # the model isn't stuck on one token
+    assert len({tuple(each[:5]) for each in want}) == len(engine_models.PROMPTS)  # the model isn't stuck on one token
     return folder, want
 
 
@@ -116,6 +118,26 @@ def test_fp8_block_tokens_are_those_of_transformers(engine: dict[str, Any], tmp_
     code, log, tokens = run(tmp_path, tmp_path / "fp8", "cpu,eprt", engine, "bfloat16")
     assert (code, tokens) == (0, want), log[-3000:]
     assert "fp8_block, 8 experts, top-2" in log
+
+
+@pytest.mark.parametrize(
+    ("dialect", "format", "seed", "engine"),
+    [
+        ("pack_quantized", "int4", 152, CARRIED),
+        ("float_channel", "fp8_channel", 108, SUMMED),
+    ],
+    ids=["pack-quantized-two", "float-channel-two-summed-by-sglang"],
+)
+def test_compressed_tensors_tokens_are_those_of_transformers(
+    dialect: str, format: str, seed: int, engine: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang loads the file's own tensors, in bfloat16 alone; transformers has the same numbers decoded, in float32."""
+    monkeypatch.setattr(engine_models, "PROMPTS", [engine_models.PROMPTS[0], engine_models.PROMPTS[3]])
+    want, lead = by_transformers(packed_model(tmp_path / "model", dialect, SIZES, seed))
+    assert lead > 0.04  # bf16's own differences from float32 reach 0.035 of these logits' deviation
+    code, log, tokens = run(tmp_path, tmp_path / "model", "cpu,eprt", engine, "bfloat16")
+    assert (code, tokens) == (0, want), log[-3000:]
+    assert f"{format}, {4 if engine is SUMMED else 8} experts, top-2" in log
 
 
 @RANKS

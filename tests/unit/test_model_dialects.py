@@ -195,7 +195,7 @@ def linears(**weights: object) -> dict[str, object]:
         (linears(num_bits=8), "num_bits 8 is not supported"),
         (linears(group_size=16), "group_size 16 is not supported: expected 32"),
         (linears(strategy="tensor"), "strategy 'tensor' is not supported"),
-        (linears(actorder="dynamic"), "actorder 'dynamic'"),
+        (linears(actorder="rows"), "actorder 'rows'"),
         (MIXED, r"in several ways: down_proj int4 \(groups of 32\), gate_proj int4 \(groups of 64\)"),
         (PACKED | {"ignore": ["re:.*up_proj"]}, "in several ways"),
         (PACKED | {"ignore": ["re:(.+)+x"]}, "no repeated group"),

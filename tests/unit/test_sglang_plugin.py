@@ -11,22 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import vllm_layouts as layouts
-from support.cases.vllm_layouts import H, I, K, L, Loaded, named
+from support.cases.packed_int4 import QUANT
+from support.cases.vllm_layouts import named
 from support.stand_ins.sglang import GPT_OSS, arguments, fused_moe, runner_config
 
-from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.config import Activation, MoEConfig
 from eprt.errors import ConfigError
-from eprt.experts import make_executor
-from eprt.integrations.engine.parameters import FallsBackToEngine, expert_weights
+from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.sglang import TESTED, asked_for, check_version, hooks, supported
 from eprt.integrations.sglang.method import known_ids, output_scale
-from eprt.integrations.sglang.parameters import activation_of, canonical, interleaved, layout_of
+from eprt.integrations.sglang.parameters import activation_of
 from eprt.integrations.sglang.state import SglangState
 from eprt.models.published import MODELS
-from eprt.placement import ExpertPlacement
 from eprt.support import Device
-from eprt.tokens import FlatTokens, Payload
 
 
 @pytest.mark.parametrize("version", [*TESTED, "0.5.18", "0.5.23.post1"])
@@ -118,7 +115,10 @@ def qwen3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_eprt_carries_tokens_where_each_rank_has_its_own(qwen3: Path) -> None:
+@pytest.mark.parametrize("quant", [None, QUANT["pack_quantized"], QUANT["float_channel"]])
+def test_eprt_carries_tokens_where_each_rank_has_its_own(qwen3: Path, quant: dict[str, Any] | None) -> None:
+    config = json.loads((qwen3 / "config.json").read_text()) | {"quantization_config": quant}
+    (qwen3 / "config.json").write_text(json.dumps(config))
     assert supported.all_to_all_reason(arguments(model_path=str(qwen3)), {}) == ""
 
 
@@ -133,6 +133,8 @@ def test_eprt_carries_tokens_where_each_rank_has_its_own(qwen3: Path) -> None:
         ({"architectures": ["DeepseekV4ForCausalLM"]}, {}, "DeepseekV4ForCausalLM isn't among the models"),
         ({"num_experts": 127}, {}, "127 experts on 2 ranks"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "experts in awq"),
+        ({"quantization_config": QUANT["pack_quantized_act_order"]}, {}, "activation order"),
+        ({"quantization_config": QUANT["nvfp4_packed"]}, {}, "compressed-tensors' NVFP4"),
         ({"quantization": "fp8"}, {}, "--quantization fp8"),
         ({"dtype": "half"}, {}, "float16"),
         ({}, {"dispatcher": "deepep", "executor": "humming"}, "deepep"),
@@ -213,105 +215,6 @@ def test_parts_of_tensor_parallelism_keep_scales_whole() -> None:
     cut = {"moe_ep_size": 1, "moe_tp_size": 8, "num_local_experts": 128, "intermediate_size_per_partition": 360}
     with pytest.raises(FallsBackToEngine, match=r"leaves 360 .* cuts a scale of 32 \(mxfp4\)"):
         supported.moe_config(oss(**cut), all_to_all=False)
-
-
-def fp8_method(block: list[int] | None, **changes: Any) -> Any:
-    config = SimpleNamespace(weight_block_size=block, is_checkpoint_fp8_serialized=changes.pop("serialized", True))
-    return named("Fp8MoEMethod", quant_config=config, **changes)
-
-
-@pytest.mark.parametrize(
-    ("method", "reason"),
-    [
-        (fp8_method([64, 128]), r"\[64, 128\]"),
-        (fp8_method([128, 128], is_fp4_expert=True), "FP4 experts"),
-        (fp8_method([1, 32], use_mxfp8=True), "MXFP8 experts"),
-        (fp8_method(None, serialized=False), "quantises to FP8 itself"),
-    ],
-)
-def test_fp8_that_eprt_does_not_read(method: Any, reason: str) -> None:
-    with pytest.raises(FallsBackToEngine, match=reason):
-        layout_of(method).weight_format(method, torch.bfloat16)
-
-
-def padded(loaded: Loaded) -> Loaded:
-    """As Mxfp4MoEMethod keeps gpt-oss's experts for a kernel with tiles of 192: more rows, more columns."""
-    more = {"w13_weight": (0, 0, 0, 128), "w13_weight_scale": (0, 0, 0, 128), "w13_bias": (0, 128)}
-    more |= {"w2_weight": (0, 32), "w2_weight_scale": (0, 2)}
-    for name, widths in more.items():
-        loaded.parameters[name] = torch.nn.functional.pad(loaded.parameters[name], widths, value=9)
-    loaded.method = named("Mxfp4MoEMethod")
-    return loaded
-
-
-def of_all_ranks(loaded: Loaded) -> Loaded:
-    """As ModelOpt's method keeps input scales: those of every rank's experts, ours in the middle."""
-    for name in ("w13_input_scale", "w2_input_scale"):
-        own = loaded.parameters[name]
-        loaded.parameters[name] = torch.cat([own + 1, own, own + 2])
-    loaded.method = named("ModelOptNvFp4FusedMoEMethod", quant_config=SimpleNamespace(group_size=16))
-    return loaded
-
-
-def fp8(block: list[int] | None) -> Loaded:
-    loaded = layouts.fp8(block)
-    loaded.method = fp8_method(block)
-    return loaded
-
-
-def transposed(loaded: Loaded) -> Loaded:
-    """As the triton_kernel runner has unquantised experts loaded."""
-    loaded.method = named("UnquantizedFusedMoEMethod", use_triton_kernels=True)
-    for name in ("w13_weight", "w2_weight"):
-        loaded.parameters[name] = loaded.parameters[name].transpose(1, 2).contiguous()
-    return loaded
-
-
-CASES = {
-    "gpt-oss, mxfp4": lambda: padded(layouts.mxfp4("GptOssMxfp4MoEMethod", "swigluoai")),
-    "ModelOpt nvfp4": lambda: of_all_ranks(layouts.nvfp4()),
-    "DeepSeek-V3, fp8 blocks": lambda: fp8([128, 128]),
-    "fp8 a tensor": lambda: fp8(None),
-    "bf16": lambda: layouts.dense(torch.bfloat16),
-    "f32": lambda: layouts.dense(torch.float32),
-    "bf16 for triton_kernel": lambda: transposed(layouts.dense(torch.bfloat16)),
-    "gpt-oss, bf16": lambda: layouts.dense(torch.bfloat16, "swigluoai"),
-    "Nemotron-H, bf16": layouts.ungated,
-}
-ACTIVATIONS = {"silu": {}, "swigluoai": GPT_OSS, "relu2_no_mul": {"activation": "relu2", "is_gated": False}}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_layer_computes_what_the_plain_numbers_say(name: str) -> None:
-    torch.manual_seed(0)
-    loaded = CASES[name]()
-    config = runner_config(**ACTIVATIONS[loaded.activation])
-    sizes = {"num_experts": 3 * L, "num_local_experts": L, "moe_ep_rank": 1, "top_k": K, "hidden_size": H}
-    biased = loaded.down_bias is not None
-    layer = fused_moe(loaded.method, config, **sizes, intermediate_size_per_partition=I, with_bias=biased)
-    layer.params_dtype = loaded.parameters["w2_weight"].dtype if "16" in name or name == "f32" else torch.bfloat16
-    given = {key.replace("_bias", "_weight_bias"): tensor for key, tensor in loaded.parameters.items()}
-    weights = expert_weights(
-        layout_of(loaded.method), canonical(layer, loaded.method, given), interleaved=interleaved(config)
-    )
-    moe = supported.moe_config(layer, all_to_all=False)
-    shard = ExpertPlacement(L, ParallelConfig()).shard(0)
-    executor = make_executor("reference", moe, shard, weights, torch.device("cpu"), RuntimeConfig(), "flat")
-    x, scores = torch.randn(5, H), torch.rand(5, K)
-    ids = torch.tensor([[0, 1], [2, 0], [1, 2], [2, 1], [0, 2]], dtype=torch.int32)
-    want = layouts.expected(loaded, x, ids, scores, None)
-    found = executor(FlatTokens(Payload.plain(x), ids, scores, L))
-    # Sums of H and I float32 products: 256 * 2^-24 of the largest is the worst rounding there can be.
-    torch.testing.assert_close(found.double(), want, rtol=0, atol=float(want.abs().max()) * 256 * 2**-24)
-    if name == "ModelOpt nvfp4":
-        assert torch.equal(weights.gate_up.input_scale, loaded.parameters["w13_input_scale"][L : 2 * L])
-
-
-def test_biases_that_the_model_has_not_got_are_dropped() -> None:
-    """Mxfp4MoEMethod declares them for every model."""
-    loaded = padded(layouts.mxfp4("GptOssMxfp4MoEMethod", "swigluoai"))
-    layer = fused_moe(loaded.method, runner_config(), hidden_size=H, intermediate_size_per_partition=I, with_bias=False)
-    assert not [name for name in canonical(layer, loaded.method, loaded.parameters) if name.endswith("bias")]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from eprt.integrations.vllm.parameters import layout_of
         (layouts.w4a16, {"weight_quant": {"num_bits": 8}}, "INT8 experts"),
         (layouts.w4a16, {"weight_quant": {"group_size": 16}}, "a scale for 16 inputs"),
         (layouts.w4a16, {"weight_quant": {"actorder": "group"}}, "activation order"),
+        (layouts.w4a16, {"weight_quant": {"actorder": "dynamic"}}, "activation order"),  # the same by its other name
         (layouts.gptq, {"quant_config": {"is_sym": False}}, "zero points of its own"),
         (layouts.gptq, {"moe": {"intermediate_size_per_partition": 48}}, "48 of the experts' rows .* a scale of 32"),
         (layouts.gptq, {"quant_config": {"desc_act": True}}, "desc_act"),

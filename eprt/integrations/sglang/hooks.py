@@ -35,6 +35,7 @@ def install(state: SglangState) -> None:
     around("server_args.ServerArgs.__post_init__", partial(_arguments_made, state))
     around("layers.moe.utils.MoeA2ABackend.is_flashinfer", _carries_tokens)
     around("layers.moe.fused_moe_triton.layer.create_moe_dispatcher", _dispatcher)
+    around("layers.moe.moe_runner.runner.MoeRunner.__init__", _runner_made)
     around("layers.moe.topk.TopK.forward_cuda", partial(_routed, state))
     around("managers.scheduler.Scheduler.run_event_loop", partial(_served, state))
 
@@ -80,6 +81,20 @@ def _dispatcher(original: Callable[..., Any], config: Any, **more: Any) -> Any:
     return pass_through() if get_moe_a2a_backend().is_customized() else original(config, **more)
 
 
+def _runner_made(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Lets a layer be made whose runner (Marlin's, for INT4 and NVFP4) knows SGLang's own exchanges alone.
+
+    eprt's method takes its place before it runs.
+    """
+    from sglang.srt.layers.moe import get_moe_a2a_backend
+
+    try:
+        original(*args, **kwargs)
+    except NotImplementedError:
+        if not get_moe_a2a_backend().is_customized():
+            raise
+
+
 def _layer_made(state: SglangState, _: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     """Puts eprt's method in front of the layer's own, whose parameters are declared already."""
     try:
@@ -88,7 +103,7 @@ def _layer_made(state: SglangState, _: Any, layer: Any, *args: Any, **kwargs: An
         state.leave(layer.layer_name, str(reason))
         return
     method, bound = layer.quant_method, BoundLayer(state, binding)
-    bound.declared(dict(layer.named_parameters(recurse=False)), layout_of(method))
+    bound.declared(dict(layer.named_parameters(recurse=False)), layout_of(layer))
     layer.quant_method = adopted(method, EprtFusedMoEMethod, bound)
     if binding.expert_parallel:
         _keep_sums_whole()

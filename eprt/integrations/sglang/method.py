@@ -20,8 +20,8 @@ class EprtFusedMoEMethod:
     def process_weights_after_loading(self, layer: Any) -> None:
         """Builds the layer from the loaded parameters, then frees them. Collective."""
         config = layer.moe_runner_config
-        named = functools.partial(canonical, layer, self)
-        self.eprt.load(layer, layout_of(self), interleaved=interleaved(config), canonical=named)
+        named = functools.partial(canonical, layer)
+        self.eprt.load(layer, layout_of(layer), interleaved=interleaved(config), canonical=named)
 
     def apply(self, layer: Any, dispatch_output: Any, *_: Any, **__: Any) -> Any:
         from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput

@@ -1,7 +1,8 @@
 """The names that SGLang's quantisation methods, parameters and activations have. Imports no SGLang.
 
 Names and shapes are those of `create_weights` in SGLang 0.5.17 and 0.5.23 (`quantization/unquant.py`, `fp8.py`,
-`mxfp4.py`, `modelopt_quant.py`). A layer with `gemm1_alpha` (gpt-oss) has rows that alternate gate, up.
+`mxfp4.py`, `modelopt_quant.py`, and those that `engine.packed` names). A layer with `gemm1_alpha` (gpt-oss) has rows
+that alternate gate, up.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from typing import Any
 import torch
 
 from eprt.config import Activation, WeightFormat
+from eprt.integrations.engine import packed
 from eprt.integrations.engine import parameters as shared
 from eprt.integrations.engine.parameters import FallsBackToEngine, ParameterLayout, Parameters, layout_in
 
 
-def layout_of(method: object) -> ParameterLayout:
-    """Finds the layout by the exact name of the method's class. Raises FallsBackToEngine."""
-    return layout_in(LAYOUTS, method)
+def layout_of(layer: Any) -> ParameterLayout:
+    """Finds the layout of a FusedMoE by the exact name of the class that keeps its experts: its quantisation method, or
+    the scheme that this asks. Raises FallsBackToEngine."""
+    return layout_in(LAYOUTS, getattr(layer, "scheme", None) or layer.quant_method)
 
 
 def activation_of(config: Any) -> Activation:
@@ -38,8 +41,9 @@ def interleaved(config: Any) -> bool:
     return config.gemm1_alpha is not None and getattr(config, "gate_up_interleaved", True)
 
 
-def canonical(layer: Any, method: Any, given: Parameters) -> Parameters:
+def canonical(layer: Any, given: Parameters) -> Parameters:
     """Returns a FusedMoE's loaded parameters under eprt's names, without paddings, this rank's experts alone."""
+    method = layer.quant_method
     found = {name.replace("_weight_bias", "_bias"): tensor for name, tensor in given.items()}
     if not layer.with_bias:  # MXFP4's method declares biases for every model
         found = {name: tensor for name, tensor in found.items() if not name.endswith("_bias")}
@@ -62,8 +66,8 @@ def _unpadded(layer: Any, found: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return {name: tensor[cut[name]].contiguous() for name, tensor in found.items()}
 
 
-def _fp8(method: Any, _: torch.dtype) -> WeightFormat:
-    config = method.quant_config
+def _fp8(layer: Any, _: torch.dtype) -> WeightFormat:
+    method, config = layer.quant_method, layer.quant_method.quant_config
     reasons = (
         (getattr(method, "is_fp4_expert", False), "FP4 experts behind FP8's method (DeepSeek-V4)"),
         (getattr(method, "use_mxfp8", False), "MXFP8 experts behind FP8's method"),
@@ -74,9 +78,35 @@ def _fp8(method: Any, _: torch.dtype) -> WeightFormat:
     return shared.fp8(config.weight_block_size)
 
 
+def _nvfp4(layer: Any, dtype: torch.dtype) -> WeightFormat:
+    return shared.nvfp4(layer.quant_method, dtype)
+
+
+def _wna16(layer: Any, _: torch.dtype) -> WeightFormat:
+    return packed.wna16(layer.scheme, layer.intermediate_size_per_partition)
+
+
+def _w8a8_fp8(layer: Any, _: torch.dtype) -> WeightFormat:
+    return packed.w8a8_fp8(layer.scheme)
+
+
+def _gptq(layer: Any, _: torch.dtype) -> WeightFormat:
+    return packed.gptq(layer.scheme.quant_config, layer.intermediate_size_per_partition)
+
+
+def _awq(layer: Any, _: torch.dtype) -> WeightFormat:
+    return packed.awq(layer.scheme.quant_config, layer.intermediate_size_per_partition)
+
+
+WNA16 = ParameterLayout(_wna16, packed.wna16_matrices, packed.SCALES)
 LAYOUTS: dict[str, ParameterLayout] = {
     "UnquantizedFusedMoEMethod": shared.DENSE,
     "Fp8MoEMethod": ParameterLayout(_fp8, shared.fp8_matrices),
     "Mxfp4MoEMethod": shared.MXFP4,
-    "ModelOptNvFp4FusedMoEMethod": shared.NVFP4,
+    "ModelOptNvFp4FusedMoEMethod": ParameterLayout(_nvfp4, shared.nvfp4_matrices, shared.NVFP4.unset),
+    "CompressedTensorsWNA16MoE": WNA16,
+    "CompressedTensorsWNA16TritonMoE": WNA16,
+    "CompressedTensorsW8A8Fp8MoE": ParameterLayout(_w8a8_fp8, packed.w8a8_fp8_matrices, packed.FP8_SCALES),
+    "GPTQMarlinMoEScheme": ParameterLayout(_gptq, packed.gptq_matrices, packed.WORD_SCALES),
+    "AWQMoEScheme": ParameterLayout(_awq, packed.awq_matrices, packed.WORD_SCALES),
 }

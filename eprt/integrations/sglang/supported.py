@@ -28,6 +28,7 @@ from eprt.integrations.engine.settings import (
 )
 from eprt.integrations.sglang.parameters import activation_of, interleaved, layout_of
 from eprt.models import family_for
+from eprt.models.schemes import scheme_of
 
 VARIABLE = "EPRT_SGLANG"
 ALL_TO_ALL = (
@@ -37,8 +38,9 @@ CARRIED = "customized"  # SGLang's name for an all-to-all that isn't its own
 EAGER = "--disable-cuda-graph"
 # Models whose code was read for what it does around the experts under an all-to-all.
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
-FORMATS = ("bf16", "f32", "fp8_block", "fp8_tensor", "mxfp4", "nvfp4")
-DIALECTS = ("none", "fp8", "mxfp4", "modelopt", "modelopt_fp4")  # of `quant_method` in config.json
+FORMATS = ("bf16", "f32", "fp8_block", "fp8_tensor", "fp8_channel", "int4", "mxfp4", "nvfp4")
+COMPRESSED = "compressed-tensors"
+DIALECTS = ("none", "fp8", "mxfp4", "modelopt", "modelopt_fp4", COMPRESSED)  # of `quant_method` in config.json
 RUNNERS = ("auto", "triton", "triton_kernel")  # others load weights in an order of their own
 
 
@@ -146,11 +148,14 @@ def _require_model(args: Any, given: Mapping[str, Any]) -> None:
         family = family_for(found)
         for layer in family.moe_layers(found)[-1:]:
             moe = replace(family.moe_config(found, layer), routing=Routing(), shared=None)
+            ordered = scheme_of(found, family.expert_modules(layer)).ordered
             uneven = f"{moe.num_experts} experts on {args.ep_size} ranks"
             fall_back(
                 [
                     (moe.num_experts % args.ep_size != 0, uneven),
                     (moe.weight_format not in FORMATS, f"experts in {moe.weight_format}"),
+                    (ordered, "INT4 with columns in activation order"),
+                    (dialect == COMPRESSED and moe.weight_format == "nvfp4", "compressed-tensors' NVFP4"),
                 ]
             )
             runtime = with_low_precision(moe, runtime_with(_settings(given), 1024), given)
@@ -175,10 +180,11 @@ def moe_config(layer: Any, *, all_to_all: bool) -> MoEConfig:
             (config.apply_router_weight_on_input, "router weights are applied to the experts' input"),
             (config.no_combine, "the model combines the experts' outputs itself"),
             (getattr(layer, "is_shared_fused_moe", False), "its experts are shared ones"),
+            (getattr(method, "load_up_proj_weight_first", False), "rows of up are loaded before the gate's"),
             (all_to_all and layer.moe_tp_size > 1, f"each expert is cut in {layer.moe_tp_size}"),
         ]
     )
-    found = layout_of(method).weight_format(method, layer.params_dtype)
+    found = layout_of(layer).weight_format(layer, layer.params_dtype)
     experts = layer.num_experts if all_to_all else layer.num_local_experts
     part, top_k = layer.intermediate_size_per_partition, layer.top_k or 1
     alternating = found == "fp8_block" and interleaved(config)

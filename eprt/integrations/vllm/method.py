@@ -16,13 +16,13 @@ import torch
 from eprt.errors import ConfigError, UsageError
 from eprt.integrations.engine.bound import BoundLayer, adopted, ids_of
 from eprt.integrations.engine.parameters import FallsBackToEngine
-from eprt.integrations.vllm.packed import SELECTORS
 from eprt.integrations.vllm.parameters import INTERLEAVED, layout_of
 from eprt.integrations.vllm.state import PluginState
 from eprt.integrations.vllm.supported import moe_config
 from eprt.tokens import TopK
 
 _LAYERS = "vllm.model_executor.layers."
+_COMPRESSED = "quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_"
 # What vLLM's methods call in their constructors. Each looks for a kernel and raises where there is none.
 _SELECTORS = (
     ("fused_moe.unquantized_fused_moe_method", "select_unquantized_moe_backend"),
@@ -30,7 +30,11 @@ _SELECTORS = (
     ("quantization.mxfp4", "select_mxfp4_moe_backend"),
     ("quantization.mxfp4", "select_deepseek_v4_mxfp4_moe_backend"),
     ("quantization.modelopt", "select_nvfp4_moe_backend"),
-    *SELECTORS,
+    (_COMPRESSED + "wna16", "select_wna16_moe_backend"),
+    (_COMPRESSED + "w8a8_fp8", "select_fp8_moe_backend"),
+    (_COMPRESSED + "w4a4_nvfp4", "select_nvfp4_moe_backend"),
+    ("quantization.auto_gptq", "select_wna16_moe_backend"),
+    ("quantization.auto_awq", "select_wna16_moe_backend"),
 )
 
 

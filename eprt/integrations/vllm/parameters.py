@@ -1,7 +1,8 @@
 """The names that vLLM's quantisation methods and activations have. Imports no vLLM.
 
 Names and shapes are those of `create_weights` in vLLM 0.26 and 0.32 (`fused_moe/unquantized_fused_moe_method.py`,
-`quantization/fp8.py`, `mxfp4.py`, `modelopt.py`). Only gpt-oss (`swigluoai`) has rows that alternate gate, up.
+`quantization/fp8.py`, `mxfp4.py`, `modelopt.py`, and those that `engine.packed` names). Only gpt-oss (`swigluoai`) has
+rows that alternate gate, up.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 
 from eprt.config import Activation, WeightFormat
+from eprt.integrations.engine import packed
 from eprt.integrations.engine import parameters as shared
 from eprt.integrations.engine.parameters import FallsBackToEngine, ParameterLayout, layout_in
-from eprt.integrations.vllm.packed import LAYOUTS as PACKED
 
 INTERLEAVED = "swigluoai"
 
@@ -42,11 +43,41 @@ def _fp8(method: Any, _: torch.dtype) -> WeightFormat:
     return shared.fp8(method.weight_block_size, getattr(method, "weight_scale_refine", None))
 
 
+def _part(method: Any) -> int:
+    return getattr(getattr(method, "moe", None), "intermediate_size_per_partition", 0)
+
+
+def _wna16(method: Any, _: torch.dtype) -> WeightFormat:
+    return packed.wna16(method.weight_quant, _part(method))
+
+
+def _w8a8_fp8(method: Any, _: torch.dtype) -> WeightFormat:
+    return packed.w8a8_fp8(method)
+
+
+def _nvfp4(*_: Any) -> WeightFormat:
+    return "nvfp4"
+
+
+def _gptq(method: Any, _: torch.dtype) -> WeightFormat:
+    return packed.gptq(method.quant_config, _part(method))
+
+
+def _awq(method: Any, _: torch.dtype) -> WeightFormat:
+    return packed.awq(method.quant_config, _part(method))
+
+
+WNA16 = ParameterLayout(_wna16, packed.wna16_matrices, packed.SCALES)
 LAYOUTS: dict[str, ParameterLayout] = {
     "UnquantizedFusedMoEMethod": shared.DENSE,
     "Fp8MoEMethod": ParameterLayout(_fp8, shared.fp8_matrices),
     "GptOssMxfp4MoEMethod": shared.MXFP4,
     "Mxfp4MoEMethod": shared.MXFP4,
     "ModelOptNvFp4FusedMoE": shared.NVFP4,
-    **PACKED,
+    "CompressedTensorsWNA16MoEMethod": WNA16,
+    "CompressedTensorsWNA16MarlinMoEMethod": WNA16,
+    "CompressedTensorsW8A8Fp8MoEMethod": ParameterLayout(_w8a8_fp8, packed.w8a8_fp8_matrices, packed.FP8_SCALES),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": ParameterLayout(_nvfp4, packed.nvfp4_matrices, packed.NVFP4_SCALES),
+    "AutoGPTQMoEMethod": ParameterLayout(_gptq, packed.gptq_matrices, packed.WORD_SCALES, spare_biases=True),
+    "AutoAWQMoEMethod": ParameterLayout(_awq, packed.awq_matrices, packed.WORD_SCALES, spare_biases=True),
 }

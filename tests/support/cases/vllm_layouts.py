@@ -21,7 +21,8 @@ SHAPES = ((I, H), (I, H), (H, I))  # gate, up, down
 
 @dataclass
 class Loaded:
-    """One layer's parameters, and gate [L, I, H], up, down [L, H, I], biases [L, I], [L, I], [L, H] in float64."""
+    """One layer's parameters, and gate [L, I, H], up, down [L, H, I], biases [L, I], [L, I], [L, H] in float64. The
+    scheme is what SGLang's method asks, where there is one."""
 
     method: Any
     activation: str
@@ -32,6 +33,7 @@ class Loaded:
     gate_bias: torch.Tensor | None = None
     up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    scheme: Any = None
 
     @property
     def dtype(self) -> torch.dtype:
