@@ -11,7 +11,7 @@ import torch
 
 from eprt.errors import EprtError, UsageError
 from eprt.integrations.engine.parameters import ParameterLayout, Parameters, expert_weights, mark_unset
-from eprt.integrations.engine.placement import redistribute
+from eprt.integrations.engine.ranks import redistribute
 from eprt.integrations.engine.reloading import FreedParameters, Received, watch
 from eprt.integrations.engine.state import EngineState, LayerBinding
 from eprt.layer import ExpertParallelMoE

@@ -14,18 +14,10 @@ import torch
 
 from eprt.config import WeightFormat
 from eprt.errors import CheckpointError
-from eprt.integrations.engine.parameters import (
-    INPUT_SCALES,
-    FallsBackToEngine,
-    Parameters,
-    fp8,
-    input_scale,
-)
+from eprt.integrations.engine import parameters
+from eprt.integrations.engine.parameters import INPUT_SCALES, FallsBackToEngine, Parameters, fp8
 from eprt.quant.packing import AWQ_ORDER, codes_along_columns, codes_along_rows, rows_of_words
-from eprt.weights import INT4_GROUPS, Fp8Block, Fp8Channel, Fp8Tensor, Int4, Matrix, Nvfp4
-
-_GLOBAL_SCALES = ("w13_weight_global_scale", "w2_weight_global_scale")
-_INPUT_GLOBAL_SCALES = ("w13_input_global_scale", "w2_input_global_scale")
+from eprt.weights import INT4_GROUPS, Fp8Block, Fp8Channel, Int4, Matrix
 
 
 def int4(bits: int, group: int | None, part: int) -> WeightFormat:
@@ -90,24 +82,24 @@ def w8a8_fp8(keeper: Any) -> WeightFormat:
 
 
 def w8a8_fp8_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
-    data, scale = (p["w13_weight"], p["w2_weight"]), (p["w13_weight_scale"], p["w2_weight_scale"])
-    if scale[0].dim() == 2:
-        halves = scale[0].shape[1]
-        up = Fp8Tensor(data[0], scale[0], input_scale(p, "w13_input_scale", halves))
-        return up, Fp8Tensor(data[1], scale[1][:, None], input_scale(p, "w2_input_scale", 1))
-    if scale[0].shape[1:] == (data[0].shape[1], 1):
-        return Fp8Channel(data[0], scale[0][..., 0].contiguous()), Fp8Channel(data[1], scale[1][..., 0].contiguous())
-    return Fp8Block(data[0], scale[0]), Fp8Block(data[1], scale[1])
+    data, scales = (p["w13_weight"], p["w2_weight"]), (p["w13_weight_scale"], p["w2_weight_scale"])
+    if scales[0].dim() == 2:
+        return parameters.fp8_matrices(p)
+    if scales[0].shape[1:] != (data[0].shape[1], 1):
+        return Fp8Block(data[0], scales[0]), Fp8Block(data[1], scales[1])
+    return Fp8Channel(data[0], scales[0][..., 0].contiguous()), Fp8Channel(data[1], scales[1][..., 0].contiguous())
+
+
+_MODELOPT = {"weight_packed": "weight", "weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"}
 
 
 def nvfp4_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     """Second scales and input scales are stored as what numbers were multiplied by."""
-    factors = {name: 1 / p[name] for name in (*_GLOBAL_SCALES, *_INPUT_GLOBAL_SCALES) if name in p}
-    up_scale, down_scale = (factors[name] for name in _GLOBAL_SCALES)
-    up_input = input_scale(factors, "w13_input_global_scale", up_scale.shape[1])
-    up = Nvfp4(p["w13_weight_packed"], p["w13_weight_scale"], up_scale, up_input)
-    down_input = input_scale(factors, "w2_input_global_scale", 1)
-    return up, Nvfp4(p["w2_weight_packed"], p["w2_weight_scale"], down_scale[:, None], down_input)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in p.items():
+        matrix, _, kind = name.partition("_")
+        found[f"{matrix}_{_MODELOPT.get(kind, kind)}"] = 1 / tensor if "global_scale" in kind else tensor
+    return parameters.nvfp4_matrices(found)
 
 
 # ---- GPTQ and AWQ ---------------------------------------------------------------------------------------------------
@@ -148,5 +140,5 @@ def awq_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
 # Parameters that a checkpoint may lack without an engine noticing.
 SCALES = ("w13_weight_scale", "w2_weight_scale")
 FP8_SCALES = (*SCALES, *INPUT_SCALES)
-NVFP4_SCALES = (*_GLOBAL_SCALES, *_INPUT_GLOBAL_SCALES)
+NVFP4_SCALES = tuple(f"{name}_{kind}_global_scale" for kind in ("weight", "input") for name in ("w13", "w2"))
 WORD_SCALES = ("w13_scales", "w2_scales")

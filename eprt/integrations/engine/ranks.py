@@ -1,4 +1,4 @@
-"""A World around an engine's process group, and the lines that name a lost rank before the engine ends the process."""
+"""A World around an engine's process group: experts travel over it, and a lost rank is named before the engine ends."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from eprt.config import ParallelConfig
+from eprt.placement import ExpertPlacement
+from eprt.weights import ExpertWeights
 from eprt.world import World
 from eprt.world.collectives import Membership
 
@@ -41,6 +43,30 @@ def world_of(group: Any, device: torch.device, tp_group: Any, logger: logging.Lo
     # Engines' processes end without atexit; World's own finalizer, at 0, ends the guard.
     Finalize(None, at_exit, exitpriority=1)
     return world
+
+
+def redistribute(world: World, loaded: ExpertWeights, placement: ExpertPlacement) -> ExpertWeights:
+    """Sends each rank's E / W experts, `loaded` in order, to the ranks whose slots name them. Collective.
+
+    Returns one expert for each of this rank's slots; for an empty slot the one that `ExpertShard.experts` names.
+    """
+    held, ranks = loaded.num_local_experts, range(world.size)
+    wanted = [sorted(set(placement.shard(rank).experts)) for rank in ranks]
+    out = [[expert for expert in wanted[rank] if expert // held == world.rank] for rank in ranks]
+    into = [[expert for expert in wanted[world.rank] if expert // held == rank] for rank in ranks]
+    rows_out = torch.tensor([e - world.rank * held for part in out for e in part], device=loaded.device)
+    arrived = {expert: row for row, expert in enumerate(e for part in into for e in part)}
+    slots = torch.tensor([arrived[expert] for expert in placement.shard(world.rank).experts], device=loaded.device)
+
+    def exchanged(tensor: torch.Tensor) -> torch.Tensor:
+        rows = tensor.contiguous().view(torch.uint8).reshape(held, -1)
+        width = rows.shape[1]
+        received = rows.new_empty(len(arrived) * width)
+        counts = ([len(part) * width for part in parts] for parts in (into, out))
+        world.all_to_all(received, rows[rows_out.long()].flatten(), *counts)
+        return received.view(-1, width)[slots].view(tensor.dtype).reshape(len(slots), *tensor.shape[1:])
+
+    return loaded.map(exchanged)
 
 
 def _report_failure(world: World, logger: logging.Logger) -> None:

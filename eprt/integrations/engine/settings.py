@@ -1,12 +1,15 @@
-"""Options of a plugin, and the plan that fits them and the engine.
+"""Options of a plugin, and the placement and the plan that fit them and the engine.
 
 Everything read here is the same on every rank, so every rank decides alike.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +20,7 @@ from eprt.errors import ConfigError, UnsupportedError
 from eprt.experts import EXECUTORS
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.placement import ExpertPlacement
+from eprt.placement.file import PlacementFile
 from eprt.plan import Plan, make_plan
 from eprt.support import Device
 
@@ -66,6 +70,30 @@ def runtime_with(options: Mapping[str, Any], max_tokens_per_rank: int) -> Runtim
     """Returns settings with the engine's own limit as capacity, the rest from the options. Raises ConfigError."""
     given = {name: value for name, value in options.items() if name not in (PLACEMENT, STRICT)}
     return RuntimeConfig(max_tokens_per_rank=max_tokens_per_rank, **given)
+
+
+@functools.cache
+def _read(path: str) -> PlacementFile:
+    return PlacementFile.read(Path(path).expanduser())
+
+
+def placement_of(
+    options: Mapping[str, Any], name: str, num_experts: int, parallel: ParallelConfig
+) -> ExpertPlacement | None:
+    """Returns the placement of the layer that the engine calls `name`, or None if the options name no file.
+
+    Raises:
+        ConfigError: there is no such file, it is for other sizes, or it lacks this layer.
+    """
+    path = options.get(PLACEMENT)
+    if path is None:
+        return None
+    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)  # 3 of `model.layers.3.mlp.experts`
+    if len(numbers) != 1:
+        raise ConfigError(
+            f"layer {name!r} has {len(numbers)} numbers in its name: a placement file can't say which it is"
+        )
+    return _read(path).placement(int(numbers[0]), num_experts, parallel)
 
 
 def with_low_precision(moe: MoEConfig, runtime: RuntimeConfig, options: Mapping[str, Any]) -> RuntimeConfig:

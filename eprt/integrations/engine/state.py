@@ -16,8 +16,8 @@ from eprt.config import MoEConfig, RuntimeConfig
 from eprt.errors import ConfigError, UsageError
 from eprt.integrations.engine.balancing import Balancing
 from eprt.integrations.engine.parameters import FallsBackToEngine
-from eprt.integrations.engine.placement import placement_of, redistribute
-from eprt.integrations.engine.settings import STRICT, choose, with_low_precision
+from eprt.integrations.engine.ranks import redistribute
+from eprt.integrations.engine.settings import STRICT, choose, placement_of, with_low_precision
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan
@@ -116,7 +116,7 @@ class EngineState:
             with self._timed("to meet"):
                 self.worlds[sharing] = self.make_world(sharing)
         world, options = self.worlds[sharing], self.options()
-        placement = placement_of(options, name, config.num_experts, world)
+        placement = placement_of(options, name, config.num_experts, world.parallel)
         balanced = self.balancing is not None and sharing != "local"
         if self.balancing is not None and balanced and placement is None:
             placement = self.balancing.config.first_placement(config.num_experts, world.parallel)

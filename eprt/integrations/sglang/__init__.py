@@ -23,7 +23,7 @@ import logging
 import os
 
 from eprt.errors import ConfigError
-from eprt.support import version_key
+from eprt.integrations.engine import version_warning
 
 __all__ = ["TESTED", "check_version", "register"]
 
@@ -32,16 +32,8 @@ OLDEST, BELOW = "0.5.17", "0.5.24"
 
 
 def check_version(found: str) -> str:
-    """Returns what is worth a warning about this SGLang, or "".
-
-    Raises:
-        ConfigError: outside the versions whose hooks were read.
-    """
-    tested, key = " and ".join(TESTED), version_key(found)
-    if not version_key(OLDEST) <= key < version_key(BELOW):
-        hooks = f"the plugin hooks into SGLang {OLDEST} to below {BELOW}"
-        raise ConfigError(f"SGLang {found}: {hooks} (tested: {tested}); install one of these")
-    return "" if key in {version_key(version) for version in TESTED} else f"SGLang {found}: tested with {tested}"
+    """Returns what is worth a warning about this SGLang, or "". Raises ConfigError for one whose hooks weren't read."""
+    return version_warning("SGLang", found, OLDEST, BELOW, TESTED)
 
 
 def asked_for() -> bool:

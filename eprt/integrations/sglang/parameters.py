@@ -15,6 +15,7 @@ from eprt.config import Activation, WeightFormat
 from eprt.integrations.engine import packed
 from eprt.integrations.engine import parameters as shared
 from eprt.integrations.engine.parameters import FallsBackToEngine, ParameterLayout, Parameters, layout_in
+from eprt.integrations.engine.settings import fall_back
 
 
 def layout_of(layer: Any) -> ParameterLayout:
@@ -68,13 +69,13 @@ def _unpadded(layer: Any, found: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 def _fp8(layer: Any, _: torch.dtype) -> WeightFormat:
     method, config = layer.quant_method, layer.quant_method.quant_config
-    reasons = (
-        (getattr(method, "is_fp4_expert", False), "FP4 experts behind FP8's method (DeepSeek-V4)"),
-        (getattr(method, "use_mxfp8", False), "MXFP8 experts behind FP8's method"),
-        (not config.is_checkpoint_fp8_serialized, "experts that SGLang quantises to FP8 itself"),
+    fall_back(
+        [
+            (getattr(method, "is_fp4_expert", False), "FP4 experts behind FP8's method (DeepSeek-V4)"),
+            (getattr(method, "use_mxfp8", False), "MXFP8 experts behind FP8's method"),
+            (not config.is_checkpoint_fp8_serialized, "experts that SGLang quantises to FP8 itself"),
+        ]
     )
-    if reason := next((reason for holds, reason in reasons if holds), ""):
-        raise FallsBackToEngine(reason)
     return shared.fp8(config.weight_block_size)
 
 

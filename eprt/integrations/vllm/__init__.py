@@ -18,7 +18,7 @@ import importlib.metadata
 import logging
 
 from eprt.errors import ConfigError
-from eprt.support import version_key
+from eprt.integrations.engine import version_warning
 
 __all__ = ["TESTED", "check_version", "register"]
 
@@ -27,17 +27,8 @@ OLDEST, BELOW = "0.26", "0.34"
 
 
 def check_version(found: str) -> str:
-    """Returns what is worth a warning about this vLLM, or "".
-
-    Raises:
-        ConfigError: outside the versions whose hooks were read.
-    """
-    tested = " and ".join(TESTED)
-    key = version_key(found)
-    if not version_key(OLDEST) <= key < version_key(BELOW):
-        hooks = f"the plugin hooks into vLLM {OLDEST} to below {BELOW}"
-        raise ConfigError(f"vLLM {found}: {hooks} (tested: {tested}); install one of these")
-    return "" if key in {version_key(version) for version in TESTED} else f"vLLM {found}: tested with {tested}"
+    """Returns what is worth a warning about this vLLM, or "". Raises ConfigError for one whose hooks weren't read."""
+    return version_warning("vLLM", found, OLDEST, BELOW, TESTED)
 
 
 def register() -> None:

@@ -33,9 +33,7 @@ class PluginState(EngineState):
     eager_flag = "--enforce-eager"
 
     def options(self) -> dict[str, Any]:
-        from vllm.config import get_current_vllm_config
-
-        return options_of(get_current_vllm_config())
+        return options_of(_current())
 
     def make_world(self, sharing: Sharing) -> World:
         from vllm.distributed import get_ep_group, get_tp_group
@@ -43,15 +41,12 @@ class PluginState(EngineState):
         return make_world(get_ep_group(), get_tp_group(), sharing)
 
     def runtime(self, sharing: Sharing) -> RuntimeConfig:
-        from vllm.config import get_current_vllm_config
         from vllm.distributed import get_tp_group
 
-        return runtime_config(get_current_vllm_config(), 1 if sharing == "local" else get_tp_group().world_size)
+        return runtime_config(_current(), 1 if sharing == "local" else get_tp_group().world_size)
 
     def captures_graphs(self) -> bool:
-        from vllm.config import get_current_vllm_config
-
-        return captures_graphs(get_current_vllm_config())
+        return captures_graphs(_current())
 
     def reports(self) -> bool:
         from vllm.distributed import get_ep_group
@@ -60,11 +55,10 @@ class PluginState(EngineState):
 
     def require_supported(self, parallel: Any) -> None:
         """Raises FallsBackToEngine where no layer split as `parallel` says can run under vLLM's configuration."""
-        from vllm.config import get_current_vllm_config
         from vllm.distributed import get_ep_group
 
         self.require_fit()
-        require_supported(get_current_vllm_config(), get_ep_group().device.type, parallel)
+        require_supported(_current(), get_ep_group().device.type, parallel)
 
     def take_over_balancing(self, config: Any) -> None:
         """Reads what is to be balanced from a VllmConfig, and turns vLLM's own balancing off where eprt's layers take
@@ -87,6 +81,12 @@ class PluginState(EngineState):
         """
         watch_worker(self)
         return self.bind_layer(name, config, sharing_of(moe), moe.tp_size)
+
+
+def _current() -> Any:
+    from vllm.config import get_current_vllm_config
+
+    return get_current_vllm_config()
 
 
 def sharing_of(moe: Any) -> Sharing:

@@ -15,9 +15,9 @@ from eprt.bench.experts import random_experts
 from eprt.config import MoEConfig, WeightFormat
 from eprt.errors import CapacityError
 from eprt.integrations.engine import balancing
-from eprt.integrations.engine.placement import redistribute
-from eprt.integrations.engine.sleeping import Kept
+from eprt.integrations.engine.ranks import redistribute
 from eprt.integrations.engine.state import describe
+from eprt.integrations.vllm.worker import Kept
 from eprt.placement import EMPTY, ExpertPlacement
 from support.builders import said
 from support.stand_ins import vllm as stand_in
