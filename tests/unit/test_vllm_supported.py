@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,55 +39,49 @@ def test_other_versions_are_refused(version: str) -> None:
         check_version(version)
 
 
-SPLIT = SimpleNamespace(use_ep=True, dp_size=2)
+SPLIT, CUT, ALONE = (SimpleNamespace(use_ep=ep, dp_size=dp) for ep, dp in ((True, 2), (False, 2), (False, 1)))
 
 
-def test_a_plain_host_is_welcome() -> None:
-    require_supported(host(), "cuda", SPLIT)
-    require_supported(host(model_config__enforce_eager=True), "cpu", SPLIT)
-    require_supported(host(), "cuda", SimpleNamespace(use_ep=False, dp_size=1))
+def lora(*targets: str) -> dict[str, Any]:
+    return {"lora_config": SimpleNamespace(target_modules=list(targets) or None)}
 
 
 @pytest.mark.parametrize(
-    ("change", "device", "flag"),
+    ("changes", "device", "parallel"),
     [
-        ({"parallel_config__enable_eplb": True}, "cuda", "--enable-eplb"),
-        ({"parallel_config__use_ubatching": True}, "cuda", "--enable-dbo"),
-        ({"parallel_config__enable_elastic_ep": True}, "cuda", "--enable-elastic-ep"),
-        ({"parallel_config__prefill_context_parallel_size": 2}, "cuda", "--prefill-context-parallel-size"),
-        ({"lora_config": object()}, "cuda", "--enable-lora"),
-        ({}, "cpu", "--enforce-eager"),
-        ({}, "xpu", "xpu"),
+        ({}, "cuda", SPLIT),
+        ({"model_config__enforce_eager": True}, "cpu", SPLIT),
+        ({}, "cuda", ALONE),
+        (lora("q_proj", "v_proj"), "cuda", SPLIT),  # of attention alone
+        (lora("qkv_proj", "o_proj"), "cuda", SPLIT),
     ],
 )
-def test_flags_under_which_vllm_keeps_every_layer(change: dict[str, Any], device: str, flag: str) -> None:
+def test_a_plain_host_is_welcome(changes: dict[str, Any], device: str, parallel: Any) -> None:
+    require_supported(host(**changes), device, parallel)
+
+
+TARGETS = "--enable-lora: .*--lora-target-modules that names projections of attention alone"
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "parallel", "flag"),
+    [
+        ({"parallel_config__enable_eplb": True}, "cuda", SPLIT, "--enable-eplb"),
+        ({"parallel_config__use_ubatching": True}, "cuda", SPLIT, "--enable-dbo"),
+        ({"parallel_config__enable_elastic_ep": True}, "cuda", SPLIT, "--enable-elastic-ep"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "cuda", SPLIT, "--prefill-context-parallel-size"),
+        *(({"lora_config": object()} | given, "cuda", SPLIT, TARGETS) for given in ({}, lora(), lora("experts"))),
+        (lora("q_proj", "gate_proj"), "cuda", SPLIT, TARGETS),
+        ({}, "cpu", SPLIT, "--enforce-eager"),
+        ({}, "xpu", SPLIT, "xpu"),
+        ({}, "cuda", CUT, "--enable-expert-parallel gives them to eprt whole"),
+    ],
+)
+def test_flags_under_which_vllm_keeps_every_layer(
+    changes: dict[str, Any], device: str, parallel: Any, flag: str
+) -> None:
     with pytest.raises(FallsBackToEngine, match=flag):
-        require_supported(host(**change), device, SPLIT)
-
-
-def test_data_parallelism_that_cuts_every_expert_is_left_to_vllm() -> None:
-    with pytest.raises(FallsBackToEngine, match="--enable-expert-parallel gives them to eprt whole"):
-        require_supported(host(), "cuda", SimpleNamespace(use_ep=False, dp_size=2))
-
-
-@pytest.mark.parametrize(
-    ("targets", "kept"),
-    [
-        (None, False),
-        (["q_proj", "v_proj"], True),
-        (["qkv_proj", "o_proj"], True),
-        (["q_proj", "gate_proj"], False),
-        (["experts"], False),
-    ],
-)
-def test_lora_on_attention_alone_leaves_the_experts_to_eprt(targets: list[str] | None, kept: bool) -> None:
-    config = host(lora_config=SimpleNamespace(target_modules=targets))
-    parallel = SimpleNamespace(use_ep=True, dp_size=2)
-    if kept:
-        require_supported(config, "cuda", parallel)
-    else:
-        with pytest.raises(FallsBackToEngine, match="--lora-target-modules that names projections of attention alone"):
-            require_supported(config, "cuda", parallel)
+        require_supported(host(**changes), device, parallel)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +97,9 @@ def test_models_with_a_runner_of_their_own_are_left_to_vllm(
     monkeypatch: pytest.MonkeyPatch, module: str, owned: bool
 ) -> None:
     monkeypatch.setitem(sys.modules, module, SimpleNamespace())
-    parallel = SimpleNamespace(use_ep=True, dp_size=2)
-    if owned:
-        with pytest.raises(FallsBackToEngine, match=module.replace(".", r"\.")):
-            require_supported(host(), "cuda", parallel)
-    else:
-        require_supported(host(), "cuda", parallel)
+    left = pytest.raises(FallsBackToEngine, match=module.replace(".", r"\.")) if owned else nullcontext()
+    with left:
+        require_supported(host(), "cuda", SPLIT)
 
 
 def test_the_batch_invariant_switch_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +197,10 @@ def test_fp8_blocks_over_alternating_rows_are_left() -> None:
         moe_config(routed(), named("Fp8MoEMethod", weight_block_size=[128, 128]))
 
 
-class PlannedWorld(SimpleNamespace):
-    """What `choose` reads of a World."""
-
-
 def world_on(monkeypatch: pytest.MonkeyPatch, device: Device, **parallel: Any) -> Any:
+    """What `choose` reads of a World."""
     monkeypatch.setattr(Device, "of", classmethod(lambda cls, _: device))
-    return PlannedWorld(device=torch.device(device.kind), parallel=ParallelConfig(**parallel))
+    return SimpleNamespace(device=torch.device(device.kind), parallel=ParallelConfig(**parallel))
 
 
 def test_the_plan_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +36,14 @@ def experts(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return up, torch.randn(E, H, I, generator=generator).mul(0.2).bfloat16()
 
 
-def tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 + rank)
+def tokens(rank: int, seed: int = 100, hot: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, weights and ids of a rank. Most of the tokens choose one of two hot experts, if there are any."""
+    generator = torch.Generator().manual_seed(seed + rank)
     T = TOKENS[rank]
     ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)])
+    for row in range(T if hot else 0):
+        if row % 4 and hot[row % 2] not in ids[row]:
+            ids[row, 0] = hot[row % 2]
     return torch.randn(T, H, generator=generator).bfloat16(), torch.rand(T, K, generator=generator), ids
 
 
@@ -48,6 +54,12 @@ def config(**changes: Any) -> Any:
         compilation_config__cudagraph_capture_sizes=[],
         **changes,
     )
+
+
+def balanced_config(**options: int) -> Any:
+    found = config(additional_config={"eprt": {"eplb": options}})
+    found.device_config = SimpleNamespace(device_type="cpu")
+    return found
 
 
 def share(context: Any) -> slice:
@@ -62,15 +74,28 @@ def made(vllm: Any, context: Any, name: str, kind: type | None = None, number: i
     return vllm.routed(name, described, "silu", mine, kind or stand_in.UnquantizedFusedMoEMethod)
 
 
+def loaded(vllm: Any, context: Any, name: str, number: int = 0) -> Any:
+    layer = made(vllm, context, name, number=number)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+@contextmanager
+def plugin(context: Any, given: Any = None, unfit: str = "") -> Iterator[Any]:
+    """The plugin in the stand-in, under `config` or another."""
+    context.world()  # torch.distributed, as vLLM's own start-up leaves it
+    with stand_in.installed(given or config(), TOKENS, unfit) as vllm, torch.inference_mode():
+        yield vllm
+
+
 def applied(layer: Any, rank: int) -> torch.Tensor:
     return layer.quant_method.apply(layer, *tokens(rank), None, None).float()
 
 
 def two_layers(context: Any) -> dict[str, Any]:
     """Made, loaded and called; then a layer loaded later, as a draft model's would be."""
-    context.world()  # torch.distributed, as vLLM's own start-up leaves it
-    found: dict[str, Any] = {"outputs": [], "padded": None}
-    with stand_in.installed(config(), TOKENS) as vllm, torch.inference_mode():
+    found: dict[str, Any] = {}
+    with plugin(context) as vllm:
         layers = [made(vllm, context, f"layers.{number}", number=number) for number in range(2)]
         found["classes"] = [type(layer.quant_method).__name__ for layer in layers]
         found["monolithic"] = layers[0].quant_method.is_monolithic
@@ -84,9 +109,7 @@ def two_layers(context: Any) -> dict[str, Any]:
         vllm.context.is_padding = torch.arange(16) >= 1  # all but the first row
         found["padded"] = applied(layers[0], context.rank)
         vllm.context.is_padding = None
-        late = made(vllm, context, "layers.2", number=2)
-        late.quant_method.process_weights_after_loading(late)
-        found["outputs"].append(applied(late, context.rank))
+        found["outputs"].append(applied(loaded(vllm, context, "layers.2", 2), context.rank))
         layers[0].quant_method.process_weights_after_loading(layers[0])  # nothing was loaded since
         found["again"] = applied(layers[0], context.rank)
         found["monolithic_call"] = message(lambda: layers[0].quant_method.apply_monolithic(layers[0], None, None))
@@ -121,12 +144,9 @@ def reload_layerwise(layer: Any, number: int, chosen: Any = range(E)) -> None:
 
 def reloaded(context: Any, path: str = "") -> dict[str, Any]:
     """Outputs of a layer after each of some loads, in every way that vLLM has for them; then one that lacks a part."""
-    context.world()
     options = config(additional_config={"eprt": {"placement": path}} if path else {})
-    with stand_in.installed(options, TOKENS) as vllm, torch.inference_mode():
-        layer, other = (made(vllm, context, f"model.layers.{n}.mlp.experts") for n in (3, 3))
-        for each in (layer, other):
-            each.quant_method.process_weights_after_loading(each)
+    with plugin(context, options) as vllm:
+        layer, other = (loaded(vllm, context, "model.layers.3.mlp.experts") for _ in range(2))
         at = [t.data_ptr() for t in layer.quant_method.eprt.layer.executor.slot_tensors().values()]
         outputs = [applied(layer, context.rank)]
         reload_layerwise(layer, 1)
@@ -157,34 +177,30 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
 def balanced(context: Any, redundant: int, steps: int) -> dict[str, Any]:
     """Errors of a layer's outputs while what is hot changes, and the placements that it had. The first move finds no
     memory."""
-    context.world()
-    options = {"window_size": 4, "step_interval": 8, "num_redundant_experts": redundant}
-    given = config(additional_config={"eprt": {"eplb": options}})
-    given.device_config = SimpleNamespace(device_type="cpu")
     errors, placements, at = [], [], set()
+
+    def call(layer: Any, number: int, seed: int, hot: list[int]) -> None:
+        drawn = tokens(context.rank, seed, hot)
+        want = formula(number, *drawn)
+        y = layer.quant_method.apply(layer, *drawn, None, None).double()
+        errors.append(float((y - want).abs().max() / want.abs().max()))
+
     outcomes = itertools.chain([CapacityError("no memory")], itertools.repeat(mock.DEFAULT))
     without_memory = mock.patch.object(balancing, "rebalance", wraps=balancing.rebalance, side_effect=outcomes)
-    with without_memory, stand_in.installed(given, TOKENS) as vllm, torch.inference_mode():
+    given = balanced_config(window_size=4, step_interval=8, num_redundant_experts=redundant)
+    with without_memory, plugin(context, given) as vllm:
         vllm.state.take_over_balancing(given)
-        layers = [made(vllm, context, f"layers.{n}", number=n) for n in range(2)]
-        for layer in layers:
-            layer.quant_method.process_weights_after_loading(layer)
+        layers = [loaded(vllm, context, f"layers.{n}", n) for n in range(2)]
         for step in range(steps):
             vllm.state.before_step()
             for number, layer in enumerate(layers):
-                drawn = hot_tokens(context.rank, step, hot=[(step // 10 + number) * 3 % E, (step // 10) * 5 % E])
-                y = layer.quant_method.apply(layer, *drawn, None, None).double()
-                want = formula(number, *drawn)
-                errors.append(float((y - want).abs().max() / want.abs().max()))
+                call(layer, number, 1000 * step, [(step // 10 + number) * 3 % E, (step // 10) * 5 % E])
             built = [layer.quant_method.eprt.layer for layer in layers]
             placements.append(tuple(one.placement.slots for one in built))
             at.add(tuple(t.data_ptr() for one in built for t in one.executor.slot_tensors().values()))
         reload_layerwise(layers[0], 1)
         vllm.state.before_step()
-        drawn = hot_tokens(context.rank, 0, hot=[1, 2])
-        want = formula(1, *drawn)
-        y = layers[0].quant_method.apply(layers[0], *drawn, None, None).double()
-        errors.append(float((y - want).abs().max() / want.abs().max()))
+        call(layers[0], 1, 0, [1, 2])
     changes = sum(a != b for a, b in itertools.pairwise(placements))
     return {"worst": max(errors), "changes": changes, "first": placements[0], "moved": vllm.state.balancing.moved,
             "addresses": len(at)}  # fmt: skip
@@ -192,24 +208,11 @@ def balanced(context: Any, redundant: int, steps: int) -> dict[str, Any]:
 
 def undivided(context: Any) -> dict[str, list[str]]:
     """What is said of a layer whose slots don't divide by the ranks."""
-    context.world()
-    given = config(additional_config={"eprt": {"eplb": {"num_redundant_experts": 1}}})
-    given.device_config = SimpleNamespace(device_type="cpu")
-    with stand_in.installed(given, TOKENS) as vllm:
+    given = balanced_config(num_redundant_experts=1)
+    with plugin(context, given) as vllm:
         vllm.state.take_over_balancing(given)
         message(lambda: made(vllm, context, "layers.0"))  # vLLM's own, which looks for a kernel
         return vllm.state.fallbacks
-
-
-def hot_tokens(rank: int, step: int, hot: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens of a step, most of which choose one of the hot experts."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    T = TOKENS[rank]
-    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)])
-    for row in range(T):
-        if row % 4 and hot[row % 2] not in ids[row]:
-            ids[row, 0] = hot[row % 2]
-    return torch.randn(T, H, generator=generator).bfloat16(), torch.rand(T, K, generator=generator), ids
 
 
 def formula(number: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -222,12 +225,10 @@ def formula(number: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tens
 
 def slept(context: Any, path: str) -> dict[str, Any]:
     """Outputs of a layer before and after all memory that its loading took was lost, all but what sleep keeps."""
-    context.world()
     options = {"placement": path, "count_load": True}
-    with stand_in.installed(config(additional_config={"eprt": options}), TOKENS) as vllm, torch.inference_mode():
+    with plugin(context, config(additional_config={"eprt": options})) as vllm:
         before = {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}
-        layer = made(vllm, context, "model.layers.3.mlp.experts")
-        layer.quant_method.process_weights_after_loading(layer)
+        layer = loaded(vllm, context, "model.layers.3.mlp.experts")
         every = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and id(each) not in before]
         outputs, kept, said = [applied(layer, context.rank)], Kept(), []
         for _ in range(2):
@@ -257,8 +258,7 @@ def _lacking(vllm: Any, layer: Any) -> dict[str, str]:
 
 def tensor_parallel(context: Any) -> dict[str, Any]:
     """Without expert parallelism: this rank's rows of every expert, the same tokens on each rank, partial outputs."""
-    context.world()
-    with stand_in.installed(config(), TOKENS) as vllm, torch.inference_mode():
+    with plugin(context) as vllm:
         up, down = experts(0)
         part = slice(context.rank * I // context.size, (context.rank + 1) * I // context.size)
         mine = torch.cat([half[:, part] for half in up.chunk(2, dim=1)], dim=1), down[:, :, part]
@@ -277,11 +277,8 @@ def tensor_parallel(context: Any) -> dict[str, Any]:
 
 def placed(context: Any, path: str) -> dict[str, Any]:
     """A layer whose experts lie as the file says, though vLLM loads them in order; then layers that it doesn't fit."""
-    context.world()
-    options = config(additional_config={"eprt": {"placement": path}})
-    with stand_in.installed(options, TOKENS) as vllm, torch.inference_mode():
-        layer = made(vllm, context, "model.layers.3.mlp.experts")
-        layer.quant_method.process_weights_after_loading(layer)
+    with plugin(context, config(additional_config={"eprt": {"placement": path}})) as vllm:
+        layer = loaded(vllm, context, "model.layers.3.mlp.experts")
         output = applied(layer, context.rank)
         built = layer.quant_method.eprt.layer
         return {
@@ -317,8 +314,6 @@ def spread_experts(context: Any, weight_format: WeightFormat) -> list[str]:
 def left(context: Any, strict: bool, unfit: str = "") -> tuple[str, dict[str, list[str]]]:
     """What making a layer comes to under a flag that eprt can't follow, or in a vLLM that it doesn't fit, and the
     reasons that were noted."""
-    context.world()
     options = {"eprt": {"strict": True}} if strict else {}
-    host = config(parallel_config__enable_eplb=not unfit, additional_config=options)
-    with stand_in.installed(host, TOKENS, unfit) as vllm:
+    with plugin(context, config(parallel_config__enable_eplb=not unfit, additional_config=options), unfit) as vllm:
         return message(lambda: made(vllm, context, "layers.0")), vllm.state.fallbacks
