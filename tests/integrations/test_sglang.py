@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import engine_models
-from support.cases.vllm_checkpoints import packed_model
-from support.engine_models import SIZES, by_transformers, fp8_model, glm4_model, qwen3_model
+from support.engine_models import PROMPTS, Prompts, by_transformers, glm4_model, packed_model, qwen3_model
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="runs under scripts/test_sglang.sh")
 
@@ -31,10 +29,17 @@ LINE = "3 of 3 MoE layers (model.layers.0.mlp.experts to model.layers.2.mlp.expe
 
 
 def run(
-    folder: Path, model: Path, plugins: str, engine: dict[str, Any], dtype: str, kill: int | None = None, **more: str
+    folder: Path,
+    model: Path,
+    plugins: str,
+    engine: dict[str, Any],
+    dtype: str,
+    kill: int | None = None,
+    prompts: Prompts = PROMPTS,
+    **more: str,
 ) -> tuple[int, str, list[list[int]]]:
     """Exit code, log and tokens of one engine."""
-    spec = {"model": str(model), "dtype": dtype, "prompts": engine_models.PROMPTS, "out": str(folder / "tokens")}
+    spec = {"model": str(model), "dtype": dtype, "prompts": prompts, "out": str(folder / "tokens")}
     (folder / "spec.json").write_text(json.dumps(spec | {"kill": kill, "engine": engine}))
     ranks = engine.get("tp_size", 1)
     environment = os.environ | {"SGLANG_PLUGINS": plugins, "SGLANG_USE_CPU_ENGINE": "1"} | more
@@ -50,13 +55,28 @@ def run(
     return code, (folder / "log").read_text(errors="replace"), tokens
 
 
+def answered(
+    folder: Path,
+    model: Path,
+    engine: dict[str, Any],
+    dtype: str,
+    want: list[list[int]],
+    plugins: str = "cpu,eprt",
+    **more: Any,
+) -> str:
+    """The log of an engine that gave the wanted tokens."""
+    code, log, tokens = run(folder, model, plugins, engine, dtype, **more)
+    assert (code, tokens) == (0, want), log[-3000:]
+    return log
+
+
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
     """The checkpoint, and the tokens that transformers adds to each prompt."""
     folder = tmp_path_factory.mktemp("qwen3")
     want, lead = by_transformers(qwen3_model(folder))
     assert lead > 1e-4  # float32 on both sides, sums in another order
-    assert len({tuple(each[:5]) for each in want}) == len(engine_models.PROMPTS)  # the model isn't stuck on one token
+    assert len({tuple(each[:5]) for each in want}) == len(PROMPTS)  # the model isn't stuck on one token
     return folder, want
 
 
@@ -69,8 +89,7 @@ def test_tokens_are_sglangs_own(
     engine: dict[str, Any], ranks: str, qwen3: tuple[Path, list[list[int]]], tmp_path: Path
 ) -> None:
     model, want = qwen3
-    code, log, tokens = run(tmp_path, model, "cpu,eprt", engine, "float32")
-    assert (code, tokens) == (0, want), log[-3000:]
+    log = answered(tmp_path, model, engine, "float32", want)
     assert f"{LINE} {ranks}" in log
     assert log.count("eprt: ready") == 1
 
@@ -105,18 +124,16 @@ def test_mxfp4_tokens_are_those_of_transformers(engine: dict[str, Any], tmp_path
         save_file(tensors | sinks, file, metadata={"format": "pt"})
     want, lead = by_transformers(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float())
     assert lead > 0.025  # bf16's own differences from float32 reach 0.02 of these logits' deviation
-    code, log, tokens = run(tmp_path, folder, "cpu,eprt", engine, "bfloat16")
-    assert (code, tokens) == (0, want), log[-3000:]
+    log = answered(tmp_path, folder, engine, "bfloat16", want)
     assert "mxfp4, 8 experts, top-4" in log
 
 
 @RANKS
 def test_fp8_block_tokens_are_those_of_transformers(engine: dict[str, Any], tmp_path: Path) -> None:
     """transformers has the same numbers decoded, in float32."""
-    want, lead = by_transformers(fp8_model(tmp_path / "fp8", seed=432))
+    want, lead = by_transformers(packed_model(tmp_path / "fp8", "fp8_block", seed=432))
     assert lead > 0.04  # bf16's own differences from float32 reach 0.035 of these logits' deviation
-    code, log, tokens = run(tmp_path, tmp_path / "fp8", "cpu,eprt", engine, "bfloat16")
-    assert (code, tokens) == (0, want), log[-3000:]
+    log = answered(tmp_path, tmp_path / "fp8", engine, "bfloat16", want)
     assert "fp8_block, 8 experts, top-2" in log
 
 
@@ -129,14 +146,13 @@ def test_fp8_block_tokens_are_those_of_transformers(engine: dict[str, Any], tmp_
     ids=["pack-quantized-two", "float-channel-two-summed-by-sglang"],
 )
 def test_compressed_tensors_tokens_are_those_of_transformers(
-    dialect: str, format: str, seed: int, engine: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dialect: str, format: str, seed: int, engine: dict[str, Any], tmp_path: Path
 ) -> None:
     """SGLang loads the file's own tensors, in bfloat16 alone; transformers has the same numbers decoded, in float32."""
-    monkeypatch.setattr(engine_models, "PROMPTS", [engine_models.PROMPTS[0], engine_models.PROMPTS[3]])
-    want, lead = by_transformers(packed_model(tmp_path / "model", dialect, SIZES, seed))
+    prompts = [PROMPTS[0], PROMPTS[3]]
+    want, lead = by_transformers(packed_model(tmp_path / "model", dialect, seed), prompts)
     assert lead > 0.04  # bf16's own differences from float32 reach 0.035 of these logits' deviation
-    code, log, tokens = run(tmp_path, tmp_path / "model", "cpu,eprt", engine, "bfloat16")
-    assert (code, tokens) == (0, want), log[-3000:]
+    log = answered(tmp_path, tmp_path / "model", engine, "bfloat16", want, prompts=prompts)
     assert f"{format}, {4 if engine is SUMMED else 8} experts, top-2" in log
 
 
@@ -146,8 +162,7 @@ def test_a_router_with_a_bias_and_shared_experts(engine: dict[str, Any], tmp_pat
     want, lead = by_transformers(glm4_model(tmp_path / "glm4"))
     assert lead > 1e-4  # float32 on both sides, sums in another order
     dense = {} if engine is ONE else {"moe_dense_tp_size": 1}  # gathered otherwise, by a Triton kernel
-    code, log, tokens = run(tmp_path, tmp_path / "glm4", "cpu,eprt", engine | dense, "float32")
-    assert (code, tokens) == (0, want), log[-3000:]
+    log = answered(tmp_path, tmp_path / "glm4", engine | dense, "float32", want)
     assert f"2 of 2 MoE layers (model.layers.1.mlp.experts to model.layers.2.mlp.experts) {WHERE[engine is ONE]}" in log
 
 
@@ -166,8 +181,7 @@ def test_what_eprt_cannot_run_is_left_to_sglang(
     """The tokens are those of SGLang's own experts then, and one line says why."""
     model, want = qwen3
     path = told(tmp_path, package, version, plugin)
-    code, log, tokens = run(tmp_path, model, "cpu,packed,eprt", ONE, "float32", PYTHONPATH=path)
-    assert (code, tokens) == (0, want), log[-3000:]
+    log = answered(tmp_path, model, ONE, "float32", want, "cpu,packed,eprt", PYTHONPATH=path)
     why = [line for line in log.splitlines() if "layers like it fall back to SGLang: " in line]
     assert len(why) == 1
     assert reason in why[0]
@@ -177,8 +191,7 @@ def test_what_eprt_cannot_run_is_left_to_sglang(
 def test_a_flag_that_leaves_the_layers_to_sglang(qwen3: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     """One of the few such flags with which SGLang itself answers on a CPU."""
     model, want = qwen3
-    code, log, tokens = run(tmp_path, model, "cpu,eprt", ONE | {"enable_single_batch_overlap": True}, "float32")
-    assert (code, tokens) == (0, want), log[-3000:]
+    log = answered(tmp_path, model, ONE | {"enable_single_batch_overlap": True}, "float32", want)
     assert "3 of 3 MoE layers fall back to SGLang: --enable-single-batch-overlap splits a layer's call" in log
     assert "on this rank alone" not in log
 

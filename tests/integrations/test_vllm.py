@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_models import PROMPTS, by_transformers, fp8_model, glm4_model, qwen3_model
+from support.engine_models import PROMPTS, Prompts, by_transformers, glm4_model, qwen3_model
 from support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -58,17 +58,8 @@ def ranks_run(
     outs = [folder / f"{plugin}-{dp}-{tp}-{rank}.tokens" for rank in range(dp)]
     programs: list[subprocess.Popen[bytes]] = []
     for rank, out in enumerate(outs):
-        spec = {
-            "model": str(model),
-            "dtype": dtype,
-            "dp": dp,
-            "tp": tp,
-            "ep": ep,
-            "rank": rank,
-            "port": port,
-            "llm": llm,
-            "as_gpu": as_gpu,
-        }
+        spec = {"model": str(model), "dtype": dtype, "dp": dp, "tp": tp, "ep": ep}
+        spec |= {"rank": rank, "port": port, "llm": llm, "as_gpu": as_gpu}
         spec |= {"prompts": prompts[rank], "out": str(out), "all_out": [str(path) for path in outs]}
         if updates is not None:
             spec["updates"] = [(way, str(checkpoint)) for way, checkpoint in updates]
@@ -98,6 +89,25 @@ def end(program: subprocess.Popen[bytes]) -> None:
         os.killpg(program.pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+def serve(
+    folder: Path,
+    model: Path,
+    dtype: str,
+    dp: int = 1,
+    tp: int = 1,
+    ep: bool | None = None,
+    prompts: Prompts = PROMPTS,
+    first: int = 1,
+    **llm: Any,
+) -> tuple[list[list[int]], str]:
+    """The tokens of vLLM's ranks under eprt, and the first rank's log. Of two DP ranks that rank gets the `first`
+    prompts; experts are parallel there, unless `ep` says otherwise."""
+    parts = [prompts[:first], prompts[first:]] if dp == 2 else [prompts]
+    codes, logs, tokens = ranks_run(folder, model, dtype, dp, tp, "eprt", parts, dp == 2 if ep is None else ep, **llm)
+    assert codes == [0] * dp, "\n".join(log[-3000:] for log in logs)
+    return [each for part in tokens for each in part], logs[0]
 
 
 @pytest.fixture(scope="session")
@@ -133,14 +143,12 @@ def placed(tmp_path: Path) -> dict[str, Any]:
 def test_tokens_are_those_of_one_process(
     dp: int, tp: int, ep: bool, ranks: str, qwen3: Path, alone: list[list[int]], placed: dict[str, Any], tmp_path: Path
 ) -> None:
-    parts = [PROMPTS[:3], PROMPTS[3:]] if dp == 2 else [PROMPTS]
     options = placed if dp * tp == 4 else {}
-    codes, logs, tokens = ranks_run(tmp_path, qwen3, "float32", dp, tp, "eprt", parts, ep, **options)
-    assert codes == [0] * dp, "\n".join(log[-3000:] for log in logs)
-    assert [each for part in tokens for each in part] == alone
-    assert f"3 of 3 MoE layers (model.layers.0.mlp.experts to model.layers.2.mlp.experts) {ranks}: " in logs[0]
-    assert logs[0].count("eprt: ready") == 1  # one warm-up for all layers
-    assert ("8 experts on 12 slots by the placement file, top-2" in logs[0]) == bool(options)
+    tokens, log = serve(tmp_path, qwen3, "float32", dp, tp, ep, first=3, **options)
+    assert tokens == alone
+    assert f"3 of 3 MoE layers (model.layers.0.mlp.experts to model.layers.2.mlp.experts) {ranks}: " in log
+    assert log.count("eprt: ready") == 1  # one warm-up for all layers
+    assert ("8 experts on 12 slots by the placement file, top-2" in log) == bool(options)
 
 
 WAYS = ["reload", "direct", "layerwise", "reload", "direct"]
@@ -231,10 +239,9 @@ def test_a_draft_model_beside_lora_of_attention(
     draft = {"model": str(trained[0][0]), "method": "draft_model", "num_speculative_tokens": 2}
     lora = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]}
     llm: dict[str, Any] = lora | {"speculative_config": draft}
-    codes, logs, tokens = ranks_run(tmp_path, qwen3, "float32", 1, 1, "eprt", [PROMPTS], ep=False, **llm)
-    assert codes == [0], logs[0][-3000:]
-    assert tokens[0] == alone
-    assert "6 of 6 MoE layers (model.layers.0.mlp.experts to draft_model.model.layers.2.mlp.experts)" in logs[0]
+    tokens, log = serve(tmp_path, qwen3, "float32", **llm)
+    assert tokens == alone
+    assert "6 of 6 MoE layers (model.layers.0.mlp.experts to draft_model.model.layers.2.mlp.experts)" in log
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)], ids=["dp2-ep", "tp2-without-ep"])
@@ -245,35 +252,18 @@ def test_mxfp4_tokens_are_those_of_transformers(dp: int, tp: int, gpt_oss: Path,
 
     want, lead = by_transformers(AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.bfloat16).float())
     assert lead > 0.025  # bf16's own differences from float32 reach 0.02 of these logits' deviation
-    parts = [PROMPTS[:1], PROMPTS[1:]] if dp == 2 else [PROMPTS]
-    codes, logs, tokens = ranks_run(tmp_path, gpt_oss, "bfloat16", dp, tp, "eprt", parts, dp == 2)
-    assert codes == [0] * dp, "\n".join(log[-3000:] for log in logs)
-    assert [each for part in tokens for each in part] == want
-    assert "mxfp4, 8 experts, top-4" in logs[0]
-
-
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)], ids=["dp2-ep", "tp2-without-ep"])
-def test_fp8_block_tokens_are_those_of_transformers(dp: int, tp: int, tmp_path: Path) -> None:
-    """vLLM loads experts in FP8 with one scale per 128 x 128 block, as DeepSeek-V3 has them. transformers has the same
-    numbers decoded, in float32. The seed is the one of many whose best token leads the next by most."""
-    model = fp8_model(tmp_path / "fp8", seed=432)
-    want, lead = by_transformers(model)
-    assert lead > 0.04  # bf16's own differences from float32 reach 0.035 of these logits' deviation
-    parts = [PROMPTS[:1], PROMPTS[1:]] if dp == 2 else [PROMPTS]
-    codes, logs, tokens = ranks_run(tmp_path, tmp_path / "fp8", "bfloat16", dp, tp, "eprt", parts, dp == 2)
-    assert codes == [0] * dp, "\n".join(log[-3000:] for log in logs)
-    assert [each for part in tokens for each in part] == want
-    assert "fp8_block, 8 experts, top-2" in logs[0]
+    tokens, log = serve(tmp_path, gpt_oss, "bfloat16", dp, tp)
+    assert tokens == want
+    assert "mxfp4, 8 experts, top-4" in log
 
 
 def test_a_router_with_a_bias_and_shared_experts(tmp_path: Path) -> None:
     """GLM-4.5 chooses as DeepSeek-V3 does: groups of experts, by a bias that vLLM keeps beside the experts."""
     want, lead = by_transformers(glm4_model(tmp_path / "glm4"))
     assert lead > 1e-4  # float32 on both sides, sums in another order
-    codes, logs, tokens = ranks_run(tmp_path, tmp_path / "glm4", "float32", 2, 1, "eprt", [PROMPTS[:1], PROMPTS[1:]])
-    assert codes == [0, 0], "\n".join(log[-3000:] for log in logs)
-    assert [each for part in tokens for each in part] == want
-    assert "2 of 2 MoE layers" in logs[0]
+    tokens, log = serve(tmp_path, tmp_path / "glm4", "float32", dp=2)
+    assert tokens == want
+    assert "2 of 2 MoE layers" in log
 
 
 @pytest.mark.parametrize("strict", [False, True])

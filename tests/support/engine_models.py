@@ -12,8 +12,15 @@ from typing import Any
 
 import torch
 
+from support.cases.number_formats import E2M1
+from support.cases.number_formats import packed as two_a_byte
+from support.cases.packed_int4 import GROUP, QUANT, awq_words, words
+
+Stored = dict[str, torch.Tensor]
+Prompts = list[tuple[list[int], int]]
+
 # Uneven: another number of prompts, of tokens in them, and of tokens to add on each rank.
-PROMPTS: list[tuple[list[int], int]] = [
+PROMPTS: Prompts = [
     ([5, 6, 7, 8], 6),
     ([9, 10, 11], 18),
     ([31, 7, 99, 12, 400, 3, 77], 9),
@@ -61,8 +68,73 @@ def glm4_model(folder: Path) -> Any:
     return model
 
 
-def fp8_model(folder: Path, seed: int) -> Any:
-    """Writes a tiny Qwen3-MoE with experts in FP8, one scale per 128 x 128 block. Returns it decoded, in float32."""
+def int4(dialect: str, codes: torch.Tensor, scales: torch.Tensor) -> Stored:
+    """One matrix [rows, cols] of codes 1 to 15 around 8, scales [rows, cols / GROUP], as a packer stores it."""
+    if dialect == "pack_quantized":
+        shape = torch.tensor(codes.shape)
+        return {"weight_packed": words(codes), "weight_scale": scales.bfloat16(), "weight_shape": shape}
+    eights = torch.full((scales.shape[1], scales.shape[0]), 8)
+    if dialect == "gptq":
+        index = torch.arange(codes.shape[1], dtype=torch.int32) // GROUP
+        return {"qweight": words(codes).T, "scales": scales.T.half(), "qzeros": words(eights - 1), "g_idx": index}
+    # Every code and zero point one less: the same numbers around another zero.
+    return {"qweight": awq_words(codes - 1), "scales": scales.T.half(), "qzeros": awq_words(eights.T - 1)}
+
+
+def nvfp4(matrix: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+    """compressed-tensors divides by the second scale, 64 here."""
+    groups = matrix.unflatten(1, (-1, 16))
+    scales = (groups.abs().amax(2, keepdim=True) / 6).log2().ceil().exp2()
+    nearest = ((groups / scales).abs()[..., None] - E2M1[:8]).abs().argmin(-1)
+    codes = (nearest + 8 * (groups < 0)).flatten(1)
+    stored = {"weight_packed": two_a_byte(codes), "weight_global_scale": torch.tensor([64.0])}
+    stored |= {"weight_scale": (64 * scales[..., 0]).to(torch.float8_e4m3fn)}
+    return stored, (E2M1[nearest] * groups.sign() * scales).flatten(1)
+
+
+def fp8_block(matrix: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+    """One scale per 128 x 128 block, as DeepSeek-V3 has them; powers of two, so that bf16 holds the products."""
+    tiles = matrix.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scales = (tiles.abs().amax((1, 3), keepdim=True) / 448).log2().ceil().exp2()
+    codes = (tiles / scales).to(torch.float8_e4m3fn)
+    stored = {"weight": codes.view(matrix.shape), "weight_scale_inv": scales[:, 0, :, 0]}
+    return stored, (codes.float() * scales).view(matrix.shape)
+
+
+def packed(dialect: str, matrix: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+    """What a packer stores of [rows, cols], and the numbers that this stands for; scales are powers of two."""
+    if dialect in ("nvfp4_packed", "fp8_block"):
+        return nvfp4(matrix) if dialect == "nvfp4_packed" else fp8_block(matrix)
+    if dialect == "float_channel":
+        scale = (matrix.abs().amax(1, keepdim=True) / 448).log2().ceil().exp2()
+        data = (matrix / scale).to(torch.float8_e4m3fn)
+        return {"weight": data, "weight_scale": scale.bfloat16()}, data.float() * scale
+    groups = matrix.unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(2) / 7).log2().ceil().exp2()
+    codes = (groups / scales[..., None]).round()
+    return int4(dialect, (codes + 8).flatten(1).int(), scales), (codes * scales[..., None]).flatten(1)
+
+
+def quantization(dialect: str) -> dict[str, Any]:
+    """The quantization_config of a model whose attention and routers stay as they are."""
+    if dialect == "fp8_block":
+        plain = [f"self_attn.{name}_proj" for name in "qkvo"] + ["mlp.gate"]
+        ignored = [f"model.layers.{i}.{name}" for i in range(2) for name in plain]
+        fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+        return fp8 | {"ignored_layers": ignored}
+    if dialect == "gptq":
+        return QUANT[dialect] | {"dynamic": {"-:.*self_attn.*": {}, "-:.*mlp.gate$": {}}, "lm_head": False}
+    if dialect == "awq":
+        return QUANT[dialect] | {"modules_to_not_convert": ["self_attn", "mlp.gate"]}
+    groups = json.loads(json.dumps(QUANT[dialect]))
+    if dialect == "float_channel":
+        tokens = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+        groups["config_groups"]["group_0"]["input_activations"] = tokens
+    return groups | {"quantization_status": "compressed"}
+
+
+def packed_model(folder: Path, dialect: str, seed: int) -> Any:
+    """Writes a tiny Qwen3-MoE whose experts alone are packed. Returns the model with their numbers, in float32."""
     from safetensors.torch import save_file
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -72,42 +144,18 @@ def fp8_model(folder: Path, seed: int) -> Any:
     tensors = {name: value.bfloat16() for name, value in model.state_dict().items() if ".experts." not in name}
     for number, layer in enumerate(model.model.layers):
         experts = layer.mlp.experts
-        for matrix, names in ((experts.gate_up_proj, ("gate", "up")), (experts.down_proj, ("down",))):
-            codes, scales, matrix.data = fp8_blocks(matrix.data)
+        for matrices, names in ((experts.gate_up_proj, ("gate", "up")), (experts.down_proj, ("down",))):
             for expert in range(config.num_experts):
-                parts = zip(names, codes[expert].chunk(len(names)), scales[expert].chunk(len(names)), strict=True)
-                for name, code, scale in parts:
-                    prefix = f"model.layers.{number}.mlp.experts.{expert}.{name}_proj"
-                    tensors |= {f"{prefix}.weight": code.contiguous(), f"{prefix}.weight_scale_inv": scale.contiguous()}
+                for name, part in zip(names, matrices.data[expert].chunk(len(names)), strict=True):
+                    stored, numbers = packed(dialect, part)
+                    part.copy_(numbers)
+                    prefix = f"model.layers.{number}.mlp.experts.{expert}.{name}_proj."
+                    tensors |= {prefix + suffix: tensor.contiguous() for suffix, tensor in stored.items()}
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    # Engines have no FP8 linear layers on CPU; routers are in no FP8 checkpoint.
-    plain = [f"self_attn.{name}_proj" for name in "qkvo"] + ["mlp.gate"]
-    written = config.to_dict() | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "quantization_config": {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "weight_block_size": [128, 128],
-            "ignored_layers": [f"model.layers.{i}.{name}" for i in range(2) for name in plain],
-        },
-    }
-    (folder / "config.json").write_text(json.dumps(written))
+    written = config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(written | {"quantization_config": quantization(dialect)}))
     return model
-
-
-def fp8_blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales (powers of two, so that bf16 holds the products), and the numbers that they stand for."""
-    tiles = matrix.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))  # [..., rows / 128, 128, cols / 128, 128]
-    scales = (tiles.abs().amax((-3, -1)) / 448).log2().ceil().exp2()
-    spread = scales[..., :, None, :, None]
-    codes = (tiles / spread).to(torch.float8_e4m3fn)
-    return (
-        codes.flatten(-2).flatten(-3, -2),
-        scales,
-        (codes.float() * spread).flatten(-2).flatten(-3, -2),
-    )
 
 
 def add_tokenizer(folder: Path) -> None:
@@ -120,11 +168,11 @@ def add_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0", eos_token="1").save_pretrained(folder)
 
 
-def by_transformers(model: Any) -> tuple[list[list[int]], float]:
+def by_transformers(model: Any, prompts: Prompts = PROMPTS) -> tuple[list[list[int]], float]:
     """Greedy tokens, and by how much of the logits' deviation the best one led the next where it led by least."""
     settings = {"do_sample": False, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
     want, lead = [], 1.0
-    for ids, added in PROMPTS:
+    for ids, added in prompts:
         found = model.generate(torch.tensor([ids]), max_new_tokens=added, **settings)
         want.append(found.sequences[0, len(ids) :].tolist())
         logits = torch.stack(found.logits)[:, 0]

@@ -16,6 +16,11 @@ def words(nibbles: torch.Tensor) -> torch.Tensor:
     return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
 
 
+def awq_words(nibbles: torch.Tensor) -> torch.Tensor:
+    """int [..., 8 n, cols] -> int32 [..., cols, n]: eight outputs a word, in AWQ's order."""
+    return words(nibbles.mT.unflatten(-1, (-1, 8))[..., list(AWQ)].flatten(-2))
+
+
 def numbers(rows: int, cols: int, group: int, dtype: torch.dtype = torch.bfloat16, zeros: bool = False):
     """Random codes, scales [rows, groups], zero points of the same shape, and the values."""
     codes = torch.randint(0, 16, (rows, cols))
@@ -67,11 +72,7 @@ def pack_quantized_act_order(rows: int, cols: int) -> Made:
 
 def awq(rows: int, cols: int) -> Made:
     codes, scales, zero, values = numbers(rows, cols, GROUP, torch.float16, zeros=True)
-
-    def interleaved(nibbles: torch.Tensor) -> torch.Tensor:
-        return words(nibbles.T.unflatten(-1, (-1, 8))[..., list(AWQ)].flatten(-2))
-
-    return {"qweight": interleaved(codes), "scales": scales.T, "qzeros": interleaved(zero)}, values
+    return {"qweight": awq_words(codes), "scales": scales.T, "qzeros": awq_words(zero)}, values
 
 
 def compressed(format: str, **weights: object) -> dict[str, object]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from support.cases.number_formats import E2M1, mxfp4_numbers, packed
-from support.cases.packed_int4 import AWQ, words
+from support.cases.packed_int4 import awq_words, words
 
 L, I, H, K = 3, 128, 256, 2  # local experts, intermediate, hidden, top-k
 SHAPES = ((I, H), (I, H), (H, I))  # gate, up, down
@@ -180,13 +180,9 @@ def gptq() -> Loaded:
 def awq() -> Loaded:
     """AutoAWQMoEMethod: eight outputs a word, in AWQ's order; zero points."""
     (g, u, d), (gs, us, ds), (gz, uz, dz), plain = grouped(zeros=True)
-
-    def outputs(nibbles: torch.Tensor) -> torch.Tensor:
-        return words(nibbles.mT.unflatten(-1, (-1, 8))[..., list(AWQ)].flatten(-2))
-
-    parameters = {"w13_qweight": outputs(stacked(g, u)), "w2_qweight": outputs(d)}
+    parameters = {"w13_qweight": awq_words(stacked(g, u)), "w2_qweight": awq_words(d)}
     parameters |= {"w13_scales": stacked(gs, us).mT.contiguous(), "w2_scales": ds.mT.contiguous()}
-    parameters |= {"w13_qzeros": outputs(stacked(gz, uz)), "w2_qzeros": outputs(dz)}
+    parameters |= {"w13_qzeros": awq_words(stacked(gz, uz)), "w2_qzeros": awq_words(dz)}
     config = SimpleNamespace(zero_point=True, weight_bits=4, group_size=32)
     return Loaded(named("AutoAWQMoEMethod", quant_config=config), "silu", parameters, *plain)
 
