@@ -8,18 +8,12 @@ from typing import Any, ClassVar
 import torch
 
 from eprt.config import Activation, MoEConfig, Routing, SharedExpert
-from eprt.errors import CheckpointError
+from eprt.errors import CheckpointError, ConfigError
+from eprt.json_files import shown
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.fields import Part
 from eprt.models.formats import ExpertNames, load_experts, load_linear
-from eprt.models.hf_config import (
-    check_moe_layer,
-    expect,
-    flatten,
-    integer,
-    model_dtype,
-    num_layers,
-)
+from eprt.models.hf_config import expect, flatten, integer, model_dtype, num_layers
 from eprt.models.schemes import Scheme, scheme_of, weight_format
 from eprt.models.shards import require_finite
 from eprt.placement import ExpertShard
@@ -206,7 +200,8 @@ class FieldFamily(ModelFamily):
         return list(range(num_layers(hf)))
 
     def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
-        check_moe_layer(layer, self.moe_layers(hf))
+        if layer not in (layers := self.moe_layers(hf)):
+            raise ConfigError(f"layer {layer} is not a mixture of experts; this model's are {shown(layers)}")
         for name, supported in self.settings.items():
             expect(hf, name, supported)
         return MoEConfig(

@@ -10,7 +10,7 @@ from eprt.errors import ConfigError
 from eprt.json_files import shown
 from eprt.models.base import FieldFamily
 from eprt.models.fields import Part
-from eprt.models.hf_config import boolean, expect, integer, num_layers, real, strings, where
+from eprt.models.hf_config import boolean, choice, expect, integer, listed, num_layers, real, where
 
 
 class DeepseekV3(FieldFamily):
@@ -40,7 +40,7 @@ class DeepseekV32(DeepseekV3):
     the published `first_k_dense_replace`."""
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
-        kinds = strings(hf, "mlp_layer_types")
+        kinds = listed(hf, "mlp_layer_types", str)
         if kinds is None:
             return super().moe_layers(hf)
         return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
@@ -70,11 +70,8 @@ class DeepseekV2(DeepseekV3):
     }
 
     def routing(self, hf: dict[str, Any], layer: int) -> Routing:
-        method = hf.get("topk_method") or "greedy"
-        if method not in ("greedy", "group_limited_greedy"):
-            words = f"topk_method {shown(method)} is not supported: expected 'greedy' or 'group_limited_greedy'"
-            raise ConfigError(f"{where(hf)}: {words}")
-        grouped = method == "group_limited_greedy"
+        methods = ("greedy", "group_limited_greedy")
+        grouped = choice(hf, "topk_method", methods, default="greedy") == "group_limited_greedy"
         return Routing(
             "grouped_softmax",
             renormalize=False,
@@ -108,7 +105,7 @@ class DeepseekV4(FieldFamily):
     @staticmethod
     def _is_hash_layer(hf: dict[str, Any], layer: int) -> bool:
         """Decides by `mlp_layer_types` (transformers) or `num_hash_layers` (the published config)."""
-        kinds = strings(hf, "mlp_layer_types")
+        kinds = listed(hf, "mlp_layer_types", str)
         if kinds is None:
             return layer < integer(hf, "num_hash_layers")
         if len(kinds) <= layer or kinds[layer] not in ("moe", "hash_moe"):

@@ -16,11 +16,10 @@ from eprt.models.hf_config import (
     boolean,
     expect,
     integer,
-    integers,
+    listed,
     num_layers,
     of_layer,
     real,
-    strings,
     where,
 )
 from eprt.placement import ExpertShard
@@ -36,7 +35,7 @@ class Qwen3Moe(FieldFamily):
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         step = integer(hf, "decoder_sparse_step", default=1, least=1)
-        dense = set(integers(hf, "mlp_only_layers") or [])
+        dense = set(listed(hf, "mlp_only_layers", int) or [])
         return [i for i in range(num_layers(hf)) if i not in dense and (i + 1) % step == 0]
 
     def routing(self, hf: dict[str, Any], layer: int) -> Routing:
@@ -159,8 +158,8 @@ class HunyuanV1Moe(FieldFamily):
         return super().moe_layers(hf)
 
     def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
-        listed = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
-        return super().moe_config(of_layer(hf, layer, *listed), layer)
+        by_layer = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
+        return super().moe_config(of_layer(hf, layer, *by_layer), layer)
 
     def routing(self, hf: dict[str, Any], layer: int) -> Routing:
         return Routing("softmax_topk", renormalize=True)
@@ -209,9 +208,9 @@ class Llama4Text(FieldFamily):
     weight_on_input = True
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
-        listed = integers(hf, "moe_layers")
-        if listed is not None:
-            return [layer for layer in sorted(set(listed)) if 0 <= layer < num_layers(hf)]
+        named = listed(hf, "moe_layers", int)
+        if named is not None:
+            return [layer for layer in sorted(set(named)) if 0 <= layer < num_layers(hf)]
         step = integer(hf, "interleave_moe_layer_step", default=1, least=1)
         return list(range(step - 1, num_layers(hf), step))
 
@@ -240,7 +239,7 @@ class NemotronH(FieldFamily):
     settings: ClassVar[dict[str, object]] = {"mlp_hidden_act": "relu2", "mlp_bias": False}
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
-        kinds = strings(hf, "layers_block_type")
+        kinds = listed(hf, "layers_block_type", str)
         pattern = hf.get("hybrid_override_pattern")
         if isinstance(layers := pattern if kinds is None else kinds, (str, list)) and len(layers) > MAX_LAYERS:
             raise ConfigError(f"{where(hf)}: {len(layers)} layers: expected at most {MAX_LAYERS}")

@@ -1,4 +1,9 @@
-"""Reads tensors of a checkpoint into canonical matrices, by the fields that `eprt.models.fields` lists."""
+"""Reads tensors of a checkpoint into canonical matrices, by the fields that `eprt.models.fields` lists.
+
+Columns in activation order (GPTQ's `desc_act`, compressed-tensors' `actorder: group`) are sorted by group: GPTQ gives
+groups to a matrix's inputs from the most to the least active one, `g_idx` says which column has which, and executors
+multiply group by group.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,13 @@ from eprt.config import MoEConfig, WeightFormat
 from eprt.errors import CheckpointError, ConfigError
 from eprt.json_files import shown
 from eprt.models.checkpoint import Checkpoint
-from eprt.models.columns import column_order, is_sorted, sort_columns, sort_rows
 from eprt.models.fields import WHOLE_ROW, Claim, Field, Part, Stored, stored_as
 from eprt.models.hf_config import flatten
 from eprt.models.schemes import Scheme, scheme_of
 from eprt.models.shards import Index
 from eprt.placement import ExpertShard
 from eprt.quant import decode
+from eprt.quant.elements import pack_nibbles, unpack_nibbles
 from eprt.rounding import ceil_div
 from eprt.weights import FP8_BLOCK, ExpertWeights, Int4, Matrix
 
@@ -101,7 +106,7 @@ def load_experts(
     across, along = Extent((I, H), width, slice(0, H)), Extent((H, I), slice(0, H), width)
     gate_up, down = reader.read(first, across), reader.read(("down",), along)
     if isinstance(gate_up, Int4) and (inner := reader.orders(("down",), along)) is not None:
-        sort_rows(gate_up, inner[:, 0], len(first))
+        _sort_rows(gate_up, inner[:, 0], len(first))
     weights = ExpertWeights(gate_up, down, hidden_order=reader.common_order(first, across))
     weights.check(config, shard)
     return weights
@@ -147,7 +152,7 @@ class MatrixReader:
         present = [field for field in fields if not field.optional or self._exists(field, parts)]
         matrix = kind(**{field.name: self._field(field, parts, extent) for field in present})
         if orders is not None and isinstance(matrix, Int4):
-            sort_columns(matrix, orders)
+            _sort_columns(matrix, orders)
         return matrix
 
     def orders(self, parts: tuple[Part, ...], extent: Extent) -> torch.Tensor | None:
@@ -161,7 +166,7 @@ class MatrixReader:
             return None
         cols = extent.size[1]
         found = torch.stack([torch.stack([self._order(e, p, cols)[0] for p in parts]) for e in self.experts])
-        if is_sorted(found):
+        if _is_sorted(found):
             return None
         if extent.cols != slice(0, cols):
             _, where = self._order(self.experts[0], parts[0], cols)
@@ -188,7 +193,7 @@ class MatrixReader:
                     "sorted once for all of its experts; quantise with every token given to all experts, with desc_act "
                     "false, or with actorder static"
                 )
-        return None if is_sorted(base) else base
+        return None if _is_sorted(base) else base
 
     def _order(self, expert: int, part: Part, cols: int) -> tuple[torch.Tensor, str]:
         """Returns the order of one matrix's columns, and the head of a message about it."""
@@ -198,7 +203,7 @@ class MatrixReader:
         where = self.checkpoint.where(name)
         if name not in self._orders:  # asked for by each matrix's columns, by the rows before it, and across experts
             groups = self.checkpoint.read(name, shape=(cols,), dtypes=(torch.int32,))
-            self._orders[name] = column_order(groups, self.stored.group, where)
+            self._orders[name] = _column_order(groups, self.stored.group, where)
         return self._orders[name], where
 
     def _check(self, parts: tuple[Part, ...], extent: Extent) -> None:
@@ -279,6 +284,44 @@ def _entries(take: slice, size: int, block: int, where: str) -> slice:
             f"keeps blocks whole"
         )
     return slice(take.start // block, ceil_div(take.stop, block))
+
+
+def _column_order(groups: torch.Tensor, size: int, where: str) -> torch.Tensor:
+    """Returns columns sorted by their group, int64. Raises CheckpointError unless each group has `size` of them (0: all
+    are one group)."""
+    cols = groups.numel()
+    size = size or cols
+    order = torch.argsort(groups, stable=True)
+    expected = torch.arange(cols, dtype=groups.dtype) // size
+    if not torch.equal(groups[order], expected):
+        place = int((groups[order] != expected).nonzero()[0])
+        found = int(groups[order][place])
+        raise CheckpointError(
+            f"{where}: {int((groups == found).sum())} columns are of group {found}: expected {size} in each of the "
+            f"groups 0 to {(cols - 1) // size}"
+        )
+    return order
+
+
+def _is_sorted(orders: torch.Tensor) -> bool:
+    """Tells whether all orders [..., cols] leave columns where they are."""
+    return bool((orders == torch.arange(orders.shape[-1])).all())
+
+
+def _sort_columns(matrix: Int4, orders: torch.Tensor) -> None:
+    """Sorts, in place, the columns of each part of each expert by `orders` [L, parts, cols]. Scales stay: they have an
+    entry for a group."""
+    for parts, of_parts in zip(matrix.codes.unflatten(1, (orders.shape[1], -1)), orders, strict=True):
+        for codes, order in zip(parts, of_parts, strict=True):
+            codes.copy_(pack_nibbles(unpack_nibbles(codes)[:, order]))
+
+
+def _sort_rows(matrix: Int4, orders: torch.Tensor, parts: int) -> None:
+    """Sorts, in place, the rows of both parts of each expert by `orders` [L, rows of one part]: the outputs of gate and
+    up, as the next matrix takes them."""
+    for tensor in matrix.tensors().values():
+        for of_expert, order in zip(tensor.unflatten(1, (parts, -1)), orders, strict=True):
+            of_expert.copy_(of_expert[:, order])
 
 
 def check_claim(checkpoint: Checkpoint, claim: Claim, names: list[str], size: tuple[int, int]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Collection
+from typing import Any, TypeVar
 
 import torch
 
 from eprt.errors import ConfigError
 from eprt.json_files import shown
 
+T = TypeVar("T")
 # No executor computes in float16: such weights are rounded to bfloat16 as they are read.
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.bfloat16}
 
@@ -62,14 +64,22 @@ def boolean(hf: dict[str, Any], name: str, default: bool) -> bool:
     return default if value is None else value
 
 
-def strings(hf: dict[str, Any], name: str) -> list[str] | None:
-    """Returns a list of strings, or None if the field isn't set. Raises ConfigError."""
-    return _list(hf, name, str)
+def listed(hf: dict[str, Any], name: str, kind: type[T]) -> list[T] | None:
+    """Returns a list of items of one type, or None if the field isn't set. Raises ConfigError."""
+    value = hf.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(type(item) is kind for item in value):
+        raise ConfigError(f"{where(hf)}: {name} is {shown(value)}: expected a list of {kind.__name__}")
+    return value
 
 
-def integers(hf: dict[str, Any], name: str) -> list[int] | None:
-    """Returns a list of integers, or None if the field isn't set. Raises ConfigError."""
-    return _list(hf, name, int)
+def choice(hf: dict[str, Any], name: str, known: Collection[str], default: str | None = None) -> str:
+    """Returns one of the known texts. Raises ConfigError if the field is set to something else."""
+    value = hf.get(name) or default
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError(f"{where(hf)}: {name} {shown(value)} is not supported: expected one of {', '.join(known)}")
+    return value
 
 
 def section(hf: dict[str, Any], name: str) -> dict[str, Any]:
@@ -102,12 +112,6 @@ def expect(hf: dict[str, Any], name: str, supported: object) -> None:
         raise ConfigError(f"{where(hf)}: {name} {shown(value)} is not supported: expected {supported!r}")
 
 
-def check_moe_layer(layer: int, layers: list[int]) -> None:
-    """Raises ConfigError unless `layer` is one of the model's MoE layers."""
-    if layer not in layers:
-        raise ConfigError(f"layer {layer} is not a mixture of experts; this model's are {shown(layers)}")
-
-
 def model_dtype(hf: dict[str, Any]) -> torch.dtype:
     """Returns the dtype of unquantised weights, by default bf16, which float16 becomes. Raises ConfigError for
     others."""
@@ -117,15 +121,6 @@ def model_dtype(hf: dict[str, Any]) -> torch.dtype:
             f"{where(hf)}: dtype {shown(name)} is not supported: convert the checkpoint to bfloat16 or float32"
         )
     return _DTYPES[name]
-
-
-def _list(hf: dict[str, Any], name: str, kind: type) -> list[Any] | None:
-    value = hf.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(type(item) is kind for item in value):
-        raise ConfigError(f"{where(hf)}: {name} is {shown(value)}: expected a list of {kind.__name__}")
-    return value
 
 
 def _number(

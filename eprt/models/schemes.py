@@ -7,6 +7,7 @@ Sources: ModelOpt's unified checkpoints; the compressed-tensors package (formats
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -17,12 +18,17 @@ import torch
 from eprt.config import WeightFormat
 from eprt.errors import ConfigError
 from eprt.json_files import shown
-from eprt.models.hf_config import HfConfig, boolean, expect, integer, model_dtype, section, strings, where
-from eprt.models.patterns import MAX_PATTERNS, matches
+from eprt.models.hf_config import HfConfig, boolean, choice, expect, integer, listed, model_dtype, section, where
 from eprt.weights import INT4_GROUPS
 
 Modules = tuple[str, ...]
+# Patterns are a file's words: matching them takes bounded time.
 MOST_MATCHES = 20_000  # regular expressions times experts, of one layer
+MAX_PATTERNS = 1000  # with wildcards or regular expressions, in one list
+MAX_REPEATS = 4  # of a regular expression, but for digits: its time grows with the name's length to this power
+_EXPRESSION = "re:"
+_REPEAT = re.compile(r"(?<!\\d)(?<!\\)[*+{]")
+_NESTED = re.compile(r"(?<!\\)\)[*+{]")
 
 # NVIDIA ModelOpt's `quant_algo` (modelopt.torch.export, unified Hugging Face checkpoints).
 _MODELOPT_FORMATS: dict[str, WeightFormat] = {
@@ -82,11 +88,7 @@ def _scheme_of(hf: dict[str, Any], modules: Modules) -> Scheme:
     if hf.get("quantization_config") is None:
         return _plain(hf)
     quant = section(hf, "quantization_config")
-    method = quant.get("quant_method")
-    if not isinstance(method, str) or method not in DIALECTS:
-        known = ", ".join(DIALECTS)
-        raise ConfigError(f"{where(hf)}: quant_method {shown(method)} is not supported: expected one of {known}")
-    return DIALECTS[method](hf, quant, modules)
+    return DIALECTS[choice(quant, "quant_method", DIALECTS)](hf, quant, modules)
 
 
 def weight_format(hf: dict[str, Any], modules: Modules) -> WeightFormat:
@@ -106,7 +108,7 @@ def _fp8(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
 
 
 def _modelopt(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
-    excluded = {*(strings(quant, "ignore") or []), *(strings(quant, "exclude_modules") or [])}
+    excluded = {*(listed(quant, "ignore", str) or []), *(listed(quant, "exclude_modules", str) or [])}
     plain = _plain(hf)
     patterns = [pattern for pattern in excluded if any(c in pattern for c in "*?[")]
     if len(patterns) > MAX_PATTERNS:
@@ -114,22 +116,18 @@ def _modelopt(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Sc
     if excluded.intersection(modules) or any(fnmatchcase(module, p) for module in modules for p in patterns):
         return plain
     if quant.get("quant_algo") != "MIXED_PRECISION":
-        return _modelopt_scheme(hf, quant.get("quant_algo"))
+        return _modelopt_scheme(quant)
     layers = section(quant, "quantized_layers")
 
     def scheme(names: Modules) -> Scheme:
-        named = [layers[name] for name in names if isinstance(layers.get(name), dict)]
-        return _modelopt_scheme(hf, named[0].get("quant_algo")) if named else plain
+        named = [name for name in names if isinstance(layers.get(name), dict)]
+        return _modelopt_scheme(section(layers, named[0])) if named else plain
 
     return _one_scheme(hf, scheme, modules)
 
 
-def _modelopt_scheme(hf: dict[str, Any], algorithm: object) -> Scheme:
-    if not isinstance(algorithm, str) or algorithm not in _MODELOPT_FORMATS:
-        raise ConfigError(
-            f"{where(hf)}: quant_algo {shown(algorithm)} is not supported: expected {', '.join(_MODELOPT_FORMATS)}"
-        )
-    return Scheme(_MODELOPT_FORMATS[algorithm])
+def _modelopt_scheme(settings: dict[str, Any]) -> Scheme:
+    return Scheme(_MODELOPT_FORMATS[choice(settings, "quant_algo", _MODELOPT_FORMATS)])
 
 
 # ---- compressed-tensors ---------------------------------------------------------------------------------------------
@@ -137,15 +135,15 @@ def _modelopt_scheme(hf: dict[str, Any], algorithm: object) -> Scheme:
 
 def _compressed(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
     _refuse_transforms(quant)
-    ignored = strings(quant, "ignore") or []
+    ignored = listed(quant, "ignore", str) or []
     groups = section(quant, "config_groups")
     named = {name: section(groups, name) for name in groups}
-    targets = {name: strings(group, "targets") or [] for name, group in named.items()}
+    targets = {name: listed(group, "targets", str) or [] for name, group in named.items()}
 
     def scheme(names: Modules) -> Scheme:
-        if matches(names, ignored, where(quant)):
+        if _matches(names, ignored, where(quant)):
             return _plain(hf)
-        precise = [name for name, listed in targets.items() if matches(names, listed, where(groups))]
+        precise = [name for name, listed in targets.items() if _matches(names, listed, where(groups))]
         found = precise or [name for name, listed in targets.items() if "Linear" in listed]
         return _compressed_scheme(named[found[0]], quant) if found else _plain(hf)
 
@@ -163,24 +161,19 @@ def _refuse_transforms(quant: dict[str, Any]) -> None:
 
 
 def _compressed_scheme(group: dict[str, Any], quant: dict[str, Any]) -> Scheme:
-    stored = group.get("format") or quant.get("format")
     readers = {
         "pack-quantized": _pack_quantized,
         "float-quantized": _float_quantized,
         "naive-quantized": _float_quantized,
         "nvfp4-pack-quantized": _nvfp4_packed,
     }
-    if not isinstance(stored, str) or stored not in readers:
-        known = ", ".join(readers)
-        raise ConfigError(f"{where(quant)}: format {shown(stored)} is not supported: expected one of {known}")
+    stored = choice(group if group.get("format") else quant, "format", readers)
     return replace(readers[stored](section(group, "weights")), packer="compressed-tensors")
 
 
 def _pack_quantized(weights: dict[str, Any]) -> Scheme:
     _expect_number(weights, "int", 4)
-    strategy = weights.get("strategy")
-    if strategy not in ("group", "channel"):
-        raise ConfigError(f"{where(weights)}: strategy {shown(strategy)} is not supported: expected group or channel")
+    strategy = choice(weights, "strategy", ("group", "channel"))
     order = weights.get("actorder")
     if order not in (None, False, "static", "weight", "group", "dynamic", True):
         raise ConfigError(f"{where(weights)}: actorder {shown(order)} is not supported: expected static, group or none")
@@ -191,11 +184,8 @@ def _pack_quantized(weights: dict[str, Any]) -> Scheme:
 
 def _float_quantized(weights: dict[str, Any]) -> Scheme:
     _expect_number(weights, "float", 8)
-    strategy = weights.get("strategy")
     formats: dict[str, WeightFormat] = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}
-    if not isinstance(strategy, str) or strategy not in formats:
-        known = ", ".join(formats)
-        raise ConfigError(f"{where(weights)}: strategy {shown(strategy)} is not supported: expected one of {known}")
+    strategy = choice(weights, "strategy", formats)
     if strategy == "block" and weights.get("block_structure") != [128, 128]:
         found = shown(weights.get("block_structure"))
         raise ConfigError(f"{where(weights)}: block_structure {found} is not supported: expected [128, 128]")
@@ -220,16 +210,14 @@ def _expect_number(weights: dict[str, Any], kind: str, bits: int) -> None:
 
 
 def _gptq(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
-    stored = quant.get("checkpoint_format") or "gptq"
-    if stored not in ("gptq", "gptq_v2"):
-        raise ConfigError(f"{where(quant)}: checkpoint_format {shown(stored)}: expected gptq or gptq_v2")
+    stored = choice(quant, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
     expect(quant, "pack_dtype", "int32")
     overrides = section(quant, "dynamic") if quant.get("dynamic") else {}
 
     def scheme(names: Modules) -> Scheme:
         settings: dict[str, Any] = quant
         for rule in overrides:  # the first that matches decides
-            if matches(names, ["re:" + rule.removeprefix("+:").removeprefix("-:")], where(overrides)):
+            if _matches(names, ["re:" + rule.removeprefix("+:").removeprefix("-:")], where(overrides)):
                 if rule.startswith("-:"):
                     return _plain(hf)
                 settings = HfConfig(quant | section(overrides, rule), where(quant))
@@ -245,7 +233,7 @@ def _awq(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
     version = quant.get("version") or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":
         raise ConfigError(f"{where(quant)}: version {shown(version)} is not supported: expected gemm")
-    left = strings(quant, "modules_to_not_convert") or []
+    left = listed(quant, "modules_to_not_convert", str) or []
 
     def scheme(names: Modules) -> Scheme:
         if any(f".{part}." in f".{name}." for part in left for name in names):
@@ -291,6 +279,34 @@ def _require_one(hf: dict[str, Any], found: dict[str, Scheme]) -> None:
 
 def _said(scheme: Scheme) -> str:
     return f"{scheme.format} (groups of {scheme.group})" if scheme.format == "int4" else scheme.format
+
+
+def _matches(names: Iterable[str], listed: list[str], where: str) -> bool:
+    """Tells whether a list names one of `names`, as compressed-tensors does: whole, or by `re:` and a regular
+    expression that fits its beginning.
+
+    Raises:
+        ConfigError: an expression that isn't one, or whose time could explode.
+    """
+    names = tuple(names)
+    if not set(names).isdisjoint(listed):
+        return True
+    expressions = [item.removeprefix(_EXPRESSION) for item in listed if item.startswith(_EXPRESSION)]
+    if len(expressions) > MAX_PATTERNS:
+        raise ConfigError(f"{where}: {len(expressions)} regular expressions: expected at most {MAX_PATTERNS}")
+    return any(compiled.match(name) for compiled in map(lambda e: _compile(e, where), expressions) for name in names)
+
+
+def _compile(expression: str, where: str) -> re.Pattern[str]:
+    if _NESTED.search(expression) or len(_REPEAT.findall(expression)) > MAX_REPEATS:
+        raise ConfigError(
+            f"{where}: regular expression {shown(expression)} is not supported: expected no repeated group, and at "
+            f"most {MAX_REPEATS} repeats"
+        )
+    try:
+        return re.compile(expression)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ConfigError(f"{where}: {shown(expression)} is no regular expression: {error}") from error
 
 
 # quant_method -> scheme, from the config, its quantization_config and the names of the experts' modules.

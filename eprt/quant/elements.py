@@ -1,4 +1,4 @@
-"""The element and scale encodings that the block formats are made of: E2M1, E4M3, E8M0.
+"""The element and scale encodings that the block formats are made of: E2M1, E4M3, E8M0; and packed four-bit codes.
 
 Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3 (elements) and 5.4 (scales). Everything is
 arithmetic on the tensors' own device: no tables to upload, no host sync, so it may run inside a CUDA graph.
@@ -14,6 +14,9 @@ E4M3_MAX = 448.0
 E4M3_EMAX = 8  # 256
 E8M0_NAN = 255
 TINY = torch.finfo(torch.float32).tiny  # smallest float32 scale that isn't subnormal
+# Four-bit codes in int32 words, as GPTQ, AWQ and compressed-tensors pack them; words are little-endian.
+IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i, from the lowest, holds the output of this number
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
@@ -41,6 +44,24 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
     """Undoes `pack_nibbles`: u8 [..., C/2] -> u8 [..., C]."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def codes_along_columns(words: torch.Tensor) -> torch.Tensor:
+    """Brings int32 [..., rows, cols/8], column 8j first in the lowest nibble of word j, to u8 [..., rows, cols/2]."""
+    return words.contiguous().view(torch.uint8)
+
+
+def rows_of_words(words: torch.Tensor, order: tuple[int, ...] = IN_ORDER) -> torch.Tensor:
+    """Unpacks int32 [..., rows/8, cols], eight rows a word, to u8 [..., rows, cols] of values 0 to 15."""
+    rows: list[torch.Tensor] = [words] * 8
+    for nibble, row in enumerate(order):
+        rows[row] = ((words >> (4 * nibble)) & 15).to(torch.uint8)
+    return torch.stack(rows, dim=-2).flatten(-3, -2)
+
+
+def codes_along_rows(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """Brings int32 [..., rows/8, cols] to u8 [..., rows, cols/2], two neighbouring columns a byte."""
+    return pack_nibbles(rows_of_words(words, order))
 
 
 def encode_e4m3(values: torch.Tensor) -> torch.Tensor:

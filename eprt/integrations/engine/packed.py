@@ -16,7 +16,7 @@ from eprt.config import WeightFormat
 from eprt.errors import CheckpointError
 from eprt.integrations.engine import parameters
 from eprt.integrations.engine.parameters import INPUT_SCALES, FallsBackToEngine, Parameters, fp8
-from eprt.quant.packing import AWQ_ORDER, codes_along_columns, codes_along_rows, rows_of_words
+from eprt.quant.elements import AWQ_ORDER, codes_along_columns, codes_along_rows, rows_of_words
 from eprt.weights import INT4_GROUPS, Fp8Block, Fp8Channel, Int4, Matrix
 
 
