@@ -10,16 +10,16 @@ import os
 import random
 import resource
 import shutil
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases.broken_files import mutate, mutate_config
+from support.cases.broken_files import mutate, mutate_config, outcome, require_all_told
 from support.cases.model_recipes import RECIPES, make_model
 from support.cases.packed_checkpoints import pack
 from support.cases.packed_int4 import AWQ
@@ -62,7 +62,10 @@ def expected(held: dict[str, torch.Tensor], dialect: str, module: str) -> tuple[
             return nibbles(held[f"{module}.weight_packed"]), held[f"{module}.weight_scale"]
 
 
-def assert_right(folder: Path, dialect: str, matrix: Int4 | Fp8Channel, layer: int, seed: int) -> None:
+def assert_right(dialect: str, folder: Path, seed: int) -> None:
+    layer = RECIPES["qwen3_moe"].layer
+    matrix = load_layer(folder, layer).experts.down
+    assert isinstance(matrix, (Int4, Fp8Channel)), f"seed {seed}"
     held = load_file(folder / SINGLE)
     for expert in range(matrix.shape[0]):
         codes, scales = expected(held, dialect, f"model.layers.{layer}.mlp.experts.{expert}.down_proj")
@@ -78,27 +81,7 @@ def assert_right(folder: Path, dialect: str, matrix: Int4 | Fp8Channel, layer: i
 @pytest.mark.parametrize("seeds", [range(25), pytest.param(range(25, 250), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_broken_checkpoints(plain: Path, tmp_path: Path, dialect: str, seeds: range) -> None:
-    whole = pack(plain, tmp_path / "whole", dialect)
-    layer, refused = RECIPES["qwen3_moe"].layer, 0
-    started = time.process_time()
-    for seed in seeds:
-        folder = shutil.copytree(whole, tmp_path / str(seed))
-        mutate(folder, random.Random(seed))
-        refusal, found = "", None
-        try:
-            found = load_layer(folder, layer).experts.down
-        except EprtError as error:
-            refusal = str(error)
-        if refusal:
-            refused += 1
-            assert str(folder) in refusal, f"seed {seed}: {refusal}"
-            assert len(refusal) < 5000, f"seed {seed}"
-        else:
-            assert isinstance(found, (Int4, Fp8Channel)), f"seed {seed}"
-            assert_right(folder, dialect, found, layer, seed)
-        shutil.rmtree(folder)
-    assert len(seeds) / 5 < refused < len(seeds), "the mutations no longer do what they should"
-    assert time.process_time() - started < 60
+    require_all_told(pack(plain, tmp_path / "whole", dialect), tmp_path, seeds, partial(assert_right, dialect))
 
 
 def test_a_width_that_cuts_a_word_names_the_file(plain: Path, tmp_path: Path) -> None:
@@ -139,22 +122,13 @@ def in_a_process(call: Callable[[], str], told: Path) -> tuple[str, float, float
 @pytest.mark.parametrize("break_it", [mutate, mutate_config])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_broken_files_cost_little(plain: Path, tmp_path: Path, dialect: str, break_it: Callable[..., None]) -> None:
-    whole, layer = pack(plain, tmp_path / "whole", dialect), RECIPES["qwen3_moe"].layer
-    load_layer(whole, layer)  # what is imported on the way is nobody's cost
+    whole = pack(plain, tmp_path / "whole", dialect)
+    load_layer(whole, RECIPES["qwen3_moe"].layer)  # what is imported on the way is nobody's cost
     outcomes: list[str] = []
     for seed in range(1000, 1000 + FUZZ_CASES // len(DIALECTS)):
         folder = shutil.copytree(whole, tmp_path / "broken")
         break_it(folder, random.Random(f"{seed} {dialect}"))
-
-        def load(folder: Path = folder, seed: int = seed) -> str:
-            try:
-                found = load_layer(folder, layer).experts.down
-            except EprtError as error:
-                return f"refused: {error}"
-            assert isinstance(found, (Int4, Fp8Channel))
-            assert_right(folder, dialect, found, layer, seed)
-            return "right"
-
+        load = partial(outcome, folder, partial(assert_right, dialect, folder, seed))
         said, seconds, grown = in_a_process(load, tmp_path / "told")
         assert said.startswith(("right", f"refused: {folder}")), f"seed {seed}: {said[:3000]}"
         assert seconds <= MOST_CPU_S, f"seed {seed}: {said[:300]}"

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors, GPTQ and AWQ: packed nibble by nibble, read by every shard, and refused if bad."""
+"""Packed checkpoints of every dialect: the numbers that were packed, read by every shard, and refused if bad."""
 
 from __future__ import annotations
 
@@ -14,40 +14,46 @@ from eprt.errors import CheckpointError, ConfigError
 from eprt.experts.reference import decode_matrix
 from eprt.models import load_layer
 from eprt.models.checkpoint import SINGLE
-from eprt.weights import Int4, Nvfp4
+from eprt.weights import Int4
 
 PREFIX = "model.layers.1.mlp.experts"
 ORDERED = ("gptq_act_order", "pack_quantized_act_order")
-FORMAT = {
-    **dict.fromkeys(
-        ("pack_quantized", "pack_quantized_zeros", "pack_quantized_channel", "gptq", "gptq_v2", "awq"), "int4"
-    ),
-    "float_channel": "fp8_channel",
-    "float_block": "fp8_block",
-    "nvfp4_packed": "nvfp4",
+# Of each format: what config.json's becomes, and the families whose experts are packed so.
+INT4 = ("pack_quantized", "pack_quantized_zeros", "pack_quantized_channel", "gptq", "gptq_v2", "awq")
+MODELOPT = ("qwen3_moe", "deepseek_v3", "nemotron_h")
+STORED: dict[str, tuple[str, tuple[str, ...]]] = {
+    **{name: ("int4", ("qwen3_moe",)) for name in INT4},
+    "float_channel": ("fp8_channel", ("qwen3_moe",)),
+    "float_block": ("fp8_block", ("qwen3_moe",)),
+    "nvfp4_packed": ("nvfp4", ("qwen3_moe",)),
+    **{name: (name, MODELOPT) for name in ("nvfp4", "fp8_tensor")},
+    "fp8_block": ("fp8_block", ("deepseek_v3", "qwen3_moe")),
+    "mxfp8": ("mxfp8", ("qwen3_moe",)),
+    "mxfp4": ("mxfp4", ("deepseek_v4",)),
 }
-WHOLE_ROWS = ("pack_quantized_channel", "float_channel", "nvfp4_packed")  # 48 of 96 columns cut no scale's block
+# 48 of 96 columns cut no scale's block. Those of 32 and 128 are kept whole by no split but by experts.
+CUT = ("pack_quantized_channel", "float_channel", "nvfp4_packed", "nvfp4", "fp8_tensor")
 
 
-def packed(tmp_path, dialect: str, config=None):
+def packed(tmp_path, dialect: str, config=None, case: str = "qwen3_moe", shared: str | None = None):
     """(folder, the same experts in float32, MoE layer) of a model whose 96 columns are three groups."""
-    *_, layer, folders = saved("qwen3_moe")
+    *_, layer, folders = saved(case)
     plain = tmp_path / "plain"
-    return pack(folders["original"], tmp_path / "packed", dialect, config, plain=plain), plain, layer
+    return pack(folders["original"], tmp_path / "packed", dialect, config, shared, plain), plain, layer
 
 
-@pytest.mark.parametrize("dialect", FORMAT)
-def test_every_shard_holds_the_numbers_that_were_packed(tmp_path, dialect):
-    folder, plain, layer = packed(tmp_path, dialect)
-    for world, moe_tp in [(1, 1), (2, 1)] + ([(2, 2)] if dialect in WHOLE_ROWS else []):
+@pytest.mark.parametrize(("dialect", "case"), [(name, case) for name, (_, cases) in STORED.items() for case in cases])
+def test_every_shard_holds_the_numbers_that_were_packed(tmp_path, dialect, case):
+    folder, plain, layer = packed(tmp_path, dialect, case=case)
+    for world, moe_tp in [(1, 1), (2, 1), (4, 1)] + ([(2, 2)] if dialect in CUT else []):
         for rank in range(world):
             parallel = ParallelConfig(world, moe_tp_size=moe_tp)
             found, expected = (load_layer(path, layer, parallel, rank) for path in (folder, plain))
-            assert found.config.weight_format == FORMAT[dialect]
-            for name, parts in (("gate_up", 2), ("down", 1)):
+            assert found.config.weight_format == STORED[dialect][0]
+            for name, parts in (("gate_up", found.config.activation.parts), ("down", 1)):
                 values = decode_matrix(getattr(found.experts, name), parts)
                 # NVFP4 multiplies three numbers, in either order.
-                rtol = 1e-6 if dialect == "nvfp4_packed" else 0
+                rtol = 1e-6 if dialect.startswith("nvfp4") else 0
                 torch.testing.assert_close(values, getattr(expected.experts, name).data, rtol=rtol, atol=0)
 
 
@@ -81,13 +87,18 @@ def test_only_own_experts_are_read(tmp_path):
         assert read[1] == mine
 
 
-def test_an_input_scale_is_one_over_the_stored_one(tmp_path):
-    folder, _, layer = packed(tmp_path, "nvfp4_packed")
-    down = load_layer(folder, layer).experts.down
-    assert isinstance(down, Nvfp4)
-    stored = load_file(folder / SINGLE)[f"{PREFIX}.3.down_proj.input_global_scale"]
-    assert down.input_scale is not None
-    assert torch.equal(down.input_scale[3], 1 / stored)
+@pytest.mark.parametrize(
+    ("dialect", "suffix"),
+    [("nvfp4", "input_scale"), ("fp8_tensor", "input_scale"), ("nvfp4_packed", "input_global_scale")],
+)
+def test_input_scales_are_those_of_the_file(tmp_path, dialect, suffix):
+    """Or one over them, in compressed-tensors."""
+    folder, _, layer = packed(tmp_path, dialect)
+    experts, tensors = load_layer(folder, layer, ParallelConfig(2), 1).experts, load_file(folder / SINGLE)
+    for matrix, names in ((experts.gate_up, ("gate", "up")), (experts.down, ("down",))):
+        stored = [[tensors[f"{PREFIX}.{e}.{name}_proj.{suffix}"] for name in names] for e in range(4, 8)]
+        wanted = torch.tensor(stored)
+        assert torch.equal(matrix.input_scale, 1 / wanted if dialect == "nvfp4_packed" else wanted)
 
 
 def test_a_group_is_not_cut_by_tensor_parallelism(tmp_path):
@@ -96,13 +107,21 @@ def test_a_group_is_not_cut_by_tensor_parallelism(tmp_path):
         load_layer(folder, layer, ParallelConfig(2, moe_tp_size=2), 0)
 
 
-@pytest.mark.parametrize("dialect", ["pack_quantized", "gptq", "awq", "float_channel", *ORDERED])
-def test_a_packed_shared_expert_is_decoded(tmp_path, dialect):
-    *_, layer, folders = saved("deepseek_v3")
-    folder = pack(folders["original"], tmp_path / "a", dialect, plain=tmp_path / "plain")
-    found, plain = (load_layer(path, layer).shared for path in (folder, tmp_path / "plain"))
+@pytest.mark.parametrize(
+    ("dialect", "case", "shared"),
+    [
+        *((name, "deepseek_v3", None) for name in ("pack_quantized", "gptq", "awq", "float_channel", *ORDERED)),
+        *((name, "deepseek_v3", None) for name in ("nvfp4", "fp8_block")),
+        ("mxfp4", "deepseek_v4", "fp8_block_e8m0"),  # as published
+    ],
+)
+def test_a_packed_shared_expert_is_decoded(tmp_path, dialect, case, shared):
+    folder, plain, layer = packed(tmp_path, dialect, case=case, shared=shared)
+    found, known = (load_layer(path, layer).shared for path in (folder, plain))
     for name in ("gate", "up", "down"):
-        assert torch.equal(getattr(found, name), getattr(plain, name).bfloat16()), name
+        # NVFP4 multiplies three numbers, in either order, which may round to a neighbour.
+        rtol = 2**-7 if dialect == "nvfp4" else 0
+        torch.testing.assert_close(getattr(found, name), getattr(known, name).bfloat16(), rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["stacked", "apart"])

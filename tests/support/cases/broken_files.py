@@ -1,4 +1,5 @@
-"""Breaks a checkpoint's files, by dice: values and text of its JSON, headers, payloads, lengths, whole files."""
+"""Breaks a checkpoint's files, by dice: values and text of its JSON, headers, payloads, lengths, whole files. What is
+made of them has to be right, or a typed error."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ import os
 import random
 import shutil
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from eprt.errors import EprtError
 from eprt.models.checkpoint import CONFIG, INDEX
 
 LAYER = "model.layers.0.mlp"
@@ -38,6 +41,29 @@ def mutate(folder: Path, dice: random.Random) -> None:
     for _ in range(dice.choice((1, 1, 1, 2, 4))):
         with suppress(FileNotFoundError, IndexError, shutil.SameFileError):  # an earlier mutation removed it
             dice.choice((_json_value, _json_text, _header_value, _payload, _cut, _extra))(folder, dice)
+
+
+def outcome(folder: Path, load: Callable[[], None]) -> str:
+    """ "right" if `load` finds nothing wrong, else the typed error that it raises, which names the folder's file."""
+    said = ""
+    try:
+        load()
+    except EprtError as error:
+        said = str(error)
+    assert not said or (str(folder) in said and len(said) < 5000), said
+    return f"refused: {said}" if said else "right"
+
+
+def require_all_told(whole: Path, target: Path, seeds: Sequence[int], load: Callable[[Path, int], None]) -> None:
+    """Breaks a copy of a checkpoint for each seed. `load` is given the copy, and checks whatever it can load."""
+    refused, started = 0, time.process_time()
+    for seed in seeds:
+        folder = shutil.copytree(whole, target / str(seed))
+        mutate(folder, random.Random(seed))
+        refused += outcome(folder, lambda folder=folder, seed=seed: load(folder, seed)) != "right"
+        shutil.rmtree(folder)
+    assert len(seeds) / 5 < refused < len(seeds), "the mutations no longer do what they should"
+    assert time.process_time() - started < 60
 
 
 def mutate_config(folder: Path, dice: random.Random) -> None:
