@@ -124,36 +124,6 @@ def test_a_packed_shared_expert_is_decoded(tmp_path, dialect, case, shared):
         torch.testing.assert_close(getattr(found, name), getattr(known, name).bfloat16(), rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["stacked", "apart"])
-def test_llama_4_in_fp8_by_channel(tmp_path, apart):
-    """Stacked as Meta publishes it, inputs first; expert by expert as llm-compressor writes it."""
-    *_, layer, folders = saved("llama4_text")
-    held, stored, numbers = load_file(folders["original"] / SINGLE), {}, {}
-    experts = f"model.layers.{layer}.feed_forward.experts"
-    for name in ("gate_up_proj", "down_proj"):
-        stacked = held.pop(f"{experts}.{name}").float()
-        scale = (stacked.abs().amax(1, keepdim=True) / 448).bfloat16()
-        data = (stacked / scale.float()).to(torch.float8_e4m3fn)
-        numbers[f"{experts}.{name}"] = data.float() * scale.float()
-        if not apart:
-            stored |= {f"{experts}.{name}": data, f"{experts}.{name}_scale": scale}
-            continue
-        parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-        for part, codes, scales in zip(parts, data.chunk(len(parts), 2), scale.chunk(len(parts), 2), strict=True):
-            for expert in range(len(data)):
-                prefix = f"{experts}.{expert}.{part}"
-                stored |= {f"{prefix}.weight": codes[expert].T, f"{prefix}.weight_scale": scales[expert].T}
-    config = {"quantization_config": QUANT["float_channel"] | {"ignore": ["re:.*shared_expert.*", "re:.*router.*"]}}
-    edit(folders["original"], tmp_path / "packed", lambda _: held | stored, config)
-    plain = {name: tensor.float() for name, tensor in held.items()} | numbers
-    edit(folders["original"], tmp_path / "plain", lambda _: plain, {"dtype": "float32"})
-    for rank in range(2):
-        found, known = (load_layer(tmp_path / path, layer, ParallelConfig(2), rank) for path in ("packed", "plain"))
-        assert found.config.weight_format == "fp8_channel"
-        for name, parts in (("gate_up", 2), ("down", 1)):
-            assert torch.equal(decode_matrix(getattr(found.experts, name), parts), getattr(known.experts, name).data)
-
-
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
 INT = QUANT["pack_quantized"]["config_groups"]["group_0"]["weights"]
