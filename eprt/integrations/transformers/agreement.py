@@ -55,7 +55,7 @@ class Place:
         hidden_states: torch.Tensor,
         routing: TopK | None = None,
         token_ids: torch.Tensor | None = None,
-        tokens_per_rank: int | None = None,
+        tokens_per_rank: None = None,  # the step says how many
     ) -> torch.Tensor:
         """Returns the layer's output, whose gradient is refused. Errors say what a rank without a batch has to do."""
         if torch.compiler.is_compiling():
@@ -65,7 +65,7 @@ class Place:
             self.idle()
             output = torch.zeros_like(hidden_states)
         else:
-            output = self._call(hidden_states, routing, token_ids, tokens_per_rank)
+            output = self._call(hidden_states, routing, token_ids)
         if torch.is_grad_enabled() and hidden_states.requires_grad:
             output = _NoBackward.apply(output, hidden_states)
         return output
@@ -79,15 +79,13 @@ class Place:
         if layer.router is None:
             none = torch.empty(0, layer.config.top_k, device=layer.world.device)
             routing = TopK(none.to(torch.int32), none)
-        self._call(nothing, routing, ids if layer.config.routing.method == "hash" else None, None)
+        self._call(nothing, routing, ids if layer.config.routing.method == "hash" else None)
 
-    def _call(
-        self, x: torch.Tensor, routing: TopK | None, token_ids: torch.Tensor | None, tokens_per_rank: int | None
-    ) -> torch.Tensor:
+    def _call(self, x: torch.Tensor, routing: TopK | None, token_ids: torch.Tensor | None) -> torch.Tensor:
         layer, agreement = self.layer, self.agreement
         try:
             with nullcontext() if agreement is None else agreement.at(self, x.numel() // x.shape[-1]):
-                return layer(x, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
+                return layer(x, routing, token_ids=token_ids)
         except (RankLost, WorldMismatch) as error:
             error.args = (f"{error}\n{REMEDY}", *error.args[1:])
             raise

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from eprt.config import Activation, MoEConfig, RuntimeConfig
+from eprt.config import Activation, RuntimeConfig
 from eprt.errors import UnsupportedError, UsageError
 from eprt.integrations.transformers.agreement import Place
-from eprt.integrations.transformers.experts import activation_of, canonical, has_bias, parameter_names, top_k_of
+from eprt.integrations.transformers.experts import activation_of, canonical, config_of, parameter_names, top_k_of
 from eprt.layer import ExpertParallelMoE
 from eprt.tokens import TopK
 from eprt.weights import Dense, ExpertWeights
@@ -72,20 +72,12 @@ class _ExpertsPlace(Place):
         experts: Any = self.experts
         gate_up, down, *bias = canonical(experts, [_local(getattr(experts, n)) for n in parameter_names(experts)])
         self.dtype = down.dtype
-        L, H, I = down.shape
-        if experts.num_experts != L:
+        if experts.num_experts != (L := len(down)):
             raise UnsupportedError(
                 f"each expert is spread over {experts.num_experts // L} ranks: choose ep_size = fsdp_size * tp_size"
             )
-        config = MoEConfig(
-            num_experts=L * self.world.parallel.ep_size,
-            top_k=top_k_of(experts) if self.top_k is None else self.top_k,
-            hidden_size=H,
-            intermediate_size=I,
-            activation=self.activation,
-            bias=has_bias(experts),
-            weight_format="f32" if down.dtype == torch.float32 else "bf16",
-        )
+        top_k = top_k_of(experts) if self.top_k is None else self.top_k
+        config = config_of(experts, down, L * self.world.parallel.ep_size, top_k, self.activation)
         weights = ExpertWeights(Dense(gate_up), Dense(down), *bias)
         layer = ExpertParallelMoE(config, self.world, weights, runtime=self.runtime)
         _drop_weights(experts)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from eprt.config import Activation
+from eprt.config import Activation, MoEConfig
 from eprt.errors import UsageError
 from eprt.experts.reference import activation_forward
 from eprt.models.formats import split_alternating
@@ -68,6 +68,19 @@ def canonical(experts: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     if not getattr(experts, "is_concatenated", True):
         found[0::2] = [split_alternating(rows, dim=1) for rows in found[0::2]]
     return [tensor.contiguous() for tensor in found]
+
+
+def config_of(experts: Any, down: torch.Tensor, num_experts: int, top_k: int, activation: Activation) -> MoEConfig:
+    """Returns the maths of a layer of `num_experts`, of which some have the canonical `down` [L, H, I]."""
+    return MoEConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden_size=down.shape[1],
+        intermediate_size=down.shape[2],
+        activation=activation,
+        bias=has_bias(experts),
+        weight_format="f32" if down.dtype == torch.float32 else "bf16",
+    )
 
 
 def top_k_of(experts: Any, parent: nn.Module | None = None) -> int:
@@ -126,7 +139,7 @@ def leave_out(model: nn.Module, directory: Path) -> list[str]:
     found = find_experts(model)
     for path, module in found.items():
         shapes = {name: module._parameters[name] for name in parameter_names(module)}
-        module.__dict__["eprt_left_out"] = LeftOut(path, directory, shapes)
+        module.__dict__["eprt_left_out"] = LeftOut(directory, shapes)
         module._parameters.update(dict.fromkeys(shapes))
         for touched in (module, model.get_submodule(path.rpartition(".")[0])):  # a block may initialise its experts
             touched.__dict__["_is_hf_initialized"] = True
@@ -142,6 +155,5 @@ def _refuse_to_run(*_: Any, **__: Any) -> NoReturn:
 class LeftOut:
     """The parameters, on meta, of an experts module whose weights weren't loaded."""
 
-    path: str
     directory: Path
     parameters: dict[str, Any]

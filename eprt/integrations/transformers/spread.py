@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_stat
 from eprt.integrations.transformers.experts import (
     activation_of,
     canonical,
+    config_of,
     find_experts,
-    has_bias,
     parameter_names,
     top_k_of,
 )
@@ -197,15 +197,7 @@ class _Source:
         activation = activation_of(experts)
         if activation is None and shard.moe_tp_size > 1:
             raise UnsupportedError(f"{type(experts).__name__} runs by its own code, which can't split an expert")
-        config = MoEConfig(
-            num_experts=E,
-            top_k=top_k_of(experts, parent),
-            hidden_size=down.shape[1],
-            intermediate_size=down.shape[2],
-            activation=activation or Activation(),
-            bias=has_bias(experts),
-            weight_format="f32" if down.dtype == torch.float32 else "bf16",
-        )
+        config = config_of(experts, down, E, top_k_of(experts, parent), activation or Activation())
         weights = _cut(gate_up, down, biases, config, shard)
         return _Parts(config, placement, weights, own if activation is None else None)
 
@@ -316,8 +308,7 @@ def _cut(
         down = down[:, :, part].contiguous()
         if biases:
             biases = [torch.cat([side[:, part] for side in biases[0].chunk(sides, dim=1)], dim=1), biases[1]]
-    weights = ExpertWeights(Dense(gate_up), Dense(down))
-    return replace(weights, gate_up_bias=biases[0], down_bias=biases[1]) if biases else weights
+    return ExpertWeights(Dense(gate_up), Dense(down), *biases)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from eprt.config import RuntimeConfig
 from eprt.ranks.launcher import RankContext
 from support.builders import BEHIND_S
 from support.cases import tiny_families
+from support.jobs import generation_jobs
 
 RUNTIME = RuntimeConfig(executor="torch_grouped", max_tokens_per_rank=64)
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -67,10 +68,9 @@ def _continue(name: str, folder: str, prompts: list[list[int]], world: Any) -> O
 
 
 def alone(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
     if not hasattr(model, "generate"):
-        return model(ids).logits[0].argmax(dim=-1).tolist()
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)[0, len(prompt) :].tolist()
+        return model(torch.tensor([prompt])).logits[0].argmax(dim=-1).tolist()
+    return generation_jobs.alone(model, prompt, **OPTIONS)
 
 
 @contextmanager
