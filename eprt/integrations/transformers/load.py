@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,40 +60,34 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
     if not has_family(config.to_dict()):
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"{directory}: quantised experts of a {config.model_type}: expected bf16 or float32")
-        return _without_experts(kind, directory).from_pretrained(directory, config=config, **options)
+        lean = _emptied(kind, lambda model: leave_out(model, directory))
+        return lean.from_pretrained(directory, config=config, **options)
     family = family_for(config.to_dict())
     paths = [family.module_path(number) for number in family.moe_layers(config.to_dict())]
     if getattr(config, "quantization_config", None) is not None and not _packed_outside(directory, family):
         del config.quantization_config  # only the experts are packed: what is left is plain
-    return _without_blocks(kind, paths, directory).from_pretrained(directory, config=config, **options)
+    lean = _emptied(kind, lambda model: _hold_places(model, paths, directory))
+    return lean.from_pretrained(directory, config=config, **options)
 
 
-def _without_experts(base: type[Any], directory: Path) -> type[Any]:
-    """Derives a model class whose experts modules are made without weights."""
+def _emptied(base: type[Any], empty: Callable[[Any], list[str]]) -> type[Any]:
+    """Derives a model class which `empty` takes modules from as it is made; it returns their paths, whose tensors stay
+    in the files."""
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)  # `from_pretrained` does this on meta
-        ignored = [rf"^{re.escape(path)}\." for path in leave_out(self, directory)]
+        ignored = [rf"^{re.escape(path)}\." for path in empty(self)]
         self._keys_to_ignore_on_load_unexpected = {*(self._keys_to_ignore_on_load_unexpected or ()), *ignored}
 
     return type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__})
 
 
-def _without_blocks(base: type[Any], paths: list[str], directory: Path) -> type[Any]:
-    """Derives a model class that makes placeholders in the place of its MoE blocks."""
-
-    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, config, *args, **kwargs)  # `from_pretrained` does this on meta
-        for path in paths:
-            parent, _, name = path.rpartition(".")
-            setattr(self.get_submodule(parent), name, Placeholder(directory))
-
-    fields = {
-        "__init__": init,
-        "__module__": base.__module__,
-        "_keys_to_ignore_on_load_unexpected": [rf"^{re.escape(path)}\." for path in paths],
-    }
-    return type(base.__name__, (base,), fields)
+def _hold_places(model: Any, paths: list[str], directory: Path) -> list[str]:
+    """Makes placeholders in the place of a model's MoE blocks."""
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, Placeholder(directory))
+    return paths
 
 
 def find_checkpoint(path_or_hub_id: str | Path, **where: Any) -> Path:
