@@ -20,8 +20,8 @@ from eprt.config import ParallelConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.dispatch.flashinfer import FlashInferDispatcher
 from eprt.dispatch.flashinfer import workspace as flashinfer_workspace
-from eprt.errors import UsageError
-from eprt.world.lifecycle import SharedResources
+from eprt.world import World
+from eprt.world.collectives import Membership
 from support.stand_ins import library_kernels
 
 SIZE = 4
@@ -169,23 +169,19 @@ class FakeLibrary:
         return output
 
 
-class FakeWorld:
-    """One thread's World: what the dispatcher and the header exchange use of it."""
+class FakeWorld(World):
+    """One thread's World: its ranks meet at a barrier, and read what each wrote on a board. No rank is ever lost.
+
+    Attributes:
+        quiet: ranks neither compare headers nor wait for each other.
+        allocations: how often this rank asked for memory that all map.
+    """
+
+    broken = False
 
     def __init__(self, rank: int, meet: threading.Barrier, board: list) -> None:
-        self.rank, self.size = rank, len(board)
-        self.device = torch.device("cpu")
-        self.parallel = ParallelConfig(self.size)
-        self.generation = self.step_number = self.allocations = self.num_dispatchers = 0
-        self.current_step = None
-        self.alive = (True,) * self.size
-        self.padding = None
-        self.buckets = ()
-        self.nonce = 0
-        self.closed = self.warm = self.broken = False
-        self.whole = True
-        self.quiet = False  # ranks neither compare headers nor wait for each other
-        self._shared = SharedResources()
+        super().__init__(Membership(rank, len(board), torch.device("cpu"), ParallelConfig(len(board))), 20.0)
+        self.quiet, self.allocations = False, 0
         self._meet, self._board = meet, board
 
     def gather_control(self, x):
@@ -195,52 +191,24 @@ class FakeWorld:
         self._meet.wait()
         return gathered
 
-    def gather_words(self, words):
-        return [tuple(row) for row in self.gather_control(torch.tensor(words)).tolist()]
-
-    def log_call(self, layer: int, fingerprint: int) -> None:
-        pass
-
     def barrier(self) -> None:
         if not self.quiet:
-            self.gather_control(torch.zeros(1))
+            super().barrier()
 
     def compares_headers(self, full: bool) -> bool:
         return not self.quiet
-
-    def note(self, where: str, layer: int | None = None) -> None:
-        pass
-
-    def raise_if_lost(self) -> None:
-        pass
-
-    def require_whole(self, what: str) -> None:
-        pass
-
-    def require_cold(self, what: str) -> None:
-        if self.warm:
-            raise UsageError(f"{what} after World.warmup()")
-
-    def resource(self, key, make, close=None):
-        return self._shared.acquire(key, make, close)
 
     def shrink(self, leaving) -> None:
         """What `World.shrink` does to dispatchers."""
         self.alive = tuple(alive and rank not in leaving for rank, alive in enumerate(self.alive))
         self.generation += 1
-        for memory in self._shared.of_ranks():
+        for memory in self._resources.of_ranks():
             memory.resume(self.alive)
         self.quiet = True  # headers and barriers would wait for all threads
 
-    def held(self, key):
-        return self._shared.held(key)
-
-    def release(self, key) -> None:
-        self._shared.release(key)
-
     @property
     def resources(self):
-        return self._shared._held
+        return self._resources._held
 
 
 def run_ranks(function: Callable[[FakeWorld], object], size: int = SIZE) -> list:
