@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.builders import wrong_checks
 from support.jobs import conformance_jobs as jobs
 
 from eprt.conformance.cases import BY_NAME, CASES, CONFIGS, COUNTS, CUT_CASES, ROUTINGS, make_topk
-from eprt.conformance.checks import CAPACITY, Check, run_checks, standard_checks, summarize
+from eprt.conformance.checks import CAPACITY, Check, standard_checks
 from eprt.support import Device
 
 PAIRS = [("none", "flat"), ("torch", "flat"), ("torch", "expert_major")]
@@ -15,10 +16,7 @@ EXECUTORS = ["reference", "torch_grouped"]
 
 
 def run(pools, size: int, checks: list[Check]) -> None:
-    rows = summarize(pools(size).run(run_checks, checks=checks))
-    assert len(rows) == len(checks) > 0
-    wrong = [f"{row.check.name}, rank {row.rank}: error {row.error:.2e} {row.detail}" for row in rows if not row.ok]
-    assert wrong == []
+    assert wrong_checks(pools(size), checks) == []
 
 
 def test_the_table_holds_every_row_that_was_promised():

@@ -4,12 +4,13 @@ behind stand-ins for the libraries of the other dispatchers."""
 from __future__ import annotations
 
 import pytest
+from support.builders import wrong_checks
 from support.jobs import sm100_threads as threads
 from support.jobs.sm100_jobs import run_sm100_checks
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig
 from eprt.conformance.cases import CASES, COUNTS, ROUTINGS
-from eprt.conformance.checks import Check, summarize
+from eprt.conformance.checks import Check
 from eprt.plan import Candidate, make_plan
 from eprt.support import Device
 
@@ -45,11 +46,7 @@ def name(moe: MoEConfig) -> str:
 
 
 def run(pools, size: int, checks: list[Check]) -> None:
-    rows = summarize(pools(size).run(run_sm100_checks, checks=checks))
-    assert len(rows) == len(checks) > 0
-    # `not <=` so that NaN counts as wrong.
-    wrong = [f"{row.check.name}: {row.error:.2e} {row.detail}" for row in rows if not row.error <= bound(row.check)]
-    assert wrong == []
+    assert wrong_checks(pools(size), checks, run_sm100_checks, bound) == []
 
 
 def bound(check: Check) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.builders import JOB_S
+from support.builders import JOB_S, wrong_checks
 from support.cases.gpu_ranks import SHARED, SIZE, several_gpus, skip_if_shared
 from support.jobs import dispatcher_jobs as jobs
 from support.jobs import lost_rank_jobs
@@ -16,7 +16,7 @@ from support.jobs.dispatcher_jobs import PAIRS, Beyond, Pair
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import CASES
-from eprt.conformance.checks import Check, run_checks, summarize
+from eprt.conformance.checks import Check
 from eprt.dispatch import DISPATCHERS
 from eprt.ranks.launcher import WorldFailed, launch
 from eprt.support import Device
@@ -42,11 +42,7 @@ def require(pair: Pair, H: int = 128, K: int = 2, moe_tp_size: int = 1, **runtim
 
 
 def run(pool, pair: Pair, kind: str, cases=CASES, **settings) -> None:
-    checks = [Check(kind, case, *pair, **settings) for case in cases]
-    rows = summarize(pool.run(run_checks, checks=checks))
-    assert len(rows) == len(checks) > 0
-    wrong = [f"{row.check.name}, rank {row.rank}: error {row.error:.2e} {row.detail}" for row in rows if not row.ok]
-    assert wrong == []
+    assert wrong_checks(pool, [Check(kind, case, *pair, **settings) for case in cases]) == []
 
 
 every_pair = pytest.mark.parametrize("pair", PAIRS, ids="-".join)

@@ -9,11 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
+from eprt.conformance.cases import Case
+from eprt.conformance.checks import Check, check_transport, run_checks, summarize
 from eprt.conformance.oracle import shard_weights
+from eprt.dispatch import Dispatcher
 from eprt.errors import EprtError
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
@@ -98,6 +102,28 @@ def whole_numbers(*shape: int, seed: int) -> torch.Tensor:
 def distinct_experts(T: int, E: int, K: int, generator: torch.Generator) -> torch.Tensor:
     """Returns [T, K] int32 ids; no token chooses an expert twice."""
     return torch.rand(T, E, generator=generator, device=generator.device).argsort(1)[:, :K].to(torch.int32)
+
+
+def transported(dispatcher: Dispatcher, case: Case) -> list[str]:
+    """Returns what the conformance check of a transport finds wrong with all calls of a case. Collective."""
+    runtime, context = dispatcher.runtime, mock.Mock(once=lambda *_: dispatcher)
+    formats = {"payload": runtime.payload, "combine_payload": runtime.combine_payload, "config": dispatcher.config}
+    context.world.return_value = dispatcher.world
+    row = check_transport(context, Check("transport", case, dispatcher.spec.name, dispatcher.token_format, **formats))
+    return [] if row.ok else [f"{case.name}: error {row.error:.1e} {row.detail}"]
+
+
+def wrong_checks(
+    pool: Any, checks: Sequence[Check], run: Any = run_checks, bound: Callable[[Check], float] | None = None
+) -> list[str]:
+    """Runs conformance checks on a pool, and returns those that failed, or whose error is beyond a `bound`."""
+    rows = summarize(pool.run(run, checks=checks))
+    assert len(rows) == len(checks) > 0
+    return [
+        f"{row.check.name}, rank {row.rank}: error {row.error:.2e} {row.detail}"
+        for row in rows
+        if not (row.ok if bound is None else row.error <= bound(row.check))  # NaN counts as wrong
+    ]
 
 
 def told_alike(found: Sequence[tuple[str, bool]]) -> str:

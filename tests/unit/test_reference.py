@@ -8,25 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases.expert_cases import (
-    ACTIVATIONS,
-    CPU,
-    DEEPSEEK_V4,
-    GPT_OSS,
-    NAN,
-    RELU2,
-    RUNTIME,
-    SILU,
-    make_config,
-    make_dense,
-    make_expert_major,
-    make_flat,
-    make_weights,
-    rows_with_expert,
-    shard_of,
-    swap_gate_and_up,
-    valid_rows,
-)
+from support.cases import expert_cases as cases
 
 from eprt import quant
 from eprt.config import Activation, MoEConfig
@@ -42,7 +24,7 @@ F32_TOLERANCE = 1e-5
 
 
 def build(config: MoEConfig, weights: ExpertWeights, **where) -> ReferenceExecutor:
-    return ReferenceExecutor(config, shard_of(config, **where), weights, CPU, RUNTIME)
+    return ReferenceExecutor(config, cases.shard_of(config, **where), weights, cases.CPU, cases.RUNTIME)
 
 
 def test_e4m3_and_e8m0_tables():
@@ -136,18 +118,18 @@ def sigmoid(x: float) -> float:
 @pytest.mark.parametrize(
     ("activation", "x", "bias", "inner"),
     [
-        (SILU, [1.0, 2.0], False, 0.7310585786300049 * 2),
-        (SILU, [100.0, -9.0], False, 100.0 * -9),
-        (GPT_OSS, [1.0, 2.0], False, sigmoid(1.702) * 3),
-        (GPT_OSS, [10.0, 9.0], False, 7 * sigmoid(7 * 1.702) * 8),  # both clamped at 7, then up + 1
-        (GPT_OSS, [-10.0, -9.0], False, -10 * sigmoid(-17.02) * -6),  # gate has no lower clamp
-        (GPT_OSS, [1.0, 2.0], True, 1.5 * sigmoid(1.5 * 1.702) * 3.25),
-        (DEEPSEEK_V4, [20.0, -30.0], False, 10 * sigmoid(10) * -10),
+        (cases.SILU, [1.0, 2.0], False, 0.7310585786300049 * 2),
+        (cases.SILU, [100.0, -9.0], False, 100.0 * -9),
+        (cases.GPT_OSS, [1.0, 2.0], False, sigmoid(1.702) * 3),
+        (cases.GPT_OSS, [10.0, 9.0], False, 7 * sigmoid(7 * 1.702) * 8),  # both clamped at 7, then up + 1
+        (cases.GPT_OSS, [-10.0, -9.0], False, -10 * sigmoid(-17.02) * -6),  # gate has no lower clamp
+        (cases.GPT_OSS, [1.0, 2.0], True, 1.5 * sigmoid(1.5 * 1.702) * 3.25),
+        (cases.DEEPSEEK_V4, [20.0, -30.0], False, 10 * sigmoid(10) * -10),
         (Activation("geglu"), [1.0, 2.0], False, 0.8411919906 * 2),
         (Activation("geglu"), [-0.5, 3.0], False, -0.1542859644 * 3),
-        (RELU2, [3.0, 5.0], False, 9.0),
-        (RELU2, [-3.0, 5.0], False, 0.0),
-        (RELU2, [3.0, 5.0], True, 3.5**2),
+        (cases.RELU2, [3.0, 5.0], False, 9.0),
+        (cases.RELU2, [-3.0, 5.0], False, 0.0),
+        (cases.RELU2, [3.0, 5.0], True, 3.5**2),
     ],
 )
 def test_expert_by_hand(activation, x: list[float], bias: bool, inner: float):
@@ -171,11 +153,11 @@ def canonical(module) -> ExpertWeights:
 
 # transformers' module, prefix of its classes, activation, the config's names of E, H and I
 EXPERTS = {
-    "gpt_oss": ("GptOss", GPT_OSS, ("num_local_experts", "hidden_size", "intermediate_size")),
-    "qwen3_moe": ("Qwen3Moe", SILU, ("num_experts", "hidden_size", "moe_intermediate_size")),
-    "deepseek_v3": ("DeepseekV3", SILU, ("n_routed_experts", "hidden_size", "moe_intermediate_size")),
-    "deepseek_v4": ("DeepseekV4", DEEPSEEK_V4, ("n_routed_experts", "hidden_size", "moe_intermediate_size")),
-    "nemotron_h": ("NemotronH", RELU2, ("n_routed_experts", "moe_latent_size", "moe_intermediate_size")),
+    "gpt_oss": ("GptOss", cases.GPT_OSS, ("num_local_experts", "hidden_size", "intermediate_size")),
+    "qwen3_moe": ("Qwen3Moe", cases.SILU, ("num_experts", "hidden_size", "moe_intermediate_size")),
+    "deepseek_v3": ("DeepseekV3", cases.SILU, ("n_routed_experts", "hidden_size", "moe_intermediate_size")),
+    "deepseek_v4": ("DeepseekV4", cases.DEEPSEEK_V4, ("n_routed_experts", "hidden_size", "moe_intermediate_size")),
+    "nemotron_h": ("NemotronH", cases.RELU2, ("n_routed_experts", "moe_latent_size", "moe_intermediate_size")),
 }
 
 
@@ -207,7 +189,7 @@ def test_equals_transformers_experts(name: str):
     flat = FlatTokens(Payload.plain(hidden), ids.to(torch.int32), weights, E)
     assert relative_error(build(config, ours)(flat), theirs) < F32_TOLERANCE
     if activation.gated:
-        assert relative_error(build(config, swap_gate_and_up(ours))(flat), theirs) > 0.1
+        assert relative_error(build(config, cases.swap_gate_and_up(ours))(flat), theirs) > 0.1
     if ours.down_bias is not None:
         unbiased = replace(ours, down_bias=torch.zeros_like(ours.down_bias))
         assert relative_error(build(config, unbiased)(flat), theirs) > 0.01
@@ -230,18 +212,18 @@ def flat_by_definition(config: MoEConfig, weights: ExpertWeights, flat: FlatToke
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize("activation", cases.ACTIVATIONS.values(), ids=cases.ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_flat_is_the_weighted_sum(activation, bias: bool):
-    config = make_config(activation=activation, bias=bias)
-    weights, flat = make_dense(config), make_flat(config)
+    config = cases.make_config(activation=activation, bias=bias)
+    weights, flat = cases.make_dense(config), cases.make_flat(config)
     expected = flat_by_definition(config, weights, flat)
-    rows = rows_with_expert(flat, shard_of(config))
-    out = torch.full((flat.num_rows, config.hidden_size), NAN)
+    rows = cases.rows_with_expert(flat, cases.shard_of(config))
+    out = torch.full((flat.num_rows, config.hidden_size), cases.NAN)
     build(config, weights)(flat, out)
     assert relative_error(out[rows], expected[rows]) < F32_TOLERANCE
     assert out[~rows].isnan().all(), "rows without a local expert are left untouched"
-    out.fill_(NAN)
+    out.fill_(cases.NAN)
     build(config, weights)(replace(flat, every_row_read=True), out)
     assert relative_error(out, expected) < F32_TOLERANCE
     assert (out[~rows] == 0).all()
@@ -249,12 +231,12 @@ def test_flat_is_the_weighted_sum(activation, bias: bool):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_expert_major_is_each_experts_own_function(world_size: int):
-    config = make_config(activation=GPT_OSS, bias=True)
-    weights, flat = make_dense(config), make_flat(config)
+    config = cases.make_config(activation=cases.GPT_OSS, bias=True)
+    weights, flat = cases.make_dense(config), cases.make_flat(config)
     for rank in range(world_size):
-        shard = shard_of(config, rank, world_size)
-        slabs = make_expert_major(flat, shard)
-        out = torch.full_like(slabs.hidden.data, NAN)
+        shard = cases.shard_of(config, rank, world_size)
+        slabs = cases.make_expert_major(flat, shard)
+        out = torch.full_like(slabs.hidden.data, cases.NAN)
         build(config, shard_weights(weights, config, shard), rank=rank, world_size=world_size)(slabs, out)
         assert int(slabs.counts.sum()) > 0
         for index, count in enumerate(slabs.counts.tolist()):
@@ -264,12 +246,12 @@ def test_expert_major_is_each_experts_own_function(world_size: int):
                 slabs.hidden.data[index, :count],
             )  # fmt: skip
             torch.testing.assert_close(out[index, :count], expected, rtol=1e-5, atol=1e-5)
-        assert out[~valid_rows(slabs)].isnan().all(), "rows past the counts are left untouched"
+        assert out[~cases.valid_rows(slabs)].isnan().all(), "rows past the counts are left untouched"
 
 
 def test_an_expert_named_twice_counts_twice():
-    config = make_config()
-    weights, flat = make_dense(config), make_flat(config, 3, seed=1)
+    config = cases.make_config()
+    weights, flat = cases.make_dense(config), cases.make_flat(config, 3, seed=1)
     ids = torch.tensor([[1, 1], [2, 2], [3, 0]], dtype=torch.int32)
     flat = FlatTokens(Payload.plain(torch.randn(3, config.hidden_size)), ids, torch.rand(3, 2), config.num_experts)
     assert relative_error(build(config, weights)(flat), flat_by_definition(config, weights, flat)) < F32_TOLERANCE
@@ -277,8 +259,8 @@ def test_an_expert_named_twice_counts_twice():
 
 @pytest.mark.parametrize("name", ["fp8_block", "nvfp4"])
 def test_packed_tokens_give_bf16_of_the_decoded_tokens(name: str):
-    config = make_config()
-    weights, flat = make_dense(config), make_flat(config)
+    config = cases.make_config()
+    weights, flat = cases.make_dense(config), cases.make_flat(config)
     payload = quant.encode_payload(flat.hidden.data.nan_to_num(), name)
     packed = build(config, weights)(replace(flat, hidden=payload, every_row_read=True))
     plain = build(config, weights)(replace(flat, hidden=Payload.plain(decode_hidden(payload)), every_row_read=True))
@@ -288,10 +270,10 @@ def test_packed_tokens_give_bf16_of_the_decoded_tokens(name: str):
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4", "fp8_tensor", "fp8_block", "fp8_channel", "int4", "bf16"])
 def test_quantised_weights_are_decoded_with_their_own_scales(name: str):
-    config = make_config(name)
-    quantised, flat = make_weights(config), replace(make_flat(config), every_row_read=True)
+    config = cases.make_config(name)
+    quantised, flat = cases.make_weights(config), replace(cases.make_flat(config), every_row_read=True)
     dense = ExpertWeights(Dense(quant.decode(quantised.gate_up, 2)), Dense(quant.decode(quantised.down, 1)))
-    expected = build(make_config("f32"), dense)(flat)
+    expected = build(cases.make_config("f32"), dense)(flat)
     assert relative_error(build(config, quantised)(flat), expected) < F32_TOLERANCE
     if name in ("nvfp4", "fp8_tensor"):  # the mutant: gate scaled by up's scale and the other way round
         swapped = quantised.gate_up.map(lambda tensor: tensor.flip(1) if tensor.shape == (4, 2) else tensor)
@@ -300,20 +282,20 @@ def test_quantised_weights_are_decoded_with_their_own_scales(name: str):
 
 @pytest.mark.parametrize("M", [0, 3])
 def test_zero_rows(M: int):
-    config = make_config()
-    executor = build(config, make_dense(config))
-    assert executor(make_flat(config, 0)).shape == (0, 96)
-    slabs = ExpertMajorTokens(Payload.plain(torch.full((4, M, 96), NAN)), torch.zeros(4, dtype=torch.int32))
+    config = cases.make_config()
+    executor = build(config, cases.make_dense(config))
+    assert executor(cases.make_flat(config, 0)).shape == (0, 96)
+    slabs = ExpertMajorTokens(Payload.plain(torch.full((4, M, 96), cases.NAN)), torch.zeros(4, dtype=torch.int32))
     assert executor(slabs).shape == (4, M, 96)
 
 
 def test_refusals():
-    config = make_config()
-    executor = build(config, make_dense(config))
-    flat = make_flat(config)
+    config = cases.make_config()
+    executor = build(config, cases.make_dense(config))
+    flat = cases.make_flat(config)
     with pytest.raises(InputError, match="hidden size 32"):
         executor(replace(flat, hidden=Payload.plain(torch.zeros(13, 32))))
     with pytest.raises(InputError, match="out is"):
         executor(flat, torch.empty(13, 96, dtype=torch.bfloat16))
     with pytest.raises(ConfigError, match="gate_up_bias is missing"):
-        build(replace(config, bias=True), make_dense(config))
+        build(replace(config, bias=True), cases.make_dense(config))

@@ -8,20 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from support.cases.expert_cases import (
-    CPU,
-    NAN,
-    RELU2,
-    RUNTIME,
-    SILU,
-    make_config,
-    make_expert_major,
-    make_flat,
-    make_weights,
-    rows_with_expert,
-    shard_of,
-    valid_rows,
-)
+from support.cases import expert_cases as cases
 from support.cases.sm100_cases import ACTIVATIONS, as_quantised, as_slabs, build, calibrated, case, packed, witness
 from support.stand_ins.cutedsl_kernels import FakeCuteDsl
 from support.stand_ins.trtllm_kernels import FakeTrtllm
@@ -97,8 +84,8 @@ def with_scales(weights: ExpertWeights, how: str) -> ExpertWeights:
 def tokens_of(how: str, config, weights: ExpertWeights) -> tuple[FlatTokens, FlatTokens]:
     """The tokens that the executor gets, and what they are worth in its first GEMM."""
     if how == PACKED:
-        return (packed(make_flat(config), weights),) * 2
-    tokens = make_flat(config, dtype=torch.bfloat16)
+        return (packed(cases.make_flat(config), weights),) * 2
+    tokens = cases.make_flat(config, dtype=torch.bfloat16)
     if how == BF16:
         return tokens, tokens
     if how == QUANTISED:
@@ -111,13 +98,13 @@ def tokens_of(how: str, config, weights: ExpertWeights) -> tuple[FlatTokens, Fla
 def with_a_slot_more(tokens: FlatTokens) -> FlatTokens:
     """The same tokens with one more top-k entry, of no expert."""
     pad = torch.nn.functional.pad
-    ids, weights = pad(tokens.ids, (0, 1), value=tokens.num_experts), pad(tokens.weights, (0, 1), value=NAN)
+    ids, weights = pad(tokens.ids, (0, 1), value=tokens.num_experts), pad(tokens.weights, (0, 1), value=cases.NAN)
     return replace(tokens, ids=ids, weights=weights)
 
 
 def check_flat(executor, config, shard, weights, tokens, bound: float = EXACT, seen: FlatTokens | None = None) -> None:
     out = executor(tokens)
-    local = rows_with_expert(tokens, shard)
+    local = cases.rows_with_expert(tokens, shard)
     expected = witness(config, shard, weights, seen or tokens)
     assert out.shape == (tokens.num_rows, config.hidden_size)
     assert relative_error(out[local], expected[local]) <= bound
@@ -125,7 +112,7 @@ def check_flat(executor, config, shard, weights, tokens, bound: float = EXACT, s
 
 
 def check_slabs(executor, config, shard, weights, tokens, bound: float = EXACT, seen=None) -> None:
-    out, expected, valid = executor(tokens), witness(config, shard, weights, seen or tokens), valid_rows(tokens)
+    out, expected, valid = executor(tokens), witness(config, shard, weights, seen or tokens), cases.valid_rows(tokens)
     assert out.shape == expected.shape
     assert relative_error(out[valid], expected[valid]) <= bound
 
@@ -145,15 +132,15 @@ def test_flat_tokens(name, weight_format, size, activation, scales, how, sums):
         assert fake.calls == ["run"], "bf16 activations are kept"
 
 
-@pytest.mark.parametrize("activation", [SILU, RELU2], ids=["gated", "relu2"])
+@pytest.mark.parametrize("activation", [cases.SILU, cases.RELU2], ids=["gated", "relu2"])
 @both
 def test_widths_of_real_models(kind, fake, activation):
     """H 2880 (gpt-oss) and I 1856 (Nemotron-H): padded to 2944, and to 1920 where not gated."""
-    config = make_config("nvfp4", hidden_size=2880, intermediate_size=1856, activation=activation)
+    config = cases.make_config("nvfp4", hidden_size=2880, intermediate_size=1856, activation=activation)
     config = replace(config, num_experts=2, top_k=1)
-    shard = shard_of(config, 1, 2)
-    weights = calibrated(shard_weights(make_weights(config), config, shard), config)
-    tokens = packed(make_flat(config, num_rows=12), weights)
+    shard = cases.shard_of(config, 1, 2)
+    weights = calibrated(shard_weights(cases.make_weights(config), config, shard), config)
+    tokens = packed(cases.make_flat(config, num_rows=12), weights)
     check_flat(build(kind, fake(rounding=False), config, shard, weights), config, shard, weights, tokens)
 
 
@@ -163,16 +150,16 @@ def test_widths_of_real_models(kind, fake, activation):
 def test_nvfp4_expert_major(size, activation, how):
     config, shard, weights = case("nvfp4", size, ACTIVATIONS[activation])
     flat, _ = tokens_of(how, config, weights)
-    tokens = as_slabs(flat, shard) if how == PACKED else make_expert_major(flat, shard)
+    tokens = as_slabs(flat, shard) if how == PACKED else cases.make_expert_major(flat, shard)
     executor = build(CuteDslExecutor, FakeCuteDsl(rounding=False), config, shard, weights)
     check_slabs(executor, config, shard, weights, tokens)
 
 
 def test_expert_major_with_rounding_and_idle_experts():
     config, shard, weights = case("nvfp4", (160, 80))
-    flat = make_flat(config, dtype=torch.bfloat16)
+    flat = cases.make_flat(config, dtype=torch.bfloat16)
     flat = replace(flat, ids=torch.where(flat.ids == 5, config.num_experts, flat.ids))
-    tokens = make_expert_major(flat, shard)
+    tokens = cases.make_expert_major(flat, shard)
     assert tokens.counts[1] == 0
     seen = replace(tokens, hidden=as_quantised(weights, tokens.hidden))
     executor = build(CuteDslExecutor, FakeCuteDsl(), config, shard, weights)
@@ -182,12 +169,12 @@ def test_expert_major_with_rounding_and_idle_experts():
 @both
 def test_all_experts_idle(kind, fake):
     config, shard, weights = case("nvfp4", (128, 64))
-    flat = make_flat(config, dtype=torch.bfloat16)
+    flat = cases.make_flat(config, dtype=torch.bfloat16)
     flat = replace(flat, ids=torch.full_like(flat.ids, config.num_experts))
     executor = build(kind, fake(), config, shard, weights)
     assert not executor(flat).any()
     if kind is CuteDslExecutor:
-        assert executor(make_expert_major(flat, shard)).shape == (4, 15, 128)
+        assert executor(cases.make_expert_major(flat, shard)).shape == (4, 15, 128)
 
 
 @both
@@ -195,7 +182,7 @@ def test_zero_rows_launch_nothing(kind, fake):
     config, shard, weights = case("nvfp4", (128, 64))
     fake = fake()
     executor = build(kind, fake, config, shard, weights)
-    assert executor(make_flat(config, 0, dtype=torch.bfloat16)).shape == (0, 128)
+    assert executor(cases.make_flat(config, 0, dtype=torch.bfloat16)).shape == (0, 128)
     assert fake.calls == []
 
 
@@ -204,14 +191,14 @@ def test_the_first_batch_sizes_nothing(kind, fake):
     config, shard, weights = case("nvfp4", (128, 64))
     executor = build(kind, fake(rounding=False), config, shard, weights)
     for rows in (1, 40, 3):
-        check_flat(executor, config, shard, weights, packed(make_flat(config, rows + 1), weights))
+        check_flat(executor, config, shard, weights, packed(cases.make_flat(config, rows + 1), weights))
 
 
 @both
 def test_rows_of_a_hash_table_may_name_an_expert_twice(kind, fake):
     config, shard, weights = case("nvfp4", (128, 64))
     config = replace(config, routing=Routing("hash"))
-    tokens = packed(make_flat(config), weights)
+    tokens = packed(cases.make_flat(config), weights)
     slots = [0, 0, 1]
     tokens = replace(tokens, ids=tokens.ids[:, slots].contiguous(), weights=tokens.weights[:, slots].contiguous())
     check_flat(build(kind, fake(rounding=False), config, shard, weights), config, shard, weights, tokens)
@@ -226,7 +213,7 @@ def warm_cutedsl(case, token_format: str, rows: int, fake: FakeCuteDsl):
             raise UsageError(what)
 
     kind = type("Built", (CuteDslExecutor,), {"kernels": fake.kernels()})
-    executor = kind(*case, CPU, replace(RUNTIME, token_format=token_format), require_cold)
+    executor = kind(*case, cases.CPU, replace(cases.RUNTIME, token_format=token_format), require_cold)
     executor.warmup(rows)
     warm.append(True)
     return executor
@@ -247,8 +234,8 @@ def test_masked_gemms_have_the_heights_of_the_warm_up(travelled):
     fake.grouped_gemm_nt_masked = noted
 
     def slabs(rows: int) -> ExpertMajorTokens:
-        flat = make_flat(config, rows, dtype=torch.bfloat16)
-        return as_slabs(packed(flat, weights), shard) if travelled else make_expert_major(flat, shard)
+        flat = cases.make_flat(config, rows, dtype=torch.bfloat16)
+        return as_slabs(packed(flat, weights), shard) if travelled else cases.make_expert_major(flat, shard)
 
     low, high, too_high = slabs(5), slabs(12), slabs(13)
     height = high.hidden.data.shape[1]
@@ -264,7 +251,7 @@ def test_masked_gemms_have_the_heights_of_the_warm_up(travelled):
 def test_cutedsl_builds_nothing_behind_a_warm_world():
     config, shard, weights = case("nvfp4", (128, 64))
     executor = warm_cutedsl((config, shard, weights), "flat", 16, FakeCuteDsl())
-    tokens = make_flat(config, dtype=torch.bfloat16)
+    tokens = cases.make_flat(config, dtype=torch.bfloat16)
     executor(tokens)
     with pytest.raises(UsageError, match=f"for top-k {config.top_k + 1}"):
         executor(with_a_slot_more(tokens))
@@ -273,7 +260,9 @@ def test_cutedsl_builds_nothing_behind_a_warm_world():
 def test_the_ladder_holds_what_the_dispatcher_says_it_hands_over():
     """DeepEP rounds capacities up: 1 token a rank is 4 rows a slab. The fake refuses more rows than it is tuned for."""
     config, shard, weights = case("nvfp4", (128, 64))
-    executor = build(TrtllmGenExecutor, FakeTrtllm(), config, shard, weights, replace(RUNTIME, max_tokens_per_rank=1))
+    executor = build(
+        TrtllmGenExecutor, FakeTrtllm(), config, shard, weights, replace(cases.RUNTIME, max_tokens_per_rank=1)
+    )
     executor.warmup(100)
 
 
@@ -303,14 +292,16 @@ def test_warmup_has_the_slots_that_calls_will_have(kind, fake, adapted):
     noting = type("Noting", (kind,), {"kernels": kernels, "spec": replace(EXECUTORS["trtllm_gen"], formats=("flat",))})
     # CuteDSL takes slabs natively; behind an adapter it would be built for flat tokens.
     emitted = "expert_major" if adapted and kind is TrtllmGenExecutor else "flat"
-    executor = noting(config, shard, weights, CPU, replace(RUNTIME, max_tokens_per_rank=8, token_format=emitted))
+    executor = noting(
+        config, shard, weights, cases.CPU, replace(cases.RUNTIME, max_tokens_per_rank=8, token_format=emitted)
+    )
     if adapted:
         AdaptedExecutor(executor).warmup(16)
         assert seen == ([1] if kind is CuteDslExecutor else [(16 * shard.num_local_experts, 1)])
         return
     executor.warmup(16, config.top_k + 1)
     assert seen == ([config.top_k + 1] if kind is CuteDslExecutor else [(16, config.top_k + 1)])
-    tokens = packed(make_flat(config), weights)
+    tokens = packed(cases.make_flat(config), weights)
     wide = executor(with_a_slot_more(tokens))
     assert {slots if isinstance(slots, int) else slots[1] for slots in seen} == {config.top_k + 1}
     assert kind is TrtllmGenExecutor or len(seen) == 1
@@ -319,22 +310,24 @@ def test_warmup_has_the_slots_that_calls_will_have(kind, fake, adapted):
 
 def test_tokens_that_an_executor_was_not_built_for_are_refused():
     config, shard, weights = case("nvfp4", (128, 64))
-    flat = make_flat(config, dtype=torch.bfloat16)
-    only_flat = build(CuteDslExecutor, FakeCuteDsl(), config, shard, weights, replace(RUNTIME, token_format="flat"))
+    flat = cases.make_flat(config, dtype=torch.bfloat16)
+    only_flat = build(
+        CuteDslExecutor, FakeCuteDsl(), config, shard, weights, replace(cases.RUNTIME, token_format="flat")
+    )
     assert only_flat(flat).shape == flat.hidden.data.shape
     with pytest.raises(ConfigError, match="expert_major"):
-        only_flat(make_expert_major(flat, shard))
+        only_flat(cases.make_expert_major(flat, shard))
     for kind, fake in KINDS.values():
         with pytest.raises(InputError, match="f32 tokens"):
-            build(kind, fake(), config, shard, weights)(make_flat(config))
+            build(kind, fake(), config, shard, weights)(cases.make_flat(config))
 
 
 def test_deterministic_asks_for_the_ordered_finalize():
     config, shard, weights = case("nvfp4", (128, 64))
     for deterministic in (False, True):
-        runtime = replace(RUNTIME, deterministic=deterministic)
+        runtime = replace(cases.RUNTIME, deterministic=deterministic)
         executor = build(CuteDslExecutor, FakeCuteDsl(), config, shard, weights, runtime)
-        executor(make_flat(config, dtype=torch.bfloat16))
+        executor(cases.make_flat(config, dtype=torch.bfloat16))
         assert executor._contiguous._wrapper(config.top_k).use_fused_finalize is not deterministic
 
 
@@ -353,6 +346,6 @@ def test_layers_that_kernels_cannot_compute_are_refused(name, weight_format, act
     config, shard, weights = case(weight_format, (128, 128), ACTIVATIONS[activation])
     if uncalibrated:
         weights = replace(weights, **{uncalibrated: replace(getattr(weights, uncalibrated), input_scale=None)})
-    runtime = replace(RUNTIME, token_format="expert_major") if name == "cutedsl" else RUNTIME
+    runtime = replace(cases.RUNTIME, token_format="expert_major") if name == "cutedsl" else cases.RUNTIME
     with pytest.raises(ConfigError, match=says):
         build(kind, fake(), config, shard, weights, runtime)

@@ -9,27 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases.expert_cases import (
-    CPU,
-    GPT_OSS,
-    NAN,
-    RUNTIME,
-    make_config,
-    make_dense,
-    make_expert_major,
-    make_flat,
-    make_weights,
-    rows_with_expert,
-    shard_of,
-    valid_rows,
-)
+from support.cases import expert_cases as cases
 
+from eprt import expert_major
 from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError, InputError
 from eprt.expert_major import expert_major_from_flat, flat_from_expert_major, weighted_sum
 from eprt.experts import EXECUTORS, executor_spec, make_executor
 from eprt.experts.base import AdaptedExecutor, merge_repeats, unsupported_format
 from eprt.experts.reference import ReferenceExecutor
+from eprt.experts.torch_grouped import GroupedExecutor
 from eprt.placement import ExpertShard
 from eprt.quant import decode_payload, encode_payload
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
@@ -66,7 +55,7 @@ def test_topk_values():
         with pytest.raises(InputError, match=r"topk_ids spans .*expected \[0, 4\)"):
             TopK(bad, good.weights).check_ids(4)
     with pytest.raises(InputError, match="2 non-finite values of 6"):
-        topk(weights=torch.tensor([[0.0, NAN], [1.0, float("inf")], [0.0, 1.0]])).check_weights()
+        topk(weights=torch.tensor([[0.0, cases.NAN], [1.0, float("inf")], [0.0, 1.0]])).check_weights()
     empty = good.narrow(0, 0)
     empty.check(4, 2)
     empty.check_ids(4)
@@ -106,9 +95,9 @@ def test_payload_check_refuses(bad: Payload, message: str):
 
 
 def test_flat_check():
-    good = make_flat(make_config())
+    good = cases.make_flat(cases.make_config())
     good.check()
-    make_flat(make_config(), 0).check()
+    cases.make_flat(cases.make_config(), 0).check()
     for bad, message in [
         (replace(good, ids=good.ids.long()), r"flat ids .*int64.*expected \[13, K\] int32"),
         (replace(good, ids=good.ids[1:]), r"flat ids are \(12, 2\)"),
@@ -122,8 +111,8 @@ def test_flat_check():
 
 
 def test_expert_major_check():
-    config = make_config()
-    good = make_expert_major(make_flat(config), shard_of(config))
+    config = cases.make_config()
+    good = cases.make_expert_major(cases.make_flat(config), cases.shard_of(config))
     good.check()
     for bad, message in [
         (replace(good, counts=good.counts.long()), r"counts are \(4,\) int64"),
@@ -145,9 +134,9 @@ def routed(draw, payload: str = "f32") -> tuple[FlatTokens, ExpertShard]:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     ids = torch.tensor(rows, dtype=torch.int32).view(N, K)
     weights = torch.rand(N, K, generator=generator) + 0.5
-    weights[ids == E] = NAN
+    weights[ids == E] = cases.NAN
     hidden = torch.randn(N, 32, generator=generator)
-    hidden[(ids == E).all(1)] = NAN
+    hidden[(ids == E).all(1)] = cases.NAN
     return FlatTokens(encode_payload(hidden, payload), ids, weights, E), shard
 
 
@@ -163,7 +152,7 @@ def test_identity_experts_return_x_times_its_local_weights(case: tuple[FlatToken
     slabs, place = expert_major_from_flat(flat, shard, flat.ids.numel())
     slabs.check()
     assert int(slabs.counts.sum()) == int((local_weights(flat, shard) > 0).sum())
-    slabs.hidden.data[~valid_rows(slabs)] = NAN
+    slabs.hidden.data[~cases.valid_rows(slabs)] = cases.NAN
     found = weighted_sum(slabs.hidden.data, place, flat.weights)
     total = local_weights(flat, shard).sum(1, keepdim=True)
     expected = torch.where(total > 0, flat.hidden.data * total, 0.0)
@@ -251,36 +240,36 @@ class ExpertMajorOnly(ReferenceExecutor):
 
 
 def test_an_unadapted_executor_refuses_the_other_format():
-    config = make_config()
-    flat = make_flat(config)
-    weights, shard = make_dense(config), shard_of(config)
+    config = cases.make_config()
+    flat = cases.make_flat(config)
+    weights, shard = cases.make_dense(config), cases.shard_of(config)
     with pytest.raises(ConfigError, match="no native flat path"):
-        ExpertMajorOnly(config, shard, weights, CPU, RUNTIME)(flat)
+        ExpertMajorOnly(config, shard, weights, cases.CPU, cases.RUNTIME)(flat)
     with pytest.raises(ConfigError, match="no native expert_major path"):
-        FlatOnly(config, shard, weights, CPU, RUNTIME)(make_expert_major(flat, shard))
+        FlatOnly(config, shard, weights, cases.CPU, cases.RUNTIME)(cases.make_expert_major(flat, shard))
 
 
 @pytest.mark.parametrize("kind", [FlatOnly, ExpertMajorOnly])
 @pytest.mark.parametrize("payload", ["f32", "bf16", "fp8_block", "nvfp4"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_adapted_executor_equals_a_native_one(kind, payload: str, world_size: int):
-    config = make_config(activation=GPT_OSS, bias=True)
+    config = cases.make_config(activation=cases.GPT_OSS, bias=True)
     # bf16 results are rounded once more, before the weighted sum, by an expert-major executor.
     tolerance = 1e-6 if payload == "f32" else 2**-8
     for rank in range(world_size):
-        shard = shard_of(config, rank, world_size)
-        weights = shard_weights(make_dense(config), config, shard)
-        native = ReferenceExecutor(config, shard, weights, CPU, RUNTIME)
-        adapted = AdaptedExecutor(kind(config, shard, weights, CPU, RUNTIME))
-        flat = make_flat(config)
-        slabs = make_expert_major(flat, shard)
+        shard = cases.shard_of(config, rank, world_size)
+        weights = shard_weights(cases.make_dense(config), config, shard)
+        native = ReferenceExecutor(config, shard, weights, cases.CPU, cases.RUNTIME)
+        adapted = AdaptedExecutor(kind(config, shard, weights, cases.CPU, cases.RUNTIME))
+        flat = cases.make_flat(config)
+        slabs = cases.make_expert_major(flat, shard)
         flat = replace(flat, hidden=encode_payload(flat.hidden.data, payload), every_row_read=True)
         slabs = replace(slabs, hidden=encode_payload(slabs.hidden.data, payload))
-        out = torch.full_like(decode_payload(flat.hidden), NAN)
+        out = torch.full_like(decode_payload(flat.hidden), cases.NAN)
         assert relative_error(adapted(flat, out), native(flat)) < tolerance
-        assert (out[~rows_with_expert(flat, shard)] == 0).all()
-        valid = valid_rows(slabs)
-        wide = torch.full((*decode_payload(slabs.hidden).shape[:2], 2 * 96), NAN, dtype=out.dtype)
+        assert (out[~cases.rows_with_expert(flat, shard)] == 0).all()
+        valid = cases.valid_rows(slabs)
+        wide = torch.full((*decode_payload(slabs.hidden).shape[:2], 2 * 96), cases.NAN, dtype=out.dtype)
         adapted(slabs, wide[..., :96])  # not contiguous
         assert relative_error(wide[..., :96][valid], native(slabs)[valid]) < tolerance
         assert wide[..., 96:].isnan().all()
@@ -288,14 +277,14 @@ def test_adapted_executor_equals_a_native_one(kind, payload: str, world_size: in
 
 @pytest.mark.parametrize("kind", [FlatOnly, ExpertMajorOnly])
 def test_adapted_executor_takes_zero_rows_and_says_what_it_is(kind):
-    config = make_config()
-    shard = shard_of(config)
-    adapted = AdaptedExecutor(kind(config, shard, make_dense(config), CPU, RUNTIME))
+    config = cases.make_config()
+    shard = cases.shard_of(config)
+    adapted = AdaptedExecutor(kind(config, shard, cases.make_dense(config), cases.CPU, cases.RUNTIME))
     assert adapted.spec.formats == ("flat", "expert_major")
     assert adapted.spec.name == kind.spec.name
     assert len(kind.spec.formats) == 1, "the inner executor's own spec is left alone"
-    assert adapted(make_flat(config, 0)).shape == (0, 96)
-    empty = ExpertMajorTokens(Payload.plain(torch.empty(4, 3, 96).fill_(NAN)), torch.zeros(4, dtype=torch.int32))
+    assert adapted(cases.make_flat(config, 0)).shape == (0, 96)
+    empty = ExpertMajorTokens(Payload.plain(torch.empty(4, 3, 96).fill_(cases.NAN)), torch.zeros(4, dtype=torch.int32))
     assert adapted(empty).shape == (4, 3, 96)
 
 
@@ -312,21 +301,21 @@ def test_merging_repeats_keeps_the_weighted_sum(case: tuple[FlatTokens, ExpertSh
 
 
 def test_adapter_holds_rows_that_name_one_expert_in_every_slot():
-    config = make_config(top_k=4)
-    shard, weights = shard_of(config), make_dense(config)
+    config = cases.make_config(top_k=4)
+    shard, weights = cases.shard_of(config), cases.make_dense(config)
     ids = torch.tensor([[1, 1, 1, 1], [1, 3, 1, 3], [1, 1, 0, 1]], dtype=torch.int32)
     flat = FlatTokens(Payload.plain(torch.randn(3, 96)), ids, torch.rand(3, 4), config.num_experts)
-    adapted = AdaptedExecutor(ExpertMajorOnly(config, shard, weights, CPU, RUNTIME))
-    native = ReferenceExecutor(config, shard, weights, CPU, RUNTIME)
+    adapted = AdaptedExecutor(ExpertMajorOnly(config, shard, weights, cases.CPU, cases.RUNTIME))
+    native = ReferenceExecutor(config, shard, weights, cases.CPU, cases.RUNTIME)
     assert relative_error(adapted(flat), native(flat)) < 1e-6
 
 
 @pytest.mark.parametrize("native", ["flat", "expert_major"])
 def test_make_executor_adapts_only_what_is_lacking(native: str, monkeypatch):
     monkeypatch.setitem(EXECUTORS, "reference", replace(executor_spec("reference"), formats=(native,)))
-    config = make_config("bf16")
-    shard, flat = shard_of(config), replace(make_flat(config, dtype=torch.bfloat16), every_row_read=True)
-    arguments = ("reference", config, shard, make_weights(config), CPU, RUNTIME)
+    config = cases.make_config("bf16")
+    shard, flat = cases.shard_of(config), replace(cases.make_flat(config, dtype=torch.bfloat16), every_row_read=True)
+    arguments = ("reference", config, shard, cases.make_weights(config), cases.CPU, cases.RUNTIME)
     other = "flat" if native == "expert_major" else "expert_major"
     assert type(make_executor(*arguments)) is ReferenceExecutor
     assert type(make_executor(*arguments, token_format=native)) is ReferenceExecutor
@@ -335,3 +324,68 @@ def test_make_executor_adapts_only_what_is_lacking(native: str, monkeypatch):
     assert relative_error(adapted(flat), make_executor(*arguments)(flat)) < 2**-8
     monkeypatch.undo()
     assert type(make_executor(*arguments, token_format=other)) is ReferenceExecutor
+
+
+# ---- expert-major rows that lie further apart than they are wide: in place, or copied where valid --------------------
+
+H, WIDTH = 96, 128
+
+
+class DenseOnly(ReferenceExecutor):
+    strided: ClassVar = False
+
+    def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
+        assert tokens.hidden.data.is_contiguous()
+        assert out.is_contiguous()
+        super()._expert_major(tokens, out)
+
+
+def spread(rows: torch.Tensor) -> torch.Tensor:
+    """The same rows, NaN behind each."""
+    wide = torch.full((*rows.shape[:2], WIDTH), cases.NAN).to(rows.dtype)
+    wide[..., : rows.shape[2]] = rows
+    return wide[..., : rows.shape[2]]
+
+
+@pytest.mark.parametrize("kind", [ReferenceExecutor, GroupedExecutor, DenseOnly])
+@pytest.mark.parametrize("payload", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("apart", ["tokens", "outputs", "both"])
+def test_rows_far_apart_give_what_dense_rows_give(kind, payload: str, apart: str):
+    config = cases.make_config(activation=cases.GPT_OSS, bias=True)
+    shard = cases.shard_of(config)
+    executor = kind(config, shard, cases.make_dense(config), cases.CPU, cases.RUNTIME)
+    tokens = cases.make_expert_major(cases.make_flat(config, dtype=torch.bfloat16), shard)
+    tokens = replace(tokens, hidden=encode_payload(tokens.hidden.data, payload))
+    expected, valid = executor(tokens), cases.valid_rows(tokens)
+    out = torch.full_like(expected, cases.NAN)
+    if apart != "outputs":
+        tokens = replace(tokens, hidden=replace(tokens.hidden, data=spread(tokens.hidden.data)))
+    if apart != "tokens":
+        out = spread(out)
+    assert executor(tokens, out) is out
+    assert relative_error(out[valid], expected[valid]) < 1e-6
+    if apart != "tokens":
+        assert out.as_strided((*out.shape[:2], WIDTH - H), out.stride(), H).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32])
+def test_valid_rows_alone_are_copied(dtype: torch.dtype):
+    source = spread(torch.randn(3, 5, H)).to(dtype)
+    counts = torch.tensor([5, 0, 2], dtype=torch.int32)
+    target = torch.zeros(3, 5, WIDTH).to(dtype)
+    expert_major.copy_valid_rows(source, target[..., :H], counts)
+    valid = (torch.arange(5) < counts[:, None])[..., None]
+    assert torch.equal(target[..., :H].float(), torch.where(valid, source.float(), 0.0))
+    assert not target[..., H:].float().any()
+    swapped = torch.zeros(3, H, 5).to(dtype).mT
+    expert_major.copy_valid_rows(source, swapped, counts)
+    assert torch.equal(swapped.float(), target[..., :H].float())
+
+
+def test_dense_slabs_stay_where_they_are():
+    rows, counts = torch.randn(2, 4, H), torch.tensor([4, 1], dtype=torch.int32)
+    assert expert_major.dense(rows, counts) is rows
+    dense = expert_major.dense(spread(rows), counts)
+    assert dense.is_contiguous()
+    assert torch.equal(dense[0], rows[0])
+    assert torch.equal(dense[1, :1], rows[1, :1])

@@ -7,23 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases.expert_cases import (
-    ACTIVATIONS,
-    CPU,
-    GPT_OSS,
-    NAN,
-    RELU2,
-    RUNTIME,
-    make_config,
-    make_dense,
-    make_expert_major,
-    make_flat,
-    make_weights,
-    rows_with_expert,
-    shard_of,
-    swap_gate_and_up,
-    valid_rows,
-)
+from support.cases import expert_cases as cases
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eprt import quant
@@ -51,8 +35,10 @@ def kernel(request, monkeypatch) -> str:
 
 
 def pair(config: MoEConfig, weights: ExpertWeights, **where) -> tuple[GroupedExecutor, ReferenceExecutor]:
-    shard = shard_of(config, **where)
-    return tuple(kind(config, shard, weights, CPU, RUNTIME) for kind in (GroupedExecutor, ReferenceExecutor))
+    shard = cases.shard_of(config, **where)
+    return tuple(
+        kind(config, shard, weights, cases.CPU, cases.RUNTIME) for kind in (GroupedExecutor, ReferenceExecutor)
+    )
 
 
 def error_on_flat(executor: GroupedExecutor, reference: ReferenceExecutor, flat: FlatTokens) -> float:
@@ -61,36 +47,36 @@ def error_on_flat(executor: GroupedExecutor, reference: ReferenceExecutor, flat:
     shape, dtype = (flat.num_rows, flat.hidden.hidden_size), torch.float32
     if flat.hidden.format != "f32":
         dtype = torch.bfloat16
-    actual = executor(flat, torch.full(shape, NAN, dtype=dtype))
-    return relative_error(actual, reference(flat, torch.full(shape, NAN, dtype=dtype)))
+    actual = executor(flat, torch.full(shape, cases.NAN, dtype=dtype))
+    return relative_error(actual, reference(flat, torch.full(shape, cases.NAN, dtype=dtype)))
 
 
 def error_on_slabs(executor: GroupedExecutor, reference: ReferenceExecutor, slabs: ExpertMajorTokens) -> float:
-    valid = valid_rows(slabs)
-    out = torch.full_like(slabs.hidden.data, NAN)
+    valid = cases.valid_rows(slabs)
+    out = torch.full_like(slabs.hidden.data, cases.NAN)
     return relative_error(executor(slabs, out)[valid], reference(slabs)[valid])
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize("activation", cases.ACTIVATIONS.values(), ids=cases.ACTIVATIONS)
 @pytest.mark.parametrize(("H", "I"), [(96, 64), (96, 24), (100, 20), (33, 7)])
 def test_float32(kernel: str, H: int, I: int, activation, bias: bool):
     """Sizes that no 16-byte row holds are padded inside."""
-    config = make_config(hidden_size=H, intermediate_size=I, activation=activation, bias=bias)
-    executor, reference = pair(config, make_dense(config))
-    flat = make_flat(config)
+    config = cases.make_config(hidden_size=H, intermediate_size=I, activation=activation, bias=bias)
+    executor, reference = pair(config, cases.make_dense(config))
+    flat = cases.make_flat(config)
     assert error_on_flat(executor, reference, flat) < F32_TOLERANCE
-    assert error_on_slabs(executor, reference, make_expert_major(flat, shard_of(config))) < F32_TOLERANCE
+    assert error_on_slabs(executor, reference, cases.make_expert_major(flat, cases.shard_of(config))) < F32_TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["bf16", "mxfp4", "mxfp8", "nvfp4", "fp8_tensor", "fp8_block", "fp8_channel", "int4"])
-@pytest.mark.parametrize("activation", [GPT_OSS, RELU2], ids=["gpt_oss", "relu2"])
+@pytest.mark.parametrize("activation", [cases.GPT_OSS, cases.RELU2], ids=["gpt_oss", "relu2"])
 def test_every_weight_format(kernel: str, name: str, activation):
-    config = make_config(name, activation=activation, bias=True)
-    executor, reference = pair(config, make_weights(config))
-    flat = make_flat(config, dtype=torch.bfloat16)
+    config = cases.make_config(name, activation=activation, bias=True)
+    executor, reference = pair(config, cases.make_weights(config))
+    flat = cases.make_flat(config, dtype=torch.bfloat16)
     assert error_on_flat(executor, reference, flat) < BF16_TOLERANCE
-    assert error_on_slabs(executor, reference, make_expert_major(flat, shard_of(config))) < BF16_TOLERANCE
+    assert error_on_slabs(executor, reference, cases.make_expert_major(flat, cases.shard_of(config))) < BF16_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -104,52 +90,54 @@ def test_every_weight_format(kernel: str, name: str, activation):
     ],
 )
 def test_odd_sizes_and_tokens_in_another_dtype_than_the_weights(kernel: str, changes: dict, dtype: torch.dtype):
-    config = make_config(**changes)
-    executor, reference = pair(config, make_weights(config))
-    assert error_on_flat(executor, reference, make_flat(config, 64, dtype=dtype)) < BF16_TOLERANCE
+    config = cases.make_config(**changes)
+    executor, reference = pair(config, cases.make_weights(config))
+    assert error_on_flat(executor, reference, cases.make_flat(config, 64, dtype=dtype)) < BF16_TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "nvfp4"])
 def test_packed_tokens(kernel: str, name: str):
-    config = make_config("bf16", bias=True)
-    executor, reference = pair(config, make_weights(config))
-    flat = make_flat(config)
+    config = cases.make_config("bf16", bias=True)
+    executor, reference = pair(config, cases.make_weights(config))
+    flat = cases.make_flat(config)
     packed = replace(flat, hidden=quant.encode_payload(flat.hidden.data, name))
     assert error_on_flat(executor, reference, packed) < BF16_TOLERANCE
-    slabs = make_expert_major(flat, shard_of(config))
+    slabs = cases.make_expert_major(flat, cases.shard_of(config))
     packed_slabs = ExpertMajorTokens(quant.encode_payload(slabs.hidden.data, name), slabs.counts)
-    valid = valid_rows(slabs)
+    valid = cases.valid_rows(slabs)
     assert relative_error(executor(packed_slabs)[valid], reference(packed_slabs)[valid]) < BF16_TOLERANCE
 
 
 def test_rows_without_a_local_expert_are_zero_whatever_they_hold(kernel: str):
-    config = make_config("bf16", bias=True)
-    flat = replace(make_flat(config, dtype=torch.bfloat16), every_row_read=True)
+    config = cases.make_config("bf16", bias=True)
+    flat = replace(cases.make_flat(config, dtype=torch.bfloat16), every_row_read=True)
     where = {"rank": 1, "world_size": 2}
-    executor, _ = pair(config, shard_weights(make_weights(config), config, shard_of(config, **where)), **where)
-    mine = rows_with_expert(flat, shard_of(config, **where))
+    executor, _ = pair(
+        config, shard_weights(cases.make_weights(config), config, cases.shard_of(config, **where)), **where
+    )
+    mine = cases.rows_with_expert(flat, cases.shard_of(config, **where))
     assert 0 < int(mine.sum()) < flat.num_rows
     flat.hidden.data[~mine] = float("inf")
-    out = executor(flat, torch.full_like(flat.hidden.data, NAN))
+    out = executor(flat, torch.full_like(flat.hidden.data, cases.NAN))
     assert (out[~mine] == 0).all()
     assert out.isfinite().all()
 
 
 def test_all_slots_invalid_and_zero_rows(kernel: str):
-    config = make_config("bf16", bias=True)
-    executor, _ = pair(config, make_weights(config))
-    flat = make_flat(config, 6, dtype=torch.bfloat16)
+    config = cases.make_config("bf16", bias=True)
+    executor, _ = pair(config, cases.make_weights(config))
+    flat = cases.make_flat(config, 6, dtype=torch.bfloat16)
     nothing = replace(flat, ids=torch.full_like(flat.ids, config.num_experts), every_row_read=True)
-    assert (executor(nothing, torch.full_like(flat.hidden.data, NAN)) == 0).all()
-    assert executor(make_flat(config, 0, dtype=torch.bfloat16)).shape == (0, 96)
+    assert (executor(nothing, torch.full_like(flat.hidden.data, cases.NAN)) == 0).all()
+    assert executor(cases.make_flat(config, 0, dtype=torch.bfloat16)).shape == (0, 96)
     no_rows = ExpertMajorTokens(Payload.plain(torch.empty(4, 0, 96)), torch.zeros(4, dtype=torch.int32))
     assert executor(no_rows).shape == (4, 0, 96)
 
 
 def test_one_expert_takes_all_rows_and_repeats_count_twice(kernel: str):
-    config = make_config()
-    executor, reference = pair(config, make_dense(config))
-    flat = make_flat(config, 7)
+    config = cases.make_config()
+    executor, reference = pair(config, cases.make_dense(config))
+    flat = cases.make_flat(config, 7)
     same = FlatTokens(
         Payload.plain(flat.hidden.data.nan_to_num(1.0)),
         torch.full_like(flat.ids, 2),
@@ -162,9 +150,9 @@ def test_one_expert_takes_all_rows_and_repeats_count_twice(kernel: str):
 @pytest.mark.parametrize(
     ("activation", "hidden", "expected"),
     [
-        (GPT_OSS, [-10.0, -9.0], -10 / (1 + math.exp(17.02)) * -6),  # gate has no lower clamp, up has one
-        (GPT_OSS, [10.0, 9.0], 7 / (1 + math.exp(-7 * 1.702)) * 8),
-        (RELU2, [-3.0, 3.0], [0.0, 9.0]),
+        (cases.GPT_OSS, [-10.0, -9.0], -10 / (1 + math.exp(17.02)) * -6),  # gate has no lower clamp, up has one
+        (cases.GPT_OSS, [10.0, 9.0], 7 / (1 + math.exp(-7 * 1.702)) * 8),
+        (cases.RELU2, [-3.0, 3.0], [0.0, 9.0]),
     ],
 )
 def test_activation_by_hand(activation, hidden: list[float], expected):
@@ -174,21 +162,21 @@ def test_activation_by_hand(activation, hidden: list[float], expected):
 
 
 def test_weights_are_not_kept():
-    config = make_config("bf16", bias=True)
-    weights, flat = make_weights(config), make_flat(config, dtype=torch.bfloat16)
+    config = cases.make_config("bf16", bias=True)
+    weights, flat = cases.make_weights(config), cases.make_flat(config, dtype=torch.bfloat16)
     executor, reference = pair(config, weights)
     expected = reference(replace(flat, every_row_read=True))
     for tensor in (weights.gate_up.data, weights.down.data, weights.gate_up_bias, weights.down_bias):
-        tensor.fill_(NAN)
+        tensor.fill_(cases.NAN)
     assert relative_error(executor(flat), expected) < BF16_TOLERANCE
 
 
 def test_mutants_fail(kernel: str):
-    config = make_config("bf16", activation=GPT_OSS, bias=True)
-    weights, flat = make_weights(config), make_flat(config, dtype=torch.bfloat16)
-    shard = shard_of(config)
+    config = cases.make_config("bf16", activation=cases.GPT_OSS, bias=True)
+    weights, flat = cases.make_weights(config), cases.make_flat(config, dtype=torch.bfloat16)
+    shard = cases.shard_of(config)
     executor, reference = pair(config, weights)
-    slabs = make_expert_major(flat, shard)
+    slabs = cases.make_expert_major(flat, shard)
     assert error_on_flat(executor, reference, flat) < BF16_TOLERANCE
 
     def broken(change: ExpertWeights) -> list[float]:
@@ -196,7 +184,7 @@ def test_mutants_fail(kernel: str):
         return [error_on_flat(mutant, reference, flat), error_on_slabs(mutant, reference, slabs)]
 
     mutants = {
-        "gate and up swapped": swap_gate_and_up(weights),
+        "gate and up swapped": cases.swap_gate_and_up(weights),
         "down bias dropped": replace(weights, down_bias=torch.zeros_like(weights.down_bias)),
         "gate_up bias dropped": replace(weights, gate_up_bias=torch.zeros_like(weights.gate_up_bias)),
         "experts shifted by one": weights.map(lambda tensor: tensor.roll(1, 0)),
@@ -248,11 +236,11 @@ def is_synchronising(calls: list[tuple[str, tuple]]) -> bool:
 
 @pytest.mark.parametrize("payload", ["bf16", "fp8_block", "nvfp4"])
 def test_operators_do_not_depend_on_the_routing_and_read_nothing_back(kernel: str, payload: str):
-    config = make_config("bf16", bias=True, activation=GPT_OSS)
-    executor, reference = pair(config, make_weights(config))
+    config = cases.make_config("bf16", bias=True, activation=cases.GPT_OSS)
+    executor, reference = pair(config, cases.make_weights(config))
     seen = []
     for seed, ids in [(0, None), (1, None), (2, 4), (3, 0)]:
-        flat = make_flat(config, 9, seed=seed)
+        flat = cases.make_flat(config, 9, seed=seed)
         if ids is not None:  # all invalid; all to expert 0
             flat = replace(flat, ids=torch.full_like(flat.ids, ids))
         flat = replace(flat, hidden=quant.encode_payload(flat.hidden.data, payload))
@@ -262,7 +250,8 @@ def test_operators_do_not_depend_on_the_routing_and_read_nothing_back(kernel: st
     assert not is_synchronising(seen[0])
     assert is_synchronising(operators(reference, flat)), "the recorder must see a sync where there is one"
     slabs = [
-        make_expert_major(make_flat(config, 9, seed=seed, dtype=torch.bfloat16), shard_of(config)) for seed in (0, 1)
+        cases.make_expert_major(cases.make_flat(config, 9, seed=seed, dtype=torch.bfloat16), cases.shard_of(config))
+        for seed in (0, 1)
     ]
     calls = [operators(executor, slab) for slab in slabs]
     assert calls[0] == calls[1]

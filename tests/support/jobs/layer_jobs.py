@@ -17,7 +17,7 @@ from eprt.layer import ExpertParallelMoE
 from eprt.routing import Router
 from eprt.tokens import RouterLogits, TopK
 from eprt.weights import Dense, ExpertWeights, LatentWeights, SharedExpertWeights
-from support.builders import NOTHING, said
+from support.builders import NOTHING, layer_of, said
 from support.stand_ins.pretended_gpu import counted_calls
 
 E, K, H, WIDE, I = 8, 2, 16, 24, 8
@@ -341,25 +341,16 @@ def cut_hash_routing(context):
     world = context.world()
     config = MoEConfig(E, K, H, I, weight_format="f32", routing=Routing("hash"))
     seeded = torch.Generator().manual_seed(5)
-    weight = torch.randn(E, H, generator=seeded)
     table = torch.stack([torch.randperm(E, generator=seeded)[:K] for _ in range(40)])
-    local = E // world.size
-    shapes, own = ((local, 2 * I, H), (local, H, I)), torch.Generator().manual_seed(world.rank)
-    experts = ExpertWeights(*(Dense(torch.randn(shape, generator=own) / 4) for shape in shapes))
-    layers = [
-        ExpertParallelMoE(
-            config,
-            world,
-            experts,
-            runtime=RuntimeConfig(dispatcher="torch", executor="reference", max_tokens_per_rank=capacity),
-            router=Router(weight, config.routing, K, token_table=table),
-        )
-        for capacity in (3, 32)
-    ]
+    router = Router(torch.randn(E, H, generator=seeded), config.routing, K, token_table=table)
+    full = ExpertWeights(*(Dense(torch.randn(shape, generator=seeded) / 4) for shape in ((E, 2 * I, H), (E, H, I))))
     T = 11 if context.rank == 0 else 2
     ids = torch.randint(40, (T,), generator=torch.Generator().manual_seed(context.rank))
-    found, expected = (layer(tokens_of(context.rank, T), token_ids=ids) for layer in layers)
-    return float((found - expected).abs().max())
+    found = []
+    for capacity in (3, 32):
+        runtime = RuntimeConfig(dispatcher="torch", executor="reference", max_tokens_per_rank=capacity)
+        found.append(layer_of(world, config, full, runtime, router=router)(tokens_of(context.rank, T), token_ids=ids))
+    return float((found[0] - found[1]).abs().max())
 
 
 def files_entered(context):
