@@ -15,7 +15,8 @@ tokens a rank, W ranks, K top-k, E experts, L local experts, H hidden, I interme
 
 def page() -> str:
     rooms = [
-        f"\n## {module}\n" + "".join(f"\n::: {module}.{name}\n" for name in eprt._HOME[module]) for module in eprt._HOME
+        f"\n## {module}\n" + "".join(f"\n::: {module}.{name}\n" for name in eprt._HOME[module].split())
+        for module in eprt._HOME
     ]
     return HEAD + "".join(rooms)
 

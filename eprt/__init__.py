@@ -71,48 +71,31 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "eprt.models.checkpoint": ("Checkpoint", "load_on_all_ranks"),
-    "eprt.config": ("Activation", "MoEConfig", "ParallelConfig", "Routing", "RuntimeConfig", "SharedExpert"),
-    "eprt.dispatch": ("Dispatched", "Dispatcher", "DispatcherSpec", "Handle", "register_dispatcher"),
-    "eprt.engines": ("Engine", "EngineSpec"),
+    "eprt.models.checkpoint": "Checkpoint load_on_all_ranks",
+    "eprt.config": "Activation MoEConfig ParallelConfig Routing RuntimeConfig SharedExpert",
+    "eprt.dispatch": "Dispatched Dispatcher DispatcherSpec Handle register_dispatcher",
+    "eprt.engines": "Engine EngineSpec",
     "eprt.errors": (
-        "CapacityError",
-        "CheckpointError",
-        "ConfigError",
-        "EprtError",
-        "InputError",
-        "RankLost",
-        "UnsupportedError",
-        "UsageError",
-        "WorldMismatch",
+        "CapacityError CheckpointError ConfigError EprtError InputError RankLost UnsupportedError UsageError "
+        "WorldMismatch"
     ),
-    "eprt.experts": ("ExecutorSpec", "PreparedExecutor", "register_executor"),
-    "eprt.graphs": ("StepGraphs",),
-    "eprt.layer": ("ExpertParallelMoE",),
-    "eprt.models": ("LayerParts", "ModelFamily", "build_layer", "load_layer", "register_family"),
-    "eprt.placement": ("ExpertPlacement",),
-    "eprt.plan": ("Plan", "make_plan"),
-    "eprt.routing": ("Router",),
-    "eprt.support": ("Device",),
-    "eprt.tokens": ("ExpertMajorTokens", "FlatTokens", "Payload", "RouterLogits", "TopK"),
+    "eprt.experts": "ExecutorSpec PreparedExecutor register_executor",
+    "eprt.graphs": "StepGraphs",
+    "eprt.layer": "ExpertParallelMoE",
+    "eprt.models": "LayerParts ModelFamily build_layer load_layer register_family",
+    "eprt.placement": "ExpertPlacement",
+    "eprt.plan": "Plan make_plan",
+    "eprt.routing": "Router",
+    "eprt.support": "Device",
+    "eprt.tokens": "ExpertMajorTokens FlatTokens Payload RouterLogits TopK",
     "eprt.weights": (
-        "Dense",
-        "ExpertWeights",
-        "Fp8Block",
-        "Fp8Channel",
-        "Fp8Tensor",
-        "Int4",
-        "LatentWeights",
-        "Mxfp4",
-        "Mxfp8",
-        "Nvfp4",
-        "SharedExpertWeights",
+        "Dense ExpertWeights Fp8Block Fp8Channel Fp8Tensor Int4 LatentWeights Mxfp4 Mxfp8 Nvfp4 SharedExpertWeights"
     ),
-    "eprt.world": ("World",),
-    "eprt.world.shrink": ("Survivors",),
-    "eprt.world.collectives": ("Step",),
+    "eprt.world": "World",
+    "eprt.world.shrink": "Survivors",
+    "eprt.world.collectives": "Step",
 }
-_MODULE = {name: module for module, names in _HOME.items() for name in names}
+_MODULE = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = [*_MODULE, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 

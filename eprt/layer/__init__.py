@@ -21,7 +21,7 @@ from eprt.experts import Executor, make_executor
 from eprt.graphs import LayerGraphs
 from eprt.layer.loading import ExpertLoading
 from eprt.layer.parts import check_kinds, check_parts
-from eprt.layer.rounds import LayerCall, Round, run_engine, run_rounds
+from eprt.layer.rounds import Given, LayerCall, Round, run_engine, run_rounds
 from eprt.layer.slots import ChosenSlots, Slices
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan, make_plan
@@ -165,10 +165,10 @@ class ExpertParallelMoE(nn.Module):
             InputError, CapacityError, WorldMismatch, RankLost, UsageError: see `Dispatcher.dispatch`.
             UsageError: the first call of a layer that wasn't passed to the `World.warmup` before.
         """
-        given = hidden_states, routing, token_ids, tokens_per_rank
-        if (output := self._by_other_means(*given)) is not None:
+        given = Given(hidden_states, routing, token_ids, tokens_per_rank)
+        if (output := self._by_other_means(given)) is not None:
             return output
-        call = self._route(*given)
+        call = self._route(given)
         if call.engine is not None:
             return run_engine(self, call.engine, call)
         dispatcher = self.dispatcher
@@ -269,20 +269,15 @@ class ExpertParallelMoE(nn.Module):
         """Makes the call that the layer's graphs record. They pad its rows, so it isn't replayed itself."""
         return self.forward(hidden_states, tokens_per_rank=tokens_per_rank)
 
-    def _by_other_means(
-        self,
-        hidden_states: torch.Tensor,
-        routing: TopK | RouterLogits | None,
-        token_ids: torch.Tensor | None,
-        tokens_per_rank: int | None,
-    ) -> torch.Tensor | None:
+    def _by_other_means(self, given: Given) -> torch.Tensor | None:
         """Returns the output of a call with gradients off, of torch.compile's operator or of a graph's replay; None
         where the call is to be made eagerly."""
+        hidden_states, routing, token_ids, tokens_per_rank = given
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.forward(hidden_states, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
         if torch.compiler.is_compiling():
-            return compiled.call(self._number, hidden_states, routing, token_ids, tokens_per_rank)
+            return compiled.call(self._number, *given)
         if self.broken:
             self.dispatcher.refuse(UsageError(self.broken), tokens_per_rank)
         if not self._used:
@@ -298,18 +293,13 @@ class ExpertParallelMoE(nn.Module):
             return tokens_per_rank
         return rounded(tokens_per_rank, self.world.buckets)
 
-    def _route(
-        self,
-        hidden_states: torch.Tensor,
-        routing: TopK | RouterLogits | None,
-        token_ids: torch.Tensor | None,
-        tokens_per_rank: int | None,
-    ) -> LayerCall:
+    def _route(self, given: Given) -> LayerCall:
         """Checks a call, takes this rank's slice of its tokens, and chooses their experts.
 
         Raises:
             InputError, CapacityError, UsageError: on every rank.
         """
+        hidden_states, routing, token_ids, tokens_per_rank = given
         if self.graphs is not None:
             tokens_per_rank = self._rounded(tokens_per_rank)
         try:

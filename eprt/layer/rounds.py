@@ -15,6 +15,15 @@ from eprt.engines import Engine, Parts
 from eprt.tokens import RouterLogits, TopK
 
 
+class Given(NamedTuple):
+    """The arguments of a layer's call, as `ExpertParallelMoE.forward` documents them."""
+
+    hidden_states: torch.Tensor
+    routing: TopK | RouterLogits | None
+    token_ids: torch.Tensor | None
+    tokens_per_rank: int | None
+
+
 @dataclass(slots=True)
 class LayerCall:
     """One call of a layer, on this rank.

@@ -38,8 +38,7 @@ from eprt.errors import RankLost, one_block
 from eprt.world.links import GRACE_S, Links, LoopThread, StoreWatch
 from eprt.world.process import bounded, stopped
 from eprt.world.rendezvous import Rendezvous
-from eprt.world.suspicion import Suspicion, cut_off
-from eprt.world.verdicts import BEAT_S, Verdicts
+from eprt.world.verdicts import BEAT_S, Suspicion, Verdicts, cut_off
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from eprt.world.groups import payload_group, silent_after
 from eprt.world.guard import Guard
 from eprt.world.lifecycle import Lifecycle, SharedResources
 from eprt.world.process import bounded
-from eprt.world.suspicion import may_go_on
+from eprt.world.verdicts import may_go_on
 
 logger = logging.getLogger("eprt")
 _LOOK_S = 2e-3

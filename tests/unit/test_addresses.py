@@ -9,7 +9,7 @@ import pytest
 
 from eprt.errors import ConfigError
 from eprt.world import addresses
-from eprt.world.suspicion import cut_off
+from eprt.world.verdicts import cut_off
 
 
 def resolves(monkeypatch: pytest.MonkeyPatch, **names: str) -> None:
