@@ -51,4 +51,6 @@ def test_tokens_that_deepep_quantises(pool, hidden_size, top_k, wait):
 @needs_deepep
 @pytest.mark.parametrize(("hidden_size", "top_k"), [(2880, 4), (7168, 8)])
 def test_work_between_sends_and_arrival(pool, hidden_size, top_k):
-    assert pool.run(jobs.overlapped, H=hidden_size, K=top_k) == [("UsageError", 0)] * SIZE
+    for early, wrong in pool.run(jobs.overlapped, H=hidden_size, K=top_k):
+        assert "call handle.wait()" in early
+        assert wrong == 0

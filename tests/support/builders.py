@@ -15,7 +15,7 @@ import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import Case
-from eprt.conformance.checks import Check, check_transport, run_checks, summarize
+from eprt.conformance.checks import Check, Kind, check_transport, run_checks, summarize
 from eprt.conformance.oracle import shard_weights
 from eprt.dispatch import Dispatcher
 from eprt.errors import EprtError
@@ -104,12 +104,12 @@ def distinct_experts(T: int, E: int, K: int, generator: torch.Generator) -> torc
     return torch.rand(T, E, generator=generator, device=generator.device).argsort(1)[:, :K].to(torch.int32)
 
 
-def transported(dispatcher: Dispatcher, case: Case) -> list[str]:
+def transported(dispatcher: Dispatcher, case: Case, kind: Kind = "transport") -> list[str]:
     """Returns what the conformance check of a transport finds wrong with all calls of a case. Collective."""
     runtime, context = dispatcher.runtime, mock.Mock(once=lambda *_: dispatcher)
     formats = {"payload": runtime.payload, "combine_payload": runtime.combine_payload, "config": dispatcher.config}
     context.world.return_value = dispatcher.world
-    row = check_transport(context, Check("transport", case, dispatcher.spec.name, dispatcher.token_format, **formats))
+    row = check_transport(context, Check(kind, case, dispatcher.spec.name, dispatcher.token_format, **formats))
     return [] if row.ok else [f"{case.name}: error {row.error:.1e} {row.detail}"]
 
 

@@ -82,7 +82,7 @@ def test_any_capacity_travels_in_slabs_that_the_library_takes(world, hidden_size
     out = dispatcher.combine(y, sent.handle)
     assert torch.equal(out, transport.weighted_sums(Batch(hidden, topk), torch.ones(E), None).bfloat16())
     over, ids = hidden.new_zeros(capacity + 1, hidden_size), topk.ids.new_zeros(capacity + 1, 3)
-    with pytest.raises(CapacityError, match=str(capacity)):
+    with pytest.raises(CapacityError, match=rf"capacity of {capacity}: .*bytes a rank"):
         dispatcher.dispatch(over, TopK(ids, ids.float()))
 
 
@@ -133,18 +133,6 @@ def test_every_copy_of_a_call_was_compiled_in_warmup(world, monkeypatch, hidden_
             y = buffer
         dispatcher.combine(y, sent.handle)
     assert copies == warm
-
-
-def test_a_deferred_dispatch_must_be_waited_for(world):
-    dispatcher = make(world)
-    batch = make_batch(CASES[0], 0, 0, 1, dispatcher.config, torch.bfloat16)
-    sent = dispatcher.dispatch(batch.hidden, batch.topk, wait=False)
-    assert sent.tokens.counts.sum() == 0
-    with pytest.raises(UsageError, match=r"handle.wait\(\)"):
-        dispatcher.combine(sent.tokens.hidden.data, sent.handle)
-    sent.handle.wait()
-    sent.handle.wait()
-    assert sent.tokens.counts.sum() == (batch.topk.ids < E).sum()
 
 
 def test_two_results_alive_and_a_third_refused(world):

@@ -186,10 +186,6 @@ def test_tokens_that_require_grad_on_one_rank_change_nothing(pools, dispatcher: 
     assert pools(2).run(jobs.grads_on_rank_1, dispatcher=dispatcher) == [(True, True)] * 2
 
 
-def test_attention_tp_slices_any_number_of_tokens(pools) -> None:
-    assert max(max(errors) for errors in pools(4).run(jobs.attention_tp_slices, counts=[0, 1, 2, 3, 7])) < 1e-5
-
-
 @pytest.mark.parametrize("dispatcher", ["none", "torch"])
 @pytest.mark.parametrize(
     ("attention_tp", "latent", "counts", "rounds"),

@@ -277,17 +277,6 @@ def warmed_up_on_one_rank(context):
     return told, found
 
 
-def attention_tp_slices(context, counts):
-    """Replicated tokens, from fewer than the group has ranks upwards, against the same layer without attention TP."""
-    found = []
-    moe, plain = make_layer(context, attention_tp=2), make_layer(context)
-    for count in counts:
-        x = tokens_of(context.rank // 2, count + context.rank // 2)
-        apart = (moe(x, tokens_per_rank=max(counts) + 1) - plain(x)).abs()
-        found.append(float(apart.max()) if x.shape[0] else 0.0)
-    return found
-
-
 def grads_on_rank_1(context, dispatcher):
     """Rank 1's tokens, routing and router require grad. (equal to what detached ones give, no output requires it)"""
     moe = make_layer(context, dispatcher=dispatcher)

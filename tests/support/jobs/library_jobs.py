@@ -64,7 +64,7 @@ def overlapped(context: RankContext, H: int, K: int) -> tuple[str, int]:
     for T in (5, 0, 32, 17):
         x, topk = batch(generator, (T + context.rank) % 33, H, K)
         sent = dispatcher.dispatch(x, topk, 32, wait=False)
-        early = caught(lambda sent=sent, x=x: dispatcher.combine(x, sent.handle))[0]
+        early = caught(lambda sent=sent, x=x: dispatcher.combine(x, sent.handle))[1]
         busy = torch.randn(1024, 1024, device=generator.device)
         busy @= busy
         sent.handle.wait()
