@@ -170,14 +170,6 @@ def test_buffers_by_geometry_freed_by_the_last_user_and_not_with_lost_peers(worl
     assert not other.destroyed
 
 
-def test_warmup_allocates_and_later_allocation_is_refused(world):
-    dispatcher = make(world)
-    world.warmup(dispatcher)
-    assert exchange(dispatcher, CASES[0]) == []
-    with pytest.raises(UsageError, match=r"allocating the DeepEP low-latency buffer after World.warmup"):
-        exchange(make(world, 4096), CASES[0])
-
-
 def test_refusals(world):
     with pytest.raises(ConfigError, match="at most 1024 tokens a rank, max_tokens_per_rank is 1025"):
         make(world, max_tokens_per_rank=1025)

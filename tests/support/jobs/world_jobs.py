@@ -206,13 +206,6 @@ def without_torchrun(context, port: int, what: str) -> str:
     return NOTHING
 
 
-def skips_a_barrier(context) -> str:
-    """Rank 1 goes on to a dispatch."""
-    world = context.world()
-    dispatcher = make_dispatcher("torch", world, CONFIG, RuntimeConfig())
-    return said(lambda: (context.rank != 1 and world.barrier(), _step(dispatcher, 2)))
-
-
 def late_for_a_barrier(context) -> tuple[int, str]:
     """Rank 1 sleeps outside any dispatcher's call."""
     world = context.world(timeout_s=1.5)
