@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.jobs import exchange_jobs as jobs
+from support.jobs import world_jobs as jobs
 
 from eprt.errors import WorldMismatch
 from eprt.ranks.launcher import launch
@@ -38,7 +38,7 @@ def patience(looks: int):
 
 
 def test_every_rank_gets_every_row_whoever_is_late(pools) -> None:
-    assert pools(4).run(jobs.many, rounds=600) == [(True, True)] * 4
+    assert pools(4).run(jobs.many_exchanges, rounds=600) == [(True, True)] * 4
 
 
 def test_a_row_is_taken_only_whole() -> None:
@@ -96,7 +96,7 @@ def test_after_an_interrupt_a_rank_first_ends_the_exchange_it_left() -> None:
 
 
 def test_the_file_is_the_ranks_own_and_gone_at_once(pools, tmp_path: Path) -> None:
-    found = pools(2).run(jobs.opened, folders=[str(tmp_path)] * 2)
+    found = pools(2).run(jobs.opened_exchange, folders=[str(tmp_path)] * 2)
     assert [(shares, left) for shares, left, _ in found] == [(True, [])] * 2
     assert set(found[0][2]) == {0o600}
 
@@ -106,7 +106,7 @@ def test_ranks_that_share_no_folder_keep_to_sockets(pools, tmp_path: Path, folde
     """Containers that have a name in common, and ranks whose folder can't be written."""
     for name in ("0", "1"):
         (tmp_path / name).mkdir()
-    found = pools(2).run(jobs.opened, folders=[str(tmp_path / name) for name in folders])
+    found = pools(2).run(jobs.opened_exchange, folders=[str(tmp_path / name) for name in folders])
     assert [(shares, left) for shares, left, _ in found] == [(False, [])] * 2
 
 

@@ -18,11 +18,11 @@ from support.cases import expert_cases as cases
 
 from eprt.bench.baselines import baselines
 from eprt.config import ParallelConfig, RuntimeConfig
-from eprt.conformance.oracle import relative_error, shard_weights
+from eprt.conformance.oracle import relative_error
 from eprt.errors import ConfigError
 from eprt.experts import executor_spec, make_executor
 from eprt.experts.base import AdaptedExecutor
-from eprt.experts.reference import ReferenceExecutor, decode_matrix
+from eprt.experts.reference import decode_matrix
 from eprt.placement import ExpertPlacement
 from eprt.weights import MX_BLOCK, Mxfp4
 
@@ -116,8 +116,7 @@ def finite(flat):
 
 def run(config, weights, tokens, parallel=None, rank=0, runtime=cases.RUNTIME):
     shard = ExpertPlacement(config.num_experts, parallel or ParallelConfig()).shard(rank)
-    local = shard_weights(weights, config, shard)
-    return make_executor("cutlass_mxfp4", config, shard, local, cases.CPU, runtime)(tokens), shard
+    return cases.built("cutlass_mxfp4", config, weights, shard, runtime)(tokens), shard
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,7 @@ def test_executor_in_front_of_the_stand_in(kernel, config, dtype):
     weights = cases.make_weights(config)
     flat = finite(cases.make_flat(config, dtype=dtype))
     out, shard = run(config, weights, flat)
-    expected = ReferenceExecutor(config, shard, weights, cases.CPU, cases.RUNTIME)(flat)
+    expected = cases.built("reference", config, weights, shard)(flat)
     assert out.dtype == dtype
     assert relative_error(out, expected) < 1e-2
     assert len(kernel.calls) == 1
@@ -149,9 +148,8 @@ def test_by_hand_is_the_same_job_around_the_same_call(kernel, rank, H):
     """Padded and cut where the kernel's tiles ask for it; ids of other ranks and of nobody."""
     config = mxfp4_layer(hidden_size=H)
     shard = cases.shard_of(config, rank, 4)
-    local = shard_weights(cases.make_weights(config), config, shard)
     flat = replace(cases.make_flat(config, 40, dtype=torch.bfloat16), every_row_read=True)
-    runner = make_executor("cutlass_mxfp4", config, shard, local, cases.CPU, cases.RUNTIME)
+    runner = cases.built("cutlass_mxfp4", config, cases.make_weights(config), shard)
     expected, found = runner(flat), baselines().direct_call(runner, flat)()
     ours, theirs = kernel.calls
     assert (found.dtype, found.shape, found.is_contiguous()) == (torch.bfloat16, (40, H), True)
@@ -171,8 +169,7 @@ def test_shares_add_up(kernel, ep_size, moe_tp_size):
     flat = finite(cases.make_flat(config, dtype=torch.bfloat16))
     parallel = ParallelConfig(ep_size * moe_tp_size, moe_tp_size=moe_tp_size)
     total = sum(run(config, weights, flat, parallel, rank)[0].float() for rank in range(parallel.world_size))
-    whole = ExpertPlacement(8, ParallelConfig()).shard(0)
-    assert relative_error(total, ReferenceExecutor(config, whole, weights, cases.CPU, cases.RUNTIME)(flat)) < 1e-2
+    assert relative_error(total, cases.built("reference", config, weights)(flat)) < 1e-2
     assert {call["ep_size"] for call in kernel.calls} == {ep_size}
     assert {call["ep_rank"] for call in kernel.calls} == set(range(ep_size))
 
@@ -180,13 +177,12 @@ def test_shares_add_up(kernel, ep_size, moe_tp_size):
 def test_slabs_go_through_the_adapter_and_zero_rows_nowhere(kernel):
     config = mxfp4_layer()
     weights = cases.make_weights(config)
-    shard = ExpertPlacement(8, ParallelConfig()).shard(0)
-    runner = AdaptedExecutor(make_executor("cutlass_mxfp4", config, shard, weights, cases.CPU, cases.RUNTIME))
+    runner = AdaptedExecutor(cases.built("cutlass_mxfp4", config, weights))
     flat = cases.make_flat(config, dtype=torch.bfloat16)
-    slabs = cases.make_expert_major(flat, shard)
+    slabs = cases.make_expert_major(flat, cases.shard_of(config))
     valid = cases.valid_rows(slabs)
     slabs = replace(slabs, hidden=replace(slabs.hidden, data=slabs.hidden.data.nan_to_num(0, 0, 0)))
-    expected = ReferenceExecutor(config, shard, weights, cases.CPU, cases.RUNTIME)(slabs)
+    expected = cases.built("reference", config, weights)(slabs)
     assert relative_error(runner(slabs)[valid], expected[valid]) < 1e-2
     called = len(kernel.calls)
     assert runner(cases.make_flat(config, 0, dtype=torch.bfloat16)).shape == (0, 96)
@@ -227,8 +223,7 @@ def test_warmup_and_workspace_have_the_top_k_of_the_tokens(kernel, monkeypatch):
     monkeypatch.setattr(autotuner, "autotune", autotune)
     config = mxfp4_layer()
     weights, flat = cases.make_weights(config), cases.make_flat(config, dtype=torch.bfloat16)
-    shard = ExpertPlacement(8, ParallelConfig()).shard(0)
-    runner = make_executor("cutlass_mxfp4", config, shard, weights, cases.CPU, cases.RUNTIME)
+    runner = cases.built("cutlass_mxfp4", config, weights)
     runner.warmup(13, top_k=4)
     assert tuned == [(13, 16)]
     assert {call["token_selected_experts"].shape[1] for call in kernel.calls} == {4}
@@ -236,11 +231,11 @@ def test_warmup_and_workspace_have_the_top_k_of_the_tokens(kernel, monkeypatch):
     ids = torch.nn.functional.pad(flat.ids, (0, 1), value=8)
     wide = replace(flat, ids=ids, weights=torch.nn.functional.pad(flat.weights.nan_to_num(), (0, 1)))
     wide = replace(wide, hidden=replace(flat.hidden, data=flat.hidden.data.nan_to_num()), every_row_read=True)
-    expected = ReferenceExecutor(config, shard, weights, cases.CPU, cases.RUNTIME)(wide)
+    expected = cases.built("reference", config, weights)(wide)
     assert relative_error(runner(wide), expected) < 1e-2
     assert sized[-1][1] == 4
     kernel.calls.clear()
-    AdaptedExecutor(make_executor("cutlass_mxfp4", config, shard, weights, cases.CPU, cases.RUNTIME)).warmup(2)
+    AdaptedExecutor(cases.built("cutlass_mxfp4", config, weights)).warmup(2)
     assert {call["token_selected_experts"].shape[1] for call in kernel.calls} == {1}
     assert max(len(call["token_selected_experts"]) for call in kernel.calls) >= 2 * 8
 

@@ -173,12 +173,11 @@ def test_installed_version_is_new_enough(humming):
 
 def run_layer(config, tokens, runtime=cases.RUNTIME, warm=0):
     """(result, the reference's result) of the whole layer."""
-    weights, shard = cases.make_weights(config), cases.shard_of(config)
-    runner = make_executor("humming", config, shard, weights, cases.CPU, runtime)
+    weights = cases.make_weights(config)
+    runner = cases.built("humming", config, weights, runtime=runtime)
     if warm:
         runner.warmup(warm)
-    expected = ReferenceExecutor(config, shard, weights, cases.CPU, runtime)(tokens)
-    return runner(tokens), expected
+    return runner(tokens), cases.built("reference", config, weights)(tokens)
 
 
 FORMATS = {"mxfp4": 96, "nvfp4": 48, "fp8_tensor": 24, "fp8_block": 40}
@@ -207,13 +206,8 @@ def test_shares_add_up(launches, ep_size):
     weights, flat = cases.make_weights(config), replace(cases.make_flat(config), every_row_read=True)
     total = torch.zeros(flat.num_rows, 96)
     for rank in range(ep_size):
-        shard = cases.shard_of(config, rank, ep_size)
-        runner = make_executor(
-            "humming", config, shard, shard_weights(weights, config, shard), cases.CPU, cases.RUNTIME
-        )
-        total += runner(flat)
-    expected = ReferenceExecutor(config, cases.shard_of(config), weights, cases.CPU, cases.RUNTIME)(flat)
-    assert relative_error(total, expected) < 1e-2
+        total += cases.built("humming", config, weights, cases.shard_of(config, rank, ep_size))(flat)
+    assert relative_error(total, cases.built("reference", config, weights)(flat)) < 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -222,9 +216,8 @@ def test_by_hand_is_the_same_job_around_the_same_launches(launches, rank, dtype)
     """Ids of other ranks and of nobody, weights and rows of NaN; what is left unwritten holds NaN too."""
     config = cases.make_config("mxfp4", num_experts=8, top_k=3, activation=cases.GPT_OSS, bias=True)
     shard = cases.shard_of(config, rank, 4)
-    weights = shard_weights(cases.make_weights(config), config, shard)
     flat = replace(cases.make_flat(config, 40, dtype=dtype), every_row_read=True)
-    runner = make_executor("humming", config, shard, weights, cases.CPU, cases.RUNTIME)
+    runner = cases.built("humming", config, cases.make_weights(config), shard)
     expected = runner(flat)
     ours, launches.gemms = launches.gemms, []
     peer = baselines().direct_call(runner, flat)
@@ -319,8 +312,7 @@ def test_warmup_has_the_top_k_that_calls_will_have(launches, monkeypatch, low_pr
     monkeypatch.setattr(humming_module.GroupedGemm, "warmup", lambda *_: None)
     config = cases.make_config("mxfp4", hidden_size=128, intermediate_size=128)
     runtime = RuntimeConfig(token_format="flat", low_precision_activations=low_precision)
-    weights, shard = cases.make_weights(config), cases.shard_of(config)
-    runner = make_executor("humming", config, shard, weights, cases.CPU, runtime)
+    runner = cases.built("humming", config, cases.make_weights(config), runtime=runtime)
     monkeypatch.setattr(runner, "_experts", lambda rows, *_: None)
     runner.warmup(6, top_k=3)
     after = len(made)
@@ -337,8 +329,7 @@ def test_warmup_has_the_top_k_that_calls_will_have(launches, monkeypatch, low_pr
 
 def test_streams_have_their_own_locks(launches):
     config = cases.make_config("mxfp4")
-    weights, flat = cases.make_weights(config), cases.make_flat(config)
-    runner = make_executor("humming", config, cases.shard_of(config), weights, cases.CPU, cases.RUNTIME)
+    runner, flat = cases.built("humming", config, cases.make_weights(config)), cases.make_flat(config)
     found = []
     for launches.stream in (7, 8, 7):
         runner(flat)

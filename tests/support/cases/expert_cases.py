@@ -7,7 +7,9 @@ from dataclasses import replace
 import torch
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.conformance.oracle import shard_weights
 from eprt.expert_major import expert_major_from_flat
+from eprt.experts import Executor, make_executor
 from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.quant import encode
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
@@ -32,6 +34,14 @@ def make_config(weight_format: str = "f32", **changes) -> MoEConfig:
 
 def shard_of(config: MoEConfig, rank: int = 0, world_size: int = 1, moe_tp_size: int = 1) -> ExpertShard:
     return ExpertPlacement(config.num_experts, ParallelConfig(world_size, moe_tp_size=moe_tp_size)).shard(rank)
+
+
+def built(
+    name: str, config: MoEConfig, weights: ExpertWeights, shard: ExpertShard | None = None, runtime=RUNTIME
+) -> Executor:
+    """An executor of the table on the CPU, with the shard's share of all experts' weights."""
+    shard = shard or shard_of(config)
+    return make_executor(name, config, shard, shard_weights(weights, config, shard), CPU, runtime)
 
 
 def make_dense(config: MoEConfig, seed: int = 0) -> ExpertWeights:
