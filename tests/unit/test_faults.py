@@ -266,12 +266,6 @@ def test_what_leaves_the_world_as_it_is(job, found: list) -> None:
     assert launch(job, len(found)) == found
 
 
-def test_nested_tokens_are_refused_on_all_ranks() -> None:
-    for found in launch(jobs.nested_tokens, 2):
-        assert len(found) == 4
-        assert all(words.startswith("InputError: rank 1: hidden_states is a nested tensor") for words in found)
-
-
 PLAIN = [None, True, -3, 2.5, "é\n", b"\0\xff", [1, [2, ()]], (1, "a", None), {"a": {1: (2,)}}]
 
 

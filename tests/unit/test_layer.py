@@ -25,6 +25,7 @@ REFUSED = {
     "routing_of_another_kind": ("InputError: rank 1: routing is a tuple", {}),
     "topk_ids_that_are_a_list": ("InputError: rank 1: topk_ids is list", {}),
     "logits_that_are_a_list": ("InputError: rank 1: router logits is list", {}),
+    "nested": ("InputError: rank 1: hidden_states is a nested tensor", {}),
     "sparse": ("InputError: rank 1: hidden_states is (4, 16) torch.float32", {}),
     "sparse_ids": ("InputError: rank 1: topk_ids is a torch.sparse_coo tensor: expected a dense one", COUNTED),
     "sparse_weights": ("InputError: rank 1: topk_weights is a torch.sparse_coo tensor: expected a dense one", COUNTED),

@@ -267,6 +267,7 @@ INPUT = {
     "hidden_too_narrow": (_hidden(lambda x: x[:, :-1]), "InputError", "expected [T, 72]"),
     "hidden_for_fewer_tokens": (_hidden(lambda x: x[:-1]), "InputError", "must agree"),
     "hidden_of_one_dimension": (_hidden(lambda x: x[0]), "InputError", "expected [T, 72]"),
+    "hidden_jagged": (_hidden(lambda x: torch.nested.nested_tensor([*x], layout=torch.jagged)), "InputError", "nested"),
     "everything_on_another_device": (_on_rank_1(_to_meta), "InputError", "meta"),
     "ids_in_int64": (_ids(lambda ids: ids.long()), "InputError", "expected int32"),
     "ids_of_another_top_k": (_ids(lambda ids: ids[:, :-1]), "InputError", "expected [T, 3]"),

@@ -7,7 +7,6 @@ import signal
 import socket
 import time
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -144,21 +143,6 @@ def combines_twice_on_one_rank(context) -> list[object]:
         job.step(step)
     layer.close()
     return [*found, "right"]
-
-
-def nested_tokens(context) -> list[str]:
-    world = context.world(timeout_s=20)
-    job = CheckedLayer(world, "torch")
-    layer = job.layer
-    topk = TopK(torch.tensor([[0, 2], [1, 3]], dtype=torch.int32), torch.ones(2, 2))
-    found: list[str] = []
-    for layout in (torch.strided, torch.jagged):
-        hidden = torch.nested.nested_tensor([torch.ones(1, 32)] * 2, layout=layout)
-        for call in (layer, layer.dispatcher.dispatch):
-            found.append(said(partial(call, hidden if context.rank == 1 else torch.ones(2, 32), topk)))
-    job.step(1)
-    layer.close()
-    return found
 
 
 def is_cut_off(context, victim: int) -> str:

@@ -118,6 +118,7 @@ BAD = {
     "routing_of_another_kind": lambda x: ((x, (x, x)), {}),
     "topk_ids_that_are_a_list": lambda x: ((x, TopK(good_routing(4).ids.tolist(), good_routing(4).weights)), {}),
     "logits_that_are_a_list": lambda x: ((x, RouterLogits([[0.0] * E] * 4)), {}),
+    "nested": lambda x: ((torch.nested.nested_tensor([*x]), good_routing(4)), {}),
     "sparse": lambda x: ((x.to_sparse(), good_routing(4)), {}),
     "sparse_ids": lambda x: ((x, TopK(good_routing(4).ids.to_sparse(), good_routing(4).weights)), {}),
     "sparse_weights": lambda x: ((x, TopK(good_routing(4).ids, good_routing(4).weights.to_sparse())), {}),
