@@ -21,6 +21,7 @@ from eprt.dispatch.spec import DEEPEP_MAX_TOKENS
 from eprt.errors import ConfigError, UsageError
 from eprt.rounding import ceil_div, round_up
 from eprt.tokens import ExpertMajorTokens, Payload, TopK
+from eprt.world.lifecycle import RankMemory
 
 MAX_OPEN = 2  # deep_ep 1.2.1: the warnings and asserts of deep_ep/buffer.py
 QP_DEPTH_VARIABLE = "NVSHMEM_QP_DEPTH"
@@ -66,7 +67,7 @@ def least_capacity(num_ranks: int, tokens: int) -> int:
 
 
 @dataclass
-class LowLatencyBuffer:
+class LowLatencyBuffer(RankMemory):
     """The library's buffer of one geometry.
 
     Attributes:
@@ -81,9 +82,6 @@ class LowLatencyBuffer:
     in_flight: InFlightBuffers
     alive: tuple[bool, ...]
     given_up: torch.Tensor | None
-
-    def release(self) -> None:
-        """Does nothing: its kernels can't be freed from the host."""
 
     def resume(self, alive: tuple[bool, ...]) -> None:
         if self.given_up is None:

@@ -266,10 +266,10 @@ class ExpertLoad:
         self._counts.zero_()
 
 
-def listed(experts: Sequence[int], most: int = 16) -> str:
+def listed(experts: Sequence[int]) -> str:
     """Returns numbers of experts as a message bears them."""
-    text = ", ".join(map(str, experts[:most]))
-    return text if len(experts) <= most else f"{text}, ... ({len(experts)} of them)"
+    text = ", ".join(map(str, experts[:16]))
+    return text if len(experts) <= 16 else f"{text}, ... ({len(experts)} of them)"
 
 
 def _equal(slots: tuple[int, ...] | range, in_order: range) -> bool:

@@ -120,7 +120,7 @@ def local_device(device: str | None) -> torch.device:
 
     Without torchrun, and if a host engine that started torch.distributed also uses CUDA, it is the current GPU.
     """
-    local_rank, local_size = number_of("LOCAL_RANK", 0, 0), number_of("LOCAL_WORLD_SIZE", 1, 1)
+    local_rank, local_size = number_of("LOCAL_RANK"), number_of("LOCAL_WORLD_SIZE", 1)
     if device not in (None, "cpu", "cuda"):
         raise ConfigError(f"device {shown(device)}: expected 'cpu' or 'cuda', or None for either")
     available = torch.cuda.device_count()

@@ -8,12 +8,13 @@ import ctypes
 import multiprocessing
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -198,15 +199,14 @@ def not_warmable(thing: object) -> InputError | None:
     return InputError(f"warmup got {shown(thing)}: expected a layer or a dispatcher, which has a method `warmup`")
 
 
-@runtime_checkable
-class RankMemory(Protocol):
+class RankMemory(ABC):
     """Memory in which kernels of several ranks work together. All of it is told when ranks are lost."""
 
     def release(self) -> None:
-        """Lets kernels of this rank that wait for others go on, as far as the host can; what they make is garbage. Not
+        """Lets kernels of this rank that wait for others go on, if the host can; what they make is garbage. Not
         collective; called again until the GPU is idle, and never again for ranks that are lost for good."""
-        ...
 
+    @abstractmethod
     def resume(self, alive: tuple[bool, ...]) -> None:
         """Goes on with these ranks alone: forgets the calls in flight, and neither sends to the others nor waits for
         them. Every rank that is left does it, between two barriers, with an idle GPU.
@@ -214,7 +214,6 @@ class RankMemory(Protocol):
         Raises:
             UsageError: it can't, on every rank.
         """
-        ...
 
 
 class SharedResources:

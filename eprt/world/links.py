@@ -36,9 +36,8 @@ _MAC_BYTES = 32
 _MAX_UNPROVEN = 64  # connections beside one for each rank; then the oldest goes
 _HANDSHAKE_S = 5.0
 _RETRY_S = 0.1
-GRACE_S = (
-    1.0  # after an end, until somebody is accused: what was sent before arrives, and who ended with it is heard of
-)
+# After an end, until somebody is accused: what was sent before arrives, and who ended with it is heard of.
+GRACE_S = 1.0
 
 
 class LoopThread:
@@ -64,8 +63,8 @@ class LoopThread:
         """Returns whether the caller is this thread."""
         return threading.current_thread() is self._thread
 
-    def do(self, call: Callable[[], None], wait_s: float = 1.0) -> None:
-        """Runs `call` in the thread and waits for it at most `wait_s`: it must happen before this process ends."""
+    def do(self, call: Callable[[], None]) -> None:
+        """Runs `call` in the thread and waits for it at most a second: it must happen before this process ends."""
         if not self.alive or self.here:
             return
         done = threading.Event()
@@ -80,7 +79,7 @@ class LoopThread:
             self.loop.call_soon_threadsafe(run)
         except RuntimeError:  # the loop ended in between
             return
-        done.wait(wait_s)
+        done.wait(1.0)
 
     def stop(self) -> None:
         if self.alive:
@@ -96,9 +95,8 @@ class LoopThread:
             pending = asyncio.all_tasks(self.loop)  # what never came about
             for task in pending:
                 task.cancel()
-            if (
-                pending
-            ):  # gather() of nothing asks for the thread's loop, which a policy set since (uvloop's) doesn't know
+            # gather() of nothing asks for the thread's loop, which a policy set since (uvloop's) doesn't know.
+            if pending:
                 self.loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         finally:
             self.loop.close()

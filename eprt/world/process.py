@@ -104,12 +104,13 @@ class Member:
         return f"process {self.pid} on {self.host}"
 
 
-def number_of(name: str, default: int, least: int, most: int = 2**31 - 1) -> int:
-    """Returns the whole number that a launcher's variable holds. Raises ConfigError, naming it."""
-    said = os.environ.get(name, str(default))
-    if not (said.isascii() and said.isdigit() and len(said) < 20 and least <= int(said) <= most):
+def number_of(name: str, least: int = 0) -> int:
+    """Returns the whole number that a launcher's variable holds, `least` without it. Raises ConfigError, naming it."""
+    said = os.environ.get(name, str(least))
+    if not (said.isascii() and said.isdigit() and len(said) < 20 and least <= int(said) < 2**31):
         raise ConfigError(
-            f"the environment says {name}={shown(said)}: expected a number from {least} to {most}, as torchrun sets it"
+            f"the environment says {name}={shown(said)}: expected a number from {least} to 2^31 - 1, as torchrun sets "
+            "it"
         )
     return int(said)
 
@@ -123,7 +124,7 @@ def require_timeout(timeout_s: object) -> None:
 
 def restarts() -> int:
     """Returns how often this rank's torchrun agent says that it restarted its ranks; 0 without one."""
-    return number_of("TORCHELASTIC_RESTART_COUNT", 0, 0)
+    return number_of("TORCHELASTIC_RESTART_COUNT")
 
 
 def job_name() -> str:

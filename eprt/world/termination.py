@@ -56,7 +56,7 @@ class Termination:
         if they may restart ranks at all, and end all ranks before they start any again. Clocks of two hosts don't tell
         which was first.
         """
-        if host != AGENT or not number_of("TORCHELASTIC_MAX_RESTARTS", 0, 0):
+        if host != AGENT or not number_of("TORCHELASTIC_MAX_RESTARTS"):
             return True
         return bool(self.boot) and self.boot == boot_id() and started_at() < self.at
 

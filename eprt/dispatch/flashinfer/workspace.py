@@ -20,6 +20,7 @@ import torch
 from eprt.dispatch.shared_memory import InFlightBuffers, unmapped
 from eprt.errors import ConfigError
 from eprt.rounding import round_up
+from eprt.world.lifecycle import RankMemory
 from eprt.world.wire import gather_values
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Views:
     output: torch.Tensor
 
 
-class Workspace:
+class Workspace(RankMemory):
     """One rank's view of the memory: `NUM_BUFFERS` independent workspaces of the library.
 
     Args:
@@ -193,9 +194,6 @@ class Workspace:
             **self._mask,
             **({"use_low_precision": True} if fp8 else {}),
         )
-
-    def release(self) -> None:
-        """Does nothing: its kernels can't be freed from the host."""
 
     def resume(self, alive: tuple[bool, ...]) -> None:
         self.alive = alive

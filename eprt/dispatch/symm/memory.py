@@ -19,6 +19,7 @@ from eprt.dispatch.spec import SYMM_MAX_RANKS, SYMM_R_BITS
 from eprt.errors import WorldMismatch
 from eprt.rounding import round_up
 from eprt.tokens import PAYLOADS, FlatTokens, Payload
+from eprt.world.lifecycle import RankMemory
 
 if TYPE_CHECKING:
     from eprt.world import World
@@ -80,7 +81,7 @@ class SymmGeometry:
         return self.buffer_start(NUM_BUFFERS)
 
 
-class SymmetricMemory:
+class SymmetricMemory(RankMemory):
     """One rank's allocation, its peers' addresses, and the state of its buffers.
 
     Args:
