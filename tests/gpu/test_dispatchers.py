@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.builders import JOB_S, wrong_checks
-from support.cases.gpu_ranks import SHARED, SIZE, several_gpus, skip_if_shared
+from support.builders import wrong_checks
+from support.cases.gpu_ranks import SHARED, SIZE, launch_here, several_gpus, skip_if_shared
 from support.jobs import dispatcher_jobs as jobs
 from support.jobs import lost_rank_jobs
 from support.jobs.dispatcher_jobs import PAIRS, Beyond, Pair
@@ -18,7 +18,7 @@ from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import CASES
 from eprt.conformance.checks import Check
 from eprt.dispatch import DISPATCHERS
-from eprt.ranks.launcher import WorldFailed, launch
+from eprt.ranks.launcher import WorldFailed
 from eprt.support import Device
 
 GRAPH_SAFE = [pair for pair in PAIRS if DISPATCHERS[pair[0]].graph_safe]
@@ -182,7 +182,6 @@ def test_a_skipped_combine_is_noticed_where_headers_are_compared(pool, pair: Pai
 def test_a_killed_rank_is_named_by_the_others_within_the_limit(name: str) -> None:
     pair: Pair = (name, DISPATCHERS[name].formats[0])
     require(pair)
-    arguments = {"timeout_s": JOB_S, "grace_s": lost_rank_jobs.LIMIT_S + 7, "pair": pair, "how": "dies in dispatch"}
     with pytest.raises(WorldFailed) as failure:
-        launch(lost_rank_jobs.one_rank_dies, SIZE, "cuda", share_gpu=SHARED, **arguments)
+        launch_here(lost_rank_jobs.one_rank_dies, grace_s=lost_rank_jobs.LIMIT_S + 7, pair=pair, how="dies in dispatch")
     assert lost_rank_jobs.unheard(failure.value, may_exit=name != "symm") == []

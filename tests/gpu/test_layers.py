@@ -8,14 +8,13 @@ import pytest
 import torch
 from support.builders import JOB_S
 from support.cases.gpu_cases import GRAPHS, HIDDEN, INTERMEDIATE, ROUNDS, ROWS, GpuCase, graph_layer
-from support.cases.gpu_ranks import SHARED, SIZE, several_gpus, skip_if_refused
+from support.cases.gpu_ranks import SIZE, launch_here, several_gpus, skip_if_refused
 from support.cases.model_checkpoints import WRITERS
 from support.jobs import integration_jobs
 from support.jobs import whole_layer_jobs as jobs
 
 from eprt.config import RuntimeConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.ranks.launcher import launch
 
 pytestmark = several_gpus
 
@@ -53,15 +52,7 @@ def test_a_second_start_is_quick(record_property) -> None:
     case = next(c for c in GRAPHS if (c.runtime.dispatcher, c.runtime.executor) == ("symm", "humming"))
     skip_if_refused(case.config, case.runtime)
     for start in ("first", "second"):
-        found = launch(
-            jobs.seconds_to_start,
-            SIZE,
-            "cuda",
-            share_gpu=SHARED,
-            timeout_s=JOB_S,
-            config=case.config,
-            runtime=case.runtime,
-        )
+        found = launch_here(jobs.seconds_to_start, config=case.config, runtime=case.runtime)
         build, warm_up = (max(seconds) for seconds in zip(*found, strict=True))
         record_property(f"{start}_build_s", build)
         record_property(f"{start}_warmup_s", warm_up)

@@ -6,14 +6,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from support.builders import JOB_S, wrong_checks
-from support.cases.gpu_ranks import SIZE, a_gpu_each, several_gpus
+from support.builders import wrong_checks
+from support.cases.gpu_ranks import SIZE, a_gpu_each, launch_here, several_gpus
 from support.jobs import rank_mask_jobs as jobs
 
 from eprt.conformance.cases import CASES
 from eprt.conformance.checks import Check
 from eprt.dispatch import DISPATCHERS
-from eprt.ranks.launcher import launch
 
 
 def _library(name: str, *values: object):
@@ -28,13 +27,12 @@ pytestmark = [*several_gpus, a_gpu_each]
 @pytest.mark.parametrize(("hidden_size", "top_k"), [(2048, 1), (2880, 4), (7168, 8)])
 def test_the_others_go_on_without_the_ranks_left_out(hidden_size, top_k, name):
     """In ranks of its own: no World of theirs is whole afterwards."""
-    how = {"timeout_s": JOB_S, "name": name, "hidden_size": hidden_size, "top_k": top_k}
-    assert launch(jobs.left_out, SIZE, "cuda", **how) == [[]] * SIZE
+    assert launch_here(jobs.left_out, name=name, hidden_size=hidden_size, top_k=top_k) == [[]] * SIZE
 
 
 @pytest.mark.parametrize(("name", "follows"), [_library("flashinfer", False), _library("deepep", True)])
 def test_graphs_and_the_mask(name, follows):
-    assert launch(jobs.replayed, SIZE, "cuda", timeout_s=JOB_S, name=name, follows=follows) == [[]] * SIZE
+    assert launch_here(jobs.replayed, name=name, follows=follows) == [[]] * SIZE
 
 
 @pytest.mark.parametrize("name", [_library("flashinfer")])

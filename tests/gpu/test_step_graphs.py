@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.builders import JOB_S
-from support.cases.gpu_ranks import SHARED, SIZE, several_gpus, skip_if_refused
+from support.cases.gpu_ranks import SIZE, launch_here, several_gpus, skip_if_refused
 from support.jobs import lost_rank_jobs
 from support.jobs import step_graph_jobs as jobs
 from support.jobs.step_graph_jobs import BUCKETS, LAYERS, SCHEDULE, TOLERANCE
 
 from eprt.config import RuntimeConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.ranks.launcher import WorldFailed, launch
+from eprt.ranks.launcher import WorldFailed
 
 GRAPH_SAFE = [name for name, spec in DISPATCHERS.items() if spec.graph_safe]
 BF16 = torch.bfloat16
@@ -70,8 +69,8 @@ def test_layers_with_graphs_of_their_own(pool, dispatcher: str, own_rank: int, i
 @pytest.mark.parametrize("dispatcher", [name for name in GRAPH_SAFE if DISPATCHERS[name].shrink])
 def test_graphs_are_captured_again_by_the_ranks_that_are_left(dispatcher: str) -> None:
     """In ranks of its own: no World of theirs is whole afterwards."""
-    how = {"timeout_s": JOB_S, "runtime": runtime_or_skip(dispatcher, on_rank_lost="continue")}
-    assert launch(jobs.alive_changes, SIZE, "cuda", share_gpu=SHARED, **how) == [[]] * SIZE
+    runtime = runtime_or_skip(dispatcher, on_rank_lost="continue")
+    assert launch_here(jobs.alive_changes, runtime=runtime) == [[]] * SIZE
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -79,33 +78,13 @@ def test_graphs_are_captured_again_by_the_ranks_that_are_left(dispatcher: str) -
 def test_a_rank_lost_inside_a_replay_is_named(dispatcher: str, waits: bool) -> None:
     """A loop that waits by `StepGraphs.wait` raises; one that sits in torch's synchronize is taken away by the guard,
     unless a kernel of symm gave up before."""
-    settings = {
-        "runtime": runtime_or_skip(dispatcher),
-        "victim": lost_rank_jobs.VICTIM,
-        "limit_s": lost_rank_jobs.LIMIT_S,
-        "waits": waits,
-    }
+    limit_s = lost_rank_jobs.LIMIT_S
+    settings = {"runtime": runtime_or_skip(dispatcher), "victim": lost_rank_jobs.VICTIM, "waits": waits}
     with pytest.raises(WorldFailed) as failure:
-        launch(
-            jobs.lost_in_replay,
-            SIZE,
-            "cuda",
-            share_gpu=SHARED,
-            timeout_s=JOB_S,
-            grace_s=lost_rank_jobs.LIMIT_S + 7,
-            **settings,
-        )
+        launch_here(jobs.lost_in_replay, grace_s=limit_s + 7, limit_s=limit_s, **settings)
     assert lost_rank_jobs.unheard(failure.value, may_exit=not waits) == []
 
 
 @pytest.mark.parametrize("dispatcher", GRAPH_SAFE)
 def test_a_world_closes_while_graphs_of_its_steps_live(dispatcher: str) -> None:
-    found = launch(
-        jobs.closes_before_its_graphs,
-        SIZE,
-        "cuda",
-        share_gpu=SHARED,
-        timeout_s=JOB_S,
-        runtime=runtime_or_skip(dispatcher),
-    )
-    assert found == ["UsageError"] * SIZE
+    assert launch_here(jobs.closes_before_its_graphs, runtime=runtime_or_skip(dispatcher)) == ["UsageError"] * SIZE

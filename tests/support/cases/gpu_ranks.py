@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import UnsupportedError
 from eprt.plan import make_plan
+from eprt.ranks.launcher import launch
 from eprt.support import Device
 from support.builders import JOB_S
 
 GPUS = torch.cuda.device_count()
 SHARED = GPUS == 1  # two ranks take turns on it, under the dispatcher that needs neither NCCL nor a library
 SIZE = 2 if SHARED else min(4, GPUS)
+launch_here = partial(launch, size=SIZE, device="cuda", timeout_s=JOB_S, share_gpu=SHARED)  # in ranks of its own
 NEEDS_GPUS = "needs 2 CUDA devices of one host with peer access: this machine has {}"
 
 several_gpus = [
