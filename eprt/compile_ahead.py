@@ -12,21 +12,23 @@ import importlib
 import logging
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from io import BufferedRWPair
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import driver
-from triton.runtime.cache import get_cache_manager
+from triton.runtime.cache import get_cache_manager, triton_key
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eprt.launching import INTERPRETED, Specialization, name_callees_first, recording, shared_cache
@@ -38,6 +40,7 @@ FEWEST = 4  # kernels for which starting processes pays: each imports torch firs
 MOST_PROCESSES = 32
 _MARK = "eprt-compiled"
 _WORKER = "from eprt.compile_ahead import serve; serve()"
+_along: list[Specialization] = []  # what the next `compile_ahead` compiles beside its own
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,23 @@ def compile_ahead(
         return
     with recording() as found:
         warmup()
-    compile_all(found, Device.of(device), processes, begin=begin)
+    compile_all(found + _along, Device.of(device), processes, begin=begin)
     warmup()
+
+
+@contextmanager
+def compiled_along(warmup: Callable[[], object]) -> Iterator[None]:
+    """Has a `compile_ahead` of the block also compile what `warmup` needs: alone it would be too little to start
+    processes for. The kernels are loaded when the block ends."""
+    with recording() as found:
+        warmup()
+    _along.extend(found)
+    try:
+        yield
+    finally:
+        _along.clear()
+    for each in found:
+        each.load()
 
 
 def _processes(share: float) -> int:
@@ -108,8 +126,9 @@ def compile_all(
         logger.info("eprt: compiling %d kernels in %d processes", len(todo), processes)
         first = int(len(todo) * begin)
         queue = [(mark, _pickled(jobs[mark])) for mark in todo[first:] + todo[:first]]
-        with ThreadPoolExecutor(processes) as threads:
-            done = sum(threads.map(_drain, [queue] * processes, [target] * processes))
+        modules = {jobs[mark].kernel.fn.__module__ for mark in todo}
+        with _workers(target, modules, processes) as workers, ThreadPoolExecutor(processes) as threads:
+            done = sum(threads.map(_drain, [queue] * processes, workers))
     logger.info("eprt: compiled %d kernels in %.1f s", done, time.monotonic() - start)
     return done
 
@@ -154,20 +173,40 @@ def _marked(mark: str) -> bool:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def _drain(queue: list[tuple[str, bytes]], target: Device) -> int:
-    """Has a process of its own compile jobs of the queue until none is left. Returns how many it compiled."""
+@contextmanager
+def _workers(target: Device, modules: set[str], count: int) -> Iterator[list[BufferedRWPair]]:
+    """Starts `count` processes that compile jobs, and yields what connects to each. One more imports what all need,
+    some seconds' work, and forks them. They end with the block, or with this process."""
+    pairs = [socket.socketpair() for _ in range(count)]
+    theirs = [each.fileno() for _, each in pairs]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command, pipe, done = [sys.executable, "-c", _WORKER, str(target.sm)], subprocess.PIPE, 0
-    worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment)
-    requests, answers = cast("IO[bytes]", worker.stdin), cast("IO[bytes]", worker.stdout)
-    with worker, suppress(BrokenPipeError, EOFError, IndexError):  # it died, or no job is left
+    command, nowhere = [sys.executable, "-c", _WORKER, str(target.sm), ",".join(map(str, theirs))], subprocess.DEVNULL
+    first = subprocess.Popen(
+        [*command, *sorted(modules)], stdin=nowhere, stdout=nowhere, stderr=nowhere, env=environment, pass_fds=theirs
+    )
+    for _, other in pairs:
+        other.close()
+    with first:
+        try:
+            yield [own.makefile("rwb") for own, _ in pairs]
+        finally:
+            for own, _ in pairs:
+                with suppress(OSError):
+                    own.shutdown(socket.SHUT_RDWR)  # also where a fork of this process holds it
+                own.close()
+
+
+def _drain(queue: list[tuple[str, bytes]], worker: BufferedRWPair) -> int:
+    """Has a process compile jobs of the queue until none is left. Returns how many it compiled."""
+    done = 0
+    with suppress(OSError, EOFError, IndexError):  # it died, or no job is left
         while True:
             mark, job = queue.pop(0)
             if _marked(mark):
                 continue
-            pickle.dump(job, requests)
-            requests.flush()
-            if failure := pickle.load(answers):
+            pickle.dump(job, worker)
+            worker.flush()
+            if failure := pickle.load(worker):
                 logger.debug("eprt: a kernel wasn't compiled ahead: %s", failure)
                 continue
             get_cache_manager(mark).put("", _MARK, binary=False)
@@ -197,13 +236,30 @@ def compile_for(sm: int) -> None:
 
 
 def serve() -> None:
-    """Compiles the jobs that come on stdin for the target that argv names, and answers each on stdout with an error's
-    text, empty if there was none."""
-    requests, answers, sys.stdout = sys.stdin.buffer, sys.stdout.buffer, sys.stderr
-    compile_for(int(sys.argv[1]))
+    """Compiles jobs for the target that argv names, in a process for each of the sockets that argv names next; then
+    come the modules of the kernels."""
+    sm, descriptors, *modules = sys.argv[1:]
+    sockets = [socket.socket(fileno=int(each)) for each in descriptors.split(",")]
+    compile_for(int(sm))
+    for module in modules:
+        importlib.import_module(module)
+    triton_key()  # a hash of all of Triton, remembered
+    for index, own in enumerate(sockets):
+        if os.fork() == 0:
+            for other in sockets[index + 1 :]:
+                other.close()  # else it would stay open when the process that it is for has died
+            _answer(own.makefile("rwb"))
+            os._exit(0)
+        own.close()
+    for _ in sockets:
+        os.wait()
+
+
+def _answer(jobs: BufferedRWPair) -> None:
+    """Compiles the jobs that come, and answers each with an error's text, empty if there was none."""
     while True:
         try:
-            job = pickle.load(requests)
+            job = pickle.load(jobs)
         except EOFError:
             return
         answer = ""
@@ -211,8 +267,8 @@ def serve() -> None:
             _build_launcher(_specialization(job).compile())
         except Exception as error:  # noqa: BLE001  (of any compiler stage; the kernel's first use raises it again)
             answer = f"{type(error).__name__}: {error}"
-        pickle.dump(answer, answers)
-        answers.flush()
+        pickle.dump(answer, jobs)
+        jobs.flush()
 
 
 def _build_launcher(kernel: Any) -> None:

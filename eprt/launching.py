@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,11 +37,13 @@ class Specialization:
         kernel: Triton's or Gluon's function.
         arguments: see `CachedKernel`.
         named: the kernel's constants and Triton's launch options.
+        load: compiles and loads the CachedKernel that was recorded.
     """
 
     kernel: Any
     arguments: tuple[Any, ...]
     named: dict[str, Any]
+    load: Callable[[], object] = field(default=lambda: None, compare=False, repr=False)
 
     def compile(self) -> Any:
         """Returns Triton's compiled kernel, from its cache on disk if it is there."""
@@ -98,7 +100,7 @@ class CachedKernel:
         self._dtypes = arguments
         self._where = device
         self._run: Callable[..., None] | None = None
-        self._specialization = Specialization(kernel, arguments, {**constants, **options})
+        self._specialization = Specialization(kernel, arguments, {**constants, **options}, self._load)
         if _recorded is not None:
             _recorded.append(self._specialization)
         elif not INTERPRETED:

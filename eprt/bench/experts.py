@@ -69,6 +69,7 @@ def _shape(
 
 SHAPES: dict[str, ExpertShape] = {
     "gpt-oss-120b": _shape("gpt-oss-120b", 4),
+    "gpt-oss-20b": _shape("gpt-oss-20b", 1),
     "deepseek-v4-flash": _shape("DeepSeek-V4-Flash", 4),
     "deepseek-v3": _shape("DeepSeek-V3", 4, "mxfp4"),
     "deepseek-v3-nvfp4": _shape("DeepSeek-V3-NVFP4", 4),

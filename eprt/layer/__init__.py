@@ -194,9 +194,9 @@ class ExpertParallelMoE(nn.Module):
     def warmup(self) -> None:
         """Compiles and allocates all that a call needs. Collective; called by `World.warmup(layer)`."""
         self.dispatcher.warmup()
-        self.executor.warmup(self.dispatcher.max_rows(), self.dispatcher.spec.padded_top_k(self.config.top_k))
-        tokens = self.dispatcher.capacity.max_tokens_per_rank
-        warmup_routing(self.config, self.router, tokens, self.world.device, logits=self.executor.takes_logits)
+        top_k, logits = self.dispatcher.spec.padded_top_k(self.config.top_k), self.executor.takes_logits
+        what = self.config, self.router, self.dispatcher.capacity.max_tokens_per_rank, self.world.device
+        warmup_routing(*what, lambda: self.executor.warmup(self.dispatcher.max_rows(), top_k), logits=logits)
         row = torch.zeros(1, self.config.input_size, dtype=torch.bfloat16, device=self.world.device)
         if self._slices.several:
             self._slices.whole(row, self.world.parallel.attention_tp_size)

@@ -11,6 +11,8 @@ torch of `formulas.py`, which is also what the kernels are tested against.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -284,11 +286,25 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def warmup(config: MoEConfig, router: Router | None, max_tokens: int, device: torch.device, *, logits: bool) -> None:
+def warmup(
+    config: MoEConfig, router: Router | None, max_tokens: int, device: torch.device,
+    experts: Callable[[], object] = lambda: None, *, logits: bool,
+) -> None:  # fmt: skip
     """Compiles what a layer's routing of up to `max_tokens` tokens needs: its router's calls, `Router.logits` too if
-    asked for, and `route` of bf16 and float32 logits. CPU: nothing."""
+    asked for, and `route` of bf16 and float32 logits. CPU: nothing. `experts`: the executor's warm-up, along with whose
+    kernels these are compiled."""
     if device.type != "cuda":
+        experts()
         return
+    from eprt.compile_ahead import compiled_along
+
+    own = partial(_warm, config, router, max_tokens, device, logits)
+    with compiled_along(own):
+        experts()
+    own()
+
+
+def _warm(config: MoEConfig, router: Router | None, max_tokens: int, device: torch.device, logits: bool) -> None:
     correction = table = None
     if router is not None:
         router.warmup(max_tokens, logits=logits)

@@ -32,6 +32,18 @@ SM90 = Device("cuda", 90)
 META = torch.device("meta")
 
 
+FIRST_DIES = """
+import itertools, os
+from eprt.compile_ahead import serve
+number, fork = itertools.count(), os.fork
+def dying():
+    first, child = next(number) == 0, fork()
+    return os._exit(3) if first and child == 0 else child
+os.fork = dying
+serve()
+"""
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """A cache of the test's own, and Triton's driver as it was."""
@@ -123,9 +135,42 @@ def test_a_kernel_that_cannot_be_compiled_is_left_to_its_first_use(monkeypatch):
     assert compile_ahead.compile_all(todo, SM90, 2, fewest=2) == 0, "no process for one kernel"
 
 
+def test_what_a_warm_up_of_its_own_would_compile_alone_goes_along(monkeypatch):
+    """Once, by the next warm-up; it is loaded before the other goes on."""
+    steps = []
+    monkeypatch.setattr(CachedKernel, "_load", lambda kernel: steps.append(kernel._dtypes[0]))
+    monkeypatch.setattr(compile_ahead, "compile_all", lambda found, *_, **__: steps.append(len(found)))
+    monkeypatch.setattr(compile_ahead, "_processes", lambda _: 2)
+    monkeypatch.setattr(compile_ahead, "INTERPRETED", False)
+    monkeypatch.setattr(Device, "of", lambda _: SM90)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    def make(*dtypes):
+        for dtype in dtypes:
+            CachedKernel(_copy_rows, META, (dtype, dtype), {"K": 2})
+
+    def experts():
+        compile_ahead.compile_ahead(lambda: make(torch.int32, torch.int64), torch.device("cuda"))
+        steps.append("experts")
+
+    with compiled_for(SM90):
+        for _ in range(2):
+            with compile_ahead.compiled_along(lambda: make(torch.float32)):
+                experts()
+        experts()
+    both = [3, torch.int32, torch.int64, "experts", torch.float32]
+    assert steps == [*both, *both, 2, torch.int32, torch.int64, "experts"]
+
+
 def test_a_worker_that_dies_is_no_error(monkeypatch):
     monkeypatch.setattr(compile_ahead, "_WORKER", "raise SystemExit(3)")
-    assert compile_ahead.compile_all([copy_of(torch.bfloat16)], SM90, 1, fewest=1) == 0
+    assert compile_ahead.compile_all([copy_of(torch.bfloat16)], SM90, 3, fewest=1) == 0
+
+
+def test_one_of_several_workers_that_dies_leaves_the_rest_to_the_others(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "_WORKER", FIRST_DIES)
+    todo = [copy_of(dtype) for dtype in (torch.bfloat16, torch.float32, torch.float16)]
+    assert compile_ahead.compile_all(todo, SM90, 2, fewest=1) == 2, "but for the job that the first had"
 
 
 def test_how_many_processes(monkeypatch):
