@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedRWPair
 from typing import Any
 
@@ -36,8 +38,9 @@ from eprt.support import Device
 
 logger = logging.getLogger(__name__)
 PROCESSES = "EPRT_COMPILE_PROCESSES"  # how many at most; 0: each kernel is compiled where it is first needed
-FEWEST = 4  # kernels for which starting processes pays: each imports torch first
+FEWEST = 4  # kernels for which starting processes pays: they import torch first
 MOST_PROCESSES = 32
+PATIENCE = 180.0  # seconds that a process gets for a kernel; the first of each for its start too
 _MARK = "eprt-compiled"
 _WORKER = "from eprt.compile_ahead import serve; serve()"
 _along: list[Specialization] = []  # what the next `compile_ahead` compiles beside its own
@@ -82,7 +85,10 @@ def compile_ahead(
         return
     with recording() as found:
         warmup()
-    compile_all(found + _along, Device.of(device), processes, begin=begin)
+    try:
+        compile_all(found + _along, Device.of(device), processes, begin=begin)
+    except Exception:  # it saves time: without it the warm-up does the same
+        logger.warning("eprt: kernels aren't compiled ahead, but each when it is first needed", exc_info=True)
     warmup()
 
 
@@ -90,6 +96,9 @@ def compile_ahead(
 def compiled_along(warmup: Callable[[], object]) -> Iterator[None]:
     """Has a `compile_ahead` of the block also compile what `warmup` needs: alone it would be too little to start
     processes for. The kernels are loaded when the block ends."""
+    if INTERPRETED:
+        yield
+        return
     with recording() as found:
         warmup()
     _along.extend(found)
@@ -110,8 +119,8 @@ def _processes(share: float) -> int:
 def compile_all(
     found: list[Specialization], target: Device, processes: int, *, begin: float = 0.0, fewest: int = FEWEST
 ) -> int:
-    """Compiles what isn't in the cache yet; returns how many kernels that were. Kernels that can't be compiled are left
-    to their first use, which raises.
+    """Compiles what isn't in the cache yet; returns how many kernels that were. What isn't compiled, as a process died,
+    took longer than `PATIENCE` or met an error, is left to its first use, which raises the error; a warning says so.
 
     Args:
         begin: the part of the kernels that comes last, 0 to 1.  fewest: kernels for which processes are started.
@@ -125,11 +134,17 @@ def compile_all(
         processes = min(processes, len(todo))
         logger.info("eprt: compiling %d kernels in %d processes", len(todo), processes)
         first = int(len(todo) * begin)
-        queue = [(mark, _pickled(jobs[mark])) for mark in todo[first:] + todo[:first]]
+        queue = iter([(mark, _pickled(jobs[mark])) for mark in todo[first:] + todo[:first]])  # of all threads
         modules = {jobs[mark].kernel.fn.__module__ for mark in todo}
-        with _workers(target, modules, processes) as workers, ThreadPoolExecutor(processes) as threads:
-            done = sum(threads.map(_drain, [queue] * processes, workers))
+        failures: list[str] = []
+        # The processes end first: else threads would wait for them when this one is interrupted.
+        with ThreadPoolExecutor(processes) as threads, _workers(target, modules, processes) as workers:
+            done = sum(threads.map(partial(_drain, queue, failures), workers))
+        left = sum(not _marked(mark) for mark in todo)
     logger.info("eprt: compiled %d kernels in %.1f s", done, time.monotonic() - start)
+    if left:
+        why = " ".join("; ".join(failures).split())[:400]
+        logger.warning("eprt: %d of %d kernels are left to be compiled at their first use: %s", left, len(todo), why)
     return done
 
 
@@ -174,43 +189,53 @@ def _marked(mark: str) -> bool:
 
 
 @contextmanager
-def _workers(target: Device, modules: set[str], count: int) -> Iterator[list[BufferedRWPair]]:
+def _workers(target: Device, modules: set[str], count: int) -> Iterator[list[socket.socket]]:
     """Starts `count` processes that compile jobs, and yields what connects to each. One more imports what all need,
-    some seconds' work, and forks them. They end with the block, or with this process."""
+    some seconds' work, and forks them. They end with the block, or when this process is gone and they would answer."""
     pairs = [socket.socketpair() for _ in range(count)]
     theirs = [each.fileno() for _, each in pairs]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # Forked are neither a driver's state nor locks of other threads, as a library of linear algebra starts.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     command, nowhere = [sys.executable, "-c", _WORKER, str(target.sm), ",".join(map(str, theirs))], subprocess.DEVNULL
-    first = subprocess.Popen(
-        [*command, *sorted(modules)], stdin=nowhere, stdout=nowhere, stderr=nowhere, env=environment, pass_fds=theirs
-    )
-    for _, other in pairs:
-        other.close()
-    with first:
+    with subprocess.Popen(
+        [*command, *sorted(modules)], stdin=nowhere, stdout=nowhere, stderr=nowhere, env=environment, pass_fds=theirs,
+        start_new_session=True,
+    ) as first:  # fmt: skip
         try:
-            yield [own.makefile("rwb") for own, _ in pairs]
+            for own, other in pairs:
+                other.close()
+                own.settimeout(PATIENCE)
+            yield [own for own, _ in pairs]
         finally:
             for own, _ in pairs:
                 with suppress(OSError):
-                    own.shutdown(socket.SHUT_RDWR)  # also where a fork of this process holds it
+                    own.shutdown(socket.SHUT_RDWR)  # no more jobs; a thread that waits for an answer goes on
+            with suppress(subprocess.TimeoutExpired):
+                first.wait(2.0)
+            with suppress(ProcessLookupError):
+                os.killpg(first.pid, signal.SIGKILL)  # what is at work yet, with the compilers that it runs
+            for own, _ in pairs:
                 own.close()
 
 
-def _drain(queue: list[tuple[str, bytes]], worker: BufferedRWPair) -> int:
-    """Has a process compile jobs of the queue until none is left. Returns how many it compiled."""
-    done = 0
-    with suppress(OSError, EOFError, IndexError):  # it died, or no job is left
-        while True:
-            mark, job = queue.pop(0)
-            if _marked(mark):
-                continue
-            pickle.dump(job, worker)
-            worker.flush()
-            if failure := pickle.load(worker):
-                logger.debug("eprt: a kernel wasn't compiled ahead: %s", failure)
-                continue
-            get_cache_manager(mark).put("", _MARK, binary=False)
-            done += 1
+def _drain(jobs: Iterator[tuple[str, bytes]], failures: list[str], worker: socket.socket) -> int:
+    """Has a process compile jobs until none is left or it doesn't answer. Returns how many it compiled."""
+    done, answers = 0, worker.makefile("rb")
+    for mark, job in jobs:
+        if _marked(mark):
+            continue
+        try:
+            worker.sendall(pickle.dumps(job))
+            failure = pickle.load(answers)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            failures.append(f"a process didn't answer: {error!r}")
+            break
+        if failure:
+            failures.append(failure)
+            continue
+        get_cache_manager(mark).put("", _MARK, binary=False)
+        done += 1
     return done
 
 
@@ -248,8 +273,10 @@ def serve() -> None:
         if os.fork() == 0:
             for other in sockets[index + 1 :]:
                 other.close()  # else it would stay open when the process that it is for has died
-            _answer(own.makefile("rwb"))
-            os._exit(0)
+            try:
+                _answer(own.makefile("rwb"))
+            finally:
+                os._exit(0)
         own.close()
     for _ in sockets:
         os.wait()

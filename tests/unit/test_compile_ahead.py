@@ -42,6 +42,25 @@ def dying():
 os.fork = dying
 serve()
 """
+NEVER_ANSWERS = """
+import os, subprocess, time
+with open(os.environ["EPRT_TEST_SEEN"], "w") as seen:
+    print(os.getpid(), subprocess.Popen(["sleep", "900"]).pid, file=seen)
+time.sleep(900)
+"""
+WHAT_IS_FORKED = """
+import os, torch
+asked, fork = [], os.fork
+torch._C._cuda_init = torch._C._cuda_getDeviceCount = lambda: asked.append("cuda") or 0
+from triton.runtime import driver
+from eprt.compile_ahead import serve
+def seen():
+    with open(os.environ["EPRT_TEST_SEEN"], "w") as text:
+        print(len(os.listdir("/proc/self/task")), asked, torch.cuda.is_initialized(), file=text)
+    return fork()
+os.fork = seen
+serve()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +190,69 @@ def test_one_of_several_workers_that_dies_leaves_the_rest_to_the_others(monkeypa
     monkeypatch.setattr(compile_ahead, "_WORKER", FIRST_DIES)
     todo = [copy_of(dtype) for dtype in (torch.bfloat16, torch.float32, torch.float16)]
     assert compile_ahead.compile_all(todo, SM90, 2, fewest=1) == 2, "but for the job that the first had"
+
+
+@pytest.fixture
+def seen(tmp_path, monkeypatch):
+    """The file that a process started by the test writes to."""
+    path = tmp_path / "seen"
+    monkeypatch.setenv("EPRT_TEST_SEEN", str(path))
+    return path
+
+
+def test_a_compiler_that_never_ends_is_given_up_and_ended(monkeypatch, seen, caplog):
+    monkeypatch.setattr(compile_ahead, "_WORKER", NEVER_ANSWERS)
+    monkeypatch.setattr(compile_ahead, "PATIENCE", 5.0)
+    assert compile_ahead.compile_all([copy_of(torch.bfloat16)], SM90, 1, fewest=1) == 0
+    (warning,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert "1 of 1 kernels are left to be compiled at their first use" in warning
+    assert "TimeoutError" in warning
+    worker, its_compiler = map(int, seen.read_text().split())
+    assert not running(worker)
+    assert not running(its_compiler)
+
+
+def running(process):
+    """Whether it still runs: one that was killed may wait for whoever adopted it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_is_forked_has_one_thread_and_asked_for_no_gpu(monkeypatch, seen):
+    """No lock that another thread held is copied, and no driver's state, whichever of the kernels are compiled."""
+    texts = {path: path.read_text() for path in (ROOT / "eprt").rglob("*.py")}
+    kernels = [path for path, text in texts.items() if "triton.jit" in text or "gluon.jit" in text]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in kernels]
+    assert len(modules) > 8
+    workers = compile_ahead._workers
+    monkeypatch.setattr(compile_ahead, "_WORKER", WHAT_IS_FORKED)
+    monkeypatch.setattr(compile_ahead, "_workers", lambda target, _, count: workers(target, set(modules), count))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert compile_ahead.compile_all([copy_of(torch.bfloat16)], SM90, 1, fewest=1) == 1
+    assert seen.read_text().split() == ["1", "[]", "False"]
+
+
+@pytest.mark.parametrize("fails", ["Popen", "socketpair"])
+def test_a_warm_up_goes_on_where_no_process_can_be_started(monkeypatch, caplog, fails):
+    def refused(*_, **__):
+        raise OSError(11, "Resource temporarily unavailable")
+
+    module = {"Popen": compile_ahead.subprocess, "socketpair": compile_ahead.socket}[fails]
+    monkeypatch.setattr(module, fails, refused)
+    monkeypatch.setattr(compile_ahead, "_processes", lambda _: 2)
+    monkeypatch.setattr(compile_ahead, "INTERPRETED", False)
+    monkeypatch.setattr(compile_ahead, "FEWEST", 1)
+    monkeypatch.setattr(Device, "of", lambda _: SM90)
+    loaded = []
+    monkeypatch.setattr(CachedKernel, "_load", lambda kernel: loaded.append(kernel._dtypes[0]))
+    with compiled_for(SM90):
+        dtypes = (torch.int32, torch.int64, torch.float32, torch.float16)
+        warmup = lambda: [CachedKernel(_copy_rows, META, (dtype, dtype), {"K": 2}) for dtype in dtypes]  # noqa: E731
+        compile_ahead.compile_ahead(warmup, torch.device("cuda"))
+    assert loaded == [*dtypes]
+    assert [each.levelname for each in caplog.records if each.levelno > 20] == ["WARNING"]
 
 
 def test_how_many_processes(monkeypatch):
