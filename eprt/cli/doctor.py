@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from eprt import diagnosis
 from eprt.bench.report import Report, provenance, this_command
+from eprt.cli.arguments import Doctor
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Column, Terminal, columns
 from eprt.conformance import faults
@@ -23,9 +24,6 @@ from eprt.conformance.faults import Result, Trial
 from eprt.errors import ConfigError
 from eprt.ranks.servers import preload
 from eprt.support import Device
-
-if TYPE_CHECKING:
-    from eprt.cli.arguments import Doctor
 
 DEFAULT_TRIALS = 20  # on CPUs
 PRELOADED = ("eprt.conformance.faults", "triton", "torch.distributed._symmetric_memory")

@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from eprt.cli.arguments import Explain
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
 from eprt.engines import ENGINES
@@ -21,9 +22,6 @@ from eprt.plan.machines import linked_ranks, machine_of
 from eprt.plan.measured import own_path, own_tables
 from eprt.plan.model import roofline_us
 from eprt.support import Device
-
-if TYPE_CHECKING:
-    from eprt.cli.arguments import Explain
 
 TOKENS = tuple(2**power for power in range(13))  # per rank, of the plot
 LAYOUTS = columns(

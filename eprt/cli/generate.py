@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eprt import __version__
+from eprt.cli.arguments import Generate
 from eprt.cli.generate_jobs import (
     TOKENIZER_FILES,
     Answers,
@@ -35,9 +36,6 @@ from eprt.models import family_for, has_family
 from eprt.models.checkpoint import Checkpoint, hash63
 from eprt.models.hf_config import flatten, integer
 from eprt.world.groups import joins_torchrun
-
-if TYPE_CHECKING:
-    from eprt.cli.arguments import Generate
 
 logger = logging.getLogger("eprt")
 _SAMPLES = 512  # tensors whose first bytes tell a model from another of its architecture

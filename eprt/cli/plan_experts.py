@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, astuple
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eprt.balance.costs import Verdict, expert_bytes, modelled, weigh
 from eprt.balance.counts import Counts, read_counts, zipf
 from eprt.balance.moving import transfers
 from eprt.balance.planner import imbalance, plan_placement, rank_loads
+from eprt.cli.arguments import PlanExperts
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
@@ -20,9 +21,6 @@ from eprt.placement import EMPTY, ExpertPlacement
 from eprt.placement.file import PlacementFile
 from eprt.plan import make_plan
 from eprt.support import Device
-
-if TYPE_CHECKING:
-    from eprt.cli.arguments import PlanExperts
 
 LAYERS = columns(
     "layer | before = before:.3f | after = after:.3f | replicas | experts that move = moved | "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from eprt.bench.dispatch import DispatchCase, DispatchTimes, measure_dispatch
 from eprt.bench.experts import random_experts, sampled_tokens
 from eprt.bench.report import Report, percentile, provenance, slowest
 from eprt.bench.timing import reason_of, world_of
+from eprt.cli.arguments import Tune
 from eprt.cli.bench import require_tokens
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import Ranks, ranks
@@ -36,9 +37,6 @@ from eprt.ranks.stacks import WorldFailed
 from eprt.rounding import ceil_div
 from eprt.support import Device, Requirement
 from eprt.timing import device_microseconds, host_stopwatch
-
-if TYPE_CHECKING:
-    from eprt.cli.arguments import Tune
 
 SHARE = 0.5  # of the seconds left, what a part may take while others wait
 LEAST_S = 2.0  # left of the budget for a part to be begun

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from eprt.bench.experts import random_experts
+from eprt.cli.arguments import Warm
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.terminal import Terminal
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
@@ -21,7 +22,6 @@ from eprt.plan import Plan, make_plan
 from eprt.support import Device, compiled_for
 
 if TYPE_CHECKING:
-    from eprt.cli.arguments import Warm
     from eprt.launching import Specialization
 
 OURS = "triton_grouped"  # whose kernels Triton compiles
