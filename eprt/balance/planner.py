@@ -12,7 +12,6 @@ cool as one in every spare slot would, and the other slots stay empty; experts s
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -161,16 +160,9 @@ class _Slots:
         It takes no more slots per rank than needed, as a rank's time grows with its experts, too.
         """
         copies = [1] * len(counts)
-        heap = [(-float(count), expert) for expert, count in enumerate(counts)]
-        heapq.heapify(heap)
         for _ in range(replicas):
-            while heap and copies[heap[0][1]] == ranks:
-                heapq.heappop(heap)
-            if not heap:
-                break
-            _, expert = heap[0]
-            copies[expert] += 1
-            heapq.heapreplace(heap, (-counts[expert] / copies[expert], expert))
+            if fewer := [expert for expert, n in enumerate(copies) if n < ranks]:
+                copies[max(fewer, key=lambda e: counts[e] / copies[e])] += 1
         plan = cls(counts, [[] for _ in range(ranks)], domain_size)
         plan.share = [count / n for count, n in zip(counts, copies, strict=True)]
         L = ceil_div(len(counts) + replicas, ranks)
