@@ -169,24 +169,22 @@ def _ranges(numbers: list[int]) -> str:
 
 def curves(
     config: MoEConfig, parallel: ParallelConfig, runtime: RuntimeConfig, device: Device
-) -> dict[str, list[tuple[int, float]]]:
-    """Returns (tokens per rank, microseconds) of a call by every pair that can run there, and of the roofline."""
-    found: dict[str, list[tuple[int, float]]] = {}
+) -> dict[str, dict[int, float]]:
+    """Returns microseconds of a call by tokens per rank, for every pair that can run there and for the roofline."""
+    found: dict[str, dict[int, float]] = {}
     for tokens in TOKENS:
         sized = replace(runtime, max_tokens_per_rank=tokens, phase="prefill")
         try:
             candidates = make_plan(config, parallel, sized, device).candidates
         except UnsupportedError:
             continue
-        best: dict[str, float] = {}
         for c in candidates:
-            if c.support and c.us is not None:
-                name = f"{c.dispatcher} + {c.executor}"
-                best[name] = min(c.us, best.get(name, c.us))
-        for name, us in best.items():
-            found.setdefault(name, []).append((tokens, us))
-        if best and (bound := roofline_us(config, parallel, tokens, device)) is not None:
-            found.setdefault("roofline", []).append((tokens, bound))
+            if c.support and (us := c.us) is not None:
+                line = found.setdefault(f"{c.dispatcher} + {c.executor}", {})
+                line[tokens] = min(us, line.get(tokens, us))
+        bound = roofline_us(config, parallel, tokens, device)
+        if bound is not None and any(tokens in line for line in found.values()):
+            found.setdefault("roofline", {})[tokens] = bound
     return found
 
 
@@ -203,6 +201,6 @@ def _plot(config: MoEConfig, arguments: Explain, device: Device, path: Path) -> 
     if not lines:
         raise ConfigError(f"--plot {path}: no time is known on {device}; eprt tune measures this machine's")
     title = f"{parallel.world_size} x {device}, {parallel.ranks_per_host} per host: measured and modelled"
-    points = [(name, tokens, us) for name, line in lines.items() for tokens, us in line]
+    points = [(name, tokens, us) for name, line in lines.items() for tokens, us in line.items()]
     rows = [{"shape": title, "pair": name, "tokens": tokens, "us": us} for name, tokens, us in points]
     plot(Report("plan", rows), path)

@@ -145,9 +145,9 @@ def test_gpus_are_not_put_on_one_host_silently(capsys: pytest.CaptureFixture[str
     assert "modelled, not measured" in text
 
 
-def ways(kinds, world: int, phase="decode", device: str = "sm90", per_host: int = 8, tokens: int = 4096):
-    runtime = RuntimeConfig(phase=phase, max_tokens_per_rank=tokens)
-    return layouts(kinds, ParallelConfig(world, ranks_per_host=per_host), runtime, Device.parse(device))
+def ways(kinds, world: int, phase="decode"):
+    runtime = RuntimeConfig(phase=phase, max_tokens_per_rank=4096)
+    return layouts(kinds, ParallelConfig(world, ranks_per_host=8), runtime, Device.parse("sm90"))
 
 
 def test_layouts_of_64_gpus() -> None:
@@ -185,10 +185,10 @@ def test_no_pair_is_drawn_below_the_floor() -> None:
     config = kinds_of_layers(model_config("gpt-oss-120b"))[0][0]
     for parallel in (ParallelConfig(4), ParallelConfig(32, ranks_per_host=8)):
         lines = curves(config, parallel, RuntimeConfig(), Device.parse("sm90"))
-        floor = dict(lines.pop("roofline"))
+        floor = lines.pop("roofline")
         assert len(lines) >= 3
         for name, points in lines.items():
-            assert all(us > floor[tokens] for tokens, us in points), name
+            assert all(us > floor[tokens] for tokens, us in points.items()), name
 
 
 def test_the_plot_is_a_picture(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
