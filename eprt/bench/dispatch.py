@@ -196,8 +196,8 @@ def dispatch_report(bytes_per_us: float) -> Report:
     return Report("dispatch", [], {"push_gb_per_s": round(bytes_per_us / 1e3, 2)}, [] if baselines() else [MISSING])
 
 
-def dispatch_row(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us: float) -> Row:
-    """Returns one row of the report."""
+def dispatch_rows(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us: float) -> list[Row]:
+    """Returns the one row of a case."""
     sent = [sum(rank.rows_to) - rank.rows_to[r] for r, rank in enumerate(by_rank)]
     received = [sum(rank.rows_to[r] for rank in by_rank) - by_rank[r].rows_to[r] for r in range(len(by_rank))]
     busiest = max(max(pair) for pair in zip(sent, received, strict=True))
@@ -205,7 +205,7 @@ def dispatch_row(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us:
     times = slowest([rank.samples for rank in by_rank])
     p50 = percentile(times, 50)
     there = slowest([rank.dispatch for rank in by_rank])
-    return {
+    row = {
         **asdict(case),
         "ranks": len(by_rank),
         "p50_us": round(p50, 2),
@@ -219,6 +219,7 @@ def dispatch_row(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us:
         "dispatch_floor_us": round(busiest * case.bytes_there() / bytes_per_us, 2),
         "error": max((rank.error for rank in by_rank if rank.error is not None), default=None),
     }
+    return [row]
 
 
 # ---- the link's rate ----------------------------------------------------------------------------------------------

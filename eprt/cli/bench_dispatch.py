@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from eprt.bench.dispatch import (
     CHECK_TOLERANCE,
     DispatchCase,
     dispatch_report,
-    dispatch_row,
+    dispatch_rows,
     measure_dispatch,
     push_rate,
     transports,
@@ -40,16 +41,8 @@ def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
         require_peers(workers, "bench dispatch", "nothing would travel")
         cases = _cases(arguments, workers.device)
         rate = min(workers.run(push_rate))
-        report = dispatch_report(rate)
-        measured(
-            report,
-            cases,
-            measure_dispatch,
-            lambda case, found: [dispatch_row(case, found, rate)],
-            workers,
-            arguments,
-            terminal,
-        )
+        report, rows_of = dispatch_report(rate), partial(dispatch_rows, bytes_per_us=rate)
+        measured(report, cases, measure_dispatch, rows_of, workers, arguments, terminal)
     _say(report, f"{workers}, {arguments.payload}", terminal)
     wrong = [
         f"{row['transport']} at {row['tokens']} tokens returned wrong sums, error {row['error']:.1e}"

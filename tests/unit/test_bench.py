@@ -16,7 +16,7 @@ from support.stand_ins import deepep as deepep_stand_in
 
 from eprt.bench import layer, placed
 from eprt.bench.baselines import baselines
-from eprt.bench.dispatch import DispatchCase, DispatchTimes, dispatch_row, measure_dispatch, transports
+from eprt.bench.dispatch import DispatchCase, DispatchTimes, dispatch_rows, measure_dispatch, transports
 from eprt.bench.plot import plot
 from eprt.bench.report import Report, percentile, slowest
 from eprt.bench.routings import read_routing
@@ -52,7 +52,7 @@ def test_floors_count_remote_rows_of_the_busiest_direction_and_medians_the_slowe
     case = DispatchCase("torch", hidden=64, top_k=2, tokens=8)
     first = DispatchTimes([10.0, 30.0], [3, 5], 1e-3, dispatch=[4.0, 1.0, 2.0])
     second = DispatchTimes([20.0, 10.0], [2, 8], 2e-3, dispatch=[3.0, 6.0, 9.0])
-    row = dispatch_row(case, [first, second], bytes_per_us=100.0)
+    [row] = dispatch_rows(case, [first, second], bytes_per_us=100.0)
     there = 2 * 64 + 8 * 2  # bf16, ids and weights
     assert row["remote_rows"] == 7
     assert row["remote_bytes"] == 7 * (there + 2 * 64)
@@ -62,7 +62,7 @@ def test_floors_count_remote_rows_of_the_busiest_direction_and_medians_the_slowe
     assert row["floor_share"] == pytest.approx(row["floor_us"] / 20.0, abs=1e-3)
     assert row["error"] == 2e-3
     baseline = [DispatchTimes([20.0], [0, 5]), DispatchTimes([20.0], [5, 0])]
-    assert dispatch_row(case, baseline, bytes_per_us=100.0)["dispatch_us"] is None
+    assert dispatch_rows(case, baseline, bytes_per_us=100.0)[0]["dispatch_us"] is None
     packed = DispatchCase("torch", hidden=200, top_k=2, tokens=8, payload="fp8_block")
     assert packed.row_bytes() == 200 + 4 * 2 + 8 * 2 + 2 * 200
 
