@@ -27,7 +27,6 @@ from eprt.support import Device
 
 DEFAULT_TRIALS = 20  # on CPUs
 PRELOADED = ("eprt.conformance.faults", "triton", "torch.distributed._symmetric_memory")
-_OF_A_RUN = ("time", "machine", "versions", "commit", "command")
 FACTS: dict[str, Column] = {"": lambda fact: fact[0], " ": lambda fact: fact[1]}
 BACKENDS: dict[str, Column] = {
     "": lambda row: "ok" if row["ok"] else "no",
@@ -151,8 +150,7 @@ class FaultReport:
             return
         try:
             earlier = json.loads(path.read_text())
-            runs = earlier.get("runs") or [{name: earlier[name] for name in _OF_A_RUN}]
-            found = [(row.get("run", 0), Result.of_row(row)) for row in earlier["rows"]]
+            runs, found = earlier["runs"], [(row["run"], Result.of_row(row)) for row in earlier["rows"]]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"--resume: {path} is no result of `eprt doctor --faults` ({error})") from error
         here = _where(self._asked[0], provenance()["machine"])

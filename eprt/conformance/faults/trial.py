@@ -56,10 +56,10 @@ class Result:
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> Result:
-        """Makes a result of a row of `as_row`. Files of earlier releases lack fields, and say "culprit" for "named"."""
-        row = {"named": row.get("culprit"), **row, **{name: tuple(row[name]) for name in ("verdicts", "leftovers")}}
+        """Makes a result of a row of `as_row`."""
+        row = {**row, **{name: tuple(row[name]) for name in ("verdicts", "leftovers")}}
         trial = Trial(**{field.name: row[field.name] for field in fields(Trial)})
-        return cls(trial, **{field.name: row.get(field.name, field.default) for field in fields(cls)[1:]})
+        return cls(trial, **{field.name: row[field.name] for field in fields(cls)[1:]})
 
     @property
     def late(self) -> bool:
