@@ -42,7 +42,15 @@ PROOF: dict[str, Column] = {name: name for name in ("", *KEYS, "passed", "worst 
 
 def doctor(arguments: Doctor, terminal: Terminal) -> int:
     """Prints the report. Returns 1 if a conformance check of --run or a trial of --faults failed, else 0."""
-    report = _facts()
+    report: dict[str, Any] = {
+        "versions": diagnosis.versions(),
+        "devices": diagnosis.devices(),
+        "host": diagnosis.host(),
+        "links": diagnosis.links(),
+        "backends": diagnosis.backends(),
+        "first_use": diagnosis.first_use(),
+        "problems": [asdict(problem) for problem in diagnosis.problems()],
+    }
     _say(report, terminal)
     failed = 0
     if arguments.run:
@@ -55,18 +63,6 @@ def doctor(arguments: Doctor, terminal: Terminal) -> int:
         failed += sum(not row["ok"] for row in report["faults"])
     terminal.result(report)
     return 1 if failed else 0
-
-
-def _facts() -> dict[str, Any]:
-    return {
-        "versions": diagnosis.versions(),
-        "devices": diagnosis.devices(),
-        "host": diagnosis.host(),
-        "links": diagnosis.links(),
-        "backends": diagnosis.backends(),
-        "first_use": diagnosis.first_use(),
-        "problems": [asdict(problem) for problem in diagnosis.problems()],
-    }
 
 
 def _say(report: dict[str, Any], terminal: Terminal) -> None:
