@@ -38,7 +38,7 @@ LONG = (
     # Hosts and a Slurm of namespaces: scripts/test_hosts.sh.
     r"test_hosts::",
     r"test_slurm::",
-    r"test_cli_generate::test_a_(restarted_world|signal)",
+    r"test_cli_generate::test_a_signal",
     r"test_generate_fuzz::",
     r"test_hostile_dialects::test_broken_files_cost_little",
     r"test_generate_kills::",

@@ -291,9 +291,8 @@ def test_a_file_of_anything_else_is_left_as_it_is(tmp_path: Path, held: bytes, s
     assert path.read_bytes() == held
 
 
-def test_a_file_without_a_prompt_says_so(tiny: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_file_without_a_prompt_says_so(tiny: Path, tmp_path: Path, no_ranks, capsys) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"\n")
-    monkeypatch.setattr(command, "ranks", lambda *_: pytest.fail("ranks were started"))
     assert main([*WORDS, "--model", str(tiny), "--world", "1", "--prompts", str(tmp_path / "empty.jsonl")]) == 0
     assert "empty.jsonl holds no prompt" in capsys.readouterr().err
 
@@ -324,28 +323,6 @@ def test_a_finished_journal_starts_no_ranks(tiny: Path, tmp_path: Path, monkeypa
         assert said in capsys.readouterr().err
     assert (tmp_path / "answers.jsonl").read_bytes() == before
     assert (tmp_path / "prompts.jsonl").read_bytes() == lines(PROMPTS)
-
-
-def test_a_restarted_world_goes_on_where_it_was(tiny: Path, tmp_path: Path) -> None:
-    """Rank 1 is killed in the second round, after rank 0 began a line that it doesn't finish."""
-    (tmp_path / "prompts.jsonl").write_bytes(lines(PROMPTS))
-    words = ["--model", tiny, "--temperature", "1", "--batch", "1", "--max-new-tokens", "4", "--device", "cpu"]
-    words += ["--prompts", tmp_path / "prompts.jsonl"]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    settings = {"PYTHON": sys.executable, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RANKS": "2", "MAX_RESTARTS": "1"}
-    command = [ROOT / "launch/node.sh", ROOT / "tests/support/jobs/killed_generate.py", *words]
-    found = subprocess.run(
-        [str(word) for word in [*command, "--output", tmp_path / "answers.jsonl"]],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert found.returncode == 0, found.stderr
-    assert "2 of 5 prompts are answered in the file already" in found.stderr
-    undisturbed = [*words, "--world", "2", "--output", tmp_path / "others.jsonl"]
-    assert main(["generate", *map(str, undisturbed)]) == 0
-    assert (tmp_path / "answers.jsonl").read_bytes() == (tmp_path / "others.jsonl").read_bytes()
 
 
 @pytest.mark.timeout(200)

@@ -1,5 +1,5 @@
 """`eprt generate --output`, killed at random moments and started again, gives the answers of a run that wasn't, bit for
-bit.
+bit: where all of its ranks die at once, and where the one that writes outlives the other.
 
 EPRT_KILLS=50 kills as often, EPRT_KILLS_SEED=1 at other moments.
 """
@@ -50,11 +50,13 @@ class Run:
         assert [process.exitcode for process in self.ranks] == [0] * RANKS
         return time.monotonic() - self.began
 
-    def kill(self, after_s: float) -> bool:
-        """Kills all ranks; returns whether one of them hadn't ended by itself."""
+    def kill(self, after_s: float, apart_s: float) -> bool:
+        """Kills rank 1, and later rank 0, which writes: it may have heard of the loss by then. Returns whether one of
+        them hadn't ended by itself."""
         time.sleep(max(0.0, self.began + after_s - time.monotonic()))
-        for process in self.ranks:
-            process.kill()
+        self.ranks[1].kill()
+        self.ranks[0].join(apart_s)
+        self.ranks[0].kill()
         for process in self.ranks:
             process.join()
         return any(process.exitcode != 0 for process in self.ranks)
@@ -77,7 +79,7 @@ def test_answers_after_kills_are_those_of_an_undisturbed_run(tmp_path: Path) -> 
     while kills < KILLS:
         output = tmp_path / f"{kills}.jsonl"
         for _ in range(KILLS_A_FILE):
-            kills += Run([*words, str(output)], log).kill(draw.uniform(0, whole_s))
+            kills += Run([*words, str(output)], log).kill(draw.uniform(0, whole_s), draw.choice([0.0, 3.0]))
             held = output.read_bytes() if output.exists() else b""
             assert undisturbed.startswith(held), log.read_text()
             inside += 1 < held.count(b"\n") < 1 + len(rows)
