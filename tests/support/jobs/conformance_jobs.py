@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -67,26 +68,17 @@ def round_trips(context, ids_by_rank, eighths_by_rank, agreed):
 
 def most_open_calls(context, check):
     """Runs a transport check; how many of its calls were open at the same time at the most."""
-    dispatcher = checks._dispatcher(context, check, context.world())
-    dispatch, combine, open_calls, most = dispatcher.dispatch, dispatcher.combine, 0, 0
+    dispatcher, changes = checks._dispatcher(context, check, context.world()), []
 
-    def count_dispatch(*args):
-        nonlocal open_calls, most
-        open_calls += 1
-        most = max(most, open_calls)
-        return dispatch(*args)
+    def counted(call, change):
+        return lambda *args: (changes.append(change), call(*args))[1]
 
-    def count_combine(*args):
-        nonlocal open_calls
-        open_calls -= 1
-        return combine(*args)
-
-    dispatcher.dispatch, dispatcher.combine = count_dispatch, count_combine
+    dispatcher.dispatch, dispatcher.combine = counted(dispatcher.dispatch, 1), counted(dispatcher.combine, -1)
     try:
         [row] = checks.run_checks(context, [check])
     finally:
         del dispatcher.dispatch, dispatcher.combine
-    return most if row.ok else row.detail
+    return max(accumulate(changes)) if row.ok else row.detail
 
 
 # ---- mutations: each must fail the oracle ---------------------------------------------------------------------
