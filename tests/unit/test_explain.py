@@ -202,6 +202,8 @@ def test_the_plot_is_a_picture(tmp_path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_ranks_per_host_follow_the_device_and_the_world() -> None:
     assert replace(Explain(model=None), world=3, device="sm90").parallel.ranks_per_host == 3  # type: ignore[arg-type]
+    words = ["--world", "8", "--device", "sm90", "--ranks-per-host", "4"]
+    assert parse(["explain", "--model", "x", *words]).parallel.ranks_per_host == 4
 
 
 @pytest.mark.parametrize(
