@@ -13,23 +13,7 @@ import torch
 
 from eprt.config import PayloadFormat, WeightFormat
 from eprt.errors import ConfigError, InputError
-from eprt.quant.blocks import (
-    decode_int4,
-    decode_mxfp4,
-    decode_mxfp8,
-    decode_nvfp4,
-    encode_fp8_block,
-    encode_fp8_channel,
-    encode_fp8_groups,
-    encode_fp8_tensor,
-    encode_int4,
-    encode_mxfp4,
-    encode_mxfp8,
-    encode_nvfp4,
-    nvfp4_global_scale,
-    spread_blocks,
-    spread_groups,
-)
+from eprt.quant import blocks
 from eprt.tokens import Payload
 from eprt.weights import (
     INT4_GROUPS,
@@ -49,24 +33,24 @@ __all__ = ["decode", "decode_payload", "encode", "encode_payload"]
 
 
 def _encode_nvfp4(split: torch.Tensor) -> Nvfp4:
-    global_scale = nvfp4_global_scale(split.abs().amax((-2, -1)))
-    codes, scales = _join(*encode_nvfp4(split, global_scale[:, :, None, None]))
+    global_scale = blocks.nvfp4_global_scale(split.abs().amax((-2, -1)))
+    codes, scales = _join(*blocks.encode_nvfp4(split, global_scale[:, :, None, None]))
     return Nvfp4(codes, scales, global_scale)
 
 
 def _encode_fp8_tensor(split: torch.Tensor) -> Fp8Tensor:
-    data, scale = encode_fp8_tensor(split)
+    data, scale = blocks.encode_fp8_tensor(split)
     return Fp8Tensor(data.flatten(1, 2), scale)
 
 
 def _encode_int4(split: torch.Tensor) -> Int4:
     cols = split.shape[-1]
-    return Int4(*_join(*encode_int4(split, cols if cols % INT4_GROUPS[0] else INT4_GROUPS[0])))
+    return Int4(*_join(*blocks.encode_int4(split, cols if cols % INT4_GROUPS[0] else INT4_GROUPS[0])))
 
 
 def _decode_nvfp4(matrix: Nvfp4, parts: int) -> torch.Tensor:
     codes, scales = _split(matrix.codes, parts), _split(matrix.scales, parts)
-    return decode_nvfp4(codes, scales, matrix.global_scale[:, :, None, None]).flatten(1, 2)
+    return blocks.decode_nvfp4(codes, scales, matrix.global_scale[:, :, None, None]).flatten(1, 2)
 
 
 def _decode_fp8_tensor(matrix: Fp8Tensor, parts: int) -> torch.Tensor:
@@ -75,31 +59,31 @@ def _decode_fp8_tensor(matrix: Fp8Tensor, parts: int) -> torch.Tensor:
 
 def _decode_fp8_block(matrix: Fp8Block, parts: int) -> torch.Tensor:
     data = _split(matrix.data, parts)
-    return (data.float() * spread_blocks(_split(matrix.scale, parts), *data.shape[-2:])).flatten(1, 2)
+    return (data.float() * blocks.spread_blocks(_split(matrix.scale, parts), *data.shape[-2:])).flatten(1, 2)
 
 
 # float32 [L, parts, rows of a part, cols] -> a matrix of that format.
 _ENCODERS: dict[WeightFormat, tuple[type[Matrix], Callable[[torch.Tensor], Matrix]]] = {
     "f32": (Dense, lambda split: Dense(*_join(split))),
     "bf16": (Dense, lambda split: Dense(*_join(split.to(torch.bfloat16)))),
-    "mxfp4": (Mxfp4, lambda split: Mxfp4(*_join(*encode_mxfp4(split)))),
-    "mxfp8": (Mxfp8, lambda split: Mxfp8(*_join(*encode_mxfp8(split)))),
+    "mxfp4": (Mxfp4, lambda split: Mxfp4(*_join(*blocks.encode_mxfp4(split)))),
+    "mxfp8": (Mxfp8, lambda split: Mxfp8(*_join(*blocks.encode_mxfp8(split)))),
     "nvfp4": (Nvfp4, _encode_nvfp4),
     "fp8_tensor": (Fp8Tensor, _encode_fp8_tensor),
-    "fp8_block": (Fp8Block, lambda split: Fp8Block(*_join(*encode_fp8_block(split)))),
-    "fp8_channel": (Fp8Channel, lambda split: Fp8Channel(*_join(*encode_fp8_channel(split)))),
+    "fp8_block": (Fp8Block, lambda split: Fp8Block(*_join(*blocks.encode_fp8_block(split)))),
+    "fp8_channel": (Fp8Channel, lambda split: Fp8Channel(*_join(*blocks.encode_fp8_channel(split)))),
     "int4": (Int4, _encode_int4),
 }
 # (matrix, parts) -> its numbers [L, rows, cols]: float32, but for Dense.
 _DECODERS: dict[type[Matrix], Callable[[Any, int], torch.Tensor]] = {
     Dense: lambda matrix, _: matrix.data,
-    Mxfp4: lambda matrix, _: decode_mxfp4(matrix.codes, matrix.scales),
-    Mxfp8: lambda matrix, _: decode_mxfp8(matrix.data, matrix.scales),
+    Mxfp4: lambda matrix, _: blocks.decode_mxfp4(matrix.codes, matrix.scales),
+    Mxfp8: lambda matrix, _: blocks.decode_mxfp8(matrix.data, matrix.scales),
     Nvfp4: _decode_nvfp4,
     Fp8Tensor: _decode_fp8_tensor,
     Fp8Block: _decode_fp8_block,
     Fp8Channel: lambda matrix, _: matrix.data.float() * matrix.scale[:, :, None],
-    Int4: lambda matrix, _: decode_int4(matrix.codes, matrix.scales, matrix.zeros),
+    Int4: lambda matrix, _: blocks.decode_int4(matrix.codes, matrix.scales, matrix.zeros),
 }
 
 
@@ -163,7 +147,7 @@ def encode_payload(hidden: torch.Tensor, format: PayloadFormat, global_scale: to
         return Payload.plain(hidden.to(torch.float32 if format == "f32" else torch.bfloat16))
     if format not in ("fp8_block", "nvfp4"):
         raise InputError(f"payload format {format!r}: expected f32, bf16, fp8_block or nvfp4")
-    encode_groups, encode_blocks = encode_fp8_groups, encode_nvfp4
+    encode_groups, encode_blocks = blocks.encode_fp8_groups, blocks.encode_nvfp4
     if hidden.is_cuda and hidden.dim() == 2:  # in one pass over the tokens
         from eprt.quant.payload_kernels import encode_fp8_rows as encode_groups
         from eprt.quant.payload_kernels import encode_nvfp4_rows as encode_blocks
@@ -190,9 +174,9 @@ def decode_payload(payload: Payload) -> torch.Tensor:
     if payload.scale is None:
         return payload.data
     if payload.format == "fp8_block":
-        values = payload.data.float() * spread_groups(payload.scale, payload.hidden_size)
+        values = payload.data.float() * blocks.spread_groups(payload.scale, payload.hidden_size)
     else:
         if payload.global_scale is None:
             raise InputError("nvfp4 payload carries no global_scale: pass the float32 [1] it was encoded with")
-        values = decode_nvfp4(payload.data, payload.scale, payload.global_scale)
+        values = blocks.decode_nvfp4(payload.data, payload.scale, payload.global_scale)
     return values.to(torch.bfloat16)

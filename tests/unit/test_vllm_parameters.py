@@ -117,19 +117,52 @@ def test_what_eprt_cannot_read_is_left_to_vllm() -> None:
         layout_of(half).weight_format(half, torch.float16)
 
 
-def test_a_scale_that_no_file_had_is_named() -> None:
-    loaded = layouts.nvfp4()
+@pytest.mark.parametrize(
+    ("make", "change", "reason"),
+    [
+        (layouts.w4a16, {"weight_quant": {"num_bits": 8}}, "INT8 experts"),
+        (layouts.w4a16, {"weight_quant": {"group_size": 16}}, "a scale for 16 inputs"),
+        (layouts.w4a16, {"weight_quant": {"actorder": "group"}}, "activation order"),
+        (layouts.w4a16, {"weight_quant": {"actorder": "dynamic"}}, "activation order"),  # the same by its other name
+        (layouts.gptq, {"quant_config": {"is_sym": False}}, "zero points of its own"),
+        (layouts.gptq, {"moe": {"intermediate_size_per_partition": 48}}, "48 of the experts' rows .* a scale of 32"),
+        (layouts.gptq, {"quant_config": {"desc_act": True}}, "desc_act"),
+        (layouts.awq, {"quant_config": {"zero_point": False}}, "AWQ without zero points"),
+        (layouts.awq, {"quant_config": {"group_size": 256}}, "a scale for 256 inputs"),
+    ],
+)
+def test_settings_of_packed_checkpoints_that_are_left_to_vllm(make, change, reason) -> None:
+    method = make().method
+    for name, values in change.items():
+        getattr(method, name).__dict__.update(values)
+    with pytest.raises(FallsBackToEngine, match=reason):
+        layout_of(method).weight_format(method, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (layouts.nvfp4, "w2_weight_scale_2"),
+        (layouts.nvfp4, "w13_input_scale"),
+        (layouts.w4a16, "w2_weight_scale"),
+        (layouts.gptq, "w13_scales"),
+        (layouts.awq, "w2_scales"),
+        (lambda: layouts.w8a8_fp8("channel"), "w13_weight_scale"),
+        (layouts.w4a4_nvfp4, "w2_weight_global_scale"),
+    ],
+)
+def test_a_scale_that_no_file_had_is_named(make, name) -> None:
+    loaded = make()
     layout = layout_of(loaded.method)
     mark_unset(layout, loaded.parameters)
-    assert all(bool(loaded.parameters[name].isnan().all()) for name in layout.unset)
-    loaded = layouts.nvfp4()
-    loaded.parameters["w2_weight_scale_2"][1] = float("nan")
-    with pytest.raises(CheckpointError, match=f"w2_weight_scale_2: 1 of {L} values were in no file"):
-        converted(loaded)
-    loaded = layouts.nvfp4()
-    loaded.parameters["w13_input_scale"][0, 1] = float("nan")
-    with pytest.raises(CheckpointError, match="w13_input_scale"):
-        converted(loaded)
+    assert name in layout.unset
+    assert all(loaded.parameters[each].isnan().all() for each in layout.unset if each in loaded.parameters)
+    loaded = make()
+    found = loaded.parameters[name]
+    found[1] = float("nan")
+    said = f"{name}: {found[1].numel()} of {found.numel()} values were in no file"
+    with pytest.raises(CheckpointError, match=said):
+        expert_weights(layout, loaded.parameters, interleaved=False)
 
 
 def test_a_weight_only_checkpoint_has_no_input_scale() -> None:
