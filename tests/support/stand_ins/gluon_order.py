@@ -141,7 +141,8 @@ class Role:
         self.until: Callable[[], bool] = lambda: True
         self.waits_for = ""
         self.finished = False
-        self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
+        self._go, self._paused = threading.Lock(), threading.Lock()
+        self._go.acquire(), self._paused.acquire()
         self._result = threads.submit(self._run, job.do)
 
     def _run(self, do: Callable[[], None]) -> None:

@@ -4,17 +4,21 @@
   own casts, to nearest and ties to even as the hardware's are, take their place.
 * `tl.dot` multiplies bf16 as the whole numbers that hold its bits, and takes e4m3 through float16.
 * A comparison of scalars keeps the integer type of its operands, so that `block & scalar` isn't a mask any more.
-* Each call of a device function looks through all of `tl` for what to replace: most of the interpreter's time.
+* Each call of a device function looks through all of `tl` for what to replace, each tensor makes objects of its shape,
+  and each addition of whole numbers makes ten tensors to see that nothing overflows: most of the interpreter's time.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 # Of each Triton type, torch's, and the one that numpy holds its bits in.
@@ -23,7 +27,12 @@ _DTYPES = {
     tl.bfloat16: (torch.bfloat16, torch.uint16),
     tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
 }
-_create_splat = interpreter.InterpreterBuilder.create_splat
+_WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_create_splat, _broadcast = interpreter.InterpreterBuilder.create_splat, TritonSemantic.broadcast_impl_value
+_get_np_dtype, _patch_lang = interpreter._get_np_dtype, interpreter._patch_lang
+# Kernels name `tl`, Triton's own device functions `core`.
+_WHOLE_LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+_np_dtypes: dict[str, np.dtype] = {}
 
 
 def apply() -> None:
@@ -31,6 +40,12 @@ def apply() -> None:
     interpreter.InterpreterBuilder.create_splat = _splat
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter._patch_builtin = _replace_builtins
+    interpreter._patch_lang = lambda kernel: _patch_lang(_WHOLE_LANGUAGE)
+    interpreter._get_np_dtype = _np_dtype
+    interpreter.InterpretedFunction.__call__ = _call_within_a_kernel
+    tl.block_type.__init__, tl.tensor.__init__ = _init_block_type, _init_tensor
+    TritonSemantic.broadcast_impl_value = _broadcast_to_each_other
+    TritonSemantic.binary_op_sanitize_overflow_impl = _refuse_overflow
 
 
 @functools.cache
@@ -42,6 +57,48 @@ def _replace_builtins(namespace, builder, scope):
     for name, member in _builtins_of(namespace):
         if getattr(namespace, name) is member:  # not within a kernel that has replaced it already
             interpreter._patch_attr(namespace, name, member, builder, scope)
+
+
+def _call_within_a_kernel(function, *args, **kwargs):
+    return function.rewrite()(*args, **kwargs)
+
+
+def _np_dtype(dtype):
+    found = _np_dtypes.get(dtype.name)
+    if found is None:
+        found = _np_dtypes[dtype.name] = _get_np_dtype(dtype)
+    return found
+
+
+@functools.cache
+def _dimensions(sizes):
+    tl.core.validate_block_shape(sizes)
+    return tl.tuple(sizes), tl.tuple([tl.constexpr(each) for each in sizes]), tl.constexpr(math.prod(sizes))
+
+
+def _init_block_type(block, element, shape):
+    block.sizes = tuple(each.value if isinstance(each, tl.constexpr) else each for each in shape)
+    block.element_ty, block.numel = element, math.prod(block.sizes)
+    block.shape, block.name = _dimensions(block.sizes)[0], f"<{block.sizes}, {element}>"
+
+
+def _init_tensor(tensor, handle, type):
+    tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+    _, tensor.shape, tensor.numel = _dimensions(type.sizes if type.is_block() else ())
+
+
+def _broadcast_to_each_other(semantic, left, right):
+    if left.type.is_block() and right.type.is_block() and left.type.sizes == right.type.sizes:
+        return left, right
+    return _broadcast(semantic, left, right)
+
+
+def _refuse_overflow(semantic, left, right, operation):
+    if left.dtype.int_bitwidth < 64:
+        found = _WIDE[operation.__name__](left.handle.data, right.handle.data, dtype=np.int64)
+        low, high = left.dtype.get_int_min_value(), left.dtype.get_int_max_value()
+        if found.size and not low <= found.min() <= found.max() <= high:
+            raise OverflowError(f"{left.dtype}: {operation.__name__}")
 
 
 def _rounded_to_nearest(values, source, target, rounding_mode):
