@@ -15,4 +15,4 @@ bin=.venv/bin
 # Whoever is free takes the next test; tests/support/long_tests.py has the slow files first. Three on two cores: many
 # tests wait for a rank's silence or a timeout.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-bash scripts/pytest.sh -m "not gpu and not long" -n 3 --dist load --maxschedchunk 1 --durations 12 "$@"
+bash scripts/pytest.sh -m "not gpu and not long" --ignore tests/gpu -n 3 --dist load --maxschedchunk 1 --durations 12 "$@"
