@@ -29,7 +29,7 @@ def fp8_method(block: list[int] | None, **changes: Any) -> Any:
     ("method", "reason"),
     [
         (fp8_method([64, 128]), r"\[64, 128\]"),
-        (fp8_method([128, 128], is_fp4_expert=True), "FP4 experts"),
+        (fp8_method([128, 128], is_fp4_expert=True, dequant_fp4_to_fp8=True), "decodes to FP8"),
         (fp8_method([1, 32], use_mxfp8=True), "MXFP8 experts"),
         (fp8_method(None, serialized=False), "quantises to FP8 itself"),
     ],
@@ -62,6 +62,16 @@ def of_all_ranks(loaded: Loaded) -> Loaded:
 def fp8(block: list[int] | None) -> Loaded:
     loaded = layouts.fp8(block)
     loaded.method = fp8_method(block)
+    return loaded
+
+
+def fp4() -> Loaded:
+    """DeepSeek-V4's experts, as FP8's method keeps them."""
+    loaded = layouts.mxfp4("Mxfp4MoEMethod", "silu")
+    held = loaded.parameters
+    held = {n: t.view(torch.int8) if n.endswith("weight") else torch.exp2(t.float() - 127) for n, t in held.items()}
+    loaded.parameters = {name.replace("_scale", "_scale_inv"): tensor for name, tensor in held.items()}
+    loaded.method = fp8_method([128, 128], is_fp4_expert=True)
     return loaded
 
 
@@ -110,6 +120,7 @@ CASES = {
     "ModelOpt nvfp4": lambda: of_all_ranks(layouts.nvfp4()),
     "DeepSeek-V3, fp8 blocks": lambda: fp8([128, 128]),
     "fp8 a tensor": lambda: fp8(None),
+    "DeepSeek-V4, fp4": fp4,
     "bf16": lambda: layouts.dense(torch.bfloat16),
     "f32": lambda: layouts.dense(torch.float32),
     "bf16 for triton_kernel": lambda: transposed(layouts.dense(torch.bfloat16)),

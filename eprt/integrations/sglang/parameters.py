@@ -16,6 +16,7 @@ from eprt.integrations.engine import packed
 from eprt.integrations.engine import parameters as shared
 from eprt.integrations.engine.parameters import FallsBackToEngine, ParameterLayout, Parameters, layout_in
 from eprt.integrations.engine.settings import fall_back
+from eprt.weights import Matrix, Mxfp4
 
 
 def layout_of(layer: Any) -> ParameterLayout:
@@ -69,14 +70,29 @@ def _unpadded(layer: Any, found: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 def _fp8(layer: Any, _: torch.dtype) -> WeightFormat:
     method, config = layer.quant_method, layer.quant_method.quant_config
+    fp4 = getattr(method, "is_fp4_expert", False)
     fall_back(
         [
-            (getattr(method, "is_fp4_expert", False), "FP4 experts behind FP8's method (DeepSeek-V4)"),
+            (fp4 and getattr(method, "dequant_fp4_to_fp8", False), "FP4 experts that SGLang decodes to FP8"),
             (getattr(method, "use_mxfp8", False), "MXFP8 experts behind FP8's method"),
             (not config.is_checkpoint_fp8_serialized, "experts that SGLang quantises to FP8 itself"),
         ]
     )
-    return shared.fp8(config.weight_block_size)
+    return "mxfp4" if fp4 else shared.fp8(config.weight_block_size)
+
+
+def _fp8_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
+    """Reads DeepSeek-V4's FP4 experts, too, which SGLang keeps with scales in float32, each a power of two."""
+    if p["w13_weight"].dtype != torch.int8:
+        return shared.fp8_matrices(p)
+    up, down = (
+        Mxfp4(
+            p[f"{name}_weight"].view(torch.uint8),
+            p[f"{name}_weight_scale_inv"].to(torch.float8_e8m0fnu).view(torch.uint8),
+        )
+        for name in ("w13", "w2")
+    )
+    return up, down
 
 
 def _nvfp4(layer: Any, dtype: torch.dtype) -> WeightFormat:
@@ -102,7 +118,7 @@ def _awq(layer: Any, _: torch.dtype) -> WeightFormat:
 WNA16 = ParameterLayout(_wna16, packed.wna16_matrices, packed.SCALES)
 LAYOUTS: dict[str, ParameterLayout] = {
     "UnquantizedFusedMoEMethod": shared.DENSE,
-    "Fp8MoEMethod": ParameterLayout(_fp8, shared.fp8_matrices),
+    "Fp8MoEMethod": ParameterLayout(_fp8, _fp8_matrices),
     "Mxfp4MoEMethod": shared.MXFP4,
     "ModelOptNvFp4FusedMoEMethod": ParameterLayout(_nvfp4, shared.nvfp4_matrices, shared.NVFP4.unset),
     "CompressedTensorsWNA16MoE": WNA16,
