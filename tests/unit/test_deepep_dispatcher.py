@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.builders import transported
 from support.stand_ins.deepep import CAPACITY, Fabric, Group, install
 
 from eprt import expert_major
@@ -33,40 +34,43 @@ def make(world: World, hidden_size: int = 128, top_k: int = 3, **runtime) -> Dee
     return DeepEPDispatcher(world, config, RuntimeConfig(**settings), "expert_major")
 
 
-def exchange(dispatcher: DeepEPDispatcher, case, *, wait: bool = True) -> list[str]:
-    payload = dispatcher.runtime.payload
-    problems = []
-    for call in range(case.num_calls):
-        batch = make_batch(case, call, 0, 1, dispatcher.config, torch.bfloat16)
-        sent = dispatcher.dispatch(batch.hidden, batch.topk, case.counts.agreed, wait=wait)
+def deferred(dispatcher: DeepEPDispatcher) -> DeepEPDispatcher:
+    """Has every dispatch return before its rows are there, and waits for them then."""
+    dispatch = dispatcher.dispatch
+
+    def call(*given):
+        sent = dispatch(*given, wait=False)
         sent.handle.wait()
-        problems += transport.wrong_arrivals(sent.tokens, [batch], dispatcher.shard, payload)
-        hidden = sent.tokens.hidden
-        if sent.tokens.num_tokens != sent.handle.tokens_per_rank:
-            problems.append(f"{sent.tokens.num_tokens} tokens are said to be allowed in a world of one")
-        if hidden.data.stride(2) != 1 or (hidden.scale is not None and not hidden.scale.is_contiguous()):
-            problems.append("an executor may take rows and scales for contiguous")
-        y = transport.scale_experts(sent.tokens, dispatcher.shard, torch.ones(E), torch.bfloat16)
-        out = dispatcher.combine(y, sent.handle)
-        expected = transport.weighted_sums(batch, torch.ones(E), payload)
-        if out.shape != batch.hidden.shape or not out.is_contiguous():
-            problems.append(f"combine returned {tuple(out.shape)}")
-        if payload is None and not torch.equal(out, expected.bfloat16()):
-            problems.append("combine isn't bitwise right")
-        if not torch.allclose(out.double(), expected, rtol=1e-2, atol=1e-2):
-            problems.append("combine is off")
-    return problems
+        return sent
+
+    dispatcher.dispatch = call
+    return dispatcher
 
 
-@pytest.mark.parametrize(
-    ("hidden_size", "payload", "each"),
-    [(128, None, 1), (2048, None, 3), (2880, None, 3), (128, "fp8_block", 7), (2880, "fp8_block", 7)],
-)
+SIZES = [(128, None, 1), (2048, None, 3), (2880, None, 3), (128, "fp8_block", 7), (2880, "fp8_block", 7)]
+
+
+@pytest.mark.parametrize(("hidden_size", "payload", "each"), SIZES)
 @pytest.mark.parametrize("wait", [True, False])
 def test_every_case_arrives_and_returns(world, hidden_size, payload, each, wait):
     dispatcher = make(world, hidden_size, payload=payload)
+    dispatcher = dispatcher if wait else deferred(dispatcher)
+    assert [found for case in CASES[::each] for found in transported(dispatcher, case)] == []
+
+
+@pytest.mark.parametrize(("hidden_size", "payload", "each"), SIZES)
+def test_what_executors_and_callers_take_for_granted(world, hidden_size, payload, each):
+    dispatcher = make(world, hidden_size, payload=payload)
     for case in CASES[::each]:
-        assert exchange(dispatcher, case, wait=wait) == []
+        batch = make_batch(case, 0, 0, 1, dispatcher.config, torch.bfloat16)
+        sent = dispatcher.dispatch(batch.hidden, batch.topk, case.counts.agreed)
+        hidden = sent.tokens.hidden
+        assert sent.tokens.num_tokens == sent.handle.tokens_per_rank, "what a world of one allows"
+        assert hidden.data.stride(2) == 1
+        assert hidden.scale is None or hidden.scale.is_contiguous()
+        out = dispatcher.combine(torch.zeros(hidden.data.shape, dtype=torch.bfloat16), sent.handle)
+        assert out.shape == batch.hidden.shape
+        assert out.is_contiguous()
 
 
 @pytest.mark.parametrize("hidden_size", [2048, 2880])
@@ -144,7 +148,7 @@ def test_two_results_alive_and_a_third_refused(world):
         dispatcher.dispatch(batch.hidden, batch.topk)
     second.handle.close()
     dispatcher.combine(first.tokens.hidden.data, first.handle)
-    assert exchange(dispatcher, CASES[0]) == []
+    assert transported(dispatcher, CASES[0]) == []
 
 
 def test_a_dropped_call_sends_nan(world):
@@ -157,7 +161,7 @@ def test_a_dropped_call_sends_nan(world):
 def test_buffers_by_geometry_freed_by_the_last_user_and_not_with_lost_peers(world, monkeypatch):
     same, wide = [make(world), make(world)], make(world, 4096)
     for dispatcher in (*same, wide):
-        assert exchange(dispatcher, CASES[0]) == []
+        assert transported(dispatcher, CASES[0]) == []
     shared, other = same[0]._memory.buffer, wide._memory.buffer
     assert same[1]._memory.buffer is shared is not other
     assert shared.num_rdma_bytes == 1000 * CAPACITY + 2048

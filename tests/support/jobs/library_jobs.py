@@ -10,92 +10,79 @@ from eprt.quant import decode_payload, encode_payload
 from eprt.ranks.launcher import RankContext
 from eprt.tokens import TopK
 from support.builders import caught
-from support.jobs.dispatcher_jobs import (
-    DEEPEP,
-    E,
-    Pair,
-    batch,
-    dispatcher_of,
-    factors,
-    generator_of,
-    good_call,
-    make,
-    scaled,
-    stand_in,
-    wrong_rows,
-)
+from support.jobs import dispatcher_jobs as jobs
 
 ONE_STEP = 3e-2  # of a row whose largest number was quantised to the neighbouring FP8 code
 
 
-def one_rank_drops_a_call(context: RankContext, pair: Pair) -> tuple[bool, int]:
+def one_rank_drops_a_call(context: RankContext, pair: jobs.Pair) -> tuple[bool, int]:
     """Rank 1 closes its handle without combining: whether exactly the tokens that asked it are NaN, and wrong rows of
     the call that follows."""
-    dispatcher = dispatcher_of(context, pair, 2048, 2, 32)
-    generator = generator_of(dispatcher.world, 1)
-    x, topk = batch(generator, 13, 2048, 2)
+    dispatcher = jobs.dispatcher_of(context, pair, 2048, 2, 32)
+    generator = jobs.generator_of(dispatcher.world, 1)
+    x, topk = jobs.batch(generator, 13, 2048, 2)
     sent = dispatcher.dispatch(x, topk, 16)
     honest = True
     if context.rank == 1:
         sent.handle.close()
     else:
-        out = dispatcher.combine(stand_in(sent, dispatcher), sent.handle)
-        honest = torch.equal(out.isnan().all(1), (topk.ids // (E // context.size) == 1).any(1))
-    return honest, good_call(dispatcher, generator, 13, 16)
+        out = dispatcher.combine(jobs.stand_in(sent, dispatcher), sent.handle)
+        honest = torch.equal(out.isnan().all(1), (topk.ids // (jobs.E // context.size) == 1).any(1))
+    return honest, jobs.good_call(dispatcher, generator, 13, 16)
 
 
-def no_memory(context: RankContext, pair: Pair) -> tuple[str, str, int]:
+def no_memory(context: RankContext, pair: jobs.Pair) -> tuple[str, str, int]:
     """What a dispatch raises whose buffer doesn't fit the GPU, and wrong rows of the call that follows."""
-    dispatcher = dispatcher_of(context, pair, 2048, 2, 16)
-    huge = make(pair, context.world(), 8192, 2, {"flashinfer": 1 << 22, "deepep": 1024}[pair[0]])
-    generator = generator_of(dispatcher.world, 2)
+    dispatcher = jobs.dispatcher_of(context, pair, 2048, 2, 16)
+    huge = jobs.make(pair, context.world(), 8192, 2, {"flashinfer": 1 << 22, "deepep": 1024}[pair[0]])
+    generator = jobs.generator_of(dispatcher.world, 2)
     hog = torch.empty(torch.cuda.mem_get_info()[0] - (1 << 29), dtype=torch.uint8, device="cuda")
-    said = caught(lambda: huge.dispatch(*batch(generator, 1, 8192, 2), 1))
+    said = caught(lambda: huge.dispatch(*jobs.batch(generator, 1, 8192, 2), 1))
     del hog
     torch.cuda.empty_cache()
-    return *said, good_call(dispatcher, generator, 13, 16)
+    return *said, jobs.good_call(dispatcher, generator, 13, 16)
 
 
 def overlapped(context: RankContext, H: int, K: int) -> tuple[str, int]:
     """DeepEP: other work between the sends and the arrival; what combine without wait raises, and wrong rows."""
-    dispatcher = dispatcher_of(context, DEEPEP, H, K, 32)
-    generator = generator_of(dispatcher.world, 3)
+    dispatcher = jobs.dispatcher_of(context, jobs.DEEPEP, H, K, 32)
+    generator = jobs.generator_of(dispatcher.world, 3)
     wrong, early = 0, ""
     for T in (5, 0, 32, 17):
-        x, topk = batch(generator, (T + context.rank) % 33, H, K)
+        x, topk = jobs.batch(generator, (T + context.rank) % 33, H, K)
         sent = dispatcher.dispatch(x, topk, 32, wait=False)
         early = caught(lambda sent=sent, x=x: dispatcher.combine(x, sent.handle))[1]
         busy = torch.randn(1024, 1024, device=generator.device)
         busy @= busy
         sent.handle.wait()
         sent.handle.wait()
-        wrong += int(wrong_rows(dispatcher.combine(stand_in(sent, dispatcher), sent.handle), x, topk))
+        wrong += int(jobs.wrong_rows(dispatcher.combine(jobs.stand_in(sent, dispatcher), sent.handle), x, topk))
     return early, wrong
 
 
 def quantised_by_deepep(context: RankContext, H: int, K: int, wait: bool) -> int:
     """FP8 tokens of any numbers: wrong rows, against this project's own encoding of the same tokens."""
-    dispatcher = dispatcher_of(context, DEEPEP, H, K, 32, payload="fp8_block")
-    generator = generator_of(dispatcher.world, 4)
+    dispatcher = jobs.dispatcher_of(context, jobs.DEEPEP, H, K, 32, payload="fp8_block")
+    generator = jobs.generator_of(dispatcher.world, 4)
     wrong = 0
     for T in (5, 0, 32, 17):
-        _, topk = batch(generator, (T + context.rank) % 33, H, K)
+        _, topk = jobs.batch(generator, (T + context.rank) % 33, H, K)
         x = torch.randn(topk.ids.shape[0], H, device=generator.device, generator=generator).bfloat16()
         sent = dispatcher.dispatch(x, topk, 32, wait=wait)
         sent.handle.wait()
         sent.tokens.check()
-        out = dispatcher.combine(stand_in(sent, dispatcher), sent.handle)
+        out = dispatcher.combine(jobs.stand_in(sent, dispatcher), sent.handle)
         wrong += int(far_rows(out, decode_payload(encode_payload(x, "fp8_block")), topk))
     return wrong
 
 
 def far_rows(out: torch.Tensor, x: torch.Tensor, topk: TopK) -> torch.Tensor:
     """How many rows of `out`, less the experts' factors, are farther than ONE_STEP from x."""
-    factor = factors(topk.ids, topk.weights)
+    factor = jobs.factors(topk.ids, topk.weights)
     empty = (factor == 0).all(1)
     limit = torch.where(empty, 0.0, ONE_STEP * x.float().norm(dim=1))
     x = torch.where(empty[:, None], 0.0, x.float())
-    error = (scaled(out.float(), 1 / torch.where(factor > 0, factor, 1.0)) - x).norm(dim=1)
+    error = (jobs.scaled(out.float(), 1 / torch.where(factor > 0, factor, 1.0)) - x).norm(dim=1)
     return (~(error <= limit)).sum()
 
 
