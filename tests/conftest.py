@@ -48,6 +48,15 @@ def tiny(tmp_path_factory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", num_layers=1)
 
 
+@pytest.fixture(scope="module")
+def this_process() -> Iterator[Callable[..., object]]:
+    """What takes the place of a command's `ranks`, so that it runs on one rank in the test's own process."""
+    from support.one_rank import one_rank
+
+    with one_rank() as ranks:
+        yield ranks
+
+
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """For TMPDIR: sockets lie in it, and `tmp_path` comes close to the 107 bytes that their names may have."""

@@ -245,11 +245,6 @@ def one_file_a_tensor(directory, num_local, page=4096):
     return cuts
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "m", num_layers=1)
-
-
 def spoil_expert_7(directory):
     path = next(path for path in directory.glob("*.safetensors") if SCALES in load_file(path))
     tensors = load_file(path)

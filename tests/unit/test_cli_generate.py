@@ -11,13 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.cases.text_model import write_tokenizer
-from support.one_rank import one_rank
 from support.processes import descendants, wait_until_gone
 
 from eprt.cli import generate as command
@@ -89,12 +87,6 @@ def speaking(tiny: Path, tmp_path_factory) -> Path:
     settings = {"do_sample": True, "temperature": 2.0, "max_new_tokens": 3, "eos_token_id": 511}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     return folder
-
-
-@pytest.fixture(scope="module")
-def this_process() -> Iterator[Any]:
-    with one_rank() as ranks:
-        yield ranks
 
 
 def test_options_of_generation_are_transformers_own(

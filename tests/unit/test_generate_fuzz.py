@@ -10,13 +10,10 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.cases.text_model import write_tokenizer
-from support.one_rank import one_rank
 
 from eprt.cli import generate as command
 from eprt.cli import main
@@ -69,12 +66,6 @@ def models(tmp_path_factory) -> list[Path]:
     (folders[1] / "generation_config.json").write_text(json.dumps(settings))
     (folders[2] / "generation_config.json").write_text("[]")
     return folders
-
-
-@pytest.fixture(scope="module")
-def this_process() -> Iterator[Any]:
-    with one_rank() as ranks:
-        yield ranks
 
 
 @pytest.mark.timeout(550)
