@@ -4,7 +4,7 @@
 # tests/unit/test_engine_results.py holds against the files it was made with. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-sglang=0.5.17
+sglang=${SGLANG:-0.5.17} # SGLANG=0.5.23 runs the newest, in the same venv
 torch=2.13.0+cpu # a CPU build; SGLang's own pin is CUDA's 2.11
 python=.venv-sglang/bin/python
 [ -x "$python" ] || "${PYTHON:-python3}" -m venv .venv-sglang

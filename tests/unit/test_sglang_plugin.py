@@ -26,9 +26,10 @@ from eprt.models.published import MODELS
 from eprt.support import Device
 
 
-@pytest.mark.parametrize("version", [*TESTED, "0.5.18", "0.5.23.post1"])
+@pytest.mark.parametrize("version", [*TESTED, "0.5.18", "0.5.22.post1"])
 def test_versions_whose_hooks_were_read(version: str) -> None:
-    assert check_version(version) == ("" if version in TESTED else f"SGLang {version}: tested with 0.5.17")
+    warning = f"SGLang {version}: tested with 0.5.17 and 0.5.23"
+    assert check_version(version) == ("" if version in TESTED else warning)
 
 
 @pytest.mark.parametrize("version", ["0.5.16.post3", "0.5.24", "0.6.0"])
@@ -116,10 +117,19 @@ def qwen3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("quant", [None, QUANT["pack_quantized"], QUANT["float_channel"]])
-def test_eprt_carries_tokens_where_each_rank_has_its_own(qwen3: Path, quant: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("newer", [{}, {"enable_dp_attention": False, "dp_size": 1, "attn_dp_size": 2}])
+def test_eprt_carries_tokens_where_each_rank_has_its_own(
+    qwen3: Path, newer: dict[str, Any], quant: dict[str, Any] | None
+) -> None:
+    """SGLang 0.5.23 has a size of its own for data-parallel attention."""
     config = json.loads((qwen3 / "config.json").read_text()) | {"quantization_config": quant}
     (qwen3 / "config.json").write_text(json.dumps(config))
-    assert supported.all_to_all_reason(arguments(model_path=str(qwen3)), {}) == ""
+    args = arguments(model_path=str(qwen3), **newer)
+    assert supported.all_to_all_reason(args, {}) == ""
+    assert supported.runtime_config(args, {}, all_to_all=False).max_tokens_per_rank == 8192
+
+
+MORE = ("enable_eplb", "attn_dp_size")  # arguments that the stand-in lacks
 
 
 @pytest.mark.parametrize(
@@ -127,6 +137,7 @@ def test_eprt_carries_tokens_where_each_rank_has_its_own(qwen3: Path, quant: dic
     [
         ({}, {"all_to_all": False}, "all_to_all: false"),
         ({"enable_dp_attention": False}, {}, "--enable-dp-attention"),
+        ({"enable_dp_attention": False, "attn_dp_size": 4}, {}, "--dp-size 4 isn't --tp-size 2"),
         ({"tp_size": 4, "ep_size": 4}, {}, "--dp-size 2 isn't --tp-size 4"),
         ({"ep_size": 1}, {}, "--ep-size 1 isn't --tp-size 2"),
         ({"enable_eplb": True}, {}, "--enable-eplb"),
@@ -142,7 +153,7 @@ def test_eprt_carries_tokens_where_each_rank_has_its_own(qwen3: Path, quant: dic
 )
 def test_sglang_carries_them_otherwise(qwen3: Path, change: dict[str, Any], given: dict[str, Any], reason: str) -> None:
     config = json.loads((qwen3 / "config.json").read_text())
-    flags = {name: value for name, value in change.items() if hasattr(arguments(), name) or name == "enable_eplb"}
+    flags = {name: value for name, value in change.items() if hasattr(arguments(), name) or name in MORE}
     config |= {name: value for name, value in change.items() if name not in flags}
     (qwen3 / "config.json").write_text(json.dumps(config))
     assert reason in supported.all_to_all_reason(arguments(model_path=str(qwen3), **flags), given)
@@ -159,7 +170,9 @@ def test_arguments_say_who_carries_the_tokens(qwen3: Path, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING):
         hooks._arguments_made(SglangState(), original, theirs)
     hooks._arguments_made(SglangState(), original, ours)  # copied arguments are looked at again
-    assert seen == ["customized", "none", "customized"]
+    done = arguments(model_path=str(qwen3), _resolution_finished=True)  # SGLang 0.5.23 lets nobody write into these
+    hooks._arguments_made(SglangState(), original, done)
+    assert seen == ["customized", "none", "customized", "none"]
     assert ours.disable_shared_experts_fusion
     assert not theirs.disable_shared_experts_fusion
     assert "eprt: SGLang carries the tokens between ranks: --enable-eplb" in caplog.text

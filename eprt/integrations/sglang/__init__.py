@@ -27,7 +27,7 @@ from eprt.integrations.engine import version_warning
 
 __all__ = ["TESTED", "check_version", "register"]
 
-TESTED = ("0.5.17",)  # tests ran on it; its hooks' names were read in 0.5.23, too
+TESTED = ("0.5.17", "0.5.23")  # tests ran on both on a CPU; GPUs on the former
 OLDEST, BELOW = "0.5.17", "0.5.24"
 
 

@@ -22,6 +22,7 @@ _SUMMED = "fuse_mlp_allreduce"  # SGLang's flag: what comes behind the block add
 def install(state: SglangState) -> None:
     """Registers every hook; SGLang applies them when all plugins have run."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import ServerArgs
 
     def around(path: str, hook: Callable[..., Any]) -> None:
         HookRegistry.register(_SRT + path, hook, HookType.AROUND)
@@ -32,7 +33,8 @@ def install(state: SglangState) -> None:
     HookRegistry.register(
         _SRT + "model_executor.model_runner.ModelRunner.load_model", partial(_loaded, state), HookType.AFTER
     )
-    around("server_args.ServerArgs.__post_init__", partial(_arguments_made, state))
+    resolves = "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"  # the former since 0.5.23
+    around(f"server_args.ServerArgs.{resolves}", partial(_arguments_made, state))
     around("layers.moe.utils.MoeA2ABackend.is_flashinfer", _carries_tokens)
     around("layers.moe.fused_moe_triton.layer.create_moe_dispatcher", _dispatcher)
     around("layers.moe.moe_runner.runner.MoeRunner.__init__", _runner_made)
@@ -42,7 +44,7 @@ def install(state: SglangState) -> None:
 
 def _arguments_made(state: SglangState, original: Callable[..., None], args: Any) -> None:
     """Gives eprt the exchange of tokens, where it can run every layer, before SGLang resolves its arguments."""
-    if args.moe_a2a_backend == CARRIED:
+    if args.moe_a2a_backend == CARRIED or getattr(args, "_resolution_finished", False):
         original(args)
         return
     reason = all_to_all_reason(args, state.options())

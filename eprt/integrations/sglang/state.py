@@ -93,9 +93,15 @@ class SglangState(EngineState):
 
 
 def _arguments() -> Any:
+    """Returns what SGLang made of its arguments; since 0.5.23 it doesn't write that into them."""
     from sglang.srt.runtime_context import get_server_args
 
-    return get_server_args()
+    args = get_server_args()
+    if not hasattr(args, "resolve_once"):
+        return args
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    return resolved_view(args)
 
 
 def _parallel() -> Any:

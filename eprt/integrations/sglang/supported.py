@@ -101,14 +101,20 @@ def _prefill_graphs(args: Any) -> bool:
     return getattr(phase, "backend", "disabled") != "disabled" and args.device == "cuda"
 
 
+def attention_dp(args: Any) -> int:
+    """Returns how many ranks have attention of their own: since SGLang 0.5.23 a size beside that of replicas."""
+    return args.dp_size if args.enable_dp_attention else getattr(args, "attn_dp_size", 1)
+
+
 def all_to_all_reason(args: Any, given: Mapping[str, Any]) -> str:
     """Returns why eprt doesn't carry tokens between the ranks of these arguments, or "" where it does."""
+    width = attention_dp(args)
     try:
         fall_back(
             [
                 (given.get(ALL_TO_ALL) is False, f"{VARIABLE} says {ALL_TO_ALL}: false"),
-                (not args.enable_dp_attention, "attention isn't data-parallel (--enable-dp-attention)"),
-                (args.dp_size != args.tp_size, f"--dp-size {args.dp_size} isn't --tp-size {args.tp_size}"),
+                (width == 1, "attention isn't data-parallel (--attn-dp-size, or --dp-size and --enable-dp-attention)"),
+                (width != args.tp_size, f"--dp-size {width} isn't --tp-size {args.tp_size}"),
                 (args.ep_size != args.tp_size, f"--ep-size {args.ep_size} isn't --tp-size {args.tp_size}"),
             ]
         )
@@ -215,7 +221,7 @@ def runtime_config(args: Any, given: Mapping[str, Any], *, all_to_all: bool) -> 
     chunk = args.chunked_prefill_size or 0
     prefill = chunk if chunk > 0 else args.max_prefill_tokens
     most = max(prefill, args.max_running_requests or 0, getattr(phase, "max_bs", 0) or 0)
-    gathered = args.dp_size if args.enable_dp_attention and not all_to_all else 1
+    gathered = 1 if all_to_all else attention_dp(args)
     kept = {name: value for name, value in _settings(given).items() if all_to_all or name != PLACEMENT}
     return runtime_with(kept, most * gathered)
 

@@ -15,7 +15,8 @@ def register() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     torch.tensor = _unpinned(torch.tensor)
-    AttentionBackend.get_cuda_graph_seq_len_fill_value = lambda self: 1  # torch_native has none
+    for graphs in ("cuda", "cpu"):  # torch_native has none; 0.5.23 asks for the latter
+        setattr(AttentionBackend, f"get_{graphs}_graph_seq_len_fill_value", lambda self: 1)
     for name in ("forward_extend", "forward_decode"):
         setattr(TorchNativeAttnBackend, name, _without_sinks(getattr(TorchNativeAttnBackend, name)))
     # gpt-oss is refused with torch_native's name; SGLang's own backend for CPUs wants AMX.
