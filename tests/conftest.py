@@ -30,6 +30,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves files without a long test out of `-m "long ..."`: every worker pays for what it reads."""
+    name = collection_path.stem
+    if not config.option.markexpr.startswith("long") or not re.fullmatch(r"test_\w+\.py", collection_path.name):
+        return None
+    some = any(pattern.startswith(f"{name}::") for pattern in LONG) or "mark.long" in collection_path.read_text()
+    return None if some else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if any(item.path.stem in TRANSFORMERS for item in items):
         preload("transformers.models.gpt_oss.modeling_gpt_oss", "eprt.integrations.transformers")
