@@ -234,7 +234,8 @@ def resolve_inside(directory: Path, name: str) -> Path:
         path = (root / name).resolve()
         is_file = path.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL, a loop of links (until 3.13)
-        raise CheckpointError(f"{directory}: entry {shown(name)} is no usable file name: {error}") from error
+        why = getattr(error, "strerror", None) or error  # without the name, which may be long
+        raise CheckpointError(f"{directory}: entry {shown(name)} is no usable file name: {why}") from error
     if path.parent not in allowed:
         raise CheckpointError(f"{directory / name}: links to {path}, outside the checkpoint's folder")
     if not is_file:

@@ -144,7 +144,8 @@ class Shard:
             with safe_open(str(path), framework="pt", device="cpu"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.path}: {_INCOMPLETE}: {error}") from error
+            # The library repeats what it can't read, of any length.
+            raise CheckpointError(f"{self.path}: {_INCOMPLETE}: {shown(str(error))}") from error
         return self._entries(fields, size, 8 + length)
 
     def _bytes_at(self, start: int, size: int) -> bytearray:

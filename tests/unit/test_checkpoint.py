@@ -45,6 +45,7 @@ def refuses(directory, *words):
         Checkpoint(directory).close()
     for word in words:
         assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+    assert len(str(caught.value)) < 5000
 
 
 class TestReading:
@@ -167,6 +168,8 @@ def _nothing(folder):
         (folder / name).unlink()
 
 
+_HEADER = json.dumps({"x": {"dtype": "X" * 9999, "shape": [1], "data_offsets": [0, 4]}}).encode()
+LONG_DTYPE = len(_HEADER).to_bytes(8, "little") + _HEADER + bytes(4)
 PICKLE, INCOMPLETE = b"\x80\x02}q\x00.", "not a complete safetensors file"
 OUTSIDE = ("/etc/passwd", "../other.safetensors", "sub/a.safetensors", "..", "")
 REFUSED = [  # what breaks the folder, what the error says
@@ -184,6 +187,7 @@ REFUSED = [  # what breaks the folder, what the error says
     (_resize(B, 1), B, INCOMPLETE),
     *((_text(A, content), A, INCOMPLETE) for content in (b"", PICKLE, b"PK\x03\x04" * 50, b"<html>" * 50)),
     (_text(A, (1 << 60).to_bytes(8, "little") + b"{}"), A, INCOMPLETE),  # a header larger than the file
+    (_text(A, LONG_DTYPE), A, INCOMPLETE, "invalid JSON"),
     *((_pickles_only(f), f, "a pickle", "convert it to") for f in ("pytorch_model.bin", "model.pt", "model.pth")),
     (_nothing, SINGLE, INDEX),
     *((_index({"x": f"{entry}.safetensors"}), "no usable file name") for entry in ("a\0", "a" * 5000)),
