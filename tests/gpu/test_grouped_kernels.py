@@ -232,19 +232,21 @@ def test_slots_are_placed_and_listed(N, K, E, first, L, small_slots, programs, t
     assert len(entries) <= work.bound
 
 
-@pytest.mark.parametrize("form", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("form", ["bf16", "mxfp4", "fp8_block"])
 def test_rows_around_a_tile_and_its_tail(form, schedule):
     """One row, a tile less and more than full, a full tail, and one row more than that; every one of them computed."""
     counts = torch.tensor([1, 15, 16, 17, 31, 32, 33, 48, 49, 0], dtype=torch.int32, device=DEVICE)
     config = layer(form, H=96, I=64, E=10, K=2)
-    tile = Tile(64, 64, 2, 4, 1, swap=True)
+    fp8 = form == "fp8_block"
+    tile = Tile(64, 128 if fp8 else 64, 2, 4, 1, swap=True)
     schedule(Schedule(16, tile, tile, tail=16))
     weights = all_experts(config)
     tokens = ExpertMajorTokens(Payload.plain(random(10, 50, 96, seed=3).to(torch.bfloat16)), counts)
-    found = build(TritonGroupedExecutor, config, weights)(tokens)
+    runtime, bound = (FP8_RUNTIME, FP8_BOUND) if fp8 else (RUNTIME, BOUND)
+    found = build(TritonGroupedExecutor, config, weights, runtime=runtime)(tokens)
     wanted = witness(config, weights, tokens)
     rows = torch.arange(50, device=DEVICE)[None] < counts[:, None]
-    assert all(relative_error(found[e][rows[e]], wanted[e][rows[e]]) < BOUND for e in range(9))
+    assert all(relative_error(found[e][rows[e]], wanted[e][rows[e]]) < bound for e in range(9))
 
 
 def test_the_product_of_two_schedules_is_the_same(schedule):

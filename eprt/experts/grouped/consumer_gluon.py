@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from eprt.experts.activation_triton import activated
 from eprt.experts.grouped.four_bit import ROW_PAIRS, UNIT
-from eprt.experts.grouped.four_bit_triton import pair_scales, pairs_of
+from eprt.experts.grouped.four_bit_triton import pair_scales, pairs_of, settled
 from eprt.experts.grouped.gemm_triton import halves
 from eprt.experts.grouped.pipeline_gluon import (
     advance,
@@ -31,8 +31,12 @@ from eprt.experts.grouped.pipeline_gluon import (
     next_tile,
     reinterpreted,
 )
+from eprt.experts.grouped.weights import INTERLEAVE
+from eprt.weights import FP8_BLOCK
 
 _UNIT = gl.constexpr(UNIT)
+_INTERLEAVE, _FP8_BLOCK = gl.constexpr(INTERLEAVE), gl.constexpr(FP8_BLOCK)
+_LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _ROW_PAIRS = gl.constexpr(ROW_PAIRS)
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # A thread's share of a unit: four of its words.
@@ -74,8 +78,8 @@ def _finish_part(total, staging, target, expert, row, end, first, C: gl.constexp
     """Applies row factors, bias and activation; stores through `staging` [tokens, columns], 16 bytes per thread."""
     parts: gl.constexpr = 2 if C.GATED else 1
     width: gl.constexpr = C.N // parts
-    source, x_scale, w_factor, bias, out, out_stride, out_skip = target
-    if C.FP8:
+    source, x_scale, _, w_factor, bias, out, out_stride, out_skip = target
+    if C.FP8 and not C.SCALED:
         m = row + gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
         read = m if source is None else gl.load(source + m, mask=m < end, other=0)
         total *= gl.load(x_scale + read, mask=m < end, other=0.0)[None, :]
@@ -222,6 +226,82 @@ def _tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexp
     return stage, phase, order_phase
 
 
+# ---- FP8 with a scale per 128 columns ------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _block_scales(w_scale, expert, first, C: gl.constexpr, LAYOUT: gl.constexpr):
+    """Returns a pointer to the first scale of the 64 weight rows from `first` on; to each row's, where gate and up rows
+    take turns."""
+    parts: gl.constexpr = 2 if C.GATED else 1
+    blocks: gl.constexpr = (C.N // parts + _FP8_BLOCK - 1) // _FP8_BLOCK
+    block = gl.minimum(first // parts // _FP8_BLOCK, blocks - 1)
+    if C.GATED:
+        part = gl.arange(0, _UNIT, gl.SliceLayout(1, LAYOUT)) // _INTERLEAVE % 2
+        scale = w_scale + ((expert * 2 + part) * blocks + block) * C.NUM_K
+    else:
+        scale = w_scale + (expert * blocks + block) * C.NUM_K
+    return scale
+
+
+@gluon.jit
+def _promote(weights, tokens, scales, factor, total, C: gl.constexpr):
+    """Adds one part's product to `total`, after its scales: `scales` of tokens, `factor` of weight rows or of all."""
+    product = warpgroup_mma(weights, tokens.permute((1, 0)), total, use_acc=False, is_async=True)
+    product = warpgroup_mma_wait(0, [product])
+    token = scales.load(gl.SliceLayout(0, total.type.layout))
+    if C.GATED:
+        total += product * (token[None, :] * factor[:, None])
+    else:  # settled before the next product begins: otherwise ptxas keeps both, and has no registers for a tail's
+        total = settled(total + product * (token * factor)[None, :])
+    return total
+
+
+@gluon.jit
+def _scaled_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr):
+    """Does as `_tile`. Tensor cores sum 128 columns of up to 128 tokens, which are then scaled and added in float32
+    while the other consumer's products go on."""
+    WIDE: gl.constexpr = 128 if TOKENS > 128 else TOKENS
+    PIECES: gl.constexpr = C.BLOCK_M // WIDE
+    LAYOUT: gl.constexpr = _product_layout(WIDE, 32)
+    SHORT: gl.constexpr = TAIL if TAIL > 0 else 16
+    NARROW: gl.constexpr = _product_layout(SHORT, 32)
+    stages, _, staging, target, where, WHICH = fixed
+    expert, row, end, first = where
+    stage, phase, order_phase = state
+    low = gl.zeros((_UNIT, WIDE), gl.float32, LAYOUT)
+    high = low
+    tail = gl.zeros((_UNIT, SHORT), gl.float32, NARROW)
+    scale = _block_scales(target[2], expert, first, C, LAYOUT)
+    factor = gl.load(scale)
+    tokens = in_blocks(stages.x, C.STAGES * PIECES, WIDE, C)
+    token_scales = reinterpreted(stages.x_scale, gl.float32, [C.STAGES * PIECES, WIDE], _LINE)
+    for index in range(C.NUM_K):
+        mbarrier.wait(stages.full.index(stage), phase)
+        if not C.X_TMA:
+            fence_async_shared()  # what threads have copied, for the tensor cores
+        following = gl.load(scale + gl.minimum(index + 1, C.NUM_K - 1))
+        weights = _weights(stages, stage, 0, WHICH, C, LAYOUT)
+        at = stage * PIECES
+        low = _promote(weights, tokens.index(at), token_scales.index(at), factor, low, C)
+        if TOKENS > WIDE:
+            more, scales = tokens.index(at + 1), token_scales.index(at + 1)
+            high = _promote(weights, more, scales, factor, high, C)
+        if TAIL > 0:
+            near = gl.convert_layout(factor, gl.SliceLayout(1, NARROW), assert_trivial=True) if C.GATED else factor
+            rest = stages.tail.index(stage)
+            tail = _promote(weights, rest, stages.tail_scale.index(stage), near, tail, C)
+        mbarrier.arrive(stages.empty.index(stage))
+        factor = following
+        stage, phase = advance(stage, phase, C.STAGES)
+    _finish(low, staging, target, expert, row, end, first, C)
+    if TOKENS > WIDE:
+        _finish(high, staging, target, expert, row + WIDE, end, first, C)
+    if TAIL > 0:
+        _finish(tail, staging, target, expert, row + TOKENS, end, first, C)
+    return stage, phase, order_phase
+
+
 @gluon.jit
 def consume(own, WHICH: gl.constexpr, C: gl.constexpr):
     """Is consumer WHICH of C.CONSUMERS: computes its part of the weight rows of all of this program's tiles.
@@ -236,5 +316,8 @@ def consume(own, WHICH: gl.constexpr, C: gl.constexpr):
     while expert >= 0:
         first = column * C.BLOCK_N + WHICH * HEIGHT
         fixed = stages, order, staging.index(WHICH), target, (expert, row, end, first), WHICH
-        state = by_height(_tile, fixed, state, end - row, C)
+        if C.SCALED:
+            state = by_height(_scaled_tile, fixed, state, end - row, C)
+        else:
+            state = by_height(_tile, fixed, state, end - row, C)
         expert, row, end, column = next_tile(stages, (state[0], state[1]))

@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from eprt.experts.grouped.consumer_gluon import consume
 from eprt.experts.grouped.pipeline_gluon import (
-    PRODUCER_WARPS,
     SCALES,
     SHARED,
     SHARED_8,
@@ -29,10 +28,9 @@ from eprt.experts.grouped.pipeline_gluon import (
     arrivals,
     barrier,
     produce,
+    producer_warps,
 )
 from eprt.experts.sort_by_expert_triton import pdl_wait
-
-_PRODUCER_WARPS = gl.constexpr(PRODUCER_WARPS)
 
 
 @gluon.jit
@@ -44,7 +42,7 @@ def grouped_gemm_warp_specialized(
 
     x_tiles, tail_tiles: TMA descriptors of x [rows, K], in blocks [C.LEAST, C.PART_K] and [C.TAIL, C.PART_K], or None.
     w, w_scale: TMA descriptors of one stage's weights and scales (`pipeline_gluon.weight_blocks`, `scale_blocks`); of
-        bf16 and FP8, of blocks [C.BLOCK_N, C.PART_K], and None.
+        bf16 and FP8, of blocks [C.BLOCK_N, C.PART_K]; scales are then a pointer, or None.
     tile_counter: int32 [1], counts the tiles that programs claim beyond their first. Zero before and after.
     C: `pipeline_gluon.KernelConstants`.
     """
@@ -62,11 +60,17 @@ def grouped_gemm_warp_specialized(
         w_buffer = gl.allocate_shared_memory(DTYPE, [STAGES, C.BLOCK_N, C.PART_K], ROWS)
     if C.TAIL > 0:
         tail_buffer = gl.allocate_shared_memory(DTYPE, [STAGES * C.PARTS, C.TAIL, C.PART_K], ROWS)
+    x_scales, tail_scales = x_buffer, x_buffer
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if C.SCALED:
+        x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, C.BLOCK_M], LINE)
+        if C.TAIL > 0:
+            tail_scales = gl.allocate_shared_memory(gl.float32, [STAGES, C.TAIL], LINE)
     # Epilogue staging buffers, one per consumer warpgroup. They use the shared memory that the pipeline leaves free.
     height: gl.constexpr = C.BLOCK_N // C.CONSUMERS
     columns: gl.constexpr = height // 2 if C.GATED else height
     width: gl.constexpr = out.dtype.element_ty.primitive_bitwidth
-    tokens: gl.constexpr = (32768 if C.FOUR_BIT else 65536) // (columns * width)
+    tokens: gl.constexpr = (32768 if C.FOUR_BIT or C.SCALED else 65536) // (columns * width)
     STAGING: gl.constexpr = gl.NVMMASharedLayout(64 if columns * width == 512 else 128, width, 2)
     staging = gl.allocate_shared_memory(out.dtype.element_ty, [C.CONSUMERS, tokens, columns], STAGING)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -77,16 +81,19 @@ def grouped_gemm_warp_specialized(
     order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for which in gl.static_range(2):
         mbarrier.init(order.index(which), count=1)
-    tile_info = gl.allocate_shared_memory(gl.int32, [STAGES * TILE_INFO, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile_info = gl.allocate_shared_memory(gl.int32, [STAGES * TILE_INFO, 1], LINE)
     fence_async_shared()
     pdl_wait(C.LAUNCH_DEPENDENTS)
     barrier()
-    stages = Pipeline(w_buffer, scale_buffer, x_buffer, tail_buffer, full, empty, tile_info)
-    target = source, x_scale, w_factor, bias, out, out_stride, out_skip
-    read = x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip
+    stages = Pipeline(w_buffer, scale_buffer, x_buffer, tail_buffer, x_scales, tail_scales, full, empty, tile_info)
+    if C.FOUR_BIT:  # its scales come with the weights
+        target = source, x_scale, None, w_factor, bias, out, out_stride, out_skip
+    else:
+        target = source, x_scale, w_scale, w_factor, bias, out, out_stride, out_skip
+    read = x, x_tiles, tail_tiles, source, x_scale, w, w_scale, x_stride, x_skip
     tiles = entries, num_entries, tile_counter
     own = target, staging, stages, order
-    PRODUCERS: gl.constexpr = 1 if C.X_TMA else _PRODUCER_WARPS
+    PRODUCERS: gl.constexpr = producer_warps(C)
     if C.CONSUMERS == 2:
         gl.warp_specialize(
             [(consume, (own, 0, C)), (consume, (own, 1, C)), (produce, (read, stages, tiles, C))],

@@ -50,7 +50,7 @@ class GemmConstants:
         W_STRIDE, W_ROWS: elements between weight rows, and how many of these all experts have.
         BLOCK_M, BLOCK_N, BLOCK_K: tokens, weight rows and columns per tile and stage.  STAGES: depth of the pipeline.
         GROUP_M: row tiles that share columns (`position`).
-        TAIL: rows that an expert's last tile takes beyond BLOCK_M, as the schedule was made for; 0 with FP8.
+        TAIL: rows that an expert's last tile takes beyond BLOCK_M, as the schedule was made for.
         HALVINGS: how often a tile's height may be halved where that is enough for an expert's last rows: 0, 1 or 2.
         SWAP: weights x tokens.  FLATTEN: one pipeline over all tiles of a program, instead of one for each.
         X_TMA, W_TMA: tokens and weights come by TMA.
@@ -291,7 +291,6 @@ def _tile(read, target, where, C: tl.constexpr, BLOCK_M: tl.constexpr, TAIL: tl.
     if C.PAIR == "w4a16" or C.PAIR == "nv4a16" or C.PAIR == "i4a16":
         w_expert, w_scale_tile = four_bit_expert(w, w_scale, expert, C)
     if C.PAIR == "w8a8" or C.PAIR == "w8a16":
-        tl.static_assert(TAIL == 0, "the tail has no scales")
         x_scale_rows = x_scale + numbers * k_blocks
         if w_scale is not None:
             block = expert * parts * part_blocks + column * C.BLOCK_N // parts // _FP8_BLOCK
@@ -314,8 +313,11 @@ def _scheduled_tile(read, target, entries, tile, C: tl.constexpr):
     """A tile in the least height that holds its rows."""
     expert, row, end, column = position(entries, tile, (C.N + C.BLOCK_N - 1) // C.BLOCK_N, C.BLOCK_M, C.GROUP_M, C.TAIL)
     where = expert, row, end, column
+    SCALED: tl.constexpr = C.PAIR == "w8a8" or C.PAIR == "w8a16"
     if C.TAIL > 0 and end - row > C.BLOCK_M and end - row <= C.BLOCK_M + C.TAIL:
-        _tile(read, target, where, C, C.BLOCK_M, C.TAIL, C.X_TMA)
+        _tile(read, target, where, C, C.BLOCK_M, 0 if SCALED else C.TAIL, C.X_TMA)
+        if SCALED:  # the tail's scales are of other tokens
+            _tile(read, target, (expert, row + C.BLOCK_M, end, column), C, C.TAIL, 0, False)
     elif C.HALVINGS > 1 and end - row <= C.BLOCK_M // 4:
         _tile(read, target, where, C, C.BLOCK_M // 4, 0, False)
     elif C.HALVINGS > 0 and end - row <= C.BLOCK_M // 2:

@@ -107,7 +107,7 @@ class Gemm:
     def __call__(self, rows: Rows, work: TileSchedule, schedule: Schedule, tile: Tile, out: torch.Tensor) -> None:
         """Writes [rows, width], or the expert-major form of it, for the scheduled rows only."""
         data = rows.data
-        if tile.warp_specialized and not self._fits_warp_specialized(data, out):
+        if tile.warp_specialized and not self._fits_warp_specialized(data, out, rows.scale):
             tile = tile.plain
         x_tma = rows.source is None and data.dim() == 2 and (tile.warp_specialized or (tile.tma and self._chip.hopper))
         strides = *_strides(data), *_strides(out)
@@ -188,9 +188,9 @@ class Gemm:
         cols, block = self.matrix.cols, block_columns(self.pair)
         return self._chip.warp_specialized and cols % block == 0 and cols >= LEAST_BLOCKS * block
 
-    def _fits_warp_specialized(self, data: torch.Tensor, out: torch.Tensor) -> bool:
+    def _fits_warp_specialized(self, data: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None = None) -> bool:
         """Whether it also takes these rows: it copies 16 bytes at a time, and offsets have 32 bits."""
-        copied = _strides(data)[0] % 16 == 0 and starts_aligned(data, out)
+        copied = _strides(data)[0] % 16 == 0 and starts_aligned(data, out, data if scale is None else scale)
         return self._takes_warp_specialized and copied and data.numel() < INT32
 
     def _weight_blocks(self, tile: Tile) -> Weights:
@@ -203,7 +203,7 @@ class Gemm:
         from eprt.experts.grouped.pipeline_gluon import BLOCK_K, row_blocks, scale_blocks, weight_blocks
 
         if self.pair not in FOUR_BIT_PAIRS:
-            return row_blocks(self._weights[:, : matrix.cols], tile.n), None
+            return row_blocks(self._weights[:, : matrix.cols], tile.n), matrix.scale
         cut = matrix.cols // BLOCK_K, next_power_of_2(tile.n // UNIT), tile.k // BLOCK_K
         return weight_blocks(matrix.data, *cut), scale_blocks(matrix.scale, *cut)
 

@@ -57,6 +57,7 @@ class Pipeline(NamedTuple):
 
     Attributes:
         w, w_scale, x, tail: weights, their scales (4 bits), tokens, tokens of the tail.
+        x_scale, tail_scale: scales of those tokens, where FP8 tokens have one per part.
         full, empty: one barrier per stage.
         tile_info: TILE_INFO numbers per stage, valid where a tile begins.
     """
@@ -65,6 +66,8 @@ class Pipeline(NamedTuple):
     w_scale: Any
     x: Any
     tail: Any
+    x_scale: Any
+    tail_scale: Any
     full: Any
     empty: Any
     tile_info: Any
@@ -72,13 +75,14 @@ class Pipeline(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelConstants(GemmConstants):
-    """The compile-time constants of the warp-specialized kernel, whose PAIR is "bf16", "c8a8" or of 4-bit weights.
+    """The compile-time constants of the warp-specialized kernel, of any PAIR but "w8a16".
 
     BLOCK_N is 128, 192 or 256 of 4-bit weights, BLOCK_M 16 to 256, TAIL 0, 16 or 32; BLOCK_K is 64, or 128 of 4-bit
     weights and FP8.
 
     Attributes:
         FOUR_BIT: weights have 4 bits.  UNIT_ROWS: rows of units per TMA load.  FP8: weights and tokens are E4M3.
+        SCALED: each part is summed, scaled and then added (w8a8).  COPIES: producer threads copy, beside TMA.
         CONSUMERS: warpgroups that share BLOCK_N.  PART_K, PARTS: columns of a part, and parts per stage.
         REGISTERS: per consumer thread, and per producer thread.
         NUM_N: tiles along N.  NUM_K: stages that a tile passes through.
@@ -87,6 +91,8 @@ class KernelConstants(GemmConstants):
 
     FOUR_BIT: bool = field(init=False)
     FP8: bool = field(init=False)
+    SCALED: bool = field(init=False)
+    COPIES: bool = field(init=False)
     UNIT_ROWS: int = field(init=False)
     CONSUMERS: int = field(init=False)
     PART_K: int = field(init=False)
@@ -99,11 +105,15 @@ class KernelConstants(GemmConstants):
     def __post_init__(self) -> None:
         four_bit = self.PAIR in FOUR_BIT_PAIRS
         consumers = self.BLOCK_N // UNIT if four_bit else 2
-        producer = _TMA_ONLY if self.X_TMA else _FEW_TOKENS if self.BLOCK_M <= 64 else _MANY_TOKENS
+        scaled = self.PAIR == "w8a8"
+        few = _FEW_TOKENS if self.BLOCK_M <= 64 or self.X_TMA else _MANY_TOKENS
+        producer = _TMA_ONLY if self.X_TMA and not scaled else few
         # Fields, as Triton's cache knows a kernel by what they print.
         for name, value in (
             ("FOUR_BIT", four_bit),
-            ("FP8", self.PAIR == "c8a8"),
+            ("FP8", self.PAIR in ("c8a8", "w8a8")),
+            ("SCALED", scaled),
+            ("COPIES", scaled or not self.X_TMA),
             ("UNIT_ROWS", next_power_of_2(self.BLOCK_N // UNIT)),
             ("CONSUMERS", consumers),
             ("PART_K", block_columns(self.PAIR)),
@@ -126,7 +136,7 @@ def _consumer_registers(consumers: int, producer: int) -> int:
 
 def block_columns(pair: str) -> int:
     """Returns the columns of a part."""
-    return 2 * BLOCK_K if pair == "c8a8" else BLOCK_K
+    return 2 * BLOCK_K if pair in ("c8a8", "w8a8") else BLOCK_K
 
 
 def row_blocks(rows: torch.Tensor, count: int) -> Any:
@@ -219,48 +229,90 @@ def _copy_rows(block, x, offset, start, C: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _scales(x_scale, source, row, end, C: gl.constexpr, TOKENS: gl.constexpr):
+    """Returns pointers to the first scale of each of TOKENS tokens. Rows past the end repeat the last."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    m = gl.minimum(row + gl.arange(0, TOKENS, LAYOUT), end - 1)
+    read = m if source is None else gl.load(source + m)
+    return x_scale + read * C.NUM_K
+
+
+@gluon.jit
+def _fetch_weights(w, w_scale, stages, stage, there, first, index, C: gl.constexpr):
+    """Issues the TMA loads of one stage's weights, of 4 bits with their scales."""
+    if C.FOUR_BIT:
+        _tma_load(w, [first, index * w.block_shape[1], 0], there, stages.w.index(stage))
+        _tma_load(w_scale, [first, index * (C.PARTS * C.UNIT_SCALES)], there, stages.w_scale.index(stage))
+    else:
+        _tma_load(w, [first, index * C.PART_K], there, stages.w.index(stage))
+
+
+@gluon.jit
+def _fetch_rows(
+    x_tiles, tail_tiles, blocks, stages, stage, there, row, index, C: gl.constexpr, TOKENS: gl.constexpr,
+    TAIL: gl.constexpr,
+):  # fmt: skip
+    """Issues the TMA loads of one stage's tokens, TOKENS from `row` on and TAIL more. `blocks`: those of all stages."""
+    PARTS: gl.constexpr = C.PARTS
+    ALL_BLOCKS: gl.constexpr = C.BLOCK_M // C.LEAST
+    for part in gl.static_range(PARTS):
+        k = (index * PARTS + part) * C.PART_K
+        for block in gl.static_range(TOKENS // C.LEAST):
+            place = blocks.index((stage * PARTS + part) * ALL_BLOCKS + block)
+            _tma_load(x_tiles, [row + block * C.LEAST, k], there, place)
+        if TAIL > 0:
+            _tma_load(tail_tiles, [row + TOKENS, k], there, stages.tail.index(stage * PARTS + part))
+
+
+@gluon.jit
+def _copy_tokens(
+    rows, tail_rows, stages, stage, index, C: gl.constexpr, LAYOUT: gl.constexpr, TOKENS: gl.constexpr,
+    TAIL: gl.constexpr,
+):  # fmt: skip
+    """As `_fetch_rows`, by the producer's threads: of `_rows`."""
+    PARTS: gl.constexpr = C.PARTS
+    for part in gl.static_range(PARTS):
+        k = (index * PARTS + part) * C.PART_K
+        _copy_rows(first_of(stages.x.index(stage * PARTS + part), TOKENS), rows[0], rows[1], k, C, LAYOUT)
+        if TAIL > 0:
+            _copy_rows(stages.tail.index(stage * PARTS + part), tail_rows[0], tail_rows[1], k, C, LAYOUT)
+
+
+@gluon.jit
 def _produce_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, C.PART_K // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     """Loads one tile, stage by stage; returns the next stage and phase."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, C.PART_K // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     read, stages, where = fixed
-    x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip = read
+    x, x_tiles, tail_tiles, source, x_scale, w, w_scale, x_stride, x_skip = read
     expert, row, end, first = where
     stage, phase = state
-    BLOCKS: gl.constexpr = TOKENS // C.LEAST
-    ALL_BLOCKS: gl.constexpr = C.BLOCK_M // C.LEAST
-    PARTS: gl.constexpr = C.PARTS
-    UNITS_BYTES: gl.constexpr = C.UNIT_ROWS * PARTS * (_UNIT_WORDS + C.UNIT_SCALES) * 4
+    SHORT: gl.constexpr = TAIL if TAIL > 0 else 16
+    UNITS_BYTES: gl.constexpr = C.UNIT_ROWS * C.PARTS * (_UNIT_WORDS + C.UNIT_SCALES) * 4
     WEIGHTS: gl.constexpr = UNITS_BYTES if C.FOUR_BIT else C.BLOCK_N * _ROW_BYTES
-    EXPECTED: gl.constexpr = WEIGHTS + ((TOKENS + TAIL) * _ROW_BYTES * PARTS if C.X_TMA else 0)
-    tokens = in_blocks(stages.x, C.STAGES * PARTS * ALL_BLOCKS, C.LEAST, C)
+    EXPECTED: gl.constexpr = WEIGHTS + ((TOKENS + TAIL) * _ROW_BYTES * C.PARTS if C.X_TMA else 0)
+    blocks = in_blocks(stages.x, C.STAGES * C.PARTS * (C.BLOCK_M // C.LEAST), C.LEAST, C)
     if not C.X_TMA:
-        begin, offset = _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS, LAYOUT)
-        if TAIL > 0:
-            tail_begin, tail_offset = _rows(x, source, expert, row + TOKENS, end, x_stride, x_skip, TAIL, LAYOUT)
+        rows = _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS, LAYOUT)
+        tail_rows = _rows(x, source, expert, row + TOKENS, end, x_stride, x_skip, SHORT, LAYOUT)
+    if C.SCALED:
+        scales = _scales(x_scale, source, row, end, C, TOKENS)
+        tail_scales = _scales(x_scale, source, row + TOKENS, end, C, SHORT)
     for index in range(C.NUM_K):
         mbarrier.wait(stages.empty.index(stage), phase ^ 1)
         there = stages.full.index(stage)
         if C.X_TMA:
             barrier()  # all threads are past their wait, before what could make its phase come round again
         mbarrier.expect(there, EXPECTED)
-        if C.FOUR_BIT:
-            _tma_load(w, [first, index * w.block_shape[1], 0], there, stages.w.index(stage))
-            _tma_load(w_scale, [first, index * (PARTS * C.UNIT_SCALES)], there, stages.w_scale.index(stage))
+        _fetch_weights(w, w_scale, stages, stage, there, first, index, C)
+        if C.X_TMA:
+            _fetch_rows(x_tiles, tail_tiles, blocks, stages, stage, there, row, index, C, TOKENS, TAIL)
         else:
-            _tma_load(w, [first, index * C.PART_K], there, stages.w.index(stage))
-        for part in gl.static_range(PARTS):
-            k = (index * PARTS + part) * C.PART_K
-            if C.X_TMA:
-                for block in gl.static_range(BLOCKS):
-                    place = tokens.index((stage * PARTS + part) * ALL_BLOCKS + block)
-                    _tma_load(x_tiles, [row + block * C.LEAST, k], there, place)
-                if TAIL > 0:
-                    _tma_load(tail_tiles, [row + TOKENS, k], there, stages.tail.index(stage * PARTS + part))
-            else:
-                _copy_rows(first_of(stages.x.index(stage * PARTS + part), TOKENS), begin, offset, k, C, LAYOUT)
-                if TAIL > 0:
-                    _copy_rows(stages.tail.index(stage * PARTS + part), tail_begin, tail_offset, k, C, LAYOUT)
-        if not C.X_TMA:
+            _copy_tokens(rows, tail_rows, stages, stage, index, C, LAYOUT, TOKENS, TAIL)
+        if C.SCALED:
+            _async_copy(first_of(stages.x_scale.index(stage), TOKENS), scales + index)
+            if TAIL > 0:
+                _async_copy(stages.tail_scale.index(stage), tail_scales + index)
+        if C.COPIES:
             async_copy.mbarrier_arrive(there, increment_count=False)
         stage, phase = advance(stage, phase, C.STAGES)
     return stage, phase
@@ -269,7 +321,13 @@ def _produce_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.
 @gluon.constexpr_function
 def arrivals(C):
     """Returns the arrivals per stage that `full` expects: TMA's one, and one per thread that copies."""
-    return 1 if C.X_TMA else 1 + 32 * PRODUCER_WARPS
+    return 1 + 32 * producer_warps(C) if C.COPIES else 1
+
+
+@gluon.constexpr_function
+def producer_warps(C):
+    """Returns the number of producer warps: one where tokens come by TMA."""
+    return 1 if C.X_TMA else PRODUCER_WARPS
 
 
 @gluon.jit
@@ -308,7 +366,7 @@ def _claim_tile(tile_counter):
 def produce(read, stages, tiles, C: gl.constexpr):
     """Is the producer: claims tiles and loads them, until none is left.
 
-    read: (x, x_tiles, tail_tiles, source, w, w_scale, x_stride, x_skip) of `grouped_gemm_warp_specialized`.
+    read: (x, x_tiles, tail_tiles, source, x_scale, w, w_scale, x_stride, x_skip) of `grouped_gemm_warp_specialized`.
     tiles: (entries, num_entries, tile_counter) of it.
     """
     entries, num_entries, tile_counter = tiles
@@ -331,7 +389,7 @@ def produce(read, stages, tiles, C: gl.constexpr):
     _publish_tile(stages, state, (-1, 0, 0, 0))
     there = stages.full.index(state[0])
     mbarrier.expect(there, 0)
-    if not C.X_TMA:
+    if C.COPIES:
         async_copy.mbarrier_arrive(there, increment_count=False)
     # Every program claims once in vain; the last of those claims resets the counter for the next GEMM.
     if following == gl.maximum(total, gl.num_programs(0)) + gl.num_programs(0) - 1:

@@ -24,7 +24,7 @@ class Tile:
         halvings: how often an expert's last tile may be narrowed to half its height if its rows fit.
         flatten: one pipeline over all tiles of a program, where `tma` holds; not with halvings.
         tma: tokens come by TMA where they lie in consecutive rows (the second GEMM of FlatTokens).
-        warp_specialized: the kernel of `eprt.experts.grouped.gemm_gluon`, for bf16, FP8 by channel and 4 bits on
+        warp_specialized: the kernel of `eprt.experts.grouped.gemm_gluon`, for bf16, FP8 tokens and 4 bits on
             Hopper. bf16 and FP8 have two consumer warpgroups, n x m at most 128 x 256, k 64 and 128. 4 bits have one
             per 64 of n (128 to 256), whose registers hold 64 x m results each; k is 64 or 128.
         fallback: the tile where the warp-specialized kernel doesn't fit; None: the same shape with three stages.
@@ -55,7 +55,7 @@ class Schedule:
     Attributes:
         m: rows per tile.
         tail: rows beyond m that an expert's last tile takes along (its residue): 0, 16 or 32. Another tile would read
-            and decode all weights again for them. Needs `swap`; not with `flatten` or scales of 128 x 128.
+            and decode all weights again for them. Needs `swap`; not with `flatten`.
         group: row tiles of an expert that share columns before the next columns come.
         launch_dependents: both GEMMs trigger programmatic dependent launch, so the next kernel is set up on every free
             SM. Only for kernels that take whole SMs: other kernels' programs would crowd on the first free ones.
@@ -109,6 +109,21 @@ MXFP4_32 = replace(MXFP4_WS, stages=6, fallback=Tile(128, 64, 5, 4, 4, True, hal
 MXFP4_64 = replace(MXFP4_WS, fallback=Tile(128, 64, 4, 4, 3, True, halvings=2, tma=True))
 MXFP4_128 = replace(MXFP4_WS, n=192, stages=3, fallback=Tile(128, 64, 3, 8, 1, True, halvings=1))
 MXFP4_256 = replace(MXFP4_WS, n=128, k=64, halvings=2)
+FP8_WS = replace(BF16_WS, k=128, fallback=Tile(128, 128, 3, 8, 1, True, halvings=1))
+FP8_NARROW = replace(FP8_WS, n=128, halvings=2)
+FP8_128_NARROW = replace(FP8_NARROW, stages=5)
+FP8_LOW = replace(FP8_WS, n=128, stages=7, fallback=Tile(128, 128, 4, 4, 2, swap=True))
+FP8_64_NARROW = replace(FP8_LOW, halvings=2)
+FP8_128 = Schedule(128, FP8_WS, FP8_WS, tail=32)
+FP8_256 = Schedule(256, FP8_NARROW, FP8_NARROW, tail=32)
+# For w8a8 beyond 24 rows, in place of its last schedule: the same bits, and on an H100 1050, 1116, 1254, 2060 and 7521
+# us at 1024, 2048, 4096, 8192 and 32,768 tokens of DeepSeek-V3 (EP 4) for 1065, 1198, 1314, 2161 and 8798. Not chosen
+# until a GPU has run it once more: its second GEMM has changed since.
+FP8_BLOCKS: tuple[tuple[float, Schedule], ...] = (
+    (96, Schedule(64, FP8_64_NARROW, FP8_64_NARROW, tail=16)),
+    (272, Schedule(128, FP8_128_NARROW, FP8_128_NARROW, tail=32)),
+    (ANY, FP8_256),
+)
 # Tiles of second GEMMs.
 DOWN_32 = replace(MXFP4_32, fallback=Tile(128, 128, 4, 4, 3, True, tma=True))
 DOWN_128 = replace(MXFP4_128, fallback=Tile(128, 64, 3, 4, 2, True, halvings=1, tma=True))
@@ -158,15 +173,11 @@ HOPPER["i4a16"] = (
     *HOPPER["w4a16"][4:],
 )
 # Searched from 24 rows on, for DeepSeek-V3's sizes; below as w8a8.
-FP8_WS = replace(BF16_WS, k=128, fallback=Tile(128, 128, 3, 8, 1, True, halvings=1))
-FP8_NARROW = replace(FP8_WS, n=128, halvings=2)
-FP8_LOW = replace(FP8_WS, n=128, stages=7, fallback=Tile(128, 128, 4, 4, 2, swap=True))
-FP8_128 = Schedule(128, FP8_WS, FP8_WS, tail=32)
 HOPPER["c8a8"] = (
     *HOPPER["w8a8"][:2],
     (96, Schedule(64, FP8_LOW, FP8_LOW, tail=16)),
     (232, FP8_128),
-    (272, Schedule(256, FP8_NARROW, FP8_NARROW, tail=32)),
+    (272, FP8_256),
     (ANY, FP8_128),
 )
 

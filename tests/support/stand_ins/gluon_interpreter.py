@@ -199,11 +199,12 @@ def _arrive_after_copies(barrier: Memory, increment_count: bool) -> None:
 
 @dataclass(frozen=True)
 class Product:
-    """Begun: left x right, added to `total`."""
+    """Begun: left x right, added to `total` or, without `use_acc`, in place of it."""
 
     left: Any
     right: Memory
     total: Any
+    use_acc: bool
 
     @property
     def shape(self) -> Any:
@@ -215,7 +216,7 @@ class Product:
         left = self.left.read() if isinstance(self.left, Memory) else self.left.handle.data
         with np.errstate(all="ignore"):  # rows past an expert's end are garbage, and are not stored
             value = np.matmul(_in_float32(left), _in_float32(self.right.read()))
-            return _tensor(total.handle.data + value, tl.float32)
+            return _tensor(total.handle.data + value if self.use_acc else value, tl.float32)
 
 
 def _in_float32(bits: np.ndarray) -> np.ndarray:
@@ -225,12 +226,12 @@ def _in_float32(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _begin_product(left: Any, right: Memory, total: Any, is_async: bool) -> Product:
+def _begin_product(left: Any, right: Memory, total: Any, is_async: bool, use_acc: bool = True) -> Product:
     for operand in (left, right):
         if isinstance(operand, Memory):
             operand.read()
     _at_work().current.pause()
-    return Product(left, right, total)
+    return Product(left, right, total, use_acc)
 
 
 def _await_products(outstanding: int, given: list[Any]) -> Any:
