@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="triton isn't installed")
 from support.sass import Machine, count, in_place_of_prepared, overwritten_operands
 
 from eprt.experts.grouped import launch
-from eprt.experts.grouped.schedules import FP8_BLOCKS, HOPPER, Schedule, Tile
+from eprt.experts.grouped.schedules import HOPPER, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.sort_by_expert_triton import RowTiles, TileSchedule
 
@@ -39,7 +39,7 @@ SCHEDULES = {f"up to {limit} rows": schedule for limit, schedule in HOPPER["w4a1
 SPECIALIZED = {
     f"up to {limit} rows, {form}": (form, schedule)
     for form in PAIRS
-    for limit, schedule in (FP8_BLOCKS if form == "fp8_block" else HOPPER[PAIRS[form]])
+    for limit, schedule in HOPPER[PAIRS[form]]
     if schedule.first.warp_specialized or schedule.second.warp_specialized
 }
 
@@ -149,6 +149,9 @@ def test_warp_specialized_kernels_keep_to_registers(name, what, monkeypatch):
     between = {"fp8_channel": FP8_BETWEEN_TILES, "fp8_block": BLOCK_BETWEEN_TILES}.get(form, BETWEEN_TILES)
     assert made.stack <= between[what]
     assert made.shared + 1024 <= 227 * 1024
+    waits = next(index for index, line in enumerate(made.code) if line.startswith("ACQBULK"))
+    early = "LDG", "STG", "ATOM", "RED.", "UTMALDG", "UTMASTG"
+    assert not [line for line in made.code[:waits] if line.startswith(early)], "the previous kernel may still write"
     four_bit, scaled, fp8 = form in ("mxfp4", "nvfp4", "int4"), form == "fp8_block", form.startswith("fp8")
     consumers, parts = (tile.n // 64, tile.k // 64) if four_bit else (2, 1)
     products = tile.k // (32 if fp8 else 16) * tile.n // consumers // 64

