@@ -36,9 +36,10 @@ pytestmark = [pytest.mark.gpu, runs_kernels]
 FORMS = ["bf16", "mxfp4", "nvfp4"]
 # K of no whole blocks, halves of unequal length.
 FOUR_BITS = FewTokens(8, FewTile(64, 128, halves=2), FewTile(64, 64, halves=2, splits=2))
-ONE_HALF = FewTokens(16, FewTile(64, 128), FewTile(64, 64, splits=2))
+EAGER = FewTokens(8, FewTile(64, 128, halves=2, eager=True), FewTile(64, 64, halves=2, splits=2, eager=True))
+ONE_HALF = FewTokens(16, FewTile(64, 128, ahead=2), FewTile(64, 64, splits=2, ahead=2))
 PLAIN = FewTokens(16, FewTile(64, 32, 2), FewTile(64, 64, 3))
-TILES = {"bf16": [PLAIN], "mxfp4": [FOUR_BITS, ONE_HALF], "nvfp4": [FOUR_BITS, ONE_HALF]}
+TILES = {"bf16": [PLAIN], "mxfp4": [EAGER, ONE_HALF], "nvfp4": [FOUR_BITS, ONE_HALF]}
 CASES = [(form, few) for form in FORMS for few in TILES[form]]
 FEWER = sized(FORMS, ["mxfp4"])  # interpreted, a program takes milliseconds
 
@@ -69,9 +70,8 @@ def on_local_experts(tokens, ids):
 
 
 def use(monkeypatch, few):
-    monkeypatch.setitem(FEW, "bf16", few)
-    monkeypatch.setitem(FEW, "w4a16", few)
-    monkeypatch.setitem(FEW, "nv4a16", few)
+    for pair in FEW:
+        monkeypatch.setitem(FEW, pair, (few,))
 
 
 @pytest.mark.parametrize(("form", "few"), CASES)
@@ -144,6 +144,14 @@ def test_gate_and_up_are_told_apart(monkeypatch):
     assert wrong > 10 * BOUND
 
 
+def test_each_number_of_tokens_has_the_kernels_that_are_quickest_for_it():
+    config = config_of("mxfp4")
+    executor = build(TritonGroupedExecutor, config, all_experts(config))
+    for_one, for_two, for_four = FEW["w4a16"]
+    chosen = [executor._few(count) for count in range(1, 6)]
+    assert chosen == [for_one, for_two, for_four, for_four, None]
+
+
 @pytest.mark.parametrize("form", sized(["bf16", "mxfp4"], ["mxfp4"]))
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_batch_invariant_layer_adds_as_for_many_tokens(form, rank, monkeypatch):
@@ -151,7 +159,7 @@ def test_a_batch_invariant_layer_adds_as_for_many_tokens(form, rank, monkeypatch
     config = config_of(form)
     weights, shard = all_experts(config), rank and ExpertPlacement(6, ParallelConfig(3)).shard(rank)
     executor = build(TritonGroupedExecutor, config, weights, shard, RuntimeConfig(batch_invariant=True))
-    few = executor._few_tiles.tokens
+    few = executor._few_tiles[-1].tokens
     ids = torch.tensor([[1, 0, 1], [3, 3, 3], [0, 5, 4], [2, 6, 3]], device=DEVICE)
     tokens = on_local_experts(make_tokens(config, 4), ids)
     found = executor(tokens)

@@ -19,6 +19,7 @@ SLOW = (
 LONG = (
     # Kernels compiled to machine code: they change with their libraries, or with a few files of ours.
     r"test_triton_registers::",
+    r"test_few_registers::",
     r"test_pdl::",
     r"test_compile_ahead::test_a_warm_up",
     r"test_cutedsl_compile::",

@@ -87,12 +87,12 @@ class TritonGroupedExecutor(PreparedExecutor):
     def _few(self, num_tokens: int) -> FewTokens | None:
         """For so few tokens that nothing has to be sorted; None: they aren't few. Sums are then of another order, but
         under `batch_invariant`."""
-        few = self._few_tiles
-        return few if few is not None and num_tokens <= few.tokens else None
+        return next((few for few in self._few_tiles if num_tokens <= few.tokens), None)
 
     @property
-    def _few_tiles(self) -> FewTokens | None:
-        return (FEW_INVARIANT if self.runtime.batch_invariant else FEW).get(self._pair) if self._hopper else None
+    def _few_tiles(self) -> tuple[FewTokens, ...]:
+        known = FEW_INVARIANT if self.runtime.batch_invariant else FEW
+        return known.get(self._pair, ()) if self._hopper else ()
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         matrices = {"gate_up": self._first, "down": self._second}
@@ -167,7 +167,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         # One number of tokens for each schedule: the last that it serves, as far as that can come.
         starts = limits(self._pair, hopper=self._hopper)
         counts = {int(limit * self.shard.num_experts) // K for limit in starts} | {max_rows}
-        counts |= {few.tokens} if (few := self._few_tiles) else set()
+        counts |= {few.tokens for few in self._few_tiles}
         for rows in sorted({min(max(count, 1), max_rows) for count in counts}):
             if form in (None, "flat"):
                 self._try_flat(rows, top_k or K, self.shard.num_experts)  # nothing is computed

@@ -69,14 +69,12 @@ class FewExperts:
         kernel = self._prepared.get(key)
         if kernel is None:
             sizes = {"TOKENS": 16 // tile.halves, "TOP_K": K, "K_PAD": next_power_of_2(K), "BLOCK_N": tile.n}
-            sizes |= {
-                "BLOCK_K": tile.k,
-                "STAGES": tile.stages,
-                "HALVES": tile.halves,
-                "SPLITS": tile.splits,
-            }
+            sizes |= {"BLOCK_K": tile.k, "STAGES": tile.stages, "AHEAD": tile.ahead, "EAGER": tile.eager}
+            sizes |= {"HALVES": tile.halves, "SPLITS": tile.splits}
             known = {"C": FewConstants(**gemm._constants, **sizes)}
             options = {"num_warps": 4 * tile.halves, "num_stages": tile.stages}
+            if tile.halves == 2:
+                options["maxnreg"] = 80  # so three programs fit an SM
             kernel = CachedKernel(few_gemm, x.device, _kinds(arguments), known, pdl=True, **options)
             self._prepared[key] = kernel
         kernel((ceil_div(matrix.rows, tile.n), N * K, tile.splits), *arguments)

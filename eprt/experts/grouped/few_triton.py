@@ -6,9 +6,10 @@ Up to 16 tokens fit the narrow side of one tensor-core tile. A program therefore
 one top-k entry and to a block of weight rows, ends at once unless its entry is the first that names a local expert, and
 multiplies its weights by all tokens that name this expert. So an expert's weights are read once.
 
-MXFP4 and NVFP4 words go from memory into the registers of the threads that decode them, one block ahead. With at most
-8 tokens a program multiplies two halves of K at once, 8 warps instead of 4: rows 64 on of its tile are the weights of
-the second half, columns 8 on its tokens, and of the product two quarters are added, two left out.
+MXFP4 and NVFP4 words go from memory into the registers of the threads that decode them, some blocks ahead. They are
+the first to leave L2: else they would drive out what the next call needs, these kernels' own code included. With at
+most 8 tokens a program may multiply two halves of K at once, 8 warps instead of 4: rows 64 on of its tile are the
+weights of the second half, columns 8 on its tokens, and of the product two quarters are added, two left out.
 
 The second GEMM writes float32 rows, weighted, of each of its parts of K. A last kernel adds them in a fixed order.
 Under `batch_invariant` K has one part, and the second GEMM writes what it would for many tokens: bf16, without weights.
@@ -39,6 +40,7 @@ class FewConstants:
         PAIR, UNIT_SCALES, ZEROS, N, K, W_STRIDE, W_ROWS, W_TMA, FIRST, GATED, ALPHA, BETA, LIMIT: see `GemmConstants`.
         TOKENS: at least as many as come.  TOP_K, K_PAD: entries per token, and the next power of 2.
         BLOCK_N, BLOCK_K: weight rows and columns per block.  STAGES: depth of the pipeline; not of 4-bit weights.
+        AHEAD, EAGER: of 4-bit weights, see `schedules.FewTile`.
         HALVES: parts of K that a program multiplies at once, 1 or 2; of 4-bit weights, TOKENS * HALVES is 16.
         SPLITS: programs that share K.
     """
@@ -57,6 +59,8 @@ class FewConstants:
     BLOCK_N: int
     BLOCK_K: int
     STAGES: int
+    AHEAD: int
+    EAGER: bool
     HALVES: int
     SPLITS: int
     FIRST: bool
@@ -132,8 +136,9 @@ def _words_ahead(w, w_scale, unit, half, middle, end, C: tl.constexpr):
     h, k = tl.arange(0, C.HALVES)[:, None, None], tl.arange(0, BK)[None, :, None]
     at = h * half + k + unit
     there = at < tl.where(h == 0, middle, end)
-    words = tl.load(w + (at * _UNIT_WORDS + tl.arange(0, _UNIT_WORDS)[None, None, :]), mask=there)
-    scales = tl.load(w_scale + (at * UNIT_SCALES + tl.arange(0, UNIT_SCALES)[None, None, :]), mask=there, other=0)
+    word, scale = tl.arange(0, _UNIT_WORDS)[None, None, :], tl.arange(0, UNIT_SCALES)[None, None, :]
+    words = tl.load(w + (at * _UNIT_WORDS + word), mask=there, eviction_policy="evict_first")
+    scales = tl.load(w_scale + (at * UNIT_SCALES + scale), mask=there, other=0, eviction_policy="evict_first")
     words, scales = tl.permute(words, (1, 0, 2)), tl.permute(scales, (1, 0, 2))
     return words.to(tl.uint32, bitcast=True), scales.to(tl.uint32, bitcast=True)
 
@@ -155,38 +160,76 @@ def _for_each_half(values, C: tl.constexpr):
 
 
 @triton.jit
-def _four_bit_product(x, read, x_stride, x_ok, w, w_scale, expert, column, C: tl.constexpr, WAIT: tl.constexpr):
+def _part(C: tl.constexpr):
+    """(first unit, units of the first half, unit where that ends, unit where all ends) of this program's part of K."""
+    HALVES: tl.constexpr = C.HALVES
+    UNITS: tl.constexpr = (C.K + _UNIT - 1) // _UNIT
+    split = tl.program_id(2)
+    begin, end = split * UNITS // C.SPLITS, (split + 1) * UNITS // C.SPLITS
+    half = (end - begin + HALVES - 1) // HALVES
+    return begin, half, begin + half, end
+
+
+@triton.jit
+def _own_words(w, w_scale, expert, column, C: tl.constexpr):
+    """Where an expert's words and scales of the rows from `column` on begin."""
+    UNITS: tl.constexpr = (C.K + _UNIT - 1) // _UNIT
+    own, own_scale = four_bit_expert(w, w_scale, expert, C)
+    own += column // _UNIT * UNITS * _UNIT_WORDS
+    own_scale += column // _UNIT * UNITS * C.UNIT_SCALES
+    return own, own_scale
+
+
+@triton.jit
+def _first_words(w, w_scale, expert, column, there, C: tl.constexpr):
+    """Loads the first AHEAD blocks, each (words, scales), if they are `there`."""
+    BK: tl.constexpr = C.BLOCK_K // _UNIT
+    AHEAD: tl.constexpr = C.AHEAD
+    own, own_scale = _own_words(w, w_scale, expert, column, C)
+    begin, half, middle, end = _part(C)
+    middle, end = tl.where(there, middle, 0), tl.where(there, end, 0)
+    blocks = ()
+    for i in tl.static_range(AHEAD):
+        block = _words_ahead(own, own_scale, begin + i * BK, half, middle, end, C)
+        blocks = blocks + (block,)  # noqa: RUF005  (Triton unpacks nothing)
+    return blocks
+
+
+@triton.jit
+def _four_bit_product(
+    x, read, x_stride, x_ok, w, w_scale, expert, column, blocks, C: tl.constexpr, WAIT: tl.constexpr
+):  # fmt: skip
     """float32 [64, TOKENS] of an expert's weight rows from `column` on, over this program's part of K.
 
     Args:
         read: [TOKENS] rows of x, those that are `x_ok`.
-        WAIT: x is written by the previous kernel; weights are loaded before it ends.
+        blocks: of `_first_words`.  WAIT: x is written by the previous kernel.
     """
     HALVES: tl.constexpr = C.HALVES
     TOKENS: tl.constexpr = C.TOKENS
     BK: tl.constexpr = C.BLOCK_K // _UNIT
-    UNITS: tl.constexpr = (C.K + _UNIT - 1) // _UNIT
+    AHEAD: tl.constexpr = C.AHEAD
     tl.static_assert(C.BLOCK_N == _UNIT)
     total = tl.zeros((HALVES * _UNIT, HALVES * TOKENS), dtype=tl.float32)
-    own, own_scale = four_bit_expert(w, w_scale, expert, C)
-    own += column // _UNIT * UNITS * _UNIT_WORDS
-    own_scale += column // _UNIT * UNITS * C.UNIT_SCALES
-    split = tl.program_id(2)
-    begin, end = split * UNITS // C.SPLITS, (split + 1) * UNITS // C.SPLITS
-    half = (end - begin + HALVES - 1) // HALVES
-    middle = begin + half
-    words, scales = _words_ahead(own, own_scale, begin, half, middle, end, C)
+    own, own_scale = _own_words(w, w_scale, expert, column, C)
+    begin, half, middle, end = _part(C)
     if WAIT:
         gdc_wait()
         gdc_launch_dependents()
     x_offset, x_ok = _for_each_half(read, C).to(tl.int64) * x_stride, _for_each_half(x_ok.to(tl.int32), C) > 0
     tokens = _tokens_ahead(x, x_offset, x_ok, begin, half, middle, end, C)
-    for unit in tl.range(begin, middle, BK, num_stages=1):
-        next_words, next_scales = _words_ahead(own, own_scale, unit + BK, half, middle, end, C)
-        next_tokens = _tokens_ahead(x, x_offset, x_ok, unit + BK, half, middle, end, C)
-        block = four_bit_values(words, scales, HALVES, BK, C)
-        total = settled(tl.dot(block, tokens.T, total))
-        words, scales, tokens = next_words, next_scales, next_tokens
+    for start in tl.range(begin, middle, BK * AHEAD, num_stages=1):
+        following = ()
+        for i in tl.static_range(AHEAD):
+            unit = start + i * BK
+            words, scales = blocks[i]
+            later = _words_ahead(own, own_scale, unit + BK * AHEAD, half, middle, end, C)
+            following = following + (later,)  # noqa: RUF005
+            next_tokens = _tokens_ahead(x, x_offset, x_ok, unit + BK, half, middle, end, C)
+            block = four_bit_values(words, scales, HALVES, BK, C)
+            total = settled(tl.dot(block, tokens.T, total))
+            tokens = next_tokens
+        blocks = following
     if HALVES == 2:
         left, right = tl.split(tl.permute(tl.reshape(total, (2, _UNIT, 2, TOKENS)), (1, 3, 0, 2)))
         total = tl.split(left)[0] + tl.split(right)[1]
@@ -197,26 +240,45 @@ def _four_bit_product(x, read, x_stride, x_ok, w, w_scale, expert, column, C: tl
 
 
 @triton.jit
-def _finished(total, w_factor, bias, expert, column, C: tl.constexpr):
+def _terms(w_factor, bias, expert, column, C: tl.constexpr):
+    """Loads what sums of gate and up are multiplied by, and what is added to each, for weight rows from `column` on."""
+    parts: tl.constexpr = 2 if C.GATED else 1
+    width: tl.constexpr = C.N // parts
+    n = column // parts + tl.arange(0, C.BLOCK_N // parts)
+    there = n < width
+    gate_factor, up_factor, gate_bias, up_bias = 1.0, 1.0, 0.0, 0.0
+    if w_factor is not None:
+        own = w_factor + expert * C.N + n
+        gate_factor = tl.load(own, mask=there, other=0.0)[:, None]
+        if C.GATED:
+            up_factor = tl.load(own + width, mask=there, other=0.0)[:, None]
+    if bias is not None:
+        own, once = bias + expert * C.N + n, there & (tl.program_id(2) == 0)
+        gate_bias = tl.load(own, mask=once, other=0.0)[:, None]
+        if C.GATED:
+            up_bias = tl.load(own + width, mask=once, other=0.0)[:, None]
+    return gate_factor, up_factor, gate_bias, up_bias
+
+
+@triton.jit
+def _finished(total, terms, w_factor, bias, column, C: tl.constexpr):
     """Returns the result [BLOCK_N / parts, TOKENS], its columns, and which of them there are."""
     parts: tl.constexpr = 2 if C.GATED else 1
     width: tl.constexpr = C.N // parts
     gate, up = halves(total, True) if C.GATED else (total, total)
     n = column // parts + tl.arange(0, C.BLOCK_N // parts)
-    there = n < width
+    gate_factor, up_factor, gate_bias, up_bias = terms
     if w_factor is not None:
-        own = w_factor + expert * C.N + n
-        gate *= tl.load(own, mask=there, other=0.0)[:, None]
+        gate *= gate_factor
         if C.GATED:
-            up *= tl.load(own + width, mask=there, other=0.0)[:, None]
+            up *= up_factor
     if bias is not None:
-        own, once = bias + expert * C.N + n, there & (tl.program_id(2) == 0)
-        gate += tl.load(own, mask=once, other=0.0)[:, None]
+        gate += gate_bias
         if C.GATED:
-            up += tl.load(own + width, mask=once, other=0.0)[:, None]
+            up += up_bias
     if C.FIRST:
         gate = activated(gate, up, C.GATED, C.ALPHA, C.BETA, C.LIMIT)
-    return gate, n, there
+    return gate, n, n < width
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first", "L"], do_not_specialize_on_alignment=["ids", "weights"])
@@ -244,6 +306,11 @@ def few_gemm(
         gdc_wait()
         gdc_launch_dependents()
     column = tl.program_id(0) * C.BLOCK_N
+    early = ()
+    if C.EAGER and C.FIRST:
+        named = tl.load(ids + tl.program_id(1), cache_modifier=".cg") - first
+        local = (named >= 0) & (named < L)
+        early = _first_words(w, w_scale, tl.where(local, named, 0), column, local, C)
     expert, rows, factor, place = _entries_of(ids, weights, tl.program_id(1), num_tokens, first, L, C)
     if places is not None:  # not by the first GEMM: where no expert is local, the second one may end before it
         tl.store(places + tl.program_id(1), place, mask=tl.program_id(0) == 0)
@@ -253,14 +320,19 @@ def few_gemm(
     if expert >= 0:
         chosen = rows < C.TOKENS * C.TOP_K
         read = tl.arange(0, C.TOKENS) if C.FIRST else rows
+        if C.EAGER and not C.FIRST:
+            terms = _terms(w_factor, bias, expert, column, C)
         if FOUR_BITS:
+            blocks = early if C.EAGER and C.FIRST else _first_words(w, w_scale, expert, column, True, C)
             total = _four_bit_product(
-                x, read, x_stride, chosen, w, w_scale, expert, column, C, PDL and not C.FIRST
+                x, read, x_stride, chosen, w, w_scale, expert, column, blocks, C, PDL and not C.FIRST
             )  # fmt: skip
         else:
             w_row = expert * C.N + column
             total = _product(x, read.to(tl.int64) * x_stride, chosen, w, w_tiles, w_row, C)
-        value, n, there = _finished(total, w_factor, bias, expert, column, C)
+        if not (C.EAGER and not C.FIRST):
+            terms = _terms(w_factor, bias, expert, column, C)
+        value, n, there = _finished(total, terms, w_factor, bias, column, C)
         if not C.FIRST and weights is not None:
             value *= factor[None, :]
         target = (rows + tl.program_id(2) * num_tokens * C.TOP_K).to(tl.int64) * out_stride
@@ -276,14 +348,14 @@ def few_sum(
 ):  # fmt: skip
     """Adds what the second `few_gemm` has written for a token, `rows` [SPLITS, num_rows, H]. Grid: tokens x blocks of
     columns. EVERY_ROW: tokens without a local expert become zeros, else they aren't written."""
-    if PDL:
-        gdc_wait()
     token, k = tl.program_id(0), tl.arange(0, K_PAD)
-    own = tl.load(ids + token * TOP_K + k, mask=k < TOP_K, other=first - 1)
+    own = tl.load(ids + token * TOP_K + k, mask=k < TOP_K, other=first - 1, cache_modifier=".cg")
     there = (own >= first) & (own < first + L)
     local = tl.max(there.to(tl.int32), axis=0)
     for earlier in tl.static_range(TOP_K - 1):
-        there = there & ((tl.load(ids + token * TOP_K + earlier) != own) | (k <= earlier))
+        there = there & ((tl.load(ids + token * TOP_K + earlier, cache_modifier=".cg") != own) | (k <= earlier))
+    if PDL:
+        gdc_wait()  # for rows alone: ids were there before the second GEMM was
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
     for split in tl.static_range(SPLITS):

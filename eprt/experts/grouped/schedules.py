@@ -75,7 +75,10 @@ class FewTile:
 
     Attributes:
         n, k: weight rows and columns of a block; of 4 bits n is 64, k a multiple of it.
-        stages: pipeline depth; 1 with 4 bits, whose words are loaded one block ahead.
+        stages: pipeline depth; 1 with 4 bits.
+        ahead: blocks of 4-bit words that are on their way while one is multiplied.
+        eager: of 4 bits, the first GEMM loads its first words before it knows whether an earlier entry's program
+            multiplies the same weights, the second one its factors and biases before it needs them.
         halves: parts of K that a program multiplies at once, 4 warps each; 2 with 4 bits alone.
         splits: programs that share K; the second GEMM alone.
     """
@@ -85,6 +88,8 @@ class FewTile:
     stages: int = 1
     halves: int = 1
     splits: int = 1
+    ahead: int = 1
+    eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,19 +189,30 @@ AMPERE: tuple[tuple[float, Schedule], ...] = (
     (ANY, Schedule(64, Tile(128, 32, 4, 4, 1, halvings=1), Tile(128, 32, 4, 4, 1, halvings=1))),
 )
 
-# As many tokens as these kernels are the faster ones for, of 30 candidates on an H200: us of all experts at 1, 2, 4, 8
-# and 16 tokens, 12 routings, weights from memory. gpt-oss-20b, MXFP4: 24.6, 43.7, 71.8, 109, - for 33.2, 51.5, 75.0,
-# 94.5, 123 by tile schedules. Qwen3-30B-A3B, bf16: 23.9, 40.7, 70.8, 118.6, 182.9 for 27.7, 44.8, 75.6, 121.2, 186.2.
-# FP8 takes half as long again by them.
-FEW: dict[Pair, FewTokens] = {
-    "bf16": FewTokens(16, FewTile(64, 128, 3), FewTile(64, 128, 3)),
-    "w4a16": FewTokens(4, FewTile(64, 128, halves=2), FewTile(64, 128, halves=2, splits=2)),
+# As many tokens as these kernels are the faster ones for, of 40 candidates on an H100: us of all experts at 1, 2, 4 and
+# 8 tokens, 8 routings that take turns, weights from memory. gpt-oss-20b, MXFP4: 25.4, 42.0, 76.5, - for 35.0, 52.6,
+# 87.0, 114 by tile schedules, at least 17.5, 30.7, 58.7, 92 by the bytes that are read. On an H200, by the tile that
+# NVFP4 has here, 24.6, 43.7, 71.8, 109 for 33.2, 51.5, 75.0, 94.5; Qwen3-30B-A3B, bf16: 23.9, 40.7, 70.8, 118.6, at 16
+# tokens 182.9 for 27.7, 44.8, 75.6, 121.2, 186.2. FP8 takes half as long again by them.
+# Slower: deeper pipelines at one token, also in shared memory, as code that isn't in a cache costs more than latency;
+# bringing the second matrix to L2 while the first one is multiplied.
+FEW: dict[Pair, tuple[FewTokens, ...]] = {
+    "bf16": (FewTokens(16, FewTile(64, 128, 3), FewTile(64, 128, 3)),),
+    "w4a16": (
+        FewTokens(1, FewTile(64, 128, halves=2, eager=True), FewTile(64, 128, halves=2, splits=2, eager=True)),
+        FewTokens(2, FewTile(64, 128), FewTile(64, 128, halves=2)),
+        FewTokens(4, FewTile(64, 128, ahead=2), FewTile(64, 128, ahead=2)),
+    ),
+    # Not measured: the same kernels but for twice as many scales.
+    "nv4a16": (FewTokens(4, FewTile(64, 128, halves=2), FewTile(64, 128, halves=2, splits=2)),),
 }
-FEW["nv4a16"] = FEW["w4a16"]  # not measured: the same but for twice as many scales
 
 # The same under `batch_invariant`: an output is one sum along K, as in every tile schedule, whatever its tiles. On an
 # H100 gpt-oss-20b takes 31.8 and 82.6 us at 1 and 4 tokens that way, for 34.9 and 88.3 by tile schedules.
-FEW_INVARIANT: dict[Pair, FewTokens] = {"bf16": FEW["bf16"], "w4a16": FewTokens(4, FewTile(64, 256), FewTile(64, 256))}
+FEW_INVARIANT: dict[Pair, tuple[FewTokens, ...]] = {
+    "bf16": FEW["bf16"],
+    "w4a16": (FewTokens(4, FewTile(64, 256), FewTile(64, 256)),),
+}
 # Of these an H100 gave the same bits in every schedule. Of the others, and before Hopper, nobody has compared them: the
 # schedule for so many rows serves all sizes under `batch_invariant`.
 ONE_ORDER: tuple[Pair, ...] = ("bf16", "w8a16", "w4a16", "i4a16")
