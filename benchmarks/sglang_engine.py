@@ -109,7 +109,8 @@ def steps(llm: Any, a: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
 
 def seconds(llm: Any, a: argparse.Namespace, batch: int, added: int) -> tuple[float, int]:
     """Returns (seconds for all answers, how many different tokens the first one has)."""
-    prompts = [[5, 7 + i % 400, 11, 12] for i in range(batch * a.dp)]
+    # With dummy weights the last token alone says which experts are next: each sequence has its own.
+    prompts = [[7 + i % 400, 11, 12, 7 + i % 400] for i in range(batch * a.dp)]
     begin = time.perf_counter()
     outputs = llm.generate(
         input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": added, "ignore_eos": True}
@@ -119,6 +120,9 @@ def seconds(llm: Any, a: argparse.Namespace, batch: int, added: int) -> tuple[fl
 
 def lively(model: Any, _: Any) -> None:
     """Dummy weights send every token to the same experts; SGLang calls this in each rank, by its dotted name."""
+    import torch
+
+    torch.manual_seed(0)  # both sides' routers, and those of all ranks, choose alike
     for name, parameter in model.named_parameters():
         if parameter.numel() == 0:
             continue  # the experts that eprt holds

@@ -171,7 +171,9 @@ class Loads:
     def _answer(self, count: int, length: int, added: int) -> tuple[float, list[Any]]:
         from vllm import SamplingParams
 
-        prompts = [{"prompt_token_ids": [5 + self.rank, 7 + i, *range(11, 9 + length)]} for i in range(count)]
+        # With dummy weights the last token alone says which experts are next: each sequence has its own.
+        own = [(7 + self.rank * count + i) % 500 for i in range(count)]
+        prompts = [{"prompt_token_ids": [token, *range(11, 9 + length), token]} for token in own]
         sampling = SamplingParams(temperature=0, max_tokens=added, ignore_eos=True, detokenize=False)
         self.meet.wait(self.a.timeout)
         begin = time.perf_counter()
@@ -202,6 +204,9 @@ def lively() -> Callable[[Any], None]:
     """Dummy weights send every token to the same experts. A local function, so that it travels by value."""
 
     def change(worker: Any) -> None:
+        import torch
+
+        torch.manual_seed(0)  # both sides' routers, and those of all ranks, choose alike
         for name, parameter in worker.get_model().named_parameters():
             if parameter.numel() == 0:
                 continue  # packed elsewhere: linear layers on CPU, the experts that eprt holds
