@@ -31,12 +31,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves files without a long test out of `-m "long ..."`: every worker pays for what it reads."""
-    name = collection_path.stem
-    if not config.option.markexpr.startswith("long") or not re.fullmatch(r"test_\w+\.py", collection_path.name):
+    """Leaves files without a long test out of `-m "long ..."`, files of long tests alone out of `-m "... not long"`,
+    since every worker pays for what it reads."""
+    if not re.fullmatch(r"test_\w+\.py", collection_path.name):
         return None
-    some = any(pattern.startswith(f"{name}::") for pattern in LONG) or "mark.long" in collection_path.read_text()
-    return None if some else True
+    whole, marks = f"{collection_path.stem}::", config.option.markexpr
+    if marks.startswith("long"):
+        some = any(pattern.startswith(whole) for pattern in LONG) or "mark.long" in collection_path.read_text()
+        return None if some else True
+    return True if marks.endswith("not long") and whole in LONG else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
