@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -176,11 +177,13 @@ def check_layer(context: RankContext, check: Check) -> CheckRow:
     layer = _layer(context, check, world, full)
     errors = [0.0]
     for call in range(check.case.num_calls):
-        batches = make_batches(check.case, call, world.size, config, check.torch_dtype)
-        batch = batches[world.rank - world.attention_tp_rank]
+        source = world.rank - world.attention_tp_rank
+        batch = _inputs(check, call, world.size)[source]
         own = batch.to(world.device)
         out = layer(own.hidden, own.topk, tokens_per_rank=check.case.counts.agreed)
-        errors.append(relative_error(out, expected_outputs(config, full, [batch])[0]))
+        key = ("expected", check.config, check.case, call, check.dtype, source)
+        expected = context.once(key, partial(expected_outputs, config, full, [batch]))
+        errors.append(relative_error(out, expected[0]))
     return CheckRow(check, world.rank, max(errors) <= TOLERANCE[check.torch_dtype], max(errors))
 
 
@@ -201,7 +204,7 @@ class _TransportRun:
 
     def dispatch(self, call: int) -> None:
         check, world = self.check, self.world
-        batches = make_batches(check.case, call, world.size, check.moe, check.torch_dtype)
+        batches = _inputs(check, call, world.size)
         own = batches[world.rank].to(world.device)
         sent = self.dispatcher.dispatch(own.hidden, own.topk, check.case.counts.agreed)
         self.open[call] = (batches[world.rank], sent)
@@ -230,6 +233,19 @@ class _TransportRun:
 
 
 # ---- what ranks keep from check to check ----------------------------------------------------------------------
+
+
+def _inputs(check: Check, call: int, size: int) -> list[Batch]:
+    """Returns every rank's input of a call, in rank order."""
+    if isinstance(check.config, str):
+        return _named_inputs(check.config, check.case, call, size, check.torch_dtype)
+    return make_batches(check.case, call, size, check.moe, check.torch_dtype)
+
+
+@cache
+def _named_inputs(config: str, case: Case, call: int, size: int, dtype: torch.dtype) -> list[Batch]:
+    """Returns the inputs on a named layer, which are small and the same for all backends: they are made once."""
+    return make_batches(case, call, size, CONFIGS[config], dtype)
 
 
 class NanOutput(Executor):
