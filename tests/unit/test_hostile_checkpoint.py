@@ -105,16 +105,16 @@ def test_a_long_list_of_dense_layers_takes_linear_time(tmp_path: Path) -> None:
     assert time.process_time() - started < 5
 
 
-def test_a_million_exclude_patterns() -> None:
+def test_200_000_exclude_patterns() -> None:
     from eprt.models.schemes import weight_format
 
-    quant = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [f"lm.{i}" for i in range(1_000_000)]}
+    quant = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [f"lm.{i}" for i in range(200_000)]}
     started = time.process_time()
     assert weight_format({"quantization_config": quant}, ("model.x",)) == "nvfp4"
-    quant["ignore"] = [f"lm.{i}*" for i in range(1_000_000)]
-    with pytest.raises(ConfigError, match="1000000 excluded patterns: expected at most"):
+    quant["ignore"] = [f"lm.{i}*" for i in range(200_000)]
+    with pytest.raises(ConfigError, match="200000 excluded patterns: expected at most"):
         weight_format({"quantization_config": quant}, ("model.x",))
-    assert time.process_time() - started < 10
+    assert time.process_time() - started < 4
 
 
 def test_a_name_twice_in_a_header_is_refused(folder: Path) -> None:

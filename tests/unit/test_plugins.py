@@ -46,9 +46,21 @@ def test_a_strangers_dispatcher_passes_every_case_of_doctor(tmp_path: Path) -> N
     assert "broadcast" not in DISPATCHERS, "it was registered in that process alone"
 
 
-def test_run_takes_it_by_name(tmp_path: Path) -> None:
+def test_run_takes_it_by_name(tmp_path: Path, tiny: Path) -> None:
     (tmp_path / "my_backends.py").write_text(MODULE)
-    words = ["run", "--world", "2", "--steps", "2", "--plugin", "my_backends", "--dispatcher", "broadcast"]
+    words = [
+        "run",
+        "--model",
+        str(tiny),
+        "--world",
+        "2",
+        "--steps",
+        "2",
+        "--plugin",
+        "my_backends",
+        "--dispatcher",
+        "broadcast",
+    ]
     done = eprt(tmp_path, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Plan: dispatcher broadcast" in done.stdout
