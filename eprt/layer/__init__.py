@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,7 +197,14 @@ class ExpertParallelMoE(nn.Module):
         self.dispatcher.warmup()
         top_k, logits = self.dispatcher.spec.padded_top_k(self.config.top_k), self.executor.takes_logits
         what = self.config, self.router, self.dispatcher.capacity.max_tokens_per_rank, self.world.device
-        warmup_routing(*what, lambda: self.executor.warmup(self.dispatcher.max_rows(), top_k), logits=logits)
+        routing = partial(warmup_routing, *what, logits=logits)
+        with ExitStack() as stack:
+            if self.world.device.type == "cuda":
+                from eprt.compile_ahead import compiled_along  # needs Triton
+
+                stack.enter_context(compiled_along(routing))
+            self.executor.warmup(self.dispatcher.max_rows(), top_k)
+        routing()
         row = torch.zeros(1, self.config.input_size, dtype=torch.bfloat16, device=self.world.device)
         if self._slices.several:
             self._slices.whole(row, self.world.parallel.attention_tp_size)

@@ -11,8 +11,6 @@ torch of `formulas.py`, which is also what the kernels are tested against.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -286,25 +284,11 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def warmup(
-    config: MoEConfig, router: Router | None, max_tokens: int, device: torch.device,
-    experts: Callable[[], object] = lambda: None, *, logits: bool,
-) -> None:  # fmt: skip
+def warmup(config: MoEConfig, router: Router | None, max_tokens: int, device: torch.device, *, logits: bool) -> None:
     """Compiles what a layer's routing of up to `max_tokens` tokens needs: its router's calls, `Router.logits` too if
-    asked for, and `route` of bf16 and float32 logits. CPU: nothing. `experts`: the executor's warm-up, along with whose
-    kernels these are compiled."""
+    asked for, and `route` of bf16 and float32 logits. CPU: nothing."""
     if device.type != "cuda":
-        experts()
         return
-    from eprt.compile_ahead import compiled_along
-
-    own = partial(_warm, config, router, max_tokens, device, logits)
-    with compiled_along(own):
-        experts()
-    own()
-
-
-def _warm(config: MoEConfig, router: Router | None, max_tokens: int, device: torch.device, logits: bool) -> None:
     correction = table = None
     if router is not None:
         router.warmup(max_tokens, logits=logits)
