@@ -16,7 +16,7 @@ from eprt.config import WeightFormat
 from eprt.errors import CheckpointError
 from eprt.models.scales import E2M1_BYTES, E4M3_BYTES, E4M3_FACTOR, NVFP4_FACTOR, activation_scale, positive_scale
 from eprt.models.schemes import Scheme
-from eprt.quant.elements import AWQ_ORDER, IN_ORDER, codes_along_columns, codes_along_rows, rows_of_words
+from eprt.quant.elements import AWQ_ORDER, IN_ORDER, codes_along_columns, codes_along_rows, exact_scales, rows_of_words
 from eprt.weights import (
     FP8_BLOCK,
     INT4_ZERO,
@@ -129,7 +129,7 @@ def _symmetric_zeros(read: Accept, words: torch.Tensor, where: str, size: tuple[
 def _int4_scale(scale: torch.Tensor, where: str) -> torch.Tensor:
     """Returns scales as they are, float16 ones as float32, which holds each exactly. Raises CheckpointError."""
     positive_scale(scale, where, largest=15.0)
-    return scale.float() if scale.dtype == torch.float16 else scale
+    return exact_scales(scale)
 
 
 def _as_float32(check: Accept) -> Accept:

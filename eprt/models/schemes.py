@@ -19,6 +19,7 @@ from eprt.config import WeightFormat
 from eprt.errors import ConfigError
 from eprt.json_files import shown
 from eprt.models.hf_config import HfConfig, boolean, choice, expect, integer, listed, model_dtype, section, where
+from eprt.quant.elements import COLUMNS_AS_THEY_ARE, COLUMNS_SORTED
 from eprt.weights import INT4_GROUPS
 
 Modules = tuple[str, ...]
@@ -175,11 +176,11 @@ def _pack_quantized(weights: dict[str, Any]) -> Scheme:
     _expect_number(weights, "int", 4)
     strategy = choice(weights, "strategy", ("group", "channel"))
     order = weights.get("actorder")
-    if order not in (None, False, "static", "weight", "group", "dynamic", True):
+    if order not in (*COLUMNS_AS_THEY_ARE, *COLUMNS_SORTED):
         raise ConfigError(f"{where(weights)}: actorder {shown(order)} is not supported: expected static, group or none")
     group = int4_group(weights) if strategy == "group" else 0
     zeros = not boolean(weights, "symmetric", True)
-    return Scheme("int4", group=group, zeros=zeros, ordered=order in ("group", "dynamic", True))
+    return Scheme("int4", group=group, zeros=zeros, ordered=order in COLUMNS_SORTED)
 
 
 def _float_quantized(weights: dict[str, Any]) -> Scheme:

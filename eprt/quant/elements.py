@@ -17,6 +17,9 @@ TINY = torch.finfo(torch.float32).tiny  # smallest float32 scale that isn't subn
 # Four-bit codes in int32 words, as GPTQ, AWQ and compressed-tensors pack them; words are little-endian.
 IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i, from the lowest, holds the output of this number
+# compressed-tensors' `actorder`: columns are stored as they are, or sorted by activation, with each one's group beside.
+COLUMNS_AS_THEY_ARE = (None, False, "static", "weight")
+COLUMNS_SORTED = ("group", "dynamic", True)
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
@@ -62,6 +65,11 @@ def rows_of_words(words: torch.Tensor, order: tuple[int, ...] = IN_ORDER) -> tor
 def codes_along_rows(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """Brings int32 [..., rows/8, cols] to u8 [..., rows, cols/2], two neighbouring columns a byte."""
     return pack_nibbles(rows_of_words(words, order))
+
+
+def exact_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Returns float16 scales as float32, which holds each exactly; others as they are."""
+    return scales.float() if scales.dtype == torch.float16 else scales
 
 
 def encode_e4m3(values: torch.Tensor) -> torch.Tensor:

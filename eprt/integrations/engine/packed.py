@@ -3,7 +3,7 @@
 Names and shapes are those of `create_weights` in vLLM 0.26 and 0.32 (`quantization/compressed_tensors/`,
 `auto_gptq.py`, `auto_awq.py`) and in SGLang 0.5.17 (`quantization/compressed_tensors/schemes/`, `gptq/schemes/`,
 `awq/schemes/`). SGLang and vLLM 0.26 keep compressed-tensors' INT4 with the inputs first, vLLM 0.32 with the outputs
-first.
+first; SGLang keeps GPTQ's scales in float16 whatever the tokens are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from eprt.config import WeightFormat
 from eprt.errors import CheckpointError
 from eprt.integrations.engine import parameters
 from eprt.integrations.engine.parameters import INPUT_SCALES, FallsBackToEngine, Parameters, fp8
-from eprt.quant.elements import AWQ_ORDER, codes_along_columns, codes_along_rows, rows_of_words
+from eprt.quant.elements import (
+    AWQ_ORDER,
+    COLUMNS_AS_THEY_ARE,
+    codes_along_columns,
+    codes_along_rows,
+    exact_scales,
+    rows_of_words,
+)
 from eprt.weights import INT4_GROUPS, Fp8Block, Fp8Channel, Int4, Matrix
 
 
@@ -39,17 +46,12 @@ def int4(bits: int, group: int | None, part: int) -> WeightFormat:
     return "int4"
 
 
-def _exact(scales: torch.Tensor) -> torch.Tensor:
-    """Returns float16 scales as float32, which holds each; SGLang keeps GPTQ's in float16 whatever the tokens are."""
-    return scales.float() if scales.dtype == torch.float16 else scales
-
-
 # ---- compressed-tensors ---------------------------------------------------------------------------------------------
 
 
 def wna16(weights: Any, part: int) -> WeightFormat:
     """Returns the number format that compressed-tensors' settings of weights describe. Raises FallsBackToEngine."""
-    if (order := getattr(weights, "actorder", None)) not in (None, False, "static", "weight"):
+    if (order := getattr(weights, "actorder", None)) not in COLUMNS_AS_THEY_ARE:
         raise FallsBackToEngine(f"INT4 with columns in activation order (actorder {order})")
     return int4(weights.num_bits, weights.group_size, part)
 
@@ -64,7 +66,7 @@ def wna16_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
             raise CheckpointError(f"{name}_weight_packed or its scale is missing")
         if inputs_first:
             words, scales, zeros = words.mT, scales.mT.contiguous(), None if zeros is None else zeros.mT
-        return Int4(codes_along_columns(words), _exact(scales), None if zeros is None else rows_of_words(zeros))
+        return Int4(codes_along_columns(words), exact_scales(scales), None if zeros is None else rows_of_words(zeros))
 
     return matrix("w13"), matrix("w2")
 
@@ -116,7 +118,7 @@ def gptq(config: Any, part: int) -> WeightFormat:
 
 def gptq_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     up, down = (
-        Int4(codes_along_columns(p[f"{name}_qweight"].mT), _exact(p[f"{name}_scales"].mT.contiguous()))
+        Int4(codes_along_columns(p[f"{name}_qweight"].mT), exact_scales(p[f"{name}_scales"].mT.contiguous()))
         for name in ("w13", "w2")
     )
     return up, down
@@ -132,7 +134,8 @@ def awq(config: Any, part: int) -> WeightFormat:
 def awq_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     def matrix(name: str) -> Int4:
         words, scales, zeros = (p[f"{name}_{end}"].mT for end in ("qweight", "scales", "qzeros"))
-        return Int4(codes_along_rows(words, AWQ_ORDER), _exact(scales.contiguous()), rows_of_words(zeros, AWQ_ORDER))
+        codes, zeros = codes_along_rows(words, AWQ_ORDER), rows_of_words(zeros, AWQ_ORDER)
+        return Int4(codes, exact_scales(scales.contiguous()), zeros)
 
     return matrix("w13"), matrix("w2")
 
