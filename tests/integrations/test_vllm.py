@@ -20,6 +20,8 @@ import torch
 from support.engine_models import PROMPTS, Prompts, by_transformers, glm4_model, qwen3_model
 from support.ports import free_port
 
+from eprt.integrations.vllm.supported import DECODE, RUNNERS
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="runs under scripts/test_vllm.sh")
 
@@ -264,6 +266,18 @@ def test_a_router_with_a_bias_and_shared_experts(tmp_path: Path) -> None:
     tokens, log = serve(tmp_path, tmp_path / "glm4", "float32", dp=2)
     assert tokens == want
     assert "2 of 2 MoE layers" in log
+
+
+def test_what_of_vllms_models_asks_for_a_methods_kernel_is_known() -> None:
+    """Such code finds eprt's `Kernel` there, so its model's layers are left to vLLM: by its module or by its option."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    root = Path(str(spec.origin)).parent
+    readers = [path for path in root.glob("models/*/nvidia/**/*.py") if ".moe_kernel" in path.read_text()]
+    names = [".".join(path.relative_to(root.parent).with_suffix("").parts) for path in readers]
+    others = [name for name in names if not RUNNERS.match(name)]
+    decodes = [root / "models" / name.split(".")[2] / "nvidia/specialized_decode/__init__.py" for name in others]
+    assert all(f'"{DECODE}"' in path.read_text() for path in decodes), others
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -69,6 +69,7 @@ TARGETS = "--enable-lora: .*--lora-target-modules that names projections of atte
         ({"parallel_config__enable_eplb": True}, "cuda", SPLIT, "--enable-eplb"),
         ({"parallel_config__use_ubatching": True}, "cuda", SPLIT, "--enable-dbo"),
         ({"parallel_config__enable_elastic_ep": True}, "cuda", SPLIT, "--enable-elastic-ep"),
+        ({"additional_config": {"decode_backend": "latency_specialized"}}, "cuda", SPLIT, "decode_backend"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "cuda", SPLIT, "--prefill-context-parallel-size"),
         *(({"lora_config": object()} | given, "cuda", SPLIT, TARGETS) for given in ({}, lora(), lora("experts"))),
         (lora("q_proj", "gate_proj"), "cuda", SPLIT, TARGETS),
@@ -88,7 +89,7 @@ def test_flags_under_which_vllm_keeps_every_layer(
     ("module", "owned"),
     [
         ("vllm.models.muse_spark.nvidia.muse_moe_runner", True),
-        ("vllm.models.deepseek_v41.nvidia.specialized_decode.moe.runner", True),
+        ("vllm.models.kimi_k3.nvidia.latent_moe_runner", True),
         ("vllm.models.kimi_k3.amd.latent_moe_runner", False),
         ("vllm.model_executor.layers.fused_moe.runner.moe_runner", False),
     ],
@@ -167,6 +168,7 @@ def test_a_layers_maths() -> None:
     [
         ({"moe__num_experts": 129, "moe__num_logical_experts": 129}, "129 experts don't divide by 2"),
         ({"moe__num_experts": 130}, "replicated"),
+        ({"moe__num_experts": 126}, "constants stand for some"),
         ({"expert_placement_strategy": "round_robin"}, "round_robin"),
         ({"expert_map_manager": SimpleNamespace(num_fused_shared_experts=1)}, "fused"),
         ({"apply_router_weight_on_input": True}, "experts' input"),

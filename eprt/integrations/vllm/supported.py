@@ -16,12 +16,14 @@ from eprt.integrations.vllm.parameters import INTERLEAVED, activation_of, layout
 from eprt.rounding import ceil_div
 
 OPTIONS = "eprt"  # key of `--additional-config`
+DECODE = "decode_backend"  # there, vLLM's own: DeepSeek-V4.1 and others bind the experts' kernels once layers are made
 # Projections of attention, as vLLM's models name them.
 ATTENTION = {
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj", "qkv", "wqkv", "wo"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "fused_qkv_a_proj"),
 }
-RUNNERS = re.compile(r"vllm\.models\.\w+\.nvidia\.(\w+moe_runner|specialized_decode\.moe)(\.|$)")
+# MoE runners of models (vLLM 0.33: Muse Spark, Kimi K3) that reach into the kernel of vLLM's own methods.
+RUNNERS = re.compile(r"vllm\.models\.\w+\.nvidia\.\w+moe_runner$")
 EPLB = "eplb"  # beside RuntimeConfig's fields there: a `BalanceConfig`, for a vLLM whose own flag refuses the platform
 
 
@@ -54,6 +56,10 @@ def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[
             "on CPU vLLM compiles the experts' call into its graph: --enforce-eager gives them to eprt",
         ),
         (flags.use_ubatching, "--enable-dbo runs two batches at once through one layer"),
+        (
+            (config.additional_config or {}).get(DECODE, "auto") != "auto",
+            f"--additional-config {DECODE}: such decode steps run on the kernel object of vLLM's own methods",
+        ),
         (flags.enable_elastic_ep, "--enable-elastic-ep changes the ranks of a running engine"),
         (
             flags.prefill_context_parallel_size > 1,
@@ -78,10 +84,7 @@ def _lora_of_attention(lora: Any) -> bool:
 
 
 def own_runner() -> str:
-    """Returns the module in which the model that is being made has a MoE runner of its own, or "".
-
-    Such runners (vLLM 0.33: Muse Spark, DeepSeek-V4.1's decode) reach into the kernel of vLLM's own methods.
-    """
+    """Returns the module in which the model that is being made has a MoE runner of its own, or ""."""
     return next((name for name in tuple(sys.modules) if RUNNERS.match(name)), "")
 
 
@@ -106,7 +109,8 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
     sums = moe.skip_final_all_reduce and moe.moe_parallel_config.use_ep
     reasons = [
         (moe.num_experts % moe.ep_size != 0, f"{moe.num_experts} experts don't divide by {moe.ep_size} ranks"),
-        (moe.num_experts != moe.num_logical_experts, "experts are replicated"),
+        (moe.num_experts > moe.num_logical_experts, "experts are replicated"),
+        (moe.num_experts < moe.num_logical_experts, "constants stand for some experts"),  # expert_substitution, 0.33
         (placement != "linear", f"experts are placed {placement}, eprt holds them in order"),
         (fused != 0, "shared experts are fused with the routed ones"),
         (layer.apply_router_weight_on_input, "router weights are applied to the experts' input"),
